@@ -1,0 +1,71 @@
+"""Every error a user or a caller can meet, with what was got, what was expected, and the cure.
+
+`UserError` and its children are mistakes the user can mend: the command line prints them as one line without a traceback and
+exits with `exit_code`. `InvariantBroken` is a mistake of ours: it stops the run and keeps its traceback.
+"""
+
+from __future__ import annotations
+
+
+class AsyncmoeError(Exception):
+    """Root of all errors raised on purpose by asyncmoe."""
+
+    exit_code = 1
+
+
+class UserError(AsyncmoeError):
+    """A mistake the user can mend.
+
+    Args:
+        what: the thing that is wrong, named as the user knows it ("trainer.tp", "port 30000", "train.jsonl line 7").
+        got: what was found there.
+        expected: what would have been right.
+        cure: what to do about it; omitted when `expected` says it all.
+    """
+
+    exit_code = 2
+
+    def __init__(self, what: str, *, got: object, expected: object, cure: str | None = None) -> None:
+        self.what, self.got, self.expected, self.cure = what, got, expected, cure
+        line = f"{what}: got {got}, expected {expected}"
+        super().__init__(f"{line}; {cure}" if cure else line)
+
+
+class ConfigError(UserError):
+    """A wrong key, type, value or combination in the configuration."""
+
+
+class DataError(UserError):
+    """Task data, a model directory or a checkpoint that cannot be used."""
+
+
+class ProtocolError(AsyncmoeError):
+    """A message on one of our sockets that is malformed, too large or out of turn."""
+
+
+class EngineError(AsyncmoeError):
+    """An SGLang engine that did not start, died, or answered with an error."""
+
+
+class WeightSyncError(AsyncmoeError):
+    """A weight version that could not be published; the engines still serve the version before it, or are fenced."""
+
+
+class TrajectoryRejected(AsyncmoeError):
+    """A trajectory that must not be trained on. `reason` is the short name it is counted under."""
+
+    def __init__(self, reason: str, detail: str) -> None:
+        self.reason = reason
+        super().__init__(f"{reason}: {detail}")
+
+
+class WaitTimeout(AsyncmoeError):
+    """A wait that ran out. Names whom it waited for, what for, and how long."""
+
+    def __init__(self, whom: str, what: str, seconds: float) -> None:
+        self.whom, self.what, self.seconds = whom, what, seconds
+        super().__init__(f"waited {seconds:.1f} s for {whom}: {what}")
+
+
+class InvariantBroken(AsyncmoeError):
+    """Something that cannot happen happened. The run stops rather than train on wrong data."""

@@ -1,0 +1,199 @@
+"""The record that flows from the engines to the trainer, and its wire form.
+
+One `Trajectory` is what one policy said in one episode: prompt and response tokens with, for each token, who sampled it. The
+arrays are written once, by the forward pass that sampled the token, and never changed afterwards.
+
+Wire form: a msgpack header (names, dtypes, shapes, digest) followed by one raw little-endian frame for each array. Decoding
+checks every length against the header and against `Limits` before it allocates anything.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+import numpy as np
+
+from asyncmoe.errors import ProtocolError, TrajectoryRejected
+
+Buffer = bytes | bytearray | memoryview
+NOT_SAMPLED = -1
+"""Value of `versions` where the token was given (prompt, observation), not sampled."""
+
+_ARRAYS = {"tokens": "<i4", "loss_mask": "|b1", "logprobs": "<f4", "versions": "<i4"}
+
+
+@dataclass(frozen=True, eq=False)
+class Trajectory:
+    """Prompt and response of one policy in one episode; T tokens in all.
+
+    Attributes:
+        key: unique name within a run, e.g. "g12.e3.a0.t0" (group, episode, agent, attempt).
+        group: episodes of the same prompt share it; advantages are computed over it.
+        tokens: int32[T].
+        loss_mask: bool[T]; True where this policy sampled the token. False for prompt and observation tokens.
+        logprobs: float32[T]; behaviour log-probability in nats, after temperature; 0 where `loss_mask` is False.
+        versions: int32[T]; weight version that sampled the token, `NOT_SAMPLED` where `loss_mask` is False.
+        reward: scalar reward of the episode.
+        finish: why generation ended: "stop" or "length".
+        prefix_version: the version all keys and values of the prompt are known to come from, or `NOT_SAMPLED` when a prefix
+            cached under another version may have been used.
+        seconds: durations of the stages this record went through, by name.
+    """
+
+    key: str
+    group: int
+    episode: int
+    tokens: np.ndarray
+    loss_mask: np.ndarray
+    logprobs: np.ndarray
+    versions: np.ndarray
+    reward: float
+    finish: str
+    prefix_version: int = NOT_SAMPLED
+    agent: int = 0
+    attempt: int = 0
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def oldest_version(self) -> int:
+        """Version of the oldest sampled token; what the consumption rule looks at. `NOT_SAMPLED` for a demonstration."""
+        sampled = self.versions[self.versions != NOT_SAMPLED]
+        return int(sampled.min()) if len(sampled) else NOT_SAMPLED
+
+    @property
+    def is_pure(self) -> bool:
+        """True when every key, value and token is known to come from one weight version."""
+        sampled = self.versions[self.versions != NOT_SAMPLED]
+        return len(sampled) > 0 and bool((sampled == self.prefix_version).all())
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Upper bounds a decoder enforces before it allocates."""
+
+    max_tokens: int = 1 << 20
+    max_header_bytes: int = 64 << 10
+
+
+class _ArraySpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+
+class _Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    key: str
+    group: int
+    episode: int
+    agent: int
+    attempt: int
+    reward: float
+    finish: str
+    prefix_version: int
+    seconds: dict[str, float]
+    arrays: tuple[_ArraySpec, ...]
+    digest: int
+
+
+def validate(trajectory: Trajectory, vocab_size: int | None = None) -> None:
+    """Refuse a record that would be trained wrong.
+
+    Raises:
+        TrajectoryRejected: lengths that disagree, no sampled token, a token outside the vocabulary, a log-probability that is not a
+            finite number <= 0, a reward that is not finite, or a sampled token without a version.
+    """
+    t = trajectory
+    lengths = {name: len(getattr(t, name)) for name in _ARRAYS}
+    if len(set(lengths.values())) != 1:
+        raise TrajectoryRejected("length_mismatch", f"{t.key}: {lengths}")
+    if not t.loss_mask.any():
+        raise TrajectoryRejected("empty_response", f"{t.key}: no sampled token")
+    if vocab_size is not None and (t.tokens.min() < 0 or t.tokens.max() >= vocab_size):
+        raise TrajectoryRejected("token_out_of_vocabulary", f"{t.key}: token {t.tokens.max()} of vocabulary {vocab_size}")
+    if not np.isfinite(t.logprobs).all() or (t.logprobs > 1e-4).any():
+        raise TrajectoryRejected("bad_logprob", f"{t.key}: log-probabilities must be finite and <= 0")
+    if not np.isfinite(t.reward):
+        raise TrajectoryRejected("bad_reward", f"{t.key}: reward {t.reward}")
+    if (t.versions[~t.loss_mask] != NOT_SAMPLED).any():
+        raise TrajectoryRejected("bad_version", f"{t.key}: a token that was not sampled carries a version")
+
+
+def encode(trajectory: Trajectory) -> list[Buffer]:
+    """Header frame, then one frame for each array in the order of the header."""
+    arrays = {n: np.ascontiguousarray(getattr(trajectory, n), dtype=d) for n, d in _ARRAYS.items()}
+    digest = 0
+    for a in arrays.values():
+        digest = zlib.crc32(a.data.cast("B"), digest)
+    header = _Header(
+        key=trajectory.key,
+        group=trajectory.group,
+        episode=trajectory.episode,
+        agent=trajectory.agent,
+        attempt=trajectory.attempt,
+        reward=float(trajectory.reward),
+        finish=trajectory.finish,
+        prefix_version=trajectory.prefix_version,
+        seconds=trajectory.seconds,
+        arrays=tuple(_ArraySpec(n, _ARRAYS[n], a.shape) for n, a in arrays.items()),
+        digest=digest,
+    )
+    return [msgspec.msgpack.encode(header), *(a.data.cast("B") for a in arrays.values())]
+
+
+def frames_in(trajectory_count: int) -> int:
+    """Number of frames `encode` makes for that many trajectories."""
+    return trajectory_count * (1 + len(_ARRAYS))
+
+
+def decode(frames: Sequence[Buffer], limits: Limits | None = None) -> Trajectory:
+    """The inverse of `encode`; arrays are read-only views of the frames.
+
+    Raises:
+        ProtocolError: a frame count, length, dtype, shape or digest that disagrees with the header or exceeds `limits`.
+    """
+    limits = limits or Limits()
+    if len(frames) != frames_in(1):
+        raise ProtocolError(f"trajectory: got {len(frames)} frames, expected {frames_in(1)}")
+    if len(frames[0]) > limits.max_header_bytes:
+        raise ProtocolError(f"trajectory header: got {len(frames[0])} bytes, expected at most {limits.max_header_bytes}")
+    try:
+        header = msgspec.msgpack.decode(frames[0], type=_Header)
+    except msgspec.DecodeError as error:
+        raise ProtocolError(f"trajectory header: {error}") from error
+    specs = [(s.name, s.dtype) for s in header.arrays]
+    if specs != list(_ARRAYS.items()):
+        raise ProtocolError(f"trajectory {header.key}: got arrays {specs}, expected {list(_ARRAYS.items())}")
+    arrays, digest = {}, 0
+    for spec, frame in zip(header.arrays, frames[1:], strict=True):
+        arrays[spec.name] = _read(header.key, spec, frame, limits)
+        digest = zlib.crc32(frame, digest)
+    if digest != header.digest:
+        raise ProtocolError(f"trajectory {header.key}: got digest {digest:08x}, expected {header.digest:08x}")
+    h = header
+    return Trajectory(
+        h.key,
+        h.group,
+        h.episode,
+        reward=h.reward,
+        finish=h.finish,
+        prefix_version=h.prefix_version,
+        agent=h.agent,
+        attempt=h.attempt,
+        seconds=h.seconds,
+        **arrays,
+    )
+
+
+def _read(key: str, spec: _ArraySpec, frame: Buffer, limits: Limits) -> np.ndarray:
+    if len(spec.shape) != 1 or not 0 <= spec.shape[0] <= limits.max_tokens:
+        raise ProtocolError(f"trajectory {key} {spec.name}: got shape {spec.shape}, expected [T] with T <= {limits.max_tokens}")
+    expected = spec.shape[0] * np.dtype(spec.dtype).itemsize
+    if len(memoryview(frame).cast("B")) != expected:
+        raise ProtocolError(f"trajectory {key} {spec.name}: got {len(frame)} bytes, expected {expected}")
+    return np.frombuffer(frame, dtype=spec.dtype)

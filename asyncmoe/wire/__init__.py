@@ -1,0 +1,1 @@
+"""How the controller and the trainer ranks talk: messages, keys, one server, one client. No pickle."""

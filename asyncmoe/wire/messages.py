@@ -1,0 +1,211 @@
+"""Every message of the queue protocol and of the weight protocol.
+
+The trainer's ranks ask, the controller answers; a request has exactly one reply. Messages are msgpack (msgspec tagged
+structs); trajectories follow a `Fetched` reply as raw frames (`asyncmoe.trajectory.encode`).
+
+Leases are named by the trainer's step, so asking is idempotent: every rank asks for the lease of step k and all get the same
+answer, without a collective among the ranks.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+Phase = Literal["warmup", "rl"]
+
+
+class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
+    """Base of all messages; the tag is the class name."""
+
+
+# ---------------------------------------------------------------- requests: queue
+
+
+class Hello(Message):
+    """First message of every rank. The controller refuses a trainer of another configuration."""
+
+    rank: int
+    world: int
+    config_digest: str
+    step: int
+    """Optimizer steps the trainer has already taken (not 0 after a resume)."""
+
+
+class Lease(Message):
+    """Ask for the batch of step `step`. Waits until there is one or `wait_s` is over."""
+
+    step: int
+    phase: Phase
+    count: int
+    version: int
+    """The trainer's current version; what the consumption rule measures age from."""
+    wait_s: float
+
+
+class Fetch(Message):
+    """Ask for the leased trajectories named `keys`."""
+
+    step: int
+    keys: tuple[str, ...]
+
+
+class Commit(Message):
+    """The batch of step `step` has been trained on; its lease ends."""
+
+    step: int
+
+
+class Saved(Message):
+    """A checkpoint covers every step up to and including `step`."""
+
+    step: int
+
+
+class Goodbye(Message):
+    """The trainer is done (`finished`) or is stopping early and will resume."""
+
+    finished: bool
+
+
+# ---------------------------------------------------------------- requests: weights
+
+
+class WeightsJoin(Message):
+    """All engines join the process group that weights travel in. The trainer's sender is rank 0; it joins while this request is open."""
+
+    host: str
+    port: int
+    group: str
+    backend: Literal["gloo", "nccl"]
+
+
+class WeightsBegin(Message):
+    """Pause all engines in place and open their update."""
+
+    version: int
+
+
+class WeightsBucket(Message):
+    """One flattened bucket: the bytes of `names` one after the other. Sent by broadcast while this request is open."""
+
+    version: int
+    names: tuple[str, ...]
+    dtypes: tuple[str, ...]
+    """As torch prints them without the prefix: "float32", "bfloat16"."""
+    shapes: tuple[tuple[int, ...], ...]
+
+
+class WeightsCommit(Message):
+    """Close the update, publish `version`, let the engines go on.
+
+    `checksums` (optional) maps an engine rank to {SGLang parameter: checksum}; every engine must agree before it goes on.
+    """
+
+    version: int
+    checksums: tuple[dict[str, str], ...] = ()
+
+
+class WeightsAbort(Message):
+    """The sender failed: fence the engines that hold a part of `version`."""
+
+    version: int
+    why: str
+
+
+class EnginesAsk(Message):
+    """Ask which engines there are; waits until all have started or `wait_s` is over."""
+
+    wait_s: float
+
+
+# ---------------------------------------------------------------- replies
+
+
+class Item(Message):
+    """A leased trajectory without its arrays."""
+
+    key: str
+    group: int
+    tokens: int
+    sampled: int
+    """Tokens with loss_mask True."""
+    reward: float
+    oldest_version: int
+    newest_version: int
+
+
+class Welcome(Message):
+    """Reply to `Hello`."""
+
+    run: str
+
+
+class Leased(Message):
+    """Reply to `Lease`; `items` is empty when `wait_s` was over first."""
+
+    step: int
+    items: tuple[Item, ...]
+    queue_depth: int
+    dropped: dict[str, int]
+    """Trajectories dropped so far, by reason."""
+
+
+class Fetched(Message):
+    """Reply to `Fetch`; `frames_in(len(keys))` frames follow, in the order of `keys`."""
+
+    keys: tuple[str, ...]
+
+
+class EngineInfo(Message):
+    """One engine; its ranks are `rank_offset .. rank_offset + tp - 1` of the weight group."""
+
+    name: str
+    tp: int
+    ep: int
+    rank_offset: int
+    version: int
+
+
+class Engines(Message):
+    """Reply to `EnginesAsk`; `world` is the size of the weight group, the sender included."""
+
+    engines: tuple[EngineInfo, ...]
+    world: int
+
+
+class Committed(Message):
+    """Reply to `WeightsCommit`."""
+
+    version: int
+    pause_ms: tuple[float, ...]
+    """How long each engine stood still."""
+
+
+class Done(Message):
+    """Reply when there is nothing to say."""
+
+
+class Refused(Message):
+    """Reply to a request that failed. `kind` is the name of an error class in `asyncmoe.errors`."""
+
+    kind: str
+    text: str
+
+
+Request = (
+    Hello
+    | Lease
+    | Fetch
+    | Commit
+    | Saved
+    | Goodbye
+    | WeightsJoin
+    | WeightsBegin
+    | WeightsBucket
+    | WeightsCommit
+    | WeightsAbort
+    | EnginesAsk
+)
+Reply = Welcome | Leased | Fetched | Engines | Committed | Done | Refused

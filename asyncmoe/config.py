@@ -103,7 +103,9 @@ class EngineSection(Section):
     tp: Positive = 1
     ep: Positive = 1
     dtype: Literal["float32", "bfloat16", "auto"] = "auto"
-    python: Path | None = Field(None, description="Python that has SGLang; default: `.venv-engine` beside this environment, else this Python.")
+    python: Path | None = Field(
+        None, description="Python that has SGLang; default: `.venv-engine` beside this environment, else this Python."
+    )
     host: str = "127.0.0.1"
     port: NonNegative = Field(0, description="First port; engine i takes port + i. 0: any free ports.")
     max_running: Positive = 16
@@ -182,7 +184,9 @@ class TrainerSection(Section):
 class ObjectiveSection(Section):
     """The loss of a reinforcement-learning step."""
 
-    advantage: Literal["grpo", "grpo_no_std"] = Field("grpo", description="Group mean subtracted; grpo also divides by the group's deviation.")
+    advantage: Literal["grpo", "grpo_no_std"] = Field(
+        "grpo", description="Group mean subtracted; grpo also divides by the group's deviation."
+    )
     clip_low: PositiveFloat = 0.2
     clip_high: PositiveFloat = 0.2
     proximal: Literal["recompute", "behaviour"] = Field(

@@ -23,7 +23,7 @@ class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True)
 # ---------------------------------------------------------------- requests: queue
 
 
-class Hello(Message):
+class Hello(Message, frozen=True):
     """First message of every rank. The controller refuses a trainer of another configuration."""
 
     rank: int
@@ -33,7 +33,7 @@ class Hello(Message):
     """Optimizer steps the trainer has already taken (not 0 after a resume)."""
 
 
-class Lease(Message):
+class Lease(Message, frozen=True):
     """Ask for the batch of step `step`. Waits until there is one or `wait_s` is over."""
 
     step: int
@@ -44,26 +44,26 @@ class Lease(Message):
     wait_s: float
 
 
-class Fetch(Message):
+class Fetch(Message, frozen=True):
     """Ask for the leased trajectories named `keys`."""
 
     step: int
     keys: tuple[str, ...]
 
 
-class Commit(Message):
+class Commit(Message, frozen=True):
     """The batch of step `step` has been trained on; its lease ends."""
 
     step: int
 
 
-class Saved(Message):
+class Saved(Message, frozen=True):
     """A checkpoint covers every step up to and including `step`."""
 
     step: int
 
 
-class Goodbye(Message):
+class Goodbye(Message, frozen=True):
     """The trainer is done (`finished`) or is stopping early and will resume."""
 
     finished: bool
@@ -72,7 +72,7 @@ class Goodbye(Message):
 # ---------------------------------------------------------------- requests: weights
 
 
-class WeightsJoin(Message):
+class WeightsJoin(Message, frozen=True):
     """All engines join the process group that weights travel in. The trainer's sender is rank 0; it joins while this request is open."""
 
     host: str
@@ -81,13 +81,13 @@ class WeightsJoin(Message):
     backend: Literal["gloo", "nccl"]
 
 
-class WeightsBegin(Message):
+class WeightsBegin(Message, frozen=True):
     """Pause all engines in place and open their update."""
 
     version: int
 
 
-class WeightsBucket(Message):
+class WeightsBucket(Message, frozen=True):
     """One flattened bucket: the bytes of `names` one after the other. Sent by broadcast while this request is open."""
 
     version: int
@@ -97,7 +97,7 @@ class WeightsBucket(Message):
     shapes: tuple[tuple[int, ...], ...]
 
 
-class WeightsCommit(Message):
+class WeightsCommit(Message, frozen=True):
     """Close the update, publish `version`, let the engines go on.
 
     `checksums` (optional) maps an engine rank to {SGLang parameter: checksum}; every engine must agree before it goes on.
@@ -107,14 +107,14 @@ class WeightsCommit(Message):
     checksums: tuple[dict[str, str], ...] = ()
 
 
-class WeightsAbort(Message):
+class WeightsAbort(Message, frozen=True):
     """The sender failed: fence the engines that hold a part of `version`."""
 
     version: int
     why: str
 
 
-class EnginesAsk(Message):
+class EnginesAsk(Message, frozen=True):
     """Ask which engines there are; waits until all have started or `wait_s` is over."""
 
     wait_s: float
@@ -123,7 +123,7 @@ class EnginesAsk(Message):
 # ---------------------------------------------------------------- replies
 
 
-class Item(Message):
+class Item(Message, frozen=True):
     """A leased trajectory without its arrays."""
 
     key: str
@@ -136,13 +136,13 @@ class Item(Message):
     newest_version: int
 
 
-class Welcome(Message):
+class Welcome(Message, frozen=True):
     """Reply to `Hello`."""
 
     run: str
 
 
-class Leased(Message):
+class Leased(Message, frozen=True):
     """Reply to `Lease`; `items` is empty when `wait_s` was over first."""
 
     step: int
@@ -152,13 +152,13 @@ class Leased(Message):
     """Trajectories dropped so far, by reason."""
 
 
-class Fetched(Message):
+class Fetched(Message, frozen=True):
     """Reply to `Fetch`; `frames_in(len(keys))` frames follow, in the order of `keys`."""
 
     keys: tuple[str, ...]
 
 
-class EngineInfo(Message):
+class EngineInfo(Message, frozen=True):
     """One engine; its ranks are `rank_offset .. rank_offset + tp - 1` of the weight group."""
 
     name: str
@@ -168,14 +168,14 @@ class EngineInfo(Message):
     version: int
 
 
-class Engines(Message):
+class Engines(Message, frozen=True):
     """Reply to `EnginesAsk`; `world` is the size of the weight group, the sender included."""
 
     engines: tuple[EngineInfo, ...]
     world: int
 
 
-class Committed(Message):
+class Committed(Message, frozen=True):
     """Reply to `WeightsCommit`."""
 
     version: int
@@ -183,11 +183,11 @@ class Committed(Message):
     """How long each engine stood still."""
 
 
-class Done(Message):
+class Done(Message, frozen=True):
     """Reply when there is nothing to say."""
 
 
-class Refused(Message):
+class Refused(Message, frozen=True):
     """Reply to a request that failed. `kind` is the name of an error class in `asyncmoe.errors`."""
 
     kind: str

@@ -150,6 +150,8 @@ class Leased(Message, frozen=True):
     queue_depth: int
     dropped: dict[str, int]
     """Trajectories dropped so far, by reason."""
+    stop: bool = False
+    """The run is to stop here and resume later: save a checkpoint, say `Goodbye`. All ranks get the same answer for a step."""
 
 
 class Fetched(Message, frozen=True):

@@ -1,0 +1,219 @@
+"""Writing and reading the records of a run: JSON lines, flushed one by one."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from itertools import chain
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from asyncmoe.errors import DataError
+from asyncmoe.telemetry.schema import Record, Resume, Rollout, Span, Step, What
+
+R = TypeVar("R", Step, Resume, Rollout, Span)
+
+
+class JsonLines:
+    """Appends one JSON object a line and flushes it, so that a reader sees every record at once.
+
+    A line that a killed writer left without its end is cut off before anything is appended. Numbers that are not finite are
+    written as null. One writer for each file; its `write` may be called from several threads.
+    """
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _cut_torn_line(path)
+        self.path = path
+        self._file = path.open("ab")
+
+    def write(self, record: Mapping[str, Any] | Record) -> None:
+        """Append a record: a mapping or one of the structs of `schema`; NumPy and torch scalars are taken as numbers."""
+        self._file.write(msgspec.json.encode(record, enc_hook=_number) + b"\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+    def __enter__(self) -> JsonLines:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class Spans:
+    """Records who did what from when to when into a `JsonLines` file."""
+
+    def __init__(self, path: Path) -> None:
+        self._lines = JsonLines(path)
+
+    def add(self, who: str, what: What, begin: float, end: float) -> None:
+        """Record a span measured elsewhere, in Unix seconds."""
+        self._lines.write(Span(who, what, begin, end))
+
+    @contextmanager
+    def span(self, who: str, what: What) -> Iterator[None]:
+        """Record the block's duration, also when it raises. The duration is monotonic: a clock that is set back does not harm it."""
+        begin, started = time.time(), time.perf_counter()
+        try:
+            yield
+        finally:
+            self.add(who, what, begin, begin + time.perf_counter() - started)
+
+    def close(self) -> None:
+        self._lines.close()
+
+    def __enter__(self) -> Spans:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class Tail:
+    """Reads what has been appended to a file since the last `poll`; the file need not exist yet."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._offset = 0
+        self._line = 0
+
+    def poll(self) -> list[dict[str, Any]]:
+        """The new records. An unfinished last line is left for the next call.
+
+        Raises:
+            DataError: a finished line is not a JSON object; names file and line.
+        """
+        return [values for _, values in self.numbered()]
+
+    def numbered(self) -> list[tuple[int, dict[str, Any]]]:
+        """As `poll`, with the number of each line, counted from 1."""
+        try:
+            with self.path.open("rb") as file:
+                file.seek(self._offset)
+                new = file.read()
+        except FileNotFoundError:
+            return []
+        *lines, torn = new.split(b"\n")
+        first = self._line + 1
+        self._offset += len(new) - len(torn)
+        self._line += len(lines)
+        return [(number, _parse(self.path, number, line)) for number, line in enumerate(lines, first)]
+
+    def poll_steps(self) -> list[Step | Resume]:
+        """As `poll`, typed, for metrics.jsonl."""
+        return [_step_or_resume(self.path, number, values) for number, values in self.numbered()]
+
+    def poll_as(self, kind: type[R]) -> list[R]:
+        """As `poll`, typed, for the other files."""
+        return [_convert(self.path, number, values, kind) for number, values in self.numbered()]
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """All records of a file; none when there is no file. A torn last line (killed writer) is ignored.
+
+    Raises:
+        DataError: any other line is not a JSON object; names file and line.
+    """
+    return Tail(path).poll()
+
+
+def read_spans(path: Path) -> list[Span]:
+    """All spans of a file, in the order written.
+
+    Raises:
+        DataError: see `read`; also a field that is missing or of a wrong type.
+    """
+    return Tail(path).poll_as(Span)
+
+
+def read_rollout(path: Path) -> list[Rollout]:
+    """All records of rollout.jsonl.
+
+    Raises:
+        DataError: see `read_spans`.
+    """
+    return Tail(path).poll_as(Rollout)
+
+
+def read_sessions(path: Path) -> list[list[Step]]:
+    """The steps of metrics.jsonl that count, one list for each start of the trainer; see `sessions`.
+
+    Raises:
+        DataError: see `read_spans`.
+    """
+    return sessions(Tail(path).poll_steps())
+
+
+def read_steps(path: Path) -> list[Step]:
+    """The steps of metrics.jsonl that count, in rising order, each once; see `sessions`.
+
+    Raises:
+        DataError: see `read_spans`.
+    """
+    return list(chain.from_iterable(read_sessions(path)))
+
+
+def sessions(records: Iterable[Step | Resume]) -> list[list[Step]]:
+    """The steps that count, split where the trainer was started again.
+
+    A `Resume` supersedes every earlier record of a later step; so does a step that is not later than the one before it. Sessions
+    of which no step is left are not returned.
+    """
+    found: list[list[Step]] = [[]]
+    for record in records:
+        last = next((session[-1].step for session in reversed(found) if session), None)
+        if isinstance(record, Resume):
+            found = [*_until(found, record.resumed_at), []]
+            continue
+        if last is not None and record.step <= last:
+            found = [*_until(found, record.step - 1), []]
+        found[-1].append(record)
+    return [session for session in found if session]
+
+
+def _until(found: list[list[Step]], last: int) -> list[list[Step]]:
+    return [[step for step in session if step.step <= last] for session in found]
+
+
+def _step_or_resume(path: Path, number: int, values: dict[str, Any]) -> Step | Resume:
+    if "resumed_at" in values:
+        return _convert(path, number, values, Resume)
+    return _convert(path, number, values, Step)
+
+
+def _convert(path: Path, number: int, values: dict[str, Any], kind: type[R]) -> R:
+    try:
+        return msgspec.convert(values, kind, str_keys=True)
+    except msgspec.ValidationError as error:
+        raise DataError(f"{path} line {number}", got=str(error), expected=f"a {kind.__name__} record") from error
+
+
+def _parse(path: Path, number: int, line: bytes) -> dict[str, Any]:
+    try:
+        values = msgspec.json.decode(line)
+    except msgspec.DecodeError as error:
+        raise DataError(f"{path} line {number}", got=str(error), expected="a JSON object") from error
+    if not isinstance(values, dict):
+        raise DataError(f"{path} line {number}", got=type(values).__name__, expected="a JSON object")
+    return values
+
+
+def _cut_torn_line(path: Path) -> None:
+    if not path.exists():
+        return
+    with path.open("rb+") as file:
+        torn = len(file.read().rpartition(b"\n")[2])
+        if torn:
+            file.truncate(path.stat().st_size - torn)
+
+
+def _number(value: object) -> object:
+    item = getattr(value, "item", None)
+    if callable(item):
+        return item()
+    raise TypeError(f"a record holds numbers, strings, lists and mappings, not {type(value).__name__}")

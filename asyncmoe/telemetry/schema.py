@@ -1,0 +1,109 @@
+"""The records of a run, one JSON object a line. Fields a reader does not know are ignored; a wrong type is refused.
+
+metrics.jsonl           Step, one per optimizer step, and Resume once per resumed start; written by trainer rank 0
+rollout.jsonl           Rollout, about one a second; written by the controller
+spans-trainer.jsonl     Span; written by trainer rank 0
+spans-controller.jsonl  Span; written by the controller
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal
+
+import msgspec
+
+METRICS = "metrics.jsonl"
+ROLLOUT = "rollout.jsonl"
+TRAINER_SPANS = "spans-trainer.jsonl"
+CONTROLLER_SPANS = "spans-controller.jsonl"
+
+What = Literal["wait", "train", "sync", "generate", "pause"]
+
+
+class Step(msgspec.Struct, frozen=True, kw_only=True):
+    """One step of the trainer. None: not measured in this step, or not finite. All times are in seconds unless named otherwise.
+
+    The step lasted from `time - step_seconds` to `time` and consists of waiting for a batch, training and weight sync.
+    """
+
+    step: int
+    """Optimizer steps taken, this one included; warm-up counts."""
+    phase: Literal["warmup", "rl"]
+    time: float
+    """Unix seconds at the end of the step."""
+    step_seconds: float | None = None
+    wait_seconds: float | None = None
+    train_seconds: float | None = None
+    sync_seconds: float | None = None
+    """From the end of the optimizer step until every engine serves the new weights; None or 0 when none were sent."""
+    pause_ms: float | None = None
+    """Milliseconds the engine that stood still longest stood still."""
+    version: int | None = None
+    loss: float | None = None
+    reward_mean: float | None = None
+    reward_std: float | None = None
+    grad_norm: float | None = None
+    lr: float | None = None
+    tokens: int | None = None
+    """Trained tokens, prompt and response, over all ranks."""
+    tokens_per_s: float | None = None
+    staleness_max: float | None = None
+    """Versions; age of the oldest sampled token."""
+    staleness_mean: float | None = None
+    ages: Mapping[int, int] | None = None
+    """Sampled tokens by age in versions."""
+    logprob_diff_max_same_version: float | None = None
+    """Nats; largest |trainer - engine| over tokens whose whole prefix was computed under the trainer's version."""
+    clip_fraction: float | None = None
+    tis_capped_fraction: float | None = None
+    ratio_mean: float | None = None
+    response_tokens_mean: float | None = None
+    queue_depth: int | None = None
+    """Trajectories left in the queue when the batch was leased."""
+    dropped: Mapping[str, int] | None = None
+    """Trajectories dropped since the controller started, by reason."""
+
+    @property
+    def begin(self) -> float:
+        """Unix seconds at the beginning of the step."""
+        return self.time - (self.step_seconds or 0.0)
+
+
+class Resume(msgspec.Struct, frozen=True):
+    """The trainer started from a checkpoint: records of steps after `resumed_at` no longer count."""
+
+    resumed_at: int
+    time: float = 0.0
+
+
+class Rollout(msgspec.Struct, frozen=True, kw_only=True):
+    """The controller's counters; all but the gauges count trajectories (tokens) since the controller started."""
+
+    time: float
+    version: int | None = None
+    queue_depth: int | None = None
+    """Gauge: trajectories ready for the trainer."""
+    running: int | None = None
+    """Gauge: trajectories being generated or scored."""
+    started: int = 0
+    accepted: int = 0
+    rejected: Mapping[str, int] = {}
+    dropped: Mapping[str, int] | int = 0
+    generated_tokens: int = 0
+    tokens_per_s: float | None = None
+    """Gauge: sampled tokens a second since the last record."""
+    engine_busy_share: Mapping[str, float] = {}
+    """Gauge, 0 to 1: share of the time since the last record in which the engine had work."""
+
+
+class Span(msgspec.Struct, frozen=True):
+    """`who` ("trainer.0", "engine.0") did `what` from `begin` to `end`, in Unix seconds."""
+
+    who: str
+    what: What
+    begin: float
+    end: float
+
+
+Record = Step | Resume | Rollout | Span

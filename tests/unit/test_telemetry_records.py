@@ -1,0 +1,122 @@
+"""Records: what is written comes back; torn, broken and superseded lines."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from asyncmoe.errors import DataError
+from asyncmoe.telemetry.records import JsonLines, Spans, Tail, read, read_sessions, read_spans, read_steps
+from asyncmoe.telemetry.schema import Resume, Span, Step
+
+
+def _steps(path: Path, *steps: int, loss: float = 0.0) -> None:
+    with JsonLines(path) as lines:
+        for step in steps:
+            lines.write(Step(step=step, phase="rl", time=float(step), loss=loss))
+
+
+def test_numpy_scalars_int_keys_and_non_finite_numbers(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    with JsonLines(path) as lines:
+        lines.write(
+            {"step": np.int64(3), "phase": "rl", "time": 1.5, "loss": float("nan"), "lr": np.float64(0.25), "grad_norm": np.float32("inf")}
+            | {"ages": {0: 5, np.int64(1): np.int32(2)}, "unknown": [1]}
+        )
+    assert read_steps(path) == [Step(step=3, phase="rl", time=1.5, lr=0.25, ages={0: 5, 1: 2})]
+    assert b"NaN" not in path.read_bytes()
+
+
+def test_a_record_can_be_read_before_the_writer_is_closed(tmp_path: Path) -> None:
+    lines = JsonLines(tmp_path / "new" / "x.jsonl")
+    lines.write({"a": 1})
+    assert read(lines.path) == [{"a": 1}]
+    lines.close()
+
+
+def test_no_file_is_no_records(tmp_path: Path) -> None:
+    assert read(tmp_path / "absent.jsonl") == []
+
+
+def test_torn_last_line_is_ignored_and_cut_by_the_next_writer(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    _steps(path, 1, 2)
+    with path.open("ab") as file:
+        file.write(b'{"step": 3, "pha')
+    assert [step.step for step in read_steps(path)] == [1, 2]
+    _steps(path, 3)
+    assert [step.step for step in read_steps(path)] == [1, 2, 3]
+
+
+def test_a_line_that_is_only_torn(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"st')
+    assert read(path) == []
+    _steps(path, 1)
+    assert [step.step for step in read_steps(path)] == [1]
+
+
+@pytest.mark.parametrize(
+    "broken", [b'{"step": 2, "pha', b"[1]", b"", b'{"step": "two", "phase": "rl", "time": 2}', b'{"step": 2, "time": 2}']
+)
+def test_any_other_broken_line_names_file_and_line(tmp_path: Path, broken: bytes) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"step": 1, "phase": "rl", "time": 1}\n' + broken + b"\n" + b'{"step": 3, "phase": "rl", "time": 3}\n')
+    with pytest.raises(DataError, match=r"metrics\.jsonl line 2: got .*expected a"):
+        read_steps(path)
+
+
+def test_resume_supersedes_later_steps_even_before_it_has_made_one(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    _steps(path, 1, 2, 3, 4, 5, loss=1.0)
+    with JsonLines(path) as lines:
+        lines.write(Resume(3))
+    assert [step.step for step in read_steps(path)] == [1, 2, 3]
+    _steps(path, 4, loss=2.0)
+    assert [(step.step, step.loss) for step in read_steps(path)] == [(1, 1.0), (2, 1.0), (3, 1.0), (4, 2.0)]
+    assert [[step.step for step in session] for session in read_sessions(path)] == [[1, 2, 3], [4]]
+
+
+def test_going_back_without_a_mark_supersedes_too(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    _steps(path, 1, 2, 3, 4, 5, loss=1.0)
+    _steps(path, 3, 4, loss=2.0)
+    _steps(path, 2, loss=3.0)
+    assert [(step.step, step.loss) for step in read_steps(path)] == [(1, 1.0), (2, 3.0)]
+    assert [[step.step for step in session] for session in read_sessions(path)] == [[1], [2]]
+
+
+def test_clean_resume_splits_sessions(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    _steps(path, 1, 2)
+    with JsonLines(path) as lines:
+        lines.write({"resumed_at": 2, "time": 9.0})
+    _steps(path, 3)
+    assert [[step.step for step in session] for session in read_sessions(path)] == [[1, 2], [3]]
+
+
+def test_tail_gives_each_record_once_and_waits_for_the_end_of_a_line(tmp_path: Path) -> None:
+    path = tmp_path / "x.jsonl"
+    tail = Tail(path)
+    assert tail.poll() == []
+    with path.open("ab", buffering=0) as file:
+        file.write(b'{"a": 1}\n{"a"')
+        assert tail.poll() == [{"a": 1}]
+        assert tail.poll() == []
+        file.write(b": 2}\nbroken\n")
+    with pytest.raises(DataError, match="line 3"):
+        tail.poll()
+
+
+def test_span_is_recorded_when_the_block_raises(tmp_path: Path) -> None:
+    spans = Spans(tmp_path / "spans.jsonl")
+    spans.add("engine.0", "generate", 1.0, 2.5)
+    with pytest.raises(ZeroDivisionError), spans.span("trainer.0", "train"):
+        _ = 1 / 0
+    spans.close()
+    first, second = read_spans(tmp_path / "spans.jsonl")
+    assert first == Span("engine.0", "generate", 1.0, 2.5)
+    assert (second.who, second.what) == ("trainer.0", "train")
+    assert 0 <= second.end - second.begin < 5

@@ -1,0 +1,67 @@
+# Two commands do everything on a fresh Debian or Ubuntu machine with Python 3.11+ and g++:
+#   make demo    install, then train the tiny model asynchronously until it can add (runs/demo)
+#   make test    install, then run every test
+# On a machine with an NVIDIA GPU:  make demo GPU=1   (CUDA builds of torch and SGLang)
+PYTHON ?= python3
+GPU    ?= 0
+TORCH  := 2.13.0
+TRAIN  := .venv
+ENGINE := .venv-engine
+NEXT   := .venv-next
+PIP    := -m pip install --quiet --disable-pip-version-check
+
+.PHONY: setup demo test test-unit test-megatron-next lint clean
+.DELETE_ON_ERROR:
+
+setup: $(TRAIN)/.installed $(TRAIN)/.built $(ENGINE)/.installed
+
+demo: setup
+	$(TRAIN)/bin/asyncmoe run examples/demo.yaml
+
+test: setup lint
+	$(TRAIN)/bin/python -m pytest
+
+test-unit: setup lint
+	$(TRAIN)/bin/python -m pytest tests/unit
+
+lint: setup
+	$(TRAIN)/bin/ruff check .
+	$(TRAIN)/bin/ruff format --check .
+	$(TRAIN)/bin/mypy
+	$(TRAIN)/bin/clang-format --dry-run --Werror csrc/*.h csrc/*.cpp csrc/*.cu
+
+# The rank tests on the newest megatron-core: an overlay in front of the same environment. It declares Python >= 3.12 but runs on 3.11.
+test-megatron-next: setup $(NEXT)/.installed
+	PYTHONPATH=$(CURDIR)/$(NEXT)/site $(TRAIN)/bin/python -m pytest tests/ranks
+
+$(TRAIN)/.installed: requirements/train.txt requirements/dev.txt requirements/torch.sh
+	@$(PYTHON) requirements/check_python.py
+	$(PYTHON) -m venv $(TRAIN)
+	GPU=$(GPU) requirements/torch.sh $(TRAIN)/bin/python $(TORCH)
+	$(TRAIN)/bin/python $(PIP) -r requirements/train.txt -r requirements/dev.txt
+	@touch $@
+
+$(TRAIN)/.built: $(TRAIN)/.installed pyproject.toml setup.py $(wildcard csrc/*)
+	$(TRAIN)/bin/python $(PIP) --no-build-isolation --no-deps --editable .
+	@touch $@
+
+# SGLang pins other versions than the trainer wants, so it has an environment of its own; the .pth file shows it this checkout.
+$(ENGINE)/.installed: requirements/engine-cpu.txt requirements/engine-cpu-nodeps.txt requirements/torch.sh
+	@$(PYTHON) requirements/check_python.py
+	$(PYTHON) -m venv $(ENGINE)
+ifeq ($(GPU),1)
+	$(ENGINE)/bin/python $(PIP) sglang==0.5.23
+else
+	GPU=0 requirements/torch.sh $(ENGINE)/bin/python $(TORCH)
+	$(ENGINE)/bin/python $(PIP) -r requirements/engine-cpu.txt
+	$(ENGINE)/bin/python $(PIP) --no-deps -r requirements/engine-cpu-nodeps.txt
+endif
+	echo $(CURDIR) > $$($(ENGINE)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/asyncmoe.pth
+	@touch $@
+
+$(NEXT)/.installed: $(TRAIN)/.installed
+	$(TRAIN)/bin/python $(PIP) --no-deps --ignore-requires-python --target $(NEXT)/site megatron-core==0.19.2 triton
+	@touch $@
+
+clean:
+	rm -rf $(TRAIN) $(ENGINE) $(NEXT) build asyncmoe.egg-info asyncmoe/reshard/_C*.so

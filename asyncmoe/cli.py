@@ -1,0 +1,100 @@
+"""The `asyncmoe` command: every part of a run can be started by itself, and `run` starts all of them on this machine."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from asyncmoe.errors import AsyncmoeError
+from asyncmoe.process import ERROR_PREFIX
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="""Train mixture-of-experts language models with asynchronous reinforcement learning.
+
+SGLang engines generate without waiting; Megatron trainers learn from a bounded queue; new weights reach the engines while they
+generate. One YAML file describes a run, and any key of it can be changed on the command line:
+
+    asyncmoe run examples/demo.yaml run.steps=100 trainer.optimizer.lr=3e-4
+
+Start with `asyncmoe run examples/demo.yaml`, then open runs/demo/report.html.""",
+)
+
+ConfigPath = Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML file of the run.")]
+Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Keys to change, e.g. run.steps=100.")]
+
+
+@app.command()
+def run(config: ConfigPath, overrides: Overrides = None) -> None:
+    """Everything on this machine: engines, queue, trainer, live view, report. The same command resumes a stopped run."""
+    from rich.console import Console
+
+    from asyncmoe.launch import local
+
+    summary = local.run(config, overrides or ())
+    Console().print_json(data=summary)
+
+
+@app.command()
+def rollout(config: ConfigPath, overrides: Overrides = None) -> None:
+    """The controller alone: engines, episodes, scoring and the queue; waits for a trainer."""
+    from asyncmoe import config as configuration
+    from asyncmoe.rollout import controller
+
+    loaded = configuration.load(config, overrides or ())
+    controller.run(loaded, loaded.run.dir)
+
+
+@app.command("make-model")
+def make_model(
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="Directory to write; must not exist.")],
+    layers: int = 2,
+    hidden: int = 64,
+    experts: int = 8,
+    experts_per_token: int = 2,
+    expert_hidden: int = 64,
+    seed: int = 0,
+) -> None:
+    """Write a tiny random Hugging Face Qwen3-MoE with a byte-level tokenizer: enough to run everything on a laptop."""
+    from asyncmoe.config import MadeModel
+    from asyncmoe.models import make
+
+    shape = MadeModel(layers=layers, hidden=hidden, experts=experts, experts_per_token=experts_per_token, expert_hidden=expert_hidden)
+    make.make_model(out, shape, seed=seed)
+
+
+@app.command()
+def export(
+    run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="Run directory with a checkpoint.")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="Directory to write; must not exist.")],
+) -> None:
+    """Write the newest checkpoint of a run as a Hugging Face checkpoint."""
+    from asyncmoe.launch import export as launcher
+
+    launcher.export(run_dir, out)
+
+
+@app.command()
+def report(run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="Run directory.")]) -> None:
+    """Write summary.json and report.html of a run (also while it runs)."""
+    from asyncmoe.telemetry.report import report as write_report
+    from asyncmoe.telemetry.summary import write_summary
+
+    write_summary(run_dir)
+    typer.echo(write_report(run_dir))
+
+
+def main() -> None:
+    """Run the command; errors meant for the user are one line, everything else keeps its traceback."""
+    logging.basicConfig(format="%(asctime)s %(name)s: %(message)s", level=logging.INFO)
+    try:
+        app()
+    except AsyncmoeError as error:
+        print(f"{ERROR_PREFIX}{error}", file=sys.stderr)
+        sys.exit(error.exit_code)

@@ -1,0 +1,35 @@
+"""`asyncmoe export`: the newest checkpoint of a run as a Hugging Face checkpoint, gathered under the run's own parallel layout."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from asyncmoe import config as configuration
+from asyncmoe.errors import AsyncmoeError, DataError
+from asyncmoe.launch.local import trainer_command
+from asyncmoe.process import Child
+from asyncmoe.trainer import checkpoints
+
+
+def export(run_dir: Path, out: Path, timeout_s: float = 3600.0) -> None:
+    """Write the checkpoint; `out` is complete or does not exist.
+
+    Raises:
+        DataError: no checkpoint in `run_dir`, or `out` exists.
+        AsyncmoeError: the exporting processes failed or took longer than `timeout_s`.
+    """
+    if checkpoints.newest(run_dir) is None:
+        raise DataError(str(run_dir), got="no complete checkpoint", expected="a run directory with checkpoints/step-*")
+    if out.exists():
+        raise DataError(str(out), got="an existing path", expected="a new directory")
+    resolved = run_dir / "config.yaml"
+    config = configuration.load(resolved)
+    command = trainer_command(config, resolved, "asyncmoe.trainer.export", str(out))
+    child = Child("export", command, run_dir / "logs" / "export.log", {"OMP_NUM_THREADS": "1"})
+    try:
+        if not child.wait(timeout_s):
+            raise AsyncmoeError(f"export took longer than {timeout_s:.0f} s; its log is {child.log}")
+        if child.returncode != 0:
+            raise AsyncmoeError(child.why())
+    finally:
+        child.end(5.0)

@@ -1,0 +1,96 @@
+"""A child process that is watched, logged, ended with everything it started, and that does not outlive us."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+ERROR_PREFIX = "error: "
+_PR_SET_PDEATHSIG = 1
+
+
+def die_with_parent() -> None:
+    """Ask Linux to end this process when its parent ends, however that happens."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+
+
+class Child:
+    """One process in a session of its own, so that Ctrl-C in the terminal reaches only the supervisor.
+
+    Args:
+        name: what it is called in messages.
+        command: program and arguments.
+        log: file its output is appended to.
+        environment: variables set on top of ours.
+    """
+
+    def __init__(self, name: str, command: Sequence[str], log: Path, environment: Mapping[str, str] | None = None) -> None:
+        self.name, self.log = name, log
+        log.parent.mkdir(parents=True, exist_ok=True)
+        self._log_start = log.stat().st_size if log.exists() else 0
+        with log.open("ab") as output:
+            self._process = subprocess.Popen(
+                list(command),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, "PYTHONUNBUFFERED": "1", **(environment or {})},
+                start_new_session=True,
+                preexec_fn=die_with_parent,
+            )
+
+    @property
+    def returncode(self) -> int | None:
+        """Exit status, negative signal number, or None while it runs."""
+        return self._process.poll()
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send a signal to the process alone; nothing when it has ended."""
+        if self.returncode is None:
+            self._process.send_signal(number)
+
+    def wait(self, seconds: float) -> bool:
+        """True when it ended within `seconds`."""
+        try:
+            self._process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            return False
+        return True
+
+    def end(self, grace_s: float) -> None:
+        """SIGTERM, then after `grace_s` SIGKILL, to the whole session it leads."""
+        for number, seconds in ((signal.SIGTERM, grace_s), (signal.SIGKILL, 10.0)):
+            if not self._signal_session(number) or self._session_gone(seconds):
+                return
+
+    def why(self) -> str:
+        """The reason it gave for ending, or else where to look."""
+        with self.log.open("rb") as lines:
+            lines.seek(self._log_start)
+            for line in lines.read().decode(errors="replace").splitlines():
+                if line.startswith(ERROR_PREFIX):
+                    return line.removeprefix(ERROR_PREFIX)
+        return f"{self.name} ended with status {self.returncode}; its log is {self.log}"
+
+    def _signal_session(self, number: signal.Signals) -> bool:
+        try:
+            os.killpg(self._process.pid, number)
+        except ProcessLookupError:
+            return False
+        return True
+
+    def _session_gone(self, seconds: float) -> bool:
+        until = time.monotonic() + seconds
+        while time.monotonic() < until:
+            self._process.poll()
+            try:
+                os.killpg(self._process.pid, 0)
+            except ProcessLookupError:
+                return True
+            time.sleep(0.05)
+        return False

@@ -1,0 +1,32 @@
+"""One trainer rank: `torchrun ... -m asyncmoe.trainer CONFIG [key=value ...]`."""
+
+import logging
+import os
+import sys
+from pathlib import Path
+
+from asyncmoe.platform import megatron
+
+megatron.prepare()
+
+from asyncmoe import config as configuration  # noqa: E402  Megatron must not be imported before the platform is prepared
+from asyncmoe.errors import AsyncmoeError  # noqa: E402
+from asyncmoe.process import ERROR_PREFIX, die_with_parent  # noqa: E402
+from asyncmoe.trainer import loop  # noqa: E402
+
+
+def main() -> None:
+    """Train; an error meant for the user is one line."""
+    die_with_parent()
+    rank = os.environ.get("RANK", "0")
+    logging.basicConfig(format=f"%(asctime)s rank {rank} %(name)s: %(message)s", level=logging.INFO)
+    try:
+        loop.run(configuration.load(Path(sys.argv[1]), sys.argv[2:]))
+    except AsyncmoeError as error:
+        print(f"{ERROR_PREFIX}{error}", file=sys.stderr, flush=True)
+        # Other ranks may wait in a collective for this one: leave at once, torchrun ends them.
+        os._exit(error.exit_code)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,64 @@
+"""Where checkpoints lie: `RUN/checkpoints/step-00000012/`, complete or not there at all.
+
+A checkpoint is written under a temporary name and renamed when every rank has written its part, so a kill at any moment
+leaves the one before it usable.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+from asyncmoe.errors import DataError
+
+_PREFIX = "step-"
+_FACTS = "asyncmoe.json"
+
+
+def directory(run_dir: Path, step: int) -> Path:
+    """Final place of the checkpoint of `step`."""
+    return run_dir / "checkpoints" / f"{_PREFIX}{step:08d}"
+
+
+def newest(run_dir: Path) -> Path | None:
+    """The complete checkpoint of the highest step, or None."""
+    complete = [path for path in (run_dir / "checkpoints").glob(f"{_PREFIX}*") if (path / _FACTS).is_file() and not path.suffix]
+    return max(complete, default=None)
+
+
+def start(run_dir: Path, step: int) -> Path:
+    """An empty temporary directory for the checkpoint of `step`."""
+    temporary = directory(run_dir, step).with_suffix(".writing")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    return temporary
+
+
+def finish(run_dir: Path, step: int, facts: dict[str, Any], keep: int) -> Path:
+    """Make the checkpoint of `step` visible and delete all but the newest `keep`."""
+    final = directory(run_dir, step)
+    temporary = final.with_suffix(".writing")
+    (temporary / _FACTS).write_text(json.dumps(facts, indent=1))
+    shutil.rmtree(final, ignore_errors=True)
+    temporary.rename(final)
+    complete = sorted(path for path in final.parent.glob(f"{_PREFIX}*") if not path.suffix)
+    for old in complete[:-keep]:
+        shutil.rmtree(old)
+    return final
+
+
+def facts(checkpoint: Path) -> dict[str, Any]:
+    """What `finish` noted about a checkpoint.
+
+    Raises:
+        DataError: the note is missing or broken.
+    """
+    try:
+        values = json.loads((checkpoint / _FACTS).read_text())
+    except (OSError, ValueError) as error:
+        raise DataError(str(checkpoint), got=str(error), expected=f"a checkpoint with {_FACTS}") from error
+    if not isinstance(values, dict) or "step" not in values:
+        raise DataError(str(checkpoint / _FACTS), got=str(values)[:80], expected="a mapping with the key step")
+    return values

@@ -1,0 +1,156 @@
+"""Publishing a weight version over the `broadcast` path: works with any engine, and is the baseline the direct path is measured by.
+
+Megatron's shards are gathered to rank 0 one Hugging Face-named bucket at a time, and rank 0 broadcasts each bucket to every
+engine rank in SGLang's flattened form. The first bucket is gathered before the engines are paused. The controller talks to the
+engines (`asyncmoe.rollout.weights`); this side only moves bytes.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from asyncmoe.config import Config
+from asyncmoe.errors import WaitTimeout, WeightSyncError
+from asyncmoe.trainer import weight_group
+from asyncmoe.trainer.gather import Gatherer
+from asyncmoe.wire.client import Client
+from asyncmoe.wire.messages import (
+    Committed,
+    Engines,
+    EnginesAsk,
+    Reply,
+    Request,
+    WeightsAbort,
+    WeightsBegin,
+    WeightsBucket,
+    WeightsCommit,
+    WeightsJoin,
+)
+
+_GROUP = "asyncmoe_weights"
+Checksums = tuple[dict[str, str], ...]
+
+
+@dataclass(frozen=True)
+class Published:
+    """What publishing a version cost."""
+
+    version: int
+    seconds: float
+    pause_ms: float
+    """The longest any engine stood still; 0 on ranks other than 0."""
+
+
+class Broadcast:
+    """The sender of one trainer; a collective over its ranks.
+
+    Args:
+        gatherer: gathers the weights to rank 0.
+        client: connection to the controller; used on rank 0 only.
+        checksums: expected engine checksums from all gathered buckets {name: tensor}; called when a version is to be verified.
+    """
+
+    def __init__(
+        self, config: Config, gatherer: Gatherer, client: Client, rank: int, checksums: Callable[[Mapping[str, torch.Tensor]], Checksums]
+    ) -> None:
+        self._sync, self._gatherer, self._client, self._rank = config.sync, gatherer, client, rank
+        self._checksums = checksums
+        self._start_timeout_s = config.engines.start_timeout_s
+        self._group: dist.ProcessGroup | None = None
+        self._updates = 0
+        self._threads = ThreadPoolExecutor(1, "weights")
+
+    def publish(self, version: int, parameters: Mapping[str, torch.Tensor]) -> Published:
+        """Make `version` what all engines serve. Returns when every engine goes on with it.
+
+        Raises:
+            WeightSyncError: an engine refused or differs; engines that hold a part of the version are fenced.
+            WaitTimeout: an engine or the controller did not answer in time.
+        """
+        begin = time.perf_counter()
+        if self._rank != 0:
+            for _ in self._gatherer.run(parameters):
+                pass
+            return Published(version, time.perf_counter() - begin, 0.0)
+        if self._group is None:
+            self._group = self._join()
+        try:
+            committed = self._send(version, parameters, self._group)
+        except Exception as error:
+            self._client.ask(WeightsAbort(version, str(error)), self._sync.timeout_s)
+            raise
+        self._updates += 1
+        return Published(version, time.perf_counter() - begin, max(committed.pause_ms, default=0.0))
+
+    def close(self) -> None:
+        """Leave the weight group."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def _send(self, version: int, parameters: Mapping[str, torch.Tensor], group: dist.ProcessGroup) -> Committed:
+        verify = self._sync.verify_every > 0 and self._updates % self._sync.verify_every == 0
+        kept: dict[str, torch.Tensor] = {}
+        paused = False
+        for bucket, flat in self._gatherer.run(parameters):
+            assert flat is not None
+            if verify:
+                kept.update(_tensors_in(flat, bucket.names, bucket.dtypes, bucket.shapes))
+            if not paused:
+                self._client.ask(WeightsBegin(version), self._sync.timeout_s)
+                paused = True
+            message = WeightsBucket(version, tuple(bucket.names), tuple(bucket.dtypes), tuple(bucket.shapes))
+            self._ask_while(message, lambda flat=flat: _broadcast(flat, group))
+        reply = self._client.ask(WeightsCommit(version, self._checksums(kept) if verify else ()), self._sync.timeout_s)[0]
+        assert isinstance(reply, Committed)
+        return reply
+
+    def _join(self) -> dist.ProcessGroup:
+        engines = self._client.ask(EnginesAsk(self._start_timeout_s), self._start_timeout_s + 10)[0]
+        assert isinstance(engines, Engines)
+        backend = "nccl" if torch.cuda.is_available() else "gloo"
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        joined: list[dist.ProcessGroup] = []
+
+        def join() -> None:
+            joined.append(weight_group.join("127.0.0.1", port, engines.world, 0, _GROUP, backend, self._sync.timeout_s))
+
+        self._ask_while(WeightsJoin("127.0.0.1", port, _GROUP, backend), join)
+        return joined[0]
+
+    def _ask_while(self, request: Request, act: Callable[[], None]) -> Reply:
+        """Ask the controller, and do our part of what it asks the engines while the request is open.
+
+        The controller's answer is awaited first: an engine that refuses never takes its part, and ours would wait for it in vain.
+        """
+        acting = self._threads.submit(act)
+        reply = self._client.ask(request, self._sync.timeout_s)[0]
+        try:
+            acting.result(self._sync.timeout_s)
+        except TimeoutError:
+            raise WaitTimeout("the engines", type(request).__name__, self._sync.timeout_s) from None
+        except RuntimeError as error:
+            raise WeightSyncError(f"{type(request).__name__}: {error}") from error
+        return reply
+
+
+def _broadcast(flat: torch.Tensor, group: dist.ProcessGroup) -> None:
+    dist.broadcast(flat.cuda() if torch.cuda.is_available() else flat, src=0, group=group)
+
+
+def _tensors_in(flat: torch.Tensor, names: tuple[str, ...], dtypes: tuple[str, ...], shapes: tuple[tuple[int, ...], ...]) -> dict[str, torch.Tensor]:
+    """Copies of the tensors of a bucket, by name."""
+    found, at = {}, 0
+    for name, dtype, shape in zip(names, dtypes, shapes, strict=True):
+        kind = getattr(torch, dtype)
+        size = kind.itemsize * int(torch.Size(shape).numel())
+        found[name] = flat[at : at + size].clone().view(kind).view(shape)
+        at += size
+    return found

@@ -1,0 +1,112 @@
+"""Gauges to sentences: what is off, and which setting to turn."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from asyncmoe.telemetry.gauges import Gauges
+from asyncmoe.telemetry.words import number, percent
+
+IDLE = 0.4
+"""Share of idle time from which one side is called the bottleneck of the other."""
+BOTH_IDLE = 0.25
+"""Share of idle time of both sides from which they are said to take turns."""
+DROPPED = 0.1
+REJECTED = 0.05
+SYNC_SHARE = 0.2
+PAUSE_SHARE = 0.1
+OFF_POLICY = 0.2
+"""Share of tokens clipped, or capped by truncated importance sampling."""
+LOGPROB_DIFF = 0.5
+"""Nats. float32 on one machine stays below 1e-4; bfloat16 with a flipped expert choice reaches a few tenths."""
+
+ALL_WELL = "No gauge is off."
+NO_STEP = "No reinforcement-learning step yet."
+
+Rule = Callable[[Gauges], str | None]
+
+
+def advise(gauges: Gauges) -> list[str]:
+    """One sentence for each gauge that is off, the most urgent first: wrong results before lost time."""
+    if gauges.steps == 0:
+        return [NO_STEP]
+    found = [sentence for rule in _RULES if (sentence := rule(gauges))]
+    return found or [ALL_WELL]
+
+
+def _loss(g: Gauges) -> str | None:
+    if g.lost_step is None:
+        return None
+    return f"The loss of step {g.lost_step} is not a finite number: lower trainer.optimizer.lr and go on from an earlier checkpoint."
+
+
+def _agreement(g: Gauges) -> str | None:
+    if (g.logprob_diff or 0.0) <= LOGPROB_DIFF:
+        return None
+    return (
+        f"Engines and trainer differ by up to {number(g.logprob_diff)} nats on tokens of the same version: check the engines' weights with "
+        "sync.verify_every=1, and that both sides use the same dtype."
+    )
+
+
+def _no_signal(g: Gauges) -> str | None:
+    if g.reward_std is None or g.reward_std > 1e-9:
+        return None
+    return (
+        f"Every response gets the same reward ({number(g.reward)}), so there is nothing to learn from: change task.difficulty, "
+        "raise rollout.temperature, or take more warmup.steps."
+    )
+
+
+def _rejected(g: Gauges) -> str | None:
+    if (g.rejected or 0.0) <= REJECTED:
+        return None
+    return f"{percent(g.rejected)} of the trajectories were rejected, most of them because of {g.rejected_most}: look at task.scorer."
+
+
+def _off_policy(g: Gauges) -> str | None:
+    for share, name in ((g.clip_fraction, "clipped"), (g.tis_capped, "capped by objective.tis_cap")):
+        if (share or 0.0) > OFF_POLICY:
+            return f"{percent(share)} of the tokens are {name}: lower queue.staleness.eta or trainer.optimizer.lr."
+    return None
+
+
+def _idle(g: Gauges) -> str | None:
+    trainer, engines = g.trainer_idle or 0.0, g.engine_idle or 0.0
+    if min(trainer, engines) > BOTH_IDLE:
+        return (
+            f"Trainer idle {percent(trainer)} and engines idle {percent(engines)}: they wait for each other; "
+            "raise queue.staleness.eta so that the engines may run ahead."
+        )
+    if trainer > IDLE:
+        return (
+            f"Trainer idle {percent(trainer)}: the engines are the bottleneck; add engines (engines.count), raise engines.max_running and "
+            "rollout.max_concurrent, or lower rollout.max_new_tokens."
+        )
+    if engines > IDLE:
+        return (
+            f"Engines idle {percent(engines)}: the trainer is the bottleneck; add trainer ranks (trainer.ranks), raise "
+            "trainer.tokens_per_microbatch, or give engines' devices to the trainer."
+        )
+    return None
+
+
+def _dropped(g: Gauges) -> str | None:
+    if (g.dropped or 0.0) <= DROPPED:
+        return None
+    return f"{percent(g.dropped)} of the trajectories were dropped as too old: raise queue.staleness.eta or lower rollout.max_concurrent."
+
+
+def _sync(g: Gauges) -> str | None:
+    if (g.sync_share or 0.0) <= SYNC_SHARE:
+        return None
+    return f"Weight sync takes {percent(g.sync_share)} of the time ({number(g.sync_seconds, 's')} an update): raise sync.every."
+
+
+def _pause(g: Gauges) -> str | None:
+    if g.pause_ms is None or not g.step_seconds or g.pause_ms / 1000 <= PAUSE_SHARE * g.step_seconds:
+        return None
+    return f"Engines stand still {number(g.pause_ms, 'ms')} for each update: raise sync.bucket_bytes, or sync.every."
+
+
+_RULES: tuple[Rule, ...] = (_loss, _agreement, _no_signal, _rejected, _off_policy, _idle, _dropped, _sync, _pause)

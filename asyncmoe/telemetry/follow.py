@@ -1,0 +1,37 @@
+"""Reading a run's records while they are written."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Protocol
+
+from asyncmoe.telemetry.records import Tail
+from asyncmoe.telemetry.schema import METRICS, ROLLOUT, Resume, Rollout, Step
+
+Followed = Step | Resume | Rollout
+
+
+class Sink(Protocol):
+    """Something that is fed with records as they appear: a screen, TensorBoard, Prometheus."""
+
+    def feed(self, records: list[Followed]) -> None:
+        """Take what is new, which may be nothing; each record comes once, those of one file in their order."""
+
+    def close(self) -> None:
+        """Let go of files and ports."""
+
+
+class Follower:
+    """Tails the metrics and rollout records of a run directory, which may not exist yet."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._metrics = Tail(run_dir / METRICS)
+        self._rollout = Tail(run_dir / ROLLOUT)
+
+    def poll(self) -> list[Followed]:
+        """What was written since the last call.
+
+        Raises:
+            DataError: a broken line that is not the last one; names file and line.
+        """
+        return [*self._metrics.poll_steps(), *self._rollout.poll_as(Rollout)]

@@ -1,0 +1,112 @@
+"""What a stretch of steps and rollout records says about a run, as plain numbers."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean, median
+
+from asyncmoe.telemetry.schema import Rollout, Step
+
+
+@dataclass(frozen=True)
+class Gauges:
+    """None: not measured. Shares are 0 to 1."""
+
+    steps: int = 0
+    """RL steps looked at."""
+    reward: float | None = None
+    reward_std: float | None = None
+    """Largest standard deviation of rewards within a step."""
+    loss: float | None = None
+    lost_step: int | None = None
+    """First step whose loss is not a finite number."""
+    step_seconds: float | None = None
+    trainer_idle: float | None = None
+    engine_idle: float | None = None
+    sync_seconds: float | None = None
+    sync_share: float | None = None
+    """Share of the steps' time that weight sync took."""
+    pause_ms: float | None = None
+    trained_per_s: float | None = None
+    generated_per_s: float | None = None
+    queue_depth: int | None = None
+    running: int | None = None
+    ages: Mapping[int, int] | None = None
+    clip_fraction: float | None = None
+    tis_capped: float | None = None
+    logprob_diff: float | None = None
+    dropped: float | None = None
+    """Share of the accepted trajectories that was dropped."""
+    rejected: float | None = None
+    """Share of the started trajectories that was rejected."""
+    rejected_most: str | None = None
+    """The most frequent reason."""
+
+
+def gauge(rl: Sequence[Step], rollout: Sequence[Rollout] = ()) -> Gauges:
+    """Gauges of RL steps and of rollout records, both oldest first. Means over the steps; counters from the newest rollout record."""
+    seconds = sum(step.step_seconds or 0.0 for step in rl)
+    updates = [step for step in rl if step.sync_seconds]
+    ages: Counter[int] = Counter()
+    for step in rl:
+        ages.update(step.ages or {})
+    last = rollout[-1] if rollout else None
+    busy = [share for record in rollout for share in record.engine_busy_share.values()]
+    return Gauges(
+        steps=len(rl),
+        reward=_mean(step.reward_mean for step in rl),
+        reward_std=max((step.reward_std for step in rl if step.reward_std is not None), default=None),
+        loss=_mean(step.loss for step in rl),
+        lost_step=next((step.step for step in rl if step.loss is None), None),
+        step_seconds=_median(step.step_seconds for step in rl),
+        trainer_idle=_per((step.wait_seconds for step in rl), seconds),
+        engine_idle=1 - fmean(busy) if busy else None,
+        sync_seconds=_median(step.sync_seconds for step in updates),
+        sync_share=_per((step.sync_seconds for step in rl), seconds),
+        pause_ms=_median(step.pause_ms for step in updates),
+        trained_per_s=_per((step.tokens for step in rl), seconds),
+        generated_per_s=_mean(record.tokens_per_s for record in rollout),
+        queue_depth=_latest([*(s.queue_depth for s in rl[-1:]), *(r.queue_depth for r in rollout[-1:])]),
+        running=last.running if last else None,
+        ages=dict(ages) or None,
+        clip_fraction=_mean(step.clip_fraction for step in rl),
+        tis_capped=_mean(step.tis_capped_fraction for step in rl),
+        logprob_diff=max((s.logprob_diff_max_same_version for s in rl if s.logprob_diff_max_same_version is not None), default=None),
+        dropped=_part(total(last.dropped), last.accepted) if last else None,
+        rejected=_part(total(last.rejected), last.started) if last else None,
+        rejected_most=max(last.rejected, key=lambda reason: last.rejected[reason]) if last and last.rejected else None,
+    )
+
+
+def total(counts: Mapping[str, int] | int) -> int:
+    """A counter that may be kept by reason."""
+    return counts if isinstance(counts, int) else sum(counts.values())
+
+
+def _known(values: Iterable[float | None]) -> list[float]:
+    return [value for value in values if value is not None]
+
+
+def _mean(values: Iterable[float | None]) -> float | None:
+    known = _known(values)
+    return fmean(known) if known else None
+
+
+def _median(values: Iterable[float | None]) -> float | None:
+    known = _known(values)
+    return median(known) if known else None
+
+
+def _per(values: Iterable[float | None], whole: float) -> float | None:
+    known = _known(values)
+    return sum(known) / whole if known and whole > 0 else None
+
+
+def _part(part: int, whole: int) -> float | None:
+    return part / whole if whole > 0 else None
+
+
+def _latest(values: Sequence[int | None]) -> int | None:
+    return next((value for value in reversed(values) if value is not None), None)

@@ -1,0 +1,97 @@
+"""Showing a run while it runs: on the terminal, and in TensorBoard and Prometheus when the configuration asks for them."""
+
+from __future__ import annotations
+
+from collections import deque
+from contextlib import ExitStack
+from dataclasses import replace
+from itertools import chain
+
+from rich.console import Console
+from rich.live import Live
+
+from asyncmoe.config import Config
+from asyncmoe.telemetry.follow import Followed, Follower, Sink
+from asyncmoe.telemetry.prometheus import Prometheus
+from asyncmoe.telemetry.records import sessions
+from asyncmoe.telemetry.schema import Resume, Rollout, Step
+from asyncmoe.telemetry.screen import RECENT_ROLLOUTS, View, line, panel
+from asyncmoe.telemetry.tensorboard import TensorBoard
+
+
+class LiveView:
+    """Follows the files of `config.run.dir`. Use as a context manager and call `refresh` a few times a second.
+
+    With a terminal (or `telemetry.live: on`) one panel is drawn over and over; otherwise each step prints one line. What an
+    earlier start of the run has recorded is shown, but neither printed again nor sent to TensorBoard again.
+    """
+
+    def __init__(self, config: Config, console: Console | None = None) -> None:
+        self._config = config
+        self._console = console or Console()
+        wanted = config.telemetry.live
+        self._live = (
+            Live(console=self._console, auto_refresh=False) if wanted == "on" or (wanted == "auto" and self._console.is_terminal) else None
+        )
+        self._follower = Follower(config.run.dir)
+        self._view = View(config.run.dir.name, config.warmup.steps, config.warmup.steps + config.run.steps)
+        self._rollout: deque[Rollout] = deque(maxlen=RECENT_ROLLOUTS)
+        self._sinks: list[Sink] = []
+        self._stack = ExitStack()
+
+    def __enter__(self) -> LiveView:
+        with ExitStack() as stack:
+            self._take(self._follower.poll())
+            for sink in _sinks(self._config):
+                stack.callback(sink.close)
+                self._sinks.append(sink)
+            if self._live:
+                stack.enter_context(self._live)
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def refresh(self) -> None:
+        """Read what is new and show it.
+
+        Raises:
+            DataError: a broken line that is not the last one; names file and line.
+        """
+        new = self._follower.poll()
+        self._take(new)
+        for sink in self._sinks:
+            sink.feed(new)
+        if self._live:
+            self._live.update(panel(self._view), refresh=True)
+            return
+        for record in new:
+            if isinstance(record, Step):
+                self._print(line(self._view, record))
+
+    def say(self, text: str) -> None:
+        """Show a sentence below the panel's rows, or print it."""
+        self._view = replace(self._view, message=text)
+        if self._live is None:
+            self._print(text)
+
+    def _take(self, records: list[Followed]) -> None:
+        self._rollout.extend(record for record in records if isinstance(record, Rollout))
+        steps = [record for record in records if isinstance(record, Step | Resume)]
+        if steps:
+            kept = list(chain.from_iterable(sessions([*self._view.steps, *steps])))
+            self._view = replace(self._view, steps=kept)
+        self._view = replace(self._view, rollout=tuple(self._rollout))
+
+    def _print(self, text: str) -> None:
+        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+def _sinks(config: Config) -> list[Sink]:
+    sinks: list[Sink] = []
+    if config.telemetry.prometheus_port is not None:
+        sinks.append(Prometheus(config.telemetry.prometheus_port))
+    if config.telemetry.tensorboard:
+        sinks.append(TensorBoard(config.run.dir / "tensorboard"))
+    return sinks

@@ -1,0 +1,63 @@
+"""Records as Prometheus gauges over HTTP."""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, Gauge, start_http_server
+
+from asyncmoe.errors import ConfigError
+from asyncmoe.telemetry.follow import Followed
+from asyncmoe.telemetry.numbers import LABELS, numbers
+from asyncmoe.telemetry.schema import Resume, Step
+
+
+class Prometheus:
+    """Serves http://host:port/metrics with `asyncmoe_step`, `asyncmoe_step_<field>` and `asyncmoe_rollout_<field>`.
+
+    A field that is a mapping has one gauge with a label (age, reason, engine); keys that a newer record lacks disappear.
+
+    Args:
+        port: 0 takes a free one, see `port`.
+        host: the loopback interface unless told otherwise.
+
+    Raises:
+        ConfigError: the port cannot be had.
+    """
+
+    def __init__(self, port: int, host: str = "127.0.0.1") -> None:
+        self._registry = CollectorRegistry()
+        self._gauges: dict[str, Gauge] = {}
+        try:
+            self._server, self._thread = start_http_server(port, addr=host, registry=self._registry)
+        except OSError as error:
+            raise ConfigError("telemetry.prometheus_port", got=f"{port} ({error.strerror})", expected="a free port") from error
+        self.port = self._server.server_port
+
+    def feed(self, records: list[Followed]) -> None:
+        for record in records:
+            if isinstance(record, Resume):
+                self._gauge("asyncmoe_step").set(record.resumed_at)
+                continue
+            source = "step" if isinstance(record, Step) else "rollout"
+            if isinstance(record, Step):
+                self._gauge("asyncmoe_step").set(record.step)
+            cleared: set[str] = set()
+            for name, key, value in numbers(record):
+                gauge = self._gauge(f"asyncmoe_{source}_{name}", LABELS[name] if key is not None else None)
+                if key is None:
+                    gauge.set(value)
+                    continue
+                if name not in cleared:
+                    gauge.clear()
+                    cleared.add(name)
+                gauge.labels(key).set(value)
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+    def _gauge(self, name: str, label: str | None = None) -> Gauge:
+        if name not in self._gauges:
+            labels = () if label is None else (label,)
+            self._gauges[name] = Gauge(name, name.removeprefix("asyncmoe_").replace("_", " "), labels, registry=self._registry)
+        return self._gauges[name]

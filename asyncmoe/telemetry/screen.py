@@ -1,0 +1,113 @@
+"""What the live view shows, as a pure function of what has been read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rich.console import Group, RenderableType
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from asyncmoe.telemetry.advice import advise
+from asyncmoe.telemetry.gauges import Gauges, gauge
+from asyncmoe.telemetry.schema import Rollout, Step
+from asyncmoe.telemetry.words import ABSENT, bars, duration, number, percent
+
+RECENT_STEPS = 10
+RECENT_ROLLOUTS = 30
+_LABEL = 9
+
+
+@dataclass(frozen=True)
+class View:
+    """What has been read so far. `steps` are those that count, oldest first; `total` and `warmup` come from the configuration."""
+
+    name: str
+    warmup: int
+    total: int
+    """Optimizer steps of the whole run, warm-up included."""
+    steps: Sequence[Step] = ()
+    rollout: Sequence[Rollout] = ()
+    message: str = ""
+
+    @property
+    def done(self) -> int:
+        return self.steps[-1].step if self.steps else 0
+
+    @property
+    def recent(self) -> Gauges:
+        """Gauges of the last few RL steps and rollout records."""
+        rl = [step for step in self.steps[-RECENT_STEPS:] if step.phase == "rl"]
+        return gauge(rl, self.rollout[-RECENT_ROLLOUTS:])
+
+
+def remaining_seconds(view: View) -> float | None:
+    """Steps to go times the median duration of the last RL steps; None before there is one."""
+    seconds = view.recent.step_seconds
+    return None if seconds is None else seconds * (view.total - view.done)
+
+
+def heading(view: View) -> str:
+    """Name and position in words: "demo · step 7 of 100 · version 37", "demo · warm-up 3 of 30"."""
+    if not view.steps:
+        return f"{view.name} · starting"
+    last = view.steps[-1]
+    if last.phase == "warmup":
+        return f"{view.name} · warm-up {last.step} of {view.warmup}"
+    version = f" · version {last.version}" if last.version is not None else ""
+    return f"{view.name} · step {last.step - view.warmup} of {view.total - view.warmup}{version}"
+
+
+def panel(view: View) -> RenderableType:
+    """The whole view; fits 80 columns, longer lines are folded."""
+    g = view.recent
+    last = view.steps[-1] if view.steps else None
+    loss = g.loss if g.steps else (last.loss if last else None)
+    rows = {
+        "learning": f"reward {number(g.reward)}   loss {number(loss)}",
+        "speed": f"{number(g.trained_per_s)} tokens/s trained   {number(g.generated_per_s)} sampled   {duration(g.step_seconds)} a step",
+        "queue": f"depth {number(g.queue_depth)}   in flight {number(g.running)}",
+        "age": bars(g.ages),
+        "idle": f"trainer {percent(g.trainer_idle)}   engines {percent(g.engine_idle)}",
+        "sync": f"{number(g.sync_seconds, 's')} an update   engines paused {number(g.pause_ms, 'ms')}",
+        "advice": advise(g)[0],
+    }
+    if view.message:
+        rows["note"] = view.message
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(width=_LABEL, style="dim")
+    grid.add_column(overflow="fold")
+    for label, text in rows.items():
+        grid.add_row(label, Text(text, style="yellow" if label in ("advice", "note") else ""))
+    return Panel(Group(_progress(view), grid), title=Text(heading(view)), title_align="left")
+
+
+def _progress(view: View) -> RenderableType:
+    row = Table.grid(padding=(0, 2), expand=True)
+    row.add_column(width=_LABEL, style="dim")
+    row.add_column(ratio=1)
+    row.add_column(justify="right", no_wrap=True)
+    eta = remaining_seconds(view)
+    left = "" if eta is None else f"{duration(eta)} left"
+    row.add_row("steps", ProgressBar(total=max(view.total, 1), completed=view.done), f"{percent(view.done / max(view.total, 1))}  {left}")
+    return row
+
+
+def line(view: View, step: Step) -> str:
+    """One step in one line of plain text; what was not measured is left out."""
+    phase = f"warm-up {step.step}/{view.warmup}" if step.phase == "warmup" else f"step {step.step - view.warmup}/{view.total - view.warmup}"
+    parts = [
+        ("reward", number(step.reward_mean)),
+        ("loss", number(step.loss)),
+        ("age", number(step.staleness_max)),
+        ("queue", number(step.queue_depth)),
+        ("wait", duration(step.wait_seconds)),
+        ("train", duration(step.train_seconds)),
+        ("sync", duration(step.sync_seconds)),
+        ("pause", number(step.pause_ms, "ms")),
+        ("tokens/s", number(step.tokens_per_s)),
+    ]
+    return "  ".join([phase, *(f"{name} {text}" for name, text in parts if text != ABSENT)])

@@ -1,0 +1,119 @@
+"""A run in a dozen numbers."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from statistics import fmean, median
+
+import msgspec
+
+from asyncmoe.telemetry.overlap import intersection, length
+from asyncmoe.telemetry.run import Run, load
+
+ENDS = 5
+"""RL steps that `reward_first` and `reward_last` are the mean of."""
+
+
+class Summary(msgspec.Struct, frozen=True, kw_only=True):
+    """Numbers about the RL steps of a run; warm-up is left out of all of them.
+
+    RL time is `Run.rl_windows`. None where nothing was measured: no RL step yet, no spans, no update. Superseded steps (made by a
+    killed trainer after the checkpoint that the run went on from) count nowhere.
+    """
+
+    steps: int
+    """RL steps."""
+    reward_first: float | None
+    """Mean of `reward_mean` over the first 5 RL steps (all, when there are fewer)."""
+    reward_last: float | None
+    """Mean of `reward_mean` over the last 5 RL steps."""
+    tokens_per_s: float | None
+    """Trained tokens, prompt and response, of all RL steps / `wall_seconds`."""
+    max_staleness_seen: float | None
+    """Largest `staleness_max` of an RL step, in versions."""
+    sync_seconds_median: float | None
+    """Median of `sync_seconds` over the updates: RL steps in which it is more than 0."""
+    pause_ms_median: float | None
+    """Median of `pause_ms` over the updates."""
+    max_abs_logprob_diff_same_version: float | None
+    """Largest `logprob_diff_max_same_version` of an RL step, in nats; None when no step had a token to compare."""
+    trainer_idle_share: float | None
+    """Sum of `wait_seconds` of the RL steps / `wall_seconds`."""
+    engine_idle_share: float | None
+    """1 - (union of an engine's generate spans within RL time) / `wall_seconds`; mean over engines."""
+    overlap_share: float | None
+    """|train spans of trainer.0 within RL time ∩ union of all engines' generate spans| / |train spans of trainer.0 within RL time|."""
+    wall_seconds: float
+    """Length of RL time in seconds."""
+
+
+def summarise(run_dir: Path) -> dict[str, object]:
+    """Read a run directory and sum it up: the fields of `Summary` by name.
+
+    Raises:
+        DataError: no step recorded, or a broken line.
+    """
+    return msgspec.structs.asdict(summary_of(load(run_dir)))
+
+
+def write_summary(run_dir: Path) -> dict[str, object]:
+    """Sum a run up and write run_dir/summary.json, whole or not at all; returns what was written.
+
+    Raises:
+        DataError: no step recorded, or a broken line.
+    """
+    summary = summarise(run_dir)
+    part = run_dir / f".summary.json.{os.getpid()}"
+    part.write_bytes(msgspec.json.format(msgspec.json.encode(summary), indent=2) + b"\n")
+    part.replace(run_dir / "summary.json")
+    return summary
+
+
+def summary_of(run: Run) -> Summary:
+    """The numbers, each as defined at its field of `Summary`."""
+    rl = run.rl
+    wall = length(run.rl_windows)
+    rewards = _known(step.reward_mean for step in rl)
+    updates = [step for step in rl if step.sync_seconds]
+    waits = _known(step.wait_seconds for step in rl)
+    return Summary(
+        steps=len(rl),
+        reward_first=fmean(rewards[:ENDS]) if rewards else None,
+        reward_last=fmean(rewards[-ENDS:]) if rewards else None,
+        tokens_per_s=_ratio(sum(step.tokens or 0 for step in rl), wall),
+        max_staleness_seen=max(_known(step.staleness_max for step in rl), default=None),
+        sync_seconds_median=_median(_known(step.sync_seconds for step in updates)),
+        pause_ms_median=_median(_known(step.pause_ms for step in updates)),
+        max_abs_logprob_diff_same_version=max(_known(step.logprob_diff_max_same_version for step in rl), default=None),
+        trainer_idle_share=_ratio(sum(waits), wall) if waits else None,
+        engine_idle_share=_engine_idle_share(run, wall),
+        overlap_share=overlap_share(run),
+        wall_seconds=wall,
+    )
+
+
+def overlap_share(run: Run) -> float | None:
+    """Share of the trainer's training time, within RL time, in which at least one engine was generating."""
+    train = intersection(run.intervals("train", "trainer.0"), run.rl_windows)
+    return _ratio(length(intersection(train, run.intervals("generate"))), length(train))
+
+
+def _engine_idle_share(run: Run, wall: float) -> float | None:
+    if not run.engines or wall <= 0:
+        return None
+    busy = [length(intersection(run.intervals("generate", engine), run.rl_windows)) for engine in run.engines]
+    return 1 - fmean(busy) / wall
+
+
+def _known(values: Iterable[float | None]) -> list[float]:
+    return [value for value in values if value is not None]
+
+
+def _median(values: list[float]) -> float | None:
+    return median(values) if values else None
+
+
+def _ratio(part: float, whole: float) -> float | None:
+    return part / whole if whole > 0 else None

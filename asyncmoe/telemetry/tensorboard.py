@@ -1,0 +1,67 @@
+"""Records into TensorBoard event files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from asyncmoe.telemetry.follow import Followed
+from asyncmoe.telemetry.numbers import numbers
+from asyncmoe.telemetry.records import sessions
+from asyncmoe.telemetry.schema import Resume, Rollout, Step
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
+
+
+class TensorBoard:
+    """Writes each number of a step as `<phase>/<field>[/<key>]`, and of a rollout record as `rollout/...`, at the trainer's step.
+
+    When steps are made again after a resume, the events they supersede are marked as purged, so that TensorBoard forgets them.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._writer: SummaryWriter | None = None
+        self._step = 0
+
+    def feed(self, records: list[Followed]) -> None:
+        for session in sessions(record for record in records if isinstance(record, Step | Resume)):
+            for step in session:
+                self._write(step)
+        for record in records:
+            if isinstance(record, Rollout):
+                self._write_rollout(record)
+        if records and self._writer is not None:
+            self._writer.flush()
+
+    def close(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+
+    def _write(self, record: Step) -> None:
+        writer = self._writer_from(record.step)
+        self._step = record.step
+        for name, key, value in numbers(record):
+            writer.add_scalar(_tag(record.phase, name, key), value, record.step, walltime=record.time)
+
+    def _write_rollout(self, record: Rollout) -> None:
+        # Before the first step of this start it is unknown which steps are being made.
+        if self._writer is None:
+            return
+        for name, key, value in numbers(record):
+            self._writer.add_scalar(_tag("rollout", name, key), value, self._step, walltime=record.time)
+
+    def _writer_from(self, step: int) -> SummaryWriter:
+        if self._writer is not None and step > self._step:
+            return self._writer
+        from torch.utils.tensorboard import SummaryWriter  # torch takes seconds to import and most readers do not need it
+
+        if self._writer is not None:
+            self._writer.close()
+        self._writer = SummaryWriter(str(self._directory), purge_step=step)
+        return self._writer
+
+
+def _tag(group: str, name: str, key: str | None) -> str:
+    return f"{group}/{name}" if key is None else f"{group}/{name}/{key}"

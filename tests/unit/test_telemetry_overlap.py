@@ -1,0 +1,57 @@
+"""Interval algebra against counting unit cells."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from asyncmoe.telemetry.overlap import Cover, Interval, intersection, length, union
+
+times = st.integers(0, 40)
+intervals = st.lists(st.tuples(times, times), max_size=12)
+
+
+def cells(given_intervals: list[tuple[int, int]] | list[Interval]) -> set[int]:
+    return {cell for begin, end in given_intervals for cell in range(int(begin), int(end))}
+
+
+def disjoint_and_rising(found: list[Interval]) -> bool:
+    return all(b < e for b, e in found) and all(one[1] <= two[0] for one, two in pairwise(found))
+
+
+@given(intervals)
+def test_union_and_length(one: list[tuple[int, int]]) -> None:
+    found = union(one)
+    assert cells(found) == cells(one)
+    assert disjoint_and_rising(found)
+    assert all(a[1] < b[0] for a, b in pairwise(found))
+    assert length(one) == len(cells(one))
+
+
+@given(intervals, st.integers(0, 5))
+def test_gap_fills_exactly_the_holes_up_to_it(one: list[tuple[int, int]], gap: int) -> None:
+    plain, coarse = union(one), union(one, gap)
+    holes = [(a[1], b[0]) for a, b in pairwise(plain) if b[0] - a[1] <= gap]
+    assert cells(coarse) == cells(plain) | cells(holes)
+    assert disjoint_and_rising(coarse)
+
+
+@given(intervals, intervals)
+def test_intersection(one: list[tuple[int, int]], other: list[tuple[int, int]]) -> None:
+    found = intersection(one, other)
+    assert cells(found) == cells(one) & cells(other)
+    assert disjoint_and_rising(found)
+
+
+@given(intervals, times, times)
+def test_cover(one: list[tuple[int, int]], begin: int, end: int) -> None:
+    assert Cover.of(one).within(begin, end) == len(cells(one) & set(range(begin, end)))
+
+
+def test_by_hand() -> None:
+    assert union([(5.0, 6.5), (0.0, 2.0), (1.0, 3.0), (4.0, 4.0)]) == [(0.0, 3.0), (5.0, 6.5)]
+    assert intersection([(0.0, 3.0), (5.0, 6.5)], [(2.5, 5.25), (6.0, 9.0)]) == [(2.5, 3.0), (5.0, 5.25), (6.0, 6.5)]
+    assert length([]) == 0
+    assert Cover.of([]).within(0.0, 1.0) == 0

@@ -1,0 +1,166 @@
+"""The controller's server: many requests at once, one reply to each.
+
+A request is two frames, its number and a msgpack message; a reply is the number, a message and the frames it announces. The
+number is the client's own and only echoed, so a late reply cannot be taken for another. Every request runs as its own task: one
+that waits (`Lease`, `EnginesAsk`) holds up nobody.
+
+What can go wrong on the other side is answered with `Refused`. What can only go wrong on this side, an exception that is no
+`AsyncmoeError` or an `InvariantBroken`, ends `serve` with that exception: the run stops rather than go on with a broken queue.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import socket
+from collections.abc import Awaitable, Callable, Sequence
+from types import TracebackType
+
+import zmq
+import zmq.asyncio
+from zmq.auth.asyncio import AsyncioAuthenticator
+
+from asyncmoe import errors
+from asyncmoe.errors import AsyncmoeError, InvariantBroken, ProtocolError, UserError
+from asyncmoe.trajectory import Buffer
+from asyncmoe.wire import keys
+from asyncmoe.wire.codec import MAX_FRAME_BYTES, decode_request, encode
+from asyncmoe.wire.messages import Refused, Reply, Request
+
+Handler = Callable[[Request], Awaitable[Reply | tuple[Reply, list[Buffer]]]]
+_MAX_ERROR_TEXT = 16 << 10
+_LINGER_MS = 1_000
+
+
+class Server:
+    """Serves one handler to every holder of the run's client key.
+
+    Args:
+        handler: async callable from a request to its reply, or to a reply and the frames that follow it. Runs concurrently with itself.
+        host: address to listen on; loopback unless the trainer is on another machine.
+        port: 0 takes any free port.
+        advertise: host name that clients connect to; by default `host`, or this machine's name when `host` is 0.0.0.0.
+        max_frame_bytes: a client that sends a larger frame is disconnected before it is read.
+    """
+
+    def __init__(
+        self,
+        handler: Handler,
+        *,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        advertise: str | None = None,
+        max_frame_bytes: int = MAX_FRAME_BYTES,
+    ) -> None:
+        self._handler, self._host, self._port = handler, host, port
+        self._advertise = advertise or (socket.gethostname() if host in ("0.0.0.0", "*") else host)
+        self._max_frame_bytes = max_frame_bytes
+        self._keys = keys.generate()
+        # The handler of ZeroMQ's authentication protocol is one a context, so the server has a context of its own.
+        self._context = zmq.asyncio.Context()
+        self._socket: zmq.asyncio.Socket | None = None
+        self._authenticator: AsyncioAuthenticator | None = None
+
+    async def start(self) -> keys.Rendezvous:
+        """Bind, and return what clients need to connect; `asyncmoe.wire.keys.write` hands it to them. Nothing is answered before `serve`.
+
+        Raises:
+            UserError: the port is taken or the address is not this machine's.
+        """
+        self._authenticator = AsyncioAuthenticator(self._context)
+        self._authenticator.start()
+        self._authenticator.configure_curve_callback("*", _OnlyKey(self._keys.client_public))
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket.curve_server = True
+        self._socket.curve_secretkey = self._keys.server_secret
+        self._socket.setsockopt(zmq.MAXMSGSIZE, self._max_frame_bytes)
+        # A full send buffer makes a ROUTER drop replies silently. Clients ask one thing at a time, which bounds it already.
+        self._socket.setsockopt(zmq.SNDHWM, 0)
+        try:
+            self._socket.bind(f"tcp://{self._host}:{self._port}")
+        except zmq.ZMQError as error:
+            await self.close()
+            raise _explain(error, self._host, self._port) from error
+        self._port = int(self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
+        return keys.rendezvous(f"tcp://{self._advertise}:{self._port}", self._keys)
+
+    async def serve(self) -> None:
+        """Answer until cancelled.
+
+        Raises:
+            Exception: what the handler raised, if it was no `AsyncmoeError` or was `InvariantBroken`. All other requests are given up.
+        """
+        if self._socket is None:
+            raise InvariantBroken("serve before start")
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                while True:
+                    sender, *frames = await self._socket.recv_multipart()
+                    tasks.create_task(self._answer(sender, frames))
+        except BaseExceptionGroup as group:
+            first = group.exceptions[0]
+        # Outside the handler, so that the exception keeps its own cause and context.
+        raise first
+
+    async def close(self) -> None:
+        """Give the port back. Replies already written get a second to leave."""
+        if self._authenticator is not None:
+            self._authenticator.stop()
+            self._authenticator = None
+        if self._socket is not None:
+            self._socket.close(_LINGER_MS)
+            self._socket = None
+        await asyncio.to_thread(self._context.term)
+
+    async def __aenter__(self) -> Server:
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        await self.close()
+
+    async def _answer(self, sender: bytes, request: Sequence[bytes]) -> None:
+        number = request[0] if request else b""
+        try:
+            reply, frames = await self._handle(request)
+            payload = encode(reply, self._max_frame_bytes)
+        except InvariantBroken as error:
+            await self._send(sender, number, encode(_refused(error)))
+            raise
+        except AsyncmoeError as error:
+            payload, frames = encode(_refused(error)), []
+        except Exception as error:
+            broken = InvariantBroken(f"the controller has stopped: {type(error).__name__}: {error}")
+            await self._send(sender, number, encode(_refused(broken)))
+            raise
+        await self._send(sender, number, payload, *frames)
+
+    async def _handle(self, request: Sequence[bytes]) -> tuple[Reply, list[Buffer]]:
+        if len(request) != 2:
+            raise ProtocolError(f"request: got {len(request)} frames, expected 2")
+        answer = await self._handler(decode_request(request[1]))
+        return answer if isinstance(answer, tuple) else (answer, [])
+
+    async def _send(self, *parts: Buffer) -> None:
+        if self._socket is not None:
+            await self._socket.send_multipart(parts, copy=False)
+
+
+class _OnlyKey:
+    """Lets in the holder of one public key; called by the authenticator with the key a client has proved to hold."""
+
+    def __init__(self, allowed: bytes) -> None:
+        self._allowed = allowed
+
+    def callback(self, domain: str, key: bytes) -> bool:
+        return key == self._allowed
+
+
+def _refused(error: AsyncmoeError) -> Refused:
+    known = next(c for c in type(error).__mro__ if getattr(errors, c.__name__, None) is c)
+    return Refused(known.__name__, str(error)[:_MAX_ERROR_TEXT])
+
+
+def _explain(error: zmq.ZMQError, host: str, port: int) -> UserError:
+    if error.errno == errno.EADDRINUSE:
+        return UserError(f"port {port}", got=f"in use on {host}", expected="a free port", cure="choose another, or 0 for any free one")
+    return UserError(f"address {host}:{port}", got=str(error.strerror), expected="an address of this machine and a port it may open")

@@ -213,6 +213,9 @@ class WarmupSection(Section):
     steps: NonNegative = 0
     batch: Positive = 64
     lr: PositiveFloat = 1e-3
+    wrong_share: float = Field(
+        0.0, ge=0, lt=1, description="arithmetic: share of demonstrations with a wrong answer, an imperfect teacher to improve on."
+    )
 
 
 class SyncSection(Section):
@@ -256,6 +259,11 @@ class Config(Section):
             raise ValueError(
                 f"objective.updates_per_batch: got {self.objective.updates_per_batch}, expected a divisor of "
                 f"rollout.groups_per_step = {self.rollout.groups_per_step}"
+            )
+        if self.sync.every > self.queue.staleness.eta + 1:
+            raise ValueError(
+                f"sync.every: got {self.sync.every}, expected at most queue.staleness.eta + 1 = {self.queue.staleness.eta + 1}; with fewer "
+                "versions than batches the capacity law would never admit the next batch"
             )
         if self.engines.tp % self.engines.ep:
             raise ValueError(f"engines.ep: got {self.engines.ep}, expected a divisor of engines.tp = {self.engines.tp}")

@@ -28,21 +28,24 @@ def newest(run_dir: Path) -> Path | None:
     return max(complete, default=None)
 
 
-def start(run_dir: Path, step: int) -> Path:
-    """An empty temporary directory for the checkpoint of `step`."""
-    temporary = directory(run_dir, step).with_suffix(".writing")
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
-    return temporary
+def temporary(run_dir: Path, step: int) -> Path:
+    """Where the checkpoint of `step` is written before it is complete."""
+    return directory(run_dir, step).with_suffix(".writing")
+
+
+def start(run_dir: Path, step: int) -> None:
+    """Make the temporary directory of `step`, empty."""
+    shutil.rmtree(temporary(run_dir, step), ignore_errors=True)
+    temporary(run_dir, step).mkdir(parents=True)
 
 
 def finish(run_dir: Path, step: int, facts: dict[str, Any], keep: int) -> Path:
     """Make the checkpoint of `step` visible and delete all but the newest `keep`."""
     final = directory(run_dir, step)
-    temporary = final.with_suffix(".writing")
-    (temporary / _FACTS).write_text(json.dumps(facts, indent=1))
+    written = temporary(run_dir, step)
+    (written / _FACTS).write_text(json.dumps(facts, indent=1))
     shutil.rmtree(final, ignore_errors=True)
-    temporary.rename(final)
+    written.rename(final)
     complete = sorted(path for path in final.parent.glob(f"{_PREFIX}*") if not path.suffix)
     for old in complete[:-keep]:
         shutil.rmtree(old)

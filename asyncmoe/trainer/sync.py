@@ -145,7 +145,9 @@ def _broadcast(flat: torch.Tensor, group: dist.ProcessGroup) -> None:
     dist.broadcast(flat.cuda() if torch.cuda.is_available() else flat, src=0, group=group)
 
 
-def _tensors_in(flat: torch.Tensor, names: tuple[str, ...], dtypes: tuple[str, ...], shapes: tuple[tuple[int, ...], ...]) -> dict[str, torch.Tensor]:
+def _tensors_in(
+    flat: torch.Tensor, names: tuple[str, ...], dtypes: tuple[str, ...], shapes: tuple[tuple[int, ...], ...]
+) -> dict[str, torch.Tensor]:
     """Copies of the tensors of a bucket, by name."""
     found, at = {}, 0
     for name, dtype, shape in zip(names, dtypes, shapes, strict=True):

@@ -1,0 +1,110 @@
+"""From a leased batch to this rank's micro-batches: what to fetch is decided by pure functions, the same on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from asyncmoe.config import Config
+from asyncmoe.errors import WaitTimeout
+from asyncmoe.trainer import batch, objective
+from asyncmoe.trainer.batch import MicroBatch, Schedule
+from asyncmoe.trainer.mesh import Mesh
+from asyncmoe.trajectory import Trajectory, decode, frames_in
+from asyncmoe.wire.client import Client
+from asyncmoe.wire.messages import Fetch, Fetched, Item, Lease, Leased, Phase
+
+ANSWER_S = 60.0
+"""How long the controller may take for an answer that it does not have to wait for."""
+
+
+@dataclass(frozen=True)
+class Update:
+    """One optimizer step's share of a batch."""
+
+    members: tuple[int, ...]
+    """Positions in the batch, in the order `schedule` counts them."""
+    schedule: Schedule
+    weights: np.ndarray
+    """float64[len(members)]: what a sampled token of each counts for."""
+
+
+def plan_updates(items: Sequence[Item], phase: Phase, config: Config, mesh: Mesh) -> list[Update]:
+    """Cut a batch into the optimizer steps made of it, and each of those into micro-batches."""
+    if phase == "rl":
+        parts = batch.split_updates([item.group for item in items], config.objective.updates_per_batch)
+    else:
+        parts = [list(range(len(items)))]
+    aggregation = config.objective.aggregation if phase == "rl" else "token_mean"
+    trainer = config.trainer
+    return [
+        Update(
+            tuple(part),
+            batch.schedule([items[i].tokens for i in part], mesh.dp, trainer.tokens_per_microbatch, trainer.pack, mesh.tp),
+            objective.token_weights([items[i].sampled for i in part], aggregation),
+        )
+        for part in parts
+    ]
+
+
+def microbatches(
+    update: Update,
+    trajectories: Mapping[int, Trajectory],
+    advantages: np.ndarray,
+    config: Config,
+    mesh: Mesh,
+    proximal: Mapping[int, np.ndarray] | None = None,
+) -> list[MicroBatch]:
+    """This rank's micro-batches of an update.
+
+    Args:
+        trajectories: by position in the batch; at least those this rank trains on.
+        advantages: float32[batch].
+        proximal: by position in the batch, or None.
+    """
+    members = update.members
+    return [
+        batch.pack(
+            {i: trajectories[members[i]] for i in indices},
+            indices,
+            advantages=advantages[list(members)],
+            weights=update.weights,
+            pad_multiple=mesh.tp,
+            packed=config.trainer.pack,
+            proximal=None if proximal is None else {i: proximal[members[i]] for i in indices},
+        )
+        for indices in update.schedule.ranks[mesh.dp_rank]
+    ]
+
+
+def mine(update: Update, mesh: Mesh) -> list[int]:
+    """Positions in the batch that this rank trains on in an update."""
+    return [update.members[i] for i in update.schedule.indices(mesh.dp_rank)]
+
+
+def lease(client: Client, config: Config, step: int, phase: Phase) -> Leased:
+    """The batch of step `step`: the same answer on every rank.
+
+    Raises:
+        WaitTimeout: the engines made no batch within `queue.lease_timeout_s`.
+    """
+    count = config.rollout.batch if phase == "rl" else config.warmup.batch
+    wait_s = config.queue.lease_timeout_s
+    reply = client.ask(Lease(step, phase, count, version=step, wait_s=wait_s), wait_s + ANSWER_S)[0]
+    assert isinstance(reply, Leased)
+    if not reply.items and not reply.stop:
+        raise WaitTimeout("the engines", f"{count} trajectories for step {step}", wait_s)
+    return reply
+
+
+def fetch(client: Client, leased: Leased, wanted: Sequence[int]) -> dict[int, Trajectory]:
+    """The trajectories at the given positions of a leased batch."""
+    if not wanted:
+        return {}
+    names = tuple(leased.items[i].key for i in wanted)
+    reply, frames = client.ask(Fetch(leased.step, names), ANSWER_S)
+    assert isinstance(reply, Fetched)
+    each = frames_in(1)
+    return {i: decode(frames[n * each : (n + 1) * each]) for n, i in enumerate(wanted)}

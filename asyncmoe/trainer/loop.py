@@ -1,0 +1,219 @@
+"""The trainer's life: lease a batch, train on it, publish the new weights, and again.
+
+Step k leases the batch named k, trains with the weights of version k and makes version k + 1. Every rank asks for itself and gets
+the same answer, so the ranks need no collective to agree on what to do.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import time
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+
+from asyncmoe import models
+from asyncmoe.config import Config
+from asyncmoe.telemetry.records import JsonLines, Spans
+from asyncmoe.telemetry.schema import METRICS, TRAINER_SPANS, Resume, Step
+from asyncmoe.trainer import checkpoints, feed, mesh, model, objective, optimizer, state
+from asyncmoe.trainer.export import expected_checksums, gatherer
+from asyncmoe.trainer.feed import ANSWER_S
+from asyncmoe.trainer.model import parameters
+from asyncmoe.trainer.step import Loss, PolicyLoss, StepMetrics, SupervisedLoss, logprobs_only, train_step
+from asyncmoe.trainer.sync import Broadcast, Published
+from asyncmoe.wire import keys
+from asyncmoe.wire.client import Client
+from asyncmoe.wire.messages import Commit, Goodbye, Hello, Leased, Phase, Saved
+
+log = logging.getLogger(__name__)
+
+
+def run(config: Config) -> None:
+    """Train until all steps are done or the controller asks to stop; collective over torchrun's ranks."""
+    place = mesh.start(config.trainer, config.run.seed)
+    hf = models.load_hf_config(config.model.path)
+    models.check(config, hf)
+    built = model.build(hf, config, place)
+    newest = checkpoints.newest(config.run.dir)
+    if newest is None:
+        model.load_hf(built, config.model.path)
+    adam = optimizer.build(config, built)
+    done = 0 if newest is None else state.load(newest, config, built, adam)
+    rendezvous = keys.read(config.run.dir, wait_s=config.engines.start_timeout_s)
+    with Client(rendezvous, f"trainer.{place.rank}") as client:
+        Trainer(config, place, built, adam, client, done).run()
+    mesh.stop()
+
+
+def config_digest(config: Config) -> str:
+    """Names a configuration, so that a trainer and a controller of different ones refuse each other."""
+    return hashlib.sha256(config.model_dump_json().encode()).hexdigest()
+
+
+class Trainer:
+    """One rank of the loop. Rank 0 also writes the records and sends the weights."""
+
+    def __init__(
+        self, config: Config, place: mesh.Mesh, built: model.Model, adam: optimizer.MegatronOptimizer, client: Client, done: int
+    ) -> None:
+        self._config, self._mesh, self._model, self._optimizer, self._client = config, place, built, adam, client
+        self._step = self._saved = done
+        self._first = place.rank == 0
+        self._total = config.warmup.steps + config.run.steps
+        self._sync = Broadcast(
+            config, gatherer(built, config), client, place.rank, lambda tensors: expected_checksums(built, config, tensors)
+        )
+        self._metrics = JsonLines(config.run.dir / METRICS) if self._first else None
+        self._spans = Spans(config.run.dir / TRAINER_SPANS) if self._first else None
+
+    def run(self) -> None:
+        """Until all steps are done or a lease says stop."""
+        config = self._config
+        self._client.ask(Hello(self._mesh.rank, self._mesh.world, config_digest(config), self._step), ANSWER_S)
+        if self._metrics is not None:
+            self._metrics.write(Resume(resumed_at=self._step, time=time.time()))
+        if config.warmup.steps <= self._step < self._total:
+            self._publish()
+        while self._step < self._total:
+            begin = time.time()
+            leased = feed.lease(self._client, config, self._step, self._phase)
+            if leased.stop:
+                break
+            self._advance(leased, begin)
+        if self._saved != self._step:
+            self._save()
+        self._client.ask(Goodbye(finished=self._step == self._total), ANSWER_S)
+        self._sync.close()
+
+    @property
+    def _phase(self) -> Phase:
+        return "warmup" if self._step < self._config.warmup.steps else "rl"
+
+    def _advance(self, leased: Leased, begin: float) -> None:
+        """One step: train on the batch, end its lease, publish, record, save."""
+        phase, got = self._phase, time.time()
+        self._span("wait", begin, got)
+        metrics = self._train(leased, phase)
+        trained = time.time()
+        self._span("train", got, trained)
+        self._client.ask(Commit(leased.step), ANSWER_S)
+        self._step += 1
+        rl_steps = self._step - self._config.warmup.steps
+        published = self._publish() if 0 <= rl_steps < self._config.run.steps and rl_steps % self._config.sync.every == 0 else None
+        self._record(leased, phase, metrics, published, (begin, got, trained))
+        every = self._config.trainer.checkpoint_every
+        if every and self._step % every == 0:
+            self._save()
+
+    def _train(self, leased: Leased, phase: Phase) -> list[StepMetrics]:
+        config, items = self._config, leased.items
+        updates = feed.plan_updates(items, phase, config, self._mesh)
+        wanted = sorted({i for update in updates for i in feed.mine(update, self._mesh)})
+        trajectories = feed.fetch(self._client, leased, wanted)
+        loss: Loss
+        if phase == "warmup":
+            advantages = np.zeros(len(items), np.float32)
+            loss, lr = SupervisedLoss(), config.warmup.lr
+        else:
+            advantages = objective.group_advantages([i.reward for i in items], [i.group for i in items], config.objective.advantage)
+            loss = PolicyLoss(config.objective, config.rollout.temperature, version=self._step)
+            lr = optimizer.lr_at(self._step - config.warmup.steps, config.trainer.optimizer, config.run.steps)
+        proximal: dict[int, np.ndarray] | None = None
+        if len(updates) > 1 and config.objective.proximal == "recompute":
+            proximal = {}
+            for update in updates:
+                batches = feed.microbatches(update, trajectories, advantages, config, self._mesh)
+                found = logprobs_only(self._model, batches, [items[i].tokens for i in update.members], config.rollout.temperature)
+                proximal |= {update.members[i]: values for i, values in found.items()}
+        return [
+            train_step(
+                self._model,
+                self._optimizer,
+                feed.microbatches(update, trajectories, advantages, config, self._mesh, proximal),
+                loss,
+                lr,
+            )
+            for update in updates
+        ]
+
+    def _publish(self) -> Published:
+        begin = time.time()
+        published = self._sync.publish(self._step, parameters(self._model))
+        self._span("sync", begin, time.time())
+        return published
+
+    def _save(self) -> None:
+        begin = time.perf_counter()
+        path = state.save(self._config, self._step, self._model, self._optimizer)
+        self._saved = self._step
+        if self._first:
+            self._client.ask(Saved(self._step), ANSWER_S)
+            log.info("saved %s in %.1f s", path, time.perf_counter() - begin)
+
+    def _span(self, what: str, begin: float, end: float) -> None:
+        if self._spans is not None:
+            self._spans.add("trainer.0", what, begin, end)  # type: ignore[arg-type]  # one of the schema's names
+
+    def _record(
+        self, leased: Leased, phase: Phase, updates: Sequence[StepMetrics], published: Published | None, times: tuple[float, float, float]
+    ) -> None:
+        if self._metrics is not None:
+            self._metrics.write(step_record(self._step, leased, phase, updates, published, times))
+
+
+def step_record(
+    step: int, leased: Leased, phase: Phase, updates: Sequence[StepMetrics], published: Published | None, times: tuple[float, float, float]
+) -> Step:
+    """What metrics.jsonl says about a step.
+
+    Args:
+        step: steps taken, this one included.
+        updates: metrics of its optimizer steps.
+        times: Unix seconds at which the step began, had its batch, and had trained.
+    """
+    begin, got, trained = times
+    end = time.time()
+    items, last = leased.items, updates[-1]
+    rows, tokens = sum(u.rows for u in updates), sum(u.tokens for u in updates)
+    differences = [u.logprob_diff_max_same_version for u in updates[:1] if u.logprob_diff_max_same_version is not None]
+    common = Step(
+        step=step,
+        phase=phase,
+        time=end,
+        step_seconds=end - begin,
+        wait_seconds=got - begin,
+        train_seconds=trained - got,
+        sync_seconds=published.seconds if published else None,
+        pause_ms=published.pause_ms if published else None,
+        version=step,
+        loss=sum(u.loss for u in updates) / len(updates),
+        grad_norm=last.grad_norm,
+        lr=last.lr,
+        tokens=rows,
+        tokens_per_s=rows / (end - begin),
+        response_tokens_mean=tokens / len(items),
+        queue_depth=leased.queue_depth,
+        dropped=leased.dropped,
+    )
+    if phase == "warmup":
+        return common
+    ages: dict[int, int] = {}
+    for update in updates:
+        for age, count in update.ages.items():
+            ages[age] = ages.get(age, 0) + count
+    rewards = np.array([item.reward for item in items])
+    return msgspec.structs.replace(
+        common,
+        reward_mean=float(rewards.mean()),
+        reward_std=float(rewards.std()),
+        staleness_max=max(ages),
+        staleness_mean=sum(age * count for age, count in ages.items()) / max(tokens, 1),
+        ages=ages,
+        logprob_diff_max_same_version=max(differences, default=None),
+        clip_fraction=float(np.mean([u.clip_fraction for u in updates])),
+        tis_capped_fraction=float(np.mean([u.tis_capped_fraction for u in updates])),
+        ratio_mean=float(np.mean([u.ratio_mean for u in updates])),
+    )

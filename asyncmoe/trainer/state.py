@@ -1,0 +1,81 @@
+"""Saving and restoring model and optimizer with Megatron's dist_checkpointing (torch_dist format), atomically.
+
+Every rank writes its own shards. A checkpoint can be loaded under another tensor or pipeline size; not under another choice
+between ep = 1 and ep > 1, because Megatron names the optimizer's state differently then (KeyError on load, megatron-core 0.16 and 0.19).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from asyncmoe.config import Config
+from asyncmoe.errors import DataError
+from asyncmoe.platform import megatron
+from asyncmoe.trainer import checkpoints
+from asyncmoe.trainer.mesh import groups
+from asyncmoe.trainer.model import Model
+
+megatron.prepare()
+
+from megatron.core import dist_checkpointing  # noqa: E402
+from megatron.core.optimizer import MegatronOptimizer  # noqa: E402
+
+
+def save(config: Config, step: int, model: Model, optimizer: MegatronOptimizer) -> Path:
+    """Write the checkpoint of `step`; collective over all ranks. Returns its final place."""
+    directory = config.run.dir
+    first = model.mesh.rank == 0
+    if first:
+        checkpoints.start(directory, step)
+    dist.barrier()
+    dist_checkpointing.save(_state(config, model, optimizer, loading=False), str(checkpoints.temporary(directory, step)))
+    dist.barrier()
+    if first:
+        checkpoints.finish(directory, step, {"step": step, **_kind(config)}, config.trainer.keep_checkpoints)
+    dist.barrier()
+    return checkpoints.directory(directory, step)
+
+
+def load(checkpoint: Path, config: Config, model: Model, optimizer: MegatronOptimizer | None) -> int:
+    """Restore the model and, when given, the optimizer; return the step. Collective over all ranks.
+
+    Raises:
+        DataError: the optimizer's state was written by the other kind of optimizer, or with ep = 1 where it is more now, or the reverse.
+    """
+    facts = checkpoints.facts(checkpoint)
+    if optimizer is not None:
+        _refuse_another_kind(checkpoint, facts, _kind(config))
+    state = dist_checkpointing.load(_state(config, model, optimizer, loading=True), str(checkpoint))
+    model.module.load_state_dict(state["model"])
+    if optimizer is not None:
+        optimizer.load_state_dict(state["optimizer"])
+    return int(facts["step"])
+
+
+def _state(config: Config, model: Model, optimizer: MegatronOptimizer | None, loading: bool) -> dict[str, Any]:
+    metadata: dict[str, Any] = {"dp_cp_group": groups.get_data_parallel_group(with_context_parallel=True)}
+    if config.trainer.optimizer.distributed:
+        metadata["distrib_optim_sharding_type"] = "fully_reshardable"
+    state: dict[str, Any] = {"model": model.module.sharded_state_dict(metadata=metadata)}
+    if optimizer is not None:
+        state["optimizer"] = optimizer.sharded_state_dict(state, is_loading=loading, metadata=metadata)
+    return state
+
+
+def _kind(config: Config) -> dict[str, Any]:
+    """What the optimizer's saved names depend on."""
+    return {"expert_parallel": config.trainer.ep > 1, "distributed_optimizer": config.trainer.optimizer.distributed}
+
+
+def _refuse_another_kind(checkpoint: Path, saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    for key, value in now.items():
+        if saved.get(key) != value:
+            raise DataError(
+                f"{checkpoint.name}: optimizer state",
+                got=f"{key} = {saved.get(key)}",
+                expected=f"{key} = {value}, as the configuration says",
+            )

@@ -1,0 +1,117 @@
+"""Starting whole runs as a user does, and finding what they leave behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+REPOSITORY = Path(__file__).parents[2]
+_MARK = "ASYNCMOE_TEST_MARK"
+# The smallest run that has every part: a warm-up, one engine, two expert-parallel ranks.
+SMALL = (
+    "warmup.steps=4",
+    "warmup.batch=16",
+    "run.steps=3",
+    "rollout.groups_per_step=4",
+    "rollout.group_size=4",
+    "telemetry.live=off",
+)
+
+
+class Command:
+    """One `asyncmoe` command; every process it starts inherits a mark to be found by."""
+
+    def __init__(self, *arguments: str, cwd: Path | None = None) -> None:
+        self.mark = uuid.uuid4().hex
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "asyncmoe", *arguments],
+            cwd=cwd or REPOSITORY,
+            env={**os.environ, _MARK: self.mark},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def finish(self, timeout_s: float = 240.0) -> tuple[int, str, str]:
+        """Status, standard output, standard error."""
+        try:
+            out, error = self.process.communicate(timeout=timeout_s)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            out, error = self.process.communicate()
+            raise AssertionError(f"still running after {timeout_s} s\n{out[-2000:]}\n{error[-2000:]}") from None
+        return self.process.returncode, out, error
+
+    def alive(self) -> list[str]:
+        """Command lines of marked processes that still run."""
+        found = []
+        for entry in Path("/proc").iterdir():
+            if not entry.name.isdigit() or int(entry.name) == os.getpid():
+                continue
+            try:
+                if self.mark.encode() in (entry / "environ").read_bytes():
+                    found.append((entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace"))
+            except OSError:
+                continue
+        return [line for line in found if line]
+
+    def gone(self, within_s: float = 20.0) -> bool:
+        """True when every process it started has ended within that time."""
+        return wait_for(lambda: not self.alive(), within_s)
+
+
+def wait_for(condition: Callable[[], bool], seconds: float) -> bool:
+    """Poll until `condition` holds; False when `seconds` were over first."""
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        if condition():
+            return True
+        time.sleep(0.1)
+    return False
+
+
+def run(directory: Path, *overrides: str, timeout_s: float = 240.0) -> dict[str, Any]:
+    """A whole small run of the demo's configuration; returns its summary."""
+    command = start(directory, *overrides)
+    status, out, error = command.finish(timeout_s)
+    assert status == 0, f"status {status}\n{out[-1500:]}\n{error[-3000:]}\n{logs(directory)}"
+    assert command.gone(), command.alive()
+    summary: dict[str, Any] = json.loads((directory / "summary.json").read_text())
+    return summary
+
+
+def start(directory: Path, *overrides: str) -> Command:
+    """Start a run of the demo's configuration with `SMALL` sizes in `directory`."""
+    model = directory.parent / "model"
+    return Command("run", "examples/demo.yaml", f"run.dir={directory}", f"model.path={model}", *SMALL, *overrides)
+
+
+def refused(*arguments: str) -> str:
+    """Run a command that must fail: its one line of explanation, with no traceback and nothing left running."""
+    command = Command(*arguments)
+    status, out, error = command.finish(120.0)
+    assert status != 0, out
+    assert "Traceback" not in out + error, error[-3000:]
+    assert command.gone(), command.alive()
+    lines = [line for line in error.splitlines() if line.startswith("error: ")]
+    assert len(lines) == 1, error[-3000:]
+    return lines[0].removeprefix("error: ")
+
+
+def metrics(directory: Path) -> list[dict[str, Any]]:
+    """The step records written so far."""
+    path = directory / "metrics.jsonl"
+    records = [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")] if path.exists() else []
+    return [record for record in records if "step" in record]
+
+
+def logs(directory: Path) -> str:
+    """The ends of all logs of a run."""
+    return "\n".join(f"== {path.name}\n{path.read_text()[-3000:]}" for path in sorted((directory / "logs").glob("*.log")))

@@ -1,0 +1,138 @@
+"""Whole runs: the real engine, the real trainer, one command."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from asyncmoe.trainer import checkpoints
+from tests.system.runs import REPOSITORY, metrics, refused, run, start, wait_for
+
+pytestmark = pytest.mark.system
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of 4 warm-up and 6 reinforcement-learning steps, checked against the engine's checksums at every update."""
+    directory = tmp_path_factory.mktemp("whole") / "run"
+    run(directory, "run.steps=6", "sync.verify_every=1")
+    return directory
+
+
+def test_a_run_trains_and_says_what_it_did(finished: Path) -> None:
+    summary = json.loads((finished / "summary.json").read_text())
+    steps = metrics(finished)
+    assert [s["step"] for s in steps] == list(range(1, 11))
+    assert [s["phase"] for s in steps] == ["warmup"] * 4 + ["rl"] * 6
+    assert steps[3]["loss"] < steps[0]["loss"]
+    assert summary["steps"] == 6
+    assert summary["max_staleness_seen"] <= 1
+    assert summary["pause_ms_median"] > 0
+
+
+def test_every_token_is_counted_by_its_age(finished: Path) -> None:
+    for step in metrics(finished)[4:]:
+        assert sum(step["ages"].values()) == round(step["response_tokens_mean"] * 16)
+        assert all(0 <= int(age) <= 1 for age in step["ages"])
+
+
+def test_engine_and_trainer_agree_at_the_same_version(finished: Path) -> None:
+    summary = json.loads((finished / "summary.json").read_text())
+    assert summary["max_abs_logprob_diff_same_version"] is not None
+    assert summary["max_abs_logprob_diff_same_version"] <= 1e-4
+
+
+def test_the_engine_generates_while_the_trainer_trains(finished: Path) -> None:
+    assert json.loads((finished / "summary.json").read_text())["overlap_share"] > 0
+    assert "Timeline" in (finished / "report.html").read_text()
+
+
+def test_a_checkpoint_exports_to_hugging_face(finished: Path, tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from tests.system.runs import Command
+
+    out = tmp_path / "hf"
+    status, _, error = Command("export", str(finished), str(out)).finish()
+    assert status == 0, error[-3000:]
+    start_model = finished.parent / "model"
+    exported = AutoModelForCausalLM.from_pretrained(out).state_dict()
+    original = AutoModelForCausalLM.from_pretrained(start_model).state_dict()
+    assert exported.keys() == original.keys()
+    assert all(not tensor.equal(original[name]) for name, tensor in exported.items() if tensor.dim() > 1)
+    assert load_file(out / "model.safetensors")["model.norm.weight"].isfinite().all()
+    assert AutoTokenizer.from_pretrained(out).encode("1+2=") == AutoTokenizer.from_pretrained(start_model).encode("1+2=")
+    assert "existing path" in refused("export", str(finished), str(out))
+
+
+def test_a_killed_run_goes_on_exactly_where_its_checkpoint_is(tmp_path: Path) -> None:
+    """The warm-up is deterministic, so the resumed losses must be those of a run that was never killed."""
+    shape = ("warmup.steps=9", "run.steps=1", "trainer.checkpoint_every=3")
+    whole = tmp_path / "whole"
+    run(whole, *shape)
+    killed = tmp_path / "killed"
+    first = start(killed, *shape)
+    assert wait_for(lambda: checkpoints.newest(killed) is not None, 120), first.process.poll()
+    first.process.send_signal(signal.SIGKILL)
+    assert first.gone(30), first.alive()
+    resumed_at = int((checkpoints.newest(killed) or killed).name.removeprefix("step-"))
+    assert 3 <= resumed_at < 9
+    summary = run(killed, *shape)
+    assert summary["steps"] == 1
+    losses = {s["step"]: s["loss"] for s in metrics(whole)}
+    again = [s for s in metrics(killed) if resumed_at < s["step"] <= 9][-(9 - resumed_at) :]
+    assert [s["step"] for s in again] == list(range(resumed_at + 1, 10))
+    for step in again:
+        assert step["loss"] == pytest.approx(losses[step["step"]], abs=1e-6)
+    assert metrics(killed)[-1]["version"] == 10
+
+
+def test_ctrl_c_leaves_a_run_that_resumes(tmp_path: Path) -> None:
+    directory = tmp_path / "run"
+    command = start(directory, "run.steps=200")
+    assert wait_for(lambda: any(s["phase"] == "rl" for s in metrics(directory)), 120)
+    os.kill(command.process.pid, signal.SIGINT)
+    status, _, error = command.finish(90)
+    assert status != 0
+    assert "Traceback" not in error
+    assert "goes on from" in error
+    assert command.gone(), command.alive()
+    stopped = metrics(directory)[-1]["step"]
+    assert checkpoints.newest(directory) == checkpoints.directory(directory, stopped)
+    summary = run(directory, f"run.steps={stopped - 4 + 2}")
+    assert summary["steps"] == stopped - 4 + 2
+    assert [s["step"] for s in metrics(directory)][-3:] == [stopped, stopped + 1, stopped + 2]
+    assert "in use" not in error
+
+
+def test_a_reward_that_fails_is_counted_and_never_zero(tmp_path: Path) -> None:
+    (tmp_path / "my_rewards.py").write_text(
+        "def reward(prompt, response, answer):\n"
+        "    if int(answer) % 3 == 0:\n        raise ValueError('no')\n"
+        "    return float('nan') if int(answer) % 3 == 1 else float(len(response)) + 1.0\n"
+    )
+    directory = tmp_path / "run"
+    os.environ["PYTHONPATH"] = str(tmp_path)
+    try:
+        run(directory, "task.scorer=my_rewards:reward", "run.steps=2")
+    finally:
+        del os.environ["PYTHONPATH"]
+    last = json.loads((directory / "rollout.jsonl").read_text().splitlines()[-1])
+    assert last["rejected"].get("scorer_error", 0) > 0
+    assert last["rejected"].get("scorer_nan", 0) > 0
+    assert all(s["reward_mean"] >= 1.0 for s in metrics(directory) if s["phase"] == "rl")
+
+
+GSM8K = REPOSITORY.parent / "shared" / "data" / "gsm8k" / "train.jsonl"
+
+
+@pytest.mark.skipif(not GSM8K.is_file(), reason="GSM8K's train.jsonl is not beside this checkout")
+def test_gsm8k_loads_templates_generates_verifies_and_trains(tmp_path: Path) -> None:
+    gsm8k = ("task.kind=jsonl", f"task.path={GSM8K}", "task.chat_template=true", "task.scorer=math_verify", "rollout.max_new_tokens=48")
+    summary = run(tmp_path / "run", *gsm8k, "run.steps=2", "warmup.steps=2")
+    assert summary["steps"] == 2

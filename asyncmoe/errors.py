@@ -39,6 +39,10 @@ class DataError(UserError):
     """Task data, a model directory or a checkpoint that cannot be used."""
 
 
+class LayoutError(UserError):
+    """Layouts that contradict each other or themselves; names the tensor or storage, the rank and the box."""
+
+
 class ProtocolError(AsyncmoeError):
     """A message on one of our sockets that is malformed, too large or out of turn."""
 

@@ -1,0 +1,78 @@
+"""Buckets: tensors laid one after the other in one flat array, to travel as a single message."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from asyncmoe.errors import LayoutError
+from asyncmoe.reshard.layout import Piece, RankLayout, Storage
+
+STORAGE = "bucket"
+"""Name of the one storage of a bucket's layout."""
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Some tensors, all of one dtype, in the flat array `layout.storages[STORAGE]`.
+
+    Attributes:
+        names: names of the tensors, in the order they lie in.
+        dtypes: as torch prints them without the prefix; all the same.
+        shapes: of each tensor.
+        nbytes: of the flat array.
+        layout: where every piece lies in it.
+    """
+
+    names: tuple[str, ...]
+    dtypes: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    nbytes: int
+    layout: RankLayout
+
+
+def buckets(layout: RankLayout, bucket_bytes: int) -> list[Bucket]:
+    """Cut a layout's storages into buckets of at most `bucket_bytes`.
+
+    Storages stay in order, those of one dtype after those of another; one that is larger than a bucket gets its own.
+
+    Raises:
+        LayoutError: `bucket_bytes` is not positive.
+    """
+    if bucket_bytes <= 0:
+        raise LayoutError("bucket_bytes", got=bucket_bytes, expected="a positive number of bytes")
+    pieces: dict[str, list[Piece]] = {name: [] for name in layout.storages}
+    for piece in layout.pieces:
+        pieces[piece.storage].append(piece)
+    return [_bucket(layout, names, pieces) for names in _groups(layout, bucket_bytes)]
+
+
+def _groups(layout: RankLayout, bucket_bytes: int) -> Iterator[list[str]]:
+    for dtype in dict.fromkeys(storage.dtype for storage in layout.storages.values()):
+        group: list[str] = []
+        filled = 0
+        for name, storage in layout.storages.items():
+            if storage.dtype != dtype:
+                continue
+            if group and filled + storage.nbytes > bucket_bytes:
+                yield group
+                group, filled = [], 0
+            group.append(name)
+            filled += storage.nbytes
+        yield group
+
+
+def _bucket(layout: RankLayout, names: list[str], pieces: dict[str, list[Piece]]) -> Bucket:
+    moved, offset = [], 0
+    for name in names:
+        moved += [Piece(p.tensor, p.box, STORAGE, offset + p.offset, p.strides) for p in pieces[name]]
+        offset += layout.storages[name].size
+    held = [layout.storages[name] for name in names]
+    flat = Storage((offset,), held[0].dtype)
+    return Bucket(
+        names=tuple(names),
+        dtypes=tuple(s.dtype for s in held),
+        shapes=tuple(s.shape for s in held),
+        nbytes=flat.nbytes,
+        layout=RankLayout(layout.rank, {STORAGE: flat}, tuple(moved)),
+    )

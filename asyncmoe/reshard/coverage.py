@@ -1,0 +1,117 @@
+"""Exact tests of "every element exactly once".
+
+Boxes are compared on the grid of their own edges, so the cost depends on how many boxes there are and not on how many elements.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from asyncmoe.errors import LayoutError
+from asyncmoe.reshard.layout import Box, Piece, RankLayout, Storage, contiguous_strides
+
+
+class Grid:
+    """The cells that the edges of `boxes` cut a box of `shape` into, and how many of the boxes hold each cell."""
+
+    def __init__(self, shape: Sequence[int], boxes: Sequence[Box]) -> None:
+        self._cuts = [sorted({0, n, *(b.start[k] for b in boxes), *(b.start[k] + b.extent[k] for b in boxes)}) for k, n in enumerate(shape)]
+        self._index = [{cut: i for i, cut in enumerate(cuts)} for cuts in self._cuts]
+        self.counts = np.zeros([len(cuts) - 1 for cuts in self._cuts], np.int32)
+        for box in boxes:
+            self.counts[self._range(box)] += 1
+
+    def cells(self, wanted: np.ndarray) -> list[Box]:
+        """The cells where `wanted` (bool, shaped as `counts`) holds, in row-major order."""
+        found = []
+        for at in np.argwhere(wanted):
+            start = tuple(cuts[i] for cuts, i in zip(self._cuts, at, strict=True))
+            end = tuple(cuts[i + 1] for cuts, i in zip(self._cuts, at, strict=True))
+            found.append(Box(start, tuple(e - s for s, e in zip(start, end, strict=True))))
+        return found
+
+    def _range(self, box: Box) -> tuple[slice, ...]:
+        edges = zip(self._index, box.start, box.extent, strict=True)
+        return tuple(slice(index[s], index[s + n]) for index, s, n in edges)
+
+
+def check_destination(layout: RankLayout) -> None:
+    """Refuse a layout whose pieces do not hold each element of each storage exactly once.
+
+    Raises:
+        LayoutError: naming the rank, the storage and the first box of it that no piece, or more than one, holds.
+    """
+    by_storage: dict[str, list[Piece]] = {name: [] for name in layout.storages}
+    for piece in layout.pieces:
+        by_storage[piece.storage].append(piece)
+    for name, pieces in by_storage.items():
+        storage = layout.storages[name]
+        if len(pieces) == 1 and _is_everything(pieces[0], storage):
+            continue
+        boxes = [_box_in(storage, piece) for piece in pieces]
+        known = [box for box in boxes if box is not None]
+        fault = _first_fault(storage.shape, known) if len(known) == len(boxes) else _first_fault_by_element(storage, pieces)
+        if fault is not None:
+            box, count = fault
+            held = [p.tensor for p, b in zip(pieces, boxes, strict=True) if b is not None and _meet(b, box)]
+            raise LayoutError(
+                f"rank {layout.rank}: storage {name} box {box}",
+                got=f"{count} pieces" + (f" ({', '.join(held)})" if held else ""),
+                expected="exactly 1 (a PADDING piece where no tensor lies)",
+            )
+
+
+def _is_everything(piece: Piece, storage: Storage) -> bool:
+    return piece.offset == 0 and piece.box.size == storage.size and piece.strides == contiguous_strides(piece.box.extent)
+
+
+def _first_fault(shape: Sequence[int], boxes: Sequence[Box]) -> tuple[Box, int] | None:
+    grid = Grid(shape, boxes)
+    wrong = grid.cells(grid.counts != 1)
+    if not wrong:
+        return None
+    first = wrong[0]
+    return first, sum(_meet(first, box) for box in boxes)
+
+
+def _meet(a: Box, b: Box) -> bool:
+    edges = zip(a.start, a.extent, b.start, b.extent, strict=True)
+    return all(s < t + m and t < s + n for s, n, t, m in edges)
+
+
+def _box_in(storage: Storage, piece: Piece) -> Box | None:
+    """The piece as a box of the storage's own shape, or None when it is not one (a run that wraps around a row's end)."""
+    runs = [(n, s) for n, s in zip(piece.box.extent, piece.strides, strict=True) if n > 1]
+    box = _box_of_runs(storage, piece.offset, runs)
+    if box is None and piece.strides == contiguous_strides(piece.box.extent):
+        box = _box_of_runs(storage, piece.offset, [(piece.box.size, 1)])
+    return box
+
+
+def _box_of_runs(storage: Storage, offset: int, runs: Sequence[tuple[int, int]]) -> Box | None:
+    steps = contiguous_strides(storage.shape)
+    start = tuple(offset // step % n for step, n in zip(steps, storage.shape, strict=True))
+    extent = [1] * len(steps)
+    for n, stride in runs:
+        axis = next((k for k, step in enumerate(steps) if step == stride and storage.shape[k] > 1), None)
+        if axis is None or extent[axis] != 1 or start[axis] + n > storage.shape[axis]:
+            return None
+        extent[axis] = n
+    return Box(start, tuple(extent))
+
+
+def _first_fault_by_element(storage: Storage, pieces: Sequence[Piece]) -> tuple[Box, int] | None:
+    counts = np.zeros(storage.size, np.int64)
+    for piece in pieces:
+        places = np.full((1,) * len(piece.strides), piece.offset)
+        for axis, (n, stride) in enumerate(zip(piece.box.extent, piece.strides, strict=True)):
+            places = places + np.expand_dims(np.arange(n) * stride, tuple(k for k in range(len(piece.strides)) if k != axis))
+        counts += np.bincount(places.reshape(-1), minlength=storage.size)
+    wrong = np.flatnonzero(counts != 1)
+    if not len(wrong):
+        return None
+    first = int(wrong[0])
+    start = tuple(int(i) for i in np.unravel_index(first, storage.shape)) if storage.shape else ()
+    return Box(start, (1,) * len(start)), int(counts[first])

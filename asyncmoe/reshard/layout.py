@@ -1,0 +1,182 @@
+"""Layouts: which box of which tensor lies where in whose memory.
+
+A *canonical tensor* is a weight in its plain mathematical form (the query projection of layer 3, the gate of expert 17). A rank
+holds *storages*, contiguous arrays; a *piece* says that a box of a canonical tensor lies at an offset of a storage with given
+strides. Fused, interleaved, sharded, replicated and padded storage are all just several pieces.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from math import prod
+
+from asyncmoe.errors import LayoutError
+
+MAX_DIMS = 4
+"""Dimensions a tensor or a storage may have."""
+
+PADDING = "<padding>"
+"""Reserved tensor name of a piece that belongs to no tensor: a destination's is filled with zeros, a source's is never read."""
+
+ITEM_BYTES = {
+    "float64": 8,
+    "float32": 4,
+    "bfloat16": 2,
+    "float16": 2,
+    "float8_e4m3fn": 1,
+    "float8_e5m2": 1,
+    "int64": 8,
+    "int32": 4,
+    "int16": 2,
+    "int8": 1,
+    "uint8": 1,
+    "bool": 1,
+}
+"""Known dtypes, as torch prints them without the prefix, and their size."""
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """A box of a tensor: `extent[k]` elements from `start[k]` in every dimension k."""
+
+    start: tuple[int, ...]
+    extent: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        """Elements in the box."""
+        return prod(self.extent)
+
+    def __str__(self) -> str:
+        return "[" + ", ".join(f"{s}:{s + n}" for s, n in zip(self.start, self.extent, strict=True)) + "]"
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Element i of `box` of `tensor` is element `offset + sum(i[k] * strides[k])` of `storage`. Never negative."""
+
+    tensor: str
+    box: Box
+    storage: str
+    offset: int
+    strides: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Storage:
+    """A contiguous (row-major) array."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def size(self) -> int:
+        """Elements in the array."""
+        return prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.size * ITEM_BYTES[self.dtype]
+
+
+@dataclass(frozen=True, slots=True)
+class RankLayout:
+    """The storages of one rank and the pieces in them.
+
+    As a source, a storage may hold more than its pieces say. As a destination, the pieces of a storage must hold each of its
+    elements exactly once (`PADDING` pieces included).
+    """
+
+    rank: int
+    storages: Mapping[str, Storage]
+    pieces: tuple[Piece, ...]
+
+    def at(self, rank: int) -> RankLayout:
+        """The same layout in the memory of another rank."""
+        return replace(self, rank=rank)
+
+    def only(self, storages: Iterable[str]) -> RankLayout:
+        """The part of the layout in the named storages.
+
+        Raises:
+            LayoutError: a name that is not one of `storages`.
+        """
+        kept = {}
+        for name in storages:
+            if name not in self.storages:
+                raise LayoutError(f"rank {self.rank}: storage {name}", got="no such storage", expected=_some(self.storages))
+            kept[name] = self.storages[name]
+        return RankLayout(self.rank, kept, tuple(p for p in self.pieces if p.storage in kept))
+
+
+def whole(shape: Sequence[int]) -> Box:
+    """The box of a whole tensor."""
+    return Box((0,) * len(shape), tuple(shape))
+
+
+def rows(shape: Sequence[int], start: int, count: int) -> Box:
+    """`count` rows (entries of the first dimension) of a tensor."""
+    return Box((start, *(0 for _ in shape[1:])), (count, *shape[1:]))
+
+
+def columns(shape: Sequence[int], start: int, count: int) -> Box:
+    """`count` columns (entries of the last dimension) of a tensor."""
+    return Box((*(0 for _ in shape[:-1]), start), (*shape[:-1], count))
+
+
+def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """Row-major strides, in elements."""
+    strides, step = [], 1
+    for extent in reversed(shape):
+        strides.append(step)
+        step *= extent
+    return tuple(reversed(strides))
+
+
+@dataclass(slots=True)
+class LayoutBuilder:
+    """Collects the storages and pieces of one rank. Every storage has the same dtype unless a call names another."""
+
+    rank: int
+    dtype: str
+    _storages: dict[str, Storage] = field(default_factory=dict)
+    _pieces: list[Piece] = field(default_factory=list)
+
+    def place(self, storage: str, shape: Sequence[int], parts: Iterable[tuple[str, Box, Sequence[int]]], dtype: str | None = None) -> None:
+        """Add a storage of `shape`; each part (tensor, box, corner) puts a box with its first element at `corner`.
+
+        The last dimensions of the box run along the last dimensions of the storage.
+
+        Raises:
+            LayoutError: the storage is there already, or a box does not fit at its corner.
+        """
+        if storage in self._storages:
+            raise LayoutError(f"rank {self.rank}: storage {storage}", got="placed twice", expected="placed once")
+        self._storages[storage] = Storage(tuple(shape), dtype or self.dtype)
+        steps = contiguous_strides(shape)
+        for tensor, box, corner in parts:
+            first = len(shape) - len(box.extent)
+            if first < 0 or any(corner[first + k] + n > shape[first + k] for k, n in enumerate(box.extent)):
+                raise LayoutError(
+                    f"rank {self.rank}: {tensor}{box} in {storage}", got=f"corner {tuple(corner)}", expected=f"within {tuple(shape)}"
+                )
+            offset = sum(c * s for c, s in zip(corner, steps, strict=True))
+            self._pieces.append(Piece(tensor, box, storage, offset, steps[first:]))
+
+    def stack(self, storage: str, parts: Sequence[tuple[str, Box]]) -> None:
+        """Add a storage that holds the boxes one under the other, along the first dimension."""
+        placed, row = [], 0
+        rest = parts[0][1].extent[1:]
+        for tensor, box in parts:
+            placed.append((tensor, box, (row, *(0 for _ in rest))))
+            row += box.extent[0]
+        self.place(storage, (row, *rest), placed)
+
+    def build(self) -> RankLayout:
+        return RankLayout(self.rank, dict(self._storages), tuple(self._pieces))
+
+
+def _some(names: Iterable[str]) -> str:
+    listed = sorted(names)
+    return f"one of {', '.join(listed[:8])}" + (f", ... ({len(listed)} in all)" if len(listed) > 8 else "")

@@ -1,0 +1,104 @@
+"""Addresses of arrays of any library: NumPy, anything with the buffer protocol, anything with DLPack (torch, JAX, CuPy)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+import asyncmoe.reshard._C as _C
+from asyncmoe.errors import LayoutError
+from asyncmoe.reshard.layout import Storage
+
+Array = Any
+"""A NumPy array, an object with the buffer protocol, or one with `__dlpack__`; row-major."""
+
+_KINDS = {0: "int", 1: "uint", 2: "float", 4: "bfloat", 6: "bool"}
+"""DLPack's type codes (dlpack.h, DLDataTypeCode)."""
+_DEVICES = {1: "cpu", 2: "cuda", 3: "cpu", 13: "cuda"}
+"""DLPack's device types (dlpack.h, DLDeviceType); pinned memory is as good as any other of the host, managed as any of a GPU."""
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Where a row-major array lies. It lives only as long as the array it was taken from."""
+
+    address: int
+    nbytes: int
+    dtype: str
+    device: str
+    """"cpu", or "cuda:0"."""
+
+
+def memory_of(array: Array, what: str, *, write: bool = False) -> Memory:
+    """The memory of an array.
+
+    Args:
+        array: see `Array`. Gradients are not tracked: a torch parameter is taken as its detached data.
+        what: name of the array in errors.
+        write: whether it will be written.
+
+    Raises:
+        LayoutError: not an array, not row-major, read-only though written, or on a device that is neither CPU nor CUDA.
+    """
+    if isinstance(array, np.ndarray) or not hasattr(array, "__dlpack__"):
+        return _numpy_memory(array, what, write)
+    address, elements, device, index, code, bits, row_major = _C.inspect(_capsule(array, what))
+    if not row_major:
+        raise LayoutError(what, got="an array with gaps or transposed", expected="a contiguous, row-major array")
+    if device not in _DEVICES:
+        raise LayoutError(what, got=f"DLPack device type {device}", expected="memory of the CPU or of a CUDA device")
+    kind = _KINDS.get(code, f"code{code}_")
+    dtype = "bool" if kind == "bool" else f"{kind}{bits}"
+    name = _DEVICES[device]
+    return Memory(address, elements * bits // 8, dtype, name if name == "cpu" else f"{name}:{index}")
+
+
+def storage_memory(array: Array, storage: Storage, what: str, *, write: bool = False) -> Memory:
+    """The memory of an array that is to hold `storage`. Unsigned integers of the same width are taken as raw bits.
+
+    Raises:
+        LayoutError: as `memory_of`; or another dtype or number of bytes than the storage's.
+    """
+    memory = memory_of(array, what, write=write)
+    raw = f"uint{8 * storage.nbytes // max(1, storage.size)}"
+    if memory.dtype not in (storage.dtype, raw):
+        raise LayoutError(what, got=memory.dtype, expected=storage.dtype)
+    if memory.nbytes != storage.nbytes:
+        raise LayoutError(what, got=f"{memory.nbytes} bytes", expected=f"{storage.nbytes} bytes, {storage.dtype}{list(storage.shape)}")
+    return memory
+
+
+def digest(array: Array, *, threads: int = 0) -> int:
+    """64-bit digest of an array's bytes in host memory; the algorithm is defined in `csrc/copy.h`.
+
+    Raises:
+        LayoutError: as `memory_of`, or an array that is not in host memory.
+    """
+    memory = memory_of(array, "array to digest")
+    if memory.device != "cpu":
+        raise LayoutError("array to digest", got=memory.device, expected="cpu")
+    return int(_C.digest(memory.address, memory.nbytes, threads))
+
+
+def _numpy_memory(array: Array, what: str, write: bool) -> Memory:
+    try:
+        view = array if isinstance(array, np.ndarray) else np.asarray(memoryview(array))
+    except TypeError:
+        raise LayoutError(what, got=type(array).__name__, expected="an array (NumPy, buffer protocol or DLPack)") from None
+    if not view.flags.c_contiguous:
+        raise LayoutError(what, got="an array with gaps or transposed", expected="a contiguous, row-major array")
+    if write and not view.flags.writeable:
+        raise LayoutError(what, got="a read-only array", expected="one that can be written")
+    if not view.dtype.isnative:
+        raise LayoutError(what, got=f"{view.dtype.str}, foreign byte order", expected="the machine's byte order")
+    return Memory(view.__array_interface__["data"][0], view.nbytes, view.dtype.name, "cpu")
+
+
+def _capsule(array: Array, what: str) -> object:
+    detached = array.detach() if hasattr(array, "detach") else array
+    try:
+        return detached.__dlpack__()
+    except (BufferError, RuntimeError, TypeError, ValueError) as error:
+        raise LayoutError(what, got=str(error), expected="an array that DLPack can export") from error

@@ -1,0 +1,242 @@
+"""Random layouts: planned and executed copies against plain NumPy slicing."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from asyncmoe.reshard import PADDING, Box, LayoutBuilder, Plan, RankLayout, exchange, plan
+from asyncmoe.reshard.layout import Piece, Storage, contiguous_strides
+
+Shapes = dict[str, tuple[int, ...]]
+
+
+class Wires:
+    """Messages between threads that play the ranks."""
+
+    def __init__(self) -> None:
+        self.boxes: dict[tuple[int, int], queue.Queue[np.ndarray]] = {}
+        self.lock = threading.Lock()
+
+    def box(self, source: int, destination: int) -> queue.Queue[np.ndarray]:
+        with self.lock:
+            return self.boxes.setdefault((source, destination), queue.Queue())
+
+
+class ThreadTransport:
+    def __init__(self, rank: int, wires: Wires) -> None:
+        self.rank, self.wires = rank, wires
+
+    def empty(self, nbytes: int) -> np.ndarray:
+        return np.full(nbytes, 0xEE, np.uint8)
+
+    def exchange(self, sends: Sequence[tuple[int, np.ndarray]], receives: Sequence[tuple[int, np.ndarray]], timeout_s: float) -> None:
+        for rank, buffer in sends:
+            self.wires.box(self.rank, rank).put(buffer)
+        for rank, buffer in receives:
+            buffer[:] = self.wires.box(rank, self.rank).get(timeout=timeout_s)
+
+
+def run_ranks(made: Plan, sources: dict[int, dict[str, np.ndarray]], destinations: dict[int, dict[str, np.ndarray]]) -> None:
+    wires, failures = Wires(), []
+
+    def run(rank: int) -> None:
+        try:
+            exchange(made, ThreadTransport(rank, wires), sources.get(rank), destinations.get(rank), timeout_s=20)
+        except BaseException as error:  # noqa: BLE001 (raised again below, in the main thread)
+            failures.append(error)
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in sorted({*sources, *destinations})]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if failures:
+        raise failures[0]
+
+
+def split(draw: st.DrawFn, box: Box, depth: int = 2) -> list[Box]:
+    """Cut a box at random places, up to 2**depth parts."""
+    axes = [k for k, n in enumerate(box.extent) if n > 1]
+    if depth == 0 or not axes or draw(st.booleans()):
+        return [box]
+    axis = draw(st.sampled_from(axes))
+    at = draw(st.integers(1, box.extent[axis] - 1))
+    low = Box(box.start, tuple(at if k == axis else n for k, n in enumerate(box.extent)))
+    high = Box(
+        tuple(s + at if k == axis else s for k, s in enumerate(box.start)),
+        tuple(n - at if k == axis else n for k, n in enumerate(box.extent)),
+    )
+    return split(draw, low, depth - 1) + split(draw, high, depth - 1)
+
+
+@st.composite
+def tensors(draw: st.DrawFn) -> Shapes:
+    shapes = st.lists(st.integers(1, 6), min_size=0, max_size=3).map(tuple)
+    return {f"t{i}": shape for i, shape in enumerate(draw(st.lists(shapes, min_size=1, max_size=4)))}
+
+
+def place(draw: st.DrawFn, rank: int, boxes: list[tuple[str, Box]], padding: bool) -> RankLayout:
+    """Put boxes into storages of a rank in one of several forms: own storage, flat together, transposed, padded."""
+    builder = LayoutBuilder(rank, "float32")
+    storages: dict[str, Storage] = {}
+    pieces: list[Piece] = []
+    flat: list[tuple[str, Box]] = []
+    for i, (tensor, box) in enumerate(boxes):
+        form = draw(st.sampled_from(["own", "flat", "transposed", "padded" if padding else "own"]))
+        name = f"s{i}"
+        if form == "flat":
+            flat.append((tensor, box))
+        elif form == "transposed" and len(box.extent) >= 2:
+            order = draw(st.permutations(range(len(box.extent))))
+            shape = tuple(box.extent[k] for k in order)
+            steps = contiguous_strides(shape)
+            strides = tuple(steps[order.index(k)] for k in range(len(order)))
+            storages[name] = Storage(shape, "float32")
+            pieces.append(Piece(tensor, box, name, 0, strides))
+        elif form == "padded" and box.extent:
+            front = draw(st.integers(0, 2))
+            shape = (front + box.extent[0] + 1, *box.extent[1:])
+            zero = (0,) * len(box.extent)
+            parts = [(tensor, box, (front, *zero[1:])), (PADDING, Box(zero, (1, *box.extent[1:])), (shape[0] - 1, *zero[1:]))]
+            if front:
+                parts.append((PADDING, Box(zero, (front, *box.extent[1:])), zero))
+            builder.place(name, shape, parts)
+        else:
+            builder.place(name, box.extent, [(tensor, box, (0,) * len(box.extent))])
+    offset = 0
+    for tensor, box in flat:
+        pieces.append(Piece(tensor, box, "flat", offset, contiguous_strides(box.extent)))
+        offset += box.size
+    if flat:
+        storages["flat"] = Storage((offset,), "float32")
+    built = builder.build()
+    return RankLayout(rank, {**built.storages, **storages}, (*built.pieces, *pieces))
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[Shapes, list[RankLayout], list[RankLayout]]:
+    shapes = draw(tensors())
+    ranks = draw(st.integers(1, 4))
+    held: dict[int, list[tuple[str, Box]]] = {r: [] for r in range(ranks)}
+    for _ in range(draw(st.integers(1, 3))):  # each round holds everything once more, cut differently: replicas and partial overlaps
+        for name, shape in shapes.items():
+            for box in split(draw, Box((0,) * len(shape), shape)):
+                held[draw(st.integers(0, ranks - 1))].append((name, box))
+    first = draw(st.integers(0, ranks))  # destinations may share ranks with sources, or not
+    wanted: dict[int, list[tuple[str, Box]]] = {first + r: [] for r in range(draw(st.integers(1, 3)))}
+    for rank in wanted:
+        for name, shape in shapes.items():
+            whole = split(draw, Box((0,) * len(shape), shape))
+            wanted[rank] += [(name, box) for box in whole if draw(st.integers(0, 3))]
+    source = [place(draw, rank, boxes, False) for rank, boxes in held.items()]
+    destination = [place(draw, rank, boxes, True) for rank, boxes in wanted.items()]
+    return shapes, source, destination
+
+
+def view(array: np.ndarray, piece: Piece) -> np.ndarray:
+    step = array.itemsize
+    return np.lib.stride_tricks.as_strided(array.reshape(-1)[piece.offset :], piece.box.extent, [s * step for s in piece.strides])
+
+
+def inside(values: np.ndarray, box: Box) -> np.ndarray:
+    return values[(..., *(slice(s, s + n) for s, n in zip(box.start, box.extent, strict=True)))]
+
+
+def filled(layout: RankLayout, values: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    arrays = {name: np.full(s.shape, np.nan, np.float32) for name, s in layout.storages.items()}
+    for piece in layout.pieces:
+        view(arrays[piece.storage], piece)[...] = 0 if piece.tensor == PADDING else inside(values[piece.tensor], piece.box)
+    return arrays
+
+
+def numbered(shapes: Shapes) -> dict[str, np.ndarray]:
+    """Tensors of which every element is another number."""
+    values, first = {}, 1
+    for name, shape in shapes.items():
+        size = int(np.prod(shape))
+        values[name] = np.arange(first, first + size, dtype=np.float32).reshape(shape)
+        first += size
+    return values
+
+
+@given(cases())
+@settings(max_examples=150, deadline=None)
+def test_every_destination_element_gets_its_value(case: tuple[Shapes, list[RankLayout], list[RankLayout]]) -> None:
+    shapes, source, destination = case
+    values = numbered(shapes)
+    made = plan(shapes, source, destination)
+    sources = {layout.rank: filled(layout, values) for layout in source}
+    got = {layout.rank: {n: np.full(s.shape, -1, np.float32) for n, s in layout.storages.items()} for layout in destination}
+    run_ranks(made, sources, got)
+    for layout in destination:
+        for name, expected in filled(layout, values).items():
+            np.testing.assert_array_equal(got[layout.rank][name], expected)
+
+
+@given(cases())
+@settings(max_examples=100, deadline=None)
+def test_each_destination_byte_is_written_once_and_travels_at_most_once(case: tuple[Shapes, list[RankLayout], list[RankLayout]]) -> None:
+    shapes, source, destination = case
+    made = plan(shapes, source, destination)
+    written = {(t.destination, c): 0 for t in made.transfers for c in t.copies[:, 2].tolist()}
+    for transfer in made.transfers:
+        for copy in transfer.copies:
+            written[transfer.destination, int(copy[2])] += int(copy[5] * copy[6:10].prod())
+    for (rank, position), nbytes in written.items():
+        assert nbytes == list(made.destinations[rank].values())[position].nbytes
+    held = {layout.rank: {p.tensor: [] for p in layout.pieces} for layout in source}
+    for layout in source:
+        for piece in layout.pieces:
+            held[layout.rank][piece.tensor].append(piece.box)
+    for transfer in made.transfers:
+        assert (transfer.nbytes == 0) == (transfer.source == transfer.destination)
+    remote = 0
+    for layout in destination:
+        for piece in layout.pieces:
+            if piece.tensor != PADDING:
+                mask = np.ones(shapes[piece.tensor], bool)
+                for box in held.get(layout.rank, {}).get(piece.tensor, []):
+                    inside(mask, box)[...] = False
+                remote += 4 * int(inside(mask, piece.box).sum())
+    assert made.wire_bytes == remote
+
+
+@given(cases())
+@settings(max_examples=30, deadline=None)
+def test_a_plan_is_a_function_of_its_arguments(case: tuple[Shapes, list[RankLayout], list[RankLayout]]) -> None:
+    shapes, source, destination = case
+    assert plan(shapes, source, destination).digest == plan(dict(shapes), list(source), list(destination)).digest
+
+
+def test_another_destination_has_another_digest() -> None:
+    shapes: Shapes = {"t": (4, 4)}
+    source = LayoutBuilder(0, "float32")
+    source.place("s", (4, 4), [("t", Box((0, 0), (4, 4)), (0, 0))])
+    digests = set()
+    for half in range(2):
+        wanted = LayoutBuilder(1, "float32")
+        wanted.place("d", (2, 4), [("t", Box((2 * half, 0), (2, 4)), (0, 0))])
+        digests.add(plan(shapes, [source.build()], [wanted.build()]).digest)
+    assert len(digests) == 2
+
+
+@pytest.mark.parametrize("replicas", [2, 3, 8])
+def test_replicas_share_the_load(replicas: int) -> None:
+    shapes: Shapes = {"large": (1 << 12, 1 << 10), "small": (1 << 10,)} | {f"t{i}": (1 << 8, 1 << 8) for i in range(50)}
+    source = []
+    for rank in range(replicas):
+        builder = LayoutBuilder(rank, "bfloat16")
+        for name, shape in shapes.items():
+            builder.place(name, shape, [(name, Box((0,) * len(shape), shape), (0,) * len(shape))])
+        source.append(builder.build())
+    made = plan(shapes, source, [source[0].at(replicas)])
+    sent = list(made.egress.values())
+    assert sum(sent) == sum(2 * int(np.prod(s)) for s in shapes.values())
+    assert max(sent) <= 1.05 * sum(sent) / replicas

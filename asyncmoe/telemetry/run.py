@@ -44,6 +44,11 @@ class Run:
         return [(session[0].begin, session[-1].time) for session in rl if session]
 
     @cached_property
+    def windows(self) -> list[Interval]:
+        """As `rl_windows`, warm-up included."""
+        return [(session[0].begin, session[-1].time) for session in self.sessions]
+
+    @cached_property
     def engines(self) -> list[str]:
         """Names of the engines that left a span, as "engine.0", in order of their number."""
         names = {span.who for span in self.spans if span.who.startswith("engine.")}

@@ -22,10 +22,11 @@ def number(value: float | None, unit: str = "", digits: int = 3) -> str:
 
 
 def percent(share: float | None) -> str:
-    """0.613 as "61 %"; a tenth of a per cent below one per cent."""
+    """0.613 as "61 %"; tenths of a per cent within one per cent of nothing and of all."""
     if share is None:
         return ABSENT
-    return f"{share:.1%}".replace("%", " %") if 0 < abs(share) < 0.01 else f"{share:.0%}".replace("%", " %")
+    near = 0 < abs(share) < 0.01 or 0.99 < share < 1
+    return f"{100 * share:.{1 if near else 0}f} %"
 
 
 def duration(seconds: float | None) -> str:

@@ -1,0 +1,177 @@
+"""The report's curves, drawn. Each function returns SVG, or None when there is nothing to draw."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from io import BytesIO
+from typing import Any
+
+import matplotlib
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from asyncmoe.telemetry import series
+from asyncmoe.telemetry.run import Run
+from asyncmoe.telemetry.series import Series
+from asyncmoe.telemetry.words import percent
+
+# Okabe and Ito's palette: told apart by colour-blind readers too.
+BLUE, GREEN, ORANGE, RED, PURPLE, GREY = "#0072B2", "#009E73", "#E69F00", "#D55E00", "#CC79A7", "#C9CED6"
+INK, FAINT = "#30363d", "#e6e9ed"
+
+_STYLE = {
+    "font.size": 9,
+    "axes.titlesize": 10,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.edgecolor": INK,
+    "axes.labelcolor": INK,
+    "axes.axisbelow": True,
+    "text.color": INK,
+    "xtick.color": INK,
+    "ytick.color": INK,
+    "grid.color": FAINT,
+    "legend.frameon": False,
+    "legend.fontsize": 8,
+    "svg.hashsalt": "asyncmoe",
+}
+_PATH = re.compile(r'\bd="[^"]*"')
+_DECIMALS = re.compile(r"(\.\d\d)\d+")
+
+Curve = tuple[str, Series, str]
+"""Label, points, colour."""
+
+
+def reward(run: Run) -> str | None:
+    """Mean reward of each RL step and its running mean."""
+    return _smoothed("Mean reward", "reward", series.by_step(run, lambda step: step.reward_mean), BLUE)
+
+
+def loss(run: Run) -> str | None:
+    """Loss of each RL step and its running mean."""
+    return _smoothed("Policy loss", "loss", series.by_step(run, lambda step: step.loss), RED)
+
+
+def warmup_loss(run: Run) -> str | None:
+    """Loss of the supervised warm-up."""
+    return _curves("Warm-up loss", "loss", [("", series.warmup_loss(run), PURPLE)], x="warm-up step")
+
+
+def grad_norm(run: Run) -> str | None:
+    """Gradient norm before clipping."""
+    return _curves("Gradient norm", "norm", [("", series.by_step(run, lambda step: step.grad_norm), PURPLE)])
+
+
+def age_histogram(run: Run) -> str | None:
+    """Sampled tokens by age."""
+    counts = series.ages(run)
+    if not counts:
+        return None
+    with matplotlib.rc_context(_STYLE):
+        figure, axes = _axes("Age of the trained tokens", "age in versions", "share of tokens, %")
+        shares = [count / sum(counts.values()) for count in counts.values()]
+        bars = axes.bar(list(counts), [100 * share for share in shares], color=BLUE, width=0.7)
+        if len(counts) <= 12:
+            axes.bar_label(bars, labels=[percent(share) for share in shares], fontsize=8, padding=2)
+        axes.set_ylim(0, 112 * max(shares))
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1, steps=[1, 2, 5, 10]))
+        return svg(figure)
+
+
+def staleness(run: Run) -> str | None:
+    """Mean and largest age in each step's batch."""
+    mean = series.by_step(run, lambda step: step.staleness_mean)
+    most = series.by_step(run, lambda step: step.staleness_max)
+    return _curves("Age in each batch", "versions", [("oldest token", most, ORANGE), ("mean", mean, BLUE)], floor=0)
+
+
+def queue_depth(run: Run) -> str | None:
+    """Trajectories ready for the trainer, over time."""
+    depth, running = series.over_minutes(run, "queue_depth"), series.over_minutes(run, "running")
+    return _curves("Queue", "trajectories", [("in flight", running, GREY), ("queued", depth, BLUE)], x="minutes of RL", floor=0)
+
+
+def idle(run: Run) -> str | None:
+    """Idle shares of trainer and engines in each step."""
+    curves = [("trainer", series.by_step(run, series.trainer_idle), BLUE), ("engines", series.engine_idle(run), GREEN)]
+    return _curves("Idle", "share of the step, %", curves, floor=0, ceiling=100)
+
+
+def sync_seconds(run: Run) -> str | None:
+    """Weight sync of each update."""
+    return _curves("Weight sync", "seconds", [("", series.by_step(run, lambda step: step.sync_seconds or None), RED)], floor=0)
+
+
+def pause_ms(run: Run) -> str | None:
+    """Standstill of the engines in each update."""
+    points = series.by_step(run, lambda step: step.pause_ms if step.sync_seconds else None)
+    return _curves("Engines' pause for an update", "milliseconds", [("", points, RED)], floor=0)
+
+
+def tokens_per_s(run: Run) -> str | None:
+    """Trained tokens a second of each step."""
+    return _curves("Trained tokens", "tokens/s", [("", series.by_step(run, series.trained_per_s), BLUE)], floor=0)
+
+
+def generated_per_s(run: Run) -> str | None:
+    """Sampled tokens a second over time."""
+    return _curves("Sampled tokens", "tokens/s", [("", series.over_minutes(run, "tokens_per_s"), GREEN)], x="minutes of RL", floor=0)
+
+
+def svg(figure: Any) -> str:
+    """The figure as SVG text, paths to a hundredth of a point; the same figure gives the same text."""
+    file = BytesIO()
+    figure.savefig(file, format="svg", metadata={"Date": None})
+    return _PATH.sub(lambda path: _DECIMALS.sub(r"\1", path.group()), file.getvalue().decode())
+
+
+def style() -> Any:
+    """The look all figures share, as a context manager."""
+    return matplotlib.rc_context(_STYLE)
+
+
+def _smoothed(title: str, unit: str, points: Series, colour: str) -> str | None:
+    if len(points.y) < 8:
+        return _curves(title, unit, [("", points, colour)])
+    return _curves(title, unit, [("each step", points, GREY), ("running mean", points.smooth(), colour)])
+
+
+def _curves(
+    title: str, unit: str, curves: Sequence[Curve], *, x: str = "RL step", floor: float | None = None, ceiling: float | None = None
+) -> str | None:
+    curves = [curve for curve in curves if curve[1].y]
+    if not curves:
+        return None
+    with style():
+        figure, axes = _axes(title, x, unit)
+        for label, points, colour in curves:
+            marker = "o" if len(points.y) <= 30 else ""
+            axes.plot(points.x, points.y, color=colour, linewidth=1.4, marker=marker, markersize=3, label=label)
+        _limits(axes, curves, floor, ceiling)
+        if x != "minutes of RL":
+            axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1, steps=[1, 2, 5, 10]))
+        if len(curves) > 1:
+            axes.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=len(curves), borderaxespad=0.2)
+        return svg(figure)
+
+
+def _limits(axes: Any, curves: Sequence[Curve], floor: float | None, ceiling: float | None) -> None:
+    top = max(max(points.y) for _, points, _ in curves)
+    if ceiling is not None:
+        # Half a line's width of room, so that a curve along the border is seen.
+        axes.set_ylim((floor or 0) - 2, ceiling + 2)
+    elif floor is not None:
+        axes.set_ylim(floor - 0.02 * (top or 1), 1.08 * top if top > 0 else 1)
+
+
+def _axes(title: str, x: str, y: str) -> tuple[Any, Any]:
+    figure = Figure(figsize=(5.4, 2.5), layout="constrained")
+    axes = figure.add_subplot()
+    axes.set_title(title)
+    axes.set_xlabel(x)
+    axes.set_ylabel(y)
+    axes.grid(axis="y")
+    return figure, axes

@@ -1,0 +1,90 @@
+"""Who did what when, reduced to a fixed number of columns: as exact as the picture is wide, however long the run was.
+
+Time between two starts of a run is cut out: the columns of the windows follow one another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from asyncmoe.telemetry.overlap import Cover, Interval, intersection, length, union
+from asyncmoe.telemetry.run import Run
+from asyncmoe.telemetry.schema import What
+
+TRAINER_PARTS: tuple[What, ...] = ("train", "sync", "wait")
+BOTH = "both"
+"""Name of the lane, and of its part, in which the trainer trains while an engine generates."""
+MAX_ENGINES = 8
+_GRAIN = 1 / 16
+"""Shares are rounded to multiples of this; finer differences are not seen in a lane."""
+
+
+@dataclass(frozen=True)
+class Lane:
+    """Shares (0 to 1) of each column that each part takes."""
+
+    name: str
+    parts: Mapping[str, Sequence[float]]
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """`edges` are seconds from the beginning with the cuts left out, one more than there are columns."""
+
+    windows: Sequence[Interval]
+    edges: Sequence[float]
+    lanes: Sequence[Lane]
+    overlap: float | None
+    """Share of the RL training time, within the windows, in which at least one engine was generating."""
+    engines_left_out: int
+
+    def position(self, time: float) -> float:
+        """Where a Unix time lies, in seconds from the beginning with the cuts left out."""
+        return sum(min(max(time, begin), end) - begin for begin, end in self.windows)
+
+
+def timeline(run: Run, windows: Sequence[Interval], columns: int = 1000) -> Timeline:
+    """The trainer's lane, one for each of the first engines, and the lane of their overlap."""
+    windows = union(windows)
+    cells = _cells(windows, columns)
+    generate = run.intervals("generate")
+    train = intersection(run.intervals("train", "trainer.0"), windows)
+    both = intersection(train, generate)
+    trainer = Lane("trainer", {what: _shares(run.intervals(what, "trainer.0"), cells) for what in TRAINER_PARTS})
+    engines = [
+        Lane(name.replace(".", " "), {"generate": _shares(run.intervals("generate", name), cells)}) for name in run.engines[:MAX_ENGINES]
+    ]
+    edges = [0.0]
+    for begin, end in cells:
+        edges.append(edges[-1] + end - begin)
+    rl_train = length(intersection(train, run.rl_windows))
+    overlap = length(intersection(both, run.rl_windows)) / rl_train if rl_train > 0 else None
+    lanes = [trainer, *engines, Lane(BOTH, {BOTH: _shares(both, cells)})]
+    return Timeline(windows, edges, lanes, overlap, max(len(run.engines) - MAX_ENGINES, 0))
+
+
+def merge_equal(shares: Sequence[float], edges: Sequence[float]) -> tuple[list[float], list[float]]:
+    """Neighbouring columns of the same share as one: what is drawn is the same and much smaller."""
+    kept = [i for i in range(len(shares)) if i == 0 or shares[i] != shares[i - 1]]
+    return [shares[i] for i in kept], [*(edges[i] for i in kept), edges[-1]]
+
+
+def recent_windows(run: Run, steps: int = 10) -> list[Interval]:
+    """The time of the last steps: RL steps if there are any, else warm-up."""
+    last = (run.rl or run.steps)[-steps:]
+    return intersection(run.windows, [(last[0].begin, last[-1].time)])
+
+
+def _cells(windows: Sequence[Interval], columns: int) -> list[Interval]:
+    whole = length(windows)
+    cells: list[Interval] = []
+    for begin, end in windows:
+        count = max(round(columns * (end - begin) / whole), 1)
+        cells += [(begin + (end - begin) * i / count, begin + (end - begin) * (i + 1) / count) for i in range(count)]
+    return cells
+
+
+def _shares(intervals: Sequence[Interval], cells: Sequence[Interval]) -> list[float]:
+    cover = Cover.of(intervals)
+    return [round(cover.within(begin, end) / (end - begin) / _GRAIN) * _GRAIN for begin, end in cells]

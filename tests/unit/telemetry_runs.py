@@ -1,0 +1,105 @@
+"""Synthetic run directories, written with the real writers."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from pathlib import Path
+
+from asyncmoe.telemetry.records import JsonLines, Spans
+from asyncmoe.telemetry.schema import CONTROLLER_SPANS, METRICS, ROLLOUT, TRAINER_SPANS, Resume, Rollout, Step
+
+START = 1_790_000_000.0
+
+
+def write_run(
+    run_dir: Path, *, warmup: int = 20, rl: int = 60, engines: int = 2, first: int = 1, start: float = START, wait: float = 0.4
+) -> float:
+    """A run that learns: steps `first` to `warmup + rl`, about two seconds each. Returns when it ended; appends if there is a run."""
+    draw = random.Random(first)
+    now, rl_begins = start, start
+    with JsonLines(run_dir / METRICS) as metrics, Spans(run_dir / TRAINER_SPANS) as spans, Spans(run_dir / CONTROLLER_SPANS) as rollout:
+        if first > 1:
+            metrics.write(Resume(first - 1, start))
+        for step in range(first, warmup + rl + 1):
+            if step <= warmup:
+                metrics.write(Step(step=step, phase="warmup", time=now + 0.5, step_seconds=0.5, loss=3.0 / step, tokens=640, lr=1e-3))
+                spans.add("trainer.0", "train", now, now + 0.45)
+                now = rl_begins = now + 0.5
+                continue
+            waited, trained, synced = wait * draw.uniform(0.1, 1.9), draw.uniform(1.0, 1.4), draw.uniform(0.25, 0.4)
+            edges = [now, now + waited, now + waited + trained, now + waited + trained + synced]
+            for what, begin, end in zip(("wait", "train", "sync"), edges, edges[1:], strict=False):
+                spans.add("trainer.0", what, begin, end)  # type: ignore[arg-type]
+            pause = draw.uniform(0.02, 0.06)
+            for engine in range(engines):
+                rollout.add(f"engine.{engine}", "pause", edges[-1] - pause, edges[-1])
+            now = edges[-1]
+            metrics.write(_rl_step(draw, step, warmup, rl, edges, pause))
+        _generate(rollout, draw, engines, rl_begins, now)
+    _rollout(run_dir, draw, engines, rl_begins, now, warmup)
+    return now
+
+
+def _rl_step(draw: random.Random, step: int, warmup: int, rl: int, edges: Sequence[float], pause: float) -> Step:
+    progress = (step - warmup) / rl
+    tokens = draw.randrange(1800, 2200)
+    young = draw.randrange(900, 1300)
+    return Step(
+        step=step,
+        phase="rl",
+        time=edges[-1],
+        step_seconds=edges[-1] - edges[0],
+        wait_seconds=edges[1] - edges[0],
+        train_seconds=edges[2] - edges[1],
+        sync_seconds=edges[3] - edges[2],
+        pause_ms=1000 * pause,
+        version=step - 1,
+        loss=draw.gauss(0.01, 0.02),
+        reward_mean=min(1.0, 0.15 + 0.8 * progress + draw.gauss(0, 0.04)),
+        reward_std=0.4,
+        grad_norm=draw.uniform(0.5, 1.2) * (1.3 - progress),
+        lr=1e-4,
+        tokens=tokens,
+        tokens_per_s=tokens / (edges[-1] - edges[0]),
+        staleness_max=1,
+        staleness_mean=1 - young / 1500,
+        ages={0: young, 1: 1500 - young},
+        logprob_diff_max_same_version=draw.uniform(1e-6, 3e-5),
+        clip_fraction=draw.uniform(0, 0.02),
+        tis_capped_fraction=0.001,
+        ratio_mean=1.0,
+        response_tokens_mean=4.2,
+        queue_depth=draw.randrange(0, 128),
+        dropped={"stale": 2},
+    )
+
+
+def _generate(spans: Spans, draw: random.Random, engines: int, begin: float, end: float) -> None:
+    for engine in range(engines):
+        now = begin + 0.1 * engine
+        while now < end:
+            busy = draw.uniform(0.3, 2.0)
+            spans.add(f"engine.{engine}", "generate", now, min(now + busy, end))
+            now += busy + draw.choice((0.0, 0.05, 0.3))
+
+
+def _rollout(run_dir: Path, draw: random.Random, engines: int, begin: float, end: float, version: int) -> None:
+    with JsonLines(run_dir / ROLLOUT) as lines:
+        started = 0
+        for second in range(1, int(end - begin)):
+            started += draw.randrange(40, 90)
+            lines.write(
+                Rollout(
+                    time=begin + second,
+                    version=version + second // 2,
+                    queue_depth=draw.randrange(0, 128),
+                    running=draw.randrange(20, 64),
+                    started=started,
+                    accepted=started - 10,
+                    rejected={"scorer_timeout": 1},
+                    dropped={"stale": 2},
+                    tokens_per_s=draw.uniform(700, 1100),
+                    engine_busy_share={f"engine.{engine}": draw.uniform(0.85, 1.0) for engine in range(engines)},
+                )
+            )

@@ -1,0 +1,133 @@
+"""Ordered, bounded storage of complete groups, and of the ones that are leased. No waiting, no policy."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from asyncmoe.errors import InvariantBroken
+from asyncmoe.trajectory import Buffer, Trajectory, encode
+from asyncmoe.wire.messages import Item
+
+
+@dataclass(frozen=True)
+class Group:
+    """Trajectories that are leased, dropped and released together, encoded once when they arrive."""
+
+    arrival: int
+    items: tuple[Item, ...]
+    frames: Mapping[str, list[Buffer]]
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    @property
+    def oldest_version(self) -> int:
+        return min(item.oldest_version for item in self.items)
+
+    @property
+    def newest_version(self) -> int:
+        return max(item.newest_version for item in self.items)
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """Oldest first, then first come."""
+        return self.oldest_version, self.arrival
+
+
+def pack(trajectories: Sequence[Trajectory], arrival: int) -> Group:
+    """Describe and encode. The arrays are not copied: their owner must not change them afterwards."""
+    items = tuple(
+        Item(
+            key=t.key,
+            group=t.group,
+            tokens=len(t),
+            sampled=int(t.loss_mask.sum()),
+            reward=float(t.reward),
+            oldest_version=t.oldest_version,
+            newest_version=int(t.versions.max()),
+        )
+        for t in trajectories
+    )
+    return Group(arrival, items, {t.key: encode(t) for t in trajectories})
+
+
+class Lane:
+    """Groups in the order they are to be trained in, at most `capacity` trajectories of them, leased ones included."""
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self.putting: deque[int] = deque()
+        """Arrivals that wait for space, first come first served."""
+        self._queued: list[Group] = []
+        self._leased: dict[int, tuple[Group, ...]] = {}
+        self._keys: set[str] = set()
+
+    @property
+    def depth(self) -> int:
+        """Trajectories that wait to be leased."""
+        return sum(map(len, self._queued))
+
+    @property
+    def leased(self) -> int:
+        """Trajectories that are leased and neither committed nor released."""
+        return sum(len(g) for groups in self._leased.values() for g in groups)
+
+    @property
+    def leases(self) -> tuple[int, ...]:
+        """Steps that hold a lease."""
+        return tuple(self._leased)
+
+    def fits(self, count: int) -> bool:
+        """Whether `count` more trajectories may be held."""
+        return self.depth + self.leased + count <= self.capacity
+
+    def insert(self, group: Group) -> None:
+        """Raises InvariantBroken for a key that is already held."""
+        known = self._keys.intersection(group.frames)
+        if known or len(group.frames) != len(group.items):
+            raise InvariantBroken(f"queue: trajectory {min(known, default=group.items[0].key)} was put twice")
+        self._keys.update(group.frames)
+        insort(self._queued, group, key=lambda g: g.order)
+
+    def drop_older(self, than: int) -> list[Group]:
+        """Take out and forget the groups whose oldest token is older than version `than`."""
+        cut = bisect_left(self._queued, than, key=lambda g: g.oldest_version)
+        dropped, self._queued = self._queued[:cut], self._queued[cut:]
+        self._forget(dropped)
+        return dropped
+
+    def lease(self, step: int, count: int) -> tuple[Group, ...] | None:
+        """The first groups, `count` trajectories in all; None while there are too few."""
+        taken, total = 0, 0
+        while total < count and taken < len(self._queued):
+            total += len(self._queued[taken])
+            taken += 1
+        if total != count:
+            return None
+        groups, self._queued = tuple(self._queued[:taken]), self._queued[taken:]
+        self._leased[step] = groups
+        return groups
+
+    def release(self, step: int) -> int:
+        """Put the groups of a lease back where they were; how many trajectories they are."""
+        groups = self._leased.pop(step)
+        for group in groups:
+            insort(self._queued, group, key=lambda g: g.order)
+        return sum(map(len, groups))
+
+    def commit(self, step: int) -> int:
+        """Forget the groups of a lease; how many trajectories they were."""
+        groups = self._leased.pop(step)
+        self._forget(groups)
+        return sum(map(len, groups))
+
+    def frames(self, step: int) -> dict[str, list[Buffer]]:
+        """Encoded trajectories of a lease, by key."""
+        return {key: frames for group in self._leased[step] for key, frames in group.frames.items()}
+
+    def _forget(self, groups: Sequence[Group]) -> None:
+        for group in groups:
+            self._keys.difference_update(group.frames)

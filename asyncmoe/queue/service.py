@@ -1,0 +1,73 @@
+"""The queue's part of the protocol between trainer and controller."""
+
+from __future__ import annotations
+
+import asyncio
+
+from asyncmoe.errors import ConfigError, ProtocolError
+from asyncmoe.queue.bounded import BoundedQueue
+from asyncmoe.trajectory import Buffer
+from asyncmoe.wire.messages import Commit, Done, Fetch, Fetched, Goodbye, Hello, Lease, Reply, Saved, Welcome
+
+QueueRequest = Hello | Lease | Fetch | Commit | Saved | Goodbye
+
+
+class QueueService:
+    """Answers every `QueueRequest`; to be made inside the controller's event loop.
+
+    Args:
+        run: name of the run, told to the trainer.
+        config_digest: `Config.digest` of the controller; a trainer of another configuration is refused.
+
+    Attributes:
+        finished: resolves at `Goodbye`: True when the trainer is done, False when it stops early and will resume.
+        saved_step: the last step a checkpoint covers, None before the first.
+    """
+
+    def __init__(self, queue: BoundedQueue, *, run: str, config_digest: str) -> None:
+        self._queue, self._run, self._digest = queue, run, config_digest
+        self._world: int | None = None
+        self.finished: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        self.saved_step: int | None = None
+
+    async def __call__(self, request: QueueRequest) -> Reply | tuple[Reply, list[Buffer]]:
+        """Raises what the queue raises, `ConfigError` for another configuration, `ProtocolError` for a request out of turn."""
+        match request:
+            case Hello():
+                return self._welcome(request)
+            case Lease():
+                return await self._queue.lease(request.step, request.phase, request.count, request.version, request.wait_s)
+            case Fetch():
+                return Fetched(request.keys), self._queue.fetch(request.step, request.keys)
+            case Commit():
+                self._queue.commit(request.step)
+            case Saved():
+                self.saved_step = request.step
+            case Goodbye():
+                self._goodbye(request)
+        return Done()
+
+    def _welcome(self, hello: Hello) -> Welcome:
+        if hello.config_digest != self._digest:
+            raise ConfigError(
+                "configuration of the trainer",
+                got=f"digest {hello.config_digest[:12]}",
+                expected=f"the controller's, {self._digest[:12]}",
+                cure="start both with the same file and the same key=value overrides",
+            )
+        if self._world is None:
+            self._world = hello.world
+        if hello.world != self._world or not 0 <= hello.rank < hello.world:
+            raise ProtocolError(f"hello: got rank {hello.rank} of {hello.world}, expected one of {self._world}")
+        if hello.step != self._queue.trained_steps:
+            raise ProtocolError(
+                f"hello: rank {hello.rank} has taken {hello.step} steps, the controller counts {self._queue.trained_steps}; restart both"
+            )
+        return Welcome(self._run)
+
+    def _goodbye(self, goodbye: Goodbye) -> None:
+        if self.finished.done():
+            if not self.finished.cancelled() and self.finished.result() != goodbye.finished:
+                raise ProtocolError(f"goodbye: got finished={goodbye.finished} after {self.finished.result()}")
+        else:
+            self.finished.set_result(goodbye.finished)

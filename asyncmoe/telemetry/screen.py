@@ -92,7 +92,11 @@ def _progress(view: View) -> RenderableType:
     row.add_column(justify="right", no_wrap=True)
     eta = remaining_seconds(view)
     left = "" if eta is None else f"{duration(eta)} left"
-    row.add_row("steps", ProgressBar(total=max(view.total, 1), completed=view.done), f"{percent(view.done / max(view.total, 1))}  {left}")
+    row.add_row(
+        "steps",
+        ProgressBar(total=max(view.total, 1), completed=view.done, complete_style="green"),
+        f"{percent(view.done / max(view.total, 1))}  {left}",
+    )
     return row
 
 

@@ -1,0 +1,268 @@
+"""The live view, the advice, and what feeds TensorBoard and Prometheus."""
+
+from __future__ import annotations
+
+import io
+import re
+import socket
+from dataclasses import replace
+from pathlib import Path
+from urllib.request import urlopen
+
+import pytest
+from rich.console import Console
+from telemetry_runs import START, write_run
+
+from asyncmoe.config import Config, parse
+from asyncmoe.errors import ConfigError
+from asyncmoe.telemetry.advice import ALL_WELL, NO_STEP, advise
+from asyncmoe.telemetry.follow import Follower
+from asyncmoe.telemetry.gauges import Gauges, gauge
+from asyncmoe.telemetry.live import LiveView
+from asyncmoe.telemetry.prometheus import Prometheus
+from asyncmoe.telemetry.records import read_steps
+from asyncmoe.telemetry.schema import METRICS, Resume, Rollout, Step
+from asyncmoe.telemetry.screen import View, heading, line, panel, remaining_seconds
+from asyncmoe.telemetry.tensorboard import TensorBoard
+from asyncmoe.telemetry.words import bar, bars, duration, number, percent
+
+
+def _config(run_dir: Path, **telemetry: object) -> Config:
+    return parse(
+        {
+            "run": {"dir": str(run_dir), "steps": 10},
+            "model": {"path": "unused"},
+            "task": {"kind": "arithmetic"},
+            "warmup": {"steps": 2},
+            "telemetry": {"tensorboard": False, **telemetry},
+        }
+    )
+
+
+def _console(terminal: bool, width: int = 80) -> tuple[Console, io.StringIO]:
+    out = io.StringIO()
+    return Console(file=out, force_terminal=terminal, width=width), out
+
+
+def test_without_a_terminal_each_new_step_is_one_line(tmp_path: Path) -> None:
+    console, out = _console(terminal=False)
+    end = write_run(tmp_path, warmup=2, rl=1)
+    with LiveView(_config(tmp_path), console) as view:
+        view.refresh()
+        assert out.getvalue() == ""
+        write_run(tmp_path, warmup=2, rl=3, first=4, start=end + 10)
+        view.refresh()
+        view.refresh()
+        view.say("[bold] stopping")
+    lines = out.getvalue().splitlines()
+    assert [text.split("  ")[0] for text in lines] == ["step 2/10", "step 3/10", "[bold] stopping"]
+    assert "reward" in lines[0]
+
+
+def test_on_a_terminal_a_panel_is_drawn(tmp_path: Path) -> None:
+    console, out = _console(terminal=True)
+    with LiveView(_config(tmp_path / "later"), console) as view:
+        view.refresh()
+        assert "starting" in out.getvalue()
+        write_run(tmp_path / "later", warmup=2, rl=4)
+        view.refresh()
+        assert "step 4 of 10" in out.getvalue()
+        assert "trainer" in out.getvalue()
+
+
+def test_telemetry_live_off_prints_lines_on_a_terminal(tmp_path: Path) -> None:
+    console, out = _console(terminal=True)
+    with LiveView(_config(tmp_path, live="off"), console) as view:
+        write_run(tmp_path, warmup=2, rl=0)
+        view.refresh()
+    assert out.getvalue().splitlines() == ["warm-up 1/2  loss 3", "warm-up 2/2  loss 1.5"]
+
+
+def _view(run_dir: Path) -> View:
+    return View("demo", 2, 12, read_steps(run_dir / METRICS), [r for r in Follower(run_dir).poll() if isinstance(r, Rollout)])
+
+
+def test_panel_fits_80_columns_and_says_everything(tmp_path: Path) -> None:
+    write_run(tmp_path, warmup=2, rl=8, wait=6)
+    console, out = _console(terminal=False)
+    console.print(panel(replace(_view(tmp_path), message="a note")))
+    text = out.getvalue()
+    assert max(map(len, text.splitlines())) <= 80
+    for piece in (
+        "demo · step 8 of 10 · version 9",
+        "reward 0.",
+        "loss",
+        "depth",
+        "trainer",
+        "engines",
+        "tokens/s",
+        "ms",
+        "the engines are the",
+        "a note",
+    ):
+        assert piece in text
+    assert " left" in text
+
+
+def test_heading_and_remaining_time(tmp_path: Path) -> None:
+    empty = View("demo", 2, 12)
+    assert (heading(empty), remaining_seconds(empty)) == ("demo · starting", None)
+    warm = Step(step=1, phase="warmup", time=1.0, step_seconds=3.0)
+    assert heading(replace(empty, steps=[warm])) == "demo · warm-up 1 of 2"
+    assert remaining_seconds(replace(empty, steps=[warm])) is None
+    rl = [Step(step=n, phase="rl", time=1.0, step_seconds=seconds) for n, seconds in ((3, 1.0), (4, 5.0), (5, 2.0))]
+    assert remaining_seconds(replace(empty, steps=[warm, *rl])) == 2.0 * 7
+
+
+def test_unmeasured_values_are_left_out_of_a_line() -> None:
+    assert line(View("x", 2, 12), Step(step=5, phase="rl", time=0.0, reward_mean=0.5)) == "step 3/10  reward 0.5"
+
+
+# ---------------------------------------------------------------- gauges and advice
+
+
+def test_gauges_by_hand() -> None:
+    steps = [
+        Step(
+            step=3, phase="rl", time=4, step_seconds=4, wait_seconds=1, sync_seconds=1, pause_ms=10, tokens=100, loss=1, ages={0: 3, 1: 1}
+        ),
+        Step(step=4, phase="rl", time=10, step_seconds=6, wait_seconds=4, sync_seconds=0, pause_ms=0, tokens=300, loss=3, ages={1: 4}),
+    ]
+    rollout = [
+        Rollout(time=1, started=5, accepted=1, engine_busy_share={"engine.0": 0.5, "engine.1": 1.0}),
+        Rollout(time=2, queue_depth=7, started=50, accepted=40, rejected={"nan": 2, "timeout": 3}, dropped={"stale": 8}, tokens_per_s=9.0),
+    ]
+    assert gauge(steps, rollout) == Gauges(
+        steps=2,
+        loss=2,
+        step_seconds=5,
+        trainer_idle=0.5,
+        engine_idle=0.25,
+        sync_seconds=1,
+        sync_share=0.1,
+        pause_ms=10,
+        trained_per_s=40,
+        generated_per_s=9,
+        queue_depth=7,
+        ages={0: 3, 1: 5},
+        dropped=0.2,
+        rejected=0.1,
+        rejected_most="timeout",
+    )
+    assert gauge([]) == Gauges()
+
+
+WELL = Gauges(steps=5, reward_std=0.3, trainer_idle=0.1, engine_idle=0.1, step_seconds=2.0, pause_ms=30, sync_share=0.05, dropped=0.01)
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"lost_step": 7}, "loss of step 7"),
+        ({"logprob_diff": 0.8}, "differ by up to 0.8 nats"),
+        ({"reward_std": 0.0, "reward": 1.0}, r"same reward \(1\)"),
+        ({"rejected": 0.08, "rejected_most": "timeout"}, "8 % of the trajectories were rejected, most of them because of timeout"),
+        ({"clip_fraction": 0.3}, "30 % of the tokens are clipped"),
+        ({"tis_capped": 0.3}, "30 % of the tokens are capped"),
+        ({"trainer_idle": 0.61}, "Trainer idle 61 %: the engines are the bottleneck; add engines"),
+        ({"engine_idle": 0.55}, "Engines idle 55 %: the trainer is the bottleneck"),
+        ({"trainer_idle": 0.5, "engine_idle": 0.45}, "they wait for each other"),
+        ({"dropped": 0.12}, "12 % of the trajectories were dropped"),
+        ({"sync_share": 0.3, "sync_seconds": 1.5}, r"30 % of the time \(1.5 s an update\)"),
+        ({"pause_ms": 900.0}, "stand still 900 ms"),
+    ],
+)
+def test_one_gauge_off_is_one_sentence(changed: dict[str, float], said: str) -> None:
+    sentences = advise(replace(WELL, **changed))  # type: ignore[arg-type]
+    assert len(sentences) == 1
+    assert re.search(said, sentences[0])
+
+
+def test_advice_is_quiet_when_all_is_well_and_puts_wrong_results_first() -> None:
+    assert advise(WELL) == [ALL_WELL]
+    assert advise(Gauges()) == [NO_STEP]
+    assert "loss" in advise(replace(WELL, trainer_idle=0.9, lost_step=3))[0]
+
+
+# ---------------------------------------------------------------- words
+
+
+def test_words() -> None:
+    assert [number(x) for x in (None, 0, 0.01234, 0.5, 12.0, 99.96, 1234.5, 56789.1)] == [
+        "–",
+        "0",
+        "0.0123",
+        "0.5",
+        "12",
+        "100",
+        "1234",
+        "56,789",
+    ]
+    assert number(3e-5, "nats", 2) == "3e-05 nats"
+    assert [percent(x) for x in (None, 0, 0.004, 0.613, 0.996, 1)] == ["–", "0 %", "0.4 %", "61 %", "99.6 %", "100 %"]
+    assert [duration(x) for x in (None, 0.25, 41.4, 59.7, 192, 7500)] == ["–", "0.25 s", "41 s", "1 min 00 s", "3 min 12 s", "2 h 05 min"]
+    assert bars({}) == "–"
+    assert bars({1: 25, 0: 75}, width=4) == "0 ███ 75 %   1 █ 25 %"
+    assert bars({0: 1, 7: 1, 9: 2}, width=4) == "0 █ 25 %   4+ ███ 75 %"
+    assert bar(1e-9) == "▏"
+
+
+# ---------------------------------------------------------------- sinks
+
+
+def test_prometheus_serves_the_newest_numbers() -> None:
+    sink = Prometheus(0)
+    try:
+        sink.feed([Step(step=3, phase="rl", time=1.0, reward_mean=0.25, ages={0: 5, 1: 2})])
+        sink.feed(
+            [Step(step=4, phase="rl", time=2.0, reward_mean=0.5, ages={1: 7}), Rollout(time=2.0, engine_busy_share={"engine.0": 0.9})]
+        )
+        with urlopen(f"http://127.0.0.1:{sink.port}/metrics", timeout=10) as answer:
+            lines = answer.read().decode().splitlines()
+        with pytest.raises(ConfigError, match=r"telemetry\.prometheus_port"):
+            Prometheus(sink.port)
+    finally:
+        sink.close()
+    shown = [text for text in lines if not text.startswith("#")]
+    for expected in ("asyncmoe_step 4.0", "asyncmoe_step_reward_mean 0.5", 'asyncmoe_step_ages{age="1"} 7.0'):
+        assert expected in shown
+    assert 'asyncmoe_rollout_engine_busy_share{engine="engine.0"} 0.9' in shown
+    assert not [text for text in shown if 'age="0"' in text]
+    with socket.socket() as probe:
+        assert probe.connect_ex(("127.0.0.1", sink.port)) != 0
+
+
+def _scalars(directory: Path, tag: str) -> list[tuple[int, float]]:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(directory))
+    events.Reload()
+    return [(event.step, round(event.value, 3)) for event in events.Scalars(tag)]
+
+
+def test_tensorboard_forgets_superseded_steps(tmp_path: Path) -> None:
+    def steps(reward: float, *numbers: int) -> list[Step | Resume | Rollout]:
+        return [Step(step=n, phase="rl", time=START + n, reward_mean=reward, ages={0: n}) for n in numbers]
+
+    sink = TensorBoard(tmp_path)
+    sink.feed([Rollout(time=START, queue_depth=1)])
+    sink.feed(steps(0.25, 1, 2, 3, 4))
+    sink.feed([Rollout(time=START + 4, queue_depth=9)])
+    sink.close()
+    sink = TensorBoard(tmp_path)
+    sink.feed([Resume(2), *steps(0.5, 3)])
+    sink.feed(steps(0.75, 4))
+    sink.close()
+    assert _scalars(tmp_path, "rl/reward_mean") == [(1, 0.25), (2, 0.25), (3, 0.5), (4, 0.75)]
+    assert _scalars(tmp_path, "rl/ages/0") == [(1, 1), (2, 2), (3, 3), (4, 4)]
+
+
+def test_the_view_feeds_tensorboard_with_new_records_only(tmp_path: Path) -> None:
+    end = write_run(tmp_path, warmup=2, rl=1)
+    console, _ = _console(terminal=False)
+    with LiveView(_config(tmp_path, tensorboard=True), console) as view:
+        view.refresh()
+        write_run(tmp_path, warmup=2, rl=3, first=4, start=end + 10)
+        view.refresh()
+    assert [step for step, _ in _scalars(tmp_path / "tensorboard", "rl/loss")] == [4, 5]
+    assert _scalars(tmp_path / "tensorboard", "rollout/queue_depth")

@@ -1,0 +1,106 @@
+"""Summary numbers against numbers worked out by hand."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from telemetry_runs import write_run
+
+from asyncmoe.errors import DataError
+from asyncmoe.telemetry.records import JsonLines, Spans
+from asyncmoe.telemetry.schema import CONTROLLER_SPANS, METRICS, TRAINER_SPANS, Resume, Step
+from asyncmoe.telemetry.summary import summarise, write_summary
+
+
+def _rl(step: int, end: float, *, wait: float = 1.0, sync: float | None = 2.0, pause: float | None = 30.0, **more: float) -> Step:
+    fields = {"reward_mean": float(step), "tokens": 100, "staleness_max": 1, **more}
+    return Step(step=step, phase="rl", time=end, step_seconds=10.0, wait_seconds=wait, sync_seconds=sync, pause_ms=pause, **fields)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    """Warm-up step 1 at 0..10; RL steps 2..4 at 10..40, of which 4 is superseded; resumed at 3, then steps 4..8 at 100..150."""
+    with JsonLines(tmp_path / METRICS) as metrics:
+        warmup = Step(step=1, phase="warmup", time=10, step_seconds=10, wait_seconds=9, tokens=10**6, reward_mean=99, staleness_max=50)
+        metrics.write(warmup)
+        metrics.write(_rl(2, 20, wait=4, sync=1, pause=10))
+        metrics.write(_rl(3, 30, sync=None, pause=None, logprob_diff_max_same_version=2e-5))
+        metrics.write(_rl(4, 40, wait=9, sync=50, pause=5000, staleness_max=60, reward_mean=-7, logprob_diff_max_same_version=9))
+        metrics.write(Resume(3, 90))
+        metrics.write(_rl(4, 110, sync=3, pause=20, staleness_max=2))
+        metrics.write(_rl(5, 120, sync=0, pause=None))
+        for step in (6, 7, 8):
+            metrics.write(_rl(step, 70 + 10 * step, sync=4, pause=40, logprob_diff_max_same_version=1e-5, tokens=200))
+    with Spans(tmp_path / TRAINER_SPANS) as spans:
+        spans.add("trainer.0", "train", 1, 9)  # warm-up
+        spans.add("trainer.0", "train", 12, 18)
+        spans.add("trainer.0", "train", 32, 40)  # superseded
+        spans.add("trainer.0", "train", 100, 104)
+        spans.add("trainer.1", "train", 100, 150)
+        spans.add("trainer.0", "wait", 18, 30)
+    with Spans(tmp_path / CONTROLLER_SPANS) as spans:
+        spans.add("engine.0", "generate", 5, 14)  # 4 in RL time, 2 of the first train span
+        spans.add("engine.0", "generate", 13, 15)  # 1 more of both
+        spans.add("engine.1", "generate", 14, 16)  # 1 more of the train span
+        spans.add("engine.0", "generate", 25, 101)  # 5 + 1 in RL time; 1 of the second train span
+        spans.add("engine.1", "generate", 103, 113)  # 10 in RL time; 1 of the second train span
+        spans.add("engine.1", "pause", 16, 18)
+    return tmp_path
+
+
+def test_every_number(run_dir: Path) -> None:
+    wall = 20 + 50  # two sessions
+    assert summarise(run_dir) == {
+        "steps": 7,
+        "reward_first": pytest.approx((2 + 3 + 4 + 5 + 6) / 5),
+        "reward_last": pytest.approx((4 + 5 + 6 + 7 + 8) / 5),
+        "tokens_per_s": pytest.approx((4 * 100 + 3 * 200) / wall),
+        "max_staleness_seen": 2,
+        "sync_seconds_median": 4,  # of 1, 3, 4, 4, 4
+        "pause_ms_median": 40,  # of 10, 20, 40, 40, 40
+        "max_abs_logprob_diff_same_version": 2e-5,
+        "trainer_idle_share": pytest.approx((4 + 6 * 1) / wall),
+        "engine_idle_share": pytest.approx(1 - ((5 + 5 + 1) + (2 + 10)) / 2 / wall),
+        "overlap_share": pytest.approx((4 + 2) / (6 + 4)),
+        "wall_seconds": wall,
+    }
+
+
+def test_written_summary_is_what_is_returned(run_dir: Path) -> None:
+    summary = write_summary(run_dir)
+    assert json.loads((run_dir / "summary.json").read_text()) == summary
+    assert not [path for path in run_dir.iterdir() if "summary" in path.name and path.name != "summary.json"]
+
+
+def test_only_warmup_gives_nulls(tmp_path: Path) -> None:
+    write_run(tmp_path, warmup=5, rl=0)
+    summary = summarise(tmp_path)
+    assert (summary.pop("steps"), summary.pop("wall_seconds")) == (0, 0)
+    assert set(summary.values()) == {None}
+
+
+def test_no_step_is_a_data_error(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"metrics\.jsonl: got no step"):
+        summarise(tmp_path)
+
+
+def test_without_spans_only_what_needs_them_is_null(run_dir: Path) -> None:
+    (run_dir / TRAINER_SPANS).unlink()
+    (run_dir / CONTROLLER_SPANS).unlink()
+    summary = summarise(run_dir)
+    assert {key for key, value in summary.items() if value is None} == {"engine_idle_share", "overlap_share"}
+
+
+def test_never_compared_logprobs_are_null(tmp_path: Path) -> None:
+    with JsonLines(tmp_path / METRICS) as metrics:
+        metrics.write(_rl(1, 10))
+    assert summarise(tmp_path)["max_abs_logprob_diff_same_version"] is None
+
+
+def test_a_broken_span_is_named(run_dir: Path) -> None:
+    with (run_dir / TRAINER_SPANS).open("a") as file:
+        file.write('{"who": "trainer.0", "what": "sleep", "begin": 1, "end": 2}\n')
+    with pytest.raises(DataError, match=r"spans-trainer\.jsonl line 7"):
+        summarise(run_dir)

@@ -9,7 +9,7 @@ import numpy as np
 
 import asyncmoe.reshard._C as _C
 from asyncmoe.errors import LayoutError
-from asyncmoe.reshard.layout import Storage
+from asyncmoe.reshard.layout import ITEM_BYTES, Storage
 
 Array = Any
 """A NumPy array, an object with the buffer protocol, or one with `__dlpack__`; row-major."""
@@ -56,14 +56,14 @@ def memory_of(array: Array, what: str, *, write: bool = False) -> Memory:
 
 
 def storage_memory(array: Array, storage: Storage, what: str, *, write: bool = False) -> Memory:
-    """The memory of an array that is to hold `storage`. Unsigned integers of the same width are taken as raw bits.
+    """The memory of an array that is to hold `storage`. Bytes, and unsigned integers of the same width, are taken as raw bits.
 
     Raises:
         LayoutError: as `memory_of`; or another dtype or number of bytes than the storage's.
     """
     memory = memory_of(array, what, write=write)
-    raw = f"uint{8 * storage.nbytes // max(1, storage.size)}"
-    if memory.dtype not in (storage.dtype, raw):
+    raw = f"uint{8 * ITEM_BYTES[storage.dtype]}"
+    if memory.dtype not in (storage.dtype, raw, "uint8"):
         raise LayoutError(what, got=memory.dtype, expected=storage.dtype)
     if memory.nbytes != storage.nbytes:
         raise LayoutError(what, got=f"{memory.nbytes} bytes", expected=f"{storage.nbytes} bytes, {storage.dtype}{list(storage.shape)}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,7 +9,7 @@ import numpy as np
 from asyncmoe.errors import LayoutError
 from asyncmoe.reshard.coverage import Grid
 from asyncmoe.reshard.layout import Box
-from asyncmoe.reshard.table import NO_TENSOR, Table
+from asyncmoe.reshard.table import NO_TENSOR, Table, Tensors
 
 
 @dataclass(frozen=True, eq=False)
@@ -21,11 +20,15 @@ class Holdings:
         table: the source pieces.
         tensor: int64[c], ascending.
         start, extent: int64[c, MAX_DIMS]; cells of a tensor are disjoint and cover what its pieces cover.
+        ranks: the source ranks, ascending, that hold anything.
+        rank_of: int64[rows of the table]; the position of a piece's rank in `ranks`.
         first: int64[c + 1]; `holders[first[i]:first[i + 1]]` are the rows of `table` that hold cell i, by ascending rank.
         holders: int64[...]
     """
 
     table: Table
+    ranks: np.ndarray
+    rank_of: np.ndarray
     tensor: np.ndarray
     start: np.ndarray
     extent: np.ndarray
@@ -62,7 +65,7 @@ def ranges(start: np.ndarray, count: np.ndarray) -> np.ndarray:
     return shift + np.arange(len(shift))
 
 
-def hold(tensors: Mapping[str, tuple[int, ...]], table: Table) -> Holdings:
+def hold(table: Table) -> Holdings:
     """Group source pieces by box, and cut boxes that overlap without being equal along each other's edges."""
     real = np.flatnonzero(table.tensor != NO_TENSOR)
     keys = np.column_stack([table.tensor[real], table.start[real], table.extent[real]])
@@ -74,10 +77,11 @@ def hold(tensors: Mapping[str, tuple[int, ...]], table: Table) -> Holdings:
     tensor, start, extent = boxes[:, 0], *np.split(boxes[:, 1:], 2, axis=1)
     for number in _ambiguous(tensor, start, extent):
         tensor, start, extent, first, holders = _cut(number, table, tensor, start, extent, first, holders)
-    return Holdings(table, tensor, start, extent, first, holders)
+    ranks, rank_of = np.unique(table.rank, return_inverse=True)
+    return Holdings(table, ranks, rank_of.reshape(-1), tensor, start, extent, first, holders)
 
 
-def overlaps(tensors: Mapping[str, tuple[int, ...]], holdings: Holdings, wanted: Table) -> Overlaps:
+def overlaps(tensors: Tensors, holdings: Holdings, wanted: Table) -> Overlaps:
     """Where wanted pieces meet cells: for every wanted piece, boxes that make it up exactly.
 
     Raises:
@@ -137,9 +141,9 @@ def _cut(
     )
 
 
-def _hole(tensors: Mapping[str, tuple[int, ...]], wanted: Table, row: int, starts: np.ndarray, extents: np.ndarray) -> LayoutError:
-    name = list(tensors)[wanted.tensor[row]]
-    dims = len(tensors[name])
+def _hole(tensors: Tensors, wanted: Table, row: int, starts: np.ndarray, extents: np.ndarray) -> LayoutError:
+    name = tensors.names[wanted.tensor[row]]
+    dims = len(tensors.shapes[name])
     corner = wanted.start[row]
     found = [Box(tuple(s), tuple(n)) for s, n in zip((starts - corner).tolist(), extents.tolist(), strict=True)]
     grid = Grid(wanted.extent[row].tolist(), found)

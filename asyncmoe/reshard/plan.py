@@ -18,7 +18,7 @@ from asyncmoe.reshard.coverage import check_destination
 from asyncmoe.reshard.layout import ITEM_BYTES, MAX_DIMS, RankLayout, Storage
 from asyncmoe.reshard.overlap import Holdings, Overlaps, hold, overlaps
 from asyncmoe.reshard.share import share
-from asyncmoe.reshard.table import DTYPES, NO_TENSOR, Table, tabulate
+from asyncmoe.reshard.table import DTYPES, NO_TENSOR, Table, Tensors, enumerate_tensors, tabulate
 
 SOURCE, SOURCE_OFFSET, DESTINATION, DESTINATION_OFFSET, WIRE_OFFSET, ITEM = range(6)
 EXTENTS = slice(6, 6 + MAX_DIMS)
@@ -108,12 +108,12 @@ def plan_each(
     tensors: Mapping[str, tuple[int, ...]], source: Sequence[RankLayout], destinations: Sequence[Sequence[RankLayout]]
 ) -> list[Plan]:
     """One plan for each of several destinations (buckets, say) from the same source; as `plan`, with the source read once."""
-    held = tabulate(tensors, source)
-    holdings = hold(tensors, held)
-    return [_plan(tensors, holdings, destination) for destination in destinations]
+    numbered = enumerate_tensors(tensors)
+    holdings = hold(tabulate(numbered, source))
+    return [_plan(numbered, holdings, destination) for destination in destinations]
 
 
-def _plan(tensors: Mapping[str, tuple[int, ...]], holdings: Holdings, destination: Sequence[RankLayout]) -> Plan:
+def _plan(tensors: Tensors, holdings: Holdings, destination: Sequence[RankLayout]) -> Plan:
     held, wanted = holdings.table, tabulate(tensors, destination)
     for layout in destination:
         check_destination(layout)
@@ -129,11 +129,11 @@ def _plan(tensors: Mapping[str, tuple[int, ...]], holdings: Holdings, destinatio
     return _grouped(held, wanted, copies, sender, wanted.rank[row])
 
 
-def _check_dtypes(tensors: Mapping[str, tuple[int, ...]], held: Table, wanted: Table, found: Overlaps, holder: np.ndarray) -> None:
+def _check_dtypes(tensors: Tensors, held: Table, wanted: Table, found: Overlaps, holder: np.ndarray) -> None:
     differ = np.flatnonzero(held.dtype[holder] != wanted.dtype[found.row])
     if len(differ):
         row, source = int(found.row[differ[0]]), int(holder[differ[0]])
-        name = list(tensors)[wanted.tensor[row]]
+        name = tensors.names[wanted.tensor[row]]
         got = f"{DTYPES[wanted.dtype[row]]}, but {DTYPES[held.dtype[source]]} in {held.describe(source, name)}"
         raise LayoutError(wanted.describe(row, name), got=got, expected="one dtype for a tensor in source and destination")
 

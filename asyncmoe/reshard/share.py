@@ -28,20 +28,18 @@ def share(holdings: Holdings, wanted: Table, found: Overlaps) -> tuple[Overlaps,
     found, chosen = _sliced(holdings, wanted, found, chosen)
     nbytes = found.extent.prod(1) * _ITEM_BYTES[wanted.dtype[found.row]]
     rank = holdings.table.rank
-    ranks, position = np.unique(rank, return_inverse=True)
-    position = position.reshape(-1)
     fixed = np.flatnonzero((chosen >= 0) & (rank[chosen] != wanted.rank[found.row]))
-    load = np.zeros(len(ranks), np.int64)
-    np.add.at(load, position[chosen[fixed]], nbytes[fixed])
+    load = np.zeros(len(holdings.ranks), np.int64)
+    np.add.at(load, holdings.rank_of[chosen[fixed]], nbytes[fixed])
     free = np.flatnonzero(chosen < 0)
     sent = load.tolist()
-    place = position.tolist()
     for i in free[np.argsort(-nbytes[free], kind="stable")].tolist():
         cell = found.cell[i]
-        holders = holdings.holders[holdings.first[cell] : holdings.first[cell + 1]].tolist()
-        best = min(holders, key=lambda row: sent[place[row]])
-        sent[place[best]] += int(nbytes[i])
-        chosen[i] = best
+        holders = holdings.holders[holdings.first[cell] : holdings.first[cell + 1]]
+        places = holdings.rank_of[holders].tolist()
+        best = min(range(len(places)), key=lambda k: sent[places[k]])
+        sent[places[best]] += int(nbytes[i])
+        chosen[i] = holders[best]
     return found, chosen
 
 
@@ -60,7 +58,7 @@ def _sliced(holdings: Holdings, wanted: Table, found: Overlaps, chosen: np.ndarr
     """Cut overlaps that still have a choice of holders into slices along their first dimension of more than one entry."""
     nbytes = found.extent.prod(1) * _ITEM_BYTES[wanted.dtype[found.row]]
     remote = (chosen < 0) | (holdings.table.rank[chosen] != wanted.rank[found.row])
-    largest = max(_SMALLEST_SLICE, int(nbytes[remote].sum()) // (_SLICES_PER_RANK * max(1, len(np.unique(holdings.table.rank)))))
+    largest = max(_SMALLEST_SLICE, int(nbytes[remote].sum()) // (_SLICES_PER_RANK * max(1, len(holdings.ranks))))
     axis = (found.extent > 1).argmax(1)
     length = np.take_along_axis(found.extent, axis[:, None], 1)[:, 0]
     parts = np.where(chosen < 0, np.minimum(length, -(-nbytes // largest)), 1)

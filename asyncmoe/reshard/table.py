@@ -15,6 +15,36 @@ NO_TENSOR = -1
 
 
 @dataclass(frozen=True, eq=False)
+class Tensors:
+    """The canonical tensors of a plan, numbered.
+
+    Attributes:
+        shapes: by name.
+        names: by number; the last one, `NO_TENSOR`, is padding.
+        number: of a name.
+        extent: int64[tensors, MAX_DIMS].
+    """
+
+    shapes: Mapping[str, tuple[int, ...]]
+    names: tuple[str, ...]
+    number: Mapping[str, int]
+    extent: np.ndarray
+
+
+def enumerate_tensors(shapes: Mapping[str, tuple[int, ...]]) -> Tensors:
+    """Number tensors in their order.
+
+    Raises:
+        LayoutError: a tensor of more than `MAX_DIMS` dimensions, or one with the reserved name of padding.
+    """
+    if PADDING in shapes:
+        raise LayoutError("tensors", got=f"one named {PADDING}", expected="another name, this one is reserved")
+    number = {name: i for i, name in enumerate(shapes)}
+    number[PADDING] = NO_TENSOR
+    return Tensors(shapes, (*shapes, PADDING), number, _padded(list(shapes.values()), 1))
+
+
+@dataclass(frozen=True, eq=False)
 class Table:
     """One row a piece, n in all, in the order of the layouts. Boxes are padded in front to `MAX_DIMS` dimensions of extent 1.
 
@@ -42,7 +72,7 @@ class Table:
         return f"rank {rank}: tensor {tensor} box [{box}] in storage {name}"
 
 
-def tabulate(tensors: Mapping[str, tuple[int, ...]], layouts: Sequence[RankLayout]) -> Table:
+def tabulate(tensors: Tensors, layouts: Sequence[RankLayout]) -> Table:
     """Put layouts into columns.
 
     Raises:
@@ -52,8 +82,7 @@ def tabulate(tensors: Mapping[str, tuple[int, ...]], layouts: Sequence[RankLayou
     for rank in ranks:
         if ranks.count(rank) > 1:
             raise LayoutError(f"rank {rank}", got=f"{ranks.count(rank)} layouts", expected="1")
-    number = {name: i for i, name in enumerate(tensors)}
-    number[PADDING] = NO_TENSOR
+    number = tensors.number
     storages: list[tuple[int, str, Storage]] = []
     pieces: list[Piece] = []
     storage_of: list[int] = []
@@ -64,8 +93,8 @@ def tabulate(tensors: Mapping[str, tuple[int, ...]], layouts: Sequence[RankLayou
             if piece.tensor not in number or piece.storage not in place:
                 raise _unknown(piece, layout.rank, piece.tensor not in number)
             dims = len(piece.box.extent)
-            if not dims == len(piece.box.start) == len(piece.strides) == len(tensors.get(piece.tensor, piece.box.extent)):
-                raise _ragged(piece, layout.rank, tensors)
+            if not dims == len(piece.box.start) == len(piece.strides) == len(tensors.shapes.get(piece.tensor, piece.box.extent)):
+                raise _ragged(piece, layout.rank, tensors.shapes)
         pieces += layout.pieces
         storage_of += [place[piece.storage] for piece in layout.pieces]
     for rank, name, storage in storages:
@@ -104,12 +133,10 @@ def _padded(rows: list[tuple[int, ...]], fill: int) -> np.ndarray:
         raise LayoutError(f"box of {len(longest)} dimensions", got=longest, expected=f"at most {MAX_DIMS}") from None
 
 
-def _check_bounds(tensors: Mapping[str, tuple[int, ...]], table: Table) -> None:
-    names = [*tensors, PADDING]
-    shapes = _padded(list(tensors.values()), 1)
+def _check_bounds(tensors: Tensors, table: Table) -> None:
     inside = (table.start >= 0).all(1) & (table.extent >= 1).all(1)
-    if len(tensors):
-        inside &= ((table.start + table.extent <= shapes[table.tensor]) | (table.tensor == NO_TENSOR)[:, None]).all(1)
+    if len(tensors.extent):
+        inside &= ((table.start + table.extent <= tensors.extent[table.tensor]) | (table.tensor == NO_TENSOR)[:, None]).all(1)
     sizes = np.array([storage.size for _, _, storage in table.storages], np.int64)
     last = table.offset + ((table.extent - 1) * table.strides).sum(1)
     stored = (table.offset >= 0) & (table.strides >= 0).all(1)
@@ -118,10 +145,10 @@ def _check_bounds(tensors: Mapping[str, tuple[int, ...]], table: Table) -> None:
     for good, expected in ((inside, "a box within the tensor"), (stored, "a place within the storage")):
         if not good.all():
             row = int(np.flatnonzero(~good)[0])
-            name = names[table.tensor[row]]
+            name = tensors.names[table.tensor[row]]
             _, _, storage = table.storages[table.storage[row]]
             place = f"offset {table.offset[row]}, strides {table.strides[row].tolist()}"
-            got = f"tensor {tensors.get(name, ())}, storage {storage.shape}, {place}"
+            got = f"tensor {tensors.shapes.get(name, ())}, storage {storage.shape}, {place}"
             raise LayoutError(table.describe(row, name), got=got, expected=expected)
 
 

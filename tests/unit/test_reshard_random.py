@@ -2,63 +2,16 @@
 
 from __future__ import annotations
 
-import queue
-import threading
-from collections.abc import Sequence
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from reshard_ranks import blank, filled, inside, numbered, run_ranks
 
-from asyncmoe.reshard import PADDING, Box, LayoutBuilder, Plan, RankLayout, exchange, plan
+from asyncmoe.reshard import PADDING, Box, LayoutBuilder, RankLayout, plan
 from asyncmoe.reshard.layout import Piece, Storage, contiguous_strides
 
 Shapes = dict[str, tuple[int, ...]]
-
-
-class Wires:
-    """Messages between threads that play the ranks."""
-
-    def __init__(self) -> None:
-        self.boxes: dict[tuple[int, int], queue.Queue[np.ndarray]] = {}
-        self.lock = threading.Lock()
-
-    def box(self, source: int, destination: int) -> queue.Queue[np.ndarray]:
-        with self.lock:
-            return self.boxes.setdefault((source, destination), queue.Queue())
-
-
-class ThreadTransport:
-    def __init__(self, rank: int, wires: Wires) -> None:
-        self.rank, self.wires = rank, wires
-
-    def empty(self, nbytes: int) -> np.ndarray:
-        return np.full(nbytes, 0xEE, np.uint8)
-
-    def exchange(self, sends: Sequence[tuple[int, np.ndarray]], receives: Sequence[tuple[int, np.ndarray]], timeout_s: float) -> None:
-        for rank, buffer in sends:
-            self.wires.box(self.rank, rank).put(buffer)
-        for rank, buffer in receives:
-            buffer[:] = self.wires.box(rank, self.rank).get(timeout=timeout_s)
-
-
-def run_ranks(made: Plan, sources: dict[int, dict[str, np.ndarray]], destinations: dict[int, dict[str, np.ndarray]]) -> None:
-    wires, failures = Wires(), []
-
-    def run(rank: int) -> None:
-        try:
-            exchange(made, ThreadTransport(rank, wires), sources.get(rank), destinations.get(rank), timeout_s=20)
-        except BaseException as error:  # noqa: BLE001 (raised again below, in the main thread)
-            failures.append(error)
-
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in sorted({*sources, *destinations})]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if failures:
-        raise failures[0]
 
 
 def split(draw: st.DrawFn, box: Box, depth: int = 2) -> list[Box]:
@@ -84,7 +37,7 @@ def tensors(draw: st.DrawFn) -> Shapes:
 
 def place(draw: st.DrawFn, rank: int, boxes: list[tuple[str, Box]], padding: bool) -> RankLayout:
     """Put boxes into storages of a rank in one of several forms: own storage, flat together, transposed, padded."""
-    builder = LayoutBuilder(rank, "float32")
+    builder = LayoutBuilder(rank, "int32")
     storages: dict[str, Storage] = {}
     pieces: list[Piece] = []
     flat: list[tuple[str, Box]] = []
@@ -98,7 +51,7 @@ def place(draw: st.DrawFn, rank: int, boxes: list[tuple[str, Box]], padding: boo
             shape = tuple(box.extent[k] for k in order)
             steps = contiguous_strides(shape)
             strides = tuple(steps[order.index(k)] for k in range(len(order)))
-            storages[name] = Storage(shape, "float32")
+            storages[name] = Storage(shape, "int32")
             pieces.append(Piece(tensor, box, name, 0, strides))
         elif form == "padded" and box.extent:
             front = draw(st.integers(0, 2))
@@ -115,7 +68,7 @@ def place(draw: st.DrawFn, rank: int, boxes: list[tuple[str, Box]], padding: boo
         pieces.append(Piece(tensor, box, "flat", offset, contiguous_strides(box.extent)))
         offset += box.size
     if flat:
-        storages["flat"] = Storage((offset,), "float32")
+        storages["flat"] = Storage((offset,), "int32")
     built = builder.build()
     return RankLayout(rank, {**built.storages, **storages}, (*built.pieces, *pieces))
 
@@ -140,32 +93,6 @@ def cases(draw: st.DrawFn) -> tuple[Shapes, list[RankLayout], list[RankLayout]]:
     return shapes, source, destination
 
 
-def view(array: np.ndarray, piece: Piece) -> np.ndarray:
-    step = array.itemsize
-    return np.lib.stride_tricks.as_strided(array.reshape(-1)[piece.offset :], piece.box.extent, [s * step for s in piece.strides])
-
-
-def inside(values: np.ndarray, box: Box) -> np.ndarray:
-    return values[(..., *(slice(s, s + n) for s, n in zip(box.start, box.extent, strict=True)))]
-
-
-def filled(layout: RankLayout, values: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    arrays = {name: np.full(s.shape, np.nan, np.float32) for name, s in layout.storages.items()}
-    for piece in layout.pieces:
-        view(arrays[piece.storage], piece)[...] = 0 if piece.tensor == PADDING else inside(values[piece.tensor], piece.box)
-    return arrays
-
-
-def numbered(shapes: Shapes) -> dict[str, np.ndarray]:
-    """Tensors of which every element is another number."""
-    values, first = {}, 1
-    for name, shape in shapes.items():
-        size = int(np.prod(shape))
-        values[name] = np.arange(first, first + size, dtype=np.float32).reshape(shape)
-        first += size
-    return values
-
-
 @given(cases())
 @settings(max_examples=150, deadline=None)
 def test_every_destination_element_gets_its_value(case: tuple[Shapes, list[RankLayout], list[RankLayout]]) -> None:
@@ -173,7 +100,7 @@ def test_every_destination_element_gets_its_value(case: tuple[Shapes, list[RankL
     values = numbered(shapes)
     made = plan(shapes, source, destination)
     sources = {layout.rank: filled(layout, values) for layout in source}
-    got = {layout.rank: {n: np.full(s.shape, -1, np.float32) for n, s in layout.storages.items()} for layout in destination}
+    got = {layout.rank: blank(layout) for layout in destination}
     run_ranks(made, sources, got)
     for layout in destination:
         for name, expected in filled(layout, values).items():
@@ -217,11 +144,11 @@ def test_a_plan_is_a_function_of_its_arguments(case: tuple[Shapes, list[RankLayo
 
 def test_another_destination_has_another_digest() -> None:
     shapes: Shapes = {"t": (4, 4)}
-    source = LayoutBuilder(0, "float32")
+    source = LayoutBuilder(0, "int32")
     source.place("s", (4, 4), [("t", Box((0, 0), (4, 4)), (0, 0))])
     digests = set()
     for half in range(2):
-        wanted = LayoutBuilder(1, "float32")
+        wanted = LayoutBuilder(1, "int32")
         wanted.place("d", (2, 4), [("t", Box((2 * half, 0), (2, 4)), (0, 0))])
         digests.add(plan(shapes, [source.build()], [wanted.build()]).digest)
     assert len(digests) == 2

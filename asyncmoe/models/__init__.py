@@ -1,0 +1,61 @@
+"""Model families: from a Hugging Face configuration to Megatron's configuration and the three weight layouts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from asyncmoe.config import Config
+from asyncmoe.errors import DataError, UserError
+from asyncmoe.models import qwen3_moe
+from asyncmoe.models.family import EngineParallel, Family, MegatronParallel
+
+__all__ = ["EngineParallel", "Family", "MegatronParallel", "check", "family_of", "load_hf_config"]
+
+_FAMILIES = {family.name: family for family in (qwen3_moe.FAMILY,)}
+
+
+def family_of(hf: Mapping[str, Any]) -> Family:
+    """The family of a model.
+
+    Raises:
+        UserError: a `model_type` that is not supported.
+    """
+    kind = hf.get("model_type")
+    if kind not in _FAMILIES:
+        raise UserError("model_type in config.json", got=repr(kind), expected=" or ".join(sorted(_FAMILIES)))
+    return _FAMILIES[kind]
+
+
+def load_hf_config(path: Path) -> dict[str, Any]:
+    """Read `config.json` of a model directory.
+
+    Raises:
+        DataError: no such directory or file, or not a JSON object.
+    """
+    file = path / "config.json"
+    if not file.is_file():
+        raise DataError(
+            str(path), got="no config.json" if path.is_dir() else "no such directory", expected="a Hugging Face model directory"
+        )
+    try:
+        values = json.loads(file.read_text())
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise DataError(str(file), got=str(error), expected="valid JSON") from error
+    if not isinstance(values, dict):
+        raise DataError(str(file), got=type(values).__name__, expected="a JSON object")
+    return values
+
+
+def check(config: Config, hf: Mapping[str, Any]) -> None:
+    """Refuse combinations of model and parallel sizes that cannot work, before anything is started.
+
+    Raises:
+        ConfigError: naming the key, with what would be possible.
+        UserError: a model family that is not supported.
+    """
+    trainer = config.trainer
+    parallel = MegatronParallel(trainer.tp, trainer.pp, trainer.ep, trainer.expert_tp, config.trainer_data_parallel)
+    family_of(hf).check(hf, parallel, EngineParallel(config.engines.tp, config.engines.ep))

@@ -1,0 +1,73 @@
+"""What all families' layout tables share: equal shards, and the refusal of sizes that do not divide."""
+
+from __future__ import annotations
+
+from asyncmoe.errors import ConfigError
+from asyncmoe.models.family import Shapes
+from asyncmoe.reshard.layout import PADDING, Box, LayoutBuilder, columns, rows, whole
+
+
+def shard(total: int, parts: int, index: int) -> tuple[int, int]:
+    """(first, count) of an equal shard.
+
+    Raises:
+        ConfigError: `parts` does not divide `total`.
+    """
+    if total % parts:
+        raise ConfigError("equal shards", got=f"{total} over {parts} ranks", expected="a multiple")
+    return index * (total // parts), total // parts
+
+
+def span(total: int, parts: int, index: int) -> range:
+    """The entries of an equal shard."""
+    first, count = shard(total, parts, index)
+    return range(first, first + count)
+
+
+def put_whole(builder: LayoutBuilder, shapes: Shapes, storage: str, tensor: str) -> None:
+    """A storage that is one whole tensor."""
+    builder.stack(storage, [(tensor, whole(shapes[tensor]))])
+
+
+def put_columns(builder: LayoutBuilder, shapes: Shapes, storage: str, tensor: str, parts: int, index: int) -> None:
+    """A storage that is a column shard of a tensor."""
+    shape = shapes[tensor]
+    builder.stack(storage, [(tensor, columns(shape, *shard(shape[-1], parts, index)))])
+
+
+def put_gated_mlp(builder: LayoutBuilder, shapes: Shapes, tensor: str, gate_up: str, down: str, parts: int, index: int) -> None:
+    """A shard of a gated MLP: its gate rows over its up rows in one storage, its columns of down in another."""
+    gate = shapes[f"{tensor}.gate"]
+    part = rows(gate, *shard(gate[0], parts, index))
+    builder.stack(gate_up, [(f"{tensor}.gate", part), (f"{tensor}.up", part)])
+    put_columns(builder, shapes, down, f"{tensor}.down", parts, index)
+
+
+def put_padded_rows(builder: LayoutBuilder, shapes: Shapes, storage: str, tensor: str, multiple: int, parts: int, index: int) -> None:
+    """A row shard of a tensor that is first padded to a multiple of rows; it may end in padding or be nothing else."""
+    total, *rest = shapes[tensor]
+    first, count = shard(padded(total, multiple), parts, index)
+    real = max(0, min(count, total - first))
+    held: list[tuple[str, Box]] = []
+    if real:
+        held.append((tensor, rows((total, *rest), first, real)))
+    if real < count:
+        held.append((PADDING, whole((count - real, *rest))))
+    builder.stack(storage, held)
+
+
+def padded(total: int, multiple: int) -> int:
+    """The least multiple that is not below `total`."""
+    return -(-total // multiple) * multiple
+
+
+def check_divides(key: str, size: int, name: str, total: int) -> None:
+    """Refuse a parallel size that does not divide a size of the model.
+
+    Raises:
+        ConfigError: with the sizes that would.
+    """
+    if total % size:
+        possible = ", ".join(str(d) for d in range(1, total + 1) if total % d == 0)
+        cure = f"possible: {possible}" if len(possible) <= 100 else None
+        raise ConfigError(key, got=size, expected=f"a divisor of the model's {name} = {total}", cure=cure)

@@ -1,0 +1,89 @@
+"""Ranks played by threads of one process, and arrays filled by plain NumPy from a layout."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from asyncmoe.reshard import PADDING, Box, Piece, Plan, RankLayout, exchange
+
+Arrays = dict[str, np.ndarray]
+
+
+class _Wires:
+    def __init__(self) -> None:
+        self._boxes: dict[tuple[int, int], queue.Queue[np.ndarray]] = {}
+        self._lock = threading.Lock()
+
+    def box(self, source: int, destination: int) -> queue.Queue[np.ndarray]:
+        with self._lock:
+            return self._boxes.setdefault((source, destination), queue.Queue())
+
+
+class _ThreadTransport:
+    def __init__(self, rank: int, wires: _Wires) -> None:
+        self.rank, self._wires = rank, wires
+
+    def empty(self, nbytes: int) -> np.ndarray:
+        return np.full(nbytes, 0xEE, np.uint8)
+
+    def exchange(self, sends: Sequence[tuple[int, np.ndarray]], receives: Sequence[tuple[int, np.ndarray]], timeout_s: float) -> None:
+        for rank, buffer in sends:
+            self._wires.box(self.rank, rank).put(buffer)
+        for rank, buffer in receives:
+            buffer[:] = self._wires.box(rank, self.rank).get(timeout=timeout_s)
+
+
+def run_ranks(plan: Plan, sources: Mapping[int, Arrays], destinations: Mapping[int, Arrays]) -> None:
+    """Carry out a plan, every rank in its own thread; raises the first error of any of them."""
+    wires = _Wires()
+    failures: list[BaseException] = []
+
+    def run(rank: int) -> None:
+        try:
+            exchange(plan, _ThreadTransport(rank, wires), sources.get(rank), destinations.get(rank), timeout_s=20, threads=1)
+        except BaseException as error:  # noqa: BLE001 (raised again below, in the main thread)
+            failures.append(error)
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in sorted({*sources, *destinations})]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if failures:
+        raise failures[0]
+
+
+def numbered(shapes: Mapping[str, tuple[int, ...]], dtype: type = np.int32) -> Arrays:
+    """Tensors of which every element is another number, from 1 on."""
+    values, first = {}, 1
+    for name, shape in shapes.items():
+        size = int(np.prod(shape))
+        values[name] = np.arange(first, first + size, dtype=dtype).reshape(shape)
+        first += size
+    return values
+
+
+def blank(layout: RankLayout, dtype: type = np.int32) -> Arrays:
+    return {name: np.full(storage.shape, -1, dtype) for name, storage in layout.storages.items()}
+
+
+def filled(layout: RankLayout, values: Mapping[str, np.ndarray], dtype: type = np.int32) -> Arrays:
+    """What the storages of a layout must hold, by the definition of a piece."""
+    arrays = blank(layout, dtype)
+    for piece in layout.pieces:
+        part = 0 if piece.tensor == PADDING else inside(values[piece.tensor], piece.box)
+        _view(arrays[piece.storage], piece)[...] = part
+    return arrays
+
+
+def inside(values: np.ndarray, box: Box) -> np.ndarray:
+    return values[(..., *(slice(s, s + n) for s, n in zip(box.start, box.extent, strict=True)))]
+
+
+def _view(array: np.ndarray, piece: Piece) -> np.ndarray:
+    strides = [s * array.itemsize for s in piece.strides]
+    return np.lib.stride_tricks.as_strided(array.reshape(-1)[piece.offset :], piece.box.extent, strides)

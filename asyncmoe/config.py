@@ -6,19 +6,38 @@ key, what was got, and what was expected. Combinations that need the model's sha
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic_core import PydanticCustomError
 
 from asyncmoe.errors import ConfigError
 
-Positive = Annotated[int, Field(gt=0)]
-NonNegative = Annotated[int, Field(ge=0)]
-PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+def _not_bool(value: Any) -> Any:
+    # pydantic takes true for 1. Strict numbers would refuse 1e-6 too, which YAML 1.1 reads as text.
+    if isinstance(value, bool):
+        raise PydanticCustomError("number_type", "Input should be a number")
+    return value
+
+
+def _switch(value: Any) -> Any:
+    # YAML 1.1 reads an unquoted on or off as a truth value.
+    return {True: "on", False: "off"}[value] if isinstance(value, bool) else value
+
+
+Whole = Annotated[int, BeforeValidator(_not_bool)]
+Real = Annotated[float, BeforeValidator(_not_bool), Field(allow_inf_nan=False)]
+Positive = Annotated[Whole, Field(gt=0)]
+NonNegative = Annotated[Whole, Field(ge=0)]
+PositiveFloat = Annotated[Real, Field(gt=0)]
+NonNegativeFloat = Annotated[Real, Field(ge=0)]
+Decay = Annotated[Real, Field(ge=0, lt=1)]
+Port = Annotated[NonNegative, Field(le=65535)]
 
 
 class Section(BaseModel):
@@ -107,7 +126,7 @@ class EngineSection(Section):
         None, description="Python that has SGLang; default: `.venv-engine` beside this environment, else this Python."
     )
     host: str = "127.0.0.1"
-    port: NonNegative = Field(0, description="First port; engine i takes port + i. 0: any free ports.")
+    port: Port = Field(0, description="First port; engine i takes port + i. 0: any free ports.")
     max_running: Positive = 16
     max_total_tokens: Positive | None = None
     start_timeout_s: PositiveFloat = 180.0
@@ -136,7 +155,7 @@ class OptimizerSection(Section):
     min_lr: NonNegativeFloat = 0.0
     warmup_steps: NonNegative = 0
     decay: Literal["constant", "linear", "cosine"] = "constant"
-    betas: tuple[float, float] = (0.9, 0.95)
+    betas: tuple[Decay, Decay] = (0.9, 0.95)
     eps: PositiveFloat = 1e-8
     weight_decay: NonNegativeFloat = 0.0
     clip_grad: PositiveFloat = 1.0
@@ -231,9 +250,9 @@ class SyncSection(Section):
 class TelemetrySection(Section):
     """What a run shows."""
 
-    live: Literal["auto", "on", "off"] = "auto"
+    live: Annotated[Literal["auto", "on", "off"], BeforeValidator(_switch)] = "auto"
     tensorboard: bool = True
-    prometheus_port: Positive | None = None
+    prometheus_port: Annotated[Positive, Field(le=65535)] | None = None
 
 
 class Config(Section):
@@ -265,6 +284,11 @@ class Config(Section):
                 f"sync.every: got {self.sync.every}, expected at most queue.staleness.eta + 1 = {self.queue.staleness.eta + 1}; with fewer "
                 "versions than batches the capacity law would never admit the next batch"
             )
+        if self.queue_capacity < self.rollout.batch:
+            raise ValueError(
+                f"queue.capacity: got {self.queue.capacity}, expected at least a step's batch of rollout.groups_per_step * "
+                f"rollout.group_size = {self.rollout.batch}; leave it out or raise it"
+            )
         if self.engines.tp % self.engines.ep:
             raise ValueError(f"engines.ep: got {self.engines.ep}, expected a divisor of engines.tp = {self.engines.tp}")
         return self
@@ -273,6 +297,11 @@ class Config(Section):
     def queue_capacity(self) -> int:
         """Trajectories the queue holds before `put` waits."""
         return self.queue.capacity or (self.queue.staleness.eta + 1) * self.rollout.batch
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of every value in hex; two processes with the same one run the same configuration."""
+        return hashlib.sha256(self.model_dump_json().encode()).hexdigest()
 
     @property
     def trainer_data_parallel(self) -> int:
@@ -288,8 +317,8 @@ def load(path: Path, overrides: Sequence[str] = ()) -> Config:
     if not path.is_file():
         raise ConfigError(str(path), got="no such file", expected="a YAML configuration")
     try:
-        values = yaml.safe_load(path.read_text())
-    except yaml.YAMLError as error:
+        values = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(str(path), got=" ".join(str(error).split()), expected="valid YAML") from error
     if not isinstance(values, dict):
         raise ConfigError(str(path), got=type(values).__name__, expected="a mapping of sections")
@@ -319,7 +348,22 @@ def _override(values: dict[str, Any], override: str) -> None:
         values = values.setdefault(parent, {})
         if not isinstance(values, dict):
             raise ConfigError(f"override {path}", got=f"{parent} is not a section", expected="a section")
-    values[last] = yaml.safe_load(text)
+    try:
+        values[last] = yaml.load(text, Loader=_Loader)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"override {path}", got=repr(text), expected="a YAML value") from error
+
+
+class _Loader(yaml.SafeLoader):
+    """SafeLoader that refuses a key given twice, where YAML would silently keep the last."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.value in seen:
+                raise yaml.constructor.ConstructorError(None, None, f"key {key.value!r} is given twice", key.start_mark)
+            seen.add(str(key.value))
+        return super().construct_mapping(node, deep)
 
 
 def _explain(error: ValidationError, source: str) -> ConfigError:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from asyncmoe import checkpoints
 from asyncmoe import config as configuration
 from asyncmoe.errors import AsyncmoeError, DataError
-from asyncmoe.launch.local import trainer_command
+from asyncmoe.launch.local import TRAINER_ENVIRONMENT, trainer_command
 from asyncmoe.process import Child
-from asyncmoe.trainer import checkpoints
 
 
 def export(run_dir: Path, out: Path, timeout_s: float = 3600.0) -> None:
@@ -25,7 +25,7 @@ def export(run_dir: Path, out: Path, timeout_s: float = 3600.0) -> None:
     resolved = run_dir / "config.yaml"
     config = configuration.load(resolved)
     command = trainer_command(config, resolved, "asyncmoe.trainer.export", str(out))
-    child = Child("export", command, run_dir / "logs" / "export.log", {"OMP_NUM_THREADS": "1"})
+    child = Child("export", command, run_dir / "logs" / "export.log", TRAINER_ENVIRONMENT)
     try:
         if not child.wait(timeout_s):
             raise AsyncmoeError(f"export took longer than {timeout_s:.0f} s; its log is {child.log}")

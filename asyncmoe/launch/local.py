@@ -20,19 +20,20 @@ from typing import IO
 
 import yaml
 
+from asyncmoe import checkpoints, models
 from asyncmoe import config as configuration
-from asyncmoe import models
 from asyncmoe.config import Config
 from asyncmoe.errors import AsyncmoeError, ConfigError, UserError
-from asyncmoe.process import Child
 from asyncmoe.models.make import make_model
+from asyncmoe.process import Child
 from asyncmoe.telemetry.live import LiveView
 from asyncmoe.telemetry.report import report
 from asyncmoe.telemetry.summary import write_summary
-from asyncmoe.trainer import checkpoints
 
 _STOP_GRACE_S = 20.0
 _POLL_S = 0.25
+TRAINER_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+"""One OpenMP thread a rank: more ranks than cores would otherwise spin against each other and against the engines."""
 
 
 def run(path: Path, overrides: Sequence[str] = ()) -> dict[str, object]:
@@ -86,9 +87,11 @@ def _supervise(config: Config, resolved: Path) -> dict[str, object]:
     view = LiveView(config)
     try:
         with view:
-            children.append(Child("controller", [sys.executable, "-m", "asyncmoe", "rollout", str(resolved)], logs / "controller.log"))
-            children.append(Child("trainer", trainer_command(config, resolved), logs / "trainer.log", _trainer_environment(config)))
-            _watch(*children, view, stop)
+            controller = Child("controller", [sys.executable, "-m", "asyncmoe", "rollout", str(resolved)], logs / "controller.log")
+            children.append(controller)
+            trainer = Child("trainer", trainer_command(config, resolved), logs / "trainer.log", TRAINER_ENVIRONMENT)
+            children.append(trainer)
+            _watch(controller, trainer, view, stop)
     finally:
         for child in reversed(children):
             child.end(_STOP_GRACE_S)
@@ -108,11 +111,6 @@ def trainer_command(config: Config, resolved: Path, module: str = "asyncmoe.trai
     launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(config.trainer.ranks), "--max-restarts", "0"]
     rendezvous = ["--master-addr", "127.0.0.1", "--master-port", str(port)]
     return [sys.executable, *launcher, *rendezvous, "-m", module, str(resolved), *arguments]
-
-
-def _trainer_environment(config: Config) -> dict[str, str]:
-    # One OpenMP thread a rank: more ranks than cores would otherwise spin against each other and against the engines.
-    return {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 
 def _watch(controller: Child, trainer: Child, view: LiveView, stop: _StopOnSignal) -> None:

@@ -6,24 +6,24 @@ the same answer, so the ranks need no collective to agree on what to do.
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import time
 from collections.abc import Sequence
 
 import msgspec
 import numpy as np
+from megatron.core.optimizer import MegatronOptimizer
 
-from asyncmoe import models
+from asyncmoe import checkpoints, models
 from asyncmoe.config import Config
 from asyncmoe.telemetry.records import JsonLines, Spans
 from asyncmoe.telemetry.schema import METRICS, TRAINER_SPANS, Resume, Step
-from asyncmoe.trainer import checkpoints, feed, mesh, model, objective, optimizer, state
-from asyncmoe.trainer.export import expected_checksums, gatherer
+from asyncmoe.trainer import feed, mesh, model, objective, optimizer, state
 from asyncmoe.trainer.feed import ANSWER_S
-from asyncmoe.trainer.model import parameters
+from asyncmoe.trainer.gather import Gatherer
 from asyncmoe.trainer.step import Loss, PolicyLoss, StepMetrics, SupervisedLoss, logprobs_only, train_step
 from asyncmoe.trainer.sync import Broadcast, Published
+from asyncmoe.trainer.verify import engine_checksums
 from asyncmoe.wire import keys
 from asyncmoe.wire.client import Client
 from asyncmoe.wire.messages import Commit, Goodbye, Hello, Leased, Phase, Saved
@@ -48,31 +48,23 @@ def run(config: Config) -> None:
     mesh.stop()
 
 
-def config_digest(config: Config) -> str:
-    """Names a configuration, so that a trainer and a controller of different ones refuse each other."""
-    return hashlib.sha256(config.model_dump_json().encode()).hexdigest()
-
-
 class Trainer:
     """One rank of the loop. Rank 0 also writes the records and sends the weights."""
 
-    def __init__(
-        self, config: Config, place: mesh.Mesh, built: model.Model, adam: optimizer.MegatronOptimizer, client: Client, done: int
-    ) -> None:
+    def __init__(self, config: Config, place: mesh.Mesh, built: model.Model, adam: MegatronOptimizer, client: Client, done: int) -> None:
         self._config, self._mesh, self._model, self._optimizer, self._client = config, place, built, adam, client
         self._step = self._saved = done
         self._first = place.rank == 0
         self._total = config.warmup.steps + config.run.steps
-        self._sync = Broadcast(
-            config, gatherer(built, config), client, place.rank, lambda tensors: expected_checksums(built, config, tensors)
-        )
+        gatherer = Gatherer(built, config.sync.bucket_bytes, config.sync.timeout_s)
+        self._sync = Broadcast(config, gatherer, client, place, lambda tensors: engine_checksums(built.hf, config.engines, tensors))
         self._metrics = JsonLines(config.run.dir / METRICS) if self._first else None
         self._spans = Spans(config.run.dir / TRAINER_SPANS) if self._first else None
 
     def run(self) -> None:
         """Until all steps are done or a lease says stop."""
         config = self._config
-        self._client.ask(Hello(self._mesh.rank, self._mesh.world, config_digest(config), self._step), ANSWER_S)
+        self._client.ask(Hello(self._mesh.rank, self._mesh.world, config.digest, self._step), ANSWER_S)
         if self._metrics is not None:
             self._metrics.write(Resume(resumed_at=self._step, time=time.time()))
         if config.warmup.steps <= self._step < self._total:
@@ -141,7 +133,7 @@ class Trainer:
 
     def _publish(self) -> Published:
         begin = time.time()
-        published = self._sync.publish(self._step, parameters(self._model))
+        published = self._sync.publish(self._step)
         self._span("sync", begin, time.time())
         return published
 

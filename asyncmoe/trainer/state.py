@@ -12,16 +12,15 @@ from typing import Any
 
 import torch.distributed as dist
 
+from asyncmoe import checkpoints
 from asyncmoe.config import Config
 from asyncmoe.errors import DataError
 from asyncmoe.platform import megatron
-from asyncmoe.trainer import checkpoints
-from asyncmoe.trainer.mesh import groups
 from asyncmoe.trainer.model import Model
 
 megatron.prepare()
 
-from megatron.core import dist_checkpointing  # noqa: E402
+from megatron.core import dist_checkpointing, parallel_state  # noqa: E402
 from megatron.core.optimizer import MegatronOptimizer  # noqa: E402
 
 
@@ -57,10 +56,11 @@ def load(checkpoint: Path, config: Config, model: Model, optimizer: MegatronOpti
 
 
 def _state(config: Config, model: Model, optimizer: MegatronOptimizer | None, loading: bool) -> dict[str, Any]:
-    metadata: dict[str, Any] = {"dp_cp_group": groups.get_data_parallel_group(with_context_parallel=True)}
+    metadata: dict[str, Any] = {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
     if config.trainer.optimizer.distributed:
         metadata["distrib_optim_sharding_type"] = "fully_reshardable"
-    state: dict[str, Any] = {"model": model.module.sharded_state_dict(metadata=metadata)}
+    module: Any = model.module
+    state: dict[str, Any] = {"model": module.sharded_state_dict(metadata=metadata)}
     if optimizer is not None:
         state["optimizer"] = optimizer.sharded_state_dict(state, is_loading=loading, metadata=metadata)
     return state

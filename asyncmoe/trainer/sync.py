@@ -12,6 +12,8 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -19,7 +21,8 @@ import torch.distributed as dist
 from asyncmoe.config import Config
 from asyncmoe.errors import WaitTimeout, WeightSyncError
 from asyncmoe.trainer import weight_group
-from asyncmoe.trainer.gather import Gatherer
+from asyncmoe.trainer.gather import Gatherer, tensors_in
+from asyncmoe.trainer.mesh import Mesh
 from asyncmoe.wire.client import Client
 from asyncmoe.wire.messages import (
     Committed,
@@ -58,16 +61,16 @@ class Broadcast:
     """
 
     def __init__(
-        self, config: Config, gatherer: Gatherer, client: Client, rank: int, checksums: Callable[[Mapping[str, torch.Tensor]], Checksums]
+        self, config: Config, gatherer: Gatherer, client: Client, mesh: Mesh, checksums: Callable[[Mapping[str, torch.Tensor]], Checksums]
     ) -> None:
-        self._sync, self._gatherer, self._client, self._rank = config.sync, gatherer, client, rank
+        self._sync, self._gatherer, self._client, self._mesh = config.sync, gatherer, client, mesh
         self._checksums = checksums
         self._start_timeout_s = config.engines.start_timeout_s
         self._group: dist.ProcessGroup | None = None
         self._updates = 0
         self._threads = ThreadPoolExecutor(1, "weights")
 
-    def publish(self, version: int, parameters: Mapping[str, torch.Tensor]) -> Published:
+    def publish(self, version: int) -> Published:
         """Make `version` what all engines serve. Returns when every engine goes on with it.
 
         Raises:
@@ -75,14 +78,14 @@ class Broadcast:
             WaitTimeout: an engine or the controller did not answer in time.
         """
         begin = time.perf_counter()
-        if self._rank != 0:
-            for _ in self._gatherer.run(parameters):
+        if self._mesh.rank != 0:
+            for _ in self._gatherer.run():
                 pass
             return Published(version, time.perf_counter() - begin, 0.0)
         if self._group is None:
             self._group = self._join()
         try:
-            committed = self._send(version, parameters, self._group)
+            committed = self._send(version, self._group)
         except Exception as error:
             self._client.ask(WeightsAbort(version, str(error)), self._sync.timeout_s)
             raise
@@ -93,19 +96,19 @@ class Broadcast:
         """Leave the weight group."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    def _send(self, version: int, parameters: Mapping[str, torch.Tensor], group: dist.ProcessGroup) -> Committed:
+    def _send(self, version: int, group: dist.ProcessGroup) -> Committed:
         verify = self._sync.verify_every > 0 and self._updates % self._sync.verify_every == 0
         kept: dict[str, torch.Tensor] = {}
         paused = False
-        for bucket, flat in self._gatherer.run(parameters):
+        for bucket, flat in self._gatherer.run():
             assert flat is not None
             if verify:
-                kept.update(_tensors_in(flat, bucket.names, bucket.dtypes, bucket.shapes))
+                kept.update(tensors_in(bucket, flat))
             if not paused:
                 self._client.ask(WeightsBegin(version), self._sync.timeout_s)
                 paused = True
-            message = WeightsBucket(version, tuple(bucket.names), tuple(bucket.dtypes), tuple(bucket.shapes))
-            self._ask_while(message, lambda flat=flat: _broadcast(flat, group))
+            sent = flat.to(self._mesh.device).view(torch.uint8)
+            self._ask_while(WeightsBucket(version, bucket.names, bucket.dtypes, bucket.shapes), partial(_broadcast, sent, group))
         reply = self._client.ask(WeightsCommit(version, self._checksums(kept) if verify else ()), self._sync.timeout_s)[0]
         assert isinstance(reply, Committed)
         return reply
@@ -113,7 +116,7 @@ class Broadcast:
     def _join(self) -> dist.ProcessGroup:
         engines = self._client.ask(EnginesAsk(self._start_timeout_s), self._start_timeout_s + 10)[0]
         assert isinstance(engines, Engines)
-        backend = "nccl" if torch.cuda.is_available() else "gloo"
+        backend: Literal["gloo", "nccl"] = "nccl" if self._mesh.backend == "nccl" else "gloo"
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
@@ -142,17 +145,4 @@ class Broadcast:
 
 
 def _broadcast(flat: torch.Tensor, group: dist.ProcessGroup) -> None:
-    dist.broadcast(flat.cuda() if torch.cuda.is_available() else flat, src=0, group=group)
-
-
-def _tensors_in(
-    flat: torch.Tensor, names: tuple[str, ...], dtypes: tuple[str, ...], shapes: tuple[tuple[int, ...], ...]
-) -> dict[str, torch.Tensor]:
-    """Copies of the tensors of a bucket, by name."""
-    found, at = {}, 0
-    for name, dtype, shape in zip(names, dtypes, shapes, strict=True):
-        kind = getattr(torch, dtype)
-        size = kind.itemsize * int(torch.Size(shape).numel())
-        found[name] = flat[at : at + size].clone().view(kind).view(shape)
-        at += size
-    return found
+    dist.broadcast(flat, src=0, group=group)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncmoe.trainer import checkpoints
+from asyncmoe import checkpoints
 from tests.system.runs import REPOSITORY, metrics, refused, run, start, wait_for
 
 pytestmark = pytest.mark.system

@@ -1,0 +1,39 @@
+"""What the engines should hold: the checksums SGLang's `/weights_checker` would report after loading given Hugging Face tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from asyncmoe.reshard.checksum import engine_checksums as checksums_of
+
+from asyncmoe.config import EngineSection
+from asyncmoe.models import EngineParallel, family_of
+from asyncmoe.reshard import LocalTransport, exchange, plan
+
+
+def engine_checksums(hf: Mapping[str, Any], engines: EngineSection, tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, str], ...]:
+    """Expected checksums of each rank of an engine, by SGLang's parameter names.
+
+    Args:
+        tensors: the whole Hugging Face checkpoint, by name, on the CPU; cast to the engine's dtype as SGLang's loader casts.
+    """
+    dtype = engine_dtype(hf, engines)
+    cast = {name: tensor.to(getattr(torch, dtype)) for name, tensor in tensors.items()}
+    family = family_of(hf)
+    source = [family.hf_layout(hf, dtype)]
+    found = []
+    for rank in range(engines.tp):
+        layout = family.sglang_layout(hf, EngineParallel(engines.tp, engines.ep), rank, dtype).at(0)
+        held = {name: torch.empty(storage.shape, dtype=getattr(torch, dtype)) for name, storage in layout.storages.items()}
+        exchange(plan(family.tensors(hf), source, [layout]), LocalTransport(), cast, held)
+        found.append(checksums_of(held))
+    return tuple(found)
+
+
+def engine_dtype(hf: Mapping[str, Any], engines: EngineSection) -> str:
+    """The dtype an engine keeps its weights in: the configured one, or the checkpoint's."""
+    if engines.dtype != "auto":
+        return engines.dtype
+    return str(hf.get("dtype") or hf.get("torch_dtype") or "bfloat16")

@@ -374,6 +374,8 @@ def _explain(error: ValidationError, source: str) -> ConfigError:
         return ConfigError(f"{source}: {key}", got="an unknown key", expected=f"one of {known}")
     if first["type"] == "missing":
         return ConfigError(f"{source}: {key}", got="nothing", expected="a value")
+    if first["type"] == "model_type":
+        return ConfigError(f"{source}: {key}", got=repr(first["input"]), expected="a section (a mapping of keys)")
     if first["type"] == "value_error":
         what, _, rest = str(first["ctx"]["error"]).partition(": got ")
         got, _, expected = rest.partition(", expected ")

@@ -105,28 +105,45 @@ def validate(trajectory: Trajectory, vocab_size: int | None = None) -> None:
     """Refuse a record that would be trained wrong.
 
     Raises:
-        TrajectoryRejected: lengths that disagree, no sampled token, a token outside the vocabulary, a log-probability that is not a
-            finite number <= 0, a reward that is not finite, or a sampled token without a version.
+        TrajectoryRejected: arrays of another dtype, lengths that disagree, no sampled token, a token outside the vocabulary, a
+            log-probability that is not a finite number <= 0, a reward that is not finite, a version where no token was sampled, or
+            versions for some sampled tokens only (a demonstration has none at all).
     """
     t = trajectory
-    lengths = {name: len(getattr(t, name)) for name in _ARRAYS}
-    if len(set(lengths.values())) != 1:
-        raise TrajectoryRejected("length_mismatch", f"{t.key}: {lengths}")
+    shapes = {name: getattr(t, name).shape for name in _ARRAYS}
+    if len(set(shapes.values())) != 1 or len(shapes["tokens"]) != 1:
+        raise TrajectoryRejected("length_mismatch", f"{t.key}: {shapes}")
+    dtypes = {name: getattr(t, name).dtype for name in _ARRAYS}
+    if any(dtypes[name] != dtype for name, dtype in _ARRAYS.items()):
+        raise TrajectoryRejected("bad_dtype", f"{t.key}: got {dtypes}, expected {_ARRAYS}")
     if not t.loss_mask.any():
         raise TrajectoryRejected("empty_response", f"{t.key}: no sampled token")
-    if vocab_size is not None and (t.tokens.min() < 0 or t.tokens.max() >= vocab_size):
-        raise TrajectoryRejected("token_out_of_vocabulary", f"{t.key}: token {t.tokens.max()} of vocabulary {vocab_size}")
+    low, high = int(t.tokens.min()), int(t.tokens.max())
+    if low < 0 or (vocab_size is not None and high >= vocab_size):
+        raise TrajectoryRejected("token_out_of_vocabulary", f"{t.key}: tokens {low} to {high} of vocabulary {vocab_size}")
     if not np.isfinite(t.logprobs).all() or (t.logprobs > 1e-4).any():
         raise TrajectoryRejected("bad_logprob", f"{t.key}: log-probabilities must be finite and <= 0")
     if not np.isfinite(t.reward):
         raise TrajectoryRejected("bad_reward", f"{t.key}: reward {t.reward}")
     if (t.versions[~t.loss_mask] != NOT_SAMPLED).any():
         raise TrajectoryRejected("bad_version", f"{t.key}: a token that was not sampled carries a version")
+    sampled = t.versions[t.loss_mask]
+    if sampled.min() < 0 and (sampled != NOT_SAMPLED).any():
+        raise TrajectoryRejected("bad_version", f"{t.key}: sampled tokens have versions {sampled.min()} to {sampled.max()}")
 
 
 def encode(trajectory: Trajectory) -> list[Buffer]:
-    """Header frame, then one frame for each array in the order of the header."""
-    arrays = {n: np.ascontiguousarray(getattr(trajectory, n), dtype=d) for n, d in _ARRAYS.items()}
+    """Header frame, then one frame for each array in the order of the header. Contiguous arrays are not copied.
+
+    Raises:
+        ProtocolError: an array of another dtype or length than `Trajectory` says, which no decoder would take.
+    """
+    arrays = {n: np.ascontiguousarray(getattr(trajectory, n)) for n in _ARRAYS}
+    for n, a in arrays.items():
+        if a.dtype != _ARRAYS[n] or a.shape != (len(trajectory),) or not len(a):
+            raise ProtocolError(
+                f"trajectory {trajectory.key} {n}: got {a.dtype}{a.shape}, expected {_ARRAYS[n]}({len(trajectory)},), not empty"
+            )
     digest = 0
     for a in arrays.values():
         digest = zlib.crc32(a.data.cast("B"), digest)
@@ -160,17 +177,21 @@ def decode(frames: Sequence[Buffer], limits: Limits | None = None) -> Trajectory
     limits = limits or Limits()
     if len(frames) != frames_in(1):
         raise ProtocolError(f"trajectory: got {len(frames)} frames, expected {frames_in(1)}")
-    if len(frames[0]) > limits.max_header_bytes:
-        raise ProtocolError(f"trajectory header: got {len(frames[0])} bytes, expected at most {limits.max_header_bytes}")
+    head, *views = (memoryview(frame).cast("B") for frame in frames)
+    if len(head) > limits.max_header_bytes:
+        raise ProtocolError(f"trajectory header: got {len(head)} bytes, expected at most {limits.max_header_bytes}")
     try:
-        header = msgspec.msgpack.decode(frames[0], type=_Header)
-    except msgspec.DecodeError as error:
+        header = msgspec.msgpack.decode(head, type=_Header)
+    # Besides its own error msgspec lets invalid UTF-8 (ValueError) and deep nesting (RecursionError) escape.
+    except (ValueError, RecursionError) as error:
         raise ProtocolError(f"trajectory header: {error}") from error
     specs = [(s.name, s.dtype) for s in header.arrays]
     if specs != list(_ARRAYS.items()):
         raise ProtocolError(f"trajectory {header.key}: got arrays {specs}, expected {list(_ARRAYS.items())}")
+    if len({s.shape for s in header.arrays}) != 1:
+        raise ProtocolError(f"trajectory {header.key}: got shapes {[s.shape for s in header.arrays]}, expected one length")
     arrays, digest = {}, 0
-    for spec, frame in zip(header.arrays, frames[1:], strict=True):
+    for spec, frame in zip(header.arrays, views, strict=True):
         arrays[spec.name] = _read(header.key, spec, frame, limits)
         digest = zlib.crc32(frame, digest)
     if digest != header.digest:
@@ -190,10 +211,13 @@ def decode(frames: Sequence[Buffer], limits: Limits | None = None) -> Trajectory
     )
 
 
-def _read(key: str, spec: _ArraySpec, frame: Buffer, limits: Limits) -> np.ndarray:
-    if len(spec.shape) != 1 or not 0 <= spec.shape[0] <= limits.max_tokens:
-        raise ProtocolError(f"trajectory {key} {spec.name}: got shape {spec.shape}, expected [T] with T <= {limits.max_tokens}")
+def _read(key: str, spec: _ArraySpec, frame: memoryview, limits: Limits) -> np.ndarray:
+    if len(spec.shape) != 1 or not 1 <= spec.shape[0] <= limits.max_tokens:
+        raise ProtocolError(f"trajectory {key} {spec.name}: got shape {spec.shape}, expected [T] with 1 <= T <= {limits.max_tokens}")
     expected = spec.shape[0] * np.dtype(spec.dtype).itemsize
-    if len(memoryview(frame).cast("B")) != expected:
+    if len(frame) != expected:
         raise ProtocolError(f"trajectory {key} {spec.name}: got {len(frame)} bytes, expected {expected}")
-    return np.frombuffer(frame, dtype=spec.dtype)
+    # A bool array whose bytes are not 0 or 1 behaves differently from one numpy operation to the next.
+    if spec.dtype == "|b1" and np.frombuffer(frame, dtype=np.uint8).max() > 1:
+        raise ProtocolError(f"trajectory {key} {spec.name}: got bytes that are no truth values, expected 0 or 1")
+    return np.frombuffer(frame.toreadonly(), dtype=spec.dtype)

@@ -1,0 +1,206 @@
+"""Every mistake in a configuration is one line: the key, what was got, what was expected."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from asyncmoe.config import Config, load, parse
+from asyncmoe.errors import ConfigError
+
+GOOD: dict[str, Any] = {
+    "run": {"dir": "runs/x", "steps": 3},
+    "model": {"path": "m", "make": {"layers": 2}},
+    "task": {"kind": "arithmetic"},
+}
+
+
+def with_value(path: str, value: Any) -> dict[str, Any]:
+    values = copy.deepcopy(GOOD)
+    at = values
+    *parents, last = path.split(".")
+    for parent in parents:
+        at = at.setdefault(parent, {})
+    at[last] = value
+    return values
+
+
+def refused(values: dict[str, Any]) -> str:
+    with pytest.raises(ConfigError) as caught:
+        parse(values)
+    line = str(caught.value)
+    assert "\n" not in line
+    assert line.startswith("config: ")
+    assert caught.value.got not in (None, "")
+    assert caught.value.expected not in (None, "")
+    return line
+
+
+def test_defaults_are_valid_and_frozen() -> None:
+    config = parse(GOOD)
+    assert config.rollout.batch == 128
+    assert config.queue_capacity == 256
+    with pytest.raises(ValueError, match="frozen"):
+        config.run.steps = 4  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "got", "expected"),
+    [
+        ("run.steps", 0, "0", "greater than 0"),
+        ("run.steps", True, "True", "a number"),
+        ("run.steps", "many", "'many'", "a valid integer"),
+        ("run.steps", 1.5, "1.5", "a valid integer"),
+        ("run.steps", None, "None", "a valid integer"),
+        ("run.dir", 3, "3", "path"),
+        ("rollout.temperature", float("nan"), "nan", "a finite number"),
+        ("rollout.temperature", float("inf"), "inf", "a finite number"),
+        ("rollout.temperature", "nan", "'nan'", "a finite number"),
+        ("rollout.temperature", False, "False", "a number"),
+        ("rollout.temperature", 0, "0", "greater than 0"),
+        ("trainer.optimizer.lr", True, "True", "a number"),
+        ("trainer.optimizer.lr", -1e-6, "-1e-06", "greater than 0"),
+        ("trainer.optimizer.betas", [0.9, 1.0], "1.0", "less than 1"),
+        ("trainer.optimizer.betas", [0.9], "nothing", "a value"),
+        ("trainer.dtype", "float16", "'float16'", "'float32', 'bfloat16' or 'auto'"),
+        ("task.kind", "gsm8k", "'gsm8k'", "'arithmetic' or 'jsonl'"),
+        ("task.operations", ["/"], "'/'", "'+', '-' or '*'"),
+        ("task.operations", [], "an empty list", "at least one of"),
+        ("task.kind", "jsonl", "nothing", "the path of a JSONL file"),
+        ("engines.port", 65536, "65536", "less than or equal to 65535"),
+        ("engines.args", "--x", "'--x'", "tuple"),
+        ("queue.staleness.eta", -1, "-1", "greater than or equal to 0"),
+        ("queue.staleness.eta", True, "True", "a number"),
+        ("queue.staleness.rule", "keep", "'keep'", "'drop'"),
+        ("queue.capacity", 127, "127", "at least a step's batch"),
+        ("trainer", None, "None", "a section"),
+        ("trainer", [1], "[1]", "a section"),
+        ("trainer.tp", 2, "1", "a multiple of tp * pp = 2"),
+        ("engines.ep", 2, "2", "a divisor of engines.tp = 1"),
+        ("rollout.group_size", 1, "1", "at least 2"),
+        ("objective.updates_per_batch", 3, "3", "a divisor of rollout.groups_per_step = 16"),
+        ("objective.proximal", "behaviour", "2.0", "null because objective.proximal is behaviour"),
+        ("sync.every", 3, "3", "at most queue.staleness.eta + 1 = 2"),
+        ("telemetry.live", "maybe", "'maybe'", "'auto', 'on' or 'off'"),
+    ],
+)
+def test_a_bad_value_names_its_key_what_was_got_and_what_was_expected(path: str, value: Any, got: str, expected: str) -> None:
+    line = refused(with_value(path, value))
+    what, _, rest = line.partition(": got ")
+    assert rest.startswith(got), line
+    assert expected in rest.partition(", expected ")[2], line
+    assert path.split(".")[0] in what, line
+
+
+def test_a_wrong_element_is_named_by_its_index() -> None:
+    assert "task.operations.1: got '/'" in refused(with_value("task.operations", ["+", "/"]))
+
+
+@pytest.mark.parametrize(
+    ("path", "known"),
+    [
+        ("trainr", "run, model, task"),
+        ("trainer.tensor_parallel", "ranks, tp, pp, ep"),
+        ("trainer.optimizer.learning_rate", "lr, min_lr"),
+        ("queue.staleness.max", "eta, rule"),
+        ("model.make.depth", "layers, hidden"),
+    ],
+)
+def test_an_unknown_key_lists_those_there_are(path: str, known: str) -> None:
+    line = refused(with_value(path, 1))
+    assert f"{path}: got an unknown key, expected one of {known}" in line
+
+
+def test_a_missing_key_and_a_missing_section() -> None:
+    values = copy.deepcopy(GOOD)
+    del values["run"]["steps"]
+    assert "run.steps: got nothing, expected a value" in refused(values)
+    del values["run"]
+    assert "run: got nothing, expected a value" in refused(values)
+
+
+def test_a_key_that_is_not_text() -> None:
+    assert "expected" in refused({**GOOD, 7: 1})  # type: ignore[dict-item]
+
+
+def write(path: Path, text: str) -> Path:
+    file = path / "c.yaml"
+    file.write_text(text)
+    return file
+
+
+def good_file(path: Path) -> Path:
+    return write(path, yaml.safe_dump(GOOD))
+
+
+def test_numbers_that_yaml_reads_as_text_are_numbers(tmp_path: Path) -> None:
+    text = yaml.safe_dump(GOOD) + "trainer: {optimizer: {lr: 1e-5}}\n"
+    assert yaml.safe_load(text)["trainer"]["optimizer"]["lr"] == "1e-5"
+    assert load(write(tmp_path, text)).trainer.optimizer.lr == 1e-5
+
+
+@pytest.mark.parametrize(("word", "value"), [("off", "off"), ("on", "on"), ("no", "off"), ("auto", "auto"), ("'off'", "off")])
+def test_an_unquoted_on_or_off_is_taken_as_written(tmp_path: Path, word: str, value: str) -> None:
+    assert load(write(tmp_path, yaml.safe_dump(GOOD) + f"telemetry: {{live: {word}}}\n")).telemetry.live == value
+
+
+def test_overrides_are_yaml_and_reach_any_depth(tmp_path: Path) -> None:
+    config = load(good_file(tmp_path), ["trainer.optimizer.lr=1e-3", "engines.args=[--a, b]", "queue.staleness.eta=0", "run.steps=9"])
+    assert config.trainer.optimizer.lr == 1e-3
+    assert config.engines.args == ("--a", "b")
+    assert (config.queue.staleness.eta, config.run.steps) == (0, 9)
+
+
+@pytest.mark.parametrize(
+    ("override", "line"),
+    [
+        ("run.steps", "override: got 'run.steps', expected key.path=value"),
+        ("=3", "override: got '=3', expected key.path=value"),
+        ("run.steps.more=1", "override run.steps.more: got steps is not a section, expected a section"),
+        ("run.steps=[1", "override run.steps: got '[1', expected a YAML value"),
+        ("run.stps=1", "run.stps: got an unknown key, expected one of dir, steps"),
+        ("run.steps=", "run.steps: got None, expected a valid integer"),
+    ],
+)
+def test_a_bad_override_is_one_line(tmp_path: Path, override: str, line: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(good_file(tmp_path), [override])
+    assert line in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (b"run: [", "expected valid YAML"),
+        (b"\xff\xfe\xfa", "expected valid YAML"),
+        (b"run: !!python/object/apply:os.system [ls]", "expected valid YAML"),
+        (b"run: {steps: 1}\nrun: {steps: 2}\n", "key 'run' is given twice"),
+        (b"run: {steps: 1, steps: 2}\n", "key 'steps' is given twice"),
+        (b"", "got NoneType, expected a mapping"),
+        (b"- a\n", "got list, expected a mapping"),
+    ],
+)
+def test_a_bad_file_is_one_line_that_names_it(tmp_path: Path, text: bytes, expected: str) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_bytes(text)
+    with pytest.raises(ConfigError) as caught:
+        load(file)
+    assert expected in str(caught.value)
+    assert str(file) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_no_file(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no such file"):
+        load(tmp_path / "none.yaml")
+
+
+def test_digest_tells_configurations_apart_and_is_stable(tmp_path: Path) -> None:
+    file = good_file(tmp_path)
+    assert load(file).digest == load(file).digest == Config.model_validate_json(load(file).model_dump_json()).digest
+    assert load(file, ["rollout.temperature=0.9"]).digest != load(file).digest

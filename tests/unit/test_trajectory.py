@@ -1,0 +1,283 @@
+"""The trajectory's wire form: what goes in comes out, and nothing that lies comes in."""
+
+from __future__ import annotations
+
+import dataclasses
+import tracemalloc
+import zlib
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from asyncmoe.errors import ProtocolError, TrajectoryRejected
+from asyncmoe.trajectory import NOT_SAMPLED, Limits, Trajectory, decode, encode, frames_in, validate
+
+INT32 = np.iinfo(np.int32)
+
+
+@st.composite
+def trajectories(draw: st.DrawFn) -> Trajectory:
+    length = draw(st.integers(1, 60))
+    random = np.random.default_rng(draw(st.integers(0, 2**32)))
+    return Trajectory(
+        key=draw(st.text(max_size=30)),
+        group=draw(st.integers(0, 2**63 - 1)),
+        episode=draw(st.integers(0, 2**31)),
+        tokens=random.integers(INT32.min, INT32.max, length, dtype=np.int32, endpoint=True),
+        loss_mask=random.random(length) < 0.5,
+        logprobs=random.standard_normal(length).astype(np.float32),
+        versions=random.integers(-1, 9, length, dtype=np.int32),
+        reward=draw(st.floats(allow_nan=False)),
+        finish=draw(st.sampled_from(["stop", "length"])),
+        prefix_version=draw(st.integers(-1, 9)),
+        agent=draw(st.integers(0, 3)),
+        attempt=draw(st.integers(0, 3)),
+        seconds=draw(st.dictionaries(st.text(max_size=5), st.floats(0, 9), max_size=3)),
+    )
+
+
+def make(**changes: Any) -> Trajectory:
+    mask = np.array([0, 0, 1, 1], bool)
+    values: dict[str, Any] = {
+        "key": "g0.e0",
+        "group": 0,
+        "episode": 0,
+        "tokens": np.array([5, 6, 7, 8], np.int32),
+        "loss_mask": mask,
+        "logprobs": np.where(mask, -0.5, 0).astype(np.float32),
+        "versions": np.where(mask, 3, NOT_SAMPLED).astype(np.int32),
+        "reward": 1.0,
+        "finish": "stop",
+    }
+    return Trajectory(**(values | changes))
+
+
+def same(a: Trajectory, b: Trajectory) -> bool:
+    pairs = ((getattr(a, f.name), getattr(b, f.name)) for f in dataclasses.fields(Trajectory))
+    return all(np.array_equal(x, y) and x.dtype == y.dtype if isinstance(x, np.ndarray) else x == y for x, y in pairs)
+
+
+@given(trajectories())
+def test_round_trip(trajectory: Trajectory) -> None:
+    frames = encode(trajectory)
+    assert len(frames) == frames_in(1)
+    back = decode([bytes(f) for f in frames])
+    assert same(trajectory, back)
+    assert not back.tokens.flags.writeable
+
+
+def test_contiguous_arrays_are_not_copied_and_others_are() -> None:
+    whole = make()
+    assert np.shares_memory(np.frombuffer(encode(whole)[1], np.int32), whole.tokens)
+    strided = make(tokens=np.array([5, 0, 6, 0, 7, 0, 8, 0], np.int32)[::2])
+    assert same(decode(encode(strided)), whole)
+
+
+def test_writable_frames_give_read_only_arrays() -> None:
+    assert not decode([bytearray(f) for f in encode(make())]).logprobs.flags.writeable
+
+
+@given(trajectories(), st.integers(1, 4), st.data())
+def test_any_changed_array_byte_is_refused(trajectory: Trajectory, which: int, data: st.DataObject) -> None:
+    frames = [bytearray(f) for f in encode(trajectory)]
+    at = data.draw(st.integers(0, len(frames[which]) - 1))
+    frames[which][at] ^= data.draw(st.integers(1, 255))
+    with pytest.raises(ProtocolError):
+        decode(frames)
+
+
+@given(trajectories(), st.integers(0, 4), st.integers(-3, 3).filter(bool))
+def test_any_changed_frame_length_is_refused(trajectory: Trajectory, which: int, by: int) -> None:
+    frames = [bytes(f) for f in encode(trajectory)]
+    frames[which] = frames[which][:by] if by < 0 else frames[which] + b"\0" * by
+    with pytest.raises(ProtocolError):
+        decode(frames)
+
+
+@given(trajectories(), st.data())
+def test_a_changed_header_is_refused_or_still_a_trajectory(trajectory: Trajectory, data: st.DataObject) -> None:
+    frames = [bytearray(f) for f in encode(trajectory)]
+    for _ in range(data.draw(st.integers(1, 5))):
+        frames[0][data.draw(st.integers(0, len(frames[0]) - 1))] = data.draw(st.integers(0, 255))
+    try:
+        back = decode(frames)
+    except ProtocolError:
+        return
+    assert len({len(back.tokens), len(back.loss_mask), len(back.logprobs), len(back.versions)}) == 1
+
+
+@given(st.lists(st.binary(max_size=40), min_size=5, max_size=5))
+def test_noise_is_refused(frames: list[bytes]) -> None:
+    with pytest.raises(ProtocolError):
+        decode(frames)
+
+
+@pytest.mark.parametrize("count", [0, 1, 4, 6])
+def test_frame_count(count: int) -> None:
+    frames = (encode(make()) * 2)[:count]
+    with pytest.raises(ProtocolError, match=f"got {count} frames, expected 5"):
+        decode(frames)
+
+
+def lie(change: dict[str, Any], **arrays: dict[str, Any]) -> list[Any]:
+    """Frames of a good trajectory whose header says something else."""
+    frames = encode(make())
+    header = msgspec.msgpack.decode(frames[0])
+    header |= change
+    for spec in header["arrays"]:
+        spec |= arrays.get(spec["name"], {})
+    return [msgspec.msgpack.encode(header), *frames[1:]]
+
+
+@pytest.mark.parametrize(
+    "frames",
+    [
+        lie({"digest": 1}),
+        lie({"digest": -1}),
+        lie({"arrays": []}),
+        lie({"more": 1}),
+        lie({"group": "0"}),
+        lie({"group": 1.5}),
+        lie({"reward": "1"}),
+        lie({"key": None}),
+        lie({}, tokens={"dtype": ">i4"}),
+        lie({}, tokens={"dtype": "|O"}),
+        lie({}, tokens={"dtype": "<f4"}),
+        lie({}, tokens={"name": "logprobs"}),
+        lie({}, tokens={"shape": [3]}),
+        lie({}, tokens={"shape": [-4]}),
+        lie({}, tokens={"shape": [4, 1]}),
+        lie({}, tokens={"shape": []}),
+        lie({}, tokens={"shape": [True]}),
+        lie({}, tokens={"shape": [2**62]}),
+        lie({}, tokens={"shape": [2**64 - 1]}),
+        lie({}, tokens={"shape": [0]}),
+        [encode(make())[0][:-3], *encode(make())[1:]],
+        [b"", *encode(make())[1:]],
+        [b"\x91" * 60_000, *encode(make())[1:]],
+        [b"\xdd\xff\xff\xff\xff", *encode(make())[1:]],
+        [bytes(encode(make())[0]).replace(b"g0.e0", b"g0\xff\xfe0"), *encode(make())[1:]],
+    ],
+)
+def test_a_header_that_lies_is_refused(frames: list[Any]) -> None:
+    with pytest.raises(ProtocolError, match="trajectory"):
+        decode(frames)
+
+
+def test_huge_counts_are_refused_before_anything_is_allocated() -> None:
+    wide = {name: {"shape": [1 << 40]} for name in ("tokens", "loss_mask", "logprobs", "versions")}
+    hostile = [lie({}, **wide), [b"\x91\xdd\xff\xff\xff\xff", *encode(make())[1:]], [b"\0" * (1 << 17), *encode(make())[1:]]]
+    tracemalloc.start()
+    try:
+        for frames in hostile:
+            with pytest.raises(ProtocolError):
+                decode(frames)
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
+
+
+def test_limits_are_enforced() -> None:
+    with pytest.raises(ProtocolError, match="T <= 3"):
+        decode(encode(make()), Limits(max_tokens=3))
+    with pytest.raises(ProtocolError, match="expected at most 10"):
+        decode(encode(make()), Limits(max_header_bytes=10))
+
+
+def test_arrays_of_different_lengths_are_refused_even_when_the_digest_is_right() -> None:
+    frames = encode(make())
+    header = msgspec.msgpack.decode(frames[0])
+    header["arrays"][2]["shape"] = [3]
+    frames[3] = frames[3][:12]
+    digest = 0
+    for frame in frames[1:]:
+        digest = zlib.crc32(frame, digest)
+    with pytest.raises(ProtocolError, match="expected one length"):
+        decode([msgspec.msgpack.encode(header | {"digest": digest}), *frames[1:]])
+
+
+def test_truth_values_other_than_0_and_1_are_refused() -> None:
+    frames = encode(make())
+    frames[2] = bytes([0, 0, 2, 1])
+    digest = 0
+    for frame in frames[1:]:
+        digest = zlib.crc32(frame, digest)
+    header = msgspec.msgpack.decode(frames[0]) | {"digest": digest}
+    with pytest.raises(ProtocolError, match="no truth values"):
+        decode([msgspec.msgpack.encode(header), *frames[1:]])
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        make(tokens=np.array([5, 6, 7, 2**40])),
+        make(tokens=np.array([5, 6, 7], np.int32)),
+        make(tokens=np.array([[5, 6], [7, 8]], np.int32)),
+        make(loss_mask=np.array([0, 0, 1, 1])),
+        make(logprobs=np.zeros(4)),
+        make(**{n: np.zeros(0, d) for n, d in (("tokens", "i4"), ("loss_mask", "?"), ("logprobs", "f4"), ("versions", "i4"))}),
+    ],
+)
+def test_encode_refuses_what_no_decoder_would_take_rather_than_cast(bad: Trajectory) -> None:
+    with pytest.raises(ProtocolError, match=r"trajectory g0\.e0"):
+        encode(bad)
+
+
+def sampled(values: list[float], dtype: str) -> np.ndarray:
+    return np.array(values, dtype)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"tokens": sampled([5, 6, 7], "i4")}, "length_mismatch"),
+        (
+            {n: sampled([[1], [1]], d) for n, d in (("tokens", "i4"), ("loss_mask", "?"), ("logprobs", "f4"), ("versions", "i4"))},
+            "length_mismatch",
+        ),
+        ({"tokens": sampled([5, 6, 7, 8], "i8")}, "bad_dtype"),
+        ({"loss_mask": sampled([0, 0, 1, 1], "i4")}, "bad_dtype"),
+        ({"logprobs": sampled([0, 0, -1, -1], "f8")}, "bad_dtype"),
+        ({"loss_mask": sampled([0, 0, 0, 0], "?"), "versions": sampled([-1] * 4, "i4")}, "empty_response"),
+        ({"tokens": sampled([5, 6, 7, 9], "i4")}, "token_out_of_vocabulary"),
+        ({"tokens": sampled([5, -1, 7, 8], "i4")}, "token_out_of_vocabulary"),
+        ({"logprobs": sampled([0, 0, np.nan, -1], "f4")}, "bad_logprob"),
+        ({"logprobs": sampled([0, 0, -np.inf, -1], "f4")}, "bad_logprob"),
+        ({"logprobs": sampled([0, 0, 0.5, -1], "f4")}, "bad_logprob"),
+        ({"reward": float("nan")}, "bad_reward"),
+        ({"reward": float("-inf")}, "bad_reward"),
+        ({"versions": sampled([3, -1, 3, 3], "i4")}, "bad_version"),
+        ({"versions": sampled([-1, -1, 3, -1], "i4")}, "bad_version"),
+        ({"versions": sampled([-1, -1, -2, -2], "i4")}, "bad_version"),
+    ],
+)
+def test_validate_names_the_reason(changes: dict[str, Any], reason: str) -> None:
+    with pytest.raises(TrajectoryRejected) as caught:
+        validate(make(**changes), vocab_size=9)
+    assert caught.value.reason == reason
+    assert "g0.e0" in str(caught.value)
+
+
+def test_validate_takes_a_good_one_and_a_demonstration() -> None:
+    validate(make(), vocab_size=9)
+    demonstration = make(versions=np.full(4, NOT_SAMPLED, np.int32), logprobs=np.zeros(4, np.float32))
+    validate(demonstration, vocab_size=9)
+    assert demonstration.oldest_version == NOT_SAMPLED
+    assert not demonstration.is_pure
+
+
+def test_a_negative_token_is_refused_without_a_vocabulary() -> None:
+    with pytest.raises(TrajectoryRejected, match="token_out_of_vocabulary"):
+        validate(make(tokens=sampled([5, -1, 7, 8], "i4")))
+
+
+def test_oldest_version_and_purity() -> None:
+    mixed = make(versions=sampled([-1, -1, 3, 2], "i4"), prefix_version=3)
+    assert (mixed.oldest_version, mixed.is_pure) == (2, False)
+    assert make(prefix_version=3).is_pure
+    assert not make(prefix_version=2).is_pure
+    assert not make().is_pure

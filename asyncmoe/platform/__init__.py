@@ -1,0 +1,1 @@
+"""What makes Megatron and SGLang run on a machine without CUDA."""

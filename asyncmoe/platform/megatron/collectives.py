@@ -1,0 +1,90 @@
+"""What NCCL takes and gloo does not.
+
+Megatron's calls are looked up as `torch.distributed.<name>` when they are made, so replacing them there answers every place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from asyncmoe.errors import InvariantBroken
+from asyncmoe.platform.megatron.patch import wrap
+
+
+def install() -> None:
+    """Replace three collectives of `torch.distributed`; calls that gloo takes as they are pass through."""
+    wrap(dist, "all_to_all_single", _integer_splits)
+    wrap(dist, "all_gather", _uneven_all_gather)
+    wrap(dist, "reduce_scatter", _uneven_reduce_scatter)
+
+
+def _integer_splits(original: Callable[..., Any]) -> Callable[..., Any]:
+    """The MoE dispatcher hands its splits over as tensors or arrays (tensor_parallel/mappings.py `_AllToAll`); gloo wants a list of int."""
+
+    def all_to_all_single(
+        output: torch.Tensor,
+        input: torch.Tensor,
+        output_split_sizes: Sequence[Any] | None = None,
+        input_split_sizes: Sequence[Any] | None = None,
+        group: dist.ProcessGroup | None = None,
+        async_op: bool = False,
+    ) -> Any:
+        return original(output, input, _integers(output_split_sizes), _integers(input_split_sizes), group=group, async_op=async_op)
+
+    return all_to_all_single
+
+
+def _integers(sizes: Sequence[Any] | None) -> list[int] | None:
+    return None if sizes is None else [int(size) for size in sizes]
+
+
+def _uneven_all_gather(original: Callable[..., Any]) -> Callable[..., Any]:
+    """With expert TP > 1 and EP > 1 ranks hold different numbers of rows (mappings.py `_gather_along_first_dim`); gloo wants them equal."""
+
+    def all_gather(
+        tensor_list: Sequence[torch.Tensor], tensor: torch.Tensor, group: dist.ProcessGroup | None = None, async_op: bool = False
+    ) -> Any:
+        rows = [part.shape[0] if part.dim() else 1 for part in tensor_list]
+        if len(set(rows)) <= 1:
+            return original(tensor_list, tensor, group=group, async_op=async_op)
+        _refuse_async(async_op, "all_gather")
+        padded = tensor.new_zeros(max(rows), *tensor.shape[1:])
+        padded[: tensor.shape[0]] = tensor
+        gathered = [torch.empty_like(padded) for _ in rows]
+        original(gathered, padded, group=group)
+        for part, full, count in zip(tensor_list, gathered, rows, strict=True):
+            part.copy_(full[:count])
+        return None
+
+    return all_gather
+
+
+def _uneven_reduce_scatter(original: Callable[..., Any]) -> Callable[..., Any]:
+    """The backward of the above (mappings.py `_reduce_scatter_along_first_dim`): reduce everything, keep this rank's rows."""
+
+    def reduce_scatter(
+        output: torch.Tensor,
+        input_list: Sequence[torch.Tensor],
+        op: Any = dist.ReduceOp.SUM,
+        group: dist.ProcessGroup | None = None,
+        async_op: bool = False,
+    ) -> Any:
+        rows = [part.shape[0] if part.dim() else 1 for part in input_list]
+        if len(set(rows)) <= 1:
+            return original(output, input_list, op=op, group=group, async_op=async_op)
+        _refuse_async(async_op, "reduce_scatter")
+        everything = torch.cat(list(input_list))
+        dist.all_reduce(everything, op=op, group=group)
+        output.copy_(torch.split(everything, rows)[dist.get_rank(group)])
+        return None
+
+    return reduce_scatter
+
+
+def _refuse_async(async_op: bool, name: str) -> None:
+    if async_op:
+        raise InvariantBroken(f"{name} of blocks with different row counts was asked to run asynchronously, which gloo cannot do")

@@ -1,0 +1,37 @@
+"""Megatron's random-state tracker over the CPU generator.
+
+`tensor_parallel/random.py` keeps a generator state for each kind of parallel region and swaps it in and out, also around recomputed
+layers. There is only one generator here, so both of its "CUDA" states are that one.
+"""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+
+from asyncmoe.platform.megatron.patch import module, replace
+
+
+def install() -> None:
+    """Replace the state accessors of `torch.cuda` and those Megatron wrote for itself."""
+    tracker = module("tensor_parallel.random")
+    replace(torch.cuda, "get_rng_state", lambda *_, **__: torch.get_rng_state())
+    replace(torch.cuda, "set_rng_state", lambda state, *_, **__: torch.set_rng_state(state))
+    replace(torch.cuda, "manual_seed", lambda seed: torch.manual_seed(seed))
+    replace(tracker, "_get_cuda_rng_state", _get)
+    replace(tracker, "_set_cuda_rng_state", _set)
+    logging.getLogger(tracker.__name__).addFilter(_not_about_cpu_state)
+
+
+def _get(*_: object, **__: object) -> torch.Tensor:
+    return torch.get_rng_state()
+
+
+def _set(state: torch.Tensor, *_: object, **__: object) -> None:
+    torch.set_rng_state(state)
+
+
+def _not_about_cpu_state(record: logging.LogRecord) -> bool:
+    """`fork` warns when the CPU's state changed inside a GPU region: always so here, as they are the same state."""
+    return "CPU RNG state changed" not in record.getMessage()

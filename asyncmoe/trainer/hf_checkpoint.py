@@ -1,0 +1,60 @@
+"""Reading single tensors of a Hugging Face checkpoint."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from asyncmoe.errors import DataError
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+
+
+class HFCheckpoint:
+    """Tensors by name, from one `model.safetensors` or from the shards its index lists. Files are mapped, and opened when first asked for.
+
+    Raises:
+        DataError: there is neither, or the index is broken.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._files: dict[str, Any] = {}
+        if (path / INDEX).is_file():
+            self._file_of = self._read_index()
+        elif (path / SINGLE).is_file():
+            self._file_of = dict.fromkeys(self._open(SINGLE).keys(), SINGLE)
+        else:
+            raise DataError(str(path), got="no safetensors", expected=f"{SINGLE} or {INDEX}")
+
+    def read(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """A contiguous copy of one tensor, cast to `dtype`.
+
+        Raises:
+            DataError: it is missing or has another shape.
+        """
+        if name not in self._file_of:
+            raise DataError(f"{self._path}: tensor {name}", got="nothing", expected=f"a tensor of shape {list(shape)}")
+        tensor: torch.Tensor = self._open(self._file_of[name]).get_tensor(name)
+        if tuple(tensor.shape) != tuple(shape):
+            raise DataError(f"{self._path}: tensor {name}", got=f"shape {list(tensor.shape)}", expected=f"shape {list(shape)}")
+        return tensor.to(dtype).contiguous()
+
+    def _read_index(self) -> dict[str, str]:
+        try:
+            return dict(json.loads((self._path / INDEX).read_text())["weight_map"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise DataError(str(self._path / INDEX), got=f"{type(error).__name__}: {error}", expected="a safetensors index") from error
+
+    def _open(self, file: str) -> Any:
+        if file not in self._files:
+            try:
+                self._files[file] = safe_open(str(self._path / file), framework="pt")
+            except (OSError, SafetensorError) as error:
+                raise DataError(str(self._path / file), got=str(error), expected="a safetensors file") from error
+        return self._files[file]

@@ -1,0 +1,192 @@
+"""Megatron's GPTModel from a Hugging Face configuration, and its weights from a Hugging Face checkpoint."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from asyncmoe.config import Config
+from asyncmoe.errors import InvariantBroken
+from asyncmoe.models import MegatronParallel, family_of
+from asyncmoe.platform import megatron
+from asyncmoe.reshard import LocalTransport, Piece, RankLayout, exchange, plan_each
+from asyncmoe.trainer.hf_checkpoint import HFCheckpoint
+from asyncmoe.trainer.mesh import Mesh
+
+megatron.prepare()
+
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads  # noqa: E402
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec  # noqa: E402
+from megatron.core.models.gpt.gpt_model import GPTModel  # noqa: E402
+from megatron.core.transformer.module import Float16Module  # noqa: E402
+from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
+
+from asyncmoe.trainer.attention import PackedAttention  # noqa: E402
+from asyncmoe.trainer.norm import RMSNorm  # noqa: E402
+
+
+@dataclass(frozen=True, eq=False)
+class Model:
+    """One rank's part of the model.
+
+    Attributes:
+        config: Megatron's.
+        module: the bare GPTModel of this pipeline stage; its parameters have the names `asyncmoe.models` uses.
+        ddp: what runs: `module` inside the cast to bfloat16, if any, inside Megatron's data parallelism.
+        dtype: of the parameters.
+        hf: the Hugging Face configuration.
+        parallel: the sizes it is spread over.
+        mesh: this rank's place.
+    """
+
+    config: TransformerConfig
+    module: torch.nn.Module
+    ddp: DistributedDataParallel
+    dtype: torch.dtype
+    hf: Mapping[str, Any]
+    parallel: MegatronParallel
+    mesh: Mesh
+
+
+def build(hf: Mapping[str, Any], config: Config, mesh: Mesh) -> Model:
+    """This rank's part, with random weights; `load_hf` fills it. Weights are float32, or bfloat16 with float32 gradients and masters."""
+    te = has_transformer_engine()
+    dtype = _dtype(config.trainer.dtype, mesh)
+    family_config, gpt = family_of(hf).megatron_config(hf)
+    megatron_config = _transformer_config(family_config, config, mesh, dtype, te)
+    module = GPTModel(
+        config=megatron_config,
+        transformer_layer_spec=_spec(megatron_config, te),
+        pre_process=mesh.pp_rank == 0,
+        post_process=mesh.last_stage,
+        parallel_output=True,
+        **gpt,
+    ).to(mesh.device)
+    inner = Float16Module(megatron_config, module) if dtype == torch.bfloat16 else module
+    ddp_config = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True,
+        overlap_grad_reduce=False,
+        use_distributed_optimizer=config.trainer.optimizer.distributed,
+    )
+    ddp = DistributedDataParallel(megatron_config, ddp_config, inner)
+    ddp.train()
+    return Model(megatron_config, module, ddp, dtype, hf, mesh.parallel(te), mesh)
+
+
+def has_transformer_engine() -> bool:
+    """Transformer Engine is installed and there is a GPU for it; the model is then built from its modules."""
+    return torch.cuda.is_available() and importlib.util.find_spec("transformer_engine") is not None
+
+
+def parameters(model: Model) -> dict[str, torch.Tensor]:
+    """This rank's weights by local Megatron name, as `Family.megatron_layout` names its storages; they are the weights themselves."""
+    return {name: parameter.data for name, parameter in model.module.named_parameters()}
+
+
+def load_hf(model: Model, path: Path) -> None:
+    """Fill this rank's weights from a Hugging Face checkpoint. One parameter at a time, reading only the tensors that are part of it.
+
+    Raises:
+        DataError: a tensor is missing or has another shape, or a file cannot be read.
+        InvariantBroken: the layout table does not describe the model that was built.
+    """
+    checkpoint = HFCheckpoint(path)
+    weights = parameters(model)
+    for name, value in local_tensors(model, checkpoint):
+        weights[name].copy_(value)
+
+
+def local_tensors(model: Model, checkpoint: HFCheckpoint) -> Iterator[tuple[str, torch.Tensor]]:
+    """This rank's weights, by local Megatron name, as a Hugging Face checkpoint has them; on the host, in the model's dtype."""
+    family, dtype = family_of(model.hf), str(model.dtype).removeprefix("torch.")
+    source = family.hf_layout(model.hf, dtype).at(0)
+    local = family.megatron_layout(model.hf, model.parallel, model.mesh.rank, dtype).at(0)
+    _check_layout(local, parameters(model))
+    plans = plan_each(family.tensors(model.hf), [source], [[part] for part in _each_storage(local)])
+    for name, steps in zip(local.storages, plans, strict=True):
+        arrays = {n: checkpoint.read(n, storage.shape, model.dtype) for n, storage in steps.sources.get(0, {}).items()}
+        value = torch.empty(local.storages[name].shape, dtype=model.dtype)
+        exchange(steps, LocalTransport(), arrays, {name: value})
+        yield name, value
+
+
+def _each_storage(layout: RankLayout) -> list[RankLayout]:
+    pieces: dict[str, list[Piece]] = {name: [] for name in layout.storages}
+    for piece in layout.pieces:
+        pieces[piece.storage].append(piece)
+    return [RankLayout(layout.rank, {name: storage}, tuple(pieces[name])) for name, storage in layout.storages.items()]
+
+
+def _check_layout(layout: RankLayout, built: Mapping[str, torch.Tensor]) -> None:
+    described = {name: storage.shape for name, storage in layout.storages.items()}
+    existing = {name: tuple(tensor.shape) for name, tensor in built.items()}
+    differ = sorted(name for name in described.keys() | existing.keys() if described.get(name) != existing.get(name))
+    if differ:
+        name = differ[0]
+        raise InvariantBroken(
+            f"{name}: the layout table says {described.get(name)}, Megatron built {existing.get(name)} ({len(differ)} differ)"
+        )
+
+
+def _dtype(choice: str, mesh: Mesh) -> torch.dtype:
+    if choice == "auto":
+        return torch.float32 if mesh.device.type == "cpu" else torch.bfloat16
+    return torch.bfloat16 if choice == "bfloat16" else torch.float32
+
+
+def _transformer_config(family: Mapping[str, Any], config: Config, mesh: Mesh, dtype: torch.dtype, te: bool) -> TransformerConfig:
+    recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    switches: dict[str, Any] = {
+        "tensor_model_parallel_size": mesh.tp,
+        "pipeline_model_parallel_size": mesh.pp,
+        "expert_model_parallel_size": mesh.ep,
+        "expert_tensor_parallel_size": mesh.etp,
+        "sequence_parallel": mesh.tp > 1,
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+        "bf16": dtype == torch.bfloat16,
+        "variable_seq_lengths": True,  # micro-batches of packed sequences differ in rows; pipeline stages tell each other the shape
+        "deallocate_pipeline_outputs": True,
+        # Losses arrive already divided by the step's denominator: nothing is to be divided by ranks or micro-batches.
+        "calculate_per_token_loss": True,
+        "finalize_model_grads_func": _finalize,
+        "moe_grouped_gemm": te,
+        "use_cpu_initialization": mesh.device.type == "cpu",
+        "gradient_accumulation_fusion": False,  # needs Apex' or Transformer Engine's own kernels
+        "bias_activation_fusion": False,
+        "bias_dropout_fusion": False,
+        "apply_rope_fusion": False,
+        "masked_softmax_fusion": False,
+        "moe_permute_fusion": False,
+        "moe_router_fusion": False,
+        "persist_layer_norm": False,
+        **(recompute if config.trainer.recompute == "full" else {}),
+    }
+    return TransformerConfig(**{**family, **switches})
+
+
+def _spec(config: TransformerConfig, te: bool) -> Any:
+    """Transformer Engine's layers, or Megatron's local ones with this package's norm and core attention."""
+    if te:
+        return get_gpt_decoder_block_spec(config, use_transformer_engine=True, normalization="RMSNorm")
+    block = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm")
+    for layer in block.layer_specs:  # the same object may be there more than once; setting it again changes nothing
+        submodules = layer.submodules
+        submodules.input_layernorm = submodules.pre_mlp_layernorm = RMSNorm
+        attention = submodules.self_attention.submodules
+        attention.core_attention = PackedAttention
+        if config.qk_layernorm:
+            attention.q_layernorm = attention.k_layernorm = RMSNorm
+    block.layer_norm = RMSNorm
+    return block
+
+
+def _finalize(model: list[torch.nn.Module], num_tokens: torch.Tensor | None = None, **kwargs: Any) -> None:
+    """Megatron's reductions of gradients, without its division by the number of tokens (see `calculate_per_token_loss` above)."""
+    del num_tokens
+    finalize_model_grads(model, None, **kwargs)

@@ -1,0 +1,19 @@
+"""RMSNorm for the local spec."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+class RMSNorm(torch.nn.RMSNorm):
+    """torch's RMSNorm under sequence parallelism.
+
+    Megatron's wrapper of it refuses sequence parallelism (`transformer/torch_norm.py`). All it takes is the flag: each tensor-parallel rank
+    sees its own rows, and `finalize_model_grads` adds up the gradients of weights that carry it.
+    """
+
+    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: object) -> None:
+        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype, device=None if config.use_cpu_initialization else "cuda")
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]

@@ -1,0 +1,77 @@
+"""Megatron's optimizer and the learning-rate schedule."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from asyncmoe.config import Config, OptimizerSection
+from asyncmoe.errors import InvariantBroken
+from asyncmoe.platform import megatron
+from asyncmoe.trainer.model import Model
+
+megatron.prepare()
+
+from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer  # noqa: E402
+
+
+def build(config: Config, model: Model) -> MegatronOptimizer:
+    """Adam (AdamW) with global-norm clipping, its state on every rank or shared out over data-parallel ranks.
+
+    Build it after the weights are loaded: with bfloat16 it copies them into float32 masters.
+
+    A step whose gradient norm is not finite raises `InvariantBroken` on every rank before any parameter has changed.
+    """
+    section = config.trainer.optimizer
+    optimizer = get_megatron_optimizer(
+        OptimizerConfig(
+            optimizer="adam",
+            lr=section.lr,
+            min_lr=section.min_lr,
+            weight_decay=section.weight_decay,
+            adam_beta1=section.betas[0],
+            adam_beta2=section.betas[1],
+            adam_eps=section.eps,
+            clip_grad=section.clip_grad,
+            bf16=model.dtype == torch.bfloat16,
+            params_dtype=model.dtype,
+            use_distributed_optimizer=section.distributed,
+        ),
+        [model.ddp],
+    )
+    # `ChainedOptimizer.step` asks for the norm, reduced over all ranks, before it clips and steps; it would go on with NaN.
+    optimizer.get_grad_norm = _finite(optimizer.get_grad_norm)
+    return optimizer
+
+
+def lr_at(step: int, section: OptimizerSection, total: int) -> float:
+    """Learning rate of optimizer step `step` (the first is 0) of `total`.
+
+    Rises linearly to `lr` over `warmup_steps`, then stays, or falls to `min_lr` at the last step, straight or along a half cosine.
+    """
+    if step < section.warmup_steps:
+        return section.lr * (step + 1) / section.warmup_steps
+    if section.decay == "constant":
+        return section.lr
+    passed = min(1.0, (step - section.warmup_steps) / max(1, total - 1 - section.warmup_steps))
+    share = 1.0 - passed if section.decay == "linear" else 0.5 * (1.0 + math.cos(math.pi * passed))
+    return section.min_lr + (section.lr - section.min_lr) * share
+
+
+def set_lr(optimizer: MegatronOptimizer, lr: float) -> None:
+    """Use `lr` for all parameters from the next step on."""
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+
+
+def _finite(norm_of: Callable[[], Any]) -> Callable[[], float]:
+    def get_grad_norm() -> float:
+        norm = float(norm_of())
+        if not math.isfinite(norm):
+            raise InvariantBroken(f"the gradient norm is {norm}; no parameter was changed")
+        return norm
+
+    return get_grad_norm

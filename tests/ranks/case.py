@@ -1,0 +1,92 @@
+"""The small model and batch that every layout is tried on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from asyncmoe.config import Config, parse
+from asyncmoe.trajectory import NOT_SAMPLED, Trajectory
+
+VERSION = 5
+TEMPERATURE = 0.8
+STEPS = 3
+LR = 1e-3
+EPS = 1e-6
+CLIP_GRAD = 0.5
+VOCAB = 96
+LENGTHS = (5, 17, 9, 12, 4, 21, 30)
+PROMPTS = (2, 6, 3, 5, 1, 4, 10)
+REWARDS = (1.0, 0.0, 0.5, 1.0, 0.0, 0.25, 1.0)
+GROUPS = (0, 0, 0, 0, 1, 1, 1)
+OBJECTIVE = {"clip_low": 0.1, "clip_high": 0.15, "tis_cap": 1.1, "aggregation": "sequence_mean", "updates_per_batch": 2}
+
+
+def hf_config() -> Any:
+    """Qwen3-MoE with a head dimension that is not hidden / heads."""
+    from transformers import Qwen3MoeConfig
+
+    return Qwen3MoeConfig(
+        vocab_size=VOCAB,
+        hidden_size=64,
+        intermediate_size=96,
+        moe_intermediate_size=48,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        num_experts=8,
+        num_experts_per_tok=2,
+        norm_topk_prob=True,
+        max_position_embeddings=256,
+        rope_theta=10000.0,
+        tie_word_embeddings=False,
+        output_router_logits=False,
+        router_aux_loss_coef=0.0,
+        attn_implementation="eager",
+    )
+
+
+def tokens() -> list[np.ndarray]:
+    rng = np.random.default_rng(1)
+    return [rng.integers(0, VOCAB, n).astype(np.int32) for n in LENGTHS]
+
+
+def trajectories(behaviour: Sequence[np.ndarray]) -> dict[int, Trajectory]:
+    """The batch. Even trajectories are pure and of the trainer's version; odd ones are older. `behaviour[i]`: float32[T_i]."""
+    made = {}
+    for i, ids in enumerate(tokens()):
+        mask = np.arange(len(ids)) >= PROMPTS[i]
+        mask[-2] &= i != 5  # an observation token in the middle of the response
+        version = VERSION if i % 2 == 0 else VERSION - 1 - i % 3
+        made[i] = Trajectory(
+            key=f"g{GROUPS[i]}.e{i}",
+            group=GROUPS[i],
+            episode=i,
+            tokens=ids,
+            loss_mask=mask,
+            logprobs=np.where(mask, behaviour[i], 0.0).astype(np.float32),
+            versions=np.where(mask, version, NOT_SAMPLED).astype(np.int32),
+            reward=REWARDS[i],
+            finish="stop",
+            prefix_version=version,
+        )
+    return made
+
+
+def config(path: Path, **trainer: Any) -> Config:
+    """The configuration of a trainer; `optimizer` in `trainer` is merged into the case's own."""
+    adam = {"lr": LR, "eps": EPS, "betas": [0.9, 0.95], "clip_grad": CLIP_GRAD} | trainer.pop("optimizer", {})
+    return parse(
+        {
+            "run": {"dir": str(path / "run"), "steps": STEPS},
+            "model": {"path": str(path / "hf")},
+            "task": {"kind": "arithmetic"},
+            "rollout": {"temperature": TEMPERATURE},
+            "objective": OBJECTIVE,
+            "trainer": {"tokens_per_microbatch": 32, "timeout_s": 60, "optimizer": adam} | trainer,
+        }
+    )

@@ -1,0 +1,241 @@
+"""Worker: what every layout of this world size makes of the case, against the oracle. `parity.py RESULT REFERENCES LAYOUT...`
+
+A layout is "tp,pp,ep,etp". Errors are maxima over all ranks; of gradients and weights, relative to the tensor's largest element.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from asyncmoe.config import Config
+from asyncmoe.errors import InvariantBroken
+from asyncmoe.models import load_hf_config
+from asyncmoe.trainer import batch, mesh, model, objective, optimizer, step
+from asyncmoe.trainer.batch import MicroBatch, Schedule
+from asyncmoe.trainer.hf_checkpoint import HFCheckpoint
+from tests.ranks import case
+
+
+@dataclass
+class Job:
+    """One layout with one way of packing."""
+
+    path: Path
+    config: Config
+    mesh: mesh.Mesh
+    reference: dict[str, Any]
+
+    def model(self) -> model.Model:
+        hf = load_hf_config(self.path / "hf")
+        built = model.build(hf, self.config, self.mesh)
+        model.load_hf(built, self.path / "hf")
+        return built
+
+    @property
+    def schedule(self) -> Schedule:
+        trainer = self.config.trainer
+        return batch.schedule(case.LENGTHS, self.mesh.dp, trainer.tokens_per_microbatch, trainer.pack, self.mesh.tp)
+
+    def microbatches(self, aggregation: str, proximal: bool = False, advantages: np.ndarray | None = None) -> list[MicroBatch]:
+        known = case.trajectories(self.reference["behaviour"])
+        weights = objective.token_weights([int(t.loss_mask.sum()) for t in known.values()], aggregation)  # type: ignore[arg-type]
+        plain = objective.group_advantages(case.REWARDS, case.GROUPS, "grpo")
+        return [
+            batch.pack(
+                known,
+                indices,
+                advantages=plain if advantages is None else advantages,
+                weights=weights,
+                pad_multiple=self.mesh.tp,
+                packed=self.config.trainer.pack,
+                proximal=dict(enumerate(self.reference["proximal"])) if proximal else None,
+            )
+            for indices in self.schedule.ranks[self.mesh.dp_rank]
+        ]
+
+
+def main(result: Path, path: Path, layouts: list[str]) -> None:
+    torch.set_num_threads(1)
+    logging.disable(logging.WARNING)
+    dist.init_process_group("gloo")
+    reference = torch.load(path / "reference.pt", weights_only=False)
+    found = {}
+    for layout in layouts:
+        tp, pp, ep, etp = map(int, layout.split(","))
+        sizes = {"ranks": dist.get_world_size(), "tp": tp, "pp": pp, "ep": ep, "etp": etp}
+        place = mesh.start(case.config(path, **sizes).trainer)
+        checks: dict[str, Callable[[Callable[..., Job]], dict[str, Any]]] = {
+            "packed": lambda job: forward_and_gradients(job(pack=True)),
+            "single": lambda job: forward_and_gradients(job(pack=False)),
+            "recompute": lambda job: forward_and_gradients(job(pack=True, recompute="full")),
+            "plain": lambda job: three_steps(job(pack=True)),
+            "distributed": lambda job: three_steps(job(pack=False, optimizer={"distributed": True})),
+            "guard": lambda job: not_a_number(job(pack=True)),
+            "bfloat16": lambda job: half_precision(job),
+        }
+
+        def job(place: mesh.Mesh = place, sizes: dict[str, int] = sizes, **trainer: Any) -> Job:
+            return Job(path, case.config(path, **sizes, **trainer), place, reference)
+
+        found[layout] = {name: worst(check(job)) for name, check in checks.items()}
+        mesh.leave()
+    if dist.get_rank() == 0:
+        result.write_text(json.dumps(found, indent=1))
+    mesh.stop()
+
+
+def worst(values: dict[str, Any]) -> dict[str, Any]:
+    """The largest of each number over all ranks; lists as they are on rank 0; every rank must agree on what is not a number."""
+    everywhere: list[dict[str, Any]] = [{}] * dist.get_world_size()
+    dist.all_gather_object(everywhere, values)
+    merged: dict[str, Any] = {}
+    for name, value in values.items():
+        seen = [one[name] for one in everywhere]
+        if isinstance(value, float):
+            merged[name] = max(seen)
+        else:
+            assert all(one == value for one in seen), (name, seen)
+            merged[name] = value
+    return merged
+
+
+def forward_and_gradients(job: Job) -> dict[str, Any]:
+    built = job.model()
+    batches = job.microbatches("token_mean")
+    adam = optimizer.build(unclipped(job.config), built)
+    logprobs = step.logprobs_only(built, batches, case.LENGTHS, case.TEMPERATURE)
+    before = snapshot(built)
+    supervised = step.train_step(built, adam, batches, step.SupervisedLoss(), lr=0.0)
+    found = {
+        "logits": logits_error(job, built, batches),
+        "logprobs": max(float(np.abs(logprobs[i] - want).max()) for i, want in enumerate(job.reference["logprobs"])),
+        "supervised_gradients": relative_error(gradients(built), expected(built, job.path / "supervised")),
+        "supervised_loss": abs(supervised.loss - job.reference["supervised"]["loss"]),
+        "supervised_norm": abs(supervised.grad_norm / job.reference["supervised"]["grad_norm"] - 1),
+    }
+    loss = step.PolicyLoss(job.config.objective, case.TEMPERATURE, case.VERSION)
+    policy = step.train_step(built, adam, job.microbatches("sequence_mean", proximal=True), loss, lr=0.0)
+    found |= {
+        "policy_gradients": relative_error(gradients(built), expected(built, job.path / "policy")),
+        "policy_loss": abs(policy.loss - job.reference["policy"]["loss"]),
+        "policy_norm": abs(policy.grad_norm / job.reference["policy"]["grad_norm"] - 1),
+        "same_version": policy.logprob_diff_max_same_version,
+        "metrics": [
+            round(value, 5) for value in (policy.clip_fraction, policy.tis_capped_fraction, policy.ratio_mean, policy.kl, policy.entropy)
+        ],
+        "counts": [policy.rows, policy.tokens, {str(age): count for age, count in policy.ages.items()}],
+        "microbatches": len(batches),
+        "filler": sum(not indices for rank in job.schedule.ranks for indices in rank),
+        "unchanged": all(torch.equal(a, b) for a, b in zip(before, snapshot(built), strict=True)),
+    }
+    return found
+
+
+def three_steps(job: Job) -> dict[str, Any]:
+    built = job.model()
+    adam = optimizer.build(job.config, built)
+    batches = job.microbatches("token_mean")
+    seen = [step.train_step(built, adam, batches, step.SupervisedLoss(), lr=case.LR) for _ in range(case.STEPS)]
+    wanted = job.reference["steps"]
+    return {
+        "weights": max(float((value - model.parameters(built)[name]).abs().max()) for name, value in expected(built, job.path / "trained")),
+        "losses": max(abs(one.loss - want["loss"]) for one, want in zip(seen, wanted, strict=True)),
+        "norms": max(abs(one.grad_norm / want["grad_norm"] - 1) for one, want in zip(seen, wanted, strict=True)),
+    }
+
+
+def not_a_number(job: Job) -> dict[str, Any]:
+    """A loss, then a gradient that is not finite, in one micro-batch of one rank: every rank stops with its weights as they were."""
+    built = job.model()
+    adam = optimizer.build(job.config, built)
+    before = snapshot(built)
+    advantages = np.ones(len(case.LENGTHS), np.float32)
+    advantages[3] = np.nan
+    messages = []
+    loss = step.PolicyLoss(job.config.objective, case.TEMPERATURE, case.VERSION)
+    for attempt in (loss, PoisonedGradient()):
+        try:
+            step.train_step(built, adam, job.microbatches("token_mean", proximal=True, advantages=advantages), attempt, lr=case.LR)
+        except InvariantBroken as error:
+            messages.append(str(error))
+    return {"messages": messages, "unchanged": all(torch.equal(a, b) for a, b in zip(before, snapshot(built), strict=True))}
+
+
+class PoisonedGradient:
+    """A finite loss with a gradient that is not, where an advantage is NaN."""
+
+    temperature = 1.0
+
+    def __call__(self, logprobs: torch.Tensor, rows: MicroBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        poison = torch.where(rows.advantages.isnan(), torch.nan, 1.0)
+        logprobs.register_hook(lambda gradient: gradient * poison)
+        return logprobs.sum(), {"tokens": rows.mask.sum()}
+
+
+def half_precision(job: Callable[..., Job]) -> dict[str, Any]:
+    """bfloat16 weights with float32 masters, under both optimizers."""
+    seen = {}
+    for name in ("plain", "distributed"):
+        here = job(pack=True, dtype="bfloat16", optimizer={"distributed": name == "distributed"})
+        built = here.model()
+        adam = optimizer.build(here.config, built)
+        losses = [
+            step.train_step(built, adam, here.microbatches("token_mean"), step.SupervisedLoss(), lr=case.LR).loss for _ in range(case.STEPS)
+        ]
+        seen[name] = max(abs(loss - want["loss"]) for loss, want in zip(losses, here.reference["steps"], strict=True))
+        assert {value.dtype for value in model.parameters(built).values()} == {torch.bfloat16}
+    return seen
+
+
+def unclipped(config: Config) -> Config:
+    adam = config.trainer.optimizer.model_copy(update={"clip_grad": 1e9})
+    return config.model_copy(update={"trainer": config.trainer.model_copy(update={"optimizer": adam})})
+
+
+def logits_error(job: Job, built: model.Model, batches: list[MicroBatch]) -> float:
+    """Against Hugging Face's, of every row of every trajectory, from the shards of the vocabulary put together."""
+
+    def keep(rows: MicroBatch, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+        parts = [torch.empty_like(logits) for _ in range(job.mesh.tp)]
+        dist.all_gather(parts, logits.contiguous(), group=job.mesh.tp_group)
+        return logits.sum(), torch.zeros([], dtype=torch.int), {"logits": torch.cat(parts, dim=2)[0].clone()}
+
+    results = step._run(built, batches, keep, forward_only=True)
+    errors = [0.0]
+    for rows, kept in zip(batches, results, strict=False):
+        for index, first, count in rows.places:
+            errors.append(float((kept["logits"][first : first + count] - job.reference["logits"][index]).abs().max()))
+    assert len(errors) > 1 or not job.mesh.last_stage or not any(rows.places for rows in batches)
+    return max(errors)
+
+
+def gradients(built: model.Model) -> dict[str, torch.Tensor]:
+    return {name: parameter.main_grad for name, parameter in built.module.named_parameters()}
+
+
+def expected(built: model.Model, checkpoint: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    return model.local_tensors(built, HFCheckpoint(checkpoint))
+
+
+def relative_error(got: dict[str, torch.Tensor], wanted: Iterator[tuple[str, torch.Tensor]]) -> float:
+    errors = {name: float((got[name] - want).abs().max() / want.abs().max().clamp(min=1e-12)) for name, want in wanted}
+    assert errors.keys() == got.keys()
+    return max(errors.values())
+
+
+def snapshot(built: model.Model) -> list[torch.Tensor]:
+    return [value.clone() for value in model.parameters(built).values()]
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:])

@@ -1,0 +1,109 @@
+"""Every layout computes what Hugging Face's model and autograd compute on one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.ranks import launch, oracle
+
+pytestmark = pytest.mark.ranks
+
+LAYOUTS = {
+    "1": (1, "1,1,1,1"),
+    "dp2": (2, "1,1,1,1"),
+    "tp2": (2, "2,1,1,2"),
+    "pp2": (2, "1,2,1,1"),
+    "ep2": (2, "1,1,2,1"),
+    "tp2xep2": (4, "2,1,2,1"),
+    "tp2xep2xetp2": (4, "2,1,2,2"),
+    "pp2xep2": (4, "1,2,2,1"),
+    "pp2xtp2": (4, "2,2,1,2"),
+}
+layouts = pytest.mark.parametrize("layout", LAYOUTS)
+
+
+@pytest.fixture(scope="session")
+def references(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("parity")
+    oracle.write(path)
+    return path
+
+
+@pytest.fixture(scope="session")
+def worlds(references: Path) -> dict[int, Any]:
+    """Results by world size, filled as tests ask for them: one launch a size, all of its layouts in it."""
+    return {}
+
+
+@pytest.fixture
+def found(layout: str, worlds: dict[int, Any], references: Path) -> dict[str, dict[str, Any]]:
+    ranks, sizes = LAYOUTS[layout]
+    if ranks not in worlds:
+        wanted = [other for count, other in LAYOUTS.values() if count == ranks]
+        worlds[ranks] = launch.run("parity", ranks, references, str(references), *wanted)
+    result: dict[str, dict[str, Any]] = worlds[ranks][sizes]
+    return result
+
+
+@layouts
+@pytest.mark.parametrize("how", ["packed", "single", "recompute"])
+def test_logits_and_gradients(found: dict[str, dict[str, Any]], how: str) -> None:
+    errors = found[how]
+    assert errors["logits"] < 1e-4
+    assert errors["logprobs"] < 1e-4
+    for loss in ("supervised", "policy"):
+        assert errors[f"{loss}_loss"] < 1e-5
+        assert errors[f"{loss}_norm"] < 1e-4
+        assert errors[f"{loss}_gradients"] < 1e-4
+    assert errors["unchanged"]  # a learning rate of 0
+
+
+@layouts
+@pytest.mark.parametrize("how", ["packed", "single"])
+def test_trainer_and_engine_agree_on_the_same_version(found: dict[str, dict[str, Any]], how: str) -> None:
+    assert 0 <= found[how]["same_version"] < 1e-4
+
+
+@layouts
+def test_metrics_do_not_depend_on_the_layout(found: dict[str, dict[str, Any]], worlds: dict[int, Any], references: Path) -> None:
+    if 1 not in worlds:
+        worlds[1] = launch.run("parity", 1, references, str(references), "1,1,1,1")
+    alone = worlds[1]["1,1,1,1"]["single"]
+    clip, capped, *_ = alone["metrics"]
+    assert 0 < clip < 1
+    assert 0 < capped < 1
+    for how in ("packed", "single"):
+        assert found[how]["metrics"] == pytest.approx(alone["metrics"], abs=2e-5)
+        assert found[how]["counts"] == alone["counts"]
+
+
+@layouts
+@pytest.mark.parametrize("kind", ["plain", "distributed"])
+def test_weights_after_three_steps(found: dict[str, dict[str, Any]], kind: str) -> None:
+    errors = found[kind]
+    assert errors["weights"] < 2e-5
+    assert errors["losses"] < 1e-5
+    assert errors["norms"] < 1e-4
+
+
+@layouts
+def test_a_number_that_is_not_finite_stops_every_rank(found: dict[str, dict[str, Any]]) -> None:
+    loss, gradient = found["guard"]["messages"]
+    assert loss.startswith("the loss is nan")
+    assert gradient.startswith("the gradient norm is nan")
+    assert found["guard"]["unchanged"]
+
+
+@layouts
+def test_bfloat16_follows_float32(found: dict[str, dict[str, Any]]) -> None:
+    assert found["bfloat16"]["plain"] < 0.05
+    assert found["bfloat16"]["distributed"] == pytest.approx(found["bfloat16"]["plain"], abs=0.01)
+
+
+@pytest.mark.parametrize("layout", ["dp2", "ep2", "pp2xep2"])
+def test_filler_was_part_of_it(found: dict[str, dict[str, Any]]) -> None:
+    """Seven trajectories one by one on two data-parallel ranks."""
+    assert found["single"]["filler"] == 1

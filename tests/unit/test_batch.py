@@ -1,0 +1,195 @@
+"""The schedule's invariants and what a micro-batch says about its rows."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from asyncmoe.errors import InvariantBroken
+from asyncmoe.trainer.batch import MicroBatch, Schedule, pack, schedule, split_updates
+from asyncmoe.trajectory import NOT_SAMPLED, Trajectory
+
+shapes = st.fixed_dictionaries(
+    {
+        "lengths": st.lists(st.integers(1, 300), max_size=60),
+        "dp": st.integers(1, 6),
+        "tokens_per_microbatch": st.integers(8, 400),
+        "pack": st.booleans(),
+        "tp": st.sampled_from([1, 2, 4, 8]),
+    }
+)
+
+
+def tokens(indices: tuple[int, ...], lengths: list[int]) -> int:
+    return sum(lengths[i] for i in indices)
+
+
+@given(shapes)
+def test_schedule_invariants(shape: dict) -> None:
+    plan, lengths = schedule(**shape), shape["lengths"]
+    every = [i for rank in plan.ranks for microbatch in rank for i in microbatch]
+    assert sorted(every) == list(range(len(lengths)))
+    assert len(plan.ranks) == shape["dp"]
+    assert {len(rank) for rank in plan.ranks} == {plan.microbatches}
+    assert plan.microbatches >= 1
+    for rank in plan.ranks:
+        for microbatch in rank:
+            if shape["pack"] and len(microbatch) > 1:
+                rows = tokens(microbatch, lengths)
+                assert rows + -rows % shape["tp"] <= shape["tokens_per_microbatch"]
+            assert shape["pack"] or len(microbatch) <= 1
+
+
+@given(shapes)
+def test_ranks_are_balanced_and_in_lockstep(shape: dict) -> None:
+    plan, lengths = schedule(**shape), shape["lengths"]
+    sizes = [[tokens(m, lengths) for m in rank] for rank in plan.ranks]
+    assert max(map(sum, sizes)) - min(map(sum, sizes)) <= max(max(s) for s in sizes)
+    for before, after in zip(zip(*sizes, strict=True), list(zip(*sizes, strict=True))[1:], strict=False):
+        assert min(before) >= max(after)  # whatever waits for the m-th of another rank waits for one of like size
+
+
+@given(shapes)
+def test_no_filler_where_trajectories_suffice(shape: dict) -> None:
+    plan = schedule(**shape)
+    empty = sum(not microbatch for rank in plan.ranks for microbatch in rank)
+    assert empty < shape["dp"] or not shape["lengths"]
+    if shape["pack"] and all(n <= 1 for n in shape["lengths"]) and len(shape["lengths"]) >= shape["dp"]:
+        assert empty == 0
+
+
+def test_schedule_does_not_depend_on_anything_else() -> None:
+    lengths = list(np.random.default_rng(0).integers(1, 90, 50))
+    assert schedule(lengths, 3, 128, True, 2) == schedule(list(lengths), 3, 128, True, 2)
+
+
+def test_packing_uses_few_microbatches() -> None:
+    assert schedule([10] * 16, 2, 40, True, 1).microbatches == 2
+    assert schedule([10] * 16, 2, 40, False, 1).microbatches == 8
+
+
+def test_a_packed_batch_is_split_over_all_ranks() -> None:
+    assert schedule([3, 3, 3, 3], 4, 1000, True, 1) == Schedule((((0,),), ((1,),), ((2,),), ((3,),)))
+
+
+def test_a_long_trajectory_goes_alone() -> None:
+    assert (0,) in schedule([500, 10, 10], 1, 100, True, 1).ranks[0]
+
+
+@pytest.mark.parametrize("lengths", [[0], [4, -1]])
+def test_empty_trajectories_are_refused(lengths: list[int]) -> None:
+    with pytest.raises(InvariantBroken, match="expected positive"):
+        schedule(lengths, 1, 100, True, 1)
+
+
+def test_updates_take_whole_groups_in_order() -> None:
+    assert split_updates([7, 7, 3, 3, 9, 9, 1, 1], 2) == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert split_updates([5, 6, 5, 6], 2) == [[0, 2], [1, 3]]
+    with pytest.raises(InvariantBroken):
+        split_updates([1, 1], 2)
+
+
+def trajectory(length: int, prompt: int, seed: int, version: int = 3, pure: bool = True) -> Trajectory:
+    rng = np.random.default_rng(seed)
+    mask = np.arange(length) >= prompt
+    return Trajectory(
+        key=f"g0.e{seed}",
+        group=0,
+        episode=seed,
+        tokens=rng.integers(1, 90, length).astype(np.int32),
+        loss_mask=mask,
+        logprobs=np.where(mask, -rng.random(length), 0.0).astype(np.float32),
+        versions=np.where(mask, version, NOT_SAMPLED).astype(np.int32),
+        reward=1.0,
+        finish="stop",
+        prefix_version=version if pure else NOT_SAMPLED,
+    )
+
+
+@st.composite
+def batches(draw: st.DrawFn) -> tuple[dict[int, Trajectory], list[int], int, bool]:
+    packed = draw(st.booleans())
+    lengths = draw(st.lists(st.tuples(st.integers(1, 40), st.integers(1, 40)), max_size=6 if packed else 1))
+    known = {10 + i: trajectory(prompt + sampled, prompt, i, pure=i % 2 == 0) for i, (prompt, sampled) in enumerate(lengths)}
+    return known, draw(st.permutations(list(known))), draw(st.sampled_from([1, 2, 4, 8])), packed
+
+
+def made(case: tuple[dict[int, Trajectory], list[int], int, bool]) -> MicroBatch:
+    known, indices, multiple, packed = case
+    count = 10 + len(known)
+    return pack(known, indices, advantages=np.arange(count) + 1.0, weights=np.arange(count) / 7 + 1, pad_multiple=multiple, packed=packed)
+
+
+@given(batches())
+def test_every_sampled_token_is_the_target_of_the_row_before_it(case: tuple[dict[int, Trajectory], list[int], int, bool]) -> None:
+    known, indices, _, _ = case
+    batch = made(case)
+    seen = 0
+    for index, first, count in batch.places:
+        t = known[index]
+        rows, last = slice(first, first + count), first + count - 1
+        assert torch.equal(batch.tokens[0, rows], torch.from_numpy(t.tokens).long())
+        assert batch.positions[0, rows].tolist() == list(range(count))
+        assert torch.equal(batch.targets[first:last], torch.from_numpy(t.tokens[1:]).long())
+        assert batch.mask[first:last].tolist() == t.loss_mask[1:].tolist()
+        assert batch.behaviour[first:last].tolist() == t.logprobs[1:].tolist()
+        assert batch.versions[first:last].tolist() == t.versions[1:].tolist()
+        assert batch.pure[first:last].tolist() == (t.loss_mask[1:] & t.is_pure).tolist()
+        assert set(batch.advantages[rows][batch.mask[rows]].tolist()) == {index + 1.0}
+        assert not batch.mask[last]
+        seen += int(t.loss_mask.sum())
+    assert [place[0] for place in batch.places] == list(indices)
+    assert int(batch.mask.sum()) == seen
+
+
+@given(batches())
+def test_what_is_not_sampled_counts_for_nothing(case: tuple[dict[int, Trajectory], list[int], int, bool]) -> None:
+    batch = made(case)
+    outside = ~batch.mask
+    for name in ("behaviour", "advantages", "weights"):
+        assert (getattr(batch, name)[outside] == 0).all()
+        assert getattr(batch, name).dtype == torch.float32
+    assert (batch.versions[outside] == NOT_SAMPLED).all()
+    assert not batch.pure[outside].any()
+    assert (batch.weights[batch.mask] > 0).all()
+
+
+@given(batches())
+def test_sequences_cover_all_rows(case: tuple[dict[int, Trajectory], list[int], int, bool]) -> None:
+    known, indices, multiple, packed = case
+    batch = made(case)
+    assert batch.rows % multiple == 0
+    assert batch.rows == multiple if not indices else batch.rows - sum(len(known[i]) for i in indices) < multiple
+    if not packed:
+        assert batch.cu_seqlens is None
+        return
+    assert batch.cu_seqlens is not None
+    bounds = batch.cu_seqlens.tolist()
+    assert (bounds[0], bounds[-1]) == (0, batch.rows)
+    assert bounds == sorted(set(bounds))
+    assert [b for b in bounds[:-1] if b < sum(len(known[i]) for i in indices)] == [place[1] for place in batch.places]
+    assert batch.max_seqlen == max(b - a for a, b in pairwise(bounds))
+
+
+def test_proximal_follows_the_targets() -> None:
+    t = trajectory(6, 2, 0)
+    values = np.arange(6, dtype=np.float32)
+    batch = pack({0: t}, [0], advantages=[1.0], weights=[1.0], pad_multiple=1, packed=True, proximal={0: values})
+    assert batch.proximal is not None
+    assert batch.proximal.tolist() == [0.0, 2.0, 3.0, 4.0, 5.0, 0.0]
+
+
+def test_a_sampled_first_token_is_refused() -> None:
+    with pytest.raises(InvariantBroken, match="nothing precedes it"):
+        pack({0: trajectory(4, 0, 0)}, [0], advantages=[1.0], weights=[1.0], pad_multiple=1, packed=True)
+
+
+def test_two_sequences_need_packing() -> None:
+    both = {0: trajectory(4, 1, 0), 1: trajectory(4, 1, 1)}
+    with pytest.raises(InvariantBroken, match="not packed"):
+        pack(both, [0, 1], advantages=[1.0, 1.0], weights=[1.0, 1.0], pad_multiple=1, packed=False)

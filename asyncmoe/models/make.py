@@ -1,0 +1,115 @@
+"""A tiny random model on disk: enough to run every part of the system on a laptop."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from asyncmoe.config import MadeModel
+from asyncmoe.errors import DataError
+from asyncmoe.models.family import EngineParallel, MegatronParallel
+from asyncmoe.models.qwen3_moe import NAME, SGLANG_VOCAB_MULTIPLE, check
+from asyncmoe.models.shards import padded
+
+SPECIALS = ("<pad>", "<bos>", "<eos>", "<unk>", "<|im_start|>", "<|im_end|>")
+"""Tokens 0, 1, ... of the tokenizer; one token for every byte follows, then unused ones up to the padded vocabulary."""
+VOCAB = padded(len(SPECIALS) + 256, SGLANG_VOCAB_MULTIPLE)
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+_INIT_STD_TIMES_ROOT_HIDDEN = 0.9
+"""Qwen's 0.02 at hidden size 2048; with it a layer's output keeps its size at any hidden size."""
+
+
+def make_model(out: Path, shape: MadeModel, seed: int) -> None:
+    """Write a random Qwen3-MoE (float32 safetensors) and a byte-level tokenizer that encodes any text, one token a byte.
+
+    The directory appears whole or not at all.
+
+    Args:
+        out: directory to write; its parents are made.
+        seed: equal seeds and shapes give equal bytes.
+
+    Raises:
+        DataError: `out` exists.
+        ConfigError: a shape that cannot be, such as more experts a token than experts.
+    """
+    if out.exists():
+        raise DataError(str(out), got="something is there already", expected="a path where nothing is")
+    settings = _settings(shape)
+    check(settings, MegatronParallel(), EngineParallel())
+    out.parent.mkdir(parents=True, exist_ok=True)
+    scratch = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
+    try:
+        _write_model(scratch, settings, seed)
+        _write_tokenizer(scratch, shape.context)
+        scratch.chmod(0o755)
+        os.rename(scratch, out)  # fails if another process was first
+    except BaseException:
+        shutil.rmtree(scratch, ignore_errors=True)
+        raise
+
+
+def _settings(shape: MadeModel) -> dict[str, Any]:
+    """The Hugging Face configuration."""
+    return {
+        "model_type": NAME,
+        "vocab_size": VOCAB,
+        "hidden_size": shape.hidden,
+        "num_hidden_layers": shape.layers,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.kv_heads,
+        "head_dim": shape.head_dim,
+        "intermediate_size": shape.expert_hidden * shape.experts_per_token,
+        "num_experts": shape.experts,
+        "num_experts_per_tok": shape.experts_per_token,
+        "moe_intermediate_size": shape.expert_hidden,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "max_position_embeddings": shape.context,
+        "initializer_range": _INIT_STD_TIMES_ROOT_HIDDEN / shape.hidden**0.5,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        "tie_word_embeddings": False,
+        "pad_token_id": SPECIALS.index("<pad>"),
+        "bos_token_id": SPECIALS.index("<bos>"),
+        "eos_token_id": SPECIALS.index("<eos>"),
+    }
+
+
+def _write_model(folder: Path, settings: dict[str, Any], seed: int) -> None:
+    import torch
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    arguments = {key: value for key, value in settings.items() if key != "model_type"}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**arguments, dtype="float32")).float()
+    model.save_pretrained(folder)
+
+
+def _write_tokenizer(folder: Path, context: int) -> None:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    known = [*SPECIALS, *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    known += [f"<unused{i}>" for i in range(VOCAB - len(known))]
+    tokenizer = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(known)}, merges=[], unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    wrapped = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token="<pad>",
+        bos_token="<bos>",
+        eos_token="<eos>",
+        unk_token="<unk>",
+        additional_special_tokens=["<|im_start|>", "<|im_end|>"],
+        model_max_length=context,
+        clean_up_tokenization_spaces=False,
+    )
+    wrapped.chat_template = CHAT_TEMPLATE
+    wrapped.save_pretrained(folder)

@@ -1,0 +1,542 @@
+"""Each promise of the queue and of its service, one at a time."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import gc
+import weakref
+from collections.abc import Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+
+from asyncmoe.errors import AsyncmoeError, ConfigError, EngineError, InvariantBroken, ProtocolError, TrajectoryRejected, WaitTimeout
+from asyncmoe.queue.bounded import BoundedQueue
+from asyncmoe.queue.service import QueueService
+from asyncmoe.trajectory import NOT_SAMPLED, Trajectory, decode, frames_in
+from asyncmoe.wire.client import Client
+from asyncmoe.wire.messages import Commit, Done, Fetch, Fetched, Goodbye, Hello, Lease, Leased, Saved, Welcome
+from asyncmoe.wire.server import Server
+
+
+def asynchronous(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    """Run a coroutine test on a loop of its own, five seconds at most."""
+
+    @functools.wraps(test)
+    def run(*arguments: Any, **named: Any) -> None:
+        asyncio.run(asyncio.wait_for(test(*arguments, **named), 5))
+
+    return run
+
+
+def group(number: int, version: int = 0, size: int = 2, oldest: int | None = None) -> list[Trajectory]:
+    first = version if oldest is None else oldest
+    return [
+        Trajectory(
+            key=f"g{number}.e{e}",
+            group=number,
+            episode=e,
+            tokens=np.array([1, 2, 3], np.int32),
+            loss_mask=np.array([0, 1, 1], bool),
+            logprobs=np.array([0, -1, -1], np.float32),
+            versions=np.array([NOT_SAMPLED, first if e == 0 else version, version], np.int32),
+            reward=float(e),
+            finish="stop",
+        )
+        for e in range(size)
+    ]
+
+
+def demonstration(number: int) -> Trajectory:
+    return Trajectory(
+        key=f"d{number}",
+        group=number,
+        episode=0,
+        tokens=np.array([1, 2], np.int32),
+        loss_mask=np.array([0, 1], bool),
+        logprobs=np.zeros(2, np.float32),
+        versions=np.full(2, NOT_SAMPLED, np.int32),
+        reward=0.0,
+        finish="stop",
+    )
+
+
+def queue(**changes: Any) -> BoundedQueue:
+    return BoundedQueue(**({"capacity": 8, "batch": 4, "group_size": 2, "eta": 1} | changes))
+
+
+async def filled(*groups: list[Trajectory], **changes: Any) -> BoundedQueue:
+    made = queue(eta=9, **changes)
+    made.set_version(9)
+    for one in groups:
+        made.started(len(one))
+        await made.put_group(one)
+    return made
+
+
+def names(leased: Leased) -> list[str]:
+    return [item.key for item in leased.items]
+
+
+async def settle() -> None:
+    for _ in range(10):
+        await asyncio.sleep(0)
+
+
+# ---------------------------------------------------------------- put
+
+
+@asynchronous
+async def test_put_waits_when_full_and_goes_on_when_a_step_is_committed() -> None:
+    held = await filled(*(group(i) for i in range(4)))
+    held.started(4)
+    late = [asyncio.create_task(held.put_group(group(i))) for i in (4, 5)]
+    await settle()
+    assert not any(task.done() for task in late)
+    await held.lease(0, "rl", 4, 9, 0)
+    await settle()
+    assert not any(task.done() for task in late), "a lease still holds its arrays"
+    held.commit(0)
+    await asyncio.gather(*late)
+    assert held.ledger.queued == 8
+    assert names(await held.lease(1, "rl", 4, 9, 0)) == ["g2.e0", "g2.e1", "g3.e0", "g3.e1"]
+
+
+@asynchronous
+async def test_a_stale_drop_frees_space_and_capacity() -> None:
+    held = queue()
+    for i in range(4):
+        held.started(2)
+        await held.put_group(group(i))
+    waiting = asyncio.create_task(held.wait_can_start(2))
+    await settle()
+    assert not waiting.done()
+    lease = asyncio.create_task(held.lease(0, "rl", 4, 2, 60))
+    await waiting
+    held.set_version(2)
+    for i in (4, 5):
+        held.started(2)
+        await held.put_group(group(i, 2))
+    granted = await lease
+    assert names(granted) == ["g4.e0", "g4.e1", "g5.e0", "g5.e1"]
+    assert granted.dropped == {"stale": 8} == held.stats().dropped
+    assert held.ledger.dropped == 8
+
+
+@asynchronous
+async def test_one_old_token_drops_its_whole_group_and_eta_itself_does_not() -> None:
+    held = await filled(group(0, 9, oldest=4), group(1, 9, oldest=5), group(2, 9))
+    granted = await held.lease(0, "rl", 4, 14, 0)
+    assert names(granted) == ["g1.e0", "g1.e1", "g2.e0", "g2.e1"]
+    assert granted.dropped == {"stale": 2}
+
+
+@asynchronous
+async def test_putters_are_served_in_the_order_they_came() -> None:
+    held = await filled(*(group(i) for i in range(4)))
+    held.started(6)
+    done: list[int] = []
+
+    async def put(number: int) -> None:
+        await held.put_group(group(number))
+        done.append(number)
+
+    tasks = [asyncio.create_task(put(i)) for i in (7, 5, 6)]
+    await settle()
+    tasks[0].cancel()
+    for step in range(2):
+        await held.lease(step, "rl", 4, 9, 0)
+        held.commit(step)
+        await settle()
+    assert done == [5, 6]
+    assert held.ledger.running == 2
+
+
+@asynchronous
+async def test_put_gives_up_when_told_to_and_stays_usable() -> None:
+    held = await filled(*(group(i) for i in range(4)))
+    held.started(2)
+    with pytest.raises(WaitTimeout, match=r"waited 0\.0 s for the trainer: space in the queue, which holds 8"):
+        await held.put_group(group(4), wait_s=0.01)
+    await held.lease(0, "rl", 4, 9, 0)
+    held.commit(0)
+    await held.put_group(group(4))
+
+
+@asynchronous
+async def test_what_must_not_be_trained_does_not_get_in() -> None:
+    held = await filled(group(0))
+    held.started(2)
+    before = held.ledger
+    bad = group(1)
+    bad[1].logprobs[2] = np.nan
+    with pytest.raises(TrajectoryRejected, match="bad_logprob"):
+        await held.put_group(bad)
+    unversioned = group(1)
+    unversioned[0].versions[:] = NOT_SAMPLED
+    with pytest.raises(TrajectoryRejected, match="bad_version"):
+        await held.put_group(unversioned)
+    with pytest.raises(InvariantBroken, match="put twice"):
+        await held.put_group(group(0))
+    with pytest.raises(InvariantBroken, match="put twice"):
+        await held.put_group([group(1)[0]] * 2)
+    with pytest.raises(InvariantBroken, match="put 1 trajectories"):
+        await held.put_group(group(1, size=1))
+    with pytest.raises(InvariantBroken, match="of groups"):
+        await held.put_group([group(1)[0], group(2)[1]])
+    with pytest.raises(ConfigError, match=r"queue\.capacity: got 8, expected at least a group of 10"):
+        await held.put_group(group(1, size=10))
+    assert held.ledger == before
+    assert held.stats().depth == 2
+    held.rejected(2, "bad_logprob")
+    assert held.stats().rejected == {"bad_logprob": 2}
+
+
+@asynchronous
+async def test_a_group_that_was_not_started_cannot_be_put() -> None:
+    held = queue()
+    with pytest.raises(InvariantBroken, match="cannot move 2 from running"):
+        await held.put_group(group(0))
+
+
+@asynchronous
+async def test_starting_against_the_law_is_refused() -> None:
+    held = queue(eta=0)
+    held.started(4)
+    assert not held.can_start(2)
+    with pytest.raises(InvariantBroken, match="capacity law"):
+        held.started(2)
+
+
+@asynchronous
+@pytest.mark.parametrize("event", ["version", "rejected"])
+async def test_the_producer_wakes_when_it_may_start(event: str) -> None:
+    held = queue(eta=0)
+    held.started(4)
+    waiting = asyncio.create_task(held.wait_can_start(2))
+    await settle()
+    assert not waiting.done()
+    held.set_version(1) if event == "version" else held.rejected(2, "timeout")
+    await waiting
+    assert held.can_start(2)
+    with pytest.raises(WaitTimeout, match="weight version after"):
+        await held.wait_can_start(20, wait_s=0.01)
+
+
+@asynchronous
+async def test_versions_do_not_go_back() -> None:
+    held = queue()
+    held.set_version(3)
+    with pytest.raises(InvariantBroken, match="version 2 after 3"):
+        held.set_version(2)
+
+
+# ---------------------------------------------------------------- lease
+
+
+@asynchronous
+async def test_oldest_token_first_then_first_come() -> None:
+    held = await filled(group(0, 7), group(1, 5), group(2, 8, oldest=4), group(3, 5))
+    granted = await held.lease(0, "rl", 8, 9, 0)
+    assert names(granted) == [f"g{i}.e{e}" for i in (2, 1, 3, 0) for e in (0, 1)]
+    first = granted.items[0]
+    assert (first.group, first.tokens, first.sampled, first.reward) == (2, 3, 2, 0.0)
+    assert (first.oldest_version, first.newest_version) == (4, 8)
+
+
+@asynchronous
+async def test_all_ranks_get_the_same_answer_whenever_they_ask() -> None:
+    held = await filled(group(0))
+    early = [asyncio.create_task(held.lease(0, "rl", 4, 9, 60)) for _ in range(3)]
+    impatient = await held.lease(0, "rl", 4, 9, 0.01)
+    assert impatient == Leased(0, (), 2, {})
+    held.started(6)
+    for i in (1, 2, 3):
+        await held.put_group(group(i))
+    answers = [*await asyncio.gather(*early), await held.lease(0, "rl", 4, 9, 60), await held.lease(0, "rl", 4, 9, 0)]
+    assert names(answers[0]) == ["g0.e0", "g0.e1", "g1.e0", "g1.e1"]
+    assert all(answer == answers[0] for answer in answers)
+    assert held.ledger.leased == 4
+
+
+@asynchronous
+async def test_a_wait_without_end_is_cut_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("asyncmoe.queue.bounded.MAX_LEASE_WAIT_S", 0.01)
+    assert names(await queue().lease(0, "rl", 4, 0, 1e12)) == []
+    assert names(await queue().lease(0, "rl", 4, 0, -1)) == []
+
+
+@asynchronous
+@pytest.mark.parametrize(
+    ("arguments", "error", "text"),
+    [
+        ((0, "rl", 8, 9, 0), ProtocolError, "ranks disagree"),
+        ((0, "rl", 4, 8, 0), ProtocolError, "ranks disagree"),
+        ((0, "warmup", 4, 9, 0), ProtocolError, "ranks disagree"),
+        ((1, "rl", 3, 9, 0), ProtocolError, "whole groups of 2"),
+        ((1, "rl", 0, 9, 0), ProtocolError, "positive"),
+        ((1, "rl", -2, 9, 0), ProtocolError, "positive"),
+        ((1, "rl", 4, 9, float("nan")), ProtocolError, "finite"),
+        ((1, "rl", 4, 9, float("inf")), ProtocolError, "finite"),
+        ((1, "rl", 10, 9, 0), ConfigError, "got 10, expected at most what the queue holds, 8"),
+        ((1, "warmup", 1, 9, 0), ConfigError, "got 1, expected at most what the queue holds, 0"),
+        ((1, "rl", 8, 9, 0), ProtocolError, r"4 of 8 are leased to steps \(0,\); commit those first"),
+        ((-1, "rl", 4, 9, 0), ProtocolError, "trained already"),
+    ],
+)
+async def test_a_lease_that_cannot_be_is_refused(arguments: tuple[Any, ...], error: type[AsyncmoeError], text: str) -> None:
+    held = await filled(group(0), group(1))
+    await held.lease(0, "rl", 4, 9, 0)
+    before = held.ledger
+    with pytest.raises(error, match=text):
+        await held.lease(*arguments)
+    assert held.ledger == before
+
+
+@asynchronous
+async def test_a_token_newer_than_the_trainer_is_a_broken_invariant() -> None:
+    held = await filled(group(0, 3), group(1, 9))
+    with pytest.raises(InvariantBroken, match="a token of version 9, but the trainer is at 8"):
+        await held.lease(0, "rl", 4, 8, 0)
+
+
+@asynchronous
+async def test_the_next_step_may_be_leased_ahead() -> None:
+    held = await filled(*(group(i) for i in range(4)))
+    await held.lease(0, "rl", 4, 9, 0)
+    assert names(await held.lease(1, "rl", 4, 9, 0))[0] == "g2.e0"
+    with pytest.raises(ProtocolError, match="step 1 before step 0"):
+        held.commit(1)
+    held.commit(0)
+    held.commit(1)
+    assert held.ledger.trained == 8
+    assert held.trained_steps == 2
+
+
+# ---------------------------------------------------------------- fetch, commit, release
+
+
+@asynchronous
+async def test_fetch_gives_what_was_put_in_the_order_asked() -> None:
+    held = await filled(group(0), group(1))
+    await held.lease(0, "rl", 4, 9, 0)
+    frames = held.fetch(0, ["g1.e1", "g0.e0"])
+    assert len(frames) == frames_in(2)
+    assert [decode(frames[:5]).key, decode(frames[5:]).key] == ["g1.e1", "g0.e0"]
+    assert held.fetch(0, []) == []
+    with pytest.raises(ProtocolError, match=r"g2\.e0 is not leased to step 0"):
+        held.fetch(0, ["g0.e0", "g2.e0"])
+    with pytest.raises(ProtocolError, match="step 1 holds no lease"):
+        held.fetch(1, ["g0.e0"])
+
+
+@asynchronous
+async def test_commit_is_idempotent_and_ends_the_lease() -> None:
+    held = await filled(group(0), group(1), group(2), group(3))
+    await held.lease(0, "rl", 4, 9, 0)
+    held.commit(0)
+    held.commit(0)
+    assert (held.ledger.trained, held.ledger.queued, held.trained_steps) == (4, 4, 1)
+    with pytest.raises(ProtocolError, match="holds no lease"):
+        held.fetch(0, ["g0.e0"])
+    with pytest.raises(ProtocolError, match="trained already"):
+        await held.lease(0, "rl", 4, 9, 0)
+    with pytest.raises(ProtocolError, match="step 1 holds no lease"):
+        held.commit(1)
+
+
+@asynchronous
+async def test_arrays_are_freed_by_commit_and_not_before() -> None:
+    held = queue()
+    held.started(4)
+    alive: list[weakref.ref[Any]] = []
+    for number in (0, 1):
+        made = group(number)
+        alive += [weakref.ref(t.tokens) for t in made]
+        await held.put_group(made)
+        del made
+    await held.lease(0, "rl", 4, 0, 0)
+    gc.collect()
+    assert all(ref() is not None for ref in alive)
+    held.commit(0)
+    gc.collect()
+    assert all(ref() is None for ref in alive)
+
+
+@asynchronous
+async def test_release_puts_the_groups_back_at_their_places() -> None:
+    held = await filled(group(0, 3), group(1, 5), group(2, 4))
+    first = await held.lease(0, "rl", 4, 9, 0)
+    assert names(first)[::2] == ["g0.e0", "g2.e0"]
+    held.release(0)
+    assert held.ledger.queued == 6
+    held.started(2)
+    await held.put_group(group(3, 2))
+    again = await held.lease(0, "rl", 4, 9, 0)
+    assert names(again)[::2] == ["g3.e0", "g0.e0"]
+    with pytest.raises(ProtocolError, match="holds no lease"):
+        held.release(1)
+
+
+# ---------------------------------------------------------------- stop, fail, resume, warm-up
+
+
+@asynchronous
+async def test_stop_is_heard_by_all_ranks_at_the_same_step() -> None:
+    held = await filled(*(group(i) for i in range(4)))
+    granted = await held.lease(0, "rl", 4, 9, 0)
+    held.stop()
+    assert await held.lease(0, "rl", 4, 9, 0) == granted
+    held.commit(0)
+    answers = [await held.lease(1, "rl", 4, 9, 60) for _ in range(2)]
+    assert all(answer.stop and not answer.items for answer in answers)
+    assert held.ledger.queued == 4
+
+
+@asynchronous
+async def test_stop_wakes_a_lease_that_waits() -> None:
+    held = queue()
+    waiting = [asyncio.create_task(held.lease(0, "rl", 4, 0, 60)) for _ in range(2)]
+    await settle()
+    held.stop()
+    assert all(answer.stop for answer in await asyncio.gather(*waiting))
+
+
+@asynchronous
+async def test_failure_reaches_everyone_who_waits_but_no_lease_already_granted() -> None:
+    held = await filled(*(group(i) for i in range(4)))
+    granted = await held.lease(0, "rl", 4, 9, 0)
+    held.started(2)
+    waiting = [
+        asyncio.create_task(held.put_group(group(4))),
+        asyncio.create_task(held.wait_can_start(10_000)),
+    ]
+    await settle()
+    held.fail(EngineError("engine 0 died"))
+    for task in waiting:
+        with pytest.raises(EngineError, match="engine 0 died"):
+            await task
+    assert await held.lease(0, "rl", 4, 9, 0) == granted
+    held.commit(0)
+    await held.lease(1, "rl", 4, 9, 0)
+    held.commit(1)
+    with pytest.raises(EngineError, match="engine 0 died"):
+        await held.lease(2, "rl", 4, 9, 60)
+
+
+@asynchronous
+async def test_after_a_resume_the_law_counts_on() -> None:
+    held = queue(base_version=3, trained_steps=5)
+    assert (held.ledger.started, held.ledger.trained) == (8, 8)
+    assert held.trained_steps == 5
+    assert not held.can_start(2), "the engines do not serve version 5 yet"
+    held.set_version(5)
+    count = 0
+    while held.can_start(2):
+        held.started(2)
+        count += 2
+    assert count == 8
+
+
+@asynchronous
+async def test_a_resume_within_the_warm_up_has_trained_nothing_yet() -> None:
+    held = queue(base_version=10, trained_steps=4)
+    assert held.ledger.started == 0
+    assert held.trained_steps == 4
+
+
+@asynchronous
+async def test_demonstrations_have_a_lane_of_their_own() -> None:
+    held = queue(demonstrations=3, base_version=2)
+    putting = asyncio.create_task(held.put_demonstrations([demonstration(i) for i in range(7)]))
+    await settle()
+    assert held.stats().demonstrations == 3
+    for step in range(2):
+        granted = await held.lease(step, "warmup", 3, step, 60)
+        assert names(granted) == [f"d{3 * step + i}" for i in range(3)]
+        assert decode(held.fetch(step, [granted.items[0].key])).key == granted.items[0].key
+        held.commit(step)
+    await putting
+    assert held.ledger.started == 0
+    assert held.trained_steps == 2
+    assert held.stats().demonstrations == 1
+    with pytest.raises(ConfigError, match=r"warmup\.steps"):
+        await queue().put_demonstrations([demonstration(0)])
+
+
+@asynchronous
+async def test_sizes_with_which_nothing_could_be_leased_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"queue\.capacity: got 3, expected at least one step's batch of 4"):
+        queue(capacity=3)
+    with pytest.raises(ConfigError, match="batch: got 5, expected a multiple of the group size 2"):
+        queue(batch=5)
+
+
+# ---------------------------------------------------------------- service
+
+
+@asynchronous
+async def test_service_over_a_real_socket() -> None:
+    """A whole step by two ranks; a lease that waits does not hold up a fetch of the other rank."""
+    held = queue()
+    service = QueueService(held, run="r", config_digest="abc")
+    with ThreadPoolExecutor(2) as pool:
+        loop = asyncio.get_running_loop()
+        async with Server(service) as server:  # type: ignore[arg-type]
+            to = await server.start()
+            serving = asyncio.create_task(server.serve())
+            with Client(to, "trainer.0") as zero, Client(to, "trainer.1") as one:
+
+                async def ask(client: Client, request: Any) -> Any:
+                    return await loop.run_in_executor(pool, client.ask, request, 4.0)
+
+                for rank, client in enumerate((zero, one)):
+                    assert (await ask(client, Hello(rank, 2, "abc", 0)))[0] == Welcome("r")
+                for i in range(2):
+                    held.started(2)
+                    await held.put_group(group(i))
+                leased = (await ask(zero, Lease(0, "rl", 4, 0, 3.0)))[0]
+                assert (await ask(one, Lease(0, "rl", 4, 0, 3.0)))[0] == leased
+                waiting = asyncio.create_task(ask(zero, Lease(1, "rl", 4, 0, 3.0)))
+                reply, frames = await ask(one, Fetch(0, ("g1.e0",)))
+                assert reply == Fetched(("g1.e0",))
+                assert decode(frames).key == "g1.e0"
+                assert not waiting.done()
+                assert (await ask(one, Commit(0)))[0] == Done()
+                held.stop()
+                assert (await waiting)[0].stop
+                with pytest.raises(ProtocolError, match="holds no lease"):
+                    await ask(one, Fetch(0, ("g1.e0",)))
+                await ask(one, Saved(0))
+                await ask(one, Goodbye(False))
+            assert await service.finished is False
+            assert service.saved_step == 0
+            serving.cancel()
+
+
+@asynchronous
+async def test_hello_refuses_another_configuration_world_or_step() -> None:
+    service = QueueService(queue(trained_steps=7), run="r", config_digest="a" * 64)
+    with pytest.raises(ConfigError, match="configuration of the trainer: got digest bbbbbbbbbbbb, expected the controller's, aaaaaaaaaaaa"):
+        await service(Hello(0, 2, "b" * 64, 7))
+    with pytest.raises(ProtocolError, match="has taken 6 steps, the controller counts 7"):
+        await service(Hello(0, 2, "a" * 64, 6))
+    assert await service(Hello(1, 2, "a" * 64, 7)) == Welcome("r")
+    assert await service(Hello(1, 2, "a" * 64, 7)) == Welcome("r")
+    for rank, world in ((0, 3), (2, 2), (-1, 2)):
+        with pytest.raises(ProtocolError, match=f"rank {rank} of {world}"):
+            await service(Hello(rank, world, "a" * 64, 7))
+
+
+@asynchronous
+async def test_goodbye_is_said_once_and_the_same_by_all() -> None:
+    service = QueueService(queue(), run="r", config_digest="")
+    assert not service.finished.done()
+    for _ in range(2):
+        assert await service(Goodbye(True)) == Done()
+    with pytest.raises(ProtocolError, match="goodbye"):
+        await service(Goodbye(False))
+    assert service.finished.result() is True

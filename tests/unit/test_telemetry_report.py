@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import random
 import re
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from xml.etree import ElementTree
@@ -126,7 +127,8 @@ def test_timeline_columns_by_hand() -> None:
 def test_overlap_in_the_timeline_leaves_out_the_warmup(tmp_path: Path) -> None:
     write_run(tmp_path, warmup=50, rl=5)
     run = load(tmp_path)
-    assert timeline(run, run.windows).overlap == timeline(run, run.rl_windows).overlap
+    run = replace(run, spans=[*run.spans, Span("engine.0", "generate", START, START + 1000)])
+    assert timeline(run, run.windows).overlap == pytest.approx(1)
     assert timeline(run, [(START, START + 5)]).overlap is None
 
 

@@ -145,11 +145,10 @@ def test_merged_columns_draw_the_same(shares: list[float]) -> None:
 @given(st.integers(0, 4 * MOST_POINTS), st.integers(0, 9))
 def test_long_curves_are_thinned_without_bias(points: int, seed: int) -> None:
     draw = random.Random(seed)
-    size = -(-points // MOST_POINTS) or 1
-    points -= points % size
     values = [(float(x), draw.random()) for x in range(points)]
     thin = Series.of([*values, (1e9, None)])
-    assert len(thin.x) == len(thin.y) <= MOST_POINTS
-    if points:
-        assert sum(thin.y) / len(thin.y) == pytest.approx(sum(y for _, y in values) / points)
-        assert len(thin.smooth().y) == len(thin.y)
+    assert min(points, MOST_POINTS // 2) <= len(thin.x) == len(thin.y) <= MOST_POINTS
+    size = -(-points // MOST_POINTS)
+    sizes = [min(size, points - size * i) for i in range(len(thin.y))]
+    assert sum(y * n for y, n in zip(thin.y, sizes, strict=True)) == pytest.approx(sum(y for _, y in values))
+    assert len(thin.smooth().y) == len(thin.y)

@@ -1,8 +1,9 @@
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
 
-#include <optional>
 #include <stdexcept>
+#include <string>
+#include <vector>
 
 #include "copy.h"
 #include "dlpack.h"
@@ -75,13 +76,15 @@ PYBIND11_MODULE(_C, module) {
     module.def("cuda_device_count", &asyncmoe::cuda_device_count);
     module.def(
         "copy_cuda",
-        [](const Int64Array& rows, const Int64Array& sources, const Int64Array& destinations, uintptr_t stream) {
+        [](const Int64Array& rows, const Int64Array& sources, const Int64Array& destinations, int device,
+           uintptr_t stream) {
             const auto copies = resolve(rows, sources, destinations);
             py::gil_scoped_release released;
-            asyncmoe::copy_on_cuda(copies, stream);
+            asyncmoe::copy_on_cuda(copies, device, stream);
         },
         py::arg("rows").noconvert(), py::arg("sources").noconvert(), py::arg("destinations").noconvert(),
-        py::arg("stream"), "The same as one kernel launch on a stream of the current device.");
+        py::arg("device"), py::arg("stream"),
+        "The same as one kernel launch on a stream of a device; does not wait for it.");
 #else
     module.attr("CUDA") = false;
     module.def("cuda_device_count", [] { return 0; });

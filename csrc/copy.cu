@@ -125,17 +125,32 @@ __global__ void __launch_bounds__(kThreads) copy_kernel(const Job* jobs, int cou
     }
 }
 
-int blocks_that_fill_the_device() {
-    int device = 0, multiprocessors = 0;
-    check(cudaGetDevice(&device), "cudaGetDevice");
+// Makes a device current, and the one before it again at the end of the scope.
+class DeviceScope {
+  public:
+    explicit DeviceScope(int device) {
+        check(cudaGetDevice(&before_), "cudaGetDevice");
+        check(cudaSetDevice(device), "cudaSetDevice");
+    }
+    ~DeviceScope() { cudaSetDevice(before_); }
+    DeviceScope(const DeviceScope&) = delete;
+    DeviceScope& operator=(const DeviceScope&) = delete;
+
+  private:
+    int before_ = 0;
+};
+
+int blocks_that_fill(int device) {
+    int multiprocessors = 0;
     check(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device), "cudaDeviceGetAttribute");
     return multiprocessors * kBlocksPerMultiprocessor;
 }
 
 }  // namespace
 
-void copy_on_cuda(const std::vector<BoxCopy>& copies, uintptr_t stream_address) {
+void copy_on_cuda(const std::vector<BoxCopy>& copies, int device, uintptr_t stream_address) {
     if (copies.empty()) return;
+    const DeviceScope scope(device);
     const auto stream = reinterpret_cast<cudaStream_t>(stream_address);
     std::vector<Job> jobs;
     jobs.reserve(copies.size());
@@ -144,7 +159,7 @@ void copy_on_cuda(const std::vector<BoxCopy>& copies, uintptr_t stream_address) 
         jobs.push_back(job_of(copy, tiles));
         tiles += (jobs.back().units + kTile - 1) / kTile;
     }
-    const auto blocks = static_cast<unsigned>(std::min<int64_t>(tiles, blocks_that_fill_the_device()));
+    const auto blocks = static_cast<unsigned>(std::min<int64_t>(tiles, blocks_that_fill(device)));
     const size_t bytes = jobs.size() * sizeof(Job);
     void* table = nullptr;
     check(cudaMallocAsync(&table, bytes, stream), "cudaMallocAsync");

@@ -66,7 +66,7 @@ uint64_t digest(const std::byte* data, int64_t nbytes, int threads);
 #ifdef ASYNCMOE_CUDA
 // The same as one kernel launch on a stream (a cudaStream_t as an integer) of the current device; returns without
 // waiting. Throws std::runtime_error with CUDA's message.
-void copy_on_cuda(const std::vector<BoxCopy>& copies, uintptr_t stream);
+void copy_on_cuda(const std::vector<BoxCopy>& copies, int device, uintptr_t stream);
 
 // Number of CUDA devices; 0 without a driver.
 int cuda_device_count();

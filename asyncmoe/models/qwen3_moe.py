@@ -308,8 +308,9 @@ def megatron_config(hf: HfConfig) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _rope(hf: HfConfig) -> dict[str, Any]:
-    """Rotary parameters under transformers 5's names; transformers 4 wrote rope_theta and rope_scaling at the top."""
-    old = {"rope_theta": hf.get("rope_theta", 10000.0), "rope_type": "default", **(hf.get("rope_scaling") or {})}
+    """Rotary parameters under transformers 5's names. Version 4 wrote rope_theta and rope_scaling, whose kind was once called type."""
+    scaling = hf.get("rope_scaling") or {}
+    old = {"rope_theta": hf.get("rope_theta", 10000.0), "rope_type": scaling.get("type", "default"), **scaling}
     return {**old, **(hf.get("rope_parameters") or {})}
 
 

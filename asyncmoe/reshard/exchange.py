@@ -70,6 +70,7 @@ def exchange(
     *,
     timeout_s: float = 300.0,
     threads: int = 0,
+    stream: int = 0,
 ) -> None:
     """Carry out this rank's part of a plan. All ranks of the plan call it, with the same plan.
 
@@ -77,7 +78,11 @@ def exchange(
         source_arrays: by storage name, at least those of `plan.sources[rank]`; None where this rank is no source.
         destination_arrays: the same for `plan.destinations[rank]`; they are written.
         timeout_s: how long to wait for others.
-        threads: of the copies; 0: as many as the machine has, at most 4.
+        threads: of copies in host memory; 0: as many as the machine has, at most 4.
+        stream: of copies on a GPU, a cudaStream_t as an integer; 0 is the default stream. Kernels are not waited for, so the
+            transport has to send in the order of this stream, and so has whoever reads the destination.
+
+    Arrays and messages must all be in host memory or all on one GPU.
 
     Raises:
         LayoutError: an array is missing or is not what its storage says.
@@ -90,14 +95,14 @@ def exchange(
     receiving = [t for t in plan.transfers if t.destination == rank and t.source != rank]
     outgoing = [transport.empty(t.nbytes) for t in sending]
     incoming = [transport.empty(t.nbytes) for t in receiving]
-    _run(_packing(sending), sources, _buffers(outgoing), threads)
-    _run(_staying(plan.transfers, rank), sources, destinations, threads)
+    _run(_packing(sending), sources, _buffers(outgoing), threads, stream)
+    _run(_staying(plan.transfers, rank), sources, destinations, threads, stream)
     transport.exchange(
         [(t.destination, buffer) for t, buffer in zip(sending, outgoing, strict=True)],
         [(t.source, buffer) for t, buffer in zip(receiving, incoming, strict=True)],
         timeout_s,
     )
-    _run(_unpacking(receiving), _buffers(incoming), destinations, threads)
+    _run(_unpacking(receiving), _buffers(incoming), destinations, threads, stream)
 
 
 def _memories(storages: Mapping[str, Storage], arrays: Mapping[str, Array], what: str, *, write: bool) -> list[Memory]:
@@ -111,59 +116,58 @@ def _buffers(buffers: Iterable[Buffer]) -> list[Memory]:
     return [memory_of(buffer, "message buffer", write=True) for buffer in buffers]
 
 
-def _run(rows: np.ndarray, sources: Sequence[Memory], destinations: Sequence[Memory], threads: int) -> None:
+def _run(rows: np.ndarray, sources: Sequence[Memory], destinations: Sequence[Memory], threads: int, stream: int) -> None:
     """Run descriptor rows (csrc/copy.h) between memories; nothing to do is fine."""
     if not len(rows):
         return
-    devices = {memory.device for memory in (*sources, *destinations)}
-    if devices != {"cpu"}:
-        raise LayoutError("arrays of an exchange", got=", ".join(sorted(devices)), expected="cpu")
-    _C.copy(rows, _addresses(sources), _addresses(destinations), threads)
+    devices = sorted({memory.device for memory in (*sources, *destinations)})
+    kind, _, index = devices[0].partition(":")
+    if len(devices) > 1:
+        raise LayoutError("arrays and messages of an exchange", got=" and ".join(devices), expected="all on one device")
+    if kind == "cpu":
+        _C.copy(rows, _addresses(sources), _addresses(destinations), threads)
+    elif _C.CUDA:
+        _C.copy_cuda(rows, _addresses(sources), _addresses(destinations), int(index), stream)
+    else:
+        cure = "build asyncmoe where nvcc is, with ASYNCMOE_CUDA=1"
+        raise LayoutError("arrays of an exchange", got=devices[0], expected="cpu, as this build has no CUDA kernels", cure=cure)
 
 
 def _addresses(memories: Sequence[Memory]) -> np.ndarray:
     return np.array([memory.address for memory in memories], np.uint64).view(np.int64)
 
 
+Side = tuple[np.ndarray, np.ndarray, np.ndarray]
+"""One side of some copies: number of the array, byte offset in it, byte strides."""
+
+
 def _packing(transfers: Sequence[Transfer]) -> np.ndarray:
     """Rows that copy from storages into one message buffer for each transfer."""
-    return _rows(
-        [
-            _row(t.copies, t.copies[:, SOURCE], t.copies[:, SOURCE_OFFSET], t.copies[:, SOURCE_STRIDES], *_message(t, number))
-            for number, t in enumerate(transfers)
-        ]
-    )
+    return _rows([(t, _source(t), _message(t, number)) for number, t in enumerate(transfers)])
 
 
 def _unpacking(transfers: Sequence[Transfer]) -> np.ndarray:
     """Rows that copy from one message buffer for each transfer into storages."""
-    return _rows(
-        [
-            _row(
-                t.copies, *_message(t, number), t.copies[:, DESTINATION], t.copies[:, DESTINATION_OFFSET], t.copies[:, DESTINATION_STRIDES]
-            )
-            for number, t in enumerate(transfers)
-        ]
-    )
+    return _rows([(t, _message(t, number), _destination(t)) for number, t in enumerate(transfers)])
 
 
 def _staying(transfers: Sequence[Transfer], rank: int) -> np.ndarray:
     """Rows that copy from storages to storages of this rank, and fill padding."""
-    return _rows(
-        [
-            _row(
-                t.copies,
-                *(t.copies[:, column] for column in (SOURCE, SOURCE_OFFSET, SOURCE_STRIDES)),
-                *(t.copies[:, column] for column in (DESTINATION, DESTINATION_OFFSET, DESTINATION_STRIDES)),
-            )
-            for t in transfers
-            if t.source == t.destination == rank
-        ]
-    )
+    return _rows([(t, _source(t), _destination(t)) for t in transfers if t.source == t.destination == rank])
 
 
-def _message(transfer: Transfer, number: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Buffer number, offsets and strides of the boxes in a message, where each lies row-major."""
+def _source(transfer: Transfer) -> Side:
+    copies = transfer.copies
+    return copies[:, SOURCE], copies[:, SOURCE_OFFSET], copies[:, SOURCE_STRIDES]
+
+
+def _destination(transfer: Transfer) -> Side:
+    copies = transfer.copies
+    return copies[:, DESTINATION], copies[:, DESTINATION_OFFSET], copies[:, DESTINATION_STRIDES]
+
+
+def _message(transfer: Transfer, number: int) -> Side:
+    """The boxes in a message, where each lies row-major."""
     copies = transfer.copies
     strides = np.empty((len(copies), MAX_DIMS), np.int64)
     strides[:, -1] = copies[:, ITEM]
@@ -172,20 +176,10 @@ def _message(transfer: Transfer, number: int) -> tuple[np.ndarray, np.ndarray, n
     return np.full(len(copies), number), copies[:, WIRE_OFFSET], strides
 
 
-def _row(
-    copies: np.ndarray,
-    source: np.ndarray,
-    source_offset: np.ndarray,
-    source_strides: np.ndarray,
-    destination: np.ndarray,
-    destination_offset: np.ndarray,
-    destination_strides: np.ndarray,
-) -> np.ndarray:
+def _rows(parts: Sequence[tuple[Transfer, Side, Side]]) -> np.ndarray:
     """Descriptor rows in the column order of csrc/copy.h."""
-    return np.column_stack(
-        [source, source_offset, destination, destination_offset, copies[:, ITEM], copies[:, EXTENTS], source_strides, destination_strides]
-    )
-
-
-def _rows(parts: Sequence[np.ndarray]) -> np.ndarray:
-    return np.ascontiguousarray(np.concatenate([np.empty((0, _C.COLUMNS), np.int64), *parts]))
+    rows = [np.empty((0, _C.COLUMNS), np.int64)]
+    for transfer, (source, source_offset, source_strides), (target, target_offset, target_strides) in parts:
+        item, extents = transfer.copies[:, ITEM], transfer.copies[:, EXTENTS]
+        rows.append(np.column_stack([source, source_offset, target, target_offset, item, extents, source_strides, target_strides]))
+    return np.ascontiguousarray(np.concatenate(rows))

@@ -150,4 +150,4 @@ def _hole(tensors: Tensors, wanted: Table, row: int, starts: np.ndarray, extents
     hole = grid.cells(grid.counts == 0)[0]
     start = tuple(int(s) for s in np.array(hole.start) + corner)
     box = Box(start[len(start) - dims :], hole.extent[len(start) - dims :])
-    return LayoutError(wanted.describe(row, name), got=f"no source for {box} of {name}", expected="a source for every element")
+    return LayoutError(wanted.describe(row, tensors), got=f"no source for {box} of {name}", expected="a source for every element")

@@ -133,9 +133,8 @@ def _check_dtypes(tensors: Tensors, held: Table, wanted: Table, found: Overlaps,
     differ = np.flatnonzero(held.dtype[holder] != wanted.dtype[found.row])
     if len(differ):
         row, source = int(found.row[differ[0]]), int(holder[differ[0]])
-        name = tensors.names[wanted.tensor[row]]
-        got = f"{DTYPES[wanted.dtype[row]]}, but {DTYPES[held.dtype[source]]} in {held.describe(source, name)}"
-        raise LayoutError(wanted.describe(row, name), got=got, expected="one dtype for a tensor in source and destination")
+        got = f"{DTYPES[wanted.dtype[row]]}, but {DTYPES[held.dtype[source]]} in {held.describe(source, tensors)}"
+        raise LayoutError(wanted.describe(row, tensors), got=got, expected="one dtype for a tensor in source and destination")
 
 
 def _copies(held: Table, wanted: Table, row: np.ndarray, holder: np.ndarray, start: np.ndarray, extent: np.ndarray) -> np.ndarray:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from asyncmoe.errors import LayoutError
-from asyncmoe.reshard.layout import ITEM_BYTES, MAX_DIMS, PADDING, Piece, RankLayout, Storage
+from asyncmoe.reshard.layout import ITEM_BYTES, MAX_DIMS, PADDING, Box, Piece, RankLayout, Storage
 
 DTYPES = tuple(ITEM_BYTES)
 NO_TENSOR = -1
@@ -65,11 +65,13 @@ class Table:
     strides: np.ndarray
     dtype: np.ndarray
 
-    def describe(self, row: int, tensor: str) -> str:
+    def describe(self, row: int, tensors: Tensors) -> str:
         """Rank, tensor, box and storage of a row, for an error."""
-        rank, name, _ = self.storages[self.storage[row]]
-        box = ", ".join(f"{s}:{s + n}" for s, n in zip(self.start[row], self.extent[row], strict=True))
-        return f"rank {rank}: tensor {tensor} box [{box}] in storage {name}"
+        rank, storage, _ = self.storages[self.storage[row]]
+        name = tensors.names[self.tensor[row]]
+        first = MAX_DIMS - len(tensors.shapes.get(name, (0,) * MAX_DIMS))
+        box = Box(tuple(self.start[row, first:].tolist()), tuple(self.extent[row, first:].tolist()))
+        return f"rank {rank}: tensor {name} box {box} in storage {storage}"
 
 
 def tabulate(tensors: Tensors, layouts: Sequence[RankLayout]) -> Table:
@@ -149,7 +151,7 @@ def _check_bounds(tensors: Tensors, table: Table) -> None:
             _, _, storage = table.storages[table.storage[row]]
             place = f"offset {table.offset[row]}, strides {table.strides[row].tolist()}"
             got = f"tensor {tensors.shapes.get(name, ())}, storage {storage.shape}, {place}"
-            raise LayoutError(table.describe(row, name), got=got, expected=expected)
+            raise LayoutError(table.describe(row, tensors), got=got, expected=expected)
 
 
 def _unknown(piece: Piece, rank: int, tensor: bool) -> LayoutError:

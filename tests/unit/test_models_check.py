@@ -1,0 +1,98 @@
+"""What `models.check` refuses, and how."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_models_qwen3_moe import HF
+
+from asyncmoe import models
+from asyncmoe.config import Config, parse
+from asyncmoe.errors import ConfigError, DataError, UserError
+
+
+def config(trainer: dict[str, int] | None = None, engines: dict[str, int] | None = None) -> Config:
+    sections = {"trainer": trainer or {}, "engines": engines or {}}
+    return parse({"run": {"dir": "r", "steps": 1}, "model": {"path": "m"}, "task": {"kind": "arithmetic"}, **sections})
+
+
+@pytest.mark.parametrize(
+    ("trainer", "engines"),
+    [
+        ({}, {}),
+        ({"ranks": 8, "tp": 2, "pp": 2, "ep": 4}, {"tp": 4, "ep": 2}),
+        ({"ranks": 4, "pp": 4}, {"tp": 8, "ep": 8}),  # more engine ranks than key heads
+    ],
+)
+def test_possible_sizes(trainer: dict[str, int], engines: dict[str, int]) -> None:
+    models.check(config(trainer, engines), HF)
+
+
+@pytest.mark.parametrize(
+    ("trainer", "engines", "changes", "words"),
+    [
+        ({"ranks": 3, "pp": 3}, {}, {}, ["trainer.pp: got 3", "num_hidden_layers = 4", "1, 2, 4"]),
+        ({"ranks": 8, "tp": 8}, {}, {}, ["trainer.tp: got 8", "num_key_value_heads = 4"]),
+        ({"ranks": 3, "tp": 3}, {}, {}, ["trainer.tp: got 3", "num_attention_heads = 8"]),
+        ({"ranks": 4, "tp": 4}, {}, {"vocab_size": 70}, ["trainer.tp: got 4", "vocab_size = 70", "1, 2, 5, 7"]),
+        ({"ranks": 3, "ep": 3}, {}, {}, ["trainer.ep: got 3", "num_experts = 8"]),
+        ({"ranks": 4, "tp": 4}, {}, {"moe_intermediate_size": 18}, ["trainer.etp: got 4", "moe_intermediate_size = 18"]),
+        ({"ranks": 4, "tp": 4, "ep": 4}, {}, {"intermediate_size": 30}, ["trainer.tp: got 4", "intermediate_size = 30"]),
+        ({}, {"tp": 3}, {}, ["engines.tp: got 3", "num_attention_heads = 8"]),
+        ({}, {"tp": 4}, {"num_attention_heads": 24, "num_key_value_heads": 6}, ["engines.tp: got 4", "num_key_value_heads = 6"]),
+        ({}, {"tp": 12, "ep": 12}, {"num_attention_heads": 12}, ["engines.tp: got 12", "padded vocab_size = 128"]),
+        ({}, {"tp": 8, "ep": 8}, {"num_experts": 12}, ["engines.ep: got 8", "num_experts = 12"]),
+        ({}, {"tp": 8}, {"moe_intermediate_size": 12}, ["engines.tp / engines.ep: got 8", "moe_intermediate_size = 12"]),
+        ({}, {"tp": 8}, {"intermediate_size": 12}, ["engines.tp: got 8", "intermediate_size = 12"]),
+        ({}, {}, {"hidden_act": "gelu"}, ["hidden_act", "'gelu'", "'silu'"]),
+        ({}, {}, {"attention_bias": True}, ["attention_bias"]),
+        ({}, {}, {"attention_dropout": 0.1}, ["attention_dropout"]),
+        ({}, {}, {"use_sliding_window": True}, ["use_sliding_window"]),
+        ({}, {}, {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, ["rope_type", "'yarn'"]),
+        ({}, {}, {"rope_scaling": {"type": "linear", "factor": 4.0}}, ["rope_type", "'linear'"]),
+        ({}, {}, {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4}}, ["rope_type", "'linear'"]),
+        ({}, {}, {"tie_word_embeddings": True}, ["tie_word_embeddings"]),
+        ({}, {}, {"quantization_config": {"quant_method": "fp8"}}, ["quantization_config"]),
+        ({}, {}, {"num_key_value_heads": 3}, ["num_attention_heads", "got 8", "num_key_value_heads = 3"]),
+        ({}, {}, {"num_experts_per_tok": 9}, ["num_experts_per_tok", "got 9", "num_experts = 8"]),
+        ({}, {}, {"hidden_size": None}, ["hidden_size", "nothing"]),
+        ({}, {}, {"num_experts": "many"}, ["num_experts", "'many'", "positive integer"]),
+        ({}, {}, {"decoder_sparse_step": 0}, ["decoder_sparse_step", "got 0"]),
+    ],
+)
+def test_impossible(trainer: dict[str, int], engines: dict[str, int], changes: dict[str, Any], words: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        models.check(config(trainer, engines), {**HF, **changes})
+    text = str(caught.value)
+    assert "\n" not in text
+    for word in words:
+        assert word in text
+
+
+@pytest.mark.parametrize("kind", ["llama", None])
+def test_unknown_family(kind: str | None) -> None:
+    with pytest.raises(UserError, match=f"model_type.*{kind}.*expected qwen3_moe"):
+        models.family_of({"model_type": kind})
+
+
+def test_load_hf_config(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(HF))
+    assert models.load_hf_config(tmp_path) == HF
+
+
+@pytest.mark.parametrize(
+    ("content", "word"), [(b"{", "valid JSON"), (b"[1]", "a JSON object"), (b"\xff\xfe{", "valid JSON"), (None, "no config.json")]
+)
+def test_broken_hf_config(tmp_path: Path, content: bytes | None, word: str) -> None:
+    if content is not None:
+        (tmp_path / "config.json").write_bytes(content)
+    with pytest.raises(DataError, match=word):
+        models.load_hf_config(tmp_path)
+
+
+def test_no_model_directory(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="no such directory"):
+        models.load_hf_config(tmp_path / "nowhere")

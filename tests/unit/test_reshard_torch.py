@@ -1,0 +1,81 @@
+"""Messages over a real gloo process group."""
+
+from __future__ import annotations
+
+import multiprocessing
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from reshard_ranks import blank, filled, numbered
+
+from asyncmoe.errors import WaitTimeout
+from asyncmoe.reshard import Box, LayoutBuilder, RankLayout, exchange, plan
+from asyncmoe.reshard.torch_transport import TorchTransport
+
+SHAPES = {"w": (12, 10), "v": (9,)}
+
+
+def striped(rank: int, world: int, by_column: bool) -> RankLayout:
+    """A shard of every tensor on every rank: rows of w, or columns of w."""
+    builder = LayoutBuilder(rank, "int32")
+    first = [10 * r // world for r in range(world + 1)] if by_column else [12 * r // world for r in range(world + 1)]
+    start, count = first[rank], first[rank + 1] - first[rank]
+    box = Box((0, start), (12, count)) if by_column else Box((start, 0), (count, 10))
+    builder.stack("w", [("w", box)])
+    if by_column or rank == 1:
+        builder.stack("v", [("v", Box((0,), (9,)))])
+    return builder.build()
+
+
+def _all_to_all(rank: int, world: int, store: str, into: str) -> None:
+    dist.init_process_group("gloo", store=dist.FileStore(store, world), rank=rank, world_size=world, timeout=timedelta(seconds=30))
+    values = numbered(SHAPES)
+    source = [striped(r, world, False) for r in range(world)]
+    destination = [striped(r, world, True) for r in range(world)]
+    made = plan(SHAPES, source, destination)
+    transport = TorchTransport()
+    for round_number in range(3):  # again and again over the same group: messages must not be mixed up
+        mine = {name: torch.from_numpy(array + 1000 * round_number) for name, array in filled(source[rank], values).items()}
+        got = {name: torch.from_numpy(array) for name, array in blank(destination[rank]).items()}
+        exchange(made, transport, mine, got, timeout_s=30)
+        for name, expected in filled(destination[rank], values).items():
+            np.testing.assert_array_equal(got[name].numpy(), expected + 1000 * round_number)
+    dist.destroy_process_group()
+    Path(into, str(rank)).write_text("done")
+
+
+def _alone(rank: int, world: int, store: str, into: str) -> None:
+    """Rank 0 waits for a message that rank 1 never sends."""
+    dist.init_process_group("gloo", store=dist.FileStore(store, world), rank=rank, world_size=world, timeout=timedelta(seconds=30))
+    if rank == 0:
+        transport = TorchTransport()
+        started = time.monotonic()
+        with pytest.raises(WaitTimeout, match="rank 1: its message"):
+            transport.exchange([], [(1, transport.empty(8))], timeout_s=1.0)
+        assert 0.9 < time.monotonic() - started < 10
+        Path(into, "0").write_text("done")
+    else:
+        deadline = time.monotonic() + 30
+        while not Path(into, "0").exists() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        Path(into, "1").write_text("done")
+
+
+@pytest.mark.parametrize("play", [_all_to_all, _alone])
+def test_gloo(play: object, tmp_path: Path) -> None:
+    world = 2
+    context = multiprocessing.get_context("spawn")
+    arguments = (world, str(tmp_path / "store"), str(tmp_path))
+    processes = [context.Process(target=play, args=(rank, *arguments)) for rank in range(world)]  # type: ignore[arg-type]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(60)
+        if process.is_alive():
+            process.kill()
+    assert sorted(path.name for path in tmp_path.iterdir() if path.name != "store") == ["0", "1"]

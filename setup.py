@@ -1,7 +1,7 @@
 """Builds the extension asyncmoe.reshard._C; everything else is in pyproject.toml.
 
 ASYNCMOE_CUDA=1 insists on the CUDA kernels, 0 leaves them out; unset, they are built where a working nvcc is found.
-ASYNCMOE_CUDA_ARCHS names the architectures, e.g. "90;100" (the default).
+ASYNCMOE_CUDA_ARCHS names the architectures; by default those of 90 and 100 that nvcc knows.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pybind11.setup_helpers import Pybind11Extension
 from setuptools import setup
 from setuptools.command.build_ext import build_ext
 
-ARCHS = os.environ.get("ASYNCMOE_CUDA_ARCHS", "90;100").split(";")
+ARCHS = ("90", "100")
 CUDA_SOURCES = ["csrc/copy.cu"]
 
 
@@ -27,21 +27,17 @@ def nvcc() -> Path | None:
     return Path(found) if found else None
 
 
+def architectures(compiler: Path) -> list[str]:
+    if "ASYNCMOE_CUDA_ARCHS" in os.environ:
+        return os.environ["ASYNCMOE_CUDA_ARCHS"].split(";")
+    listing = subprocess.run([str(compiler), "--list-gpu-arch"], capture_output=True, text=True, check=False).stdout.split()
+    return [arch for arch in ARCHS if f"compute_{arch}" in listing]
+
+
 def cuda_command(compiler: Path, source: Path, target: Path) -> list[str]:
-    codes = [f"-gencode=arch=compute_{a},code=sm_{a}" for a in ARCHS]
-    return [
-        str(compiler),
-        "-c",
-        str(source),
-        "-o",
-        str(target),
-        "-std=c++17",
-        "-O3",
-        "-DASYNCMOE_CUDA",
-        "-Icsrc",
-        *codes,
-        "-Xcompiler=-fPIC,-Wall,-Wextra,-Werror",
-    ]
+    codes = [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in architectures(compiler)]
+    host = "-Xcompiler=-fPIC,-Wall,-Wextra,-Werror"
+    return [str(compiler), "-c", str(source), "-o", str(target), "-std=c++17", "-O3", "-DASYNCMOE_CUDA", "-Icsrc", *codes, host]
 
 
 def cuda_libraries(compiler: Path) -> Path | None:

@@ -9,10 +9,10 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
-from megatron.core.optimizer import MegatronOptimizer
 
 from asyncmoe import checkpoints, models
 from asyncmoe.config import Config
@@ -27,6 +27,9 @@ from asyncmoe.trainer.verify import engine_checksums
 from asyncmoe.wire import keys
 from asyncmoe.wire.client import Client
 from asyncmoe.wire.messages import Commit, Goodbye, Hello, Leased, Phase, Saved
+
+if TYPE_CHECKING:
+    from megatron.core.optimizer import MegatronOptimizer
 
 log = logging.getLogger(__name__)
 

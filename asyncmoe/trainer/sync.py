@@ -7,7 +7,6 @@ engines (`asyncmoe.rollout.weights`); this side only moves bytes.
 
 from __future__ import annotations
 
-import socket
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -117,13 +116,12 @@ class Broadcast:
         engines = self._client.ask(EnginesAsk(self._start_timeout_s), self._start_timeout_s + 10)[0]
         assert isinstance(engines, Engines)
         backend: Literal["gloo", "nccl"] = "nccl" if self._mesh.backend == "nccl" else "gloo"
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        listener = weight_group.listen("127.0.0.1")
+        port = listener.getsockname()[1]
         joined: list[dist.ProcessGroup] = []
 
         def join() -> None:
-            joined.append(weight_group.join("127.0.0.1", port, engines.world, 0, _GROUP, backend, self._sync.timeout_s))
+            joined.append(weight_group.join(listener, engines.world, _GROUP, backend, self._sync.timeout_s))
 
         self._ask_while(WeightsJoin("127.0.0.1", port, _GROUP, backend), join)
         return joined[0]

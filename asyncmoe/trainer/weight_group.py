@@ -1,0 +1,52 @@
+"""The process group in which weights travel from the trainer to the engines.
+
+It stands beside the default group: torchrun's ranks and the engines' ranks are different processes with default groups of their own.
+"""
+
+from __future__ import annotations
+
+import socket
+from datetime import timedelta
+from typing import Any, cast
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from asyncmoe.errors import WeightSyncError
+
+
+def listen(host: str) -> socket.socket:
+    """A listening socket on a free port of `host`, for rank 0 to hand to `join`."""
+    return socket.create_server((host, 0))
+
+
+def join(listener: socket.socket, world: int, group: str, backend: str, timeout_s: float) -> dist.ProcessGroup:
+    """Join the group `group` as rank 0; returns when all `world` ranks have joined.
+
+    The same steps as SGLang's `init_custom_process_group` (`sglang.srt.utils.common`), which the engines run: a TCP store, prefixed
+    with the group's name, and a backend that is in no default group. Under torchrun `tcp://` would make every rank a client
+    of torchrun's own store, so rank 0 makes the store itself, on a socket bound where the caller wants it.
+
+    Args:
+        listener: from `listen`; the store takes it over.
+        backend: "gloo" or "nccl".
+        timeout_s: bound of the meeting, and of every collective of the group.
+
+    Raises:
+        WeightSyncError: the others did not come in time.
+    """
+    timeout = timedelta(seconds=timeout_s)
+    c10d: Any = distributed_c10d
+    host, port = listener.getsockname()[:2]
+    try:
+        store = dist.TCPStore(
+            host, port, world, is_master=True, timeout=timeout, wait_for_workers=False, master_listen_fd=listener.detach(), use_libuv=True
+        )
+        made, _ = c10d._new_process_group_helper(
+            world, 0, [], c10d.Backend(backend), c10d.PrefixStore(group, store), group_name=group, backend_options=None, timeout=timeout
+        )
+    except (RuntimeError, TimeoutError) as error:
+        raise WeightSyncError(f"weight group {group} at {host}:{port}: {error}") from error
+    # Without it `broadcast(src=0)` would look the source up among the ranks of the default group.
+    c10d._world.pg_group_ranks[made] = {index: index for index in range(world)}
+    return cast(dist.ProcessGroup, made)

@@ -161,11 +161,7 @@ class BoundedQueue:
             validate(trajectory)
             if trajectory.oldest_version == NOT_SAMPLED:
                 raise TrajectoryRejected("bad_version", f"{trajectory.key}: sampled tokens without a version")
-        group = self._pack(trajectories)
-        await self._space(lane, group, wait_s)
-        lane.insert(group)
-        self._ledger = self._ledger.accept(len(group))
-        self._changes.wake()
+        await self._insert("rl", self._pack(trajectories), wait_s)
 
     async def put_demonstrations(self, trajectories: Sequence[Trajectory], wait_s: float | None = None) -> None:
         """Queue demonstrations for the warm-up, each on its own; waits while that lane is full. They have no staleness.
@@ -175,15 +171,11 @@ class BoundedQueue:
             ConfigError: the queue was made without a warm-up lane.
             WaitTimeout: no space within `wait_s` seconds (None: no bound).
         """
-        lane = self._lanes["warmup"]
-        if not lane.capacity:
+        if not self._lanes["warmup"].capacity:
             raise ConfigError("warmup.steps", got=0, expected="a warm-up, because there are demonstrations")
         for trajectory in trajectories:
             validate(trajectory)
-            group = self._pack([trajectory])
-            await self._space(lane, group, wait_s)
-            lane.insert(group)
-            self._changes.wake()
+            await self._insert("warmup", self._pack([trajectory]), wait_s)
 
     # ------------------------------------------------------------ the trainer's side
 
@@ -355,12 +347,16 @@ class BoundedQueue:
         self._arrivals += 1
         return pack(trajectories, self._arrivals)
 
-    async def _space(self, lane: Lane, group: Group, wait_s: float | None) -> None:
+    async def _insert(self, phase: Phase, group: Group, wait_s: float | None) -> None:
+        lane = self._lanes[phase]
         lane.putting.append(group.arrival)
         try:
             fits = await self._changes.until(lambda: (lane.putting[0] == group.arrival and lane.fits(len(group))) or None, wait_s)
+            if fits is None:
+                raise WaitTimeout("the trainer", f"space in the queue, which holds {lane.capacity} trajectories", wait_s or 0.0)
+            lane.insert(group)
+            if phase == "rl":
+                self._ledger = self._ledger.accept(len(group))
         finally:
             lane.putting.remove(group.arrival)
             self._changes.wake()
-        if fits is None:
-            raise WaitTimeout("the trainer", f"space in the queue, which holds {lane.capacity} trajectories", wait_s or 0.0)

@@ -147,12 +147,16 @@ async def test_putters_are_served_in_the_order_they_came() -> None:
     tasks = [asyncio.create_task(put(i)) for i in (7, 5, 6)]
     await settle()
     tasks[0].cancel()
-    for step in range(2):
-        await held.lease(step, "rl", 4, 9, 0)
-        held.commit(step)
-        await settle()
+    await settle()
+    await held.lease(0, "rl", 4, 9, 0)
+    held.commit(0)
+    held.started(2)
+    with pytest.raises(WaitTimeout):
+        await held.put_group(group(8), wait_s=0)
+    await settle()
     assert done == [5, 6]
-    assert held.ledger.running == 2
+    assert held.ledger.running == 4
+    assert held.ledger.queued == 8
 
 
 @asynchronous
@@ -346,6 +350,17 @@ async def test_commit_is_idempotent_and_ends_the_lease() -> None:
         await held.lease(0, "rl", 4, 9, 0)
     with pytest.raises(ProtocolError, match="step 1 holds no lease"):
         held.commit(1)
+
+
+@asynchronous
+async def test_a_trained_trajectory_leaves_nothing_behind() -> None:
+    held = await filled(group(0), group(1))
+    await held.lease(0, "rl", 4, 9, 0)
+    held.started(2)
+    with pytest.raises(InvariantBroken, match="put twice"):
+        await held.put_group(group(0))
+    held.commit(0)
+    await held.put_group(group(0))
 
 
 @asynchronous

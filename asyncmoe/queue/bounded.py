@@ -26,7 +26,7 @@ from asyncmoe.queue.lane import Group, Lane, pack
 from asyncmoe.trajectory import NOT_SAMPLED, Buffer, Trajectory, validate
 from asyncmoe.wire.messages import Leased, Phase
 
-MAX_LEASE_WAIT_S = 3_600.0
+MAX_LEASE_WAIT_S = 86_400.0
 
 
 @dataclass(frozen=True)
@@ -189,7 +189,7 @@ class BoundedQueue:
 
         Groups with a token more than eta versions older than `version` are dropped first, under "stale". Any number of ranks may ask,
         at any time until the commit; they get the same answer. An answer without items (and `stop` false) means that `wait_s`
-        (at most an hour) was over: ask again.
+        (at most a day) was over: ask again.
 
         Raises:
             ProtocolError: the step was committed already, ranks disagree about the other arguments, or `count` is not whole groups.

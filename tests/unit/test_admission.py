@@ -91,7 +91,7 @@ class InTime(RuleBasedStateMachine):
 
 
 TestInTime = InTime.TestCase
-TestInTime.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestInTime.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
 
 
 @pytest.mark.parametrize("eta", [0, 1, 3])
@@ -109,6 +109,7 @@ def test_the_bound_is_reached_and_the_law_stops_right_there(eta: int) -> None:
     assert law.is_stale(0, eta + 1)
 
 
+@settings(deadline=None)
 @given(st.integers(0, 5), st.integers(0, 5), st.integers(1, 50), st.integers(0, 500))
 def test_with_groups_of_one_the_law_is_that_of_the_paper(eta: int, version: int, batch: int, accepted: int) -> None:
     ledger = Ledger(started=accepted, trained=accepted)
@@ -132,6 +133,7 @@ MOVES = {
 }
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(st.sampled_from(["start", *MOVES]), st.integers(-2, 6)), max_size=60))
 def test_transitions_move_what_they_say_or_refuse(moves: list[tuple[str, int]]) -> None:
     ledger = Ledger()

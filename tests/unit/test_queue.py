@@ -23,11 +23,11 @@ from asyncmoe.wire.server import Server
 
 
 def asynchronous(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
-    """Run a coroutine test on a loop of its own, five seconds at most."""
+    """Run a coroutine test on a loop of its own, thirty seconds at most."""
 
     @functools.wraps(test)
     def run(*arguments: Any, **named: Any) -> None:
-        asyncio.run(asyncio.wait_for(test(*arguments, **named), 5))
+        asyncio.run(asyncio.wait_for(test(*arguments, **named), 30))
 
     return run
 
@@ -506,16 +506,16 @@ async def test_service_over_a_real_socket() -> None:
             with Client(to, "trainer.0") as zero, Client(to, "trainer.1") as one:
 
                 async def ask(client: Client, request: Any) -> Any:
-                    return await loop.run_in_executor(pool, client.ask, request, 4.0)
+                    return await loop.run_in_executor(pool, client.ask, request, 20.0)
 
                 for rank, client in enumerate((zero, one)):
                     assert (await ask(client, Hello(rank, 2, "abc", 0)))[0] == Welcome("r")
                 for i in range(2):
                     held.started(2)
                     await held.put_group(group(i))
-                leased = (await ask(zero, Lease(0, "rl", 4, 0, 3.0)))[0]
-                assert (await ask(one, Lease(0, "rl", 4, 0, 3.0)))[0] == leased
-                waiting = asyncio.create_task(ask(zero, Lease(1, "rl", 4, 0, 3.0)))
+                leased = (await ask(zero, Lease(0, "rl", 4, 0, 15.0)))[0]
+                assert (await ask(one, Lease(0, "rl", 4, 0, 15.0)))[0] == leased
+                waiting = asyncio.create_task(ask(zero, Lease(1, "rl", 4, 0, 15.0)))
                 reply, frames = await ask(one, Fetch(0, ("g1.e0",)))
                 assert reply == Fetched(("g1.e0",))
                 assert decode(frames).key == "g1.e0"

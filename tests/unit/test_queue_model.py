@@ -146,10 +146,10 @@ class QueueMachine(RuleBasedStateMachine):
             if task.done():
                 task.result()
                 del self.puts[number]
-        for task in self.asked:
-            assert task.done() == (self.leased is not None)
+        for lease in self.asked:
+            assert lease.done() == (self.leased is not None)
             if self.leased is not None:
-                items = task.result().items
+                items = lease.result().items
                 assert [i.key for i in items] == [f"g{n}.e{e}" for _, n in self.leased for e in range(self.size)]
                 assert all(self.step - i.oldest_version <= self.eta for i in items)
 
@@ -212,4 +212,4 @@ class QueueMachine(RuleBasedStateMachine):
 
 
 TestQueueMachine = QueueMachine.TestCase
-TestQueueMachine.settings = settings(max_examples=60, stateful_step_count=50, deadline=None)
+TestQueueMachine.settings = settings(max_examples=40, stateful_step_count=50, deadline=None)

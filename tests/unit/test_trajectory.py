@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncmoe.errors import ProtocolError, TrajectoryRejected
@@ -61,6 +61,7 @@ def same(a: Trajectory, b: Trajectory) -> bool:
     return all(np.array_equal(x, y) and x.dtype == y.dtype if isinstance(x, np.ndarray) else x == y for x, y in pairs)
 
 
+@settings(deadline=None)
 @given(trajectories())
 def test_round_trip(trajectory: Trajectory) -> None:
     frames = encode(trajectory)
@@ -81,6 +82,7 @@ def test_writable_frames_give_read_only_arrays() -> None:
     assert not decode([bytearray(f) for f in encode(make())]).logprobs.flags.writeable
 
 
+@settings(deadline=None)
 @given(trajectories(), st.integers(1, 4), st.data())
 def test_any_changed_array_byte_is_refused(trajectory: Trajectory, which: int, data: st.DataObject) -> None:
     frames = [bytearray(f) for f in encode(trajectory)]
@@ -90,6 +92,7 @@ def test_any_changed_array_byte_is_refused(trajectory: Trajectory, which: int, d
         decode(frames)
 
 
+@settings(deadline=None)
 @given(trajectories(), st.integers(0, 4), st.integers(-3, 3).filter(bool))
 def test_any_changed_frame_length_is_refused(trajectory: Trajectory, which: int, by: int) -> None:
     frames = [bytes(f) for f in encode(trajectory)]
@@ -98,6 +101,7 @@ def test_any_changed_frame_length_is_refused(trajectory: Trajectory, which: int,
         decode(frames)
 
 
+@settings(deadline=None)
 @given(trajectories(), st.data())
 def test_a_changed_header_is_refused_or_still_a_trajectory(trajectory: Trajectory, data: st.DataObject) -> None:
     frames = [bytearray(f) for f in encode(trajectory)]
@@ -110,6 +114,7 @@ def test_a_changed_header_is_refused_or_still_a_trajectory(trajectory: Trajector
     assert len({len(back.tokens), len(back.loss_mask), len(back.logprobs), len(back.versions)}) == 1
 
 
+@settings(deadline=None)
 @given(st.lists(st.binary(max_size=40), min_size=5, max_size=5))
 def test_noise_is_refused(frames: list[bytes]) -> None:
     with pytest.raises(ProtocolError):
@@ -227,7 +232,7 @@ def test_encode_refuses_what_no_decoder_would_take_rather_than_cast(bad: Traject
         encode(bad)
 
 
-def sampled(values: list[float], dtype: str) -> np.ndarray:
+def sampled(values: list[Any], dtype: str) -> np.ndarray:
     return np.array(values, dtype)
 
 

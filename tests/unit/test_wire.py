@@ -85,10 +85,10 @@ def test_reply_and_frames_arrive_unchanged() -> None:
 
     async def handler(request: Request) -> Answer:
         assert request == Fetch(3, ("a", "b"))
-        return Fetched(("a", "b")), [memoryview(big).cast("B"), small, empty]
+        return Fetched(("a", "b")), [big.data.cast("B"), small, empty]
 
     with served(handler) as running, Client(running.rendezvous, "t") as client:
-        reply, frames = client.ask(Fetch(3, ("a", "b")), 5)
+        reply, frames = client.ask(Fetch(3, ("a", "b")), 20)
     assert reply == Fetched(("a", "b"))
     assert [bytes(f) for f in frames] == [big.tobytes(), small, empty]
     assert memoryview(frames[0]).readonly
@@ -107,10 +107,10 @@ def test_a_slow_lease_holds_up_nobody() -> None:
     with served(handler) as to, ThreadPoolExecutor(1) as pool, Client(to.rendezvous, "slow") as slow, Client(to.rendezvous, "fast") as fast:
         leasing = pool.submit(slow.ask, LEASE, 20)
         for _ in range(20):
-            fast.ask(Fetch(0, ()), 5)
+            fast.ask(Fetch(0, ()), 20)
         assert not leasing.done()
         release.set()
-        assert leasing.result(5)[0] == Leased(0, (), 0, {})
+        assert leasing.result(20)[0] == Leased(0, (), 0, {})
 
 
 def test_a_late_reply_is_not_taken_for_the_next() -> None:
@@ -120,11 +120,11 @@ def test_a_late_reply_is_not_taken_for_the_next() -> None:
         return Leased(request.step, (), 0, {})
 
     with served(handler) as running, Client(running.rendezvous, "t") as client:
-        client.ask(Commit(0), 5)
+        client.ask(Commit(0), 20)
         with pytest.raises(WaitTimeout, match=r"t asked Commit: no reply"):
             client.ask(Commit(1), 0.1)
         time.sleep(0.5)
-        assert client.ask(Commit(2), 5)[0] == Leased(2, (), 0, {})
+        assert client.ask(Commit(2), 20)[0] == Leased(2, (), 0, {})
 
 
 @pytest.mark.parametrize(
@@ -145,14 +145,14 @@ def test_a_refusal_is_the_error_that_was_raised_and_the_server_goes_on(raised: E
 
     with served(handler) as running, Client(running.rendezvous, "t") as client:
         with pytest.raises(kind) as caught:
-            client.ask(HELLO, 5)
+            client.ask(HELLO, 20)
         assert type(caught.value) is kind
         assert str(caught.value) == str(raised)
         if kind is TrajectoryRejected:
             assert caught.value.reason == "bad_reward"  # type: ignore[attr-defined]
         if kind is WaitTimeout:
             assert (caught.value.whom, caught.value.what, caught.value.seconds) == ("engine 0", "health", 3.0)  # type: ignore[attr-defined]
-        assert client.ask(Commit(0), 5)[0] == Done()
+        assert client.ask(Commit(0), 20)[0] == Done()
 
 
 def test_an_error_class_of_ours_derived_elsewhere_crosses_as_its_parent() -> None:
@@ -163,7 +163,7 @@ def test_an_error_class_of_ours_derived_elsewhere_crosses_as_its_parent() -> Non
         raise Odd("odd")
 
     with served(handler) as running, Client(running.rendezvous, "t") as client, pytest.raises(EngineError, match=r"^odd$"):
-        client.ask(HELLO, 5)
+        client.ask(HELLO, 20)
 
 
 @pytest.mark.parametrize("kind", ["KeyError", "os", "annotations", "__builtins__", "Exception"])
@@ -198,15 +198,15 @@ def test_a_bug_of_the_handler_reaches_the_client_and_ends_serve(raised: Exceptio
             waiting = pool.submit(other.ask, LEASE, 30)
             time.sleep(0.2)
             with pytest.raises(InvariantBroken):
-                client.ask(Commit(0), 5)
+                client.ask(Commit(0), 20)
             with pytest.raises(WaitTimeout, match="connection was lost"):
-                waiting.result(5)
+                waiting.result(20)
         running.join()
         assert running.ended is raised
 
 
 def _raw(rendezvous: keys.Rendezvous, context: zmq.Context) -> zmq.Socket:
-    raw = context.socket(zmq.DEALER)
+    raw: zmq.Socket = context.socket(zmq.DEALER)
     raw.linger, raw.rcvtimeo = 0, 5_000
     raw.curve_serverkey = rendezvous.server_public.encode()
     raw.curve_publickey, raw.curve_secretkey = rendezvous.client_public.encode(), rendezvous.client_secret.encode()
@@ -241,7 +241,7 @@ def test_malformed_requests_are_refused_and_the_server_goes_on(frames: list[byte
             assert isinstance(refused, Refused)
             assert refused.kind == "ProtocolError"
         with Client(running.rendezvous, "t") as client:
-            assert client.ask(HELLO, 5)[0] == Done()
+            assert client.ask(HELLO, 20)[0] == Done()
 
 
 def test_an_oversize_frame_disconnects_its_sender_only(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -252,8 +252,8 @@ def test_an_oversize_frame_disconnects_its_sender_only(monkeypatch: pytest.Monke
             with Client(to, "big") as big, Client(to, "t") as client:
                 request = Fetch(0, tuple(f"{i:08}" for i in range(20_000)))
                 with pytest.raises(WaitTimeout, match="connection was lost"):
-                    await asyncio.to_thread(big.ask, request, 5)
-                assert (await asyncio.to_thread(client.ask, HELLO, 5))[0] == Done()
+                    await asyncio.to_thread(big.ask, request, 20)
+                assert (await asyncio.to_thread(client.ask, HELLO, 20))[0] == Done()
             serving.cancel()
 
     asyncio.run(main())
@@ -276,8 +276,8 @@ def test_a_dead_controller_is_noticed_long_before_the_timeout() -> None:
         running.stop()
         begin = time.monotonic()
         with pytest.raises(WaitTimeout, match=r"trainer\.3 asked Lease: the connection was lost") as caught:
-            waiting.result(10)
-        assert time.monotonic() - begin < 5
+            waiting.result(30)
+        assert time.monotonic() - begin < 20
         assert running.rendezvous.address in str(caught.value)
 
 
@@ -288,7 +288,7 @@ def test_wrong_client_key_is_refused_and_the_error_names_the_controller() -> Non
         begin = time.monotonic()
         with Client(wrong, "t") as client, pytest.raises(WaitTimeout, match="refused our key") as caught:
             client.ask(HELLO, 60)
-        assert time.monotonic() - begin < 5
+        assert time.monotonic() - begin < 20
         assert running.rendezvous.address in str(caught.value)
 
 
@@ -364,7 +364,7 @@ def test_the_last_reply_leaves_before_the_server_closes() -> None:
         to = await server.start()
         serving = asyncio.ensure_future(server.serve())
         with Client(to, "t") as client:
-            asking = asyncio.ensure_future(asyncio.to_thread(client.ask, Goodbye(True), 5))
+            asking = asyncio.ensure_future(asyncio.to_thread(client.ask, Goodbye(True), 20))
             await said.wait()
             await asyncio.sleep(0)
             serving.cancel()
@@ -404,7 +404,7 @@ def test_rendezvous_file_is_private_atomic_and_read_back(tmp_path: Path) -> None
         path = keys.write(tmp_path / "run", running.rendezvous)
         assert stat.S_IMODE(os.stat(path).st_mode) == 0o600
         assert list(path.parent.iterdir()) == [path]
-        assert keys.read(tmp_path / "run", 5) == running.rendezvous
+        assert keys.read(tmp_path / "run", 20) == running.rendezvous
         secret = running.rendezvous.client_secret
         assert secret not in repr(running.rendezvous)
         keys.remove(tmp_path / "run", running.rendezvous)
@@ -421,7 +421,7 @@ def test_remove_leaves_the_file_of_a_newer_controller(tmp_path: Path) -> None:
 def test_read_waits_for_the_file(tmp_path: Path) -> None:
     with served(_done) as running:
         threading.Timer(0.3, keys.write, (tmp_path, running.rendezvous)).start()
-        assert keys.read(tmp_path, 10) == running.rendezvous
+        assert keys.read(tmp_path, 20) == running.rendezvous
 
 
 def test_read_passes_over_the_file_of_a_controller_that_has_ended(tmp_path: Path) -> None:
@@ -432,7 +432,7 @@ def test_read_passes_over_the_file_of_a_controller_that_has_ended(tmp_path: Path
         keys.read(tmp_path, 0.5)
     with served(_done) as running:
         threading.Timer(0.3, keys.write, (tmp_path, running.rendezvous)).start()
-        assert keys.read(tmp_path, 10) == running.rendezvous
+        assert keys.read(tmp_path, 20) == running.rendezvous
 
 
 def test_read_passes_over_a_file_whose_port_now_belongs_to_another_run(tmp_path: Path) -> None:
@@ -462,7 +462,7 @@ def test_unreachable_controller_is_given_up_after_the_connect_time(monkeypatch: 
     begin = time.monotonic()
     with Client(keys.rendezvous("tcp://127.0.0.1:1", keys.generate()), "t") as client, pytest.raises(WaitTimeout, match="no connection"):
         client.ask(EnginesAsk(60), 600)
-    assert time.monotonic() - begin < 5
+    assert time.monotonic() - begin < 20
 
 
 def test_welcome_round_trip() -> None:

@@ -137,9 +137,11 @@ uint64_t mix(uint64_t z) {
     return z ^ (z >> 31);
 }
 
-uint64_t word_at(const std::byte* data, int64_t bytes) {
+static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "the digest reads words as they lie in memory");
+
+uint64_t word_at(const std::byte* data, size_t bytes) {
     uint64_t word = 0;
-    for (int64_t k = 0; k < bytes; ++k) word |= static_cast<uint64_t>(data[k]) << (8 * k);
+    std::memcpy(&word, data, bytes);
     return word;
 }
 
@@ -186,7 +188,9 @@ uint64_t digest(const std::byte* data, int64_t nbytes, int threads) {
     std::atomic<uint64_t> sum{static_cast<uint64_t>(nbytes)};
     run_on_threads(threads_for(threads, nbytes), (words + kWords - 1) / kWords,
                    [&](int64_t i) { sum += digest_of_words(data, i * kWords, std::min(words, (i + 1) * kWords)); });
-    if (rest) sum += mix(word_at(data + 8 * words, rest) + static_cast<uint64_t>(words + 1) * 0x9e3779b97f4a7c15u);
+    if (rest)
+        sum += mix(word_at(data + 8 * words, static_cast<size_t>(rest)) +
+                   static_cast<uint64_t>(words + 1) * 0x9e3779b97f4a7c15u);
     return mix(sum);
 }
 

@@ -114,6 +114,7 @@ def test_each_destination_byte_is_written_once_and_travels_at_most_once(case: tu
     made = plan(shapes, source, destination)
     written = {(t.destination, c): 0 for t in made.transfers for c in t.copies[:, 2].tolist()}
     for transfer in made.transfers:
+        assert (transfer.copies[:, 6:10] > 0).all()
         for copy in transfer.copies:
             written[transfer.destination, int(copy[2])] += int(copy[5] * copy[6:10].prod())
     for (rank, position), nbytes in written.items():

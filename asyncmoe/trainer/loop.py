@@ -16,6 +16,7 @@ import numpy as np
 
 from asyncmoe import checkpoints, models
 from asyncmoe.config import Config
+from asyncmoe.platform import kernels
 from asyncmoe.telemetry.records import JsonLines, Spans
 from asyncmoe.telemetry.schema import METRICS, TRAINER_SPANS, Resume, Step
 from asyncmoe.trainer import feed, mesh, model, objective, optimizer, state
@@ -39,6 +40,8 @@ def run(config: Config) -> None:
     place = mesh.start(config.trainer, config.run.seed)
     hf = models.load_hf_config(config.model.path)
     models.check(config, hf)
+    if place.rank == 0:
+        log.info("%d rank(s), %s", place.world, kernels.detect())
     built = model.build(hf, config, place)
     newest = checkpoints.newest(config.run.dir)
     if newest is None:

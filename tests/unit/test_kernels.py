@@ -1,0 +1,29 @@
+"""Optional kernels are found by what they hold, not by a name that somebody else's package has too."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from asyncmoe.errors import UserError
+from asyncmoe.platform import kernels
+
+
+def test_an_unrelated_apex_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "apex").mkdir()
+    (tmp_path / "apex" / "__init__.py").write_text("")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "apex", raising=False)
+    with pytest.raises(UserError, match="pip uninstall apex"):
+        kernels.detect()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without a GPU")
+def test_nothing_is_used_without_a_gpu() -> None:
+    found = kernels.detect()
+    assert not found.transformer_engine
+    assert not found.apex
+    assert str(found) == "PyTorch's own kernels only"

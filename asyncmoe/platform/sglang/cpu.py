@@ -1,0 +1,97 @@
+"""What the SGLang 0.5.23 wheel needs to run on a machine without CUDA.
+
+Each patch names the place in SGLang (or torchvision) that it answers, and raises `PatchTargetGone` when that place has changed.
+No file of SGLang is edited, and none of this is installed where there is a CUDA device.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from importlib.metadata import PackageNotFoundError, version
+
+import torch
+
+from asyncmoe.platform.sglang.standin import decorate, provide, refuse
+
+VERSION = "0.5.23"
+
+ARGUMENTS = (
+    *("--device", "cpu"),
+    # The AMX backend needs sgl_kernel.
+    *("--attention-backend", "torch_native"),
+    *("--sampling-backend", "pytorch"),
+    "--disable-cuda-graph",
+    # There are no kernels to compile, and a warm-up request takes seconds.
+    "--skip-server-warmup",
+    # Without it every idle scheduler spins on a core that the trainer could use.
+    "--sleep-on-idle",
+    # By default the key-value cache takes a share of the machine's whole memory.
+    *("--mem-fraction-static", "0.5", "--max-total-tokens", "16384"),
+)
+"""Defaults of a server on CPU; what the caller gives comes after them and wins."""
+
+
+class PatchTargetGone(RuntimeError):
+    """SGLang is another than the one these patches were written for."""
+
+
+def install() -> None:
+    """Install all patches; call before the first import of sglang, in every process.
+
+    Raises:
+        PatchTargetGone: another version of SGLang, or something that a patch replaces is no longer there.
+    """
+    _check_version()
+    # sglang.srt.platforms: a CPU is chosen only when asked for.
+    os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
+    _triton()
+    _sgl_kernel()
+    _torchvision()
+    _pinned_host_memory()
+
+
+def _check_version() -> None:
+    try:
+        found = version("sglang")
+    except PackageNotFoundError:
+        raise PatchTargetGone(f"sglang: got no installed package, expected {VERSION}") from None
+    if found != VERSION and not found.startswith((f"{VERSION}.", f"{VERSION}+")):
+        raise PatchTargetGone(f"sglang: got {found}, expected {VERSION}; on a machine without CUDA only that version is supported")
+
+
+def _triton() -> None:
+    """sglang.srt.utils.common and many layers import triton at the top and decorate kernels that never run on CPU."""
+    provide(
+        "triton",
+        decorate,
+        {
+            "triton.__version__": "3.0.0",
+            "triton.cdiv": lambda a, b: -(a // -b),
+            "triton.next_power_of_2": lambda n: 1 << max(n - 1, 0).bit_length(),
+            "triton.language.constexpr": type("constexpr", (), {"__init__": lambda self, value=None: setattr(self, "value", value)}),
+        },
+    )
+
+
+def _sgl_kernel() -> None:
+    """sglang.srt.layers imports names of sgl_kernel whatever the device; on CPU without AMX none is called.
+
+    `sgl_kernel.scalar_type` must stay absent: sglang.srt.layers.quantization.utils then takes its own definition.
+    """
+    provide("sgl_kernel", refuse, {"sgl_kernel.scalar_type": None})
+
+
+def _torchvision() -> None:
+    """The torchvision wheel is built for CUDA: its operators cannot be loaded, but torchvision._meta_registrations wants their schemas."""
+    for operator in ("nms", "qnms"):
+        torch.library.define(f"torchvision::{operator}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+
+
+def _pinned_host_memory() -> None:
+    """sglang.srt.state_capturer.base pins its host buffer (routed experts) with cudaHostRegister, also when the device is a CPU."""
+    module = importlib.import_module("sglang.srt.mem_cache.pool_host.common")
+    for name in ("_cuda_host_register", "_cuda_host_unregister"):
+        if not callable(getattr(module, name, None)):
+            raise PatchTargetGone(f"sglang {VERSION}: {module.__name__}.{name} is gone")
+        setattr(module, name, lambda *_, **__: None)

@@ -1,0 +1,37 @@
+"""The main module of a server and, executed again by multiprocessing, of every process it spawns."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+
+from asyncmoe.platform.sglang.lifetime import end_with_parent
+
+end_with_parent()
+
+import torch  # noqa: E402  it takes seconds, in which the parent may end
+
+_CUDA = torch.cuda.is_available()
+if not _CUDA:
+    from asyncmoe.platform.sglang import cpu
+
+    cpu.install()
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Serve until told to stop; what `sglang.launch_server` does when it is the main module."""
+    from sglang.launch_server import run_server
+    from sglang.srt.plugins import load_plugins
+    from sglang.srt.server_args import prepare_server_args
+    from sglang.srt.utils import kill_process_tree
+
+    load_plugins()
+    try:
+        run_server(prepare_server_args([*arguments] if _CUDA else [*cpu.ARGUMENTS, *arguments]))
+    finally:
+        kill_process_tree(os.getpid(), include_parent=False)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,86 @@
+"""Packages that are imported on CPU but of which nothing may be called: `triton` and `sgl_kernel`.
+
+Every submodule and every name of such a package exists. Class names are empty classes (they are subclassed and used in
+isinstance checks at import), other names are modules that can be called or not as the package says.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+Call = Callable[..., Any]
+
+
+class StandIn(ModuleType):
+    """A module in which every name is found; calling it is `call(its dotted name, ...)`."""
+
+    def __init__(self, name: str, call: Call, names: Mapping[str, object]) -> None:
+        super().__init__(name)
+        self._call, self._names = call, names
+
+    def __getattr__(self, name: str) -> Any:
+        full = f"{self.__name__}.{name}"
+        value: Any
+        if full in self._names:
+            value = self._names[full]
+        elif name.startswith("__"):
+            raise AttributeError(name)
+        elif name[0].isupper():
+            value = type(name, (), {"__module__": self.__name__, "__init__": lambda self, *_, **__: None})
+        else:
+            value = importlib.import_module(full)
+        setattr(self, name, value)
+        return value
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._call(self.__name__, *args, **kwargs)
+
+
+class _Finder(MetaPathFinder, Loader):
+    def __init__(self, package: str, call: Call, names: Mapping[str, object]) -> None:
+        self._package, self._call, self._names = package, call, names
+
+    def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+        if fullname != self._package and not fullname.startswith(f"{self._package}."):
+            return None
+        return None if self._names.get(fullname, self) is None else ModuleSpec(fullname, self, is_package=True)
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        return StandIn(spec.name, self._call, self._names)
+
+    def exec_module(self, module: ModuleType) -> None:
+        pass
+
+
+def provide(package: str, call: Call, names: Mapping[str, object]) -> None:
+    """Make `package` importable unless it is installed.
+
+    Args:
+        package: top-level name.
+        call: what happens when a name that is not a class is called; gets the dotted name first.
+        names: dotted name -> its value; None: a submodule that must not be found.
+    """
+    if package not in sys.modules and importlib.util.find_spec(package) is None:
+        sys.meta_path.append(_Finder(package, call, names))
+
+
+def refuse(name: str, *_: Any, **__: Any) -> None:
+    """A call that raises.
+
+    Raises:
+        NotImplementedError: always.
+    """
+    raise NotImplementedError(f"{name} is a CUDA kernel and there is no CUDA device")
+
+
+def decorate(_: str, *args: Any, **kwargs: Any) -> Any:
+    """A call that is a decorator, plain or with arguments, and leaves the function as it is."""
+    if len(args) == 1 and callable(args[0]) and not kwargs:
+        return args[0]
+    return lambda function: function

@@ -1,0 +1,1 @@
+"""The controller process: engines, episodes, scoring, and the weight versions the engines serve."""

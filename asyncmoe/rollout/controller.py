@@ -1,0 +1,209 @@
+"""The controller: starts the engines, fills the queue, and answers the trainer until it says goodbye."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+from collections.abc import Coroutine, Sequence
+from pathlib import Path
+from typing import Any
+
+from asyncmoe.config import Config
+from asyncmoe.errors import AsyncmoeError, ProtocolError
+from asyncmoe.queue.bounded import BoundedQueue
+from asyncmoe.queue.service import QueueService
+from asyncmoe.rollout import episode, scoring, tasks
+from asyncmoe.rollout.engine import Engine
+from asyncmoe.rollout.engine_client import Sampling
+from asyncmoe.rollout.episode import Place
+from asyncmoe.rollout.pool import Pool
+from asyncmoe.rollout.producer import Producer, demonstrate
+from asyncmoe.rollout.recorder import Recorder
+from asyncmoe.rollout.scoring import Scorer
+from asyncmoe.rollout.tasks import Prompt, Task
+from asyncmoe.rollout.tokenizer import Tokenizer
+from asyncmoe.rollout.weights import Conductor, WeightsRequest
+from asyncmoe.trajectory import Buffer, Trajectory
+from asyncmoe.wire import keys
+from asyncmoe.wire.messages import Goodbye, Hello, Reply, Request
+from asyncmoe.wire.server import Server
+
+log = logging.getLogger(__name__)
+_RECORD_S = 1.0
+_LAST_WORDS_S = 1.0
+"""How long requests are still answered after a failure, so that the trainer hears what it was."""
+
+
+def run(config: Config, run_dir: Path) -> None:
+    """Serve one run, from the start of the engines to the trainer's goodbye.
+
+    Returns when the trainer has said goodbye, or after SIGTERM. SIGINT asks the trainer to save and say goodbye; without a trainer, or
+    the second time, it is as SIGTERM. Every process this one started has ended when it returns or raises.
+
+    Raises:
+        UserError: the task, the scorer, the tokenizer, a port or the engines' Python cannot be used; nothing was started.
+        EngineError: an engine did not start, or none is left.
+        AsyncmoeError: what else ended the run early.
+    """
+    tokenizer = Tokenizer(config.model.path)
+    task, scorer = tasks.load(config, tokenizer), scoring.load(config.task)
+    asyncio.run(_serve(config, run_dir, tokenizer, task, scorer))
+
+
+async def _serve(config: Config, run_dir: Path, tokenizer: Tokenizer, task: Task, scorer: Scorer) -> None:
+    engines: list[Engine] = []
+    recorder = Recorder(run_dir)
+    try:
+        for index in range(config.engines.count):
+            engines.append(Engine(f"engine.{index}", config, index, run_dir))
+        controller = Controller(config, engines, recorder, tokenizer, task, scorer)
+        async with Server(controller.answer) as server:
+            rendezvous = await server.start()
+            keys.write(run_dir, rendezvous)
+            try:
+                await controller.run(server)
+            finally:
+                keys.remove(run_dir, rendezvous)
+    finally:
+        await asyncio.gather(*(engine.stop() for engine in engines), scorer.close())
+        recorder.close()
+
+
+class Controller:
+    """Everything between the engines and the wire.
+
+    The queue is made at the trainer's first `Hello`, which says how many steps it has taken: versions and counts go on from there.
+    """
+
+    def __init__(
+        self, config: Config, engines: Sequence[Engine], recorder: Recorder, tokenizer: Tokenizer, task: Task, scorer: Scorer
+    ) -> None:
+        self._config, self._engines, self._recorder = config, engines, recorder
+        self._tokenizer, self._task, self._scorer = tokenizer, task, scorer
+        rollout = config.rollout
+        self._sampling = Sampling(rollout.temperature, rollout.max_new_tokens, (tokenizer.eos,))
+        self._pool = Pool(engines, rollout.max_concurrent, rollout.request_timeout_s, recorder.generated)
+        self._conductor = Conductor(self._pool, config.sync.timeout_s, self._published, recorder.paused)
+        self._queue: BoundedQueue | None = None
+        self._service: QueueService | None = None
+        self._met = asyncio.Event()
+        self._over = asyncio.Event()
+        self._failure: Exception | None = None
+        self._stopping = False
+
+    async def answer(self, request: Request) -> Reply | tuple[Reply, list[Buffer]]:
+        """Answer one request of the trainer."""
+        if isinstance(request, WeightsRequest):
+            return await self._conductor.handle(request)
+        if self._service is None:
+            return await self._meet(request)
+        reply = await self._service(request)
+        if isinstance(request, Goodbye):
+            self._over.set()
+        return reply
+
+    async def run(self, server: Server) -> None:
+        """Until the trainer's goodbye, a signal or a failure.
+
+        Raises:
+            Exception: the first failure of anything that runs here.
+        """
+        loop = asyncio.get_running_loop()
+        loop.add_signal_handler(signal.SIGINT, self._interrupt)
+        loop.add_signal_handler(signal.SIGTERM, self._over.set)
+        serving = asyncio.create_task(self._guard(server.serve()))
+        work = (self._start_engines(), self._pool.watch(), self._demonstrate(), self._produce(), self._record())
+        working = [asyncio.create_task(self._guard(part)) for part in work]
+        await self._over.wait()
+        await _cancel(working)
+        if self._failure is not None:
+            await asyncio.sleep(_LAST_WORDS_S)
+        else:
+            # The trainer's other ranks say goodbye meanwhile.
+            await asyncio.gather(*(engine.stop() for engine in self._engines))
+        await _cancel([serving])
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.remove_signal_handler(number)
+        if self._failure is not None:
+            raise self._failure
+
+    async def _guard(self, part: Coroutine[Any, Any, None]) -> None:
+        """Run a part; should it fail, tell everyone who waits and end the run."""
+        try:
+            await part
+        except Exception as error:
+            self._failure = self._failure or error
+            told = error if isinstance(error, AsyncmoeError) else AsyncmoeError(f"the controller has failed: {error}")
+            self._conductor.engines_failed(told)
+            if self._queue is not None:
+                self._queue.fail(told)
+            self._over.set()
+            raise
+
+    async def _start_engines(self) -> None:
+        await asyncio.gather(*(engine.wait_ready() for engine in self._engines))
+        self._conductor.engines_started()
+        log.info("%d engine(s) ready", len(self._engines))
+
+    async def _demonstrate(self) -> None:
+        await self._met.wait()
+        warmup = self._config.warmup
+        assert self._queue is not None
+        await demonstrate(self._queue, self._task, self._queue.trained_steps * warmup.batch, warmup.steps * warmup.batch)
+
+    async def _produce(self) -> None:
+        await self._conductor.wait_started()
+        await self._met.wait()
+        assert self._queue is not None
+        config = self._config
+        first = max(0, self._queue.trained_steps - config.warmup.steps) * config.rollout.groups_per_step
+        await Producer(self._queue, self._task, self._episode, config.rollout.group_size, first).run()
+
+    async def _episode(self, prompt: Prompt, place: Place) -> Trajectory:
+        return await episode.run(prompt, place, self._pool, self._sampling, self._tokenizer, self._scorer)
+
+    async def _record(self) -> None:
+        names = [engine.name for engine in self._engines]
+        while True:
+            await asyncio.sleep(_RECORD_S)
+            self._pool.note_busy()
+            if self._queue is not None:
+                self._recorder.write(self._queue.stats(), names, self._pool.generated_tokens)
+
+    async def _published(self, version: int) -> None:
+        assert self._queue is not None
+        self._queue.set_version(version)
+
+    async def _meet(self, request: Request) -> Reply | tuple[Reply, list[Buffer]]:
+        if not isinstance(request, Hello):
+            raise ProtocolError(f"{type(request).__name__}: got it before any Hello, expected Hello first")
+        config = self._config
+        queue = BoundedQueue(
+            capacity=config.queue_capacity,
+            batch=config.rollout.batch,
+            group_size=config.rollout.group_size,
+            eta=config.queue.staleness.eta,
+            base_version=config.warmup.steps,
+            trained_steps=request.step,
+            demonstrations=2 * config.warmup.batch if config.warmup.steps else 0,
+        )
+        service = QueueService(queue, run=config.run.dir.name, config_digest=config.digest)
+        reply = await service(request)
+        self._queue, self._service = queue, service
+        self._met.set()
+        return reply
+
+    def _interrupt(self) -> None:
+        if self._queue is None or self._stopping:
+            self._over.set()
+            return
+        self._stopping = True
+        log.info("asking the trainer to save and stop")
+        self._queue.stop()
+
+
+async def _cancel(tasks: Sequence[asyncio.Task[None]]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

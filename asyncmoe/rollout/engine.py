@@ -1,0 +1,160 @@
+"""One SGLang server as a child process: its command line, its start, and its end with everything it spawned."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import signal
+import socket
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from asyncmoe.config import Config
+from asyncmoe.errors import EngineError, UserError, WaitTimeout
+from asyncmoe.platform.sglang.lifetime import PARENT
+from asyncmoe.process import Child
+from asyncmoe.rollout.engine_client import EngineClient
+
+_POLL_S = 0.2
+_STOP_GRACE_S = 8.0
+"""SGLang looks for SIGTERM every 5 s."""
+
+
+class Engine:
+    """A running server.
+
+    Attributes:
+        name: "engine.0"; what records and messages call it.
+        rank_offset: its first rank in the weight group; rank 0 there is the sender.
+        client: its endpoints.
+    """
+
+    def __init__(self, name: str, config: Config, index: int, run_dir: Path) -> None:
+        """Start the process. Call from the main thread: Linux ends the server when the thread that started it ends.
+
+        Raises:
+            UserError: the port is taken.
+        """
+        section = config.engines
+        self.name, self.tp, self.ep = name, section.tp, section.ep
+        self.rank_offset = 1 + index * section.tp
+        self._ready_by = time.monotonic() + section.start_timeout_s
+        self._start_timeout_s = section.start_timeout_s
+        port = _port(section.host, section.port + index if section.port else 0)
+        log = run_dir / "logs" / f"{name.replace('.', '-')}.log"
+        self._log_start = log.stat().st_size if log.exists() else 0
+        self._child = Child(name, command(config, index, port), log, environment(config, index))
+        self.client = EngineClient(name, f"http://{section.host}:{port}")
+
+    @property
+    def died(self) -> str | None:
+        """Why the process has ended, or None while it runs."""
+        if self._child.returncode is None:
+            return None
+        with self._child.log.open("rb") as log:
+            log.seek(self._log_start)
+            reason = reason_in(log.read().decode(errors="replace"))
+        return f"{reason or f'ended with status {self._child.returncode}'} (log: {self._child.log})"
+
+    async def wait_ready(self) -> None:
+        """Return once it takes requests.
+
+        Raises:
+            EngineError: it died first.
+            WaitTimeout: it took longer than engines.start_timeout_s since its start.
+        """
+        while not await self.client.ready():
+            if (why := self.died) is not None:
+                raise EngineError(f"{self.name} did not start: {why}")
+            if time.monotonic() > self._ready_by:
+                raise WaitTimeout(self.name, f"start; its log is {self._child.log}", self._start_timeout_s)
+            await asyncio.sleep(_POLL_S)
+
+    async def stop(self) -> None:
+        """End it politely, then for certain, with every process it spawned."""
+        await self.client.close()
+        # To the server alone: a scheduler that is told as well looks to it like one that has crashed.
+        self._child.signal(signal.SIGTERM)
+        await asyncio.to_thread(self._child.wait, _STOP_GRACE_S)
+        await asyncio.to_thread(self._child.end, 0.0)
+
+    def kill(self) -> None:
+        """End it at once, with every process it spawned; what it was doing fails with `EngineLost`."""
+        self._child.end(0.0)
+
+
+def command(config: Config, index: int, port: int) -> list[str]:
+    """The command line of engine `index`; what only a CPU needs is added there by `asyncmoe.platform.sglang`.
+
+    - Overlapped scheduling is off: with it, a request paused in place has a token sampled by the old weights that SGLang has not
+      counted yet and attributes to the new version (`Scheduler.record_weight_version_change`).
+    - The tokenizer is not loaded: token ids go in and come out.
+    - The version "0" is the checkpoint's weights.
+    """
+    section = config.engines
+    flags: dict[str, object] = {
+        "model-path": config.model.path,
+        "host": section.host,
+        "port": port,
+        "dtype": section.dtype,
+        "tp": section.tp,
+        "ep": section.ep,
+        "max-running-requests": section.max_running,
+        "random-seed": config.run.seed + index,
+        "weight-version": "0",
+        "log-level-http": "warning",
+    }
+    if section.max_total_tokens is not None:
+        flags["max-total-tokens"] = section.max_total_tokens
+    switches = ["--skip-tokenizer-init", "--disable-overlap-schedule"]
+    named = [word for flag, value in flags.items() for word in (f"--{flag}", str(value))]
+    return [str(_python(section.python)), "-m", "asyncmoe.platform.sglang", *named, *switches, *section.args]
+
+
+def environment(config: Config, index: int) -> dict[str, str]:
+    """Variables set for engine `index` on top of ours; those of the user win."""
+    given = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
+    if config.engines.tp > 1:
+        # On CPU a rank is bound to a NUMA node of its own unless told otherwise; ignored on GPU.
+        given["SGLANG_CPU_OMP_THREADS_BIND"] = _cores(sorted(os.sched_getaffinity(0)), index, config.engines.tp)
+    return {PARENT: str(os.getpid()), **{name: os.environ.get(name, value) for name, value in given.items()}}
+
+
+def reason_in(log: str) -> str | None:
+    """The line of a log that says best why the server ended: the last exception that is not a consequence of another."""
+    lines = [line.strip() for line in log.splitlines()]
+    raised = [line for line in lines if _RAISED.match(line) and not _CONSEQUENCE.search(line)]
+    usage = [line for line in lines if ": error: " in line]
+    found = [*usage, *raised]
+    return found[-1][:400] if found else None
+
+
+_RAISED = re.compile(r"(\[[^]]*\] )?[\w.]*(Error|Exception|Gone|Interrupt|Exit)\b: .+")
+_CONSEQUENCE = re.compile(r"ConnectionRefused|Connection refused|BrokenPipe|EOFError|died during initialization|HTTPConnectionPool")
+
+
+def _python(configured: Path | None) -> Path:
+    beside = Path(sys.prefix).parent / ".venv-engine" / "bin" / "python"
+    python = configured or (beside if beside.exists() else Path(sys.executable))
+    if not python.exists():
+        raise UserError("engines.python", got=python, expected="a Python that has SGLang", cure="run: make setup")
+    return python
+
+
+def _port(host: str, wanted: int) -> int:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, wanted))
+        except OSError as error:
+            cure = "choose another engines.port, or 0 for any"
+            raise UserError(f"port {wanted} on {host}", got=error.strerror, expected="a free port", cure=cure) from error
+        return int(probe.getsockname()[1])
+
+
+def _cores(available: Sequence[int], index: int, tp: int) -> str:
+    """SGLang's form "0|1": a core for each rank, shared in turn when there are fewer cores than ranks."""
+    return "|".join(str(available[(index * tp + rank) % len(available)]) for rank in range(tp))

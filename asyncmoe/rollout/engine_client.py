@@ -1,0 +1,243 @@
+"""Talking to one SGLang 0.5.23 server over HTTP.
+
+Every method is one endpoint of `sglang.srt.entrypoints.http_server`, waits a bounded time, and either succeeds or raises.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar
+
+import aiohttp
+import msgspec
+
+from asyncmoe.errors import EngineError, WaitTimeout
+
+T = TypeVar("T")
+
+
+class EngineLost(EngineError):
+    """The engine did not answer at all: its process or the connection to it is gone."""
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How a response is drawn. No nucleus and no top-k: the recorded log-probability is that of the whole vocabulary.
+
+    There is no seed per request: SGLang heeds `sampling_seed` only with --enable-deterministic-inference
+    (`sampling_batch_info.py`), which CPU and many GPU backends lack. Each engine is seeded as a whole instead, so which
+    response comes out depends on how requests were batched.
+
+    Attributes:
+        temperature: logits are divided by it; > 0.
+        max_new_tokens: the response ends with finish "length" there.
+        stop: token ids that end a response; the one that does is part of it.
+    """
+
+    temperature: float
+    max_new_tokens: int
+    stop: tuple[int, ...]
+
+
+class Span(msgspec.Struct, frozen=True):
+    """Output tokens `start` to `end` (exclusive) were sampled by weights of `version`, the string last given to the engine."""
+
+    version: str
+    start: int
+    end: int
+
+
+class _Finish(msgspec.Struct, frozen=True):
+    type: Literal["stop", "length", "abort"]
+    message: str | None = None
+
+
+class _Meta(msgspec.Struct, frozen=True):
+    finish_reason: _Finish
+    output_token_logprobs: list[tuple[float | None, int, str | None]]
+    weight_versions: list[Span]
+    cached_tokens: int = 0
+
+
+class _Generated(msgspec.Struct, frozen=True):
+    output_ids: list[int]
+    meta_info: _Meta
+
+
+class _Acknowledged(msgspec.Struct, frozen=True):
+    success: bool = True
+    message: str = ""
+
+
+class _CheckedRank(msgspec.Struct, frozen=True):
+    checksums: dict[str, str]
+
+
+class _Checked(msgspec.Struct, frozen=True):
+    ranks: list[_CheckedRank]
+
+
+@dataclass(frozen=True)
+class Generation:
+    """One response.
+
+    Attributes:
+        tokens: sampled token ids, R of them; the stop token included when `finish` is "stop".
+        logprobs: R natural logarithms, of the softmax of logits / temperature over the whole vocabulary.
+        spans: which version sampled which tokens; cover 0 to R without a gap.
+        finish: "stop" or "length".
+        cached_tokens: prompt tokens whose keys and values were taken from the prefix cache.
+    """
+
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    spans: tuple[Span, ...]
+    finish: str
+    cached_tokens: int
+
+
+class EngineClient:
+    """One engine's endpoints.
+
+    Args:
+        name: what errors call it.
+        url: "http://host:port".
+        timeout_s: bound of every call that is not given its own.
+    """
+
+    def __init__(self, name: str, url: str, timeout_s: float = 60.0) -> None:
+        self.name, self._url, self._timeout_s = name, url, timeout_s
+        # The engine queues what it cannot run, so a bound on connections would only hide requests from it.
+        self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
+
+    async def close(self) -> None:
+        """Drop the connections; what is in flight is cancelled at the engine."""
+        await self._session.close()
+
+    async def ready(self) -> bool:
+        """Whether it takes requests; False also while nothing listens yet."""
+        try:
+            async with self._session.get(f"{self._url}/ready", timeout=aiohttp.ClientTimeout(5.0)) as reply:
+                return reply.status == 200
+        except (aiohttp.ClientError, TimeoutError):
+            return False
+
+    async def generate(self, tokens: Sequence[int], sampling: Sampling, salt: str, timeout_s: float) -> Generation:
+        """Sample one response to a prompt of token ids.
+
+        Args:
+            salt: prefixes are shared only between requests of the same salt.
+
+        Raises:
+            EngineLost, EngineError, WaitTimeout: see the class's module; also when the engine aborted the request.
+        """
+        body = {
+            "input_ids": list(tokens),
+            "return_logprob": True,
+            "cache_salt": salt,
+            "sampling_params": {
+                "temperature": sampling.temperature,
+                "max_new_tokens": sampling.max_new_tokens,
+                "stop_token_ids": list(sampling.stop),
+                "skip_special_tokens": False,
+            },
+        }
+        return self._generation(await self._post("/generate", body, _Generated, timeout_s))
+
+    async def pause(self) -> None:
+        """Stop between two forward passes; running requests and their keys and values stay where they are."""
+        await self._post("/pause_generation", {"mode": "in_place"}, _Acknowledged)
+
+    async def go_on(self) -> None:
+        """The inverse of `pause`."""
+        await self._post("/continue_generation", {"torch_empty_cache": False}, _Acknowledged)
+
+    async def join(self, host: str, port: int, rank_offset: int, world: int, group: str, backend: str, timeout_s: float) -> None:
+        """Have the engine's ranks join a process group; returns when all `world` ranks have."""
+        body = {
+            "master_address": host,
+            "master_port": port,
+            "rank_offset": rank_offset,
+            "world_size": world,
+            "group_name": group,
+            "backend": backend,
+        }
+        await self._post("/init_weights_update_group", body, _Acknowledged, timeout_s)
+
+    async def begin(self) -> None:
+        """Open a weight update; required before the first bucket."""
+        await self._post("/begin_weight_update", {"selector": "all"}, _Acknowledged)
+
+    async def bucket(
+        self, names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Sequence[int]], group: str, timeout_s: float
+    ) -> None:
+        """Receive one flattened bucket from rank 0 of `group` and load it; returns when it is loaded."""
+        body = {
+            "names": list(names),
+            "dtypes": list(dtypes),
+            "shapes": [list(shape) for shape in shapes],
+            "group_name": group,
+            "load_format": "flattened_bucket",
+            # Paused requests keep their keys and values; other prompts are kept apart by their salt.
+            "flush_cache": False,
+        }
+        await self._post("/update_weights_from_distributed", body, _Acknowledged, timeout_s)
+
+    async def end(self) -> None:
+        """Close the weight update."""
+        await self._post("/end_weight_update", {}, _Acknowledged)
+
+    async def set_version(self, version: int) -> None:
+        """Say what the weights are called from the next sampled token on."""
+        await self._post("/update_weight_version", {"new_version": str(version), "abort_all_requests": False}, _Acknowledged)
+
+    async def checksums(self, timeout_s: float) -> tuple[dict[str, str], ...]:
+        """For each tensor-parallel rank {SGLang parameter or buffer: checksum}."""
+        checked = await self._post("/weights_checker", {"action": "checksum"}, _Checked, timeout_s)
+        return tuple(rank.checksums for rank in checked.ranks)
+
+    def _generation(self, reply: _Generated) -> Generation:
+        meta = reply.meta_info
+        if meta.finish_reason.type == "abort":
+            raise EngineError(f"{self.name}: the request was aborted: {meta.finish_reason.message}")
+        tokens = tuple(reply.output_ids)
+        logprobs = tuple(entry[0] for entry in meta.output_token_logprobs)
+        if tuple(entry[1] for entry in meta.output_token_logprobs) != tokens or None in logprobs:
+            raise EngineError(f"{self.name}: the log-probabilities are not those of the response's {len(tokens)} tokens")
+        ends = [span.end for span in meta.weight_versions]
+        if [span.start for span in meta.weight_versions] != [0, *ends[:-1]] or ends[-1:] != [len(tokens)]:
+            raise EngineError(f"{self.name}: version spans {meta.weight_versions} do not cover {len(tokens)} tokens")
+        finite = tuple(value for value in logprobs if value is not None)
+        return Generation(tokens, finite, tuple(meta.weight_versions), meta.finish_reason.type, meta.cached_tokens)
+
+    async def _post(self, path: str, body: Mapping[str, Any], kind: type[T], timeout_s: float | None = None) -> T:
+        seconds = timeout_s or self._timeout_s
+        headers = {"Content-Type": "application/json"}
+        try:
+            async with self._session.post(
+                self._url + path, data=msgspec.json.encode(body), headers=headers, timeout=aiohttp.ClientTimeout(seconds)
+            ) as reply:
+                status, text = reply.status, await reply.read()
+        except TimeoutError as error:
+            raise WaitTimeout(self.name, path, seconds) from error
+        except aiohttp.ClientError as error:
+            raise EngineLost(f"{self.name}: {path}: {error or type(error).__name__}") from error
+        if status != 200:
+            raise EngineError(f"{self.name}: {path}: {_message(text)}")
+        try:
+            return msgspec.json.decode(text, type=kind)
+        except msgspec.DecodeError as error:
+            raise EngineError(f"{self.name}: {path}: unexpected answer: {error}") from error
+
+
+def _message(text: bytes) -> str:
+    """What the server says is wrong: {"error": {"message": ...}}, {"message": ...} or plain text."""
+    try:
+        answer = msgspec.json.decode(text)
+    except msgspec.DecodeError:
+        return text.decode(errors="replace").strip()[:500]
+    if isinstance(answer, dict):
+        inner = answer.get("error")
+        answer = inner.get("message", answer) if isinstance(inner, dict) else answer.get("message", answer)
+    return str(answer)[:500]

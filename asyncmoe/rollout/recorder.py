@@ -1,0 +1,60 @@
+"""What the controller writes into the run directory: counters once a second, and who was busy when."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from pathlib import Path
+
+from asyncmoe.queue.bounded import QueueStats
+from asyncmoe.telemetry.records import JsonLines, Spans
+from asyncmoe.telemetry.schema import CONTROLLER_SPANS, ROLLOUT, Rollout
+
+
+class Recorder:
+    """Writes rollout.jsonl and spans-controller.jsonl of `run_dir`."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._lines, self._spans = JsonLines(run_dir / ROLLOUT), Spans(run_dir / CONTROLLER_SPANS)
+        self._busy: defaultdict[str, float] = defaultdict(float)
+        self._last, self._last_tokens = time.time(), 0
+
+    def generated(self, engine: str, begin: float, end: float) -> None:
+        """`engine` was generating from `begin` to `end`, Unix seconds."""
+        self._spans.add(engine, "generate", begin, end)
+        self._busy[engine] += end - begin
+
+    def paused(self, engine: str, begin: float, end: float) -> None:
+        """`engine` stood still from `begin` to `end`, Unix seconds."""
+        self._spans.add(engine, "pause", begin, end)
+
+    def write(self, stats: QueueStats, engines: list[str], tokens: int) -> None:
+        """Record the counters of this moment.
+
+        Args:
+            tokens: sampled by all engines since the start.
+        """
+        now = time.time()
+        seconds = max(now - self._last, 1e-6)
+        self._lines.write(
+            Rollout(
+                time=now,
+                version=stats.version,
+                queue_depth=stats.depth,
+                running=stats.running,
+                started=stats.started,
+                accepted=stats.accepted,
+                rejected=stats.rejected,
+                dropped=stats.dropped,
+                generated_tokens=tokens,
+                tokens_per_s=(tokens - self._last_tokens) / seconds,
+                engine_busy_share={name: min(self._busy[name] / seconds, 1.0) for name in engines},
+            )
+        )
+        self._busy.clear()
+        self._last, self._last_tokens = now, tokens
+
+    def close(self) -> None:
+        """Close both files."""
+        self._lines.close()
+        self._spans.close()

@@ -1,0 +1,72 @@
+"""Text to token ids and back, by the tokenizer that lies beside the model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from asyncmoe.errors import DataError
+
+
+class Tokenizer:
+    """A Hugging Face tokenizer, and the size of the model's vocabulary it must fit into.
+
+    Attributes:
+        eos: id of the token that ends a response.
+        vocabulary: number of token ids the model knows.
+
+    Raises:
+        DataError: no tokenizer at `path`, or one without an end-of-sequence token.
+    """
+
+    def __init__(self, path: Path) -> None:
+        # transformers takes seconds to import; the command line must not wait for it.
+        from transformers import AutoTokenizer
+
+        try:
+            self._tokenizer: Any = AutoTokenizer.from_pretrained(path, local_files_only=True)
+        except (OSError, ValueError) as error:
+            raise DataError("model.path", got=" ".join(str(error).split())[:300], expected=f"a tokenizer in {path}") from error
+        if self._tokenizer.eos_token_id is None:
+            raise DataError(f"tokenizer in {path}", got="no eos_token", expected="an end-of-sequence token; responses end with it")
+        self.eos: int = self._tokenizer.eos_token_id
+        self.vocabulary = _vocabulary(path / "config.json")
+
+    def encode(self, text: str) -> tuple[int, ...]:
+        """Token ids of a text; nothing is added before or after it.
+
+        Raises:
+            DataError: an id that the model does not know. An engine that is sent one crashes.
+        """
+        return self._known(self._tokenizer.encode(text, add_special_tokens=False))
+
+    def chat(self, user: str) -> tuple[int, ...]:
+        """Token ids of a conversation in which the user has spoken and the assistant is about to.
+
+        Raises:
+            DataError: the tokenizer has no chat template; or see `encode`.
+        """
+        if self._tokenizer.chat_template is None:
+            cure = "set task.chat_template=false or use a model with one"
+            raise DataError("task.chat_template", got="a tokenizer without a chat template", expected="one that has it", cure=cure)
+        message = [{"role": "user", "content": user}]
+        text = self._tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
+        return self.encode(text)
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Text of token ids; special tokens (the end of the sequence) leave none."""
+        return str(self._tokenizer.decode(list(tokens), skip_special_tokens=True))
+
+    def _known(self, tokens: list[int]) -> tuple[int, ...]:
+        if tokens and max(tokens) >= self.vocabulary:
+            raise DataError("tokenizer", got=f"token {max(tokens)}", expected=f"ids below the model's vocab_size {self.vocabulary}")
+        return tuple(tokens)
+
+
+def _vocabulary(path: Path) -> int:
+    try:
+        return int(json.loads(path.read_text())["vocab_size"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DataError(str(path), got=f"{type(error).__name__}: {error}", expected="a model configuration with vocab_size") from error

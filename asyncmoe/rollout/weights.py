@@ -1,0 +1,294 @@
+"""The conductor of the weight protocol, and the ledger of which engine serves which version.
+
+    WeightsBegin    gate closed; every engine: pause in place, begin_weight_update
+    WeightsBucket   every engine at once: update_weights_from_distributed, while the sender broadcasts
+    WeightsCommit   every engine: end_weight_update, compare checksums, update_weight_version, continue; then the gate opens
+
+All or nothing: an engine that refused, fell silent or differs is fenced, and one that may hold a part of a version never goes on.
+When loading a bucket fails all engines are fenced, because those in the broadcast wait for the one that is not. A sender that
+fails before the first bucket costs nothing: the engines go on with the version they had.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from asyncmoe.errors import AsyncmoeError, WaitTimeout, WeightSyncError
+from asyncmoe.rollout.engine_client import EngineLost
+from asyncmoe.rollout.pool import Member, Pool
+from asyncmoe.wire.messages import (
+    Committed,
+    Done,
+    EngineInfo,
+    Engines,
+    EnginesAsk,
+    WeightsAbort,
+    WeightsBegin,
+    WeightsBucket,
+    WeightsCommit,
+    WeightsJoin,
+)
+
+WeightsRequest = WeightsJoin | WeightsBegin | WeightsBucket | WeightsCommit | WeightsAbort | EnginesAsk
+_NAMED = 8
+"""Differing parameters an error names; the rest are counted."""
+
+
+@dataclass
+class _Update:
+    version: int
+    members: list[Member]
+    paused: dict[str, float] = field(default_factory=dict)
+    """Unix seconds at which each engine was asked to pause."""
+    loading: bool = False
+    """Whether an engine may hold a part of `version`."""
+
+
+class Conductor:
+    """Answers the sender's requests by driving all engines.
+
+    Args:
+        pool: the engines; its members' `version` is the ledger.
+        timeout_s: bound of each request, and of the silence between two of them while engines stand still.
+        published: awaited with a version once every engine serves it.
+        record: called with (engine, begin, end) in Unix seconds for every pause.
+    """
+
+    def __init__(
+        self,
+        pool: Pool,
+        timeout_s: float,
+        published: Callable[[int], Awaitable[None]],
+        record: Callable[[str, float, float], None],
+    ) -> None:
+        self._pool, self._timeout_s, self._published, self._record = pool, timeout_s, published, record
+        self._started: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._group = ""
+        self._update: _Update | None = None
+        self._silence: asyncio.TimerHandle | None = None
+
+    def engines_started(self) -> None:
+        """All engines take requests: `EnginesAsk` is answered."""
+        self._started.set_result(None)
+
+    def engines_failed(self, error: AsyncmoeError) -> None:
+        """They will not all start: who asks for them gets `error`."""
+        if not self._started.done():
+            self._started.set_exception(error)
+            # Nobody need ask.
+            self._started.exception()
+
+    async def wait_started(self) -> None:
+        """Return when all engines take requests.
+
+        Raises:
+            AsyncmoeError: what `engines_failed` was called with.
+        """
+        await asyncio.shield(self._started)
+
+    async def handle(self, request: WeightsRequest) -> Engines | Committed | Done:
+        """Answer one request.
+
+        Raises:
+            WeightSyncError: an engine refused, died or differs, or the request is out of turn.
+            WaitTimeout: the engines did not start in time.
+        """
+        match request:
+            case EnginesAsk():
+                return await self._engines(request.wait_s)
+            case WeightsAbort():
+                return await self._abort(request)
+            case WeightsJoin():
+                await self._join(request)
+            case WeightsBegin():
+                await self._expecting_next(self._begin(request.version))
+            case WeightsBucket():
+                await self._expecting_next(self._bucket(request))
+            case WeightsCommit():
+                self._listen(False)
+                return await self._commit(request)
+        return Done()
+
+    async def _engines(self, wait_s: float) -> Engines:
+        try:
+            await asyncio.wait_for(self.wait_started(), wait_s)
+        except TimeoutError:
+            raise WaitTimeout("the engines", "start", wait_s) from None
+        members = self._whole()
+        infos = tuple(EngineInfo(m.engine.name, m.engine.tp, m.engine.ep, m.engine.rank_offset, m.version) for m in members)
+        return Engines(infos, world=1 + sum(m.engine.tp for m in members))
+
+    async def _join(self, request: WeightsJoin) -> None:
+        world = 1 + sum(m.engine.tp for m in self._whole())
+        self._group = request.group
+
+        async def join(member: Member) -> None:
+            offset = member.engine.rank_offset
+            await member.engine.client.join(request.host, request.port, offset, world, request.group, request.backend, self._timeout_s)
+
+        _raise(await _on_each(self._whole(), join), f"joining the weight group {request.group}")
+
+    async def _begin(self, version: int) -> None:
+        if self._update is not None:
+            raise WeightSyncError(f"version {version} was begun while version {self._update.version} is open")
+        update = _Update(version, self._whole())
+        self._update = update
+        self._pool.hold()
+
+        async def begin(member: Member) -> None:
+            update.paused[member.engine.name] = time.time()
+            await member.engine.client.pause()
+            await member.engine.client.begin()
+
+        failed = await _on_each(update.members, begin)
+        for member, error in failed:
+            self._pool.fence(member, str(error))
+        if failed:
+            await self._give_up(update)
+            _raise(failed, f"beginning version {version}")
+
+    async def _bucket(self, request: WeightsBucket) -> None:
+        update = self._open(request.version)
+        update.loading = True
+
+        async def load(member: Member) -> None:
+            try:
+                await member.engine.client.bucket(request.names, request.dtypes, request.shapes, self._group, self._timeout_s)
+            except AsyncmoeError as error:
+                self._fence_all(update, str(error))
+                raise
+
+        failed = await _on_each(update.members, load)
+        if failed:
+            self._close(update)
+            _raise(failed, f"loading version {update.version}")
+
+    async def _commit(self, request: WeightsCommit) -> Committed:
+        update = self._open(request.version)
+
+        async def finish(member: Member) -> None:
+            await member.engine.client.end()
+            if request.checksums:
+                _compare(request.checksums, await member.engine.client.checksums(self._timeout_s))
+
+        failed = await self._fencing(update, finish)
+        pauses: dict[str, float] = {}
+
+        async def go_on(member: Member) -> None:
+            await member.engine.client.set_version(update.version)
+            await member.engine.client.go_on()
+            pauses[member.engine.name] = self._standing_ends(update, member)
+            member.version = update.version
+
+        failed += await self._fencing(update, go_on)
+        self._close(update)
+        _raise(failed, f"publishing version {update.version}")
+        await self._published(update.version)
+        return Committed(update.version, tuple(1e3 * pauses[member.engine.name] for member in update.members))
+
+    async def _abort(self, request: WeightsAbort) -> Done:
+        update = self._update
+        if update is None or update.version != request.version:
+            return Done()
+        self._listen(False)
+        if update.loading:
+            self._fence_all(update, f"the sender failed: {request.why}")
+            self._close(update)
+        else:
+            await self._give_up(update)
+        return Done()
+
+    async def _give_up(self, update: _Update) -> None:
+        """Nothing was loaded: the engines go on with what they have."""
+
+        async def go_on(member: Member) -> None:
+            await member.engine.client.end()
+            await member.engine.client.go_on()
+            self._standing_ends(update, member)
+
+        await self._fencing(update, go_on)
+        self._close(update)
+
+    async def _fencing(self, update: _Update, action: Callable[[Member], Awaitable[None]]) -> list[tuple[Member, AsyncmoeError]]:
+        failed = await _on_each([member for member in update.members if member.fenced is None], action)
+        for member, error in failed:
+            self._pool.fence(member, str(error))
+        return failed
+
+    async def _expecting_next(self, work: Coroutine[Any, Any, None]) -> None:
+        """Do `work`; should the sender then fall silent with the engines paused, fence them."""
+        self._listen(False)
+        await work
+        self._listen(True)
+
+    def _listen(self, for_next: bool) -> None:
+        if self._silence is not None:
+            self._silence.cancel()
+        self._silence = asyncio.get_running_loop().call_later(self._timeout_s, self._fell_silent) if for_next else None
+
+    def _fell_silent(self) -> None:
+        if (update := self._update) is not None:
+            self._fence_all(update, f"the sender said nothing for {self._timeout_s:.0f} s")
+            self._close(update)
+
+    def _fence_all(self, update: _Update, why: str) -> None:
+        for member in update.members:
+            self._pool.fence(member, f"it may hold a part of version {update.version}: {why}")
+
+    def _standing_ends(self, update: _Update, member: Member) -> float:
+        """Record an engine's pause; its seconds."""
+        begin, end = update.paused[member.engine.name], time.time()
+        self._record(member.engine.name, begin, end)
+        return end - begin
+
+    def _open(self, version: int) -> _Update:
+        if self._update is None or self._update.version != version:
+            is_open = "none" if self._update is None else f"version {self._update.version}"
+            raise WeightSyncError(f"version {version} was not begun; open is {is_open}")
+        return self._update
+
+    def _close(self, update: _Update) -> None:
+        if self._update is update:
+            self._update = None
+            self._pool.release()
+
+    def _whole(self) -> list[Member]:
+        """All engines; weights travel in a group that none may leave."""
+        lost = [f"{m.engine.name}: {m.fenced}" for m in self._pool.members if m.fenced is not None]
+        if lost:
+            raise WeightSyncError(f"an engine of the weight group is gone ({'; '.join(lost)}); start the run again to go on without loss")
+        return self._pool.members
+
+
+async def _on_each(members: Sequence[Member], action: Callable[[Member], Awaitable[None]]) -> list[tuple[Member, AsyncmoeError]]:
+    """Act on all members at once; those that failed, the cause before its consequences."""
+    results = await asyncio.gather(*(action(member) for member in members), return_exceptions=True)
+    for result in results:
+        if isinstance(result, BaseException) and not isinstance(result, AsyncmoeError):
+            raise result
+    failed = [(m, result) for m, result in zip(members, results, strict=True) if isinstance(result, AsyncmoeError)]
+    return sorted(failed, key=lambda pair: isinstance(pair[1], EngineLost))
+
+
+def _raise(failed: Sequence[tuple[Member, AsyncmoeError]], doing: str) -> None:
+    if failed:
+        raise WeightSyncError(f"{doing}: {failed[0][1]}") from failed[0][1]
+
+
+def _compare(expected: Sequence[Mapping[str, str]], found: Sequence[Mapping[str, str]]) -> None:
+    """Refuse an engine whose ranks do not hold what they should; what is not expected (buffers) is not looked at."""
+    if len(expected) != len(found):
+        raise WeightSyncError(f"checksums: got {len(found)} ranks, expected {len(expected)}")
+    wrong = [
+        f"{name} of rank {rank}"
+        for rank, (ours, theirs) in enumerate(zip(expected, found, strict=True))
+        for name, checksum in ours.items()
+        if theirs.get(name) != checksum
+    ]
+    if wrong:
+        more = f" and {len(wrong) - _NAMED} more" if len(wrong) > _NAMED else ""
+        raise WeightSyncError(f"checksums differ: {', '.join(wrong[:_NAMED])}{more}")

@@ -19,6 +19,7 @@ def test_an_unrelated_apex_is_refused(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.delitem(sys.modules, "apex", raising=False)
     with pytest.raises(UserError, match="pip uninstall apex"):
         kernels.detect()
+    del sys.modules["apex"]  # looking for a submodule imported it
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without a GPU")

@@ -1,4 +1,4 @@
-"""Megatron's optimizer and the learning-rate schedule."""
+"""Megatron's optimizer."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 
-from asyncmoe.config import Config, OptimizerSection
+from asyncmoe.config import Config
 from asyncmoe.errors import InvariantBroken
 from asyncmoe.platform import megatron
+from asyncmoe.trainer.lr import lr_at as lr_at
 from asyncmoe.trainer.model import Model
 
 megatron.prepare()
@@ -45,20 +46,6 @@ def build(config: Config, model: Model) -> MegatronOptimizer:
     # `ChainedOptimizer.step` asks for the norm, reduced over all ranks, before it clips and steps; it would go on with NaN.
     optimizer.get_grad_norm = _finite(optimizer.get_grad_norm)
     return optimizer
-
-
-def lr_at(step: int, section: OptimizerSection, total: int) -> float:
-    """Learning rate of optimizer step `step` (the first is 0) of `total`.
-
-    Rises linearly to `lr` over `warmup_steps`, then stays, or falls to `min_lr` at the last step, straight or along a half cosine.
-    """
-    if step < section.warmup_steps:
-        return section.lr * (step + 1) / section.warmup_steps
-    if section.decay == "constant":
-        return section.lr
-    passed = min(1.0, (step - section.warmup_steps) / max(1, total - 1 - section.warmup_steps))
-    share = 1.0 - passed if section.decay == "linear" else 0.5 * (1.0 + math.cos(math.pi * passed))
-    return section.min_lr + (section.lr - section.min_lr) * share
 
 
 def set_lr(optimizer: MegatronOptimizer, lr: float) -> None:

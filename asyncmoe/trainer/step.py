@@ -30,7 +30,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func  # noqa: E
 
 from asyncmoe.trainer.optimizer import set_lr  # noqa: E402
 
-_SUMS = ("loss", "rows", "tokens", "clipped", "tis_capped", "ratio", "kl", "logprob_diff", "entropy")
+_SUMS = ("loss", "rows", "tokens", "clipped", "tis_capped", "ratio", "kl", "logprob_diff", "entropy", "future")
 _MAXIMA = ("max_logprob_diff_same_version",)
 _AGES = 65
 """Ages told apart; the last stands for all above."""
@@ -61,8 +61,8 @@ class PolicyLoss:
             logprobs, rows, clip_low=self.section.clip_low, clip_high=self.section.clip_high, tis_cap=self.section.tis_cap
         )
         sums |= objective.agreement(logprobs, batch.behaviour, batch.mask, batch.versions, batch.pure, self.version)
-        ages = (self.version - batch.versions[batch.mask]).clamp(0, _AGES - 1)
-        return loss, sums | {"ages": torch.bincount(ages, minlength=_AGES)}
+        ages = self.version - batch.versions[batch.mask]
+        return loss, sums | {"ages": torch.bincount(ages.clamp(0, _AGES - 1), minlength=_AGES), "future": (ages < 0).sum()}
 
     def _proximal(self, logprobs: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
         if self.section.proximal == "behaviour":
@@ -128,7 +128,8 @@ def train_step(model: Model, optimizer: MegatronOptimizer, microbatches: Sequenc
         lr: learning rate of this step.
 
     Raises:
-        InvariantBroken: the loss or the gradient norm is not finite; on every rank, before any parameter has changed.
+        InvariantBroken: the loss or the gradient norm is not finite, or a token was sampled by a version that does not exist yet; on every
+            rank, before any parameter has changed.
     """
     set_lr(optimizer, lr)
     model.ddp.zero_grad_buffer()
@@ -137,6 +138,8 @@ def train_step(model: Model, optimizer: MegatronOptimizer, microbatches: Sequenc
     sums, maxima = _reduce(model.mesh, results)
     if not math.isfinite(sums["loss"]):
         raise InvariantBroken(f"the loss is {sums['loss']}; no parameter was changed")
+    if sums["future"]:
+        raise InvariantBroken(f"{int(sums['future'])} tokens come from a later version than the trainer's; no parameter was changed")
     done, grad_norm, _ = optimizer.step()
     if not done:
         raise InvariantBroken("the optimizer skipped its step")

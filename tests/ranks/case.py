@@ -25,29 +25,37 @@ GROUPS = (0, 0, 0, 0, 1, 1, 1)
 OBJECTIVE = {"clip_low": 0.1, "clip_high": 0.15, "tis_cap": 1.1, "aggregation": "sequence_mean", "updates_per_batch": 2}
 
 
-def hf_config() -> Any:
+VARIANTS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    # The output layer is the embedding (the last pipeline stage has a copy), one layer is dense, chosen experts' weights do not sum to 1.
+    "tied": {"tie_word_embeddings": True, "mlp_only_layers": [1], "norm_topk_prob": False},
+}
+
+
+def hf_config(variant: str) -> Any:
     """Qwen3-MoE with a head dimension that is not hidden / heads."""
     from transformers import Qwen3MoeConfig
 
-    return Qwen3MoeConfig(
-        vocab_size=VOCAB,
-        hidden_size=64,
-        intermediate_size=96,
-        moe_intermediate_size=48,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        num_experts=8,
-        num_experts_per_tok=2,
-        norm_topk_prob=True,
-        max_position_embeddings=256,
-        rope_theta=10000.0,
-        tie_word_embeddings=False,
-        output_router_logits=False,
-        router_aux_loss_coef=0.0,
-        attn_implementation="eager",
-    )
+    sizes = {
+        "vocab_size": VOCAB,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "moe_intermediate_size": 48,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "norm_topk_prob": True,
+        "max_position_embeddings": 256,
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": False,
+        "output_router_logits": False,
+        "router_aux_loss_coef": 0.0,
+        "attn_implementation": "eager",
+    }
+    return Qwen3MoeConfig(**sizes | VARIANTS[variant])
 
 
 def tokens() -> list[np.ndarray]:

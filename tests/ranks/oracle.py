@@ -13,7 +13,7 @@ from asyncmoe.trainer import objective
 from tests.ranks import case
 
 
-def write(path: Path) -> None:
+def write(path: Path, variant: str) -> None:
     """Write the references under `path`.
 
     hf: the model; supervised, policy: its gradients of both losses; trained: its weights after the steps; all as Hugging Face checkpoints.
@@ -23,7 +23,7 @@ def write(path: Path) -> None:
 
     torch.manual_seed(0)
     torch.set_num_threads(1)
-    model = Qwen3MoeForCausalLM(case.hf_config()).eval()
+    model = Qwen3MoeForCausalLM(case.hf_config(variant)).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(1 + 0.3 * torch.randn_like(parameter) if "norm" in name else parameter + 0.05 * torch.randn_like(parameter))

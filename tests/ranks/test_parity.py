@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.ranks import launch, oracle
+from tests.ranks import case, launch, oracle
 
 pytestmark = pytest.mark.ranks
 
@@ -28,7 +28,8 @@ layouts = pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.fixture(scope="session")
 def references(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("parity")
-    oracle.write(path)
+    for variant in case.VARIANTS:
+        oracle.write(path / variant, variant)
     return path
 
 
@@ -40,18 +41,26 @@ def worlds(references: Path) -> dict[int, Any]:
 
 @pytest.fixture
 def found(layout: str, worlds: dict[int, Any], references: Path) -> dict[str, dict[str, Any]]:
+    """What a layout made of the plain variant, by check."""
+    result: dict[str, dict[str, Any]] = of(layout, worlds, references)["plain"]
+    return result
+
+
+def of(layout: str, worlds: dict[int, Any], references: Path) -> Any:
     ranks, sizes = LAYOUTS[layout]
     if ranks not in worlds:
         wanted = [other for count, other in LAYOUTS.values() if count == ranks]
         worlds[ranks] = launch.run("parity", ranks, references, str(references), *wanted)
-    result: dict[str, dict[str, Any]] = worlds[ranks][sizes]
-    return result
+    return worlds[ranks][sizes]
 
 
 @layouts
 @pytest.mark.parametrize("how", ["packed", "single", "recompute"])
 def test_logits_and_gradients(found: dict[str, dict[str, Any]], how: str) -> None:
-    errors = found[how]
+    check_parity(found[how])
+
+
+def check_parity(errors: dict[str, Any]) -> None:
     assert errors["logits"] < 1e-4
     assert errors["logprobs"] < 1e-4
     for loss in ("supervised", "policy"):
@@ -69,9 +78,7 @@ def test_trainer_and_engine_agree_on_the_same_version(found: dict[str, dict[str,
 
 @layouts
 def test_metrics_do_not_depend_on_the_layout(found: dict[str, dict[str, Any]], worlds: dict[int, Any], references: Path) -> None:
-    if 1 not in worlds:
-        worlds[1] = launch.run("parity", 1, references, str(references), "1,1,1,1")
-    alone = worlds[1]["1,1,1,1"]["single"]
+    alone = of("1", worlds, references)["plain"]["single"]
     clip, capped, *_ = alone["metrics"]
     assert 0 < clip < 1
     assert 0 < capped < 1
@@ -83,15 +90,26 @@ def test_metrics_do_not_depend_on_the_layout(found: dict[str, dict[str, Any]], w
 @layouts
 @pytest.mark.parametrize("kind", ["plain", "distributed"])
 def test_weights_after_three_steps(found: dict[str, dict[str, Any]], kind: str) -> None:
-    errors = found[kind]
+    check_training(found[kind])
+
+
+@layouts
+def test_tied_embeddings_and_a_dense_layer(layout: str, worlds: dict[int, Any], references: Path) -> None:
+    found = of(layout, worlds, references)["tied"]
+    check_parity(found["packed"])
+    check_training(found["plain"])
+
+
+def check_training(errors: dict[str, Any]) -> None:
     assert errors["weights"] < 2e-5
     assert errors["losses"] < 1e-5
     assert errors["norms"] < 1e-4
 
 
 @layouts
-def test_a_number_that_is_not_finite_stops_every_rank(found: dict[str, dict[str, Any]]) -> None:
-    loss, gradient = found["guard"]["messages"]
+def test_what_must_not_be_trained_on_stops_every_rank(found: dict[str, dict[str, Any]]) -> None:
+    loss, gradient, future = found["guard"]["messages"]
+    assert "later version than the trainer's" in future
     assert loss.startswith("the loss is nan")
     assert gradient.startswith("the gradient norm is nan")
     assert found["guard"]["unchanged"]
@@ -107,3 +125,15 @@ def test_bfloat16_follows_float32(found: dict[str, dict[str, Any]]) -> None:
 def test_filler_was_part_of_it(found: dict[str, dict[str, Any]]) -> None:
     """Seven trajectories one by one on two data-parallel ranks."""
     assert found["single"]["filler"] == 1
+
+
+@pytest.fixture(scope="session")
+def resumed(references: Path) -> dict[str, float]:
+    result: dict[str, float] = launch.run("resume", 2, references, str(references / "plain"))
+    return result
+
+
+@pytest.mark.parametrize("layout", ["same", "data", "pipeline"])
+@pytest.mark.parametrize("kind", ["plain", "distributed"])
+def test_a_saved_run_goes_on_under_another_layout(resumed: dict[str, float], kind: str, layout: str) -> None:
+    assert resumed[f"{kind}-{layout}"] < 2e-5

@@ -16,10 +16,9 @@ from asyncmoe.platform.megatron.patch import wrap
 
 
 def install() -> None:
-    """Replace three collectives of `torch.distributed`; calls that gloo takes as they are pass through."""
+    """Replace two collectives of `torch.distributed`; calls that gloo takes as they are pass through."""
     wrap(dist, "all_to_all_single", _integer_splits)
     wrap(dist, "all_gather", _uneven_all_gather)
-    wrap(dist, "reduce_scatter", _uneven_reduce_scatter)
 
 
 def _integer_splits(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -51,7 +50,8 @@ def _uneven_all_gather(original: Callable[..., Any]) -> Callable[..., Any]:
         rows = [part.shape[0] if part.dim() else 1 for part in tensor_list]
         if len(set(rows)) <= 1:
             return original(tensor_list, tensor, group=group, async_op=async_op)
-        _refuse_async(async_op, "all_gather")
+        if async_op:
+            raise InvariantBroken("all_gather of blocks with different row counts was asked to run asynchronously, which gloo cannot do")
         padded = tensor.new_zeros(max(rows), *tensor.shape[1:])
         padded[: tensor.shape[0]] = tensor
         gathered = [torch.empty_like(padded) for _ in rows]
@@ -61,30 +61,3 @@ def _uneven_all_gather(original: Callable[..., Any]) -> Callable[..., Any]:
         return None
 
     return all_gather
-
-
-def _uneven_reduce_scatter(original: Callable[..., Any]) -> Callable[..., Any]:
-    """The backward of the above (mappings.py `_reduce_scatter_along_first_dim`): reduce everything, keep this rank's rows."""
-
-    def reduce_scatter(
-        output: torch.Tensor,
-        input_list: Sequence[torch.Tensor],
-        op: Any = dist.ReduceOp.SUM,
-        group: dist.ProcessGroup | None = None,
-        async_op: bool = False,
-    ) -> Any:
-        rows = [part.shape[0] if part.dim() else 1 for part in input_list]
-        if len(set(rows)) <= 1:
-            return original(output, input_list, op=op, group=group, async_op=async_op)
-        _refuse_async(async_op, "reduce_scatter")
-        everything = torch.cat(list(input_list))
-        dist.all_reduce(everything, op=op, group=group)
-        output.copy_(torch.split(everything, rows)[dist.get_rank(group)])
-        return None
-
-    return reduce_scatter
-
-
-def _refuse_async(async_op: bool, name: str) -> None:
-    if async_op:
-        raise InvariantBroken(f"{name} of blocks with different row counts was asked to run asynchronously, which gloo cannot do")

@@ -24,11 +24,11 @@ def version() -> str:
         return "none"
 
 
-def require_megatron() -> None:
+def require_megatron(compile: bool) -> None:
     """Import megatron-core.
 
     It decorates small functions (the router's among them) with `torch.compile`, bound once as `megatron.core.jit.jit_fuser`. On a
-    processor that would compile C++ in the middle of the first step; here the decorator does nothing.
+    processor that would compile C++ in the middle of the first step; without `compile` the decorator does nothing.
 
     Raises:
         ConfigError: it is not installed.
@@ -36,14 +36,16 @@ def require_megatron() -> None:
     """
     if "megatron.core" in sys.modules:
         raise InvariantBroken("megatron.core was imported before asyncmoe.platform.megatron.prepare()")
-    compile_, torch.compile = torch.compile, _eager  # type: ignore[assignment]
+    original = torch.compile
+    if not compile:
+        torch.compile = _eager  # type: ignore[assignment]
     try:
         importlib.import_module("megatron.core")
         importlib.import_module("megatron.core.transformer.moe.router")
     except ModuleNotFoundError as error:
         raise ConfigError("megatron-core", got=str(error), expected=SUPPORTED, cure="pip install 'asyncmoe[train]'") from error
     finally:
-        torch.compile = compile_
+        torch.compile = original
 
 
 def _eager(function: Any = None, **_: object) -> Any:
@@ -87,6 +89,6 @@ def gone(what: str) -> ConfigError:
     return ConfigError(
         "megatron-core",
         got=f"version {version()} without {what}",
-        expected=f"{SUPPORTED}, whose {what} asyncmoe replaces on a machine without CUDA",
-        cure="install a supported version, or run on a machine with CUDA",
+        expected=f"{SUPPORTED}, whose {what} asyncmoe replaces on this machine",
+        cure="install a supported version, or run with CUDA and Transformer Engine",
     )

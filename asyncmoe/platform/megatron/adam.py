@@ -1,10 +1,7 @@
-"""Megatron's optimizers on tensors that are not CUDA tensors, and around torch's Adam.
+"""The distributed optimizer around torch's Adam.
 
-The mixed-precision and distributed optimizers recognise parameters by `param.type() == "torch.cuda.FloatTensor"`, and clipping
-asserts it of gradients. Those functions run with `Tensor.type` answering in CUDA's names; nothing outside them sees that.
-
-Without Transformer Engine and Apex the distributed optimizer wraps torch's Adam, whose state has a `step` that
-`optimizer/distrib_optimizer.py` does not handle when it loads a checkpoint (0.16.1 and 0.19.2).
+Without Transformer Engine and Apex it wraps torch's Adam, whose state has a `step` that `optimizer/distrib_optimizer.py` does not
+handle when it loads a checkpoint (0.16.1 and 0.19.2).
 """
 
 from __future__ import annotations
@@ -15,37 +12,15 @@ from typing import Any
 
 import torch
 
-from asyncmoe.platform.megatron.patch import module, replace, wrap
+from asyncmoe.platform.megatron.patch import module, wrap
 
 
 def install() -> None:
-    """Wrap the constructors, the clipping, and the distributed optimizer's loading."""
-    optimizer, distributed, clip = module("optimizer.optimizer"), module("optimizer.distrib_optimizer"), module("optimizer.clip_grads")
-    wrap(optimizer.Float16OptimizerWithFloat16Params, "__init__", _with_cuda_names)
-    wrap(distributed.DistributedOptimizer, "__init__", _with_cuda_names)
-    wrap(clip, "clip_grad_by_total_norm_fp32", _with_cuda_names)
-    replace(optimizer, "clip_grad_by_total_norm_fp32", clip.clip_grad_by_total_norm_fp32)  # bound by name when imported
-    wrap(distributed.DistributedOptimizer, "state_dict", _seeded)
-    wrap(distributed.DistributedOptimizer, "load_state_dict", _own_step_each)
-    wrap(distributed.DistributedOptimizer, "_set_main_param_and_optimizer_states", _only_given_states)
-
-
-def _with_cuda_names(function: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        original = torch.Tensor.type
-
-        def cuda_type(self: torch.Tensor, *a: Any, **k: Any) -> Any:
-            answer = original(self, *a, **k)
-            return answer.replace("torch.", "torch.cuda.", 1) if isinstance(answer, str) and ".cuda." not in answer else answer
-
-        torch.Tensor.type = cuda_type  # type: ignore[assignment, method-assign]
-        try:
-            return function(*args, **kwargs)
-        finally:
-            torch.Tensor.type = original  # type: ignore[method-assign]
-
-    return call
+    """Wrap the distributed optimizer's saving and loading of state."""
+    optimizer = module("optimizer.distrib_optimizer").DistributedOptimizer
+    wrap(optimizer, "state_dict", _seeded)
+    wrap(optimizer, "load_state_dict", _own_step_each)
+    wrap(optimizer, "_set_main_param_and_optimizer_states", _only_given_states)
 
 
 def _seeded(original: Callable[..., Any]) -> Callable[..., Any]:

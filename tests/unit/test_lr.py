@@ -1,0 +1,29 @@
+"""The learning rate at every step."""
+
+from __future__ import annotations
+
+import pytest
+
+from asyncmoe.config import OptimizerSection
+from asyncmoe.trainer.lr import lr_at
+
+
+@pytest.mark.parametrize(
+    ("decay", "expected"),
+    [
+        ("constant", [0.5, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0]),
+        ("linear", [0.5, 1.0, 1.0, 0.775, 0.55, 0.325, 0.1]),
+        ("cosine", [0.5, 1.0, 1.0, 0.868198, 0.55, 0.231802, 0.1]),
+    ],
+)
+def test_rises_then_decays_to_the_minimum_at_the_last_step(decay: str, expected: list[float]) -> None:
+    section = OptimizerSection.model_validate({"lr": 1.0, "min_lr": 0.1, "warmup_steps": 2, "decay": decay})
+    assert [lr_at(step, section, 7) for step in range(7)] == pytest.approx(expected, abs=1e-6)
+
+
+def test_a_run_of_one_step_uses_the_full_rate() -> None:
+    assert lr_at(0, OptimizerSection.model_validate({"lr": 2.0, "decay": "linear"}), 1) == 2.0
+
+
+def test_steps_past_the_end_stay_at_the_minimum() -> None:
+    assert lr_at(99, OptimizerSection.model_validate({"lr": 2.0, "min_lr": 0.5, "decay": "cosine"}), 10) == 0.5

@@ -43,7 +43,8 @@ class Engine:
         self.rank_offset = 1 + index * section.tp
         self._ready_by = time.monotonic() + section.start_timeout_s
         self._start_timeout_s = section.start_timeout_s
-        port = _port(section.host, section.port + index if section.port else 0)
+        self._reserved = _reserve(section.host, section.port + index if section.port else 0)
+        port = int(self._reserved.getsockname()[1])
         log = run_dir / "logs" / f"{name.replace('.', '-')}.log"
         self._log_start = log.stat().st_size if log.exists() else 0
         self._child = Child(name, command(config, index, port), log, environment(config, index))
@@ -76,6 +77,7 @@ class Engine:
     async def stop(self) -> None:
         """End it politely, then for certain, with every process it spawned."""
         await self.client.close()
+        self._reserved.close()
         # To the server alone: a scheduler that is told as well looks to it like one that has crashed.
         self._child.signal(signal.SIGTERM)
         await asyncio.to_thread(self._child.wait, _STOP_GRACE_S)
@@ -128,7 +130,8 @@ def reason_in(log: str) -> str | None:
     lines = [line.strip() for line in log.splitlines()]
     raised = [line for line in lines if _RAISED.match(line) and not _CONSEQUENCE.search(line)]
     usage = [line for line in lines if ": error: " in line]
-    found = [*usage, *raised]
+    bind = [line for line in lines if "error while attempting to bind" in line]
+    found = [*usage, *raised, *bind]
     return found[-1][:400] if found else None
 
 
@@ -144,15 +147,20 @@ def _python(configured: Path | None) -> Path:
     return python
 
 
-def _port(host: str, wanted: int) -> int:
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, wanted))
-        except OSError as error:
-            cure = "choose another engines.port, or 0 for any"
-            raise UserError(f"port {wanted} on {host}", got=error.strerror, expected="a free port", cure=cure) from error
-        return int(probe.getsockname()[1])
+def _reserve(host: str, wanted: int) -> socket.socket:
+    """A bound socket that keeps the port from everybody else during the many seconds until the server listens on it.
+
+    It never listens, and both set SO_REUSEADDR (the server through asyncio), so Linux lets the server bind the port too.
+    """
+    reserved = socket.socket()
+    reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        reserved.bind((host, wanted))
+    except OSError as error:
+        reserved.close()
+        cure = "choose another engines.port, or 0 for any"
+        raise UserError(f"port {wanted} on {host}", got=error.strerror, expected="a free port", cure=cure) from error
+    return reserved
 
 
 def _cores(available: Sequence[int], index: int, tp: int) -> str:

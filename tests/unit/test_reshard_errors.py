@@ -96,6 +96,20 @@ def test_transposed_and_flat_storages_are_not_mistaken_for_overlaps() -> None:
         plan(TENSORS, [whole()], [with_piece(flat, 0, offset=23)])
 
 
+def test_cost_does_not_depend_on_elements() -> None:
+    """A trillion elements in one flat bucket, and a column shard of them: nothing of that size is made."""
+    side = 1 << 20
+    tensors = {"a": (side, side), "b": (side, side)}
+    builder = LayoutBuilder(0, "bfloat16")
+    for name, shape in tensors.items():
+        builder.stack(name, [(name, Box((0, 0), shape))])
+    (bucket,) = buckets(builder.build(), 1 << 62)
+    assert plan(tensors, [builder.build()], [bucket.layout.at(1)]).wire_bytes == 4 << 40
+    columns = LayoutBuilder(1, "bfloat16")
+    columns.stack("s", [(name, Box((0, 7), (side, 5))) for name in tensors])
+    assert plan(tensors, [builder.build()], [columns.build()]).wire_bytes == 20 << 20
+
+
 def test_padding_is_declared_not_assumed() -> None:
     padded = rows(7, (0, 4), shape=(5, 6))
     with pytest.raises(LayoutError, match=r"\[4:5, 0:6\]"):

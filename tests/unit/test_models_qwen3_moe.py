@@ -226,12 +226,12 @@ def test_megatron_straight_to_engine(grid: MegatronParallel, engine: EngineParal
     assert made.wire_bytes == 4 * sum(p.box.size for layout in engines for p in layout.pieces if p.tensor in tensors)
 
 
-@pytest.mark.parametrize("tied", [False, True])
-def test_checkpoint_names_are_those_transformers_writes(tmp_path: Path, tied: bool) -> None:
+@pytest.mark.parametrize("changes", [{}, {"tie_word_embeddings": True}, {"decoder_sparse_step": 2, "mlp_only_layers": [3]}], ids=str)
+def test_checkpoint_names_are_those_transformers_writes(tmp_path: Path, changes: dict[str, Any]) -> None:
     from safetensors import safe_open
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-    hf = variant(tie_word_embeddings=tied)
+    hf = variant(**changes)
     settings = {k: v for k, v in hf.items() if k not in ("model_type", "rope_theta")}
     Qwen3MoeForCausalLM(Qwen3MoeConfig(**settings)).save_pretrained(tmp_path)
     with safe_open(tmp_path / "model.safetensors", "pt") as file:

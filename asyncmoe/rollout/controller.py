@@ -117,6 +117,7 @@ class Controller:
         working = [asyncio.create_task(self._guard(part)) for part in work]
         await self._over.wait()
         await _cancel(working)
+        self._write_record()
         if self._failure is not None:
             await asyncio.sleep(_LAST_WORDS_S)
         else:
@@ -164,12 +165,14 @@ class Controller:
         return await episode.run(prompt, place, self._pool, self._sampling, self._tokenizer, self._scorer)
 
     async def _record(self) -> None:
-        names = [engine.name for engine in self._engines]
         while True:
             await asyncio.sleep(_RECORD_S)
-            self._pool.note_busy()
-            if self._queue is not None:
-                self._recorder.write(self._queue.stats(), names, self._pool.generated_tokens)
+            self._write_record()
+
+    def _write_record(self) -> None:
+        self._pool.note_busy()
+        if self._queue is not None:
+            self._recorder.write(self._queue.stats(), [engine.name for engine in self._engines], self._pool.generated_tokens)
 
     async def _published(self, version: int) -> None:
         assert self._queue is not None

@@ -128,19 +128,36 @@ class InWorkers:
         self._idle: asyncio.LifoQueue[_Worker] = asyncio.LifoQueue()
         for worker in self._workers:
             self._idle.put_nowait(worker)
+        self._asking: set[asyncio.Task[object]] = set()
 
     async def score(self, prompt: str, response: str, answer: str) -> float:
         """See `Scorer`."""
         worker = await self._idle.get()
-        try:
-            return checked(await worker.ask((prompt, response, answer), self._timeout_s))
-        finally:
-            self._idle.put_nowait(worker)
+        asking = asyncio.create_task(self._ask(worker, (prompt, response, answer)))
+        self._asking.add(asking)
+        asking.add_done_callback(self._answered)
+        # Whoever asked may lose interest; the process is better left to finish than started anew.
+        return checked(await asyncio.shield(asking))
 
     async def close(self) -> None:
         """See `Scorer`."""
+        for asking in self._asking:
+            asking.cancel()
+        await asyncio.gather(*self._asking, return_exceptions=True)
         for worker in self._workers:
             await worker.end()
+
+    async def _ask(self, worker: _Worker, arguments: tuple[str, str, str]) -> object:
+        try:
+            return await worker.ask(arguments, self._timeout_s)
+        finally:
+            self._idle.put_nowait(worker)
+
+    def _answered(self, asking: asyncio.Task[object]) -> None:
+        self._asking.discard(asking)
+        if not asking.cancelled():
+            # Nobody may be left to hear it.
+            asking.exception()
 
 
 class _Worker:
@@ -161,7 +178,7 @@ class _Worker:
                 self._process = await self._start()
             answer = await self._exchange(self._process, json.dumps(arguments), timeout_s)
         except BaseException:
-            # Whatever it was doing, its next answer would be taken for that of another question.
+            # Its next answer would be taken for that of another question.
             await self.end()
             raise
         if "error" in answer:

@@ -1,0 +1,59 @@
+"""What Hugging Face transformers says the engine should have computed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+
+class Oracle:
+    """A checkpoint's weights, and log-probabilities under them in float32."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.weights: dict[str, torch.Tensor] = load_file(path / "model.safetensors")
+        self._model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+
+    def logprobs(
+        self, prompt: Sequence[int], response: Sequence[int], temperature: float, cut: int | None = None, after: Oracle | None = None
+    ) -> list[float]:
+        """Log-probability of each token of `response` after those before it.
+
+        Args:
+            cut: response tokens sampled by these weights; the rest by those of `after`, on the keys and values of these (the last of
+                the first part was forwarded by the second).
+        """
+        seen = list(prompt) + list(response)
+        whole = len(seen) if cut is None else len(prompt) + cut - 1
+        with torch.no_grad():
+            first = self._model(torch.tensor([seen[:whole]]), use_cache=True)
+            logits = [first.logits[0]]
+            if after is not None:
+                logits.append(after._model(torch.tensor([seen[whole:]]), past_key_values=first.past_key_values).logits[0])
+        table = (torch.cat(logits) / temperature).log_softmax(-1)
+        return [table[len(prompt) + i - 1, token].item() for i, token in enumerate(response)]
+
+
+def perturbed(oracle: Oracle, path: Path, seed: int, scale: float = 0.05) -> Oracle:
+    """The same model with other weights, saved at `path`."""
+    generator = torch.Generator().manual_seed(seed)
+    weights = {name: w + scale * torch.randn(w.shape, generator=generator) for name, w in oracle.weights.items()}
+    path.mkdir()
+    for file in oracle.path.iterdir():
+        if file.suffix != ".safetensors":
+            (path / file.name).write_bytes(file.read_bytes())
+    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
+    return Oracle(path)
+
+
+def largest_difference(ours: Sequence[float], theirs: Sequence[float]) -> float:
+    return max(abs(a - b) for a, b in zip(ours, theirs, strict=True))
+
+
+def missing(expected: Mapping[str, str], found: Mapping[str, str]) -> list[str]:
+    return [name for name, value in expected.items() if found.get(name) != value]

@@ -1,0 +1,57 @@
+"""The trainer's part of a weight update, in this process: rank 0 of the weight group."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+
+from asyncmoe.rollout.weights import Conductor
+from asyncmoe.trainer import weight_group
+from asyncmoe.wire.messages import Committed, Engines, EnginesAsk, WeightsBegin, WeightsBucket, WeightsCommit, WeightsJoin
+
+Weights = Mapping[str, torch.Tensor]
+TIMEOUT_S = 30.0
+
+
+class Sender:
+    """Sends whole checkpoints through a conductor. Joins the group at the first."""
+
+    def __init__(self, conductor: Conductor) -> None:
+        self._conductor = conductor
+        self._group: dist.ProcessGroup | None = None
+
+    async def publish(self, version: int, weights: Weights, checksums: tuple[dict[str, str], ...] = (), buckets: int = 3) -> Committed:
+        """Everything from begin to commit."""
+        await self.begin(version)
+        names = list(weights)
+        for part in range(buckets):
+            await self.bucket(version, weights, names[part::buckets])
+        reply = await self._conductor.handle(WeightsCommit(version, checksums))
+        assert isinstance(reply, Committed)
+        return reply
+
+    async def begin(self, version: int) -> None:
+        """Join if need be, then pause the engines."""
+        if self._group is None:
+            self._group = await self._join()
+        await self._conductor.handle(WeightsBegin(version))
+
+    async def bucket(self, version: int, weights: Weights, names: Sequence[str]) -> None:
+        """Send some of the weights."""
+        flat = torch.cat([weights[name].contiguous().view(-1).view(torch.uint8) for name in names])
+        dtypes = tuple(str(weights[name].dtype).removeprefix("torch.") for name in names)
+        request = WeightsBucket(version, tuple(names), dtypes, tuple(tuple(weights[name].shape) for name in names))
+        await asyncio.gather(self._conductor.handle(request), asyncio.to_thread(dist.broadcast, flat, src=0, group=self._group))
+
+    async def _join(self) -> dist.ProcessGroup:
+        engines = await self._conductor.handle(EnginesAsk(TIMEOUT_S))
+        assert isinstance(engines, Engines)
+        # One group of a name in a process, and every rig has a group of its own.
+        name = f"weights-{id(self)}"
+        listener = weight_group.listen("127.0.0.1")
+        request = WeightsJoin("127.0.0.1", listener.getsockname()[1], name, "gloo")
+        joining = asyncio.to_thread(weight_group.join, listener, engines.world, name, "gloo", TIMEOUT_S)
+        return (await asyncio.gather(joining, self._conductor.handle(request)))[0]

@@ -1,0 +1,126 @@
+"""What a real engine answers becomes a trajectory that says exactly how it was sampled."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+
+import pytest
+
+from asyncmoe.config import TaskSection
+from asyncmoe.errors import EngineError, TrajectoryRejected
+from asyncmoe.queue.bounded import BoundedQueue
+from asyncmoe.rollout import episode, scoring
+from asyncmoe.rollout.engine_client import Sampling
+from asyncmoe.rollout.episode import Place
+from asyncmoe.rollout.producer import Producer
+from asyncmoe.rollout.tasks import Prompt
+from asyncmoe.rollout.tasks.arithmetic import Arithmetic
+from asyncmoe.rollout.tokenizer import Tokenizer
+from asyncmoe.trajectory import Trajectory, validate
+from tests.engine.conftest import Rig
+from tests.engine.oracle import Oracle, largest_difference
+
+pytestmark = pytest.mark.engine
+
+
+def test_log_probabilities_are_those_of_transformers(rig: Rig, model: Path, tokenizer: Tokenizer) -> None:
+    task, oracle = Arithmetic(tokenizer, ("+",), 3, seed=1), Oracle(model)
+    sampling = Sampling(0.7, 48, (tokenizer.eos,))
+    scorer = scoring.Exact()
+
+    async def play() -> list[Trajectory]:
+        return await asyncio.gather(*(episode.run(task.prompt(g), Place(g, 0, 0), rig.pool, sampling, tokenizer, scorer) for g in range(8)))
+
+    for record in rig.run(play()):
+        validate(record, tokenizer.vocabulary)
+        prompt = record.tokens[~record.loss_mask].tolist()
+        response = record.tokens[record.loss_mask].tolist()
+        assert task.prompt(record.group).tokens == tuple(prompt)
+        expected = oracle.logprobs(prompt, response, 0.7)
+        assert largest_difference(record.logprobs[record.loss_mask].tolist(), expected) < 1e-4
+        assert record.is_pure
+        assert set(record.seconds) == {"generate", "score"}
+
+
+def test_the_token_that_ends_a_response_is_part_of_it(rig: Rig, tokenizer: Tokenizer) -> None:
+    async def ask(stop: tuple[int, ...]) -> tuple[str, tuple[int, ...], int]:
+        generation = (await rig.pool.generate([20, 30], Sampling(1.0, 64, stop))).generation
+        return generation.finish, generation.tokens, len(generation.logprobs)
+
+    stops = tuple(range(0, tokenizer.vocabulary, 4))
+    for finish, tokens, logprobs in [rig.run(ask(stops)) for _ in range(4)]:
+        assert finish == "stop"
+        assert [token in stops for token in tokens] == [False] * (len(tokens) - 1) + [True]
+        assert logprobs == len(tokens)
+    finish, tokens, _ = rig.run(ask(()))
+    assert (finish, len(tokens)) == ("length", 64) or (finish, tokens[-1]) == ("stop", tokenizer.eos)
+
+
+def test_a_prompt_too_long_is_rejected_in_the_engines_words(rig: Rig) -> None:
+    with pytest.raises(TrajectoryRejected, match=r"engine_error.*engine\.0: /generate: .*context length"):
+        rig.run(rig.pool.generate([5] * 5000, Sampling(1.0, 4, ())))
+    assert rig.pool.serving
+
+
+def test_a_request_out_of_turn_is_refused_in_the_engines_words(rig: Rig) -> None:
+    with pytest.raises(EngineError, match=r"engine\.0: /end_weight_update: no weight-update session is open"):
+        rig.run(rig.engine.client.end())
+
+
+def test_a_prefix_is_shared_under_its_salt_only(rig: Rig) -> None:
+    prompt = list(range(40, 90))
+
+    async def cached(salt: str) -> int:
+        return (await rig.engine.client.generate(prompt, Sampling(1.0, 1, ()), salt, 30.0)).cached_tokens
+
+    assert [rig.run(cached(salt)) for salt in ("a", "a", "b")] == [0, len(prompt) - 1, 0]
+
+
+def test_a_scorer_that_fails_costs_its_groups_and_nothing_else(rig: Rig, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+    section = TaskSection(kind="arithmetic", scorer="tests.engine.test_generate:moody")
+    task, scorer = Arithmetic(tokenizer, ("+",), 1, seed=0), scoring.load(section)
+    sampling = Sampling(1.0, 4, (tokenizer.eos,))
+
+    async def play(prompt: Prompt, place: Place) -> Trajectory:
+        return await episode.run(prompt, place, rig.pool, sampling, tokenizer, scorer)
+
+    async def run() -> BoundedQueue:
+        queue = BoundedQueue(capacity=32, batch=16, group_size=4, eta=1)
+        producing = asyncio.create_task(Producer(queue, task, play, 4).run())
+        async with asyncio.timeout(60):
+            while queue.stats().depth < 32:
+                await asyncio.sleep(0.01)
+        producing.cancel()
+        await asyncio.gather(producing, return_exceptions=True)
+        await scorer.close()
+        return queue
+
+    stats = rig.run(run()).stats()
+    odd = [g for g in range(100) if int(task.prompt(g).answer) % 2]
+    lost = len([g for g in odd if g <= (stats.started // 4) - 1])
+    assert stats.rejected == {"scorer_error": 4 * lost}
+    assert stats.started == 32 + 4 * lost
+    assert lost > 0
+
+
+def moody(prompt: str, response: str, answer: str) -> float:
+    if int(answer) % 2:
+        raise ValueError("odd answers are not scored")
+    return float(response == answer)
+
+    async def ask() -> float:
+        begin = time.perf_counter()
+        answers = await asyncio.gather(*(rig.pool.generate([20, 30, i], Sampling(1.0, 5, ())) for i in range(64)))
+        seconds = time.perf_counter() - begin
+        tokens = sum(len(answer.generation.tokens) for answer in answers)
+        print(f"{64 / seconds:.0f} requests/s, {tokens / seconds:.0f} tokens/s")
+        return seconds
+
+    rig.busy.clear()
+    seconds = min(rig.run(ask()) for _ in range(3))
+    assert seconds < 30
+    assert rig.busy
+    assert all(name == "engine.0" and begin < end for name, begin, end in rig.busy)

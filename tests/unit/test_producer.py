@@ -1,0 +1,203 @@
+"""Groups stand or fall together, what falls is counted, and what an engine spoiled is started over."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any
+
+import numpy as np
+import pytest
+
+from asyncmoe.errors import AsyncmoeError, EngineError, TrajectoryRejected
+from asyncmoe.queue.bounded import BoundedQueue
+from asyncmoe.rollout import episode
+from asyncmoe.rollout.engine_client import Generation, Span
+from asyncmoe.rollout.episode import Place
+from asyncmoe.rollout.producer import Producer, demonstrate
+from asyncmoe.rollout.tasks import Demonstration, Prompt
+from asyncmoe.trajectory import NOT_SAMPLED, Trajectory
+
+GROUP, BATCH = 4, 8
+Play = Callable[[Prompt, Place], Awaitable[Trajectory]]
+
+
+class Numbers:
+    """A task whose prompts say which group asked."""
+
+    def prompt(self, group: int) -> Prompt:
+        return Prompt(str(group), (group,), "")
+
+    def demonstration(self, index: int) -> Demonstration:
+        return Demonstration((index, 1, 2), (False, True, True))
+
+
+def respond(prompt: Prompt, place: Place) -> Trajectory:
+    generation = Generation((7, 2), (-0.5, -0.25), (Span("0", 0, 2),), "stop", 0)
+    return episode.assemble(prompt.tokens, place, generation, 0, 1.0, {})
+
+
+def queue(eta: int = 1, capacity: int = 16, demonstrations: int = 0) -> BoundedQueue:
+    return BoundedQueue(capacity=capacity, batch=BATCH, group_size=GROUP, eta=eta, demonstrations=demonstrations)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(10):
+        while not condition():
+            await asyncio.sleep(0.001)
+
+
+def produce(
+    play: Play, body: Callable[[BoundedQueue], Coroutine[Any, Any, None]], made: BoundedQueue | None = None, first: int = 0
+) -> None:
+    """Run `body` beside a producer."""
+
+    async def run() -> None:
+        held = made or queue()
+        producing = asyncio.create_task(Producer(held, Numbers(), play, GROUP, first).run())
+        following = asyncio.create_task(body(held))
+        await asyncio.wait({producing, following}, return_when=asyncio.FIRST_COMPLETED)
+        for task in (producing, following):
+            task.cancel()
+        for result in await asyncio.gather(producing, following, return_exceptions=True):
+            if isinstance(result, Exception):
+                raise result
+
+    asyncio.run(run())
+
+
+def test_it_fills_the_queue_as_far_as_the_capacity_law_allows() -> None:
+    async def play(prompt: Prompt, place: Place) -> Trajectory:
+        return respond(prompt, place)
+
+    async def body(held: BoundedQueue) -> None:
+        await until(lambda: held.stats().depth == 2 * BATCH)
+        await asyncio.sleep(0.05)
+        assert held.stats().started == 2 * BATCH
+        leased = await held.lease(0, "rl", BATCH, 0, 1.0)
+        assert [item.key for item in leased.items] == [f"g{group}.e{e}.a0.t0" for group in (5, 6) for e in range(GROUP)]
+        held.commit(0)
+        held.set_version(1)
+        await until(lambda: held.stats().started == 3 * BATCH)
+
+    produce(play, body, first=5)
+
+
+def test_a_rejected_response_takes_its_group_and_cancels_the_rest() -> None:
+    cancelled: list[str] = []
+
+    async def play(prompt: Prompt, place: Place) -> Trajectory:
+        if place.group == 1 and place.episode == 2:
+            raise TrajectoryRejected("scorer_nan", "the scorer returned nan")
+        if place.group == 1:
+            try:
+                await asyncio.sleep(60)
+            except asyncio.CancelledError:
+                cancelled.append(place.key)
+                raise
+        return respond(prompt, place)
+
+    async def body(held: BoundedQueue) -> None:
+        await until(lambda: held.stats().depth == 2 * BATCH)
+        stats = held.stats()
+        assert stats.rejected == {"scorer_nan": GROUP}
+        assert stats.started == 2 * BATCH + GROUP
+        leased = await held.lease(0, "rl", 2 * BATCH, 0, 1.0)
+        assert {item.group for item in leased.items} == {0, 2, 3, 4}
+
+    produce(play, body)
+    assert sorted(cancelled) == ["g1.e0.a0.t0", "g1.e1.a0.t0", "g1.e3.a0.t0"]
+
+
+@pytest.mark.parametrize("reason", ["engine_died", "engine_error", "engine_timeout"])
+def test_what_an_engine_spoiled_is_started_over_with_the_same_prompt(reason: str) -> None:
+    async def play(prompt: Prompt, place: Place) -> Trajectory:
+        if place.group == 0 and place.attempt == 0:
+            raise TrajectoryRejected(reason, "engine.0")
+        return respond(prompt, place)
+
+    async def body(held: BoundedQueue) -> None:
+        await until(lambda: held.stats().depth == 2 * BATCH)
+        assert held.stats().rejected == {reason: GROUP}
+        leased = await held.lease(0, "rl", 2 * BATCH, 0, 1.0)
+        again = [item.key for item in leased.items if item.group == 0]
+        assert again == [f"g0.e{e}.a0.t1" for e in range(GROUP)]
+        assert held.fetch(0, again)
+
+    produce(play, body)
+
+
+def test_a_prompt_that_no_engine_can_answer_is_given_up() -> None:
+    async def play(prompt: Prompt, place: Place) -> Trajectory:
+        if place.group == 0:
+            raise TrajectoryRejected("engine_error", "too long")
+        return respond(prompt, place)
+
+    async def body(held: BoundedQueue) -> None:
+        await until(lambda: held.stats().depth == 2 * BATCH)
+        await asyncio.sleep(0.02)
+        assert held.stats().rejected == {"engine_error": 3 * GROUP}
+
+    produce(play, body)
+
+
+def test_rejecting_everything_ends_the_run_with_the_reason() -> None:
+    async def play(prompt: Prompt, place: Place) -> Trajectory:
+        raise TrajectoryRejected("scorer_error", "ZeroDivisionError: division by zero")
+
+    with pytest.raises(AsyncmoeError, match=r"all rejected.*scorer_error: ZeroDivisionError"):
+        produce(play, lambda held: asyncio.sleep(10))
+
+
+def test_no_engine_left_ends_the_run() -> None:
+    async def play(prompt: Prompt, place: Place) -> Trajectory:
+        if place.episode == 0:
+            raise TrajectoryRejected("engine_died", "engine.0")
+        raise EngineError("no engine is left")
+
+    with pytest.raises(EngineError, match="no engine is left"):
+        produce(play, lambda held: asyncio.sleep(10))
+
+
+def test_demonstrations_keep_the_warm_up_lane_full() -> None:
+    async def run() -> None:
+        held = queue(demonstrations=6)
+        showing = asyncio.create_task(demonstrate(held, Numbers(), 2, 10))
+        await until(lambda: held.stats().demonstrations == 6)
+        leased = await held.lease(0, "warmup", 4, 0, 1.0)
+        assert [item.key for item in leased.items] == ["d2", "d3", "d4", "d5"]
+        assert {item.sampled for item in leased.items} == {2}
+        held.commit(0)
+        await asyncio.wait_for(showing, 10)
+        assert held.stats().demonstrations == 4
+
+    asyncio.run(run())
+
+
+def assembled(salt: int, *spans: tuple[str, int, int]) -> Trajectory:
+    size = spans[-1][2]
+    made = Generation(tuple(range(10, 10 + size)), (-1.0,) * size, tuple(Span(*span) for span in spans), "length", 0)
+    return episode.assemble((3, 4, 5), Place(7, 2, 1), made, salt, 0.5, {"generate": 1.0})
+
+
+def test_every_token_has_the_version_that_sampled_it() -> None:
+    record = assembled(4, ("4", 0, 2), ("5", 2, 3))
+    assert record.key == "g7.e2.a0.t1"
+    assert record.tokens.tolist() == [3, 4, 5, 10, 11, 12]
+    assert record.loss_mask.tolist() == [False] * 3 + [True] * 3
+    assert record.versions.tolist() == [NOT_SAMPLED] * 3 + [4, 4, 5]
+    np.testing.assert_array_equal(record.logprobs, np.array([0, 0, 0, -1, -1, -1], np.float32))
+    assert record.prefix_version == 4
+    assert not record.is_pure
+
+
+def test_only_a_prefix_of_the_first_tokens_version_is_trusted() -> None:
+    assert assembled(4, ("4", 0, 3)).is_pure
+    held_back = assembled(4, ("5", 0, 3))
+    assert held_back.prefix_version == NOT_SAMPLED
+    assert not held_back.is_pure
+
+
+def test_a_version_that_is_not_ours_is_rejected() -> None:
+    with pytest.raises(TrajectoryRejected, match=r"bad_version.*default"):
+        assembled(4, ("default", 0, 3))

@@ -1,0 +1,69 @@
+"""What an engine is started with, and what its log says when it does not start."""
+
+from __future__ import annotations
+
+import pytest
+
+from asyncmoe import config as configuration
+from asyncmoe.config import Config
+from asyncmoe.rollout import engine
+
+
+def config(**engines: object) -> Config:
+    values = {"run": {"dir": "/tmp/x", "steps": 1, "seed": 40}, "model": {"path": "/tmp/m"}, "task": {"kind": "arithmetic"}}
+    return configuration.parse({**values, "engines": engines})
+
+
+def option(command: list[str], name: str) -> str:
+    return command[command.index(name) + 1]
+
+
+def test_each_engine_has_its_own_port_and_seed_and_the_users_arguments_last() -> None:
+    command = engine.command(config(count=2, tp=2, ep=2, dtype="bfloat16", max_running=7, args=["--log-level", "debug"]), 1, 31000)
+    assert option(command, "--port") == "31000"
+    assert option(command, "--random-seed") == "41"
+    assert option(command, "--tp") == option(command, "--ep") == "2"
+    assert option(command, "--dtype") == "bfloat16"
+    assert option(command, "--max-running-requests") == "7"
+    assert "--disable-overlap-schedule" in command
+    assert command[-2:] == ["--log-level", "debug"]
+
+
+def test_the_users_variables_win_and_the_parent_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "6")
+    given = engine.environment(config(), 0)
+    assert given["OMP_NUM_THREADS"] == "6"
+    assert int(given["ASYNCMOE_PARENT_PID"]) > 0
+    assert "SGLANG_CPU_OMP_THREADS_BIND" not in given
+
+
+def test_ranks_are_spread_over_the_cores() -> None:
+    assert engine._cores([0, 1, 2, 3], 1, 2) == "2|3"
+    assert engine._cores([4, 5], 1, 4) == "4|5|4|5"
+
+
+TRACE = 'Traceback (most recent call last):\n  File "x.py", line 1, in f\n'
+
+
+@pytest.mark.parametrize(
+    ("log", "reason"),
+    [
+        ("all is well\n", None),
+        (TRACE + "OSError: /m does not appear to have a file named config.json\n", "OSError: /m does not appear"),
+        (
+            "[2026-01-01 00:00:00] Scheduler hit an exception: "
+            + TRACE
+            + "torch.OutOfMemoryError: CUDA out of memory\n\n"
+            + TRACE
+            + "EOFError\n"
+            + TRACE
+            + "RuntimeError: Rank 0 scheduler died during initialization (exit code: 1).\n",
+            "torch.OutOfMemoryError: CUDA out of memory",
+        ),
+        ("usage: server.py\nserver.py: error: unrecognized arguments: --nonsense\n", "unrecognized arguments: --nonsense"),
+        (TRACE + "asyncmoe.platform.sglang.cpu.PatchTargetGone: sglang: got 0.6.0, expected 0.5.23\n", "sglang: got 0.6.0"),
+    ],
+)
+def test_the_cause_is_found_among_its_consequences(log: str, reason: str | None) -> None:
+    found = engine.reason_in(log)
+    assert (found is None) if reason is None else reason in (found or "")

@@ -1,0 +1,141 @@
+"""A response that cannot be scored is refused under a reason, never rewarded with zero; and scoring never blocks the loop."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+
+import pytest
+
+from asyncmoe.config import TaskSection
+from asyncmoe.errors import ConfigError, TrajectoryRejected
+from asyncmoe.rollout import scoring
+from asyncmoe.rollout.scoring import Scorer
+
+SCORERS = "tests.unit.scorers"
+
+
+@pytest.fixture(autouse=True)
+def importable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+
+
+def scorer(name: str, timeout_s: float = 20.0) -> Scorer:
+    return scoring.load(TaskSection(kind="arithmetic", scorer=name, scorer_timeout_s=timeout_s))
+
+
+def score_all(name: str, responses: list[str], answer: str = "19", timeout_s: float = 20.0) -> list[float | str]:
+    """Each response's reward, or the reason for which it was rejected; one after the other, with one scorer."""
+
+    async def run() -> list[float | str]:
+        made = scorer(name, timeout_s)
+        found: list[float | str] = []
+        try:
+            for response in responses:
+                try:
+                    found.append(await made.score("12+7=", response, answer))
+                except TrajectoryRejected as rejected:
+                    found.append(rejected.reason)
+        finally:
+            await made.close()
+        return found
+
+    return asyncio.run(run())
+
+
+def test_exact_compares_the_whole_answer() -> None:
+    assert score_all("exact", ["19", " 19\n", "19.", "119", ""]) == [1.0, 1.0, 0.0, 0.0, 0.0]
+
+
+def test_auto_is_exact_for_arithmetic() -> None:
+    assert isinstance(scorer("auto"), scoring.Exact)
+
+
+def test_a_users_function_scores_and_may_print() -> None:
+    assert score_all(f"{SCORERS}:length", ["ab", "abcde"]) == [0.2, 0.5]
+    assert score_all(f"{SCORERS}:numpy_scalar", ["x"]) == [0.5]
+
+
+BAD = {
+    "raise": "scorer_error",
+    "nan": "scorer_nan",
+    "infinite": "scorer_nan",
+    "text": "scorer_error",
+    "nothing": "scorer_error",
+    "good": 1.0,
+}
+
+
+@pytest.mark.parametrize("function", ["bad", "bad_coroutine"])
+def test_every_way_to_fail_has_a_reason(function: str) -> None:
+    assert score_all(f"{SCORERS}:{function}", [*BAD]) == [*BAD.values()]
+
+
+def test_a_function_that_hangs_or_dies_is_replaced() -> None:
+    responses = ["hang", "good", "exit", "good"]
+    # Long enough that a loaded machine answers "good" in it.
+    assert score_all(f"{SCORERS}:bad", responses, timeout_s=2.0) == ["scorer_timeout", 1.0, "scorer_error", 1.0]
+
+
+def test_a_coroutine_that_hangs_is_cancelled() -> None:
+    assert score_all(f"{SCORERS}:bad_coroutine", ["hang", "its own timeout"], timeout_s=0.3) == ["scorer_timeout", "scorer_error"]
+
+
+def test_coroutines_run_side_by_side() -> None:
+    async def run() -> float:
+        made = scorer(f"{SCORERS}:slowly")
+        begin = time.perf_counter()
+        assert await asyncio.gather(*(made.score("", "1", "1") for _ in range(50))) == [1.0] * 50
+        return time.perf_counter() - begin
+
+    assert asyncio.run(run()) < 5.0  # one after the other: 10 s
+
+
+def test_the_loop_goes_on_while_a_function_hangs() -> None:
+    async def run() -> int:
+        made = scorer(f"{SCORERS}:bad", timeout_s=1.0)
+        asking = asyncio.create_task(made.score("", "hang", ""))
+        ticks = 0
+        while not asking.done():
+            await asyncio.sleep(0.02)
+            ticks += 1
+        with pytest.raises(TrajectoryRejected, match="scorer_timeout"):
+            asking.result()
+        await made.close()
+        return ticks
+
+    assert asyncio.run(run()) > 10
+
+
+def test_math_verify_knows_equal_numbers() -> None:
+    responses = [
+        "so it is \\boxed{18}",
+        "#### 18",
+        "9 * 2 = $18.00",
+        "$\\frac{36}{2}$",
+        "First 17.\n#### 18",
+        "18 or 17\n#### 17",
+        "",
+        "no idea",
+    ]
+    assert score_all("math_verify", responses, answer="18") == [1.0, 1.0, 1.0, 1.0, 1.0, 0.0, 0.0, 0.0]
+
+
+def test_math_verify_refuses_what_it_cannot_compare() -> None:
+    assert score_all("math_verify", ["18"], answer="no number at all") == ["scorer_error"]
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("nonsense", "package.module:function"),
+        ("tests.unit.nowhere:f", "nowhere"),
+        (f"{SCORERS}:missing", "missing"),
+        (f"{SCORERS}:not_a_function", "a int"),
+    ],
+)
+def test_a_scorer_that_is_not_there_is_a_configuration_error(name: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said) as caught:
+        scorer(name)
+    assert "task.scorer" in str(caught.value)

@@ -1,0 +1,162 @@
+"""Tasks: the same question for the same number, right answers, and data errors that name file and line."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from asyncmoe.config import MadeModel
+from asyncmoe.errors import DataError
+from asyncmoe.models.make import make_model
+from asyncmoe.rollout.tasks.arithmetic import Arithmetic
+from asyncmoe.rollout.tasks.jsonl import JsonlTask, read
+from asyncmoe.rollout.tokenizer import Tokenizer
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model") / "tiny"
+    make_model(path, MadeModel(layers=1, hidden=32, experts=2), seed=0)
+    return path
+
+
+@pytest.fixture(scope="module")
+def tokenizer(model: Path) -> Tokenizer:
+    return Tokenizer(model)
+
+
+def evaluate(text: str) -> int:
+    left, sign, right = re.fullmatch(r"(\d+)([+*-])(\d+)=", text).groups()  # type: ignore[union-attr]
+    return {"+": int(left) + int(right), "-": int(left) - int(right), "*": int(left) * int(right)}[sign]
+
+
+def test_arithmetic_is_right_and_within_its_difficulty(tokenizer: Tokenizer) -> None:
+    task = Arithmetic(tokenizer, ("+", "-", "*"), 2, seed=5)
+    prompts = [task.prompt(group) for group in range(300)]
+    assert all(prompt.answer == str(evaluate(prompt.text)) for prompt in prompts)
+    operands = {int(number) for prompt in prompts for number in re.findall(r"\d+", prompt.text)}
+    assert 0 <= min(operands) < 10
+    assert 90 <= max(operands) < 100
+    assert {sign for prompt in prompts for sign in "+-*" if sign in prompt.text} == {"+", "-", "*"}
+    assert all(tokenizer.decode(prompt.tokens) == prompt.text for prompt in prompts)
+
+
+def test_arithmetic_depends_on_seed_and_number_only(tokenizer: Tokenizer) -> None:
+    first, again, other = (Arithmetic(tokenizer, ("+",), 3, seed) for seed in (1, 1, 2))
+    expected = [first.prompt(group) for group in range(20)]
+    assert [again.prompt(group) for group in reversed(range(20))][::-1] == expected
+    assert [other.prompt(group) for group in range(20)] != expected
+    assert len({prompt.text for prompt in expected}) > 15
+
+
+def test_a_demonstration_is_a_question_its_answer_and_the_end(tokenizer: Tokenizer) -> None:
+    task = Arithmetic(tokenizer, ("-",), 1, seed=0)
+    for index in range(50):
+        shown = task.demonstration(index)
+        question = [t for t, sampled in zip(shown.tokens, shown.loss_mask, strict=True) if not sampled]
+        solution = [t for t, sampled in zip(shown.tokens, shown.loss_mask, strict=True) if sampled]
+        assert shown.loss_mask == (False,) * len(question) + (True,) * len(solution)
+        assert solution[-1] == tokenizer.eos
+        assert int(tokenizer.decode(solution)) == evaluate(tokenizer.decode(question))
+
+
+def test_the_wrong_share_of_demonstrations_misses_by_a_digit(tokenizer: Tokenizer) -> None:
+    task = Arithmetic(tokenizer, ("+", "-"), 2, seed=0, wrong_share=0.3)
+    wrong = 0
+    for index in range(1000):
+        question, _, answer = tokenizer.decode(task.demonstration(index).tokens).partition("=")
+        right = evaluate(question + "=")
+        wrong += int(answer) != right
+        assert abs(int(answer)) // 10 == abs(right) // 10
+    assert 250 < wrong < 350
+
+
+def lines(path: Path, *values: object) -> Path:
+    path.write_text("\n".join(json.dumps(value) for value in values) + "\n")
+    return path
+
+
+def test_jsonl_reads_gsm8k(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    path = lines(
+        tmp_path / "train.jsonl",
+        {"question": "How many?", "answer": "9 * 2 = 18\n#### 18"},
+        {"question": "How much?", "answer": "#### 1,234"},
+        {"question": "Which?", "answer": "42", "level": "easy"},
+    )
+    assert [row.reference for row in read(path)] == ["18", "1234", "42"]
+    task = JsonlTask(tokenizer, path, chat_template=False, seed=0)
+    first = task.prompt(0)
+    assert tokenizer.decode(first.tokens) == first.text + "\n"
+    shown = tokenizer.decode(task.demonstration(0).tokens)
+    assert any(shown == f"{row.question}\n{row.solution}" for row in read(path))
+
+
+def test_jsonl_asks_every_line_before_any_twice(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    path = lines(tmp_path / "d.jsonl", *({"question": f"q{i}", "answer": str(i)} for i in range(20)))
+    task = JsonlTask(tokenizer, path, chat_template=False, seed=3)
+    first, second = ([task.prompt(group).answer for group in range(start, start + 20)] for start in (0, 20))
+    assert sorted(first, key=int) == sorted(second, key=int) == [str(i) for i in range(20)]
+    assert first != second
+    assert task.prompt(3).answer == first[3]
+
+
+def test_jsonl_uses_the_chat_template(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    path = lines(tmp_path / "d.jsonl", {"question": "How many?", "answer": "#### 18"})
+    tokens = JsonlTask(tokenizer, path, chat_template=True, seed=0).prompt(0).tokens
+    assert tokenizer.decode(tokens) == "user\nHow many?\nassistant\n"
+    assert len(tokens) == len("<user\nHow many?>\n<assistant\n")  # each mark between < > is one token
+
+
+def test_a_line_separator_inside_a_text_is_no_end_of_line(tmp_path: Path) -> None:
+    path = tmp_path / "d.jsonl"
+    path.write_text('{"question": "a\u2028b", "answer": "1"}\n')
+    assert read(path)[0].question == "a\u2028b"
+
+
+GOOD = '{"question": "q", "answer": "1"}'
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ('{"question": "q", "answer": ', "no JSON"),
+        ('["q", "1"]', "list"),
+        ('{"question": "q"}', "answer: got nothing"),
+        ('{"question": 3, "answer": "1"}', "question: got 3"),
+        ('{"question": " ", "answer": "1"}', "question: got ' '"),
+        ('{"question": "q", "answer": "9 * 2 ####  "}', "nothing after ####"),
+    ],
+)
+def test_a_broken_line_is_named(tmp_path: Path, line: str, said: str) -> None:
+    path = tmp_path / "d.jsonl"
+    path.write_text(f"{GOOD}\n\n{line}\n{GOOD}\n")
+    with pytest.raises(DataError) as caught:
+        read(path)
+    assert f"{path} line 3" in str(caught.value)
+    assert said in str(caught.value)
+
+
+@pytest.mark.parametrize("write", [lambda path: None, lambda path: path.write_text("\n"), lambda path: path.write_bytes(b"\xff\xfe\n")])
+def test_a_file_without_lines_is_refused(tmp_path: Path, write: Callable[[Path], object]) -> None:
+    path = tmp_path / "d.jsonl"
+    write(path)
+    with pytest.raises(DataError, match=str(path)):
+        read(path)
+
+
+def test_a_tokenizer_larger_than_the_model_is_refused(model: Path, tmp_path: Path) -> None:
+    for file in model.glob("*.json*"):
+        (tmp_path / file.name).write_text(file.read_text())
+    settings = json.loads((model / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(settings | {"vocab_size": 10}))
+    with pytest.raises(DataError, match="vocab_size 10"):
+        Tokenizer(tmp_path).encode("12+7=")
+
+
+def test_a_directory_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="tokenizer in"):
+        Tokenizer(tmp_path)

@@ -99,7 +99,7 @@ def policy_loss(
         drift = torch.where(mask, logprobs - rows.behaviour, 0.0).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
         sums = {
             "tokens": mask.sum(),
-            "clipped": ((clipped > unclipped) & mask).sum(),
+            "clipped": (clipped > unclipped).sum(),
             "tis_capped": capped.sum(),
             "ratio": (drift.exp() * mask).sum(),
             "kl": (drift.exp() - 1.0 - drift).sum(),

@@ -15,7 +15,7 @@ import pytest
 HERE = Path(__file__).parent
 
 
-def run(worker: str, ranks: int, out: Path, *arguments: str, timeout_s: float = 150.0) -> Any:
+def run(worker: str, ranks: int, out: Path, *arguments: str, timeout_s: float = 240.0) -> Any:
     """Start `worker` (a file beside this one) on `ranks` gloo ranks; the JSON it writes to its first argument.
 
     A worker that fails or takes longer than `timeout_s` fails the test with the end of its output.

@@ -73,6 +73,16 @@ def test_packing_uses_few_microbatches() -> None:
     assert schedule([10] * 16, 2, 40, False, 1).microbatches == 8
 
 
+def test_padding_counts_towards_the_bound() -> None:
+    assert schedule([5, 5], 1, 10, True, 4).microbatches == 2
+    assert schedule([5, 5], 1, 12, True, 4).microbatches == 1
+
+
+def test_the_bound_goes_before_balance() -> None:
+    assert schedule([3, 3, 2, 2, 2], 1, 6, True, 1) == Schedule((((0, 1), (2, 3, 4)),))
+    assert schedule([3, 3, 2, 2, 2], 3, 6, True, 1).microbatches == 1
+
+
 def test_a_packed_batch_is_split_over_all_ranks() -> None:
     assert schedule([3, 3, 3, 3], 4, 1000, True, 1) == Schedule((((0,),), ((1,),), ((2,),), ((3,),)))
 

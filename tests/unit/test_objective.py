@@ -106,8 +106,8 @@ def test_extreme_ratios_stay_finite(values: list[tuple[float, float, float, floa
 
 
 def test_sums_are_the_metrics_they_claim_to_be() -> None:
-    _, _, sums = loss_and_gradient([-1.0, -1.0], rows(behaviour=[-1.5, -0.5], proximal=[-1.0, -1.0]))
-    ratios = np.exp([0.5, -0.5])
+    _, _, sums = loss_and_gradient([-1.0, -1.0], rows(behaviour=[-1.5, -0.9], proximal=[-1.0, -1.0]))
+    ratios = np.exp([0.5, -0.1])
     assert sums["tokens"] == 2
     assert sums["ratio"] == pytest.approx(ratios.sum())
     assert sums["kl"] == pytest.approx((ratios - 1 - np.log(ratios)).sum(), rel=1e-5)

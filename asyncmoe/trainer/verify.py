@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from asyncmoe.reshard.checksum import engine_checksums as checksums_of
 
 from asyncmoe.config import EngineSection
 from asyncmoe.models import EngineParallel, family_of
 from asyncmoe.reshard import LocalTransport, exchange, plan
+from asyncmoe.reshard.checksum import engine_checksums as checksums_of
 
 
 def engine_checksums(hf: Mapping[str, Any], engines: EngineSection, tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, str], ...]:

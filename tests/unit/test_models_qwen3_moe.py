@@ -212,11 +212,13 @@ def loaded(entry: dict[str, Any], names: list[tuple[str, list[int]]], on_disk: d
     ],
     ids=str,
 )
-def test_megatron_straight_to_engine(grid: MegatronParallel, engine: EngineParallel) -> None:
-    tensors = FAMILY.tensors(HF)
+@pytest.mark.parametrize("tied", [False, True])
+def test_megatron_straight_to_engine(grid: MegatronParallel, engine: EngineParallel, tied: bool) -> None:
+    hf = variant(tie_word_embeddings=tied)
+    tensors = FAMILY.tensors(hf)
     values = numbered(tensors)
-    ranks = [FAMILY.megatron_layout(HF, grid, rank, "int32") for rank in range(grid.world)]
-    engines = [FAMILY.sglang_layout(HF, engine, rank, "int32").at(100 + rank) for rank in range(engine.tp)]
+    ranks = [FAMILY.megatron_layout(hf, grid, rank, "int32") for rank in range(grid.world)]
+    engines = [FAMILY.sglang_layout(hf, engine, rank, "int32").at(100 + rank) for rank in range(engine.tp)]
     made = plan(tensors, ranks, engines)
     got = {layout.rank: blank(layout) for layout in engines}
     run_ranks(made, {layout.rank: filled(layout, values) for layout in ranks}, got)

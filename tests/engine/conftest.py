@@ -22,9 +22,10 @@ from tests.engine.sender import Sender
 
 @dataclass
 class Rig:
-    """A pool of one engine, its conductor, and what they recorded."""
+    """A pool of engines, its conductor, and what they recorded."""
 
-    engine: Engine
+    config: Config
+    engines: list[Engine]
     pool: Pool
     conductor: Conductor
     sender: Sender
@@ -34,9 +35,13 @@ class Rig:
     pauses: list[tuple[str, float, float]]
     busy: list[tuple[str, float, float]]
 
+    @property
+    def engine(self) -> Engine:
+        return self.engines[0]
+
 
 def settings(model: Path, run_dir: Path, **engines: object) -> Config:
-    """A configuration of one float32 engine."""
+    """A configuration of float32 engines."""
     values = {"run": {"dir": str(run_dir), "steps": 1}, "model": {"path": str(model)}, "task": {"kind": "arithmetic"}}
     return configuration.parse({**values, "engines": {"dtype": "float32", "max_running": 64, **engines}})
 
@@ -60,28 +65,33 @@ def runner() -> Iterator[asyncio.Runner]:
 
 
 @pytest.fixture(scope="session")
-def make_rig(model: Path, runner: asyncio.Runner, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[], Rig]]:
+def make_rigs(model: Path, runner: asyncio.Runner, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., list[Rig]]]:
+    """Starts rigs of the given numbers of engines, all at once."""
     rigs: list[Rig] = []
 
-    def make() -> Rig:
-        run_dir = tmp_path_factory.mktemp("run")
-        rig = runner.run(_start(settings(model, run_dir), run_dir, runner.run))
-        rigs.append(rig)
-        return rig
+    async def start(counts: tuple[int, ...]) -> list[Rig]:
+        made = [_rig(settings(model, tmp_path_factory.mktemp("run"), count=count), runner.run) for count in counts]
+        rigs.extend(made)
+        await asyncio.gather(*(engine.wait_ready() for rig in made for engine in rig.engines))
+        for rig in made:
+            rig.conductor.engines_started()
+        return made
 
-    yield make
-    for rig in rigs:
-        runner.run(rig.engine.stop())
+    async def stop() -> None:
+        await asyncio.gather(*(engine.stop() for rig in rigs for engine in rig.engines))
+
+    yield lambda *counts: runner.run(start(counts))
+    runner.run(stop())
 
 
 @pytest.fixture(scope="session")
-def rig(make_rig: Callable[[], Rig]) -> Rig:
-    """The server the tests share."""
-    return make_rig()
+def rig(make_rigs: Callable[..., list[Rig]]) -> Rig:
+    """The one engine that the tests share."""
+    return make_rigs(1)[0]
 
 
-async def _start(config: Config, run_dir: Path, run: Callable[..., Any]) -> Rig:
-    engine = Engine("engine.0", config, 0, run_dir)
+def _rig(config: Config, run: Callable[..., Any]) -> Rig:
+    engines = [Engine(f"engine.{index}", config, index, config.run.dir) for index in range(config.engines.count)]
     published: list[int] = []
     pauses: list[tuple[str, float, float]] = []
     busy: list[tuple[str, float, float]] = []
@@ -89,8 +99,6 @@ async def _start(config: Config, run_dir: Path, run: Callable[..., Any]) -> Rig:
     async def publish(version: int) -> None:
         published.append(version)
 
-    pool = Pool([engine], 64, 60.0, lambda *span: busy.append(span))
+    pool = Pool(engines, 64, 60.0, lambda *span: busy.append(span))
     conductor = Conductor(pool, 30.0, publish, lambda *span: pauses.append(span))
-    await engine.wait_ready()
-    conductor.engines_started()
-    return Rig(engine, pool, conductor, Sender(conductor), run, published, pauses, busy)
+    return Rig(config, engines, pool, conductor, Sender(conductor), run, published, pauses, busy)

@@ -80,7 +80,7 @@ def test_a_prefix_is_shared_under_its_salt_only(rig: Rig) -> None:
 
 def test_a_scorer_that_fails_costs_its_groups_and_nothing_else(rig: Rig, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
-    section = TaskSection(kind="arithmetic", scorer="tests.engine.test_generate:moody")
+    section = TaskSection(kind="arithmetic", scorer="tests.unit.scorers:moody")
     task, scorer = Arithmetic(tokenizer, ("+",), 1, seed=0), scoring.load(section)
     sampling = Sampling(1.0, 4, (tokenizer.eos,))
 
@@ -106,11 +106,7 @@ def test_a_scorer_that_fails_costs_its_groups_and_nothing_else(rig: Rig, tokeniz
     assert lost > 0
 
 
-def moody(prompt: str, response: str, answer: str) -> float:
-    if int(answer) % 2:
-        raise ValueError("odd answers are not scored")
-    return float(response == answer)
-
+def test_sixty_four_short_answers_at_once(rig: Rig) -> None:
     async def ask() -> float:
         begin = time.perf_counter()
         answers = await asyncio.gather(*(rig.pool.generate([20, 30, i], Sampling(1.0, 5, ())) for i in range(64)))

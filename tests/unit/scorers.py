@@ -18,6 +18,12 @@ def numpy_scalar(prompt: str, response: str, answer: str) -> float:
     return np.float32(0.5)  # type: ignore[return-value]
 
 
+def process(prompt: str, response: str, answer: str) -> float:
+    if response == "slow":
+        time.sleep(0.2)
+    return os.getpid()
+
+
 async def slowly(prompt: str, response: str, answer: str) -> float:
     await asyncio.sleep(0.2)
     return float(response == answer)
@@ -49,6 +55,12 @@ async def bad_coroutine(prompt: str, response: str, answer: str) -> object:
     if response == "its own timeout":
         raise TimeoutError("the judge is busy")
     return bad(prompt, response, answer)
+
+
+def moody(prompt: str, response: str, answer: str) -> float:
+    if int(answer) % 2:
+        raise ValueError("odd answers are not scored")
+    return float(response == answer)
 
 
 not_a_function = 3

@@ -108,6 +108,23 @@ def test_the_loop_goes_on_while_a_function_hangs() -> None:
     assert asyncio.run(run()) > 10
 
 
+def test_a_process_is_kept_when_nobody_waits_for_its_answer_any_more() -> None:
+    async def run() -> tuple[float, float]:
+        made = scorer(f"{SCORERS}:process", timeout_s=10.0)
+        first = await made.score("", "", "")
+        asking = asyncio.create_task(made.score("", "slow", ""))
+        await asyncio.sleep(0.05)
+        asking.cancel()
+        await asyncio.gather(asking, return_exceptions=True)
+        await asyncio.sleep(0.5)
+        second = await made.score("", "", "")
+        await made.close()
+        return first, second
+
+    first, second = asyncio.run(run())
+    assert first == second
+
+
 def test_math_verify_knows_equal_numbers() -> None:
     responses = [
         "so it is \\boxed{18}",

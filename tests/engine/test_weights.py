@@ -1,0 +1,242 @@
+"""New weights reach a real engine while it generates, and it is known to the token what they did."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from asyncmoe import models
+from asyncmoe.errors import EngineError, TrajectoryRejected, WeightSyncError
+from asyncmoe.rollout import episode
+from asyncmoe.rollout.engine_client import Sampling
+from asyncmoe.rollout.episode import Place
+from asyncmoe.rollout.pool import Answer
+from asyncmoe.trainer.verify import engine_checksums
+from asyncmoe.trajectory import Trajectory
+from asyncmoe.wire.messages import EnginesAsk, WeightsAbort, WeightsBegin, WeightsCommit
+from tests.engine.conftest import Rig
+from tests.engine.lifetime import command_of, in_session, wait_until
+from tests.engine.oracle import Oracle, largest_difference, perturbed
+
+pytestmark = pytest.mark.engine
+PROMPT = (30, 40, 50, 60, 70)
+
+
+@pytest.fixture(scope="module")
+def checkpoints(model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Oracle]:
+    """The model, and two others of its shape."""
+    folder = tmp_path_factory.mktemp("checkpoints")
+    first = Oracle(model)
+    return [first, perturbed(first, folder / "a", 1), perturbed(first, folder / "b", 2)]
+
+
+@pytest.fixture(scope="module")
+def doomed(make_rigs: Callable[..., list[Rig]]) -> tuple[Rig, Rig]:
+    """A rig of one engine and one of two, for tests that end with dead engines."""
+    alone, pair = make_rigs(1, 2)
+    return alone, pair
+
+
+def expected(rig: Rig, oracle: Oracle) -> tuple[dict[str, str], ...]:
+    return engine_checksums(models.load_hf_config(oracle.path), rig.config.engines, oracle.weights)
+
+
+def next_version(rig: Rig) -> int:
+    return rig.pool.version + 1
+
+
+async def generate(rig: Rig, tokens: int = 8, prompt: tuple[int, ...] = PROMPT) -> Answer:
+    return await rig.pool.generate(prompt, Sampling(1.0, tokens, ()))
+
+
+def record(answer: Answer) -> Trajectory:
+    return episode.assemble(PROMPT, Place(0, 0, 0), answer.generation, answer.salt, 0.0, {})
+
+
+def difference(answer: Answer, oracle: Oracle) -> float:
+    return largest_difference(answer.generation.logprobs, oracle.logprobs(PROMPT, answer.generation.tokens, 1.0))
+
+
+async def load_from_disk(rig: Rig, path: Path) -> dict[str, str]:
+    """Checksums after SGLang's own loader has read a checkpoint into the running engine."""
+    body: dict[str, Any] = {"model_path": str(path), "flush_cache": True}
+    await rig.engine.client._post("/update_weights_from_disk", body, msgspec.Raw)
+    return (await rig.engine.client.checksums(30.0))[0]
+
+
+def test_what_arrives_is_what_sglangs_own_loader_would_have_read(rig: Rig, checkpoints: list[Oracle]) -> None:
+    before, sent = checkpoints[:2]
+    version = next_version(rig)
+    committed = rig.run(rig.sender.publish(version, sent.weights, expected(rig, sent)))
+    arrived = rig.run(rig.engine.client.checksums(30.0))[0]
+    old = rig.run(load_from_disk(rig, before.path))
+    assert rig.run(load_from_disk(rig, sent.path)) == arrived
+    assert all(arrived[name] != old[name] for name in arrived)
+    assert committed.version == version == rig.pool.version == rig.published[-1]
+    name, begin, end = rig.pauses[-1]
+    assert name == "engine.0"
+    assert 1e3 * (end - begin) == pytest.approx(committed.pause_ms[0])
+    assert 0 < committed.pause_ms[0] < 10_000
+
+
+def test_a_response_across_an_update_says_which_token_is_whose(rig: Rig, checkpoints: list[Oracle]) -> None:
+    _, old, new = checkpoints
+    before, after = next_version(rig), next_version(rig) + 1
+
+    async def across() -> Answer:
+        await rig.sender.publish(before, old.weights)
+        asking = asyncio.create_task(generate(rig, 1000))
+        await asyncio.sleep(0.7)
+        committed = await rig.sender.publish(after, new.weights)
+        print(f"pause {committed.pause_ms[0]:.0f} ms in the middle of a response")
+        return await asking
+
+    answer = rig.run(across())
+    spans = answer.generation.spans
+    assert [span.version for span in spans] == [str(before), str(after)]
+    cut = spans[0].end
+    reference = old.logprobs(PROMPT, answer.generation.tokens, 1.0, cut, new)
+    assert largest_difference(answer.generation.logprobs, reference) < 1e-4
+    assert difference(answer, old) > 0.1
+    whole = record(answer)
+    assert whole.prefix_version == before
+    assert set(whole.versions[whole.loss_mask].tolist()) == {before, after}
+    assert not whole.is_pure
+
+
+def test_keys_and_values_of_another_version_are_never_used(rig: Rig, checkpoints: list[Oracle]) -> None:
+    _, old, new = checkpoints
+    rig.run(rig.sender.publish(next_version(rig), old.weights))
+    rig.run(generate(rig))
+    assert rig.run(generate(rig)).generation.cached_tokens > 0
+    rig.run(rig.sender.publish(next_version(rig), new.weights))
+    answer = rig.run(generate(rig))
+    assert answer.generation.cached_tokens == 0
+    assert difference(answer, new) < 1e-4
+    assert record(answer).is_pure
+
+
+def test_a_request_during_an_update_waits_for_the_new_version(rig: Rig, checkpoints: list[Oracle]) -> None:
+    version = next_version(rig)
+
+    async def during() -> Answer:
+        await rig.sender.begin(version)
+        asking = asyncio.create_task(generate(rig))
+        await asyncio.sleep(0.3)
+        assert not asking.done()
+        assert rig.pool.members[0].in_flight == 0
+        names = list(checkpoints[1].weights)
+        await rig.sender.bucket(version, checkpoints[1].weights, names)
+        await rig.conductor.handle(WeightsCommit(version))
+        return await asking
+
+    answer = rig.run(during())
+    assert answer.salt == version
+    assert record(answer).is_pure
+    assert difference(answer, checkpoints[1]) < 1e-4
+
+
+def test_a_sender_that_fails_before_the_first_bucket_costs_nothing(rig: Rig, checkpoints: list[Oracle]) -> None:
+    version = rig.pool.version
+
+    async def give_up() -> Answer:
+        asking = asyncio.create_task(generate(rig, 400))
+        await asyncio.sleep(0.2)
+        await rig.sender.begin(version + 1)
+        await rig.conductor.handle(WeightsAbort(version + 1, "out of memory"))
+        return await asking
+
+    assert [span.version for span in rig.run(give_up()).generation.spans] == [str(version)]
+    assert rig.pool.version == version
+    assert difference(rig.run(generate(rig)), checkpoints[1]) < 1e-4
+    rig.run(rig.sender.publish(version + 1, checkpoints[1].weights))
+
+
+def test_requests_out_of_turn_are_refused(rig: Rig, checkpoints: list[Oracle]) -> None:
+    version = next_version(rig)
+    with pytest.raises(WeightSyncError, match=f"version {version} was not begun; open is none"):
+        rig.run(rig.conductor.handle(WeightsCommit(version)))
+    rig.run(rig.sender.begin(version))
+    with pytest.raises(WeightSyncError, match=f"version {version + 1} was begun while version {version} is open"):
+        rig.run(rig.conductor.handle(WeightsBegin(version + 1)))
+    with pytest.raises(WeightSyncError, match=f"version {version + 1} was not begun; open is version {version}"):
+        rig.run(rig.conductor.handle(WeightsCommit(version + 1)))
+    rig.run(rig.conductor.handle(WeightsAbort(version, "enough")))
+    assert rig.pool.serving
+
+
+def test_an_engine_that_differs_is_fenced_and_the_parameters_named(doomed: tuple[Rig, Rig], checkpoints: list[Oracle]) -> None:
+    rig = doomed[0]
+    leader = rig.engine._child._process.pid
+    wrong = expected(rig, checkpoints[1])[0] | {"lm_head.weight": "0" * 16, "model.norm.weight": "1" * 16}
+
+    async def publish() -> list[Any]:
+        asking = asyncio.create_task(generate(rig, 1000))
+        await asyncio.sleep(0.2)
+        publishing = rig.sender.publish(1, checkpoints[1].weights, (wrong,))
+        return await asyncio.gather(publishing, asking, return_exceptions=True)
+
+    assert len(in_session(leader)) >= 3
+    refused, spoiled = rig.run(publish())
+    assert isinstance(refused, WeightSyncError)
+    assert "model.norm.weight of rank 0, lm_head.weight of rank 0" in str(refused)
+    assert isinstance(spoiled, TrajectoryRejected)
+    assert spoiled.reason == "engine_died"
+    assert rig.published == []
+    assert in_session(leader) == []
+    with pytest.raises(EngineError, match=r"no engine is left.*checksums differ"):
+        rig.run(generate(rig))
+    with pytest.raises(EngineError, match="no engine is left"):
+        rig.run(asyncio.wait_for(rig.pool.watch(), 5))
+
+
+def test_two_engines_are_updated_at_once_and_one_may_die(doomed: tuple[Rig, Rig], checkpoints: list[Oracle]) -> None:
+    rig = doomed[1]
+    committed = rig.run(rig.sender.publish(1, checkpoints[1].weights, expected(rig, checkpoints[1])))
+    assert len(committed.pause_ms) == 2
+    assert [member.version for member in rig.pool.members] == [1, 1]
+    leader = rig.engines[1]._child._process.pid
+    scheduler = next(pid for pid in in_session(leader) if "scheduler" in command_of(pid))
+
+    async def kill_in_the_middle() -> list[Any]:
+        asking = [asyncio.create_task(generate(rig, 1000, (*PROMPT, i))) for i in range(4)]
+        await asyncio.sleep(0.3)
+        assert [member.in_flight for member in rig.pool.members] == [2, 2]
+        watching = asyncio.create_task(rig.pool.watch())
+        os.kill(scheduler, signal.SIGKILL)
+        found = await asyncio.gather(*asking, return_exceptions=True)
+        watching.cancel()
+        return found
+
+    found = rig.run(kill_in_the_middle())
+    assert [type(answer) for answer in found] == [Answer, TrajectoryRejected, Answer, TrajectoryRejected]
+    assert {error.reason for error in found if isinstance(error, TrajectoryRejected)} == {"engine_died"}
+    assert [member.fenced is None for member in rig.pool.members] == [True, False]
+    wait_until(lambda: in_session(leader) == [], 10, "the dead engine's processes")
+    assert rig.run(generate(rig)).generation.tokens
+    for request in (EnginesAsk(1.0), WeightsBegin(2)):
+        with pytest.raises(WeightSyncError, match=r"engine\.1"):
+            rig.run(rig.conductor.handle(request))
+
+
+def test_a_sender_that_fails_after_a_bucket_leaves_no_mixed_engine(rig: Rig, checkpoints: list[Oracle]) -> None:
+    """Last of all: it ends the engine the tests share."""
+    version, leader = next_version(rig), rig.engine._child._process.pid
+    names = list(checkpoints[2].weights)[:3]
+
+    async def fail() -> None:
+        await rig.sender.begin(version)
+        await rig.sender.bucket(version, checkpoints[2].weights, names)
+        await rig.conductor.handle(WeightsAbort(version, "the trainer lost a rank"))
+
+    rig.run(fail())
+    assert in_session(leader) == []
+    with pytest.raises(EngineError, match=f"it may hold a part of version {version}: the sender failed: the trainer lost a rank"):
+        rig.run(generate(rig))

@@ -9,6 +9,7 @@ import subprocess
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from signal import Signals
 
 ERROR_PREFIX = "error: "
 _PR_SET_PDEATHSIG = 1
@@ -49,7 +50,7 @@ class Child:
         """Exit status, negative signal number, or None while it runs."""
         return self._process.poll()
 
-    def signal(self, number: signal.Signals) -> None:
+    def signal(self, number: Signals) -> None:
         """Send a signal to the process alone; nothing when it has ended."""
         if self.returncode is None:
             self._process.send_signal(number)
@@ -77,7 +78,7 @@ class Child:
                     return line.removeprefix(ERROR_PREFIX)
         return f"{self.name} ended with status {self.returncode}; its log is {self.log}"
 
-    def _signal_session(self, number: signal.Signals) -> bool:
+    def _signal_session(self, number: Signals) -> bool:
         try:
             os.killpg(self._process.pid, number)
         except ProcessLookupError:

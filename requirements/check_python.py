@@ -3,7 +3,7 @@
 import shutil
 import sys
 
-if sys.version_info < (3, 11):
+if sys.version_info < (3, 11):  # noqa: UP036  run by whatever Python the machine has
     sys.exit(f"Python: got {sys.version.split()[0]}, expected 3.11 or newer; run: make PYTHON=python3.11 demo")
 try:
     import ensurepip  # noqa: F401

@@ -32,7 +32,8 @@ class Sampling:
     Attributes:
         temperature: logits are divided by it; > 0.
         max_new_tokens: the response ends with finish "length" there.
-        stop: token ids that end a response; the one that does is part of it.
+        stop: token ids that end a response, with those of the model's generation_config.json; the one that does is part of the
+            response. Empty: nothing but its length ends it.
     """
 
     temperature: float
@@ -140,6 +141,9 @@ class EngineClient:
                 "temperature": sampling.temperature,
                 "max_new_tokens": sampling.max_new_tokens,
                 "stop_token_ids": list(sampling.stop),
+                "ignore_eos": not sampling.stop,
+                # Said although they are the server's defaults: a truncated draw would not be from what the log-probability is of.
+                **{"top_p": 1.0, "top_k": -1, "min_p": 0.0},
                 "skip_special_tokens": False,
             },
         }

@@ -57,7 +57,7 @@ def write_hf(built: Model, origin: Path, out: Path, timeout_s: float) -> None:
             continue
         name = "model.safetensors" if count == 1 else f"model-{number:05d}-of-{count:05d}.safetensors"
         # safetensors refuses tensors that share memory, as those of one bucket do.
-        save_file({key: tensor.clone() for key, tensor in tensors_in(bucket, flat).items()}, writing / name, {"format": "pt"})
+        save_file({key: tensor.clone() for key, tensor in tensors_in(bucket, flat.cpu()).items()}, writing / name, {"format": "pt"})
         index |= dict.fromkeys(bucket.names, name)
     if built.mesh.rank != 0:
         return

@@ -27,7 +27,7 @@ class Gatherer:
     def __init__(self, model: Model, bucket_bytes: int, timeout_s: float) -> None:
         family, dtype = family_of(model.hf), str(model.dtype).removeprefix("torch.")
         self._model, self._timeout_s = model, timeout_s
-        self._transport = TorchTransport()
+        self._transport = TorchTransport(device=str(model.mesh.device))
         self.buckets: list[Bucket] = buckets(family.hf_layout(model.hf, dtype), bucket_bytes)
         megatron = [family.megatron_layout(model.hf, model.parallel, rank, dtype) for rank in range(model.mesh.world)]
         self._plans = plan_each(family.tensors(model.hf), megatron, [[bucket.layout] for bucket in self.buckets])
@@ -36,9 +36,12 @@ class Gatherer:
         """Collective over all trainer ranks: each bucket with its flat tensor (on rank 0; None elsewhere), in a fixed order."""
         mine = parameters(self._model)
         for bucket, plan in zip(self.buckets, self._plans, strict=True):
-            flat = torch.empty(bucket.layout.storages["bucket"].shape, dtype=self._model.dtype) if self._model.mesh.rank == 0 else None
+            flat = self._empty(bucket) if self._model.mesh.rank == 0 else None
             exchange(plan, self._transport, mine, None if flat is None else {"bucket": flat}, timeout_s=self._timeout_s)
             yield bucket, flat
+
+    def _empty(self, bucket: Bucket) -> torch.Tensor:
+        return torch.empty(bucket.layout.storages["bucket"].shape, dtype=self._model.dtype, device=self._model.mesh.device)
 
 
 def tensors_in(bucket: Bucket, flat: torch.Tensor) -> dict[str, torch.Tensor]:

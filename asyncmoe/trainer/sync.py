@@ -102,12 +102,12 @@ class Broadcast:
         for bucket, flat in self._gatherer.run():
             assert flat is not None
             if verify:
-                kept.update(tensors_in(bucket, flat))
+                kept.update(tensors_in(bucket, flat.cpu()))
             if not paused:
                 self._client.ask(WeightsBegin(version), self._sync.timeout_s)
                 paused = True
-            sent = flat.to(self._mesh.device).view(torch.uint8)
-            self._ask_while(WeightsBucket(version, bucket.names, bucket.dtypes, bucket.shapes), partial(_broadcast, sent, group))
+            message = WeightsBucket(version, bucket.names, bucket.dtypes, bucket.shapes)
+            self._ask_while(message, partial(_broadcast, flat.view(torch.uint8), group))
         reply = self._client.ask(WeightsCommit(version, self._checksums(kept) if verify else ()), self._sync.timeout_s)[0]
         assert isinstance(reply, Committed)
         return reply

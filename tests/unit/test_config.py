@@ -204,3 +204,15 @@ def test_digest_tells_configurations_apart_and_is_stable(tmp_path: Path) -> None
     file = good_file(tmp_path)
     assert load(file).digest == load(file).digest == Config.model_validate_json(load(file).model_dump_json()).digest
     assert load(file, ["rollout.temperature=0.9"]).digest != load(file).digest
+
+
+def test_expert_gradients_that_megatron_would_not_reduce_are_refused() -> None:
+    values = with_value("trainer", {"ranks": 2, "tp": 2, "etp": 1})
+    assert "expert gradients" in refused(values)
+    assert parse(with_value("trainer", {"ranks": 2, "tp": 2})).trainer.expert_tp == 2
+
+
+def test_fewer_versions_than_the_capacity_law_needs_are_refused() -> None:
+    line = refused(with_value("sync", {"every": 3}))
+    assert "sync.every" in line
+    assert "at most" in line

@@ -210,9 +210,3 @@ def test_expert_gradients_that_megatron_would_not_reduce_are_refused() -> None:
     values = with_value("trainer", {"ranks": 2, "tp": 2, "etp": 1})
     assert "expert gradients" in refused(values)
     assert parse(with_value("trainer", {"ranks": 2, "tp": 2})).trainer.expert_tp == 2
-
-
-def test_fewer_versions_than_the_capacity_law_needs_are_refused() -> None:
-    line = refused(with_value("sync", {"every": 3}))
-    assert "sync.every" in line
-    assert "at most" in line

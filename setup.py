@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from glob import glob
 from pathlib import Path
 
 from pybind11.setup_helpers import Pybind11Extension
@@ -101,11 +102,11 @@ setup(
     ext_modules=[
         Pybind11Extension(
             "asyncmoe.reshard._C",
-            ["csrc/bindings.cpp", "csrc/copy.cpp"],
-            depends=["csrc/copy.h", "csrc/dlpack.h", *CUDA_SOURCES],
+            ["csrc/bindings.cpp", "csrc/copy.cpp", "csrc/digest.cpp", "csrc/program.cpp", "csrc/shm.cpp"],
+            depends=[*sorted(glob("csrc/*.h")), *CUDA_SOURCES],
             cxx_std=17,
             extra_compile_args=["-O3", "-Wall", "-Wextra", "-Werror", "-pthread"],
-            extra_link_args=["-pthread"],
+            extra_link_args=["-pthread", "-lrt"],
         )
     ],
     cmdclass={"build_ext": Build},

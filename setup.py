@@ -2,6 +2,7 @@
 
 ASYNCMOE_CUDA=1 insists on the CUDA kernels, 0 leaves them out; unset, they are built where a working nvcc is found.
 ASYNCMOE_CUDA_ARCHS names the architectures; by default those of 90 and 100 that nvcc knows.
+ASYNCMOE_CXXFLAGS are further flags of the C++ compiler and linker (sanitizers).
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from setuptools.command.build_ext import build_ext
 
 ARCHS = ("90", "100")
 CUDA_SOURCES = ["csrc/copy.cu"]
+EXTRA_FLAGS = os.environ.get("ASYNCMOE_CXXFLAGS", "").split()
 
 
 def nvcc() -> Path | None:
@@ -105,8 +107,8 @@ setup(
             ["csrc/bindings.cpp", "csrc/copy.cpp", "csrc/digest.cpp", "csrc/program.cpp", "csrc/shm.cpp"],
             depends=[*sorted(glob("csrc/*.h")), *CUDA_SOURCES],
             cxx_std=17,
-            extra_compile_args=["-O3", "-Wall", "-Wextra", "-Werror", "-pthread"],
-            extra_link_args=["-pthread", "-lrt"],
+            extra_compile_args=["-O3", "-Wall", "-Wextra", "-Werror", "-pthread", *EXTRA_FLAGS],
+            extra_link_args=["-pthread", "-lrt", *EXTRA_FLAGS],
         )
     ],
     cmdclass={"build_ext": Build},

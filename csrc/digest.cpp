@@ -103,9 +103,11 @@ ASYNCMOE_AVX512 uint64_t copy_lines(const std::byte* source, std::byte* destinat
 }
 
 uint64_t copy_words_with_avx512(const std::byte* source, std::byte* destination, int64_t words, int64_t first) {
-    constexpr int64_t kWorthStreaming = 128;  // words; less would write many lines in parts
+    constexpr int64_t kWorthStreaming = 32, kWorthParts = 128;  // words
     const auto place = reinterpret_cast<uintptr_t>(destination);
-    const bool stream = words >= kWorthStreaming && place % 8 == 0;
+    // A line that is written in parts costs more around the cache than through it.
+    const bool whole_lines = place % 64 == 0 && words % kLanes == 0;
+    const bool stream = place % 8 == 0 && words >= (whole_lines ? kWorthStreaming : kWorthParts);
     const int64_t head = stream ? static_cast<int64_t>((64 - place % 64) % 64 / 8) : 0;
     const int64_t lines = (words - head) / kLanes, done = head + lines * kLanes;
     uint64_t sum = head ? copy_words_in_blocks(source, destination, head, first) : 0;

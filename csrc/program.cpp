@@ -43,11 +43,19 @@ uint64_t copy_runs(const BoxCopy& copy, int level, const std::byte* source, std:
         word += words;
         return copy_words(source, destination, words, first);
     }
+    constexpr int64_t kAhead = 4096, kLine = 64;  // bytes
     uint64_t sum = 0;
     const Dim& dim = copy.dims[level];
-    for (int64_t i = 0; i < dim.extent; ++i)
+    // Hardware does not foresee where the next run begins.
+    const int64_t ahead =
+        level + 1 == copy.count && copy.run < kAhead ? (kAhead + copy.run - 1) / copy.run : dim.extent;
+    for (int64_t i = 0; i < dim.extent; ++i) {
+        if (i + ahead < dim.extent)
+            for (int64_t k = 0; k < copy.run; k += kLine)
+                __builtin_prefetch(source + (i + ahead) * dim.source_stride + k);
         sum +=
             copy_runs(copy, level + 1, source + i * dim.source_stride, destination + i * dim.destination_stride, word);
+    }
     return sum;
 }
 

@@ -18,6 +18,7 @@ from asyncmoe.reshard.chunks import Chunks, chunk_limits, cut_transfer, message_
 from asyncmoe.reshard.layout import Storage
 from asyncmoe.reshard.memory import Array, Memory, memory_of, storage_memory
 from asyncmoe.reshard.plan import (
+    COLUMNS,
     DESTINATION,
     DESTINATION_OFFSET,
     DESTINATION_STRIDES,
@@ -101,8 +102,8 @@ class Exchanger:
         cut = [cut_transfer(plan, t, limits[t.source, t.destination]) for t in mine if t.source != t.destination]
         self._outgoing = [chunks for chunks in cut if chunks.source == self.rank]
         self._incoming = [chunks for chunks in cut if chunks.destination == self.rank]
-        self._packs = [_program(chunks, "destination") for chunks in self._outgoing]
-        self._unpacks = [_program(chunks, "source") for chunks in self._incoming]
+        self._packs = [message_program(chunks, "destination") for chunks in self._outgoing]
+        self._unpacks = [message_program(chunks, "source") for chunks in self._incoming]
         self._local = _local_program([t.copies for t in mine if t.source == t.destination])
         self._sources = self._destinations = _addresses(())
         self._device = ""
@@ -292,7 +293,7 @@ Side = tuple[np.ndarray, np.ndarray, np.ndarray]
 """One side of some copies: number of the array, byte offset in it, byte strides."""
 
 
-def _program(chunks: Chunks, message: Literal["source", "destination"]) -> _C.Program:
+def message_program(chunks: Chunks, message: Literal["source", "destination"]) -> _C.Program:
     """Copies between storages and the messages of a transfer."""
     copies = chunks.copies
     wire = (np.zeros(len(copies), np.int64), copies[:, WIRE_OFFSET], message_strides(copies))
@@ -302,10 +303,14 @@ def _program(chunks: Chunks, message: Literal["source", "destination"]) -> _C.Pr
 
 def _local_program(parts: Sequence[np.ndarray]) -> _C.Program | None:
     """Copies from storages to storages of one rank, zeros for padding included."""
-    if not parts:
-        return None
-    copies = np.concatenate(parts)
-    return _C.Program(_rows(copies, _source(copies), _destination(copies)), np.array([0, len(copies)], np.int64), "none")
+    rows = local_rows(parts)
+    return _C.Program(rows, np.array([0, len(rows)], np.int64), "none") if len(rows) else None
+
+
+def local_rows(parts: Sequence[np.ndarray]) -> np.ndarray:
+    """Descriptor rows (csrc/copy.h) of copies within one rank, given as columns of `Transfer.copies`."""
+    copies = np.concatenate([np.empty((0, COLUMNS), np.int64), *parts])
+    return _rows(copies, _source(copies), _destination(copies))
 
 
 def _source(copies: np.ndarray) -> Side:

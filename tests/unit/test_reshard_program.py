@@ -61,7 +61,9 @@ def test_packing_and_unpacking_give_the_digest_of_the_message(boxes: list[tuple[
 
 
 @pytest.mark.parametrize("threads", [1, 3])
-@pytest.mark.parametrize("extent", [(1, 1, 1, 5_000_003), (1, 1, 3001, 1001), (3, 2, 1 << 20, 1), (2, 3000, 7, 33)])
+@pytest.mark.parametrize(
+    "extent", [(1, 1, 1, 5_000_003), (1, 1, 3001, 1001), (3, 2, 1 << 20, 1), (2, 3000, 7, 33), (1, 1, 3000, 768), (1, 5, 400, 1096)]
+)
 def test_large_boxes_digest_as_one_message(extent: Extent, threads: int) -> None:
     rows, held = message_rows([(1, extent), (0, (1, 1, 1, 5))], 1)
     source = np.random.default_rng(0).integers(0, 256, held, np.uint8)
@@ -71,6 +73,19 @@ def test_large_boxes_digest_as_one_message(extent: Extent, threads: int) -> None
     expected = message.copy()
     _C.copy(rows, address(source), address(expected), 1)
     np.testing.assert_array_equal(message, expected)
+
+
+@pytest.mark.parametrize("offset", [0, 1, 8, 56, 64])
+@pytest.mark.parametrize("nbytes", [64, 1024, 1032, 16384, 16384 * 3 + 8 * 77])
+def test_contiguous_copies_of_every_alignment(nbytes: int, offset: int) -> None:
+    source = np.random.default_rng(0).integers(0, 256, nbytes + 64, np.uint8)
+    message = np.full(nbytes + 256, 0xAA, np.uint8)
+    program = _C.Program(message_rows([(0, (1, 1, 1, nbytes))], 1)[0], np.array([0, 1], np.int64), "destination")
+    base = address(message) + 64 + offset
+    assert program.run(0, address(source) + 8, base, 1) == digest(source[8 : 8 + nbytes].copy())
+    np.testing.assert_array_equal(message[64 + offset : 64 + offset + nbytes], source[8 : 8 + nbytes])
+    assert (message[: 64 + offset] == 0xAA).all()
+    assert (message[64 + offset + nbytes :] == 0xAA).all()
 
 
 def test_chunks_run_apart() -> None:

@@ -245,35 +245,47 @@ def _summaries(hf: dict[str, Any], name: str, found: dict[int, dict[str, Any]]) 
 
 
 def copy_rates(hf: dict[str, Any] | None = None, rounds: int = 5) -> dict[str, float]:
-    """Pack and unpack of one rank, digest included, next to a plain parallel memcpy of as many bytes; GB/s, medians of turns."""
-    source, destination = layouts(hf or MODEL, *CASES["tp2xep2 -> tp2"])
-    made = plan(family_of(hf or MODEL).tensors(hf or MODEL), source, destination)
+    """Pack and unpack of one rank, digest included, each next to a plain parallel memcpy out of, or into, the same arrays.
+
+    Returns:
+        GB/s, medians of turns taken one after the other: "pack", "unpack", and "memcpy_out" and "memcpy_in" to compare them with;
+        "pack_share" and "unpack_share", medians of the quotients; "threads".
+    """
+    hf = hf or MODEL
+    source, destination = layouts(hf, *CASES["tp2xep2 -> tp2"])
+    made = plan(family_of(hf).tensors(hf), source, destination)
     threads = min(4, os.cpu_count() or 1)
-    packed, pack = _copier(made, 0, threads, packing=True)
-    unpacked, unpack = _copier(made, destination[0].rank, threads, packing=False)
-    source_bytes = np.ones(max(packed, unpacked), np.uint8)
-    turns = {
-        "memcpy": (packed, _memcpy(source_bytes, np.ones_like(source_bytes), threads)),
-        "pack": (packed, pack),
-        "unpack": (unpacked, unpack),
-    }
-    turns["memcpy"] = (source_bytes.nbytes, turns["memcpy"][1])
+    turns: dict[str, tuple[int, Callable[[], None]]] = {}
+    for name, rank in (("pack", 0), ("unpack", destination[0].rank)):
+        packing = name == "pack"
+        storages = (made.sources if packing else made.destinations)[rank]
+        arrays = [np.ones(storage.size, np.uint16) for storage in storages.values()]
+        turns[f"memcpy_{'out' if packing else 'in'}"] = _memcpy(arrays, threads, out=packing)
+        turns[name] = _copier(made, rank, arrays, threads, packing=packing)
     rates: dict[str, list[float]] = {name: [] for name in turns}
     for _ in range(rounds):
         for name, (nbytes, copy) in turns.items():
             started = time.perf_counter()
             copy()
             rates[name].append(nbytes / (time.perf_counter() - started) / 1e9)
-    shares = {f"{name}_share": median(a / b for a, b in zip(rates[name], rates["memcpy"], strict=True)) for name in ("pack", "unpack")}
+    pairs = {"pack_share": ("pack", "memcpy_out"), "unpack_share": ("unpack", "memcpy_in")}
+    shares = {share: median(a / b for a, b in zip(rates[ours], rates[plain], strict=True)) for share, (ours, plain) in pairs.items()}
     return {"threads": threads, **{name: median(values) for name, values in rates.items()}, **shares}
 
 
-def _memcpy(source: np.ndarray, target: np.ndarray, threads: int) -> Callable[[], None]:
-    """libc's memcpy, an equal part on each thread."""
-    edges = [source.nbytes * i // threads for i in range(threads + 1)]
+def _memcpy(arrays: list[np.ndarray], threads: int, *, out: bool) -> tuple[int, Callable[[], None]]:
+    """Bytes, and a function that runs libc's memcpy between every array and one large buffer, an equal part on each thread."""
+    total = sum(array.nbytes for array in arrays)
+    buffer = np.ones(total, np.uint8)
+    jobs: list[list[tuple[int, int, int]]] = [[] for _ in range(threads)]
+    place = 0
+    for array in arrays:
+        jobs[place * threads // total].append((buffer.ctypes.data + place, array.ctypes.data, array.nbytes))
+        place += array.nbytes
 
-    def part(i: int) -> None:
-        ctypes.memmove(target.ctypes.data + edges[i], source.ctypes.data + edges[i], edges[i + 1] - edges[i])
+    def part(i: int, keep: object = (buffer, arrays)) -> None:
+        for there, here, nbytes in jobs[i]:
+            ctypes.memmove(*((there, here) if out else (here, there)), nbytes)
 
     def copy() -> None:
         others = [threading.Thread(target=part, args=(i,)) for i in range(1, threads)]
@@ -283,10 +295,10 @@ def _memcpy(source: np.ndarray, target: np.ndarray, threads: int) -> Callable[[]
         for thread in others:
             thread.join()
 
-    return copy
+    return total, copy
 
 
-def _copier(made: Plan, rank: int, threads: int, *, packing: bool) -> tuple[int, Callable[[], None]]:
+def _copier(made: Plan, rank: int, arrays: list[np.ndarray], threads: int, *, packing: bool) -> tuple[int, Callable[[], None]]:
     """Bytes, and a function that packs all messages of a rank, or unpacks them; through two buffers for each peer."""
     from asyncmoe.reshard.chunks import chunk_limits, cut_transfer
     from asyncmoe.reshard.exchange import message_program
@@ -295,8 +307,6 @@ def _copier(made: Plan, rank: int, threads: int, *, packing: bool) -> tuple[int,
     remote = [t for t in made.transfers if t.source != t.destination and rank == (t.source if packing else t.destination)]
     chunks = [cut_transfer(made, t, limits[t.source, t.destination]) for t in remote]
     programs = [message_program(c, "destination" if packing else "source") for c in chunks]
-    storages = (made.sources if packing else made.destinations)[rank]
-    arrays = [np.ones(storage.size, np.uint16) for storage in storages.values()]
     slots = [[np.ones(c.slot_bytes, np.uint8) for _ in range(2)] for c in chunks]
     mine = np.array([array.ctypes.data for array in arrays], np.int64)
 

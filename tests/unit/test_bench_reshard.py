@@ -22,5 +22,5 @@ def test_a_case_has_what_it_promises() -> None:
 
 def test_copy_rates_are_rates() -> None:
     rates = reshard.copy_rates(SMALL, 2)
-    assert set(rates) == {"threads", "memcpy", "pack", "unpack", "pack_share", "unpack_share"}
+    assert set(rates) == {"threads", "memcpy_out", "memcpy_in", "pack", "unpack", "pack_share", "unpack_share"}
     assert min(rates.values()) > 0

@@ -27,7 +27,9 @@ from asyncmoe.errors import AsyncmoeError, ConfigError, UserError
 from asyncmoe.models.make import make_model
 from asyncmoe.process import Child
 from asyncmoe.telemetry.live import LiveView
+from asyncmoe.telemetry.records import read_steps
 from asyncmoe.telemetry.report import report
+from asyncmoe.telemetry.schema import METRICS
 from asyncmoe.telemetry.summary import write_summary
 
 _STOP_GRACE_S = 20.0
@@ -96,6 +98,8 @@ def _supervise(config: Config, resolved: Path) -> dict[str, object]:
         for child in reversed(children):
             child.end(_STOP_GRACE_S)
         stop.restore()
+    if stop.count and not read_steps(config.run.dir / METRICS):
+        raise AsyncmoeError("stopped before the first step; the same command begins anew")
     summary = write_summary(config.run.dir)
     report(config.run.dir)
     if stop.count:
@@ -123,6 +127,9 @@ def _watch(controller: Child, trainer: Child, view: LiveView, stop: _StopOnSigna
                 raise AsyncmoeError("ended at once; what was not in a checkpoint is lost")
             view.say("stopping: saving a checkpoint (Ctrl-C again ends at once)")
             controller.signal(signal.SIGINT)
+        if stop.count and controller.returncode == 0:  # all was said, or there was no trainer yet to say it to
+            trainer.wait(_STOP_GRACE_S)
+            break
         for child in (controller, trainer):
             if child.returncode not in (None, 0):
                 raise _failure(child, controller, trainer)

@@ -34,6 +34,8 @@ from asyncmoe.telemetry.summary import write_summary
 
 _STOP_GRACE_S = 20.0
 _POLL_S = 0.25
+_INTERRUPTED = 130
+"""Status of a command that Ctrl-C reached before it had set itself up to be asked."""
 TRAINER_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 """One OpenMP thread a rank: more ranks than cores would otherwise spin against each other and against the engines."""
 
@@ -127,7 +129,7 @@ def _watch(controller: Child, trainer: Child, view: LiveView, stop: _StopOnSigna
                 raise AsyncmoeError("ended at once; what was not in a checkpoint is lost")
             view.say("stopping: saving a checkpoint (Ctrl-C again ends at once)")
             controller.signal(signal.SIGINT)
-        if stop.count and controller.returncode == 0:  # all was said, or there was no trainer yet to say it to
+        if stop.count and controller.returncode in (0, _INTERRUPTED):  # all was said, or there was no trainer yet to say it to
             trainer.wait(_STOP_GRACE_S)
             break
         for child in (controller, trainer):

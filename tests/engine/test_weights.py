@@ -17,7 +17,8 @@ from asyncmoe.errors import EngineError, TrajectoryRejected, WeightSyncError
 from asyncmoe.rollout import episode
 from asyncmoe.rollout.engine_client import Sampling
 from asyncmoe.rollout.episode import Place
-from asyncmoe.rollout.pool import Answer
+from asyncmoe.rollout.pool import Answer, Pool
+from asyncmoe.rollout.weights import Conductor
 from asyncmoe.trainer.verify import engine_checksums
 from asyncmoe.trajectory import Trajectory
 from asyncmoe.wire.messages import EnginesAsk, WeightsAbort, WeightsBegin, WeightsCommit
@@ -224,6 +225,25 @@ def test_two_engines_are_updated_at_once_and_one_may_die(doomed: tuple[Rig, Rig]
     for request in (EnginesAsk(1.0), WeightsBegin(2)):
         with pytest.raises(WeightSyncError, match=r"engine\.1"):
             rig.run(rig.conductor.handle(request))
+
+
+def test_a_sender_that_falls_silent_leaves_no_engine_paused(doomed: tuple[Rig, Rig]) -> None:
+    survivor = doomed[1].engines[0]
+
+    async def never(version: int) -> None:
+        raise AssertionError(version)
+
+    async def begin_only() -> Pool:
+        pool = Pool([survivor], 64, 60.0, lambda *_: None)
+        conductor = Conductor(pool, 0.5, never, lambda *_: None)
+        await conductor.handle(WeightsBegin(9))
+        await asyncio.sleep(1.0)
+        return pool
+
+    assert survivor.died is None
+    pool = doomed[1].run(begin_only())
+    assert "the sender said nothing" in str(pool.members[0].fenced)
+    assert survivor.died is not None
 
 
 def test_a_sender_that_fails_after_a_bucket_leaves_no_mixed_engine(rig: Rig, checkpoints: list[Oracle]) -> None:

@@ -6,7 +6,7 @@
 
 All or nothing: an engine that refused, fell silent or differs is fenced, and one that may hold a part of a version never goes on.
 When loading a bucket fails all engines are fenced, because those in the broadcast wait for the one that is not. A sender that
-fails before the first bucket costs nothing: the engines go on with the version they had.
+fails or falls silent before the first bucket costs nothing: the engines go on with the version they had.
 """
 
 from __future__ import annotations
@@ -70,6 +70,7 @@ class Conductor:
         self._group = ""
         self._update: _Update | None = None
         self._silence: asyncio.TimerHandle | None = None
+        self._ending: asyncio.Future[None] | None = None
 
     def engines_started(self) -> None:
         """All engines take requests: `EnginesAsk` is answered."""
@@ -195,16 +196,18 @@ class Conductor:
         if update is None or update.version != request.version:
             return Done()
         self._listen(False)
+        await self._end(update, f"the sender failed: {request.why}")
+        return Done()
+
+    async def _end(self, update: _Update, why: str) -> None:
+        """End an update that will not be committed; while nothing was loaded the engines go on with what they have."""
         if update.loading:
-            self._fence_all(update, f"the sender failed: {request.why}")
+            self._fence_all(update, why)
             self._close(update)
         else:
             await self._give_up(update)
-        return Done()
 
     async def _give_up(self, update: _Update) -> None:
-        """Nothing was loaded: the engines go on with what they have."""
-
         async def go_on(member: Member) -> None:
             await member.engine.client.end()
             await member.engine.client.go_on()
@@ -220,7 +223,7 @@ class Conductor:
         return failed
 
     async def _expecting_next(self, work: Coroutine[Any, Any, None]) -> None:
-        """Do `work`; should the sender then fall silent with the engines paused, fence them."""
+        """Do `work`; should the sender then fall silent with the engines paused, end the update."""
         self._listen(False)
         await work
         self._listen(True)
@@ -232,8 +235,7 @@ class Conductor:
 
     def _fell_silent(self) -> None:
         if (update := self._update) is not None:
-            self._fence_all(update, f"the sender said nothing for {self._timeout_s:.0f} s")
-            self._close(update)
+            self._ending = asyncio.ensure_future(self._end(update, f"the sender said nothing for {self._timeout_s:g} s"))
 
     def _fence_all(self, update: _Update, why: str) -> None:
         for member in update.members:

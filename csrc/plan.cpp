@@ -220,19 +220,7 @@ void Holdings::add_tensor(std::vector<Holder>& held) {
     const size_t first = cells_.size();
     sort_along(boxes, axis);
     if (any_meet(boxes, axis)) {
-        add_grid(boxes, held);
-        std::sort(cells_.begin() + first, cells_.end(), [axis](const Cell& a, const Cell& b) {
-            return std::tie(a.region.start[axis], a.region.start) < std::tie(b.region.start[axis], b.region.start);
-        });
-        // Cells own their holders by position, so the holders follow their cells.
-        std::vector<Holder> moved;
-        for (size_t i = first; i < cells_.size(); ++i) {
-            const int64_t from = cells_[i].first_holder, count = cells_[i].group;
-            moved.insert(moved.end(), holders_.begin() + from, holders_.begin() + from + count);
-        }
-        int64_t at = static_cast<int64_t>(holders_.size() - moved.size());
-        std::copy(moved.begin(), moved.end(), holders_.begin() + at);
-        for (size_t i = first; i < cells_.size(); ++i) cells_[i].first_holder = at, at += cells_[i].group;
+        add_grid(boxes, held, axis);
     } else {
         std::stable_sort(held.begin(), held.end(), [&](const Holder& a, const Holder& b) {
             const Region left = region(a), right = region(b);
@@ -254,7 +242,7 @@ void Holdings::add_tensor(std::vector<Holder>& held) {
     }
 }
 
-void Holdings::add_grid(const std::vector<Region>& boxes, const std::vector<Holder>& held) {
+void Holdings::add_grid(const std::vector<Region>& boxes, const std::vector<Holder>& held, int axis) {
     std::array<std::vector<int64_t>, kMaxDims> edges;
     int64_t count = 1;
     for (int k = 0; k < kMaxDims; ++k) {
@@ -285,6 +273,7 @@ void Holdings::add_grid(const std::vector<Region>& boxes, const std::vector<Hold
             for (k = kMaxDims - 1; k >= 0 && ++at[k] == high[k]; --k) at[k] = low[k];
         }
     }
+    std::vector<std::pair<Region, int64_t>> filled;
     for (int64_t number = 0; number < count; ++number) {
         if (inside[number].empty()) continue;
         Region region;
@@ -295,13 +284,16 @@ void Holdings::add_grid(const std::vector<Region>& boxes, const std::vector<Hold
             region.start[k] = edges[k][i];
             region.extent[k] = edges[k][i + 1] - edges[k][i];
         }
-        add_cell(region, inside[number].data(), inside[number].data() + inside[number].size());
+        filled.emplace_back(region, number);
     }
+    std::stable_sort(filled.begin(), filled.end(),
+                     [axis](const auto& a, const auto& b) { return a.first.start[axis] < b.first.start[axis]; });
+    for (const auto& [region, number] : filled)
+        add_cell(region, inside[number].data(), inside[number].data() + inside[number].size());
 }
 
 void Holdings::add_cell(const Region& region, const Holder* first, const Holder* last) {
-    // Until number_groups, `group` is the number of holders.
-    cells_.push_back({region, static_cast<int32_t>(last - first), static_cast<int64_t>(holders_.size())});
+    cells_.push_back({region, 0, static_cast<int64_t>(holders_.size())});
     holders_.insert(holders_.end(), first, last);
 }
 

@@ -118,11 +118,11 @@ class Holdings {
     template <typename Visit>
     void overlaps(int64_t tensor, const Region& wanted, Visit&& visit) const;
 
-    static constexpr int64_t kMostCells = int64_t{1} << 24;
+    static constexpr int64_t kMostCells = int64_t{1} << 20;
 
   private:
     void add_tensor(std::vector<Holder>& held);
-    void add_grid(const std::vector<Region>& boxes, const std::vector<Holder>& held);
+    void add_grid(const std::vector<Region>& boxes, const std::vector<Holder>& held, int axis);
     void add_cell(const Region& region, const Holder* first, const Holder* last);
     void number_groups();
 

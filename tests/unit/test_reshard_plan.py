@@ -129,6 +129,15 @@ def test_sharing_crosses_groups() -> None:
     assert max(sent) <= 1.05 * sum(sent) / 6
 
 
+@pytest.mark.parametrize("ranks", [3, 5, 9])
+def test_sharing_settles_along_a_chain(ranks: int) -> None:
+    """Each tensor is held by two neighbours: whoever shares it has to look at what all the others do."""
+    shapes: Shapes = {f"t{i}": (ROWS, COLUMNS) for i in range(ranks - 1)}
+    source = [of_tensors(rank, [f"t{i}" for i in (rank - 1, rank) if 0 <= i < ranks - 1]) for rank in range(ranks)]
+    made = plan(shapes, source, [of_tensors(ranks, [*shapes])])
+    assert max(made.egress.values()) <= 1.05 * made.wire_bytes / ranks
+
+
 # ---------------------------------------------------------------- repeated blocks
 
 
@@ -218,3 +227,15 @@ def test_boxes_that_overlap_in_too_many_ways_are_refused() -> None:
         builder.stack(f"s{i}", [("t", Box((i, i, i, i), (200, 200, 200, 200)))])
     with pytest.raises(LayoutError, match="too many ways"):
         plan({"t": (300, 300, 300, 300)}, [builder.build()], [])
+
+
+def test_the_check_of_a_transfer_sees_what_moves_where() -> None:
+    source = LayoutBuilder(0, "int32")
+    source.stack("s", [("t", whole((8, 4)))])
+    checks = set()
+    for start, order in ((0, 1), (2, 1), (0, -1)):
+        wanted = LayoutBuilder(1, "int32")
+        wanted.stack("d", [("t", rows((8, 4), start, 2)), ("t", rows((8, 4), start + 2, 2))][::order])
+        (transfer,) = plan({"t": (8, 4)}, [source.build()], [wanted.build()]).transfers
+        checks.add(transfer.check)
+    assert len(checks) == 3

@@ -177,6 +177,9 @@ class BlockPieces(Sequence[Piece]):
     def __len__(self) -> int:
         return len(self._all)
 
+    def __eq__(self, other: object) -> bool:
+        return self._all == tuple(other) if isinstance(other, Sequence) else NotImplemented
+
 
 def _renamed(piece: Piece, tensor: str, storage: str) -> Piece:
     name = piece.tensor if piece.tensor == PADDING else tensor + piece.tensor

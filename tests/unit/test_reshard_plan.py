@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import itertools
+import queue
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from reshard_ranks import blank, filled, numbered
 from test_reshard_random import Shapes, cases
 
 from asyncmoe.errors import LayoutError
-from asyncmoe.reshard import PADDING, Box, LayoutBuilder, Plan, RankLayout, plan
+from asyncmoe.reshard import PADDING, Box, LayoutBuilder, Plan, RankLayout, exchange, plan
 from asyncmoe.reshard.layout import columns, rows, whole
 from asyncmoe.reshard.match import Match, Sources
 from asyncmoe.reshard.plan import DESTINATION, NO_SOURCE, SOURCE
@@ -56,6 +60,44 @@ def test_traffic_is_what_the_copies_carry(case: Case) -> None:
     match = Match(Sources(numbered, tabulate(numbered, source)), tabulate(numbered, destination))
     expected = [[t.source, t.destination, t.nbytes] for t in plan(shapes, source, destination).transfers if t.nbytes]
     assert match.traffic().tolist() == expected
+
+
+class Mail:
+    """A transport between threads; sends never wait."""
+
+    def __init__(self, rank: int, boxes: Mapping[tuple[int, int], queue.Queue[np.ndarray]]) -> None:
+        self.rank, self._boxes = rank, boxes
+
+    def empty(self, nbytes: int) -> np.ndarray:
+        return np.empty(nbytes, np.uint8)
+
+    def exchange(self, sends: Sequence[tuple[int, np.ndarray]], receives: Sequence[tuple[int, np.ndarray]], timeout_s: float) -> None:
+        for rank, buffer in sends:
+            self._boxes[self.rank, rank].put(buffer)
+        for rank, buffer in receives:
+            buffer[:] = self._boxes[rank, self.rank].get(timeout=timeout_s)
+
+
+@given(cases())
+@settings(max_examples=25, deadline=None)
+def test_parts_are_carried_out_as_the_whole_is(case: Case) -> None:
+    shapes, source, destination = case
+    values = numbered(shapes)
+    held = {layout.rank: filled(layout, values) for layout in source}
+    got = {layout.rank: blank(layout) for layout in destination}
+    ranks = sorted({*held, *got})
+    boxes: dict[tuple[int, int], queue.Queue[np.ndarray]] = {(a, b): queue.Queue() for a in ranks for b in ranks}
+
+    def run(rank: int) -> None:
+        part = plan(shapes, source, destination, ranks=[rank])
+        exchange(part, Mail(rank, boxes), held.get(rank), got.get(rank), timeout_s=20, threads=1)
+
+    with ThreadPoolExecutor(len(ranks)) as pool:
+        for _ in pool.map(run, ranks):
+            pass
+    for layout in destination:
+        for name, expected in filled(layout, values).items():
+            np.testing.assert_array_equal(got[layout.rank][name], expected)
 
 
 def test_a_part_names_what_it_touches_and_no_more() -> None:
@@ -163,6 +205,8 @@ def test_blocks_are_what_they_spell() -> None:
     short, long = layers(0, 3)
     assert list(short.storages.items()) == list(long.storages.items())
     assert tuple(short.pieces) == tuple(long.pieces)
+    assert short == long
+    assert short != layers(0, 2)[0]
     source = LayoutBuilder(1, "int32")
     for name, shape in LAYERS.items():
         source.stack(name, [(name, whole(shape))])

@@ -101,8 +101,8 @@ setup(
     ext_modules=[
         Pybind11Extension(
             "asyncmoe.reshard._C",
-            ["csrc/bindings.cpp", "csrc/copy.cpp"],
-            depends=["csrc/copy.h", "csrc/dlpack.h", *CUDA_SOURCES],
+            ["csrc/bindings.cpp", "csrc/copy.cpp", "csrc/plan.cpp", "csrc/plan_bindings.cpp"],
+            depends=["csrc/copy.h", "csrc/dlpack.h", "csrc/plan.h", "csrc/plan_bindings.h", *CUDA_SOURCES],
             cxx_std=17,
             extra_compile_args=["-O3", "-Wall", "-Wextra", "-Werror", "-pthread"],
             extra_link_args=["-pthread"],

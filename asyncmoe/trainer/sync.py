@@ -10,7 +10,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
@@ -23,6 +22,7 @@ from asyncmoe.trainer import weight_group
 from asyncmoe.trainer.feed import ANSWER_S
 from asyncmoe.trainer.gather import Gatherer, tensors_in
 from asyncmoe.trainer.mesh import Mesh
+from asyncmoe.trainer.published import Checksums, Published
 from asyncmoe.trajectory import Buffer
 from asyncmoe.wire.client import Client
 from asyncmoe.wire.messages import (
@@ -39,17 +39,6 @@ from asyncmoe.wire.messages import (
 )
 
 _GROUP = "asyncmoe_weights"
-Checksums = tuple[dict[str, str], ...]
-
-
-@dataclass(frozen=True)
-class Published:
-    """What publishing a version cost."""
-
-    version: int
-    seconds: float
-    pause_ms: float
-    """The longest any engine stood still; 0 on ranks other than 0."""
 
 
 class Broadcast:

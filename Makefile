@@ -4,6 +4,8 @@
 # On a machine with an NVIDIA GPU:  make demo GPU=1   (CUDA builds of torch and SGLang)
 PYTHON ?= python3
 GPU    ?= 0
+# Keys of the demo's configuration to change, e.g. OVERRIDES="run.dir=runs/mine run.steps=20"
+OVERRIDES ?=
 TORCH  := 2.13.0
 TRAIN  := .venv
 ENGINE := .venv-engine
@@ -16,7 +18,7 @@ PIP    := -m pip install --quiet --disable-pip-version-check
 setup: $(TRAIN)/.installed $(TRAIN)/.built $(ENGINE)/.installed
 
 demo: setup
-	$(TRAIN)/bin/asyncmoe run examples/demo.yaml
+	$(TRAIN)/bin/asyncmoe run examples/demo.yaml $(OVERRIDES)
 
 test: setup lint
 	$(TRAIN)/bin/python -m pytest

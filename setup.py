@@ -104,7 +104,7 @@ setup(
     ext_modules=[
         Pybind11Extension(
             "asyncmoe.reshard._C",
-            ["csrc/bindings.cpp", "csrc/copy.cpp", "csrc/digest.cpp", "csrc/program.cpp", "csrc/shm.cpp"],
+            sorted(glob("csrc/*.cpp")),
             depends=[*sorted(glob("csrc/*.h")), *CUDA_SOURCES],
             cxx_std=17,
             extra_compile_args=["-O3", "-Wall", "-Wextra", "-Werror", "-pthread", *EXTRA_FLAGS],

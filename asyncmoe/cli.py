@@ -81,6 +81,29 @@ def export(
 
 
 @app.command()
+def plan(
+    model: Annotated[Path, typer.Option(help="config.json of a Hugging Face model, or its directory. No weights are needed.")],
+    trainer: Annotated[str, typer.Option(help="Megatron's parallel sizes: tp=4,pp=2,ep=32,dp=32; also etp=, and te for its names.")],
+    engines: Annotated[str, typer.Option(help="SGLang engines: 16xtp8ep8 is 16 of tensor parallel 8, experts over 8.")],
+    nvlink: Annotated[float, typer.Option(help="GB/s a rank sends over NVLink while it receives as much.")] = 450.0,
+    nic: Annotated[float, typer.Option(help="GB/s a rank sends over its NIC while it receives as much.")] = 50.0,
+    bucket_bytes: Annotated[int, typer.Option(help="Size of a bucket.")] = 1 << 28,
+    dtype: Annotated[str, typer.Option(help="Of the weights.")] = "bfloat16",
+    json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Also write the figures there.")] = None,
+) -> None:
+    """What moving a model's weights from a trainer to its engines takes: bytes per rank, balance, buckets, time."""
+    from rich.console import Console
+
+    from asyncmoe.launch import planning
+
+    speeds = planning.Speeds(nvlink, nic)
+    found = planning.forecast(model, trainer, engines, dtype=dtype, bucket_bytes=bucket_bytes, speeds=speeds)
+    if json_file is not None:
+        planning.write(found, json_file)
+    planning.show(found, Console())
+
+
+@app.command()
 def report(run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="Run directory.")]) -> None:
     """Write summary.json and report.html of a run (also while it runs)."""
     from asyncmoe.telemetry.report import report as write_report

@@ -240,7 +240,11 @@ class WarmupSection(Section):
 class SyncSection(Section):
     """How new weights reach the engines."""
 
-    method: Literal["broadcast"] = "broadcast"
+    method: Literal["reshard", "broadcast"] = Field(
+        "broadcast",
+        description="reshard: every engine rank gets its own bytes from the ranks that have them while it generates, and pauses to swap; "
+        "broadcast: rank 0 gathers whole tensors and sends all of them to every engine, which stands still.",
+    )
     every: Positive = Field(1, description="Optimizer steps between versions.")
     bucket_bytes: Positive = 256 << 20
     verify_every: NonNegative = Field(0, description="Compare the engines' checksums with the trainer's weights every n updates; 0: never.")

@@ -11,6 +11,7 @@
 #include "copy.h"
 #include "digest.h"
 #include "dlpack.h"
+#include "plan_bindings.h"
 #include "program.h"
 #include "shm.h"
 
@@ -135,6 +136,7 @@ PYBIND11_MODULE(_C, module) {
     module.doc() = "Compiled half of asyncmoe.reshard: strided copies and digests over raw addresses.";
     module.attr("COLUMNS") = static_cast<int>(asyncmoe::kColumns);
     module.attr("MAX_DIMS") = asyncmoe::kMaxDims;
+    asyncmoe::bind_plan(module);
     module.def("copy", &copy, py::arg("rows").noconvert(), py::arg("sources").noconvert(),
                py::arg("destinations").noconvert(), py::arg("threads") = 0, py::arg("float_to_bfloat") = false,
                "Run box copies on the CPU. Addresses are not checked.");

@@ -303,7 +303,7 @@ def _copier(made: Plan, rank: int, arrays: list[np.ndarray], threads: int, *, pa
     from asyncmoe.reshard.chunks import chunk_limits, cut_transfer
     from asyncmoe.reshard.exchange import message_program
 
-    limits = chunk_limits(made.transfers, BUCKET_BYTES)
+    limits = chunk_limits(made, BUCKET_BYTES)
     remote = [t for t in made.transfers if t.source != t.destination and rank == (t.source if packing else t.destination)]
     chunks = [cut_transfer(made, t, limits[t.source, t.destination]) for t in remote]
     programs = [message_program(c, "destination" if packing else "source") for c in chunks]

@@ -27,11 +27,15 @@ from asyncmoe.errors import AsyncmoeError, ConfigError, UserError
 from asyncmoe.models.make import make_model
 from asyncmoe.process import Child
 from asyncmoe.telemetry.live import LiveView
+from asyncmoe.telemetry.records import read_steps
 from asyncmoe.telemetry.report import report
+from asyncmoe.telemetry.schema import METRICS
 from asyncmoe.telemetry.summary import write_summary
 
 _STOP_GRACE_S = 20.0
 _POLL_S = 0.25
+_INTERRUPTED = 130
+"""Status of a command that Ctrl-C reached before it had set itself up to be asked."""
 TRAINER_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 """One OpenMP thread a rank: more ranks than cores would otherwise spin against each other and against the engines."""
 
@@ -96,6 +100,8 @@ def _supervise(config: Config, resolved: Path) -> dict[str, object]:
         for child in reversed(children):
             child.end(_STOP_GRACE_S)
         stop.restore()
+    if stop.count and not read_steps(config.run.dir / METRICS):
+        raise AsyncmoeError("stopped before the first step; the same command begins anew")
     summary = write_summary(config.run.dir)
     report(config.run.dir)
     if stop.count:
@@ -123,6 +129,9 @@ def _watch(controller: Child, trainer: Child, view: LiveView, stop: _StopOnSigna
                 raise AsyncmoeError("ended at once; what was not in a checkpoint is lost")
             view.say("stopping: saving a checkpoint (Ctrl-C again ends at once)")
             controller.signal(signal.SIGINT)
+        if stop.count and controller.returncode in (0, _INTERRUPTED):  # all was said, or there was no trainer yet to say it to
+            trainer.wait(_STOP_GRACE_S)
+            break
         for child in (controller, trainer):
             if child.returncode not in (None, 0):
                 raise _failure(child, controller, trainer)

@@ -30,12 +30,12 @@ def family_of(hf: Mapping[str, Any]) -> Family:
 
 
 def load_hf_config(path: Path) -> dict[str, Any]:
-    """Read `config.json` of a model directory.
+    """Read `config.json` of a model directory, or the file itself.
 
     Raises:
         DataError: no such directory or file, or not a JSON object.
     """
-    file = path / "config.json"
+    file = path if path.is_file() else path / "config.json"
     if not file.is_file():
         raise DataError(
             str(path), got="no config.json" if path.is_dir() else "no such directory", expected="a Hugging Face model directory"

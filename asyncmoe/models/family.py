@@ -68,6 +68,10 @@ class MegatronParallel:
     def expert_dp_rank(self, rank: int) -> int:
         return rank % (self.tp * self.dp) // (self.etp * self.ep)
 
+    def place(self, rank: int) -> tuple[int, int, int, int]:
+        """What a rank's parameters depend on; ranks of one place hold the same."""
+        return self.tp_rank(rank), self.pp_rank(rank), self.ep_rank(rank), self.etp_rank(rank)
+
 
 @dataclass(frozen=True)
 class EngineParallel:
@@ -117,3 +121,16 @@ class Family:
     megatron_layout: Callable[[HfConfig, MegatronParallel, int, str], RankLayout]
     sglang_layout: Callable[[HfConfig, EngineParallel, int, str], RankLayout]
     megatron_config: Callable[[HfConfig], tuple[dict[str, Any], dict[str, Any]]]
+
+    def megatron_layouts(self, hf: HfConfig, parallel: MegatronParallel, dtype: str) -> list[RankLayout]:
+        """The layouts of all trainer ranks, from 0 on; each distinct one is made once, so planning reads it once."""
+        made: dict[tuple[int, int, int, int], RankLayout] = {}
+        for rank in range(parallel.world):
+            if parallel.place(rank) not in made:
+                made[parallel.place(rank)] = self.megatron_layout(hf, parallel, rank, dtype)
+        return [made[parallel.place(rank)].at(rank) for rank in range(parallel.world)]
+
+    def sglang_layouts(self, hf: HfConfig, parallel: EngineParallel, dtype: str, engines: int = 1, first: int = 0) -> list[RankLayout]:
+        """The layouts of all ranks of equal engines, engine after engine; the ranks are numbered from `first` on."""
+        one = [self.sglang_layout(hf, parallel, rank, dtype) for rank in range(parallel.tp)]
+        return [layout.at(first + i * parallel.tp + layout.rank) for i in range(engines) for layout in one]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 from asyncmoe.errors import ConfigError
@@ -85,26 +86,32 @@ def _get(hf: HfConfig, *names: str) -> int:
 def tensors(hf: HfConfig) -> Shapes:
     """Canonical tensors and their shapes."""
     m = shape_of(hf)
+    layer = {dense: _layer_shapes(m, dense) for dense in (False, True)}
     found: Shapes = {"embed": (m.vocab, m.hidden)}
     for i in range(m.layers):
-        q, kv = m.heads * m.head_dim, m.kv_heads * m.head_dim
-        found |= {f"layers.{i}.attn_norm": (m.hidden,), f"layers.{i}.q": (q, m.hidden), f"layers.{i}.k": (kv, m.hidden)}
-        found |= {f"layers.{i}.v": (kv, m.hidden), f"layers.{i}.o": (m.hidden, q)}
-        found |= {f"layers.{i}.q_norm": (m.head_dim,), f"layers.{i}.k_norm": (m.head_dim,), f"layers.{i}.mlp_norm": (m.hidden,)}
-        if i in m.dense_layers:
-            found |= _mlp_shapes(f"layers.{i}", m.dense_width, m.hidden)
-        else:
-            found[f"layers.{i}.router"] = (m.experts, m.hidden)
-            for e in range(m.experts):
-                found |= _mlp_shapes(f"layers.{i}.experts.{e}", m.expert_width, m.hidden)
+        front = f"layers.{i}."
+        found |= {front + name: shape for name, shape in layer[i in m.dense_layers].items()}
     found["final_norm"] = (m.hidden,)
     if not m.tied:
         found["head"] = (m.vocab, m.hidden)
     return found
 
 
+def _layer_shapes(m: Shape, dense: bool) -> Shapes:
+    """The tensors of one layer, named within it."""
+    q, kv = m.heads * m.head_dim, m.kv_heads * m.head_dim
+    found: Shapes = {"attn_norm": (m.hidden,), "q": (q, m.hidden), "k": (kv, m.hidden), "v": (kv, m.hidden), "o": (m.hidden, q)}
+    found |= {"q_norm": (m.head_dim,), "k_norm": (m.head_dim,), "mlp_norm": (m.hidden,)}
+    if dense:
+        return found | _mlp_shapes("", m.dense_width, m.hidden)
+    found["router"] = (m.experts, m.hidden)
+    for e in range(m.experts):
+        found |= _mlp_shapes(f"experts.{e}.", m.expert_width, m.hidden)
+    return found
+
+
 def _mlp_shapes(prefix: str, width: int, hidden: int) -> Shapes:
-    return {f"{prefix}.gate": (width, hidden), f"{prefix}.up": (width, hidden), f"{prefix}.down": (hidden, width)}
+    return {f"{prefix}gate": (width, hidden), f"{prefix}up": (width, hidden), f"{prefix}down": (hidden, width)}
 
 
 # ---------------------------------------------------------------- Hugging Face
@@ -150,14 +157,16 @@ def hf_name(tensor: str) -> str:
 def megatron_layout(hf: HfConfig, parallel: MegatronParallel, rank: int, dtype: str) -> RankLayout:
     """A rank's parameters. Layers are numbered from 0 in every pipeline stage; a tied model whose first and last stage are
     apart has a copy of the embedding as the last stage's output layer."""
-    m, all_shapes = shape_of(hf), tensors(hf)
+    m = shape_of(hf)
     builder = LayoutBuilder(rank, dtype)
     stage, tp = parallel.pp_rank(rank), parallel.tp_rank(rank)
     vocab_rows = rows((m.vocab, m.hidden), *shard(m.vocab, parallel.tp, tp))
     if stage == 0:
         builder.stack("embedding.word_embeddings.weight", [("embed", vocab_rows)])
-    for local, layer in enumerate(span(m.layers, parallel.pp, stage)):
-        _megatron_layer(builder, m, all_shapes, parallel, f"layers.{layer}", f"decoder.layers.{local}", layer in m.dense_layers)
+    layer = {dense: _megatron_layer(m, parallel, rank, dtype, dense) for dense in (False, True)}
+    first, count = shard(m.layers, parallel.pp, stage)
+    for dense, run in _runs(m, first, count):
+        builder.repeat(layer[dense], [(f"layers.{i}.", f"decoder.layers.{i - first}.") for i in run])
     if stage == parallel.pp - 1:
         builder.stack("decoder.final_layernorm.weight", [("final_norm", whole((m.hidden,)))])
         if not m.tied or parallel.pp > 1:
@@ -165,40 +174,45 @@ def megatron_layout(hf: HfConfig, parallel: MegatronParallel, rank: int, dtype: 
     return builder.build()
 
 
-def _megatron_layer(
-    builder: LayoutBuilder, m: Shape, shapes: Shapes, parallel: MegatronParallel, tensor: str, name: str, dense: bool
-) -> None:
-    tp, rank = parallel.tp, parallel.tp_rank(builder.rank)
-    attention = f"{name}.self_attention"
-    fused = f"{attention}.linear_qkv.layer_norm_weight"
-    put_whole(builder, shapes, fused if parallel.te else f"{name}.input_layernorm.weight", f"{tensor}.attn_norm")
-    builder.stack(f"{attention}.linear_qkv.weight", list(_qkv_by_group(m, tensor, *shard(m.kv_heads, tp, rank))))
-    put_whole(builder, shapes, f"{attention}.q_layernorm.weight", f"{tensor}.q_norm")
-    put_whole(builder, shapes, f"{attention}.k_layernorm.weight", f"{tensor}.k_norm")
-    put_columns(builder, shapes, f"{attention}.linear_proj.weight", f"{tensor}.o", tp, rank)
+def _runs(m: Shape, first: int, count: int) -> Iterator[tuple[bool, list[int]]]:
+    """Layers in order, as long as they are of one kind: (whether they are dense, their numbers)."""
+    for dense, run in groupby(range(first, first + count), m.dense_layers.__contains__):
+        yield dense, list(run)
+
+
+def _megatron_layer(m: Shape, parallel: MegatronParallel, rank: int, dtype: str, dense: bool) -> RankLayout:
+    """One layer; tensors and parameters are named within it."""
+    builder, shapes = LayoutBuilder(rank, dtype), _layer_shapes(m, dense)
+    tp, tp_rank = parallel.tp, parallel.tp_rank(rank)
+    attention = "self_attention"
+    put_whole(builder, shapes, f"{attention}.linear_qkv.layer_norm_weight" if parallel.te else "input_layernorm.weight", "attn_norm")
+    builder.stack(f"{attention}.linear_qkv.weight", list(_qkv_by_group(m, *shard(m.kv_heads, tp, tp_rank))))
+    put_whole(builder, shapes, f"{attention}.q_layernorm.weight", "q_norm")
+    put_whole(builder, shapes, f"{attention}.k_layernorm.weight", "k_norm")
+    put_columns(builder, shapes, f"{attention}.linear_proj.weight", "o", tp, tp_rank)
     # The norm before a mixture of experts has no linear layer to fuse with: the router and the dispatcher come first.
-    fused = f"{name}.mlp.linear_fc1.layer_norm_weight"
-    put_whole(builder, shapes, fused if parallel.te and dense else f"{name}.pre_mlp_layernorm.weight", f"{tensor}.mlp_norm")
+    fused = "mlp.linear_fc1.layer_norm_weight"
+    put_whole(builder, shapes, fused if parallel.te and dense else "pre_mlp_layernorm.weight", "mlp_norm")
     if dense:
-        put_gated_mlp(builder, shapes, tensor, f"{name}.mlp.linear_fc1.weight", f"{name}.mlp.linear_fc2.weight", tp, rank)
-        return
-    put_whole(builder, shapes, f"{name}.mlp.router.weight", f"{tensor}.router")
-    experts = f"{name}.mlp.experts"
-    for local, e in enumerate(span(m.experts, parallel.ep, parallel.ep_rank(builder.rank))):
+        put_gated_mlp(builder, shapes, "", "mlp.linear_fc1.weight", "mlp.linear_fc2.weight", tp, tp_rank)
+        return builder.build()
+    put_whole(builder, shapes, "mlp.router.weight", "router")
+    for local, e in enumerate(span(m.experts, parallel.ep, parallel.ep_rank(rank))):
         fc1, fc2 = (
-            f"{experts}.linear_{fc}.weight{local}" if parallel.te else f"{experts}.local_experts.{local}.linear_{fc}.weight"
+            f"mlp.experts.linear_{fc}.weight{local}" if parallel.te else f"mlp.experts.local_experts.{local}.linear_{fc}.weight"
             for fc in ("fc1", "fc2")
         )
-        put_gated_mlp(builder, shapes, f"{tensor}.experts.{e}", fc1, fc2, parallel.etp, parallel.etp_rank(builder.rank))
+        put_gated_mlp(builder, shapes, f"experts.{e}.", fc1, fc2, parallel.etp, parallel.etp_rank(rank))
+    return builder.build()
 
 
-def _qkv_by_group(m: Shape, tensor: str, first: int, count: int) -> Iterator[tuple[str, Box]]:
+def _qkv_by_group(m: Shape, first: int, count: int) -> Iterator[tuple[str, Box]]:
     """Rows of linear_qkv: for each query group its query heads, its key head, its value head."""
     d, r = m.head_dim, m.heads_per_group
     for group in range(first, first + count):
-        yield f"{tensor}.q", rows((m.heads * d, m.hidden), group * r * d, r * d)
-        yield f"{tensor}.k", rows((m.kv_heads * d, m.hidden), group * d, d)
-        yield f"{tensor}.v", rows((m.kv_heads * d, m.hidden), group * d, d)
+        yield "q", rows((m.heads * d, m.hidden), group * r * d, r * d)
+        yield "k", rows((m.kv_heads * d, m.hidden), group * d, d)
+        yield "v", rows((m.kv_heads * d, m.hidden), group * d, d)
 
 
 # ---------------------------------------------------------------- SGLang
@@ -206,44 +220,47 @@ def _qkv_by_group(m: Shape, tensor: str, first: int, count: int) -> Iterator[tup
 
 def sglang_layout(hf: HfConfig, parallel: EngineParallel, rank: int, dtype: str) -> RankLayout:
     """An engine rank's parameters; pipeline and data parallel attention are not used."""
-    m, all_shapes = shape_of(hf), tensors(hf)
+    m = shape_of(hf)
+    top: Shapes = {"embed": (m.vocab, m.hidden), "head": (m.vocab, m.hidden), "final_norm": (m.hidden,)}
     builder = LayoutBuilder(rank, dtype)
-    put_padded_rows(builder, all_shapes, "model.embed_tokens.weight", "embed", SGLANG_VOCAB_MULTIPLE, parallel.tp, rank)
-    for layer in range(m.layers):
-        _sglang_layer(builder, m, all_shapes, parallel, layer)
-    put_whole(builder, all_shapes, "model.norm.weight", "final_norm")
+    put_padded_rows(builder, top, "model.embed_tokens.weight", "embed", SGLANG_VOCAB_MULTIPLE, parallel.tp, rank)
+    layer = {dense: _sglang_layer(m, parallel, rank, dtype, dense) for dense in (False, True)}
+    for dense, run in _runs(m, 0, m.layers):
+        builder.repeat(layer[dense], [(f"layers.{i}.", f"model.layers.{i}.") for i in run])
+    put_whole(builder, top, "model.norm.weight", "final_norm")
     # A tied model has an output layer of its own here: SGLang's class for this family does not share the two.
-    put_padded_rows(builder, all_shapes, "lm_head.weight", "embed" if m.tied else "head", SGLANG_VOCAB_MULTIPLE, parallel.tp, rank)
+    put_padded_rows(builder, top, "lm_head.weight", "embed" if m.tied else "head", SGLANG_VOCAB_MULTIPLE, parallel.tp, rank)
     return builder.build()
 
 
-def _sglang_layer(builder: LayoutBuilder, m: Shape, shapes: Shapes, parallel: EngineParallel, layer: int) -> None:
-    tp, rank = parallel.tp, builder.rank
-    tensor, name = f"layers.{layer}", f"model.layers.{layer}"
-    builder.stack(f"{name}.self_attn.qkv_proj.weight", _qkv_stacked(m, tensor, tp, rank))
-    put_columns(builder, shapes, f"{name}.self_attn.o_proj.weight", f"{tensor}.o", tp, rank)
+def _sglang_layer(m: Shape, parallel: EngineParallel, rank: int, dtype: str, dense: bool) -> RankLayout:
+    """One layer; tensors and parameters are named within it."""
+    builder, shapes, tp = LayoutBuilder(rank, dtype), _layer_shapes(m, dense), parallel.tp
+    builder.stack("self_attn.qkv_proj.weight", _qkv_stacked(m, tp, rank))
+    put_columns(builder, shapes, "self_attn.o_proj.weight", "o", tp, rank)
     for part in ("q_norm", "k_norm"):
-        put_whole(builder, shapes, f"{name}.self_attn.{part}.weight", f"{tensor}.{part}")
-    put_whole(builder, shapes, f"{name}.input_layernorm.weight", f"{tensor}.attn_norm")
-    put_whole(builder, shapes, f"{name}.post_attention_layernorm.weight", f"{tensor}.mlp_norm")
-    if layer in m.dense_layers:
-        put_gated_mlp(builder, shapes, tensor, f"{name}.mlp.gate_up_proj.weight", f"{name}.mlp.down_proj.weight", tp, rank)
-        return
-    put_whole(builder, shapes, f"{name}.mlp.gate.weight", f"{tensor}.router")
-    _stacked_experts(builder, m, parallel, tensor, f"{name}.mlp.experts")
+        put_whole(builder, shapes, f"self_attn.{part}.weight", part)
+    put_whole(builder, shapes, "input_layernorm.weight", "attn_norm")
+    put_whole(builder, shapes, "post_attention_layernorm.weight", "mlp_norm")
+    if dense:
+        put_gated_mlp(builder, shapes, "", "mlp.gate_up_proj.weight", "mlp.down_proj.weight", tp, rank)
+    else:
+        put_whole(builder, shapes, "mlp.gate.weight", "router")
+        _stacked_experts(builder, m, parallel, "mlp.experts")
+    return builder.build()
 
 
-def _qkv_stacked(m: Shape, tensor: str, tp: int, rank: int) -> list[tuple[str, Box]]:
+def _qkv_stacked(m: Shape, tp: int, rank: int) -> list[tuple[str, Box]]:
     """This rank's query heads, then its key heads, then its value heads; with fewer key heads than ranks, neighbours share one."""
     d = m.head_dim
     q_first, q_count = shard(m.heads, tp, rank)
     kv_first, kv_count = shard(m.kv_heads, tp, rank) if m.kv_heads >= tp else (rank // (tp // m.kv_heads), 1)
     kv = rows((m.kv_heads * d, m.hidden), kv_first * d, kv_count * d)
     q = rows((m.heads * d, m.hidden), q_first * d, q_count * d)
-    return [(f"{tensor}.q", q), (f"{tensor}.k", kv), (f"{tensor}.v", kv)]
+    return [("q", q), ("k", kv), ("v", kv)]
 
 
-def _stacked_experts(builder: LayoutBuilder, m: Shape, parallel: EngineParallel, tensor: str, name: str) -> None:
+def _stacked_experts(builder: LayoutBuilder, m: Shape, parallel: EngineParallel, name: str) -> None:
     """w13 [experts here, gate rows then up rows, hidden] and w2 [experts here, hidden, columns of down]."""
     first, count = shard(m.experts, parallel.ep, parallel.ep_rank(builder.rank))
     begin, width = shard(m.expert_width, parallel.moe_tp, parallel.moe_tp_rank(builder.rank))
@@ -252,7 +269,7 @@ def _stacked_experts(builder: LayoutBuilder, m: Shape, parallel: EngineParallel,
     w13: list[tuple[str, Box, tuple[int, ...]]] = []
     w2: list[tuple[str, Box, tuple[int, ...]]] = []
     for local in range(count):
-        expert = f"{tensor}.experts.{first + local}"
+        expert = f"experts.{first + local}"
         w13 += [(f"{expert}.gate", up, (local, 0, 0)), (f"{expert}.up", up, (local, width, 0))]
         w2.append((f"{expert}.down", down, (local, 0, 0)))
     builder.place(f"{name}.w13_weight", (count, 2 * width, m.hidden), w13)

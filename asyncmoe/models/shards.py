@@ -36,11 +36,15 @@ def put_columns(builder: LayoutBuilder, shapes: Shapes, storage: str, tensor: st
 
 
 def put_gated_mlp(builder: LayoutBuilder, shapes: Shapes, tensor: str, gate_up: str, down: str, parts: int, index: int) -> None:
-    """A shard of a gated MLP: its gate rows over its up rows in one storage, its columns of down in another."""
-    gate = shapes[f"{tensor}.gate"]
+    """A shard of a gated MLP: its gate rows over its up rows in one storage, its columns of down in another.
+
+    Args:
+        tensor: what the names of the three tensors begin with.
+    """
+    gate = shapes[f"{tensor}gate"]
     part = rows(gate, *shard(gate[0], parts, index))
-    builder.stack(gate_up, [(f"{tensor}.gate", part), (f"{tensor}.up", part)])
-    put_columns(builder, shapes, down, f"{tensor}.down", parts, index)
+    builder.stack(gate_up, [(f"{tensor}gate", part), (f"{tensor}up", part)])
+    put_columns(builder, shapes, down, f"{tensor}down", parts, index)
 
 
 def put_padded_rows(builder: LayoutBuilder, shapes: Shapes, storage: str, tensor: str, multiple: int, parts: int, index: int) -> None:

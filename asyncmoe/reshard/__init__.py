@@ -4,7 +4,8 @@ from asyncmoe.reshard.bucket import Bucket, buckets
 from asyncmoe.reshard.exchange import Exchanger, Moved, exchange
 from asyncmoe.reshard.layout import PADDING, Box, LayoutBuilder, Piece, RankLayout, Storage
 from asyncmoe.reshard.memory import digest
-from asyncmoe.reshard.plan import Plan, plan, plan_each
+from asyncmoe.reshard.plan import Plan, Transfer, plan, plan_each
+from asyncmoe.reshard.relay import relay
 from asyncmoe.reshard.transport import LocalTransport, SharedTransport, Transport
 
 __all__ = [
@@ -20,10 +21,12 @@ __all__ = [
     "RankLayout",
     "SharedTransport",
     "Storage",
+    "Transfer",
     "Transport",
     "buckets",
     "digest",
     "exchange",
     "plan",
     "plan_each",
+    "relay",
 ]

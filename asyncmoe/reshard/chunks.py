@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
 
 from asyncmoe.errors import LayoutError
 from asyncmoe.reshard.layout import MAX_DIMS
-from asyncmoe.reshard.overlap import ranges
 from asyncmoe.reshard.plan import (
     DESTINATION_OFFSET,
     DESTINATION_STRIDES,
@@ -63,24 +61,24 @@ def trailer_offset(nbytes: int) -> int:
     return -(-nbytes // 8) * 8
 
 
-def chunk_limits(transfers: Iterable[Transfer], bucket_bytes: int) -> dict[tuple[int, int], int]:
+def chunk_limits(plan: Plan, bucket_bytes: int) -> dict[tuple[int, int], int]:
     """The largest message of every pair of ranks, such that one message of each pair a rank belongs to fit into `bucket_bytes`.
 
     Half of a rank's bucket is divided evenly among its pairs, half by their bytes; a pair gets the smaller of its two ends'
-    shares. Depends on the plan alone, so both ends find the same.
+    shares. Depends on the traffic of the whole plan, which a part of a plan knows too, so both ends find the same.
     """
-    remote = [t for t in transfers if t.source != t.destination]
+    traffic: list[list[int]] = plan.match.traffic().tolist()
     pairs: dict[int, int] = {}
     total: dict[int, int] = {}
-    for transfer in remote:
-        for rank in (transfer.source, transfer.destination):
+    for source, destination, nbytes in traffic:
+        for rank in (source, destination):
             pairs[rank] = pairs.get(rank, 0) + 1
-            total[rank] = total.get(rank, 0) + transfer.nbytes
+            total[rank] = total.get(rank, 0) + nbytes
     limits = {}
-    for transfer in remote:
-        ends = (transfer.source, transfer.destination)
+    for source, destination, nbytes in traffic:
+        ends = (source, destination)
         even = bucket_bytes // (2 * max(pairs[rank] for rank in ends))
-        weighted = bucket_bytes * transfer.nbytes // (2 * max(total[rank] for rank in ends))
+        weighted = bucket_bytes * nbytes // (2 * max(total[rank] for rank in ends))
         limits[ends] = (even + weighted) // 8 * 8
     return limits
 
@@ -140,6 +138,12 @@ def message_strides(copies: np.ndarray) -> np.ndarray:
     for k in range(MAX_DIMS - 2, -1, -1):
         strides[:, k] = strides[:, k + 1] * copies[:, EXTENTS][:, k + 1]
     return strides
+
+
+def ranges(start: np.ndarray, count: np.ndarray) -> np.ndarray:
+    """start[0], start[0] + 1, ... (count[0] of them), start[1], ..."""
+    shift: np.ndarray = np.repeat(start - np.cumsum(count) + count, count)
+    return shift + np.arange(len(shift))
 
 
 def _nbytes(copies: np.ndarray) -> np.ndarray:

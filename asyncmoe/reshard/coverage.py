@@ -1,4 +1,4 @@
-"""Exact tests of "every element exactly once".
+"""Exact tests of "every element exactly once", and the place where that fails.
 
 Boxes are compared on the grid of their own edges, so the cost depends on how many boxes there are and not on how many elements.
 """
@@ -9,8 +9,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
+import asyncmoe.reshard._C as _C
 from asyncmoe.errors import LayoutError
-from asyncmoe.reshard.layout import Box, Piece, RankLayout, Storage, contiguous_strides
+from asyncmoe.reshard.layout import Box, Storage, contiguous_strides
+from asyncmoe.reshard.table import EXTENT, OFFSET, STORAGE, STRIDES, TENSOR, Table, Tensors
 
 
 class Grid:
@@ -37,34 +39,26 @@ class Grid:
         return tuple(slice(index[s], index[s + n]) for index, s, n in edges)
 
 
-def check_destination(layout: RankLayout) -> None:
+def check_destination(tensors: Tensors, table: Table) -> None:
     """Refuse a layout whose pieces do not hold each element of each storage exactly once.
 
     Raises:
         LayoutError: naming the rank, the storage and the first box of it that no piece, or more than one, holds.
     """
-    by_storage: dict[str, list[Piece]] = {name: [] for name in layout.storages}
-    for piece in layout.pieces:
-        by_storage[piece.storage].append(piece)
-    for name, pieces in by_storage.items():
-        storage = layout.storages[name]
-        if len(pieces) == 1 and _is_everything(pieces[0], storage):
-            continue
+    for number in _C.doubtful_storages(table.pieces, table.shapes):
+        rows = np.flatnonzero(table.pieces[:, STORAGE] == number)
+        storage, pieces = table.storages[number], table.pieces[rows]
         boxes = [_box_in(storage, piece) for piece in pieces]
         known = [box for box in boxes if box is not None]
         fault = _first_fault(storage.shape, known) if len(known) == len(boxes) else _first_fault_by_element(storage, pieces)
         if fault is not None:
             box, count = fault
-            held = [p.tensor for p, b in zip(pieces, boxes, strict=True) if b is not None and _meet(b, box)]
+            held = [tensors.names[p[TENSOR]] for p, b in zip(pieces, boxes, strict=True) if b is not None and _meet(b, box)]
             raise LayoutError(
-                f"rank {layout.rank}: storage {name} box {box}",
+                f"rank {table.rank}: storage {table.names[number]} box {box}",
                 got=f"{count} pieces" + (f" ({', '.join(held)})" if held else ""),
                 expected="exactly 1 (a PADDING piece where no tensor lies)",
             )
-
-
-def _is_everything(piece: Piece, storage: Storage) -> bool:
-    return piece.offset == 0 and piece.box.size == storage.size and piece.strides == contiguous_strides(piece.box.extent)
 
 
 def _first_fault(shape: Sequence[int], boxes: Sequence[Box]) -> tuple[Box, int] | None:
@@ -81,12 +75,14 @@ def _meet(a: Box, b: Box) -> bool:
     return all(s < t + m and t < s + n for s, n, t, m in edges)
 
 
-def _box_in(storage: Storage, piece: Piece) -> Box | None:
+def _box_in(storage: Storage, piece: np.ndarray) -> Box | None:
     """The piece as a box of the storage's own shape, or None when it is not one (a run that wraps around a row's end)."""
-    runs = [(n, s) for n, s in zip(piece.box.extent, piece.strides, strict=True) if n > 1]
-    box = _box_of_runs(storage, piece.offset, runs)
-    if box is None and piece.strides == contiguous_strides(piece.box.extent):
-        box = _box_of_runs(storage, piece.offset, [(piece.box.size, 1)])
+    extent, strides = piece[EXTENT].tolist(), piece[STRIDES].tolist()
+    runs = [(n, s) for n, s in zip(extent, strides, strict=True) if n > 1]
+    box = _box_of_runs(storage, int(piece[OFFSET]), runs)
+    whole = [s for n, s in zip(extent, contiguous_strides(extent), strict=True) if n > 1]
+    if box is None and whole == [s for _, s in runs]:
+        box = _box_of_runs(storage, int(piece[OFFSET]), [(int(piece[EXTENT].prod()), 1)])
     return box
 
 
@@ -102,12 +98,12 @@ def _box_of_runs(storage: Storage, offset: int, runs: Sequence[tuple[int, int]])
     return Box(start, tuple(extent))
 
 
-def _first_fault_by_element(storage: Storage, pieces: Sequence[Piece]) -> tuple[Box, int] | None:
+def _first_fault_by_element(storage: Storage, pieces: np.ndarray) -> tuple[Box, int] | None:
     counts = np.zeros(storage.size, np.int64)
     for piece in pieces:
-        places = np.full((1,) * len(piece.strides), piece.offset)
-        for axis, (n, stride) in enumerate(zip(piece.box.extent, piece.strides, strict=True)):
-            places = places + np.expand_dims(np.arange(n) * stride, tuple(k for k in range(len(piece.strides)) if k != axis))
+        places = np.full((1,) * len(piece[EXTENT]), piece[OFFSET])
+        for axis, (n, stride) in enumerate(zip(piece[EXTENT], piece[STRIDES], strict=True)):
+            places = places + np.expand_dims(np.arange(n) * stride, tuple(k for k in range(len(piece[EXTENT])) if k != axis))
         counts += np.bincount(places.reshape(-1), minlength=storage.size)
     wrong = np.flatnonzero(counts != 1)
     if not len(wrong):

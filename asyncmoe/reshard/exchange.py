@@ -97,7 +97,7 @@ class Exchanger:
             raise LayoutError("bucket_bytes and buffers", got=f"{bucket_bytes} and {buffers}", expected="positive numbers")
         self.rank, self._plan = transport.rank, plan
         self._timeout_s, self._threads, self._stream, self._buffers = timeout_s, threads, stream, buffers
-        limits = chunk_limits(plan.transfers, bucket_bytes)
+        limits = chunk_limits(plan, bucket_bytes)
         mine = [t for t in plan.transfers if self.rank in (t.source, t.destination)]
         cut = [cut_transfer(plan, t, limits[t.source, t.destination]) for t in mine if t.source != t.destination]
         self._outgoing = [chunks for chunks in cut if chunks.source == self.rank]

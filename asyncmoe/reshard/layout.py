@@ -7,9 +7,11 @@ strides. Fused, interleaved, sharded, replicated and padded storage are all just
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from math import prod
+from typing import overload
 
 from asyncmoe.errors import LayoutError
 
@@ -90,10 +92,17 @@ class RankLayout:
 
     rank: int
     storages: Mapping[str, Storage]
-    pieces: tuple[Piece, ...]
+    pieces: Sequence[Piece]
+
+    @property
+    def blocks(self) -> tuple[Block, ...]:
+        """The same as blocks, in the order of the storages."""
+        if isinstance(self.storages, BlockStorages) and isinstance(self.pieces, BlockPieces) and self.storages.blocks is self.pieces.blocks:
+            return self.pieces.blocks
+        return (Block(self.storages, tuple(self.pieces)),)
 
     def at(self, rank: int) -> RankLayout:
-        """The same layout in the memory of another rank."""
+        """The same layout in the memory of another rank. Planning reads layouts made this way only once."""
         return replace(self, rank=rank)
 
     def only(self, storages: Iterable[str]) -> RankLayout:
@@ -108,6 +117,73 @@ class RankLayout:
                 raise LayoutError(f"rank {self.rank}: storage {name}", got="no such storage", expected=_some(self.storages))
             kept[name] = self.storages[name]
         return RankLayout(self.rank, kept, tuple(p for p in self.pieces if p.storage in kept))
+
+
+@dataclass(frozen=True, eq=False)
+class Block:
+    """Storages and pieces that occur once under each pair of prefixes, as the layers of a model do.
+
+    Attributes:
+        storages: by name, without the prefix.
+        pieces: naming tensors and storages without their prefixes; `PADDING` takes none.
+        prefixes: (of tensors, of storages).
+    """
+
+    storages: Mapping[str, Storage]
+    pieces: tuple[Piece, ...]
+    prefixes: tuple[tuple[str, str], ...] = (("", ""),)
+
+
+class BlockStorages(Mapping[str, Storage]):
+    """The storages of blocks under their full names. They are spelled out when first asked for."""
+
+    def __init__(self, blocks: tuple[Block, ...]) -> None:
+        self.blocks = blocks
+
+    @cached_property
+    def _all(self) -> dict[str, Storage]:
+        return {front + name: storage for b in self.blocks for _, front in b.prefixes for name, storage in b.storages.items()}
+
+    def __getitem__(self, name: str) -> Storage:
+        return self._all[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._all)
+
+    def __len__(self) -> int:
+        return len(self._all)
+
+
+class BlockPieces(Sequence[Piece]):
+    """The pieces of blocks under their full names. They are spelled out when first asked for."""
+
+    def __init__(self, blocks: tuple[Block, ...]) -> None:
+        self.blocks = blocks
+
+    @cached_property
+    def _all(self) -> tuple[Piece, ...]:
+        return tuple(_renamed(p, *prefixes) for block in self.blocks for prefixes in block.prefixes for p in block.pieces)
+
+    @overload
+    def __getitem__(self, at: int) -> Piece: ...
+    @overload
+    def __getitem__(self, at: slice) -> tuple[Piece, ...]: ...
+    def __getitem__(self, at: int | slice) -> Piece | tuple[Piece, ...]:
+        return self._all[at]
+
+    def __iter__(self) -> Iterator[Piece]:
+        return iter(self._all)
+
+    def __len__(self) -> int:
+        return len(self._all)
+
+    def __eq__(self, other: object) -> bool:
+        return self._all == tuple(other) if isinstance(other, Sequence) else NotImplemented
+
+
+def _renamed(piece: Piece, tensor: str, storage: str) -> Piece:
+    name = piece.tensor if piece.tensor == PADDING else tensor + piece.tensor
+    return Piece(name, piece.box, storage + piece.storage, piece.offset, piece.strides)
 
 
 def whole(shape: Sequence[int]) -> Box:
@@ -140,6 +216,7 @@ class LayoutBuilder:
 
     rank: int
     dtype: str
+    _blocks: list[Block] = field(default_factory=list)
     _storages: dict[str, Storage] = field(default_factory=dict)
     _pieces: list[Piece] = field(default_factory=list)
 
@@ -173,8 +250,31 @@ class LayoutBuilder:
             row += box.extent[0]
         self.place(storage, (row, *rest), placed)
 
+    def repeat(self, part: RankLayout, prefixes: Sequence[tuple[str, str]]) -> None:
+        """Add what `part` holds once under each pair of prefixes (of its tensors, of its storages).
+
+        Raises:
+            LayoutError: the prefixes of two storages are the same.
+        """
+        fronts = [storage for _, storage in prefixes]
+        if len(set(fronts)) < len(fronts):
+            raise LayoutError(f"rank {self.rank}: prefixes of storages", got=fronts, expected="all different")
+        self._close()
+        self._blocks += [replace(block, prefixes=_joined(prefixes, block.prefixes)) for block in part.blocks]
+
     def build(self) -> RankLayout:
-        return RankLayout(self.rank, dict(self._storages), tuple(self._pieces))
+        self._close()
+        blocks = tuple(self._blocks)
+        return RankLayout(self.rank, BlockStorages(blocks), BlockPieces(blocks))
+
+    def _close(self) -> None:
+        if self._storages:
+            self._blocks.append(Block(self._storages, tuple(self._pieces)))
+            self._storages, self._pieces = {}, []
+
+
+def _joined(outer: Sequence[tuple[str, str]], inner: Sequence[tuple[str, str]]) -> tuple[tuple[str, str], ...]:
+    return tuple((a + c, b + d) for a, b in outer for c, d in inner)
 
 
 def _some(names: Iterable[str]) -> str:

@@ -1,17 +1,26 @@
-"""The pieces of many ranks as columns, so that planning is arithmetic on arrays."""
+"""The pieces of many ranks as columns, so that planning is arithmetic on arrays. Equal layouts become one table."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import hashlib
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
+import asyncmoe.reshard._C as _C
 from asyncmoe.errors import LayoutError
-from asyncmoe.reshard.layout import ITEM_BYTES, MAX_DIMS, PADDING, Box, Piece, RankLayout, Storage
+from asyncmoe.reshard.layout import ITEM_BYTES, MAX_DIMS, PADDING, Block, Box, Piece, RankLayout, Storage
 
 DTYPES = tuple(ITEM_BYTES)
+DTYPE_BYTES = np.array([ITEM_BYTES[name] for name in DTYPES], np.int64)
 NO_TENSOR = -1
+_UNKNOWN = -2
+TENSOR, STORAGE, DTYPE, OFFSET = range(4)
+START = slice(4, 4 + MAX_DIMS)
+EXTENT = slice(4 + MAX_DIMS, 4 + 2 * MAX_DIMS)
+STRIDES = slice(4 + 2 * MAX_DIMS, 4 + 3 * MAX_DIMS)
 
 
 @dataclass(frozen=True, eq=False)
@@ -23,12 +32,14 @@ class Tensors:
         names: by number; the last one, `NO_TENSOR`, is padding.
         number: of a name.
         extent: int64[tensors, MAX_DIMS].
+        dims: int64[tensors].
     """
 
     shapes: Mapping[str, tuple[int, ...]]
     names: tuple[str, ...]
     number: Mapping[str, int]
     extent: np.ndarray
+    dims: np.ndarray
 
 
 def enumerate_tensors(shapes: Mapping[str, tuple[int, ...]]) -> Tensors:
@@ -41,88 +52,167 @@ def enumerate_tensors(shapes: Mapping[str, tuple[int, ...]]) -> Tensors:
         raise LayoutError("tensors", got=f"one named {PADDING}", expected="another name, this one is reserved")
     number = {name: i for i, name in enumerate(shapes)}
     number[PADDING] = NO_TENSOR
-    return Tensors(shapes, (*shapes, PADDING), number, _padded(list(shapes.values()), 1))
+    dims = np.array([len(shape) for shape in shapes.values()], np.int64)
+    return Tensors(shapes, (*shapes, PADDING), number, _padded(list(shapes.values()), 1), dims)
 
 
 @dataclass(frozen=True, eq=False)
 class Table:
-    """One row a piece, n in all, in the order of the layouts. Boxes are padded in front to `MAX_DIMS` dimensions of extent 1.
+    """One distinct layout, n pieces in s storages.
 
     Attributes:
-        storages: (rank, name, storage) of every storage; column `storage` is a position in it.
-        rank, storage, tensor, offset: int64[n]; `tensor` is a position in the tensors planned for, `NO_TENSOR` for padding.
-        start, extent, strides: int64[n, MAX_DIMS]; offset and strides in elements.
-        dtype: int64[n]; a position in `DTYPES`.
+        rank: the lowest rank that has it, for errors.
+        names, storages: of each storage.
+        shapes: int64[s, MAX_DIMS]; filled in front with 1.
+        pieces: int64[n, 4 + 3 * MAX_DIMS], in the column order of csrc/plan.h. TENSOR is a position in the tensors planned for
+            (`NO_TENSOR`: padding), STORAGE one in `storages`, DTYPE one in `DTYPES`; offset and strides are in elements; boxes are
+            filled in front to `MAX_DIMS` dimensions of extent 1.
     """
 
-    storages: tuple[tuple[int, str, Storage], ...]
-    rank: np.ndarray
-    storage: np.ndarray
-    tensor: np.ndarray
-    start: np.ndarray
-    extent: np.ndarray
-    offset: np.ndarray
-    strides: np.ndarray
-    dtype: np.ndarray
+    rank: int
+    names: tuple[str, ...]
+    storages: tuple[Storage, ...]
+    shapes: np.ndarray
+    pieces: np.ndarray
 
     def describe(self, row: int, tensors: Tensors) -> str:
         """Rank, tensor, box and storage of a row, for an error."""
-        rank, storage, _ = self.storages[self.storage[row]]
-        name = tensors.names[self.tensor[row]]
+        piece = self.pieces[row]
+        name = tensors.names[piece[TENSOR]]
         first = MAX_DIMS - len(tensors.shapes.get(name, (0,) * MAX_DIMS))
-        box = Box(tuple(self.start[row, first:].tolist()), tuple(self.extent[row, first:].tolist()))
-        return f"rank {rank}: tensor {name} box {box} in storage {storage}"
+        box = Box(tuple(piece[START][first:].tolist()), tuple(piece[EXTENT][first:].tolist()))
+        return f"rank {self.rank}: tensor {name} box {box} in storage {self.names[piece[STORAGE]]}"
 
 
-def tabulate(tensors: Tensors, layouts: Sequence[RankLayout]) -> Table:
-    """Put layouts into columns.
+@dataclass(frozen=True, eq=False)
+class Side:
+    """The sources or the destinations of a plan.
+
+    Attributes:
+        tables: the distinct layouts, in the order of the lowest ranks that have them.
+        ranks: int64[r], ascending.
+        table_of: int64[r]; the position of a rank's table.
+    """
+
+    tables: tuple[Table, ...]
+    ranks: np.ndarray
+    table_of: np.ndarray
+
+    def table(self, rank: int) -> Table:
+        """The table of a rank that is on this side."""
+        return self.tables[int(self.table_of[np.searchsorted(self.ranks, rank)])]
+
+    def update(self, state: hashlib._Hash) -> None:
+        """Feed everything into a hash."""
+        state.update(np.concatenate([[len(self.tables)], self.ranks, self.table_of]).astype("<i8").tobytes())
+        for table in self.tables:
+            state.update("\0".join(table.names).encode())
+            state.update(repr((_digest(table.pieces), _digest(table.shapes))).encode())
+
+
+def tabulate(tensors: Tensors, layouts: Iterable[RankLayout]) -> Side:
+    """Put layouts into tables.
 
     Raises:
         LayoutError: a rank twice, an unknown tensor, storage or dtype, a box outside its tensor or its storage.
     """
-    ranks = [layout.rank for layout in layouts]
-    for rank in ranks:
-        if ranks.count(rank) > 1:
-            raise LayoutError(f"rank {rank}", got=f"{ranks.count(rank)} layouts", expected="1")
-    number = tensors.number
-    storages: list[tuple[int, str, Storage]] = []
-    pieces: list[Piece] = []
-    storage_of: list[int] = []
-    for layout in layouts:
-        place = {name: len(storages) + i for i, name in enumerate(layout.storages)}
-        storages += [(layout.rank, name, storage) for name, storage in layout.storages.items()]
-        for piece in layout.pieces:
-            if piece.tensor not in number or piece.storage not in place:
-                raise _unknown(piece, layout.rank, piece.tensor not in number)
-            dims = len(piece.box.extent)
-            if not dims == len(piece.box.start) == len(piece.strides) == len(tensors.shapes.get(piece.tensor, piece.box.extent)):
-                raise _ragged(piece, layout.rank, tensors.shapes)
-        pieces += layout.pieces
-        storage_of += [place[piece.storage] for piece in layout.pieces]
-    for rank, name, storage in storages:
+    ordered = sorted(layouts, key=lambda layout: layout.rank)
+    for rank, count in Counter(layout.rank for layout in ordered).items():
+        if count > 1:
+            raise LayoutError(f"rank {rank}", got=f"{count} layouts", expected="1")
+    reader = _Reader(tensors)
+    numbers = [reader.read(layout) for layout in ordered]
+    return Side(tuple(reader.tables), np.array([layout.rank for layout in ordered], np.int64), np.array(numbers, np.int64))
+
+
+class _Reader:
+    """Makes tables, one for each distinct layout: told apart by identity first, which costs nothing, then by content."""
+
+    def __init__(self, tensors: Tensors) -> None:
+        self.tables: list[Table] = []
+        self._tensors = tensors
+        self._by_identity: dict[tuple[int, int], int] = {}
+        self._by_content: dict[tuple[object, ...], int] = {}
+        self._numbers: dict[tuple[tuple[str, ...], tuple[str, ...]], np.ndarray] = {}
+
+    def read(self, layout: RankLayout) -> int:
+        """The position of the layout's table. Layouts must outlive the reader."""
+        identity = (id(layout.storages), id(layout.pieces))
+        if identity not in self._by_identity:
+            table = self._table(layout)
+            content = (_digest(table.pieces), _digest(table.shapes), table.names)
+            if content not in self._by_content:
+                self._by_content[content] = len(self.tables)
+                self.tables.append(table)
+            self._by_identity[identity] = self._by_content[content]
+        return self._by_identity[identity]
+
+    def _table(self, layout: RankLayout) -> Table:
+        names: list[str] = []
+        storages: list[Storage] = []
+        parts = [np.empty((0, _C.PIECE_COLUMNS), np.int64)]
+        for block in layout.blocks:
+            parts.append(self._rows(block, layout.rank, len(storages)))
+            for _, front in block.prefixes:
+                names += [front + name for name in block.storages]
+                storages += block.storages.values()
+        if len(set(names)) < len(names):
+            raise LayoutError(f"rank {layout.rank}: storages", got="one name for two of them", expected="different names")
+        shapes = _padded([storage.shape for storage in storages], 1)
+        table = Table(layout.rank, tuple(names), tuple(storages), shapes, np.concatenate(parts))
+        _check_bounds(self._tensors, table)
+        return table
+
+    def _rows(self, block: Block, rank: int, first: int) -> np.ndarray:
+        """The rows of a block whose first storage is number `first` of its rank."""
+        _check_storages(block, rank)
+        tensor = self._tensor_numbers(block)
+        _check_pieces(self._tensors, block, tensor, rank)
+        place = {name: i for i, name in enumerate(block.storages)}
+        dtypes = np.array([DTYPES.index(storage.dtype) for storage in block.storages.values()], np.int64)
+        pieces = block.pieces
+        rows = np.empty((len(block.prefixes), len(pieces), _C.PIECE_COLUMNS), np.int64)
+        storage = np.array([place[p.storage] for p in pieces], np.int64)
+        rows[:, :, STORAGE] = storage + first + np.arange(len(block.prefixes))[:, None] * len(place)
+        rows[:, :, DTYPE] = dtypes[storage] if len(storage) else storage
+        rows[:, :, OFFSET] = np.array([p.offset for p in pieces], np.int64)
+        rows[:, :, START] = _padded([p.box.start for p in pieces], 0)
+        rows[:, :, EXTENT] = _padded([p.box.extent for p in pieces], 1)
+        rows[:, :, STRIDES] = _padded([p.strides for p in pieces], 0)
+        rows[:, :, TENSOR] = tensor
+        return rows.reshape(-1, _C.PIECE_COLUMNS)
+
+    def _tensor_numbers(self, block: Block) -> np.ndarray:
+        """int64[prefixes, pieces], `_UNKNOWN` among them. Blocks of the same names, as tensor-parallel ranks have, share the look-up."""
+        ends = tuple(p.tensor for p in block.pieces)
+        fronts = tuple(front for front, _ in block.prefixes)
+        if (fronts, ends) not in self._numbers:
+            number = self._tensors.number
+            found = [[NO_TENSOR if end == PADDING else number.get(front + end, _UNKNOWN) for end in ends] for front in fronts]
+            self._numbers[fronts, ends] = np.array(found, np.int64).reshape(len(fronts), len(ends))
+        return self._numbers[fronts, ends]
+
+
+def _check_storages(block: Block, rank: int) -> None:
+    for name, storage in block.storages.items():
         if storage.dtype not in ITEM_BYTES or len(storage.shape) > MAX_DIMS:
-            what = f"rank {rank}: storage {name}"
+            what = f"rank {rank}: storage {block.prefixes[0][1]}{name}"
             raise LayoutError(what, got=f"{storage.dtype}{storage.shape}", expected=f"at most {MAX_DIMS} dimensions of {', '.join(DTYPES)}")
-    table = _columns(number, storages, storage_of, pieces)
-    _check_bounds(tensors, table)
-    return table
+    for piece in block.pieces:
+        if piece.storage not in block.storages:
+            raise _unknown(piece, rank, "storage")
 
 
-def _columns(number: Mapping[str, int], storages: list[tuple[int, str, Storage]], storage_of: list[int], pieces: list[Piece]) -> Table:
-    storage = np.array(storage_of, np.int64).reshape(-1)
-    ranks = np.array([rank for rank, _, _ in storages], np.int64)
-    dtypes = np.array([DTYPES.index(s.dtype) for _, _, s in storages], np.int64)
-    return Table(
-        storages=tuple(storages),
-        rank=ranks[storage] if len(storages) else storage,
-        storage=storage,
-        tensor=np.array([number[p.tensor] for p in pieces], np.int64),
-        start=_padded([p.box.start for p in pieces], 0),
-        extent=_padded([p.box.extent for p in pieces], 1),
-        offset=np.array([p.offset for p in pieces], np.int64),
-        strides=_padded([p.strides for p in pieces], 0),
-        dtype=dtypes[storage] if len(storages) else storage,
-    )
+def _check_pieces(tensors: Tensors, block: Block, number: np.ndarray, rank: int) -> None:
+    """Refuse unknown tensors, and pieces that have not as many dimensions as their tensor (padding may have any number)."""
+    if (number == _UNKNOWN).any():
+        raise _unknown(block.pieces[int(np.argwhere(number == _UNKNOWN)[0][1])], rank, "tensor")
+    dims = np.array([len(p.box.extent) for p in block.pieces], np.int64)
+    ragged = (number != NO_TENSOR) & (np.append(tensors.dims, 0)[number] != dims)
+    ragged |= np.array([not len(p.box.extent) == len(p.box.start) == len(p.strides) for p in block.pieces], bool)
+    if ragged.any():
+        at, piece = np.argwhere(ragged)[0]
+        raise _ragged(block.pieces[piece], rank, len(tensors.shapes.get(tensors.names[number[at, piece]], block.pieces[piece].box.extent)))
 
 
 def _padded(rows: list[tuple[int, ...]], fill: int) -> np.ndarray:
@@ -136,32 +226,30 @@ def _padded(rows: list[tuple[int, ...]], fill: int) -> np.ndarray:
 
 
 def _check_bounds(tensors: Tensors, table: Table) -> None:
-    inside = (table.start >= 0).all(1) & (table.extent >= 1).all(1)
-    if len(tensors.extent):
-        inside &= ((table.start + table.extent <= tensors.extent[table.tensor]) | (table.tensor == NO_TENSOR)[:, None]).all(1)
-    sizes = np.array([storage.size for _, _, storage in table.storages], np.int64)
-    last = table.offset + ((table.extent - 1) * table.strides).sum(1)
-    stored = (table.offset >= 0) & (table.strides >= 0).all(1)
-    if len(sizes):
-        stored &= last < sizes[table.storage]
-    for good, expected in ((inside, "a box within the tensor"), (stored, "a place within the storage")):
-        if not good.all():
-            row = int(np.flatnonzero(~good)[0])
-            name = tensors.names[table.tensor[row]]
-            _, _, storage = table.storages[table.storage[row]]
-            place = f"offset {table.offset[row]}, strides {table.strides[row].tolist()}"
-            got = f"tensor {tensors.shapes.get(name, ())}, storage {storage.shape}, {place}"
-            raise LayoutError(table.describe(row, tensors), got=got, expected=expected)
-
-
-def _unknown(piece: Piece, rank: int, tensor: bool) -> LayoutError:
-    what = f"rank {rank}: tensor {piece.tensor} box {piece.box} in storage {piece.storage}"
-    return LayoutError(
-        what, got="an unknown " + ("tensor" if tensor else "storage"), expected="a tensor of the plan and a storage of the rank"
+    bad = _C.find_bad_row(table.pieces, tensors.extent, table.shapes.prod(1))
+    if bad is None:
+        return
+    row, outside_storage = bad
+    piece = table.pieces[row]
+    name, storage = tensors.names[piece[TENSOR]], table.storages[piece[STORAGE]]
+    place = f"offset {piece[OFFSET]}, strides {piece[STRIDES].tolist()}"
+    raise LayoutError(
+        table.describe(row, tensors),
+        got=f"tensor {tensors.shapes.get(name, ())}, storage {storage.shape}, {place}",
+        expected="a place within the storage" if outside_storage else "a box within the tensor",
     )
 
 
-def _ragged(piece: Piece, rank: int, tensors: Mapping[str, tuple[int, ...]]) -> LayoutError:
+def _digest(array: np.ndarray) -> int:
+    return _C.digest(array.ctypes.data, array.nbytes, 1)
+
+
+def _unknown(piece: Piece, rank: int, what: str) -> LayoutError:
+    where = f"rank {rank}: tensor {piece.tensor} box {piece.box} in storage {piece.storage}"
+    return LayoutError(where, got=f"an unknown {what}", expected="a tensor of the plan and a storage of the rank")
+
+
+def _ragged(piece: Piece, rank: int, dims: int) -> LayoutError:
     what = f"rank {rank}: tensor {piece.tensor} box {piece.box.start}+{piece.box.extent} in storage {piece.storage}"
     got = f"{len(piece.box.start)} starts, {len(piece.box.extent)} extents, {len(piece.strides)} strides"
-    return LayoutError(what, got=got, expected=f"as many of each as {tensors.get(piece.tensor, '')} has dimensions")
+    return LayoutError(what, got=got, expected=f"as many of each as there are dimensions, {dims}")

@@ -113,7 +113,7 @@ class Controller:
         loop.add_signal_handler(signal.SIGINT, self._interrupt)
         loop.add_signal_handler(signal.SIGTERM, self._over.set)
         serving = asyncio.create_task(self._guard(server.serve()))
-        work = (self._start_engines(), self._pool.watch(), self._demonstrate(), self._produce(), self._record())
+        work = (self._start_engines(), self._watch_engines(), self._demonstrate(), self._produce(), self._record())
         working = [asyncio.create_task(self._guard(part)) for part in work]
         await self._over.wait()
         await _cancel(working)
@@ -146,6 +146,11 @@ class Controller:
         await asyncio.gather(*(engine.wait_ready() for engine in self._engines))
         self._conductor.engines_started()
         log.info("%d engine(s) ready", len(self._engines))
+
+    async def _watch_engines(self) -> None:
+        # Until then `wait_ready` watches, and says better why one did not start.
+        await self._conductor.wait_started()
+        await self._pool.watch()
 
     async def _demonstrate(self) -> None:
         await self._met.wait()

@@ -16,6 +16,7 @@ from asyncmoe.config import Config
 from asyncmoe.errors import EngineError, UserError, WaitTimeout
 from asyncmoe.platform.sglang.lifetime import PARENT
 from asyncmoe.process import Child
+from asyncmoe.receiver.command import LOADER
 from asyncmoe.rollout.engine_client import EngineClient
 
 _POLL_S = 0.2
@@ -111,7 +112,7 @@ def command(config: Config, index: int, port: int) -> list[str]:
     }
     if section.max_total_tokens is not None:
         flags["max-total-tokens"] = section.max_total_tokens
-    switches = ["--skip-tokenizer-init", "--disable-overlap-schedule"]
+    switches = ["--skip-tokenizer-init", "--disable-overlap-schedule", "--custom-weight-loader", LOADER]
     named = [word for flag, value in flags.items() for word in (f"--{flag}", str(value))]
     return [str(_python(section.python)), "-m", "asyncmoe.platform.sglang", *named, *switches, *section.args]
 

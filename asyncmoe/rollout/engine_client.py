@@ -13,6 +13,7 @@ import aiohttp
 import msgspec
 
 from asyncmoe.errors import EngineError, WaitTimeout
+from asyncmoe.receiver.command import LOADER, Command, payload
 
 T = TypeVar("T")
 
@@ -187,6 +188,20 @@ class EngineClient:
             "flush_cache": False,
         }
         await self._post("/update_weights_from_distributed", body, _Acknowledged, timeout_s)
+
+    async def tell(self, commands: Sequence[Command], timeout_s: float, version: int | None = None) -> None:
+        """Give each rank's receiver its command, between `begin` and `end`.
+
+        Args:
+            version: what the weights are called from then on; None: as before.
+        """
+        body = {
+            "serialized_named_tensors": [payload(command) for command in commands],
+            "load_format": LOADER,
+            "flush_cache": False,
+            "weight_version": None if version is None else str(version),
+        }
+        await self._post("/update_weights_from_tensor", body, _Acknowledged, timeout_s)
 
     async def end(self) -> None:
         """Close the weight update."""

@@ -1,12 +1,19 @@
 """The conductor of the weight protocol, and the ledger of which engine serves which version.
 
+There are two ways a version comes to the engines. By broadcast, while they stand still:
+
     WeightsBegin    gate closed; every engine: pause in place, begin_weight_update
     WeightsBucket   every engine at once: update_weights_from_distributed, while the sender broadcasts
     WeightsCommit   every engine: end_weight_update, compare checksums, update_weight_version, continue; then the gate opens
 
+Shard to shard, while they generate, through the receivers inside them (`asyncmoe.receiver`):
+
+    WeightsStage    nothing but a look whether all engines are there; the sender and the receivers see to the rest
+    WeightsCommit   gate closed; every engine: pause in place, begin_weight_update, swap, end_weight_update, compare checksums, continue
+
 All or nothing: an engine that refused, fell silent or differs is fenced, and one that may hold a part of a version never goes on.
 When loading a bucket fails all engines are fenced, because those in the broadcast wait for the one that is not. A sender that
-fails before the first bucket costs nothing: the engines go on with the version they had.
+fails or falls silent before the first bucket, or while it stages, costs nothing: the engines go on with the version they had.
 """
 
 from __future__ import annotations
@@ -18,6 +25,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from asyncmoe.errors import AsyncmoeError, WaitTimeout, WeightSyncError
+from asyncmoe.receiver import command
 from asyncmoe.rollout.engine_client import EngineLost
 from asyncmoe.rollout.pool import Member, Pool
 from asyncmoe.wire.messages import (
@@ -31,9 +39,10 @@ from asyncmoe.wire.messages import (
     WeightsBucket,
     WeightsCommit,
     WeightsJoin,
+    WeightsStage,
 )
 
-WeightsRequest = WeightsJoin | WeightsBegin | WeightsBucket | WeightsCommit | WeightsAbort | EnginesAsk
+WeightsRequest = WeightsJoin | WeightsStage | WeightsBegin | WeightsBucket | WeightsCommit | WeightsAbort | EnginesAsk
 _NAMED = 8
 """Differing parameters an error names; the rest are counted."""
 
@@ -46,6 +55,10 @@ class _Update:
     """Unix seconds at which each engine was asked to pause."""
     loading: bool = False
     """Whether an engine may hold a part of `version`."""
+    staged: bool = False
+    """Whether it comes through the receivers."""
+    held: bool = False
+    """Whether the gate was closed for it."""
 
 
 class Conductor:
@@ -70,6 +83,7 @@ class Conductor:
         self._group = ""
         self._update: _Update | None = None
         self._silence: asyncio.TimerHandle | None = None
+        self._ending: asyncio.Future[None] | None = None
 
     def engines_started(self) -> None:
         """All engines take requests: `EnginesAsk` is answered."""
@@ -103,7 +117,9 @@ class Conductor:
             case WeightsAbort():
                 return await self._abort(request)
             case WeightsJoin():
-                await self._join(request)
+                await (self._join(request) if request.method == "broadcast" else self._start_receivers(request))
+            case WeightsStage():
+                self._claim(request.version).staged = True
             case WeightsBegin():
                 await self._expecting_next(self._begin(request.version))
             case WeightsBucket():
@@ -132,12 +148,34 @@ class Conductor:
 
         _raise(await _on_each(self._whole(), join), f"joining the weight group {request.group}")
 
+    async def _start_receivers(self, request: WeightsJoin) -> None:
+        """In an update that changes nothing: SGLang lets a call into its workers only then."""
+        update = self._claim(self._pool.version)
+        await self._stand_still(update)
+
+        async def start(member: Member) -> None:
+            first = request.senders + member.engine.rank_offset - 1
+            joins = [command.Join(request.host, request.port, request.group, first + rank) for rank in range(member.engine.tp)]
+            await member.engine.client.tell(joins, self._timeout_s)
+
+        failed = await self._fencing(update, start)
+        await self._give_up(update)
+        _raise(failed, "starting the weight receivers")
+
     async def _begin(self, version: int) -> None:
-        if self._update is not None:
+        await self._stand_still(self._claim(version))
+
+    def _claim(self, version: int) -> _Update:
+        # One that is only being staged may be that of a sender that is gone.
+        if self._update is not None and self._update.held:
             raise WeightSyncError(f"version {version} was begun while version {self._update.version} is open")
-        update = _Update(version, self._whole())
-        self._update = update
+        self._update = _Update(version, self._whole())
+        return self._update
+
+    async def _stand_still(self, update: _Update) -> None:
+        """Close the gate and pause all engines; when one cannot be, the others go on."""
         self._pool.hold()
+        update.held = True
 
         async def begin(member: Member) -> None:
             update.paused[member.engine.name] = time.time()
@@ -149,10 +187,12 @@ class Conductor:
             self._pool.fence(member, str(error))
         if failed:
             await self._give_up(update)
-            _raise(failed, f"beginning version {version}")
+            _raise(failed, f"beginning version {update.version}")
 
     async def _bucket(self, request: WeightsBucket) -> None:
         update = self._open(request.version)
+        if update.staged:
+            raise WeightSyncError(f"version {update.version} is staged by the receivers; it takes no buckets")
         update.loading = True
 
         async def load(member: Member) -> None:
@@ -169,17 +209,23 @@ class Conductor:
 
     async def _commit(self, request: WeightsCommit) -> Committed:
         update = self._open(request.version)
+        if update.staged:
+            if [len(ranks) for ranks in request.staged] != [member.engine.tp for member in update.members]:
+                raise WeightSyncError(f"version {update.version}: got {len(request.staged)} engines' digests of what is staged")
+            await self._stand_still(update)
+        failed = await self._swap(update, request) if update.staged else []
 
         async def finish(member: Member) -> None:
             await member.engine.client.end()
             if request.checksums:
                 _compare(request.checksums, await member.engine.client.checksums(self._timeout_s))
 
-        failed = await self._fencing(update, finish)
+        failed += await self._fencing(update, finish)
         pauses: dict[str, float] = {}
 
         async def go_on(member: Member) -> None:
-            await member.engine.client.set_version(update.version)
+            if not update.staged:
+                await member.engine.client.set_version(update.version)
             await member.engine.client.go_on()
             pauses[member.engine.name] = self._standing_ends(update, member)
             member.version = update.version
@@ -190,21 +236,36 @@ class Conductor:
         await self._published(update.version)
         return Committed(update.version, tuple(1e3 * pauses[member.engine.name] for member in update.members))
 
+    async def _swap(self, update: _Update, request: WeightsCommit) -> list[tuple[Member, AsyncmoeError]]:
+        """Have each rank make what it has staged its parameters."""
+        update.loading = True
+        digests = {member.engine.name: ranks for member, ranks in zip(update.members, request.staged, strict=True)}
+
+        async def swap(member: Member) -> None:
+            commits = [command.Commit(update.version, digest) for digest in digests[member.engine.name]]
+            await member.engine.client.tell(commits, self._timeout_s, update.version)
+
+        return await self._fencing(update, swap)
+
     async def _abort(self, request: WeightsAbort) -> Done:
         update = self._update
         if update is None or update.version != request.version:
             return Done()
         self._listen(False)
-        if update.loading:
-            self._fence_all(update, f"the sender failed: {request.why}")
-            self._close(update)
-        else:
-            await self._give_up(update)
+        await self._end(update, f"the sender failed: {request.why}")
         return Done()
 
-    async def _give_up(self, update: _Update) -> None:
-        """Nothing was loaded: the engines go on with what they have."""
+    async def _end(self, update: _Update, why: str) -> None:
+        """End an update that will not be committed; while nothing was loaded the engines go on with what they have."""
+        if update.loading:
+            self._fence_all(update, why)
+            self._close(update)
+        elif update.held:
+            await self._give_up(update)
+        else:
+            self._close(update)
 
+    async def _give_up(self, update: _Update) -> None:
         async def go_on(member: Member) -> None:
             await member.engine.client.end()
             await member.engine.client.go_on()
@@ -220,7 +281,7 @@ class Conductor:
         return failed
 
     async def _expecting_next(self, work: Coroutine[Any, Any, None]) -> None:
-        """Do `work`; should the sender then fall silent with the engines paused, fence them."""
+        """Do `work`; should the sender then fall silent with the engines paused, end the update."""
         self._listen(False)
         await work
         self._listen(True)
@@ -232,8 +293,7 @@ class Conductor:
 
     def _fell_silent(self) -> None:
         if (update := self._update) is not None:
-            self._fence_all(update, f"the sender said nothing for {self._timeout_s:.0f} s")
-            self._close(update)
+            self._ending = asyncio.ensure_future(self._end(update, f"the sender said nothing for {self._timeout_s:g} s"))
 
     def _fence_all(self, update: _Update, why: str) -> None:
         for member in update.members:
@@ -254,7 +314,8 @@ class Conductor:
     def _close(self, update: _Update) -> None:
         if self._update is update:
             self._update = None
-            self._pool.release()
+            if update.held:
+                self._pool.release()
 
     def _whole(self) -> list[Member]:
         """All engines; weights travel in a group that none may leave."""

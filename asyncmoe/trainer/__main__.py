@@ -3,6 +3,7 @@
 import logging
 import os
 import sys
+import traceback
 from pathlib import Path
 
 from asyncmoe.platform import megatron
@@ -24,8 +25,16 @@ def main() -> None:
         loop.run(configuration.load(Path(sys.argv[1]), sys.argv[2:]))
     except AsyncmoeError as error:
         print(f"{ERROR_PREFIX}{error}", file=sys.stderr, flush=True)
-        # Other ranks may wait in a collective for this one: leave at once, torchrun ends them.
-        os._exit(error.exit_code)
+        _leave(error.exit_code)
+    except Exception:  # noqa: BLE001  nothing is swallowed: it is printed and the process ends
+        traceback.print_exc()
+        _leave(1)
+
+
+def _leave(status: int) -> None:
+    """End at once: other ranks may wait in a collective for this one, and threads of ours for an answer. torchrun ends the others."""
+    sys.stderr.flush()
+    os._exit(status)
 
 
 if __name__ == "__main__":

@@ -29,8 +29,8 @@ class Gatherer:
         self._model, self._timeout_s = model, timeout_s
         self._transport = TorchTransport(device=str(model.mesh.device))
         self.buckets: list[Bucket] = buckets(family.hf_layout(model.hf, dtype), bucket_bytes)
-        megatron = [family.megatron_layout(model.hf, model.parallel, rank, dtype) for rank in range(model.mesh.world)]
-        self._plans = plan_each(family.tensors(model.hf), megatron, [[bucket.layout] for bucket in self.buckets])
+        megatron = family.megatron_layouts(model.hf, model.parallel, dtype)
+        self._plans = plan_each(family.tensors(model.hf), megatron, [[bucket.layout] for bucket in self.buckets], ranks=[model.mesh.rank])
 
     def run(self) -> Iterator[tuple[Bucket, torch.Tensor | None]]:
         """Collective over all trainer ranks: each bucket with its flat tensor (on rank 0; None elsewhere), in a fixed order."""

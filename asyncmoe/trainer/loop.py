@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
+import torch
 
 from asyncmoe import checkpoints, models
 from asyncmoe.config import Config
@@ -20,10 +21,12 @@ from asyncmoe.platform import kernels
 from asyncmoe.telemetry.records import JsonLines, Spans
 from asyncmoe.telemetry.schema import METRICS, TRAINER_SPANS, Resume, Step
 from asyncmoe.trainer import feed, mesh, model, objective, optimizer, state
+from asyncmoe.trainer.direct import Direct
 from asyncmoe.trainer.feed import ANSWER_S
 from asyncmoe.trainer.gather import Gatherer
+from asyncmoe.trainer.published import Checksums, Published
 from asyncmoe.trainer.step import Loss, PolicyLoss, StepMetrics, SupervisedLoss, logprobs_only, train_step
-from asyncmoe.trainer.sync import Broadcast, Published
+from asyncmoe.trainer.sync import Broadcast
 from asyncmoe.trainer.verify import engine_checksums
 from asyncmoe.wire import keys
 from asyncmoe.wire.client import Client
@@ -62,8 +65,7 @@ class Trainer:
         self._step = self._saved = done
         self._first = place.rank == 0
         self._total = config.warmup.steps + config.run.steps
-        gatherer = Gatherer(built, config.sync.bucket_bytes, config.sync.timeout_s)
-        self._sync = Broadcast(config, gatherer, client, place, lambda tensors: engine_checksums(built.hf, config.engines, tensors))
+        self._sync = _sender(config, built, client)
         self._metrics = JsonLines(config.run.dir / METRICS) if self._first else None
         self._spans = Spans(config.run.dir / TRAINER_SPANS) if self._first else None
 
@@ -160,6 +162,16 @@ class Trainer:
     ) -> None:
         if self._metrics is not None:
             self._metrics.write(step_record(self._step, leased, phase, updates, published, times))
+
+
+def _sender(config: Config, built: model.Model, client: Client) -> Direct | Broadcast:
+    def checksums(tensors: Mapping[str, torch.Tensor]) -> Checksums:
+        return engine_checksums(built.hf, config.engines, tensors)
+
+    if config.sync.method == "reshard":
+        return Direct(config, built, client, checksums)
+    gatherer = Gatherer(built, config.sync.bucket_bytes, config.sync.timeout_s)
+    return Broadcast(config, gatherer, client, built.mesh, checksums)
 
 
 def step_record(

@@ -9,19 +9,21 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 
 from asyncmoe.config import Config
-from asyncmoe.errors import WaitTimeout, WeightSyncError
+from asyncmoe.errors import AsyncmoeError, WaitTimeout, WeightSyncError
 from asyncmoe.trainer import weight_group
+from asyncmoe.trainer.feed import ANSWER_S
 from asyncmoe.trainer.gather import Gatherer, tensors_in
 from asyncmoe.trainer.mesh import Mesh
+from asyncmoe.trainer.published import Checksums, Published
+from asyncmoe.trajectory import Buffer
 from asyncmoe.wire.client import Client
 from asyncmoe.wire.messages import (
     Committed,
@@ -37,17 +39,6 @@ from asyncmoe.wire.messages import (
 )
 
 _GROUP = "asyncmoe_weights"
-Checksums = tuple[dict[str, str], ...]
-
-
-@dataclass(frozen=True)
-class Published:
-    """What publishing a version cost."""
-
-    version: int
-    seconds: float
-    pause_ms: float
-    """The longest any engine stood still; 0 on ranks other than 0."""
 
 
 class Broadcast:
@@ -67,7 +58,8 @@ class Broadcast:
         self._start_timeout_s = config.engines.start_timeout_s
         self._group: dist.ProcessGroup | None = None
         self._updates = 0
-        self._threads = ThreadPoolExecutor(1, "weights")
+        self._threads = ThreadPoolExecutor(2, "weights")
+        self._asked: Future[tuple[Reply, list[Buffer]]] | None = None
 
     def publish(self, version: int) -> Published:
         """Make `version` what all engines serve. Returns when every engine goes on with it.
@@ -85,8 +77,10 @@ class Broadcast:
             self._group = self._join()
         try:
             committed = self._send(version, self._group)
-        except Exception as error:
-            self._client.ask(WeightsAbort(version, str(error)), self._sync.timeout_s)
+        except AsyncmoeError as error:
+            # While a question is open nothing else can be asked; the controller notices the silence.
+            if self._asked is None or self._asked.done():
+                self._client.ask(WeightsAbort(version, str(error)), self._sync.timeout_s)
             raise
         self._updates += 1
         return Published(version, time.perf_counter() - begin, max(committed.pause_ms, default=0.0))
@@ -129,17 +123,21 @@ class Broadcast:
     def _ask_while(self, request: Request, act: Callable[[], None]) -> Reply:
         """Ask the controller, and do our part of what it asks the engines while the request is open.
 
-        The controller's answer is awaited first: an engine that refuses never takes its part, and ours would wait for it in vain.
+        The first of the two to fail decides: an engine that refuses never takes its part, and ours would wait for it in vain; when
+        ours fails the engines wait in vain, and the controller ends that wait by its own time-out.
         """
-        acting = self._threads.submit(act)
-        reply = self._client.ask(request, self._sync.timeout_s)[0]
-        try:
-            acting.result(self._sync.timeout_s)
-        except TimeoutError:
-            raise WaitTimeout("the engines", type(request).__name__, self._sync.timeout_s) from None
-        except RuntimeError as error:
-            raise WeightSyncError(f"{type(request).__name__}: {error}") from error
-        return reply
+        self._asked = self._threads.submit(self._client.ask, request, self._sync.timeout_s)
+        both: list[Future[Any]] = [self._asked, self._threads.submit(act)]
+        done, running = wait(both, timeout=self._sync.timeout_s + ANSWER_S, return_when=FIRST_EXCEPTION)
+        for future in done:
+            error = future.exception()
+            if isinstance(error, RuntimeError):  # what torch.distributed raises
+                raise WeightSyncError(f"{type(request).__name__}: {error}") from error
+            if error is not None:
+                raise error
+        if running:
+            raise WaitTimeout("the engines", type(request).__name__, self._sync.timeout_s)
+        return self._asked.result()[0]
 
 
 def _broadcast(flat: torch.Tensor, group: dist.ProcessGroup) -> None:

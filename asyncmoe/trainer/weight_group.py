@@ -39,7 +39,7 @@ def join(listener: socket.socket, world: int, group: str, backend: str, timeout_
     c10d: Any = distributed_c10d
     host, port = listener.getsockname()[:2]
     try:
-        store = c10d.TCPStore(
+        store = cast(Any, dist).TCPStore(
             host, port, world, is_master=True, timeout=timeout, wait_for_workers=False, master_listen_fd=listener.detach(), use_libuv=True
         )
         made, _ = c10d._new_process_group_helper(

@@ -73,12 +73,24 @@ class Goodbye(Message, frozen=True):
 
 
 class WeightsJoin(Message, frozen=True):
-    """All engines join the process group that weights travel in. The trainer's sender is rank 0; it joins while this request is open."""
+    """All engines join the process group that weights travel in; the trainer's `senders` ranks come first in it.
+
+    Method "broadcast": the trainer's rank 0 joins while this request is open. "reshard": the engines' receivers are started, and meet
+    the sender at this address.
+    """
 
     host: str
     port: int
     group: str
     backend: Literal["gloo", "nccl"]
+    method: Literal["broadcast", "reshard"] = "broadcast"
+    senders: int = 1
+
+
+class WeightsStage(Message, frozen=True):
+    """Open an update whose weights go to the engines' receivers while the engines generate; `WeightsCommit` swaps them in."""
+
+    version: int
 
 
 class WeightsBegin(Message, frozen=True):
@@ -101,10 +113,12 @@ class WeightsCommit(Message, frozen=True):
     """Close the update, publish `version`, let the engines go on.
 
     `checksums` (optional) maps an engine rank to {SGLang parameter: checksum}; every engine must agree before it goes on.
+    `staged` is what `WeightsStage` needs: for each engine, for each of its ranks, the digest of what it is to swap in.
     """
 
     version: int
     checksums: tuple[dict[str, str], ...] = ()
+    staged: tuple[tuple[str, ...], ...] = ()
 
 
 class WeightsAbort(Message, frozen=True):
@@ -204,6 +218,7 @@ Request = (
     | Saved
     | Goodbye
     | WeightsJoin
+    | WeightsStage
     | WeightsBegin
     | WeightsBucket
     | WeightsCommit

@@ -65,33 +65,34 @@ def runner() -> Iterator[asyncio.Runner]:
 
 
 @pytest.fixture(scope="session")
-def make_rigs(model: Path, runner: asyncio.Runner, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., list[Rig]]]:
-    """Starts rigs of the given numbers of engines, all at once."""
-    rigs: list[Rig] = []
+def make_rig(model: Path, runner: asyncio.Runner, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[int], Rig]]:
+    """Starts a rig of so many engines."""
+    started: list[Engine] = []
 
-    async def start(counts: tuple[int, ...]) -> list[Rig]:
-        made = [_rig(settings(model, tmp_path_factory.mktemp("run"), count=count), runner.run) for count in counts]
-        rigs.extend(made)
-        await asyncio.gather(*(engine.wait_ready() for rig in made for engine in rig.engines))
-        for rig in made:
-            rig.conductor.engines_started()
-        return made
+    async def start(count: int) -> Rig:
+        config = settings(model, tmp_path_factory.mktemp("run"), count=count)
+        engines = [Engine(f"engine.{index}", config, index, config.run.dir) for index in range(count)]
+        started.extend(engines)
+        rig = await make(config, engines, runner.run)
+        await asyncio.gather(*(engine.wait_ready() for engine in engines))
+        rig.conductor.engines_started()
+        return rig
 
     async def stop() -> None:
-        await asyncio.gather(*(engine.stop() for rig in rigs for engine in rig.engines))
+        await asyncio.gather(*(engine.stop() for engine in started))
 
-    yield lambda *counts: runner.run(start(counts))
+    yield lambda count: runner.run(start(count))
     runner.run(stop())
 
 
 @pytest.fixture(scope="session")
-def rig(make_rigs: Callable[..., list[Rig]]) -> Rig:
+def rig(make_rig: Callable[[int], Rig]) -> Rig:
     """The one engine that the tests share."""
-    return make_rigs(1)[0]
+    return make_rig(1)
 
 
-def _rig(config: Config, run: Callable[..., Any]) -> Rig:
-    engines = [Engine(f"engine.{index}", config, index, config.run.dir) for index in range(config.engines.count)]
+async def make(config: Config, engines: list[Engine], run: Callable[..., Any], timeout_s: float = 30.0) -> Rig:
+    """A pool and a conductor, waiting `timeout_s`, over engines that run."""
     published: list[int] = []
     pauses: list[tuple[str, float, float]] = []
     busy: list[tuple[str, float, float]] = []
@@ -100,5 +101,5 @@ def _rig(config: Config, run: Callable[..., Any]) -> Rig:
         published.append(version)
 
     pool = Pool(engines, 64, 60.0, lambda *span: busy.append(span))
-    conductor = Conductor(pool, 30.0, publish, lambda *span: pauses.append(span))
+    conductor = Conductor(pool, timeout_s, publish, lambda *span: pauses.append(span))
     return Rig(config, engines, pool, conductor, Sender(conductor), run, published, pauses, busy)

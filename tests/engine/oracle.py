@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +53,3 @@ def perturbed(oracle: Oracle, path: Path, seed: int, scale: float = 0.05) -> Ora
 
 def largest_difference(ours: Sequence[float], theirs: Sequence[float]) -> float:
     return max(abs(a - b) for a, b in zip(ours, theirs, strict=True))
-
-
-def missing(expected: Mapping[str, str], found: Mapping[str, str]) -> list[str]:
-    return [name for name, value in expected.items() if found.get(name) != value]

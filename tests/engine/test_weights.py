@@ -21,7 +21,7 @@ from asyncmoe.rollout.pool import Answer
 from asyncmoe.trainer.verify import engine_checksums
 from asyncmoe.trajectory import Trajectory
 from asyncmoe.wire.messages import EnginesAsk, WeightsAbort, WeightsBegin, WeightsCommit
-from tests.engine.conftest import Rig
+from tests.engine.conftest import Rig, make
 from tests.engine.lifetime import command_of, in_session, wait_until
 from tests.engine.oracle import Oracle, largest_difference, perturbed
 
@@ -38,10 +38,9 @@ def checkpoints(model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[O
 
 
 @pytest.fixture(scope="module")
-def doomed(make_rigs: Callable[..., list[Rig]]) -> tuple[Rig, Rig]:
-    """A rig of one engine and one of two, for tests that end with dead engines."""
-    alone, pair = make_rigs(1, 2)
-    return alone, pair
+def pair(make_rig: Callable[[int], Rig]) -> Rig:
+    """Two engines, for tests that end with dead ones."""
+    return make_rig(2)
 
 
 def expected(rig: Rig, oracle: Oracle) -> tuple[dict[str, str], ...]:
@@ -159,6 +158,20 @@ def test_a_sender_that_fails_before_the_first_bucket_costs_nothing(rig: Rig, che
     rig.run(rig.sender.publish(version + 1, checkpoints[1].weights))
 
 
+def test_a_sender_that_falls_silent_before_the_first_bucket_costs_nothing(rig: Rig) -> None:
+    version = rig.pool.version
+
+    async def fall_silent() -> Answer:
+        hasty = await make(rig.config, rig.engines, rig.run, timeout_s=0.5)
+        await hasty.conductor.handle(WeightsBegin(version + 1))
+        asking = asyncio.create_task(hasty.pool.generate((9, 9, 9), Sampling(1.0, 4, ())))
+        await asyncio.sleep(0.2)
+        assert not asking.done()
+        return await asyncio.wait_for(asking, 10)
+
+    assert [span.version for span in rig.run(fall_silent()).generation.spans] == [str(version)]
+
+
 def test_requests_out_of_turn_are_refused(rig: Rig, checkpoints: list[Oracle]) -> None:
     version = next_version(rig)
     with pytest.raises(WeightSyncError, match=f"version {version} was not begun; open is none"):
@@ -172,33 +185,8 @@ def test_requests_out_of_turn_are_refused(rig: Rig, checkpoints: list[Oracle]) -
     assert rig.pool.serving
 
 
-def test_an_engine_that_differs_is_fenced_and_the_parameters_named(doomed: tuple[Rig, Rig], checkpoints: list[Oracle]) -> None:
-    rig = doomed[0]
-    leader = rig.engine._child._process.pid
-    wrong = expected(rig, checkpoints[1])[0] | {"lm_head.weight": "0" * 16, "model.norm.weight": "1" * 16}
-
-    async def publish() -> list[Any]:
-        asking = asyncio.create_task(generate(rig, 1000))
-        await asyncio.sleep(0.2)
-        publishing = rig.sender.publish(1, checkpoints[1].weights, (wrong,))
-        return await asyncio.gather(publishing, asking, return_exceptions=True)
-
-    assert len(in_session(leader)) >= 3
-    refused, spoiled = rig.run(publish())
-    assert isinstance(refused, WeightSyncError)
-    assert "model.norm.weight of rank 0, lm_head.weight of rank 0" in str(refused)
-    assert isinstance(spoiled, TrajectoryRejected)
-    assert spoiled.reason == "engine_died"
-    assert rig.published == []
-    assert in_session(leader) == []
-    with pytest.raises(EngineError, match=r"no engine is left.*checksums differ"):
-        rig.run(generate(rig))
-    with pytest.raises(EngineError, match="no engine is left"):
-        rig.run(asyncio.wait_for(rig.pool.watch(), 5))
-
-
-def test_two_engines_are_updated_at_once_and_one_may_die(doomed: tuple[Rig, Rig], checkpoints: list[Oracle]) -> None:
-    rig = doomed[1]
+def test_two_engines_are_updated_at_once_and_one_may_die(pair: Rig, checkpoints: list[Oracle]) -> None:
+    rig = pair
     committed = rig.run(rig.sender.publish(1, checkpoints[1].weights, expected(rig, checkpoints[1])))
     assert len(committed.pause_ms) == 2
     assert [member.version for member in rig.pool.members] == [1, 1]
@@ -224,6 +212,33 @@ def test_two_engines_are_updated_at_once_and_one_may_die(doomed: tuple[Rig, Rig]
     for request in (EnginesAsk(1.0), WeightsBegin(2)):
         with pytest.raises(WeightSyncError, match=r"engine\.1"):
             rig.run(rig.conductor.handle(request))
+
+
+def test_an_engine_that_differs_is_fenced_and_the_parameters_named(pair: Rig, checkpoints: list[Oracle]) -> None:
+    """After the one before it: the engine that is left, as a rig of its own."""
+    rig = pair.run(make(pair.config, pair.engines[:1], pair.run))
+    rig.conductor.engines_started()
+    leader = rig.engine._child._process.pid
+    wrong = expected(rig, checkpoints[1])[0] | {"lm_head.weight": "0" * 16, "model.norm.weight": "1" * 16}
+
+    async def publish() -> list[Any]:
+        asking = asyncio.create_task(generate(rig, 1000))
+        await asyncio.sleep(0.2)
+        publishing = rig.sender.publish(2, checkpoints[1].weights, (wrong,))
+        return await asyncio.gather(publishing, asking, return_exceptions=True)
+
+    assert len(in_session(leader)) >= 3
+    refused, spoiled = rig.run(publish())
+    assert isinstance(refused, WeightSyncError)
+    assert "model.norm.weight of rank 0, lm_head.weight of rank 0" in str(refused)
+    assert isinstance(spoiled, TrajectoryRejected)
+    assert spoiled.reason == "engine_died"
+    assert rig.published == []
+    assert in_session(leader) == []
+    with pytest.raises(EngineError, match=r"no engine is left.*checksums differ"):
+        rig.run(generate(rig))
+    with pytest.raises(EngineError, match="no engine is left"):
+        rig.run(asyncio.wait_for(rig.pool.watch(), 5))
 
 
 def test_a_sender_that_fails_after_a_bucket_leaves_no_mixed_engine(rig: Rig, checkpoints: list[Oracle]) -> None:

@@ -70,6 +70,15 @@ def test_a_checkpoint_exports_to_hugging_face(finished: Path, tmp_path: Path) ->
     assert "existing path" in refused("export", str(finished), str(out))
 
 
+def test_weights_go_shard_to_shard(tmp_path: Path) -> None:
+    directory = tmp_path / "run"
+    summary = run(directory, "run.steps=4", "sync.method=reshard", "sync.verify_every=1")
+    print(f"pause median {summary['pause_ms_median']:.0f} ms, sync median {1e3 * summary['sync_seconds_median']:.0f} ms")
+    assert summary["steps"] == 4
+    assert summary["max_abs_logprob_diff_same_version"] <= 1e-4
+    assert 0 < summary["pause_ms_median"] < 1e3 * summary["sync_seconds_median"]
+
+
 def test_a_killed_run_goes_on_exactly_where_its_checkpoint_is(tmp_path: Path) -> None:
     """The warm-up is deterministic, so the resumed losses must be those of a run that was never killed."""
     shape = ("warmup.steps=9", "run.steps=1", "trainer.checkpoint_every=3")

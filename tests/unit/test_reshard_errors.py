@@ -40,6 +40,13 @@ def rows(rank: int, *parts: tuple[int, int], shape: tuple[int, ...] = (4, 6), ga
     return RankLayout(rank, {"s": Storage(shape, "float32")}, tuple(pieces))
 
 
+def overlap_and_hole(rank: int) -> RankLayout:
+    """Four rows' worth of pieces in four rows: the third lies there twice, the last not at all."""
+    places = [((0, 2), 0), ((2, 1), 2), ((3, 1), 2)]
+    pieces = tuple(Piece("w", Box((start, 0), (count, 6)), "s", at * 6, (6, 1)) for (start, count), at in places)
+    return RankLayout(rank, {"s": Storage((4, 6), "float32")}, pieces)
+
+
 BAD_DESTINATIONS: list[tuple[str, Callable[[], RankLayout], list[str]]] = [
     ("unknown tensor", lambda: with_piece(whole(7), 1, tensor="nope"), ["rank 7", "nope", "[0:6]", "unknown tensor"]),
     ("unknown storage", lambda: with_piece(whole(7), 1, storage="nope"), ["rank 7", "tensor b", "nope", "unknown storage"]),
@@ -54,6 +61,7 @@ BAD_DESTINATIONS: list[tuple[str, Callable[[], RankLayout], list[str]]] = [
     ("another dtype", lambda: with_dtype(whole(7), "sb", "bfloat16"), ["rank 7", "tensor b", "[0:6]", "bfloat16", "float32", "rank 0"]),
     ("hole at the end", lambda: rows(7, (0, 3)), ["rank 7", "storage s", "[3:4, 0:6]", "0 pieces"]),
     ("hole at the start", lambda: rows(7, (1, 3), gap=1), ["rank 7", "storage s", "[0:1, 0:6]", "0 pieces"]),
+    ("overlap as large as the hole", lambda: overlap_and_hole(7), ["rank 7", "storage s", "[2:3, 0:6]", "2 pieces"]),
     ("no piece at all", lambda: rows(7), ["rank 7", "storage s", "[0:4, 0:6]", "0 pieces"]),
     ("overlap", lambda: replace(whole(7), pieces=(*whole().pieces, Piece("w", Box((0, 0), (1, 2)), "sw", 7, (6, 1)))), ["[1:2, 1:3]", "2"]),
     ("written through itself", lambda: with_piece(whole(7), 0, strides=(0, 1)), ["rank 7", "storage sw"]),

@@ -201,7 +201,7 @@ def test_cut_boxes_are_small_and_cover_what_was_cut(limit: int) -> None:
 def test_one_message_of_every_pair_fits_into_a_bucket(sources: int, destinations: int, bucket: int) -> None:
     shapes = {"w": (sources * 24, destinations * 40)}
     made = plan(shapes, *rows_to_columns(sources, destinations, shapes["w"]))
-    limits = chunk_limits(made.transfers, bucket)
+    limits = chunk_limits(made, bucket)
     held = dict.fromkeys(range(sources + destinations), 0)
     for transfer in made.transfers:
         chunks = cut_transfer(made, transfer, limits[transfer.source, transfer.destination])

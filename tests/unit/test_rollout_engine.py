@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 
 from asyncmoe import config as configuration
@@ -67,3 +70,9 @@ TRACE = 'Traceback (most recent call last):\n  File "x.py", line 1, in f\n'
 def test_the_cause_is_found_among_its_consequences(log: str, reason: str | None) -> None:
     found = engine.reason_in(log)
     assert (found is None) if reason is None else reason in (found or "")
+
+
+def test_the_client_of_an_engine_needs_no_torch() -> None:
+    """Weights are swapped by commands the controller pickles; it must not have to load torch for that."""
+    code = "import sys, asyncmoe.rollout.engine_client; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -125,18 +125,20 @@ def test_a_process_is_kept_when_nobody_waits_for_its_answer_any_more() -> None:
     assert first == second
 
 
+EIGHTEEN = {
+    "so it is \\boxed{18}": 1.0,
+    "#### 18": 1.0,
+    "9 * 2 = $18.00": 1.0,
+    "$\\frac{36}{2}$": 1.0,
+    "\\boxed{17} was wrong\n#### 18": 1.0,
+    "18 or 17\n#### 17": 0.0,
+    "": 0.0,
+    "no idea": 0.0,
+}
+
+
 def test_math_verify_knows_equal_numbers() -> None:
-    responses = [
-        "so it is \\boxed{18}",
-        "#### 18",
-        "9 * 2 = $18.00",
-        "$\\frac{36}{2}$",
-        "First 17.\n#### 18",
-        "18 or 17\n#### 17",
-        "",
-        "no idea",
-    ]
-    assert score_all("math_verify", responses, answer="18") == [1.0, 1.0, 1.0, 1.0, 1.0, 0.0, 0.0, 0.0]
+    assert score_all("math_verify", [*EIGHTEEN], answer="18") == [*EIGHTEEN.values()]
 
 
 def test_math_verify_refuses_what_it_cannot_compare() -> None:

@@ -1,0 +1,330 @@
+"""`asyncmoe plan`: what moving a model's weights from a trainer to its engines will take, from its configuration alone."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table as Grid
+
+from asyncmoe.errors import ConfigError, DataError
+from asyncmoe.models import EngineParallel, MegatronParallel, family_of, load_hf_config
+from asyncmoe.reshard.layout import ITEM_BYTES, RankLayout
+from asyncmoe.reshard.match import Match, Sources
+from asyncmoe.reshard.plan import assemble
+from asyncmoe.reshard.relay import relay_matches
+from asyncmoe.reshard.table import DTYPE, DTYPE_BYTES, EXTENT, NO_TENSOR, START, TENSOR, Table, enumerate_tensors, tabulate
+
+_TRAINER = ("tp", "pp", "ep", "etp", "dp")
+_ENGINES = re.compile(r"(?P<engines>\d+)xtp(?P<tp>\d+)(?:ep(?P<ep>\d+))?", re.ASCII)
+_MOST_RANKS = 1 << 16
+
+
+@dataclass(frozen=True)
+class Speeds:
+    """Gigabytes (1e9) a second that one rank can send while it receives as much."""
+
+    nvlink: float = 450.0
+    nic: float = 50.0
+
+    def __post_init__(self) -> None:
+        for name, value in asdict(self).items():
+            if not (math.isfinite(value) and value > 0):
+                raise ConfigError(f"--{name}", got=value, expected="a positive number of GB/s")
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Bytes of the ranks of one side."""
+
+    least: int
+    mean: float
+    most: int
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to bring the weights to all engines.
+
+    Attributes:
+        bytes_wire: that travel between ranks, in all.
+        ratio: bytes_wire over the lower bound.
+        sent, received: by the trainer's ranks, by the engines' ranks.
+        passed_on: by the engines' ranks to others.
+        imbalance: what the busiest trainer rank sends, over the mean.
+        messages: of the rank that sends or receives the most of them.
+        buckets: of the rank that sends or receives the most bytes.
+        plan_seconds: for one rank, all layouts included: measured here, the slowest of the ranks tried.
+        nic_seconds, nvlink_seconds: for the busiest rank's bytes, round after round, at that speed. Packing, unpacking and
+            whatever the network does not deliver come on top.
+    """
+
+    bytes_wire: int
+    ratio: float
+    sent: Spread
+    received: Spread
+    passed_on: Spread
+    imbalance: float
+    messages: int
+    buckets: int
+    plan_seconds: float
+    nic_seconds: float
+    nvlink_seconds: float
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """What `asyncmoe plan` reports.
+
+    Attributes:
+        model_bytes: the checkpoint's.
+        lower_bound: bytes that have to reach the engines: every rank's distinct elements, once.
+        ways: "direct": from the trainer to every engine; with several engines also "relay": engines pass on to their replicas.
+    """
+
+    model: str
+    model_bytes: int
+    trainer: MegatronParallel
+    trainer_ranks: int
+    engine: EngineParallel
+    engines: int
+    engine_ranks: int
+    dtype: str
+    bucket_bytes: int
+    speeds: Speeds
+    lower_bound: int
+    ways: Mapping[str, Way]
+
+
+def parse_trainer(text: str) -> MegatronParallel:
+    """`tp=2,pp=2,ep=8,dp=4`; what is left out is 1. `te` alone: parameter names as Transformer Engine has them.
+
+    Raises:
+        ConfigError: anything else, and sizes that do not fit each other.
+    """
+    sizes: dict[str, int] = {}
+    te = False
+    for part in text.split(","):
+        key, _, value = part.strip().partition("=")
+        if key == "te" and not value:
+            te = True
+        elif key not in _TRAINER or key in sizes or not (value.isascii() and value.isdigit()):
+            raise ConfigError("--trainer", got=repr(part), expected=f"sizes like tp=2,pp=2,ep=8,dp=4 (each of {', '.join(_TRAINER)} once)")
+        else:
+            sizes[key] = int(value)
+    return MegatronParallel(**sizes, te=te)
+
+
+def parse_engines(text: str) -> tuple[int, EngineParallel]:
+    """`4xtp8` or `4xtp8ep2`: number of engines, and the parallel sizes of each.
+
+    Raises:
+        ConfigError: anything else, and sizes that do not fit each other.
+    """
+    found = _ENGINES.fullmatch(text.strip())
+    if not found or int(found["engines"]) < 1:
+        raise ConfigError("--engines", got=repr(text), expected="engines x sizes, like 4xtp8 or 16xtp8ep8")
+    return int(found["engines"]), EngineParallel(int(found["tp"]), int(found["ep"] or 1))
+
+
+def forecast(model: Path, trainer: str, engines: str, *, dtype: str, bucket_bytes: int, speeds: Speeds) -> Forecast:
+    """Plan for all engines, in every way there is.
+
+    Args:
+        model: a directory with a config.json, or such a file.
+        dtype: of all weights, as torch prints it without the prefix.
+
+    Raises:
+        ConfigError: sizes that cannot be.
+        DataError: no readable configuration.
+        UserError: a model family that is not supported.
+    """
+    if bucket_bytes < 1:
+        raise ConfigError("--bucket-bytes", got=bucket_bytes, expected="a positive number of bytes")
+    if dtype not in ITEM_BYTES:
+        raise ConfigError("--dtype", got=repr(dtype), expected=f"one of {', '.join(ITEM_BYTES)}")
+    grid, (count, engine) = parse_trainer(trainer), parse_engines(engines)
+    if grid.world + count * engine.tp > _MOST_RANKS:
+        raise ConfigError(
+            "--trainer and --engines", got=f"{grid.world + count * engine.tp} ranks in all", expected=f"at most {_MOST_RANKS}"
+        )
+    hf = load_hf_config(model)
+    family_of(hf).check(hf, grid, engine)
+    case = _Case(hf, grid, engine, count, dtype)
+    direct = case.direct()
+    ways = {"direct": case.way(direct[0], direct[1], bucket_bytes, speeds)}
+    if count > 1:
+        ways["relay"] = case.way(*case.relay(), bucket_bytes, speeds)
+    bound = sum(case.needed(direct[0][0]))
+    return Forecast(
+        model=str(model),
+        model_bytes=sum(math.prod(shape) for shape in family_of(hf).tensors(hf).values()) * ITEM_BYTES[dtype],
+        trainer=grid,
+        trainer_ranks=grid.world,
+        engine=engine,
+        engines=count,
+        engine_ranks=count * engine.tp,
+        dtype=dtype,
+        bucket_bytes=bucket_bytes,
+        speeds=speeds,
+        lower_bound=bound,
+        ways={name: replace(way, ratio=way.bytes_wire / bound) for name, way in ways.items()},
+    )
+
+
+@dataclass(frozen=True)
+class _Case:
+    """A model, a trainer and engines. The trainer's ranks come first, then the engines'."""
+
+    hf: Mapping[str, Any]
+    trainer: MegatronParallel
+    engine: EngineParallel
+    engines: int
+    dtype: str
+
+    @property
+    def all_engine_ranks(self) -> int:
+        return self.engines * self.engine.tp
+
+    def direct(self) -> tuple[tuple[Match, ...], float]:
+        """The match, and the seconds it took from the configuration on."""
+        began = time.perf_counter()
+        tensors, source, destination = self._layouts()
+        numbered = enumerate_tensors(tensors)
+        match = Match(Sources(numbered, tabulate(numbered, source)), tabulate(numbered, destination))
+        return (match,), time.perf_counter() - began
+
+    def relay(self) -> tuple[tuple[Match, ...], float]:
+        began = time.perf_counter()
+        matches = relay_matches(*self._layouts())
+        return matches, time.perf_counter() - began
+
+    def way(self, matches: Sequence[Match], seconds: float, bucket_bytes: int, speeds: Speeds) -> Way:
+        """The figures of some rounds that took `seconds` to match; `ratio` is left open."""
+        ranks = self.trainer.world + self.all_engine_ranks
+        sent, received = np.zeros((2, len(matches), ranks), np.int64)
+        messages = np.zeros((2, ranks), np.int64)
+        for number, match in enumerate(matches):
+            source, destination, nbytes = match.traffic().T
+            np.add.at(sent[number], source, nbytes)
+            np.add.at(received[number], destination, nbytes)
+            messages += np.stack([np.bincount(source, minlength=ranks), np.bincount(destination, minlength=ranks)])
+        busiest = np.maximum(sent, received).max(1).sum() / 1e9
+        by_trainer = sent[:, : self.trainer.world].sum(0)
+        return Way(
+            bytes_wire=int(sent.sum()),
+            ratio=math.nan,
+            sent=_spread(by_trainer),
+            received=_spread(received[:, self.trainer.world :].sum(0)),
+            passed_on=_spread(sent[:, self.trainer.world :].sum(0)),
+            imbalance=float(by_trainer.max() / by_trainer.mean()),
+            messages=int(messages.max()),
+            buckets=-(-int(np.maximum(sent.sum(0), received.sum(0)).max()) // bucket_bytes),
+            plan_seconds=seconds + self._slowest_part(matches),
+            nic_seconds=float(busiest / speeds.nic),
+            nvlink_seconds=float(busiest / speeds.nvlink),
+        )
+
+    def needed(self, match: Match) -> list[int]:
+        """Bytes of the distinct elements of every engine rank."""
+        side = match.side
+        return [_distinct_bytes(side.tables[number]) for number in side.table_of.tolist()]
+
+    def _layouts(self) -> tuple[Mapping[str, tuple[int, ...]], list[RankLayout], list[RankLayout]]:
+        family = family_of(self.hf)
+        source = family.megatron_layouts(self.hf, self.trainer, self.dtype)
+        destination = family.sglang_layouts(self.hf, self.engine, self.dtype, self.engines, first=self.trainer.world)
+        return family.tensors(self.hf), source, destination
+
+    def _slowest_part(self, matches: Sequence[Match]) -> float:
+        """Seconds for a rank's part and the digest: the most of the first and last ranks of either side."""
+        world = self.trainer.world
+        slowest = 0.0
+        for rank in (0, world - 1, world, world + self.all_engine_ranks - 1):
+            began = time.perf_counter()
+            for match in matches:
+                assemble(match, [rank])
+            slowest = max(slowest, time.perf_counter() - began)
+        began = time.perf_counter()
+        for match in matches:
+            _ = match.digest
+        return slowest + time.perf_counter() - began
+
+
+def _distinct_bytes(table: Table) -> int:
+    """Bytes of a table's elements, those of equal boxes counted once."""
+    pieces = table.pieces[table.pieces[:, TENSOR] != NO_TENSOR]
+    _, first = np.unique(np.column_stack([pieces[:, TENSOR], pieces[:, START], pieces[:, EXTENT]]), axis=0, return_index=True)
+    return int((pieces[first][:, EXTENT].prod(1) * DTYPE_BYTES[pieces[first][:, DTYPE]]).sum())
+
+
+def _spread(nbytes: np.ndarray) -> Spread:
+    return Spread(int(nbytes.min()), float(nbytes.mean()), int(nbytes.max()))
+
+
+def show(found: Forecast, console: Console) -> None:
+    """Print a forecast as a table."""
+    console.print(_title(found), highlight=False)
+    grid = Grid(show_edge=False)
+    grid.add_column("")
+    for name in found.ways:
+        grid.add_column(name, justify="right")
+    for label, values in _lines(found):
+        grid.add_row(label, *values)
+    console.print(grid)
+    console.print("Times are those of the wire alone: the busiest rank's bytes at that speed, in both directions at once.")
+
+
+def _title(found: Forecast) -> str:
+    trainer = ", ".join(f"{name} {getattr(found.trainer, name)}" for name in _TRAINER)
+    engine = f"tp {found.engine.tp}, ep {found.engine.ep}"
+    return (
+        f"{found.model}: {_size(found.model_bytes)} of {found.dtype}\n"
+        f"trainer {found.trainer_ranks} ranks ({trainer}) -> {found.engines} engines, {found.engine_ranks} ranks ({engine} each)\n"
+        f"lower bound {_size(found.lower_bound)}"
+    )
+
+
+def _lines(found: Forecast) -> list[tuple[str, list[str]]]:
+    ways = list(found.ways.values())
+    return [
+        ("bytes on the wire", [_size(way.bytes_wire) for way in ways]),
+        ("over the lower bound", [f"{way.ratio:.3f}" for way in ways]),
+        ("sent by a trainer rank, mean", [_size(way.sent.mean) for way in ways]),
+        ("sent by a trainer rank, most", [_size(way.sent.most) for way in ways]),
+        ("imbalance of the trainer ranks", [f"{way.imbalance:.3f}" for way in ways]),
+        ("received by an engine rank, most", [_size(way.received.most) for way in ways]),
+        ("passed on by an engine rank, most", [_size(way.passed_on.most) for way in ways]),
+        (f"buckets of {_size(found.bucket_bytes)} of the busiest rank", [str(way.buckets) for way in ways]),
+        ("messages of the busiest rank", [str(way.messages) for way in ways]),
+        ("plan time per rank", [f"{way.plan_seconds:.2f} s" for way in ways]),
+        (f"expected at {found.speeds.nic:g} GB/s (NIC)", [f"{way.nic_seconds:.3g} s" for way in ways]),
+        (f"expected at {found.speeds.nvlink:g} GB/s (NVLink)", [f"{way.nvlink_seconds:.3g} s" for way in ways]),
+    ]
+
+
+def _size(nbytes: float) -> str:
+    for unit, scale in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if nbytes >= scale:
+            return f"{nbytes / scale:.3g} {unit}"
+    return f"{nbytes:.0f} B"
+
+
+def write(found: Forecast, file: Path) -> None:
+    """Write a forecast as JSON.
+
+    Raises:
+        DataError: the file cannot be written.
+    """
+    try:
+        file.write_text(json.dumps(asdict(found), indent=2) + "\n")
+    except OSError as error:
+        raise DataError(str(file), got=error.strerror, expected="a file that can be written") from error

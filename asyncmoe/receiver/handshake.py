@@ -1,0 +1,63 @@
+"""What a worker reports of its parameters, and its comparison with the layout that weights will be sent by."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from asyncmoe.models import EngineParallel
+from asyncmoe.receiver.meeting import EngineRanks, Parameter, Ready
+from asyncmoe.reshard import RankLayout
+from asyncmoe.reshard.layout import contiguous_strides
+
+_NAMED = 20
+"""Differences a refusal lists; the rest are counted."""
+
+
+def parameters_of(model: torch.nn.Module) -> dict[str, Parameter]:
+    """All parameters of a worker's model, by SGLang's name."""
+    found: dict[str, Parameter] = {}
+    storages: dict[int, str] = {}
+    for name, parameter in model.named_parameters():
+        place = parameter.data.untyped_storage().data_ptr()
+        dtype = str(parameter.dtype).removeprefix("torch.")
+        found[name] = Parameter(tuple(parameter.shape), dtype, tuple(parameter.stride()), storages.get(place, ""))
+        storages.setdefault(place, name)
+    return found
+
+
+def places() -> dict[str, int]:
+    """SGLang's own record of the ranks of this worker; to be read in its main thread."""
+    from sglang.srt.runtime_context import get_parallel
+
+    parallel = get_parallel()
+    return {"tp_rank": parallel.tp_rank, "moe_ep_rank": parallel.moe_ep_rank}
+
+
+def differences(ready: Ready, engine: EngineRanks, tp_rank: int, layout: RankLayout) -> list[str]:
+    """Everything in which a worker is not what the layout says, each in words; none: weights may be sent."""
+    expected = {"tp_rank": tp_rank, "moe_ep_rank": EngineParallel(engine.tp, engine.ep).ep_rank(tp_rank)}
+    who = f"{engine.name} rank {tp_rank}"
+    wrong = [
+        f"{who} is {key} {ready.places.get(key)}, expected {value}" for key, value in expected.items() if ready.places.get(key) != value
+    ]
+    wanted = {name: Parameter(storage.shape, storage.dtype, contiguous_strides(storage.shape)) for name, storage in layout.storages.items()}
+    for name in sorted(wanted.keys() | ready.parameters.keys()):
+        if (got := ready.parameters.get(name)) != wanted.get(name):
+            wrong.append(f"{who}: {name}: got {_words(got)}, expected {_words(wanted.get(name))}")
+    return wrong
+
+
+def refusal(wrong: Sequence[str]) -> str:
+    """One text of many differences."""
+    more = f"; and {len(wrong) - _NAMED} more" if len(wrong) > _NAMED else ""
+    return "; ".join(wrong[:_NAMED]) + more
+
+
+def _words(parameter: Parameter | None) -> str:
+    if parameter is None:
+        return "no such parameter"
+    shared = f" in the storage of {parameter.shares}" if parameter.shares else ""
+    gaps = "" if parameter.stride == contiguous_strides(parameter.shape) else f" with strides {list(parameter.stride)}"
+    return f"{parameter.dtype}{list(parameter.shape)}{gaps}{shared}"

@@ -1,0 +1,114 @@
+"""What the sources hold meets what the destinations want: who sends which elements to whom. The work is done in csrc/plan.cpp."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from functools import cached_property
+
+import numpy as np
+
+import asyncmoe.reshard._C as _C
+from asyncmoe.errors import LayoutError
+from asyncmoe.reshard.coverage import Grid, check_destination
+from asyncmoe.reshard.layout import MAX_DIMS, Box
+from asyncmoe.reshard.table import DTYPE, DTYPE_BYTES, DTYPES, EXTENT, START, TENSOR, Side, Tensors
+
+RULES = "asyncmoe.reshard 2"
+"""Part of every digest; another name for every way to share and to cut."""
+
+
+class Sources:
+    """What the sources hold, cut into disjoint cells.
+
+    Raises:
+        LayoutError: boxes of one tensor overlap in more ways than can be sorted out.
+    """
+
+    def __init__(self, tensors: Tensors, side: Side) -> None:
+        self.tensors, self.side = tensors, side
+        try:
+            self.holdings = _C.Holdings([table.pieces for table in side.tables], side.ranks, side.table_of, len(tensors.extent))
+        except ValueError as error:
+            raise LayoutError("source layouts", got=str(error), expected="boxes that are equal, disjoint or cut along few lines") from error
+
+
+class Match:
+    """Sources and destinations, matched: every wanted element has the one source rank that sends it.
+
+    Args:
+        covered: whether the pieces of a destination must hold each element of its storages exactly once.
+        in_place: ranks that are on both sides have the same storages there; what lies where it is wanted, and padding, is left alone.
+
+    Raises:
+        LayoutError: destination pieces that overlap in their storage or leave holes, an element that no source has, or a tensor
+            with different dtypes; naming rank, tensor and box.
+    """
+
+    def __init__(self, sources: Sources, side: Side, *, covered: bool = True, in_place: bool = False) -> None:
+        self.sources, self.side, self._in_place = sources, side, in_place
+        for table in side.tables if covered else ():
+            check_destination(sources.tensors, table)
+        pieces = [table.pieces for table in side.tables]
+        self._matching = _C.Matching(sources.holdings, pieces, side.ranks, side.table_of, DTYPE_BYTES, in_place)
+        if self._matching.fault is not None:
+            raise self._error(*self._matching.fault)
+
+    @property
+    def ranks(self) -> list[int]:
+        """All ranks, sources and destinations."""
+        return sorted({*self.sources.side.ranks.tolist(), *self.side.ranks.tolist()})
+
+    @cached_property
+    def digest(self) -> str:
+        """SHA-256 of what all the copies follow from: the tensors, the layouts of all ranks, and `RULES`."""
+        tensors = self.sources.tensors
+        state = hashlib.sha256(repr((RULES, self._in_place)).encode())
+        state.update("\0".join(tensors.names).encode())
+        state.update(tensors.extent.astype("<i8").tobytes())
+        self.sources.side.update(state)
+        self.side.update(state)
+        return state.hexdigest()
+
+    def part(self, ranks: Iterable[int]) -> tuple[np.ndarray, list[tuple[int, int, int, int, int]]]:
+        """The copies of which one of `ranks` is source or destination.
+
+        Returns:
+            int64[n, columns of csrc/plan.h], and (source, destination, bytes on the wire, number after the last copy, check)
+            for each pair of ranks, in their order.
+        """
+        return self._matching.part(np.array(sorted(set(ranks)), np.int64))
+
+    def traffic(self) -> np.ndarray:
+        """int64[n, 3]: source, destination, bytes, for every pair of different ranks that exchange something."""
+        found = self._matching.traffic()
+        pairs, place = np.unique(found[:, :2], axis=0, return_inverse=True)
+        nbytes = np.zeros(len(pairs), np.int64)
+        np.add.at(nbytes, place.reshape(-1), found[:, 2])
+        return np.column_stack([pairs, nbytes])
+
+    def _error(self, dtype: bool, table: int, row: int, source_table: int, source_row: int) -> LayoutError:
+        wanted, tensors = self.side.tables[table], self.sources.tensors
+        if not dtype:
+            return self._hole(table, row)
+        held = self.sources.side.tables[source_table]
+        theirs = DTYPES[held.pieces[source_row, DTYPE]]
+        got = f"{DTYPES[wanted.pieces[row, DTYPE]]}, but {theirs} in {held.describe(source_row, tensors)}"
+        return LayoutError(wanted.describe(row, tensors), got=got, expected="one dtype for a tensor in source and destination")
+
+    def _hole(self, table: int, row: int) -> LayoutError:
+        wanted, tensors = self.side.tables[table], self.sources.tensors
+        piece = wanted.pieces[row]
+        start, extent = piece[START], piece[EXTENT]
+        cells = self.sources.holdings.cells(int(piece[TENSOR]))
+        low = np.maximum(cells[:, :MAX_DIMS], start)
+        size = np.minimum(cells[:, :MAX_DIMS] + cells[:, MAX_DIMS:], start + extent) - low
+        met = (size > 0).all(1)
+        found = [Box(tuple(s), tuple(n)) for s, n in zip((low - start)[met].tolist(), size[met].tolist(), strict=True)]
+        grid = Grid(extent.tolist(), found)
+        hole = grid.cells(grid.counts == 0)[0]
+        name = tensors.names[piece[TENSOR]]
+        first = MAX_DIMS - len(tensors.shapes[name])
+        corner = tuple(int(s) for s in np.array(hole.start) + start)
+        box = Box(corner[first:], hole.extent[first:])
+        return LayoutError(wanted.describe(row, tensors), got=f"no source for {box} of {name}", expected="a source for every element")

@@ -1,0 +1,134 @@
+"""Fan-out to replicas: the sources send every element to one replica, and the replicas pass it on.
+
+With R ranks whose layouts are equal (the same rank of R equal engines), each gets 1/R of its bytes from the sources in a first
+round and the rest from the other replicas in a second. What leaves the sources does not grow with R, and what enters a replica is
+what it needs, once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import numpy as np
+
+from asyncmoe.reshard.coverage import check_destination
+from asyncmoe.reshard.layout import MAX_DIMS, RankLayout
+from asyncmoe.reshard.match import Match, Sources
+from asyncmoe.reshard.plan import Plan, assemble
+from asyncmoe.reshard.table import (
+    DTYPE,
+    DTYPE_BYTES,
+    EXTENT,
+    NO_TENSOR,
+    OFFSET,
+    START,
+    STRIDES,
+    TENSOR,
+    Side,
+    Table,
+    enumerate_tensors,
+    tabulate,
+)
+
+_SMALLEST_CUT = 1 << 15
+"""Bytes; smaller pieces are not cut."""
+
+
+def relay(
+    tensors: Mapping[str, tuple[int, ...]],
+    source: Iterable[RankLayout],
+    destination: Iterable[RankLayout],
+    *,
+    ranks: Iterable[int] | None = None,
+) -> tuple[Plan, ...]:
+    """Plan the copies from `source` to `destination` in rounds, each to be finished before the next.
+
+    The first round reads the source arrays. Later ones read and write the destination arrays: a rank passes them to `exchange` as
+    both. Together the rounds write every destination element exactly once. A destination rank that is a source as well gets
+    all it needs in the first round, since it has some of it already.
+
+    Args:
+        tensors, source, destination, ranks: as for `asyncmoe.reshard.plan`.
+
+    Returns:
+        One plan where no two destination layouts are equal, else two.
+
+    Raises:
+        LayoutError: as `asyncmoe.reshard.plan`.
+    """
+    wanted = None if ranks is None else list(ranks)
+    return tuple(assemble(match, wanted) for match in relay_matches(tensors, source, destination))
+
+
+def relay_matches(
+    tensors: Mapping[str, tuple[int, ...]], source: Iterable[RankLayout], destination: Iterable[RankLayout]
+) -> tuple[Match, ...]:
+    """What the rounds of `relay` are made from."""
+    numbered = enumerate_tensors(tensors)
+    sources = Sources(numbered, tabulate(numbered, source))
+    side = tabulate(numbered, destination)
+    for table in side.tables:
+        check_destination(numbered, table)
+    first = _divided(side, set(sources.side.ranks.tolist()))
+    rounds = [Match(sources, first, covered=False)]
+    if len(first.tables) > len(side.tables):
+        rounds.append(Match(Sources(numbered, first), side, covered=False, in_place=True))
+    return tuple(rounds)
+
+
+def _divided(side: Side, colocated: set[int]) -> Side:
+    """The same ranks; of those with the same table, each has another part of it, and all of its padding."""
+    tables: list[Table] = []
+    table_of = np.zeros(len(side.ranks), np.int64)
+    for number, table in enumerate(side.tables):
+        places = np.flatnonzero(side.table_of == number)
+        replicas = [i for i in places.tolist() if int(side.ranks[i]) not in colocated]
+        alone = [i for i in places.tolist() if int(side.ranks[i]) in colocated]
+        if alone:
+            table_of[alone] = len(tables)
+            tables.append(table)
+        for part, place in enumerate(replicas):
+            table_of[place] = len(tables)
+            tables.append(_part(table, part, len(replicas)))
+    return Side(tuple(tables), side.ranks, table_of)
+
+
+def _part(table: Table, part: int, parts: int) -> Table:
+    """The pieces from `part / parts` to `(part + 1) / parts` of a table's bytes, the outer ones cut; and all padding."""
+    padding = table.pieces[:, TENSOR] == NO_TENSOR
+    pieces = table.pieces[~padding]
+    nbytes = pieces[:, EXTENT].prod(1) * DTYPE_BYTES[pieces[:, DTYPE]]
+    ends = np.cumsum(nbytes)
+    low, high = (_rounded(pieces, nbytes, ends, int(ends[-1]) * k // parts if len(ends) else 0) for k in (part, part + 1))
+    first = int(np.searchsorted(ends, low, "right"))
+    last = int(np.searchsorted(ends - nbytes, high, "left")) if low < high else first
+    kept = pieces[first:last].copy()
+    for row in {first, last - 1} if first < last else ():
+        begin = int(ends[row] - nbytes[row])
+        _cut(kept[row - first], int(nbytes[row]), max(0, low - begin), min(int(nbytes[row]), high - begin))
+    return Table(table.rank, table.names, table.storages, table.shapes, np.concatenate([kept, table.pieces[padding]]))
+
+
+def _rounded(pieces: np.ndarray, nbytes: np.ndarray, ends: np.ndarray, at: int) -> int:
+    """The place nearest to byte `at` where pieces may be cut."""
+    row = int(np.searchsorted(ends, at, "right"))
+    if row == len(ends):
+        return at
+    begin, size = int(ends[row] - nbytes[row]), int(nbytes[row])
+    unit = size if size < _SMALLEST_CUT else size // int(pieces[row][EXTENT][_axis(pieces[row])])
+    return begin + (at - begin + unit // 2) // unit * unit
+
+
+def _cut(piece: np.ndarray, nbytes: int, low: int, high: int) -> None:
+    """Keep bytes [low, high) of a piece of `nbytes`; both are multiples of its rows."""
+    axis = _axis(piece)
+    unit = nbytes // int(piece[EXTENT][axis])
+    piece[OFFSET] += low // unit * piece[STRIDES][axis]
+    piece[START][axis] += low // unit
+    piece[EXTENT][axis] = (high - low) // unit
+
+
+def _axis(piece: np.ndarray) -> int:
+    """The first dimension of more than one entry, where pieces are cut."""
+    longer = np.flatnonzero(piece[EXTENT] > 1)
+    return int(longer[0]) if len(longer) else MAX_DIMS - 1

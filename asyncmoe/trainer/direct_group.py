@@ -1,0 +1,120 @@
+"""The meeting of a trainer's ranks with the receivers inside the engines, before the first weights move."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+
+import torch
+import torch.distributed as dist
+
+from asyncmoe.config import Config
+from asyncmoe.errors import AsyncmoeError, WeightSyncError
+from asyncmoe.receiver import handshake, meeting, route
+from asyncmoe.receiver.meeting import EngineRanks, Outcome, Ready, Store, Terms
+from asyncmoe.reshard import Plan
+from asyncmoe.trainer.model import Model
+from asyncmoe.wire.client import Client
+from asyncmoe.wire.messages import Engines, EnginesAsk, WeightsJoin
+
+_HOST = "127.0.0.1"
+_GROUP = "asyncmoe_weights"
+GRACE_S = 10.0
+"""By how much ranks wait longer for rank 0 than rank 0 for them, so that all hear its reason."""
+
+
+@dataclass(frozen=True, eq=False)
+class Meeting:
+    """What the ranks have agreed on, and where they go on talking."""
+
+    store: Store
+    terms: Terms
+    plans: list[Plan]
+
+
+def meet(config: Config, model: Model, client: Client) -> Meeting:
+    """Collective over the trainer's ranks: all ranks, engines' included, plan the same, and the engines' parameters are what the
+    layouts say.
+
+    Args:
+        client: used on rank 0 only.
+
+    Raises:
+        WeightSyncError: naming each parameter that differs, or who has not come; with the same words on every rank.
+    """
+    rank, wait_s = model.mesh.rank, config.sync.timeout_s
+    store = _open(config, model, client)
+    terms = store.get("terms", Terms, wait_s)
+    failure = ""
+    plans: list[Plan] = []
+    try:
+        plans = route.route(terms)
+    except AsyncmoeError as error:
+        failure = str(error)
+    mine = Ready(failure, route.digest(plans))
+    if rank == 0:
+        store.put("verdict", Outcome(_disagreement(store, terms, mine, wait_s)))
+    else:
+        store.put(f"ready/{rank}", mine)
+    heed(store.get("verdict", Outcome, 2 * wait_s))
+    return Meeting(store, terms, plans)
+
+
+def heed(outcome: Outcome) -> None:
+    """Raises WeightSyncError for an outcome that is none."""
+    if outcome.failure:
+        raise WeightSyncError(outcome.failure)
+
+
+def _open(config: Config, model: Model, client: Client) -> Store:
+    """Rank 0 makes the store and has the engines' receivers come to it; every rank gets its own way into it."""
+    rank, wait_s = model.mesh.rank, config.sync.timeout_s
+    port = torch.zeros(1, dtype=torch.int64)
+    if rank == 0:
+        try:
+            store, number = _keep(config, model, client)
+            port.fill_(number)
+        finally:
+            dist.broadcast(port, src=0)
+        return store
+    dist.broadcast(port, src=0)
+    if not int(port):
+        raise WeightSyncError("the trainer's rank 0 could not start the weight receivers; it says why")
+    return Store(_GROUP, rank, _HOST, int(port), wait_s)
+
+
+def _keep(config: Config, model: Model, client: Client) -> tuple[Store, int]:
+    world, sync, start_s = model.mesh.world, config.sync, config.engines.start_timeout_s
+    engines = client.ask(EnginesAsk(start_s), start_s + GRACE_S)[0]
+    assert isinstance(engines, Engines)
+    listener = meeting.listen(_HOST)
+    port = int(listener.getsockname()[1])
+    store = Store(_GROUP, 0, _HOST, port, sync.timeout_s, listener)
+    ranks = tuple(EngineRanks(e.name, e.tp, e.ep, world + e.rank_offset - 1) for e in engines.engines)
+    dtype = str(model.dtype).removeprefix("torch.")
+    store.put("terms", Terms(dict(model.hf), asdict(model.parallel), ranks, dtype, sync.bucket_bytes, sync.timeout_s))
+    client.ask(WeightsJoin(_HOST, port, _GROUP, "gloo", "reshard", world), sync.timeout_s + GRACE_S)
+    return store, port
+
+
+def _disagreement(store: Store, terms: Terms, mine: Ready, wait_s: float) -> str:
+    """Why weights cannot be sent; empty when they can."""
+    engines = meeting.engine_ranks(terms)
+    names = {rank: f"trainer rank {rank}" for rank in range(1, terms.engines[0].first)} | engines
+    try:
+        found = store.get_all({f"ready/{rank}": whom for rank, whom in names.items()}, Ready, wait_s)
+    except AsyncmoeError as error:
+        return str(error)
+    ready = {0: mine} | {rank: found[f"ready/{rank}"] for rank in names}
+    failures = [f"{({0: 'trainer rank 0'} | names)[rank]}: {one.failure}" for rank, one in ready.items() if one.failure]
+    return handshake.refusal(failures or _differences(terms, ready, names))
+
+
+def _differences(terms: Terms, ready: Mapping[int, Ready], names: Mapping[int, str]) -> list[str]:
+    layouts = {layout.rank: layout for layout in route.engine_layouts(terms)}
+    wrong = [f"{whom} has planned otherwise than rank 0" for rank, whom in names.items() if ready[rank].plan != ready[0].plan]
+    for engine in terms.engines:
+        for tp in range(engine.tp):
+            rank = engine.first + tp
+            wrong += handshake.differences(ready[rank], engine, tp, layouts[rank])
+    return wrong

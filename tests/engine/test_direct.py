@@ -1,0 +1,298 @@
+"""Weights go shard to shard from real Megatron ranks into real engines while those generate."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import statistics
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncmoe import models
+from asyncmoe.config import MadeModel
+from asyncmoe.models.make import make_model
+from asyncmoe.rollout.engine import Engine
+from asyncmoe.rollout.engine_client import Sampling
+from asyncmoe.rollout.pool import Answer
+from asyncmoe.trainer.verify import engine_checksums
+from asyncmoe.wire import keys
+from asyncmoe.wire.messages import Reply, Request, WeightsCommit, WeightsJoin, WeightsStage
+from asyncmoe.wire.server import Server
+from tests.engine.conftest import Rig, make, settings
+from tests.engine.lifetime import command_of, in_session
+from tests.engine.oracle import Oracle, largest_difference, perturbed
+from tests.ranks import launch
+
+pytestmark = [pytest.mark.engine, pytest.mark.ranks]
+PROMPT = (30, 40, 50, 60, 70)
+LAYOUTS = {1: ["1,1,1"], 2: ["2,1,1", "1,2,1", "1,1,2"], 4: ["2,1,2", "1,2,2"]}
+Checksums = tuple[dict[str, str], ...]
+
+
+@dataclass
+class Published:
+    """What happened around the trainer's publications."""
+
+    outcomes: list[list[dict[str, Any]]] = field(default_factory=list)
+    """By rank, by publication."""
+    arrived: dict[int, Checksums] = field(default_factory=dict)
+    """By version, checksums of engine 0 when it was published."""
+    failed: str = ""
+    """How the worker ended, if not well."""
+
+
+@dataclass
+class Stage:
+    """An engine rig that trainers can reach over the wire."""
+
+    rig: Rig
+    checkpoints: list[Oracle]
+    folder: Path
+    asked: dict[type, float] = field(default_factory=dict)
+    """Kind of a request -> `time.monotonic()` when the last came."""
+    next: int = 1
+
+    def versions(self, count: int) -> list[int]:
+        self.next += count
+        return list(range(self.next - count, self.next))
+
+    def expected(self, checkpoint: Oracle) -> Checksums:
+        return engine_checksums(models.load_hf_config(checkpoint.path), self.rig.config.engines, checkpoint.weights)
+
+    def held(self) -> Checksums:
+        """What engine 0 holds now."""
+        found: Checksums = self.rig.run(self.rig.engine.client.checksums(30.0))
+        return found
+
+    async def publish(
+        self, ranks: int, publications: Mapping[str, Sequence[tuple[Oracle, int]]], faults: Mapping[int, Any] = {}, **changes: Any
+    ) -> Published:
+        """Have a trainer of `ranks` ranks publish checkpoints; faults as in tests/ranks/publish.py, by place among all publications."""
+        found = Published()
+
+        async def answer(request: Request) -> Reply:
+            self.asked[type(request)] = time.monotonic()
+            reply = await self.rig.conductor.handle(request)  # type: ignore[arg-type]  # only those of weights are sent
+            if isinstance(request, WeightsCommit):
+                found.arrived[request.version] = await self.rig.engine.client.checksums(30.0)
+            return reply
+
+        out = self.folder / f"publish-{time.monotonic_ns()}"
+        out.mkdir()
+        values = self.rig.config.model_dump(mode="json")
+        sync = {"method": "reshard", "bucket_bytes": 40_000, "timeout_s": changes.pop("timeout_s", 30.0), "verify_every": 2}
+        listed = {layout: [(str(c.path), version) for c, version in several] for layout, several in publications.items()}
+        job = {
+            "config": {**values, "sync": sync, **changes},
+            "layouts": list(publications),
+            "publications": listed,
+            "faults": {str(place): fault for place, fault in faults.items()},
+        }
+        (out / "job.json").write_text(json.dumps(job))
+        async with Server(answer) as server:
+            rendezvous = await server.start()
+            keys.write(self.rig.config.run.dir, rendezvous)
+            serving = asyncio.create_task(server.serve())
+            try:
+                await asyncio.to_thread(launch.run, "publish", ranks, out, str(out / "job.json"), timeout_s=100.0)
+            except pytest.fail.Exception as error:
+                found.failed = str(error)
+            finally:
+                serving.cancel()
+                keys.remove(self.rig.config.run.dir, rendezvous)
+        files = [out / f"publish-{ranks}.json.{rank}" for rank in range(ranks)]
+        found.outcomes = [json.loads(file.read_text()) if file.exists() else [] for file in files]
+        return found
+
+
+@dataclass
+class Stages:
+    one: Stage
+    two: Stage
+    pair: Stage
+    fresh: Rig
+    """An engine that was started on the last checkpoint."""
+
+
+@pytest.fixture(scope="module")
+def stages(model: Path, runner: asyncio.Runner, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stages]:
+    """One engine of one rank, one of two ranks, two engines, and one to compare with; all started at once."""
+    folder = tmp_path_factory.mktemp("direct")
+    first = Oracle(model)
+    checkpoints = [first, perturbed(first, folder / "a", 1), perturbed(first, folder / "b", 2)]
+    rigs: list[Rig] = []
+    started: list[Engine] = []
+
+    async def start() -> None:
+        for name, path, sizes in (("one", model, {}), ("two", model, {"tp": 2}), ("pair", model, {"count": 2}), ("b", folder / "b", {})):
+            config = settings(path, folder / f"run-{name}", max_total_tokens=8192, **sizes)
+            engines = [Engine(f"engine.{index}", config, index, config.run.dir) for index in range(config.engines.count)]
+            started.extend(engines)
+            rigs.append(await make(config, engines, runner.run))
+        await asyncio.gather(*(engine.wait_ready() for engine in started))
+        for rig in rigs:
+            rig.conductor.engines_started()
+
+    async def stop() -> None:
+        await asyncio.gather(*(engine.stop() for engine in started))
+
+    try:
+        runner.run(start())
+        yield Stages(*(Stage(rig, checkpoints, folder) for rig in rigs[:3]), rigs[3])
+    finally:
+        runner.run(stop())
+
+
+async def generate(stage: Stage, tokens: int = 8) -> Answer:
+    return await stage.rig.pool.generate(PROMPT, Sampling(1.0, tokens, ()))
+
+
+def difference(answer: Answer, oracle: Oracle) -> float:
+    return largest_difference(answer.generation.logprobs, oracle.logprobs(PROMPT, answer.generation.tokens, 1.0))
+
+
+def wrong(found: Checksums, expected: Checksums) -> list[list[str]]:
+    """By rank, the parameters that are not as expected."""
+    return [[name for name, checksum in e.items() if f.get(name) != checksum] for f, e in zip(found, expected, strict=True)]
+
+
+@pytest.mark.parametrize("ranks", LAYOUTS)
+@pytest.mark.parametrize("engine", ["one", "two"])
+def test_every_parameter_is_what_sglangs_loader_makes_of_the_checkpoint(stages: Stages, engine: str, ranks: int) -> None:
+    stage: Stage = getattr(stages, engine)
+    _, a, b = stage.checkpoints
+    publications = {layout: list(zip((a, b, a, b), stage.versions(4), strict=True)) for layout in LAYOUTS[ranks]}
+    found = stage.rig.run(stage.publish(ranks, publications))
+    assert not found.failed, found.failed
+    everything = [each for several in publications.values() for each in several]
+    assert [outcome["error"] for outcome in found.outcomes[0]] == [None] * len(everything)
+    assert list(found.arrived) == [version for _, version in everything]
+    want = {path: stage.expected(path) for path in (a, b)}
+    assert not any(names for oracle, version in everything for names in wrong(found.arrived[version], want[oracle]))
+    assert want[a] != want[b]
+    if engine == "one":
+        assert found.arrived[everything[-1][1]] == stages.fresh.run(stages.fresh.engine.client.checksums(30.0))
+    pauses = [outcome["pause_ms"] for outcome in found.outcomes[0]]
+    print(f"{ranks} ranks to {engine}: pause median {statistics.median(pauses):.0f} ms, all {[round(p) for p in pauses]}")
+
+
+def test_the_engine_generates_while_it_stages_and_says_which_token_is_whose(stages: Stages) -> None:
+    stage = stages.one
+    _, old, new = stage.checkpoints
+    before, after = stage.versions(2)
+    short: list[Answer] = []
+
+    async def across() -> tuple[Published, Answer, list[Answer]]:
+        publishing = asyncio.create_task(stage.publish(1, {"1,1,1": [(old, before), (new, after)]}, {1: (0, "slow")}))
+        while stage.rig.pool.version < before:
+            await asyncio.sleep(0.01)
+        while stage.asked[WeightsStage] < stage.asked[WeightsCommit]:
+            await asyncio.sleep(0.01)
+        while stage.asked[WeightsCommit] < stage.asked[WeightsStage]:
+            # Answers of about a second, of which the last is cut by the new version.
+            short.append(await generate(stage, 300))
+        return await publishing, await generate(stage), short
+
+    found, later, during = stage.rig.run(across())
+    assert not found.failed, found.failed
+    assert found.outcomes[0][1]["seconds"] > 4.0
+    assert len(during) >= 2
+    assert all([span.version for span in answer.generation.spans] == [str(before)] for answer in during[:-1])
+    spans = during[-1].generation.spans
+    if len(spans) == 2:
+        assert [span.version for span in spans] == [str(before), str(after)]
+        reference = old.logprobs(PROMPT, during[-1].generation.tokens, 1.0, spans[0].end, new)
+        assert largest_difference(during[-1].generation.logprobs, reference) < 1e-4
+    assert difference(during[0], old) < 1e-4
+    assert later.salt == after
+    assert difference(later, new) < 1e-4
+
+
+def test_what_goes_wrong_while_staging_costs_one_update_and_says_the_same_on_every_rank(stages: Stages) -> None:
+    stage = stages.two
+    _, a, b = stage.checkpoints
+    versions = stage.versions(4)
+    timeout_s = 4.0
+    several = list(zip((a, b, b, b), versions, strict=True))
+    faults = {1: (1, "stall"), 2: (1, "corrupt")}
+    found = stage.rig.run(stage.publish(2, {"1,2,1": several}, faults, timeout_s=timeout_s))
+    assert not found.failed, found.failed
+    zero, one = found.outcomes
+    assert [outcome["error"] for outcome in zero] == [outcome["error"] for outcome in one]
+    fine, stall, corrupt, again = [outcome["error"] for outcome in zero]
+    assert fine is None
+    assert "digests differ from what was sent" in corrupt
+    assert "engine.0 rank 0 from trainer rank 1, engine.0 rank 1 from trainer rank 1" in corrupt
+    assert "trainer rank 0" not in corrupt
+    assert stall.startswith("waited")
+    assert "rank 1" in stall
+    assert zero[1]["seconds"] < timeout_s + 2.5
+    assert again is None
+    assert sorted(found.arrived) == [versions[0], versions[3]]
+    assert not any(wrong(found.arrived[versions[3]], stage.expected(b)))
+    assert stage.rig.pool.serving
+
+
+def test_a_killed_trainer_leaves_the_engine_with_the_version_it_serves(stages: Stages) -> None:
+    stage = stages.one
+    _, a, b = stage.checkpoints
+    kept, lost, again = stage.versions(3)
+    found = stage.rig.run(stage.publish(2, {"2,1,1": [(a, kept), (b, lost)]}, {1: (0, "killed")}))
+    assert found.failed
+    assert list(found.arrived) == [kept]
+    assert not any(wrong(stage.held(), stage.expected(a)))
+    answer = stage.rig.run(generate(stage))
+    assert [span.version for span in answer.generation.spans] == [str(kept)]
+    assert difference(answer, a) < 1e-4
+    found = stage.rig.run(stage.publish(1, {"1,1,1": [(b, again)]}))
+    assert not found.failed, found.failed
+    assert not any(wrong(stage.held(), stage.expected(b)))
+
+
+def test_an_engine_of_another_shape_is_refused_before_a_byte_moves(stages: Stages, tmp_path: Path) -> None:
+    stage = stages.one
+    make_model(tmp_path / "wide", MadeModel(expert_hidden=96), seed=0)
+    held, (version,) = stage.held(), stage.versions(1)
+    wide = Oracle(tmp_path / "wide")
+    found = stage.rig.run(stage.publish(1, {"1,1,1": [(wide, version)]}, model={"path": str(wide.path)}))
+    error = found.outcomes[0][0]["error"]
+    for layer in range(2):
+        assert (
+            f"engine.0 rank 0: model.layers.{layer}.mlp.experts.w13_weight: got float32[8, 128, 64], expected float32[8, 192, 64]" in error
+        )
+        assert f"model.layers.{layer}.mlp.experts.w2_weight: got float32[8, 64, 64], expected float32[8, 64, 96]" in error
+    assert "self_attn" not in error
+    assert WeightsJoin in stage.asked
+    assert found.arrived == {}
+    assert stage.held() == held
+    assert stage.rig.run(generate(stage)).generation.tokens
+
+
+def test_two_engines_swap_at_once_and_one_that_dies_ends_the_update(stages: Stages) -> None:
+    stage = stages.pair
+    _, a, b = stage.checkpoints
+    both, lost = stage.versions(2)
+    leader = stage.rig.engines[1]._child._process.pid
+    scheduler = next(pid for pid in in_session(leader) if "scheduler" in command_of(pid))
+
+    async def kill_in_the_middle() -> Published:
+        publishing = asyncio.create_task(stage.publish(1, {"1,1,1": [(a, both), (b, lost)]}, {1: (0, "slow")}))
+        while stage.asked.get(WeightsStage, 0.0) <= stage.asked.get(WeightsCommit, float("inf")):
+            await asyncio.sleep(0.01)
+        os.kill(scheduler, signal.SIGKILL)
+        return await publishing
+
+    found = stage.rig.run(kill_in_the_middle())
+    fine, broken = found.outcomes[0]
+    assert fine["error"] is None
+    assert "gone" in broken["error"]
+    assert broken["seconds"] < 15.0
+    assert [member.version for member in stage.rig.pool.members] == [both, both]
+    assert not any(wrong(stage.held(), stage.expected(a)))

@@ -1,0 +1,130 @@
+"""Worker: publishes checkpoints to running engines, shard to shard, under several layouts of this world size.
+
+`publish.py RESULT JOB`. JOB is JSON:
+    config          values of a configuration but for the trainer's section
+    layouts         "tp,pp,ep"
+    publications    [directory of a checkpoint, version], all of them under every layout in turn
+    faults          optional: what goes wrong at the n-th publication of all, {"n": [rank, kind]}; kinds are methods of `Faulty`
+Every rank writes what came of each publication to RESULT.RANK; rank 0 also to RESULT.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from asyncmoe import config as configuration
+from asyncmoe.errors import WeightSyncError
+from asyncmoe.models import load_hf_config
+from asyncmoe.receiver.transport import GroupTransport
+from asyncmoe.trainer import mesh, model
+from asyncmoe.trainer.direct import Direct
+from asyncmoe.trainer.direct_group import Meeting
+from asyncmoe.trainer.verify import engine_checksums
+from asyncmoe.wire import keys
+from asyncmoe.wire.client import Client
+
+
+class Faulty(Direct):
+    """A sender on one rank of which something goes wrong while it sends."""
+
+    fault: str | None = None
+
+    def _send(self, met: Meeting) -> None:
+        getattr(self, self.fault or "_nothing")(met)
+
+    def _nothing(self, met: Meeting) -> None:
+        super()._send(met)
+
+    def slow(self, met: Meeting) -> None:
+        """It takes its time, but not too much."""
+        time.sleep(4.0)
+        super()._send(met)
+
+    def stall(self, met: Meeting) -> None:
+        """It is not heard of within the time an update has."""
+        time.sleep(self._sync.timeout_s + 2.0)
+        super()._send(met)
+
+    def killed(self, met: Meeting) -> None:
+        """It dies with a part of its messages sent."""
+        real, calls = GroupTransport.exchange, 0
+
+        def exchange(transport: GroupTransport, *arguments: Any) -> None:
+            nonlocal calls
+            calls += 1
+            if calls == 3:
+                os.kill(os.getpid(), signal.SIGKILL)
+            real(transport, *arguments)
+
+        GroupTransport.exchange = exchange  # type: ignore[method-assign]
+        super()._send(met)
+
+    def corrupt(self, met: Meeting) -> None:
+        """A bit of a message is another when it arrives."""
+        real = GroupTransport.exchange
+
+        def exchange(transport: GroupTransport, sends: Any, receives: Any, timeout_s: float) -> None:
+            note = transport._note
+
+            def spoil(messages: Any) -> None:
+                note(messages)
+                for _, buffer in messages:
+                    buffer[0] ^= 1
+
+            transport._note = spoil  # type: ignore[method-assign]
+            real(transport, sends, receives, timeout_s)
+
+        GroupTransport.exchange = exchange  # type: ignore[method-assign]
+        try:
+            super()._send(met)
+        finally:
+            GroupTransport.exchange = real  # type: ignore[method-assign]
+
+
+def main(result: Path, job: dict[str, Any]) -> None:
+    torch.set_num_threads(1)
+    logging.disable(logging.WARNING)
+    dist.init_process_group("gloo")
+    rank, world = dist.get_rank(), dist.get_world_size()
+    found: list[dict[str, Any]] = []
+    for layout in job["layouts"]:
+        tp, pp, ep = map(int, layout.split(","))
+        config = configuration.parse({**job["config"], "trainer": {"ranks": world, "tp": tp, "pp": pp, "ep": ep, "dtype": "float32"}})
+        hf = load_hf_config(config.model.path)
+        built = model.build(hf, config, mesh.start(config.trainer))
+        with Client(keys.read(config.run.dir, wait_s=10), f"trainer.{rank}") as client:
+            sender = Faulty(config, built, client, lambda tensors, hf=hf, config=config: engine_checksums(hf, config.engines, tensors))
+            for path, version in job["publications"][layout]:
+                faulty, kind = job.get("faults", {}).get(str(len(found)), (None, None))
+                sender.fault = kind if faulty == rank else None
+                model.load_hf(built, Path(path))
+                found.append({"layout": layout, "version": version, **publish(sender, version)})
+                Path(f"{result}.{rank}").write_text(json.dumps(found))
+            sender.close()
+        mesh.leave()
+    if rank == 0:
+        result.write_text(json.dumps(found))
+    dist.destroy_process_group()
+
+
+def publish(sender: Direct, version: int) -> dict[str, Any]:
+    begin = time.monotonic()
+    try:
+        published = sender.publish(version)
+    except WeightSyncError as error:
+        return {"error": str(error), "seconds": time.monotonic() - begin}
+    return {"error": None, "seconds": published.seconds, "pause_ms": published.pause_ms}
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), json.loads(Path(sys.argv[2]).read_text()))

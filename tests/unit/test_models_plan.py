@@ -1,0 +1,234 @@
+"""Plans of models: exhaustive over small parallel sizes, against SGLang's own loader, and the properties at real sizes."""
+
+from __future__ import annotations
+
+import gzip
+import itertools
+import json
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+from plan_steps import carry_out
+from reshard_ranks import Arrays, blank, filled, numbered
+from test_models_qwen3_moe import ORACLES, loaded, oracle_cases
+
+from asyncmoe.models import EngineParallel, MegatronParallel, family_of
+from asyncmoe.reshard import Piece, Plan, RankLayout, plan
+from asyncmoe.reshard.plan import (
+    DESTINATION,
+    DESTINATION_OFFSET,
+    DESTINATION_STRIDES,
+    EXTENTS,
+    ITEM,
+    SOURCE,
+    SOURCE_OFFSET,
+    SOURCE_STRIDES,
+)
+
+SMALL: dict[str, Any] = {
+    "model_type": "qwen3_moe", "vocab_size": 68, "hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 2, "num_experts": 4, "num_experts_per_tok": 2,
+    "moe_intermediate_size": 4, "mlp_only_layers": [1],
+}  # fmt: skip
+ENGINES = [EngineParallel(1), EngineParallel(2), EngineParallel(2, 2), EngineParallel(4), EngineParallel(4, 2), EngineParallel(4, 4)]
+
+
+def small_trainers() -> Iterator[MegatronParallel]:
+    for tp, pp, ep, etp, dp, te in itertools.product((1, 2), (1, 2), (1, 2, 4), (1, 2), (1, 2, 4), (False, True)):
+        if tp * dp % (ep * etp) == 0 and tp * pp * dp <= 8:
+            yield MegatronParallel(tp, pp, ep, etp, dp, te)
+
+
+@pytest.mark.parametrize("engine", ENGINES, ids=str)
+def test_every_small_trainer_to_every_small_engine(engine: EngineParallel) -> None:
+    family = family_of(SMALL)
+    tensors = family.tensors(SMALL)
+    values = numbered(tensors)
+    engines = family.sglang_layouts(SMALL, engine, "int32", engines=2, first=8)
+    expected = [filled(layout, values) for layout in engines]
+    wire = 4 * sum(piece.box.size for layout in engines for piece in layout.pieces if piece.tensor in tensors)
+    cases = 0
+    for trainer in small_trainers():
+        ranks = family.megatron_layouts(SMALL, trainer, "int32")
+        made = plan(tensors, ranks, engines)
+        got = {layout.rank: blank(layout) for layout in engines}
+        carry_out(made, {layout.rank: filled(layout, values) for layout in ranks}, got)
+        for layout, arrays in zip(engines, expected, strict=True):
+            for name, array in arrays.items():
+                np.testing.assert_array_equal(got[layout.rank][name], array, err_msg=f"{trainer} {name}")
+        assert made.wire_bytes == wire
+        cases += 1
+    assert cases == 80
+
+
+@pytest.mark.parametrize("trainer", [MegatronParallel(tp=2, pp=2, ep=2, dp=2), MegatronParallel(tp=2, ep=4, etp=2, dp=4, te=True)], ids=str)
+@pytest.mark.parametrize(("family", "case"), oracle_cases())
+def test_trainers_fill_engines_as_sglangs_loader_does(family: str, case: str, trainer: MegatronParallel) -> None:
+    file = ORACLES / "layouts" / family / f"{case}.json.gz"
+    if not file.is_file():
+        pytest.skip(f"no recorded SGLang layouts at {ORACLES}")
+    hf = json.loads((ORACLES / "configs" / family / "config.json").read_text())
+    document = json.loads(gzip.decompress(file.read_bytes()))
+    made_by = family_of(hf)
+    tensors = made_by.tensors(hf)
+    values = numbered(tensors)
+    ranks = made_by.megatron_layouts(hf, trainer, "int32")
+    parallel = EngineParallel(len(document["ranks"]), document["server_args"].get("ep_size", 1))
+    engine = made_by.sglang_layouts(hf, parallel, "int32", first=100)
+    got: dict[int, Arrays] = {layout.rank: blank(layout) for layout in engine}
+    carry_out(plan(tensors, ranks, engine), {layout.rank: filled(layout, values) for layout in ranks}, got)
+    on_disk = filled(made_by.hf_layout(hf, "int32"), values)
+    for described in document["ranks"]:
+        for name, entry in described["params"].items():
+            if entry["kind"] == "param":
+                np.testing.assert_array_equal(
+                    got[100 + described["rank"]][name], loaded(entry, document["hf_tensors"], on_disk), err_msg=name
+                )
+
+
+def test_layouts_of_all_ranks_are_those_of_each() -> None:
+    family, trainer, engine = family_of(SMALL), MegatronParallel(tp=2, pp=2, ep=2, etp=2, dp=4), EngineParallel(4, 2)
+    for rank, layout in enumerate(family.megatron_layouts(SMALL, trainer, "int32")):
+        alone = family.megatron_layout(SMALL, trainer, rank, "int32")
+        assert (layout.rank, dict(layout.storages), tuple(layout.pieces)) == (rank, dict(alone.storages), tuple(alone.pieces))
+    layouts = family.sglang_layouts(SMALL, engine, "int32", engines=2, first=16)
+    assert [layout.rank for layout in layouts] == list(range(16, 24))
+    for i, layout in enumerate(layouts):
+        assert tuple(layout.pieces) == tuple(family.sglang_layout(SMALL, engine, i % 4, "int32").pieces)
+    assert list(layouts[0].storages)[:3] == [
+        "model.embed_tokens.weight", "model.layers.0.self_attn.qkv_proj.weight", "model.layers.0.self_attn.o_proj.weight",
+    ]  # fmt: skip
+
+
+# ---------------------------------------------------------------- real sizes
+
+QWEN3 = {
+    "model_type": "qwen3_moe",
+    "vocab_size": 151936,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+}
+MODELS: dict[str, dict[str, Any]] = {
+    "Qwen3-30B-A3B": {
+        **QWEN3, "hidden_size": 2048, "num_hidden_layers": 48, "num_attention_heads": 32, "moe_intermediate_size": 768,
+        "intermediate_size": 6144,
+    },
+    "Qwen3-235B-A22B": {
+        **QWEN3, "hidden_size": 4096, "num_hidden_layers": 94, "num_attention_heads": 64, "moe_intermediate_size": 1536,
+        "intermediate_size": 12288,
+    },
+    # Kimi-K2's layers, experts and widths (69,120 routed-expert tensors); its attention is another, here it is Qwen's.
+    "Kimi-K2's shape": {
+        "model_type": "qwen3_moe", "vocab_size": 163840, "hidden_size": 7168, "num_hidden_layers": 61, "num_attention_heads": 64,
+        "num_key_value_heads": 64, "head_dim": 128, "num_experts": 384, "num_experts_per_tok": 8, "moe_intermediate_size": 2048,
+        "intermediate_size": 18432, "mlp_only_layers": [0],
+    },
+}  # fmt: skip
+REAL = [
+    ("Qwen3-30B-A3B", MegatronParallel(tp=2, pp=2, ep=8, dp=4), EngineParallel(2, 2), 4, 2.0),
+    ("Qwen3-30B-A3B", MegatronParallel(tp=4, ep=4, etp=2, dp=4), EngineParallel(8, 2), 2, 2.0),
+    ("Qwen3-235B-A22B", MegatronParallel(tp=4, pp=2, ep=32, dp=32, te=True), EngineParallel(8, 8), 16, 2.0),
+    ("Qwen3-235B-A22B", MegatronParallel(tp=4, pp=2, ep=8, etp=2, dp=32, te=True), EngineParallel(8, 2), 16, 2.0),
+    ("Kimi-K2's shape", MegatronParallel(tp=8, ep=64, dp=64, te=True), EngineParallel(16, 16), 16, 10.0),
+    ("Kimi-K2's shape", MegatronParallel(tp=8, ep=32, etp=2, dp=64, te=True), EngineParallel(32, 8), 8, 10.0),
+]
+
+
+def planned(hf: Mapping[str, Any], trainer: MegatronParallel, engine: EngineParallel, engines: int, rank: int) -> Plan:
+    """What a rank does: all layouts, then its own part of the plan, and the digest of the whole."""
+    family = family_of(hf)
+    layouts = family.sglang_layouts(hf, engine, "bfloat16", engines, first=trainer.world)
+    made = plan(family.tensors(hf), family.megatron_layouts(hf, trainer, "bfloat16"), layouts, ranks=[rank])
+    assert made.digest
+    return made
+
+
+@pytest.mark.parametrize(("model", "trainer", "engine", "engines", "seconds"), REAL, ids=str)
+def test_real_sizes(model: str, trainer: MegatronParallel, engine: EngineParallel, engines: int, seconds: float) -> None:
+    hf = MODELS[model]
+    family = family_of(hf)
+    family.check(hf, trainer, engine)
+    began = time.process_time()
+    made = planned(hf, trainer, engine, engines, 1)
+    assert time.process_time() - began <= seconds
+    one = family.sglang_layouts(hf, engine, "bfloat16")
+    needed = [sum(storage.nbytes for storage in layout.storages.values()) for layout in one]
+    traffic = made.match.traffic()
+    received = dict.fromkeys(range(trainer.world, trainer.world + engines * engine.tp), 0)
+    sent = dict.fromkeys(range(trainer.world), 0)
+    for source, destination, nbytes in traffic.tolist():
+        sent[source] += nbytes
+        received[destination] += nbytes
+    assert list(received.values()) == needed * engines  # nothing but its own bytes, each once (these vocabularies need no padding)
+    assert max(sent.values()) <= 1.05 * sum(sent.values()) / len(sent)
+    other = planned(hf, trainer, engine, engines, trainer.world + engine.tp - 1)
+    assert made.digest == other.digest
+    check_values(hf, trainer, engine, other, trainer.world + engine.tp - 1)
+    for source in {t.source for t in other.transfers[:2]}:
+        theirs = planned(hf, trainer, engine, engines, source)
+        meeting = [(t.nbytes, t.check) for t in theirs.transfers if t.destination == trainer.world + engine.tp - 1]
+        assert meeting == [(t.nbytes, t.check) for t in other.transfers if t.source == source]
+
+
+def check_values(hf: Mapping[str, Any], trainer: MegatronParallel, engine: EngineParallel, made: Plan, rank: int) -> None:
+    """Every destination byte is counted, and random elements come from the canonical elements that belong there."""
+    family, rng = family_of(hf), np.random.default_rng(0)
+    wanted = family.sglang_layout(hf, engine, (rank - trainer.world) % engine.tp, "bfloat16")
+    copies = np.concatenate([t.copies for t in made.transfers])
+    source_of = np.concatenate([np.full(len(t.copies), t.source) for t in made.transfers])
+    nbytes = np.bincount(copies[:, DESTINATION], copies[:, EXTENTS].prod(1) * copies[:, ITEM])
+    storages = made.destinations[rank]
+    assert nbytes.tolist() == [storage.nbytes for storage in storages.values()]
+    assert dict(storages) == dict(wanted.storages)
+    held: dict[tuple[int, int, int, int], RankLayout] = {}
+    for position in rng.choice(len(storages), 30, replace=False).tolist():
+        name = [*storages][position]
+        element = int(rng.integers(storages[name].size))
+        near = [(copy, source) for copy, source in zip(copies, source_of, strict=True) if copy[DESTINATION] == position]
+        inside = [(copy, source, at) for copy, source in near if (at := index_in(copy, element)) is not None]
+        assert len(inside) == 1
+        copy, source, at = inside[0]
+        place = trainer.place(int(source))
+        if place not in held:
+            held[place] = family.megatron_layout(hf, trainer, int(source), "bfloat16")
+        origin = [*made.sources[int(source)]][copy[SOURCE]]
+        read = int(copy[SOURCE_OFFSET] + (np.array(at) * copy[SOURCE_STRIDES]).sum()) // int(copy[ITEM])
+        assert canonical(held[place], origin, read) == canonical(wanted, name, element)
+
+
+def index_in(copy: np.ndarray, element: int) -> tuple[int, ...] | None:
+    """Where in a copied box an element of its destination storage is; strides descend here, so division finds it."""
+    return unravel(element * int(copy[ITEM]) - int(copy[DESTINATION_OFFSET]), copy[EXTENTS].tolist(), copy[DESTINATION_STRIDES].tolist())
+
+
+def unravel(rest: int, extents: list[int], strides: list[int]) -> tuple[int, ...] | None:
+    at = []
+    for extent, stride in zip(extents, strides, strict=True):
+        at.append(0 if extent == 1 else rest // stride)
+        rest -= at[-1] * stride
+        if not 0 <= at[-1] < extent:
+            return None
+    return None if rest else tuple(at)
+
+
+def canonical(layout: RankLayout, storage: str, element: int) -> tuple[str, tuple[int, ...]]:
+    """The tensor element that lies at an element of a storage."""
+    found: list[tuple[Piece, tuple[int, ...]]] = []
+    for piece in layout.pieces:
+        if piece.storage == storage:
+            at = unravel(element - piece.offset, list(piece.box.extent), list(piece.strides))
+            if at is not None:
+                found.append((piece, at))
+    assert len(found) == 1
+    piece, at = found[0]
+    return piece.tensor, tuple(s + i for s, i in zip(piece.box.start, at, strict=True))
+
+
+def test_the_shape_of_kimi_k2() -> None:
+    hf = MODELS["Kimi-K2's shape"]
+    assert sum(".experts." in name for name in family_of(hf).tensors(hf)) == 69120

@@ -1,0 +1,163 @@
+"""`asyncmoe plan`: its figures against a plan made in full, its arguments, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+from test_models_plan import MODELS, SMALL
+
+from asyncmoe.errors import ConfigError, DataError, UserError
+from asyncmoe.launch.planning import Forecast, Speeds, forecast, parse_engines, parse_trainer, show, write
+from asyncmoe.models import EngineParallel, MegatronParallel, family_of
+from asyncmoe.reshard import PADDING, plan, relay
+
+
+def config(tmp_path: Path, **changes: Any) -> Path:
+    file = tmp_path / "model.json"
+    file.write_text(json.dumps({**SMALL, **changes}))
+    return file
+
+
+def of(model: Path, trainer: str, engines: str, **changes: Any) -> Forecast:
+    return forecast(model, trainer, engines, **{"dtype": "bfloat16", "bucket_bytes": 1 << 10, "speeds": Speeds(2.0, 0.5), **changes})
+
+
+def test_figures_are_those_of_the_plan(tmp_path: Path) -> None:
+    found = of(config(tmp_path), "tp=2,pp=2,ep=2,dp=2,te", "3xtp2ep2")
+    family, trainer, engine = family_of(SMALL), MegatronParallel(2, 2, 2, 1, 2, te=True), EngineParallel(2, 2)
+    tensors, source = family.tensors(SMALL), family.megatron_layouts(SMALL, trainer, "bfloat16")
+    engines = family.sglang_layouts(SMALL, engine, "bfloat16", 3, first=8)
+    direct, rounds = plan(tensors, source, engines), relay(tensors, source, engines)
+    unique = sum(2 * piece.box.size for layout in engines for piece in layout.pieces if piece.tensor != PADDING)
+    assert found.lower_bound == unique
+    assert (found.trainer_ranks, found.engine_ranks, found.engines) == (8, 6, 3)
+    way = found.ways["direct"]
+    egress = [direct.egress.get(rank, 0) for rank in range(8)]
+    ingress = [sum(t.nbytes for t in direct.transfers if t.destination == rank) for rank in range(8, 14)]
+    assert (way.bytes_wire, way.ratio) == (direct.wire_bytes, 1.0)
+    assert (way.sent.least, way.sent.mean, way.sent.most) == (min(egress), sum(egress) / 8, max(egress))
+    assert (way.received.least, way.received.mean, way.received.most) == (min(ingress), sum(ingress) / 6, max(ingress))
+    assert way.imbalance == max(egress) / (sum(egress) / 8)
+    assert way.buckets == -(-max(egress + ingress) // 1024)
+    pairs = [(t.source, t.destination) for t in direct.transfers if t.nbytes]
+    assert way.messages == max(sum(rank in pair for pair in pairs) for rank in range(14))
+    assert way.nic_seconds == pytest.approx(max(egress + ingress) / 0.5e9)
+    assert way.nvlink_seconds == pytest.approx(way.nic_seconds / 4)
+    assert 0 < way.plan_seconds < 20
+    passed = found.ways["relay"]
+    assert passed.bytes_wire == sum(r.wire_bytes for r in rounds) == unique
+    assert passed.sent.most == max(rounds[0].egress.get(rank, 0) for rank in range(8))
+    assert passed.passed_on.most == max(rounds[1].egress.get(rank, 0) for rank in range(8, 14))
+    assert passed.sent.mean * 3 == way.sent.mean
+
+
+def test_one_engine_has_nobody_to_relay_to(tmp_path: Path) -> None:
+    assert list(of(config(tmp_path), "dp=2", "1xtp2").ways) == ["direct"]
+
+
+def test_what_a_rank_wants_twice_is_needed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tied model's engine has the embedding in two places: more on the wire than need be, and the ratio says so."""
+    monkeypatch.setattr("asyncmoe.models.qwen3_moe._check_features", lambda *_: None)
+    found = of(config(tmp_path, tie_word_embeddings=True), "dp=2", "1xtp1")
+    embedding = 2 * SMALL["vocab_size"] * SMALL["hidden_size"]
+    assert found.ways["direct"].bytes_wire == found.lower_bound + embedding
+    assert found.ways["direct"].ratio > 1
+
+
+def test_json_and_table(tmp_path: Path) -> None:
+    found = of(config(tmp_path), "tp=2,dp=2", "2xtp2")
+    write(found, tmp_path / "plan.json")
+    written = json.loads((tmp_path / "plan.json").read_text())
+    assert written["trainer"] == {"tp": 2, "pp": 1, "ep": 1, "etp": 1, "dp": 2, "te": False}
+    assert written["ways"]["relay"]["sent"]["most"] == found.ways["relay"].sent.most
+    console = Console(record=True, width=120)
+    show(found, console)
+    text = console.export_text()
+    for words in ("trainer 4 ranks (tp 2, pp 1, ep 1, etp 1, dp 2)", "2 engines, 4 ranks (tp 2, ep 1 each)", "direct", "relay", "1.000"):
+        assert words in text
+    with pytest.raises(DataError, match="No such file"):
+        write(found, tmp_path / "none" / "plan.json")
+
+
+def test_arguments() -> None:
+    assert parse_trainer("tp=2, pp=3,ep=4,etp=2,dp=8,te") == MegatronParallel(2, 3, 4, 2, 8, te=True)
+    assert parse_trainer("dp=2") == MegatronParallel(dp=2)
+    assert parse_engines("16xtp8ep4") == (16, EngineParallel(8, 4))
+    assert parse_engines("1xtp2") == (1, EngineParallel(2))
+
+
+@pytest.mark.parametrize(
+    "text", ["", "tp", "tp=", "tp=x", "tp=-1", "tp=0", "tp=1.5", "tp=2,tp=4", "cp=2", "te=1", "tp=2;dp=2", "ep=3,dp=2"]
+)
+def test_bad_trainers_are_refused(text: str) -> None:
+    with pytest.raises(ConfigError):
+        parse_trainer(text)
+
+
+@pytest.mark.parametrize("text", ["", "8", "tp8", "0xtp8", "2xtp0", "2xtp8ep3", "2xtp8ep0", "2xep8", "2xtp8 ep8", "-1xtp8", "2xtp8dp2"])
+def test_bad_engines_are_refused(text: str) -> None:
+    with pytest.raises(ConfigError):
+        parse_engines(text)
+
+
+@pytest.mark.parametrize(
+    ("changes", "word"),
+    [
+        ({"bucket_bytes": 0}, "--bucket-bytes"),
+        ({"dtype": "float12"}, "--dtype"),
+        ({"trainer": "tp=3"}, "trainer.tp"),
+        ({"engines": "1xtp3"}, "engines.tp"),
+        ({"trainer": "dp=123456789"}, "ranks in all"),
+    ],
+)
+def test_what_cannot_be_is_refused(tmp_path: Path, changes: dict[str, Any], word: str) -> None:
+    arguments = {"trainer": "dp=2", "engines": "1xtp1", **changes}
+    with pytest.raises(UserError, match=word):
+        of(config(tmp_path), **arguments)
+
+
+@pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), float("inf")])
+def test_speeds_are_positive(value: float) -> None:
+    with pytest.raises(ConfigError, match="--nic"):
+        Speeds(nic=value)
+
+
+def command(*arguments: object) -> tuple[int, str, str]:
+    line = [sys.executable, "-m", "asyncmoe", "plan", *map(str, arguments)]
+    done = subprocess.run(line, capture_output=True, text=True, timeout=120, check=False)
+    return done.returncode, done.stdout, done.stderr
+
+
+def test_the_command(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(MODELS["Qwen3-30B-A3B"]))
+    file = tmp_path / "plan.json"
+    code, out, _ = command("--model", tmp_path, "--trainer", "tp=2,ep=8,dp=8", "--engines", "2xtp4ep4", "--nic", 25, "--json", file)
+    assert code == 0
+    assert "expected at 25 GB/s" in out
+    assert json.loads(file.read_text())["ways"]["direct"]["ratio"] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("model", "trainer", "word"),
+    [
+        ("none", "dp=2", "no such directory"),
+        ("other.json", "dp=2", "model_type"),
+        ("broken.json", "dp=2", "JSON"),
+        ("good.json", "tp=3", "tp"),
+    ],
+)
+def test_a_mistake_is_one_line(tmp_path: Path, model: str, trainer: str, word: str) -> None:
+    (tmp_path / "good.json").write_text(json.dumps(SMALL))
+    (tmp_path / "other.json").write_text(json.dumps({"model_type": "gpt2"}))
+    (tmp_path / "broken.json").write_text("{")
+    code, out, error = command("--model", tmp_path / model, "--trainer", trainer, "--engines", "1xtp1")
+    assert code == 2
+    assert out == ""
+    assert len(error.strip().splitlines()) == 1
+    assert word in error

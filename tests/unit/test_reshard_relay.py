@@ -1,0 +1,121 @@
+"""Replicas that pass on what they get: every byte once, and no more from the sources than one replica needs."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from plan_steps import carry_out
+from reshard_ranks import blank, filled, numbered
+from test_models_plan import MODELS
+from test_reshard_plan import Case
+from test_reshard_random import Shapes, cases
+
+from asyncmoe.models import EngineParallel, MegatronParallel, family_of
+from asyncmoe.reshard import PADDING, LayoutBuilder, RankLayout, relay
+from asyncmoe.reshard.layout import rows, whole
+from asyncmoe.reshard.relay import relay_matches
+
+
+def copied_bytes(rounds: tuple, rank: int) -> int:
+    copies = [t.copies for made in rounds for t in made.transfers if t.destination == rank]
+    return sum(int((c[:, 6:10].prod(1) * c[:, 5]).sum()) for c in copies)
+
+
+@given(cases(), st.integers(1, 4))
+@settings(max_examples=100, deadline=None)
+def test_every_replica_gets_every_byte_once(case: Case, replicas: int) -> None:
+    shapes, source, destination = case
+    values = numbered(shapes)
+    layouts = [layout.at(10 * i + layout.rank) for i in range(replicas) for layout in destination]
+    rounds = relay(shapes, source, layouts)
+    assert len(rounds) <= 2
+    sources = {layout.rank: filled(layout, values) for layout in source}
+    got = {layout.rank: blank(layout) for layout in layouts}
+    carry_out(rounds[0], sources, got)
+    for later in rounds[1:]:
+        carry_out(later, got, got)
+    for layout in layouts:
+        for name, expected in filled(layout, values).items():
+            np.testing.assert_array_equal(got[layout.rank][name], expected)
+        assert copied_bytes(rounds, layout.rank) == sum(s.nbytes for s in layout.storages.values())
+    only_sources = {layout.rank for layout in source} - {layout.rank for layout in layouts}
+    for later in rounds[1:]:
+        assert not only_sources & {t.source for t in later.transfers}
+
+
+@given(cases(), st.integers(2, 4))
+@settings(max_examples=50, deadline=None)
+def test_sources_send_the_bytes_of_one_replica(case: Case, replicas: int) -> None:
+    shapes, source, destination = case
+    layouts = [layout.at(100 + 10 * i + layout.rank) for i in range(replicas) for layout in destination]
+    distinct = {(tuple(d.storages.items()), tuple(d.pieces)): d for d in destination}
+    rounds = relay(shapes, source, layouts)
+    assert rounds[0].wire_bytes == sum(4 * p.box.size for d in distinct.values() for p in d.pieces if p.tensor != PADDING)
+    assert rounds[0].wire_bytes + sum(r.wire_bytes for r in rounds[1:]) <= 4 * sum(
+        p.box.size for d in layouts for p in d.pieces if p.tensor != PADDING
+    )
+
+
+@given(cases(), st.integers(1, 3))
+@settings(max_examples=30, deadline=None)
+def test_every_rank_plans_its_own_rounds(case: Case, replicas: int) -> None:
+    shapes, source, destination = case
+    layouts = [layout.at(10 * i + layout.rank) for i in range(replicas) for layout in destination]
+    rounds = relay(shapes, source, layouts)
+    for rank in {layout.rank for layout in (*source, *layouts)}:
+        mine = relay(shapes, source, layouts, ranks=[rank])
+        assert [made.digest for made in mine] == [made.digest for made in rounds]
+        for part, full in zip(mine, rounds, strict=True):
+            expected = [(t.source, t.destination, t.nbytes, t.check) for t in full.transfers if rank in (t.source, t.destination)]
+            assert [(t.source, t.destination, t.nbytes, t.check) for t in part.transfers] == expected
+
+
+def one_tensor(rank: int) -> RankLayout:
+    builder = LayoutBuilder(rank, "bfloat16")
+    builder.stack("s", [("t", whole((4096, 512))), (PADDING, rows((4, 512), 0, 4))])
+    return builder.build()
+
+
+@pytest.mark.parametrize("replicas", [2, 3, 7])
+def test_one_large_piece_is_cut_evenly(replicas: int) -> None:
+    source = LayoutBuilder(0, "bfloat16")
+    source.stack("s", [("t", whole((4096, 512)))])
+    first, second = relay({"t": (4096, 512)}, [source.build()], [one_tensor(1 + i) for i in range(replicas)])
+    into = {t.destination: t.nbytes for t in first.transfers if t.nbytes}
+    assert sum(into.values()) == 4 << 20
+    assert max(into.values()) - min(into.values()) <= 1024
+    assert second.wire_bytes == (replicas - 1) * (4 << 20)
+    assert max(second.egress.values()) <= 1.05 * second.wire_bytes / replicas
+
+
+def test_different_layouts_are_sent_straight() -> None:
+    shapes: Shapes = {"t": (4, 4)}
+    builders = [LayoutBuilder(rank, "int32") for rank in range(3)]
+    for builder, name in zip(builders, ("s", "d", "e"), strict=True):
+        builder.stack(name, [("t", whole((4, 4)))])
+    source, *wanted = (builder.build() for builder in builders)
+    assert len(relay(shapes, [source], wanted)) == 1
+    assert relay(shapes, [source], [])[0].transfers == ()
+
+
+@pytest.mark.parametrize("engines", [1, 4, 16])
+def test_egress_of_a_real_trainer_does_not_grow_with_engines(engines: int) -> None:
+    hf = MODELS["Qwen3-235B-A22B"]
+    family, trainer, engine = family_of(hf), MegatronParallel(tp=4, pp=2, ep=32, dp=32, te=True), EngineParallel(8, 8)
+    layouts = family.sglang_layouts(hf, engine, "bfloat16", engines, first=trainer.world)
+    one = [sum(s.nbytes for s in layout.storages.values()) for layout in layouts[: engine.tp]]
+    first, *later = relay_matches(family.tensors(hf), family.megatron_layouts(hf, trainer, "bfloat16"), layouts)
+    traffic = first.traffic()
+    assert traffic[:, 2].sum() == sum(one)
+    sent = np.bincount(traffic[:, 0], traffic[:, 2], trainer.world)
+    assert sent.max() <= 1.05 * sent.mean()
+    received = np.bincount(traffic[:, 1] - trainer.world, traffic[:, 2], engines * engine.tp)
+    for match in later:
+        passed = match.traffic()
+        assert passed[:, 0].min() >= trainer.world
+        sent = np.bincount(passed[:, 0] - trainer.world, passed[:, 2], engines * engine.tp)
+        assert sent.max() <= 1.05 * sent.mean()
+        received += np.bincount(passed[:, 1] - trainer.world, passed[:, 2], engines * engine.tp)
+    assert received.astype(int).tolist() == one * engines

@@ -2,6 +2,7 @@
 
 ASYNCMOE_CUDA=1 insists on the CUDA kernels, 0 leaves them out; unset, they are built where a working nvcc is found.
 ASYNCMOE_CUDA_ARCHS names the architectures; by default those of 90 and 100 that nvcc knows.
+ASYNCMOE_CXXFLAGS are further flags of the C++ compiler and linker (sanitizers).
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from glob import glob
 from pathlib import Path
 
 from pybind11.setup_helpers import Pybind11Extension
@@ -19,6 +21,7 @@ from setuptools.command.build_ext import build_ext
 
 ARCHS = ("90", "100")
 CUDA_SOURCES = ["csrc/copy.cu"]
+EXTRA_FLAGS = os.environ.get("ASYNCMOE_CXXFLAGS", "").split()
 
 
 def nvcc() -> Path | None:
@@ -101,11 +104,11 @@ setup(
     ext_modules=[
         Pybind11Extension(
             "asyncmoe.reshard._C",
-            ["csrc/bindings.cpp", "csrc/copy.cpp", "csrc/plan.cpp", "csrc/plan_bindings.cpp"],
-            depends=["csrc/copy.h", "csrc/dlpack.h", "csrc/plan.h", "csrc/plan_bindings.h", *CUDA_SOURCES],
+            sorted(glob("csrc/*.cpp")),
+            depends=[*sorted(glob("csrc/*.h")), *CUDA_SOURCES],
             cxx_std=17,
-            extra_compile_args=["-O3", "-Wall", "-Wextra", "-Werror", "-pthread"],
-            extra_link_args=["-pthread"],
+            extra_compile_args=["-O3", "-Wall", "-Wextra", "-Werror", "-pthread", *EXTRA_FLAGS],
+            extra_link_args=["-pthread", "-lrt", *EXTRA_FLAGS],
         )
     ],
     cmdclass={"build_ext": Build},

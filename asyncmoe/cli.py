@@ -113,6 +113,27 @@ def report(run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="Run dire
     typer.echo(write_report(run_dir))
 
 
+bench = typer.Typer(no_args_is_help=True, help="Measure on this machine.")
+app.add_typer(bench, name="bench")
+
+
+@bench.command("reshard")
+def bench_reshard(
+    json_path: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the results there too.")] = None,
+) -> None:
+    """Weights from four trainer ranks to two engine ranks, in real processes: shard to shard against gather-and-broadcast."""
+    import json
+
+    from rich.console import Console
+
+    from asyncmoe.bench import reshard
+
+    results = reshard.run()
+    if json_path is not None:
+        json_path.write_text(json.dumps(results, indent=1) + "\n")
+    Console().print_json(data=results)
+
+
 def main() -> None:
     """Run the command; errors meant for the user are one line, everything else keeps its traceback."""
     logging.basicConfig(format="%(asctime)s %(name)s: %(message)s", level=logging.INFO)

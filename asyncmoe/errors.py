@@ -55,6 +55,18 @@ class WeightSyncError(AsyncmoeError):
     """A weight version that could not be published; the engines still serve the version before it, or are fenced."""
 
 
+class TransferError(WeightSyncError):
+    """A message between two ranks that arrived damaged, or a rank that went away while it was exchanged with.
+
+    Args:
+        source, destination: the ranks the message was to go from and to.
+    """
+
+    def __init__(self, source: int, destination: int, what: str) -> None:
+        self.source, self.destination = source, destination
+        super().__init__(f"from rank {source} to rank {destination}: {what}")
+
+
 class TrajectoryRejected(AsyncmoeError):
     """A trajectory that must not be trained on. `reason` is the short name it is counted under."""
 

@@ -1,13 +1,19 @@
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
 
+#include <algorithm>
+#include <chrono>
 #include <stdexcept>
 #include <string>
 #include <vector>
 
 #include "copy.h"
+#include "digest.h"
 #include "dlpack.h"
 #include "plan_bindings.h"
+#include "program.h"
+#include "shm.h"
 
 namespace py = pybind11;
 
@@ -16,16 +22,21 @@ namespace {
 using Int64Array = py::array_t<int64_t, py::array::c_style>;
 
 std::vector<asyncmoe::BoxCopy> resolve(const Int64Array& rows, const Int64Array& sources,
-                                       const Int64Array& destinations) {
+                                       const Int64Array& destinations, asyncmoe::Cast cast) {
     if (rows.ndim() != 2 || rows.shape(1) != asyncmoe::kColumns || sources.ndim() != 1 || destinations.ndim() != 1)
         throw std::invalid_argument("expected rows int64[n, " + std::to_string(asyncmoe::kColumns) +
                                     "] and addresses int64[m], int64[k]");
     return asyncmoe::resolve(rows.data(), rows.shape(0), sources.data(), sources.shape(0), destinations.data(),
-                             destinations.shape(0));
+                             destinations.shape(0), cast);
 }
 
-void copy(const Int64Array& rows, const Int64Array& sources, const Int64Array& destinations, int threads) {
-    const auto copies = resolve(rows, sources, destinations);
+asyncmoe::Cast cast_named(bool float_to_bfloat) {
+    return float_to_bfloat ? asyncmoe::Cast::kFloatToBfloat : asyncmoe::Cast::kNone;
+}
+
+void copy(const Int64Array& rows, const Int64Array& sources, const Int64Array& destinations, int threads,
+          bool float_to_bfloat) {
+    const auto copies = resolve(rows, sources, destinations, cast_named(float_to_bfloat));
     py::gil_scoped_release released;
     asyncmoe::copy_on_cpu(copies, threads);
 }
@@ -59,6 +70,66 @@ py::tuple inspect(const py::capsule& capsule) {
                           tensor.dtype.bits * tensor.dtype.lanes, is_row_major(tensor));
 }
 
+std::vector<int64_t> numbers(const Int64Array& array) {
+    if (array.ndim() != 1) throw std::invalid_argument("expected int64[n]");
+    return {array.data(), array.data() + array.shape(0)};
+}
+
+asyncmoe::Program make_program(const Int64Array& rows, const Int64Array& firsts, const std::string& wire,
+                               bool float_to_bfloat) {
+    if (rows.ndim() != 2 || rows.shape(1) != asyncmoe::kColumns)
+        throw std::invalid_argument("expected rows int64[n, " + std::to_string(asyncmoe::kColumns) + "]");
+    if (wire != "none" && wire != "source" && wire != "destination")
+        throw std::invalid_argument("wire is none, source or destination");
+    const auto side = wire == "none"     ? asyncmoe::Wire::kNone
+                      : wire == "source" ? asyncmoe::Wire::kSource
+                                         : asyncmoe::Wire::kDestination;
+    return {rows.data(), rows.shape(0), numbers(firsts), side, cast_named(float_to_bfloat)};
+}
+
+uint64_t run_program(const asyncmoe::Program& program, int64_t chunk, const Int64Array& sources,
+                     const Int64Array& destinations, int threads) {
+    const auto from = numbers(sources), to = numbers(destinations);
+    py::gil_scoped_release released;
+    return program.run(chunk, from, to, threads);
+}
+
+// Waits in slices, so that a dead peer and Ctrl-C are seen.
+int wait_for_ring(const asyncmoe::ShmRing& ring, double timeout_s, int64_t needed) {
+    constexpr int64_t kSlice = 50000;  // microseconds
+    using Clock = std::chrono::steady_clock;
+    const auto deadline = Clock::now() + std::chrono::duration_cast<Clock::duration>(
+                                             std::chrono::duration<double>(std::clamp(timeout_s, 0.0, 1e9)));
+    for (;;) {
+        asyncmoe::Arrival arrival;
+        const auto left = std::chrono::duration_cast<std::chrono::microseconds>(deadline - Clock::now()).count();
+        {
+            py::gil_scoped_release released;
+            arrival = ring.wait(std::clamp<int64_t>(left, 1, kSlice), needed);
+        }
+        if (arrival != asyncmoe::Arrival::kNotYet || Clock::now() >= deadline) return static_cast<int>(arrival);
+        if (PyErr_CheckSignals() != 0) throw py::error_already_set();
+    }
+}
+
+py::array_t<uint8_t> slot_of_ring(const py::object& self, int64_t index) {
+    const auto& ring = self.cast<const asyncmoe::ShmRing&>();
+    return {{ring.slot_bytes()}, {1}, reinterpret_cast<uint8_t*>(ring.slot(index)), self};
+}
+
+void define_ring(const py::module_& module) {
+    using asyncmoe::ShmRing;
+    py::class_<ShmRing>(module, "ShmRing", "Message slots in shared memory between two processes (csrc/shm.h).")
+        .def_static("create", &ShmRing::create, py::arg("name"), py::arg("slots"), py::arg("slot_bytes"),
+                    py::call_guard<py::gil_scoped_release>(), py::return_value_policy::take_ownership)
+        .def_static("attach", &ShmRing::attach, py::arg("name"), py::arg("slots"), py::arg("slot_bytes"),
+                    py::call_guard<py::gil_scoped_release>(), py::return_value_policy::take_ownership)
+        .def("slot", &slot_of_ring, py::arg("index"))
+        .def("wait", &wait_for_ring, py::arg("timeout_s"), py::arg("needed") = 1,
+             "0: ready, 1: not within the time, 2: the other end is gone.")
+        .def("advance", &ShmRing::advance);
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_C, module) {
@@ -67,20 +138,40 @@ PYBIND11_MODULE(_C, module) {
     module.attr("MAX_DIMS") = asyncmoe::kMaxDims;
     asyncmoe::bind_plan(module);
     module.def("copy", &copy, py::arg("rows").noconvert(), py::arg("sources").noconvert(),
-               py::arg("destinations").noconvert(), py::arg("threads") = 0,
+               py::arg("destinations").noconvert(), py::arg("threads") = 0, py::arg("float_to_bfloat") = false,
                "Run box copies on the CPU. Addresses are not checked.");
+    py::class_<asyncmoe::Program> program(module, "Program", "Copies prepared once, cut into chunks (csrc/program.h).");
+    program
+        .def(py::init(&make_program), py::arg("rows").noconvert(), py::arg("firsts").noconvert(), py::arg("wire"),
+             py::arg("float_to_bfloat") = false)
+        .def_property_readonly("chunks", &asyncmoe::Program::chunks)
+        .def("bytes", &asyncmoe::Program::bytes, py::arg("chunk"))
+        .def("run", &run_program, py::arg("chunk"), py::arg("sources").noconvert(), py::arg("destinations").noconvert(),
+             py::arg("threads") = 0,
+             "Run a chunk on the CPU and return its message's digest. Addresses are not checked.");
+    define_ring(module);
     module.def("digest", &digest, py::arg("address"), py::arg("nbytes"), py::arg("threads") = 0,
-               "64-bit digest of a buffer (csrc/copy.h says how it is defined).");
+               "64-bit digest of a buffer (csrc/digest.h says how it is defined).");
     module.def("inspect", &inspect, py::arg("capsule"),
                "(address, elements, device type, device id, type code, bits, row-major) of a DLPack capsule.");
 #ifdef ASYNCMOE_CUDA
     module.attr("CUDA") = true;
+    program.def(
+        "run_cuda",
+        [](const asyncmoe::Program& self, int64_t chunk, const Int64Array& sources, const Int64Array& destinations,
+           int device, uintptr_t stream) {
+            const auto copies = self.copies(chunk, numbers(sources), numbers(destinations));
+            py::gil_scoped_release released;
+            asyncmoe::copy_on_cuda(copies, device, stream);
+        },
+        py::arg("chunk"), py::arg("sources").noconvert(), py::arg("destinations").noconvert(), py::arg("device"),
+        py::arg("stream"), "Enqueue a chunk as one kernel launch on a stream of a device; does not wait for it.");
     module.def("cuda_device_count", &asyncmoe::cuda_device_count);
     module.def(
         "copy_cuda",
         [](const Int64Array& rows, const Int64Array& sources, const Int64Array& destinations, int device,
            uintptr_t stream) {
-            const auto copies = resolve(rows, sources, destinations);
+            const auto copies = resolve(rows, sources, destinations, asyncmoe::Cast::kNone);
             py::gil_scoped_release released;
             asyncmoe::copy_on_cuda(copies, device, stream);
         },

@@ -156,6 +156,7 @@ void copy_on_cuda(const std::vector<BoxCopy>& copies, int device, uintptr_t stre
     jobs.reserve(copies.size());
     int64_t tiles = 0;
     for (const auto& copy : copies) {
+        if (copy.cast != Cast::kNone) throw std::invalid_argument("no cast on a GPU");
         jobs.push_back(job_of(copy, tiles));
         tiles += (jobs.back().units + kTile - 1) / kTile;
     }

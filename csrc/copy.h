@@ -24,18 +24,23 @@ enum Column : int {
     kColumns = kDestinationStrides + kMaxDims,
 };
 
+// What becomes of the elements on the way: nothing, or float32 (item size 4) to bfloat16 by round-to-nearest-even.
+enum class Cast : int { kNone, kFloatToBfloat };
+
 struct Dim {
     int64_t extent;
     int64_t source_stride;
     int64_t destination_stride;
 };
 
-// `run` contiguous bytes at every point of the loops over `dims[0 .. count)`, outermost first. Source null: zeros.
+// `run` contiguous units at every point of the loops over `dims[0 .. count)`, outermost first. A unit is a byte, or an
+// element where there is a cast. Source null: zeros.
 struct BoxCopy {
     const std::byte* source;
     std::byte* destination;
     int64_t run;
     int count;
+    Cast cast;
     std::array<Dim, kMaxDims> dims;
 
     int64_t points() const {
@@ -43,25 +48,45 @@ struct BoxCopy {
         for (int k = 0; k < count; ++k) n *= dims[k].extent;
         return n;
     }
-    int64_t bytes() const { return run * points(); }
+    int64_t source_unit() const { return cast == Cast::kNone ? 1 : 4; }
+    int64_t destination_unit() const { return cast == Cast::kNone ? 1 : 2; }
+    // Bytes it writes.
+    int64_t bytes() const { return run * destination_unit() * points(); }
 };
 
-// Resolves rows against base addresses and joins dimensions that are contiguous on both sides into longer runs. Empty
-// boxes are left out. Throws std::invalid_argument for an index without a base, a negative extent or an item size
-// below 1.
+// A descriptor row with dimensions that are contiguous on both sides joined into longer runs; `copy` holds offsets
+// where its addresses will be.
+struct Descriptor {
+    int64_t source_index;  // negative: zeros
+    int64_t destination_index;
+    int64_t source_offset;
+    int64_t destination_offset;
+    BoxCopy copy;
+
+    BoxCopy at(const int64_t* sources, const int64_t* destinations) const;
+};
+
+// Reads rows; empty boxes stay, with a run or an extent of 0. Throws std::invalid_argument for an index below what it
+// may be, a negative extent, offset or stride, or an item size that is not positive (not 4, where there is a cast).
+std::vector<Descriptor> read_rows(const int64_t* rows, int64_t count, Cast cast);
+
+// Throws std::invalid_argument for a descriptor that names a base that is not there.
+void check_bases(const std::vector<Descriptor>& descriptors, int64_t sources, int64_t destinations);
+
+// Rows against base addresses, empty boxes left out. Throws as `read_rows` and `check_bases`.
 std::vector<BoxCopy> resolve(const int64_t* rows, int64_t count, const int64_t* sources, int64_t source_count,
-                             const int64_t* destinations, int64_t destination_count);
+                             const int64_t* destinations, int64_t destination_count, Cast cast);
+
+// Appends parts of a copy that write at most about `bytes` each, in row-major order of its box: each part is
+// contiguous wherever the whole box is.
+void split(const BoxCopy& copy, int64_t bytes, std::vector<BoxCopy>& parts);
+
+// Runs one copy on this thread.
+void copy_one(const BoxCopy& copy);
 
 // Runs all copies on up to `threads` threads (0: as many as the machine has, at most 4), the caller's among them. No
 // two copies may write the same byte, and none may read what another writes.
 void copy_on_cpu(const std::vector<BoxCopy>& copies, int threads);
-
-// 64-bit digest of a buffer: with w[i] its little-endian 64-bit words (the last one filled up with zero bytes),
-//   mix(n + sum_i mix(w[i] + (i + 1) * 0x9e3779b97f4a7c15)) modulo 2^64, n its length in bytes,
-// where mix is the finalizer of splitmix64 (Steele, Lea, Flood: Fast splittable pseudorandom number generators, 2014).
-// The sum does not depend on the order of its terms, so parts may be digested apart, by many threads or on a GPU. Not
-// cryptographic.
-uint64_t digest(const std::byte* data, int64_t nbytes, int threads);
 
 #ifdef ASYNCMOE_CUDA
 // The same as one kernel launch on a stream (a cudaStream_t as an integer) of the current device; returns without

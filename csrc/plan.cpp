@@ -6,6 +6,8 @@
 #include <stdexcept>
 #include <tuple>
 
+#include "digest.h"
+
 namespace asyncmoe {
 
 namespace {

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Protocol
+import ctypes
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Literal, Self
 
 import numpy as np
 
 import asyncmoe.reshard._C as _C
-from asyncmoe.errors import InvariantBroken, LayoutError
-from asyncmoe.reshard.layout import MAX_DIMS, Storage
+from asyncmoe.errors import InvariantBroken, LayoutError, TransferError
+from asyncmoe.reshard.chunks import Chunks, chunk_limits, cut_transfer, message_strides, trailer_offset
+from asyncmoe.reshard.layout import Storage
 from asyncmoe.reshard.memory import Array, Memory, memory_of, storage_memory
 from asyncmoe.reshard.plan import (
+    COLUMNS,
     DESTINATION,
     DESTINATION_OFFSET,
     DESTINATION_STRIDES,
@@ -22,87 +29,234 @@ from asyncmoe.reshard.plan import (
     SOURCE_STRIDES,
     WIRE_OFFSET,
     Plan,
-    Transfer,
 )
+from asyncmoe.reshard.transport import Buffer, Lane, Link, MessageLink, SharedTransport, Transport
 
-Buffer = Any
-"""Bytes in the transport's kind of memory, as its `empty` returns them."""
+BUCKET_BYTES = 64 << 20
+_RUN_MIX = 0x9E3779B97F4A7C15
+_WORD = (1 << 64) - 1
 
 
-class Transport(Protocol):
-    """How messages reach other ranks."""
+@dataclass
+class Moved:
+    """What one run of an exchange did on this rank.
 
-    rank: int
+    Attributes:
+        sent, received, local: bytes; those of messages with their trailers.
+        seconds: "pack", "local" and "unpack" copy (and digest), "wire" waits for peers. What overlaps is counted where it is
+            waited for, so the sum is the time of the run.
+    """
 
-    def empty(self, nbytes: int) -> Buffer:
-        """A new message buffer of uint8, in memory this transport can send from."""
+    sent: int = 0
+    received: int = 0
+    local: int = 0
+    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(("pack", "wire", "unpack", "local"), 0.0))
 
-    def exchange(self, sends: Sequence[tuple[int, Buffer]], receives: Sequence[tuple[int, Buffer]], timeout_s: float) -> None:
-        """Send each buffer to its rank and fill each buffer from its rank; at most one message a pair and direction.
+    @contextmanager
+    def timed(self, phase: str) -> Iterator[None]:
+        started = time.perf_counter()
+        yield
+        self.seconds[phase] += time.perf_counter() - started
 
-        Returns when all buffers may be reused.
+
+class Exchanger:
+    """This rank's part of a plan, prepared once and run as often as wanted. All ranks of the plan make one, with equal arguments.
+
+    What does not fit into one message travels in several. A rank's message buffers are allocated here, and one for each lane
+    (pair of ranks and direction) takes `bucket_bytes` at most, so that there are never more than `buffers * bucket_bytes` of them.
+    With two buffers or more, a message is packed while the one before it travels. Every message ends with the digest of its
+    content, computed as it is packed and again as it is unpacked. During a run Python sees messages, not tensors.
+
+    Args:
+        transport: how messages travel.
+        bucket_bytes: see above.
+        buffers: messages of a lane that may be under way at a time, at least 1.
+        timeout_s: how long to wait for a peer that makes no progress.
+        threads: of copies in host memory; 0: as many as the machine has, at most 4.
+        stream: of copies on a GPU, a cudaStream_t as an integer; 0 is the default stream. Kernels are not waited for, so the
+            transport has to send in the order of this stream, and so has whoever reads the destination. Messages between GPUs
+            carry no digest.
+
+    Raises:
+        LayoutError: a bucket smaller than an element for every peer.
+        WaitTimeout: a peer that was not there in time.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        transport: Transport | SharedTransport,
+        *,
+        bucket_bytes: int = BUCKET_BYTES,
+        buffers: int = 2,
+        timeout_s: float = 300.0,
+        threads: int = 0,
+        stream: int = 0,
+    ) -> None:
+        if bucket_bytes < 1 or buffers < 1:
+            raise LayoutError("bucket_bytes and buffers", got=f"{bucket_bytes} and {buffers}", expected="positive numbers")
+        self.rank, self._plan = transport.rank, plan
+        self._timeout_s, self._threads, self._stream, self._buffers = timeout_s, threads, stream, buffers
+        limits = chunk_limits(plan, bucket_bytes)
+        mine = [t for t in plan.transfers if self.rank in (t.source, t.destination)]
+        cut = [cut_transfer(plan, t, limits[t.source, t.destination]) for t in mine if t.source != t.destination]
+        self._outgoing = [chunks for chunks in cut if chunks.source == self.rank]
+        self._incoming = [chunks for chunks in cut if chunks.destination == self.rank]
+        self._packs = [message_program(chunks, "destination") for chunks in self._outgoing]
+        self._unpacks = [message_program(chunks, "source") for chunks in self._incoming]
+        self._local = _local_program([t.copies for t in mine if t.source == t.destination])
+        self._sources = self._destinations = _addresses(())
+        self._device = ""
+        self._bound: object = None
+        self._runs = 0
+        self._broken = False
+        out, into = [_lane(c, c.destination) for c in self._outgoing], [_lane(c, c.source) for c in self._incoming]
+        self.buffer_bytes = sum(lane.slot_bytes * min(buffers, len(lane.message_bytes)) for lane in (*out, *into))
+        """Bytes of this rank's message buffers."""
+        self._link = self._connect(transport, out, into)
+
+    def bind(self, source_arrays: Mapping[str, Array] | None = None, destination_arrays: Mapping[str, Array] | None = None) -> None:
+        """Say where the storages lie, for all runs to come. The arrays are kept alive until the next `bind`.
+
+        Args:
+            source_arrays: by storage name, at least those of `plan.sources[rank]`; None where this rank is no source.
+            destination_arrays: the same for `plan.destinations[rank]`; they are written.
+
+        Arrays and messages must all be in host memory or all on one GPU.
 
         Raises:
-            asyncmoe.errors.WaitTimeout: naming the rank that was not there in time.
+            LayoutError: an array is missing or is not what its storage says.
         """
+        rank = self.rank
+        sources = _memories(self._plan.sources.get(rank, {}), source_arrays or {}, f"rank {rank}: source", write=False)
+        wanted = self._plan.destinations.get(rank, {})
+        destinations = _memories(wanted, destination_arrays or {}, f"rank {rank}: destination", write=True)
+        self._device = _device([*sources, *destinations, *self._message_memories()])
+        self._sources, self._destinations = _addresses(sources), _addresses(destinations)
+        self._bound = (source_arrays, destination_arrays)
 
+    def run(self) -> Moved:
+        """Exchange once. All ranks of the plan call it.
 
-class LocalTransport:
-    """One process: nothing travels."""
+        Raises:
+            TransferError: a message that arrived other than it was sent, or a peer that is gone; names the ranks. The destination
+                may be partly written, and this exchanger cannot be used again.
+            WaitTimeout: a peer that made no progress in time; the same holds.
+        """
+        if self._broken:
+            raise InvariantBroken(f"rank {self.rank}: an exchange that failed was run again; make a new one")
+        if self._bound is None:
+            raise InvariantBroken(f"rank {self.rank}: an exchange was run without arrays; call bind first")
+        self._broken = True
+        moved = Moved()
+        ahead = self._buffers - 1
+        rounds = max((len(c) for c in (*self._outgoing, *self._incoming)), default=0)
+        for number in range(max(1, rounds + ahead)):
+            if number < rounds:
+                self._pack_round(number, moved)
+            if number == 0:
+                self._copy_local(moved)
+            if number >= ahead:
+                self._unpack_round(number - ahead, moved)
+        with moved.timed("wire"):
+            self._link.finish(self._timeout_s)
+        self._runs += 1
+        self._broken = False
+        return moved
 
-    def __init__(self, rank: int = 0) -> None:
-        self.rank = rank
+    def close(self) -> None:
+        """Free the message buffers."""
+        self._broken = True
+        self._link.close()
 
-    def empty(self, nbytes: int) -> np.ndarray:
-        return np.empty(nbytes, np.uint8)
+    def __enter__(self) -> Self:
+        return self
 
-    def exchange(self, sends: Sequence[tuple[int, Buffer]], receives: Sequence[tuple[int, Buffer]], timeout_s: float) -> None:
-        others = sorted({rank for rank, _ in (*sends, *receives)})
-        if others:
-            raise InvariantBroken(f"a plan for ranks {[self.rank, *others]} was given to the transport of one process")
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def _copy_local(self, moved: Moved) -> None:
+        if self._local is not None:
+            with moved.timed("local"):
+                self._copy(self._local, 0, self._sources, self._destinations)
+            moved.local = self._local.bytes(0)
+
+    def _pack_round(self, number: int, moved: Moved) -> None:
+        for lane, (chunks, program) in enumerate(zip(self._outgoing, self._packs, strict=True)):
+            if number >= len(chunks):
+                continue
+            with moved.timed("wire"):
+                buffer = self._link.pack_into(lane, number, self._timeout_s)
+            with moved.timed("pack"):
+                message = _address(buffer)
+                digest = self._copy(program, number, self._sources, message)
+                if digest is not None:
+                    _trailer(message, chunks.nbytes[number]).value = self._sealed(digest, number)
+            self._link.post(lane, number)
+            moved.sent += chunks.message_bytes(number)
+        with moved.timed("wire"):
+            self._link.close_round(number, self._timeout_s)
+
+    def _unpack_round(self, number: int, moved: Moved) -> None:
+        for lane, (chunks, program) in enumerate(zip(self._incoming, self._unpacks, strict=True)):
+            if number >= len(chunks):
+                continue
+            with moved.timed("wire"):
+                buffer = self._link.unpack_from(lane, number, self._timeout_s)
+            with moved.timed("unpack"):
+                message = _address(buffer)
+                digest = self._copy(program, number, message, self._destinations)
+                if digest is not None and _trailer(message, chunks.nbytes[number]).value != self._sealed(digest, number):
+                    what = f"message {number + 1} of {len(chunks)} arrived with another digest than it was sent with"
+                    raise TransferError(chunks.source, self.rank, what)
+            self._link.release(lane, number)
+            moved.received += chunks.message_bytes(number)
+
+    def _sealed(self, digest: int, number: int) -> int:
+        """A message's digest, made different for every message and run, so that an old message is not taken for a new one."""
+        return digest ^ (((self._runs << 32 | number) + 1) * _RUN_MIX & _WORD)
+
+    def _copy(self, program: _C.Program, chunk: int, sources: np.ndarray, destinations: np.ndarray) -> int | None:
+        """Run copies; their digest, or None on a GPU."""
+        kind, _, index = self._device.partition(":")
+        if kind == "cpu":
+            return program.run(chunk, sources, destinations, self._threads)
+        if not _C.CUDA:
+            cure = "build asyncmoe where nvcc is, with ASYNCMOE_CUDA=1"
+            raise LayoutError("arrays of an exchange", got=self._device, expected="cpu, as this build has no CUDA kernels", cure=cure)
+        program.run_cuda(chunk, sources, destinations, int(index), self._stream)
+        return None
+
+    def _connect(self, transport: Transport | SharedTransport, out: list[Lane], into: list[Lane]) -> Link:
+        if isinstance(transport, SharedTransport):
+            return transport.connect(out, into, self._buffers, self._timeout_s)
+        device = memory_of(transport.empty(1), "message buffer").device if out or into else "cpu"
+        return MessageLink(transport, out, into, self._buffers, threaded=device == "cpu")
+
+    def _message_memories(self) -> list[Memory]:
+        buffers = self._link.buffers if isinstance(self._link, MessageLink) else []
+        return [memory_of(buffer, "message buffer", write=True) for buffer in buffers]
 
 
 def exchange(
     plan: Plan,
-    transport: Transport,
+    transport: Transport | SharedTransport,
     source_arrays: Mapping[str, Array] | None = None,
     destination_arrays: Mapping[str, Array] | None = None,
     *,
     timeout_s: float = 300.0,
     threads: int = 0,
     stream: int = 0,
+    bucket_bytes: int = BUCKET_BYTES,
 ) -> None:
-    """Carry out this rank's part of a plan. All ranks of the plan call it, with the same plan.
+    """Carry out this rank's part of a plan once. All ranks of the plan call it, with the same plan.
 
-    Args:
-        source_arrays: by storage name, at least those of `plan.sources[rank]`; None where this rank is no source.
-        destination_arrays: the same for `plan.destinations[rank]`; they are written.
-        timeout_s: how long to wait for others.
-        threads: of copies in host memory; 0: as many as the machine has, at most 4.
-        stream: of copies on a GPU, a cudaStream_t as an integer; 0 is the default stream. Kernels are not waited for, so the
-            transport has to send in the order of this stream, and so has whoever reads the destination.
-
-    Arrays and messages must all be in host memory or all on one GPU.
-
-    Raises:
-        LayoutError: an array is missing or is not what its storage says.
-        WaitTimeout: from the transport.
+    Arguments and errors are those of `Exchanger` and its `bind` and `run`.
     """
-    rank = transport.rank
-    sources = _memories(plan.sources.get(rank, {}), source_arrays or {}, f"rank {rank}: source", write=False)
-    destinations = _memories(plan.destinations.get(rank, {}), destination_arrays or {}, f"rank {rank}: destination", write=True)
-    sending = [t for t in plan.transfers if t.source == rank and t.destination != rank]
-    receiving = [t for t in plan.transfers if t.destination == rank and t.source != rank]
-    outgoing = [transport.empty(t.nbytes) for t in sending]
-    incoming = [transport.empty(t.nbytes) for t in receiving]
-    _run(_packing(sending), sources, _buffers(outgoing), threads, stream)
-    _run(_staying(plan.transfers, rank), sources, destinations, threads, stream)
-    transport.exchange(
-        [(t.destination, buffer) for t, buffer in zip(sending, outgoing, strict=True)],
-        [(t.source, buffer) for t, buffer in zip(receiving, incoming, strict=True)],
-        timeout_s,
-    )
-    _run(_unpacking(receiving), _buffers(incoming), destinations, threads, stream)
+    options = {"timeout_s": timeout_s, "threads": threads, "stream": stream}
+    with Exchanger(plan, transport, bucket_bytes=bucket_bytes, **options) as exchanger:  # type: ignore[arg-type]
+        exchanger.bind(source_arrays, destination_arrays)
+        exchanger.run()
 
 
 def _memories(storages: Mapping[str, Storage], arrays: Mapping[str, Array], what: str, *, write: bool) -> list[Memory]:
@@ -112,74 +266,62 @@ def _memories(storages: Mapping[str, Storage], arrays: Mapping[str, Array], what
     return [storage_memory(arrays[name], storage, f"{what} array {name}", write=write) for name, storage in storages.items()]
 
 
-def _buffers(buffers: Iterable[Buffer]) -> list[Memory]:
-    return [memory_of(buffer, "message buffer", write=True) for buffer in buffers]
-
-
-def _run(rows: np.ndarray, sources: Sequence[Memory], destinations: Sequence[Memory], threads: int, stream: int) -> None:
-    """Run descriptor rows (csrc/copy.h) between memories; nothing to do is fine."""
-    if not len(rows):
-        return
-    devices = sorted({memory.device for memory in (*sources, *destinations)})
-    kind, _, index = devices[0].partition(":")
+def _device(memories: Sequence[Memory]) -> str:
+    devices = sorted({memory.device for memory in memories}) or ["cpu"]
     if len(devices) > 1:
         raise LayoutError("arrays and messages of an exchange", got=" and ".join(devices), expected="all on one device")
-    if kind == "cpu":
-        _C.copy(rows, _addresses(sources), _addresses(destinations), threads)
-    elif _C.CUDA:
-        _C.copy_cuda(rows, _addresses(sources), _addresses(destinations), int(index), stream)
-    else:
-        cure = "build asyncmoe where nvcc is, with ASYNCMOE_CUDA=1"
-        raise LayoutError("arrays of an exchange", got=devices[0], expected="cpu, as this build has no CUDA kernels", cure=cure)
+    return devices[0]
 
 
 def _addresses(memories: Sequence[Memory]) -> np.ndarray:
     return np.array([memory.address for memory in memories], np.uint64).view(np.int64)
 
 
+def _address(buffer: Buffer) -> np.ndarray:
+    return _addresses([memory_of(buffer, "message buffer", write=True)])
+
+
+def _trailer(message: np.ndarray, nbytes: int) -> ctypes.c_uint64:
+    return ctypes.c_uint64.from_address(int(message[0]) + trailer_offset(nbytes))
+
+
+def _lane(chunks: Chunks, peer: int) -> Lane:
+    return Lane(peer, tuple(chunks.message_bytes(i) for i in range(len(chunks))), chunks.slot_bytes)
+
+
 Side = tuple[np.ndarray, np.ndarray, np.ndarray]
 """One side of some copies: number of the array, byte offset in it, byte strides."""
 
 
-def _packing(transfers: Sequence[Transfer]) -> np.ndarray:
-    """Rows that copy from storages into one message buffer for each transfer."""
-    return _rows([(t, _source(t), _message(t, number)) for number, t in enumerate(transfers)])
+def message_program(chunks: Chunks, message: Literal["source", "destination"]) -> _C.Program:
+    """Copies between storages and the messages of a transfer."""
+    copies = chunks.copies
+    wire = (np.zeros(len(copies), np.int64), copies[:, WIRE_OFFSET], message_strides(copies))
+    sides = (_source(copies), wire) if message == "destination" else (wire, _destination(copies))
+    return _C.Program(_rows(copies, *sides), chunks.firsts, message)
 
 
-def _unpacking(transfers: Sequence[Transfer]) -> np.ndarray:
-    """Rows that copy from one message buffer for each transfer into storages."""
-    return _rows([(t, _message(t, number), _destination(t)) for number, t in enumerate(transfers)])
+def _local_program(parts: Sequence[np.ndarray]) -> _C.Program | None:
+    """Copies from storages to storages of one rank, zeros for padding included."""
+    rows = local_rows(parts)
+    return _C.Program(rows, np.array([0, len(rows)], np.int64), "none") if len(rows) else None
 
 
-def _staying(transfers: Sequence[Transfer], rank: int) -> np.ndarray:
-    """Rows that copy from storages to storages of this rank, and fill padding."""
-    return _rows([(t, _source(t), _destination(t)) for t in transfers if t.source == t.destination == rank])
+def local_rows(parts: Sequence[np.ndarray]) -> np.ndarray:
+    """Descriptor rows (csrc/copy.h) of copies within one rank, given as columns of `Transfer.copies`."""
+    copies = np.concatenate([np.empty((0, COLUMNS), np.int64), *parts])
+    return _rows(copies, _source(copies), _destination(copies))
 
 
-def _source(transfer: Transfer) -> Side:
-    copies = transfer.copies
+def _source(copies: np.ndarray) -> Side:
     return copies[:, SOURCE], copies[:, SOURCE_OFFSET], copies[:, SOURCE_STRIDES]
 
 
-def _destination(transfer: Transfer) -> Side:
-    copies = transfer.copies
+def _destination(copies: np.ndarray) -> Side:
     return copies[:, DESTINATION], copies[:, DESTINATION_OFFSET], copies[:, DESTINATION_STRIDES]
 
 
-def _message(transfer: Transfer, number: int) -> Side:
-    """The boxes in a message, where each lies row-major."""
-    copies = transfer.copies
-    strides = np.empty((len(copies), MAX_DIMS), np.int64)
-    strides[:, -1] = copies[:, ITEM]
-    for k in range(MAX_DIMS - 2, -1, -1):
-        strides[:, k] = strides[:, k + 1] * copies[:, EXTENTS][:, k + 1]
-    return np.full(len(copies), number), copies[:, WIRE_OFFSET], strides
-
-
-def _rows(parts: Sequence[tuple[Transfer, Side, Side]]) -> np.ndarray:
+def _rows(copies: np.ndarray, source: Side, destination: Side) -> np.ndarray:
     """Descriptor rows in the column order of csrc/copy.h."""
-    rows = [np.empty((0, _C.COLUMNS), np.int64)]
-    for transfer, (source, source_offset, source_strides), (target, target_offset, target_strides) in parts:
-        item, extents = transfer.copies[:, ITEM], transfer.copies[:, EXTENTS]
-        rows.append(np.column_stack([source, source_offset, target, target_offset, item, extents, source_strides, target_strides]))
-    return np.ascontiguousarray(np.concatenate(rows))
+    columns = [*source[:2], *destination[:2], copies[:, ITEM], copies[:, EXTENTS], source[2], destination[2]]
+    return np.ascontiguousarray(np.column_stack(columns))

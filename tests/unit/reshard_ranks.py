@@ -32,7 +32,7 @@ class _ThreadTransport:
 
     def exchange(self, sends: Sequence[tuple[int, np.ndarray]], receives: Sequence[tuple[int, np.ndarray]], timeout_s: float) -> None:
         for rank, buffer in sends:
-            self._wires.box(self.rank, rank).put(buffer)
+            self._wires.box(self.rank, rank).put(buffer.copy())
         for rank, buffer in receives:
             buffer[:] = self._wires.box(rank, self.rank).get(timeout=timeout_s)
 

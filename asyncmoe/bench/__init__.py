@@ -1,0 +1,1 @@
+"""Measurements that can be repeated on any machine."""

@@ -1,0 +1,136 @@
+"""Messages between processes of one host, in POSIX shared memory: packed and unpacked where they lie, never copied between."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Sequence
+
+import numpy as np
+
+import asyncmoe.reshard._C as _C
+from asyncmoe.errors import LayoutError, TransferError, WaitTimeout
+from asyncmoe.reshard.transport import Lane, Link
+
+_READY, _NOT_YET, _GONE = 0, 1, 2
+"""What `ShmRing.wait` returns (csrc/shm.h)."""
+_LONGEST_SESSION = 64
+
+
+class ShmTransport:
+    """One ring of slots for each pair of ranks, in `/dev/shm`, whose names disappear as soon as both ends have met.
+
+    Args:
+        rank: this process's.
+        session: names one exchanger of one group of ranks on this host: the same on all of them, and another for every exchanger.
+            Letters, digits, `_`, `.` and `-`.
+
+    Raises:
+        LayoutError: a session name that cannot be one.
+    """
+
+    def __init__(self, rank: int, session: str) -> None:
+        if not re.fullmatch(rf"[A-Za-z0-9_.-]{{1,{_LONGEST_SESSION}}}", session):
+            expected = f"1 to {_LONGEST_SESSION} letters, digits, _, . or -"
+            raise LayoutError("session of shared memory", got=repr(session), expected=expected)
+        self.rank, self._session = rank, session
+
+    def connect(self, outgoing: Sequence[Lane], incoming: Sequence[Lane], slots: int, timeout_s: float) -> Link:
+        """As `SharedTransport.connect`; memory for all slots is taken here.
+
+        Raises:
+            WaitTimeout: a sender that was not there in time.
+            TransferError: /dev/shm is full, or a ring differs from what this rank expects.
+        """
+        started = time.monotonic()
+        created = [self._create(lane, slots) for lane in outgoing]
+        attached = [self._attach(lane, slots, started, timeout_s) for lane in incoming]
+        return _ShmLink(self.rank, outgoing, incoming, created, attached, slots)
+
+    def _name(self, source: int, destination: int) -> str:
+        return f"/asyncmoe-{self._session}-{source}-{destination}"
+
+    def _create(self, lane: Lane, slots: int) -> _C.ShmRing:
+        try:
+            return _C.ShmRing.create(self._name(self.rank, lane.peer), _used(lane, slots), lane.slot_bytes)
+        except (RuntimeError, ValueError) as error:
+            raise TransferError(self.rank, lane.peer, str(error)) from error
+
+    def _attach(self, lane: Lane, slots: int, started: float, timeout_s: float) -> _C.ShmRing:
+        pause = 0.001
+        while True:
+            try:
+                ring = _C.ShmRing.attach(self._name(lane.peer, self.rank), _used(lane, slots), lane.slot_bytes)
+            except (RuntimeError, ValueError) as error:
+                raise TransferError(lane.peer, self.rank, str(error)) from error
+            if ring is not None:
+                return ring
+            waited = time.monotonic() - started
+            if waited > timeout_s:
+                raise WaitTimeout(f"rank {lane.peer}", f"its ring of shared memory for rank {self.rank}", waited)
+            time.sleep(pause)
+            pause = min(0.05, 2 * pause)
+
+
+class _ShmLink:
+    """See `asyncmoe.reshard.transport.Link`."""
+
+    def __init__(
+        self,
+        rank: int,
+        outgoing: Sequence[Lane],
+        incoming: Sequence[Lane],
+        created: list[_C.ShmRing],
+        attached: list[_C.ShmRing],
+        slots: int,
+    ) -> None:
+        self._rank, self._outgoing, self._incoming = rank, outgoing, incoming
+        self._created, self._attached = created, attached
+        self._out = [[ring.slot(i) for i in range(_used(lane, slots))] for lane, ring in zip(outgoing, created, strict=True)]
+        self._in = [[ring.slot(i) for i in range(_used(lane, slots))] for lane, ring in zip(incoming, attached, strict=True)]
+        self._posted = [0] * len(outgoing)
+        self._taken = [0] * len(incoming)
+
+    def pack_into(self, lane: int, number: int, timeout_s: float) -> np.ndarray:
+        peer = self._outgoing[lane].peer
+        self._wait(self._created[lane], self._rank, peer, peer, "room for another message", timeout_s)
+        slots = self._out[lane]
+        return slots[self._posted[lane] % len(slots)][: self._outgoing[lane].message_bytes[number]]
+
+    def post(self, lane: int, number: int) -> None:
+        self._posted[lane] += 1
+        self._created[lane].advance()
+
+    def close_round(self, number: int, timeout_s: float) -> None:
+        pass
+
+    def unpack_from(self, lane: int, number: int, timeout_s: float) -> np.ndarray:
+        peer = self._incoming[lane].peer
+        self._wait(self._attached[lane], peer, self._rank, peer, "its message", timeout_s)
+        slots = self._in[lane]
+        return slots[self._taken[lane] % len(slots)][: self._incoming[lane].message_bytes[number]]
+
+    def release(self, lane: int, number: int) -> None:
+        self._taken[lane] += 1
+        self._attached[lane].advance()
+
+    def finish(self, timeout_s: float) -> None:
+        # A sender that left earlier would take away a ring that its receiver has not yet found.
+        for lane, ring, slots in zip(self._outgoing, self._created, self._out, strict=True):
+            self._wait(ring, self._rank, lane.peer, lane.peer, "it to take the last message", timeout_s, needed=len(slots))
+
+    def close(self) -> None:
+        # A ring lives as long as a view of one of its slots.
+        self._out, self._in, self._created, self._attached = [], [], [], []
+
+    def _wait(self, ring: _C.ShmRing, source: int, destination: int, peer: int, what: str, timeout_s: float, needed: int = 1) -> None:
+        started = time.monotonic()
+        result = ring.wait(timeout_s, needed)
+        if result == _GONE:
+            raise TransferError(source, destination, f"rank {peer} is gone")
+        if result == _NOT_YET:
+            raise WaitTimeout(f"rank {peer}", what, time.monotonic() - started)
+
+
+def _used(lane: Lane, slots: int) -> int:
+    return min(slots, len(lane.message_bytes))

@@ -1,0 +1,51 @@
+// Message slots in POSIX shared memory, from one process to another on the same host.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+
+namespace asyncmoe {
+
+enum class Arrival : int { kReady, kNotYet, kGone };
+
+// A ring of `slots` buffers of `slot_bytes` each. The sender fills a slot where it lies and publishes it; the receiver
+// reads it where it lies and releases it. Both ends create their half, in any order; the name disappears from the
+// system as soon as both have. An end that dies is seen by the other: the kernel drops the lock it holds on the
+// segment.
+class ShmRing {
+  public:
+    // The sender's end. Takes all memory at once. Throws std::system_error, and std::invalid_argument for a name that
+    // another living process uses.
+    static ShmRing* create(const std::string& name, int64_t slots, int64_t slot_bytes);
+    // The receiver's end, or null while there is no sender yet. Throws std::system_error, and std::invalid_argument for
+    // a ring of another size.
+    static ShmRing* attach(const std::string& name, int64_t slots, int64_t slot_bytes);
+    ~ShmRing();
+    ShmRing(const ShmRing&) = delete;
+    ShmRing& operator=(const ShmRing&) = delete;
+
+    std::byte* slot(int64_t index) const;
+    int64_t slots() const { return slots_; }
+    int64_t slot_bytes() const { return slot_bytes_; }
+    // Waits at most `microseconds` until `needed` slots are free (sender) or filled (receiver). The first of them is
+    // slot n % slots, where n counts what this end has published or released.
+    Arrival wait(int64_t microseconds, int64_t needed) const;
+    // Hands the slot over to the other end.
+    void advance();
+
+  private:
+    struct Header;
+    ShmRing(std::string name, int descriptor, Header* header, int64_t slots, int64_t slot_bytes, bool sender);
+    bool ready(int64_t needed) const;
+    bool gone() const;
+
+    std::string name_;
+    int descriptor_;
+    Header* header_;
+    int64_t slots_;
+    int64_t slot_bytes_;
+    bool sender_;
+};
+
+}  // namespace asyncmoe

@@ -1,0 +1,34 @@
+// Work shared among a few threads.
+#pragma once
+
+#include <algorithm>
+#include <atomic>
+#include <cstdint>
+#include <thread>
+#include <vector>
+
+namespace asyncmoe {
+
+constexpr int kMostThreads = 4;
+
+// Threads worth starting for `bytes` of copying when `asked` are wanted (0: as many as the machine has, at most 4).
+inline int threads_for(int asked, int64_t bytes) {
+    constexpr int64_t kWorthAThread = int64_t{1} << 20;
+    if (asked <= 0) asked = std::min<int>(kMostThreads, std::max(1u, std::thread::hardware_concurrency()));
+    return static_cast<int>(std::clamp<int64_t>(bytes / kWorthAThread, 1, asked));
+}
+
+// Calls task(0) ... task(tasks - 1), on `threads` threads, the caller's among them.
+template <typename Task>
+void run_on_threads(int threads, int64_t tasks, const Task& task) {
+    std::atomic<int64_t> next{0};
+    auto work = [&] {
+        for (int64_t i = next.fetch_add(1); i < tasks; i = next.fetch_add(1)) task(i);
+    };
+    std::vector<std::thread> others;
+    for (int t = 1; t < threads; ++t) others.emplace_back(work);
+    work();
+    for (auto& thread : others) thread.join();
+}
+
+}  // namespace asyncmoe

@@ -1,0 +1,222 @@
+"""Prepared copies and their digests, casts, and how transfers are cut into messages."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import asyncmoe.reshard._C as _C
+from asyncmoe.errors import LayoutError
+from asyncmoe.reshard import Box, LayoutBuilder, RankLayout, digest, plan
+from asyncmoe.reshard.chunks import TRAILER_BYTES, chunk_limits, cut_boxes, cut_transfer
+from asyncmoe.reshard.layout import contiguous_strides
+
+Extent = tuple[int, int, int, int]
+
+
+def address(array: np.ndarray) -> np.ndarray:
+    return np.array([array.ctypes.data], np.int64)
+
+
+def message_rows(boxes: list[tuple[int, Extent]], item: int) -> tuple[np.ndarray, int]:
+    """Rows that pack boxes out of the corners of larger arrays, one after the other; and the bytes of the larger arrays together."""
+    rows, at, offset = [], 0, 0
+    for gap, extent in boxes:
+        larger = tuple(n + gap for n in extent)
+        steps = [item * s for s in contiguous_strides(larger)]
+        rows.append([0, offset, 0, at, item, *extent, *steps, *(item * s for s in contiguous_strides(extent))])
+        at += item * int(np.prod(extent))
+        offset += item * int(np.prod(larger))
+    return np.array(rows, np.int64), offset
+
+
+def swapped(rows: np.ndarray) -> np.ndarray:
+    return rows[:, [2, 3, 0, 1, 4, 5, 6, 7, 8, 13, 14, 15, 16, 9, 10, 11, 12]].copy()
+
+
+@given(
+    boxes=st.lists(st.tuples(st.integers(0, 2), st.tuples(*[st.integers(1, 5)] * 4)), min_size=1, max_size=6),
+    item=st.sampled_from([1, 2, 4]),
+    threads=st.integers(1, 3),
+)
+@settings(max_examples=150, deadline=None)
+def test_packing_and_unpacking_give_the_digest_of_the_message(boxes: list[tuple[int, Extent]], item: int, threads: int) -> None:
+    rows, held = message_rows(boxes, item)
+    source = np.random.default_rng(0).integers(0, 256, held, np.uint8)
+    firsts = np.array([0, len(rows)], np.int64)
+    packing = _C.Program(rows, firsts, "destination")
+    message = np.empty(packing.bytes(0), np.uint8)
+    expected = message.copy()
+    _C.copy(rows, address(source), address(expected), 1)
+    assert packing.run(0, address(source), address(message), threads) == digest(message)
+    np.testing.assert_array_equal(message, expected)
+    back, wanted = np.zeros_like(source), np.zeros_like(source)
+    _C.copy(swapped(rows), address(message), address(wanted), 1)
+    unpacking = _C.Program(swapped(rows), firsts, "source")
+    assert unpacking.run(0, address(message), address(back), threads) == digest(message)
+    np.testing.assert_array_equal(back, wanted)
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize(
+    "extent", [(1, 1, 1, 5_000_003), (1, 1, 3001, 1001), (3, 2, 1 << 20, 1), (2, 3000, 7, 33), (1, 1, 3000, 768), (1, 5, 400, 1096)]
+)
+def test_large_boxes_digest_as_one_message(extent: Extent, threads: int) -> None:
+    rows, held = message_rows([(1, extent), (0, (1, 1, 1, 5))], 1)
+    source = np.random.default_rng(0).integers(0, 256, held, np.uint8)
+    program = _C.Program(rows, np.array([0, 2], np.int64), "destination")
+    message = np.empty(program.bytes(0), np.uint8)
+    assert program.run(0, address(source), address(message), threads) == digest(message, threads=1)
+    expected = message.copy()
+    _C.copy(rows, address(source), address(expected), 1)
+    np.testing.assert_array_equal(message, expected)
+
+
+@pytest.mark.parametrize("offset", [0, 1, 8, 56, 64])
+@pytest.mark.parametrize("nbytes", [64, 1024, 1032, 16384, 16384 * 3 + 8 * 77])
+def test_contiguous_copies_of_every_alignment(nbytes: int, offset: int) -> None:
+    source = np.random.default_rng(0).integers(0, 256, nbytes + 64, np.uint8)
+    message = np.full(nbytes + 256, 0xAA, np.uint8)
+    program = _C.Program(message_rows([(0, (1, 1, 1, nbytes))], 1)[0], np.array([0, 1], np.int64), "destination")
+    base = address(message) + 64 + offset
+    assert program.run(0, address(source) + 8, base, 1) == digest(source[8 : 8 + nbytes].copy())
+    np.testing.assert_array_equal(message[64 + offset : 64 + offset + nbytes], source[8 : 8 + nbytes])
+    assert (message[: 64 + offset] == 0xAA).all()
+    assert (message[64 + offset + nbytes :] == 0xAA).all()
+
+
+def test_chunks_run_apart() -> None:
+    rows, held = message_rows([(0, (1, 1, 1, 10))], 4)
+    rows = np.concatenate([rows, rows])
+    rows[1, 1] = 20  # the second chunk reads further on, into its own message
+    rows[:, 8] = 5
+    program = _C.Program(rows, np.array([0, 1, 2], np.int64), "destination")
+    source = np.arange(10, dtype=np.int32)
+    message = np.zeros(5, np.int32)
+    assert program.chunks == 2
+    assert held == 40
+    for chunk, expected in enumerate([range(5), range(5, 10)]):
+        program.run(chunk, address(source), address(message), 1)
+        assert message.tolist() == list(expected)
+
+
+def test_malformed_programs_are_refused() -> None:
+    rows, _ = message_rows([(1, (1, 1, 2, 3)), (0, (1, 1, 1, 4))], 2)
+    all_rows = np.array([0, 2], np.int64)
+    gap, transposed = rows.copy(), rows.copy()
+    gap[1, 3] += 2
+    transposed[0, 13:] = [12, 12, 2, 4]
+    for bad, firsts, match in [
+        (gap, all_rows, "descriptor 1 does not lie"),
+        (transposed, all_rows, "descriptor 0 does not lie"),
+        (rows, np.array([0, 1], np.int64), "divide"),
+        (rows, np.array([0, 2, 1, 2], np.int64), "divide"),
+    ]:
+        with pytest.raises(ValueError, match=match):
+            _C.Program(bad, firsts, "destination")
+    program = _C.Program(rows, all_rows, "destination")
+    with pytest.raises(ValueError, match="no chunk 1"):
+        program.run(1, address(rows), address(rows))
+    with pytest.raises(ValueError, match="base addresses"):
+        program.run(0, np.empty(0, np.int64), address(rows))
+    rows, _ = message_rows([(1, (1, 1, 2, 3)), (0, (1, 1, 1, 4))], 4)
+    with pytest.raises(ValueError, match="packing"):
+        _C.Program(swapped(rows), all_rows, "source", float_to_bfloat=True)
+
+
+def rounded(values: np.ndarray) -> np.ndarray:
+    """bfloat16 bits by torch."""
+    return torch.from_numpy(values).to(torch.bfloat16).view(torch.int16).numpy().view(np.uint16)
+
+
+def test_cast_rounds_as_torch_does() -> None:
+    random = np.random.default_rng(0)
+    bits = random.integers(0, 1 << 32, 1 << 16, np.uint32)
+    upper = np.arange(1 << 16, dtype=np.uint32) << 16
+    ties = np.concatenate([upper | low for low in (0x0000, 0x7FFF, 0x8000, 0x8001, 0xFFFF)])
+    values = np.concatenate([bits, ties]).view(np.float32)
+    got = np.empty(len(values), np.uint16)
+    row = [0, 0, 0, 0, 4, 1, 1, 1, len(values), 0, 0, 0, 4, 0, 0, 0, 2]
+    _C.copy(np.array([row], np.int64), address(values), address(got), 2, True)
+    number = ~np.isnan(values)
+    np.testing.assert_array_equal(got[number], rounded(values)[number])
+    assert ((got[~number] & 0x7F80) == 0x7F80).all()
+    assert ((got[~number] & 0x7F) != 0).all()
+
+
+@given(extent=st.tuples(*[st.integers(1, 5)] * 3), gap=st.integers(0, 2), order=st.permutations(range(3)))
+@settings(max_examples=100, deadline=None)
+def test_cast_of_strided_boxes(extent: tuple[int, int, int], gap: int, order: list[int]) -> None:
+    larger = np.random.default_rng(0).standard_normal([n + gap for n in extent]).astype(np.float32)
+    box = larger[: extent[0], : extent[1], : extent[2]]
+    got = np.zeros([extent[k] for k in order], np.uint16)
+    strides = [got.strides[order.index(k)] for k in range(3)]
+    row = np.array([[0, 0, 0, 0, 4, 1, *extent, 0, *larger.strides, 0, *strides]], np.int64)
+    _C.copy(row, address(larger), address(got), 1, True)
+    np.testing.assert_array_equal(got.transpose(np.argsort(order)), rounded(np.ascontiguousarray(box)))
+    if order == [0, 1, 2]:
+        message = np.zeros_like(got)
+        program = _C.Program(row, np.array([0, 1], np.int64), "destination", float_to_bfloat=True)
+        assert program.bytes(0) == got.nbytes
+        assert program.run(0, address(larger), address(message), 1) == digest(got)
+        np.testing.assert_array_equal(message, got)
+
+
+# ---------------------------------------------------------------- messages
+
+
+def rows_to_columns(sources: int, destinations: int, shape: tuple[int, int]) -> tuple[list[RankLayout], list[RankLayout]]:
+    held, wanted = [], []
+    for r in range(sources):
+        builder = LayoutBuilder(r, "int32")
+        count = shape[0] // sources
+        builder.place("s", (count, shape[1]), [("w", Box((r * count, 0), (count, shape[1])), (0, 0))])
+        held.append(builder.build())
+    for r in range(destinations):
+        builder = LayoutBuilder(sources + r, "int32")
+        count = shape[1] // destinations
+        builder.place("d", (shape[0], count), [("w", Box((0, r * count), (shape[0], count)), (0, 0))])
+        wanted.append(builder.build())
+    return held, wanted
+
+
+@pytest.mark.parametrize("limit", [4, 12, 100, 4096])
+def test_cut_boxes_are_small_and_cover_what_was_cut(limit: int) -> None:
+    held, wanted = rows_to_columns(1, 1, (30, 20))
+    copies = plan({"w": (30, 20)}, held, wanted).transfers[0].copies
+    cut = cut_boxes(copies, limit)
+    sizes = cut[:, 6:10].prod(1) * 4
+    assert sizes.max() <= limit
+    assert sizes.sum() == 2400
+    written = [at + 80 * i + 4 * j for at, (h, w) in zip(cut[:, 3], cut[:, 8:10], strict=True) for i in range(h) for j in range(w)]
+    assert sorted(written) == list(range(0, 2400, 4))
+    np.testing.assert_array_equal(cut[:, 1], cut[:, 3])
+
+
+@pytest.mark.parametrize(("sources", "destinations"), [(1, 1), (4, 2), (3, 7)])
+@pytest.mark.parametrize("bucket", [1 << 10, 5000, 1 << 20])
+def test_one_message_of_every_pair_fits_into_a_bucket(sources: int, destinations: int, bucket: int) -> None:
+    shapes = {"w": (sources * 24, destinations * 40)}
+    made = plan(shapes, *rows_to_columns(sources, destinations, shapes["w"]))
+    limits = chunk_limits(made, bucket)
+    held = dict.fromkeys(range(sources + destinations), 0)
+    for transfer in made.transfers:
+        chunks = cut_transfer(made, transfer, limits[transfer.source, transfer.destination])
+        assert sum(chunks.nbytes) == transfer.nbytes
+        assert (
+            min(chunks.nbytes[:-1], default=0) * 8 >= 7 * (limits[transfer.source, transfer.destination] - TRAILER_BYTES) - 8
+            or len(chunks) == 1
+        )
+        for rank in (transfer.source, transfer.destination):
+            held[rank] += chunks.slot_bytes
+    assert max(held.values()) <= bucket
+
+
+def test_a_bucket_smaller_than_an_element_is_refused() -> None:
+    made = plan({"w": (4, 4)}, *rows_to_columns(1, 1, (4, 4)))
+    with pytest.raises(LayoutError, match=r"storage d from rank 0 to rank 1.*at least one element of 4 bytes"):
+        cut_transfer(made, made.transfers[0], TRAILER_BYTES + 3)
+    assert len(cut_transfer(made, made.transfers[0], TRAILER_BYTES + 4)) == 16

@@ -241,12 +241,20 @@ class SyncSection(Section):
     """How new weights reach the engines."""
 
     method: Literal["reshard", "broadcast"] = Field(
-        "broadcast",
+        "reshard",
         description="reshard: every engine rank gets its own bytes from the ranks that have them while it generates, and pauses to swap; "
         "broadcast: rank 0 gathers whole tensors and sends all of them to every engine, which stands still.",
     )
+    transport: Literal["shm", "gloo"] = Field(
+        "shm", description="How reshard's messages travel. shm: memory that processes of one host share; gloo: TCP."
+    )
+    staging: bool = Field(
+        True,
+        description="Whether engines receive a version into memory of its own while they generate. Without, reshard writes their "
+        "parameters while they stand still.",
+    )
     every: Positive = Field(1, description="Optimizer steps between versions.")
-    bucket_bytes: Positive = 256 << 20
+    bucket_bytes: Positive = Field(256 << 20, description="Bound of a rank's messages under way; there are two such buckets.")
     verify_every: NonNegative = Field(0, description="Compare the engines' checksums with the trainer's weights every n updates; 0: never.")
     timeout_s: PositiveFloat = 300.0
 

@@ -60,10 +60,11 @@ class TransferError(WeightSyncError):
 
     Args:
         source, destination: the ranks the message was to go from and to.
+        what: what became of it.
     """
 
     def __init__(self, source: int, destination: int, what: str) -> None:
-        self.source, self.destination = source, destination
+        self.source, self.destination, self.what = source, destination, what
         super().__init__(f"from rank {source} to rank {destination}: {what}")
 
 

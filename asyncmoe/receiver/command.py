@@ -24,10 +24,10 @@ class Join(msgspec.Struct, frozen=True, tag=True):
 
 
 class Commit(msgspec.Struct, frozen=True, tag=True):
-    """Make what is staged the parameters, if it is `version` and its bytes have `digest`."""
+    """Make what update number `update` has staged the parameters, if it is `version`."""
 
     version: int
-    digest: str
+    update: int
 
 
 Command = Join | Commit

@@ -6,29 +6,31 @@ receiver waits for its next update without touching the process group, and a sen
     terms               rank 0      what there is: both sides plan from it, each rank alone
     ready/R             others      R has planned, and what parameters it has; or why not
     verdict             rank 0      whether all agree
-    N/header            rank 0      update N begins, in process group `epoch`
-    N/sent/S, N/staged/R            digests of what trainer rank S sent and of what engine rank R holds; or why not
+    N/header            rank 0      update N begins, over channel `epoch`
+    N/sent/S, N/staged/R            trainer rank S has sent, engine rank R has received and verified, everything; or why not
     N/failed            anyone      set with the former when it says why not, so that nobody has to wait for the others
-    N/complete          rank 0      whether all bytes have arrived as they were sent
     N/end               rank 0      how the update ended
 """
 
 from __future__ import annotations
 
+import re
 import socket
 import time
 from collections.abc import Mapping
 from datetime import timedelta
-from typing import Any, TypeVar, cast
+from typing import Any, Literal, TypeVar, cast
 
 import msgspec
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from asyncmoe.errors import WaitTimeout, WeightSyncError
+from asyncmoe.errors import AsyncmoeError, TransferError, WaitTimeout, WeightSyncError
 
 T = TypeVar("T", bound=msgspec.Struct)
 _POLL_S = 0.002
+_LAST_WORDS_S = 0.5
+"""How long the others are listened to when one has failed: it may be a consequence of what they have to say."""
 _c10d: Any = distributed_c10d
 
 
@@ -46,14 +48,21 @@ class Terms(msgspec.Struct, frozen=True):
 
     Attributes:
         trainer: fields of `asyncmoe.models.MegatronParallel`.
-        dtype: of the weights, the same on both sides.
-        timeout_s: bound of an update's staging, and of the meeting.
+        dtype, engine_dtype: of the weights on either side.
+        transport: how they travel.
+        session: names this meeting among all on this host.
+        staging: whether engines receive into memory of its own, or into their parameters.
+        timeout_s: bound of an update's transfer, and of the meeting.
     """
 
     hf: dict[str, Any]
     trainer: dict[str, int | bool]
     engines: tuple[EngineRanks, ...]
     dtype: str
+    engine_dtype: str
+    transport: Literal["shm", "gloo"]
+    session: str
+    staging: bool
     bucket_bytes: int
     timeout_s: float
 
@@ -76,7 +85,7 @@ class Ready(msgspec.Struct, frozen=True):
 
     failure: str = ""
     plan: str = ""
-    """Digest of all buckets' plans."""
+    """The plan's digest."""
     parameters: dict[str, Parameter] = {}
     places: dict[str, int] = {}
     """SGLang's own "tp_rank", "moe_ep_rank"."""
@@ -90,15 +99,8 @@ class Header(msgspec.Struct, frozen=True):
     failure: str = ""
 
 
-class Moved(msgspec.Struct, frozen=True):
-    """Digest of all messages exchanged with each other rank in an update, by that rank; or why there are none."""
-
-    failure: str = ""
-    digests: dict[int, str] = {}
-
-
 class Outcome(msgspec.Struct, frozen=True):
-    """What rank 0 says of something that all wait for; without a failure it went well."""
+    """How something went that others wait for; without a failure it went well."""
 
     failure: str = ""
 
@@ -148,7 +150,7 @@ class Store:
             raise WeightSyncError(f"{self._peer} is gone: {_first_line(error)}") from error
 
     def get_all(self, keys: Mapping[str, str], kind: type[T], timeout_s: float, failed: str = "failed") -> dict[str, T]:
-        """The values of keys, when all are there; or those there are, as soon as `failed` is.
+        """The values of keys, when all are there; or those there are, soon after `failed` is.
 
         Args:
             keys: key -> who sets it.
@@ -157,27 +159,29 @@ class Store:
             WaitTimeout: naming whose are missing.
             WeightSyncError: rank 0 is gone.
         """
-        until = time.monotonic() + timeout_s
+        until, some_failed = time.monotonic() + timeout_s, False
         missing = dict(keys)
         while missing:
-            over = self.has(failed) or time.monotonic() > until
+            if not some_failed and self.has(failed):
+                some_failed, until = True, time.monotonic() + _LAST_WORDS_S
+            over = time.monotonic() > until
             missing = {key: whom for key, whom in missing.items() if not self.has(key)}
             if over:
                 break
             time.sleep(_POLL_S)
-        if missing and not self.has(failed):
+        if missing and not some_failed:
             raise WaitTimeout(", ".join(missing.values()), next(iter(missing)), timeout_s)
         return {key: self.get(key, kind, 1.0) for key in keys if key not in missing}
 
-    def fail(self, number: int, key: str, value: msgspec.Struct) -> None:
-        """Set a value that says why an update cannot go on."""
-        self.put(key, value)
+    def fail(self, number: int, key: str, why: str) -> None:
+        """Say under `key` why an update cannot go on."""
+        self.put(key, Outcome(why))
         self.put(f"{number}/failed", Outcome())
 
     def forget(self, number: int, terms: Terms) -> None:
         """Drop what is left of an update that all ranks have done with."""
         # Headers stay: a receiver that slept finds the newest by them.
-        names = [f"{number}/{name}" for name in ("failed", "complete", "end")]
+        names = [f"{number}/{name}" for name in ("failed", "end")]
         for key in (*names, *moved_keys(number, terms)):
             self._store.delete_key(key)
 
@@ -223,6 +227,33 @@ def moved_keys(number: int, terms: Terms) -> dict[str, str]:
 def engine_ranks(terms: Terms) -> dict[int, str]:
     """Every engine rank and what messages call it."""
     return {engine.first + tp: f"{engine.name} rank {tp}" for engine in terms.engines for tp in range(engine.tp)}
+
+
+def cause(failures: Mapping[str, str]) -> str:
+    """The failure that the others follow from.
+
+    Args:
+        failures: who said it -> what it said, as `in_words` makes it.
+    """
+
+    def is_consequence(text: str) -> int:
+        waited = re.match(r"waited [\d.]+ s for (.*?):", text)
+        if waited:
+            return 1 if waited[1] not in failures else 3
+        return 2 if "is gone" in text else 0
+
+    return min(failures.values(), key=is_consequence)
+
+
+def in_words(error: AsyncmoeError, terms: Terms) -> str:
+    """An error of the transfer, with its ranks called by what they are."""
+    names = {rank: f"trainer rank {rank}" for rank in range(terms.engines[0].first)} | engine_ranks(terms)
+    if isinstance(error, TransferError):
+        what = re.sub(r"\brank (\d+)\b", lambda found: names[int(found[1])], error.what)
+        return f"from {names[error.source]} to {names[error.destination]}: {what}"
+    if isinstance(error, WaitTimeout) and (found := re.fullmatch(r"rank (\d+)", error.whom)):
+        return str(WaitTimeout(names[int(found[1])], error.what, error.seconds))
+    return str(error)
 
 
 def _first_line(error: Exception) -> str:

@@ -1,24 +1,20 @@
-"""The receiver: a thread of an SGLang worker that stages new weights, and the commit that makes them the parameters."""
+"""The receiver: a thread of an SGLang worker that receives new weights, and the commit that makes them the parameters."""
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import threading
-import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 
 from asyncmoe.errors import AsyncmoeError, InvariantBroken, WaitTimeout
-from asyncmoe.receiver import command, handshake, route
+from asyncmoe.receiver import channel, command, handshake, meeting, route
 from asyncmoe.receiver.command import Commit, Join
-from asyncmoe.receiver.meeting import Header, Moved, Outcome, Ready, Store, Terms
-from asyncmoe.receiver.transport import GroupTransport
-from asyncmoe.reshard import Plan, exchange
+from asyncmoe.receiver.meeting import Header, Outcome, Ready, Store, Terms
+from asyncmoe.reshard import Exchanger, Plan
 
 log = logging.getLogger(__name__)
 _MEET_S = 60.0
@@ -45,21 +41,26 @@ def obey(model: torch.nn.Module, text: str) -> None:
         case Commit() as commit:
             if receiver is None:
                 raise InvariantBroken(f"version {commit.version} was committed in a worker that joined no sender")
-            receiver.commit(commit.version, commit.digest)
+            receiver.commit(commit.version, commit.update)
 
 
 @dataclass(frozen=True)
 class _Staged:
+    """Attributes:
+    tensors: what is to be swapped in; None where the parameters themselves were written.
+    """
+
     version: int
-    digest: str
-    tensors: dict[str, torch.Tensor]
+    update: int
+    tensors: dict[str, torch.Tensor] | None
 
 
 class Receiver(threading.Thread):
-    """Stages one update after the other until the sender is gone.
+    """Receives one update after the other until the sender is gone.
 
     Args:
-        model: the worker's; its parameters are read at the start and written by `commit` only.
+        model: the worker's. Its parameters are read at the start and written by `commit` only, or, without staging memory, while the
+            worker stands still.
     """
 
     def __init__(self, model: torch.nn.Module, join: Join) -> None:
@@ -72,22 +73,22 @@ class Receiver(threading.Thread):
         self._left = threading.Event()
 
     def run(self) -> None:
-        """Meet the sender, then stage what it sends."""
+        """Meet the sender, then receive what it sends."""
         try:
             store = Store(self._join.group, self._join.rank, self._join.host, self._join.port, _MEET_S)
             terms = store.get("terms", Terms, _MEET_S)
-            plans = self._plan(store, terms)
+            plan = self._plan(store, terms)
             outcome = store.get("verdict", Outcome, terms.timeout_s)
             if not outcome.failure:
-                self._serve(store, terms, plans)
+                self._serve(store, terms, plan)
         except AsyncmoeError as error:
             log.warning("the weight receiver of rank %d ends: %s", self._join.rank, error)
 
     def leave(self) -> None:
-        """Stage nothing more."""
+        """Receive nothing more."""
         self._left.set()
 
-    def commit(self, version: int, digest: str) -> None:
+    def commit(self, version: int, update: int) -> None:
         """Make what is staged the parameters. In the worker's main thread, between forward passes.
 
         Raises:
@@ -95,25 +96,26 @@ class Receiver(threading.Thread):
         """
         with self._lock:
             staged, self._staged = self._staged, None
-            if staged is None or (staged.version, staged.digest) != (version, digest):
-                what = "nothing" if staged is None else f"version {staged.version} with digest {staged.digest}"
-                raise InvariantBroken(f"rank {self._join.rank}: staged is {what}, to be committed version {version} with digest {digest}")
-            self._spare = replace(self._model, staged.tensors)
+            if staged is None or (staged.version, staged.update) != (version, update):
+                what = "nothing" if staged is None else f"version {staged.version} of update {staged.update}"
+                raise InvariantBroken(f"rank {self._join.rank}: staged is {what}, to be committed version {version} of update {update}")
+            if staged.tensors is not None:
+                self._spare = replace(self._model, staged.tensors)
         refresh(self._model)
 
-    def _plan(self, store: Store, terms: Terms) -> list[Plan]:
+    def _plan(self, store: Store, terms: Terms) -> Plan:
         key = f"ready/{self._join.rank}"
         try:
-            plans = route.route(terms)
+            plan = route.route(terms, self._join.rank)
         except AsyncmoeError as error:
-            store.put(key, Ready(failure=f"rank {self._join.rank}: {error}"))
+            store.put(key, Ready(failure=str(error)))
             raise
-        store.put(key, Ready("", route.digest(plans), self._ready.parameters, self._ready.places))
-        return plans
+        store.put(key, Ready("", plan.digest, self._ready.parameters, self._ready.places))
+        return plan
 
-    def _serve(self, store: Store, terms: Terms, plans: Sequence[Plan]) -> None:
+    def _serve(self, store: Store, terms: Terms, plan: Plan) -> None:
         number, epoch = _FIRST, 0
-        group: dist.ProcessGroup | None = None
+        exchanger: Exchanger | None = None
         while not self._left.is_set():
             try:
                 header = store.get(f"{number}/header", Header, _IDLE_S)
@@ -124,52 +126,49 @@ class Receiver(threading.Thread):
                 continue
             if not header.failure:
                 self._drop()
-                if header.epoch != epoch:
-                    group = None  # the old one ends first, and with it what its ranks still wait for
-                group = self._update(store, terms, plans, number, header, group)
+                if exchanger is not None and header.epoch != epoch:
+                    exchanger.close()  # the old one ends first, and with it what its ranks still wait for
+                    exchanger = None
+                exchanger = self._update(store, terms, plan, number, header, exchanger)
                 epoch = header.epoch
             number += 1
 
-    def _update(
-        self, store: Store, terms: Terms, plans: Sequence[Plan], number: int, header: Header, group: dist.ProcessGroup | None
-    ) -> dist.ProcessGroup | None:
-        """Stage one update; the group, or None when it cannot be used any more."""
+    def _update(self, store: Store, terms: Terms, plan: Plan, number: int, header: Header, exchanger: Exchanger | None) -> Exchanger | None:
+        """Receive one update; the channel, or None when it cannot be used any more."""
         key = f"{number}/staged/{self._join.rank}"
-        until = time.monotonic() + terms.timeout_s
         try:
-            if group is None:
-                group = store.connect(terms.world, header.epoch, terms.timeout_s)
-            transport = GroupTransport(group, until)
-            tensors = self._staging(terms)
-            for plan in plans:
-                exchange(plan, transport, None, tensors, timeout_s=terms.timeout_s, threads=1)
+            if exchanger is None:
+                exchanger = channel.connect(store, terms, plan, header.epoch, threads=1)
+            tensors = self._staging(terms) if terms.staging else self._parameters()
+            exchanger.bind(None, tensors)
+            exchanger.run(terms.timeout_s)
         except AsyncmoeError as error:
-            store.fail(number, key, Moved(failure=str(error)))
-            return None  # its end tells those that wait for us
+            if exchanger is not None:
+                exchanger.close()  # its end tells those that wait for us
+            store.fail(number, key, meeting.in_words(error, terms))
+            return None
         with self._lock:
-            self._staged, self._spare = _Staged(header.version, whole_digest(transport.digests), tensors), {}
-        store.put(key, Moved(digests=transport.digests))
-        return group
+            self._staged, self._spare = _Staged(header.version, number, tensors if terms.staging else None), {}
+        store.put(key, Outcome())
+        return exchanger
 
     def _drop(self) -> None:
         """What is staged will not be committed; its memory can be written again."""
         with self._lock:
             staged, self._staged = self._staged, None
-            if staged is not None:
+            if staged is not None and staged.tensors is not None:
                 self._spare = staged.tensors
 
     def _staging(self, terms: Terms) -> dict[str, torch.Tensor]:
         """Memory for all parameters: once they have been swapped, what they were in before."""
         with self._lock:
             if not self._spare:
-                dtype = getattr(torch, terms.dtype)
+                dtype = getattr(torch, terms.engine_dtype)
                 self._spare = {name: torch.empty(p.shape, dtype=dtype) for name, p in self._ready.parameters.items()}
             return self._spare
 
-
-def whole_digest(digests: Mapping[int, str]) -> str:
-    """One digest of the messages from all ranks."""
-    return hashlib.sha256(repr(sorted(digests.items())).encode()).hexdigest()[:16]
+    def _parameters(self) -> dict[str, torch.Tensor]:
+        return {name: parameter.data for name, parameter in self._model.named_parameters()}
 
 
 def replace(model: torch.nn.Module, staged: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -109,6 +110,7 @@ class Exchanger:
         self._device = ""
         self._bound: object = None
         self._runs = 0
+        self._until = math.inf
         self._broken = False
         out, into = [_lane(c, c.destination) for c in self._outgoing], [_lane(c, c.source) for c in self._incoming]
         self.buffer_bytes = sum(lane.slot_bytes * min(buffers, len(lane.message_bytes)) for lane in (*out, *into))
@@ -135,8 +137,11 @@ class Exchanger:
         self._sources, self._destinations = _addresses(sources), _addresses(destinations)
         self._bound = (source_arrays, destination_arrays)
 
-    def run(self) -> Moved:
+    def run(self, timeout_s: float | None = None) -> Moved:
         """Exchange once. All ranks of the plan call it.
+
+        Args:
+            timeout_s: bound of the whole run; None: only peers that make no progress end it.
 
         Raises:
             TransferError: a message that arrived other than it was sent, or a peer that is gone; names the ranks. The destination
@@ -148,6 +153,7 @@ class Exchanger:
         if self._bound is None:
             raise InvariantBroken(f"rank {self.rank}: an exchange was run without arrays; call bind first")
         self._broken = True
+        self._until = math.inf if timeout_s is None else time.monotonic() + timeout_s
         moved = Moved()
         ahead = self._buffers - 1
         rounds = max((len(c) for c in (*self._outgoing, *self._incoming)), default=0)
@@ -159,7 +165,7 @@ class Exchanger:
             if number >= ahead:
                 self._unpack_round(number - ahead, moved)
         with moved.timed("wire"):
-            self._link.finish(self._timeout_s)
+            self._link.finish(self._patience())
         self._runs += 1
         self._broken = False
         return moved
@@ -186,7 +192,7 @@ class Exchanger:
             if number >= len(chunks):
                 continue
             with moved.timed("wire"):
-                buffer = self._link.pack_into(lane, number, self._timeout_s)
+                buffer = self._link.pack_into(lane, number, self._patience())
             with moved.timed("pack"):
                 message = _address(buffer)
                 digest = self._copy(program, number, self._sources, message)
@@ -195,14 +201,14 @@ class Exchanger:
             self._link.post(lane, number)
             moved.sent += chunks.message_bytes(number)
         with moved.timed("wire"):
-            self._link.close_round(number, self._timeout_s)
+            self._link.close_round(number, self._patience())
 
     def _unpack_round(self, number: int, moved: Moved) -> None:
         for lane, (chunks, program) in enumerate(zip(self._incoming, self._unpacks, strict=True)):
             if number >= len(chunks):
                 continue
             with moved.timed("wire"):
-                buffer = self._link.unpack_from(lane, number, self._timeout_s)
+                buffer = self._link.unpack_from(lane, number, self._patience())
             with moved.timed("unpack"):
                 message = _address(buffer)
                 digest = self._copy(program, number, message, self._destinations)
@@ -211,6 +217,9 @@ class Exchanger:
                     raise TransferError(chunks.source, self.rank, what)
             self._link.release(lane, number)
             moved.received += chunks.message_bytes(number)
+
+    def _patience(self) -> float:
+        return max(0.001, min(self._timeout_s, self._until - time.monotonic()))
 
     def _sealed(self, digest: int, number: int) -> int:
         """A message's digest, made different for every message and run, so that an old message is not taken for a new one."""

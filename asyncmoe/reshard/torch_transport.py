@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from asyncmoe.errors import WaitTimeout
+from asyncmoe.errors import TransferError, WaitTimeout
 
 if TYPE_CHECKING:
     import torch
@@ -15,10 +15,10 @@ if TYPE_CHECKING:
 
 
 class TorchTransport:
-    """Point-to-point messages in a process group.
+    """Point-to-point messages in a process group, which need not be one that torch's registries know.
 
     All receives and sends of an exchange are posted before any is waited for, in the order of the ranks, so ranks that call
-    `exchange` with the same plan cannot deadlock.
+    `exchange` with the same plan cannot deadlock. After an error the group cannot be used any more.
 
     Args:
         group: the process group; None: the default one.
@@ -29,41 +29,56 @@ class TorchTransport:
         import torch
         import torch.distributed
 
-        self._torch, self._group, self._device = torch, group, device
-        self.rank = torch.distributed.get_rank(group)
+        self._torch, self._device = torch, device
+        found: Any = group or torch.distributed.group.WORLD
+        self._group = found
+        self.rank: int = found.rank()
 
     def empty(self, nbytes: int) -> torch.Tensor:
         return self._torch.empty(nbytes, dtype=self._torch.uint8, device=self._device)
 
     def exchange(self, sends: Sequence[tuple[int, Any]], receives: Sequence[tuple[int, Any]], timeout_s: float) -> None:
-        """As `asyncmoe.reshard.exchange.Transport`.
+        """As `asyncmoe.reshard.transport.Transport`.
 
         Raises:
-            WaitTimeout: a message did not arrive, or was not taken, in time. The group cannot be used afterwards.
+            WaitTimeout: a message did not arrive, or was not taken, in time.
+            TransferError: a rank is gone.
         """
-        distributed = self._torch.distributed
-        posts = [(distributed.irecv, rank, buffer, "its message") for rank, buffer in receives]
-        posts += [(distributed.isend, rank, buffer, "it to take a message") for rank, buffer in sends]
-        if not posts:
-            return
-        operations = [distributed.P2POp(post, buffer, group=self._group, group_peer=rank) for post, rank, buffer, _ in posts]
-        works = distributed.batch_isend_irecv(operations)
-        started = time.monotonic()
-        # NCCL gives one handle for the whole batch, gloo one for each message.
-        names = [(f"rank {rank}", what) for _, rank, _, what in posts] if len(works) == len(posts) else [(self._ranks(posts), "messages")]
-        for work, (whom, what) in zip(works, names, strict=True):
-            self._wait(work, whom, what, started, timeout_s)
+        began = time.monotonic()
+        for source, destination, work in self._post(sends, receives):
+            self._wait(source, destination, work, began, timeout_s)
 
-    def _wait(self, work: torch.distributed.Work, whom: str, what: str, started: float, timeout_s: float) -> None:
-        left = max(0.001, started + timeout_s - time.monotonic())
+    def _post(self, sends: Sequence[tuple[int, Any]], receives: Sequence[tuple[int, Any]]) -> list[tuple[int, int, Any]]:
+        """(source, destination, its handle) of every message. NCCL has one handle for all: its first message stands for the others."""
+        ends = [(rank, self.rank) for rank, _ in receives] + [(self.rank, rank) for rank, _ in sends]
+        if self._device != "cpu":
+            p2p = self._torch.distributed
+            posts = [(p2p.irecv, *one) for one in receives] + [(p2p.isend, *one) for one in sends]
+            operations = [p2p.P2POp(post, buffer, group=self._group, group_peer=rank) for post, rank, buffer in posts]
+            works = p2p.batch_isend_irecv(operations) if operations else []
+            return [(*pair, work) for pair, work in zip(ends, works, strict=False)]
+        works = []
         try:
-            work.wait(timedelta(seconds=left))
+            works += [self._group.recv([buffer], rank, 0) for rank, buffer in receives]
+            works += [self._group.send([buffer], rank, 0) for rank, buffer in sends]
         except RuntimeError as error:
-            waited = time.monotonic() - started
-            if waited < timeout_s:
-                raise
-            raise WaitTimeout(whom, f"{what} ({str(error).splitlines()[0]})", waited) from error
+            raise TransferError(*ends[len(works)], f"{self._peer(*ends[len(works)])} is gone ({_first_line(error)})") from error
+        return [(*pair, work) for pair, work in zip(ends, works, strict=True)]
 
-    @staticmethod
-    def _ranks(posts: Sequence[tuple[Any, int, Any, str]]) -> str:
-        return "ranks " + ", ".join(str(rank) for rank in sorted({rank for _, rank, _, _ in posts}))
+    def _wait(self, source: int, destination: int, work: torch.distributed.Work, began: float, timeout_s: float) -> None:
+        until = began + timeout_s
+        try:
+            work.wait(timedelta(seconds=max(0.001, until - time.monotonic())))
+        except RuntimeError as error:
+            peer = self._peer(source, destination)
+            if time.monotonic() < until:
+                raise TransferError(source, destination, f"{peer} is gone ({_first_line(error)})") from error
+            what = "its message" if destination == self.rank else "it to take a message"
+            raise WaitTimeout(peer, f"{what} ({_first_line(error)})", time.monotonic() - began) from error
+
+    def _peer(self, source: int, destination: int) -> str:
+        return f"rank {source if destination == self.rank else destination}"
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).splitlines()[0]

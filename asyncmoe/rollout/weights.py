@@ -8,7 +8,8 @@ There are two ways a version comes to the engines. By broadcast, while they stan
 
 Shard to shard, while they generate, through the receivers inside them (`asyncmoe.receiver`):
 
-    WeightsStage    nothing but a look whether all engines are there; the sender and the receivers see to the rest
+    WeightsStage    nothing but a look whether all engines are there; the sender and the receivers see to the rest.
+                    Where they have no staging memory: gate closed; every engine: pause in place, begin_weight_update
     WeightsCommit   gate closed; every engine: pause in place, begin_weight_update, swap, end_weight_update, compare checksums, continue
 
 All or nothing: an engine that refused, fell silent or differs is fenced, and one that may hold a part of a version never goes on.
@@ -119,7 +120,7 @@ class Conductor:
             case WeightsJoin():
                 await (self._join(request) if request.method == "broadcast" else self._start_receivers(request))
             case WeightsStage():
-                self._claim(request.version).staged = True
+                await self._stage(request)
             case WeightsBegin():
                 await self._expecting_next(self._begin(request.version))
             case WeightsBucket():
@@ -161,6 +162,13 @@ class Conductor:
         failed = await self._fencing(update, start)
         await self._give_up(update)
         _raise(failed, "starting the weight receivers")
+
+    async def _stage(self, request: WeightsStage) -> None:
+        update = self._claim(request.version)
+        update.staged = True
+        if request.in_place:
+            await self._expecting_next(self._stand_still(update))
+            update.loading = True
 
     async def _begin(self, version: int) -> None:
         await self._stand_still(self._claim(version))
@@ -209,11 +217,9 @@ class Conductor:
 
     async def _commit(self, request: WeightsCommit) -> Committed:
         update = self._open(request.version)
-        if update.staged:
-            if [len(ranks) for ranks in request.staged] != [member.engine.tp for member in update.members]:
-                raise WeightSyncError(f"version {update.version}: got {len(request.staged)} engines' digests of what is staged")
+        if update.staged and not update.held:
             await self._stand_still(update)
-        failed = await self._swap(update, request) if update.staged else []
+        failed = await self._swap(update, request.update) if update.staged else []
 
         async def finish(member: Member) -> None:
             await member.engine.client.end()
@@ -236,13 +242,12 @@ class Conductor:
         await self._published(update.version)
         return Committed(update.version, tuple(1e3 * pauses[member.engine.name] for member in update.members))
 
-    async def _swap(self, update: _Update, request: WeightsCommit) -> list[tuple[Member, AsyncmoeError]]:
-        """Have each rank make what it has staged its parameters."""
+    async def _swap(self, update: _Update, number: int) -> list[tuple[Member, AsyncmoeError]]:
+        """Have each rank make what it has received its parameters."""
         update.loading = True
-        digests = {member.engine.name: ranks for member, ranks in zip(update.members, request.staged, strict=True)}
 
         async def swap(member: Member) -> None:
-            commits = [command.Commit(update.version, digest) for digest in digests[member.engine.name]]
+            commits = [command.Commit(update.version, number)] * member.engine.tp
             await member.engine.client.tell(commits, self._timeout_s, update.version)
 
         return await self._fencing(update, swap)

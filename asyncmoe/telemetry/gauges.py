@@ -27,7 +27,7 @@ class Gauges:
     engine_idle: float | None = None
     sync_seconds: float | None = None
     sync_share: float | None = None
-    """Share of the steps' time that weight sync took."""
+    """Share of the steps' time that the trainer waited for weight sync."""
     pause_ms: float | None = None
     trained_per_s: float | None = None
     generated_per_s: float | None = None
@@ -64,7 +64,7 @@ def gauge(rl: Sequence[Step], rollout: Sequence[Rollout] = ()) -> Gauges:
         trainer_idle=_per((step.wait_seconds for step in rl), seconds),
         engine_idle=1 - fmean(busy) if busy else None,
         sync_seconds=_median(step.sync_seconds for step in updates),
-        sync_share=_per((step.sync_seconds for step in rl), seconds),
+        sync_share=_per((step.sync_wait_seconds for step in rl), seconds),
         pause_ms=_median(step.pause_ms for step in updates),
         trained_per_s=_per((step.tokens for step in rl), seconds),
         generated_per_s=_mean(record.tokens_per_s for record in rollout),

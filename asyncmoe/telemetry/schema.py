@@ -36,9 +36,12 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
     wait_seconds: float | None = None
     train_seconds: float | None = None
     sync_seconds: float | None = None
-    """From the end of the optimizer step until every engine serves the new weights; None or 0 when none were sent."""
+    """Of the version that was published last: from the end of its optimizer step until every engine served it. None where an earlier
+    step has said so, or none was published."""
+    sync_wait_seconds: float | None = None
+    """How long this step waited for weight sync, within training or after it."""
     pause_ms: float | None = None
-    """Milliseconds the engine that stood still longest stood still."""
+    """Milliseconds the engine that stood still longest did so for that version."""
     version: int | None = None
     loss: float | None = None
     reward_mean: float | None = None

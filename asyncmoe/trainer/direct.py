@@ -1,26 +1,29 @@
 """Publishing a weight version over the `reshard` path: every engine rank gets its own bytes straight from the ranks that have them.
 
-All ranks of the trainer send, to receivers inside the engines (`asyncmoe.receiver`) that stage while the engines generate. Once all
+All ranks of the trainer send, from a thread of their own, to receivers inside the engines (`asyncmoe.receiver`) that stage while the
+engines generate and the trainer goes on with its next step; only what changes the weights has to wait until they are sent. Once all
 bytes have arrived as they were sent, the controller has every engine stand still and swap (`asyncmoe.rollout.weights`). Until
 then no parameter has been written, so whatever fails leaves the engines with the version they serve.
+
+Without staging memory (`sync.staging: false`) the engines stand still from the beginning, and one that holds a part of a version
+that failed is fenced.
 """
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import cached_property
 
 import torch
-import torch.distributed as dist
 
 from asyncmoe.config import Config
-from asyncmoe.errors import AsyncmoeError, ConfigError, WeightSyncError
-from asyncmoe.receiver import meeting
-from asyncmoe.receiver.meeting import Header, Moved, Outcome
-from asyncmoe.receiver.transport import GroupTransport
-from asyncmoe.receiver.worker import whole_digest
-from asyncmoe.reshard import exchange
+from asyncmoe.errors import AsyncmoeError, ConfigError, WaitTimeout, WeightSyncError
+from asyncmoe.receiver import channel, meeting
+from asyncmoe.receiver.meeting import Header, Outcome
+from asyncmoe.reshard import Exchanger
 from asyncmoe.trainer.direct_group import GRACE_S, Meeting, heed, meet
 from asyncmoe.trainer.gather import Gatherer, tensors_in
 from asyncmoe.trainer.model import Model, parameters
@@ -31,10 +34,10 @@ from asyncmoe.wire.messages import Committed, Reply, Request, WeightsAbort, Weig
 
 
 class Direct:
-    """The sender of one trainer; a collective over its ranks.
+    """See `asyncmoe.trainer.published.Publisher`.
 
     Args:
-        client: connection to the controller; used on rank 0 only.
+        client: connection to the controller, of this sender alone; used on rank 0 only.
         checksums: expected engine checksums from the whole Hugging Face checkpoint {name: tensor}; called when a version is to be
             verified.
 
@@ -47,50 +50,75 @@ class Direct:
         self._rank = model.mesh.rank
         _check(config, model)
         self._met: Meeting | None = None
-        self._group: dist.ProcessGroup | None = None
+        self._exchanger: Exchanger | None = None
         self._updates = self._epoch = 0
+        self._thread = ThreadPoolExecutor(1, "weights")
+        self._running: Future[Published] | None = None
+        self._sent = threading.Event()
 
-    def publish(self, version: int) -> Published:
-        """Make `version` what all engines serve. Returns when every engine goes on with it.
-
-        Raises:
-            WeightSyncError: with the same words on every rank. Unless an engine failed while it swapped, in which case that one is
-                fenced, all serve the version before; the next call may succeed.
-        """
-        begin = time.perf_counter()
+    def begin(self, version: int) -> None:
         if self._met is None:
             self._met = meet(self._config, self._model, self._client)
         self._updates += 1
-        if self._group is None:
+        if self._exchanger is None:
             self._epoch += 1
+        expected = self._gathered_checksums() if self._verifies else ()
+        self._sent.clear()
+        self._running = self._thread.submit(self._publish, self._met, version, expected)
+
+    def check(self) -> None:
+        if self._running is not None and self._running.done():
+            self._running.result()
+
+    def wait_sent(self) -> None:
+        # Sending is bounded, and `_publish` sets this however it ends.
+        self._sent.wait()
+
+    def settle(self) -> Published | None:
+        if self._running is None:
+            return None
+        limit = 4 * (self._sync.timeout_s + GRACE_S)
+        if not wait([self._running], limit).done:
+            raise WaitTimeout("this rank's sender of weights", "all engines to serve the new version", limit)
+        running, self._running = self._running, None
+        return running.result()
+
+    def close(self) -> None:
+        self._thread.shutdown(wait=False, cancel_futures=True)
+        self._leave()
+        self._met = None
+
+    def _publish(self, met: Meeting, version: int, expected: Checksums) -> Published:
+        begin = time.perf_counter()
         try:
-            pause_ms = self._lead(self._met, version) if self._rank == 0 else self._follow(self._met)
+            pause_ms = self._lead(met, version, expected) if self._rank == 0 else self._follow(met)
         except AsyncmoeError as error:
-            self._group = None
+            self._leave()
             if isinstance(error, WeightSyncError):
                 raise
             raise WeightSyncError(str(error)) from error
+        finally:
+            self._sent.set()
         return Published(version, time.perf_counter() - begin, pause_ms)
 
-    def close(self) -> None:
-        """Leave the weight group; the engines' receivers end."""
-        self._group = self._met = None
+    def _leave(self) -> None:
+        """The next update takes another channel."""
+        if self._exchanger is not None:
+            self._exchanger.close()
+        self._exchanger = None
 
-    def _lead(self, met: Meeting, version: int) -> float:
+    def _lead(self, met: Meeting, version: int, expected: Checksums) -> float:
         """Rank 0's part; the longest pause in milliseconds."""
         store, number = met.store, self._updates
         if number > 2:
             store.forget(number - 2, met.terms)
         told = "header"
         try:
-            self._ask(WeightsStage(version))
+            self._ask(WeightsStage(version, in_place=not self._sync.staging))
             store.put(f"{number}/header", Header(version, self._epoch))
-            told = "complete"
-            digests = self._send_and_collect(met)
-            store.put(f"{number}/complete", Outcome())
             told = "end"
-            expected = self._gathered_checksums() if self._verifies else ()
-            committed = self._ask(WeightsCommit(version, expected, digests))
+            self._send_and_collect(met)
+            committed = self._ask(WeightsCommit(version, expected, number))
         except AsyncmoeError as error:
             failure = str(error)
             store.put(f"{number}/{told}", Header(version, self._epoch, failure) if told == "header" else Outcome(failure))
@@ -107,47 +135,39 @@ class Direct:
         header = store.get(f"{number}/header", Header, wait_s)
         heed(Outcome(header.failure))
         self._send(met)
-        heed(store.get(f"{number}/complete", Outcome, 2 * wait_s))
-        if self._verifies:
-            self._gathered_checksums()
-        heed(store.get(f"{number}/end", Outcome, 2 * wait_s))
+        heed(store.get(f"{number}/end", Outcome, 3 * wait_s))
         return 0.0
 
     def _send(self, met: Meeting) -> None:
-        """Send this rank's part, and say what was sent or why not; what fails here is raised when rank 0 has heard of all."""
-        key = f"{self._updates}/sent/{self._rank}"
-        until = time.monotonic() + met.terms.timeout_s
+        """Send this rank's part, and say that it is sent or why not; what fails here is raised when rank 0 has heard of all."""
+        key, timeout_s = f"{self._updates}/sent/{self._rank}", met.terms.timeout_s
         try:
-            if self._group is None:
-                self._group = met.store.connect(met.terms.world, self._epoch, met.terms.timeout_s)
-            transport = GroupTransport(self._group, until)
-            mine = parameters(self._model)
-            for plan in met.plans:
-                exchange(plan, transport, mine, timeout_s=met.terms.timeout_s)
+            if self._exchanger is None:
+                self._exchanger = channel.connect(met.store, met.terms, met.plan, self._epoch, threads=0)
+                self._exchanger.bind(parameters(self._model))
+            self._exchanger.run(timeout_s)
         except AsyncmoeError as error:
-            self._group = None
-            met.store.fail(self._updates, key, Moved(failure=str(error)))
+            self._leave()
+            met.store.fail(self._updates, key, meeting.in_words(error, met.terms))
         else:
-            met.store.put(key, Moved(digests=transport.digests))
+            met.store.put(key, Outcome())
+        finally:
+            self._sent.set()
 
-    def _send_and_collect(self, met: Meeting) -> tuple[tuple[str, ...], ...]:
-        """Digests of what each rank of each engine has staged.
+    def _send_and_collect(self, met: Meeting) -> None:
+        """Send, and wait until all have sent, received and verified.
 
         Raises:
             WeightSyncError: something did not arrive, or not as it was sent; naming between whom.
             WaitTimeout: naming who was not heard of.
         """
-        number, until, engines = self._updates, time.monotonic() + met.terms.timeout_s, meeting.engine_ranks(met.terms)
+        number, until = self._updates, time.monotonic() + met.terms.timeout_s
         self._send(met)
-        moved = met.store.get_all(meeting.moved_keys(number, met.terms), Moved, until - time.monotonic(), failed=f"{number}/failed")
-        # A rank that waited in vain did so because of one that failed otherwise.
-        failures = sorted((one.failure for one in moved.values() if one.failure), key=lambda text: text.startswith("waited"))
+        keys = meeting.moved_keys(number, met.terms)
+        found = met.store.get_all(keys, Outcome, until - time.monotonic(), failed=f"{number}/failed")
+        failures = {keys[key]: outcome.failure for key, outcome in found.items() if outcome.failure}
         if failures:
-            raise WeightSyncError(failures[0])
-        sent = [moved[f"{number}/sent/{rank}"].digests for rank in range(self._model.mesh.world)]
-        staged = {rank: moved[f"{number}/staged/{rank}"].digests for rank in engines}
-        _compare(sent, staged, engines)
-        return tuple(tuple(whole_digest(staged[e.first + tp]) for tp in range(e.tp)) for e in met.terms.engines)
+            raise WeightSyncError(meeting.cause(failures))
 
     @property
     def _verifies(self) -> bool:
@@ -176,15 +196,3 @@ def _check(config: Config, model: Model) -> None:
     if theirs != ours:
         cure = f"set engines.dtype={ours} or sync.method=broadcast"
         raise ConfigError("engines.dtype", got=theirs, expected=f"the trainer's {ours}; weights are sent as they are", cure=cure)
-
-
-def _compare(sent: Sequence[Mapping[int, str]], staged: Mapping[int, Mapping[int, str]], names: Mapping[int, str]) -> None:
-    """Refuse bytes that did not arrive as they were sent."""
-    wrong = [
-        f"{whom} from trainer rank {source}"
-        for rank, whom in names.items()
-        for source, digests in enumerate(sent)
-        if digests.get(rank) != staged[rank].get(source)
-    ]
-    if wrong:
-        raise WeightSyncError(f"digests differ from what was sent: {', '.join(wrong)}")

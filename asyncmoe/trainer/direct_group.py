@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
@@ -14,6 +15,7 @@ from asyncmoe.receiver import handshake, meeting, route
 from asyncmoe.receiver.meeting import EngineRanks, Outcome, Ready, Store, Terms
 from asyncmoe.reshard import Plan
 from asyncmoe.trainer.model import Model
+from asyncmoe.trainer.verify import engine_dtype
 from asyncmoe.wire.client import Client
 from asyncmoe.wire.messages import Engines, EnginesAsk, WeightsJoin
 
@@ -29,7 +31,7 @@ class Meeting:
 
     store: Store
     terms: Terms
-    plans: list[Plan]
+    plan: Plan
 
 
 def meet(config: Config, model: Model, client: Client) -> Meeting:
@@ -46,18 +48,19 @@ def meet(config: Config, model: Model, client: Client) -> Meeting:
     store = _open(config, model, client)
     terms = store.get("terms", Terms, wait_s)
     failure = ""
-    plans: list[Plan] = []
+    plan: Plan | None = None
     try:
-        plans = route.route(terms)
+        plan = route.route(terms, rank)
     except AsyncmoeError as error:
         failure = str(error)
-    mine = Ready(failure, route.digest(plans))
+    mine = Ready(failure, plan.digest if plan else "")
     if rank == 0:
         store.put("verdict", Outcome(_disagreement(store, terms, mine, wait_s)))
     else:
         store.put(f"ready/{rank}", mine)
     heed(store.get("verdict", Outcome, 2 * wait_s))
-    return Meeting(store, terms, plans)
+    assert plan is not None
+    return Meeting(store, terms, plan)
 
 
 def heed(outcome: Outcome) -> None:
@@ -91,8 +94,19 @@ def _keep(config: Config, model: Model, client: Client) -> tuple[Store, int]:
     port = int(listener.getsockname()[1])
     store = Store(_GROUP, 0, _HOST, port, sync.timeout_s, listener)
     ranks = tuple(EngineRanks(e.name, e.tp, e.ep, world + e.rank_offset - 1) for e in engines.engines)
-    dtype = str(model.dtype).removeprefix("torch.")
-    store.put("terms", Terms(dict(model.hf), asdict(model.parallel), ranks, dtype, sync.bucket_bytes, sync.timeout_s))
+    terms = Terms(
+        hf=dict(model.hf),
+        trainer=asdict(model.parallel),
+        engines=ranks,
+        dtype=str(model.dtype).removeprefix("torch."),
+        engine_dtype=engine_dtype(model.hf, config.engines),
+        transport=sync.transport,
+        session=secrets.token_hex(8),
+        staging=sync.staging,
+        bucket_bytes=sync.bucket_bytes,
+        timeout_s=sync.timeout_s,
+    )
+    store.put("terms", terms)
     client.ask(WeightsJoin(_HOST, port, _GROUP, "gloo", "reshard", world), sync.timeout_s + GRACE_S)
     return store, port
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,6 +19,8 @@ from asyncmoe.wire.messages import Fetch, Fetched, Item, Lease, Leased, Phase
 
 ANSWER_S = 60.0
 """How long the controller may take for an answer that it does not have to wait for."""
+_PATIENCE_S = 2.0
+"""How long one request for a batch waits; a lease may be asked for again."""
 
 
 @dataclass(frozen=True)
@@ -84,19 +87,26 @@ def mine(update: Update, mesh: Mesh) -> list[int]:
     return [update.members[i] for i in update.schedule.indices(mesh.dp_rank)]
 
 
-def lease(client: Client, config: Config, step: int, phase: Phase) -> Leased:
+def lease(client: Client, config: Config, step: int, phase: Phase, check: Callable[[], None]) -> Leased:
     """The batch of step `step`: the same answer on every rank.
+
+    Args:
+        check: called from time to time; what it raises ends the wait.
 
     Raises:
         WaitTimeout: the engines made no batch within `queue.lease_timeout_s`.
     """
     count = config.rollout.batch if phase == "rl" else config.warmup.batch
-    wait_s = config.queue.lease_timeout_s
-    reply = client.ask(Lease(step, phase, count, version=step, wait_s=wait_s), wait_s + ANSWER_S)[0]
-    assert isinstance(reply, Leased)
-    if not reply.items and not reply.stop:
-        raise WaitTimeout("the engines", f"{count} trajectories for step {step}", wait_s)
-    return reply
+    until = time.monotonic() + config.queue.lease_timeout_s
+    while True:
+        check()
+        wait_s = min(_PATIENCE_S, max(0.0, until - time.monotonic()))
+        reply = client.ask(Lease(step, phase, count, version=step, wait_s=wait_s), wait_s + ANSWER_S)[0]
+        assert isinstance(reply, Leased)
+        if reply.items or reply.stop:
+            return reply
+        if time.monotonic() >= until:
+            raise WaitTimeout("the engines", f"{count} trajectories for step {step}", config.queue.lease_timeout_s)
 
 
 def fetch(client: Client, leased: Leased, wanted: Sequence[int]) -> dict[int, Trajectory]:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -24,7 +25,7 @@ from asyncmoe.trainer import feed, mesh, model, objective, optimizer, state
 from asyncmoe.trainer.direct import Direct
 from asyncmoe.trainer.feed import ANSWER_S
 from asyncmoe.trainer.gather import Gatherer
-from asyncmoe.trainer.published import Checksums, Published
+from asyncmoe.trainer.published import Checksums, Published, Publisher
 from asyncmoe.trainer.step import Loss, PolicyLoss, StepMetrics, SupervisedLoss, logprobs_only, train_step
 from asyncmoe.trainer.sync import Broadcast
 from asyncmoe.trainer.verify import engine_checksums
@@ -36,6 +37,8 @@ if TYPE_CHECKING:
     from megatron.core.optimizer import MegatronOptimizer
 
 log = logging.getLogger(__name__)
+_NOTICED_S = 0.001
+"""Shorter waits for weight sync are no spans of their own."""
 
 
 def run(config: Config) -> None:
@@ -52,20 +55,30 @@ def run(config: Config) -> None:
     adam = optimizer.build(config, built)
     done = 0 if newest is None else state.load(newest, config, built, adam)
     rendezvous = keys.read(config.run.dir, wait_s=config.engines.start_timeout_s)
-    with Client(rendezvous, f"trainer.{place.rank}") as client:
-        Trainer(config, place, built, adam, client, done).run()
+    with Client(rendezvous, f"trainer.{place.rank}") as client, Client(rendezvous, f"trainer.{place.rank}.weights") as weights:
+        Trainer(config, place, built, adam, client, publisher(config, built, weights), done).run()
     mesh.stop()
 
 
 class Trainer:
-    """One rank of the loop. Rank 0 also writes the records and sends the weights."""
+    """One rank of the loop. Rank 0 also writes the records."""
 
-    def __init__(self, config: Config, place: mesh.Mesh, built: model.Model, adam: MegatronOptimizer, client: Client, done: int) -> None:
+    def __init__(
+        self,
+        config: Config,
+        place: mesh.Mesh,
+        built: model.Model,
+        adam: MegatronOptimizer,
+        client: Client,
+        sync: Publisher,
+        done: int,
+    ) -> None:
         self._config, self._mesh, self._model, self._optimizer, self._client = config, place, built, adam, client
         self._step = self._saved = done
         self._first = place.rank == 0
         self._total = config.warmup.steps + config.run.steps
-        self._sync = _sender(config, built, client)
+        self._sync = sync
+        self._waits: list[tuple[float, float]] = []
         self._metrics = JsonLines(config.run.dir / METRICS) if self._first else None
         self._spans = Spans(config.run.dir / TRAINER_SPANS) if self._first else None
 
@@ -76,15 +89,16 @@ class Trainer:
         if self._metrics is not None:
             self._metrics.write(Resume(resumed_at=self._step, time=time.time()))
         if config.warmup.steps <= self._step < self._total:
-            self._publish()
+            self._sync.begin(self._step)
         while self._step < self._total:
             begin = time.time()
-            leased = feed.lease(self._client, config, self._step, self._phase)
+            leased = feed.lease(self._client, config, self._step, self._phase, self._sync.check)
             if leased.stop:
                 break
             self._advance(leased, begin)
         if self._saved != self._step:
             self._save()
+        self._sync.settle()
         self._client.ask(Goodbye(finished=self._step == self._total), ANSWER_S)
         self._sync.close()
 
@@ -96,13 +110,19 @@ class Trainer:
         """One step: train on the batch, end its lease, publish, record, save."""
         phase, got = self._phase, time.time()
         self._span("wait", begin, got)
+        self._waits.clear()
         metrics = self._train(leased, phase)
         trained = time.time()
-        self._span("train", got, trained)
+        for part in between(got, trained, self._waits):
+            self._span("train", *part)
         self._client.ask(Commit(leased.step), ANSWER_S)
         self._step += 1
         rl_steps = self._step - self._config.warmup.steps
-        published = self._publish() if 0 <= rl_steps < self._config.run.steps and rl_steps % self._config.sync.every == 0 else None
+        published: Published | None = None
+        if 0 <= rl_steps < self._config.run.steps and rl_steps % self._config.sync.every == 0:
+            with self._waiting_for_sync():
+                published = self._sync.settle()
+                self._sync.begin(self._step)
         self._record(leased, phase, metrics, published, (begin, got, trained))
         every = self._config.trainer.checkpoint_every
         if every and self._step % every == 0:
@@ -135,15 +155,23 @@ class Trainer:
                 feed.microbatches(update, trajectories, advantages, config, self._mesh, proximal),
                 loss,
                 lr,
+                self._before_update,
             )
             for update in updates
         ]
 
-    def _publish(self) -> Published:
+    def _before_update(self) -> None:
+        with self._waiting_for_sync():
+            self._sync.wait_sent()
+
+    @contextmanager
+    def _waiting_for_sync(self) -> Iterator[None]:
         begin = time.time()
-        published = self._sync.publish(self._step)
-        self._span("sync", begin, time.time())
-        return published
+        yield
+        end = time.time()
+        self._waits.append((begin, end))
+        if end - begin > _NOTICED_S:
+            self._span("sync", begin, end)
 
     def _save(self) -> None:
         begin = time.perf_counter()
@@ -161,10 +189,26 @@ class Trainer:
         self, leased: Leased, phase: Phase, updates: Sequence[StepMetrics], published: Published | None, times: tuple[float, float, float]
     ) -> None:
         if self._metrics is not None:
-            self._metrics.write(step_record(self._step, leased, phase, updates, published, times))
+            waited = sum(end - begin for begin, end in self._waits)
+            self._metrics.write(step_record(self._step, leased, phase, updates, published, waited, times))
 
 
-def _sender(config: Config, built: model.Model, client: Client) -> Direct | Broadcast:
+def between(begin: float, end: float, gaps: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """What is left of a time without some gaps in it, which come in order and do not overlap; those too short to notice are no gaps."""
+    edges = [begin, *(edge for gap in gaps if gap[1] - gap[0] > _NOTICED_S for edge in gap), end]
+    return list(zip(edges[::2], edges[1::2], strict=True))
+
+
+def publisher(config: Config, built: model.Model, client: Client) -> Publisher:
+    """What publishes weights by the configured method.
+
+    Args:
+        client: connection to the controller, of the publisher alone.
+
+    Raises:
+        ConfigError: what the method cannot do.
+    """
+
     def checksums(tensors: Mapping[str, torch.Tensor]) -> Checksums:
         return engine_checksums(built.hf, config.engines, tensors)
 
@@ -175,13 +219,21 @@ def _sender(config: Config, built: model.Model, client: Client) -> Direct | Broa
 
 
 def step_record(
-    step: int, leased: Leased, phase: Phase, updates: Sequence[StepMetrics], published: Published | None, times: tuple[float, float, float]
+    step: int,
+    leased: Leased,
+    phase: Phase,
+    updates: Sequence[StepMetrics],
+    published: Published | None,
+    waited: float,
+    times: tuple[float, float, float],
 ) -> Step:
     """What metrics.jsonl says about a step.
 
     Args:
         step: steps taken, this one included.
         updates: metrics of its optimizer steps.
+        published: the last version that was published by its end, unless an earlier step has said so.
+        waited: seconds it waited for weight sync.
         times: Unix seconds at which the step began, had its batch, and had trained.
     """
     begin, got, trained = times
@@ -196,6 +248,7 @@ def step_record(
         step_seconds=end - begin,
         wait_seconds=got - begin,
         train_seconds=trained - got,
+        sync_wait_seconds=waited,
         sync_seconds=published.seconds if published else None,
         pause_ms=published.pause_ms if published else None,
         version=step,

@@ -1,8 +1,9 @@
-"""What both ways of publishing weights say of it."""
+"""What both ways of publishing weights have in common."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 Checksums = tuple[dict[str, str], ...]
 """For each rank of an engine {SGLang parameter: checksum}."""
@@ -10,9 +11,36 @@ Checksums = tuple[dict[str, str], ...]
 
 @dataclass(frozen=True)
 class Published:
-    """What publishing a version cost."""
+    """What publishing a version cost.
+
+    Attributes:
+        seconds: from `begin` until every engine served it.
+        pause_ms: the longest any engine stood still; 0 on ranks other than 0.
+    """
 
     version: int
     seconds: float
     pause_ms: float
-    """The longest any engine stood still; 0 on ranks other than 0."""
+
+
+class Publisher(Protocol):
+    """The sender of one trainer; every call is a collective over its ranks. One version at a time: `begin`, then `settle`."""
+
+    def begin(self, version: int) -> None:
+        """Start to publish the weights as they are. They must not change until `wait_sent` has returned."""
+
+    def check(self) -> None:
+        """Raise what has gone wrong with the version under way; does not wait."""
+
+    def wait_sent(self) -> None:
+        """Return when the weights may change: all that this rank sends of the version under way is out of them."""
+
+    def settle(self) -> Published | None:
+        """Return when every engine serves the version under way; None when there is none.
+
+        Raises:
+            WeightSyncError: with the same words on every rank.
+        """
+
+    def close(self) -> None:
+        """Leave the weight group."""

@@ -120,12 +120,20 @@ class StepMetrics:
     ages: dict[int, int] = field(default_factory=dict)
 
 
-def train_step(model: Model, optimizer: MegatronOptimizer, microbatches: Sequence[MicroBatch], loss: Loss, lr: float) -> StepMetrics:
+def train_step(
+    model: Model,
+    optimizer: MegatronOptimizer,
+    microbatches: Sequence[MicroBatch],
+    loss: Loss,
+    lr: float,
+    before_update: Callable[[], None] = lambda: None,
+) -> StepMetrics:
     """Forward, backward, reduction of gradients, clipping, update. Collective over all ranks.
 
     Args:
         microbatches: this rank's, in the schedule's order; as many on every rank.
         lr: learning rate of this step.
+        before_update: called when the gradients are there and no parameter has changed.
 
     Raises:
         InvariantBroken: the loss or the gradient norm is not finite, or a token was sampled by a version that does not exist yet; on every
@@ -140,6 +148,7 @@ def train_step(model: Model, optimizer: MegatronOptimizer, microbatches: Sequenc
         raise InvariantBroken(f"the loss is {sums['loss']}; no parameter was changed")
     if sums["future"]:
         raise InvariantBroken(f"{int(sums['future'])} tokens come from a later version than the trainer's; no parameter was changed")
+    before_update()
     done, grad_norm, _ = optimizer.step()
     if not done:
         raise InvariantBroken("the optimizer skipped its step")

@@ -42,7 +42,7 @@ _GROUP = "asyncmoe_weights"
 
 
 class Broadcast:
-    """The sender of one trainer; a collective over its ranks.
+    """See `asyncmoe.trainer.published.Publisher`; `begin` does it all.
 
     Args:
         gatherer: gathers the weights to rank 0.
@@ -60,14 +60,31 @@ class Broadcast:
         self._updates = 0
         self._threads = ThreadPoolExecutor(2, "weights")
         self._asked: Future[tuple[Reply, list[Buffer]]] | None = None
+        self._published: Published | None = None
 
-    def publish(self, version: int) -> Published:
+    def begin(self, version: int) -> None:
         """Make `version` what all engines serve. Returns when every engine goes on with it.
 
         Raises:
             WeightSyncError: an engine refused or differs; engines that hold a part of the version are fenced.
             WaitTimeout: an engine or the controller did not answer in time.
         """
+        self._published = self._publish(version)
+
+    def check(self) -> None:
+        pass
+
+    def wait_sent(self) -> None:
+        pass
+
+    def settle(self) -> Published | None:
+        published, self._published = self._published, None
+        return published
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def _publish(self, version: int) -> Published:
         begin = time.perf_counter()
         if self._mesh.rank != 0:
             for _ in self._gatherer.run():
@@ -84,10 +101,6 @@ class Broadcast:
             raise
         self._updates += 1
         return Published(version, time.perf_counter() - begin, max(committed.pause_ms, default=0.0))
-
-    def close(self) -> None:
-        """Leave the weight group."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _send(self, version: int, group: dist.ProcessGroup) -> Committed:
         verify = self._sync.verify_every > 0 and self._updates % self._sync.verify_every == 0

@@ -88,9 +88,14 @@ class WeightsJoin(Message, frozen=True):
 
 
 class WeightsStage(Message, frozen=True):
-    """Open an update whose weights go to the engines' receivers while the engines generate; `WeightsCommit` swaps them in."""
+    """Open an update whose weights go to the engines' receivers; `WeightsCommit` completes it.
+
+    They go into memory of their own while the engines generate, or, with `in_place`, into the parameters of engines that stand still
+    from this request on.
+    """
 
     version: int
+    in_place: bool = False
 
 
 class WeightsBegin(Message, frozen=True):
@@ -113,12 +118,12 @@ class WeightsCommit(Message, frozen=True):
     """Close the update, publish `version`, let the engines go on.
 
     `checksums` (optional) maps an engine rank to {SGLang parameter: checksum}; every engine must agree before it goes on.
-    `staged` is what `WeightsStage` needs: for each engine, for each of its ranks, the digest of what it is to swap in.
+    `update` is the number of the update that all receivers have said they hold, after `WeightsStage`.
     """
 
     version: int
     checksums: tuple[dict[str, str], ...] = ()
-    staged: tuple[tuple[str, ...], ...] = ()
+    update: int = 0
 
 
 class WeightsAbort(Message, frozen=True):

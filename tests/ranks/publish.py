@@ -25,7 +25,7 @@ import torch.distributed as dist
 from asyncmoe import config as configuration
 from asyncmoe.errors import WeightSyncError
 from asyncmoe.models import load_hf_config
-from asyncmoe.receiver.transport import GroupTransport
+from asyncmoe.reshard import Exchanger
 from asyncmoe.trainer import mesh, model
 from asyncmoe.trainer.direct import Direct
 from asyncmoe.trainer.direct_group import Meeting
@@ -57,38 +57,30 @@ class Faulty(Direct):
 
     def killed(self, met: Meeting) -> None:
         """It dies with a part of its messages sent."""
-        real, calls = GroupTransport.exchange, 0
+        real, calls = Exchanger._pack_round, 0
 
-        def exchange(transport: GroupTransport, *arguments: Any) -> None:
+        def pack_round(exchanger: Exchanger, number: int, moved: Any) -> None:
             nonlocal calls
             calls += 1
             if calls == 3:
                 os.kill(os.getpid(), signal.SIGKILL)
-            real(transport, *arguments)
+            real(exchanger, number, moved)
 
-        GroupTransport.exchange = exchange  # type: ignore[method-assign]
+        Exchanger._pack_round = pack_round  # type: ignore[method-assign]
         super()._send(met)
 
     def corrupt(self, met: Meeting) -> None:
         """A bit of a message is another when it arrives."""
-        real = GroupTransport.exchange
+        real = Exchanger._sealed
 
-        def exchange(transport: GroupTransport, sends: Any, receives: Any, timeout_s: float) -> None:
-            note = transport._note
+        def sealed(exchanger: Exchanger, digest: int, number: int) -> int:
+            return real(exchanger, digest, number) ^ 1
 
-            def spoil(messages: Any) -> None:
-                note(messages)
-                for _, buffer in messages:
-                    buffer[0] ^= 1
-
-            transport._note = spoil  # type: ignore[method-assign]
-            real(transport, sends, receives, timeout_s)
-
-        GroupTransport.exchange = exchange  # type: ignore[method-assign]
+        Exchanger._sealed = sealed  # type: ignore[method-assign]
         try:
             super()._send(met)
         finally:
-            GroupTransport.exchange = real  # type: ignore[method-assign]
+            Exchanger._sealed = real  # type: ignore[method-assign]
 
 
 def main(result: Path, job: dict[str, Any]) -> None:
@@ -120,9 +112,11 @@ def main(result: Path, job: dict[str, Any]) -> None:
 def publish(sender: Direct, version: int) -> dict[str, Any]:
     begin = time.monotonic()
     try:
-        published = sender.publish(version)
+        sender.begin(version)
+        published = sender.settle()
     except WeightSyncError as error:
         return {"error": str(error), "seconds": time.monotonic() - begin}
+    assert published is not None
     return {"error": None, "seconds": published.seconds, "pause_ms": published.pause_ms}
 
 

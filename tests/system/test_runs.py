@@ -70,13 +70,19 @@ def test_a_checkpoint_exports_to_hugging_face(finished: Path, tmp_path: Path) ->
     assert "existing path" in refused("export", str(finished), str(out))
 
 
-def test_weights_go_shard_to_shard(tmp_path: Path) -> None:
-    directory = tmp_path / "run"
-    summary = run(directory, "run.steps=4", "sync.method=reshard", "sync.verify_every=1")
-    print(f"pause median {summary['pause_ms_median']:.0f} ms, sync median {1e3 * summary['sync_seconds_median']:.0f} ms")
-    assert summary["steps"] == 4
+@pytest.mark.parametrize("sync", [("sync.method=broadcast",), ("sync.staging=false", "sync.transport=gloo")], ids=["broadcast", "in place"])
+def test_every_way_of_weight_sync_trains(tmp_path: Path, sync: tuple[str, ...]) -> None:
+    summary = run(tmp_path / "run", "run.steps=3", "sync.verify_every=1", *sync)
+    assert summary["steps"] == 3
     assert summary["max_abs_logprob_diff_same_version"] <= 1e-4
+    assert 0 < summary["pause_ms_median"] <= 1e3 * summary["sync_seconds_median"]
+
+
+def test_weights_are_staged_while_the_trainer_trains(finished: Path) -> None:
+    summary, steps = json.loads((finished / "summary.json").read_text()), metrics(finished)[5:]
     assert 0 < summary["pause_ms_median"] < 1e3 * summary["sync_seconds_median"]
+    assert all(0 <= step["sync_wait_seconds"] < step["step_seconds"] for step in steps)
+    assert any(step["sync_wait_seconds"] < step["sync_seconds"] for step in steps)
 
 
 def test_a_killed_run_goes_on_exactly_where_its_checkpoint_is(tmp_path: Path) -> None:

@@ -5,22 +5,24 @@ from __future__ import annotations
 import base64
 import pickle
 import pickletools
+import secrets
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import msgspec
 import pytest
 import torch
 
-from asyncmoe.errors import InvariantBroken, LayoutError, ProtocolError, WaitTimeout, WeightSyncError
+from asyncmoe.errors import InvariantBroken, LayoutError, ProtocolError, TransferError, WaitTimeout, WeightSyncError
 from asyncmoe.models import EngineParallel, MegatronParallel, family_of
-from asyncmoe.receiver import command, handshake, meeting, route, worker
-from asyncmoe.receiver.meeting import EngineRanks, Header, Moved, Outcome, Ready, Store, Terms
-from asyncmoe.receiver.transport import GroupTransport
-from asyncmoe.reshard import LocalTransport, exchange, plan
+from asyncmoe.receiver import channel, command, handshake, meeting, route, worker
+from asyncmoe.receiver.meeting import EngineRanks, Header, Outcome, Ready, Store, Terms
+from asyncmoe.reshard import Exchanger, plan
+from asyncmoe.reshard.torch_transport import TorchTransport
 
 HF = {
     "model_type": "qwen3_moe",
@@ -38,14 +40,15 @@ HF = {
 }
 
 
-def terms(engines: tuple[EngineRanks, ...], bucket_bytes: int = 1 << 20, **trainer: int) -> Terms:
-    return Terms(HF, {"tp": 1, "pp": 1, "ep": 1, "etp": 1, "dp": 1, "te": False} | trainer, engines, "float32", bucket_bytes, 20.0)
+def terms(engines: tuple[EngineRanks, ...], transport: Literal["shm", "gloo"] = "shm", staging: bool = True, **trainer: int) -> Terms:
+    sizes = {"tp": 1, "pp": 1, "ep": 1, "etp": 1, "dp": 1, "te": False} | trainer
+    return Terms(HF, sizes, engines, "float32", "float32", transport, secrets.token_hex(8), staging, 20_000, 20.0)
 
 
 # ---------------------------------------------------------------- commands
 
 
-@pytest.mark.parametrize("said", [command.Join("127.0.0.1", 4242, "weights", 3), command.Commit(17, "0123456789abcdef")])
+@pytest.mark.parametrize("said", [command.Join("127.0.0.1", 4242, "weights", 3), command.Commit(17, 3)])
 def test_a_command_passes_through_what_sglang_lets_through(said: command.Command) -> None:
     pickled = base64.b64decode(command.payload(said))
     names = [str(value) for _, value, _ in pickletools.genops(pickled) if isinstance(value, str)]
@@ -55,7 +58,7 @@ def test_a_command_passes_through_what_sglang_lets_through(said: command.Command
     assert command.parse(text) == said
 
 
-@pytest.mark.parametrize("text", ["", "{}", '{"type":"Leave"}', '{"type":"Commit","version":"x","digest":""}'])
+@pytest.mark.parametrize("text", ["", "{}", '{"type":"Leave"}', '{"type":"Commit","version":"x","update":1}'])
 def test_what_is_not_a_command_is_refused(text: str) -> None:
     with pytest.raises(ProtocolError, match="weight command"):
         command.parse(text)
@@ -125,44 +128,39 @@ def test_parameters_in_one_storage_are_noticed() -> None:
 # ---------------------------------------------------------------- route
 
 
-ONE = (EngineRanks("engine.0", 1, 1, 4),)
-FOUR = tuple(EngineRanks(f"engine.{index}", 1, 1, 1 + index) for index in range(4))
-TWO = (EngineRanks("engine.0", 2, 1, 4), EngineRanks("engine.1", 2, 1, 6))
+TWO = (EngineRanks("engine.0", 2, 1, 4), EngineRanks("engine.1", 2, 2, 6))
 
 
-@pytest.mark.parametrize(
-    ("engines", "bytes_each", "trainer"), [(ONE, 20_000, {"tp": 2, "dp": 2}), (FOUR, 100_000, {}), (TWO, 20_000, {"tp": 2, "pp": 2})]
-)
-def test_buckets_are_bounded_and_together_are_the_whole(engines: tuple[EngineRanks, ...], bytes_each: int, trainer: dict[str, int]) -> None:
-    agreed = terms(engines, bytes_each, **trainer)
-    plans, layouts = route.route(agreed), route.engine_layouts(agreed)
-    assert len(plans) > 3
-    largest = max(storage.nbytes for layout in layouts for storage in layout.storages.values())
-    for one in plans:
-        received: dict[int, int] = {}
-        for transfer in one.transfers:
-            received[transfer.destination] = received.get(transfer.destination, 0) + transfer.nbytes
-        assert max(received.values()) <= max(bytes_each, largest)
-        together = bytes_each * trainer.get("tp", 1) * trainer.get("dp", 1)
-        assert sum(received.values()) <= max(together, len(layouts) * largest)
-    for layout in layouts:
-        assert [name for one in plans for name in one.destinations[layout.rank]] == list(layout.storages)
-    assert agreed.world == layouts[-1].rank + 1
-    assert route.digest(plans) != route.digest(plans[::-1])
-
-
-def test_the_route_ends_where_one_plan_would() -> None:
-    agreed = terms((EngineRanks("engine.0", 1, 1, 0),), 10_000)
+def test_every_rank_finds_its_part_of_the_same_plan() -> None:
+    agreed = terms(TWO, tp=2, pp=2)
     family = family_of(HF)
-    (layout,) = route.engine_layouts(agreed)
-    source = family.megatron_layout(HF, MegatronParallel(), 0, "float32")
-    generator = torch.Generator().manual_seed(0)
-    held = {name: torch.randn(storage.shape, generator=generator) for name, storage in source.storages.items()}
-    blank = [{name: torch.full(storage.shape, torch.nan) for name, storage in layout.storages.items()} for _ in range(2)]
-    for one in route.route(agreed):
-        exchange(one, LocalTransport(), held, blank[0])
-    exchange(plan(family.tensors(HF), [source], [layout]), LocalTransport(), held, blank[1])
-    assert all(value.equal(blank[1][name]) for name, value in blank[0].items())
+    source = family.megatron_layouts(HF, MegatronParallel(tp=2, pp=2), "float32")
+    whole = plan(family.tensors(HF), source, route.engine_layouts(agreed))
+    parts = [route.route(agreed, rank) for rank in range(agreed.world)]
+    assert {part.digest for part in parts} == {whole.digest}
+    received = {rank: sum(t.nbytes for t in parts[rank].transfers if t.destination == rank) for rank in range(4, 8)}
+    assert received == {rank: sum(t.nbytes for t in whole.transfers if t.destination == rank) for rank in range(4, 8)}
+    assert all(received.values())
+    assert route.route(terms(TWO, tp=2, pp=1, dp=2), 0).digest != whole.digest
+
+
+def test_of_failures_the_one_that_others_follow_from_is_told() -> None:
+    slow = {"trainer rank 0": "waited 4.0 s for engine.0 rank 0: room", "engine.0 rank 0": "waited 4.1 s for trainer rank 1: its message"}
+    assert meeting.cause(slow) == slow["engine.0 rank 0"]
+    lost = {"trainer rank 0": "from trainer rank 0 to engine.0 rank 0: rank 2 is gone"}
+    assert meeting.cause(lost) == lost["trainer rank 0"]
+    damaged = {"engine.0 rank 0": "from trainer rank 1 to engine.0 rank 0: another digest"}
+    assert meeting.cause(slow | lost | damaged) == damaged["engine.0 rank 0"]
+
+
+def test_errors_call_ranks_by_what_they_are() -> None:
+    agreed = terms(TWO, tp=2, pp=2)
+    assert (
+        meeting.in_words(TransferError(1, 5, "rank 5 is gone"), agreed) == "from trainer rank 1 to engine.0 rank 1: engine.0 rank 1 is gone"
+    )
+    late = meeting.in_words(WaitTimeout("rank 7", "its message", 2.0), agreed)
+    assert late == "waited 2.0 s for engine.1 rank 1: its message"
+    assert meeting.in_words(WeightSyncError("no room"), agreed) == "no room"
 
 
 # ---------------------------------------------------------------- swap
@@ -246,7 +244,7 @@ def test_values_wait_and_time_out_by_name(ranks: Ranks) -> None:
     with pytest.raises(WaitTimeout, match=r"waited 0\.2 s for engine\.0 rank 1"):
         zero.get_all(keys, Outcome, 0.2, "1/failed")
     begin = time.monotonic()
-    one.fail(1, "a", Outcome("broken"))
+    one.fail(1, "a", "broken")
     assert zero.get_all(keys, Outcome, 5.0, "1/failed") == {"a": Outcome("broken")}
     assert time.monotonic() - begin < 2
 
@@ -254,47 +252,28 @@ def test_values_wait_and_time_out_by_name(ranks: Ranks) -> None:
 def test_what_an_update_leaves_is_dropped_but_for_its_header(ranks: Ranks) -> None:
     (zero,) = ranks(1)
     agreed = terms((EngineRanks("engine.0", 2, 1, 1),))
-    keys = ["4/header", "4/complete", "4/end", *meeting.moved_keys(4, agreed)]
+    keys = ["4/header", "4/end", *meeting.moved_keys(4, agreed)]
     assert sorted(meeting.moved_keys(4, agreed)) == ["4/sent/0", "4/staged/1", "4/staged/2"]
     for key in keys:
-        zero.put(key, Moved())
+        zero.put(key, Outcome())
     zero.forget(4, agreed)
     assert [key for key in keys if zero.has(key)] == ["4/header"]
-
-
-def test_both_sides_have_the_same_digests_of_what_travelled(ranks: Ranks) -> None:
-    stores = ranks(3)
-    groups = together(*(lambda store=store: store.connect(3, 1, 10.0) for store in stores))
-    transports = [GroupTransport(group, time.monotonic() + 20) for group in groups]
-    sent = {1: torch.arange(8, dtype=torch.uint8), 2: torch.full((3,), 7, dtype=torch.uint8)}
-    got = {rank: torch.zeros_like(buffer) for rank, buffer in sent.items()}
-    for _ in range(2):
-        together(
-            lambda: transports[0].exchange(list(sent.items()), [], 10.0),
-            *(lambda rank=rank: transports[rank].exchange([], [(0, got[rank])], 10.0) for rank in sent),
-        )
-    assert all(got[rank].equal(buffer) for rank, buffer in sent.items())
-    assert transports[0].digests == {1: transports[1].digests[0], 2: transports[2].digests[0]}
-    assert len(set(transports[0].digests.values())) == 2
-    once = dict(transports[0].digests)
-    together(lambda: transports[0].exchange([(1, sent[1])], [], 10.0), lambda: transports[1].exchange([], [(0, got[1])], 10.0))
-    assert transports[0].digests != once
 
 
 def test_a_rank_that_says_nothing_or_goes_is_named(ranks: Ranks) -> None:
     zero, one = ranks(2)
     groups = together(lambda: zero.connect(2, 1, 10.0), lambda: one.connect(2, 1, 10.0))
-    transport = GroupTransport(groups[0], time.monotonic() + 0.3)
+    transport = TorchTransport(groups[0])
     begin = time.monotonic()
     with pytest.raises(WaitTimeout, match="rank 1: its message"):
-        transport.exchange([], [(1, transport.empty(4))], 10.0)
+        transport.exchange([], [(1, transport.empty(4))], 0.3)
     assert time.monotonic() - begin < 3
     again = together(lambda: zero.connect(2, 2, 10.0), lambda: one.connect(2, 2, 10.0))
     groups.clear()
-    transport = GroupTransport(again[0], time.monotonic() + 10)
+    transport = TorchTransport(again[0])
     buffer = transport.empty(4)
     threading.Timer(0.3, lambda: again.pop()).start()
-    with pytest.raises(WeightSyncError, match="rank 0: rank 1 is gone"):
+    with pytest.raises(TransferError, match="from rank 1 to rank 0: rank 1 is gone"):
         transport.exchange([], [(1, buffer)], 10.0)
 
 
@@ -314,17 +293,53 @@ class Loaded(torch.nn.Module):
         self.loaded += 1
 
 
+@dataclass
+class Sending:
+    """The sender of a receiver in this process, without SGLang around it."""
+
+    store: Store
+    terms: Terms
+    model: Loaded
+    exchanger: Exchanger | None = None
+
+    def header(self, number: int, epoch: int = 1, failure: str = "") -> None:
+        """Update `number` begins; its version is ten times that."""
+        self.store.put(f"{number}/header", Header(10 * number, epoch, failure))
+
+    def send(self, number: int, value: float, epoch: int = 1) -> None:
+        """Weights of which all elements are `value`; returns when they are received."""
+        self.header(number, epoch)
+        if self.exchanger is None:
+            self.exchanger = channel.connect(self.store, self.terms, route.route(self.terms, 0), epoch, threads=1)
+        storages = family_of(HF).megatron_layout(HF, MegatronParallel(), 0, "float32").storages
+        self.exchanger.bind({name: torch.full(storage.shape, value) for name, storage in storages.items()})
+        self.exchanger.run(10.0)
+        assert self.store.get(f"{number}/staged/1", Outcome, 10.0) == Outcome()
+
+    def leave(self) -> None:
+        if self.exchanger is not None:
+            self.exchanger.close()
+        self.exchanger = None
+
+    def commit(self, version: int, update: int) -> None:
+        worker.obey(self.model, msgspec.json.encode(command.Commit(version, update)).decode())
+
+    @property
+    def norm(self) -> float:
+        return float(self.model.get_parameter("model.norm.weight").mean())
+
+
 @pytest.fixture
-def receiving(monkeypatch: pytest.MonkeyPatch) -> tuple[Store, Terms, torch.nn.Module]:
-    """A receiver in this process, without SGLang around it: its store's rank 0, what was agreed, and its model."""
+def receiving(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Sending]:
+    transport, staging = getattr(request, "param", ("shm", True))
     monkeypatch.setattr(handshake, "places", lambda: {"tp_rank": 0, "moe_ep_rank": 0})
     zero, port = keep()
-    agreed = terms((EngineRanks("engine.0", 1, 1, 1),), 20_000)
+    agreed = terms((EngineRanks("engine.0", 1, 1, 1),), transport, staging)
     zero.put("terms", agreed)
     model = Loaded()
     for name, storage in route.engine_layouts(agreed)[0].storages.items():
         *path, last = name.split(".")
-        inner = model
+        inner: torch.nn.Module = model
         for part in path:
             if not hasattr(inner, part):
                 inner.add_module(part, torch.nn.Module())
@@ -332,83 +347,83 @@ def receiving(monkeypatch: pytest.MonkeyPatch) -> tuple[Store, Terms, torch.nn.M
         inner.register_parameter(last, torch.nn.Parameter(torch.zeros(storage.shape), requires_grad=False))
     worker.obey(model, msgspec.json.encode(command.Join("127.0.0.1", port, "test", 1)).decode())
     ready = zero.get("ready/1", Ready, 20.0)
-    assert ready.plan == route.digest(route.route(agreed))
+    assert ready.plan == route.route(agreed, 0).digest
     assert handshake.differences(ready, agreed.engines[0], 0, route.engine_layouts(agreed)[0]) == []
     zero.put("verdict", Outcome())
-    return zero, agreed, model
+    sending = Sending(zero, agreed, model)
+    yield sending
+    sending.leave()
 
 
-def send(store: Store, agreed: Terms, number: int, group: Any, weights: dict[str, torch.Tensor]) -> str:
-    """Stage version 10 * number; the digest to commit."""
-    transport = GroupTransport(group, time.monotonic() + 20)
-    for one in route.route(agreed):
-        exchange(one, transport, weights)
-    staged = store.get(f"{number}/staged/1", Moved, 10.0)
-    assert staged.digests == {0: transport.digests[1]}
-    return worker.whole_digest(staged.digests)
+BOTH_TRANSPORTS = pytest.mark.parametrize("receiving", [("shm", True), ("gloo", True)], indirect=True, ids=["shm", "gloo"])
 
 
-def commit(model: torch.nn.Module, version: int, digest: str) -> None:
-    worker.obey(model, msgspec.json.encode(command.Commit(version, digest)).decode())
-
-
-def test_what_is_staged_is_committed_once_and_nothing_else_is(receiving: tuple[Store, Terms, torch.nn.Module]) -> None:
-    zero, agreed, model = receiving
-    source = family_of(HF).megatron_layout(HF, MegatronParallel(), 0, "float32")
-    first = {name: torch.full(storage.shape, 1.0) for name, storage in source.storages.items()}
-    second = {name: torch.full(storage.shape, 2.0) for name, storage in source.storages.items()}
-    zero.put("1/header", Header(10, 1))
-    group = zero.connect(2, 1, 10.0)
-    digest = send(zero, agreed, 1, group, first)
-    assert not model.get_parameter("model.norm.weight").any()
-    with pytest.raises(InvariantBroken, match="staged is version 10"):
-        commit(model, 10, "0" * 16)
+@BOTH_TRANSPORTS
+def test_what_is_staged_is_committed_once_and_nothing_else_is(receiving: Sending) -> None:
+    model = receiving.model
+    receiving.send(1, 1.0)
+    assert receiving.norm == 0
+    with pytest.raises(InvariantBroken, match="staged is version 10 of update 1"):
+        receiving.commit(10, 2)
     with pytest.raises(InvariantBroken, match="staged is nothing"):
-        commit(model, 10, digest)
-    zero.put("2/header", Header(20, 1))
-    digest = send(zero, agreed, 2, group, first)
-    zero.put("3/header", Header(30, 1))  # the second was given up
+        receiving.commit(10, 1)
+    receiving.send(2, 1.0)
+    receiving.header(3)  # the second was given up
     time.sleep(0.3)
     with pytest.raises(InvariantBroken, match="staged is nothing"):
-        commit(model, 20, digest)
-    send(zero, agreed, 3, group, second)
-    with pytest.raises(InvariantBroken, match="staged is version 30"):
-        commit(model, 20, digest)
-    assert not model.get_parameter("model.norm.weight").any()
-    zero.put("4/header", Header(40, 1))
-    commit(model, 40, send(zero, agreed, 4, group, second))
+        receiving.commit(20, 2)
+    receiving.send(3, 2.0)
+    with pytest.raises(InvariantBroken, match="staged is version 30 of update 3"):
+        receiving.commit(20, 3)
+    assert receiving.norm == 0
+    receiving.send(4, 2.0)
+    receiving.commit(40, 4)
     assert model.loaded == 1
     assert all((value == 2).all() for name, value in model.named_parameters() if "embed" not in name and "lm_head" not in name)
     assert (model.get_parameter("lm_head.weight")[:100] == 2).all()
     assert not model.get_parameter("lm_head.weight")[100:].any()
+    receiving.send(5, 3.0)
+    assert receiving.norm == 2
+    receiving.commit(50, 5)
+    assert receiving.norm == 3
 
 
-def test_a_failed_update_is_said_and_the_next_finds_a_new_group(receiving: tuple[Store, Terms, torch.nn.Module]) -> None:
-    zero, agreed, model = receiving
-    source = family_of(HF).megatron_layout(HF, MegatronParallel(), 0, "float32")
-    weights = {name: torch.full(storage.shape, 3.0) for name, storage in source.storages.items()}
-    zero.put("1/header", Header(10, 1))
-    group = zero.connect(2, 1, 10.0)
-    group = None
-    failed = zero.get("1/staged/1", Moved, 10.0)
-    assert "rank 1: " in failed.failure
-    assert zero.has("1/failed")
-    zero.put("2/header", Header(20, 2, failure="an engine is gone"))
+@pytest.mark.parametrize("receiving", [("shm", False), ("gloo", False)], indirect=True, ids=["shm", "gloo"])
+def test_without_staging_memory_the_parameters_are_written_where_they_are(receiving: Sending) -> None:
+    places = {name: value.data_ptr() for name, value in receiving.model.named_parameters()}
+    for number in (1, 2):
+        receiving.send(number, float(number))
+        assert receiving.norm == number
+        assert receiving.model.loaded == number - 1
+        receiving.commit(10 * number, number)
+        assert receiving.model.loaded == number
+    assert places == {name: value.data_ptr() for name, value in receiving.model.named_parameters()}
+
+
+@BOTH_TRANSPORTS
+def test_a_failed_update_is_said_and_the_next_finds_a_new_channel(receiving: Sending) -> None:
+    zero = receiving.store
+    receiving.send(1, 1.0)
+    receiving.header(2)
+    receiving.leave()
+    assert "trainer rank 0" in zero.get("2/staged/1", Outcome, 10.0).failure
+    assert zero.get("2/failed", Outcome, 5.0) == Outcome()
+    receiving.header(3, 2, failure="an engine is gone")
     time.sleep(0.3)
-    zero.put("3/header", Header(30, 3))
-    group = zero.connect(2, 3, 10.0)
-    commit(model, 30, send(zero, agreed, 3, group, weights))
-    assert (model.get_parameter("model.norm.weight") == 3).all()
-    assert not zero.has("2/staged/1")
-    zero.put("4/header", Header(40, 4))  # another rank failed
-    group = zero.connect(2, 4, 10.0)
-    commit(model, 40, send(zero, agreed, 4, group, weights))
+    receiving.send(4, 3.0, epoch=3)
+    receiving.commit(40, 4)
+    assert receiving.norm == 3
+    assert not zero.has("3/staged/1")
+    receiving.leave()
+    receiving.send(5, 4.0, epoch=4)  # another rank failed
+    receiving.commit(50, 5)
+    assert receiving.norm == 4
 
 
 def test_layouts_that_cannot_be_planned_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(handshake, "places", lambda: {})
 
-    def refuse(_: Terms) -> Any:
+    def refuse(*_: Any) -> Any:
         raise LayoutError("embed", got="nothing", expected="a tensor")
 
     monkeypatch.setattr(route, "route", refuse)
@@ -416,9 +431,9 @@ def test_layouts_that_cannot_be_planned_are_reported(monkeypatch: pytest.MonkeyP
     zero.put("terms", terms((EngineRanks("engine.0", 1, 1, 1),)))
     model = torch.nn.Linear(2, 2)
     worker.obey(model, msgspec.json.encode(command.Join("127.0.0.1", port, "test", 1)).decode())
-    assert zero.get("ready/1", Ready, 10.0).failure == "rank 1: embed: got nothing, expected a tensor"
+    assert zero.get("ready/1", Ready, 10.0).failure == "embed: got nothing, expected a tensor"
 
 
 def test_a_commit_without_a_sender_is_refused() -> None:
     with pytest.raises(InvariantBroken, match="joined no sender"):
-        commit(torch.nn.Linear(2, 2), 1, "")
+        worker.obey(torch.nn.Linear(2, 2), msgspec.json.encode(command.Commit(1, 1)).decode())

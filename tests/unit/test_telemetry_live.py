@@ -124,7 +124,17 @@ def test_unmeasured_values_are_left_out_of_a_line() -> None:
 def test_gauges_by_hand() -> None:
     steps = [
         Step(
-            step=3, phase="rl", time=4, step_seconds=4, wait_seconds=1, sync_seconds=1, pause_ms=10, tokens=100, loss=1, ages={0: 3, 1: 1}
+            step=3,
+            phase="rl",
+            time=4,
+            step_seconds=4,
+            wait_seconds=1,
+            sync_seconds=3,
+            sync_wait_seconds=1,
+            pause_ms=10,
+            tokens=100,
+            loss=1,
+            ages={0: 3, 1: 1},
         ),
         Step(step=4, phase="rl", time=10, step_seconds=6, wait_seconds=4, sync_seconds=0, pause_ms=0, tokens=300, loss=3, ages={1: 4}),
     ]
@@ -138,7 +148,7 @@ def test_gauges_by_hand() -> None:
         step_seconds=5,
         trainer_idle=0.5,
         engine_idle=0.25,
-        sync_seconds=1,
+        sync_seconds=3,
         sync_share=0.1,
         pause_ms=10,
         trained_per_s=40,

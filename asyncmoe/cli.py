@@ -134,6 +134,24 @@ def bench_reshard(
     Console().print_json(data=results)
 
 
+@bench.command("sync")
+def bench_sync(
+    json_path: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the results there too.")] = None,
+    updates: Annotated[int, typer.Option(help="Weight updates of each case.", min=3)] = 30,
+) -> None:
+    """Weight updates of a real engine while it generates: how long it stands still, and how fast it is while it stages."""
+    import json
+
+    from rich.console import Console
+
+    from asyncmoe.bench import sync
+
+    results = sync.run(updates)
+    if json_path is not None:
+        json_path.write_text(json.dumps(results, indent=1) + "\n")
+    Console().print_json(data=results)
+
+
 def main() -> None:
     """Run the command; errors meant for the user are one line, everything else keeps its traceback."""
     logging.basicConfig(format="%(asctime)s %(name)s: %(message)s", level=logging.INFO)

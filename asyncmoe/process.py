@@ -6,6 +6,7 @@ import ctypes
 import os
 import signal
 import subprocess
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,11 +14,19 @@ from signal import Signals
 
 ERROR_PREFIX = "error: "
 _PR_SET_PDEATHSIG = 1
+_YIELDING = 10
+"""Niceness: about a tenth of the time that a thread of 0 gets beside it."""
 
 
 def die_with_parent() -> None:
     """Ask Linux to end this process when its parent ends, however that happens."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+
+
+def yield_cores() -> None:
+    """Let the process's other threads have the cores before the calling one; on Linux a thread has a niceness of its own (sched(7))."""
+    thread = threading.get_native_id()
+    os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + _YIELDING)
 
 
 class Child:

@@ -10,6 +10,7 @@ receiver waits for its next update without touching the process group, and a sen
     N/sent/S, N/staged/R            trainer rank S has sent, engine rank R has received and verified, everything; or why not
     N/failed            anyone      set with the former when it says why not, so that nobody has to wait for the others
     N/end               rank 0      how the update ended
+    left/S              others      trainer rank S needs the store no more
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from asyncmoe.errors import AsyncmoeError, InvariantBroken, WaitTimeout
+from asyncmoe.process import yield_cores
 from asyncmoe.receiver import channel, command, handshake, meeting, route
 from asyncmoe.receiver.command import Commit, Join
 from asyncmoe.receiver.meeting import Header, Outcome, Ready, Store, Terms
@@ -77,6 +78,8 @@ class Receiver(threading.Thread):
         try:
             store = Store(self._join.group, self._join.rank, self._join.host, self._join.port, _MEET_S)
             terms = store.get("terms", Terms, _MEET_S)
+            if terms.staging:
+                yield_cores()  # to the worker, which generates meanwhile
             plan = self._plan(store, terms)
             outcome = store.get("verdict", Outcome, terms.timeout_s)
             if not outcome.failure:

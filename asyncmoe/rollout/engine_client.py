@@ -109,7 +109,7 @@ class EngineClient:
     """
 
     def __init__(self, name: str, url: str, timeout_s: float = 60.0) -> None:
-        self.name, self._url, self._timeout_s = name, url, timeout_s
+        self.name, self.url, self._timeout_s = name, url, timeout_s
         # The engine queues what it cannot run, so a bound on connections would only hide requests from it.
         self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
 
@@ -120,7 +120,7 @@ class EngineClient:
     async def ready(self) -> bool:
         """Whether it takes requests; False also while nothing listens yet."""
         try:
-            async with self._session.get(f"{self._url}/ready", timeout=aiohttp.ClientTimeout(5.0)) as reply:
+            async with self._session.get(f"{self.url}/ready", timeout=aiohttp.ClientTimeout(5.0)) as reply:
                 return reply.status == 200
         except (aiohttp.ClientError, TimeoutError):
             return False
@@ -235,7 +235,7 @@ class EngineClient:
         headers = {"Content-Type": "application/json"}
         try:
             async with self._session.post(
-                self._url + path, data=msgspec.json.encode(body), headers=headers, timeout=aiohttp.ClientTimeout(seconds)
+                self.url + path, data=msgspec.json.encode(body), headers=headers, timeout=aiohttp.ClientTimeout(seconds)
             ) as reply:
                 status, text = reply.status, await reply.read()
         except TimeoutError as error:

@@ -11,6 +11,7 @@ that failed is fenced.
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -21,6 +22,7 @@ import torch
 
 from asyncmoe.config import Config
 from asyncmoe.errors import AsyncmoeError, ConfigError, WaitTimeout, WeightSyncError
+from asyncmoe.process import yield_cores
 from asyncmoe.receiver import channel, meeting
 from asyncmoe.receiver.meeting import Header, Outcome
 from asyncmoe.reshard import Exchanger
@@ -31,6 +33,8 @@ from asyncmoe.trainer.published import Checksums, Published
 from asyncmoe.trainer.verify import engine_dtype
 from asyncmoe.wire.client import Client
 from asyncmoe.wire.messages import Committed, Reply, Request, WeightsAbort, WeightsCommit, WeightsStage
+
+log = logging.getLogger(__name__)
 
 
 class Direct:
@@ -52,7 +56,8 @@ class Direct:
         self._met: Meeting | None = None
         self._exchanger: Exchanger | None = None
         self._updates = self._epoch = 0
-        self._thread = ThreadPoolExecutor(1, "weights")
+        # Sending has a whole step's time; the step itself has not.
+        self._thread = ThreadPoolExecutor(1, "weights", initializer=yield_cores if config.sync.staging else None)
         self._running: Future[Published] | None = None
         self._sent = threading.Event()
 
@@ -86,7 +91,20 @@ class Direct:
     def close(self) -> None:
         self._thread.shutdown(wait=False, cancel_futures=True)
         self._leave()
+        if self._met is not None:
+            self._part(self._met)
         self._met = None
+
+    def _part(self, met: Meeting) -> None:
+        """The store is rank 0's: it stays until all ranks have read what they wait for there."""
+        others = range(1, self._model.mesh.world)
+        try:
+            if self._rank == 0:
+                met.store.get_all({f"left/{rank}": f"trainer rank {rank}" for rank in others}, Outcome, GRACE_S)
+            else:
+                met.store.put(f"left/{self._rank}", Outcome())
+        except AsyncmoeError as error:
+            log.warning("leaving the weight group: %s", error)
 
     def _publish(self, met: Meeting, version: int, expected: Checksums) -> Published:
         begin = time.perf_counter()
@@ -143,7 +161,7 @@ class Direct:
         key, timeout_s = f"{self._updates}/sent/{self._rank}", met.terms.timeout_s
         try:
             if self._exchanger is None:
-                self._exchanger = channel.connect(met.store, met.terms, met.plan, self._epoch, threads=0)
+                self._exchanger = channel.connect(met.store, met.terms, met.plan, self._epoch, threads=1)
                 self._exchanger.bind(parameters(self._model))
             self._exchanger.run(timeout_s)
         except AsyncmoeError as error:

@@ -1,0 +1,212 @@
+"""What a weight update costs a real engine that generates: how long it stands still, and how much slower it is while it stages."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import platform
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import aiohttp
+
+from asyncmoe import config as configuration
+from asyncmoe.config import Config, MadeModel
+from asyncmoe.errors import EngineError, WaitTimeout
+from asyncmoe.launch.local import trainer_command
+from asyncmoe.models.make import make_model
+from asyncmoe.rollout.engine import Engine
+from asyncmoe.rollout.pool import Pool
+from asyncmoe.rollout.weights import Conductor
+from asyncmoe.wire import keys
+from asyncmoe.wire.messages import Reply, Request, WeightsCommit, WeightsStage
+from asyncmoe.wire.server import Server
+
+SIZES = {
+    "small": MadeModel(hidden=256, layers=4, heads=8, head_dim=32, experts=8, expert_hidden=384),
+    "ten times larger": MadeModel(hidden=512, layers=6, heads=8, head_dim=64, experts=16, expert_hidden=640),
+}
+METHODS: dict[str, dict[str, Any]] = {
+    "reshard": {"method": "reshard"},
+    "in place": {"method": "reshard", "staging": False},
+    "broadcast": {"method": "broadcast"},
+}
+STREAMS = 4
+_PROMPT = (30, 40, 50, 60, 70)
+_TOKENS = 512
+_REST_S = 0.4
+"""Between updates: the time in which the engine is undisturbed."""
+_TIMEOUT_S = 300.0
+
+Window = tuple[float, float]
+
+
+@dataclass
+class Seen:
+    """What happened when, in seconds of `time.monotonic()`."""
+
+    tokens: list[tuple[float, int]] = field(default_factory=list)
+    """When so many came."""
+    staging: list[Window] = field(default_factory=list)
+    calm: list[Window] = field(default_factory=list)
+    """From the end of an update to the beginning of the next."""
+
+
+def run(updates: int = 30, trainer: Mapping[str, int] | None = None, engine: Mapping[str, int] | None = None) -> dict[str, Any]:
+    """All methods on both sizes; every update is published while an engine generates `STREAMS` responses at once.
+
+    Args:
+        trainer: `ranks`, `tp`, `pp`, `ep`; engine: `tp`, `ep`, `count`.
+
+    Returns:
+        {"date", "machine", "load", "cases"}; a case has "model" (its "bytes" in float32), "method", "updates", medians of
+        "pause_ms" and "sync_seconds", their largest, "staging_seconds" (median), and "tokens_per_s" {"calm", "staging", "share"}: all
+        tokens that came in those times over the times, where there was any staging.
+
+    Raises:
+        EngineError: an engine or a trainer rank died.
+        WaitTimeout: they did not finish.
+    """
+    trainer = trainer or {"ranks": 2, "tp": 1, "pp": 1, "ep": 2}
+    cases = []
+    for size, made in SIZES.items():
+        with tempfile.TemporaryDirectory() as folder:
+            make_model(Path(folder, "model"), made, seed=0)
+            for name, sync in METHODS.items():
+                values = {
+                    "run": {"dir": str(Path(folder, name.replace(" ", "-"))), "steps": 1},
+                    "model": {"path": str(Path(folder, "model"))},
+                    "task": {"kind": "arithmetic"},
+                    "trainer": {**trainer, "dtype": "float32"},
+                    "engines": {"dtype": "float32", "max_running": 64, "max_total_tokens": 16384, **(engine or {})},
+                    "sync": sync,
+                }
+                config = configuration.parse(values)
+                nbytes = sum(file.stat().st_size for file in config.model.path.glob("*.safetensors"))
+                cases.append({"model": size, "bytes": nbytes, "method": name, **asyncio.run(_case(config, updates))})
+    return {
+        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
+        "machine": f"{os.cpu_count()} cores, {platform.machine()}, {platform.system()}",
+        "load": os.getloadavg()[0],
+        "trainer": dict(trainer),
+        "engine": dict(engine or {"tp": 1}),
+        "streams": STREAMS,
+        "cases": cases,
+    }
+
+
+async def _case(config: Config, updates: int) -> dict[str, Any]:
+    config.run.dir.mkdir(parents=True)
+    engines = [Engine(f"engine.{index}", config, index, config.run.dir) for index in range(config.engines.count)]
+    seen = Seen()
+    try:
+        await asyncio.gather(*(engine.wait_ready() for engine in engines))
+        costs = await _publish(config, engines, seen, updates)
+    finally:
+        await asyncio.gather(*(engine.stop() for engine in engines))
+    pauses, seconds = [cost["pause_ms"] for cost in costs], [cost["seconds"] for cost in costs]
+    found: dict[str, Any] = {
+        "updates": len(costs),
+        "pause_ms": median(pauses),
+        "pause_ms_max": max(pauses),
+        "sync_seconds": median(seconds),
+        "sync_seconds_max": max(seconds),
+    }
+    if seen.staging:
+        found["staging_seconds"] = median(end - begin for begin, end in seen.staging)
+        calm, staging = rate(seen.tokens, seen.calm), rate(seen.tokens, seen.staging)
+        found["tokens_per_s"] = {"calm": calm, "staging": staging, "share": staging / calm}
+    return found
+
+
+async def _publish(config: Config, engines: Sequence[Engine], seen: Seen, updates: int) -> list[dict[str, float]]:
+    """Have a trainer publish while the first engine generates; the first update, in which all meet, is left out."""
+
+    async def nothing(_: int) -> None:
+        pass
+
+    conductor = Conductor(Pool(engines, 64, 60.0, lambda *_: None), config.sync.timeout_s, nothing, lambda *_: None)
+    conductor.engines_started()
+    staged, ended = 0.0, 0.0
+
+    async def answer(request: Request) -> Reply:
+        nonlocal staged, ended
+        if isinstance(request, WeightsStage) and config.sync.staging:
+            staged = time.monotonic()
+            if ended:
+                seen.calm.append((ended, staged))
+        if isinstance(request, WeightsCommit) and ended and config.sync.method == "reshard" and config.sync.staging:
+            seen.staging.append((staged, time.monotonic()))
+        reply = await conductor.handle(request)  # type: ignore[arg-type]  # only those of weights are sent
+        if isinstance(request, WeightsCommit):
+            ended = time.monotonic()
+        return reply
+
+    (config.run.dir / "config.json").write_text(config.model_dump_json())
+    result = config.run.dir / "costs.json"
+    async with Server(answer) as server:
+        rendezvous = await server.start()
+        keys.write(config.run.dir, rendezvous)
+        background = [asyncio.create_task(server.serve())]
+        background += [asyncio.create_task(_generate(engines[0].client.url, seen)) for _ in range(STREAMS)]
+        try:
+            await _train(config, result, updates)
+        finally:
+            for task in background:
+                task.cancel()
+            keys.remove(config.run.dir, rendezvous)
+    costs: list[dict[str, float]] = json.loads(result.read_text())
+    return costs[1:]
+
+
+async def _train(config: Config, result: Path, updates: int) -> None:
+    command = trainer_command(config, config.run.dir / "config.json", "asyncmoe.bench.sync_sender", str(result), str(updates), str(_REST_S))
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with (config.run.dir / "trainer.log").open("wb") as log:
+        process = await asyncio.create_subprocess_exec(*command, env=environment, stdout=log, stderr=log)
+    try:
+        status = await asyncio.wait_for(process.wait(), _TIMEOUT_S)
+    except TimeoutError:
+        raise WaitTimeout("the trainer's ranks", f"publish {updates} versions", _TIMEOUT_S) from None
+    finally:
+        if process.returncode is None:
+            process.kill()
+    if status != 0:
+        print((config.run.dir / "trainer.log").read_text()[-3000:], file=sys.stderr)
+        raise EngineError(f"the trainer of the measurement ended with status {status}; the end of its log is above")
+
+
+async def _generate(url: str, seen: Seen) -> None:
+    """One response after the other, streamed, until cancelled."""
+    sampling = {"temperature": 1.0, "max_new_tokens": _TOKENS, "ignore_eos": True}
+    body = {"input_ids": list(_PROMPT), "sampling_params": sampling, "stream": True}
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None, sock_read=60.0)) as session:
+        while True:
+            counted = 0
+            async with session.post(f"{url}/generate", json=body) as response:
+                async for line in response.content:
+                    if line.startswith(b"data: {"):
+                        now = json.loads(line[len(b"data: ") :])["meta_info"]["completion_tokens"]
+                        seen.tokens.append((time.monotonic(), now - counted))
+                        counted = now
+
+
+def rate(tokens: Sequence[tuple[float, int]], windows: Sequence[Window]) -> float:
+    """Tokens a second over some windows [begin, end), which come in order and do not overlap."""
+    total, index = 0, 0
+    ordered = sorted(tokens)
+    for begin, end in windows:
+        while index < len(ordered) and ordered[index][0] < begin:
+            index += 1
+        while index < len(ordered) and ordered[index][0] < end:
+            total += ordered[index][1]
+            index += 1
+    return total / sum(end - begin for begin, end in windows)

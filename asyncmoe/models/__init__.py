@@ -9,12 +9,13 @@ from typing import Any
 
 from asyncmoe.config import Config
 from asyncmoe.errors import DataError, UserError
-from asyncmoe.models import qwen3_moe
-from asyncmoe.models.family import EngineParallel, Family, MegatronParallel
+from asyncmoe.models import qwen3, qwen3_moe
+from asyncmoe.models.family import Family
+from asyncmoe.models.parallel import EngineParallel, MegatronParallel
 
 __all__ = ["EngineParallel", "Family", "MegatronParallel", "check", "family_of", "load_hf_config"]
 
-_FAMILIES = {family.name: family for family in (qwen3_moe.FAMILY,)}
+_FAMILIES = {family.name: family for family in (qwen3.FAMILY, qwen3_moe.FAMILY)}
 
 
 def family_of(hf: Mapping[str, Any]) -> Family:

@@ -1,4 +1,4 @@
-"""What the sources hold meets what the destinations want: who sends which elements to whom. The work is done in csrc/plan.cpp."""
+"""What the sources hold meets what the destinations want: who sends which elements to whom. The work is done in csrc/plan.h."""
 
 from __future__ import annotations
 

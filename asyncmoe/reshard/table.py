@@ -64,7 +64,7 @@ class Table:
         rank: the lowest rank that has it, for errors.
         names, storages: of each storage.
         shapes: int64[s, MAX_DIMS]; filled in front with 1.
-        pieces: int64[n, 4 + 3 * MAX_DIMS], in the column order of csrc/plan.h. TENSOR is a position in the tensors planned for
+        pieces: int64[n, 4 + 3 * MAX_DIMS], in the column order of csrc/pieces.h. TENSOR is a position in the tensors planned for
             (`NO_TENSOR`: padding), STORAGE one in `storages`, DTYPE one in `DTYPES`; offset and strides are in elements; boxes are
             filled in front to `MAX_DIMS` dimensions of extent 1.
     """

@@ -95,7 +95,6 @@ def transformer_arguments(hf: HfConfig, m: Shape) -> dict[str, Any]:
         "moe_router_dtype": "fp32",
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,
-        "moe_token_dispatcher_type": "alltoall",
     }
     return {
         "num_layers": m.layers,
@@ -114,6 +113,7 @@ def transformer_arguments(hf: HfConfig, m: Shape) -> dict[str, Any]:
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
         "attention_softmax_in_fp32": True,
+        "moe_token_dispatcher_type": "alltoall",  # Megatron refuses rows of different lengths with its default, experts or not
         **(experts if m.experts else {}),
     }
 

@@ -58,5 +58,13 @@ def check(config: Config, hf: Mapping[str, Any]) -> None:
         UserError: a model family that is not supported.
     """
     trainer = config.trainer
-    parallel = MegatronParallel(trainer.tp, trainer.pp, trainer.ep, trainer.expert_tp, config.trainer_data_parallel)
+    parallel = MegatronParallel(
+        tp=trainer.tp,
+        pp=trainer.pp,
+        ep=trainer.ep,
+        etp=trainer.expert_tp,
+        dp=config.trainer_data_parallel,
+        first_layers=trainer.first_stage_layers,
+        last_layers=trainer.last_stage_layers,
+    )
     family_of(hf).check(hf, parallel, EngineParallel(config.engines.tp, config.engines.ep))

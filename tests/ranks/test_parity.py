@@ -16,6 +16,7 @@ LAYOUTS = {
     "dp2": (2, "tp=1"),
     "tp2": (2, "tp=2"),
     "pp2": (2, "pp=2"),
+    "pp2-uneven": (2, "pp=2,first_stage_layers=1"),
     "ep2": (2, "ep=2"),
     "tp2xep2": (4, "tp=2,ep=2"),
     "tp2xep2xetp2": (4, "tp=2,ep=2,etp=2"),

@@ -104,7 +104,7 @@ std::optional<BadRow> find_bad_row(Table table, const int64_t* extents, const in
     return outside;
 }
 
-std::vector<int64_t> doubtful_storages(Table table, const int64_t* shapes, int64_t storages) {
+std::vector<int64_t> doubtful_storages(Table table, const int64_t* shapes, int64_t storages, bool covered) {
     std::vector<int64_t> first(storages + 1, 0), order(table.count);
     for (int64_t i = 0; i < table.count; ++i) ++first[table[i][kStorage] + 1];
     std::partial_sum(first.begin(), first.end(), first.begin());
@@ -116,7 +116,7 @@ std::vector<int64_t> doubtful_storages(Table table, const int64_t* shapes, int64
         Coordinates shape;
         std::copy_n(shapes + s * kMaxDims, kMaxDims, shape.begin());
         Wide missing = Region{{}, shape}.size();
-        if (missing == 0 && first[s] == first[s + 1]) continue;
+        if (first[s] == first[s + 1] && (missing == 0 || !covered)) continue;
         boxes.clear();
         bool known = missing > 0;
         for (int64_t i = first[s]; i < first[s + 1] && known; ++i) {
@@ -124,12 +124,13 @@ std::vector<int64_t> doubtful_storages(Table table, const int64_t* shapes, int64
             known = box.has_value();
             if (known) boxes.push_back(*box), missing -= box->size();
         }
-        if (known && missing == 0 && boxes.size() > 1) {
+        known = known && (covered ? missing == 0 : missing >= 0);
+        if (known && boxes.size() > 1) {
             const int axis = busiest_axis(boxes);
             sort_along(boxes, axis);
             known = !any_meet(boxes, axis);
         }
-        if (!known || missing != 0) found.push_back(s);
+        if (!known) found.push_back(s);
     }
     return found;
 }

@@ -93,8 +93,8 @@ struct BadRow {
 };
 std::optional<BadRow> find_bad_row(Table table, const int64_t* extents, const int64_t* elements);
 
-// The storages (shapes[storages, kMaxDims]) whose elements are not seen to be held by exactly one row each: those with
-// a hole or an overlap, and those with a piece that is no box of the storage's own shape.
-std::vector<int64_t> doubtful_storages(Table table, const int64_t* shapes, int64_t storages);
+// The storages (shapes[storages, kMaxDims]) whose elements are not seen to be held by one row at most, or, `covered`,
+// by exactly one: those with an overlap or a hole, and those with a piece that is no box of the storage's own shape.
+std::vector<int64_t> doubtful_storages(Table table, const int64_t* shapes, int64_t storages, bool covered);
 
 }  // namespace asyncmoe

@@ -83,8 +83,20 @@ def export(
 @app.command()
 def plan(
     model: Annotated[Path, typer.Option(help="config.json of a Hugging Face model, or its directory. No weights are needed.")],
-    trainer: Annotated[str, typer.Option(help="Megatron's parallel sizes: tp=4,pp=2,ep=32,dp=32; also etp=, and te for its names.")],
-    engines: Annotated[str, typer.Option(help="SGLang engines: 16xtp8ep8 is 16 of tensor parallel 8, experts over 8.")],
+    trainer: Annotated[
+        str,
+        typer.Option(
+            help="Megatron's parallel sizes: tp=4,pp=2,ep=32,dp=32; also etp=, vpp= (model chunks a stage), first= and last= (layers of "
+            "the outer stages), and te for its names."
+        ),
+    ],
+    engines: Annotated[
+        str,
+        typer.Option(
+            help="SGLang engines: 16xtp8ep8 is 16 of tensor parallel 8, experts over 8; 2xtp8ep8dp4pp2 also has data-parallel attention of "
+            "4 and 2 pipeline stages."
+        ),
+    ],
     nvlink: Annotated[float, typer.Option(help="GB/s a rank sends over NVLink while it receives as much.")] = 450.0,
     nic: Annotated[float, typer.Option(help="GB/s a rank sends over its NIC while it receives as much.")] = 50.0,
     bucket_bytes: Annotated[int, typer.Option(help="Size of a bucket.")] = 1 << 28,

@@ -79,12 +79,12 @@ py::object find_bad(const Int64Array& pieces, const Int64Array& extents, const I
     return bad ? py::object(py::make_tuple(bad->row, bad->outside_storage)) : py::none();
 }
 
-std::vector<int64_t> doubtful(const Int64Array& pieces, const Int64Array& shapes) {
+std::vector<int64_t> doubtful(const Int64Array& pieces, const Int64Array& shapes, bool covered) {
     const Table table = table_of(pieces);
     const int64_t* data = matrix(shapes, kMaxDims, "shapes");
     const int64_t storages = shapes.shape(0);
     py::gil_scoped_release released;
-    return doubtful_storages(table, data, storages);
+    return doubtful_storages(table, data, storages, covered);
 }
 
 std::shared_ptr<BoundHoldings> hold(std::vector<Int64Array> pieces, const Int64Array& ranks, const Int64Array& numbers,
@@ -159,7 +159,7 @@ void bind_plan(py::module_& module) {
                py::arg("elements").noconvert(),
                "(row, outside its storage) of the first piece that is out of bounds, or None.");
     module.def("doubtful_storages", &doubtful, py::arg("pieces").noconvert(), py::arg("shapes").noconvert(),
-               "Storages whose elements are not seen to be held exactly once each.");
+               py::arg("covered"), "Storages whose elements are not seen to be held once at most, or exactly once.");
     py::class_<BoundHoldings, std::shared_ptr<BoundHoldings>>(module, "Holdings")
         .def(py::init(&hold), py::arg("tables"), py::arg("ranks").noconvert(), py::arg("table_of").noconvert(),
              py::arg("tensors"))

@@ -4,7 +4,7 @@
 
 namespace asyncmoe {
 
-// Adds what csrc/plan.h declares to the extension.
+// Adds what csrc/pieces.h, holdings.h and plan.h declare to the extension.
 void bind_plan(pybind11::module_& module);
 
 }  // namespace asyncmoe

@@ -20,7 +20,7 @@ import numpy as np
 
 from asyncmoe.errors import InvariantBroken, TransferError, WaitTimeout
 from asyncmoe.models import family_of
-from asyncmoe.models.family import EngineParallel, MegatronParallel
+from asyncmoe.models.parallel import EngineParallel, MegatronParallel
 from asyncmoe.reshard import Exchanger, Plan, RankLayout, digest, plan
 from asyncmoe.reshard.shm_transport import ShmTransport
 

@@ -23,8 +23,10 @@ from asyncmoe.reshard.plan import assemble
 from asyncmoe.reshard.relay import relay_matches
 from asyncmoe.reshard.table import DTYPE, DTYPE_BYTES, EXTENT, NO_TENSOR, START, TENSOR, Table, enumerate_tensors, tabulate
 
-_TRAINER = ("tp", "pp", "ep", "etp", "dp")
-_ENGINES = re.compile(r"(?P<engines>\d+)xtp(?P<tp>\d+)(?:ep(?P<ep>\d+))?", re.ASCII)
+_TRAINER = {key: key for key in ("tp", "pp", "ep", "etp", "dp", "vpp")} | {"first": "first_layers", "last": "last_layers"}
+"""Field of MegatronParallel by what it is called here."""
+_ENGINES = re.compile(r"(?P<engines>\d+)xtp(?P<tp>\d+)(?:ep(?P<ep>\d+))?(?:dp(?P<dp>\d+))?(?:pp(?P<pp>\d+))?", re.ASCII)
+_ENGINE = ("tp", "ep", "dp", "pp")
 _MOST_RANKS = 1 << 16
 
 
@@ -105,34 +107,36 @@ class Forecast:
 
 
 def parse_trainer(text: str) -> MegatronParallel:
-    """`tp=2,pp=2,ep=8,dp=4`; what is left out is 1. `te` alone: parameter names as Transformer Engine has them.
+    """`tp=2,pp=2,ep=8,dp=4`; what is left out is 1. `vpp=2`: two model chunks a stage. `first=3`, `last=5`: layers of the first and the
+    last pipeline stage. `te` alone: parameter names as Transformer Engine has them.
 
     Raises:
         ConfigError: anything else, and sizes that do not fit each other.
     """
-    sizes: dict[str, int] = {}
+    sizes: dict[str, Any] = {}
     te = False
     for part in text.split(","):
         key, _, value = part.strip().partition("=")
         if key == "te" and not value:
             te = True
-        elif key not in _TRAINER or key in sizes or not (value.isascii() and value.isdigit()):
+        elif key not in _TRAINER or _TRAINER[key] in sizes or not (value.isascii() and value.isdigit()):
             raise ConfigError("--trainer", got=repr(part), expected=f"sizes like tp=2,pp=2,ep=8,dp=4 (each of {', '.join(_TRAINER)} once)")
         else:
-            sizes[key] = int(value)
-    return MegatronParallel(**sizes, te=te)
+            sizes[_TRAINER[key]] = int(value)
+    return MegatronParallel(te=te, **sizes)
 
 
 def parse_engines(text: str) -> tuple[int, EngineParallel]:
-    """`4xtp8` or `4xtp8ep2`: number of engines, and the parallel sizes of each.
+    """`4xtp8` or `4xtp8ep2dp2pp2`: number of engines, and the sizes of each: tensor, expert, data-parallel attention, pipeline.
 
     Raises:
         ConfigError: anything else, and sizes that do not fit each other.
     """
     found = _ENGINES.fullmatch(text.strip())
     if not found or int(found["engines"]) < 1:
-        raise ConfigError("--engines", got=repr(text), expected="engines x sizes, like 4xtp8 or 16xtp8ep8")
-    return int(found["engines"]), EngineParallel(int(found["tp"]), int(found["ep"] or 1))
+        raise ConfigError("--engines", got=repr(text), expected="engines x sizes, like 4xtp8, 16xtp8ep8 or 2xtp8ep8dp8pp2")
+    sizes: dict[str, Any] = {key: int(found[key] or 1) for key in _ENGINE}
+    return int(found["engines"]), EngineParallel(**sizes)
 
 
 def forecast(model: Path, trainer: str, engines: str, *, dtype: str, bucket_bytes: int, speeds: Speeds) -> Forecast:
@@ -152,9 +156,9 @@ def forecast(model: Path, trainer: str, engines: str, *, dtype: str, bucket_byte
     if dtype not in ITEM_BYTES:
         raise ConfigError("--dtype", got=repr(dtype), expected=f"one of {', '.join(ITEM_BYTES)}")
     grid, (count, engine) = parse_trainer(trainer), parse_engines(engines)
-    if grid.world + count * engine.tp > _MOST_RANKS:
+    if grid.world + count * engine.world > _MOST_RANKS:
         raise ConfigError(
-            "--trainer and --engines", got=f"{grid.world + count * engine.tp} ranks in all", expected=f"at most {_MOST_RANKS}"
+            "--trainer and --engines", got=f"{grid.world + count * engine.world} ranks in all", expected=f"at most {_MOST_RANKS}"
         )
     hf = load_hf_config(model)
     family_of(hf).check(hf, grid, engine)
@@ -171,7 +175,7 @@ def forecast(model: Path, trainer: str, engines: str, *, dtype: str, bucket_byte
         trainer_ranks=grid.world,
         engine=engine,
         engines=count,
-        engine_ranks=count * engine.tp,
+        engine_ranks=count * engine.world,
         dtype=dtype,
         bucket_bytes=bucket_bytes,
         speeds=speeds,
@@ -192,7 +196,7 @@ class _Case:
 
     @property
     def all_engine_ranks(self) -> int:
-        return self.engines * self.engine.tp
+        return self.engines * self.engine.world
 
     def direct(self) -> tuple[tuple[Match, ...], float]:
         """The match, and the seconds it took from the configuration on."""
@@ -284,13 +288,20 @@ def show(found: Forecast, console: Console) -> None:
 
 
 def _title(found: Forecast) -> str:
-    trainer = ", ".join(f"{name} {getattr(found.trainer, name)}" for name in _TRAINER)
-    engine = f"tp {found.engine.tp}, ep {found.engine.ep}"
+    trainer = _sizes(found.trainer, {name: field for field, name in _TRAINER.items()}, ("tp", "pp", "ep", "etp", "dp"))
+    engine = _sizes(found.engine, {name: name for name in _ENGINE}, ("tp", "ep"))
     return (
         f"{found.model}: {_size(found.model_bytes)} of {found.dtype}\n"
         f"trainer {found.trainer_ranks} ranks ({trainer}) -> {found.engines} engines, {found.engine_ranks} ranks ({engine} each)\n"
         f"lower bound {_size(found.lower_bound)}"
     )
+
+
+def _sizes(parallel: MegatronParallel | EngineParallel, called: Mapping[str, str], always: Sequence[str]) -> str:
+    """The sizes of a grid under the names they are `called`; those not in `always` only where they are not the default."""
+    plain = type(parallel)()
+    shown = [field for field in called if field in always or getattr(parallel, field) != getattr(plain, field)]
+    return ", ".join(f"{called[field]} {getattr(parallel, field)}" for field in shown)
 
 
 def _lines(found: Forecast) -> list[tuple[str, list[str]]]:

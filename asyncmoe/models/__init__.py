@@ -9,12 +9,13 @@ from typing import Any
 
 from asyncmoe.config import Config
 from asyncmoe.errors import DataError, UserError
-from asyncmoe.models import qwen3_moe
-from asyncmoe.models.family import EngineParallel, Family, MegatronParallel
+from asyncmoe.models import qwen3, qwen3_moe
+from asyncmoe.models.family import Family
+from asyncmoe.models.parallel import EngineParallel, MegatronParallel
 
 __all__ = ["EngineParallel", "Family", "MegatronParallel", "check", "family_of", "load_hf_config"]
 
-_FAMILIES = {family.name: family for family in (qwen3_moe.FAMILY,)}
+_FAMILIES = {family.name: family for family in (qwen3.FAMILY, qwen3_moe.FAMILY)}
 
 
 def family_of(hf: Mapping[str, Any]) -> Family:
@@ -57,5 +58,13 @@ def check(config: Config, hf: Mapping[str, Any]) -> None:
         UserError: a model family that is not supported.
     """
     trainer = config.trainer
-    parallel = MegatronParallel(trainer.tp, trainer.pp, trainer.ep, trainer.expert_tp, config.trainer_data_parallel)
+    parallel = MegatronParallel(
+        tp=trainer.tp,
+        pp=trainer.pp,
+        ep=trainer.ep,
+        etp=trainer.expert_tp,
+        dp=config.trainer_data_parallel,
+        first_layers=trainer.first_stage_layers,
+        last_layers=trainer.last_stage_layers,
+    )
     family_of(hf).check(hf, parallel, EngineParallel(config.engines.tp, config.engines.ep))

@@ -10,13 +10,14 @@ from typing import Any
 
 from asyncmoe.config import MadeModel
 from asyncmoe.errors import DataError
-from asyncmoe.models.family import EngineParallel, MegatronParallel
-from asyncmoe.models.qwen3_moe import NAME, SGLANG_VOCAB_MULTIPLE, check
+from asyncmoe.models.parallel import EngineParallel, MegatronParallel
+from asyncmoe.models.qwen3_moe import FAMILY
+from asyncmoe.models.sglang import VOCAB_MULTIPLE
 from asyncmoe.models.shards import padded
 
 SPECIALS = ("<pad>", "<bos>", "<eos>", "<unk>", "<|im_start|>", "<|im_end|>")
 """Tokens 0, 1, ... of the tokenizer; one token for every byte follows, then unused ones up to the padded vocabulary."""
-VOCAB = padded(len(SPECIALS) + 256, SGLANG_VOCAB_MULTIPLE)
+VOCAB = padded(len(SPECIALS) + 256, VOCAB_MULTIPLE)
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -41,7 +42,7 @@ def make_model(out: Path, shape: MadeModel, seed: int) -> None:
     if out.exists():
         raise DataError(str(out), got="something is there already", expected="a path where nothing is")
     settings = _settings(shape)
-    check(settings, MegatronParallel(), EngineParallel())
+    FAMILY.check(settings, MegatronParallel(), EngineParallel())
     out.parent.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
     try:
@@ -57,7 +58,7 @@ def make_model(out: Path, shape: MadeModel, seed: int) -> None:
 def _settings(shape: MadeModel) -> dict[str, Any]:
     """The Hugging Face configuration."""
     return {
-        "model_type": NAME,
+        "model_type": FAMILY.name,
         "vocab_size": VOCAB,
         "hidden_size": shape.hidden,
         "num_hidden_layers": shape.layers,

@@ -1,9 +1,9 @@
-"""What all families' layout tables share: equal shards, and the refusal of sizes that do not divide."""
+"""Equal shards, and the storages that layouts are made of."""
 
 from __future__ import annotations
 
 from asyncmoe.errors import ConfigError
-from asyncmoe.models.family import Shapes
+from asyncmoe.models.shape import Shapes
 from asyncmoe.reshard.layout import PADDING, Box, LayoutBuilder, columns, rows, whole
 
 
@@ -63,15 +63,3 @@ def put_padded_rows(builder: LayoutBuilder, shapes: Shapes, storage: str, tensor
 def padded(total: int, multiple: int) -> int:
     """The least multiple that is not below `total`."""
     return -(-total // multiple) * multiple
-
-
-def check_divides(key: str, size: int, name: str, total: int) -> None:
-    """Refuse a parallel size that does not divide a size of the model.
-
-    Raises:
-        ConfigError: with the sizes that would.
-    """
-    if total % size:
-        possible = ", ".join(str(d) for d in range(1, total + 1) if total % d == 0)
-        cure = f"possible: {possible}" if len(possible) <= 100 else None
-        raise ConfigError(key, got=size, expected=f"a divisor of the model's {name} = {total}", cure=cure)

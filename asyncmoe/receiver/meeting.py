@@ -57,7 +57,7 @@ class Terms(msgspec.Struct, frozen=True):
     """
 
     hf: dict[str, Any]
-    trainer: dict[str, int | bool]
+    trainer: dict[str, int | bool | None]
     engines: tuple[EngineRanks, ...]
     dtype: str
     engine_dtype: str

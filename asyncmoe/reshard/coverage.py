@@ -39,31 +39,45 @@ class Grid:
         return tuple(slice(index[s], index[s + n]) for index, s, n in edges)
 
 
+def check_source(tensors: Tensors, table: Table) -> None:
+    """Refuse a layout in which two elements of tensors lie in the same place.
+
+    Raises:
+        LayoutError: naming the rank, the storage, the first box of it that more than one piece holds, and their tensors.
+    """
+    _check(tensors, table, covered=False)
+
+
 def check_destination(tensors: Tensors, table: Table) -> None:
     """Refuse a layout whose pieces do not hold each element of each storage exactly once.
 
     Raises:
-        LayoutError: naming the rank, the storage and the first box of it that no piece, or more than one, holds.
+        LayoutError: naming the rank, the storage and the first box of it that no piece, or more than one, holds, and their tensors.
     """
-    for number in _C.doubtful_storages(table.pieces, table.shapes):
+    _check(tensors, table, covered=True)
+
+
+def _check(tensors: Tensors, table: Table, *, covered: bool) -> None:
+    for number in _C.doubtful_storages(table.pieces, table.shapes, covered):
         rows = np.flatnonzero(table.pieces[:, STORAGE] == number)
         storage, pieces = table.storages[number], table.pieces[rows]
         boxes = [_box_in(storage, piece) for piece in pieces]
         known = [box for box in boxes if box is not None]
-        fault = _first_fault(storage.shape, known) if len(known) == len(boxes) else _first_fault_by_element(storage, pieces)
+        least = 1 if covered else 0
+        fault = _first_fault(storage.shape, known, least) if len(known) == len(boxes) else _first_fault_by_element(storage, pieces, least)
         if fault is not None:
             box, count = fault
             held = [tensors.names[p[TENSOR]] for p, b in zip(pieces, boxes, strict=True) if b is not None and _meet(b, box)]
             raise LayoutError(
                 f"rank {table.rank}: storage {table.names[number]} box {box}",
                 got=f"{count} pieces" + (f" ({', '.join(held)})" if held else ""),
-                expected="exactly 1 (a PADDING piece where no tensor lies)",
+                expected="exactly 1 (a PADDING piece where no tensor lies)" if covered else "1 at most",
             )
 
 
-def _first_fault(shape: Sequence[int], boxes: Sequence[Box]) -> tuple[Box, int] | None:
+def _first_fault(shape: Sequence[int], boxes: Sequence[Box], least: int) -> tuple[Box, int] | None:
     grid = Grid(shape, boxes)
-    wrong = grid.cells(grid.counts != 1)
+    wrong = grid.cells((grid.counts < least) | (grid.counts > 1))
     if not wrong:
         return None
     first = wrong[0]
@@ -98,14 +112,14 @@ def _box_of_runs(storage: Storage, offset: int, runs: Sequence[tuple[int, int]])
     return Box(start, tuple(extent))
 
 
-def _first_fault_by_element(storage: Storage, pieces: np.ndarray) -> tuple[Box, int] | None:
+def _first_fault_by_element(storage: Storage, pieces: np.ndarray, least: int) -> tuple[Box, int] | None:
     counts = np.zeros(storage.size, np.int64)
     for piece in pieces:
         places = np.full((1,) * len(piece[EXTENT]), piece[OFFSET])
         for axis, (n, stride) in enumerate(zip(piece[EXTENT], piece[STRIDES], strict=True)):
             places = places + np.expand_dims(np.arange(n) * stride, tuple(k for k in range(len(piece[EXTENT])) if k != axis))
         counts += np.bincount(places.reshape(-1), minlength=storage.size)
-    wrong = np.flatnonzero(counts != 1)
+    wrong = np.flatnonzero((counts < least) | (counts > 1))
     if not len(wrong):
         return None
     first = int(wrong[0])

@@ -1,4 +1,4 @@
-"""What the sources hold meets what the destinations want: who sends which elements to whom. The work is done in csrc/plan.cpp."""
+"""What the sources hold meets what the destinations want: who sends which elements to whom. The work is done in csrc/plan.h."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 
 import asyncmoe.reshard._C as _C
 from asyncmoe.errors import LayoutError
-from asyncmoe.reshard.coverage import Grid, check_destination
+from asyncmoe.reshard.coverage import Grid, check_destination, check_source
 from asyncmoe.reshard.layout import MAX_DIMS, Box
 from asyncmoe.reshard.table import DTYPE, DTYPE_BYTES, DTYPES, EXTENT, START, TENSOR, Side, Tensors
 
@@ -22,11 +22,13 @@ class Sources:
     """What the sources hold, cut into disjoint cells.
 
     Raises:
-        LayoutError: boxes of one tensor overlap in more ways than can be sorted out.
+        LayoutError: two elements in one place of a storage, or boxes of one tensor that overlap in more ways than can be sorted out.
     """
 
     def __init__(self, tensors: Tensors, side: Side) -> None:
         self.tensors, self.side = tensors, side
+        for table in side.tables:
+            check_source(tensors, table)
         try:
             self.holdings = _C.Holdings([table.pieces for table in side.tables], side.ranks, side.table_of, len(tensors.extent))
         except ValueError as error:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,6 +17,7 @@ DTYPES = tuple(ITEM_BYTES)
 DTYPE_BYTES = np.array([ITEM_BYTES[name] for name in DTYPES], np.int64)
 NO_TENSOR = -1
 _UNKNOWN = -2
+_MOST = 1 << 62
 TENSOR, STORAGE, DTYPE, OFFSET = range(4)
 START = slice(4, 4 + MAX_DIMS)
 EXTENT = slice(4 + MAX_DIMS, 4 + 2 * MAX_DIMS)
@@ -46,8 +47,11 @@ def enumerate_tensors(shapes: Mapping[str, tuple[int, ...]]) -> Tensors:
     """Number tensors in their order.
 
     Raises:
-        LayoutError: a tensor of more than `MAX_DIMS` dimensions, or one with the reserved name of padding.
+        LayoutError: a tensor of more than `MAX_DIMS` dimensions or with sizes that cannot be, or one with the reserved name of padding.
     """
+    for name, shape in shapes.items():
+        if not _is_shape(shape):
+            raise LayoutError(f"tensor {name}", got=f"shape {shape}", expected=f"at most {MAX_DIMS} sizes, each an integer of at least 0")
     if PADDING in shapes:
         raise LayoutError("tensors", got=f"one named {PADDING}", expected="another name, this one is reserved")
     number = {name: i for i, name in enumerate(shapes)}
@@ -64,7 +68,7 @@ class Table:
         rank: the lowest rank that has it, for errors.
         names, storages: of each storage.
         shapes: int64[s, MAX_DIMS]; filled in front with 1.
-        pieces: int64[n, 4 + 3 * MAX_DIMS], in the column order of csrc/plan.h. TENSOR is a position in the tensors planned for
+        pieces: int64[n, 4 + 3 * MAX_DIMS], in the column order of csrc/pieces.h. TENSOR is a position in the tensors planned for
             (`NO_TENSOR`: padding), STORAGE one in `storages`, DTYPE one in `DTYPES`; offset and strides are in elements; boxes are
             filled in front to `MAX_DIMS` dimensions of extent 1.
     """
@@ -114,9 +118,11 @@ def tabulate(tensors: Tensors, layouts: Iterable[RankLayout]) -> Side:
     """Put layouts into tables.
 
     Raises:
-        LayoutError: a rank twice, an unknown tensor, storage or dtype, a box outside its tensor or its storage.
+        LayoutError: a rank twice or negative, an unknown tensor, storage or dtype, a box outside its tensor or its storage.
     """
     ordered = sorted(layouts, key=lambda layout: layout.rank)
+    if ordered and ordered[0].rank < 0:
+        raise LayoutError(f"rank {ordered[0].rank}", got="a negative number", expected="0 or more")
     for rank, count in Counter(layout.rank for layout in ordered).items():
         if count > 1:
             raise LayoutError(f"rank {rank}", got=f"{count} layouts", expected="1")
@@ -175,10 +181,13 @@ class _Reader:
         storage = np.array([place[p.storage] for p in pieces], np.int64)
         rows[:, :, STORAGE] = storage + first + np.arange(len(block.prefixes))[:, None] * len(place)
         rows[:, :, DTYPE] = dtypes[storage] if len(storage) else storage
-        rows[:, :, OFFSET] = np.array([p.offset for p in pieces], np.int64)
-        rows[:, :, START] = _padded([p.box.start for p in pieces], 0)
-        rows[:, :, EXTENT] = _padded([p.box.extent for p in pieces], 1)
-        rows[:, :, STRIDES] = _padded([p.strides for p in pieces], 0)
+        try:
+            rows[:, :, OFFSET] = _integers([p.offset for p in pieces])
+            rows[:, :, START] = _padded([p.box.start for p in pieces], 0)
+            rows[:, :, EXTENT] = _padded([p.box.extent for p in pieces], 1)
+            rows[:, :, STRIDES] = _padded([p.strides for p in pieces], 0)
+        except TypeError:
+            raise _fractional(block.pieces, rank) from None
         rows[:, :, TENSOR] = tensor
         return rows.reshape(-1, _C.PIECE_COLUMNS)
 
@@ -195,9 +204,10 @@ class _Reader:
 
 def _check_storages(block: Block, rank: int) -> None:
     for name, storage in block.storages.items():
-        if storage.dtype not in ITEM_BYTES or len(storage.shape) > MAX_DIMS:
+        if storage.dtype not in ITEM_BYTES or not _is_shape(storage.shape):
             what = f"rank {rank}: storage {block.prefixes[0][1]}{name}"
-            raise LayoutError(what, got=f"{storage.dtype}{storage.shape}", expected=f"at most {MAX_DIMS} dimensions of {', '.join(DTYPES)}")
+            expected = f"at most {MAX_DIMS} sizes, each an integer of at least 0, of {', '.join(DTYPES)}"
+            raise LayoutError(what, got=f"{storage.dtype}{storage.shape}", expected=expected)
     for piece in block.pieces:
         if piece.storage not in block.storages:
             raise _unknown(piece, rank, "storage")
@@ -219,10 +229,22 @@ def _padded(rows: list[tuple[int, ...]], fill: int) -> np.ndarray:
     """int64[n, MAX_DIMS] of tuples, filled in front."""
     fronts = [(fill,) * n for n in range(MAX_DIMS, -1, -1)]
     try:
-        return np.array([fronts[len(row)] + row for row in rows], np.int64).reshape(-1, MAX_DIMS)
+        return _integers([fronts[len(row)] + row for row in rows]).reshape(-1, MAX_DIMS)
     except IndexError:
         longest = max(rows, key=len)
         raise LayoutError(f"box of {len(longest)} dimensions", got=longest, expected=f"at most {MAX_DIMS}") from None
+
+
+def _integers(values: list[int] | list[tuple[int, ...]]) -> np.ndarray:
+    """int64 of them; TypeError for anything else, which NumPy would round."""
+    made = np.array(values)
+    if made.size and made.dtype.kind != "i":
+        raise TypeError(made.dtype)
+    return made.astype(np.int64, copy=False)
+
+
+def _is_shape(shape: tuple[int, ...]) -> bool:
+    return len(shape) <= MAX_DIMS and all(isinstance(n, int | np.integer) and 0 <= n < _MOST for n in shape)
 
 
 def _check_bounds(tensors: Tensors, table: Table) -> None:
@@ -236,12 +258,22 @@ def _check_bounds(tensors: Tensors, table: Table) -> None:
     raise LayoutError(
         table.describe(row, tensors),
         got=f"tensor {tensors.shapes.get(name, ())}, storage {storage.shape}, {place}",
-        expected="a place within the storage" if outside_storage else "a box within the tensor",
+        expected="a place within the storage" if outside_storage else "a box of at least one element, within the tensor",
     )
 
 
 def _digest(array: np.ndarray) -> int:
     return _C.digest(array.ctypes.data, array.nbytes, 1)
+
+
+def _fractional(pieces: Sequence[Piece], rank: int) -> LayoutError:
+    """Of the first piece with a number that is no integer of 64 bits."""
+    for piece in pieces:
+        numbers = (piece.offset, *piece.box.start, *piece.box.extent, *piece.strides)
+        if not all(isinstance(n, int | np.integer) and abs(n) < _MOST for n in numbers):
+            where = f"rank {rank}: tensor {piece.tensor} box {piece.box.start}+{piece.box.extent} in storage {piece.storage}"
+            return LayoutError(where, got=f"offset {piece.offset}, strides {piece.strides}", expected="integers of 64 bits")
+    return LayoutError(f"rank {rank}: pieces", got="numbers of different kinds", expected="integers of 64 bits")
 
 
 def _unknown(piece: Piece, rank: int, what: str) -> LayoutError:

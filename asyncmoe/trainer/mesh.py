@@ -24,7 +24,8 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed  # noq
 @dataclass(frozen=True)
 class Mesh:
     """This process's place. Ranks are ordered as Megatron orders them: tensor-parallel fastest, then data, pipeline slowest; expert
-    parallelism is laid over tensor and data parallelism together."""
+    parallelism is laid over tensor and data parallelism together. `first_layers` and `last_layers` are those of the outer pipeline
+    stages where they are not an equal share."""
 
     rank: int
     world: int
@@ -40,6 +41,8 @@ class Mesh:
     etp_rank: int
     device: torch.device
     backend: str
+    first_layers: int | None = None
+    last_layers: int | None = None
 
     @property
     def last_stage(self) -> bool:
@@ -58,7 +61,16 @@ class Mesh:
 
     def parallel(self, te: bool) -> MegatronParallel:
         """The sizes as `asyncmoe.models` wants them; `te`: the model is built from Transformer Engine's modules."""
-        return MegatronParallel(tp=self.tp, pp=self.pp, ep=self.ep, etp=self.etp, dp=self.dp, te=te)
+        return MegatronParallel(
+            tp=self.tp,
+            pp=self.pp,
+            ep=self.ep,
+            etp=self.etp,
+            dp=self.dp,
+            te=te,
+            first_layers=self.first_layers,
+            last_layers=self.last_layers,
+        )
 
 
 def start(trainer: TrainerSection, seed: int = 0) -> Mesh:
@@ -105,6 +117,8 @@ def start(trainer: TrainerSection, seed: int = 0) -> Mesh:
         etp_rank=groups.get_expert_tensor_parallel_rank(),
         device=device,
         backend=backend,
+        first_layers=trainer.first_stage_layers,
+        last_layers=trainer.last_stage_layers,
     )
 
 

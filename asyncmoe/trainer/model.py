@@ -144,6 +144,8 @@ def _transformer_config(family: Mapping[str, Any], config: Config, mesh: Mesh, d
     switches: dict[str, Any] = {
         "tensor_model_parallel_size": mesh.tp,
         "pipeline_model_parallel_size": mesh.pp,
+        "num_layers_in_first_pipeline_stage": mesh.first_layers,
+        "num_layers_in_last_pipeline_stage": mesh.last_layers,
         "expert_model_parallel_size": mesh.ep,
         "expert_tensor_parallel_size": mesh.etp,
         "sequence_parallel": mesh.tp > 1,

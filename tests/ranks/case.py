@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,14 +29,30 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},
     # The output layer is the embedding (the last pipeline stage has a copy), one layer is dense, chosen experts' weights do not sum to 1.
     "tied": {"tie_word_embeddings": True, "mlp_only_layers": [1], "norm_topk_prob": False},
+    "dense": {"model_type": "qwen3"},
+    "dense-tied": {"model_type": "qwen3", "tie_word_embeddings": True},
 }
+_OF_EXPERTS = (
+    "moe_intermediate_size",
+    "num_experts",
+    "num_experts_per_tok",
+    "norm_topk_prob",
+    "output_router_logits",
+    "router_aux_loss_coef",
+)
+
+
+def variants(sizes: Mapping[str, int]) -> list[str]:
+    """Those that a layout can be tried on: a model without experts cannot be spread over expert-parallel ranks."""
+    return [name for name, changes in VARIANTS.items() if sizes.get("ep", 1) == 1 or changes.get("model_type") != "qwen3"]
 
 
 def hf_config(variant: str) -> Any:
-    """Qwen3-MoE with a head dimension that is not hidden / heads."""
-    from transformers import Qwen3MoeConfig
+    """Qwen3-MoE, or its dense sibling, with a head dimension that is not hidden / heads."""
+    from transformers import AutoConfig
 
     sizes = {
+        "model_type": "qwen3_moe",
         "vocab_size": VOCAB,
         "hidden_size": 64,
         "intermediate_size": 96,
@@ -55,7 +71,9 @@ def hf_config(variant: str) -> Any:
         "router_aux_loss_coef": 0.0,
         "attn_implementation": "eager",
     }
-    return Qwen3MoeConfig(**sizes | VARIANTS[variant])
+    wanted = sizes | VARIANTS[variant]
+    kind = wanted.pop("model_type")
+    return AutoConfig.for_model(kind, **{k: v for k, v in wanted.items() if kind == "qwen3_moe" or k not in _OF_EXPERTS})
 
 
 def tokens() -> list[np.ndarray]:

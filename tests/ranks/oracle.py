@@ -19,11 +19,11 @@ def write(path: Path, variant: str) -> None:
     hf: the model; supervised, policy: its gradients of both losses; trained: its weights after the steps; all as Hugging Face checkpoints.
     reference.pt: logits, log-probabilities, losses and norms.
     """
-    from transformers import Qwen3MoeForCausalLM
+    from transformers import AutoModelForCausalLM
 
     torch.manual_seed(0)
     torch.set_num_threads(1)
-    model = Qwen3MoeForCausalLM(case.hf_config(variant)).eval()
+    model = AutoModelForCausalLM.from_config(case.hf_config(variant)).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(1 + 0.3 * torch.randn_like(parameter) if "norm" in name else parameter + 0.05 * torch.randn_like(parameter))

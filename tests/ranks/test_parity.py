@@ -12,15 +12,16 @@ from tests.ranks import case, launch, oracle
 pytestmark = pytest.mark.ranks
 
 LAYOUTS = {
-    "1": (1, "1,1,1,1"),
-    "dp2": (2, "1,1,1,1"),
-    "tp2": (2, "2,1,1,2"),
-    "pp2": (2, "1,2,1,1"),
-    "ep2": (2, "1,1,2,1"),
-    "tp2xep2": (4, "2,1,2,1"),
-    "tp2xep2xetp2": (4, "2,1,2,2"),
-    "pp2xep2": (4, "1,2,2,1"),
-    "pp2xtp2": (4, "2,2,1,2"),
+    "1": (1, "tp=1"),
+    "dp2": (2, "tp=1"),
+    "tp2": (2, "tp=2"),
+    "pp2": (2, "pp=2"),
+    "pp2-uneven": (2, "pp=2,first_stage_layers=1"),
+    "ep2": (2, "ep=2"),
+    "tp2xep2": (4, "tp=2,ep=2"),
+    "tp2xep2xetp2": (4, "tp=2,ep=2,etp=2"),
+    "pp2xep2": (4, "pp=2,ep=2"),
+    "pp2xtp2": (4, "tp=2,pp=2"),
 }
 layouts = pytest.mark.parametrize("layout", LAYOUTS)
 
@@ -94,8 +95,12 @@ def test_weights_after_three_steps(found: dict[str, dict[str, Any]], kind: str) 
 
 
 @layouts
-def test_tied_embeddings_and_a_dense_layer(layout: str, worlds: dict[int, Any], references: Path) -> None:
-    found = of(layout, worlds, references)["tied"]
+@pytest.mark.parametrize("variant", [name for name in case.VARIANTS if name != "plain"])
+def test_tied_embeddings_and_layers_without_experts(layout: str, variant: str, worlds: dict[int, Any], references: Path) -> None:
+    results = of(layout, worlds, references)
+    if variant not in results:
+        pytest.skip("a model without experts cannot be spread over expert-parallel ranks")
+    found = results[variant]
     check_parity(found["packed"])
     check_training(found["plain"])
 
@@ -133,7 +138,7 @@ def resumed(references: Path) -> dict[str, float]:
     return result
 
 
-@pytest.mark.parametrize("layout", ["same", "data", "pipeline"])
+@pytest.mark.parametrize("layout", ["same", "data", "pipeline", "uneven"])
 @pytest.mark.parametrize("kind", ["plain", "distributed"])
 def test_a_saved_run_goes_on_under_another_layout(resumed: dict[str, float], kind: str, layout: str) -> None:
     assert resumed[f"{kind}-{layout}"] < 2e-5

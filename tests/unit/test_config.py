@@ -210,3 +210,23 @@ def test_expert_gradients_that_megatron_would_not_reduce_are_refused() -> None:
     values = with_value("trainer", {"ranks": 2, "tp": 2, "etp": 1})
     assert "expert gradients" in refused(values)
     assert parse(with_value("trainer", {"ranks": 2, "tp": 2})).trainer.expert_tp == 2
+
+
+@pytest.mark.parametrize(
+    ("trainer", "words"),
+    [
+        ({"ranks": 2, "pp": 2, "vpp": 2}, ["trainer.vpp: got 2, expected 1", "does not interleave"]),
+        ({"first_stage_layers": 1}, ["trainer.first_stage_layers: got 1", "trainer.pp is 1"]),
+        ({"last_stage_layers": 1}, ["trainer.last_stage_layers: got 1", "trainer.pp is 1"]),
+        ({"ranks": 2, "pp": 2, "last_stage_layers": 0}, ["trainer.last_stage_layers", "greater than 0"]),
+    ],
+)
+def test_pipeline_stages_that_cannot_be_are_refused(trainer: dict[str, int], words: list[str]) -> None:
+    text = refused(with_value("trainer", trainer))
+    for word in words:
+        assert word in text
+
+
+def test_uneven_pipeline_stages() -> None:
+    trainer = parse(with_value("trainer", {"ranks": 3, "pp": 3, "first_stage_layers": 2})).trainer
+    assert (trainer.first_stage_layers, trainer.last_stage_layers) == (2, None)

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from test_models_qwen3_moe import HF
+from test_models_layouts import DENSE
+from test_models_layouts import HF as WITH_A_DENSE_LAYER
 
 from asyncmoe import models
 from asyncmoe.config import Config, parse
 from asyncmoe.errors import ConfigError, DataError, UserError
+from asyncmoe.models import EngineParallel, MegatronParallel
+
+HF = {**WITH_A_DENSE_LAYER, "mlp_only_layers": []}
 
 
 def config(trainer: dict[str, int] | None = None, engines: dict[str, int] | None = None) -> Config:
@@ -24,6 +29,7 @@ def config(trainer: dict[str, int] | None = None, engines: dict[str, int] | None
     [
         ({}, {}),
         ({"ranks": 8, "tp": 2, "pp": 2, "ep": 4}, {"tp": 4, "ep": 2}),
+        ({"ranks": 3, "pp": 3, "first_stage_layers": 1, "last_stage_layers": 2}, {}),
         ({"ranks": 4, "pp": 4}, {"tp": 8, "ep": 8}),  # more engine ranks than key heads
     ],
 )
@@ -35,18 +41,17 @@ def test_possible_sizes(trainer: dict[str, int], engines: dict[str, int]) -> Non
     ("trainer", "engines", "changes", "words"),
     [
         ({"ranks": 3, "pp": 3}, {}, {}, ["trainer.pp: got 3", "num_hidden_layers = 4", "1, 2, 4"]),
+        ({"ranks": 3, "pp": 3, "last_stage_layers": 1}, {}, {}, ["trainer.last_stage_layers: got 1", "possible: 2"]),
         ({"ranks": 8, "tp": 8}, {}, {}, ["trainer.tp: got 8", "num_key_value_heads = 4"]),
         ({"ranks": 3, "tp": 3}, {}, {}, ["trainer.tp: got 3", "num_attention_heads = 8"]),
         ({"ranks": 4, "tp": 4}, {}, {"vocab_size": 70}, ["trainer.tp: got 4", "vocab_size = 70", "1, 2, 5, 7"]),
         ({"ranks": 3, "ep": 3}, {}, {}, ["trainer.ep: got 3", "num_experts = 8"]),
         ({"ranks": 4, "tp": 4}, {}, {"moe_intermediate_size": 18}, ["trainer.etp: got 4", "moe_intermediate_size = 18"]),
-        ({"ranks": 4, "tp": 4, "ep": 4}, {}, {"intermediate_size": 30}, ["trainer.tp: got 4", "intermediate_size = 30"]),
         ({}, {"tp": 3}, {}, ["engines.tp: got 3", "num_attention_heads = 8"]),
         ({}, {"tp": 4}, {"num_attention_heads": 24, "num_key_value_heads": 6}, ["engines.tp: got 4", "num_key_value_heads = 6"]),
         ({}, {"tp": 12, "ep": 12}, {"num_attention_heads": 12}, ["engines.tp: got 12", "padded vocab_size = 128"]),
         ({}, {"tp": 8, "ep": 8}, {"num_experts": 12}, ["engines.ep: got 8", "num_experts = 12"]),
         ({}, {"tp": 8}, {"moe_intermediate_size": 12}, ["engines.tp / engines.ep: got 8", "moe_intermediate_size = 12"]),
-        ({}, {"tp": 8}, {"intermediate_size": 12}, ["engines.tp: got 8", "intermediate_size = 12"]),
         ({}, {}, {"hidden_act": "gelu"}, ["hidden_act", "'gelu'", "'silu'"]),
         ({}, {}, {"attention_bias": True}, ["attention_bias"]),
         ({}, {}, {"attention_dropout": 0.1}, ["attention_dropout"]),
@@ -55,6 +60,8 @@ def test_possible_sizes(trainer: dict[str, int], engines: dict[str, int]) -> Non
         ({}, {}, {"rope_scaling": {"type": "linear", "factor": 4.0}}, ["rope_type", "'linear'"]),
         ({}, {}, {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4}}, ["rope_type", "'linear'"]),
         ({}, {}, {"tie_word_embeddings": True}, ["tie_word_embeddings"]),
+        ({}, {}, {"mlp_only_layers": [1]}, ["mlp_only_layers", "got [1]", "expected []"]),
+        ({}, {}, {"decoder_sparse_step": 2}, ["decoder_sparse_step", "got [0, 2]", "expected []"]),
         ({}, {}, {"quantization_config": {"quant_method": "fp8"}}, ["quantization_config"]),
         ({}, {}, {"num_key_value_heads": 3}, ["num_attention_heads", "got 8", "num_key_value_heads = 3"]),
         ({}, {}, {"num_experts_per_tok": 9}, ["num_experts_per_tok", "got 9", "num_experts = 8"]),
@@ -64,8 +71,61 @@ def test_possible_sizes(trainer: dict[str, int], engines: dict[str, int]) -> Non
     ],
 )
 def test_impossible(trainer: dict[str, int], engines: dict[str, int], changes: dict[str, Any], words: list[str]) -> None:
+    refused(lambda: models.check(config(trainer, engines), {**HF, **changes}), words)
+
+
+@pytest.mark.parametrize(
+    ("trainer", "engines", "changes", "words"),
+    [
+        ({"ranks": 4, "tp": 4}, {}, {"intermediate_size": 30}, ["trainer.tp: got 4", "intermediate_size = 30"]),
+        ({}, {"tp": 8}, {"intermediate_size": 12}, ["engines.tp: got 8", "intermediate_size = 12"]),
+        ({"ranks": 2, "ep": 2}, {}, {}, ["trainer.ep: got 2", "1, as qwen3 has no experts"]),
+        ({}, {"tp": 2, "ep": 2}, {}, ["engines.ep: got 2", "1, as qwen3 has no experts"]),
+        ({}, {}, {"attention_bias": True}, ["attention_bias", "qwen3 is carried over"]),
+        ({}, {}, {"num_key_value_heads": 3}, ["num_attention_heads", "got 8", "num_key_value_heads = 3"]),
+    ],
+)
+def test_impossible_for_a_dense_model(trainer: dict[str, int], engines: dict[str, int], changes: dict[str, Any], words: list[str]) -> None:
+    refused(lambda: models.check(config(trainer, engines), {**DENSE, **changes}), words)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_dense_model_may_share_its_embedding(tied: bool) -> None:
+    models.check(config({"ranks": 4, "tp": 2, "pp": 2}, {"tp": 8}), {**DENSE, "tie_word_embeddings": tied})
+
+
+@pytest.mark.parametrize(
+    ("grid", "words"),
+    [
+        (MegatronParallel(pp=2, vpp=3), ["trainer.vpp: got 3", "pipeline stage: 4", "possible: 1, 2, 4"]),
+        (MegatronParallel(pp=2, vpp=4, first_layers=2), ["trainer.vpp: got 4", "pipeline stage: 2, 6", "possible: 1, 2"]),
+        (MegatronParallel(pp=3, first_layers=3), ["trainer.first_stage_layers: got 3", "num_hidden_layers = 8", "possible: 2, 4, 6"]),
+        (MegatronParallel(pp=2, last_layers=8), ["trainer.last_stage_layers: got 8", "trainer.pp = 2", "1, 2, 3, 4, 5, 6, 7"]),
+        (MegatronParallel(pp=2, first_layers=3, last_layers=2), ["trainer.first_stage_layers: got 3", "possible: 6"]),
+    ],
+    ids=str,
+)
+def test_impossible_stages(grid: MegatronParallel, words: list[str]) -> None:
+    hf = {**DENSE, "num_hidden_layers": 8}
+    refused(lambda: models.family_of(hf).check(hf, grid, EngineParallel()), words)
+
+
+@pytest.mark.parametrize(
+    ("engine", "words"),
+    [
+        (EngineParallel(pp=5), ["engines.pp: got 5", "num_hidden_layers = 4"]),
+        (EngineParallel(tp=6, dp=2), ["engines.tp / engines.dp: got 3", "num_attention_heads = 8"]),
+        (EngineParallel(tp=4, ep=4, redundant=2), ["engines.ep: got 4", "num_experts + redundant experts = 10", "1, 2, 5, 10"]),
+    ],
+    ids=str,
+)
+def test_impossible_engines(engine: EngineParallel, words: list[str]) -> None:
+    refused(lambda: models.family_of(HF).check(HF, MegatronParallel(), engine), words)
+
+
+def refused(what: Callable[[], None], words: list[str]) -> None:
     with pytest.raises(ConfigError) as caught:
-        models.check(config(trainer, engines), {**HF, **changes})
+        what()
     text = str(caught.value)
     assert "\n" not in text
     for word in words:
@@ -74,7 +134,7 @@ def test_impossible(trainer: dict[str, int], engines: dict[str, int], changes: d
 
 @pytest.mark.parametrize("kind", ["llama", None])
 def test_unknown_family(kind: str | None) -> None:
-    with pytest.raises(UserError, match=f"model_type.*{kind}.*expected qwen3_moe"):
+    with pytest.raises(UserError, match=f"model_type.*{kind}.*expected qwen3 or qwen3_moe"):
         models.family_of({"model_type": kind})
 
 

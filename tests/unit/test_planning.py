@@ -20,7 +20,7 @@ from asyncmoe.reshard import PADDING, plan, relay
 
 def config(tmp_path: Path, **changes: Any) -> Path:
     file = tmp_path / "model.json"
-    file.write_text(json.dumps({**SMALL, **changes}))
+    file.write_text(json.dumps({**SMALL, "mlp_only_layers": [], **changes}))
     return file
 
 
@@ -29,10 +29,12 @@ def of(model: Path, trainer: str, engines: str, **changes: Any) -> Forecast:
 
 
 def test_figures_are_those_of_the_plan(tmp_path: Path) -> None:
-    found = of(config(tmp_path), "tp=2,pp=2,ep=2,dp=2,te", "3xtp2ep2")
-    family, trainer, engine = family_of(SMALL), MegatronParallel(2, 2, 2, 1, 2, te=True), EngineParallel(2, 2)
-    tensors, source = family.tensors(SMALL), family.megatron_layouts(SMALL, trainer, "bfloat16")
-    engines = family.sglang_layouts(SMALL, engine, "bfloat16", 3, first=8)
+    file = config(tmp_path)
+    hf = json.loads(file.read_text())
+    found = of(file, "tp=2,pp=2,ep=2,dp=2,te", "3xtp2ep2")
+    family, trainer, engine = family_of(hf), MegatronParallel(2, 2, 2, 1, 2, te=True), EngineParallel(2, 2)
+    tensors, source = family.tensors(hf), family.megatron_layouts(hf, trainer, "bfloat16")
+    engines = family.sglang_layouts(hf, engine, "bfloat16", 3, first=8)
     direct, rounds = plan(tensors, source, engines), relay(tensors, source, engines)
     unique = sum(2 * piece.box.size for layout in engines for piece in layout.pieces if piece.tensor != PADDING)
     assert found.lower_bound == unique
@@ -62,19 +64,46 @@ def test_one_engine_has_nobody_to_relay_to(tmp_path: Path) -> None:
 
 
 def test_what_a_rank_wants_twice_is_needed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A tied model's engine has the embedding in two places: more on the wire than need be, and the ratio says so."""
-    monkeypatch.setattr("asyncmoe.models.qwen3_moe._check_features", lambda *_: None)
+    """An engine of a tied model with an output layer of its own has the embedding twice: more on the wire, and the ratio says so."""
+    monkeypatch.setattr("asyncmoe.models.family.Family.check", lambda *_: None)
     found = of(config(tmp_path, tie_word_embeddings=True), "dp=2", "1xtp1")
     embedding = 2 * SMALL["vocab_size"] * SMALL["hidden_size"]
     assert found.ways["direct"].bytes_wire == found.lower_bound + embedding
     assert found.ways["direct"].ratio > 1
 
 
+DENSE = {key: value for key, value in SMALL.items() if "experts" not in key and "moe" not in key} | {"model_type": "qwen3"}
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(
+    ("trainer", "engines", "ranks"),
+    [
+        ("tp=2,pp=2,vpp=2", "2xtp2", (4, 4)),
+        ("pp=3,first=1,last=2", "1xtp2dp2pp2", (3, 4)),
+        ("pp=2,first=3", "2xtp1pp3", (2, 6)),
+    ],
+)
+def test_dense_models_chunks_and_uneven_stages(tmp_path: Path, trainer: str, engines: str, ranks: tuple[int, int], tied: bool) -> None:
+    file = tmp_path / "model.json"
+    hf = {**DENSE, "tie_word_embeddings": tied, "num_hidden_layers": 4}
+    file.write_text(json.dumps(hf))
+    found = of(file, trainer, engines)
+    assert (found.trainer_ranks, found.engine_ranks) == ranks
+    layouts = family_of(hf).sglang_layouts(hf, found.engine, "bfloat16", found.engines)
+    wanted = sum(2 * piece.box.size for layout in layouts for piece in layout.pieces if piece.tensor != PADDING)
+    assert found.ways["direct"].bytes_wire == wanted == found.lower_bound
+    assert found.ways["direct"].imbalance >= 1.0
+
+
 def test_json_and_table(tmp_path: Path) -> None:
     found = of(config(tmp_path), "tp=2,dp=2", "2xtp2")
     write(found, tmp_path / "plan.json")
     written = json.loads((tmp_path / "plan.json").read_text())
-    assert written["trainer"] == {"tp": 2, "pp": 1, "ep": 1, "etp": 1, "dp": 2, "te": False}
+    assert written["trainer"] == {
+        "tp": 2, "pp": 1, "ep": 1, "etp": 1, "dp": 2, "te": False, "vpp": 1, "first_layers": None, "last_layers": None,
+    }  # fmt: skip
+    assert written["engine"] == {"tp": 2, "ep": 1, "pp": 1, "dp": 1, "dp_lm_head": False, "redundant": 0}
     assert written["ways"]["relay"]["sent"]["most"] == found.ways["relay"].sent.most
     console = Console(record=True, width=120)
     show(found, console)
@@ -85,7 +114,19 @@ def test_json_and_table(tmp_path: Path) -> None:
         write(found, tmp_path / "none" / "plan.json")
 
 
+def test_sizes_that_are_not_the_default_are_shown(tmp_path: Path) -> None:
+    console = Console(record=True, width=120)
+    show(of(config(tmp_path, num_hidden_layers=6), "pp=2,vpp=2,first=2", "1xtp2dp2pp2"), console)
+    text = console.export_text()
+    for words in ("(tp 1, pp 2, ep 1, etp 1, dp 1, vpp 2, first 2)", "4 ranks (tp 2, ep 1, dp 2, pp 2 each)"):
+        assert words in text
+
+
 def test_arguments() -> None:
+    assert parse_trainer("pp=2,vpp=4,first=8") == MegatronParallel(pp=2, vpp=4, first_layers=8)
+    assert parse_trainer("pp=2,last=8") == MegatronParallel(pp=2, last_layers=8)
+    assert parse_engines("2xtp8ep4dp2pp3") == (2, EngineParallel(8, 4, 3, 2))
+    assert parse_engines("2xtp8pp3") == (2, EngineParallel(8, pp=3))
     assert parse_trainer("tp=2, pp=3,ep=4,etp=2,dp=8,te") == MegatronParallel(2, 3, 4, 2, 8, te=True)
     assert parse_trainer("dp=2") == MegatronParallel(dp=2)
     assert parse_engines("16xtp8ep4") == (16, EngineParallel(8, 4))
@@ -93,14 +134,33 @@ def test_arguments() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "tp", "tp=", "tp=x", "tp=-1", "tp=0", "tp=1.5", "tp=2,tp=4", "cp=2", "te=1", "tp=2;dp=2", "ep=3,dp=2"]
+    "text",
+    [
+        "",
+        "tp",
+        "tp=",
+        "tp=x",
+        "tp=-1",
+        "tp=0",
+        "tp=1.5",
+        "tp=2,tp=4",
+        "cp=2",
+        "te=1",
+        "tp=2;dp=2",
+        "ep=3,dp=2",
+        "vpp=2",
+        "first=3",
+        "pp=2,vpp=0",
+    ],
 )
 def test_bad_trainers_are_refused(text: str) -> None:
     with pytest.raises(ConfigError):
         parse_trainer(text)
 
 
-@pytest.mark.parametrize("text", ["", "8", "tp8", "0xtp8", "2xtp0", "2xtp8ep3", "2xtp8ep0", "2xep8", "2xtp8 ep8", "-1xtp8", "2xtp8dp2"])
+@pytest.mark.parametrize(
+    "text", ["", "8", "tp8", "0xtp8", "2xtp0", "2xtp8ep3", "2xtp8ep0", "2xep8", "2xtp8 ep8", "-1xtp8", "2xtp8dp3", "2xtp8pp2dp2"]
+)
 def test_bad_engines_are_refused(text: str) -> None:
     with pytest.raises(ConfigError):
         parse_engines(text)
@@ -113,6 +173,9 @@ def test_bad_engines_are_refused(text: str) -> None:
         ({"dtype": "float12"}, "--dtype"),
         ({"trainer": "tp=3"}, "trainer.tp"),
         ({"engines": "1xtp3"}, "engines.tp"),
+        ({"engines": "1xtp1pp3"}, "engines.pp"),
+        ({"trainer": "pp=2,vpp=2"}, "trainer.vpp"),
+        ({"trainer": "pp=2,first=2"}, "trainer.first_stage_layers"),
         ({"trainer": "dp=123456789"}, "ranks in all"),
     ],
 )
@@ -153,7 +216,7 @@ def test_the_command(tmp_path: Path) -> None:
     ],
 )
 def test_a_mistake_is_one_line(tmp_path: Path, model: str, trainer: str, word: str) -> None:
-    (tmp_path / "good.json").write_text(json.dumps(SMALL))
+    config(tmp_path).rename(tmp_path / "good.json")
     (tmp_path / "other.json").write_text(json.dumps({"model_type": "gpt2"}))
     (tmp_path / "broken.json").write_text("{")
     code, out, error = command("--model", tmp_path / model, "--trainer", trainer, "--engines", "1xtp1")

@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from reshard_ranks import run_ranks
 
 from asyncmoe.errors import InvariantBroken, LayoutError, UserError
 from asyncmoe.reshard import PADDING, Box, LayoutBuilder, LocalTransport, Piece, RankLayout, Storage, buckets, exchange, plan, plan_each
@@ -75,6 +76,84 @@ def test_bad_destination(made: Callable[[], RankLayout], words: list[str]) -> No
     assert isinstance(caught.value, UserError)
     for word in words:
         assert word in str(caught.value)
+
+
+def two_in_one_place(rank: int) -> RankLayout:
+    """The second half of w and all of b claim the same elements."""
+    pieces = (Piece("w", W, "s", 0, (6, 1)), Piece("b", B, "s", 18, (1,)))
+    return RankLayout(rank, {"s": Storage((24,), "float32")}, pieces)
+
+
+def transposed_and_flat(rank: int) -> RankLayout:
+    """A transposed matrix is no box of a flat storage; b lies on its last element."""
+    pieces = (Piece("w", W, "s", 0, (1, 4)), Piece("b", B, "s", 23, (1,)))
+    return RankLayout(rank, {"s": Storage((30,), "float32")}, pieces)
+
+
+BAD_SOURCES: list[tuple[str, Callable[[], RankLayout], list[str]]] = [
+    ("unknown tensor", lambda: with_piece(whole(7), 1, tensor="nope"), ["rank 7", "nope", "[0:6]", "unknown tensor"]),
+    ("box outside the tensor", lambda: with_piece(whole(7), 1, box=Box((1,), (6,))), ["rank 7", "tensor b", "1:7", "within the tensor"]),
+    ("empty box", lambda: with_piece(whole(7), 1, box=Box((0,), (0,))), ["rank 7", "tensor b", "[0:0]", "at least one element"]),
+    ("beyond the storage", lambda: with_piece(whole(7), 1, offset=1), ["rank 7", "tensor b", "[0:6]", "within the storage"]),
+    ("two elements in one place", lambda: two_in_one_place(7), ["rank 7", "storage s", "[18:24]", "2 pieces (w, b)", "1 at most"]),
+    ("two elements in one place, not as boxes", lambda: transposed_and_flat(7), ["rank 7", "storage s", "[23:24]", "2 pieces"]),
+    ("one element for many", lambda: with_piece(whole(7), 0, strides=(0, 1)), ["rank 7", "storage sw", "[0:1, 0:1]", "4 pieces"]),
+    ("fractional start", lambda: with_piece(whole(7), 1, box=Box((0.5,), (5,))), ["rank 7", "tensor b", "0.5", "sb", "integers"]),  # type: ignore[arg-type]
+    ("fractional offset", lambda: with_piece(whole(7), 1, offset=0.0), ["rank 7", "tensor b", "offset 0.0", "integers"]),
+    ("an offset beyond 64 bits", lambda: with_piece(whole(7), 1, offset=1 << 63), ["rank 7", "tensor b", "integers of 64 bits"]),
+    ("negative rank", lambda: whole(-1), ["rank -1", "negative"]),
+    ("negative shape", lambda: RankLayout(7, {"s": Storage((-1, 6), "float32")}, ()), ["rank 7", "storage s", "(-1, 6)"]),
+    ("too many dimensions", lambda: RankLayout(7, {"s": Storage((1,) * 5, "float32")}, ()), ["rank 7", "storage s", "at most 4"]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("made", "words"), [case[1:] for case in BAD_SOURCES], ids=[case[0] for case in BAD_SOURCES])
+def test_bad_source(made: Callable[[], RankLayout], words: list[str]) -> None:
+    with pytest.raises(LayoutError) as caught:
+        plan(TENSORS, [whole(), made()], [whole(8)])
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_a_source_may_have_holes_and_lie_scattered() -> None:
+    """Only what lies twice in one place is wrong: here w is transposed behind a gap, and b begins after its last element."""
+    pieces = (Piece("w", W, "s", 3, (1, 4)), Piece("b", B, "s", 27, (1,)))
+    assert plan(TENSORS, [RankLayout(0, {"s": Storage((40,), "float32")}, pieces)], [whole(1)]).wire_bytes == 4 * 30
+
+
+@pytest.mark.parametrize("shape", [(-1, 6), (1.5,), (1, 1, 1, 1, 1)])
+def test_bad_tensors(shape: tuple[int, ...]) -> None:
+    with pytest.raises(LayoutError, match="tensor x"):
+        plan({"x": shape}, [], [])
+
+
+def test_a_tensor_without_elements_is_nothing_to_move() -> None:
+    nothing = {"s": Storage((0, 6), "float32")}
+    made = plan({"z": (0, 6)}, [RankLayout(0, nothing, ())], [RankLayout(1, nothing, ())])
+    assert (made.wire_bytes, made.transfers) == (0, ())
+
+
+def test_more_ranks_than_pieces() -> None:
+    """Some ranks have nothing to send, some nothing to receive, some neither: they are part of the plan and are idle."""
+    shape, count = (2, 6), 5
+    one = [RankLayout(rank, {"s": Storage((1, 6), "float32")}, (Piece("x", Box((rank, 0), (1, 6)), "s", 0, (6, 1)),)) for rank in range(2)]
+    idle = [RankLayout(rank, {}, ()) for rank in range(2, count)]
+    wanted = [RankLayout(4, {"s": Storage(shape, "float32")}, (Piece("x", Box((0, 0), shape), "s", 0, (6, 1)),)), RankLayout(5, {}, ())]
+    made = plan({"x": shape}, [*one, *idle], wanted)
+    assert made.wire_bytes == 4 * 12
+    got = {4: {"s": np.zeros(shape, np.float32)}, 5: {}}
+    held = {rank: {"s": np.full((1, 6), rank + 1, np.float32)} if rank < 2 else {} for rank in range(count)}
+    run_ranks(made, held, got)
+    np.testing.assert_array_equal(got[4]["s"], [[1] * 6, [2] * 6])
+    for rank in (2, 3, 5):
+        part = plan({"x": shape}, [*one, *idle], wanted, ranks=[rank])
+        assert (part.transfers, part.digest) == ((), made.digest)
+
+
+def test_a_bucket_smaller_than_an_element_is_refused_before_anything_moves() -> None:
+    source, made = arrays(), plan(TENSORS, [whole(0)], [whole(1)], ranks=[0])
+    with pytest.raises(LayoutError, match=r"bucket_bytes, for storage s[wb] from rank 0 to rank 1.*one element of 4 bytes"):
+        exchange(made, LocalTransport(0), source, None, bucket_bytes=3)
 
 
 def test_a_missing_element_is_named() -> None:

@@ -1,8 +1,7 @@
-"""Qwen3-MoE's layouts against those who own them: transformers' files, SGLang's loader, Megatron's rank order."""
+"""Checkpoint and Megatron layouts of all families against those who own them: transformers' files, Megatron's rank order and stages."""
 
 from __future__ import annotations
 
-import gzip
 import json
 import subprocess
 import sys
@@ -14,8 +13,9 @@ import pytest
 import torch
 from reshard_ranks import blank, filled, numbered, run_ranks
 
+from asyncmoe.errors import ConfigError
 from asyncmoe.models import EngineParallel, MegatronParallel, family_of
-from asyncmoe.models.qwen3_moe import hf_name
+from asyncmoe.models.checkpoint import hf_name
 from asyncmoe.reshard import LocalTransport, exchange, plan
 
 HF: dict[str, Any] = {
@@ -35,12 +35,14 @@ HF: dict[str, Any] = {
     "mlp_only_layers": [1],
     "decoder_sparse_step": 1,
 }
-ORACLES = Path(__file__).parents[3] / "shared" / "data" / "sglang_layouts"
+DENSE: dict[str, Any] = {key: value for key, value in HF.items() if "experts" not in key and "moe" not in key} | {"model_type": "qwen3"}
 FAMILY = family_of(HF)
+MODELS = [(HF, False), (HF, True), (DENSE, False), (DENSE, True)]
+models = pytest.mark.parametrize(("model", "tied"), MODELS, ids=["qwen3_moe", "qwen3_moe-tied", "qwen3", "qwen3-tied"])
 
 
-def variant(**changes: object) -> dict[str, Any]:
-    return {**HF, **changes}
+def variant(model: dict[str, Any] = HF, **changes: object) -> dict[str, Any]:
+    return {**model, **changes}
 
 
 GRIDS = [
@@ -54,17 +56,23 @@ GRIDS = [
     MegatronParallel(tp=4, ep=2, etp=2, dp=2),
     MegatronParallel(tp=2, ep=4, etp=1, dp=4, te=True),
     MegatronParallel(dp=3),
+    MegatronParallel(pp=2, vpp=2),
+    MegatronParallel(tp=2, pp=2, ep=2, dp=2, te=True, vpp=2),
+    MegatronParallel(pp=2, first_layers=1),
+    MegatronParallel(pp=2, first_layers=3, last_layers=1),
+    MegatronParallel(pp=3, last_layers=2, dp=2, ep=2),
 ]
 
 
 @pytest.mark.parametrize("grid", GRIDS, ids=str)
-@pytest.mark.parametrize("tied", [False, True])
-def test_from_checkpoint_to_megatron_and_back(grid: MegatronParallel, tied: bool) -> None:
-    hf = variant(tie_word_embeddings=tied)
-    tensors, checkpoint = FAMILY.tensors(hf), FAMILY.hf_layout(hf, "int32")
+@models
+def test_from_checkpoint_to_megatron_and_back(grid: MegatronParallel, model: dict[str, Any], tied: bool) -> None:
+    hf = variant(model, tie_word_embeddings=tied)
+    family = family_of(hf)
+    tensors, checkpoint = family.tensors(hf), family.hf_layout(hf, "int32")
     values = numbered(tensors)
     on_disk = filled(checkpoint, values)
-    ranks = [FAMILY.megatron_layout(hf, grid, rank, "int32") for rank in range(grid.world)]
+    ranks = [family.megatron_layout(hf, grid, rank, "int32") for rank in range(grid.world)]
     held = {}
     for layout in ranks:
         held[layout.rank] = blank(layout)
@@ -75,23 +83,36 @@ def test_from_checkpoint_to_megatron_and_back(grid: MegatronParallel, tied: bool
         np.testing.assert_array_equal(back[name], expected, err_msg=name)
 
 
+def dealt(grid: MegatronParallel, layers: int) -> list[list[tuple[str, int]]]:
+    """For each stage (name of a layer, its number): layers dealt out to the stages, in as many rounds as there are chunks."""
+    given = [grid.first_layers, *[None] * (grid.pp - 2), grid.last_layers] if grid.pp > 1 else [None]
+    equal = (layers - sum(n or 0 for n in given)) // max(1, given.count(None))
+    counts, deck = [n or equal for n in given], iter(range(layers))
+    stages: list[list[tuple[str, int]]] = [[] for _ in counts]
+    for chunk in range(grid.vpp):
+        for stage, count in zip(stages, counts, strict=True):
+            front = f"chunks.{chunk}." if grid.vpp > 1 else ""
+            stage += [(f"{front}decoder.layers.{i}", next(deck)) for i in range(count // grid.vpp)]
+    return stages
+
+
 def derived(hf: dict[str, Any], grid: MegatronParallel, rank: int, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """A rank's Megatron parameters, by reshaping and concatenating whole Hugging Face tensors (not by boxes)."""
     tp, etp, ep, pp = rank % grid.tp, rank % grid.etp, rank // grid.etp % grid.ep, rank // (grid.tp * grid.dp)
     groups, d = hf["num_key_value_heads"], hf["head_dim"]
-    per_stage, per_ep = hf["num_hidden_layers"] // grid.pp, hf["num_experts"] // grid.ep
+    per_ep = hf.get("num_experts", 0) // grid.ep
     tied = hf.get("tie_word_embeddings", False)
     out: dict[str, torch.Tensor] = {}
+    front, back = ("chunks.0.", f"chunks.{grid.vpp - 1}.") if grid.vpp > 1 else ("", "")
     if pp == 0:
-        out["embedding.word_embeddings.weight"] = weights["model.embed_tokens.weight"].chunk(grid.tp)[tp]
+        out[f"{front}embedding.word_embeddings.weight"] = weights["model.embed_tokens.weight"].chunk(grid.tp)[tp]
     if pp == grid.pp - 1:
-        out["decoder.final_layernorm.weight"] = weights["model.norm.weight"]
+        out[f"{back}decoder.final_layernorm.weight"] = weights["model.norm.weight"]
         if not tied or grid.pp > 1:
-            out["output_layer.weight"] = weights["model.embed_tokens.weight" if tied else "lm_head.weight"].chunk(grid.tp)[tp]
-    for local in range(per_stage):
-        layer = pp * per_stage + local
+            out[f"{back}output_layer.weight"] = weights["model.embed_tokens.weight" if tied else "lm_head.weight"].chunk(grid.tp)[tp]
+    for name, layer in dealt(grid, hf["num_hidden_layers"])[pp]:
         w = {k.removeprefix(f"model.layers.{layer}."): v for k, v in weights.items() if k.startswith(f"model.layers.{layer}.")}
-        m = f"decoder.layers.{local}"
+        m = name
         q, k, v = (w[f"self_attn.{x}_proj.weight"].unflatten(0, (groups, -1, d)) for x in "qkv")
         out[f"{m}.self_attention.linear_qkv.weight"] = torch.cat([q, k, v], 1).flatten(0, 2).chunk(grid.tp)[tp]
         out[f"{m}.self_attention.linear_proj.weight"] = w["self_attn.o_proj.weight"].chunk(grid.tp, 1)[tp]
@@ -121,13 +142,14 @@ def derived(hf: dict[str, Any], grid: MegatronParallel, rank: int, weights: dict
 
 
 @pytest.mark.parametrize("grid", GRIDS, ids=str)
-@pytest.mark.parametrize("tied", [False, True])
-def test_megatron_parameters_are_the_reshaped_and_concatenated_ones(grid: MegatronParallel, tied: bool) -> None:
-    hf = variant(tie_word_embeddings=tied)
-    tensors, checkpoint = FAMILY.tensors(hf), FAMILY.hf_layout(hf, "int32")
+@models
+def test_megatron_parameters_are_the_reshaped_and_concatenated_ones(grid: MegatronParallel, model: dict[str, Any], tied: bool) -> None:
+    hf = variant(model, tie_word_embeddings=tied)
+    family = family_of(hf)
+    tensors, checkpoint = family.tensors(hf), family.hf_layout(hf, "int32")
     weights = {name: torch.from_numpy(array) for name, array in filled(checkpoint, numbered(tensors)).items()}
     for rank in range(grid.world):
-        layout = FAMILY.megatron_layout(hf, grid, rank, "int32")
+        layout = family.megatron_layout(hf, grid, rank, "int32")
         got = {name: torch.full(storage.shape, -1, dtype=torch.int32) for name, storage in layout.storages.items()}
         exchange(plan(tensors, [checkpoint.at(rank)], [layout]), LocalTransport(rank), weights, got)
         expected = derived(hf, grid, rank, weights)
@@ -163,45 +185,73 @@ print("RESULT" + json.dumps(out))
                 assert [place(rank) for rank in group] == list(range(len(group))), (grid, place.__name__, group)
 
 
-def oracle_cases() -> list[tuple[str, str]]:
-    names = ("tp1", "tp2", "tp4", "tp8", "tp4_ep4", "tp4_ep2")
-    return [("qwen3_moe", name) for name in names] + [("check_qwen3_moe", "tp2")]
+STAGES = [
+    (8, MegatronParallel(pp=2)),
+    (8, MegatronParallel(pp=2, vpp=4)),
+    (24, MegatronParallel(pp=4, vpp=3)),
+    (7, MegatronParallel(pp=3, first_layers=1)),
+    (94, MegatronParallel(pp=4, first_layers=23, last_layers=23)),
+    (61, MegatronParallel(pp=4, last_layers=13)),
+    (5, MegatronParallel(pp=2, first_layers=3, last_layers=2)),
+    (20, MegatronParallel(pp=4, vpp=2, first_layers=2, last_layers=6)),
+]
 
 
-@pytest.mark.parametrize(("family", "case"), oracle_cases())
-def test_engine_parameters_are_those_sglang_loads(family: str, case: str) -> None:
-    """Element by element against what SGLang's own loader did with a checkpoint of numbered elements."""
-    file = ORACLES / "layouts" / family / f"{case}.json.gz"
-    if not file.is_file():
-        pytest.skip(f"no recorded SGLang layouts at {ORACLES}")
-    hf = json.loads((ORACLES / "configs" / family / "config.json").read_text())
-    document = json.loads(gzip.decompress(file.read_bytes()))
-    tensors, checkpoint = FAMILY.tensors(hf), FAMILY.hf_layout(hf, "int32")
-    on_disk = filled(checkpoint, numbered(tensors))
-    assert {name: list(array.shape) for name, array in on_disk.items()} == dict(document["hf_tensors"])
-    parallel = EngineParallel(len(document["ranks"]), document["server_args"].get("ep_size", 1))
-    for described in document["ranks"]:
-        rank = described["rank"]
-        layout = FAMILY.sglang_layout(hf, parallel, rank, "int32")
-        got = blank(layout)
-        exchange(plan(tensors, [checkpoint.at(rank)], [layout]), LocalTransport(rank), on_disk, got)
-        expected = {n: e for n, e in described["params"].items() if e["kind"] == "param"}
-        assert got.keys() == expected.keys()
-        for name, entry in expected.items():
-            np.testing.assert_array_equal(got[name], loaded(entry, document["hf_tensors"], on_disk), err_msg=name)
+def test_layers_of_stages_are_those_megatron_builds() -> None:
+    """Megatron's own get_num_layers_to_build and get_transformer_layer_offset, in a process of their own."""
+    script = f"""
+import asyncmoe.platform.megatron as platform
+platform.prepare()
+import json, torch
+from megatron.core.transformer.transformer_block import get_num_layers_to_build
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+out = []
+for layers, pp, vpp, first, last in {[(n, g.pp, g.vpp, g.first_layers, g.last_layers) for n, g in STAGES]}:
+    vp = vpp if vpp > 1 else None
+    config = TransformerConfig(
+        num_layers=layers, hidden_size=8, num_attention_heads=2, pipeline_model_parallel_size=pp, pipeline_dtype=torch.float32,
+        virtual_pipeline_model_parallel_size=vp, num_layers_in_first_pipeline_stage=first, num_layers_in_last_pipeline_stage=last,
+    )
+    out.append([
+        [
+            (get_transformer_layer_offset(config, v if vp else None, rank), get_num_layers_to_build(config, v if vp else None, rank))
+            for v in range(vpp)
+        ]
+        for rank in range(pp)
+    ])
+print("RESULT" + json.dumps(out))
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    for (layers, grid), stages in zip(STAGES, json.loads(done.stdout.split("RESULT", 1)[1]), strict=True):
+        for stage, chunks in enumerate(stages):
+            assert [[chunk.start, len(chunk)] for chunk in grid.chunk_layers(layers, stage)] == chunks, (layers, grid, stage)
 
 
-def loaded(entry: dict[str, Any], names: list[tuple[str, list[int]]], on_disk: dict[str, np.ndarray]) -> np.ndarray:
-    array = np.full(entry["shape"], -2, np.int32)
-    for start, extent, tensor, *place in entry["boxes"]:
-        view = array[tuple(slice(s, s + n) for s, n in zip(start, extent, strict=True))]
-        if tensor == "zero":
-            view[...] = 0
-        else:
-            offset, strides = place
-            flat = on_disk[names[tensor][0]].reshape(-1)
-            view[...] = np.lib.stride_tricks.as_strided(flat[offset:], extent, [4 * s for s in strides])
-    return array
+@pytest.mark.parametrize(
+    ("layers", "grid"),
+    [
+        (8, MegatronParallel(pp=3)),
+        (8, MegatronParallel(pp=2, vpp=3)),
+        (8, MegatronParallel(pp=2, first_layers=3, last_layers=3)),
+        (8, MegatronParallel(pp=2, first_layers=8)),
+        (8, MegatronParallel(pp=3, first_layers=3)),
+        (8, MegatronParallel(pp=2, vpp=2, first_layers=5, last_layers=3)),
+    ],
+    ids=str,
+)
+def test_stages_that_cannot_be(layers: int, grid: MegatronParallel) -> None:
+    with pytest.raises(ConfigError, match="pipeline stages"):
+        grid.chunk_layers(layers, 0)
+
+
+@pytest.mark.parametrize(
+    "sizes", [{"vpp": 2}, {"first_layers": 2}, {"last_layers": 2}, {"pp": 2, "vpp": 0}, {"pp": 2, "first_layers": 0}], ids=str
+)
+def test_sizes_of_one_stage_that_cannot_be(sizes: dict[str, int]) -> None:
+    with pytest.raises(ConfigError, match=f"parallel size {list(sizes)[-1]}"):
+        MegatronParallel(**sizes)
 
 
 @pytest.mark.parametrize(
@@ -212,13 +262,14 @@ def loaded(entry: dict[str, Any], names: list[tuple[str, list[int]]], on_disk: d
     ],
     ids=str,
 )
-@pytest.mark.parametrize("tied", [False, True])
-def test_megatron_straight_to_engine(grid: MegatronParallel, engine: EngineParallel, tied: bool) -> None:
-    hf = variant(tie_word_embeddings=tied)
-    tensors = FAMILY.tensors(hf)
+@models
+def test_megatron_straight_to_engine(grid: MegatronParallel, engine: EngineParallel, model: dict[str, Any], tied: bool) -> None:
+    hf = variant(model, tie_word_embeddings=tied)
+    family = family_of(hf)
+    tensors = family.tensors(hf)
     values = numbered(tensors)
-    ranks = [FAMILY.megatron_layout(hf, grid, rank, "int32") for rank in range(grid.world)]
-    engines = [FAMILY.sglang_layout(hf, engine, rank, "int32").at(100 + rank) for rank in range(engine.tp)]
+    ranks = [family.megatron_layout(hf, grid, rank, "int32") for rank in range(grid.world)]
+    engines = [family.sglang_layout(hf, engine, rank, "int32").at(100 + rank) for rank in range(engine.tp)]
     made = plan(tensors, ranks, engines)
     got = {layout.rank: blank(layout) for layout in engines}
     run_ranks(made, {layout.rank: filled(layout, values) for layout in ranks}, got)
@@ -228,18 +279,28 @@ def test_megatron_straight_to_engine(grid: MegatronParallel, engine: EngineParal
     assert made.wire_bytes == 4 * sum(p.box.size for layout in engines for p in layout.pieces if p.tensor in tensors)
 
 
-@pytest.mark.parametrize("changes", [{}, {"tie_word_embeddings": True}, {"decoder_sparse_step": 2, "mlp_only_layers": [3]}], ids=str)
-def test_checkpoint_names_are_those_transformers_writes(tmp_path: Path, changes: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("model", "changes"),
+    [
+        (HF, {}),
+        (HF, {"tie_word_embeddings": True}),
+        (HF, {"decoder_sparse_step": 2, "mlp_only_layers": [3]}),
+        (DENSE, {}),
+        (DENSE, {"tie_word_embeddings": True}),
+    ],
+    ids=str,
+)
+def test_checkpoint_names_are_those_transformers_writes(tmp_path: Path, model: dict[str, Any], changes: dict[str, Any]) -> None:
     from safetensors import safe_open
-    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
-    hf = variant(**changes)
+    hf = variant(model, **changes)
     settings = {k: v for k, v in hf.items() if k not in ("model_type", "rope_theta")}
-    Qwen3MoeForCausalLM(Qwen3MoeConfig(**settings)).save_pretrained(tmp_path)
+    AutoModelForCausalLM.from_config(AutoConfig.for_model(hf["model_type"], **settings)).save_pretrained(tmp_path)
     with safe_open(tmp_path / "model.safetensors", "pt") as file:
         written = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118 (not a mapping)
     saved = json.loads((tmp_path / "config.json").read_text())
-    assert {name: storage.shape for name, storage in FAMILY.hf_layout(saved, "float32").storages.items()} == written
+    assert {name: storage.shape for name, storage in family_of(saved).hf_layout(saved, "float32").storages.items()} == written
 
 
 def test_names_of_tensors() -> None:
@@ -255,3 +316,10 @@ def test_megatron_config_builds_a_transformer_config() -> None:
     newer = variant(rope_parameters={"rope_theta": 5e6, "rope_type": "default"})
     assert FAMILY.megatron_config(newer)[1]["rotary_base"] == 5e6
     assert FAMILY.megatron_config(variant(norm_topk_prob=False))[0]["moe_router_pre_softmax"] is True
+
+
+def test_a_dense_model_has_no_router() -> None:
+    transformer, gpt = family_of(DENSE).megatron_config(variant(DENSE, tie_word_embeddings=True))
+    assert [key for key in transformer if "moe" in key] == ["moe_token_dispatcher_type"]
+    assert transformer["ffn_hidden_size"] == 32
+    assert gpt["share_embeddings_and_output_weights"] is True

@@ -1,0 +1,127 @@
+"""What cannot work: features that are not carried over, and parallel sizes that do not divide the model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from math import gcd
+
+from asyncmoe.errors import ConfigError
+from asyncmoe.models.megatron import rope
+from asyncmoe.models.parallel import EngineParallel, MegatronParallel
+from asyncmoe.models.sglang import VOCAB_MULTIPLE
+from asyncmoe.models.shape import HfConfig, Shape
+from asyncmoe.models.shards import padded
+
+Wanted = tuple[str, object, object]
+"""(key of config.json, value there, the only value that is carried over)."""
+
+
+def common_features(hf: HfConfig) -> list[Wanted]:
+    """Features that no family carries over: every one would train another model than the engine serves."""
+    return [
+        ("hidden_act", hf.get("hidden_act", "silu"), "silu"),
+        ("attention_bias", bool(hf.get("attention_bias", False)), False),
+        ("attention_dropout", hf.get("attention_dropout") or 0, 0),
+        ("use_sliding_window", bool(hf.get("use_sliding_window", False)), False),
+        ("rope_parameters.rope_type", rope(hf).get("rope_type"), "default"),
+        ("quantization_config", hf.get("quantization_config"), None),
+    ]
+
+
+def check_features(family: str, m: Shape, wanted: Iterable[Wanted]) -> None:
+    """Refuse a model with a feature that is not carried over, or whose sizes contradict each other.
+
+    Raises:
+        ConfigError: the first one.
+    """
+    for key, got, expected in wanted:
+        if got != expected:
+            raise ConfigError(
+                f"{key} in config.json", got=repr(got), expected=f"{expected!r} ({family} is carried over without this feature)"
+            )
+    if m.heads % m.kv_heads:
+        raise ConfigError("num_attention_heads in config.json", got=m.heads, expected=f"a multiple of num_key_value_heads = {m.kv_heads}")
+    if m.experts_per_token > m.experts:
+        raise ConfigError("num_experts_per_tok in config.json", got=m.experts_per_token, expected=f"at most num_experts = {m.experts}")
+
+
+def check_trainer(family: str, m: Shape, parallel: MegatronParallel) -> None:
+    """Refuse sizes of Megatron's grid.
+
+    Raises:
+        ConfigError: the first that does not divide the model, with those that would.
+    """
+    _check_stages(m, parallel)
+    check_divides("trainer.tp", parallel.tp, "num_attention_heads", m.heads)
+    check_divides("trainer.tp", parallel.tp, "num_key_value_heads", m.kv_heads)
+    check_divides("trainer.tp", parallel.tp, "vocab_size", m.vocab)
+    if m.experts:
+        check_divides("trainer.ep", parallel.ep, "num_experts", m.experts)
+        check_divides("trainer.etp", parallel.etp, "moe_intermediate_size", m.expert_width)
+    elif parallel.ep > 1:
+        raise ConfigError("trainer.ep", got=parallel.ep, expected=f"1, as {family} has no experts")
+    if m.dense_layers:
+        check_divides("trainer.tp", parallel.tp, "intermediate_size", m.dense_width)
+
+
+def check_engine(family: str, m: Shape, parallel: EngineParallel) -> None:
+    """Refuse sizes of an engine.
+
+    Raises:
+        ConfigError: the first that does not divide the model, with those that would.
+    """
+    attention, key = parallel.attention_tp, "engines.tp" if parallel.dp == 1 else "engines.tp / engines.dp"
+    check_divides(key, attention, "num_attention_heads", m.heads)
+    if attention % m.kv_heads and m.kv_heads % attention:
+        raise ConfigError(key, got=attention, expected=f"a divisor or a multiple of the model's num_key_value_heads = {m.kv_heads}")
+    check_divides("engines.tp", parallel.tp, "padded vocab_size", padded(m.vocab, VOCAB_MULTIPLE))
+    if parallel.pp > m.layers:
+        raise ConfigError("engines.pp", got=parallel.pp, expected=f"at most the model's num_hidden_layers = {m.layers}")
+    if m.experts:
+        slots = "num_experts" + (" + redundant experts" if parallel.redundant else "")
+        check_divides("engines.ep", parallel.ep, slots, m.experts + parallel.redundant)
+        check_divides("engines.tp / engines.ep", parallel.moe_tp, "moe_intermediate_size", m.expert_width)
+    elif parallel.ep > 1 or parallel.redundant:
+        key, got, neutral = ("engines.ep", parallel.ep, 1) if parallel.ep > 1 else ("engines.redundant", parallel.redundant, 0)
+        raise ConfigError(key, got=got, expected=f"{neutral}, as {family} has no experts")
+    if m.dense_layers:
+        check_divides("engines.tp", parallel.tp, "intermediate_size", m.dense_width)
+
+
+def check_divides(key: str, size: int, name: str, total: int) -> None:
+    """Refuse a parallel size that does not divide a size of the model.
+
+    Raises:
+        ConfigError: with the sizes that would.
+    """
+    if total % size:
+        raise ConfigError(key, got=size, expected=f"a divisor of the model's {name} = {total}", cure=_possible(_divisors(total)))
+
+
+def _check_stages(m: Shape, parallel: MegatronParallel) -> None:
+    """Refuse pipeline stages that do not hold all layers, and chunks that do not divide them."""
+    counts = parallel.stage_layers(m.layers)
+    if counts is None:
+        first, last, pp = parallel.first_layers, parallel.last_layers, parallel.pp
+        if first is None and last is None:
+            check_divides("trainer.pp", pp, "num_hidden_layers", m.layers)
+        key, got = ("first_stage_layers", first) if first is not None else ("last_stage_layers", last)
+        others = [replace(parallel, first_layers=n) if first is not None else replace(parallel, last_layers=n) for n in range(1, m.layers)]
+        fit = [n for n, other in enumerate(others, 1) if other.stage_layers(m.layers)]
+        expected = f"a count that leaves the other stages of trainer.pp = {pp} equal shares of the model's num_hidden_layers = {m.layers}"
+        raise ConfigError(f"trainer.{key}", got=got, expected=expected, cure=_possible(fit))
+    if any(count % parallel.vpp for count in counts):
+        sizes = ", ".join(map(str, sorted(set(counts))))
+        expected = f"a divisor of the layers of every pipeline stage: {sizes}"
+        raise ConfigError("trainer.vpp", got=parallel.vpp, expected=expected, cure=_possible(_divisors(gcd(*counts))))
+
+
+def _divisors(total: int) -> list[int]:
+    return [d for d in range(1, total + 1) if total % d == 0]
+
+
+def _possible(values: list[int]) -> str | None:
+    """The values as a cure, unless there are none or too many to read."""
+    listed = ", ".join(map(str, values))
+    return f"possible: {listed}" if 0 < len(listed) <= 100 else None

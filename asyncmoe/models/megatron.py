@@ -1,0 +1,137 @@
+"""Megatron's layout of a rank's parameters, and the configuration that makes Megatron build them.
+
+Source: megatron/core 0.16 (models/gpt, transformer, the local and the Transformer Engine layer specs).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from asyncmoe.models.parallel import MegatronParallel
+from asyncmoe.models.shape import HfConfig, Shape, layer_shapes
+from asyncmoe.models.shards import put_columns, put_gated_mlp, put_whole, shard, span
+from asyncmoe.reshard.layout import Box, LayoutBuilder, RankLayout, rows, whole
+
+
+def chunk_prefix(chunk: int, chunks: int) -> str:
+    """What the names of a model chunk's parameters begin with: nothing unless a rank has several.
+
+    Megatron keeps the chunks of a rank as a list of models whose parameters have the same names.
+    """
+    return f"chunks.{chunk}." if chunks > 1 else ""
+
+
+def megatron_layout(m: Shape, parallel: MegatronParallel, rank: int, dtype: str) -> RankLayout:
+    """A rank's parameters. Layers are numbered from 0 in every model chunk; a tied model whose first and last stage are
+    apart has a copy of the embedding as the last chunk's output layer.
+
+    Raises:
+        ConfigError: sizes that do not divide the model.
+    """
+    builder = LayoutBuilder(rank, dtype)
+    stage = parallel.pp_rank(rank)
+    vocab_rows = rows((m.vocab, m.hidden), *shard(m.vocab, parallel.tp, parallel.tp_rank(rank)))
+    layer: dict[bool, RankLayout] = {}
+    for chunk, layers in enumerate(parallel.chunk_layers(m.layers, rank)):
+        front = chunk_prefix(chunk, parallel.vpp)
+        if stage == 0 and chunk == 0:
+            builder.stack(f"{front}embedding.word_embeddings.weight", [("embed", vocab_rows)])
+        for dense, run in m.runs(layers):
+            if dense not in layer:
+                layer[dense] = _layer(m, parallel, rank, dtype, dense)
+            builder.repeat(layer[dense], [(f"layers.{i}.", f"{front}decoder.layers.{i - layers.start}.") for i in run])
+        if stage == parallel.pp - 1 and chunk == parallel.vpp - 1:
+            builder.stack(f"{front}decoder.final_layernorm.weight", [("final_norm", whole((m.hidden,)))])
+            if not m.tied or parallel.pp > 1:
+                builder.stack(f"{front}output_layer.weight", [("embed" if m.tied else "head", vocab_rows)])
+    return builder.build()
+
+
+def _layer(m: Shape, parallel: MegatronParallel, rank: int, dtype: str, dense: bool) -> RankLayout:
+    """One layer; tensors and parameters are named within it."""
+    builder, shapes = LayoutBuilder(rank, dtype), layer_shapes(m, dense)
+    tp, tp_rank = parallel.tp, parallel.tp_rank(rank)
+    attention = "self_attention"
+    put_whole(builder, shapes, f"{attention}.linear_qkv.layer_norm_weight" if parallel.te else "input_layernorm.weight", "attn_norm")
+    builder.stack(f"{attention}.linear_qkv.weight", list(_qkv_by_group(m, *shard(m.kv_heads, tp, tp_rank))))
+    put_whole(builder, shapes, f"{attention}.q_layernorm.weight", "q_norm")
+    put_whole(builder, shapes, f"{attention}.k_layernorm.weight", "k_norm")
+    put_columns(builder, shapes, f"{attention}.linear_proj.weight", "o", tp, tp_rank)
+    # The norm before a mixture of experts has no linear layer to fuse with: the router and the dispatcher come first.
+    fused = "mlp.linear_fc1.layer_norm_weight"
+    put_whole(builder, shapes, fused if parallel.te and dense else "pre_mlp_layernorm.weight", "mlp_norm")
+    if dense:
+        put_gated_mlp(builder, shapes, "", "mlp.linear_fc1.weight", "mlp.linear_fc2.weight", tp, tp_rank)
+        return builder.build()
+    put_whole(builder, shapes, "mlp.router.weight", "router")
+    for local, e in enumerate(span(m.experts, parallel.ep, parallel.ep_rank(rank))):
+        fc1, fc2 = (
+            f"mlp.experts.linear_{fc}.weight{local}" if parallel.te else f"mlp.experts.local_experts.{local}.linear_{fc}.weight"
+            for fc in ("fc1", "fc2")
+        )
+        put_gated_mlp(builder, shapes, f"experts.{e}.", fc1, fc2, parallel.etp, parallel.etp_rank(rank))
+    return builder.build()
+
+
+def _qkv_by_group(m: Shape, first: int, count: int) -> Iterator[tuple[str, Box]]:
+    """Rows of linear_qkv: for each query group its query heads, its key head, its value head."""
+    d, r = m.head_dim, m.heads_per_group
+    for group in range(first, first + count):
+        yield "q", rows((m.heads * d, m.hidden), group * r * d, r * d)
+        yield "k", rows((m.kv_heads * d, m.hidden), group * d, d)
+        yield "v", rows((m.kv_heads * d, m.hidden), group * d, d)
+
+
+def transformer_arguments(hf: HfConfig, m: Shape) -> dict[str, Any]:
+    """Keyword arguments of TransformerConfig; those of the router are the family's."""
+    from torch.nn.functional import silu
+
+    experts = {
+        "moe_layer_freq": [int(i not in m.dense_layers) for i in range(m.layers)],
+        "num_moe_experts": m.experts,
+        "moe_ffn_hidden_size": m.expert_width,
+        "moe_router_topk": m.experts_per_token,
+        "moe_router_dtype": "fp32",
+        "moe_router_load_balancing_type": "none",
+        "moe_aux_loss_coeff": 0.0,
+    }
+    return {
+        "num_layers": m.layers,
+        "hidden_size": m.hidden,
+        "num_attention_heads": m.heads,
+        "num_query_groups": m.kv_heads,
+        "kv_channels": m.head_dim,
+        "qk_layernorm": True,
+        "add_qkv_bias": False,
+        "add_bias_linear": False,
+        "ffn_hidden_size": m.dense_width,
+        "gated_linear_unit": True,
+        "activation_func": silu,
+        "normalization": "RMSNorm",
+        "layernorm_epsilon": hf.get("rms_norm_eps", 1e-6),
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "attention_softmax_in_fp32": True,
+        "moe_token_dispatcher_type": "alltoall",  # Megatron refuses rows of different lengths with its default, experts or not
+        **(experts if m.experts else {}),
+    }
+
+
+def gpt_arguments(hf: HfConfig, m: Shape) -> dict[str, Any]:
+    """Keyword arguments of GPTModel."""
+    return {
+        "position_embedding_type": "rope",
+        "rotary_base": rope(hf)["rope_theta"],
+        "rotary_percent": 1.0,
+        "share_embeddings_and_output_weights": m.tied,
+        "vocab_size": m.vocab,
+        "max_sequence_length": hf.get("max_position_embeddings", 32768),
+    }
+
+
+def rope(hf: HfConfig) -> dict[str, Any]:
+    """Rotary parameters under transformers 5's names. Version 4 wrote rope_theta and rope_scaling, whose kind was once called type."""
+    scaling = hf.get("rope_scaling") or {}
+    old = {"rope_theta": hf.get("rope_theta", 10000.0), "rope_type": scaling.get("type", "default"), **scaling}
+    return {**old, **(hf.get("rope_parameters") or {})}

@@ -1,0 +1,178 @@
+"""How a model is spread: Megatron's process grid and an SGLang engine's, and where a rank stands in them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from asyncmoe.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class MegatronParallel:
+    """Sizes of Megatron's process grid, and where a rank stands in it.
+
+    Ranks are numbered as in `megatron.core.parallel_state` with the order "tp-cp-ep-dp-pp" (its default) and no context
+    parallelism: tensor ranks are neighbours and pipeline stages are furthest apart. For experts the ranks of a stage are
+    divided anew: expert-tensor ranks are neighbours, then expert ranks, then expert-data ranks.
+
+    Attributes:
+        tp, pp, dp: tensor, pipeline and data parallel sizes; the world is their product.
+        ep, etp: expert and expert-tensor parallel sizes; their product divides tp * dp.
+        te: parameter names as Transformer Engine's layers have them (grouped experts, norms fused into the next linear).
+        vpp: model chunks a stage holds (Megatron's virtual_pipeline_model_parallel_size; 1: no interleaving).
+        first_layers, last_layers: layers of the first and of the last stage (num_layers_in_first_pipeline_stage and
+            num_layers_in_last_pipeline_stage); the other stages share the rest equally.
+    """
+
+    tp: int = 1
+    pp: int = 1
+    ep: int = 1
+    etp: int = 1
+    dp: int = 1
+    te: bool = False
+    vpp: int = 1
+    first_layers: int | None = None
+    last_layers: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("tp", "pp", "ep", "etp", "dp", "vpp", "first_layers", "last_layers"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"parallel size {name}", got=value, expected="at least 1")
+        if self.tp * self.dp % (self.ep * self.etp):
+            raise ConfigError(
+                "ranks of a pipeline stage", got=f"tp * dp = {self.tp * self.dp}", expected=f"a multiple of ep * etp = {self.ep * self.etp}"
+            )
+        if self.pp == 1:
+            for name, neutral in (("vpp", 1), ("first_layers", None), ("last_layers", None)):
+                if getattr(self, name) != neutral:
+                    raise ConfigError(
+                        f"parallel size {name}", got=getattr(self, name), expected=f"{neutral} as there is one pipeline stage"
+                    )
+
+    @property
+    def world(self) -> int:
+        return self.tp * self.pp * self.dp
+
+    def tp_rank(self, rank: int) -> int:
+        return rank % self.tp
+
+    def dp_rank(self, rank: int) -> int:
+        return rank // self.tp % self.dp
+
+    def pp_rank(self, rank: int) -> int:
+        return rank // (self.tp * self.dp)
+
+    def etp_rank(self, rank: int) -> int:
+        return rank % self.etp
+
+    def ep_rank(self, rank: int) -> int:
+        return rank // self.etp % self.ep
+
+    def expert_dp_rank(self, rank: int) -> int:
+        return rank % (self.tp * self.dp) // (self.etp * self.ep)
+
+    def place(self, rank: int) -> tuple[int, int, int, int]:
+        """What a rank's parameters depend on; ranks of one place hold the same."""
+        return self.tp_rank(rank), self.pp_rank(rank), self.ep_rank(rank), self.etp_rank(rank)
+
+    def stage_layers(self, layers: int) -> list[int] | None:
+        """Layers of each pipeline stage, or None when they cannot be divided so (`vpp` aside).
+
+        As `get_num_layers_to_build` of megatron/core/transformer/transformer_block.py.
+        """
+        given = {stage: n for stage, n in ((0, self.first_layers), (self.pp - 1, self.last_layers)) if n is not None}
+        rest, stages = layers - sum(given.values()), self.pp - len(given)
+        if rest < stages or (rest % stages if stages else rest):
+            return None
+        return [given.get(stage, rest // stages if stages else 0) for stage in range(self.pp)]
+
+    def chunk_layers(self, layers: int, rank: int) -> list[range]:
+        """The layers of each model chunk of a rank; one chunk without interleaving.
+
+        The chunks of all stages follow each other in rounds: chunk 0 of every stage, then chunk 1 of every stage (as
+        `get_transformer_layer_offset` of megatron/core/transformer/transformer_layer.py).
+
+        Raises:
+            ConfigError: the layers cannot be divided so.
+        """
+        counts = self.stage_layers(layers)
+        if counts is None or any(count % self.vpp for count in counts):
+            raise ConfigError("pipeline stages", got=f"{layers} layers over {self}", expected="layers that can be divided so")
+        each, stage = [count // self.vpp for count in counts], self.pp_rank(rank)
+        first = [chunk * sum(each) + sum(each[:stage]) for chunk in range(self.vpp)]
+        return [range(begin, begin + each[stage]) for begin in first]
+
+
+@dataclass(frozen=True)
+class EngineParallel:
+    """Sizes of an SGLang engine and where a rank stands in it (sglang/srt/runtime_context.py): rank = pipeline rank * tp + tensor rank.
+
+    Attributes:
+        tp: ranks of a pipeline stage.
+        ep: the experts are divided over `ep` ranks, and their width over the tp / ep ranks of each.
+        pp: pipeline stages.
+        dp: data-parallel attention (`--enable-dp-attention --dp-size`): attention and embedding are divided over tp / dp ranks.
+        dp_lm_head: the output layer too (`--enable-dp-lm-head`).
+        redundant: expert slots beyond the model's experts (`--ep-num-redundant-experts`), as they are filled at the start: slot s has
+            expert s modulo the number of experts. An engine that rebalances its experts fills them differently later.
+    """
+
+    tp: int = 1
+    ep: int = 1
+    pp: int = 1
+    dp: int = 1
+    dp_lm_head: bool = False
+    redundant: int = 0
+
+    def __post_init__(self) -> None:
+        if self.tp < 1 or self.ep < 1 or self.tp % self.ep:
+            raise ConfigError("engine's ep", got=f"ep {self.ep} with tp {self.tp}", expected="positive sizes, ep a divisor of tp")
+        if self.dp < 1 or self.tp % self.dp:
+            raise ConfigError("engine's dp", got=f"dp {self.dp} with tp {self.tp}", expected="a positive size, a divisor of tp")
+        if self.pp < 1:
+            raise ConfigError("engine's pp", got=self.pp, expected="at least 1")
+        if self.redundant < 0:
+            raise ConfigError("engine's redundant experts", got=self.redundant, expected="0 or more")
+        if self.dp_lm_head and self.dp == 1:
+            raise ConfigError("engine's dp_lm_head", got=True, expected="False, as there is no data-parallel attention (dp is 1)")
+
+    @property
+    def world(self) -> int:
+        return self.tp * self.pp
+
+    @property
+    def moe_tp(self) -> int:
+        return self.tp // self.ep
+
+    @property
+    def attention_tp(self) -> int:
+        return self.tp // self.dp
+
+    @property
+    def head_tp(self) -> int:
+        """Ranks that the output layer is divided over."""
+        return self.attention_tp if self.dp_lm_head else self.tp
+
+    def tp_rank(self, rank: int) -> int:
+        return rank % self.tp
+
+    def pp_rank(self, rank: int) -> int:
+        return rank // self.tp
+
+    def attention_tp_rank(self, rank: int) -> int:
+        return rank % self.attention_tp
+
+    def ep_rank(self, rank: int) -> int:
+        return self.tp_rank(rank) // self.moe_tp
+
+    def moe_tp_rank(self, rank: int) -> int:
+        return rank % self.moe_tp
+
+    def layers(self, total: int, rank: int) -> range:
+        """The layers of a rank's pipeline stage; the last stages have one more where they do not divide
+        (`get_pp_indices` of sglang/srt/distributed/utils.py, without SGLANG_PP_LAYER_PARTITION)."""
+        stage, least = self.pp_rank(rank), total // self.pp
+        plain = self.pp - total % self.pp
+        first = stage * least + max(0, stage - plain)
+        return range(first, first + least + (stage >= plain))

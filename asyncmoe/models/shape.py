@@ -1,0 +1,124 @@
+"""The sizes of a decoder-only model and the canonical tensors that follow from them, for all families."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+from asyncmoe.errors import ConfigError
+
+HfConfig = Mapping[str, Any]
+"""The contents of a Hugging Face `config.json`."""
+
+Shapes = dict[str, tuple[int, ...]]
+"""Canonical tensors and their shapes."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The sizes of a model of grouped-query attention with query and key norms, and of gated MLPs or mixtures of them.
+
+    Attributes:
+        layers: decoder layers.
+        dense_width: rows of gate and up of a layer without experts.
+        experts, expert_width, experts_per_token: of a layer with experts; 0 in a model without any.
+        tied: the output layer is the embedding.
+        dense_layers: those without experts.
+    """
+
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+    tied: bool
+    dense_width: int
+    experts: int
+    expert_width: int
+    experts_per_token: int
+    dense_layers: frozenset[int]
+
+    @property
+    def heads_per_group(self) -> int:
+        return self.heads // self.kv_heads
+
+    def runs(self, layers: range) -> Iterator[tuple[bool, list[int]]]:
+        """Layers in order, as long as they are of one kind: (whether they are dense, their numbers)."""
+        for dense, run in groupby(layers, self.dense_layers.__contains__):
+            yield dense, list(run)
+
+
+def decoder(
+    hf: HfConfig, *, experts: int = 0, expert_width: int = 0, experts_per_token: int = 0, dense_layers: frozenset[int] | None = None
+) -> Shape:
+    """The sizes in a configuration, whose keys may be those of transformers 4 or 5.
+
+    Args:
+        dense_layers: those without experts; None: all.
+
+    Raises:
+        ConfigError: a key is missing.
+    """
+    layers = positive(hf, "num_hidden_layers")
+    return Shape(
+        layers=layers,
+        hidden=positive(hf, "hidden_size"),
+        heads=positive(hf, "num_attention_heads"),
+        kv_heads=positive(hf, "num_key_value_heads"),
+        head_dim=hf.get("head_dim") or positive(hf, "hidden_size") // positive(hf, "num_attention_heads"),
+        vocab=positive(hf, "vocab_size"),
+        tied=bool(hf.get("tie_word_embeddings")),
+        dense_width=positive(hf, "intermediate_size"),
+        experts=experts,
+        expert_width=expert_width,
+        experts_per_token=experts_per_token,
+        dense_layers=frozenset(range(layers)) if dense_layers is None else dense_layers,
+    )
+
+
+def positive(hf: HfConfig, *names: str) -> int:
+    """The first of some keys that is there.
+
+    Raises:
+        ConfigError: none is, or it is not a positive integer.
+    """
+    for name in names:
+        value = hf.get(name)
+        if isinstance(value, int) and value > 0:
+            return value
+        if value is not None:
+            raise ConfigError(f"{name} in config.json", got=repr(value), expected="a positive integer")
+    raise ConfigError(f"{names[0]} in config.json", got="nothing", expected="a positive integer")
+
+
+def tensors(m: Shape) -> Shapes:
+    """Canonical tensors and their shapes."""
+    layer = {dense: layer_shapes(m, dense) for dense in {i in m.dense_layers for i in range(m.layers)}}
+    found: Shapes = {"embed": (m.vocab, m.hidden)}
+    for i in range(m.layers):
+        front = f"layers.{i}."
+        found |= {front + name: shape for name, shape in layer[i in m.dense_layers].items()}
+    found["final_norm"] = (m.hidden,)
+    if not m.tied:
+        found["head"] = (m.vocab, m.hidden)
+    return found
+
+
+def layer_shapes(m: Shape, dense: bool) -> Shapes:
+    """The tensors of one layer, named within it."""
+    q, kv = m.heads * m.head_dim, m.kv_heads * m.head_dim
+    found: Shapes = {"attn_norm": (m.hidden,), "q": (q, m.hidden), "k": (kv, m.hidden), "v": (kv, m.hidden), "o": (m.hidden, q)}
+    found |= {"q_norm": (m.head_dim,), "k_norm": (m.head_dim,), "mlp_norm": (m.hidden,)}
+    if dense:
+        return found | _mlp_shapes("", m.dense_width, m.hidden)
+    found["router"] = (m.experts, m.hidden)
+    for e in range(m.experts):
+        found |= _mlp_shapes(f"experts.{e}.", m.expert_width, m.hidden)
+    return found
+
+
+def _mlp_shapes(prefix: str, width: int, hidden: int) -> Shapes:
+    return {f"{prefix}gate": (width, hidden), f"{prefix}up": (width, hidden), f"{prefix}down": (hidden, width)}

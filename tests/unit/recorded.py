@@ -1,0 +1,85 @@
+"""Layouts that SGLang's own loader made, as recorded: some come with the tests, more lie beside the project where it has them."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from reshard_ranks import Arrays
+
+from asyncmoe.models import EngineParallel
+
+SHIPPED = Path(__file__).parent / "data" / "sglang_layouts"
+BESIDE = Path(__file__).parents[3] / "shared" / "data" / "sglang_layouts"
+CASES = {
+    "qwen3_dense": ("tp1", "tp2", "tp4", "tp8", "tp4_dpattn2", "tp2_pp2"),
+    "qwen3_dense_tied": ("tp1", "tp2", "tp4"),
+    "check_qwen3_dense": ("tp2",),
+    "qwen3_moe": (
+        "tp1", "tp2", "tp4", "tp8", "tp4_ep4", "tp4_ep2", "tp4_ep4_red4", "tp4_dpattn2", "tp4_dpattn4_ep4", "tp4_dpattn4_deepep",
+        "tp4_deepep_red4", "tp2_pp2",
+    ),
+    "check_qwen3_moe": ("tp2",),
+}  # fmt: skip
+"""Those beside the project, by model."""
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """One model, one set of server arguments, all ranks."""
+
+    hf: dict[str, Any]
+    document: dict[str, Any]
+
+    @property
+    def engine(self) -> EngineParallel:
+        arguments = self.document["server_args"]
+        return EngineParallel(
+            tp=arguments["tp_size"],
+            ep=arguments.get("ep_size", 1),
+            pp=arguments.get("pp_size", 1),
+            dp=arguments.get("dp_size", 1),
+            dp_lm_head=arguments.get("enable_dp_lm_head", False),
+            redundant=arguments.get("ep_num_redundant_experts", 0),
+        )
+
+    def parameters(self, rank: int) -> dict[str, dict[str, Any]]:
+        """A rank's entries; a parameter that has two names under its first one."""
+        return {n: e for n, e in self.document["ranks"][rank]["params"].items() if e["kind"] == "param" and "alias_of" not in e}
+
+    def loaded(self, rank: int, on_disk: Arrays) -> Arrays:
+        """A rank's parameters after SGLang has loaded a checkpoint of int32."""
+        return {name: self._fill(entry, on_disk) for name, entry in self.parameters(rank).items()}
+
+    def _fill(self, entry: dict[str, Any], on_disk: Arrays) -> np.ndarray:
+        array = np.full(entry["shape"], -2, np.int32)
+        for start, extent, tensor, *place in entry["boxes"]:
+            view = array[tuple(slice(s, s + n) for s, n in zip(start, extent, strict=True))]
+            if tensor == "zero":
+                view[...] = 0
+            else:
+                offset, strides = place
+                flat = on_disk[self.document["hf_tensors"][tensor][0]].reshape(-1)
+                view[...] = np.lib.stride_tricks.as_strided(flat[offset:], extent, [4 * s for s in strides])
+        return array
+
+
+def cases() -> list[tuple[str, str]]:
+    """(model, case) of all that there is to compare with."""
+    shipped = sorted((file.parent.name, file.name.removesuffix(".json.gz")) for file in SHIPPED.glob("layouts/*/*.json.gz"))
+    return shipped + [(model, case) for model, names in CASES.items() for case in names]
+
+
+def read(model: str, case: str) -> Recorded:
+    """One of `cases`; skips the test when it is not there."""
+    root = BESIDE if model in CASES else SHIPPED
+    file = root / "layouts" / model / f"{case}.json.gz"
+    if not file.is_file():
+        pytest.skip(f"no recorded SGLang layouts at {root}")
+    hf = json.loads((root / "configs" / model / "config.json").read_text())
+    return Recorded(hf, json.loads(gzip.decompress(file.read_bytes())))

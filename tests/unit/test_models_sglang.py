@@ -1,0 +1,98 @@
+"""SGLang's layouts of all families against SGLang's own loader, element by element."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+from recorded import BESIDE, CASES, Recorded, cases, read
+from reshard_ranks import blank, filled, numbered
+
+from asyncmoe.errors import ConfigError
+from asyncmoe.models import EngineParallel, family_of
+from asyncmoe.reshard import LocalTransport, exchange, plan
+from asyncmoe.reshard.layout import contiguous_strides
+
+
+@pytest.mark.parametrize(("model", "case"), cases())
+def test_engine_parameters_are_those_sglang_loads(model: str, case: str) -> None:
+    known = read(model, case)
+    family = family_of(known.hf)
+    tensors, checkpoint = family.tensors(known.hf), family.hf_layout(known.hf, "int32")
+    on_disk = filled(checkpoint, numbered(tensors))
+    assert {name: list(array.shape) for name, array in on_disk.items()} == dict(known.document["hf_tensors"])
+    assert known.engine.world == len(known.document["ranks"])
+    for rank in range(known.engine.world):
+        layout = family.sglang_layout(known.hf, known.engine, rank, "int32")
+        got = blank(layout)
+        exchange(plan(tensors, [checkpoint.at(rank)], [layout]), LocalTransport(rank), on_disk, got)
+        expected = known.loaded(rank, on_disk)
+        assert got.keys() == expected.keys()
+        for name, array in expected.items():
+            np.testing.assert_array_equal(got[name], array, err_msg=name)
+            assert tuple(known.parameters(rank)[name]["stride"]) == contiguous_strides(array.shape)
+
+
+@pytest.mark.parametrize(("model", "case"), cases())
+def test_ranks_are_where_sglang_has_them(model: str, case: str) -> None:
+    known = read(model, case)
+    engine = known.engine
+    for described in known.document["ranks"]:
+        rank, places = described["rank"], described["parallel"]
+        got = (engine.tp_rank(rank), engine.pp_rank(rank), engine.attention_tp_rank(rank), engine.ep_rank(rank), engine.moe_tp_rank(rank))
+        assert got == tuple(places[key] for key in ("tp_rank", "pp_rank", "attn_tp_rank", "moe_ep_rank", "moe_tp_rank"))
+        assert (engine.attention_tp, engine.moe_tp) == (places["attn_tp_size"], places["moe_tp_size"])
+
+
+def test_all_recorded_cases_are_compared() -> None:
+    if not BESIDE.is_dir():
+        pytest.skip(f"no recorded SGLang layouts at {BESIDE}")
+    for model, names in CASES.items():
+        found = {file.name.removesuffix(".json.gz") for file in (BESIDE / "layouts" / model).glob("*.json.gz")}
+        assert {name for name in found if not name.startswith("lora_")} == set(names)
+
+
+def test_the_shipped_cases_cover_what_the_rules_tell_apart() -> None:
+    shipped = [read(model, case) for model, case in cases() if model not in CASES]
+    engines = [known.engine for known in shipped]
+    assert any(known.hf["num_hidden_layers"] % known.engine.pp for known in shipped)
+    assert any(known.hf["tie_word_embeddings"] and known.engine.pp > 1 for known in shipped)
+    assert any(engine.dp_lm_head for engine in engines)
+    assert any(engine.redundant for engine in engines)
+    assert any(engine.dp > 1 and engine.pp > 1 and engine.ep > 1 for engine in engines)
+
+
+def test_a_shared_output_layer_has_one_name() -> None:
+    """As `named_parameters`, which gives a parameter of two names under the first."""
+    known = read("tiny_qwen3_tied", "tp2")
+    assert known.document["ranks"][0]["params"]["lm_head.weight"]["alias_of"] == "model.embed_tokens.weight"
+    layout = family_of(known.hf).sglang_layout(known.hf, EngineParallel(2), 0, "bfloat16")
+    assert "lm_head.weight" not in layout.storages
+
+
+@pytest.mark.parametrize(
+    ("sizes", "words"),
+    [
+        ({"tp": 4, "ep": 3}, "ep 3 with tp 4"),
+        ({"tp": 4, "dp": 3}, "dp 3 with tp 4"),
+        ({"tp": 4, "dp": 0}, "dp 0"),
+        ({"pp": 0}, "engine's pp: got 0"),
+        ({"redundant": -1}, "redundant experts: got -1"),
+        ({"tp": 2, "dp_lm_head": True}, "dp_lm_head"),
+    ],
+)
+def test_sizes_that_cannot_be(sizes: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        EngineParallel(**sizes)
+
+
+def test_a_change_of_a_recorded_box_is_seen() -> None:
+    """The comparison itself: one element elsewhere, and the arrays differ."""
+    known = read("tiny_qwen3", "tp2")
+    on_disk = filled(family_of(known.hf).hf_layout(known.hf, "int32"), numbered(family_of(known.hf).tensors(known.hf)))
+    document = json.loads(json.dumps(known.document))
+    document["ranks"][0]["params"]["model.layers.0.mlp.down_proj.weight"]["boxes"][0][3] += 1
+    name = "model.layers.0.mlp.down_proj.weight"
+    assert (Recorded(known.hf, document).loaded(0, on_disk)[name] != known.loaded(0, on_disk)[name]).any()

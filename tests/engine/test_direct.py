@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from asyncmoe import models
 from asyncmoe.config import MadeModel
@@ -151,6 +153,30 @@ def stages(model: Path, runner: asyncio.Runner, tmp_path_factory: pytest.TempPat
         runner.run(stop())
 
 
+@pytest.fixture(scope="module")
+def dense(runner: asyncio.Runner, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
+    """An engine of two ranks that serves a dense model whose output layer is its embedding."""
+    folder = tmp_path_factory.mktemp("dense")
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    torch.manual_seed(0)
+    shape = Qwen3Config(vocab_size=320, head_dim=32, tie_word_embeddings=True, max_position_embeddings=512, **sizes)
+    Qwen3ForCausalLM(shape).save_pretrained(folder / "first")
+    first = Oracle(folder / "first")
+    config = settings(first.path, folder / "run", max_total_tokens=8192, tp=2)
+
+    async def start() -> Rig:
+        rig = await make(config, [Engine("engine.0", config, 0, config.run.dir)], runner.run)
+        await rig.engine.wait_ready()
+        rig.conductor.engines_started()
+        return rig
+
+    rig = runner.run(start())
+    try:
+        yield Stage(rig, [first, perturbed(first, folder / "a", 1), perturbed(first, folder / "b", 2)], folder)
+    finally:
+        runner.run(rig.engine.stop())
+
+
 async def generate(stage: Stage, tokens: int = 8) -> Answer:
     return await stage.rig.pool.generate(PROMPT, Sampling(1.0, tokens, ()))
 
@@ -182,6 +208,17 @@ def test_every_parameter_is_what_sglangs_loader_makes_of_the_checkpoint(stages: 
         assert found.arrived[everything[-1][1]] == stages.fresh.run(stages.fresh.engine.client.checksums(30.0))
     pauses = [outcome["pause_ms"] for outcome in found.outcomes[0]]
     print(f"{ranks} ranks to {engine}: pause median {statistics.median(pauses):.0f} ms, all {[round(p) for p in pauses]}")
+
+
+def test_a_dense_model_with_tied_embeddings_goes_the_same_way(dense: Stage) -> None:
+    _, a, b = dense.checkpoints
+    publications = {layout: list(zip((a, b), dense.versions(2), strict=True)) for layout in ("2,1,1", "1,2,1")}
+    found = dense.rig.run(dense.publish(2, publications))
+    assert not found.failed, found.failed
+    assert [outcome["error"] for outcome in found.outcomes[0]] == [None] * 4
+    for several in publications.values():
+        assert not any(names for oracle, version in several for names in wrong(found.arrived[version], dense.expected(oracle)))
+    assert difference(dense.rig.run(generate(dense)), b) < 1e-4
 
 
 @pytest.mark.parametrize("sync", [{"transport": "gloo"}, {"staging": False}, {"transport": "gloo", "staging": False}], ids=str)

@@ -134,6 +134,25 @@ def bench_reshard(
     Console().print_json(data=results)
 
 
+@bench.command("gpu")
+def bench_gpu(
+    scale: Annotated[float, typer.Option(metavar="X", min=0.01, max=1.0, help="Share of the model's layers.")] = 1.0,
+    bucket_mib: Annotated[int, typer.Option(metavar="MIB", min=1, help="Messages of all lanes of a rank together.")] = 512,
+    json_path: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Where to write the results.")] = None,
+) -> None:
+    """Pack and unpack of a shard of Qwen3-30B-A3B's shape on this machine's first GPU, next to plain device-to-device copies."""
+    import json
+
+    from rich.console import Console
+
+    from asyncmoe.bench import gpu
+
+    results = gpu.run(scale, bucket_mib << 20)
+    path = json_path or gpu.results_path(results)
+    path.write_text(json.dumps(results, indent=1) + "\n")
+    Console().print_json(data=results)
+
+
 def main() -> None:
     """Run the command; errors meant for the user are one line, everything else keeps its traceback."""
     logging.basicConfig(format="%(asctime)s %(name)s: %(message)s", level=logging.INFO)

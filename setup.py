@@ -20,7 +20,7 @@ from setuptools import setup
 from setuptools.command.build_ext import build_ext
 
 ARCHS = ("90", "100")
-CUDA_SOURCES = ["csrc/copy.cu"]
+CUDA_SOURCES = ["csrc/copy.cu", "csrc/device.cu"]
 EXTRA_FLAGS = os.environ.get("ASYNCMOE_CXXFLAGS", "").split()
 
 
@@ -108,7 +108,7 @@ setup(
             depends=[*sorted(glob("csrc/*.h")), *CUDA_SOURCES],
             cxx_std=17,
             extra_compile_args=["-O3", "-Wall", "-Wextra", "-Werror", "-pthread", *EXTRA_FLAGS],
-            extra_link_args=["-pthread", "-lrt", *EXTRA_FLAGS],
+            extra_link_args=["-pthread", "-lrt", "-ldl", *EXTRA_FLAGS],
         )
     ],
     cmdclass={"build_ext": Build},

@@ -134,16 +134,9 @@ def bench_reshard(
     json_path: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the results there too.")] = None,
 ) -> None:
     """Weights from four trainer ranks to two engine ranks, in real processes: shard to shard against gather-and-broadcast."""
-    import json
-
-    from rich.console import Console
-
     from asyncmoe.bench import reshard
 
-    results = reshard.run()
-    if json_path is not None:
-        json_path.write_text(json.dumps(results, indent=1) + "\n")
-    Console().print_json(data=results)
+    _show(reshard.run(), json_path)
 
 
 @bench.command("sync")
@@ -152,15 +145,32 @@ def bench_sync(
     updates: Annotated[int, typer.Option(help="Weight updates of each case.", min=3)] = 30,
 ) -> None:
     """Weight updates of a real engine while it generates: how long it stands still, and how fast it is while it stages."""
+    from asyncmoe.bench import sync
+
+    _show(sync.run(updates), json_path)
+
+
+@bench.command("gpu")
+def bench_gpu(
+    scale: Annotated[float, typer.Option(metavar="X", min=0.01, max=1.0, help="Share of the model's layers.")] = 1.0,
+    bucket_mib: Annotated[int, typer.Option(metavar="MIB", min=1, help="Messages of all lanes of a rank together.")] = 512,
+    json_path: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Where to write the results.")] = None,
+) -> None:
+    """Pack and unpack of a shard of Qwen3-30B-A3B's shape on this machine's first GPU, next to plain device-to-device copies."""
+    from asyncmoe.bench import gpu
+
+    results = gpu.run(scale, bucket_mib << 20)
+    _show(results, json_path or gpu.results_path(results))
+
+
+def _show(results: dict[str, Any], path: Path | None) -> None:
+    """Print results, and write them where they are wanted."""
     import json
 
     from rich.console import Console
 
-    from asyncmoe.bench import sync
-
-    results = sync.run(updates)
-    if json_path is not None:
-        json_path.write_text(json.dumps(results, indent=1) + "\n")
+    if path is not None:
+        path.write_text(json.dumps(results, indent=1) + "\n")
     Console().print_json(data=results)
 
 

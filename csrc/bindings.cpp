@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "copy.h"
+#include "cuda_bindings.h"
 #include "digest.h"
 #include "dlpack.h"
 #include "plan_bindings.h"
@@ -140,8 +141,7 @@ PYBIND11_MODULE(_C, module) {
     module.def("copy", &copy, py::arg("rows").noconvert(), py::arg("sources").noconvert(),
                py::arg("destinations").noconvert(), py::arg("threads") = 0, py::arg("float_to_bfloat") = false,
                "Run box copies on the CPU. Addresses are not checked.");
-    py::class_<asyncmoe::Program> program(module, "Program", "Copies prepared once, cut into chunks (csrc/program.h).");
-    program
+    py::class_<asyncmoe::Program>(module, "Program", "Copies prepared once, cut into chunks (csrc/program.h).")
         .def(py::init(&make_program), py::arg("rows").noconvert(), py::arg("firsts").noconvert(), py::arg("wire"),
              py::arg("float_to_bfloat") = false)
         .def_property_readonly("chunks", &asyncmoe::Program::chunks)
@@ -154,32 +154,6 @@ PYBIND11_MODULE(_C, module) {
                "64-bit digest of a buffer (csrc/digest.h says how it is defined).");
     module.def("inspect", &inspect, py::arg("capsule"),
                "(address, elements, device type, device id, type code, bits, row-major) of a DLPack capsule.");
-#ifdef ASYNCMOE_CUDA
-    module.attr("CUDA") = true;
-    program.def(
-        "run_cuda",
-        [](const asyncmoe::Program& self, int64_t chunk, const Int64Array& sources, const Int64Array& destinations,
-           int device, uintptr_t stream) {
-            const auto copies = self.copies(chunk, numbers(sources), numbers(destinations));
-            py::gil_scoped_release released;
-            asyncmoe::copy_on_cuda(copies, device, stream);
-        },
-        py::arg("chunk"), py::arg("sources").noconvert(), py::arg("destinations").noconvert(), py::arg("device"),
-        py::arg("stream"), "Enqueue a chunk as one kernel launch on a stream of a device; does not wait for it.");
-    module.def("cuda_device_count", &asyncmoe::cuda_device_count);
-    module.def(
-        "copy_cuda",
-        [](const Int64Array& rows, const Int64Array& sources, const Int64Array& destinations, int device,
-           uintptr_t stream) {
-            const auto copies = resolve(rows, sources, destinations, asyncmoe::Cast::kNone);
-            py::gil_scoped_release released;
-            asyncmoe::copy_on_cuda(copies, device, stream);
-        },
-        py::arg("rows").noconvert(), py::arg("sources").noconvert(), py::arg("destinations").noconvert(),
-        py::arg("device"), py::arg("stream"),
-        "The same as one kernel launch on a stream of a device; does not wait for it.");
-#else
-    module.attr("CUDA") = false;
-    module.def("cuda_device_count", [] { return 0; });
-#endif
+    asyncmoe::bind_cuda(module);
+    asyncmoe::bind_nccl(module);
 }

@@ -1,184 +1,188 @@
-#include <cuda_runtime.h>
-
 #include <algorithm>
-#include <stdexcept>
-#include <string>
+#include <memory>
 
-#include "copy.h"
+#include "device_program.h"
+#include "device_scope.h"
 
 namespace asyncmoe {
 namespace {
 
-constexpr int kThreads = 256;
-constexpr int kUnitsPerThread = 8;
-constexpr int64_t kTile = int64_t{kThreads} * kUnitsPerThread;
-constexpr int kBlocksPerMultiprocessor = 8;
+constexpr int kWarp = 32;
+constexpr int kBlocksAtATime = 3;  // of a multiprocessor: with four, sm_90 has too few registers and spills
 
-// A BoxCopy whose run is cut into units of 1 << shift bytes, the widest access that every address in it allows. The run
-// is the innermost of `count` loops; tiles of all copies are numbered one after the other.
-struct Job {
-    const std::byte* source;
-    std::byte* destination;
-    int64_t first_tile;
-    int64_t units;
-    int shift;
-    int count;
-    Dim dims[kMaxDims + 1];
+// Of the chunk that is being copied; all zero between two launches.
+struct Progress {
+    unsigned long long sum;
+    unsigned int blocks;
 };
 
-void check(cudaError_t status, const char* what) {
-    if (status != cudaSuccess) throw std::runtime_error(std::string(what) + ": " + cudaGetErrorString(status));
+struct Trailer {
+    uint64_t seal;
+    Progress* progress;
+    volatile int64_t* mismatch;  // in the host's memory: 0, or the first chunk that differed, plus 1
+    int64_t chunk;
+};
+
+// The sum over all threads of a block, in its first thread.
+__device__ uint64_t sum_of_block(uint64_t sum) {
+    __shared__ uint64_t warps[kThreads / kWarp];
+    for (int step = kWarp / 2; step > 0; step /= 2) sum += __shfl_down_sync(0xffffffffu, sum, step);
+    if (threadIdx.x % kWarp == 0) warps[threadIdx.x / kWarp] = sum;
+    __syncthreads();
+    uint64_t total = 0;
+    for (int warp = 0; warp < kThreads / kWarp; ++warp) total += warps[warp];
+    return total;
 }
 
-int widest_shift(const BoxCopy& copy) {
-    auto bits = static_cast<uint64_t>(copy.run) | reinterpret_cast<uintptr_t>(copy.destination) |
-                reinterpret_cast<uintptr_t>(copy.source);
-    for (int k = 0; k < copy.count; ++k)
-        bits |= static_cast<uint64_t>(copy.dims[k].destination_stride) |
-                static_cast<uint64_t>(copy.source ? copy.dims[k].source_stride : 0);
-    int shift = 4;
-    while (bits & ((uint64_t{1} << shift) - 1)) --shift;
-    return shift;
-}
-
-Job job_of(const BoxCopy& copy, int64_t first_tile) {
-    Job job{copy.source, copy.destination, first_tile, 0, widest_shift(copy), copy.count + 1, {}};
-    const int64_t unit = int64_t{1} << job.shift;
-    for (int k = 0; k < copy.count; ++k) job.dims[k] = copy.dims[k];
-    job.dims[copy.count] = {copy.run / unit, unit, unit};
-    job.units = copy.points() * (copy.run / unit);
-    return job;
-}
-
-// Byte offsets of a unit on both sides. Index is uint32_t where the unit numbers allow it: 64-bit division is slow on a
-// GPU.
-template <typename Index>
-__device__ void locate(const Job& job, int64_t unit, int64_t& source, int64_t& destination) {
-    Index rest = static_cast<Index>(unit);
-    source = destination = 0;
-    for (int k = job.count - 1; k > 0; --k) {
-        const Index extent = static_cast<Index>(job.dims[k].extent);
-        const Index above = rest / extent;
-        const auto i = static_cast<int64_t>(rest - above * extent);
-        source += i * job.dims[k].source_stride;
-        destination += i * job.dims[k].destination_stride;
-        rest = above;
+// Adds a block's terms; the last block to come has them all, and deals with the trailer.
+template <Wire kWire>
+__device__ void add_to_digest(const ChunkView& chunk, const Trailer& trailer, uint64_t sum) {
+    Progress* progress = trailer.progress;
+    atomicAdd(&progress->sum, static_cast<unsigned long long>(sum));
+    __threadfence();
+    if (atomicAdd(&progress->blocks, 1u) + 1 != gridDim.x) return;
+    __threadfence();
+    const uint64_t terms = atomicExch(&progress->sum, 0ull);
+    progress->blocks = 0;
+    const uint64_t sealed = mix(terms + static_cast<uint64_t>(chunk.bytes)) ^ trailer.seal;
+    std::byte* place = chunk.message + (chunk.bytes + 7) / 8 * 8;
+    if (kWire == Wire::kDestination) {
+        store_bytes(Unit{sealed, 0}, 0, 8, place);
+        return;
     }
-    source += static_cast<int64_t>(rest) * job.dims[0].source_stride;
-    destination += static_cast<int64_t>(rest) * job.dims[0].destination_stride;
+    Unit found{0, 0};
+    load_bytes(found, 0, 8, place);
+    if (found.low != sealed && *trailer.mismatch == 0) *trailer.mismatch = trailer.chunk + 1;
 }
 
-template <typename Unit>
-__device__ void copy_tile(const Job& job, int64_t tile) {
-    const int64_t begin = (tile - job.first_tile) * kTile + threadIdx.x;
-    Unit values[kUnitsPerThread];
-    int64_t places[kUnitsPerThread];
-#pragma unroll
-    for (int j = 0; j < kUnitsPerThread; ++j) {  // all loads are issued before the first store waits for one
-        const int64_t unit = begin + int64_t{j} * kThreads;
-        if (unit >= job.units) break;
-        int64_t source;
-        if (job.units >> 32 == 0)
-            locate<uint32_t>(job, unit, source, places[j]);
-        else
-            locate<uint64_t>(job, unit, source, places[j]);
-        values[j] = job.source ? *reinterpret_cast<const Unit*>(job.source + source) : Unit{};
-    }
-#pragma unroll
-    for (int j = 0; j < kUnitsPerThread; ++j) {
-        if (begin + int64_t{j} * kThreads >= job.units) break;
-        *reinterpret_cast<Unit*>(job.destination + places[j]) = values[j];
+template <Wire kWire>
+__global__ void __launch_bounds__(kThreads, kBlocksAtATime)
+    copy_kernel(ChunkView chunk, int64_t tiles, Trailer trailer) {
+    uint64_t sum = 0;
+    for (int64_t tile = blockIdx.x; tile < tiles; tile += gridDim.x)
+        sum += copy_tile<kWire>(chunk, tile, static_cast<int>(threadIdx.x));
+    if (kWire == Wire::kNone) return;
+    sum = sum_of_block(sum);
+    if (threadIdx.x == 0) add_to_digest<kWire>(chunk, trailer, sum);
+}
+
+using Kernel = void (*)(ChunkView, int64_t, Trailer);
+
+Kernel kernel_for(Wire wire) {
+    switch (wire) {
+        case Wire::kSource:
+            return copy_kernel<Wire::kSource>;
+        case Wire::kDestination:
+            return copy_kernel<Wire::kDestination>;
+        default:
+            return copy_kernel<Wire::kNone>;
     }
 }
 
-__device__ int job_with_tile(const Job* jobs, int count, int64_t tile) {
-    int low = 0, high = count - 1;
-    while (low < high) {
-        const int middle = (low + high + 1) / 2;
-        if (jobs[middle].first_tile <= tile)
-            low = middle;
-        else
-            high = middle - 1;
-    }
-    return low;
+// As many as the device holds at a time.
+int64_t blocks_that_fit(Kernel kernel, int device) {
+    int multiprocessors = 0, blocks = 0;
+    check(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device), "cudaDeviceGetAttribute");
+    check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, kThreads, 0), "the copy kernel");
+    return int64_t{multiprocessors} * std::max(1, blocks);
 }
 
-__global__ void __launch_bounds__(kThreads) copy_kernel(const Job* jobs, int count, int64_t tiles) {
-    for (int64_t tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
-        const Job job = jobs[job_with_tile(jobs, count, tile)];
-        switch (job.shift) {
-            case 4:
-                copy_tile<uint4>(job, tile);
-                break;
-            case 3:
-                copy_tile<uint64_t>(job, tile);
-                break;
-            case 2:
-                copy_tile<uint32_t>(job, tile);
-                break;
-            case 1:
-                copy_tile<uint16_t>(job, tile);
-                break;
-            default:
-                copy_tile<uint8_t>(job, tile);
-        }
-    }
-}
-
-// Makes a device current, and the one before it again at the end of the scope.
-class DeviceScope {
+// An array on the current device; null where it is empty.
+template <typename T>
+class DeviceArray {
   public:
-    explicit DeviceScope(int device) {
-        check(cudaGetDevice(&before_), "cudaGetDevice");
-        check(cudaSetDevice(device), "cudaSetDevice");
+    explicit DeviceArray(size_t count) {
+        if (count) check(cudaMalloc(&start_, count * sizeof(T)), "cudaMalloc of the copy kernel's tables");
     }
-    ~DeviceScope() { cudaSetDevice(before_); }
-    DeviceScope(const DeviceScope&) = delete;
-    DeviceScope& operator=(const DeviceScope&) = delete;
+    explicit DeviceArray(const std::vector<T>& values) : DeviceArray(values.size()) {
+        if (!values.empty())
+            check(cudaMemcpy(start_, values.data(), values.size() * sizeof(T), cudaMemcpyHostToDevice), "cudaMemcpy");
+    }
+    ~DeviceArray() { cudaFree(start_); }
+    DeviceArray(const DeviceArray&) = delete;
+    DeviceArray& operator=(const DeviceArray&) = delete;
+    T* get() const { return static_cast<T*>(start_); }
 
   private:
-    int before_ = 0;
+    void* start_ = nullptr;
 };
 
-int blocks_that_fill(int device) {
-    int multiprocessors = 0;
-    check(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device), "cudaDeviceGetAttribute");
-    return multiprocessors * kBlocksPerMultiprocessor;
+void upload(const DeviceArray<int64_t>& there, std::vector<int64_t>& known, const std::vector<int64_t>& wanted,
+            int64_t count, cudaStream_t stream) {
+    const auto n = static_cast<size_t>(count);
+    if (n == 0 || (known.size() == n && std::equal(known.begin(), known.end(), wanted.begin()))) return;
+    known.assign(wanted.begin(), wanted.begin() + count);
+    // Out of pageable memory, so this returns only after it has been read.
+    check(cudaMemcpyAsync(there.get(), known.data(), n * sizeof(int64_t), cudaMemcpyHostToDevice, stream),
+          "uploading base addresses");
 }
 
 }  // namespace
 
-void copy_on_cuda(const std::vector<BoxCopy>& copies, int device, uintptr_t stream_address) {
-    if (copies.empty()) return;
+struct DeviceProgram::Memory {
+    Memory(const CopyTable& table, const Program& program)
+        : jobs(table.jobs),
+          tile_jobs(table.tile_jobs),
+          sources(static_cast<size_t>(program.sources())),
+          destinations(static_cast<size_t>(program.destinations())),
+          progress(std::vector<Progress>(1)) {
+        check(cudaHostAlloc(&mismatch, sizeof(int64_t), cudaHostAllocMapped | cudaHostAllocPortable), "cudaHostAlloc");
+        *static_cast<volatile int64_t*>(mismatch) = 0;
+        check(cudaHostGetDevicePointer(&mismatch_there, mismatch, 0), "cudaHostGetDevicePointer");
+    }
+    ~Memory() { cudaFreeHost(mismatch); }
+
+    DeviceArray<Job> jobs;
+    DeviceArray<int32_t> tile_jobs;
+    DeviceArray<int64_t> sources, destinations;
+    DeviceArray<Progress> progress;
+    void* mismatch = nullptr;
+    void* mismatch_there = nullptr;
+};
+
+DeviceProgram::DeviceProgram(const Program& program, int device)
+    : program_(program), wire_(program.wire()), device_(device) {
+    const CopyTable table(program);
     const DeviceScope scope(device);
-    const auto stream = reinterpret_cast<cudaStream_t>(stream_address);
-    std::vector<Job> jobs;
-    jobs.reserve(copies.size());
-    int64_t tiles = 0;
-    for (const auto& copy : copies) {
-        if (copy.cast != Cast::kNone) throw std::invalid_argument("no cast on a GPU");
-        jobs.push_back(job_of(copy, tiles));
-        tiles += (jobs.back().units + kTile - 1) / kTile;
-    }
-    const auto blocks = static_cast<unsigned>(std::min<int64_t>(tiles, blocks_that_fill(device)));
-    const size_t bytes = jobs.size() * sizeof(Job);
-    void* table = nullptr;
-    check(cudaMallocAsync(&table, bytes, stream), "cudaMallocAsync");
-    // The table is in pageable memory, so this returns only after it has been read.
-    cudaError_t status = cudaMemcpyAsync(table, jobs.data(), bytes, cudaMemcpyHostToDevice, stream);
-    if (status == cudaSuccess) {
-        copy_kernel<<<blocks, kThreads, 0, stream>>>(static_cast<const Job*>(table), static_cast<int>(jobs.size()),
-                                                     tiles);
-        status = cudaGetLastError();
-    }
-    const cudaError_t freed = cudaFreeAsync(table, stream);
-    check(status, "copy kernel");
-    check(freed, "cudaFreeAsync");
+    most_blocks_ = blocks_that_fit(kernel_for(wire_), device);
+    chunks_ = table.chunks;
+    memory_ = new Memory(table, program);
 }
 
-int cuda_device_count() {
-    int count = 0;
-    return cudaGetDeviceCount(&count) == cudaSuccess ? count : 0;
+DeviceProgram::~DeviceProgram() {
+    int before = 0;
+    cudaGetDevice(&before);
+    cudaSetDevice(device_);
+    delete memory_;  // cudaFree waits for kernels that still use it
+    cudaSetDevice(before);
+}
+
+void DeviceProgram::run(int64_t number, const std::vector<int64_t>& sources, const std::vector<int64_t>& destinations,
+                        uint64_t seal, uintptr_t stream_address) {
+    program_.check(number, sources, destinations);
+    const auto& chunk = chunks_[static_cast<size_t>(number)];
+    if (chunk.bytes == 0) return;
+    const DeviceScope scope(device_);
+    const auto stream = reinterpret_cast<cudaStream_t>(stream_address);
+    if (wire_ != Wire::kSource) upload(memory_->sources, sources_, sources, program_.sources(), stream);
+    if (wire_ != Wire::kDestination)
+        upload(memory_->destinations, destinations_, destinations, program_.destinations(), stream);
+    const int64_t message = wire_ == Wire::kSource ? sources[0] : wire_ == Wire::kDestination ? destinations[0] : 0;
+    const ChunkView view{
+        memory_->jobs.get() + chunk.first_job, memory_->tile_jobs.get() + chunk.first_tile, memory_->sources.get(),
+        memory_->destinations.get(),           reinterpret_cast<std::byte*>(message),       chunk.bytes};
+    const Trailer trailer{seal, memory_->progress.get(), static_cast<volatile int64_t*>(memory_->mismatch_there),
+                          number};
+    const auto blocks = static_cast<unsigned>(std::min(chunk.tiles, most_blocks_));
+    kernel_for(wire_)<<<blocks, kThreads, 0, stream>>>(view, chunk.tiles, trailer);
+    check(cudaGetLastError(), "the copy kernel");
+}
+
+int64_t DeviceProgram::take_mismatch() {
+    auto* mismatch = static_cast<volatile int64_t*>(memory_->mismatch);
+    const int64_t chunk = *mismatch - 1;
+    *mismatch = 0;
+    return chunk;
 }
 
 }  // namespace asyncmoe

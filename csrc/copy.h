@@ -88,13 +88,4 @@ void copy_one(const BoxCopy& copy);
 // two copies may write the same byte, and none may read what another writes.
 void copy_on_cpu(const std::vector<BoxCopy>& copies, int threads);
 
-#ifdef ASYNCMOE_CUDA
-// The same as one kernel launch on a stream (a cudaStream_t as an integer) of the current device; returns without
-// waiting. Throws std::runtime_error with CUDA's message.
-void copy_on_cuda(const std::vector<BoxCopy>& copies, int device, uintptr_t stream);
-
-// Number of CUDA devices; 0 without a driver.
-int cuda_device_count();
-#endif
-
 }  // namespace asyncmoe

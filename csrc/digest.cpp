@@ -17,19 +17,13 @@ static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "the digest reads words
 
 constexpr uint64_t kGolden = 0x9e3779b97f4a7c15u;
 
-__attribute__((always_inline)) inline uint64_t mixed(uint64_t z) {
-    z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9u;
-    z = (z ^ (z >> 27)) * 0x94d049bb133111ebu;
-    return z ^ (z >> 31);
-}
-
 // `count` words at `data`, of which the first is word `first`.
 __attribute__((always_inline)) inline uint64_t sum_of_words(const std::byte* data, int64_t count, int64_t first) {
     uint64_t sum = 0;
     for (int64_t i = 0; i < count; ++i) {
         uint64_t word;
         std::memcpy(&word, data + 8 * i, 8);
-        sum += mixed(word + static_cast<uint64_t>(first + i + 1) * kGolden);
+        sum += term_of(word, first + i);
     }
     return sum;
 }
@@ -127,8 +121,6 @@ bool has_avx512() {
 
 }  // namespace
 
-uint64_t mix(uint64_t z) { return mixed(z); }
-
 uint64_t digest_of_words(const std::byte* data, int64_t begin, int64_t end) {
 #if defined(__x86_64__)
     if (has_avx512()) return sum_with_avx512(data + 8 * begin, end - begin, begin);
@@ -146,7 +138,7 @@ uint64_t copy_words(const std::byte* source, std::byte* destination, int64_t wor
 uint64_t digest_of_word(const std::byte* data, int64_t i, int64_t bytes) {
     uint64_t word = 0;
     std::memcpy(&word, data + 8 * i, static_cast<size_t>(bytes));
-    return mixed(word + static_cast<uint64_t>(i + 1) * kGolden);
+    return term_of(word, i);
 }
 
 uint64_t digest(const std::byte* data, int64_t nbytes, int threads) {

@@ -4,6 +4,12 @@
 #include <cstddef>
 #include <cstdint>
 
+#ifdef __CUDACC__
+#define ASYNCMOE_BOTH __host__ __device__
+#else
+#define ASYNCMOE_BOTH
+#endif
+
 namespace asyncmoe {
 
 // 64-bit digest of a buffer: with w[i] its little-endian 64-bit words (the last one filled up with zero bytes),
@@ -13,7 +19,16 @@ namespace asyncmoe {
 // cryptographic.
 uint64_t digest(const std::byte* data, int64_t nbytes, int threads);
 
-uint64_t mix(uint64_t z);
+ASYNCMOE_BOTH __attribute__((always_inline)) inline uint64_t mix(uint64_t z) {
+    z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9u;
+    z = (z ^ (z >> 27)) * 0x94d049bb133111ebu;
+    return z ^ (z >> 31);
+}
+
+// The term of word i.
+ASYNCMOE_BOTH __attribute__((always_inline)) inline uint64_t term_of(uint64_t word, int64_t i) {
+    return mix(word + static_cast<uint64_t>(i + 1) * 0x9e3779b97f4a7c15u);
+}
 
 // The terms of that sum for the whole words begin <= i < end.
 uint64_t digest_of_words(const std::byte* data, int64_t begin, int64_t end);

@@ -104,11 +104,16 @@ void Program::check_messages() const {
     }
 }
 
-std::vector<BoxCopy> Program::copies(int64_t chunk, const std::vector<int64_t>& sources,
-                                     const std::vector<int64_t>& destinations) const {
+void Program::check(int64_t chunk, const std::vector<int64_t>& sources,
+                    const std::vector<int64_t>& destinations) const {
     if (chunk < 0 || chunk >= chunks()) throw std::invalid_argument("no chunk " + std::to_string(chunk));
     if (static_cast<int64_t>(sources.size()) < sources_ || static_cast<int64_t>(destinations.size()) < destinations_)
         throw std::invalid_argument("fewer base addresses than the copies name");
+}
+
+std::vector<BoxCopy> Program::copies(int64_t chunk, const std::vector<int64_t>& sources,
+                                     const std::vector<int64_t>& destinations) const {
+    check(chunk, sources, destinations);
     std::vector<BoxCopy> placed;
     const auto first = static_cast<size_t>(firsts_[static_cast<size_t>(chunk)]);
     const auto last = static_cast<size_t>(firsts_[static_cast<size_t>(chunk) + 1]);

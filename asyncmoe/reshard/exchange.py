@@ -16,6 +16,7 @@ import numpy as np
 import asyncmoe.reshard._C as _C
 from asyncmoe.errors import InvariantBroken, LayoutError, TransferError
 from asyncmoe.reshard.chunks import Chunks, chunk_limits, cut_transfer, message_strides, trailer_offset
+from asyncmoe.reshard.gpu import GpuCopies
 from asyncmoe.reshard.layout import Storage
 from asyncmoe.reshard.memory import Array, Memory, memory_of, storage_memory
 from asyncmoe.reshard.plan import (
@@ -66,7 +67,8 @@ class Exchanger:
     What does not fit into one message travels in several. A rank's message buffers are allocated here, and one for each lane
     (pair of ranks and direction) takes `bucket_bytes` at most, so that there are never more than `buffers * bucket_bytes` of them.
     With two buffers or more, a message is packed while the one before it travels. Every message ends with the digest of its
-    content, computed as it is packed and again as it is unpacked. During a run Python sees messages, not tensors.
+    content, computed as it is packed and again as it is unpacked; on a GPU they are compared there, and the result is read at the
+    end of a run. During a run Python sees messages, not tensors.
 
     Args:
         transport: how messages travel.
@@ -74,9 +76,9 @@ class Exchanger:
         buffers: messages of a lane that may be under way at a time, at least 1.
         timeout_s: how long to wait for a peer that makes no progress.
         threads: of copies in host memory; 0: as many as the machine has, at most 4.
-        stream: of copies on a GPU, a cudaStream_t as an integer; 0 is the default stream. Kernels are not waited for, so the
-            transport has to send in the order of this stream, and so has whoever reads the destination. Messages between GPUs
-            carry no digest.
+        stream: of copies on a GPU, a cudaStream_t as an integer; 0 is the default stream. A run is ordered behind what was
+            enqueued on it before, so sources may be written there without waiting; when `run` returns, all copies are done. The
+            transport has to send and receive in the order of this stream (`TorchTransport`: torch's current stream).
 
     Raises:
         LayoutError: a bucket smaller than an element for every peer.
@@ -107,7 +109,7 @@ class Exchanger:
         self._unpacks = [message_program(chunks, "source") for chunks in self._incoming]
         self._local = _local_program([t.copies for t in mine if t.source == t.destination])
         self._sources = self._destinations = _addresses(())
-        self._device = ""
+        self._gpu: GpuCopies | None = None
         self._bound: object = None
         self._runs = 0
         self._until = math.inf
@@ -133,7 +135,7 @@ class Exchanger:
         sources = _memories(self._plan.sources.get(rank, {}), source_arrays or {}, f"rank {rank}: source", write=False)
         wanted = self._plan.destinations.get(rank, {})
         destinations = _memories(wanted, destination_arrays or {}, f"rank {rank}: destination", write=True)
-        self._device = _device([*sources, *destinations, *self._message_memories()])
+        self._prepare(_device([*sources, *destinations, *self._message_memories()]))
         self._sources, self._destinations = _addresses(sources), _addresses(destinations)
         self._bound = (source_arrays, destination_arrays)
 
@@ -166,6 +168,8 @@ class Exchanger:
                 self._unpack_round(number - ahead, moved)
         with moved.timed("wire"):
             self._link.finish(self._patience())
+        with moved.timed("unpack"):
+            self._check_gpu()
         self._runs += 1
         self._broken = False
         return moved
@@ -213,8 +217,7 @@ class Exchanger:
                 message = _address(buffer)
                 digest = self._copy(program, number, message, self._destinations)
                 if digest is not None and _trailer(message, chunks.nbytes[number]).value != self._sealed(digest, number):
-                    what = f"message {number + 1} of {len(chunks)} arrived with another digest than it was sent with"
-                    raise TransferError(chunks.source, self.rank, what)
+                    raise _damaged(chunks, number)
             self._link.release(lane, number)
             moved.received += chunks.message_bytes(number)
 
@@ -226,24 +229,41 @@ class Exchanger:
         return digest ^ (((self._runs << 32 | number) + 1) * _RUN_MIX & _WORD)
 
     def _copy(self, program: _C.Program, chunk: int, sources: np.ndarray, destinations: np.ndarray) -> int | None:
-        """Run copies; their digest, or None on a GPU."""
-        kind, _, index = self._device.partition(":")
-        if kind == "cpu":
+        """Run copies; their digest, or None on a GPU, which deals with the trailer itself."""
+        if self._gpu is None:
             return program.run(chunk, sources, destinations, self._threads)
-        if not _C.CUDA:
-            cure = "build asyncmoe where nvcc is, with ASYNCMOE_CUDA=1"
-            raise LayoutError("arrays of an exchange", got=self._device, expected="cpu, as this build has no CUDA kernels", cure=cure)
-        program.run_cuda(chunk, sources, destinations, int(index), self._stream)
+        self._gpu.run(program, chunk, sources, destinations, self._sealed(0, chunk))
         return None
+
+    def _prepare(self, device: str) -> None:
+        """Put the programs where the arrays are."""
+        if device == "cpu":
+            self._gpu = None
+        elif self._gpu is None or self._gpu.device != device:
+            programs = [*self._packs, *self._unpacks, *([self._local] if self._local else [])]
+            self._gpu = GpuCopies(device, self._stream, programs)
+
+    def _check_gpu(self) -> None:
+        """Wait for the copies of a GPU, and look at what it found of the digests."""
+        if self._gpu is None:
+            return
+        self._gpu.finish(self._timeout_s)
+        for chunks, program in zip(self._incoming, self._unpacks, strict=True):
+            number = self._gpu.mismatch(program)
+            if number >= 0:
+                raise _damaged(chunks, number)
 
     def _connect(self, transport: Transport | SharedTransport, out: list[Lane], into: list[Lane]) -> Link:
         if isinstance(transport, SharedTransport):
             return transport.connect(out, into, self._buffers, self._timeout_s)
         device = memory_of(transport.empty(1), "message buffer").device if out or into else "cpu"
-        return MessageLink(transport, out, into, self._buffers, threaded=device == "cpu")
+        return MessageLink(transport, out, into, self._buffers, threaded=device == "cpu" or getattr(transport, "waits", False))
 
     def _message_memories(self) -> list[Memory]:
-        buffers = self._link.buffers if isinstance(self._link, MessageLink) else []
+        if not isinstance(self._link, MessageLink):
+            device = getattr(self._link, "device", None)
+            return [Memory(0, 0, "uint8", device)] if device and (self._outgoing or self._incoming) else []
+        buffers = self._link.buffers
         return [memory_of(buffer, "message buffer", write=True) for buffer in buffers]
 
 
@@ -292,6 +312,11 @@ def _address(buffer: Buffer) -> np.ndarray:
 
 def _trailer(message: np.ndarray, nbytes: int) -> ctypes.c_uint64:
     return ctypes.c_uint64.from_address(int(message[0]) + trailer_offset(nbytes))
+
+
+def _damaged(chunks: Chunks, number: int) -> TransferError:
+    what = f"message {number + 1} of {len(chunks)} arrived with another digest than it was sent with"
+    return TransferError(chunks.source, chunks.destination, what)
 
 
 def _lane(chunks: Chunks, peer: int) -> Lane:

@@ -31,6 +31,20 @@ class Memory:
     """"cpu", or "cuda:0"."""
 
 
+@dataclass(frozen=True, slots=True)
+class DeviceBuffer:
+    """Bytes, mostly on a GPU, that belong to no array library: part of what `owner` keeps alive."""
+
+    owner: object
+    address: int
+    nbytes: int
+    device: str
+
+    def __getitem__(self, part: slice) -> DeviceBuffer:
+        start, stop, _ = part.indices(self.nbytes)
+        return DeviceBuffer(self.owner, self.address + start, max(0, stop - start), self.device)
+
+
 def memory_of(array: Array, what: str, *, write: bool = False) -> Memory:
     """The memory of an array.
 
@@ -42,6 +56,8 @@ def memory_of(array: Array, what: str, *, write: bool = False) -> Memory:
     Raises:
         LayoutError: not an array, not row-major, read-only though written, or on a device that is neither CPU nor CUDA.
     """
+    if isinstance(array, DeviceBuffer):
+        return Memory(array.address, array.nbytes, "uint8", array.device)
     if isinstance(array, np.ndarray) or not hasattr(array, "__dlpack__"):
         return _numpy_memory(array, what, write)
     address, elements, device, index, code, bits, row_major = _C.inspect(_capsule(array, what))
@@ -71,7 +87,7 @@ def storage_memory(array: Array, storage: Storage, what: str, *, write: bool = F
 
 
 def digest(array: Array, *, threads: int = 0) -> int:
-    """64-bit digest of an array's bytes in host memory; the algorithm is defined in `csrc/copy.h`.
+    """64-bit digest of an array's bytes in host memory; the algorithm is defined in `csrc/digest.h`.
 
     Raises:
         LayoutError: as `memory_of`, or an array that is not in host memory.

@@ -42,17 +42,23 @@ class ShmTransport:
             WaitTimeout: a sender that was not there in time.
             TransferError: /dev/shm is full, or a ring differs from what this rank expects.
         """
+        created, attached = self.rings(outgoing, incoming, slots, timeout_s)
+        return _ShmLink(self.rank, outgoing, incoming, created, attached, slots)
+
+    def rings(
+        self, outgoing: Sequence[Lane], incoming: Sequence[Lane], slots: int, timeout_s: float
+    ) -> tuple[list[_C.ShmRing], list[_C.ShmRing]]:
+        """This rank's ends of all lanes' rings; errors are those of `connect`."""
         started = time.monotonic()
         created = [self._create(lane, slots) for lane in outgoing]
-        attached = [self._attach(lane, slots, started, timeout_s) for lane in incoming]
-        return _ShmLink(self.rank, outgoing, incoming, created, attached, slots)
+        return created, [self._attach(lane, slots, started, timeout_s) for lane in incoming]
 
     def _name(self, source: int, destination: int) -> str:
         return f"/asyncmoe-{self._session}-{source}-{destination}"
 
     def _create(self, lane: Lane, slots: int) -> _C.ShmRing:
         try:
-            return _C.ShmRing.create(self._name(self.rank, lane.peer), _used(lane, slots), lane.slot_bytes)
+            return _C.ShmRing.create(self._name(self.rank, lane.peer), used_slots(lane, slots), lane.slot_bytes)
         except (RuntimeError, ValueError) as error:
             raise TransferError(self.rank, lane.peer, str(error)) from error
 
@@ -60,7 +66,7 @@ class ShmTransport:
         pause = 0.001
         while True:
             try:
-                ring = _C.ShmRing.attach(self._name(lane.peer, self.rank), _used(lane, slots), lane.slot_bytes)
+                ring = _C.ShmRing.attach(self._name(lane.peer, self.rank), used_slots(lane, slots), lane.slot_bytes)
             except (RuntimeError, ValueError) as error:
                 raise TransferError(lane.peer, self.rank, str(error)) from error
             if ring is not None:
@@ -75,6 +81,8 @@ class ShmTransport:
 class _ShmLink:
     """See `asyncmoe.reshard.transport.Link`."""
 
+    device = "cpu"
+
     def __init__(
         self,
         rank: int,
@@ -86,14 +94,14 @@ class _ShmLink:
     ) -> None:
         self._rank, self._outgoing, self._incoming = rank, outgoing, incoming
         self._created, self._attached = created, attached
-        self._out = [[ring.slot(i) for i in range(_used(lane, slots))] for lane, ring in zip(outgoing, created, strict=True)]
-        self._in = [[ring.slot(i) for i in range(_used(lane, slots))] for lane, ring in zip(incoming, attached, strict=True)]
+        self._out = [[ring.slot(i) for i in range(used_slots(lane, slots))] for lane, ring in zip(outgoing, created, strict=True)]
+        self._in = [[ring.slot(i) for i in range(used_slots(lane, slots))] for lane, ring in zip(incoming, attached, strict=True)]
         self._posted = [0] * len(outgoing)
         self._taken = [0] * len(incoming)
 
     def pack_into(self, lane: int, number: int, timeout_s: float) -> np.ndarray:
         peer = self._outgoing[lane].peer
-        self._wait(self._created[lane], self._rank, peer, peer, "room for another message", timeout_s)
+        wait_for(self._created[lane], self._rank, peer, peer, "room for another message", timeout_s)
         slots = self._out[lane]
         return slots[self._posted[lane] % len(slots)][: self._outgoing[lane].message_bytes[number]]
 
@@ -106,7 +114,7 @@ class _ShmLink:
 
     def unpack_from(self, lane: int, number: int, timeout_s: float) -> np.ndarray:
         peer = self._incoming[lane].peer
-        self._wait(self._attached[lane], peer, self._rank, peer, "its message", timeout_s)
+        wait_for(self._attached[lane], peer, self._rank, peer, "its message", timeout_s)
         slots = self._in[lane]
         return slots[self._taken[lane] % len(slots)][: self._incoming[lane].message_bytes[number]]
 
@@ -117,20 +125,28 @@ class _ShmLink:
     def finish(self, timeout_s: float) -> None:
         # A sender that left earlier would take away a ring that its receiver has not yet found.
         for lane, ring, slots in zip(self._outgoing, self._created, self._out, strict=True):
-            self._wait(ring, self._rank, lane.peer, lane.peer, "it to take the last message", timeout_s, needed=len(slots))
+            wait_for(ring, self._rank, lane.peer, lane.peer, "it to take the last message", timeout_s, needed=len(slots))
 
     def close(self) -> None:
         # A ring lives as long as a view of one of its slots.
         self._out, self._in, self._created, self._attached = [], [], [], []
 
-    def _wait(self, ring: _C.ShmRing, source: int, destination: int, peer: int, what: str, timeout_s: float, needed: int = 1) -> None:
-        started = time.monotonic()
-        result = ring.wait(timeout_s, needed)
-        if result == _GONE:
-            raise TransferError(source, destination, f"rank {peer} is gone")
-        if result == _NOT_YET:
-            raise WaitTimeout(f"rank {peer}", what, time.monotonic() - started)
+
+def wait_for(ring: _C.ShmRing, source: int, destination: int, peer: int, what: str, timeout_s: float, needed: int = 1) -> None:
+    """Until `needed` slots of a ring are this end's.
+
+    Raises:
+        TransferError: the peer is gone.
+        WaitTimeout: it was not so in time.
+    """
+    started = time.monotonic()
+    result = ring.wait(timeout_s, needed)
+    if result == _GONE:
+        raise TransferError(source, destination, f"rank {peer} is gone")
+    if result == _NOT_YET:
+        raise WaitTimeout(f"rank {peer}", what, time.monotonic() - started)
 
 
-def _used(lane: Lane, slots: int) -> int:
+def used_slots(lane: Lane, slots: int) -> int:
+    """Slots of a lane's ring."""
     return min(slots, len(lane.message_bytes))

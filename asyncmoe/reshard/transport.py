@@ -17,7 +17,11 @@ Buffer = Any
 
 @runtime_checkable
 class Transport(Protocol):
-    """Messages that are sent and received."""
+    """Messages that are sent and received.
+
+    One whose `exchange` waits for messages on a GPU, instead of enqueueing them in the order of the caller's stream, says so by an
+    attribute `waits = True`; it is then called from a thread of its own.
+    """
 
     rank: int
 
@@ -51,6 +55,8 @@ class Lane:
 
 class Link(Protocol):
     """The lanes of one exchange that runs again and again. Message n of a lane uses slot `n % slots`; rounds go up from 0.
+
+    One whose slots are all on one device says which by an attribute `device` ("cpu", "cuda:0").
 
     A rank packs every outgoing lane's message of a round, closes the round, and then takes what arrived of an earlier one.
     """
@@ -109,8 +115,8 @@ class LocalTransport:
 class MessageLink:
     """A link over a `Transport`: a round is one call of its `exchange`, in a thread of its own while this one packs and unpacks.
 
-    Buffers on a GPU are exchanged from the calling thread: there transports enqueue and return, and it is the caller's stream
-    that orders them.
+    Unless `threaded`, rounds are exchanged from the calling thread: transports between GPUs enqueue and return, and it is the
+    caller's stream that orders them.
     """
 
     def __init__(self, transport: Transport, outgoing: Sequence[Lane], incoming: Sequence[Lane], slots: int, threaded: bool) -> None:

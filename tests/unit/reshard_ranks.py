@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from asyncmoe.reshard import PADDING, Box, Piece, Plan, RankLayout, exchange
+from asyncmoe.reshard import PADDING, Box, Piece, Plan, RankLayout, Transport, exchange
 
 Arrays = dict[str, np.ndarray]
 
@@ -87,3 +87,9 @@ def inside(values: np.ndarray, box: Box) -> np.ndarray:
 def _view(array: np.ndarray, piece: Piece) -> np.ndarray:
     strides = [s * array.itemsize for s in piece.strides]
     return np.lib.stride_tricks.as_strided(array.reshape(-1)[piece.offset :], piece.box.extent, strides)
+
+
+def wired_transports(ranks: int) -> list[Transport]:
+    """One transport for each of some threads."""
+    wires = _Wires()
+    return [_ThreadTransport(rank, wires) for rank in range(ranks)]

@@ -1,0 +1,203 @@
+"""Pack and unpack of one rank on a GPU, against plain device-to-device copies of the same bytes in the same run."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+import asyncmoe.reshard._C as _C
+from asyncmoe.errors import InvariantBroken, WaitTimeout
+from asyncmoe.models import family_of
+from asyncmoe.models.family import EngineParallel, MegatronParallel
+from asyncmoe.reshard import Plan, plan
+from asyncmoe.reshard.chunks import Chunks, chunk_limits, cut_transfer
+from asyncmoe.reshard.exchange import message_program
+from asyncmoe.reshard.gpu import Gpu
+from asyncmoe.reshard.memory import DeviceBuffer
+
+TRAINER, ENGINE = MegatronParallel(tp=2, ep=4, dp=2), EngineParallel(tp=4)
+"""A rank of either holds a quarter of the experts: about 15 GiB of bfloat16."""
+ROUNDS, WARM_UP = 15, 3
+_PATTERN_BYTES = 64 << 20
+_WORTH_A_COPY = 1 << 20
+"""Bytes of the smallest array that the plain copies include."""
+_TIMEOUT_S = 120.0
+_SEAL = 0x5EA1
+
+MODEL: dict[str, Any] = {
+    "model_type": "qwen3_moe",
+    "hidden_size": 2048,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "vocab_size": 151936,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768,
+    "intermediate_size": 6144,
+    "tie_word_embeddings": False,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "rms_norm_eps": 1e-6,
+    "hidden_act": "silu",
+    "norm_topk_prob": True,
+    "rope_theta": 1e6,
+    "max_position_embeddings": 40960,
+    "attention_bias": False,
+}
+"""config.json of Qwen/Qwen3-30B-A3B, as far as layouts depend on it."""
+
+
+def run(scale: float = 1.0, bucket_bytes: int = 512 << 20) -> dict[str, Any]:
+    """Measure on GPU 0.
+
+    Args:
+        scale: share of the model's layers, in (0, 1].
+        bucket_bytes: as an `Exchanger`'s; a kernel launch is one message.
+
+    Returns:
+        {"date", "card", "model", "bucket_bytes", "pack", "unpack"}; of either side "bytes", "messages" and "rate" (GB/s,
+        each byte counted once) of "copy" (the kernel, digest included) and "memcpy" (cudaMemcpyAsync out of or into the same
+        arrays, in pieces of the same size), medians of `ROUNDS` turns taken one after the other; and "share", the median of the
+        turns' quotients.
+
+    Raises:
+        UserError: no GPU, or no kernels built.
+        InvariantBroken: a message that was packed is not what its digest says.
+    """
+    gpu = Gpu(0)
+    hf = {**MODEL, "num_hidden_layers": max(1, round(MODEL["num_hidden_layers"] * scale))}
+    made = shard_plan(hf)
+    sides = {name: _measured(gpu, made, rank, bucket_bytes) for name, rank in (("pack", 0), ("unpack", TRAINER.world))}
+    shown = {key: hf[key] for key in ("hidden_size", "num_hidden_layers", "num_experts", "moe_intermediate_size", "vocab_size")}
+    date = datetime.now(UTC).strftime("%Y-%m-%d")
+    return {"date": date, "card": _C.cuda_device_name(0), "model": shown, "bucket_bytes": bucket_bytes, **sides}
+
+
+def shard_plan(hf: dict[str, Any]) -> Plan:
+    """Rank 0's part, and the first engine rank's, of the plan from `TRAINER` to `ENGINE`."""
+    family, dtype = family_of(hf), "bfloat16"
+    source = [family.megatron_layout(hf, TRAINER, rank, dtype) for rank in range(TRAINER.world)]
+    destination = [family.sglang_layout(hf, ENGINE, rank, dtype).at(TRAINER.world + rank) for rank in range(ENGINE.tp)]
+    return plan(family.tensors(hf), source, destination, ranks=[0, TRAINER.world])
+
+
+def results_path(results: dict[str, Any]) -> Path:
+    """Where results are kept: one file for each card and day."""
+    card = re.sub(r"[^A-Za-z0-9]+", "-", results["card"]).strip("-").lower()
+    return Path(__file__).parent / "results" / f"gpu-{results['date']}-{card}.json"
+
+
+def _measured(gpu: Gpu, made: Plan, rank: int, bucket_bytes: int) -> dict[str, Any]:
+    """One side, see `run`. Contents are random: a GPU may be faster on zeros."""
+    packing = rank in made.sources
+    storages = (made.sources if packing else made.destinations)[rank]
+    arrays = [gpu.allocate(storage.nbytes) for storage in storages.values()]
+    limits = chunk_limits(made, bucket_bytes)
+    remote = [t for t in made.transfers if t.source != t.destination and rank == (t.source if packing else t.destination)]
+    lanes = [cut_transfer(made, t, limits[t.source, t.destination]) for t in remote]
+    slots = [[gpu.allocate(lane.slot_bytes) for _ in range(2)] for lane in lanes]
+    _fill(gpu, [*arrays, *(slot for pair in slots for slot in pair)])
+    nbytes, messages = sum(t.nbytes for t in remote), sum(len(lane) for lane in lanes)
+    turns = {
+        "copy": (nbytes, _kernels(gpu, lanes, slots, arrays, packing)),
+        "memcpy": _memcpys(gpu, nbytes // messages, slots, arrays, packing),
+    }
+    rates: dict[str, list[float]] = {name: [] for name in turns}
+    for turn in range(WARM_UP + ROUNDS):
+        for name, (copied, enqueue) in turns.items():
+            rate = copied / _timed(gpu, enqueue) / 1e9
+            if turn >= WARM_UP:
+                rates[name].append(rate)
+    if packing:
+        _verify(gpu, lanes, slots, arrays)
+    share = median(ours / plain for ours, plain in zip(rates["copy"], rates["memcpy"], strict=True))
+    return {"bytes": nbytes, "messages": messages, "rate": {name: median(values) for name, values in rates.items()}, "share": share}
+
+
+def _fill(gpu: Gpu, buffers: list[DeviceBuffer]) -> None:
+    pattern = np.random.default_rng(0).integers(0, 256, _PATTERN_BYTES, np.uint8)
+    for buffer in buffers:
+        for start in range(0, buffer.nbytes, _PATTERN_BYTES):
+            part = buffer[start : start + _PATTERN_BYTES]
+            _C.copy_plainly(gpu.index, part.address, pattern.ctypes.data, part.nbytes, 0)
+    _finish(gpu)
+
+
+def _kernels(
+    gpu: Gpu, lanes: list[Chunks], slots: list[list[DeviceBuffer]], arrays: list[DeviceBuffer], packing: bool
+) -> Callable[[], None]:
+    """Enqueues every message of a rank, through two buffers a lane."""
+    programs = [_C.DeviceProgram(message_program(lane, "destination" if packing else "source"), gpu.index) for lane in lanes]
+    mine, messages = _addresses(arrays), [[_addresses([slot]) for slot in pair] for pair in slots]
+
+    def enqueue() -> None:
+        for number in range(max(len(lane) for lane in lanes)):
+            for program, lane, pair in zip(programs, lanes, messages, strict=True):
+                if number < len(lane):
+                    ends = (mine, pair[number % 2]) if packing else (pair[number % 2], mine)
+                    program.run(number, *ends, _SEAL, 0)
+
+    return enqueue
+
+
+def _memcpys(
+    gpu: Gpu, largest: int, slots: list[list[DeviceBuffer]], arrays: list[DeviceBuffer], packing: bool
+) -> tuple[int, Callable[[], None]]:
+    """Bytes, and a function that enqueues plain copies of pieces of at most `largest`, between the arrays and the buffers in turn.
+
+    Small arrays are left out, as launches of tiny copies would only slow this down.
+    """
+    buffers = [slot for pair in slots for slot in pair]
+    step = min(largest, *(buffer.nbytes for buffer in buffers)) // 256 * 256
+    pieces: list[tuple[int, int, int]] = []
+    for array in arrays:
+        for start in range(0, array.nbytes if array.nbytes >= _WORTH_A_COPY else 0, step):
+            there, here = buffers[len(pieces) % len(buffers)].address, array.address + start
+            count = min(step, array.nbytes - start)
+            pieces.append((there, here, count) if packing else (here, there, count))
+
+    def enqueue() -> None:
+        for destination, source, count in pieces:
+            _C.copy_plainly(gpu.index, destination, source, count, 0)
+
+    return sum(count for _, _, count in pieces), enqueue
+
+
+def _timed(gpu: Gpu, enqueue: Callable[[], None]) -> float:
+    started = time.perf_counter()
+    enqueue()
+    _finish(gpu)
+    return time.perf_counter() - started
+
+
+def _finish(gpu: Gpu) -> None:
+    event = _C.DeviceEvent(gpu.index)
+    event.record(0)
+    if not event.wait(_TIMEOUT_S):
+        raise WaitTimeout(gpu.device, "the copies that are measured", _TIMEOUT_S)
+
+
+def _verify(gpu: Gpu, lanes: list[Chunks], slots: list[list[DeviceBuffer]], arrays: list[DeviceBuffer]) -> None:
+    """The last message of each lane, as the kernel packed it, against the digest the host computes of it."""
+    _kernels(gpu, lanes, slots, arrays, packing=True)()
+    for lane, pair in zip(lanes, slots, strict=True):
+        number = len(lane) - 1
+        message = np.empty(lane.message_bytes(number), np.uint8)
+        _C.copy_plainly(gpu.index, message.ctypes.data, pair[number % 2].address, message.nbytes, 0)
+        _finish(gpu)
+        expected = _C.digest(message.ctypes.data, lane.nbytes[number]) ^ _SEAL
+        if int(message[-8:].view(np.uint64)[0]) != expected:
+            raise InvariantBroken(f"the GPU's digest of message {number + 1} to rank {lane.destination} is not the host's")
+
+
+def _addresses(buffers: list[DeviceBuffer]) -> np.ndarray:
+    return np.array([buffer.address for buffer in buffers], np.uint64).view(np.int64)

@@ -1,0 +1,202 @@
+"""Messages between GPU processes of one host, in the sender's device memory: the receiver unpacks them from where they were packed."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+import asyncmoe.reshard._C as _C
+from asyncmoe.errors import TransferError, WaitTimeout
+from asyncmoe.reshard.gpu import Event, Gpu, poll
+from asyncmoe.reshard.memory import DeviceBuffer
+from asyncmoe.reshard.shm_transport import ShmTransport, used_slots, wait_for
+from asyncmoe.reshard.transport import Lane, Link
+
+_HANDLE_BYTES = 64
+"""Of a cudaIpcMemHandle_t (CUDA runtime API)."""
+_ALIGNMENT = 256
+_CLOSING_S = 10.0
+
+
+class IpcTransport:
+    """CUDA IPC. Slots lie in the sender's device memory; a ring of shared memory (`ShmTransport`'s) tells which are filled and free.
+
+    Kernels wait for nothing: a slot changes hands when its kernel is done, which the host sees. A peer that dies is noticed as
+    `ShmTransport` notices it. The devices of two ranks may be one, or must reach each other (`cudaDeviceCanAccessPeer`); ranks
+    are processes, as CUDA opens no handle in the process that made it.
+
+    Args:
+        rank, session: as for `ShmTransport`.
+        device: number of this process's GPU.
+        stream: that of the `Exchanger`, a cudaStream_t as an integer.
+
+    Raises:
+        LayoutError: a session name that cannot be one.
+        UserError: no such GPU.
+    """
+
+    def __init__(self, rank: int, session: str, device: int, *, stream: int = 0, gpu: Gpu | None = None) -> None:
+        self.rank, self._stream = rank, stream
+        self._control = ShmTransport(rank, session)
+        self._gpu = gpu or Gpu(device)
+
+    def connect(self, outgoing: Sequence[Lane], incoming: Sequence[Lane], slots: int, timeout_s: float) -> Link:
+        """As `SharedTransport.connect`; device memory for all outgoing slots is taken here.
+
+        Raises:
+            WaitTimeout: a sender that was not there in time.
+            TransferError: as `ShmTransport.connect`; or the GPU has no memory left.
+        """
+        memory = [self._allocate(lane, slots) for lane in outgoing]
+        handles = [self._gpu.share(buffer) for buffer in memory]
+        created, attached = self._control.rings(_control(outgoing, slots), _control(incoming, slots), slots, timeout_s)
+        for ring, handle in zip(created, handles, strict=True):
+            ring.slot(0)[:] = np.frombuffer(handle, np.uint8)  # read with the first message, which is announced later
+        out = [_Sending(self.rank, lane, slots, ring, buffer) for lane, ring, buffer in zip(outgoing, created, memory, strict=True)]
+        into = [_Receiving(self.rank, lane, slots, ring, self._gpu) for lane, ring in zip(incoming, attached, strict=True)]
+        return _IpcLink(self._gpu, self._stream, out, into)
+
+    def _allocate(self, lane: Lane, slots: int) -> DeviceBuffer:
+        try:
+            return self._gpu.allocate(used_slots(lane, slots) * _stride(lane))
+        except RuntimeError as error:
+            raise TransferError(self.rank, lane.peer, str(error)) from error
+
+
+class _Half:
+    """One lane: its ring, and where its slots lie."""
+
+    def __init__(self, source: int, destination: int, lane: Lane, slots: int, ring: _C.ShmRing) -> None:
+        self.source, self.destination, self.lane, self.ring = source, destination, lane, ring
+        self.slots, self.count = used_slots(lane, slots), 0
+        self.memory: DeviceBuffer | None = None
+
+    def slot(self, number: int) -> DeviceBuffer:
+        assert self.memory is not None
+        start = self.count % self.slots * _stride(self.lane)
+        return self.memory[start : start + self.lane.message_bytes[number]]
+
+    def ready(self, needed: int) -> bool:
+        return self.ring.wait(0.0, needed) == 0
+
+    def wait(self, what: str, timeout_s: float, needed: int = 1) -> None:
+        wait_for(self.ring, self.source, self.destination, self.lane.peer, what, timeout_s, needed)
+
+
+class _Sending(_Half):
+    def __init__(self, rank: int, lane: Lane, slots: int, ring: _C.ShmRing, memory: DeviceBuffer) -> None:
+        super().__init__(rank, lane.peer, lane, slots, ring)
+        self.memory = memory
+
+    def close(self, deadline: float) -> None:
+        """Free the slots when the receiver has let go of them; one that does not in time keeps them until this process ends."""
+        while self.count and self.ring.wait(0.05, self.slots + 1) != 2:
+            if time.monotonic() > deadline:
+                _kept.append(self.memory)
+                break
+        self.memory = None
+
+
+_kept: list[DeviceBuffer | None] = []
+"""Memory a peer may still read: freeing it under an open handle is undefined (CUDA runtime API, cudaIpcOpenMemHandle)."""
+
+
+class _Receiving(_Half):
+    def __init__(self, rank: int, lane: Lane, slots: int, ring: _C.ShmRing, gpu: Gpu) -> None:
+        super().__init__(lane.peer, rank, lane, slots, ring)
+        self._gpu = gpu
+
+    def slot(self, number: int) -> DeviceBuffer:
+        if self.memory is None:
+            handle = self.ring.slot(0).tobytes()
+            try:
+                self.memory = self._gpu.open(handle, self.slots * _stride(self.lane))
+            except RuntimeError as error:
+                raise TransferError(self.source, self.destination, str(error)) from error
+        return super().slot(number)
+
+
+class _IpcLink:
+    """See `asyncmoe.reshard.transport.Link`. Hand-overs wait in a queue until the kernels before them are done."""
+
+    def __init__(self, gpu: Gpu, stream: int, out: list[_Sending], into: list[_Receiving]) -> None:
+        self.device = gpu.device
+        self._gpu, self._stream, self._out, self._into = gpu, stream, out, into
+        self._pending: deque[tuple[Event, _Half]] = deque()
+        self._events: list[Event] = []
+
+    def pack_into(self, lane: int, number: int, timeout_s: float) -> DeviceBuffer:
+        half = self._out[lane]
+        self._wait(half, "room for another message", timeout_s)
+        return half.slot(number)
+
+    def post(self, lane: int, number: int) -> None:
+        self._hand_over(self._out[lane])
+
+    def close_round(self, number: int, timeout_s: float) -> None:
+        self._settle(lambda event: event.done())
+
+    def unpack_from(self, lane: int, number: int, timeout_s: float) -> DeviceBuffer:
+        half = self._into[lane]
+        self._wait(half, "its message", timeout_s)
+        return half.slot(number)
+
+    def release(self, lane: int, number: int) -> None:
+        self._hand_over(self._into[lane])
+
+    def finish(self, timeout_s: float) -> None:
+        self._settle(self._until(timeout_s))
+        for half in self._out:
+            half.wait("it to take the last message", timeout_s, needed=half.slots)
+
+    def close(self) -> None:
+        deadline = time.monotonic() + _CLOSING_S
+        for event, _ in self._pending:
+            poll(event.done, max(0.0, deadline - time.monotonic()))
+        self._pending.clear()
+        for receiving in self._into:
+            receiving.memory = None  # before its ring tells the sender
+        self._into = []
+        for half in self._out:
+            half.close(deadline)
+        self._out = []
+
+    def _hand_over(self, half: _Half) -> None:
+        half.count += 1
+        event = self._events.pop() if self._events else self._gpu.event()
+        event.record(self._stream)
+        self._pending.append((event, half))
+
+    def _wait(self, half: _Half, what: str, timeout_s: float) -> None:
+        """Until a slot of a lane is this rank's. All that peers may be waiting for is handed over before this rank waits for them."""
+        self._settle(lambda event: event.done())
+        if not half.ready(1 + sum(owner is half for _, owner in self._pending)):
+            self._settle(self._until(timeout_s))
+            half.wait(what, timeout_s)
+
+    def _settle(self, done: Callable[[Event], bool]) -> None:
+        """Hand over, in order, as long as kernels are done."""
+        while self._pending and done(self._pending[0][0]):
+            event, half = self._pending.popleft()
+            self._events.append(event)
+            half.ring.advance()
+
+    def _until(self, timeout_s: float) -> Callable[[Event], bool]:
+        def done(event: Event) -> bool:
+            if not poll(event.done, timeout_s):
+                raise WaitTimeout(self.device, "the copies enqueued on its stream", timeout_s)
+            return True
+
+        return done
+
+
+def _control(lanes: Sequence[Lane], slots: int) -> list[Lane]:
+    """The rings that tell of slots: as many of them, each as large as a handle."""
+    return [Lane(lane.peer, (_HANDLE_BYTES,) * used_slots(lane, slots), _HANDLE_BYTES) for lane in lanes]
+
+
+def _stride(lane: Lane) -> int:
+    return -(-lane.slot_bytes // _ALIGNMENT) * _ALIGNMENT

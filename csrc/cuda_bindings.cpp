@@ -1,0 +1,122 @@
+#include "cuda_bindings.h"
+
+#include <pybind11/numpy.h>
+#include <pybind11/stl.h>
+
+#include <algorithm>
+#include <chrono>
+#include <memory>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "copy_table.h"
+#ifdef ASYNCMOE_CUDA
+#include "device.h"
+#include "device_program.h"
+#endif
+
+namespace py = pybind11;
+
+namespace asyncmoe {
+namespace {
+
+using Int64Array = py::array_t<int64_t, py::array::c_style>;
+
+std::vector<int64_t> numbers(const Int64Array& array) {
+    if (array.ndim() != 1) throw std::invalid_argument("expected int64[n]");
+    return {array.data(), array.data() + array.shape(0)};
+}
+
+uint64_t emulate_cuda(const Program& program, int64_t chunk, const Int64Array& sources, const Int64Array& destinations,
+                      int blocks) {
+    return emulate(program, CopyTable(program), chunk, numbers(sources), numbers(destinations), std::max(1, blocks));
+}
+
+// (source offset, destination offset, bytes left in the run) of a byte of a box.
+py::tuple locate_on_cuda(const Program& program, int64_t job, int64_t position) {
+    const Place place = locate(job_of(program.descriptors().at(static_cast<size_t>(job)), 0), position);
+    return py::make_tuple(place.source, place.destination, place.left);
+}
+
+#ifdef ASYNCMOE_CUDA
+// Looks often at first, then in pauses, so that Ctrl-C is seen.
+bool wait_for_event(const DeviceEvent& event, double timeout_s) {
+    using Clock = std::chrono::steady_clock;
+    constexpr auto kEager = std::chrono::microseconds(500), kPause = std::chrono::microseconds(50);
+    const auto started = Clock::now();
+    const auto limit =
+        std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(std::clamp(timeout_s, 0.0, 1e9)));
+    for (int64_t looks = 1;; ++looks) {
+        {
+            py::gil_scoped_release released;
+            if (event.done()) return true;
+            if (Clock::now() - started > kEager) std::this_thread::sleep_for(kPause);
+        }
+        if (Clock::now() - started > limit) return false;
+        if (looks % 256 == 0 && PyErr_CheckSignals() != 0) throw py::error_already_set();
+    }
+}
+
+void define_device(py::module_& module) {
+    py::class_<DeviceStream>(module, "DeviceStream", "A stream that does not wait for the default one (csrc/device.h).")
+        .def(py::init<int>(), py::arg("device"))
+        .def_property_readonly("handle", &DeviceStream::handle);
+    py::class_<DeviceEvent>(module, "DeviceEvent", "A point in a stream (csrc/device.h).")
+        .def(py::init<int>(), py::arg("device"))
+        .def("record", &DeviceEvent::record, py::arg("stream"))
+        .def("done", &DeviceEvent::done)
+        .def("hold", &DeviceEvent::hold, py::arg("stream"))
+        .def("wait", &wait_for_event, py::arg("timeout_s"), "Whether the device came past it in time.");
+    py::class_<DeviceMemory>(module, "DeviceMemory", "Memory of a device (csrc/device.h).")
+        .def(py::init<int, int64_t>(), py::arg("device"), py::arg("nbytes"))
+        .def_static(
+            "open",
+            [](int device, int64_t nbytes, const py::bytes& handle) {
+                return std::make_unique<DeviceMemory>(device, nbytes, std::string(handle));
+            },
+            py::arg("device"), py::arg("nbytes"), py::arg("handle"))
+        .def_property_readonly("address", &DeviceMemory::address)
+        .def_property_readonly("nbytes", &DeviceMemory::nbytes)
+        .def("handle", [](const DeviceMemory& self) { return py::bytes(self.handle()); });
+    py::class_<DeviceProgram>(module, "DeviceProgram", "A program on a GPU (csrc/device_program.h).")
+        .def(py::init<const Program&, int>(), py::arg("program"), py::arg("device"), py::keep_alive<1, 2>())
+        .def(
+            "run",
+            [](DeviceProgram& self, int64_t chunk, const Int64Array& sources, const Int64Array& destinations,
+               uint64_t seal, uintptr_t stream) {
+                const auto from = numbers(sources), to = numbers(destinations);
+                py::gil_scoped_release released;
+                self.run(chunk, from, to, seal, stream);
+            },
+            py::arg("chunk"), py::arg("sources").noconvert(), py::arg("destinations").noconvert(), py::arg("seal"),
+            py::arg("stream"), "Enqueue a chunk as one kernel launch. Addresses are not checked.")
+        .def("take_mismatch", &DeviceProgram::take_mismatch);
+    module.def("swap_device", &swap_device, py::arg("device"));
+    module.def("cuda_device_name", &cuda_device_name, py::arg("device"));
+    module.def("copy_plainly", &copy_plainly, py::arg("device"), py::arg("destination"), py::arg("source"),
+               py::arg("nbytes"), py::arg("stream"),
+               "Enqueue a cudaMemcpyAsync within a device, or between the host and it.");
+}
+#endif
+
+}  // namespace
+
+void bind_cuda(py::module_& module) {
+    module.def("emulate_cuda", &emulate_cuda, py::arg("program"), py::arg("chunk"), py::arg("sources").noconvert(),
+               py::arg("destinations").noconvert(), py::arg("blocks") = 1,
+               "Run a chunk as the copy kernel would, in host memory, and return its message's digest. Slow.");
+    module.def(
+        "locate_on_cuda", &locate_on_cuda, py::arg("program"), py::arg("job"), py::arg("position"),
+        "Where the copy kernel finds a byte of a box: (source offset, destination offset, bytes left in its run).");
+#ifdef ASYNCMOE_CUDA
+    module.attr("CUDA") = true;
+    module.def("cuda_device_count", &cuda_device_count);
+    define_device(module);
+#else
+    module.attr("CUDA") = false;
+    module.def("cuda_device_count", [] { return 0; });
+#endif
+}
+
+}  // namespace asyncmoe

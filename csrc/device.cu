@@ -1,0 +1,113 @@
+#include <cstring>
+
+#include "device.h"
+#include "device_scope.h"
+
+namespace asyncmoe {
+namespace {
+
+cudaStream_t stream_of(uintptr_t handle) { return reinterpret_cast<cudaStream_t>(handle); }
+
+cudaEvent_t event_of(void* event) { return static_cast<cudaEvent_t>(event); }
+
+}  // namespace
+
+int cuda_device_count() {
+    int count = 0;
+    if (cudaGetDeviceCount(&count) == cudaSuccess) return count;
+    cudaGetLastError();
+    return 0;
+}
+
+int swap_device(int device) {
+    int before = 0;
+    check(cudaGetDevice(&before), "cudaGetDevice");
+    check(cudaSetDevice(device), "cudaSetDevice " + std::to_string(device));
+    return before;
+}
+
+std::string cuda_device_name(int device) {
+    cudaDeviceProp properties;
+    check(cudaGetDeviceProperties(&properties, device), "cudaGetDeviceProperties");
+    return properties.name;
+}
+
+DeviceStream::DeviceStream(int device) : device_(device) {
+    const DeviceScope scope(device);
+    cudaStream_t stream = nullptr;
+    check(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "cudaStreamCreateWithFlags");
+    handle_ = reinterpret_cast<uintptr_t>(stream);
+}
+
+DeviceStream::~DeviceStream() { cudaStreamDestroy(stream_of(handle_)); }
+
+DeviceEvent::DeviceEvent(int device) : device_(device) {
+    const DeviceScope scope(device);
+    cudaEvent_t event = nullptr;
+    check(cudaEventCreateWithFlags(&event, cudaEventDisableTiming), "cudaEventCreateWithFlags");
+    event_ = event;
+}
+
+DeviceEvent::~DeviceEvent() { cudaEventDestroy(event_of(event_)); }
+
+void DeviceEvent::record(uintptr_t stream) {
+    const DeviceScope scope(device_);
+    check(cudaEventRecord(event_of(event_), stream_of(stream)), "cudaEventRecord");
+}
+
+bool DeviceEvent::done() const {
+    const cudaError_t status = cudaEventQuery(event_of(event_));
+    if (status == cudaErrorNotReady) {
+        cudaGetLastError();
+        return false;
+    }
+    check(status, "what was enqueued on the GPU");
+    return true;
+}
+
+void DeviceEvent::hold(uintptr_t stream) const {
+    const DeviceScope scope(device_);
+    check(cudaStreamWaitEvent(stream_of(stream), event_of(event_), 0), "cudaStreamWaitEvent");
+}
+
+DeviceMemory::DeviceMemory(int device, int64_t nbytes) : device_(device), nbytes_(nbytes), foreign_(false) {
+    const DeviceScope scope(device);
+    check(cudaMalloc(&start_, static_cast<size_t>(nbytes)), "cudaMalloc of " + std::to_string(nbytes) + " bytes");
+}
+
+DeviceMemory::DeviceMemory(int device, int64_t nbytes, const std::string& handle)
+    : device_(device), nbytes_(nbytes), foreign_(true) {
+    static_assert(sizeof(cudaIpcMemHandle_t) == kHandleBytes, "the size of a handle");
+    if (handle.size() != kHandleBytes) throw std::invalid_argument("a handle of another size");
+    const DeviceScope scope(device);
+    cudaIpcMemHandle_t copy;
+    std::memcpy(&copy, handle.data(), sizeof copy);
+    check(cudaIpcOpenMemHandle(&start_, copy, cudaIpcMemLazyEnablePeerAccess), "cudaIpcOpenMemHandle");
+}
+
+DeviceMemory::~DeviceMemory() {
+    int before = 0;
+    cudaGetDevice(&before);
+    cudaSetDevice(device_);
+    if (foreign_)
+        cudaIpcCloseMemHandle(start_);
+    else
+        cudaFree(start_);
+    cudaSetDevice(before);
+}
+
+std::string DeviceMemory::handle() const {
+    const DeviceScope scope(device_);
+    cudaIpcMemHandle_t handle;
+    check(cudaIpcGetMemHandle(&handle, start_), "cudaIpcGetMemHandle");
+    return {reinterpret_cast<const char*>(&handle), sizeof handle};
+}
+
+void copy_plainly(int device, uintptr_t destination, uintptr_t source, int64_t nbytes, uintptr_t stream) {
+    const DeviceScope scope(device);
+    check(cudaMemcpyAsync(reinterpret_cast<void*>(destination), reinterpret_cast<const void*>(source),
+                          static_cast<size_t>(nbytes), cudaMemcpyDefault, stream_of(stream)),
+          "cudaMemcpyAsync");
+}
+
+}  // namespace asyncmoe

@@ -1,0 +1,142 @@
+"""The protocol of messages in device memory, with a fake GPU and the ranks as threads."""
+
+from __future__ import annotations
+
+import secrets
+import threading
+import time
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from reshard_gpu_fakes import FakeGpu
+from reshard_ranks import blank, filled, numbered
+
+from asyncmoe.errors import LayoutError, TransferError, UserError, WaitTimeout
+from asyncmoe.reshard import Box, Exchanger, LayoutBuilder, RankLayout, SharedTransport, plan
+from asyncmoe.reshard.ipc_transport import IpcTransport
+from asyncmoe.reshard.shm_transport import ShmTransport
+from asyncmoe.reshard.transport import Lane
+
+WORLD = 3
+SHAPES = {"w": (120, 90)}
+
+
+def striped(rank: int, by_column: bool) -> RankLayout:
+    builder = LayoutBuilder(rank, "int32")
+    builder.stack("w", [("w", Box((0, 30 * rank), (120, 30)) if by_column else Box((40 * rank, 0), (40, 90)))])
+    return builder.build()
+
+
+@pytest.fixture
+def session() -> str:
+    return f"test-{secrets.token_hex(6)}"
+
+
+def play(ranks: int, part: Callable[[int], None]) -> None:
+    failures: list[BaseException] = []
+
+    def run(rank: int) -> None:
+        try:
+            part(rank)
+        except BaseException as error:  # noqa: BLE001 (raised again below)
+            failures.append(error)
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(ranks)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    if failures:
+        raise failures[0]
+
+
+@pytest.mark.parametrize("looks", [0, 1, 5])
+@pytest.mark.parametrize("buffers", [1, 2, 3])
+def test_all_to_all_again_and_again(session: str, buffers: int, looks: int) -> None:
+    made = plan(SHAPES, [striped(r, False) for r in range(WORLD)], [striped(r, True) for r in range(WORLD)])
+    values = numbered(SHAPES)
+
+    def part(rank: int) -> None:
+        mine, got = filled(striped(rank, False), values), blank(striped(rank, True))
+        transport = IpcTransport(rank, session, 0, gpu=FakeGpu(looks))
+        with Exchanger(made, transport, bucket_bytes=3000, buffers=buffers, timeout_s=30, threads=1) as exchanger:
+            exchanger.bind(mine, got)
+            for number in range(3):
+                for name, array in filled(striped(rank, False), values).items():
+                    mine[name][...] = array + 1000 * number
+                exchanger.run()
+                for name, expected in filled(striped(rank, True), values).items():
+                    np.testing.assert_array_equal(got[name], expected + 1000 * number)
+
+    play(WORLD, part)
+
+
+def linked(session: str, looks: int, timeout_s: float = 20) -> tuple[object, object]:
+    lane = ((16,) * 5, 16)
+    found: dict[int, object] = {}
+
+    def part(rank: int) -> None:
+        lanes = [Lane(1 - rank, *lane)]
+        transport = IpcTransport(rank, session, 0, gpu=FakeGpu(looks))
+        found[rank] = transport.connect(lanes if rank == 0 else [], lanes if rank else [], 2, timeout_s)
+
+    play(2, part)
+    return found[0], found[1]
+
+
+def test_a_slot_is_handed_over_when_its_kernel_is_done(session: str) -> None:
+    sender, receiver = linked(session, looks=1 << 60)
+    sender.pack_into(0, 0, 5)
+    sender.post(0, 0)
+    sender.close_round(0, 5)
+    with pytest.raises(WaitTimeout, match="rank 0: its message"):
+        receiver.unpack_from(0, 0, 0.3)
+    sender._pending[0][0].left = 0
+    sender.close_round(0, 5)
+    assert receiver.unpack_from(0, 0, 5).nbytes == 16
+
+
+def test_a_slot_is_not_filled_twice_before_it_is_handed_over(session: str) -> None:
+    sender, _ = linked(session, looks=1 << 60)
+    first, second = sender.pack_into(0, 0, 5), None
+    sender.post(0, 0)
+    second = sender.pack_into(0, 1, 5)
+    sender.post(0, 1)
+    assert first.address != second.address
+    with pytest.raises(WaitTimeout, match="stream"):
+        sender.pack_into(0, 2, 0.3)
+
+
+def test_a_receiver_that_leaves_is_missed(session: str) -> None:
+    sender, receiver = linked(session, looks=0)
+    for number in range(2):
+        sender.pack_into(0, number, 5)
+        sender.post(0, number)
+    sender.close_round(0, 5)
+    receiver.unpack_from(0, 0, 5)
+    receiver.close()
+    del receiver
+    with pytest.raises(TransferError, match="rank 1 is gone"):
+        sender.pack_into(0, 2, 30)
+    started = time.monotonic()
+    sender.close()
+    assert time.monotonic() - started < 5
+
+
+def test_it_is_a_shared_transport_that_needs_a_gpu() -> None:
+    assert isinstance(IpcTransport(0, "s", 0, gpu=FakeGpu()), SharedTransport)
+    with pytest.raises(LayoutError, match="session"):
+        IpcTransport(0, "a/b", 0, gpu=FakeGpu())
+    with pytest.raises(UserError, match="GPU 99"):
+        IpcTransport(0, "s", 99)
+
+
+def test_arrays_of_a_gpu_do_not_go_through_messages_of_the_host(session: str) -> None:
+    torch = pytest.importorskip("torch")
+    if not torch.cuda.is_available():
+        made = plan(SHAPES, [striped(0, False), striped(1, False), striped(2, False)], [striped(0, True)])
+        exchanger = Exchanger(made, ShmTransport(1, session), timeout_s=5)
+        exchanger._link.device = "cuda:0"
+        with pytest.raises(LayoutError, match="got cpu and cuda:0, expected all on one device"):
+            exchanger.bind(blank(striped(1, False)), None)

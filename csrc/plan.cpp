@@ -336,8 +336,12 @@ void Holdings::overlaps(int64_t tensor, const Region& wanted, Visit&& visit) con
 
 // ---------------------------------------------------------------- who sends what
 
-Matching::Matching(const Holdings& holdings, Side wanted, std::vector<int64_t> item_bytes, bool in_place)
-    : holdings_(holdings), wanted_(std::move(wanted)), item_bytes_(std::move(item_bytes)), in_place_(in_place) {
+Matching::Matching(const Holdings& holdings, Side wanted, std::vector<int64_t> item_bytes, CastPair cast, bool in_place)
+    : holdings_(holdings),
+      wanted_(std::move(wanted)),
+      item_bytes_(std::move(item_bytes)),
+      cast_(cast),
+      in_place_(in_place) {
     needs_.resize(wanted_.tables.size());
     for (size_t t = 0; t < needs_.size() && !fault_; ++t) find_needs(static_cast<int32_t>(t));
     if (fault_) return;
@@ -366,7 +370,8 @@ void Matching::find_needs(int32_t number) {
             ++count[holdings_.cell(cell).group];
             for (int64_t h = holdings_.cell(cell).first_holder; h < holdings_.last_holder(cell) && !fault_; ++h) {
                 const auto& holder = holdings_.holders()[h];
-                if (holdings_.side().tables[holder.table][holder.row][kDtype] != piece[kDtype])
+                const int64_t held = holdings_.side().tables[holder.table][holder.row][kDtype];
+                if (held != piece[kDtype] && !(held == cast_.from && piece[kDtype] == cast_.to))
                     fault_ = Fault{true, number, row, holder.table, holder.row};
             }
         });
@@ -535,18 +540,20 @@ struct Matching::Emitter {
 
     void add(int64_t source, const int64_t* from, int64_t destination, const int64_t* to, const Region& box) {
         const int64_t item = matching.item_bytes_[to[kDtype]];
+        const int64_t from_item = from ? matching.item_bytes_[from[kDtype]] : 0;
         Copy copy{source, matching.wanted_.ranks[destination], {}};
         auto& c = copy.columns;
         c[kFrom] = from ? from[kStorage] : -1;
         c[kTo] = to[kStorage];
-        c[kFromOffset] = from ? place(from, box) * item : 0;
+        c[kFromOffset] = from ? place(from, box) * from_item : 0;
         c[kToOffset] = place(to, box) * item;
         c[kItemBytes] = item;
         for (int k = 0; k < kMaxDims; ++k) {
             c[kCopyExtents + k] = box.extent[k];
             c[kToStrides + k] = to[kStrides + k] * item;
-            c[kFromStrides + k] = from ? from[kStrides + k] * item : 0;
+            c[kFromStrides + k] = from ? from[kStrides + k] * from_item : 0;
         }
+        c[kCopyCast] = from && from[kDtype] != to[kDtype];
         copies.push_back(copy);
     }
 

@@ -88,7 +88,7 @@ def _loading(shapes: Shapes, parts: Sequence[Bucket], mine: RankLayout) -> list[
     pieces = tuple(replace(piece, storage=str(i)) for i, part in enumerate(parts) for piece in part.layout.pieces)
     made = plan(shapes, [RankLayout(mine.rank, storages, pieces)], [mine])
     used = [int(name) for name in made.sources[mine.rank]]
-    rows = local_rows([transfer.copies for transfer in made.transfers])
+    rows, _ = local_rows([transfer.copies for transfer in made.transfers])
     number = np.array([*used, -1])[rows[:, 0]]
     loads = []
     for i in range(len(parts)):

@@ -45,7 +45,8 @@ def relay(
 
     The first round reads the source arrays. Later ones read and write the destination arrays: a rank passes them to `exchange` as
     both. Together the rounds write every destination element exactly once. A destination rank that is a source as well gets
-    all it needs in the first round, since it has some of it already.
+    all it needs in the first round, since it has some of it already. Casts are made in the first round; a tensor that is float32 in
+    one destination and bfloat16 in another cannot be passed on, and is refused.
 
     Args:
         tensors, source, destination, ranks: as for `asyncmoe.reshard.plan`.

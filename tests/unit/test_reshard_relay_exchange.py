@@ -6,82 +6,31 @@ import multiprocessing
 import secrets
 import threading
 import time
-from collections.abc import Sequence
-from datetime import timedelta
 from pathlib import Path
 
 import numpy as np
 import pytest
-import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from relay_ranks import SHAPES, TRAINERS, layouts, play
 from reshard_ranks import blank, filled, numbered
 from test_reshard_exchanger import Messages, ThreadTransport, Wires, on_ranks
 from test_reshard_plan import Case
 from test_reshard_random import cases
 
 from asyncmoe.errors import LayoutError, TransferError
-from asyncmoe.reshard import Box, LayoutBuilder, Plan, RankLayout, RelayExchanger, SharedTransport, Transport, relay
+from asyncmoe.reshard import LayoutBuilder, Plan, RelayExchanger, relay
 from asyncmoe.reshard.layout import whole
 from asyncmoe.reshard.relay_exchange import needed_rounds
-from asyncmoe.reshard.shm_transport import ShmTransport
-from asyncmoe.reshard.torch_transport import TorchTransport
-
-SHAPES = {"w": (96, 40), "v": (50,)}
-TRAINERS, BUCKET = 2, 2000
-
-
-def layouts(engines: int) -> tuple[list[RankLayout], list[RankLayout]]:
-    """Rows on two trainer ranks; columns on the two ranks of each engine, v on both."""
-    source, destination = [], []
-    for r in range(TRAINERS):
-        builder = LayoutBuilder(r, "int32")
-        builder.stack("w", [("w", Box((48 * r, 0), (48, 40)))])
-        builder.stack("v", [("v", Box((25 * r,), (25,)))])
-        source.append(builder.build())
-    for r in range(2):
-        builder = LayoutBuilder(r, "int32")
-        builder.stack("w", [("w", Box((0, 20 * r), (96, 20)))])
-        builder.stack("v", [("v", Box((0,), (50,)))])
-        destination += [builder.build().at(TRAINERS + 2 * e + r) for e in range(engines)]
-    return source, sorted(destination, key=lambda layout: layout.rank)
-
-
-def _play(rank: int, engines: int, way: str, place: str, session: str) -> None:
-    source, destination = layouts(engines)
-    plans = relay(SHAPES, source, destination, ranks=[rank])
-    transports: Sequence[Transport | SharedTransport]
-    if way == "gloo":
-        world, store = TRAINERS + 2 * engines, dist.FileStore(str(Path(place, "store")), TRAINERS + 2 * engines)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=60))
-        transports = [TorchTransport(dist.new_group()) for _ in plans]
-    else:
-        transports = [ShmTransport(rank, f"{session}-{number}") for number in range(len(plans))]
-    values = numbered(SHAPES)
-    held = filled(source[rank], values) if rank < TRAINERS else {}
-    wanted = blank(destination[rank - TRAINERS]) if rank >= TRAINERS else {}
-    with RelayExchanger(plans, transports, bucket_bytes=BUCKET, timeout_s=60, threads=1) as exchanger:
-        exchanger.bind(held, wanted)
-        for number in range(3):
-            for array in held.values():
-                array += 1000 * number
-            moved = exchanger.run()
-            for name, array in wanted.items():
-                np.testing.assert_array_equal(array, filled(destination[rank - TRAINERS], values)[name] + 1000 * sum(range(number + 1)))
-                array[...] = -1
-        assert exchanger.buffer_bytes <= 4 * BUCKET
-    Path(place, f"{rank}.done").write_text(f"{moved.sent} {moved.received}")
-    if way == "gloo":
-        dist.barrier()
-        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("engines", [2, 3])
 @pytest.mark.parametrize("way", ["gloo", "shm"])
 def test_trainers_send_the_bytes_of_one_engine(way: str, engines: int, tmp_path: Path) -> None:
     world, session = TRAINERS + 2 * engines, f"test-{secrets.token_hex(6)}"
-    context = multiprocessing.get_context("spawn")
-    processes = [context.Process(target=_play, args=(rank, engines, way, str(tmp_path), session)) for rank in range(world)]
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch.distributed"])  # once for all ranks
+    processes = [context.Process(target=play, args=(rank, engines, way, str(tmp_path), session)) for rank in range(world)]
     for process in processes:
         process.start()
     for process in processes:
@@ -108,13 +57,13 @@ def test_random_layouts_are_relayed(case: Case, replicas: int, bucket_bytes: int
     held = {layout.rank: filled(layout, values) for layout in source}
     got = {layout.rank: blank(layout) for layout in destination}
 
-    def play(rank: int) -> None:
+    def turn(rank: int) -> None:
         transports = [ThreadTransport(rank, wire) for wire in wires[: len(plans)]]
         with RelayExchanger(plans, transports, bucket_bytes=bucket_bytes * 20, buffers=buffers, timeout_s=20, threads=1) as exchanger:
             exchanger.bind(held.get(rank), got.get(rank))
             exchanger.run()
 
-    assert on_ranks(ranks, play) == []
+    assert on_ranks(ranks, turn) == []
     for layout in destination:
         for name, expected in filled(layout, values).items():
             np.testing.assert_array_equal(got[layout.rank][name], expected)
@@ -135,7 +84,7 @@ def test_nothing_is_passed_on_before_it_is_there_and_not_all_is_waited_for() -> 
     order: list[tuple[int, int]] = []
     lock = threading.Lock()
 
-    def play(rank: int) -> None:
+    def turn(rank: int) -> None:
         class Noted(ThreadTransport):
             def exchange(self, sends: Messages, receives: Messages, timeout_s: float) -> None:
                 with lock:
@@ -154,7 +103,7 @@ def test_nothing_is_passed_on_before_it_is_there_and_not_all_is_waited_for() -> 
             exchanger.bind(filled(source[rank], values) if rank < TRAINERS else None, got.get(rank))
             exchanger.run()
 
-    assert on_ranks(range(6), play) == []
+    assert on_ranks(range(6), turn) == []
     for layout in destination:
         for name, expected in filled(layout, values).items():
             np.testing.assert_array_equal(got[layout.rank][name], expected)
@@ -212,13 +161,13 @@ def test_a_damaged_message_ends_both_rounds() -> None:
     plans, values, wires = relay(SHAPES, source, destination), numbered(SHAPES), [Wires(flip), Wires()]
     got = {layout.rank: blank(layout) for layout in destination}
 
-    def play(rank: int) -> None:
+    def turn(rank: int) -> None:
         transports = [ThreadTransport(rank, wire) for wire in wires]
         with RelayExchanger(plans, transports, bucket_bytes=1500, timeout_s=1, threads=1) as exchanger:
             exchanger.bind(filled(source[rank], values) if rank < TRAINERS else None, got.get(rank))
             exchanger.run()
 
-    failures = on_ranks(range(6), play)
+    failures = on_ranks(range(6), turn)
     damaged = [error for error in failures if isinstance(error, TransferError)]
     assert [(error.source, error.destination) for error in damaged] == [(0, 2)]
 

@@ -18,6 +18,7 @@ import numpy as np
 
 from asyncmoe.bench.copies import copy_rates
 from asyncmoe.bench.memory import Growth
+from asyncmoe.bench.others import obstacles
 from asyncmoe.errors import InvariantBroken, TransferError, WaitTimeout
 from asyncmoe.models import family_of
 from asyncmoe.models.family import EngineParallel, MegatronParallel
@@ -85,7 +86,8 @@ def run(hf: dict[str, Any] | None = None, rounds: int = ROUNDS) -> dict[str, Any
     the machine does is the same for all. Every process has one thread of copies and is pinned to one core.
 
     Returns:
-        {"date", "machine", "load", "model", "copies", "cases"}; "copies" is what `copy_rates` returns. A case has "name",
+        {"date", "machine", "load", "rounds", "model", "copies", "not_run", "cases"}; "copies" is what `copy_rates` returns, "not_run"
+        says why other systems are not among the baselines. A case has "name",
         "transport", "bytes_wire", "bytes_lower_bound" (what the engine ranks hold); "seconds", medians over the rounds ("plan" and
         "prepare" are needed once; "pack", "wire", "unpack" and "commit" are those of the slowest rank; "verify" is 0, as digests
         are computed in the pass that packs and unpacks; "total" is from barrier to barrier); "baseline_seconds" and "speedup" by
@@ -105,8 +107,17 @@ def run(hf: dict[str, Any] | None = None, rounds: int = ROUNDS) -> dict[str, Any
     made = plan(family_of(hf).tensors(hf), source, destination)
     copies = copy_rates(made, 0, destination[0].rank, BUCKET_BYTES, rounds)
     date = datetime.now(UTC).strftime("%Y-%m-%d")
-    shown = {key: hf[key] for key in ("hidden_size", "num_hidden_layers", "num_experts", "moe_intermediate_size", "vocab_size")}
-    return {"date": date, "machine": machine, "load": before, "rounds": rounds, "model": shown, "copies": copies, "cases": cases}
+    keys = ("hidden_size", "num_hidden_layers", "num_experts", "moe_intermediate_size", "vocab_size")
+    return {
+        "date": date,
+        "machine": machine,
+        "load": before,
+        "rounds": rounds,
+        "model": {key: hf[key] for key in keys},
+        "copies": copies,
+        "not_run": obstacles(),
+        "cases": cases,
+    }
 
 
 def case(hf: dict[str, Any], name: str, rounds: int) -> list[dict[str, Any]]:

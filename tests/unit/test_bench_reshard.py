@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import numpy as np
+import torch
 
 from asyncmoe.bench import reshard
 from asyncmoe.bench.copies import copy_rates
 from asyncmoe.bench.memory import Growth
+from asyncmoe.bench.others import obstacles
 from asyncmoe.models import family_of
 from asyncmoe.reshard import plan
 
@@ -42,3 +44,11 @@ def test_growth_is_what_was_touched_at_the_highest() -> None:
     del array
     assert 47 << 20 < growth.peak_bytes() < 80 << 20
     assert Growth().peak_bytes() < 16 << 20
+
+
+def test_systems_that_cannot_run_say_why() -> None:
+    found = obstacles()
+    assert set(found) == {"awex", "megatron_core"}
+    if not torch.cuda.is_available():
+        assert "refuses a machine without CUDA" in found["megatron_core"] or "no megatron.core" in found["megatron_core"]
+    assert "_VALID_COMM_BACKENDS" in found["awex"]

@@ -12,7 +12,7 @@ ENGINE := .venv-engine
 NEXT   := .venv-next
 PIP    := -m pip install --quiet --disable-pip-version-check
 
-.PHONY: setup demo test test-unit test-megatron-next lint clean
+.PHONY: setup demo test test-unit test-megatron-next sanitize lint clean
 .DELETE_ON_ERROR:
 
 setup: $(TRAIN)/.installed $(TRAIN)/.built $(ENGINE)/.installed
@@ -25,6 +25,10 @@ test: setup lint
 
 test-unit: setup lint
 	$(TRAIN)/bin/python -m pytest tests/unit
+
+# The extension under AddressSanitizer and UndefinedBehaviorSanitizer, in a build of its own.
+sanitize: setup
+	PYTHON=$(TRAIN)/bin/python tests/sanitize.sh
 
 lint: setup
 	$(TRAIN)/bin/ruff check .

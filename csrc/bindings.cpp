@@ -21,6 +21,7 @@ namespace py = pybind11;
 namespace {
 
 using Int64Array = py::array_t<int64_t, py::array::c_style>;
+using BoolArray = py::array_t<bool, py::array::c_style | py::array::forcecast>;
 
 std::vector<asyncmoe::BoxCopy> resolve(const Int64Array& rows, const Int64Array& sources,
                                        const Int64Array& destinations, asyncmoe::Cast cast) {
@@ -76,8 +77,17 @@ std::vector<int64_t> numbers(const Int64Array& array) {
     return {array.data(), array.data() + array.shape(0)};
 }
 
+// One flag for all rows, or one for each.
+std::vector<asyncmoe::Cast> casts_of(const BoolArray& flags, int64_t rows) {
+    if (flags.ndim() > 1 || (flags.ndim() == 1 && flags.shape(0) != rows))
+        throw std::invalid_argument("expected float_to_bfloat bool or bool[n], n rows");
+    std::vector<asyncmoe::Cast> casts;
+    for (int64_t i = 0; i < rows; ++i) casts.push_back(cast_named(flags.data()[flags.ndim() ? i : 0]));
+    return casts;
+}
+
 asyncmoe::Program make_program(const Int64Array& rows, const Int64Array& firsts, const std::string& wire,
-                               bool float_to_bfloat) {
+                               const BoolArray& float_to_bfloat) {
     if (rows.ndim() != 2 || rows.shape(1) != asyncmoe::kColumns)
         throw std::invalid_argument("expected rows int64[n, " + std::to_string(asyncmoe::kColumns) + "]");
     if (wire != "none" && wire != "source" && wire != "destination")
@@ -85,7 +95,7 @@ asyncmoe::Program make_program(const Int64Array& rows, const Int64Array& firsts,
     const auto side = wire == "none"     ? asyncmoe::Wire::kNone
                       : wire == "source" ? asyncmoe::Wire::kSource
                                          : asyncmoe::Wire::kDestination;
-    return {rows.data(), rows.shape(0), numbers(firsts), side, cast_named(float_to_bfloat)};
+    return {rows.data(), rows.shape(0), numbers(firsts), side, casts_of(float_to_bfloat, rows.shape(0))};
 }
 
 uint64_t run_program(const asyncmoe::Program& program, int64_t chunk, const Int64Array& sources,

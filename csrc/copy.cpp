@@ -5,6 +5,7 @@
 #include <stdexcept>
 #include <string>
 
+#include "cpu.h"
 #include "threads.h"
 
 namespace asyncmoe {
@@ -48,18 +49,33 @@ void check_row(const int64_t* row, int64_t index, Cast cast) {
     if (!good) throw std::invalid_argument("copy descriptor " + std::to_string(index) + " is malformed");
 }
 
-uint16_t to_bfloat(uint32_t bits) {
-    if ((bits & 0x7fffffffu) > 0x7f800000u) return static_cast<uint16_t>(bits >> 16 | 0x40u);  // stays a NaN
-    return static_cast<uint16_t>((bits + 0x7fffu + (bits >> 16 & 1u)) >> 16);
+// Without branches, so that loops over it become vector code.
+__attribute__((always_inline)) inline uint16_t to_bfloat(uint32_t bits) {
+    const uint32_t nearest = (bits + 0x7fffu + (bits >> 16 & 1u)) >> 16;
+    const uint32_t nan = bits >> 16 | 0x40u;  // stays one, with its sign
+    return static_cast<uint16_t>((bits & 0x7fffffffu) > 0x7f800000u ? nan : nearest);
 }
 
-void cast_run(const std::byte* source, std::byte* destination, int64_t run) {
+__attribute__((always_inline)) inline void cast_elements(const std::byte* source, std::byte* destination, int64_t run) {
     for (int64_t i = 0; i < run; ++i) {
         uint32_t bits;
         std::memcpy(&bits, source + 4 * i, 4);
         const uint16_t rounded = to_bfloat(bits);
         std::memcpy(destination + 2 * i, &rounded, 2);
     }
+}
+
+#if defined(__x86_64__)
+ASYNCMOE_AVX512 void cast_with_avx512(const std::byte* source, std::byte* destination, int64_t run) {
+    cast_elements(source, destination, run);
+}
+#endif
+
+void cast_run(const std::byte* source, std::byte* destination, int64_t run) {
+#if defined(__x86_64__)
+    if (has_avx512()) return cast_with_avx512(source, destination, run);
+#endif
+    cast_elements(source, destination, run);
 }
 
 using Line = void (*)(const std::byte*, std::byte*, const Dim&, int64_t);
@@ -126,10 +142,13 @@ BoxCopy Descriptor::at(const int64_t* sources, const int64_t* destinations) cons
     return placed;
 }
 
-std::vector<Descriptor> read_rows(const int64_t* rows, int64_t count, Cast cast) {
+std::vector<Descriptor> read_rows(const int64_t* rows, int64_t count, const std::vector<Cast>& casts) {
+    if (static_cast<int64_t>(casts.size()) != count)
+        throw std::invalid_argument("expected as many casts as copy descriptors");
     std::vector<Descriptor> descriptors;
     descriptors.reserve(static_cast<size_t>(count));
     for (int64_t i = 0; i < count; ++i) {
+        const Cast cast = casts[static_cast<size_t>(i)];
         check_row(rows + i * kColumns, i, cast);
         descriptors.push_back(read_row(rows + i * kColumns, cast));
     }
@@ -144,7 +163,7 @@ void check_bases(const std::vector<Descriptor>& descriptors, int64_t sources, in
 
 std::vector<BoxCopy> resolve(const int64_t* rows, int64_t count, const int64_t* sources, int64_t source_count,
                              const int64_t* destinations, int64_t destination_count, Cast cast) {
-    const auto descriptors = read_rows(rows, count, cast);
+    const auto descriptors = read_rows(rows, count, std::vector<Cast>(static_cast<size_t>(count), cast));
     check_bases(descriptors, source_count, destination_count);
     std::vector<BoxCopy> copies;
     copies.reserve(descriptors.size());

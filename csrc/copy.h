@@ -66,9 +66,10 @@ struct Descriptor {
     BoxCopy at(const int64_t* sources, const int64_t* destinations) const;
 };
 
-// Reads rows; empty boxes stay, with a run or an extent of 0. Throws std::invalid_argument for an index below what it
-// may be, a negative extent, offset or stride, or an item size that is not positive (not 4, where there is a cast).
-std::vector<Descriptor> read_rows(const int64_t* rows, int64_t count, Cast cast);
+// Reads rows, each with its cast; empty boxes stay, with a run or an extent of 0. Throws std::invalid_argument for an
+// index below what it may be, a negative extent, offset or stride, an item size that is not positive (not 4, where
+// there is a cast), or another number of casts than of rows.
+std::vector<Descriptor> read_rows(const int64_t* rows, int64_t count, const std::vector<Cast>& casts);
 
 // Throws std::invalid_argument for a descriptor that names a base that is not there.
 void check_bases(const std::vector<Descriptor>& descriptors, int64_t sources, int64_t destinations);

@@ -4,6 +4,7 @@
 #include <atomic>
 #include <cstring>
 
+#include "cpu.h"
 #include "threads.h"
 
 #if defined(__x86_64__)
@@ -40,11 +41,8 @@ uint64_t copy_words_in_blocks(const std::byte* source, std::byte* destination, i
 }
 
 #if defined(__x86_64__)
-#define ASYNCMOE_AVX512 __attribute__((target("avx512f,avx512dq,avx512vl,avx512bw,prefer-vector-width=512")))
-
 // AVX-512 has a 64-bit multiplication, without which the digest is slower than the copy it goes with.
-__attribute__((target("avx512f,avx512dq,avx512vl,avx512bw,prefer-vector-width=512"))) uint64_t
-sum_with_avx512(const std::byte* data, int64_t begin, int64_t end) {
+ASYNCMOE_AVX512 uint64_t sum_with_avx512(const std::byte* data, int64_t begin, int64_t end) {
     return sum_of_words(data, begin, end);
 }
 
@@ -112,11 +110,6 @@ uint64_t copy_words_with_avx512(const std::byte* source, std::byte* destination,
     return sum;
 }
 
-bool has_avx512() {
-    static const bool has = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq") &&
-                            __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512bw");
-    return has;
-}
 #endif
 
 }  // namespace

@@ -35,8 +35,12 @@ void pour(int64_t amount, const std::vector<int32_t>& holders, std::vector<int64
 
 }  // namespace
 
-Matching::Matching(const Holdings& holdings, Side wanted, std::vector<int64_t> item_bytes, bool in_place)
-    : holdings_(holdings), wanted_(std::move(wanted)), item_bytes_(std::move(item_bytes)), in_place_(in_place) {
+Matching::Matching(const Holdings& holdings, Side wanted, std::vector<int64_t> item_bytes, CastPair cast, bool in_place)
+    : holdings_(holdings),
+      wanted_(std::move(wanted)),
+      item_bytes_(std::move(item_bytes)),
+      cast_(cast),
+      in_place_(in_place) {
     needs_.resize(wanted_.tables.size());
     for (size_t t = 0; t < needs_.size() && !fault_; ++t) find_needs(static_cast<int32_t>(t));
     if (fault_) return;
@@ -65,7 +69,8 @@ void Matching::find_needs(int32_t number) {
             ++count[holdings_.cell(cell).group];
             for (int64_t h = holdings_.cell(cell).first_holder; h < holdings_.last_holder(cell) && !fault_; ++h) {
                 const auto& holder = holdings_.holders()[h];
-                if (holdings_.side().tables[holder.table][holder.row][kDtype] != piece[kDtype])
+                const int64_t held = holdings_.side().tables[holder.table][holder.row][kDtype];
+                if (held != piece[kDtype] && !(held == cast_.from && piece[kDtype] == cast_.to))
                     fault_ = Fault{true, number, row, holder.table, holder.row};
             }
         });

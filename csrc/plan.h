@@ -21,7 +21,8 @@ enum CopyColumn : int {
     kCopyExtents,
     kFromStrides = kCopyExtents + kMaxDims,
     kToStrides = kFromStrides + kMaxDims,
-    kCopyColumns = kToStrides + kMaxDims,
+    kCopyCast = kToStrides + kMaxDims,  // 1: the element changes its dtype on the way, see CastPair
+    kCopyColumns,
 };
 
 // The dimension along which a region is cut when several ranks share it.
@@ -48,14 +49,20 @@ struct Transfers {
     std::vector<Pair> pairs;  // by source, then destination
 };
 
+// The one change of dtype a copy may make, as numbers of dtypes.
+struct CastPair {
+    int64_t from;
+    int64_t to;
+};
+
 // Which rank sends what to whom. A destination rank that holds an element itself copies it. The rest of a group, over
 // all destinations, is one long row of bytes: destinations by rank, their pieces in order. The holders of the group
 // share it in consecutive stretches, sized so that the busiest rank has as little to send as can be.
 class Matching {
   public:
     // `in_place`: a rank on both sides has the same storages there; what lies where it is wanted already, and padding,
-    // is left alone.
-    Matching(const Holdings& holdings, Side wanted, std::vector<int64_t> item_bytes, bool in_place);
+    // is left alone. Bytes are counted in the dtype of the destination.
+    Matching(const Holdings& holdings, Side wanted, std::vector<int64_t> item_bytes, CastPair cast, bool in_place);
 
     const std::optional<Fault>& fault() const { return fault_; }
 
@@ -111,6 +118,7 @@ class Matching {
     const Holdings& holdings_;
     Side wanted_;
     std::vector<int64_t> item_bytes_;
+    CastPair cast_;
     bool in_place_;
     std::optional<Fault> fault_;
     std::vector<Needs> needs_;        // by table

@@ -108,13 +108,13 @@ Int64Array cells(const BoundHoldings& self, int64_t tensor) {
 
 std::shared_ptr<BoundMatching> match(std::shared_ptr<BoundHoldings> sources, std::vector<Int64Array> pieces,
                                      const Int64Array& ranks, const Int64Array& numbers, const Int64Array& item_bytes,
-                                     bool in_place) {
+                                     std::pair<int64_t, int64_t> cast, bool in_place) {
     auto made = std::make_shared<BoundMatching>(
         BoundMatching{std::move(sources), Tables(std::move(pieces), ranks, numbers), nullptr});
     std::vector<int64_t> items = values(item_bytes);
     py::gil_scoped_release released;
-    made->matching =
-        std::make_unique<Matching>(*made->sources->holdings, made->tables.side, std::move(items), in_place);
+    made->matching = std::make_unique<Matching>(*made->sources->holdings, made->tables.side, std::move(items),
+                                                CastPair{cast.first, cast.second}, in_place);
     return made;
 }
 
@@ -166,7 +166,8 @@ void bind_plan(py::module_& module) {
         .def("cells", &cells, py::arg("tensor"), "int64[n, 2 * MAX_DIMS]: start and extent of a tensor's cells.");
     py::class_<BoundMatching, std::shared_ptr<BoundMatching>>(module, "Matching")
         .def(py::init(&match), py::arg("holdings"), py::arg("tables"), py::arg("ranks").noconvert(),
-             py::arg("table_of").noconvert(), py::arg("item_bytes").noconvert(), py::arg("in_place") = false)
+             py::arg("table_of").noconvert(), py::arg("item_bytes").noconvert(), py::arg("cast"),
+             py::arg("in_place") = false)
         .def_property_readonly("fault", &fault, "(dtype, table, row, source table, source row) or None.")
         .def_property_readonly("shares", &shares, "Bytes each source rank sends when shared as evenly as can be.")
         .def("part", &part, py::arg("ranks").noconvert(),

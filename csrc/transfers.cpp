@@ -63,18 +63,20 @@ struct Matching::Emitter {
 
     void add(int64_t source, const int64_t* from, int64_t destination, const int64_t* to, const Region& box) {
         const int64_t item = matching.item_bytes_[to[kDtype]];
+        const int64_t from_item = from ? matching.item_bytes_[from[kDtype]] : 0;
         Copy copy{source, matching.wanted_.ranks[destination], {}};
         auto& c = copy.columns;
         c[kFrom] = from ? from[kStorage] : -1;
         c[kTo] = to[kStorage];
-        c[kFromOffset] = from ? place(from, box) * item : 0;
+        c[kFromOffset] = from ? place(from, box) * from_item : 0;
         c[kToOffset] = place(to, box) * item;
         c[kItemBytes] = item;
         for (int k = 0; k < kMaxDims; ++k) {
             c[kCopyExtents + k] = box.extent[k];
             c[kToStrides + k] = to[kStrides + k] * item;
-            c[kFromStrides + k] = from ? from[kStrides + k] * item : 0;
+            c[kFromStrides + k] = from ? from[kStrides + k] * from_item : 0;
         }
+        c[kCopyCast] = from && from[kDtype] != to[kDtype];
         copies.push_back(copy);
     }
 

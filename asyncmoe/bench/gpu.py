@@ -15,7 +15,7 @@ import numpy as np
 import asyncmoe.reshard._C as _C
 from asyncmoe.errors import InvariantBroken, WaitTimeout
 from asyncmoe.models import family_of
-from asyncmoe.models.family import EngineParallel, MegatronParallel
+from asyncmoe.models.parallel import EngineParallel, MegatronParallel
 from asyncmoe.reshard import Plan, plan
 from asyncmoe.reshard.chunks import Chunks, chunk_limits, cut_transfer
 from asyncmoe.reshard.exchange import message_program

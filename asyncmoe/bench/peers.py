@@ -1,6 +1,7 @@
-"""What others do to bring weights from a trainer to engines: gather whole tensors on one rank, then broadcast them.
+"""What others do to bring weights from a trainer to engines: gather whole tensors on trainer ranks, broadcast them to all engine ranks.
 
-The gather and the loading use this package's compiled copies, so what is compared is the way, not the implementation.
+Packing, unpacking and loading use this package's compiled copies, and nothing is computed anew in a round, so what is compared is the
+way and not the implementation.
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ import torch
 import torch.distributed as dist
 
 import asyncmoe.reshard._C as _C
-from asyncmoe.reshard import Bucket, Exchanger, RankLayout, buckets, plan, plan_each
-from asyncmoe.reshard.exchange import local_rows
+from asyncmoe.reshard import Bucket, Plan, RankLayout, buckets, plan, plan_each
+from asyncmoe.reshard.chunks import cut_transfer
+from asyncmoe.reshard.exchange import local_rows, message_program
 from asyncmoe.reshard.memory import memory_of
 from asyncmoe.reshard.torch_transport import TorchTransport
 
@@ -23,13 +25,14 @@ Arrays = dict[str, np.ndarray]
 
 
 class GatherAndBroadcast:
-    """Bucket after bucket: trainer ranks bring it together on rank 0, which broadcasts it to all engine ranks, which take their part.
+    """Bucket after bucket: trainer ranks bring it together, rank 0 broadcasts it to all engine ranks, and they take their part.
 
     Everything that can be is prepared once. All ranks of the default group make one.
 
     Args:
         whole: layout of the Hugging Face tensors.
         bucket_bytes: 1 makes every tensor a bucket of its own.
+        everywhere: gather on every trainer rank, as an all-gather over tensor- and expert-parallel groups does; else on rank 0 alone.
         timeout_s: how long a rank waits for another.
     """
 
@@ -42,26 +45,27 @@ class GatherAndBroadcast:
         held: Arrays,
         wanted: Arrays,
         bucket_bytes: int,
+        everywhere: bool,
         timeout_s: float,
     ) -> None:
         self._rank = dist.get_rank()
         engines = [layout.rank for layout in destination]
         self._broadcast = dist.new_group([0, *engines])
+        self._in_broadcast = self._rank in (0, *engines)
         self._buckets = buckets(whole, bucket_bytes)
+        gatherers = [layout.rank for layout in source] if everywhere else [0]
         self._flat: list[torch.Tensor | None] = [None] * len(self._buckets)
-        self._gathers: list[Exchanger] = []
+        self._gathers: list[_Gather] = []
         self._loads: list[np.ndarray] = []
-        self._wanted = wanted
-        transport = TorchTransport()
         largest = max(bucket.nbytes for bucket in self._buckets)
-        if self._rank in (0, *engines):
+        if self._rank in (*gatherers, *engines):
             memory = torch.empty(largest, dtype=torch.uint8)
             self._flat = [memory[: bucket.nbytes] for bucket in self._buckets]
         if self._rank not in engines:
-            for made, flat in zip(plan_each(shapes, source, [[b.layout] for b in self._buckets]), self._flat, strict=True):
-                gather = Exchanger(made, transport, bucket_bytes=2 * largest + 4096, buffers=1, timeout_s=timeout_s, threads=1)
-                gather.bind(held, {} if flat is None else {"bucket": flat})
-                self._gathers.append(gather)
+            arena, transport = _Arena(), TorchTransport()
+            wishes = [[bucket.layout.at(rank) for rank in gatherers] for bucket in self._buckets]
+            for made, flat in zip(plan_each(shapes, source, wishes, ranks=[self._rank]), self._flat, strict=True):
+                self._gathers.append(_Gather(made, self._rank, transport, arena, held, flat, timeout_s))
         else:
             mine = next(layout for layout in destination if layout.rank == self._rank)
             self._loads = _loading(shapes, self._buckets, mine)
@@ -71,15 +75,66 @@ class GatherAndBroadcast:
         for number, flat in enumerate(self._flat):
             if self._gathers:
                 self._gathers[number].run()
-            if flat is not None:
+            if flat is not None and self._in_broadcast:
                 dist.broadcast(flat, 0, group=self._broadcast)
-            if self._loads and flat is not None:
+            if flat is not None and self._loads:
                 _C.copy(self._loads[number], np.array([flat.data_ptr()], np.int64), self._addresses, 1)
 
     def close(self) -> None:
-        for gather in self._gathers:
-            gather.close()
         dist.destroy_process_group(self._broadcast)
+
+
+class _Arena:
+    """Message buffers that all gathers of a rank share, as only one of them runs at a time."""
+
+    def __init__(self) -> None:
+        self._buffers: list[torch.Tensor] = []
+
+    def take(self, number: int, nbytes: int) -> None:
+        while len(self._buffers) <= number:
+            self._buffers.append(torch.empty(0, dtype=torch.uint8))
+        if len(self._buffers[number]) < nbytes:
+            self._buffers[number] = torch.empty(nbytes, dtype=torch.uint8)
+
+    def view(self, number: int, nbytes: int) -> torch.Tensor:
+        return self._buffers[number][:nbytes]
+
+
+class _Gather:
+    """One bucket onto the ranks that gather it: each pair of ranks exchanges one message."""
+
+    def __init__(
+        self, made: Plan, rank: int, transport: TorchTransport, arena: _Arena, held: Arrays, flat: torch.Tensor | None, timeout_s: float
+    ) -> None:
+        remote = [cut_transfer(made, t, 2 * t.nbytes + 4096) for t in made.transfers if t.source != t.destination]
+        remote = [chunks for chunks in remote if rank in (chunks.source, chunks.destination)]
+        self._packing = [chunks.source == rank for chunks in remote]
+        self._peers = [chunks.destination if out else chunks.source for chunks, out in zip(remote, self._packing, strict=True)]
+        self._nbytes = [sum(chunks.nbytes) for chunks in remote]
+        self._programs = [message_program(c, "destination" if out else "source") for c, out in zip(remote, self._packing, strict=True)]
+        self._rows, _ = local_rows([t.copies for t in made.transfers if rank == t.source == t.destination])
+        self._transport, self._arena, self._timeout_s = transport, arena, timeout_s
+        self._from = np.array([memory_of(held[name], name).address for name in made.sources.get(rank, {})], np.int64)
+        self._to = np.array([] if flat is None else [flat.data_ptr()], np.int64)
+        for number, nbytes in enumerate(self._nbytes):
+            arena.take(number, nbytes)
+
+    def run(self) -> None:
+        buffers = [self._arena.view(number, nbytes) for number, nbytes in enumerate(self._nbytes)]
+        messages = [(peer, buffer) for peer, buffer in zip(self._peers, buffers, strict=True)]
+        self._copy(buffers, packing=True)
+        sends = [message for message, out in zip(messages, self._packing, strict=True) if out]
+        receives = [message for message, out in zip(messages, self._packing, strict=True) if not out]
+        self._transport.exchange(sends, receives, self._timeout_s)
+        if len(self._rows):
+            _C.copy(self._rows, self._from, self._to, 1)
+        self._copy(buffers, packing=False)
+
+    def _copy(self, buffers: list[torch.Tensor], *, packing: bool) -> None:
+        for program, buffer, out in zip(self._programs, buffers, self._packing, strict=True):
+            message = np.array([buffer.data_ptr()], np.int64)
+            for chunk in range(program.chunks if out == packing else 0):
+                program.run(chunk, self._from if out else message, message if out else self._to, 1)
 
 
 def _loading(shapes: Shapes, parts: Sequence[Bucket], mine: RankLayout) -> list[np.ndarray]:
@@ -88,7 +143,7 @@ def _loading(shapes: Shapes, parts: Sequence[Bucket], mine: RankLayout) -> list[
     pieces = tuple(replace(piece, storage=str(i)) for i, part in enumerate(parts) for piece in part.layout.pieces)
     made = plan(shapes, [RankLayout(mine.rank, storages, pieces)], [mine])
     used = [int(name) for name in made.sources[mine.rank]]
-    rows = local_rows([transfer.copies for transfer in made.transfers])
+    rows, _ = local_rows([transfer.copies for transfer in made.transfers])
     number = np.array([*used, -1])[rows[:, 0]]
     loads = []
     for i in range(len(parts)):

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import ctypes
 import multiprocessing
 import os
 import platform
 import secrets
 import tempfile
-import threading
 import time
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
@@ -18,16 +16,27 @@ from typing import Any
 
 import numpy as np
 
+from asyncmoe.bench.copies import copy_rates
+from asyncmoe.bench.memory import Growth
+from asyncmoe.bench.others import obstacles
 from asyncmoe.errors import InvariantBroken, TransferError, WaitTimeout
 from asyncmoe.models import family_of
 from asyncmoe.models.parallel import EngineParallel, MegatronParallel
-from asyncmoe.reshard import Exchanger, Plan, RankLayout, digest, plan
+from asyncmoe.reshard import Exchanger, Moved, RankLayout, digest, plan
 from asyncmoe.reshard.shm_transport import ShmTransport
 
-BUCKET_BYTES = 64 << 20
-PEER_BUCKET_BYTES = 256 << 20
-"""Of the flattened-bucket broadcast: large, as it is faster that way."""
-ROUNDS = 3
+BUCKET_BYTES = 16 << 20
+"""Of ours: messages then stay in a core's cache until they are sent, which larger ones do not; smaller ones wait more often."""
+PEER_BUCKET_BYTES = 16 << 20
+"""Of the flattened-bucket broadcast: the fastest for it on CPU of 16, 64 and 256 MiB (on GPUs, 256 MiB and more are customary)."""
+OURS = ("shm", "gloo")
+BASELINES = {
+    "per_tensor": (1, True),
+    "flattened_bucket": (PEER_BUCKET_BYTES, True),
+    "flattened_bucket_one_gatherer": (PEER_BUCKET_BYTES, False),
+}
+"""Bytes of a bucket, and whether every trainer rank gathers, as an all-gather does, or rank 0 alone, which nobody does but could."""
+ROUNDS = 5
 _DTYPE = "bfloat16"
 _TIMEOUT_S = 300.0
 
@@ -74,11 +83,17 @@ def layouts(hf: dict[str, Any], trainer: MegatronParallel, engine: EngineParalle
 def run(hf: dict[str, Any] | None = None, rounds: int = ROUNDS) -> dict[str, Any]:
     """All cases, one after the other.
 
+    Within a case every way is prepared first; then, round by round, each way has its turn, on the same arrays, so that what else
+    the machine does is the same for all. Every process has one thread of copies and is pinned to one core.
+
     Returns:
-        {"date", "machine", "model", "copies", "cases"}. A case has "name", "transport", "bytes_wire", "bytes_lower_bound" (what
-        the engine ranks hold), "seconds" (median round: "plan" and "prepare" once before, "pack", "wire", "unpack" and
-        "commit" of the slowest rank, "verify" is part of pack and unpack, "total" between two barriers),
-        "baseline_seconds" and "speedup" by baseline, "peak_extra_bytes" (message buffers of the rank with most).
+        {"date", "machine", "load", "rounds", "model", "copies", "not_run", "cases"}; "copies" is what `copy_rates` returns, "not_run"
+        says why other systems are not among the baselines. A case has "name",
+        "transport", "bytes_wire", "bytes_lower_bound" (what the engine ranks hold); "seconds", medians over the rounds ("plan" and
+        "prepare" are needed once; "pack", "wire", "unpack" and "commit" are those of the slowest rank; "verify" is 0, as digests
+        are computed in the pass that packs and unpacks; "total" is from barrier to barrier); "baseline_seconds" and "speedup" by
+        the names of `BASELINES`; "peak_extra_bytes", the most that a rank's resident memory, shared memory included, rose above
+        what it was with layouts, plan and arrays in place, and "buffer_bytes", what its message buffers account for.
 
     Raises:
         InvariantBroken: two ways brought different bytes.
@@ -87,10 +102,23 @@ def run(hf: dict[str, Any] | None = None, rounds: int = ROUNDS) -> dict[str, Any
     """
     hf = hf or MODEL
     machine = f"{os.cpu_count()} cores, {platform.machine()}, {platform.system()}"
+    before = os.getloadavg()[0]
     cases = [found for name in CASES for found in case(hf, name, rounds)]
+    source, destination = layouts(hf, *CASES["tp2xep2 -> tp2"])
+    made = plan(family_of(hf).tensors(hf), source, destination)
+    copies = copy_rates(made, 0, destination[0].rank, BUCKET_BYTES, rounds)
     date = datetime.now(UTC).strftime("%Y-%m-%d")
-    shown = {key: hf[key] for key in ("hidden_size", "num_hidden_layers", "num_experts", "moe_intermediate_size", "vocab_size")}
-    return {"date": date, "machine": machine, "model": shown, "copies": copy_rates(hf), "cases": cases}
+    keys = ("hidden_size", "num_hidden_layers", "num_experts", "moe_intermediate_size", "vocab_size")
+    return {
+        "date": date,
+        "machine": machine,
+        "load": before,
+        "rounds": rounds,
+        "model": {key: hf[key] for key in keys},
+        "copies": copies,
+        "not_run": obstacles(),
+        "cases": cases,
+    }
 
 
 def case(hf: dict[str, Any], name: str, rounds: int) -> list[dict[str, Any]]:
@@ -133,70 +161,107 @@ def _rank(rank: int, world: int, hf: dict[str, Any], name: str, rounds: int, sto
     import torch
     import torch.distributed as dist
 
-    from asyncmoe.bench.peers import GatherAndBroadcast
-    from asyncmoe.reshard.torch_transport import TorchTransport
-
     torch.set_num_threads(1)
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {cores[rank % len(cores)]})
     limit = timedelta(seconds=_TIMEOUT_S)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=limit)
-    family, (source, destination) = family_of(hf), layouts(hf, *CASES[name])
-    shapes = family.tensors(hf)
-    started = time.perf_counter()
-    made = plan(shapes, source, destination)
-    planning = time.perf_counter() - started
-    mine = next(layout for layout in (*source, *destination) if layout.rank == rank)
-    held = _random(source[rank]) if rank < len(source) else {}
-    staging = {n: np.ones(s.size, np.uint16) for n, s in mine.storages.items()} if rank >= len(source) else {}
-    out: dict[str, Any] = {"plan": planning, "digests": {}}
-    for way, transport in (("shm", ShmTransport(rank, session)), ("gloo", TorchTransport())):
+    ways = _Ways(rank, hf, name, session)
+    out: dict[str, Any] = {"plan": ways.planning, "digests": {}, "total": {}, "moved": {}, "prepare": {}, "buffers": {}, "extra": {}}
+    turns: dict[str, Turn] = {}
+    for way in (*OURS, *BASELINES):
+        growth = Growth()
         started = time.perf_counter()
-        exchanger = Exchanger(made, transport, bucket_bytes=BUCKET_BYTES, timeout_s=_TIMEOUT_S, threads=1)
-        exchanger.bind(held, staging)
-        prepare = time.perf_counter() - started
-        out[way] = _measured(exchanger, staging, rounds, dist.barrier)
-        out[way] |= {"prepare": prepare, "buffers": exchanger.buffer_bytes}
-        out["digests"][way] = _digests(staging)
-        exchanger.close()
-    for way, bucket_bytes in (("per_tensor", 1), ("flattened_bucket", PEER_BUCKET_BYTES)):
-        peer = GatherAndBroadcast(shapes, family.hf_layout(hf, _DTYPE), source, destination, held, staging, bucket_bytes, _TIMEOUT_S)
-        out[way] = _timed(peer.run, staging, rounds, dist.barrier)
-        out["digests"][way] = _digests(staging)
-        peer.close()
+        turns[way] = ways.prepared(way)
+        out["prepare"][way] = time.perf_counter() - started
+        for _ in range(2):  # to warm up, and to see what it takes at most
+            _timed(turns[way], ways.staging, dist.barrier)
+        out["extra"][way] = growth.peak_bytes()
+        out["digests"][way] = [digest(array, threads=1) for array in ways.staging.values()]
+        out["total"][way], out["moved"][way] = [], []
+    for number in range(rounds):
+        order = list(turns)
+        for way in order[number % len(order) :] + order[: number % len(order)]:
+            seconds, moved = _timed(turns[way], ways.staging, dist.barrier)
+            out["total"][way].append(seconds)
+            out["moved"][way].append(moved)
+    out["buffers"] = ways.close()
     results.put((rank, out))
     dist.barrier()
     dist.destroy_process_group()
 
 
-def _timed(run: Callable[[], object], staging: Arrays, rounds: int, barrier: Callable[[], object]) -> list[float]:
-    """Seconds of each round from barrier to barrier, after one to warm up."""
-    seconds = []
-    for _ in range(rounds + 1):
-        for array in staging.values():
-            array.fill(0)
-        barrier()
+Turn = Callable[[], Moved | None]
+
+
+class _Ways:
+    """What the ways of one rank have in common: layouts, plan and arrays."""
+
+    def __init__(self, rank: int, hf: dict[str, Any], name: str, session: str) -> None:
+        self._rank, self._hf, self._session = rank, hf, session
+        self._source, self._destination = layouts(hf, *CASES[name])
+        self._shapes = family_of(hf).tensors(hf)
         started = time.perf_counter()
-        run()
-        barrier()
-        seconds.append(time.perf_counter() - started)
-    return seconds[1:]
+        self._plan = plan(self._shapes, self._source, self._destination, ranks=[rank])
+        self.planning = time.perf_counter() - started
+        mine = next(layout for layout in (*self._source, *self._destination) if layout.rank == rank)
+        self._held = _numbered(mine) if rank < len(self._source) else {}
+        wanted = mine.storages if rank >= len(self._source) else {}
+        self.staging = {n: np.ones(s.size, np.uint16) for n, s in wanted.items()}
+        self._live: Arrays = {}
+        self._ours: dict[str, Exchanger] = {}
+        self._peers: list[Any] = []
+
+    def prepared(self, way: str) -> Turn:
+        """A function that brings the weights once."""
+        if way in OURS:
+            return self._prepare_ours(way)
+        from asyncmoe.bench.peers import GatherAndBroadcast
+
+        whole = family_of(self._hf).hf_layout(self._hf, _DTYPE)
+        sides = (self._source, self._destination, self._held, self.staging)
+        peer = GatherAndBroadcast(self._shapes, whole, *sides, *BASELINES[way], _TIMEOUT_S)
+        self._peers.append(peer)
+        return peer.run
+
+    def _prepare_ours(self, way: str) -> Turn:
+        from asyncmoe.reshard.torch_transport import TorchTransport
+
+        transport = ShmTransport(self._rank, self._session) if way == "shm" else TorchTransport()
+        exchanger = Exchanger(self._plan, transport, bucket_bytes=BUCKET_BYTES, timeout_s=_TIMEOUT_S, threads=1)
+        exchanger.bind(self._held, self.staging)
+        self._ours[way] = exchanger
+
+        def update() -> Moved:
+            moved = exchanger.run()
+            started = time.perf_counter()
+            self._live.update(self.staging)  # a commit where storage may be exchanged: names point to the new arrays
+            moved.seconds["commit"] = time.perf_counter() - started
+            return moved
+
+        return update
+
+    def close(self) -> dict[str, int]:
+        """Let go of everything; bytes of message buffers by way."""
+        for peer in self._peers:
+            peer.close()
+        for exchanger in self._ours.values():
+            exchanger.close()
+        return {way: exchanger.buffer_bytes for way, exchanger in self._ours.items()}
 
 
-def _measured(exchanger: Exchanger, staging: Arrays, rounds: int, barrier: Callable[[], object]) -> dict[str, Any]:
-    phases: list[dict[str, float]] = []
-    sent: list[int] = []
-    live: Arrays = {}
-
-    def update() -> None:
-        moved = exchanger.run()
-        started = time.perf_counter()
-        live.update(staging)  # the engine's side of a commit where storage may be exchanged: names point to the new arrays
-        phases.append({**moved.seconds, "commit": time.perf_counter() - started})
-        sent.append(moved.sent)
-
-    return {"total": _timed(update, staging, rounds, barrier), "phases": phases[1:], "sent": sent[-1]}
+def _timed(turn: Turn, staging: Arrays, barrier: Callable[[], object]) -> tuple[float, Moved | None]:
+    """Seconds from barrier to barrier."""
+    for array in staging.values():
+        array.fill(0)
+    barrier()
+    started = time.perf_counter()
+    moved = turn()
+    barrier()
+    return time.perf_counter() - started, moved
 
 
-def _random(layout: RankLayout) -> Arrays:
+def _numbered(layout: RankLayout) -> Arrays:
     """Contents by storage name; replicas on different ranks must agree, so every row of storages of one name is the same."""
     arrays = {}
     for name, storage in layout.storages.items():
@@ -211,109 +276,30 @@ def _random(layout: RankLayout) -> Arrays:
     return arrays
 
 
-def _digests(staging: Arrays) -> list[int]:
-    return [digest(array, threads=1) for array in staging.values()]
-
-
 def _summaries(hf: dict[str, Any], name: str, found: dict[int, dict[str, Any]]) -> list[dict[str, Any]]:
     for rank, measured in found.items():
         if len({tuple(digests) for digests in measured["digests"].values()}) != 1:
             raise InvariantBroken(f"{name}: rank {rank} was brought different bytes by different ways")
     _, destination = layouts(hf, *CASES[name])
     bound = sum(storage.nbytes for layout in destination for storage in layout.storages.values())
-    baselines = {way: median(found[0][way]) for way in ("per_tensor", "flattened_bucket")}
-    summaries = []
-    for way in ("shm", "gloo"):
-        total = median(found[0][way]["total"])
-        slowest = max(measured["plan"] for measured in found.values())
-        seconds = {"plan": slowest, "prepare": max(measured[way]["prepare"] for measured in found.values())}
-        for phase in ("pack", "wire", "unpack", "commit"):
-            seconds[phase] = max(median(round_[phase] for round_ in measured[way]["phases"]) for measured in found.values())
-        summaries.append(
-            {
-                "name": name,
-                "transport": way,
-                "bytes_wire": sum(measured[way]["sent"] for measured in found.values()),
-                "bytes_lower_bound": bound,
-                "seconds": {**seconds, "verify": 0.0, "total": total},
-                "baseline_seconds": baselines,
-                "speedup": {way: seconds / total for way, seconds in baselines.items()},
-                "peak_extra_bytes": max(measured[way]["buffers"] for measured in found.values()),
-            }
-        )
-    return summaries
+    return [_summary(name, way, bound, found) for way in OURS]
 
 
-def copy_rates(hf: dict[str, Any] | None = None, rounds: int = 5) -> dict[str, float]:
-    """Pack and unpack of one rank, digest included, each next to a plain parallel memcpy out of, or into, the same arrays.
-
-    Returns:
-        GB/s, medians of turns taken one after the other: "pack", "unpack", and "memcpy_out" and "memcpy_in" to compare them with;
-        "pack_share" and "unpack_share", medians of the quotients; "threads".
-    """
-    hf = hf or MODEL
-    source, destination = layouts(hf, *CASES["tp2xep2 -> tp2"])
-    made = plan(family_of(hf).tensors(hf), source, destination)
-    threads = min(4, os.cpu_count() or 1)
-    turns: dict[str, tuple[int, Callable[[], None]]] = {}
-    for name, rank in (("pack", 0), ("unpack", destination[0].rank)):
-        packing = name == "pack"
-        storages = (made.sources if packing else made.destinations)[rank]
-        arrays = [np.ones(storage.size, np.uint16) for storage in storages.values()]
-        turns[f"memcpy_{'out' if packing else 'in'}"] = _memcpy(arrays, threads, out=packing)
-        turns[name] = _copier(made, rank, arrays, threads, packing=packing)
-    rates: dict[str, list[float]] = {name: [] for name in turns}
-    for _ in range(rounds):
-        for name, (nbytes, copy) in turns.items():
-            started = time.perf_counter()
-            copy()
-            rates[name].append(nbytes / (time.perf_counter() - started) / 1e9)
-    pairs = {"pack_share": ("pack", "memcpy_out"), "unpack_share": ("unpack", "memcpy_in")}
-    shares = {share: median(a / b for a, b in zip(rates[ours], rates[plain], strict=True)) for share, (ours, plain) in pairs.items()}
-    return {"threads": threads, **{name: median(values) for name, values in rates.items()}, **shares}
-
-
-def _memcpy(arrays: list[np.ndarray], threads: int, *, out: bool) -> tuple[int, Callable[[], None]]:
-    """Bytes, and a function that runs libc's memcpy between every array and one large buffer, an equal part on each thread."""
-    total = sum(array.nbytes for array in arrays)
-    buffer = np.ones(total, np.uint8)
-    jobs: list[list[tuple[int, int, int]]] = [[] for _ in range(threads)]
-    place = 0
-    for array in arrays:
-        jobs[place * threads // total].append((buffer.ctypes.data + place, array.ctypes.data, array.nbytes))
-        place += array.nbytes
-
-    def part(i: int, keep: object = (buffer, arrays)) -> None:
-        for there, here, nbytes in jobs[i]:
-            ctypes.memmove(*((there, here) if out else (here, there)), nbytes)
-
-    def copy() -> None:
-        others = [threading.Thread(target=part, args=(i,)) for i in range(1, threads)]
-        for thread in others:
-            thread.start()
-        part(0)
-        for thread in others:
-            thread.join()
-
-    return total, copy
-
-
-def _copier(made: Plan, rank: int, arrays: list[np.ndarray], threads: int, *, packing: bool) -> tuple[int, Callable[[], None]]:
-    """Bytes, and a function that packs all messages of a rank, or unpacks them; through two buffers for each peer."""
-    from asyncmoe.reshard.chunks import chunk_limits, cut_transfer
-    from asyncmoe.reshard.exchange import message_program
-
-    limits = chunk_limits(made, BUCKET_BYTES)
-    remote = [t for t in made.transfers if t.source != t.destination and rank == (t.source if packing else t.destination)]
-    chunks = [cut_transfer(made, t, limits[t.source, t.destination]) for t in remote]
-    programs = [message_program(c, "destination" if packing else "source") for c in chunks]
-    slots = [[np.ones(c.slot_bytes, np.uint8) for _ in range(2)] for c in chunks]
-    mine = np.array([array.ctypes.data for array in arrays], np.int64)
-
-    def copy(keep: object = arrays) -> None:
-        for program, pair in zip(programs, slots, strict=True):
-            for i in range(program.chunks):
-                message = np.array([pair[i % 2].ctypes.data], np.int64)
-                program.run(i, mine if packing else message, message if packing else mine, threads)
-
-    return sum(t.nbytes for t in remote), copy
+def _summary(name: str, way: str, bound: int, found: dict[int, dict[str, Any]]) -> dict[str, Any]:
+    totals = found[0]["total"]
+    baselines = {baseline: median(totals[baseline]) for baseline in BASELINES}
+    seconds = {"plan": max(m["plan"] for m in found.values()), "prepare": max(m["prepare"][way] for m in found.values())}
+    for phase in ("pack", "wire", "unpack", "commit"):
+        seconds[phase] = max(median(moved.seconds[phase] for moved in m["moved"][way]) for m in found.values())
+    total = median(totals[way])
+    return {
+        "name": name,
+        "transport": way,
+        "bytes_wire": sum(m["moved"][way][-1].sent for m in found.values()),
+        "bytes_lower_bound": bound,
+        "seconds": {**seconds, "verify": 0.0, "total": total},
+        "baseline_seconds": baselines,
+        "speedup": {baseline: median(a / b for a, b in zip(totals[baseline], totals[way], strict=True)) for baseline in BASELINES},
+        "peak_extra_bytes": max(m["extra"][way] for m in found.values()),
+        "buffer_bytes": max(m["buffers"][way] for m in found.values()),
+    }

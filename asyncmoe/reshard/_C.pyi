@@ -7,7 +7,7 @@ PIECE_COLUMNS: int
 COPY_COLUMNS: int
 
 class Program:
-    def __init__(self, rows: np.ndarray, firsts: np.ndarray, wire: str, float_to_bfloat: bool = False) -> None: ...
+    def __init__(self, rows: np.ndarray, firsts: np.ndarray, wire: str, float_to_bfloat: bool | np.ndarray = False) -> None: ...
     @property
     def chunks(self) -> int: ...
     def bytes(self, chunk: int) -> int: ...
@@ -83,6 +83,7 @@ class Matching:
         ranks: np.ndarray,
         table_of: np.ndarray,
         item_bytes: np.ndarray,
+        cast: tuple[int, int],
         in_place: bool = False,
     ) -> None: ...
     @property

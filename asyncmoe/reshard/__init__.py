@@ -6,6 +6,7 @@ from asyncmoe.reshard.layout import PADDING, Box, LayoutBuilder, Piece, RankLayo
 from asyncmoe.reshard.memory import digest
 from asyncmoe.reshard.plan import Plan, Transfer, plan, plan_each
 from asyncmoe.reshard.relay import relay
+from asyncmoe.reshard.relay_exchange import RelayExchanger
 from asyncmoe.reshard.transport import LocalTransport, SharedTransport, Transport
 
 __all__ = [
@@ -19,6 +20,7 @@ __all__ = [
     "Piece",
     "Plan",
     "RankLayout",
+    "RelayExchanger",
     "SharedTransport",
     "Storage",
     "Transfer",

@@ -17,9 +17,10 @@ import asyncmoe.reshard._C as _C
 from asyncmoe.errors import InvariantBroken, LayoutError, TransferError
 from asyncmoe.reshard.chunks import Chunks, chunk_limits, cut_transfer, message_strides, trailer_offset
 from asyncmoe.reshard.gpu import GpuCopies
-from asyncmoe.reshard.layout import Storage
+from asyncmoe.reshard.layout import ITEM_BYTES, Storage
 from asyncmoe.reshard.memory import Array, Memory, memory_of, storage_memory
 from asyncmoe.reshard.plan import (
+    CAST,
     COLUMNS,
     DESTINATION,
     DESTINATION_OFFSET,
@@ -331,20 +332,22 @@ def message_program(chunks: Chunks, message: Literal["source", "destination"]) -
     """Copies between storages and the messages of a transfer."""
     copies = chunks.copies
     wire = (np.zeros(len(copies), np.int64), copies[:, WIRE_OFFSET], message_strides(copies))
-    sides = (_source(copies), wire) if message == "destination" else (wire, _destination(copies))
-    return _C.Program(_rows(copies, *sides), chunks.firsts, message)
+    if message == "source":
+        return _C.Program(_rows(copies[:, ITEM], copies, wire, _destination(copies)), chunks.firsts, message)
+    rows = _rows(_source_items(copies), copies, _source(copies), wire)
+    return _C.Program(rows, chunks.firsts, message, copies[:, CAST] != 0)
 
 
 def _local_program(parts: Sequence[np.ndarray]) -> _C.Program | None:
     """Copies from storages to storages of one rank, zeros for padding included."""
-    rows = local_rows(parts)
-    return _C.Program(rows, np.array([0, len(rows)], np.int64), "none") if len(rows) else None
+    rows, casts = local_rows(parts)
+    return _C.Program(rows, np.array([0, len(rows)], np.int64), "none", casts) if len(rows) else None
 
 
-def local_rows(parts: Sequence[np.ndarray]) -> np.ndarray:
-    """Descriptor rows (csrc/copy.h) of copies within one rank, given as columns of `Transfer.copies`."""
+def local_rows(parts: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    """Descriptor rows (csrc/copy.h) of copies within one rank, given as columns of `Transfer.copies`; and which of them cast."""
     copies = np.concatenate([np.empty((0, COLUMNS), np.int64), *parts])
-    return _rows(copies, _source(copies), _destination(copies))
+    return _rows(_source_items(copies), copies, _source(copies), _destination(copies)), copies[:, CAST] != 0
 
 
 def _source(copies: np.ndarray) -> Side:
@@ -355,7 +358,12 @@ def _destination(copies: np.ndarray) -> Side:
     return copies[:, DESTINATION], copies[:, DESTINATION_OFFSET], copies[:, DESTINATION_STRIDES]
 
 
-def _rows(copies: np.ndarray, source: Side, destination: Side) -> np.ndarray:
+def _source_items(copies: np.ndarray) -> np.ndarray:
+    items: np.ndarray = np.where(copies[:, CAST] != 0, ITEM_BYTES["float32"], copies[:, ITEM])
+    return items
+
+
+def _rows(items: np.ndarray, copies: np.ndarray, source: Side, destination: Side) -> np.ndarray:
     """Descriptor rows in the column order of csrc/copy.h."""
-    columns = [*source[:2], *destination[:2], copies[:, ITEM], copies[:, EXTENTS], source[2], destination[2]]
+    columns = [*source[:2], *destination[:2], items, copies[:, EXTENTS], source[2], destination[2]]
     return np.ascontiguousarray(np.column_stack(columns))

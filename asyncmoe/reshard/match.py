@@ -14,8 +14,12 @@ from asyncmoe.reshard.coverage import Grid, check_destination, check_source
 from asyncmoe.reshard.layout import MAX_DIMS, Box
 from asyncmoe.reshard.table import DTYPE, DTYPE_BYTES, DTYPES, EXTENT, START, TENSOR, Side, Tensors
 
-RULES = "asyncmoe.reshard 2"
+RULES = "asyncmoe.reshard 3"
 """Part of every digest; another name for every way to share and to cut."""
+
+
+_CAST = (DTYPES.index("float32"), DTYPES.index("bfloat16"))
+"""The one dtype that may become another on the way."""
 
 
 class Sources:
@@ -44,7 +48,7 @@ class Match:
 
     Raises:
         LayoutError: destination pieces that overlap in their storage or leave holes, an element that no source has, or a tensor
-            with different dtypes; naming rank, tensor and box.
+            with different dtypes other than float32 to bfloat16; naming rank, tensor and box.
     """
 
     def __init__(self, sources: Sources, side: Side, *, covered: bool = True, in_place: bool = False) -> None:
@@ -52,7 +56,7 @@ class Match:
         for table in side.tables if covered else ():
             check_destination(sources.tensors, table)
         pieces = [table.pieces for table in side.tables]
-        self._matching = _C.Matching(sources.holdings, pieces, side.ranks, side.table_of, DTYPE_BYTES, in_place)
+        self._matching = _C.Matching(sources.holdings, pieces, side.ranks, side.table_of, DTYPE_BYTES, _CAST, in_place)
         if self._matching.fault is not None:
             raise self._error(*self._matching.fault)
 
@@ -96,7 +100,11 @@ class Match:
         held = self.sources.side.tables[source_table]
         theirs = DTYPES[held.pieces[source_row, DTYPE]]
         got = f"{DTYPES[wanted.pieces[row, DTYPE]]}, but {theirs} in {held.describe(source_row, tensors)}"
-        return LayoutError(wanted.describe(row, tensors), got=got, expected="one dtype for a tensor in source and destination")
+        return LayoutError(
+            wanted.describe(row, tensors),
+            got=got,
+            expected="one dtype for a tensor in source and destination, or float32 there and bfloat16 here",
+        )
 
     def _hole(self, table: int, row: int) -> LayoutError:
         wanted, tensors = self.side.tables[table], self.sources.tensors

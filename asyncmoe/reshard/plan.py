@@ -20,7 +20,8 @@ SOURCE, SOURCE_OFFSET, DESTINATION, DESTINATION_OFFSET, WIRE_OFFSET, ITEM = rang
 EXTENTS = slice(6, 6 + MAX_DIMS)
 SOURCE_STRIDES = slice(6 + MAX_DIMS, 6 + 2 * MAX_DIMS)
 DESTINATION_STRIDES = slice(6 + 2 * MAX_DIMS, 6 + 3 * MAX_DIMS)
-COLUMNS = 6 + 3 * MAX_DIMS
+CAST = 6 + 3 * MAX_DIMS
+COLUMNS = CAST + 1
 NO_SOURCE = -1
 """In column `SOURCE`: fill the destination with zeros."""
 
@@ -34,7 +35,8 @@ class Transfer:
         nbytes: bytes on the wire, 0 within one rank.
         copies: int64[n, COLUMNS]. Columns SOURCE and DESTINATION are positions in `Plan.sources[source]` and
             `Plan.destinations[destination]`; WIRE_OFFSET is where the copied box lies, row-major, in the message; ITEM is the
-            size of an element; offsets and strides are in bytes.
+            size of an element in the destination and in the message; CAST is 1 where it is float32 in the source and bfloat16 from
+            there on; offsets and strides are in bytes.
         check: a 64-bit value of what is copied from where to where; both ends compute the same.
     """
 
@@ -108,6 +110,8 @@ def plan(
     Raises:
         LayoutError: an unknown tensor or storage, a box out of bounds, destination pieces that overlap in their storage or leave
             holes, an element that no source has, or a tensor with different dtypes; naming rank, tensor and box.
+            The one difference allowed is float32 in the source and bfloat16 in the destination: elements are rounded to the nearest
+            (ties to even) as they are packed or copied, and all bytes are counted in bfloat16.
     """
     return plan_each(tensors, source, [destination], ranks=ranks)[0]
 

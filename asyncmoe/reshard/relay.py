@@ -3,6 +3,11 @@
 With R ranks whose layouts are equal (the same rank of R equal engines), each gets 1/R of its bytes from the sources in a first
 round and the rest from the other replicas in a second. What leaves the sources does not grow with R, and what enters a replica is
 what it needs, once.
+
+It pays where a network card per rank is what limits. With T source ranks, R engines of E ranks and a model of B bytes, a source
+sends R*B/T without it and B/T with it, and an engine rank then sends (R-1)/R * B/E besides receiving B/E: worth it once R*E > T.
+It does not pay between processes of one host, where a message is memory that both ends share: there every byte that is passed on is
+packed and unpacked once more for nothing.
 """
 
 from __future__ import annotations
@@ -45,7 +50,8 @@ def relay(
 
     The first round reads the source arrays. Later ones read and write the destination arrays: a rank passes them to `exchange` as
     both. Together the rounds write every destination element exactly once. A destination rank that is a source as well gets
-    all it needs in the first round, since it has some of it already.
+    all it needs in the first round, since it has some of it already. Casts are made in the first round; a tensor that is float32 in
+    one destination and bfloat16 in another cannot be passed on, and is refused.
 
     Args:
         tensors, source, destination, ranks: as for `asyncmoe.reshard.plan`.

@@ -14,6 +14,10 @@ if TYPE_CHECKING:
     import torch.distributed
 
 
+_ROUNDING_S = 0.01
+"""Gloo counts in whole milliseconds, and so may give up a little early."""
+
+
 class TorchTransport:
     """Point-to-point messages in a process group, which need not be one that torch's registries know.
 
@@ -71,7 +75,7 @@ class TorchTransport:
             work.wait(timedelta(seconds=max(0.001, until - time.monotonic())))
         except RuntimeError as error:
             peer = self._peer(source, destination)
-            if time.monotonic() < until:
+            if time.monotonic() < until - _ROUNDING_S:
                 raise TransferError(source, destination, f"{peer} is gone ({_first_line(error)})") from error
             what = "its message" if destination == self.rank else "it to take a message"
             raise WaitTimeout(peer, f"{what} ({_first_line(error)})", time.monotonic() - began) from error

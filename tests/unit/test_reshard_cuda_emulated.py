@@ -91,6 +91,16 @@ def test_casts(boxes: list[tuple[int, Extent]], shifts: tuple[int, int]) -> None
     both(program, random(held, shifts[0]), (program.bytes(0), shifts[1]), 1)
 
 
+@pytest.mark.parametrize("odd", range(1, 33))
+def test_casts_behind_some_bytes(odd: int) -> None:
+    elements, begin = 64, 32 + odd % 4 * 4
+    raw = [0, 0, 0, 0, 1, 1, 1, 1, odd, 0, 0, 0, 1, 0, 0, 0, 1]
+    cast = [0, begin, 0, odd, 4, 1, 1, 1, elements, 0, 0, 0, 4, 0, 0, 0, 2]
+    program = _C.Program(np.array([raw, cast], np.int64), np.array([0, 2], np.int64), "destination", np.array([False, True]))
+    for shift in range(0, 16, 4):
+        both(program, random(begin + 4 * elements, shift), (odd + 2 * elements, 0), 1)
+
+
 def test_every_kind_of_number_is_rounded_as_torch_does() -> None:
     generator = np.random.default_rng(0)
     upper = np.arange(1 << 16, dtype=np.uint32) << 16

@@ -59,7 +59,7 @@ BAD_DESTINATIONS: list[tuple[str, Callable[[], RankLayout], list[str]]] = [
     ("beyond the storage", lambda: with_piece(whole(7), 1, offset=1), ["rank 7", "tensor b", "[0:6]", "within the storage"]),
     ("negative offset", lambda: with_piece(whole(7), 1, offset=-1), ["rank 7", "tensor b", "within the storage"]),
     ("unknown dtype", lambda: with_dtype(whole(7), "sb", "float31"), ["rank 7", "sb", "float31"]),
-    ("another dtype", lambda: with_dtype(whole(7), "sb", "bfloat16"), ["rank 7", "tensor b", "[0:6]", "bfloat16", "float32", "rank 0"]),
+    ("another dtype", lambda: with_dtype(whole(7), "sb", "float16"), ["rank 7", "tensor b", "[0:6]", "float16", "float32", "rank 0"]),
     ("hole at the end", lambda: rows(7, (0, 3)), ["rank 7", "storage s", "[3:4, 0:6]", "0 pieces"]),
     ("hole at the start", lambda: rows(7, (1, 3), gap=1), ["rank 7", "storage s", "[0:1, 0:6]", "0 pieces"]),
     ("overlap as large as the hole", lambda: overlap_and_hole(7), ["rank 7", "storage s", "[2:3, 0:6]", "2 pieces"]),

@@ -66,3 +66,30 @@ def test_mpi_times_out_and_names_the_rank() -> None:
     command = [*mpirun(), "-n", "2", sys.executable, "-c", WAITING]
     done = subprocess.run(command, capture_output=True, text=True, timeout=50, check=False, env=environment)
     assert "timed out: waited 0.5 s for rank 1: its message" in done.stdout
+
+
+ALONE = """
+import sys
+for name in ("torch", "megatron", "sglang", "transformers", "mpi4py", "cupy"):
+    sys.modules[name] = None  # importing it is an ImportError from here on
+import numpy as np
+import asyncmoe.reshard as reshard
+from asyncmoe.reshard import Box, LayoutBuilder, LocalTransport
+
+held, wanted = LayoutBuilder(0, "float32"), LayoutBuilder(0, "float32")
+held.stack("s", [("a", Box((0, 0), (4, 6))), ("b", Box((0, 0), (2, 6)))])
+wanted.stack("left", [("b", Box((0, 0), (2, 3))), ("a", Box((0, 0), (4, 3)))])
+wanted.stack("right", [("a", Box((0, 3), (4, 3)))])
+made = reshard.plan({"a": (4, 6), "b": (2, 6)}, [held.build()], [wanted.build()])
+values = np.arange(36, dtype=np.float32).reshape(6, 6)
+got = {"left": np.zeros((6, 3), np.float32), "right": np.zeros((4, 3), np.float32)}
+reshard.exchange(made, LocalTransport(), {"s": values}, got)
+np.testing.assert_array_equal(got["left"], np.concatenate([values[4:, :3], values[:4, :3]]))
+np.testing.assert_array_equal(got["right"], values[:4, 3:])
+present = sorted(name for name in ("torch", "megatron", "sglang") if sys.modules.get(name) is not None)
+print("all is right, without", present)
+"""
+
+
+def test_with_numpy_alone() -> None:
+    assert "all is right, without []" in run([sys.executable, "-c", ALONE])

@@ -1,0 +1,99 @@
+"""How fast one rank packs and unpacks, next to plain parallel copies of the same bytes."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from statistics import median
+
+import numpy as np
+
+from asyncmoe.reshard import Plan
+from asyncmoe.reshard.chunks import chunk_limits, cut_transfer
+from asyncmoe.reshard.exchange import message_program
+
+_RAW = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
+
+Turn = Callable[[], None]
+
+
+def copy_rates(made: Plan, source: int, destination: int, bucket_bytes: int, rounds: int) -> dict[str, float]:
+    """Pack (of rank `source`) and unpack (of rank `destination`), digests included, and three plain copies of as many bytes each.
+
+    "same" is libc's memcpy between the very arrays and one large buffer, array after array: what a rank that packed without a plan
+    would do. "fresh" is memcpy between two large arrays made for it, one call a thread: the most this machine copies, which also
+    leaves out that a model is many arrays. libc writes a copy of a few MB through the cache, which reads what it overwrites first,
+    and a larger one around it, so "same" is the slower of the two; pack and unpack always write around the cache.
+
+    Returns:
+        GB/s, medians of turns taken one after the other: "pack", "unpack", "pack_same", "pack_fresh", "unpack_same",
+        "unpack_fresh"; "..._share_same" and "..._share_fresh", medians of the quotients turn by turn; "threads".
+    """
+    threads = min(4, os.cpu_count() or 1)
+    turns: dict[str, tuple[int, Turn]] = {}
+    for way, rank in (("pack", source), ("unpack", destination)):
+        out = way == "pack"
+        storages = (made.sources if out else made.destinations)[rank].values()
+        arrays = [np.ones(s.size, _RAW[s.nbytes // s.size]) for s in storages]
+        total = sum(array.nbytes for array in arrays)
+        turns[f"{way}_same"] = _memcpy(arrays, threads, out=out)
+        turns[f"{way}_fresh"] = _memcpy([np.ones(total // threads, np.uint8) for _ in range(threads)], threads, out=out)
+        turns[way] = _copier(made, rank, arrays, bucket_bytes, threads, packing=out)
+    rates: dict[str, list[float]] = {name: [] for name in turns}
+    for number in range(rounds + 1):
+        for name, (nbytes, copy) in turns.items():
+            started = time.perf_counter()
+            copy()
+            if number:
+                rates[name].append(nbytes / (time.perf_counter() - started) / 1e9)
+    found = {name: median(values) for name, values in rates.items()}
+    for way in ("pack", "unpack"):
+        for kind in ("same", "fresh"):
+            found[f"{way}_share_{kind}"] = median(a / b for a, b in zip(rates[way], rates[f"{way}_{kind}"], strict=True))
+    return {"threads": threads, **found}
+
+
+def _memcpy(arrays: Sequence[np.ndarray], threads: int, *, out: bool) -> tuple[int, Turn]:
+    """Bytes, and a function that runs libc's memcpy between every array and one large buffer, an equal part on each thread."""
+    total = sum(array.nbytes for array in arrays)
+    buffer = np.ones(total, np.uint8)
+    jobs: list[list[tuple[int, int, int]]] = [[] for _ in range(threads)]
+    place = 0
+    for array in arrays:
+        jobs[place * threads // total].append((buffer.ctypes.data + place, array.ctypes.data, array.nbytes))
+        place += array.nbytes
+
+    def part(i: int, keep: object = (buffer, arrays)) -> None:
+        for there, here, nbytes in jobs[i]:
+            ctypes.memmove(*((there, here) if out else (here, there)), nbytes)
+
+    def copy() -> None:
+        others = [threading.Thread(target=part, args=(i,)) for i in range(1, threads)]
+        for thread in others:
+            thread.start()
+        part(0)
+        for thread in others:
+            thread.join()
+
+    return total, copy
+
+
+def _copier(made: Plan, rank: int, arrays: list[np.ndarray], bucket_bytes: int, threads: int, *, packing: bool) -> tuple[int, Turn]:
+    """Bytes, and a function that packs all messages of a rank, or unpacks them; through two buffers for each peer."""
+    limits = chunk_limits(made, bucket_bytes)
+    remote = [t for t in made.transfers if t.source != t.destination and rank == (t.source if packing else t.destination)]
+    chunks = [cut_transfer(made, t, limits[t.source, t.destination]) for t in remote]
+    programs = [message_program(c, "destination" if packing else "source") for c in chunks]
+    slots = [[np.ones(c.slot_bytes, np.uint8) for _ in range(2)] for c in chunks]
+    mine = np.array([array.ctypes.data for array in arrays], np.int64)
+
+    def copy(keep: object = arrays) -> None:
+        for program, pair in zip(programs, slots, strict=True):
+            for i in range(program.chunks):
+                message = np.array([pair[i % 2].ctypes.data], np.int64)
+                program.run(i, mine if packing else message, message if packing else mine, threads)
+
+    return sum(t.nbytes for t in remote), copy

@@ -1,0 +1,221 @@
+"""Carrying out the rounds of a relay at the same time: a replica passes a message on as soon as what it is made of has arrived."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from types import TracebackType
+from typing import Self
+
+import numpy as np
+
+from asyncmoe.errors import InvariantBroken, LayoutError
+from asyncmoe.reshard.chunks import Chunks
+from asyncmoe.reshard.exchange import BUCKET_BYTES, Exchanger, Moved
+from asyncmoe.reshard.layout import Storage
+from asyncmoe.reshard.memory import Array
+from asyncmoe.reshard.plan import (
+    DESTINATION,
+    DESTINATION_OFFSET,
+    DESTINATION_STRIDES,
+    EXTENTS,
+    ITEM,
+    SOURCE,
+    SOURCE_OFFSET,
+    SOURCE_STRIDES,
+    Plan,
+)
+from asyncmoe.reshard.transport import SharedTransport, Transport
+
+_ALL = 1 << 62
+
+
+class RelayExchanger:
+    """This rank's part of the rounds that `asyncmoe.reshard.relay` planned; otherwise as `Exchanger`.
+
+    The second round runs in a thread of its own, next to the first, on other message buffers; so a rank has up to
+    `2 * buffers * bucket_bytes` of them. Ranks that are only sources are done with the first round.
+
+    Args:
+        plans: what `relay` returned, of one round or two.
+        transports: one for each plan, of this rank. They are used at the same time, so they must not mix up each other's messages:
+            two sessions of shared memory, two process groups.
+        bucket_bytes, buffers, timeout_s, threads, stream: as for `Exchanger`.
+
+    Raises:
+        LayoutError: not as many transports as plans; or as `Exchanger`.
+        WaitTimeout: as `Exchanger`.
+    """
+
+    def __init__(
+        self,
+        plans: Sequence[Plan],
+        transports: Sequence[Transport | SharedTransport],
+        *,
+        bucket_bytes: int = BUCKET_BYTES,
+        buffers: int = 2,
+        timeout_s: float = 300.0,
+        threads: int = 0,
+        stream: int = 0,
+    ) -> None:
+        if len(plans) != len(transports) or not 1 <= len(plans) <= 2:
+            raise LayoutError(
+                "transports of a relay", got=f"{len(transports)} for {len(plans)} plans", expected="one for each plan, 1 or 2"
+            )
+        numbers = {"bucket_bytes": bucket_bytes, "buffers": buffers, "threads": threads, "stream": stream}
+        self._first = _Receiving(plans[0], transports[0], timeout_s=timeout_s, **numbers)
+        self._first.progress = _Progress()
+        self._second: _Forwarding | None = None
+        if len(plans) == 2:
+            self._second = _Forwarding(plans[1], transports[1], timeout_s=timeout_s, **numbers)
+            self._second.needs = needed_rounds(plans, self._first.rank, self._first.incoming, self._second.outgoing)
+        self._thread = ThreadPoolExecutor(1, "relay") if self._second else None
+        self.rank = self._first.rank
+        self.buffer_bytes = self._first.buffer_bytes + (self._second.buffer_bytes if self._second else 0)
+        """Bytes of this rank's message buffers."""
+
+    def bind(self, source_arrays: Mapping[str, Array] | None = None, destination_arrays: Mapping[str, Array] | None = None) -> None:
+        """As `Exchanger.bind`."""
+        self._first.bind(source_arrays, destination_arrays)
+        if self._second:
+            self._second.bind(destination_arrays, destination_arrays)
+
+    def run(self) -> Moved:
+        """As `Exchanger.run`. The seconds are those of both rounds, which overlap: their sum may exceed the time of the run."""
+        if self._second is None or self._thread is None:
+            return self._first.run()
+        progress = _Progress()
+        self._first.progress = self._second.progress = progress
+        second = self._thread.submit(self._second.run)
+        try:
+            moved = self._first.run()
+        except BaseException as error:
+            progress.fail(error)
+            second.exception()  # its thread writes the same arrays, and ends when its own time is over
+            raise
+        progress.advance(_ALL)
+        return _sum(moved, second.result())
+
+    def close(self) -> None:
+        """Free the message buffers."""
+        if self._thread is not None:
+            self._thread.shutdown()
+        for exchanger in (self._first, self._second):
+            if exchanger is not None:
+                exchanger.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+
+class _Progress:
+    """How many rounds of messages the first exchange has unpacked."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._done = 0
+        self._error: BaseException | None = None
+
+    def advance(self, done: int) -> None:
+        with self._changed:
+            self._done = max(self._done, done)
+            self._changed.notify_all()
+
+    def fail(self, error: BaseException) -> None:
+        with self._changed:
+            self._error = error
+            self._changed.notify_all()
+
+    def wait(self, needed: int) -> None:
+        """Until so many are done. The first exchange either gets there or fails, within its own time-outs."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._done >= needed or self._error is not None)
+            if self._error is not None:
+                raise InvariantBroken("the round before failed, so there is nothing to pass on") from self._error
+
+
+class _Receiving(Exchanger):
+    progress: _Progress
+
+    @property
+    def incoming(self) -> list[Chunks]:
+        return self._incoming
+
+    def _unpack_round(self, number: int, moved: Moved) -> None:
+        super()._unpack_round(number, moved)
+        self.progress.advance(number + 1)
+
+
+class _Forwarding(Exchanger):
+    progress: _Progress
+    needs: list[int]
+
+    @property
+    def outgoing(self) -> list[Chunks]:
+        return self._outgoing
+
+    def _pack_round(self, number: int, moved: Moved) -> None:
+        if number < len(self.needs):
+            with moved.timed("wire"):
+                self.progress.wait(self.needs[number])
+        super()._pack_round(number, moved)
+
+    def _copy_local(self, moved: Moved) -> None:
+        if self._local is not None:
+            with moved.timed("wire"):
+                self.progress.wait(_ALL)
+        super()._copy_local(moved)
+
+
+def needed_rounds(plans: Sequence[Plan], rank: int, incoming: Sequence[Chunks], outgoing: Sequence[Chunks]) -> list[int]:
+    """How many rounds of `incoming` messages a rank must have unpacked before it can pack each round of `outgoing` ones.
+
+    A safe answer, not always the least: boxes count as the bytes from their first to their last.
+
+    Args:
+        plans: of the two rounds of a relay.
+        incoming: messages of the first plan to `rank`.
+        outgoing: messages of the second plan from `rank`.
+    """
+    wanted = plans[0].destinations.get(rank, {})
+    begin = dict(zip(wanted, np.cumsum([0, *(storage.nbytes for storage in wanted.values())]).tolist(), strict=False))
+    written = _spans(incoming, begin, wanted, (DESTINATION, DESTINATION_OFFSET, DESTINATION_STRIDES))
+    read = _spans(outgoing, begin, plans[1].sources.get(rank, {}), (SOURCE, SOURCE_OFFSET, SOURCE_STRIDES))
+    needs = np.ones(max((len(chunks) for chunks in outgoing), default=0), np.int64)  # what was copied within the rank is there by then
+    np.maximum.at(needs, read[:, 2], _latest(written, read))
+    return np.maximum.accumulate(needs).tolist() if len(written) else [_ALL] * len(needs)
+
+
+def _spans(
+    messages: Sequence[Chunks], begin: Mapping[str, int], storages: Mapping[str, Storage], side: tuple[int, int, slice]
+) -> np.ndarray:
+    """int64[n, 3]: first byte, byte after the last, and number of the message, of every box; all storages one after the other."""
+    number, offset, strides = side
+    bases = np.array([begin[name] for name in storages], np.int64)
+    spans = [np.empty((0, 3), np.int64)]
+    for chunks in messages:
+        copies = chunks.copies
+        first = bases[copies[:, number]] + copies[:, offset]
+        last = first + ((copies[:, EXTENTS] - 1) * copies[:, strides]).sum(1) + copies[:, ITEM]
+        spans.append(np.column_stack([first, last, np.repeat(np.arange(len(chunks)), np.diff(chunks.firsts))]))
+    return np.concatenate(spans)
+
+
+def _latest(written: np.ndarray, read: np.ndarray) -> np.ndarray:
+    """For each span read, one more than the highest message number of the spans written that may meet it; 0 where none does."""
+    written = written[np.argsort(written[:, 0], kind="stable")]
+    reach = np.maximum.accumulate(written[:, 1]) if len(written) else written[:, 1]
+    low = np.searchsorted(reach, read[:, 0], "right")
+    high = np.searchsorted(written[:, 0], read[:, 1], "left")
+    numbers = np.append(written[:, 2] + 1, 0)
+    found: np.ndarray = np.maximum.reduceat(numbers, np.column_stack([low, high]).reshape(-1))[::2] if len(read) else low
+    return np.where(low < high, found, 0)
+
+
+def _sum(first: Moved, second: Moved) -> Moved:
+    seconds = {phase: first.seconds[phase] + second.seconds[phase] for phase in first.seconds}
+    return Moved(first.sent + second.sent, first.received + second.received, first.local + second.local, seconds)

@@ -1,0 +1,147 @@
+"""float32 in the source, bfloat16 in the destination: rounded on the way, next to tensors that keep their dtype, against torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from reshard_ranks import Arrays, filled, run_ranks
+from test_reshard_plan import Case
+from test_reshard_random import cases
+
+from asyncmoe.errors import LayoutError
+from asyncmoe.reshard import PADDING, LayoutBuilder, RankLayout, plan, relay
+from asyncmoe.reshard.chunks import cut_boxes
+from asyncmoe.reshard.layout import whole
+
+RAW = {"float32": np.uint32, "bfloat16": np.uint16}
+SPECIAL = np.array([0.0, -0.0, np.inf, -np.inf, np.nan, 1e-45, -1e-39, 3.4e38, 1.00390625, 1.01171875], np.float32).view(np.uint32)
+"""Zeros, infinities, a NaN, denormals, what rounds to infinity, and two ties: one goes down to even, the other up."""
+
+
+def bits(shapes: Mapping[str, tuple[int, ...]], seed: int) -> Arrays:
+    """Random float32 as uint32, every bit pattern as likely as another, special values among them."""
+    random = np.random.default_rng(seed)
+    values = {}
+    for name, shape in shapes.items():
+        flat = random.integers(0, 1 << 32, int(np.prod(shape)), np.uint32)
+        special = random.random(flat.size) < 0.3
+        flat[special] = random.choice(SPECIAL, int(special.sum()))
+        values[name] = flat.reshape(shape)
+    return values
+
+
+def rounded(values: np.ndarray) -> np.ndarray:
+    return torch.from_numpy(values.view(np.float32).copy()).to(torch.bfloat16).view(torch.int16).numpy().view(np.uint16)
+
+
+def with_dtypes(layout: RankLayout, dtypes: Mapping[str, str]) -> RankLayout:
+    return replace(layout, storages={name: replace(s, dtype=dtypes[name]) for name, s in layout.storages.items()})
+
+
+def contents(layout: RankLayout, values: Arrays) -> Arrays:
+    """What the storages must hold, in the dtype of each."""
+    exact, cast = filled(layout, values), filled(layout, {n: rounded(v) for n, v in values.items()}, np.int16)
+    return {name: (exact if s.dtype == "float32" else cast)[name].view(RAW[s.dtype]) for name, s in layout.storages.items()}
+
+
+def empty(layout: RankLayout) -> Arrays:
+    return {name: np.full(s.shape, 0xABCD, RAW[s.dtype]) for name, s in layout.storages.items()}
+
+
+def assert_same(got: np.ndarray, expected: np.ndarray) -> None:
+    """Bit for bit; but which NaN a NaN becomes differs within torch itself (its scalar and its vector code)."""
+    if got.dtype == np.uint16:
+        got, expected = (np.where((a & 0x7FFF) > 0x7F80, np.uint16(0x7FC0), a) for a in (got, expected))
+    np.testing.assert_array_equal(got, expected)
+
+
+@st.composite
+def mixed(draw: st.DrawFn) -> Case:
+    """Random layouts where every destination storage is float32 or bfloat16 and all sources are float32; or the other way round."""
+    shapes, source, destination = draw(cases())
+    varied = draw(st.sampled_from(["source", "destination"]))
+
+    def choose(layout: RankLayout, side: str) -> RankLayout:
+        fixed = "float32" if side == "source" else "bfloat16"
+        return with_dtypes(layout, {n: draw(st.sampled_from(sorted(RAW))) if side == varied else fixed for n in layout.storages})
+
+    return shapes, [choose(one, "source") for one in source], [choose(one, "destination") for one in destination]
+
+
+@given(mixed(), st.integers(0, 99))
+@settings(max_examples=150, deadline=None)
+def test_every_destination_element_is_what_torch_rounds_it_to(case: Case, seed: int) -> None:
+    shapes, source, destination = case
+    values = bits(shapes, seed)
+    made = plan(shapes, source, destination)
+    got = {layout.rank: empty(layout) for layout in destination}
+    run_ranks(made, {layout.rank: contents(layout, values) for layout in source}, got)
+    for layout in destination:
+        for name, expected in contents(layout, values).items():
+            assert_same(got[layout.rank][name], expected)
+
+
+@given(mixed())
+@settings(max_examples=100, deadline=None)
+def test_bytes_are_counted_in_the_dtype_of_the_destination(case: Case) -> None:
+    shapes, source, destination = case
+    made = plan(shapes, source, destination)
+    everywhere = plan(shapes, source, [with_dtypes(d, dict.fromkeys(d.storages, "bfloat16")) for d in destination])
+    kept = {layout.rank for layout in source} & {layout.rank for layout in destination}
+    if not kept:
+        wanted = [(d.storages[p.storage].dtype, p.box.size) for d in destination for p in d.pieces if p.tensor != PADDING]
+        assert made.wire_bytes == sum(size * (4 if dtype == "float32" else 2) for dtype, size in wanted)
+        assert everywhere.wire_bytes == sum(2 * size for _, size in wanted)
+    assert made.match.traffic()[:, 2].sum() == made.wire_bytes
+    for transfer in made.transfers:
+        written = cut_boxes(transfer.copies, 8)
+        assert (written[:, 6:10].prod(1) * written[:, 5]).sum() == (transfer.copies[:, 6:10].prod(1) * transfer.copies[:, 5]).sum()
+
+
+@given(cases(), st.integers(2, 3))
+@settings(max_examples=30, deadline=None)
+def test_replicas_pass_on_what_was_rounded(case: Case, replicas: int) -> None:
+    shapes = case[0]
+    source, destination = (
+        [with_dtypes(one, dict.fromkeys(one.storages, dtype)) for one in side]
+        for side, dtype in zip(case[1:], ("float32", "bfloat16"), strict=True)
+    )
+    values = bits(shapes, 1)
+    layouts = [layout.at(100 + 10 * i + layout.rank) for i in range(replicas) for layout in destination]
+    first, *later = relay(shapes, source, layouts)
+    got = {layout.rank: empty(layout) for layout in layouts}
+    run_ranks(first, {layout.rank: contents(layout, values) for layout in source}, got)
+    for second in later:
+        assert not any(transfer.copies[:, -1].any() for transfer in second.transfers)
+        run_ranks(second, got, got)
+    for layout in layouts:
+        for name, expected in contents(layout, values).items():
+            assert_same(got[layout.rank][name], expected)
+
+
+def one_tensor(rank: int, dtype: str) -> RankLayout:
+    builder = LayoutBuilder(rank, dtype)
+    builder.stack("s", [("w", whole((4, 6)))])
+    return builder.build()
+
+
+@pytest.mark.parametrize(
+    ("held", "wanted"),
+    [("bfloat16", "float32"), ("float32", "float16"), ("float16", "bfloat16"), ("float64", "bfloat16"), ("int32", "bfloat16")],
+)
+def test_any_other_difference_is_refused(held: str, wanted: str) -> None:
+    with pytest.raises(LayoutError) as caught:
+        plan({"w": (4, 6)}, [one_tensor(3, held)], [one_tensor(7, wanted)])
+    for part in ("rank 7: tensor w box [0:4, 0:6]", f"got {wanted}, but {held} in rank 3: tensor w box [0:4, 0:6]", "float32"):
+        assert part in str(caught.value)
+
+
+def test_the_digest_knows_the_dtypes() -> None:
+    layouts = [one_tensor(0, "float32")], [one_tensor(1, "float32")], [one_tensor(1, "bfloat16")]
+    assert plan({"w": (4, 6)}, layouts[0], layouts[1]).digest != plan({"w": (4, 6)}, layouts[0], layouts[2]).digest

@@ -234,6 +234,7 @@ def test_every_way_ends_at_the_same_parameters(stages: Stages, engine: str, sync
     assert not any(names for oracle, version in several for names in wrong(found.arrived[version], want[oracle]))
     held = [stage.rig.run(member.engine.client.checksums(30.0)) for member in stage.rig.pool.members]
     assert not any(names for engine_held in held for names in wrong(engine_held, want[a]))
+    assert difference(stage.rig.run(generate(stage)), a) < 1e-4
     print(f"{engine} {sync}: pauses {[round(outcome['pause_ms']) for outcome in found.outcomes[0]]}")
 
 

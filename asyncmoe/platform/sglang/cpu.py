@@ -45,6 +45,8 @@ def install() -> None:
     _check_version()
     # sglang.srt.platforms: a CPU is chosen only when asked for.
     os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
+    # vocab_parallel_embedding.get_masked_input_and_mask and others are compiled; torch's compiler would look into triton, and take seconds.
+    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
     _triton()
     _sgl_kernel()
     _torchvision()

@@ -256,8 +256,10 @@ class SyncSection(Section):
         description="reshard: every engine rank gets its own bytes from the ranks that have them while it generates, and pauses to swap; "
         "broadcast: rank 0 gathers whole tensors and sends all of them to every engine, which stands still.",
     )
-    transport: Literal["shm", "gloo"] = Field(
-        "shm", description="How reshard's messages travel. shm: memory that processes of one host share; gloo: TCP."
+    transport: Literal["auto", "shm", "gloo", "nccl", "ipc"] = Field(
+        "auto",
+        description="How reshard's messages travel. Between CPUs, shm: memory that processes of one host share; gloo: TCP. Between GPUs, "
+        "nccl; ipc: memory of GPUs of one host. auto: shm, or nccl.",
     )
     staging: bool = Field(
         True,

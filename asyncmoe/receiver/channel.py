@@ -2,21 +2,65 @@
 
 from __future__ import annotations
 
+import msgspec
+import torch
+
 from asyncmoe.receiver.meeting import Store, Terms
-from asyncmoe.reshard import Exchanger, Plan
+from asyncmoe.reshard import Exchanger, Plan, SharedTransport, Transport
+from asyncmoe.reshard.ipc_transport import IpcTransport
+from asyncmoe.reshard.nccl_transport import NcclTransport, make_unique_id
 from asyncmoe.reshard.shm_transport import ShmTransport
 from asyncmoe.reshard.torch_transport import TorchTransport
 
 
-def connect(store: Store, terms: Terms, plan: Plan, epoch: int, threads: int) -> Exchanger:
+class SideStream:
+    """A stream beside that of a thread which computes with what is copied.
+
+    An exchange waits on the host for its copies, so what it read or wrote may be used when it has returned; it is only ordered
+    behind what came before by `follow`.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def follow(self) -> None:
+        """What is enqueued here from now on waits for what the calling thread has enqueued on its current stream."""
+        self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
+
+
+class _UniqueId(msgspec.Struct, frozen=True):
+    value: bytes
+
+
+def connect(store: Store, terms: Terms, plan: Plan, epoch: int, side: SideStream | None = None) -> Exchanger:
     """This rank's end of channel `epoch`; returns when the others' are there. A channel in which anything failed is not used again.
+
+    Args:
+        side: where to enqueue copies, if the weights are on GPUs.
 
     Raises:
         WaitTimeout: the others did not come in time.
         WeightSyncError: one that had come is gone, or there is no memory for the messages.
+        UserError: no usable NCCL or GPU.
     """
-    if terms.transport == "shm":
-        transport: ShmTransport | TorchTransport = ShmTransport(store.rank, f"{terms.session}-{epoch}")
-    else:
-        transport = TorchTransport(store.connect(terms.world, epoch, terms.timeout_s))
-    return Exchanger(plan, transport, bucket_bytes=terms.bucket_bytes, timeout_s=terms.timeout_s, threads=threads)
+    device, stream = (side.stream.device.index, side.stream.cuda_stream) if side else (0, 0)
+    transport = _transport(store, terms, epoch, device, stream)
+    # One thread: the step, and the engine, go on meanwhile.
+    return Exchanger(plan, transport, bucket_bytes=terms.bucket_bytes, timeout_s=terms.timeout_s, threads=1, stream=stream)
+
+
+def _transport(store: Store, terms: Terms, epoch: int, device: int, stream: int) -> Transport | SharedTransport:
+    session = f"{terms.session}-{epoch}"
+    match terms.transport:
+        case "shm":
+            return ShmTransport(store.rank, session)
+        case "ipc":
+            return IpcTransport(store.rank, session, device, stream=stream)
+        case "nccl":
+            key = f"nccl/{epoch}"
+            if store.rank == 0:
+                store.put(key, _UniqueId(make_unique_id()))
+            unique = store.get(key, _UniqueId, terms.timeout_s).value
+            return NcclTransport(store.rank, terms.world, unique, device, stream=stream, timeout_s=terms.timeout_s)
+        case "gloo":
+            return TorchTransport(store.connect(terms.world, epoch, terms.timeout_s))

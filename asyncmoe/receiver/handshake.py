@@ -35,6 +35,28 @@ def places() -> dict[str, int]:
     return {"tp_rank": parallel.tp_rank, "moe_ep_rank": parallel.moe_ep_rank}
 
 
+_RAW_BACKENDS = frozenset({"auto", "triton", "deep_gemm", "lora_triton"})
+"""MoE runners that keep expert weights as they are loaded; "auto" is one of them wherever the shapes are the expected ones
+(sglang 0.5.23, layers/quantization/unquant.py)."""
+
+
+def obstacles(model: torch.nn.Module) -> list[str]:
+    """What keeps weights written into this worker's parameters from being the weights it computes with; its main thread's to ask."""
+    from sglang.srt.environ import envs
+    from sglang.srt.layers.moe.utils import get_moe_runner_backend
+    from sglang.srt.runtime_context import get_server_args
+
+    found = []
+    if (quantization := get_server_args().quantization) is not None:
+        found.append(f"it quantises its weights ({quantization})")
+    backend = get_moe_runner_backend().value
+    if backend not in _RAW_BACKENDS and any(name.endswith("w13_weight") for name, _ in model.named_parameters()):
+        found.append(f"its MoE runner {backend} rearranges expert weights; give it --moe-runner-backend triton")
+    if envs.SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED.get():
+        found.append("SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED rearranges expert weights; unset it")
+    return found
+
+
 def differences(ready: Ready, engine: EngineRanks, tp_rank: int, layout: RankLayout) -> list[str]:
     """Everything in which a worker is not what the layout says, each in words; none: weights may be sent."""
     expected = {"tp_rank": tp_rank, "moe_ep_rank": EngineParallel(engine.tp, engine.ep).ep_rank(tp_rank)}
@@ -42,6 +64,7 @@ def differences(ready: Ready, engine: EngineRanks, tp_rank: int, layout: RankLay
     wrong = [
         f"{who} is {key} {ready.places.get(key)}, expected {value}" for key, value in expected.items() if ready.places.get(key) != value
     ]
+    wrong += [f"{who}: {obstacle}; or set sync.method=broadcast" for obstacle in ready.obstacles]
     wanted = {name: Parameter(storage.shape, storage.dtype, contiguous_strides(storage.shape)) for name, storage in layout.storages.items()}
     for name in sorted(wanted.keys() | ready.parameters.keys()):
         if (got := ready.parameters.get(name)) != wanted.get(name):

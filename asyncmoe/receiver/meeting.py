@@ -61,7 +61,7 @@ class Terms(msgspec.Struct, frozen=True):
     engines: tuple[EngineRanks, ...]
     dtype: str
     engine_dtype: str
-    transport: Literal["shm", "gloo"]
+    transport: Literal["shm", "gloo", "nccl", "ipc"]
     session: str
     staging: bool
     bucket_bytes: int
@@ -90,6 +90,8 @@ class Ready(msgspec.Struct, frozen=True):
     parameters: dict[str, Parameter] = {}
     places: dict[str, int] = {}
     """SGLang's own "tp_rank", "moe_ep_rank"."""
+    obstacles: tuple[str, ...] = ()
+    """Why weights must not be written into its parameters."""
 
 
 class Header(msgspec.Struct, frozen=True):

@@ -8,11 +8,13 @@ import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import msgspec
 import torch
 
 from asyncmoe.errors import AsyncmoeError, InvariantBroken, WaitTimeout
 from asyncmoe.process import yield_cores
 from asyncmoe.receiver import channel, command, handshake, meeting, route
+from asyncmoe.receiver.channel import SideStream
 from asyncmoe.receiver.command import Commit, Join
 from asyncmoe.receiver.meeting import Header, Outcome, Ready, Store, Terms
 from asyncmoe.reshard import Exchanger, Plan
@@ -67,11 +69,13 @@ class Receiver(threading.Thread):
     def __init__(self, model: torch.nn.Module, join: Join) -> None:
         super().__init__(name="weights", daemon=True)
         self._model, self._join = model, join
-        self._ready = Ready(parameters=handshake.parameters_of(model), places=handshake.places())
+        self._ready = Ready("", "", handshake.parameters_of(model), handshake.places(), tuple(handshake.obstacles(model)))
         self._lock = threading.Lock()
         self._staged: _Staged | None = None
         self._spare: dict[str, torch.Tensor] = {}
         self._left = threading.Event()
+        self._device = next(model.parameters()).device
+        self._side = SideStream(self._device) if self._device.type == "cuda" else None
 
     def run(self) -> None:
         """Meet the sender, then receive what it sends."""
@@ -104,6 +108,8 @@ class Receiver(threading.Thread):
                 raise InvariantBroken(f"rank {self._join.rank}: staged is {what}, to be committed version {version} of update {update}")
             if staged.tensors is not None:
                 self._spare = replace(self._model, staged.tensors)
+                if self._side is not None:
+                    self._side.follow()
         refresh(self._model)
 
     def _plan(self, store: Store, terms: Terms) -> Plan:
@@ -113,7 +119,7 @@ class Receiver(threading.Thread):
         except AsyncmoeError as error:
             store.put(key, Ready(failure=str(error)))
             raise
-        store.put(key, Ready("", plan.digest, self._ready.parameters, self._ready.places))
+        store.put(key, msgspec.structs.replace(self._ready, plan=plan.digest))
         return plan
 
     def _serve(self, store: Store, terms: Terms, plan: Plan) -> None:
@@ -141,7 +147,7 @@ class Receiver(threading.Thread):
         key = f"{number}/staged/{self._join.rank}"
         try:
             if exchanger is None:
-                exchanger = channel.connect(store, terms, plan, header.epoch, threads=1)
+                exchanger = channel.connect(store, terms, plan, header.epoch, self._side)
             tensors = self._staging(terms) if terms.staging else self._parameters()
             exchanger.bind(None, tensors)
             exchanger.run(terms.timeout_s)
@@ -167,7 +173,8 @@ class Receiver(threading.Thread):
         with self._lock:
             if not self._spare:
                 dtype = getattr(torch, terms.engine_dtype)
-                self._spare = {name: torch.empty(p.shape, dtype=dtype) for name, p in self._ready.parameters.items()}
+                parameters = self._ready.parameters
+                self._spare = {name: torch.empty(p.shape, dtype=dtype, device=self._device) for name, p in parameters.items()}
             return self._spare
 
     def _parameters(self) -> dict[str, torch.Tensor]:

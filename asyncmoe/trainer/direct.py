@@ -24,9 +24,10 @@ from asyncmoe.config import Config
 from asyncmoe.errors import AsyncmoeError, ConfigError, WaitTimeout, WeightSyncError
 from asyncmoe.process import yield_cores
 from asyncmoe.receiver import channel, meeting
+from asyncmoe.receiver.channel import SideStream
 from asyncmoe.receiver.meeting import Header, Outcome
 from asyncmoe.reshard import Exchanger
-from asyncmoe.trainer.direct_group import GRACE_S, Meeting, heed, meet
+from asyncmoe.trainer.direct_group import GRACE_S, Meeting, heed, meet, transport_for
 from asyncmoe.trainer.gather import Gatherer, tensors_in
 from asyncmoe.trainer.model import Model, parameters
 from asyncmoe.trainer.published import Checksums, Published
@@ -56,6 +57,7 @@ class Direct:
         self._met: Meeting | None = None
         self._exchanger: Exchanger | None = None
         self._updates = self._epoch = 0
+        self._side = SideStream(model.mesh.device) if model.mesh.device.type == "cuda" else None
         # Sending has a whole step's time; the step itself has not.
         self._thread = ThreadPoolExecutor(1, "weights", initializer=yield_cores if config.sync.staging else None)
         self._running: Future[Published] | None = None
@@ -68,6 +70,8 @@ class Direct:
         if self._exchanger is None:
             self._epoch += 1
         expected = self._gathered_checksums() if self._verifies else ()
+        if self._side is not None:
+            self._side.follow()
         self._sent.clear()
         self._running = self._thread.submit(self._publish, self._met, version, expected)
 
@@ -161,7 +165,7 @@ class Direct:
         key, timeout_s = f"{self._updates}/sent/{self._rank}", met.terms.timeout_s
         try:
             if self._exchanger is None:
-                self._exchanger = channel.connect(met.store, met.terms, met.plan, self._epoch, threads=1)
+                self._exchanger = channel.connect(met.store, met.terms, met.plan, self._epoch, self._side)
                 self._exchanger.bind(parameters(self._model))
             self._exchanger.run(timeout_s)
         except AsyncmoeError as error:
@@ -208,9 +212,8 @@ class Direct:
 
 
 def _check(config: Config, model: Model) -> None:
-    if model.mesh.backend != "gloo":
-        raise ConfigError("sync.method", got="reshard on GPUs", expected="broadcast", cure="set sync.method=broadcast")
+    transport_for(config.sync.transport, model.mesh.backend == "nccl")
     ours, theirs = str(model.dtype).removeprefix("torch."), engine_dtype(model.hf, config.engines)
-    if theirs != ours:
+    if theirs not in (ours, "bfloat16"):
         cure = f"set engines.dtype={ours} or sync.method=broadcast"
-        raise ConfigError("engines.dtype", got=theirs, expected=f"the trainer's {ours}; weights are sent as they are", cure=cure)
+        raise ConfigError("engines.dtype", got=theirs, expected=f"the trainer's {ours}, or bfloat16", cure=cure)

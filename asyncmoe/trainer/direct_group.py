@@ -5,12 +5,13 @@ from __future__ import annotations
 import secrets
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from typing import Literal
 
 import torch
 import torch.distributed as dist
 
 from asyncmoe.config import Config
-from asyncmoe.errors import AsyncmoeError, WeightSyncError
+from asyncmoe.errors import AsyncmoeError, ConfigError, WeightSyncError
 from asyncmoe.receiver import handshake, meeting, route
 from asyncmoe.receiver.meeting import EngineRanks, Outcome, Ready, Store, Terms
 from asyncmoe.reshard import Plan
@@ -63,6 +64,21 @@ def meet(config: Config, model: Model, client: Client) -> Meeting:
     return Meeting(store, terms, plan)
 
 
+def transport_for(wanted: Literal["auto", "shm", "gloo", "nccl", "ipc"], gpu: bool) -> Literal["shm", "gloo", "nccl", "ipc"]:
+    """How messages travel, from `sync.transport` and where the weights are.
+
+    Raises:
+        ConfigError: a way that does not go there.
+    """
+    possible = ("nccl", "ipc") if gpu else ("shm", "gloo")
+    if wanted == "auto":
+        return "nccl" if gpu else "shm"
+    if wanted not in possible:
+        where = "GPUs" if gpu else "CPUs"
+        raise ConfigError("sync.transport", got=wanted, expected=f"auto, {possible[0]} or {possible[1]} between {where}")
+    return wanted
+
+
 def heed(outcome: Outcome) -> None:
     """Raises WeightSyncError for an outcome that is none."""
     if outcome.failure:
@@ -100,7 +116,7 @@ def _keep(config: Config, model: Model, client: Client) -> tuple[Store, int]:
         engines=ranks,
         dtype=str(model.dtype).removeprefix("torch."),
         engine_dtype=engine_dtype(model.hf, config.engines),
-        transport=sync.transport,
+        transport=transport_for(sync.transport, model.mesh.backend == "nccl"),
         session=secrets.token_hex(8),
         staging=sync.staging,
         bucket_bytes=sync.bucket_bytes,

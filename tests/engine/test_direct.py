@@ -155,14 +155,14 @@ def stages(model: Path, runner: asyncio.Runner, tmp_path_factory: pytest.TempPat
 
 @pytest.fixture(scope="module")
 def dense(runner: asyncio.Runner, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
-    """An engine of two ranks that serves a dense model whose output layer is its embedding."""
+    """An engine of two ranks that serves, in bfloat16, a dense model whose output layer is its embedding."""
     folder = tmp_path_factory.mktemp("dense")
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
     torch.manual_seed(0)
     shape = Qwen3Config(vocab_size=320, head_dim=32, tie_word_embeddings=True, max_position_embeddings=512, **sizes)
     Qwen3ForCausalLM(shape).save_pretrained(folder / "first")
     first = Oracle(folder / "first")
-    config = settings(first.path, folder / "run", max_total_tokens=8192, tp=2)
+    config = settings(first.path, folder / "run", max_total_tokens=8192, tp=2, dtype="bfloat16")
 
     async def start() -> Rig:
         rig = await make(config, [Engine("engine.0", config, 0, config.run.dir)], runner.run)
@@ -210,7 +210,7 @@ def test_every_parameter_is_what_sglangs_loader_makes_of_the_checkpoint(stages: 
     print(f"{ranks} ranks to {engine}: pause median {statistics.median(pauses):.0f} ms, all {[round(p) for p in pauses]}")
 
 
-def test_a_dense_model_with_tied_embeddings_goes_the_same_way(dense: Stage) -> None:
+def test_a_dense_model_with_tied_embeddings_is_rounded_on_its_way(dense: Stage) -> None:
     _, a, b = dense.checkpoints
     publications = {layout: list(zip((a, b), dense.versions(2), strict=True)) for layout in ("2,1,1", "1,2,1")}
     found = dense.rig.run(dense.publish(2, publications))
@@ -218,7 +218,7 @@ def test_a_dense_model_with_tied_embeddings_goes_the_same_way(dense: Stage) -> N
     assert [outcome["error"] for outcome in found.outcomes[0]] == [None] * 4
     for several in publications.values():
         assert not any(names for oracle, version in several for names in wrong(found.arrived[version], dense.expected(oracle)))
-    assert difference(dense.rig.run(generate(dense)), b) < 1e-4
+    assert difference(dense.rig.run(generate(dense)), b) < 0.05
 
 
 @pytest.mark.parametrize("sync", [{"transport": "gloo"}, {"staging": False}, {"transport": "gloo", "staging": False}], ids=str)

@@ -17,12 +17,13 @@ import msgspec
 import pytest
 import torch
 
-from asyncmoe.errors import InvariantBroken, LayoutError, ProtocolError, TransferError, WaitTimeout, WeightSyncError
+from asyncmoe.errors import ConfigError, InvariantBroken, LayoutError, ProtocolError, TransferError, WaitTimeout, WeightSyncError
 from asyncmoe.models import EngineParallel, MegatronParallel, family_of
 from asyncmoe.receiver import channel, command, handshake, meeting, route, worker
 from asyncmoe.receiver.meeting import EngineRanks, Header, Outcome, Ready, Store, Terms
 from asyncmoe.reshard import Exchanger, plan
 from asyncmoe.reshard.torch_transport import TorchTransport
+from asyncmoe.trainer.direct_group import transport_for
 
 HF = {
     "model_type": "qwen3_moe",
@@ -116,6 +117,13 @@ def test_parameters_that_are_missing_or_unknown_and_ranks_are_named() -> None:
         f"engine.0 rank 1: {W2}: got no such parameter, expected float32[2, 32, 16]",
     ]
     assert handshake.refusal(wrong * 10).endswith("; and 10 more")
+
+
+def test_a_worker_that_rearranges_its_weights_is_refused() -> None:
+    ready = msgspec.structs.replace(fitting(), obstacles=("its MoE runner flashinfer_cutlass rearranges expert weights",))
+    assert differences(ready) == [
+        "engine.0 rank 1: its MoE runner flashinfer_cutlass rearranges expert weights; or set sync.method=broadcast"
+    ]
 
 
 def test_parameters_in_one_storage_are_noticed() -> None:
@@ -310,7 +318,7 @@ class Sending:
         """Weights of which all elements are `value`; returns when they are received."""
         self.header(number, epoch)
         if self.exchanger is None:
-            self.exchanger = channel.connect(self.store, self.terms, route.route(self.terms, 0), epoch, threads=1)
+            self.exchanger = channel.connect(self.store, self.terms, route.route(self.terms, 0), epoch)
         storages = family_of(HF).megatron_layout(HF, MegatronParallel(), 0, "float32").storages
         self.exchanger.bind({name: torch.full(storage.shape, value) for name, storage in storages.items()})
         self.exchanger.run(10.0)
@@ -333,6 +341,7 @@ class Sending:
 def receiving(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Sending]:
     transport, staging = getattr(request, "param", ("shm", True))
     monkeypatch.setattr(handshake, "places", lambda: {"tp_rank": 0, "moe_ep_rank": 0})
+    monkeypatch.setattr(handshake, "obstacles", lambda _: [])
     zero, port = keep()
     agreed = terms((EngineRanks("engine.0", 1, 1, 1),), transport, staging)
     zero.put("terms", agreed)
@@ -422,6 +431,7 @@ def test_a_failed_update_is_said_and_the_next_finds_a_new_channel(receiving: Sen
 
 def test_layouts_that_cannot_be_planned_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(handshake, "places", lambda: {})
+    monkeypatch.setattr(handshake, "obstacles", lambda _: [])
 
     def refuse(*_: Any) -> Any:
         raise LayoutError("embed", got="nothing", expected="a tensor")
@@ -437,3 +447,15 @@ def test_layouts_that_cannot_be_planned_are_reported(monkeypatch: pytest.MonkeyP
 def test_a_commit_without_a_sender_is_refused() -> None:
     with pytest.raises(InvariantBroken, match="joined no sender"):
         worker.obey(torch.nn.Linear(2, 2), msgspec.json.encode(command.Commit(1, 1)).decode())
+
+
+# ---------------------------------------------------------------- transports
+
+
+def test_messages_travel_where_the_weights_are() -> None:
+    assert [transport_for("auto", gpu) for gpu in (False, True)] == ["shm", "nccl"]
+    assert [transport_for(way, True) for way in ("nccl", "ipc")] == ["nccl", "ipc"]
+    with pytest.raises(ConfigError, match=r"sync.transport: got shm, expected auto, nccl or ipc between GPUs"):
+        transport_for("shm", True)
+    with pytest.raises(ConfigError, match=r"sync.transport: got nccl, expected auto, shm or gloo between CPUs"):
+        transport_for("nccl", False)

@@ -5,7 +5,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 python=$(realpath -s "${PYTHON:-.venv/bin/python}")
 kind=${1:-address,undefined}
-tests="copy program cast exchanger shm random errors relay_exchange"
+tests="copy program cast exchanger shm random errors relay_exchange cuda_emulated"
 case $kind in
     address,undefined) libraries="libubsan.so libasan.so" ;;
     thread) libraries="libtsan.so" tests="copy program" ;;

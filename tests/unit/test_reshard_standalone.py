@@ -31,7 +31,8 @@ def test_under_torchrun() -> None:
 
 
 def mpirun() -> list[str]:
-    found = shutil.which("mpirun")
+    beside = Path(sys.executable).parent / "mpirun"
+    found = str(beside) if beside.exists() else shutil.which("mpirun")
     if found is None or subprocess.run([sys.executable, "-c", "from mpi4py import MPI"], capture_output=True, check=False).returncode:
         pytest.skip("mpi4py or an MPI library is missing")
     version = subprocess.run([found, "--version"], capture_output=True, text=True, timeout=30, check=False).stdout

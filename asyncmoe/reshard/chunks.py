@@ -97,7 +97,9 @@ def cut_transfer(plan: Plan, transfer: Transfer, limit: int) -> Chunks:
         box = [int(extent) for extent in transfer.copies[widest, EXTENTS]]
         where = f"bucket_bytes, for a box {box} of storage {name} from rank {transfer.source} to rank {transfer.destination}"
         cure = "it is divided among all ranks that a rank exchanges with: raise it"
-        raise LayoutError(where, got=f"room for {max(0, room)} bytes in a message", expected=f"at least one element of {item} bytes", cure=cure)
+        raise LayoutError(
+            where, got=f"room for {max(0, room)} bytes in a message", expected=f"at least one element of {item} bytes", cure=cure
+        )
     copies = cut_boxes(transfer.copies, max(item, room // _PARTS_PER_CHUNK))
     end = np.cumsum(_nbytes(copies))
     firsts = [0]

@@ -152,7 +152,7 @@ def test_more_ranks_than_pieces() -> None:
 
 def test_a_bucket_smaller_than_an_element_is_refused_before_anything_moves() -> None:
     source, made = arrays(), plan(TENSORS, [whole(0)], [whole(1)], ranks=[0])
-    with pytest.raises(LayoutError, match=r"bucket_bytes, for storage s[wb] from rank 0 to rank 1.*one element of 4 bytes"):
+    with pytest.raises(LayoutError, match=r"bucket_bytes, for a box .* of storage s[wb] from rank 0 to rank 1.*one element of 4 bytes"):
         exchange(made, LocalTransport(0), source, None, bucket_bytes=3)
 
 

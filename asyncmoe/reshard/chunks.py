@@ -64,9 +64,11 @@ def trailer_offset(nbytes: int) -> int:
 def chunk_limits(plan: Plan, bucket_bytes: int) -> dict[tuple[int, int], int]:
     """The largest message of every pair of ranks, such that one message of each pair a rank belongs to fit into `bucket_bytes`.
 
-    Half of a rank's bucket is divided evenly among its pairs, half by their bytes; a pair gets the smaller of its two ends'
-    shares. Depends on the traffic of the whole plan, which a part of a plan knows too, so both ends find the same.
+    An eighth of a bucket is left for the tables of the copies. Half of the rest is divided evenly among a rank's pairs, half by
+    their bytes; a pair gets the smaller of its two ends' shares. Depends on the traffic of the whole plan, which a part of a plan
+    knows too, so both ends find the same.
     """
+    room = bucket_bytes - bucket_bytes // 8
     traffic: list[list[int]] = plan.match.traffic().tolist()
     pairs: dict[int, int] = {}
     total: dict[int, int] = {}
@@ -77,8 +79,8 @@ def chunk_limits(plan: Plan, bucket_bytes: int) -> dict[tuple[int, int], int]:
     limits = {}
     for source, destination, nbytes in traffic:
         ends = (source, destination)
-        even = bucket_bytes // (2 * max(pairs[rank] for rank in ends))
-        weighted = bucket_bytes * nbytes // (2 * max(total[rank] for rank in ends))
+        even = room // (2 * max(pairs[rank] for rank in ends))
+        weighted = room * nbytes // (2 * max(total[rank] for rank in ends))
         limits[ends] = (even + weighted) // 8 * 8
     return limits
 

@@ -26,7 +26,7 @@ from asyncmoe.rollout.engine_client import Sampling
 from asyncmoe.rollout.pool import Answer
 from asyncmoe.trainer.verify import engine_checksums
 from asyncmoe.wire import keys
-from asyncmoe.wire.messages import Reply, Request, WeightsCommit, WeightsJoin, WeightsStage
+from asyncmoe.wire.messages import Reply, Request, WeightsAbort, WeightsCommit, WeightsJoin, WeightsStage
 from asyncmoe.wire.server import Server
 from tests.engine.conftest import Rig, make, settings
 from tests.engine.lifetime import command_of, in_session
@@ -120,13 +120,13 @@ class Stages:
     one: Stage
     two: Stage
     pair: Stage
-    fresh: Rig
-    """An engine that was started on the last checkpoint."""
+    fresh: dict[str, Rig]
+    """Engines like "one" and "two" that were started on the last checkpoint."""
 
 
 @pytest.fixture(scope="module")
 def stages(model: Path, runner: asyncio.Runner, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stages]:
-    """One engine of one rank, one of two ranks, two engines, and one to compare with; all started at once."""
+    """One engine of one rank, one of two ranks, two engines, and two to compare with; all started at once."""
     folder = tmp_path_factory.mktemp("direct")
     first = Oracle(model)
     checkpoints = [first, perturbed(first, folder / "a", 1), perturbed(first, folder / "b", 2)]
@@ -134,7 +134,9 @@ def stages(model: Path, runner: asyncio.Runner, tmp_path_factory: pytest.TempPat
     started: list[Engine] = []
 
     async def start() -> None:
-        for name, path, sizes in (("one", model, {}), ("two", model, {"tp": 2}), ("pair", model, {"count": 2}), ("b", folder / "b", {})):
+        own = [("one", model, {}), ("two", model, {"tp": 2}), ("pair", model, {"count": 2})]
+        fresh: list[tuple[str, Path, dict[str, int]]] = [("fresh", folder / "b", {}), ("fresh-two", folder / "b", {"tp": 2})]
+        for name, path, sizes in own + fresh:
             config = settings(path, folder / f"run-{name}", max_total_tokens=8192, **sizes)
             engines = [Engine(f"engine.{index}", config, index, config.run.dir) for index in range(config.engines.count)]
             started.extend(engines)
@@ -148,7 +150,7 @@ def stages(model: Path, runner: asyncio.Runner, tmp_path_factory: pytest.TempPat
 
     try:
         runner.run(start())
-        yield Stages(*(Stage(rig, checkpoints, folder) for rig in rigs[:3]), rigs[3])
+        yield Stages(*(Stage(rig, checkpoints, folder) for rig in rigs[:3]), {"one": rigs[3], "two": rigs[4]})
     finally:
         runner.run(stop())
 
@@ -191,7 +193,7 @@ def wrong(found: Checksums, expected: Checksums) -> list[list[str]]:
 
 
 @pytest.mark.parametrize("ranks", LAYOUTS)
-@pytest.mark.parametrize("engine", ["one", "two"])
+@pytest.mark.parametrize("engine", ["one", "two", "pair"])
 def test_every_parameter_is_what_sglangs_loader_makes_of_the_checkpoint(stages: Stages, engine: str, ranks: int) -> None:
     stage: Stage = getattr(stages, engine)
     _, a, b = stage.checkpoints
@@ -204,8 +206,11 @@ def test_every_parameter_is_what_sglangs_loader_makes_of_the_checkpoint(stages: 
     want = {path: stage.expected(path) for path in (a, b)}
     assert not any(names for oracle, version in everything for names in wrong(found.arrived[version], want[oracle]))
     assert want[a] != want[b]
-    if engine == "one":
-        assert found.arrived[everything[-1][1]] == stages.fresh.run(stages.fresh.engine.client.checksums(30.0))
+    if engine in stages.fresh:
+        fresh = stages.fresh[engine]
+        assert found.arrived[everything[-1][1]] == fresh.run(fresh.engine.client.checksums(30.0))
+    held = [stage.rig.run(member.engine.client.checksums(30.0)) for member in stage.rig.pool.members]
+    assert not any(names for engine_held in held for names in wrong(engine_held, want[b]))
     pauses = [outcome["pause_ms"] for outcome in found.outcomes[0]]
     print(f"{ranks} ranks to {engine}: pause median {statistics.median(pauses):.0f} ms, all {[round(p) for p in pauses]}")
 
@@ -293,6 +298,43 @@ def test_what_goes_wrong_while_staging_costs_one_update_and_says_the_same_on_eve
     assert sorted(found.arrived) == [versions[0], versions[3]]
     assert not any(wrong(found.arrived[versions[3]], stage.expected(b)))
     assert stage.rig.pool.serving
+
+
+def test_a_receiver_that_stands_still_costs_one_update(stages: Stages) -> None:
+    stage = stages.one
+    _, a, b = stage.checkpoints
+    kept, lost, again = stage.versions(3)
+    leader = stage.rig.engine._child._process.pid
+    scheduler = next(pid for pid in in_session(leader) if "scheduler" in command_of(pid))
+    timeout_s = 4.0
+
+    async def stop_in_the_middle() -> Published:
+        sync = {"timeout_s": timeout_s}
+        publishing = asyncio.create_task(stage.publish(2, {"2,1,1": [(a, kept), (b, lost), (b, again)]}, {1: (0, "slow")}, sync=sync))
+        while stage.rig.pool.version < kept:
+            await asyncio.sleep(0.01)
+        while stage.asked[WeightsStage] < stage.asked[WeightsCommit]:
+            await asyncio.sleep(0.01)
+        os.kill(scheduler, signal.SIGSTOP)
+        while WeightsAbort not in stage.asked:
+            await asyncio.sleep(0.01)
+        os.kill(scheduler, signal.SIGCONT)
+        return await publishing
+
+    stage.asked.pop(WeightsAbort, None)
+    try:
+        found = stage.rig.run(stop_in_the_middle())
+    finally:
+        os.kill(scheduler, signal.SIGCONT)
+    assert not found.failed, found.failed
+    zero, one = found.outcomes
+    assert [outcome["error"] for outcome in zero] == [outcome["error"] for outcome in one]
+    assert zero[0]["error"] is None
+    assert "engine.0 rank 0" in zero[1]["error"]
+    assert zero[1]["seconds"] < 4.0 + timeout_s + 2.5
+    assert zero[2]["error"] is None
+    assert sorted(found.arrived) == [kept, again]
+    assert not any(wrong(stage.held(), stage.expected(b)))
 
 
 def test_a_killed_trainer_leaves_the_engine_with_the_version_it_serves(stages: Stages) -> None:

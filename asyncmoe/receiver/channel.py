@@ -2,15 +2,33 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
 import torch
 
+from asyncmoe.errors import ConfigError
 from asyncmoe.receiver.meeting import Store, Terms
 from asyncmoe.reshard import Exchanger, Plan, SharedTransport, Transport
 from asyncmoe.reshard.ipc_transport import IpcTransport
 from asyncmoe.reshard.nccl_transport import NcclTransport, make_unique_id
 from asyncmoe.reshard.shm_transport import ShmTransport
 from asyncmoe.reshard.torch_transport import TorchTransport
+
+
+def transport_for(wanted: Literal["auto", "shm", "gloo", "nccl", "ipc"], gpu: bool) -> Literal["shm", "gloo", "nccl", "ipc"]:
+    """How messages travel, from `sync.transport` and where the weights are.
+
+    Raises:
+        ConfigError: a way that does not go there.
+    """
+    possible = ("nccl", "ipc") if gpu else ("shm", "gloo")
+    if wanted == "auto":
+        return "nccl" if gpu else "shm"
+    if wanted not in possible:
+        where = "GPUs" if gpu else "CPUs"
+        raise ConfigError("sync.transport", got=wanted, expected=f"auto, {possible[0]} or {possible[1]} between {where}")
+    return wanted
 
 
 class SideStream:

@@ -24,10 +24,10 @@ from asyncmoe.config import Config
 from asyncmoe.errors import AsyncmoeError, ConfigError, WaitTimeout, WeightSyncError
 from asyncmoe.process import yield_cores
 from asyncmoe.receiver import channel, meeting
-from asyncmoe.receiver.channel import SideStream
+from asyncmoe.receiver.channel import SideStream, transport_for
 from asyncmoe.receiver.meeting import Header, Outcome
 from asyncmoe.reshard import Exchanger
-from asyncmoe.trainer.direct_group import GRACE_S, Meeting, heed, meet, transport_for
+from asyncmoe.trainer.direct_group import GRACE_S, Meeting, heed, meet
 from asyncmoe.trainer.gather import Gatherer, tensors_in
 from asyncmoe.trainer.model import Model, parameters
 from asyncmoe.trainer.published import Checksums, Published

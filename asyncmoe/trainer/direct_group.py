@@ -5,14 +5,14 @@ from __future__ import annotations
 import secrets
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Literal
 
 import torch
 import torch.distributed as dist
 
 from asyncmoe.config import Config
-from asyncmoe.errors import AsyncmoeError, ConfigError, WeightSyncError
+from asyncmoe.errors import AsyncmoeError, WeightSyncError
 from asyncmoe.receiver import handshake, meeting, route
+from asyncmoe.receiver.channel import transport_for
 from asyncmoe.receiver.meeting import EngineRanks, Outcome, Ready, Store, Terms
 from asyncmoe.reshard import Plan
 from asyncmoe.trainer.model import Model
@@ -62,21 +62,6 @@ def meet(config: Config, model: Model, client: Client) -> Meeting:
     heed(store.get("verdict", Outcome, 2 * wait_s))
     assert plan is not None
     return Meeting(store, terms, plan)
-
-
-def transport_for(wanted: Literal["auto", "shm", "gloo", "nccl", "ipc"], gpu: bool) -> Literal["shm", "gloo", "nccl", "ipc"]:
-    """How messages travel, from `sync.transport` and where the weights are.
-
-    Raises:
-        ConfigError: a way that does not go there.
-    """
-    possible = ("nccl", "ipc") if gpu else ("shm", "gloo")
-    if wanted == "auto":
-        return "nccl" if gpu else "shm"
-    if wanted not in possible:
-        where = "GPUs" if gpu else "CPUs"
-        raise ConfigError("sync.transport", got=wanted, expected=f"auto, {possible[0]} or {possible[1]} between {where}")
-    return wanted
 
 
 def heed(outcome: Outcome) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ class Oracle:
     """A checkpoint's weights, and log-probabilities under them in float32."""
 
     def __init__(self, path: Path) -> None:
+        # With Megatron's patches for CPU in the process, transformers loads other weights than the file's.
+        assert "asyncmoe.trainer.model" not in sys.modules
         self.path = path
         self.weights: dict[str, torch.Tensor] = load_file(path / "model.safetensors")
         self._model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()

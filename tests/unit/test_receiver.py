@@ -20,10 +20,10 @@ import torch
 from asyncmoe.errors import ConfigError, InvariantBroken, LayoutError, ProtocolError, TransferError, WaitTimeout, WeightSyncError
 from asyncmoe.models import EngineParallel, MegatronParallel, family_of
 from asyncmoe.receiver import channel, command, handshake, meeting, route, worker
+from asyncmoe.receiver.channel import transport_for
 from asyncmoe.receiver.meeting import EngineRanks, Header, Outcome, Ready, Store, Terms
 from asyncmoe.reshard import Exchanger, plan
 from asyncmoe.reshard.torch_transport import TorchTransport
-from asyncmoe.trainer.direct_group import transport_for
 
 HF = {
     "model_type": "qwen3_moe",

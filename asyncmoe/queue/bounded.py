@@ -158,7 +158,8 @@ class BoundedQueue:
         if len(trajectories) != self._group_size or len(groups) != 1:
             raise InvariantBroken(f"queue: put {len(trajectories)} trajectories of groups {groups}, expected {self._group_size} of one")
         for trajectory in trajectories:
-            validate(trajectory)
+            # An engine serves the next version a moment before all do.
+            validate(trajectory, newest_version=self._version + 1)
             if trajectory.oldest_version == NOT_SAMPLED:
                 raise TrajectoryRejected("bad_version", f"{trajectory.key}: sampled tokens without a version")
         await self._insert("rl", self._pack(trajectories), wait_s)

@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 import msgspec
 import numpy as np
 
-from asyncmoe.errors import ProtocolError, TrajectoryRejected
-from asyncmoe.record import EncodedMasks, Routes, Routing, decode_masks, token_outside
+from asyncmoe.errors import ProtocolError
+from asyncmoe.record import EncodedMasks, Routes
 from asyncmoe.record.masks import check_masks
 from asyncmoe.record.routes import check_routes
 
@@ -26,7 +26,8 @@ Buffer = bytes | bytearray | memoryview
 NOT_SAMPLED = -1
 """Value of `versions` where the token was given (prompt, observation), not sampled."""
 
-_ARRAYS = {"tokens": "<i4", "loss_mask": "|b1", "logprobs": "<f4", "versions": "<i4"}
+ARRAYS = {"tokens": "<i4", "loss_mask": "|b1", "logprobs": "<f4", "versions": "<i4"}
+"""The arrays over T tokens, and their dtypes."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -126,98 +127,23 @@ class _Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     masks: _MasksSpec | None = None
 
 
-def validate(
-    trajectory: Trajectory, vocab_size: int | None = None, *, newest_version: int | None = None, routing: Routing | None = None
-) -> None:
-    """Refuse a record that would be trained wrong.
-
-    Args:
-        newest_version: no token can be of a later one.
-        routing: of the model; recorded routes must be of all its layers with experts.
-
-    Raises:
-        TrajectoryRejected: arrays of another dtype, lengths that disagree, no sampled token, a token outside the vocabulary, a
-            log-probability that is not a finite number <= 0, a reward that is not finite, a version where no token was sampled,
-            versions for some sampled tokens only (a demonstration has none at all) or from the future, routes of other layers, a
-            token that is not among the ids it was sampled from, a record that is damaged.
-    """
-    t = trajectory
-    shapes = {name: getattr(t, name).shape for name in _ARRAYS}
-    if len(set(shapes.values())) != 1 or len(shapes["tokens"]) != 1:
-        raise TrajectoryRejected("length_mismatch", f"{t.key}: {shapes}")
-    dtypes = {name: getattr(t, name).dtype for name in _ARRAYS}
-    if any(dtypes[name] != dtype for name, dtype in _ARRAYS.items()):
-        raise TrajectoryRejected("bad_dtype", f"{t.key}: got {dtypes}, expected {_ARRAYS}")
-    if not t.loss_mask.any():
-        raise TrajectoryRejected("empty_response", f"{t.key}: no sampled token")
-    low, high = int(t.tokens.min()), int(t.tokens.max())
-    if low < 0 or (vocab_size is not None and high >= vocab_size):
-        raise TrajectoryRejected("token_out_of_vocabulary", f"{t.key}: tokens {low} to {high} of vocabulary {vocab_size}")
-    if not np.isfinite(t.logprobs).all() or (t.logprobs > 1e-4).any():
-        raise TrajectoryRejected("bad_logprob", f"{t.key}: log-probabilities must be finite and <= 0")
-    if not np.isfinite(t.reward):
-        raise TrajectoryRejected("bad_reward", f"{t.key}: reward {t.reward}")
-    _validate_versions(t, newest_version)
-    try:
-        if t.routes is not None:
-            _validate_routes(t, t.routes, routing)
-        if t.masks is not None:
-            _validate_masks(t, t.masks, vocab_size)
-    except ProtocolError as error:
-        raise TrajectoryRejected("damaged_record", str(error)) from error
-
-
-def _validate_versions(t: Trajectory, newest_version: int | None) -> None:
-    if (t.versions[~t.loss_mask] != NOT_SAMPLED).any():
-        raise TrajectoryRejected("bad_version", f"{t.key}: a token that was not sampled carries a version")
-    sampled = t.versions[t.loss_mask]
-    if sampled.min() < 0 and (sampled != NOT_SAMPLED).any():
-        raise TrajectoryRejected("bad_version", f"{t.key}: sampled tokens have versions {sampled.min()} to {sampled.max()}")
-    if newest_version is not None and sampled.max() > newest_version:
-        at = int(np.argmax(t.versions > newest_version))
-        raise TrajectoryRejected(
-            "version_from_future", f"{t.key}: token {at} is of version {t.versions[at]}, the newest is {newest_version}"
-        )
-
-
-def _validate_routes(t: Trajectory, routes: Routes, routing: Routing | None) -> None:
-    if routes.rows != len(t) - 1:
-        raise TrajectoryRejected("length_mismatch", f"{t.key}: got routes of {routes.rows} tokens, expected {len(t) - 1}")
-    got = (routes.layers, routes.top_k, routes.experts)
-    if routing is not None and got != (routing.layers, routing.top_k, routing.experts):
-        detail = f"got {len(routes.layers)} layers, top {routes.top_k} of {routes.experts}, expected those of {routing}"
-        raise TrajectoryRejected("routes_wrong_layers", f"{t.key}: {detail}")
-    check_routes(routes, t.key)
-
-
-def _validate_masks(t: Trajectory, encoded: EncodedMasks, vocab_size: int | None) -> None:
-    if encoded.rows != len(t):
-        raise TrajectoryRejected("length_mismatch", f"{t.key}: got masks of {encoded.rows} tokens, expected {len(t)}")
-    if vocab_size is not None and encoded.vocabulary != vocab_size:
-        raise TrajectoryRejected("bad_mask", f"{t.key}: got masks of a vocabulary of {encoded.vocabulary}, expected {vocab_size}")
-    masks = decode_masks(encoded, t.key)
-    given = ~t.loss_mask & (masks.counts > 0)
-    if given.any():
-        raise TrajectoryRejected("bad_mask", f"{t.key}: token {int(np.argmax(given))} was not sampled but has a mask")
-    missing = token_outside(masks, t.tokens)
-    if missing is not None:
-        detail = f"token {missing}, {t.tokens[missing]}, is not among the {masks.counts[missing]} ids it was sampled from"
-        raise TrajectoryRejected("mask_without_token", f"{t.key}: {detail}")
-
-
 def encode(trajectory: Trajectory) -> list[Buffer]:
     """Header frame, one frame for each array in the order of the header, then routes and masks. Contiguous arrays are not copied.
 
     Raises:
-        ProtocolError: an array of another dtype or length than `Trajectory` says, which no decoder would take.
+        ProtocolError: an array of another dtype or length than `Trajectory` says, or routes or masks of another number of tokens,
+            which no decoder would take.
     """
-    arrays = {n: np.ascontiguousarray(getattr(trajectory, n)) for n in _ARRAYS}
+    arrays = {n: np.ascontiguousarray(getattr(trajectory, n)) for n in ARRAYS}
     for n, a in arrays.items():
-        if a.dtype != _ARRAYS[n] or a.shape != (len(trajectory),) or not len(a):
+        if a.dtype != ARRAYS[n] or a.shape != (len(trajectory),) or not len(a):
             raise ProtocolError(
-                f"trajectory {trajectory.key} {n}: got {a.dtype}{a.shape}, expected {_ARRAYS[n]}({len(trajectory)},), not empty"
+                f"trajectory {trajectory.key} {n}: got {a.dtype}{a.shape}, expected {ARRAYS[n]}({len(trajectory)},), not empty"
             )
     r, m = trajectory.routes, trajectory.masks
+    for name, part, rows in (("routes", r, len(trajectory) - 1), ("masks", m, len(trajectory))):
+        if part is not None and part.rows != rows:
+            raise ProtocolError(f"trajectory {trajectory.key} {name}: got {part.rows} rows, expected {rows}")
     digest = 0
     for a in arrays.values():
         digest = zlib.crc32(a.data.cast("B"), digest)
@@ -231,7 +157,7 @@ def encode(trajectory: Trajectory) -> list[Buffer]:
         finish=trajectory.finish,
         prefix_version=trajectory.prefix_version,
         seconds=trajectory.seconds,
-        arrays=tuple(_ArraySpec(n, _ARRAYS[n], a.shape) for n, a in arrays.items()),
+        arrays=tuple(_ArraySpec(n, ARRAYS[n], a.shape) for n, a in arrays.items()),
         digest=digest,
         routes=None if r is None else _RoutesSpec(r.rows, r.layers, r.top_k, r.experts, r.digests),
         masks=None if m is None else _MasksSpec(m.rows, m.ids, m.vocabulary, m.digest),
@@ -242,7 +168,7 @@ def encode(trajectory: Trajectory) -> list[Buffer]:
 
 def frames_in(trajectory_count: int) -> int:
     """Number of frames `encode` makes for that many trajectories."""
-    return trajectory_count * (1 + len(_ARRAYS) + 2)
+    return trajectory_count * (1 + len(ARRAYS) + 2)
 
 
 def decode(frames: Sequence[Buffer], limits: Limits | None = None) -> Trajectory:
@@ -263,8 +189,8 @@ def decode(frames: Sequence[Buffer], limits: Limits | None = None) -> Trajectory
     except (ValueError, RecursionError) as error:
         raise ProtocolError(f"trajectory header: {error}") from error
     specs = [(s.name, s.dtype) for s in header.arrays]
-    if specs != list(_ARRAYS.items()):
-        raise ProtocolError(f"trajectory {header.key}: got arrays {specs}, expected {list(_ARRAYS.items())}")
+    if specs != list(ARRAYS.items()):
+        raise ProtocolError(f"trajectory {header.key}: got arrays {specs}, expected {list(ARRAYS.items())}")
     if len({s.shape for s in header.arrays}) != 1:
         raise ProtocolError(f"trajectory {header.key}: got shapes {[s.shape for s in header.arrays]}, expected one length")
     arrays, digest = {}, 0

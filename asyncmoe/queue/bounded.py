@@ -23,7 +23,8 @@ from asyncmoe.errors import AsyncmoeError, ConfigError, InvariantBroken, Protoco
 from asyncmoe.queue.admission import Admission, Ledger
 from asyncmoe.queue.changes import Changes
 from asyncmoe.queue.lane import Group, Lane, pack
-from asyncmoe.trajectory import NOT_SAMPLED, Buffer, Trajectory, validate
+from asyncmoe.trajectory import NOT_SAMPLED, Buffer, Trajectory
+from asyncmoe.validity import validate
 from asyncmoe.wire.messages import Leased, Phase
 
 MAX_LEASE_WAIT_S = 86_400.0
@@ -145,7 +146,7 @@ class BoundedQueue:
         When it raises, the group is still counted as running: the caller counts it as `rejected`.
 
         Raises:
-            TrajectoryRejected: a trajectory must not be trained on (`asyncmoe.trajectory.validate`), or carries no version.
+            TrajectoryRejected: a trajectory must not be trained on (`asyncmoe.validity.validate`), or carries no version.
             ConfigError: more trajectories than the queue holds.
             InvariantBroken: not one whole group of `group_size`, or a key that is already here.
             WaitTimeout: no space within `wait_s` seconds (None: no bound).

@@ -40,7 +40,7 @@ def routed_experts(text: str | None, routing: Routing, *, tokens: int, held: int
     if text is None:
         raise TrajectoryRejected("no_routes", f"{key}: the engine sent none; it needs --enable-return-routed-experts")
     row = routing.all_layers * routing.top_k * 4
-    rows = max(0, tokens - 1 - held)
+    rows = tokens - 1 - held
     try:
         raw = base64.b64decode(text, validate=True)
     except (binascii.Error, ValueError) as error:  # ValueError: characters beyond ASCII

@@ -142,6 +142,12 @@ def test_bits_after_the_last_id_are_refused_even_when_the_digest_is_right() -> N
         decode_routes(sealed(dataclasses.replace(made, planes=b"\0\2")), "t")
 
 
+def test_more_experts_a_token_than_are_supported_is_refused_even_when_the_digest_is_right() -> None:
+    wide = sealed(Routes(1, (0,), 257, 1 << 16, (0,), bytes(2 * 257)))
+    with pytest.raises(ProtocolError, match="routes of g1: got 1 rows, top 257"):
+        decode_routes(wide, "g1")
+
+
 def test_huge_numbers_are_refused_before_anything_is_allocated() -> None:
     made = encode_routes(np.zeros((3, 1, 1), np.int32), Routing(1, (0,), 1, 8), "t")
     tracemalloc.start()

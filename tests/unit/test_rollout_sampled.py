@@ -71,6 +71,11 @@ def test_routes_of_another_form_are_refused_by_name(text: str | None, reason: st
     assert caught.value.reason == reason
 
 
+def test_more_rows_held_than_there_are_is_refused() -> None:
+    with pytest.raises(TrajectoryRejected, match=r"length_mismatch: g1: .* expected -1 rows"):
+        routed_experts("", ROUTING, tokens=5, held=5, key="g1")
+
+
 def test_a_row_of_minus_one_is_refused_when_it_is_packed() -> None:
     routes = made(7)
     routes[3] = -1

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 
 from asyncmoe.errors import ProtocolError, TrajectoryRejected
 from asyncmoe.record import EncodedMasks, Masks, Routes, Routing, encode_masks, encode_routes
-from asyncmoe.trajectory import NOT_SAMPLED, Limits, Trajectory, decode, encode, frames_in, validate
+from asyncmoe.trajectory import ARRAYS, NOT_SAMPLED, Limits, Trajectory, decode, encode, frames_in
+from asyncmoe.validity import validate
 
 INT32 = np.iinfo(np.int32)
 
@@ -394,4 +395,25 @@ def test_bytes_of_a_record_that_the_header_does_not_name_are_refused(frame: int)
     frames = encode(make())
     frames[frame] = b"x"
     with pytest.raises(ProtocolError, match="expected none"):
+        decode(frames)
+
+
+@pytest.mark.parametrize("bad", [make(routes=routes_of(4)), make(masks=masks_of([[7]]))])
+def test_a_record_of_other_tokens_is_not_encoded(bad: Trajectory) -> None:
+    with pytest.raises(ProtocolError, match=r"trajectory g0\.e0 (routes|masks): got \d rows"):
+        encode(bad)
+
+
+@pytest.mark.parametrize(
+    ("longer", "part", "frame"),
+    [
+        (make(**{n: np.append(getattr(make(), n), getattr(make(), n)[-1:]) for n in ARRAYS}, routes=routes_of(4)), "routes", 5),
+        (make(**{n: np.append(getattr(make(), n), getattr(make(), n)[-1:]) for n in ARRAYS}, masks=masks_of([[]] * 5)), "masks", 6),
+    ],
+)
+def test_a_whole_record_of_another_trajectory_is_refused(longer: Trajectory, part: str, frame: int) -> None:
+    frames, others = encode(make()), encode(longer)
+    header = msgspec.msgpack.decode(frames[0]) | {part: msgspec.msgpack.decode(others[0])[part]}
+    frames[0], frames[frame] = msgspec.msgpack.encode(header), others[frame]
+    with pytest.raises(ProtocolError, match=f"got {part} of"):
         decode(frames)

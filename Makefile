@@ -34,7 +34,7 @@ lint: setup
 	$(TRAIN)/bin/ruff check .
 	$(TRAIN)/bin/ruff format --check .
 	$(TRAIN)/bin/mypy
-	$(TRAIN)/bin/clang-format --dry-run --Werror csrc/*.h csrc/*.cpp csrc/*.cu
+	$(TRAIN)/bin/clang-format --dry-run --Werror csrc/*.h csrc/*.cpp csrc/*.cu csrc/record/*
 
 # The rank tests on the newest megatron-core: an overlay in front of the same environment. It declares Python >= 3.12 but runs on 3.11.
 test-megatron-next: setup $(NEXT)/.installed
@@ -47,7 +47,7 @@ $(TRAIN)/.installed: requirements/train.txt requirements/dev.txt requirements/to
 	$(TRAIN)/bin/python $(PIP) -r requirements/train.txt -r requirements/dev.txt
 	@touch $@
 
-$(TRAIN)/.built: $(TRAIN)/.installed pyproject.toml setup.py $(wildcard csrc/*)
+$(TRAIN)/.built: $(TRAIN)/.installed pyproject.toml setup.py $(wildcard csrc/* csrc/record/*)
 	$(TRAIN)/bin/python $(PIP) --no-build-isolation --no-deps --editable .
 	@touch $@
 
@@ -70,4 +70,4 @@ $(NEXT)/.installed: $(TRAIN)/.installed
 	@touch $@
 
 clean:
-	rm -rf $(TRAIN) $(ENGINE) $(NEXT) build asyncmoe.egg-info asyncmoe/reshard/_C*.so
+	rm -rf $(TRAIN) $(ENGINE) $(NEXT) build asyncmoe.egg-info asyncmoe/reshard/_C*.so asyncmoe/record/_C*.so

@@ -1,4 +1,4 @@
-"""Builds the extension asyncmoe.reshard._C; everything else is in pyproject.toml.
+"""Builds the extensions asyncmoe.reshard._C and asyncmoe.record._C; everything else is in pyproject.toml.
 
 ASYNCMOE_CUDA=1 insists on the CUDA kernels, 0 leaves them out; unset, they are built where a working nvcc is found.
 ASYNCMOE_CUDA_ARCHS names the architectures; by default those of 90 and 100 that nvcc knows.
@@ -20,6 +20,7 @@ from setuptools import setup
 from setuptools.command.build_ext import build_ext
 
 ARCHS = ("90", "100")
+RESHARD = "asyncmoe.reshard._C"
 CUDA_SOURCES = ["csrc/copy.cu", "csrc/device.cu"]
 EXTRA_FLAGS = os.environ.get("ASYNCMOE_CXXFLAGS", "").split()
 
@@ -82,10 +83,10 @@ def wanted_compiler() -> Path | None:
 
 
 class Build(build_ext):
-    """Adds the objects nvcc makes to the extension."""
+    """Adds the objects nvcc makes to the extension that has kernels."""
 
     def build_extension(self, ext: Pybind11Extension) -> None:
-        compiler = wanted_compiler()
+        compiler = wanted_compiler() if ext.name == RESHARD else None
         if compiler:
             Path(self.build_temp).mkdir(parents=True, exist_ok=True)
             for source in CUDA_SOURCES:
@@ -100,16 +101,18 @@ class Build(build_ext):
         super().build_extension(ext)
 
 
+def extension(name: str, folder: str, depends: list[str]) -> Pybind11Extension:
+    return Pybind11Extension(
+        name,
+        sorted(glob(f"{folder}/*.cpp")),
+        depends=[*sorted(glob(f"{folder}/*.h")), *depends],
+        cxx_std=17,
+        extra_compile_args=["-O3", "-Wall", "-Wextra", "-Werror", "-pthread", *EXTRA_FLAGS],
+        extra_link_args=["-pthread", "-lrt", "-ldl", *EXTRA_FLAGS],
+    )
+
+
 setup(
-    ext_modules=[
-        Pybind11Extension(
-            "asyncmoe.reshard._C",
-            sorted(glob("csrc/*.cpp")),
-            depends=[*sorted(glob("csrc/*.h")), *CUDA_SOURCES],
-            cxx_std=17,
-            extra_compile_args=["-O3", "-Wall", "-Wextra", "-Werror", "-pthread", *EXTRA_FLAGS],
-            extra_link_args=["-pthread", "-lrt", "-ldl", *EXTRA_FLAGS],
-        )
-    ],
+    ext_modules=[extension(RESHARD, "csrc", CUDA_SOURCES), extension("asyncmoe.record._C", "csrc/record", [])],
     cmdclass={"build_ext": Build},
 )

@@ -163,6 +163,19 @@ def bench_gpu(
     _show(results, json_path or gpu.results_path(results))
 
 
+@bench.command("routes")
+def bench_routes(
+    json_path: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the results there too.")] = None,
+    tokens: Annotated[int, typer.Option(help="Of the trajectory.", min=1)] = 8192,
+) -> None:
+    """Expert routes of Qwen3-30B-A3B's shape on one core: bit-packed against base64 of int32 in JSON."""
+    from asyncmoe.bench import routes
+
+    results = routes.run(tokens)
+    _show(results, json_path)
+    typer.echo(routes.table(results))
+
+
 def _show(results: dict[str, Any], path: Path | None) -> None:
     """Print results, and write them where they are wanted."""
     import json

@@ -3,8 +3,9 @@
 One `Trajectory` is what one policy said in one episode: prompt and response tokens with, for each token, who sampled it. The
 arrays are written once, by the forward pass that sampled the token, and never changed afterwards.
 
-Wire form: a msgpack header (names, dtypes, shapes, digest) followed by one raw little-endian frame for each array. Decoding
-checks every length against the header and against `Limits` before it allocates anything.
+Wire form: a msgpack header (names, dtypes, shapes, digests) followed by one raw little-endian frame for each array, one of the
+encoded routes and one of the encoded masks, empty where there are none. Decoding checks every length against the header and
+against `Limits` before it allocates anything.
 """
 
 from __future__ import annotations
@@ -16,13 +17,17 @@ from dataclasses import dataclass, field
 import msgspec
 import numpy as np
 
-from asyncmoe.errors import ProtocolError, TrajectoryRejected
+from asyncmoe.errors import ProtocolError
+from asyncmoe.record import EncodedMasks, Routes
+from asyncmoe.record.masks import check_masks
+from asyncmoe.record.routes import check_routes
 
 Buffer = bytes | bytearray | memoryview
 NOT_SAMPLED = -1
 """Value of `versions` where the token was given (prompt, observation), not sampled."""
 
-_ARRAYS = {"tokens": "<i4", "loss_mask": "|b1", "logprobs": "<f4", "versions": "<i4"}
+ARRAYS = {"tokens": "<i4", "loss_mask": "|b1", "logprobs": "<f4", "versions": "<i4"}
+"""The arrays over T tokens, and their dtypes."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,6 +46,8 @@ class Trajectory:
         prefix_version: the version all keys and values of the prompt are known to come from, or `NOT_SAMPLED` when a prefix
             cached under another version may have been used.
         seconds: durations of the stages this record went through, by name.
+        routes: the experts of the first T - 1 tokens (the last one has not been through the model), where they were recorded.
+        masks: the ids each of the T tokens was sampled from, where they were recorded.
     """
 
     key: str
@@ -56,6 +63,8 @@ class Trajectory:
     agent: int = 0
     attempt: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
+    routes: Routes | None = None
+    masks: EncodedMasks | None = None
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -87,6 +96,21 @@ class _ArraySpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     shape: tuple[int, ...]
 
 
+class _RoutesSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    rows: int
+    layers: tuple[int, ...]
+    top_k: int
+    experts: int
+    digests: tuple[int, ...]
+
+
+class _MasksSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    rows: int
+    ids: int
+    vocabulary: int
+    digest: int
+
+
 class _Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     key: str
     group: int
@@ -99,51 +123,27 @@ class _Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     seconds: dict[str, float]
     arrays: tuple[_ArraySpec, ...]
     digest: int
-
-
-def validate(trajectory: Trajectory, vocab_size: int | None = None) -> None:
-    """Refuse a record that would be trained wrong.
-
-    Raises:
-        TrajectoryRejected: arrays of another dtype, lengths that disagree, no sampled token, a token outside the vocabulary, a
-            log-probability that is not a finite number <= 0, a reward that is not finite, a version where no token was sampled, or
-            versions for some sampled tokens only (a demonstration has none at all).
-    """
-    t = trajectory
-    shapes = {name: getattr(t, name).shape for name in _ARRAYS}
-    if len(set(shapes.values())) != 1 or len(shapes["tokens"]) != 1:
-        raise TrajectoryRejected("length_mismatch", f"{t.key}: {shapes}")
-    dtypes = {name: getattr(t, name).dtype for name in _ARRAYS}
-    if any(dtypes[name] != dtype for name, dtype in _ARRAYS.items()):
-        raise TrajectoryRejected("bad_dtype", f"{t.key}: got {dtypes}, expected {_ARRAYS}")
-    if not t.loss_mask.any():
-        raise TrajectoryRejected("empty_response", f"{t.key}: no sampled token")
-    low, high = int(t.tokens.min()), int(t.tokens.max())
-    if low < 0 or (vocab_size is not None and high >= vocab_size):
-        raise TrajectoryRejected("token_out_of_vocabulary", f"{t.key}: tokens {low} to {high} of vocabulary {vocab_size}")
-    if not np.isfinite(t.logprobs).all() or (t.logprobs > 1e-4).any():
-        raise TrajectoryRejected("bad_logprob", f"{t.key}: log-probabilities must be finite and <= 0")
-    if not np.isfinite(t.reward):
-        raise TrajectoryRejected("bad_reward", f"{t.key}: reward {t.reward}")
-    if (t.versions[~t.loss_mask] != NOT_SAMPLED).any():
-        raise TrajectoryRejected("bad_version", f"{t.key}: a token that was not sampled carries a version")
-    sampled = t.versions[t.loss_mask]
-    if sampled.min() < 0 and (sampled != NOT_SAMPLED).any():
-        raise TrajectoryRejected("bad_version", f"{t.key}: sampled tokens have versions {sampled.min()} to {sampled.max()}")
+    routes: _RoutesSpec | None = None
+    masks: _MasksSpec | None = None
 
 
 def encode(trajectory: Trajectory) -> list[Buffer]:
-    """Header frame, then one frame for each array in the order of the header. Contiguous arrays are not copied.
+    """Header frame, one frame for each array in the order of the header, then routes and masks. Contiguous arrays are not copied.
 
     Raises:
-        ProtocolError: an array of another dtype or length than `Trajectory` says, which no decoder would take.
+        ProtocolError: an array of another dtype or length than `Trajectory` says, or routes or masks of another number of tokens,
+            which no decoder would take.
     """
-    arrays = {n: np.ascontiguousarray(getattr(trajectory, n)) for n in _ARRAYS}
+    arrays = {n: np.ascontiguousarray(getattr(trajectory, n)) for n in ARRAYS}
     for n, a in arrays.items():
-        if a.dtype != _ARRAYS[n] or a.shape != (len(trajectory),) or not len(a):
+        if a.dtype != ARRAYS[n] or a.shape != (len(trajectory),) or not len(a):
             raise ProtocolError(
-                f"trajectory {trajectory.key} {n}: got {a.dtype}{a.shape}, expected {_ARRAYS[n]}({len(trajectory)},), not empty"
+                f"trajectory {trajectory.key} {n}: got {a.dtype}{a.shape}, expected {ARRAYS[n]}({len(trajectory)},), not empty"
             )
+    r, m = trajectory.routes, trajectory.masks
+    for name, part, rows in (("routes", r, len(trajectory) - 1), ("masks", m, len(trajectory))):
+        if part is not None and part.rows != rows:
+            raise ProtocolError(f"trajectory {trajectory.key} {name}: got {part.rows} rows, expected {rows}")
     digest = 0
     for a in arrays.values():
         digest = zlib.crc32(a.data.cast("B"), digest)
@@ -157,15 +157,18 @@ def encode(trajectory: Trajectory) -> list[Buffer]:
         finish=trajectory.finish,
         prefix_version=trajectory.prefix_version,
         seconds=trajectory.seconds,
-        arrays=tuple(_ArraySpec(n, _ARRAYS[n], a.shape) for n, a in arrays.items()),
+        arrays=tuple(_ArraySpec(n, ARRAYS[n], a.shape) for n, a in arrays.items()),
         digest=digest,
+        routes=None if r is None else _RoutesSpec(r.rows, r.layers, r.top_k, r.experts, r.digests),
+        masks=None if m is None else _MasksSpec(m.rows, m.ids, m.vocabulary, m.digest),
     )
-    return [msgspec.msgpack.encode(header), *(a.data.cast("B") for a in arrays.values())]
+    record: tuple[Buffer, Buffer] = (b"" if r is None else r.planes, b"" if m is None else m.data)
+    return [msgspec.msgpack.encode(header), *(a.data.cast("B") for a in arrays.values()), *record]
 
 
 def frames_in(trajectory_count: int) -> int:
     """Number of frames `encode` makes for that many trajectories."""
-    return trajectory_count * (1 + len(_ARRAYS))
+    return trajectory_count * (1 + len(ARRAYS) + 2)
 
 
 def decode(frames: Sequence[Buffer], limits: Limits | None = None) -> Trajectory:
@@ -177,7 +180,7 @@ def decode(frames: Sequence[Buffer], limits: Limits | None = None) -> Trajectory
     limits = limits or Limits()
     if len(frames) != frames_in(1):
         raise ProtocolError(f"trajectory: got {len(frames)} frames, expected {frames_in(1)}")
-    head, *views = (memoryview(frame).cast("B") for frame in frames)
+    head, *views, routes_frame, masks_frame = (memoryview(frame).cast("B") for frame in frames)
     if len(head) > limits.max_header_bytes:
         raise ProtocolError(f"trajectory header: got {len(head)} bytes, expected at most {limits.max_header_bytes}")
     try:
@@ -186,8 +189,8 @@ def decode(frames: Sequence[Buffer], limits: Limits | None = None) -> Trajectory
     except (ValueError, RecursionError) as error:
         raise ProtocolError(f"trajectory header: {error}") from error
     specs = [(s.name, s.dtype) for s in header.arrays]
-    if specs != list(_ARRAYS.items()):
-        raise ProtocolError(f"trajectory {header.key}: got arrays {specs}, expected {list(_ARRAYS.items())}")
+    if specs != list(ARRAYS.items()):
+        raise ProtocolError(f"trajectory {header.key}: got arrays {specs}, expected {list(ARRAYS.items())}")
     if len({s.shape for s in header.arrays}) != 1:
         raise ProtocolError(f"trajectory {header.key}: got shapes {[s.shape for s in header.arrays]}, expected one length")
     arrays, digest = {}, 0
@@ -207,6 +210,8 @@ def decode(frames: Sequence[Buffer], limits: Limits | None = None) -> Trajectory
         agent=h.agent,
         attempt=h.attempt,
         seconds=h.seconds,
+        routes=_read_routes(h, routes_frame),
+        masks=_read_masks(h, masks_frame),
         **arrays,
     )
 
@@ -221,3 +226,32 @@ def _read(key: str, spec: _ArraySpec, frame: memoryview, limits: Limits) -> np.n
     if spec.dtype == "|b1" and np.frombuffer(frame, dtype=np.uint8).max() > 1:
         raise ProtocolError(f"trajectory {key} {spec.name}: got bytes that are no truth values, expected 0 or 1")
     return np.frombuffer(frame.toreadonly(), dtype=spec.dtype)
+
+
+def _read_routes(header: _Header, frame: memoryview) -> Routes | None:
+    spec, expected = header.routes, header.arrays[0].shape[0] - 1
+    if spec is None:
+        _expect_empty(header, "routes", frame)
+        return None
+    if spec.rows != expected:
+        raise ProtocolError(f"trajectory {header.key}: got routes of {spec.rows} tokens, expected {expected}")
+    routes = Routes(spec.rows, spec.layers, spec.top_k, spec.experts, spec.digests, frame.toreadonly())
+    check_routes(routes, header.key)
+    return routes
+
+
+def _read_masks(header: _Header, frame: memoryview) -> EncodedMasks | None:
+    spec, expected = header.masks, header.arrays[0].shape[0]
+    if spec is None:
+        _expect_empty(header, "masks", frame)
+        return None
+    if spec.rows != expected:
+        raise ProtocolError(f"trajectory {header.key}: got masks of {spec.rows} tokens, expected {expected}")
+    masks = EncodedMasks(spec.rows, spec.ids, spec.vocabulary, spec.digest, frame.toreadonly())
+    check_masks(masks, header.key)
+    return masks
+
+
+def _expect_empty(header: _Header, name: str, frame: memoryview) -> None:
+    if frame.nbytes:
+        raise ProtocolError(f"trajectory {header.key}: got {frame.nbytes} bytes of {name}, expected none")

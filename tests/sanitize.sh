@@ -5,10 +5,10 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 python=$(realpath -s "${PYTHON:-.venv/bin/python}")
 kind=${1:-address,undefined}
-tests="copy program cast exchanger shm random errors relay_exchange cuda_emulated"
+tests="reshard_copy reshard_program reshard_cast reshard_exchanger reshard_shm reshard_random reshard_errors reshard_relay_exchange reshard_cuda_emulated record_routes record_masks"
 case $kind in
     address,undefined) libraries="libubsan.so libasan.so" ;;
-    thread) libraries="libtsan.so" tests="copy program" ;;
+    thread) libraries="libtsan.so" tests="reshard_copy reshard_program" ;;
     *) echo "got $kind, expected address,undefined or thread" >&2; exit 2 ;;
 esac
 preload=$(gcc -print-file-name=libstdc++.so)
@@ -20,7 +20,7 @@ done
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
 cp -r asyncmoe csrc tests setup.py pyproject.toml README.md LICENSE "$folder"
-rm -f "$folder"/asyncmoe/reshard/_C*.so
+rm -f "$folder"/asyncmoe/reshard/_C*.so "$folder"/asyncmoe/record/_C*.so
 cd "$folder"
 # GCC 12 takes instrumented code of pybind11 for uninitialized, hence no warnings.
 flags="-fsanitize=$kind -fno-sanitize-recover=all -fno-omit-frame-pointer -g1 -O1 -w"
@@ -31,5 +31,5 @@ export ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 TSAN_OPTIONS
 export OMP_NUM_THREADS=1 PYTHONPATH="$folder"
 "$python" -c 'import asyncmoe.reshard._C as c, os; assert c.__file__.startswith(os.getcwd()), c.__file__'
 cd tests/unit
-"$python" -m pytest -q -p no:cacheprovider -c ../../pyproject.toml --rootdir ../.. $(printf 'test_reshard_%s.py ' $tests)
+"$python" -m pytest -q -p no:cacheprovider -c ../../pyproject.toml --rootdir ../.. $(printf 'test_%s.py ' $tests)
 echo "$kind: clean"

@@ -23,7 +23,8 @@ from asyncmoe.errors import AsyncmoeError, ConfigError, InvariantBroken, Protoco
 from asyncmoe.queue.admission import Admission, Ledger
 from asyncmoe.queue.changes import Changes
 from asyncmoe.queue.lane import Group, Lane, pack
-from asyncmoe.trajectory import NOT_SAMPLED, Buffer, Trajectory, validate
+from asyncmoe.trajectory import NOT_SAMPLED, Buffer, Trajectory
+from asyncmoe.validity import validate
 from asyncmoe.wire.messages import Leased, Phase
 
 MAX_LEASE_WAIT_S = 86_400.0
@@ -145,7 +146,7 @@ class BoundedQueue:
         When it raises, the group is still counted as running: the caller counts it as `rejected`.
 
         Raises:
-            TrajectoryRejected: a trajectory must not be trained on (`asyncmoe.trajectory.validate`), or carries no version.
+            TrajectoryRejected: a trajectory must not be trained on (`asyncmoe.validity.validate`), or carries no version.
             ConfigError: more trajectories than the queue holds.
             InvariantBroken: not one whole group of `group_size`, or a key that is already here.
             WaitTimeout: no space within `wait_s` seconds (None: no bound).
@@ -158,7 +159,8 @@ class BoundedQueue:
         if len(trajectories) != self._group_size or len(groups) != 1:
             raise InvariantBroken(f"queue: put {len(trajectories)} trajectories of groups {groups}, expected {self._group_size} of one")
         for trajectory in trajectories:
-            validate(trajectory)
+            # An engine serves the next version a moment before all do.
+            validate(trajectory, newest_version=self._version + 1)
             if trajectory.oldest_version == NOT_SAMPLED:
                 raise TrajectoryRejected("bad_version", f"{trajectory.key}: sampled tokens without a version")
         await self._insert("rl", self._pack(trajectories), wait_s)

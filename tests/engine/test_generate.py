@@ -18,7 +18,8 @@ from asyncmoe.rollout.producer import Producer
 from asyncmoe.rollout.tasks import Prompt
 from asyncmoe.rollout.tasks.arithmetic import Arithmetic
 from asyncmoe.rollout.tokenizer import Tokenizer
-from asyncmoe.trajectory import Trajectory, validate
+from asyncmoe.trajectory import Trajectory
+from asyncmoe.validity import validate
 from tests.engine.conftest import Rig
 from tests.engine.oracle import Oracle, largest_difference
 

@@ -10,11 +10,13 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from asyncmoe.errors import ProtocolError, TrajectoryRejected
-from asyncmoe.trajectory import NOT_SAMPLED, Limits, Trajectory, decode, encode, frames_in, validate
+from asyncmoe.record import EncodedMasks, Masks, Routes, Routing, encode_masks, encode_routes
+from asyncmoe.trajectory import ARRAYS, NOT_SAMPLED, Limits, Trajectory, decode, encode, frames_in
+from asyncmoe.validity import validate
 
 INT32 = np.iinfo(np.int32)
 
@@ -37,7 +39,23 @@ def trajectories(draw: st.DrawFn) -> Trajectory:
         agent=draw(st.integers(0, 3)),
         attempt=draw(st.integers(0, 3)),
         seconds=draw(st.dictionaries(st.text(max_size=5), st.floats(0, 9), max_size=3)),
+        routes=record_routes(random, length - 1) if draw(st.booleans()) else None,
+        masks=record_masks(random, length) if draw(st.booleans()) else None,
     )
+
+
+ROUTING = Routing(all_layers=3, layers=(1, 2), top_k=2, experts=5)
+
+
+def record_routes(random: np.random.Generator, rows: int) -> Routes:
+    return encode_routes(random.integers(0, 5, (rows, 3, 2), dtype=np.int32), ROUTING, "t")
+
+
+def record_masks(random: np.random.Generator, rows: int) -> EncodedMasks:
+    counts = random.integers(0, 4, rows)
+    ids = [np.sort(random.choice(9, n, replace=False)) for n in counts]
+    offsets = np.concatenate(([0], np.cumsum(counts))).astype(np.int32)
+    return encode_masks(Masks(offsets, np.concatenate(ids).astype(np.int32), 9), "t")
 
 
 def make(**changes: Any) -> Trajectory:
@@ -83,9 +101,10 @@ def test_writable_frames_give_read_only_arrays() -> None:
 
 
 @settings(deadline=None)
-@given(trajectories(), st.integers(1, 4), st.data())
+@given(trajectories(), st.integers(1, 6), st.data())
 def test_any_changed_array_byte_is_refused(trajectory: Trajectory, which: int, data: st.DataObject) -> None:
     frames = [bytearray(f) for f in encode(trajectory)]
+    assume(frames[which])
     at = data.draw(st.integers(0, len(frames[which]) - 1))
     frames[which][at] ^= data.draw(st.integers(1, 255))
     with pytest.raises(ProtocolError):
@@ -93,9 +112,10 @@ def test_any_changed_array_byte_is_refused(trajectory: Trajectory, which: int, d
 
 
 @settings(deadline=None)
-@given(trajectories(), st.integers(0, 4), st.integers(-3, 3).filter(bool))
+@given(trajectories(), st.integers(0, 6), st.integers(-3, 3).filter(bool))
 def test_any_changed_frame_length_is_refused(trajectory: Trajectory, which: int, by: int) -> None:
     frames = [bytes(f) for f in encode(trajectory)]
+    assume(by > 0 or frames[which])
     frames[which] = frames[which][:by] if by < 0 else frames[which] + b"\0" * by
     with pytest.raises(ProtocolError):
         decode(frames)
@@ -115,16 +135,16 @@ def test_a_changed_header_is_refused_or_still_a_trajectory(trajectory: Trajector
 
 
 @settings(deadline=None)
-@given(st.lists(st.binary(max_size=40), min_size=5, max_size=5))
+@given(st.lists(st.binary(max_size=40), min_size=7, max_size=7))
 def test_noise_is_refused(frames: list[bytes]) -> None:
     with pytest.raises(ProtocolError):
         decode(frames)
 
 
-@pytest.mark.parametrize("count", [0, 1, 4, 6])
+@pytest.mark.parametrize("count", [0, 1, 5, 6, 8])
 def test_frame_count(count: int) -> None:
     frames = (encode(make()) * 2)[:count]
-    with pytest.raises(ProtocolError, match=f"got {count} frames, expected 5"):
+    with pytest.raises(ProtocolError, match=f"got {count} frames, expected 7"):
         decode(frames)
 
 
@@ -286,3 +306,114 @@ def test_oldest_version_and_purity() -> None:
     assert make(prefix_version=3).is_pure
     assert not make(prefix_version=2).is_pure
     assert not make().is_pure
+
+
+def masks_of(rows: list[list[int]], vocabulary: int = 9) -> EncodedMasks:
+    offsets = np.cumsum([0, *map(len, rows)]).astype(np.int32)
+    return encode_masks(Masks(offsets, np.array([i for row in rows for i in row], np.int32), vocabulary), "t")
+
+
+def routes_of(rows: int, routing: Routing = ROUTING) -> Routes:
+    return encode_routes(np.zeros((rows, routing.all_layers, routing.top_k), np.int32), routing, "t")
+
+
+FLIPPED = dataclasses.replace(routes_of(3), planes=bytes(routes_of(3).planes)[:-1] + b"\1")
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"routes": routes_of(4)}, "length_mismatch"),
+        ({"routes": routes_of(3, dataclasses.replace(ROUTING, layers=(0, 1, 2)))}, "routes_wrong_layers"),
+        ({"routes": routes_of(3, dataclasses.replace(ROUTING, layers=(0, 2)))}, "routes_wrong_layers"),
+        ({"routes": routes_of(3, dataclasses.replace(ROUTING, experts=6))}, "routes_wrong_layers"),
+        ({"routes": FLIPPED}, "damaged_record"),
+        ({"masks": masks_of([[], [], [7]])}, "length_mismatch"),
+        ({"masks": masks_of([[], [], [7], [8]], vocabulary=10)}, "bad_mask"),
+        ({"masks": masks_of([[], [6], [7], [8]])}, "bad_mask"),
+        ({"masks": masks_of([[], [], [7], [1, 2]])}, "mask_without_token"),
+        ({"masks": dataclasses.replace(masks_of([[], [], [7], [8]]), ids=3)}, "damaged_record"),
+        ({"versions": sampled([-1, -1, 3, 4], "i4")}, "version_from_future"),
+    ],
+)
+def test_validate_refuses_a_wrong_record_by_name(changes: dict[str, Any], reason: str) -> None:
+    with pytest.raises(TrajectoryRejected, match=r"g0\.e0") as caught:
+        validate(make(**changes), vocab_size=9, newest_version=3, routing=ROUTING)
+    assert caught.value.reason == reason
+
+
+def test_validate_takes_a_right_record() -> None:
+    whole = make(routes=routes_of(3), masks=masks_of([[], [], [], [1, 8]]))
+    validate(whole, vocab_size=9, newest_version=3, routing=ROUTING)
+    validate(whole)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"rows": 2},
+        {"rows": -1},
+        {"rows": 2**62},
+        {"layers": [2, 1]},
+        {"layers": [1, 3]},
+        {"layers": [1]},
+        {"layers": [-1, 2]},
+        {"layers": [1, 2**40]},
+        {"top_k": 0},
+        {"top_k": 6},
+        {"top_k": 2**62},
+        {"experts": 0},
+        {"experts": 7},
+        {"experts": 2**62},
+        {"digests": []},
+        {"digests": [1, 2]},
+        {"digests": [-1, -1]},
+        {"more": 1},
+    ],
+)
+def test_a_header_that_lies_about_routes_is_refused(change: dict[str, Any]) -> None:
+    frames = encode(make(routes=routes_of(3)))
+    header = msgspec.msgpack.decode(frames[0])
+    header["routes"] |= change
+    with pytest.raises(ProtocolError, match=r"g0\.e0|header"):
+        decode([msgspec.msgpack.encode(header), *frames[1:]])
+
+
+@pytest.mark.parametrize(
+    "change", [{"rows": 3}, {"rows": 2**62}, {"ids": 3}, {"ids": -1}, {"vocabulary": 8}, {"vocabulary": 0}, {"digest": -1}]
+)
+def test_a_header_that_lies_about_masks_is_refused(change: dict[str, Any]) -> None:
+    frames = encode(make(masks=masks_of([[], [], [7], [8]])))
+    header = msgspec.msgpack.decode(frames[0])
+    header["masks"] |= change
+    with pytest.raises(ProtocolError, match=r"g0\.e0"):
+        decode([msgspec.msgpack.encode(header), *frames[1:]])
+
+
+@pytest.mark.parametrize("frame", [5, 6])
+def test_bytes_of_a_record_that_the_header_does_not_name_are_refused(frame: int) -> None:
+    frames = encode(make())
+    frames[frame] = b"x"
+    with pytest.raises(ProtocolError, match="expected none"):
+        decode(frames)
+
+
+@pytest.mark.parametrize("bad", [make(routes=routes_of(4)), make(masks=masks_of([[7]]))])
+def test_a_record_of_other_tokens_is_not_encoded(bad: Trajectory) -> None:
+    with pytest.raises(ProtocolError, match=r"trajectory g0\.e0 (routes|masks): got \d rows"):
+        encode(bad)
+
+
+@pytest.mark.parametrize(
+    ("longer", "part", "frame"),
+    [
+        (make(**{n: np.append(getattr(make(), n), getattr(make(), n)[-1:]) for n in ARRAYS}, routes=routes_of(4)), "routes", 5),
+        (make(**{n: np.append(getattr(make(), n), getattr(make(), n)[-1:]) for n in ARRAYS}, masks=masks_of([[]] * 5)), "masks", 6),
+    ],
+)
+def test_a_whole_record_of_another_trajectory_is_refused(longer: Trajectory, part: str, frame: int) -> None:
+    frames, others = encode(make()), encode(longer)
+    header = msgspec.msgpack.decode(frames[0]) | {part: msgspec.msgpack.decode(others[0])[part]}
+    frames[0], frames[frame] = msgspec.msgpack.encode(header), others[frame]
+    with pytest.raises(ProtocolError, match=f"got {part} of"):
+        decode(frames)

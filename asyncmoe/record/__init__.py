@@ -1,0 +1,19 @@
+"""What an engine did to sample a token, in the form it is kept and sent in: the experts chosen, the ids sampled from.
+
+Stands on `asyncmoe.errors` and NumPy alone; the packing is done in csrc/record.
+"""
+
+from asyncmoe.record.masks import EncodedMasks, Masks, decode_masks, encode_masks, token_outside
+from asyncmoe.record.routes import Routes, Routing, decode_routes, encode_routes
+
+__all__ = [
+    "EncodedMasks",
+    "Masks",
+    "Routes",
+    "Routing",
+    "decode_masks",
+    "decode_routes",
+    "encode_masks",
+    "encode_routes",
+    "token_outside",
+]

@@ -1,0 +1,159 @@
+"""The experts that every token went through, bit-packed layer by layer.
+
+Layer-major, because a pipeline stage needs its own layers of all tokens: those are consecutive bytes, so a stage fetches and
+unpacks nothing else, and gets for each layer the [rows, top_k] that its router asks for. Layers without experts take no room.
+The order of a token's experts is kept: the weights they are combined with follow it.
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+
+from asyncmoe.errors import ProtocolError, TrajectoryRejected
+from asyncmoe.record import _C
+
+Buffer = bytes | bytearray | memoryview
+
+MAX_EXPERTS = 1 << 16
+MAX_TOP_K = 256
+MAX_LAYERS = 1 << 12
+
+
+@dataclass(frozen=True)
+class Routing:
+    """What a model's routers choose from.
+
+    Attributes:
+        all_layers: of the model, those without experts included; what SGLang reports.
+        layers: numbers of the layers with experts, ascending.
+        top_k: experts a token goes through in each of them.
+        experts: of a layer; ids are 0 to experts - 1.
+    """
+
+    all_layers: int
+    layers: tuple[int, ...]
+    top_k: int
+    experts: int
+
+
+@dataclass(frozen=True)
+class Routes:
+    """Encoded routes of `rows` tokens.
+
+    Attributes:
+        rows: tokens.
+        layers: numbers of the model's layers that are here, ascending.
+        top_k: experts of a token in each layer.
+        experts: ids are smaller.
+        digests: of each layer, a CRC-32 of what it is and of its plane.
+        planes: the layers' planes one after the other, `plane_bytes` each; the format is defined in csrc/record/routes.h.
+    """
+
+    rows: int
+    layers: tuple[int, ...]
+    top_k: int
+    experts: int
+    digests: tuple[int, ...]
+    planes: Buffer
+
+    @property
+    def bits(self) -> int:
+        """Of an id."""
+        return max(1, (self.experts - 1).bit_length())
+
+    @cached_property
+    def plane_bytes(self) -> int:
+        return -(-self.rows * self.top_k * self.bits // 8)
+
+    def part(self, first: int, last: int) -> Routes:
+        """The layers at positions `first` to `last` (exclusive) of `layers`; a view."""
+        planes = memoryview(self.planes)[first * self.plane_bytes : last * self.plane_bytes]
+        return replace(self, layers=self.layers[first:last], digests=self.digests[first:last], planes=planes)
+
+
+def encode_routes(routes: np.ndarray, routing: Routing, key: str) -> Routes:
+    """Pack what an engine reported.
+
+    Args:
+        routes: int32[rows, all_layers, top_k]; what is in layers without experts does not matter.
+        key: the trajectory's name, for errors.
+
+    Raises:
+        TrajectoryRejected: "routes_wrong_layers" for another number of layers or experts per token, "routes_out_of_range" for an
+            id that is no expert's.
+    """
+    expected = (routing.all_layers, routing.top_k)
+    if routes.dtype != np.int32 or routes.ndim != 3 or routes.shape[1:] != expected:
+        detail = f"{key}: got routes {routes.dtype}{list(routes.shape)}, expected int32[rows, {expected[0]}, {expected[1]}]"
+        raise TrajectoryRejected("routes_wrong_layers", detail)
+    routes = np.ascontiguousarray(routes)
+    planes, bad = _C.pack_routes(routes, np.array(routing.layers, np.int64), routing.experts)
+    if bad >= 0:
+        token, layer, choice = np.unravel_index(bad, routes.shape)
+        detail = f"{key}: token {token}, layer {layer}, choice {choice}: got expert {routes.flat[bad]} of {routing.experts}"
+        raise TrajectoryRejected("routes_out_of_range", detail)
+    made = Routes(len(routes), routing.layers, routing.top_k, routing.experts, (), memoryview(planes.data).toreadonly())
+    return replace(made, digests=tuple(_digests(made)))
+
+
+def decode_routes(routes: Routes, key: str) -> np.ndarray:
+    """Unpack all layers of `routes`; use `Routes.part` to have only some.
+
+    Returns:
+        uint8[layers, rows, top_k] for up to 256 experts, uint16 for more.
+
+    Raises:
+        ProtocolError: see `check_routes`; or an id that is no expert's, with its token and layer.
+    """
+    check_routes(routes, key)
+    planes = np.frombuffer(routes.planes, np.uint8)
+    ids, bad = _C.unpack_routes(planes, routes.rows, routes.top_k, routes.experts, len(routes.layers))
+    if bad == ids.size:
+        raise ProtocolError(f"routes of {key}: got bits after the last expert of a layer, expected zeros")
+    if bad >= 0:
+        layer, token, choice = np.unravel_index(bad, ids.shape)
+        place = f"token {token}, layer {routes.layers[layer]}, choice {choice}"
+        raise ProtocolError(f"routes of {key}: {place}: got expert {ids.flat[bad]} of {routes.experts}")
+    return ids
+
+
+def check_routes(routes: Routes, key: str) -> None:
+    """Refuse what was damaged on its way, without allocating anything.
+
+    Raises:
+        ProtocolError: numbers that are none of a model's, planes of another size than they say, or a digest that disagrees.
+    """
+    r = routes
+    if not (0 <= r.rows < 1 << 31 and 1 <= r.experts <= MAX_EXPERTS and 1 <= r.top_k <= min(MAX_TOP_K, r.experts)):
+        raise ProtocolError(f"routes of {key}: got {r.rows} rows, top {r.top_k} of {r.experts} experts")
+    ascending = all(a < b for a, b in zip((-1, *r.layers), (*r.layers, MAX_LAYERS), strict=True))
+    if not ascending or len(r.digests) != len(r.layers):
+        detail = f"got layers {_short(r.layers)} and {len(r.digests)} digests, expected ascending layers below {MAX_LAYERS}, a digest each"
+        raise ProtocolError(f"routes of {key}: {detail}")
+    size = memoryview(r.planes).nbytes
+    if size != len(r.layers) * r.plane_bytes:
+        detail = f"{len(r.layers)} layers of {r.rows} rows, {len(r.layers) * r.plane_bytes} bytes"
+        raise ProtocolError(f"routes of {key}: got {size} bytes, expected {detail}")
+    for layer, got, expected in zip(r.layers, _digests(r), r.digests, strict=True):
+        if got != expected:
+            raise ProtocolError(f"routes of {key}: layer {layer}: got digest {got:08x}, expected {expected & 0xFFFFFFFF:08x}")
+
+
+def _digests(routes: Routes) -> Sequence[int]:
+    """Over the plane and what it is taken for, so that no layer passes for another."""
+    planes, size = memoryview(routes.planes).cast("B"), routes.plane_bytes
+    digests = []
+    for i, layer in enumerate(routes.layers):
+        start = zlib.crc32(struct.pack("<4Q", routes.rows, layer, routes.top_k, routes.experts))
+        digests.append(zlib.crc32(planes[i * size : (i + 1) * size], start))
+    return digests
+
+
+def _short(numbers: tuple[int, ...]) -> str:
+    return str(numbers) if len(numbers) <= 8 else f"{numbers[:4]} ... {numbers[-2:]}"

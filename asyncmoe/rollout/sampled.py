@@ -1,0 +1,103 @@
+"""How SGLang 0.5.23 reports what it did to sample a response, into the arrays that are recorded.
+
+Routes: `meta_info.routed_experts`, base64 of int32[seqlen - 1 - start, num_hidden_layers, top_k] in C order
+(`sglang/srt/state_capturer`): seqlen counts prompt and response, the last token has not been through the model, dense layers have
+rows too, and `start` is the request's `routed_experts_start_len`, at most the length of its prompt and lowered to seqlen - 1.
+
+Masks: `meta_info.output_token_sampling_mask`, a list of ids for every token of the response in no particular order
+(`sglang/srt/sampling/sampling_mask.py`).
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from collections.abc import Sequence
+from itertools import chain
+
+import numpy as np
+
+from asyncmoe.errors import TrajectoryRejected
+from asyncmoe.record import Masks, Routing, token_outside
+
+
+def routed_experts(text: str | None, routing: Routing, *, tokens: int, held: int, key: str) -> np.ndarray:
+    """The rows an answer has.
+
+    Args:
+        text: `meta_info.routed_experts`.
+        tokens: of prompt and response.
+        held: rows asked to be left out (`routed_experts_start_len`), because earlier turns have them.
+        key: the trajectory's name, for errors.
+
+    Returns:
+        int32[tokens - 1 - held, all_layers, top_k], read-only; no more than the text's length is allocated.
+
+    Raises:
+        TrajectoryRejected: "no_routes", "routes_malformed" for what is not base64, "routes_wrong_layers" for the right
+            number of rows of other layers or experts per token, "length_mismatch" for another number of rows.
+    """
+    if text is None:
+        raise TrajectoryRejected("no_routes", f"{key}: the engine sent none; it needs --enable-return-routed-experts")
+    row = routing.all_layers * routing.top_k * 4
+    rows = tokens - 1 - held
+    try:
+        raw = base64.b64decode(text, validate=True)
+    except (binascii.Error, ValueError) as error:  # ValueError: characters beyond ASCII
+        raise TrajectoryRejected("routes_malformed", f"{key}: routes in base64: {error}") from error
+    if len(raw) == rows * row:
+        return np.frombuffer(raw, "<i4").reshape(rows, routing.all_layers, routing.top_k)
+    if rows and len(raw) % row and len(raw) % (4 * rows) == 0:
+        detail = f"{len(raw) // 4 // rows} experts a token, expected {routing.all_layers} layers of {routing.top_k}"
+        raise TrajectoryRejected("routes_wrong_layers", f"{key}: got {detail}")
+    raise TrajectoryRejected("length_mismatch", f"{key}: got {len(raw)} bytes of routes, expected {rows} rows of {row}")
+
+
+def sampling_masks(
+    lists: Sequence[Sequence[int]] | None, response: np.ndarray, vocabulary: int, *, before: int, after: int, key: str
+) -> Masks:
+    """The masks of a response within a trajectory; all other rows are the whole vocabulary.
+
+    Args:
+        lists: `meta_info.output_token_sampling_mask`.
+        response: int32[R], the tokens sampled.
+        vocabulary: size.
+        before, after: tokens of the trajectory in front of the response, and behind it.
+        key: the trajectory's name, for errors.
+
+    Returns:
+        Masks of before + R + after rows.
+
+    Raises:
+        TrajectoryRejected: "no_mask", "length_mismatch" for another number of lists, "bad_mask" for ids that are none of the vocabulary's
+            or come twice, "mask_without_token" when a token is not among the ids it was sampled from.
+    """
+    if lists is None:
+        raise TrajectoryRejected("no_mask", f"{key}: the engine sent no sampling mask")
+    if len(lists) != len(response):
+        raise TrajectoryRejected("length_mismatch", f"{key}: got masks of {len(lists)} tokens, expected {len(response)}")
+    counts = np.fromiter(map(len, lists), np.int64, len(lists))
+    if (counts == 0).any():
+        raise TrajectoryRejected("mask_without_token", f"{key}: response token {int(np.argmin(counts))}: the mask is empty")
+    total = int(counts.sum())
+    if total >= 1 << 31:
+        raise TrajectoryRejected("bad_mask", f"{key}: got {total} ids, expected fewer than 2^31")
+    ids = np.fromiter(chain.from_iterable(lists), np.int64, total)
+    rows = np.repeat(np.arange(len(lists)), counts)
+    ids = ids[np.lexsort((ids, rows))]
+    repeated = (ids[1:] == ids[:-1]) & (rows[1:] == rows[:-1])
+    outside = (ids < 0) | (ids >= vocabulary)
+    for wrong, what in ((outside, f"none of a vocabulary of {vocabulary}"), (repeated, "there twice")):
+        if wrong.any():
+            at = int(np.argmax(wrong))
+            raise TrajectoryRejected("bad_mask", f"{key}: response token {rows[at]}: id {ids[at]} is {what}")
+    made = Masks(_offsets(counts, 0, 0), ids.astype(np.int32), vocabulary)
+    missing = token_outside(made, response)
+    if missing is not None:
+        detail = f"response token {missing}: {response[missing]} is not among the {counts[missing]} ids it was sampled from"
+        raise TrajectoryRejected("mask_without_token", f"{key}: {detail}")
+    return Masks(_offsets(counts, before, after), made.ids, vocabulary)
+
+
+def _offsets(counts: np.ndarray, before: int, after: int) -> np.ndarray:
+    return np.concatenate(([0], np.cumsum(np.pad(counts, (before, after))))).astype(np.int32)

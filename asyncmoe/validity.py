@@ -1,0 +1,89 @@
+"""What a trajectory must be like to be trained on; checked once, where it enters the queue."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from asyncmoe.errors import ProtocolError, TrajectoryRejected
+from asyncmoe.record import EncodedMasks, Routes, Routing, decode_masks, token_outside
+from asyncmoe.record.routes import check_routes
+from asyncmoe.trajectory import ARRAYS, NOT_SAMPLED, Trajectory
+
+
+def validate(
+    trajectory: Trajectory, vocab_size: int | None = None, *, newest_version: int | None = None, routing: Routing | None = None
+) -> None:
+    """Refuse a record that would be trained wrong.
+
+    Args:
+        newest_version: no token can be of a later one.
+        routing: of the model; recorded routes must be of all its layers with experts.
+
+    Raises:
+        TrajectoryRejected: arrays of another dtype, lengths that disagree, no sampled token, a token outside the vocabulary, a
+            log-probability that is not a finite number <= 0, a reward that is not finite, a version where no token was sampled,
+            versions for some sampled tokens only (a demonstration has none at all) or from the future, routes of other layers, a
+            token that is not among the ids it was sampled from, a record that is damaged.
+    """
+    t = trajectory
+    shapes = {name: getattr(t, name).shape for name in ARRAYS}
+    if len(set(shapes.values())) != 1 or len(shapes["tokens"]) != 1:
+        raise TrajectoryRejected("length_mismatch", f"{t.key}: {shapes}")
+    dtypes = {name: getattr(t, name).dtype for name in ARRAYS}
+    if any(dtypes[name] != dtype for name, dtype in ARRAYS.items()):
+        raise TrajectoryRejected("bad_dtype", f"{t.key}: got {dtypes}, expected {ARRAYS}")
+    if not t.loss_mask.any():
+        raise TrajectoryRejected("empty_response", f"{t.key}: no sampled token")
+    low, high = int(t.tokens.min()), int(t.tokens.max())
+    if low < 0 or (vocab_size is not None and high >= vocab_size):
+        raise TrajectoryRejected("token_out_of_vocabulary", f"{t.key}: tokens {low} to {high} of vocabulary {vocab_size}")
+    if not np.isfinite(t.logprobs).all() or (t.logprobs > 1e-4).any():
+        raise TrajectoryRejected("bad_logprob", f"{t.key}: log-probabilities must be finite and <= 0")
+    if not np.isfinite(t.reward):
+        raise TrajectoryRejected("bad_reward", f"{t.key}: reward {t.reward}")
+    _validate_versions(t, newest_version)
+    try:
+        if t.routes is not None:
+            _validate_routes(t, t.routes, routing)
+        if t.masks is not None:
+            _validate_masks(t, t.masks, vocab_size)
+    except ProtocolError as error:
+        raise TrajectoryRejected("damaged_record", str(error)) from error
+
+
+def _validate_versions(t: Trajectory, newest_version: int | None) -> None:
+    if (t.versions[~t.loss_mask] != NOT_SAMPLED).any():
+        raise TrajectoryRejected("bad_version", f"{t.key}: a token that was not sampled carries a version")
+    sampled = t.versions[t.loss_mask]
+    if sampled.min() < 0 and (sampled != NOT_SAMPLED).any():
+        raise TrajectoryRejected("bad_version", f"{t.key}: sampled tokens have versions {sampled.min()} to {sampled.max()}")
+    if newest_version is not None and sampled.max() > newest_version:
+        at = int(np.argmax(t.versions > newest_version))
+        raise TrajectoryRejected(
+            "version_from_future", f"{t.key}: token {at} is of version {t.versions[at]}, the newest is {newest_version}"
+        )
+
+
+def _validate_routes(t: Trajectory, routes: Routes, routing: Routing | None) -> None:
+    if routes.rows != len(t) - 1:
+        raise TrajectoryRejected("length_mismatch", f"{t.key}: got routes of {routes.rows} tokens, expected {len(t) - 1}")
+    got = (routes.layers, routes.top_k, routes.experts)
+    if routing is not None and got != (routing.layers, routing.top_k, routing.experts):
+        detail = f"got {len(routes.layers)} layers, top {routes.top_k} of {routes.experts}, expected those of {routing}"
+        raise TrajectoryRejected("routes_wrong_layers", f"{t.key}: {detail}")
+    check_routes(routes, t.key)
+
+
+def _validate_masks(t: Trajectory, encoded: EncodedMasks, vocab_size: int | None) -> None:
+    if encoded.rows != len(t):
+        raise TrajectoryRejected("length_mismatch", f"{t.key}: got masks of {encoded.rows} tokens, expected {len(t)}")
+    if vocab_size is not None and encoded.vocabulary != vocab_size:
+        raise TrajectoryRejected("bad_mask", f"{t.key}: got masks of a vocabulary of {encoded.vocabulary}, expected {vocab_size}")
+    masks = decode_masks(encoded, t.key)
+    given = ~t.loss_mask & (masks.counts > 0)
+    if given.any():
+        raise TrajectoryRejected("bad_mask", f"{t.key}: token {int(np.argmax(given))} was not sampled but has a mask")
+    missing = token_outside(masks, t.tokens)
+    if missing is not None:
+        detail = f"token {missing}, {t.tokens[missing]}, is not among the {masks.counts[missing]} ids it was sampled from"
+        raise TrajectoryRejected("mask_without_token", f"{t.key}: {detail}")

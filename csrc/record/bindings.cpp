@@ -1,0 +1,96 @@
+#include <pybind11/numpy.h>
+#include <pybind11/pybind11.h>
+
+#include <stdexcept>
+
+#include "masks.h"
+#include "routes.h"
+
+namespace py = pybind11;
+
+namespace {
+
+using Int32Array = py::array_t<int32_t, py::array::c_style>;
+using Int64Array = py::array_t<int64_t, py::array::c_style>;
+using Bytes = py::array_t<uint8_t, py::array::c_style>;
+
+asyncmoe::record::RouteShape shape_of(int64_t rows, int64_t top_k, int64_t experts) {
+    int bits = 1;
+    while (int64_t{1} << bits < experts) ++bits;
+    if (rows < 0 || rows > INT32_MAX || top_k < 1 || top_k > asyncmoe::record::kMaxTopK || experts < 1 || bits > 16)
+        throw std::invalid_argument("expected 0 <= rows < 2^31, 1 <= top_k <= 256, 1 <= experts <= 65536");
+    return {rows, top_k, bits, experts};
+}
+
+py::tuple pack_routes(const Int32Array& routes, const Int64Array& layers, int64_t experts) {
+    if (routes.ndim() != 3 || layers.ndim() != 1) throw std::invalid_argument("expected [rows, layers, top_k] and [m]");
+    const auto shape = shape_of(routes.shape(0), routes.shape(2), experts);
+    for (py::ssize_t i = 0; i < layers.size(); ++i)
+        if (layers.data()[i] < 0 || layers.data()[i] >= routes.shape(1))
+            throw std::invalid_argument("a layer that is not among those of the routes");
+    Bytes planes(layers.size() * shape.plane_bytes());
+    uint8_t* to = planes.mutable_data();
+    int64_t bad;
+    {
+        py::gil_scoped_release released;
+        bad = asyncmoe::record::pack_routes(routes.data(), shape, routes.shape(1), layers.data(), layers.size(), to);
+    }
+    return py::make_tuple(planes, bad);
+}
+
+template <typename Id>
+py::tuple unpack_as(const Bytes& planes, const asyncmoe::record::RouteShape& shape, int64_t count) {
+    py::array_t<Id> ids({count, shape.rows, shape.top_k});
+    Id* to = ids.mutable_data();
+    int64_t bad;
+    {
+        py::gil_scoped_release released;
+        bad = asyncmoe::record::unpack_routes(planes.data(), shape, count, to);
+    }
+    return py::make_tuple(ids, bad);
+}
+
+py::tuple unpack_routes(const Bytes& planes, int64_t rows, int64_t top_k, int64_t experts, int64_t count) {
+    const auto shape = shape_of(rows, top_k, experts);
+    // By division: count * plane_bytes may be more than 64 bits hold.
+    const int64_t plane = shape.plane_bytes();
+    if (count < 0 || (plane ? planes.size() % plane || planes.size() / plane != count : planes.size() != 0))
+        throw std::invalid_argument("the planes have another size");
+    return shape.bits <= 8 ? unpack_as<uint8_t>(planes, shape, count) : unpack_as<uint16_t>(planes, shape, count);
+}
+
+void check_vocabulary(int64_t vocabulary) {
+    if (vocabulary < 1 || vocabulary > INT32_MAX) throw std::invalid_argument("expected 1 <= vocabulary < 2^31");
+}
+
+Bytes encode_masks(const Int32Array& offsets, const Int32Array& ids, int64_t vocabulary) {
+    check_vocabulary(vocabulary);
+    if (offsets.ndim() != 1 || ids.ndim() != 1 || offsets.size() < 1 || ids.size() > INT32_MAX || offsets.at(0) != 0 ||
+        offsets.at(offsets.size() - 1) != ids.size())
+        throw std::invalid_argument("expected offsets from 0 to the number of ids");
+    for (py::ssize_t i = 1; i < offsets.size(); ++i)
+        if (offsets.data()[i] < offsets.data()[i - 1]) throw std::invalid_argument("expected offsets that do not fall");
+    const auto bytes = asyncmoe::record::encode_masks(offsets.data(), offsets.size() - 1, ids.data(), vocabulary);
+    return Bytes(static_cast<py::ssize_t>(bytes.size()), bytes.data());
+}
+
+py::tuple decode_masks(const Bytes& bytes, int64_t rows, int64_t count, int64_t vocabulary) {
+    check_vocabulary(vocabulary);
+    if (rows < 0 || rows >= INT32_MAX || count < 0 || count > INT32_MAX)
+        throw std::invalid_argument("expected fewer than 2^31 rows and ids");
+    const auto masks = asyncmoe::record::decode_masks(bytes.data(), bytes.size(), rows, count, vocabulary);
+    return py::make_tuple(Int32Array(static_cast<py::ssize_t>(masks.offsets.size()), masks.offsets.data()),
+                          Int32Array(static_cast<py::ssize_t>(masks.ids.size()), masks.ids.data()));
+}
+
+}  // namespace
+
+PYBIND11_MODULE(_C, module) {
+    module.def("pack_routes", &pack_routes, py::arg("routes").noconvert(), py::arg("layers"), py::arg("experts"));
+    module.def("unpack_routes", &unpack_routes, py::arg("planes").noconvert(), py::arg("rows"), py::arg("top_k"),
+               py::arg("experts"), py::arg("count"));
+    module.def("encode_masks", &encode_masks, py::arg("offsets").noconvert(), py::arg("ids").noconvert(),
+               py::arg("vocabulary"));
+    module.def("decode_masks", &decode_masks, py::arg("bytes").noconvert(), py::arg("rows"), py::arg("count"),
+               py::arg("vocabulary"));
+}

@@ -1,0 +1,113 @@
+#include "routes.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "bits.h"
+
+namespace asyncmoe::record {
+
+namespace {
+
+// Tokens packed at a time, a multiple of kGroup: their ids in all layers stay in the second-level cache, since the
+// input is read once for each layer.
+constexpr int64_t kBlock = 64;
+
+// Whether all ids are those of experts. Signs are collected, which every vector unit can do.
+template <int kTopK>
+bool gather(const int32_t* from, int64_t tokens, int64_t stride, const RouteShape& shape, uint16_t* to) {
+    const int64_t width = kTopK ? kTopK : shape.top_k;
+    const auto last = static_cast<uint32_t>(shape.experts - 1);
+    uint32_t signs = 0;
+    for (int64_t t = 0; t < tokens; ++t, from += stride, to += width)
+        for (int64_t k = 0; k < width; ++k) {
+            const auto id = static_cast<uint32_t>(from[k]);
+            signs |= id | (last - id);
+            to[k] = static_cast<uint16_t>(id);
+        }
+    return signs >> 31 == 0;
+}
+
+// The part of a later block that is fetched while layer i of `count` is packed: the processor follows one row after the
+// other by itself, but not a block's rows layer by layer.
+void prefetch(const int32_t* routes, int64_t begin, int64_t end, int64_t i, int64_t count) {
+    constexpr int64_t kLine = 64 / sizeof(int32_t);
+    if (begin >= end) return;
+    const int64_t ids = end - begin;
+    for (int64_t at = begin + ids * i / count; at < begin + ids * (i + 1) / count; at += kLine)
+        __builtin_prefetch(routes + at);
+}
+
+int64_t first_outside(const int32_t* routes, const RouteShape& shape, int64_t at, int64_t tokens, int64_t stride) {
+    for (int64_t t = 0; t < tokens; ++t)
+        for (int64_t k = 0; k < shape.top_k; ++k)
+            if (const int64_t id = routes[at + t * stride + k]; id < 0 || id >= shape.experts)
+                return at + t * stride + k;
+    return -1;
+}
+
+void store(const uint64_t lanes[2], uint16_t* to) { std::memcpy(to, lanes, 16); }
+
+void store(const uint64_t lanes[2], uint8_t* to) {
+    uint64_t word = 0;
+    for (int i = 0; i < 2; ++i) {
+        const uint64_t pairs = (lanes[i] | lanes[i] >> 8) & 0x0000ffff0000ffffu;
+        word |= ((pairs | pairs >> 16) & 0xffffffffu) << 32 * i;
+    }
+    std::memcpy(to, &word, sizeof word);
+}
+
+}  // namespace
+
+int64_t pack_routes(const int32_t* routes, const RouteShape& shape, int64_t all_layers, const int64_t* layers,
+                    int64_t count, uint8_t* planes) {
+    const int64_t stride = all_layers * shape.top_k, plane = shape.plane_bytes();
+    uint16_t ids[kBlock * kMaxTopK];
+    for (int64_t begin = 0; begin < shape.rows; begin += kBlock) {
+        const int64_t tokens = std::min(kBlock, shape.rows - begin), values = tokens * shape.top_k;
+        for (int64_t i = 0; i < count; ++i) {
+            prefetch(routes, (begin + kBlock) * stride, std::min(begin + 2 * kBlock, shape.rows) * stride, i, count);
+            const int64_t at = begin * stride + layers[i] * shape.top_k;
+            if (!(shape.top_k == 8 ? gather<8> : gather<0>)(routes + at, tokens, stride, shape, ids))
+                return first_outside(routes, shape, at, tokens, stride);
+            for (int64_t v = values; v % kGroup; ++v) ids[v] = 0;
+            uint8_t* to = planes + i * plane + begin * shape.top_k * shape.bits / 8;
+            const uint8_t* end = planes + (i + 1) * plane;
+            for (int64_t v = 0; v < values; v += kGroup, to += shape.bits)
+                pack_group(ids + v, shape.bits, to, end - to);
+        }
+    }
+    return -1;
+}
+
+template <typename Id>
+int64_t unpack_routes(const uint8_t* planes, const RouteShape& shape, int64_t count, Id* ids) {
+    const int64_t values = shape.ids(), plane = shape.plane_bytes();
+    for (int64_t i = 0; i < count; ++i) {
+        const uint8_t *from = planes + i * plane, *end = from + plane;
+        Id* to = ids + i * values;
+        uint64_t lanes[2];
+        int64_t v = 0;
+        for (; v + kGroup <= values; v += kGroup, from += shape.bits) {
+            unpack_group(from, end - from, shape.bits, lanes);
+            store(lanes, to + v);
+        }
+        if (v < values) {
+            Id last[kGroup];
+            unpack_group(from, end - from, shape.bits, lanes);
+            store(lanes, last);
+            std::copy_n(last, values - v, to + v);
+        }
+        const auto used = static_cast<int>(values * shape.bits % 8);
+        if (used && end[-1] >> used) return count * values;
+        if (shape.experts == int64_t{1} << shape.bits) continue;
+        if (values && *std::max_element(to, to + values) >= shape.experts)
+            return i * values + (std::find_if(to, to + values, [&](Id id) { return id >= shape.experts; }) - to);
+    }
+    return -1;
+}
+
+template int64_t unpack_routes(const uint8_t*, const RouteShape&, int64_t, uint8_t*);
+template int64_t unpack_routes(const uint8_t*, const RouteShape&, int64_t, uint16_t*);
+
+}  // namespace asyncmoe::record

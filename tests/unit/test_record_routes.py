@@ -1,0 +1,160 @@
+"""Routes: what is packed comes out of any layers asked for, in the stated number of bits; no damage passes."""
+
+from __future__ import annotations
+
+import dataclasses
+import tracemalloc
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from asyncmoe.errors import ProtocolError, TrajectoryRejected
+from asyncmoe.record import Routes, Routing, decode_routes, encode_routes
+from asyncmoe.record.routes import _digests
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[Routing, np.ndarray]:
+    experts = draw(st.one_of(st.integers(1, 600), st.integers(1, 1 << 16), st.sampled_from([2**b for b in range(17)])))
+    top_k = draw(st.integers(1, min(experts, 17)))
+    all_layers = draw(st.integers(1, 5))
+    layers = tuple(sorted(draw(st.sets(st.integers(0, all_layers - 1), min_size=1))))
+    rows = draw(st.one_of(st.integers(0, 20), st.sampled_from([63, 64, 65, 128, 200])))
+    random = np.random.default_rng(draw(st.integers(0, 2**32)))
+    return Routing(all_layers, layers, top_k, experts), random.integers(0, experts, (rows, all_layers, top_k), dtype=np.int32)
+
+
+def by_bits(routes: np.ndarray, bits: int) -> bytes:
+    """The format as it is defined, bit by bit."""
+    stream = (routes.reshape(-1, 1) >> np.arange(bits)) & 1
+    return np.packbits(stream.astype(np.uint8).reshape(-1), bitorder="little").tobytes()
+
+
+@settings(deadline=None, max_examples=200)
+@given(cases())
+def test_round_trip_and_format(case: tuple[Routing, np.ndarray]) -> None:
+    routing, routes = case
+    made = encode_routes(routes, routing, "t")
+    assert made.bits == max(1, int(np.ceil(np.log2(routing.experts))))
+    assert bytes(made.planes) == b"".join(by_bits(routes[:, layer], made.bits) for layer in routing.layers)
+    back = decode_routes(made, "t")
+    assert back.dtype == (np.uint8 if routing.experts <= 256 else np.uint16)
+    np.testing.assert_array_equal(back, routes[:, list(routing.layers)].transpose(1, 0, 2))
+
+
+@settings(deadline=None)
+@given(cases(), st.data())
+def test_some_layers_alone(case: tuple[Routing, np.ndarray], data: st.DataObject) -> None:
+    routing, routes = case
+    made = encode_routes(routes, routing, "t")
+    first = data.draw(st.integers(0, len(routing.layers)))
+    last = data.draw(st.integers(first, len(routing.layers)))
+    part = made.part(first, last)
+    assert len(part.planes) == (last - first) * made.plane_bytes
+    alone = dataclasses.replace(part, planes=bytes(part.planes))
+    np.testing.assert_array_equal(decode_routes(alone, "t"), decode_routes(made, "t")[first:last])
+
+
+def test_rows_that_are_not_contiguous() -> None:
+    wide = np.arange(4 * 6 * 4, dtype=np.int32).reshape(4, 6, 4)
+    routing = Routing(3, (0, 2), 4, 96)
+    np.testing.assert_array_equal(decode_routes(encode_routes(wide[:, ::2], routing, "t"), "t"), wide[:, [0, 4]].transpose(1, 0, 2))
+
+
+def test_48_layers_of_8_out_of_128_take_336_bytes_a_token() -> None:
+    routing = Routing(50, tuple(range(2, 50)), 8, 128)
+    made = encode_routes(np.zeros((1000, 50, 8), np.int32), routing, "t")
+    assert len(made.planes) == 336 * 1000
+
+
+@settings(deadline=None)
+@given(cases(), st.data())
+def test_an_id_that_is_no_experts_is_named(case: tuple[Routing, np.ndarray], data: st.DataObject) -> None:
+    routing, routes = case
+    if not len(routes):
+        return
+    token = data.draw(st.integers(0, len(routes) - 1))
+    layer = data.draw(st.sampled_from(routing.layers))
+    choice = data.draw(st.integers(0, routing.top_k - 1))
+    wrong = data.draw(st.one_of(st.integers(routing.experts, 2**31 - 1), st.integers(-(2**31), -1)))
+    routes[token, layer, choice] = wrong
+    with pytest.raises(
+        TrajectoryRejected, match=f"^routes_out_of_range: g1: token {token}, layer {layer}, choice {choice}: got expert {wrong} "
+    ):
+        encode_routes(routes, routing, "g1")
+
+
+def test_what_is_in_layers_without_experts_does_not_matter() -> None:
+    routes = np.full((3, 2, 1), -7, np.int32)
+    routes[:, 1] = 4
+    assert (decode_routes(encode_routes(routes, Routing(2, (1,), 1, 5), "t"), "t") == 4).all()
+
+
+@pytest.mark.parametrize(
+    "routes", [np.zeros((3, 4, 2), np.int32), np.zeros((3, 3, 1), np.int32), np.zeros((3, 6), np.int32), np.zeros((3, 3, 2))]
+)
+def test_other_layers_are_refused(routes: np.ndarray) -> None:
+    with pytest.raises(TrajectoryRejected, match=r"^routes_wrong_layers: g1: .*expected int32\[rows, 3, 2\]"):
+        encode_routes(routes, Routing(3, (1, 2), 2, 8), "g1")
+
+
+@settings(deadline=None)
+@given(cases(), st.data())
+def test_any_damage_is_refused(case: tuple[Routing, np.ndarray], data: st.DataObject) -> None:
+    routing, routes = case
+    made = encode_routes(routes, routing, "t")
+    planes = bytearray(made.planes)
+    kind = data.draw(st.sampled_from(["byte", "shorter", "longer", "rows", "experts", "top_k", "layers", "digests"]))
+    changes: dict[str, object] = {}
+    if kind == "byte" and planes:
+        planes[data.draw(st.integers(0, len(planes) - 1))] ^= data.draw(st.integers(1, 255))
+    elif kind == "shorter" and planes:
+        del planes[-data.draw(st.integers(1, len(planes))) :]
+    elif kind == "layers":
+        changes["layers"] = tuple(n + 1 for n in made.layers)
+    elif kind == "digests":
+        changes["digests"] = made.digests[:-1]
+    elif kind in ("rows", "experts", "top_k"):
+        changes[kind] = getattr(made, kind) + data.draw(st.sampled_from([-1, 1, 2**40]))
+    else:
+        planes += b"\0"
+    with pytest.raises(ProtocolError, match="routes of g1"):
+        decode_routes(dataclasses.replace(made, planes=bytes(planes), **changes), "g1")
+
+
+def sealed(routes: Routes) -> Routes:
+    return dataclasses.replace(routes, digests=tuple(_digests(routes)))
+
+
+def test_an_id_that_is_no_experts_is_named_even_when_the_digest_is_right() -> None:
+    ids = np.zeros((9, 2, 3), np.int32)
+    ids[7, 1, 2] = 6
+    made = encode_routes(ids, Routing(2, (0, 1), 3, 7), "t")
+    with pytest.raises(ProtocolError, match="token 7, layer 1, choice 2: got expert 6 of 6"):
+        decode_routes(sealed(dataclasses.replace(made, experts=6)), "t")
+
+
+def test_bits_after_the_last_id_are_refused_even_when_the_digest_is_right() -> None:
+    made = encode_routes(np.zeros((3, 1, 1), np.int32), Routing(1, (0,), 1, 8), "t")
+    with pytest.raises(ProtocolError, match="expected zeros"):
+        decode_routes(sealed(dataclasses.replace(made, planes=b"\0\2")), "t")
+
+
+def test_more_experts_a_token_than_are_supported_is_refused_even_when_the_digest_is_right() -> None:
+    wide = sealed(Routes(1, (0,), 257, 1 << 16, (0,), bytes(2 * 257)))
+    with pytest.raises(ProtocolError, match="routes of g1: got 1 rows, top 257"):
+        decode_routes(wide, "g1")
+
+
+def test_huge_numbers_are_refused_before_anything_is_allocated() -> None:
+    made = encode_routes(np.zeros((3, 1, 1), np.int32), Routing(1, (0,), 1, 8), "t")
+    tracemalloc.start()
+    try:
+        for changes in ({"rows": 2**31 - 1}, {"top_k": 256, "experts": 1 << 16}, {"rows": 2**63}):
+            with pytest.raises(ProtocolError):
+                decode_routes(dataclasses.replace(made, **changes), "t")
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()

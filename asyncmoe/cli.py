@@ -62,7 +62,7 @@ def make_model(
     seed: int = 0,
 ) -> None:
     """Write a tiny random Hugging Face Qwen3-MoE with a byte-level tokenizer: enough to run everything on a laptop."""
-    from asyncmoe.config import MadeModel
+    from asyncmoe.config.generation import MadeModel
     from asyncmoe.models import make
 
     shape = MadeModel(layers=layers, hidden=hidden, experts=experts, experts_per_token=experts_per_token, expert_hidden=expert_hidden)

@@ -19,7 +19,8 @@ from typing import Any
 import aiohttp
 
 from asyncmoe import config as configuration
-from asyncmoe.config import Config, MadeModel
+from asyncmoe.config import Config
+from asyncmoe.config.generation import MadeModel
 from asyncmoe.errors import EngineError, WaitTimeout
 from asyncmoe.launch.local import trainer_command
 from asyncmoe.models.make import make_model

@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from asyncmoe.config import Config
-from asyncmoe.errors import DataError, UserError
+from asyncmoe.errors import ConfigError, DataError, UserError
 from asyncmoe.models import qwen3, qwen3_moe
 from asyncmoe.models.family import Family
 from asyncmoe.models.parallel import EngineParallel, MegatronParallel
+from asyncmoe.record import Routing
 
-__all__ = ["EngineParallel", "Family", "MegatronParallel", "check", "family_of", "load_hf_config"]
+__all__ = ["EngineParallel", "Family", "MegatronParallel", "check", "family_of", "kept_routing", "load_hf_config"]
 
 _FAMILIES = {family.name: family for family in (qwen3.FAMILY, qwen3_moe.FAMILY)}
 
@@ -68,3 +69,16 @@ def check(config: Config, hf: Mapping[str, Any]) -> None:
         last_layers=trainer.last_stage_layers,
     )
     family_of(hf).check(hf, parallel, EngineParallel(config.engines.tp, config.engines.ep))
+    kept_routing(config, hf)
+
+
+def kept_routing(config: Config, hf: Mapping[str, Any]) -> Routing | None:
+    """What engines record of every token and the trainer replays; None where routing is not kept (`keep.routing`).
+
+    Raises:
+        ConfigError: it is to be kept for a model without experts.
+    """
+    routing = family_of(hf).routing(hf)
+    if routing is None and config.keep.routing == "on":
+        raise ConfigError("keep.routing", got="on", expected="off or auto because the model has no experts")
+    return None if config.keep.routing == "off" else routing

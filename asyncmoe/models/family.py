@@ -10,6 +10,7 @@ from asyncmoe.models import checkpoint, checks, megatron, sglang, shape
 from asyncmoe.models.parallel import EngineParallel, MegatronParallel
 from asyncmoe.models.sglang import EngineClass
 from asyncmoe.models.shape import HfConfig, Shape, Shapes
+from asyncmoe.record import Routing
 from asyncmoe.reshard.layout import RankLayout
 
 
@@ -45,6 +46,12 @@ class Family:
     def tensors(self, hf: HfConfig) -> Shapes:
         """Canonical tensors and their shapes."""
         return shape.tensors(self.shape_of(hf))
+
+    def routing(self, hf: HfConfig) -> Routing | None:
+        """What the routers choose from; None for a model without experts."""
+        m = self.shape_of(hf)
+        layers = tuple(layer for layer in range(m.layers) if layer not in m.dense_layers)
+        return Routing(m.layers, layers, m.experts_per_token, m.experts) if layers else None
 
     def hf_layout(self, hf: HfConfig, dtype: str) -> RankLayout:
         """The checkpoint on disk, as rank 0; storages have the names in the safetensors files."""

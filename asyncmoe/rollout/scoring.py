@@ -19,7 +19,7 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import Protocol, cast
 
-from asyncmoe.config import TaskSection
+from asyncmoe.config.generation import TaskSection
 from asyncmoe.errors import ConfigError, TrajectoryRejected, WaitTimeout
 
 ERROR, NAN, TIMEOUT = "scorer_error", "scorer_nan", "scorer_timeout"

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from asyncmoe.config import ObjectiveSection
+from asyncmoe.config.objective import ObjectiveSection
 from asyncmoe.errors import InvariantBroken
 from asyncmoe.platform import megatron
 from asyncmoe.trainer import objective

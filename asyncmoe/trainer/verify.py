@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from asyncmoe.config import EngineSection
+from asyncmoe.config.generation import EngineSection
 from asyncmoe.models import EngineParallel, family_of
 from asyncmoe.reshard import LocalTransport, exchange, plan
 from asyncmoe.reshard.checksum import engine_checksums as checksums_of

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from asyncmoe import config as configuration
-from asyncmoe.config import Config, MadeModel
+from asyncmoe.config import Config
+from asyncmoe.config.generation import MadeModel
 from asyncmoe.models.make import make_model
 from asyncmoe.rollout.engine import Engine
 from asyncmoe.rollout.pool import Pool

@@ -19,7 +19,7 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from asyncmoe import models
-from asyncmoe.config import MadeModel
+from asyncmoe.config.generation import MadeModel
 from asyncmoe.models.make import make_model
 from asyncmoe.rollout.engine import Engine
 from asyncmoe.rollout.engine_client import Sampling

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncmoe.config import TaskSection
+from asyncmoe.config.generation import TaskSection
 from asyncmoe.errors import EngineError, TrajectoryRejected
 from asyncmoe.queue.bounded import BoundedQueue
 from asyncmoe.rollout import episode, scoring

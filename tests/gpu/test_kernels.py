@@ -10,7 +10,8 @@ torch = pytest.importorskip("torch")
 if not torch.cuda.is_available():
     pytest.skip("no GPU here", allow_module_level=True)
 
-from asyncmoe.config import MadeModel, parse  # noqa: E402
+from asyncmoe.config import parse  # noqa: E402
+from asyncmoe.config.generation import MadeModel  # noqa: E402
 from asyncmoe.models import load_hf_config  # noqa: E402
 from asyncmoe.models.make import make_model  # noqa: E402
 from asyncmoe.platform import kernels  # noqa: E402

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from asyncmoe.config import OptimizerSection
+from asyncmoe.config.training import OptimizerSection
 from asyncmoe.trainer.lr import lr_at
 
 

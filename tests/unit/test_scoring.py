@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncmoe.config import TaskSection
+from asyncmoe.config.generation import TaskSection
 from asyncmoe.errors import ConfigError, TrajectoryRejected
 from asyncmoe.rollout import scoring
 from asyncmoe.rollout.scoring import Scorer

@@ -1,0 +1,188 @@
+"""The one configuration of a run: YAML in, frozen validated values out.
+
+Every process of a run reads the same file. Unknown keys, wrong types and impossible values are refused with the path of the
+key, what was got, and what was expected. Combinations that need the model's shape are refused by `asyncmoe.models.check`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import BaseModel, Field, ValidationError, model_validator
+
+from asyncmoe.config.fields import NonNegative, Positive, Section, Switch
+from asyncmoe.config.generation import EngineSection, KeepSection, ModelSection, QueueSection, RolloutSection, TaskSection
+from asyncmoe.config.objective import ObjectiveSection
+from asyncmoe.config.training import SyncSection, TrainerSection, WarmupSection
+from asyncmoe.errors import ConfigError
+
+
+class RunSection(Section):
+    """What the run is called, where it writes, how long it lasts."""
+
+    dir: Path = Field(description="Directory of everything the run writes; a second start with the same directory resumes.")
+    steps: Positive = Field(description="Reinforcement-learning steps, after the warm-up.")
+    seed: NonNegative = Field(0, description="Seed of every random draw: prompts, sampling, dropout.")
+    resume: bool = Field(True, description="Go on from the newest checkpoint in `dir`; false refuses a directory that has one.")
+
+
+class TelemetrySection(Section):
+    """What a run shows."""
+
+    live: Annotated[Literal["auto", "on", "off"], Switch] = "auto"
+    tensorboard: bool = True
+    prometheus_port: Annotated[Positive, Field(le=65535)] | None = None
+
+
+class Config(Section):
+    """All of it."""
+
+    run: RunSection
+    model: ModelSection
+    task: TaskSection
+    rollout: RolloutSection = RolloutSection()
+    keep: KeepSection = KeepSection()
+    engines: EngineSection = EngineSection()
+    queue: QueueSection = QueueSection()
+    trainer: TrainerSection = TrainerSection()
+    objective: ObjectiveSection = ObjectiveSection()
+    warmup: WarmupSection = WarmupSection()
+    sync: SyncSection = SyncSection()
+    telemetry: TelemetrySection = TelemetrySection()
+
+    @model_validator(mode="after")
+    def _check(self) -> Config:
+        if self.rollout.group_size < 2:
+            raise ValueError("rollout.group_size: got 1, expected at least 2; advantages compare the responses to one prompt")
+        if self.rollout.groups_per_step % self.objective.updates_per_batch:
+            raise ValueError(
+                f"objective.updates_per_batch: got {self.objective.updates_per_batch}, expected a divisor of "
+                f"rollout.groups_per_step = {self.rollout.groups_per_step}"
+            )
+        if self.sync.every > self.queue.staleness.eta + 1:
+            raise ValueError(
+                f"sync.every: got {self.sync.every}, expected at most queue.staleness.eta + 1 = {self.queue.staleness.eta + 1}; with fewer "
+                "versions than batches the capacity law would never admit the next batch"
+            )
+        if self.queue_capacity < self.rollout.batch:
+            raise ValueError(
+                f"queue.capacity: got {self.queue.capacity}, expected at least a step's batch of rollout.groups_per_step * "
+                f"rollout.group_size = {self.rollout.batch}; leave it out or raise it"
+            )
+        if self.keeps_sampling_mask and self.rollout.top_k is None:
+            raise ValueError(
+                "rollout.top_k: got null, expected a number because sampling masks are kept (engines report only supports of bounded "
+                "size); set rollout.top_k, or keep.sampling_mask to off"
+            )
+        if self.engines.tp % self.engines.ep:
+            raise ValueError(f"engines.ep: got {self.engines.ep}, expected a divisor of engines.tp = {self.engines.tp}")
+        return self
+
+    @property
+    def keeps_sampling_mask(self) -> bool:
+        """Engines report the ids each token was sampled from, and trajectories without them are refused."""
+        return self.rollout.truncated if self.keep.sampling_mask == "auto" else self.keep.sampling_mask == "on"
+
+    @property
+    def queue_capacity(self) -> int:
+        """Trajectories the queue holds before `put` waits."""
+        return self.queue.capacity or (self.queue.staleness.eta + 1) * self.rollout.batch
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of every value in hex; two processes with the same one run the same configuration."""
+        return hashlib.sha256(self.model_dump_json().encode()).hexdigest()
+
+    @property
+    def trainer_data_parallel(self) -> int:
+        return self.trainer.ranks // (self.trainer.tp * self.trainer.pp)
+
+
+def load(path: Path, overrides: Sequence[str] = ()) -> Config:
+    """Read a YAML file and apply `key.path=value` overrides; values are parsed as YAML.
+
+    Raises:
+        ConfigError: no such file, not YAML, or a key, type or value that is refused.
+    """
+    if not path.is_file():
+        raise ConfigError(str(path), got="no such file", expected="a YAML configuration")
+    try:
+        values = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(str(path), got=" ".join(str(error).split()), expected="valid YAML") from error
+    if not isinstance(values, dict):
+        raise ConfigError(str(path), got=type(values).__name__, expected="a mapping of sections")
+    for override in overrides:
+        _override(values, override)
+    return parse(values, source=str(path))
+
+
+def parse(values: dict[str, Any], source: str = "config") -> Config:
+    """Validate plain values.
+
+    Raises:
+        ConfigError: for the first thing that is wrong, with the path of its key.
+    """
+    try:
+        return Config.model_validate(values)
+    except ValidationError as error:
+        raise _explain(error, source) from None
+
+
+def _override(values: dict[str, Any], override: str) -> None:
+    path, separator, text = override.partition("=")
+    if not separator or not path:
+        raise ConfigError("override", got=repr(override), expected="key.path=value")
+    *parents, last = path.split(".")
+    for parent in parents:
+        values = values.setdefault(parent, {})
+        if not isinstance(values, dict):
+            raise ConfigError(f"override {path}", got=f"{parent} is not a section", expected="a section")
+    try:
+        values[last] = yaml.load(text, Loader=_Loader)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"override {path}", got=repr(text), expected="a YAML value") from error
+
+
+class _Loader(yaml.SafeLoader):
+    """SafeLoader that refuses a key given twice, where YAML would silently keep the last."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.value in seen:
+                raise yaml.constructor.ConstructorError(None, None, f"key {key.value!r} is given twice", key.start_mark)
+            seen.add(str(key.value))
+        return super().construct_mapping(node, deep)
+
+
+def _explain(error: ValidationError, source: str) -> ConfigError:
+    first = error.errors()[0]
+    key = ".".join(str(part) for part in first["loc"])
+    if first["type"] == "extra_forbidden":
+        known = ", ".join(_section_at(first["loc"][:-1]).model_fields)
+        return ConfigError(f"{source}: {key}", got="an unknown key", expected=f"one of {known}")
+    if first["type"] == "missing":
+        return ConfigError(f"{source}: {key}", got="nothing", expected="a value")
+    if first["type"] == "model_type":
+        return ConfigError(f"{source}: {key}", got=repr(first["input"]), expected="a section (a mapping of keys)")
+    if first["type"] == "value_error":
+        what, _, rest = str(first["ctx"]["error"]).partition(": got ")
+        got, _, expected = rest.partition(", expected ")
+        return ConfigError(f"{source}: {what}", got=got, expected=expected)
+    message = first["msg"]
+    expected = message[0].lower() + message[1:].removeprefix("Input should be ") if not message.startswith("Input") else message[16:]
+    return ConfigError(f"{source}: {key}", got=repr(first["input"]), expected=expected)
+
+
+def _section_at(location: tuple[int | str, ...]) -> type[BaseModel]:
+    section: type[BaseModel] = Config
+    for part in location:
+        annotation = section.model_fields[str(part)].annotation
+        options = [annotation, *getattr(annotation, "__args__", ())]
+        section = next(o for o in options if isinstance(o, type) and issubclass(o, BaseModel))
+    return section

@@ -1,0 +1,126 @@
+"""What makes trajectories: the model, the task, the engines, and the queue they end in."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from asyncmoe.config.fields import NonNegative, Port, Positive, PositiveFloat, Real, Section, Share, Switch
+
+
+class MadeModel(Section):
+    """A tiny random model to write at `model.path` when nothing is there yet (`asyncmoe make-model` writes the same)."""
+
+    layers: Positive = 2
+    hidden: Positive = 64
+    heads: Positive = 4
+    kv_heads: Positive = 2
+    head_dim: Positive = 32
+    experts: Positive = 8
+    experts_per_token: Positive = 2
+    expert_hidden: Positive = 64
+    context: Positive = 2048
+
+
+class ModelSection(Section):
+    """The Hugging Face checkpoint that training starts from."""
+
+    path: Path = Field(description="Directory with config.json, safetensors and a tokenizer.")
+    make: MadeModel | None = Field(None, description="Write a tiny random Qwen3-MoE at `path` when it does not exist.")
+
+
+class TaskSection(Section):
+    """What is asked and how answers are scored."""
+
+    kind: Literal["arithmetic", "jsonl"]
+    operations: tuple[Literal["+", "-", "*"], ...] = Field(("+",), description="arithmetic: operators drawn from.")
+    difficulty: Positive = Field(1, description="arithmetic: decimal digits of each operand.")
+    path: Path | None = Field(None, description='jsonl: file with one {"question": ..., "answer": ...} a line, as GSM8K.')
+    chat_template: bool = Field(True, description="jsonl: put the question through the tokenizer's chat template.")
+    scorer: str = Field(
+        "auto",
+        description="auto (exact for arithmetic, math_verify for jsonl), exact, math_verify, or a dotted path `package.module:function`.",
+    )
+    scorer_timeout_s: PositiveFloat = 10.0
+
+    @model_validator(mode="after")
+    def _check(self) -> TaskSection:
+        if self.kind == "jsonl" and self.path is None:
+            raise ValueError("task.path: got nothing, expected the path of a JSONL file because task.kind is jsonl")
+        if not self.operations:
+            raise ValueError("task.operations: got an empty list, expected at least one of + - *")
+        return self
+
+
+class RolloutSection(Section):
+    """How responses are sampled."""
+
+    groups_per_step: Positive = Field(16, description="Prompts in a training step.")
+    group_size: Positive = Field(8, description="Responses to each prompt.")
+    max_new_tokens: Positive = 16
+    temperature: PositiveFloat = 1.0
+    top_p: Share = Field(1.0, description="Sample from the fewest tokens whose probabilities add up to it; 1: from all.")
+    top_k: Positive | None = Field(None, description="Sample from the most probable tokens only; null: from all.")
+    min_p: Annotated[Real, Field(ge=0, lt=1)] = Field(0.0, description="Leave out tokens below this share of the most probable one's.")
+    max_concurrent: Positive = Field(64, description="Episodes in flight over all engines.")
+    request_timeout_s: PositiveFloat = 300.0
+
+    @property
+    def batch(self) -> int:
+        """Trajectories in a training step."""
+        return self.groups_per_step * self.group_size
+
+    @property
+    def truncated(self) -> bool:
+        """Some tokens of the vocabulary cannot be sampled."""
+        return self.top_p < 1 or self.top_k is not None or self.min_p > 0
+
+
+class KeepSection(Section):
+    """What engines record of how each token was sampled, for the trainer to train exactly that."""
+
+    routing: Annotated[Literal["auto", "on", "off"], Switch] = Field(
+        "auto",
+        description="The experts every token went through in the engine; the trainer sends it through the same. auto: where the model has "
+        "any.",
+    )
+    sampling_mask: Annotated[Literal["auto", "on", "off"], Switch] = Field(
+        "auto",
+        description="The ids every token was sampled from; the trainer's probabilities are over the same. auto: where rollout.top_p, top_k "
+        "or min_p leave some out.",
+    )
+
+
+class EngineSection(Section):
+    """The SGLang servers."""
+
+    count: Positive = 1
+    tp: Positive = 1
+    ep: Positive = 1
+    dtype: Literal["float32", "bfloat16", "auto"] = "auto"
+    python: Path | None = Field(
+        None, description="Python that has SGLang; default: `.venv-engine` beside this environment, else this Python."
+    )
+    host: str = "127.0.0.1"
+    port: Port = Field(0, description="First port; engine i takes port + i. 0: any free ports.")
+    max_running: Positive = 16
+    max_total_tokens: Positive | None = None
+    start_timeout_s: PositiveFloat = 180.0
+    args: tuple[str, ...] = Field((), description="Further arguments for sglang.launch_server.")
+
+
+class StalenessSection(Section):
+    """How old a trajectory may be, in versions."""
+
+    eta: NonNegative = Field(1, description="Capacity law: start only while accepted + running < (eta + version + 1) * batch.")
+    rule: Literal["drop"] = Field("drop", description="What happens to a trajectory whose oldest token is more than eta versions old.")
+
+
+class QueueSection(Section):
+    """The bounded queue between engines and trainer."""
+
+    staleness: StalenessSection = StalenessSection()
+    capacity: Positive | None = Field(None, description="Trajectories it holds before `put` waits; default (eta + 1) * batch.")
+    lease_timeout_s: PositiveFloat = Field(600.0, description="How long the trainer waits for a batch before it gives up.")

@@ -1,0 +1,107 @@
+"""What is trained from them: the Megatron process group, its optimizer, the warm-up, and how new weights leave it."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from asyncmoe.config.fields import Decay, NonNegative, NonNegativeFloat, Positive, PositiveFloat, Section
+
+
+class OptimizerSection(Section):
+    """Adam, its schedule and gradient clipping."""
+
+    lr: PositiveFloat = 1e-6
+    min_lr: NonNegativeFloat = 0.0
+    warmup_steps: NonNegative = 0
+    decay: Literal["constant", "linear", "cosine"] = "constant"
+    betas: tuple[Decay, Decay] = (0.9, 0.95)
+    eps: PositiveFloat = 1e-8
+    weight_decay: NonNegativeFloat = 0.0
+    clip_grad: PositiveFloat = 1.0
+    distributed: bool = Field(False, description="Shard the optimizer's state over data-parallel ranks (Megatron's distributed optimizer).")
+
+
+class TrainerSection(Section):
+    """The Megatron process group."""
+
+    ranks: Positive = Field(1, description="Processes torchrun starts on this machine.")
+    tp: Positive = 1
+    pp: Positive = 1
+    ep: Positive = 1
+    vpp: Positive = Field(1, description="Model chunks a pipeline stage holds; the trainer runs one.")
+    first_stage_layers: Positive | None = Field(None, description="Layers of the first pipeline stage; default: an equal share.")
+    last_stage_layers: Positive | None = Field(None, description="Layers of the last pipeline stage; default: an equal share.")
+    etp: Positive | None = Field(None, description="Expert tensor parallelism; default 1 when ep > 1, else tp.")
+    dtype: Literal["float32", "bfloat16", "auto"] = Field("auto", description="auto: float32 on CPU, bfloat16 on GPU.")
+    pack: bool = Field(True, description="Pack sequences of a micro-batch into one row; false: one sequence a micro-batch.")
+    tokens_per_microbatch: Positive = Field(4096, description="Upper bound of a packed micro-batch; a longer sequence gets its own.")
+    recompute: Literal["none", "full"] = "none"
+    optimizer: OptimizerSection = OptimizerSection()
+    checkpoint_every: NonNegative = Field(0, description="Steps between checkpoints; 0: only at the end and on Ctrl-C.")
+    keep_checkpoints: Positive = 2
+    timeout_s: PositiveFloat = Field(600.0, description="Collectives that wait longer than this end the run.")
+
+    @property
+    def expert_tp(self) -> int:
+        return self.etp if self.etp is not None else (1 if self.ep > 1 else self.tp)
+
+    @model_validator(mode="after")
+    def _check(self) -> TrainerSection:
+        if self.ranks % (self.tp * self.pp):
+            raise ValueError(
+                f"trainer.ranks: got {self.ranks}, expected a multiple of tp * pp = {self.tp * self.pp}; change trainer.ranks, tp or pp"
+            )
+        experts = self.expert_tp * self.ep * self.pp
+        if self.ranks % experts:
+            raise ValueError(f"trainer.ranks: got {self.ranks}, expected a multiple of etp * ep * pp = {experts}; change trainer.ep or etp")
+        if self.ep == 1 and self.expert_tp != self.tp:
+            raise ValueError(
+                f"trainer.etp: got {self.expert_tp}, expected tp = {self.tp} because ep is 1 (megatron-core 0.16 does not reduce "
+                "expert gradients over tp otherwise); leave etp out or raise ep"
+            )
+        if self.vpp > 1:
+            raise ValueError(
+                f"trainer.vpp: got {self.vpp}, expected 1; the trainer's schedule does not interleave model chunks (`asyncmoe plan` does "
+                "plan for trainers that do)"
+            )
+        for key in ("first_stage_layers", "last_stage_layers"):
+            if self.pp == 1 and getattr(self, key) is not None:
+                raise ValueError(f"trainer.{key}: got {getattr(self, key)}, expected nothing because trainer.pp is 1; leave it out")
+        return self
+
+
+class WarmupSection(Section):
+    """Supervised steps on the task's own demonstrations before reinforcement learning."""
+
+    steps: NonNegative = 0
+    batch: Positive = 64
+    lr: PositiveFloat = 1e-3
+    wrong_share: float = Field(
+        0.0, ge=0, lt=1, description="arithmetic: share of demonstrations with a wrong answer, an imperfect teacher to improve on."
+    )
+
+
+class SyncSection(Section):
+    """How new weights reach the engines."""
+
+    method: Literal["reshard", "broadcast"] = Field(
+        "reshard",
+        description="reshard: every engine rank gets its own bytes from the ranks that have them while it generates, and pauses to swap; "
+        "broadcast: rank 0 gathers whole tensors and sends all of them to every engine, which stands still.",
+    )
+    transport: Literal["auto", "shm", "gloo", "nccl", "ipc"] = Field(
+        "auto",
+        description="How reshard's messages travel. Between CPUs, shm: memory that processes of one host share; gloo: TCP. Between GPUs, "
+        "nccl; ipc: memory of GPUs of one host. auto: shm, or nccl.",
+    )
+    staging: bool = Field(
+        True,
+        description="Whether engines receive a version into memory of its own while they generate. Without, reshard writes their "
+        "parameters while they stand still.",
+    )
+    every: Positive = Field(1, description="Optimizer steps between versions.")
+    bucket_bytes: Positive = Field(256 << 20, description="Bound of a rank's messages under way; there are two such buckets.")
+    verify_every: NonNegative = Field(0, description="Compare the engines' checksums with the trainer's weights every n updates; 0: never.")
+    timeout_s: PositiveFloat = 300.0

@@ -14,6 +14,9 @@ import numpy as np
 import torch
 
 from asyncmoe.errors import InvariantBroken
+from asyncmoe.record import Routing
+from asyncmoe.trainer import recorded
+from asyncmoe.trainer.recorded import Experts, Support
 from asyncmoe.trajectory import NOT_SAMPLED, Trajectory
 
 Indices = tuple[int, ...]
@@ -149,6 +152,8 @@ class MicroBatch:
         cu_seqlens: int32[n + 1] or None; starts of the packed sequences and T at last, padding as a sequence of its own. None: one
             sequence, padding at its end (no row before it sees it).
         max_seqlen: the longest sequence.
+        experts: those every row is sent through, where routing is kept.
+        support: the ids the targets were sampled from, where any were recorded.
         places: (trajectory index, first row, rows) of each trajectory.
     """
 
@@ -164,6 +169,8 @@ class MicroBatch:
     proximal: torch.Tensor | None
     cu_seqlens: torch.Tensor | None
     max_seqlen: int
+    experts: Experts | None
+    support: Support | None
     places: tuple[tuple[int, int, int], ...]
 
     @property
@@ -172,8 +179,9 @@ class MicroBatch:
 
     def to(self, device: torch.device) -> MicroBatch:
         """The same on another device."""
+        movable = torch.Tensor | Experts | Support
         values: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}
-        moved: dict[str, Any] = {k: v.to(device, non_blocking=True) for k, v in values.items() if isinstance(v, torch.Tensor)}
+        moved: dict[str, Any] = {name: value.to(device) for name, value in values.items() if isinstance(value, movable)}
         return MicroBatch(**values | moved)
 
 
@@ -186,6 +194,7 @@ def pack(
     pad_multiple: int,
     packed: bool,
     proximal: Mapping[int, np.ndarray] | None = None,
+    routing: Routing | None = None,
 ) -> MicroBatch:
     """Lay trajectories out as one micro-batch; no indices: filler of `pad_multiple` rows that counts for nothing.
 
@@ -197,6 +206,7 @@ def pack(
         pad_multiple: rows are padded to a multiple of it: the tensor-parallel size.
         packed: `cu_seqlens` separates the sequences.
         proximal: float32[T_i] a trajectory, aligned with its tokens, as `step.logprobs_only` returns.
+        routing: the layers whose recorded experts rows are sent through; None: routers choose.
     """
     if not packed and len(indices) > 1:
         raise InvariantBroken(f"pack: got trajectories {tuple(indices)} for a micro-batch that is not packed, expected one")
@@ -224,6 +234,8 @@ def pack(
         proximal=None if proximal is None else flat.next([proximal[i] for i in indices], np.float32) * mask,
         cu_seqlens=torch.tensor([*starts, rows] if rows > starts[-1] else starts, dtype=torch.int32) if packed else None,
         max_seqlen=max([*lengths, rows - starts[-1]]) if packed else rows,
+        experts=None if routing is None else recorded.experts(chosen, starts, rows, routing),
+        support=recorded.support(chosen, starts, rows),
         places=tuple(zip(indices, starts[:-1], lengths, strict=True)),
     )
 

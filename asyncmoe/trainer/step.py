@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
@@ -29,6 +30,7 @@ from megatron.core.packed_seq_params import PackedSeqParams  # noqa: E402
 from megatron.core.pipeline_parallel import get_forward_backward_func  # noqa: E402
 
 from asyncmoe.trainer.optimizer import set_lr  # noqa: E402
+from asyncmoe.trainer.replay import Replay  # noqa: E402
 
 _SUMS = ("loss", "rows", "tokens", "clipped", "tis_capped", "ratio", "kl", "logprob_diff", "entropy", "future")
 _MAXIMA = ("max_logprob_diff_same_version",)
@@ -103,6 +105,8 @@ class StepMetrics:
         logprob_diff_max_same_version: |trainer - engine|, the largest over trajectories sampled wholly by the weights being trained; None
             when there were none.
         ages: sampled tokens by age, trainer's version - token's; ages above 63 count as 64.
+        routing_differs: by layer, the share of tokens that the trainer's router would have sent to other experts than the engine's did;
+            {} where routing was not kept.
     """
 
     loss: float
@@ -118,6 +122,7 @@ class StepMetrics:
     logprob_diff_mean: float
     logprob_diff_max_same_version: float | None
     ages: dict[int, int] = field(default_factory=dict)
+    routing_differs: dict[int, float] = field(default_factory=dict)
 
 
 def train_step(
@@ -127,6 +132,7 @@ def train_step(
     loss: Loss,
     lr: float,
     before_update: Callable[[], None] = lambda: None,
+    replay: Replay | None = None,
 ) -> StepMetrics:
     """Forward, backward, reduction of gradients, clipping, update. Collective over all ranks.
 
@@ -134,6 +140,7 @@ def train_step(
         microbatches: this rank's, in the schedule's order; as many on every rank.
         lr: learning rate of this step.
         before_update: called when the gradients are there and no parameter has changed.
+        replay: sends the rows of micro-batches that have experts through those.
 
     Raises:
         InvariantBroken: the loss or the gradient norm is not finite, or a token was sampled by a version that does not exist yet; on every
@@ -142,7 +149,7 @@ def train_step(
     set_lr(optimizer, lr)
     model.ddp.zero_grad_buffer()
     optimizer.zero_grad()
-    results = _run(model, microbatches, partial(_loss_of, model.mesh, loss), forward_only=False)
+    results, differs = _run(model, microbatches, partial(_loss_of, model.mesh, loss), forward_only=False, replay=replay)
     sums, maxima = _reduce(model.mesh, results)
     if not math.isfinite(sums["loss"]):
         raise InvariantBroken(f"the loss is {sums['loss']}; no parameter was changed")
@@ -168,21 +175,25 @@ def train_step(
         logprob_diff_mean=sums["logprob_diff"] / count,
         logprob_diff_max_same_version=largest if largest >= 0 else None,
         ages={age: int(sums[f"age{age}"]) for age in range(_AGES) if sums[f"age{age}"]},
+        routing_differs=differs,
     )
 
 
-def logprobs_only(model: Model, microbatches: Sequence[MicroBatch], lengths: Sequence[int], temperature: float) -> dict[int, np.ndarray]:
+def logprobs_only(
+    model: Model, microbatches: Sequence[MicroBatch], lengths: Sequence[int], temperature: float, replay: Replay | None = None
+) -> dict[int, np.ndarray]:
     """Log-probability of every token under the current weights, without a backward pass. Collective over all ranks.
 
     Args:
         microbatches: this rank's, as for `train_step`.
         lengths: tokens of every trajectory of the schedule.
         temperature: logits are divided by it.
+        replay: as for `train_step`.
 
     Returns:
         float32[T_i] for every trajectory index i, on every rank, aligned with its tokens; the first is 0, as nothing precedes it.
     """
-    results = _run(model, microbatches, partial(_logprobs_of, model.mesh, temperature), forward_only=True)
+    results, _ = _run(model, microbatches, partial(_logprobs_of, model.mesh, temperature), forward_only=True, replay=replay)
     starts = np.cumsum([0, *lengths])
     flat = torch.zeros(int(starts[-1]), dtype=torch.float32, device=model.mesh.device)
     if model.mesh.reports:
@@ -199,13 +210,19 @@ Finish = Callable[[MicroBatch, torch.Tensor], tuple[torch.Tensor, torch.Tensor, 
 """(micro-batch, logits [1, T, V / tp]) -> loss, an ignored token count, what to return."""
 
 
-def _run(model: Model, microbatches: Sequence[MicroBatch], finish: Finish, forward_only: bool) -> list[dict[str, torch.Tensor]]:
-    """Megatron's schedule over the micro-batches; what `finish` returned for each, on the last pipeline stage, else []."""
+def _run(
+    model: Model, microbatches: Sequence[MicroBatch], finish: Finish, forward_only: bool, replay: Replay | None = None
+) -> tuple[list[dict[str, torch.Tensor]], dict[int, float]]:
+    """Megatron's schedule over the micro-batches: what `finish` returned for each, on the last pipeline stage, else []; and what
+    `Replay.end` returns."""
+    if replay is not None:
+        replay.forget()
     kwargs = {"fp32_output": False} if model.dtype == torch.bfloat16 else {}  # `target_logprobs` goes to float32 in slices
 
     def forward(iterator: Iterator[MicroBatch], ddp: torch.nn.Module) -> tuple[torch.Tensor, Callable[[torch.Tensor], Any]]:
         batch = next(iterator).to(model.mesh.device)
-        output = ddp(batch.tokens, batch.positions, None, packed_seq_params=_packed(batch), **kwargs)
+        with replay.forward(0, batch.experts) if replay is not None else nullcontext():
+            output = ddp(batch.tokens, batch.positions, None, packed_seq_params=_packed(batch), **kwargs)
         return output, partial(finish, batch)
 
     schedule = get_forward_backward_func()
@@ -219,7 +236,7 @@ def _run(model: Model, microbatches: Sequence[MicroBatch], finish: Finish, forwa
             micro_batch_size=1,
             forward_only=forward_only,
         )
-    return results
+    return results, replay.end() if replay is not None else {}
 
 
 def _packed(batch: MicroBatch) -> PackedSeqParams | None:
@@ -235,7 +252,7 @@ def _packed(batch: MicroBatch) -> PackedSeqParams | None:
 
 
 def _loss_of(mesh: Mesh, loss: Loss, batch: MicroBatch, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-    logprobs, entropy = target_logprobs(logits[0], batch.targets, loss.temperature, mesh.tp_group, entropy=True)
+    logprobs, entropy = target_logprobs(logits[0], batch.targets, loss.temperature, mesh.tp_group, batch.support, entropy=True)
     value, sums = loss(logprobs, batch)
     assert entropy is not None
     sums = sums | {
@@ -249,7 +266,7 @@ def _loss_of(mesh: Mesh, loss: Loss, batch: MicroBatch, logits: torch.Tensor) ->
 def _logprobs_of(
     mesh: Mesh, temperature: float, batch: MicroBatch, logits: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-    logprobs, _ = target_logprobs(logits[0], batch.targets, temperature, mesh.tp_group)
+    logprobs, _ = target_logprobs(logits[0], batch.targets, temperature, mesh.tp_group, batch.support)
     return logprobs.sum(), _no_tokens(logits), {"logprobs": logprobs}
 
 

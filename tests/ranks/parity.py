@@ -226,7 +226,7 @@ def logits_error(job: Job, built: model.Model, batches: list[MicroBatch]) -> flo
         dist.all_gather(parts, logits.contiguous(), group=job.mesh.tp_group)
         return logits.sum(), torch.zeros([], dtype=torch.int), {"logits": torch.cat(parts, dim=2)[0].clone()}
 
-    results = step._run(built, batches, keep, forward_only=True)
+    results, _ = step._run(built, batches, keep, forward_only=True)
     errors = [0.0]
     for rows, kept in zip(batches, results, strict=False):
         for index, first, count in rows.places:

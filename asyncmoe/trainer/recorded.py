@@ -1,0 +1,126 @@
+"""What the engine recorded, laid out over the rows of a micro-batch: experts to go through, ids a target was sampled from."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from asyncmoe.errors import InvariantBroken
+from asyncmoe.record import Routes, Routing, decode_masks, decode_routes
+from asyncmoe.trajectory import Trajectory
+
+_MAX_EXPERTS = 1 << 15
+"""Ids are held in int16: torch has no arithmetic for uint16."""
+
+
+@dataclass(frozen=True, eq=False)
+class Experts:
+    """The experts that rows are sent through.
+
+    Attributes:
+        layers: numbers of the model's layers with experts that are here, ascending.
+        ids: uint8 (up to 256 experts) or int16 [layers, T, K]; distinct within a row.
+        known: bool[T]; False where the engine recorded none: padding, and the last token of a trajectory, which no model has seen.
+            Nothing depends on what such a row computes; its ids spread the load.
+    """
+
+    layers: tuple[int, ...]
+    ids: torch.Tensor
+    known: torch.Tensor
+
+    def to(self, device: torch.device) -> Experts:
+        """The same on another device."""
+        return replace(self, ids=self.ids.to(device, non_blocking=True), known=self.known.to(device, non_blocking=True))
+
+    def take(self, rows: torch.Tensor | slice) -> Experts:
+        """Those of some rows."""
+        return replace(self, ids=self.ids[:, rows], known=self.known[rows])
+
+
+@dataclass(frozen=True, eq=False)
+class Support:
+    """The ids that the targets of rows were sampled from; rows without any were sampled from the whole vocabulary.
+
+    Attributes:
+        here: bool[T]; the row has ids.
+        rows: int64[n].
+        ids: int64[n]; of the vocabulary, for the row at the same place. A row's ids are distinct, and its target is among them.
+    """
+
+    here: torch.Tensor
+    rows: torch.Tensor
+    ids: torch.Tensor
+
+    def to(self, device: torch.device) -> Support:
+        """The same on another device."""
+        return Support(*(x.to(device, non_blocking=True) for x in (self.here, self.rows, self.ids)))
+
+    def take(self, rows: torch.Tensor) -> Support:
+        """That of some rows, which are counted in the order given: int64[n], distinct."""
+        place = torch.full(self.here.shape, -1, dtype=torch.int64, device=rows.device)
+        place[rows] = torch.arange(len(rows), device=rows.device)
+        row = place[self.rows]
+        return Support(self.here[rows], row[row >= 0], self.ids[row >= 0])
+
+
+def experts(trajectories: Sequence[Trajectory], starts: Sequence[int], rows: int, routing: Routing) -> Experts:
+    """Experts of trajectories that lie from the given rows on, one row a token.
+
+    Args:
+        trajectories: those of the micro-batch; each has routes of all of `routing.layers`, and perhaps of others.
+        starts: first row of each.
+        rows: of the micro-batch.
+        routing: `layers` are those wanted.
+
+    Raises:
+        InvariantBroken: a trajectory without such routes; they are refused where trajectories are taken in.
+    """
+    if routing.experts > _MAX_EXPERTS:
+        raise InvariantBroken(f"routing: got {routing.experts} experts, expected at most {_MAX_EXPERTS}")
+    spread = (np.arange(rows)[:, None] * routing.top_k + np.arange(routing.top_k)) % routing.experts
+    ids = np.empty((len(routing.layers), rows, routing.top_k), np.uint8 if routing.experts <= 1 << 8 else np.int16)
+    ids[:] = spread
+    known = np.zeros(rows, np.bool_)
+    for trajectory, start in zip(trajectories, starts, strict=False):
+        if trajectory.routes is None:
+            raise InvariantBroken(f"{trajectory.key} has no routes, but routing is kept")
+        chosen = _of_layers(trajectory.routes, routing, trajectory.key)
+        ids[:, start : start + chosen.shape[1]] = chosen
+        known[start : start + chosen.shape[1]] = True
+    return Experts(routing.layers, torch.from_numpy(ids), torch.from_numpy(known))
+
+
+def support(trajectories: Sequence[Trajectory], starts: Sequence[int], rows: int) -> Support | None:
+    """Supports of the targets of trajectories that lie from the given rows on: row t has that of token t + 1. None where none was
+    recorded.
+
+    Args: as for `experts`.
+    """
+    counts = np.zeros(rows, np.int64)
+    pieces: list[np.ndarray] = []
+    for trajectory, start in zip(trajectories, starts, strict=False):
+        if trajectory.masks is None:
+            continue
+        masks = decode_masks(trajectory.masks, trajectory.key)
+        counts[start : start + len(trajectory) - 1] = masks.counts[1:]
+        pieces.append(masks.ids[masks.offsets[1] :])
+    if not pieces:
+        return None
+    ids = torch.from_numpy(np.concatenate(pieces).astype(np.int64))
+    return Support(torch.from_numpy(counts > 0), torch.from_numpy(np.repeat(np.arange(rows), counts)), ids)
+
+
+def _of_layers(routes: Routes, routing: Routing, key: str) -> np.ndarray:
+    """[layers, rows, top_k] of the layers wanted."""
+    place = {layer: i for i, layer in enumerate(routes.layers)}
+    missing = [layer for layer in routing.layers if layer not in place]
+    if missing or (routes.top_k, routes.experts) != (routing.top_k, routing.experts):
+        detail = f"layers {routes.layers}, top {routes.top_k} of {routes.experts}"
+        raise InvariantBroken(f"routes of {key}: got {detail}, expected {routing}")
+    if routes.layers == routing.layers:
+        return decode_routes(routes, key)
+    parts = [routes.part(place[layer], place[layer] + 1) for layer in routing.layers]
+    return np.concatenate([decode_routes(part, key) for part in parts])

@@ -1,0 +1,53 @@
+"""Recorded experts and ids under every layout: log-probabilities, gradients and counts are those of Hugging Face's model forced to them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.ranks import kept_oracle, launch
+
+pytestmark = pytest.mark.ranks
+
+LAYOUTS = {
+    1: ["tp=1", "tp=1,recompute=full"],
+    2: ["tp=2", "pp=2", "pp=2,recompute=full", "ep=2", "tp=2,recompute=full"],
+    4: ["tp=2,ep=2", "pp=2,ep=2", "tp=2,pp=2,recompute=full"],
+}
+
+
+@pytest.fixture(scope="module")
+def references(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("kept")
+    kept_oracle.write(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def found(references: Path) -> dict[str, dict[str, Any]]:
+    results: dict[str, dict[str, Any]] = {}
+    for ranks, layouts in LAYOUTS.items():
+        results |= launch.run("kept", ranks, references, str(references), *layouts)
+    return results
+
+
+def test_most_layers_would_choose_other_experts_for_many_tokens(references: Path) -> None:
+    differ = torch.load(references / "kept.pt", weights_only=False)["differ"]
+    assert min(differ) > 0.1
+    assert max(differ) < 1.0
+
+
+@pytest.mark.parametrize("how", ["packed", "single"])
+@pytest.mark.parametrize("layout", [layout for layouts in LAYOUTS.values() for layout in layouts])
+def test_what_was_sampled_is_what_is_trained(found: dict[str, dict[str, Any]], layout: str, how: str) -> None:
+    errors = found[layout][how]
+    assert errors["logprobs"] < 1e-4
+    assert errors["loss"] < 1e-5
+    assert errors["gradients"] < 1e-4
+    assert errors["routers"] > 0
+    assert errors["differ"] < 1e-9
+    assert errors["microbatches"] >= (4 if "pp=2" in layout and "ep" not in layout else 1)
+    assert errors["unkept_logprobs"] > 0.01  # the same forward pass with the router's own choice

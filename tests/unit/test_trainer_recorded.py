@@ -1,0 +1,97 @@
+"""What the engine recorded of each token ends up at the row that needs it."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from asyncmoe.errors import InvariantBroken
+from asyncmoe.record import Masks, Routing, encode_masks, encode_routes
+from asyncmoe.trainer.batch import MicroBatch, pack
+from asyncmoe.trajectory import Trajectory
+
+ROUTING = Routing(all_layers=4, layers=(1, 2, 3), top_k=2, experts=300)
+VOCABULARY = 50
+
+
+def trajectory(length: int, seed: int, routing: Routing = ROUTING) -> tuple[Trajectory, np.ndarray, list[list[int]]]:
+    """With its routes int32[length - 1, layers, top_k] and the ids of each token."""
+    random = np.random.default_rng(seed)
+    mask = np.arange(length) >= 2
+    routes = np.argsort(random.random((length - 1, routing.all_layers, routing.experts)), axis=2)[:, :, : routing.top_k].astype(np.int32)
+    ids = [sorted(random.choice(VOCABULARY, random.integers(1, 6), replace=False).tolist()) if m else [] for m in mask]
+    tokens = np.array([random.choice(row) if row else 7 for row in ids], np.int32)
+    offsets = np.cumsum([0, *map(len, ids)]).astype(np.int32)
+    made = Trajectory(
+        key=f"g{seed}",
+        group=seed,
+        episode=0,
+        tokens=tokens,
+        loss_mask=mask,
+        logprobs=np.where(mask, -1.0, 0.0).astype(np.float32),
+        versions=np.where(mask, 3, -1).astype(np.int32),
+        reward=0.0,
+        finish="stop",
+        routes=encode_routes(routes, routing, f"g{seed}"),
+        masks=encode_masks(Masks(offsets, np.array([i for row in ids for i in row], np.int32), VOCABULARY), f"g{seed}"),
+    )
+    return made, routes, ids
+
+
+def packed(trajectories: list[Trajectory], routing: Routing | None) -> MicroBatch:
+    known = dict(enumerate(trajectories))
+    nothing = np.zeros(len(trajectories))
+    return pack(known, list(known), advantages=nothing, weights=nothing, pad_multiple=8, packed=True, routing=routing)
+
+
+def test_every_row_has_its_own() -> None:
+    made = [trajectory(7, 1), trajectory(4, 2)]
+    micro = packed([t for t, _, _ in made], Routing(4, (1, 3), 2, 300))  # a stage with two of the three layers
+    assert micro.experts is not None
+    assert micro.experts.layers == (1, 3)
+    assert micro.experts.ids.shape == (2, 16, 2)
+    assert micro.experts.known.tolist() == [*[True] * 6, False, *[True] * 3, False, *[False] * 5]
+    np.testing.assert_array_equal(micro.experts.ids[:, :6].numpy(), made[0][1][:, [1, 3]].transpose(1, 0, 2))
+    np.testing.assert_array_equal(micro.experts.ids[:, 7:10].numpy(), made[1][1][:, [1, 3]].transpose(1, 0, 2))
+    unknown = micro.experts.ids[:, ~micro.experts.known]
+    assert (unknown[..., 0] != unknown[..., 1]).all()
+    assert unknown.min() >= 0
+    assert unknown.max() < 300
+
+    assert micro.support is not None
+    got: list[list[int]] = [[] for _ in range(16)]
+    for row, token in zip(micro.support.rows.tolist(), micro.support.ids.tolist(), strict=True):
+        got[row].append(token)
+    assert got == [*made[0][2][1:], [], *made[1][2][1:], [], *[[]] * 5]
+    assert micro.support.here.tolist() == [bool(row) for row in got]
+    assert all(int(micro.targets[row]) in ids for row, ids in enumerate(got) if ids)
+
+
+def test_filler_has_experts_too_and_nothing_recorded_leaves_none() -> None:
+    filler = packed([], ROUTING)
+    assert filler.experts is not None
+    assert filler.experts.ids.shape == (3, 8, 2)
+    assert not filler.experts.known.any()
+    assert filler.support is None
+    assert packed([trajectory(5, 1)[0]], None).experts is None
+
+
+def test_rows_of_a_rank() -> None:
+    micro = packed([trajectory(9, 3)[0]], ROUTING)
+    assert micro.experts is not None
+    part = micro.experts.take(slice(8, 16))
+    assert torch.equal(part.ids, micro.experts.ids[:, 8:])
+    assert torch.equal(part.known, micro.experts.known[8:])
+
+
+def test_routes_that_are_missing_or_of_other_layers_stop_the_run() -> None:
+    made = trajectory(5, 1)[0]
+    with pytest.raises(InvariantBroken, match="routes of g1: got layers"):
+        packed([made], Routing(4, (0, 1), 2, 300))
+    with pytest.raises(InvariantBroken, match="routes of g1: got layers"):
+        packed([made], Routing(4, (1, 2), 3, 300))
+    without = trajectory(5, 2)[0]
+    object.__setattr__(without, "routes", None)
+    with pytest.raises(InvariantBroken, match="g2 has no routes"):
+        packed([without], ROUTING)

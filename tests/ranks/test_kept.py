@@ -51,3 +51,11 @@ def test_what_was_sampled_is_what_is_trained(found: dict[str, dict[str, Any]], l
     assert errors["differ"] < 1e-9
     assert errors["microbatches"] >= (4 if "pp=2" in layout and "ep" not in layout else 1)
     assert errors["unkept_logprobs"] > 0.01  # the same forward pass with the router's own choice
+
+
+def test_every_kind_of_router_weighs_the_recorded_experts_by_its_own_formula(tmp_path: Path) -> None:
+    for kind, errors in launch.run("router", 1, tmp_path).items():
+        assert errors["weights"] < 1e-5, kind
+        assert errors["choice"] == 0, kind
+        assert errors["gradient"] < 1e-5, kind
+        assert errors["differ"] < 1e-6, kind

@@ -76,6 +76,10 @@ class TrajectoryRejected(AsyncmoeError):
         super().__init__(f"{reason}: {detail}")
 
 
+class Disagreement(AsyncmoeError):
+    """Engine and trainer give what was sampled probabilities further apart than `verify` allows; nothing was trained on it."""
+
+
 class WaitTimeout(AsyncmoeError):
     """A wait that ran out. Names whom it waited for, what for, and how long."""
 

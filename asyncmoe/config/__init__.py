@@ -17,7 +17,7 @@ from pydantic import BaseModel, Field, ValidationError, model_validator
 from asyncmoe.config.fields import NonNegative, Positive, Section, Switch
 from asyncmoe.config.generation import EngineSection, KeepSection, ModelSection, QueueSection, RolloutSection, TaskSection
 from asyncmoe.config.objective import ObjectiveSection
-from asyncmoe.config.training import SyncSection, TrainerSection, WarmupSection
+from asyncmoe.config.training import SyncSection, TrainerSection, VerifySection, WarmupSection
 from asyncmoe.errors import ConfigError
 
 
@@ -52,6 +52,7 @@ class Config(Section):
     objective: ObjectiveSection = ObjectiveSection()
     warmup: WarmupSection = WarmupSection()
     sync: SyncSection = SyncSection()
+    verify: VerifySection = VerifySection()
     telemetry: TelemetrySection = TelemetrySection()
 
     @model_validator(mode="after")

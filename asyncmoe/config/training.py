@@ -105,3 +105,29 @@ class SyncSection(Section):
     bucket_bytes: Positive = Field(256 << 20, description="Bound of a rank's messages under way; there are two such buckets.")
     verify_every: NonNegative = Field(0, description="Compare the engines' checksums with the trainer's weights every n updates; 0: never.")
     timeout_s: PositiveFloat = 300.0
+
+
+class VerifySection(Section):
+    """Checks that engine and trainer agree, and when not to train."""
+
+    logprobs_every: NonNegative = Field(
+        0,
+        description="Compare engine and trainer every n steps, by a forward pass of its own, on the trajectories of the trainer's version, "
+        "and log the tokens that differ most, with their neighbours and experts; 0: never.",
+    )
+    show: Positive = Field(3, description="How many tokens the log names.")
+    max_logprob_diff: PositiveFloat | None = Field(
+        None, description="The run ends before it trains on a batch with a larger |engine - trainer| at equal version, in nats; null: any."
+    )
+    max_kl: PositiveFloat | None = Field(
+        None, description="The same for the mean KL(engine || trainer) over those tokens, in nats a token; null: any."
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> VerifySection:
+        for key in ("max_logprob_diff", "max_kl"):
+            if getattr(self, key) is not None and not self.logprobs_every:
+                raise ValueError(
+                    f"verify.{key}: got {getattr(self, key)}, expected null because verify.logprobs_every is 0; set it to 1 or more"
+                )
+        return self

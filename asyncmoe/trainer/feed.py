@@ -10,6 +10,7 @@ import numpy as np
 
 from asyncmoe.config import Config
 from asyncmoe.errors import WaitTimeout
+from asyncmoe.record import Routing
 from asyncmoe.trainer import batch, objective
 from asyncmoe.trainer.batch import MicroBatch, Schedule
 from asyncmoe.trainer.mesh import Mesh
@@ -58,6 +59,7 @@ def microbatches(
     advantages: np.ndarray,
     config: Config,
     mesh: Mesh,
+    routing: Routing | None = None,
     proximal: Mapping[int, np.ndarray] | None = None,
 ) -> list[MicroBatch]:
     """This rank's micro-batches of an update.
@@ -65,6 +67,7 @@ def microbatches(
     Args:
         trajectories: by position in the batch; at least those this rank trains on.
         advantages: float32[batch].
+        routing: what this rank replays, where routing is kept.
         proximal: by position in the batch, or None.
     """
     members = update.members
@@ -77,6 +80,7 @@ def microbatches(
             pad_multiple=mesh.tp,
             packed=config.trainer.pack,
             proximal=None if proximal is None else {i: proximal[members[i]] for i in indices},
+            routing=routing,
         )
         for indices in update.schedule.ranks[mesh.dp_rank]
     ]

@@ -21,12 +21,14 @@ from asyncmoe.config import Config
 from asyncmoe.platform import kernels
 from asyncmoe.telemetry.records import JsonLines, Spans
 from asyncmoe.telemetry.schema import METRICS, TRAINER_SPANS, Resume, Step
-from asyncmoe.trainer import feed, mesh, model, objective, optimizer, state
+from asyncmoe.trainer import feed, mesh, model, optimizer, state
 from asyncmoe.trainer.direct import Direct
 from asyncmoe.trainer.feed import ANSWER_S
 from asyncmoe.trainer.gather import Gatherer
+from asyncmoe.trainer.learner import Learner
 from asyncmoe.trainer.published import Checksums, Published, Publisher
-from asyncmoe.trainer.step import Loss, PolicyLoss, StepMetrics, SupervisedLoss, logprobs_only, train_step
+from asyncmoe.trainer.replay import Replay
+from asyncmoe.trainer.step import StepMetrics
 from asyncmoe.trainer.sync import Broadcast
 from asyncmoe.trainer.verify import engine_checksums
 from asyncmoe.wire import keys
@@ -74,6 +76,7 @@ class Trainer:
         done: int,
     ) -> None:
         self._config, self._mesh, self._model, self._optimizer, self._client = config, place, built, adam, client
+        self._learner = Learner(config, built, adam, client, replay(config, built))
         self._step = self._saved = done
         self._first = place.rank == 0
         self._total = config.warmup.steps + config.run.steps
@@ -111,7 +114,7 @@ class Trainer:
         phase, got = self._phase, time.time()
         self._span("wait", begin, got)
         self._waits.clear()
-        metrics = self._train(leased, phase)
+        metrics = self._learner.learn(leased, phase, self._step, self._before_update)
         trained = time.time()
         for part in between(got, trained, self._waits):
             self._span("train", *part)
@@ -127,38 +130,6 @@ class Trainer:
         every = self._config.trainer.checkpoint_every
         if every and self._step % every == 0:
             self._save()
-
-    def _train(self, leased: Leased, phase: Phase) -> list[StepMetrics]:
-        config, items = self._config, leased.items
-        updates = feed.plan_updates(items, phase, config, self._mesh)
-        wanted = sorted({i for update in updates for i in feed.mine(update, self._mesh)})
-        trajectories = feed.fetch(self._client, leased, wanted)
-        loss: Loss
-        if phase == "warmup":
-            advantages = np.zeros(len(items), np.float32)
-            loss, lr = SupervisedLoss(), config.warmup.lr
-        else:
-            advantages = objective.group_advantages([i.reward for i in items], [i.group for i in items], config.objective.advantage)
-            loss = PolicyLoss(config.objective, config.rollout.temperature, version=self._step)
-            lr = optimizer.lr_at(self._step - config.warmup.steps, config.trainer.optimizer, config.run.steps)
-        proximal: dict[int, np.ndarray] | None = None
-        if len(updates) > 1 and config.objective.proximal == "recompute":
-            proximal = {}
-            for update in updates:
-                batches = feed.microbatches(update, trajectories, advantages, config, self._mesh)
-                found = logprobs_only(self._model, batches, [items[i].tokens for i in update.members], config.rollout.temperature)
-                proximal |= {update.members[i]: values for i, values in found.items()}
-        return [
-            train_step(
-                self._model,
-                self._optimizer,
-                feed.microbatches(update, trajectories, advantages, config, self._mesh, proximal),
-                loss,
-                lr,
-                self._before_update,
-            )
-            for update in updates
-        ]
 
     def _before_update(self) -> None:
         with self._waiting_for_sync():
@@ -197,6 +168,12 @@ def between(begin: float, end: float, gaps: Sequence[tuple[float, float]]) -> li
     """What is left of a time without some gaps in it, which come in order and do not overlap; those too short to notice are no gaps."""
     edges = [begin, *(edge for gap in gaps if gap[1] - gap[0] > _NOTICED_S for edge in gap), end]
     return list(zip(edges[::2], edges[1::2], strict=True))
+
+
+def replay(config: Config, built: model.Model) -> Replay | None:
+    """What sends tokens through recorded experts; None where routing is not kept."""
+    routing = models.kept_routing(config, built.hf)
+    return None if routing is None else Replay([built.module], built.config, routing, (built.mesh.tp_rank, built.mesh.tp))
 
 
 def publisher(config: Config, built: model.Model, client: Client) -> Publisher:

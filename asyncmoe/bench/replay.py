@@ -1,0 +1,132 @@
+"""What replaying recorded experts adds to a trainer's step, in one process.
+
+A program of its own (`python -m asyncmoe.bench.replay FILE`): Megatron is prepared for this machine in it, and nothing else is.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+from asyncmoe.errors import InvariantBroken
+
+TOKENS, TRAJECTORIES, ROUNDS = 256, 8, 15
+SHAPE = {"layers": 4, "hidden": 256, "heads": 4, "experts": 32, "experts_per_token": 4, "expert_hidden": 128}
+LIMIT_S = 600.0
+
+
+def run() -> dict[str, Any]:
+    """Steps with and without replay in turn, on a model of `SHAPE`; both send every token through the same experts.
+
+    Returns:
+        step_seconds: median without. share: what replay adds to it, median over rounds of (with / without) - 1: packing the routes of the
+        batch into micro-batches, replaying them, and counting where the live router differs.
+
+    Raises:
+        InvariantBroken: the measuring process failed.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "replay.json"
+        done = subprocess.run(
+            [sys.executable, "-m", "asyncmoe.bench.replay", str(file)], timeout=LIMIT_S, capture_output=True, text=True, check=False
+        )
+        if done.returncode:
+            raise InvariantBroken(f"bench replay: {done.stderr[-2000:]}")
+        found: dict[str, Any] = json.loads(file.read_text())
+    return found
+
+
+def measure(folder: Path) -> dict[str, Any]:
+    """See `run`."""
+    import torch
+
+    from asyncmoe.config import parse
+    from asyncmoe.config.generation import MadeModel
+    from asyncmoe.models import load_hf_config
+    from asyncmoe.models.make import make_model
+    from asyncmoe.record import encode_routes
+    from asyncmoe.trainer import batch, loop, mesh, model, objective, optimizer
+    from asyncmoe.trainer.step import SupervisedLoss, logprobs_only, train_step
+
+    logging.disable(logging.WARNING)
+    path = folder / "model"
+    make_model(path, MadeModel(**SHAPE), seed=0)
+    values = {"run": {"dir": str(folder), "steps": 1}, "model": {"path": str(path)}, "task": {"kind": "arithmetic"}}
+    config = parse(values)
+    place = mesh.start(config.trainer)
+    built = model.build(load_hf_config(path), config, place)
+    model.load_hf(built, path)
+    adam = optimizer.build(config, built)
+    replay = loop.replay(config, built)
+    assert replay is not None
+    weights = objective.token_weights([TOKENS - 1] * TRAJECTORIES, "token_mean")
+    known = dict(enumerate(_demonstrations(built.hf["vocab_size"])))
+
+    def microbatches(kept: bool) -> list[batch.MicroBatch]:
+        nothing = np.zeros(TRAJECTORIES)
+        routing = replay.routing if kept else None
+        return [batch.pack(known, list(known), advantages=nothing, weights=weights, pad_multiple=1, packed=True, routing=routing)]
+
+    chosen: list[np.ndarray] = []
+    hooks = [
+        module.register_forward_hook(lambda _m, _i, out: chosen.append(torch.nonzero(out[1])[:, 1].reshape(out[1].shape[0], -1).numpy()))
+        for module in built.module.modules()
+        if type(module).__name__ == "TopKRouter"
+    ]
+    logprobs_only(built, microbatches(False), [TOKENS] * TRAJECTORIES, 1.0)
+    for hook in hooks:
+        hook.remove()
+    routes = np.stack(chosen, axis=1).astype(np.int32).reshape(TRAJECTORIES, TOKENS, len(chosen), -1)[:, :-1]
+    known = {i: replace(t, routes=encode_routes(np.ascontiguousarray(routes[i]), replay.routing, t.key)) for i, t in known.items()}
+
+    def step(kept: bool) -> float:
+        begin = time.perf_counter()
+        metrics = train_step(built, adam, microbatches(kept), SupervisedLoss(), 0.0, replay=replay)
+        seconds = time.perf_counter() - begin
+        if kept and max(metrics.routing_differs.values()) > 0.01:
+            raise InvariantBroken(f"bench replay: the experts replayed are not the router's own: {metrics.routing_differs}")
+        return seconds
+
+    pairs = [(step(False), step(True)) if round % 2 else (step(True), step(False))[::-1] for round in range(ROUNDS + 2)][2:]
+    mesh.stop()
+    return {
+        "model": SHAPE,
+        "tokens": TOKENS * TRAJECTORIES,
+        "step_seconds": round(median(plain for plain, _ in pairs), 4),
+        "share": round(median(kept / plain for plain, kept in pairs) - 1, 4),
+    }
+
+
+def _demonstrations(vocabulary: int) -> list[Any]:
+    from asyncmoe.trajectory import NOT_SAMPLED, Trajectory
+
+    random = np.random.default_rng(0)
+    return [
+        Trajectory(
+            key=f"bench{i}",
+            group=i,
+            episode=0,
+            tokens=random.integers(0, vocabulary, TOKENS).astype(np.int32),
+            loss_mask=np.arange(TOKENS) > 0,
+            logprobs=np.zeros(TOKENS, np.float32),
+            versions=np.full(TOKENS, NOT_SAMPLED, np.int32),
+            reward=0.0,
+            finish="length",
+        )
+        for i in range(TRAJECTORIES)
+    ]
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as scratch:
+        Path(sys.argv[1]).write_text(json.dumps(measure(Path(scratch))))

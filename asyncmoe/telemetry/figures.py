@@ -88,6 +88,53 @@ def staleness(run: Run) -> str | None:
     return _curves("Age in each batch", "versions", [("oldest token", most, ORANGE), ("mean", mean, BLUE)], floor=0)
 
 
+def kl_engine(run: Run) -> str | None:
+    """Divergence of the trainer from the engines that sampled."""
+    points = series.by_step(run, lambda step: step.kl_engine)
+    return _curves("KL(engine ‖ trainer)", "nats a token", [("", points, PURPLE)], floor=0)
+
+
+def kl_reference(run: Run) -> str | None:
+    """Divergence from the policy that training started from."""
+    points = series.by_step(run, lambda step: step.kl_reference)
+    return _curves("KL(trainer ‖ reference)", "nats a token", [("", points, PURPLE)], floor=0)
+
+
+def routing_differs(run: Run) -> str | None:
+    """By layer, tokens that the live router would have sent to other experts."""
+    shares = series.routing_differs(run)
+    if not shares:
+        return None
+    with style():
+        figure, axes = _axes("Tokens the trainer's router would send elsewhere", "layer", "share of tokens, %")
+        axes.bar(list(shares), [100 * share for share in shares.values()], color=ORANGE, width=0.7)
+        axes.set_ylim(0, max(112 * max(shares.values()), 1e-3))
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1, steps=[1, 2, 5, 10]))
+        return svg(figure)
+
+
+def ratio_quantiles(run: Run) -> str | None:
+    """Quantiles of the importance ratio of each step."""
+    shares = sorted({share for step in run.rl for share in (step.ratio_quantiles or {})}, key=float)
+    colours = (GREY, BLUE, GREEN, ORANGE, RED)
+    curves = [
+        (share, series.by_step(run, lambda step, share=share: (step.ratio_quantiles or {}).get(share)), colours[i % len(colours)])  # type: ignore[misc]
+        for i, share in enumerate(shares)
+    ]
+    return _curves("Importance ratio, quantiles", "trainer / engine", curves)
+
+
+def rejected(run: Run) -> str | None:
+    """What corrections kept out of the loss."""
+    rules = sorted({rule for step in run.rl for rule in (step.rejected_by_rule or {})})
+    colours = (BLUE, GREEN, ORANGE, RED, PURPLE)
+    curves = [
+        (rule, series.by_step(run, lambda step, rule=rule: 100 * (step.rejected_by_rule or {}).get(rule, 0.0)), colours[i % len(colours)])  # type: ignore[misc]
+        for i, rule in enumerate(rules)
+    ]
+    return _curves("Rejected tokens", "share of tokens, %", curves, floor=0)
+
+
 def queue_depth(run: Run) -> str | None:
     """Trajectories ready for the trainer, over time."""
     depth, running = series.over_minutes(run, "queue_depth"), series.over_minutes(run, "running")

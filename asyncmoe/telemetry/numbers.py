@@ -8,7 +8,16 @@ import msgspec
 
 from asyncmoe.telemetry.schema import Rollout, Step
 
-LABELS = {"ages": "age", "dropped": "reason", "rejected": "reason", "engine_busy_share": "engine"}
+LABELS = {
+    "ages": "age",
+    "rejected_by_age": "age",
+    "rejected_by_rule": "rule",
+    "ratio_quantiles": "quantile",
+    "routing_differs": "layer",
+    "dropped": "reason",
+    "rejected": "reason",
+    "engine_busy_share": "engine",
+}
 """What the keys of a field that is a mapping are."""
 
 

@@ -26,6 +26,12 @@ _SECTIONS: tuple[tuple[str, str, tuple[Draw, ...]], ...] = (
     ),
     ("Learning", "", (figures.reward, figures.loss, figures.grad_norm, figures.warmup_loss)),
     ("Staleness", "Age: the trainer's version minus the version that sampled the token.", (figures.age_histogram, figures.staleness)),
+    (
+        "Agreement of engines and trainer",
+        "How far apart the two are in what they make of the same tokens. Where routing is kept, tokens that the trainer's router would "
+        "have sent elsewhere are trained through the experts that sampled them.",
+        (figures.kl_engine, figures.routing_differs, figures.ratio_quantiles, figures.rejected, figures.kl_reference),
+    ),
     ("Idle time and queue", "Who waits for whom.", (figures.idle, figures.queue_depth)),
     ("Weight updates", "", (figures.sync_seconds, figures.pause_ms)),
     ("Throughput", "", (figures.tokens_per_s, figures.generated_per_s)),
@@ -107,6 +113,12 @@ def _table(summary: Summary) -> str:
             "largest age trained on",
         ),
         ("Log-prob difference", number(diff, "nats", 2), "largest |trainer - engine| on tokens of the same version; – when there was none"),
+        ("KL engine to trainer", number(summary.kl_engine_mean, "nats", 2), "a token, mean over RL steps; staleness included"),
+        (
+            "Routed otherwise",
+            percent(summary.routing_differs_mean),
+            "of tokens, by the trainer's router; mean over layers",
+        ),
     ]
     cells = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
     return f"<h2>Summary</h2>\n<table>{cells}</table>\n"

@@ -58,9 +58,31 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
     """Sampled tokens by age in versions."""
     logprob_diff_max_same_version: float | None = None
     """Nats; largest |trainer - engine| over tokens whose whole prefix was computed under the trainer's version."""
+    logprob_diff_mean_same_version: float | None = None
+    """Mean of the same."""
+    kl_engine: float | None = None
+    """Nats a sampled token; KL(engine || trainer), estimated: what staleness and the difference of the two programs make together."""
+    kl_reference: float | None = None
+    """Nats a sampled token; KL(trainer || reference policy), estimated."""
+    entropy: float | None = None
+    """Nats a sampled token; of the trainer's distribution over the whole vocabulary."""
     clip_fraction: float | None = None
     tis_capped_fraction: float | None = None
     ratio_mean: float | None = None
+    """Of pi_trainer / pi_engine over sampled tokens."""
+    ratio_quantiles: Mapping[str, float] | None = None
+    """Of the same, by share."""
+    ess: float | None = None
+    """Effective sample size of those ratios, as a share of the sampled tokens."""
+    rejected_fraction: float | None = None
+    """Share of the sampled tokens that corrections kept out of the loss."""
+    rejected_by_rule: Mapping[str, float] | None = None
+    """The same by the rule that rejects them, each as if it were the only one."""
+    rejected_by_age: Mapping[int, float] | None = None
+    """Share of the tokens of each age."""
+    routing_differs: Mapping[int, float] | None = None
+    """By layer, the share of tokens that the trainer's router would have sent to other experts than the engine's did; None where
+    routing is not kept."""
     response_tokens_mean: float | None = None
     queue_depth: int | None = None
     """Trajectories left in the queue when the batch was leased."""

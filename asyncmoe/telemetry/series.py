@@ -76,6 +76,15 @@ def ages(run: Run) -> dict[int, int]:
     return {age: found[age] for age in sorted(found)}
 
 
+def routing_differs(run: Run) -> dict[int, float]:
+    """By layer, the mean over RL steps of the share of tokens that the trainer's router would have sent elsewhere."""
+    found: dict[int, list[float]] = {}
+    for step in run.rl:
+        for layer, share in (step.routing_differs or {}).items():
+            found.setdefault(layer, []).append(share)
+    return {layer: fmean(found[layer]) for layer in sorted(found)}
+
+
 def trained_per_s(step: Step) -> float | None:
     """Trained tokens of the step over its duration."""
     return step.tokens / step.step_seconds if step.step_seconds and step.tokens is not None else None

@@ -39,6 +39,10 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     """Median of `pause_ms` over the updates."""
     max_abs_logprob_diff_same_version: float | None
     """Largest `logprob_diff_max_same_version` of an RL step, in nats; None when no step had a token to compare."""
+    kl_engine_mean: float | None
+    """Mean of `kl_engine` over the RL steps, in nats a token."""
+    routing_differs_mean: float | None
+    """Mean of `routing_differs` over layers and RL steps; None when routing was not kept."""
     trainer_idle_share: float | None
     """Sum of `wait_seconds` of the RL steps / `wall_seconds`."""
     engine_idle_share: float | None
@@ -87,6 +91,8 @@ def summary_of(run: Run) -> Summary:
         sync_seconds_median=_median(_known(step.sync_seconds for step in updates)),
         pause_ms_median=_median(_known(step.pause_ms for step in updates)),
         max_abs_logprob_diff_same_version=max(_known(step.logprob_diff_max_same_version for step in rl), default=None),
+        kl_engine_mean=_mean(_known(step.kl_engine for step in rl)),
+        routing_differs_mean=_mean([share for step in rl for share in (step.routing_differs or {}).values()]),
         trainer_idle_share=_ratio(sum(waits), wall) if waits else None,
         engine_idle_share=_engine_idle_share(run, wall),
         overlap_share=overlap_share(run),
@@ -109,6 +115,10 @@ def _engine_idle_share(run: Run, wall: float) -> float | None:
 
 def _known(values: Iterable[float | None]) -> list[float]:
     return [value for value in values if value is not None]
+
+
+def _mean(values: list[float]) -> float | None:
+    return fmean(values) if values else None
 
 
 def _median(values: list[float]) -> float | None:

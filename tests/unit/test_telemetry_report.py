@@ -23,7 +23,16 @@ from asyncmoe.telemetry.schema import METRICS, Span, Step
 from asyncmoe.telemetry.series import MOST_POINTS, Series
 from asyncmoe.telemetry.timeline import merge_equal, timeline
 
-SECTIONS = ["Summary", "Timeline", "Learning", "Staleness", "Idle time and queue", "Weight updates", "Throughput"]
+SECTIONS = [
+    "Summary",
+    "Timeline",
+    "Learning",
+    "Staleness",
+    "Agreement of engines and trainer",
+    "Idle time and queue",
+    "Weight updates",
+    "Throughput",
+]
 
 
 def _sections(page: str) -> dict[str, str]:
@@ -53,7 +62,7 @@ def test_a_whole_run_has_every_plot(tmp_path: Path) -> None:
     assert "started 2 times" in page
     sections = _sections(page)
     assert list(sections) == SECTIONS
-    assert {title: len(_images(part)) for title, part in sections.items()} == dict(zip(SECTIONS, (0, 2, 4, 2, 2, 2, 2), strict=True))
+    assert {title: len(_images(part)) for title, part in sections.items()} == dict(zip(SECTIONS, (0, 2, 4, 2, 5, 2, 2, 2), strict=True))
     pictures = [picture for part in sections.values() for picture in _images(part)]
     for picture in pictures:
         ElementTree.fromstring(picture)

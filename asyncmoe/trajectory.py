@@ -166,6 +166,41 @@ def encode(trajectory: Trajectory) -> list[Buffer]:
     return [msgspec.msgpack.encode(header), *(a.data.cast("B") for a in arrays.values()), *record]
 
 
+def part(frames: Sequence[Buffer], layers: Sequence[int] | None = None, masks: bool = True) -> list[Buffer]:
+    """The frames of a trajectory (`encode`) with only a part of what was recorded; consecutive layers are not copied.
+
+    Args:
+        frames: as `encode` made them, not from elsewhere.
+        layers: numbers of the layers whose routes are left, ascending; None: all. A trajectory without routes stays one.
+        masks: whether masks are left.
+
+    Raises:
+        ProtocolError: it has routes, but not of one of `layers`.
+    """
+    if layers is None and masks:
+        return list(frames)
+    head, *arrays, routes_frame, masks_frame = frames
+    header = msgspec.msgpack.decode(head, type=_Header)
+    spec = header.routes
+    if layers is not None and spec is not None:
+        routes_frame, spec = _layers_of(header, spec, memoryview(routes_frame).cast("B"), layers)
+    header = msgspec.structs.replace(header, routes=spec, masks=header.masks if masks else None)
+    return [msgspec.msgpack.encode(header), *arrays, routes_frame, masks_frame if masks else b""]
+
+
+def _layers_of(header: _Header, spec: _RoutesSpec, planes: memoryview, layers: Sequence[int]) -> tuple[Buffer, _RoutesSpec]:
+    place = {layer: i for i, layer in enumerate(spec.layers)}
+    missing = [layer for layer in layers if layer not in place]
+    if missing or list(layers) != sorted(set(layers)):
+        raise ProtocolError(f"trajectory {header.key}: got layers {tuple(layers)} to send, expected some of {spec.layers}, ascending")
+    size = len(planes) // max(len(spec.layers), 1)
+    places = [place[layer] for layer in layers]
+    first, last = (places[0], places[-1] + 1) if places else (0, 0)
+    consecutive = last - first == len(places)
+    chosen = planes[first * size : last * size] if consecutive else b"".join(planes[i * size : (i + 1) * size] for i in places)
+    return chosen, msgspec.structs.replace(spec, layers=tuple(layers), digests=tuple(spec.digests[i] for i in places))
+
+
 def frames_in(trajectory_count: int) -> int:
     """Number of frames `encode` makes for that many trajectories."""
     return trajectory_count * (1 + len(ARRAYS) + 2)

@@ -5,27 +5,34 @@ from __future__ import annotations
 import numpy as np
 
 from asyncmoe.errors import ProtocolError, TrajectoryRejected
-from asyncmoe.record import EncodedMasks, Routes, Routing, decode_masks, token_outside
+from asyncmoe.record import NOTHING, EncodedMasks, Recording, Routes, Routing, decode_masks, token_outside
 from asyncmoe.record.routes import check_routes
 from asyncmoe.trajectory import ARRAYS, NOT_SAMPLED, Trajectory
 
 
-def validate(
-    trajectory: Trajectory, vocab_size: int | None = None, *, newest_version: int | None = None, routing: Routing | None = None
-) -> None:
+def validate(trajectory: Trajectory, recording: Recording = NOTHING, *, newest_version: int | None = None) -> None:
     """Refuse a record that would be trained wrong.
 
     Args:
+        recording: what it must carry, unless it is a demonstration; what it carries without need is checked too.
         newest_version: no token can be of a later one.
-        routing: of the model; recorded routes must be of all its layers with experts.
 
     Raises:
         TrajectoryRejected: arrays of another dtype, lengths that disagree, no sampled token, a token outside the vocabulary, a
             log-probability that is not a finite number <= 0, a reward that is not finite, a version where no token was sampled,
-            versions for some sampled tokens only (a demonstration has none at all) or from the future, routes of other layers, a
-            token that is not among the ids it was sampled from, a record that is damaged.
+            versions for some sampled tokens only (a demonstration has none at all) or from the future, routes or masks that are missing,
+            routes of other layers, a token that is not among the ids it was sampled from, a record that is damaged.
     """
     t = trajectory
+    _validate_arrays(t)
+    low, high = int(t.tokens.min()), int(t.tokens.max())
+    if low < 0 or (recording.vocabulary is not None and high >= recording.vocabulary):
+        raise TrajectoryRejected("token_out_of_vocabulary", f"{t.key}: tokens {low} to {high} of vocabulary {recording.vocabulary}")
+    _validate_versions(t, newest_version)
+    _validate_record(t, recording)
+
+
+def _validate_arrays(t: Trajectory) -> None:
     shapes = {name: getattr(t, name).shape for name in ARRAYS}
     if len(set(shapes.values())) != 1 or len(shapes["tokens"]) != 1:
         raise TrajectoryRejected("length_mismatch", f"{t.key}: {shapes}")
@@ -34,19 +41,23 @@ def validate(
         raise TrajectoryRejected("bad_dtype", f"{t.key}: got {dtypes}, expected {ARRAYS}")
     if not t.loss_mask.any():
         raise TrajectoryRejected("empty_response", f"{t.key}: no sampled token")
-    low, high = int(t.tokens.min()), int(t.tokens.max())
-    if low < 0 or (vocab_size is not None and high >= vocab_size):
-        raise TrajectoryRejected("token_out_of_vocabulary", f"{t.key}: tokens {low} to {high} of vocabulary {vocab_size}")
     if not np.isfinite(t.logprobs).all() or (t.logprobs > 1e-4).any():
         raise TrajectoryRejected("bad_logprob", f"{t.key}: log-probabilities must be finite and <= 0")
     if not np.isfinite(t.reward):
         raise TrajectoryRejected("bad_reward", f"{t.key}: reward {t.reward}")
-    _validate_versions(t, newest_version)
+
+
+def _validate_record(t: Trajectory, recording: Recording) -> None:
+    if t.oldest_version != NOT_SAMPLED:
+        if t.routes is None and recording.routing is not None:
+            raise TrajectoryRejected("no_routes", f"{t.key}: routing is kept, but it carries no routes")
+        if t.masks is None and recording.masks:
+            raise TrajectoryRejected("no_mask", f"{t.key}: sampling masks are kept, but it carries none")
     try:
         if t.routes is not None:
-            _validate_routes(t, t.routes, routing)
+            _validate_routes(t, t.routes, recording.routing)
         if t.masks is not None:
-            _validate_masks(t, t.masks, vocab_size)
+            _validate_masks(t, t.masks, recording)
     except ProtocolError as error:
         raise TrajectoryRejected("damaged_record", str(error)) from error
 
@@ -74,15 +85,19 @@ def _validate_routes(t: Trajectory, routes: Routes, routing: Routing | None) -> 
     check_routes(routes, t.key)
 
 
-def _validate_masks(t: Trajectory, encoded: EncodedMasks, vocab_size: int | None) -> None:
+def _validate_masks(t: Trajectory, encoded: EncodedMasks, recording: Recording) -> None:
     if encoded.rows != len(t):
         raise TrajectoryRejected("length_mismatch", f"{t.key}: got masks of {encoded.rows} tokens, expected {len(t)}")
-    if vocab_size is not None and encoded.vocabulary != vocab_size:
-        raise TrajectoryRejected("bad_mask", f"{t.key}: got masks of a vocabulary of {encoded.vocabulary}, expected {vocab_size}")
+    if recording.vocabulary is not None and encoded.vocabulary != recording.vocabulary:
+        detail = f"got masks of a vocabulary of {encoded.vocabulary}, expected {recording.vocabulary}"
+        raise TrajectoryRejected("bad_mask", f"{t.key}: {detail}")
     masks = decode_masks(encoded, t.key)
     given = ~t.loss_mask & (masks.counts > 0)
     if given.any():
         raise TrajectoryRejected("bad_mask", f"{t.key}: token {int(np.argmax(given))} was not sampled but has a mask")
+    bare = t.loss_mask & (masks.counts == 0)
+    if recording.masks and bare.any():
+        raise TrajectoryRejected("no_mask", f"{t.key}: token {int(np.argmax(bare))} was sampled but has no mask")
     missing = token_outside(masks, t.tokens)
     if missing is not None:
         detail = f"token {missing}, {t.tokens[missing]}, is not among the {masks.counts[missing]} ids it was sampled from"

@@ -20,6 +20,9 @@ from asyncmoe.config.objective import ObjectiveSection
 from asyncmoe.config.training import SyncSection, TrainerSection, VerifySection, WarmupSection
 from asyncmoe.errors import ConfigError
 
+MAX_SUPPORT = 4096
+"""SGLang's --sampling-mask-max-tokens."""
+
 
 class RunSection(Section):
     """What the run is called, where it writes, how long it lasts."""
@@ -78,6 +81,11 @@ class Config(Section):
             raise ValueError(
                 "rollout.top_k: got null, expected a number because sampling masks are kept (engines report only supports of bounded "
                 "size); set rollout.top_k, or keep.sampling_mask to off"
+            )
+        if self.keeps_sampling_mask and self.rollout.top_k is not None and self.rollout.top_k > MAX_SUPPORT:
+            raise ValueError(
+                f"rollout.top_k: got {self.rollout.top_k}, expected at most {MAX_SUPPORT} because sampling masks are kept (engines report "
+                "no larger supports); lower it, or set keep.sampling_mask to off"
             )
         if self.engines.tp % self.engines.ep:
             raise ValueError(f"engines.ep: got {self.engines.ep}, expected a divisor of engines.tp = {self.engines.tp}")

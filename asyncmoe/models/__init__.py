@@ -12,9 +12,9 @@ from asyncmoe.errors import ConfigError, DataError, UserError
 from asyncmoe.models import qwen3, qwen3_moe
 from asyncmoe.models.family import Family
 from asyncmoe.models.parallel import EngineParallel, MegatronParallel
-from asyncmoe.record import Routing
+from asyncmoe.record import Recording, Routing
 
-__all__ = ["EngineParallel", "Family", "MegatronParallel", "check", "family_of", "kept_routing", "load_hf_config"]
+__all__ = ["EngineParallel", "Family", "MegatronParallel", "check", "family_of", "kept_routing", "load_hf_config", "recording"]
 
 _FAMILIES = {family.name: family for family in (qwen3.FAMILY, qwen3_moe.FAMILY)}
 
@@ -82,3 +82,11 @@ def kept_routing(config: Config, hf: Mapping[str, Any]) -> Routing | None:
     if routing is None and config.keep.routing == "on":
         raise ConfigError("keep.routing", got="on", expected="off or auto because the model has no experts")
     return None if config.keep.routing == "off" else routing
+
+
+def recording(config: Config, hf: Mapping[str, Any]) -> Recording:
+    """What engines record of every token they sample.
+
+    Raises: see `kept_routing`.
+    """
+    return Recording(kept_routing(config, hf), config.keeps_sampling_mask, hf["vocab_size"])

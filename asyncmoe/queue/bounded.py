@@ -23,7 +23,8 @@ from asyncmoe.errors import AsyncmoeError, ConfigError, InvariantBroken, Protoco
 from asyncmoe.queue.admission import Admission, Ledger
 from asyncmoe.queue.changes import Changes
 from asyncmoe.queue.lane import Group, Lane, pack
-from asyncmoe.trajectory import NOT_SAMPLED, Buffer, Trajectory
+from asyncmoe.record import NOTHING, Recording
+from asyncmoe.trajectory import NOT_SAMPLED, Buffer, Trajectory, part
 from asyncmoe.validity import validate
 from asyncmoe.wire.messages import Leased, Phase
 
@@ -65,6 +66,7 @@ class BoundedQueue:
         base_version: version at which reinforcement learning began.
         trained_steps: optimizer steps the trainer had taken, warm-up included, when this queue was made.
         demonstrations: capacity of the warm-up lane; 0 when there is no warm-up.
+        recording: what sampled trajectories must carry.
 
     Raises:
         ConfigError: sizes with which no step could ever be leased.
@@ -80,6 +82,7 @@ class BoundedQueue:
         base_version: int = 0,
         trained_steps: int = 0,
         demonstrations: int = 0,
+        recording: Recording = NOTHING,
     ) -> None:
         if batch % group_size:
             raise ConfigError("batch", got=batch, expected=f"a multiple of the group size {group_size}")
@@ -89,6 +92,7 @@ class BoundedQueue:
         trained = max(0, trained_steps - base_version) * batch
         self._ledger = Ledger(started=trained, trained=trained)
         self._group_size = group_size
+        self._recording = recording
         self._lanes: dict[Phase, Lane] = {"rl": Lane(capacity), "warmup": Lane(demonstrations)}
         self._version = 0
         self._trained_steps, self._last_commit = trained_steps, -1
@@ -160,7 +164,7 @@ class BoundedQueue:
             raise InvariantBroken(f"queue: put {len(trajectories)} trajectories of groups {groups}, expected {self._group_size} of one")
         for trajectory in trajectories:
             # An engine serves the next version a moment before all do.
-            validate(trajectory, newest_version=self._version + 1)
+            validate(trajectory, self._recording, newest_version=self._version + 1)
             if trajectory.oldest_version == NOT_SAMPLED:
                 raise TrajectoryRejected("bad_version", f"{trajectory.key}: sampled tokens without a version")
         await self._insert("rl", self._pack(trajectories), wait_s)
@@ -176,7 +180,7 @@ class BoundedQueue:
         if not self._lanes["warmup"].capacity:
             raise ConfigError("warmup.steps", got=0, expected="a warm-up, because there are demonstrations")
         for trajectory in trajectories:
-            validate(trajectory)
+            validate(trajectory, self._recording)
             await self._insert("warmup", self._pack([trajectory]), wait_s)
 
     # ------------------------------------------------------------ the trainer's side
@@ -203,17 +207,20 @@ class BoundedQueue:
         answer = await self._changes.until(lambda: self._try_lease(step, terms), min(wait_s, MAX_LEASE_WAIT_S))
         return answer if answer is not None else self._answer(step, phase)
 
-    def fetch(self, step: int, keys: Sequence[str]) -> list[Buffer]:
+    def fetch(self, step: int, keys: Sequence[str], layers: Sequence[int] | None = None, masks: bool = True) -> list[Buffer]:
         """Encoded frames (`asyncmoe.trajectory.encode`) of leased trajectories, in the order of `keys`.
 
+        Args:
+            layers, masks: as for `asyncmoe.trajectory.part`.
+
         Raises:
-            ProtocolError: `step` holds no lease, or a key is not in it.
+            ProtocolError: `step` holds no lease, a key is not in it, or a trajectory has no routes of one of `layers`.
         """
         frames = self._lane_of(step).frames(step)
         unknown = [key for key in keys if key not in frames]
         if unknown:
             raise ProtocolError(f"fetch: {unknown[0]} is not leased to step {step}")
-        return [frame for key in keys for frame in frames[key]]
+        return [frame for key in keys for frame in part(frames[key], layers, masks)]
 
     def commit(self, step: int) -> None:
         """Step `step` has been trained: its lease ends and its arrays are freed. Again is fine; steps commit in order.

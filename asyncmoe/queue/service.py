@@ -38,7 +38,7 @@ class QueueService:
             case Lease():
                 return await self._queue.lease(request.step, request.phase, request.count, request.version, request.wait_s)
             case Fetch():
-                return Fetched(request.keys), self._queue.fetch(request.step, request.keys)
+                return Fetched(request.keys), self._queue.fetch(request.step, request.keys, request.layers, request.masks)
             case Commit():
                 self._queue.commit(request.step)
             case Saved():

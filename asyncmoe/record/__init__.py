@@ -4,11 +4,14 @@ Stands on `asyncmoe.errors` and NumPy alone; the packing is done in csrc/record.
 """
 
 from asyncmoe.record.masks import EncodedMasks, Masks, decode_masks, encode_masks, token_outside
+from asyncmoe.record.recording import NOTHING, Recording
 from asyncmoe.record.routes import Routes, Routing, decode_routes, encode_routes
 
 __all__ = [
+    "NOTHING",
     "EncodedMasks",
     "Masks",
+    "Recording",
     "Routes",
     "Routing",
     "decode_masks",

@@ -9,6 +9,7 @@ from collections.abc import Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
+from asyncmoe import models
 from asyncmoe.config import Config
 from asyncmoe.errors import AsyncmoeError, ProtocolError
 from asyncmoe.queue.bounded import BoundedQueue
@@ -16,13 +17,13 @@ from asyncmoe.queue.service import QueueService
 from asyncmoe.rollout import episode, scoring, tasks
 from asyncmoe.rollout.engine import Engine
 from asyncmoe.rollout.engine_client import Sampling
-from asyncmoe.rollout.episode import Place
 from asyncmoe.rollout.pool import Pool
 from asyncmoe.rollout.producer import Producer, demonstrate
 from asyncmoe.rollout.recorder import Recorder
 from asyncmoe.rollout.scoring import Scorer
 from asyncmoe.rollout.tasks import Prompt, Task
 from asyncmoe.rollout.tokenizer import Tokenizer
+from asyncmoe.rollout.turns import Place
 from asyncmoe.rollout.weights import Conductor, WeightsRequest
 from asyncmoe.trajectory import Buffer, Trajectory
 from asyncmoe.wire import keys
@@ -82,7 +83,16 @@ class Controller:
         self._config, self._engines, self._recorder = config, engines, recorder
         self._tokenizer, self._task, self._scorer = tokenizer, task, scorer
         rollout = config.rollout
-        self._sampling = Sampling(rollout.temperature, rollout.max_new_tokens, (tokenizer.eos,))
+        self._recording = models.recording(config, models.load_hf_config(config.model.path))
+        self._sampling = Sampling(
+            rollout.temperature,
+            rollout.max_new_tokens,
+            (tokenizer.eos,),
+            top_p=rollout.top_p,
+            top_k=rollout.top_k,
+            min_p=rollout.min_p,
+            recording=self._recording,
+        )
         self._pool = Pool(engines, rollout.max_concurrent, rollout.request_timeout_s, recorder.generated)
         self._conductor = Conductor(self._pool, config.sync.timeout_s, self._published, recorder.paused)
         self._queue: BoundedQueue | None = None
@@ -195,6 +205,7 @@ class Controller:
             base_version=config.warmup.steps,
             trained_steps=request.step,
             demonstrations=2 * config.warmup.batch if config.warmup.steps else 0,
+            recording=self._recording,
         )
         service = QueueService(queue, run=config.run.dir.name, config_digest=config.digest)
         reply = await service(request)

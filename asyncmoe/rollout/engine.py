@@ -12,6 +12,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from asyncmoe import models
 from asyncmoe.config import Config
 from asyncmoe.errors import EngineError, UserError, WaitTimeout
 from asyncmoe.platform.sglang.lifetime import PARENT
@@ -48,7 +49,8 @@ class Engine:
         port = int(self._reserved.getsockname()[1])
         log = run_dir / "logs" / f"{name.replace('.', '-')}.log"
         self._log_start = log.stat().st_size if log.exists() else 0
-        self._child = Child(name, command(config, index, port), log, environment(config, index))
+        keeps_routing = models.kept_routing(config, models.load_hf_config(config.model.path)) is not None
+        self._child = Child(name, command(config, index, port, keeps_routing), log, environment(config, index))
         self.client = EngineClient(name, f"http://{section.host}:{port}")
 
     @property
@@ -89,7 +91,7 @@ class Engine:
         self._child.end(0.0)
 
 
-def command(config: Config, index: int, port: int) -> list[str]:
+def command(config: Config, index: int, port: int, keeps_routing: bool) -> list[str]:
     """The command line of engine `index`; what only a CPU needs is added there by `asyncmoe.platform.sglang`.
 
     - Overlapped scheduling is off: with it, a request paused in place has a token sampled by the old weights that SGLang has not
@@ -113,6 +115,8 @@ def command(config: Config, index: int, port: int) -> list[str]:
     if section.max_total_tokens is not None:
         flags["max-total-tokens"] = section.max_total_tokens
     switches = ["--skip-tokenizer-init", "--disable-overlap-schedule", "--custom-weight-loader", LOADER]
+    if keeps_routing:
+        switches.append("--enable-return-routed-experts")
     named = [word for flag, value in flags.items() for word in (f"--{flag}", str(value))]
     return [str(_python(section.python)), "-m", "asyncmoe.platform.sglang", *named, *switches, *section.args]
 

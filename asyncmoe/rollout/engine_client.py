@@ -14,6 +14,7 @@ import msgspec
 
 from asyncmoe.errors import EngineError, WaitTimeout
 from asyncmoe.receiver.command import LOADER, Command, payload
+from asyncmoe.record import NOTHING, Recording
 
 T = TypeVar("T")
 
@@ -24,7 +25,7 @@ class EngineLost(EngineError):
 
 @dataclass(frozen=True)
 class Sampling:
-    """How a response is drawn. No nucleus and no top-k: the recorded log-probability is that of the whole vocabulary.
+    """How a response is drawn, and what is recorded of it.
 
     There is no seed per request: SGLang heeds `sampling_seed` only with --enable-deterministic-inference
     (`sampling_batch_info.py`), which CPU and many GPU backends lack. Each engine is seeded as a whole instead, so which
@@ -35,11 +36,17 @@ class Sampling:
         max_new_tokens: the response ends with finish "length" there.
         stop: token ids that end a response, with those of the model's generation_config.json; the one that does is part of the
             response. Empty: nothing but its length ends it.
+        top_p, top_k, min_p: as in `RolloutSection`; with their defaults a token is drawn from the whole vocabulary.
+        recording: what the engine reports besides.
     """
 
     temperature: float
     max_new_tokens: int
     stop: tuple[int, ...]
+    top_p: float = 1.0
+    top_k: int | None = None
+    min_p: float = 0.0
+    recording: Recording = NOTHING
 
 
 class Span(msgspec.Struct, frozen=True):
@@ -60,6 +67,9 @@ class _Meta(msgspec.Struct, frozen=True):
     output_token_logprobs: list[tuple[float | None, int, str | None]]
     weight_versions: list[Span]
     cached_tokens: int = 0
+    routed_experts: str | None = None
+    output_token_sampling_mask: list[list[int]] | None = None
+    output_token_sampling_logprobs: list[float] | None = None
 
 
 class _Generated(msgspec.Struct, frozen=True):
@@ -86,10 +96,12 @@ class Generation:
 
     Attributes:
         tokens: sampled token ids, R of them; the stop token included when `finish` is "stop".
-        logprobs: R natural logarithms, of the softmax of logits / temperature over the whole vocabulary.
+        logprobs: R natural logarithms, of the softmax of logits / temperature over the ids sampled from where masks are recorded, else
+            over the whole vocabulary.
         spans: which version sampled which tokens; cover 0 to R without a gap.
         finish: "stop" or "length".
         cached_tokens: prompt tokens whose keys and values were taken from the prefix cache.
+        routes, masks: as the engine reports them (`asyncmoe.rollout.sampled`), where it was asked to.
     """
 
     tokens: tuple[int, ...]
@@ -97,6 +109,8 @@ class Generation:
     spans: tuple[Span, ...]
     finish: str
     cached_tokens: int
+    routes: str | None = None
+    masks: Sequence[Sequence[int]] | None = None
 
 
 class EngineClient:
@@ -125,30 +139,37 @@ class EngineClient:
         except (aiohttp.ClientError, TimeoutError):
             return False
 
-    async def generate(self, tokens: Sequence[int], sampling: Sampling, salt: str, timeout_s: float) -> Generation:
+    async def generate(self, tokens: Sequence[int], sampling: Sampling, salt: str, timeout_s: float, held: int = 0) -> Generation:
         """Sample one response to a prompt of token ids.
 
         Args:
             salt: prefixes are shared only between requests of the same salt.
+            held: leading tokens whose routes need not be sent, because earlier turns have them.
 
         Raises:
             EngineLost, EngineError, WaitTimeout: see the class's module; also when the engine aborted the request.
         """
+        recording = sampling.recording
         body = {
             "input_ids": list(tokens),
             "return_logprob": True,
+            "return_sampling_mask": recording.masks,
+            "return_routed_experts": recording.routing is not None,
+            "routed_experts_start_len": held if recording.routing is not None else 0,
             "cache_salt": salt,
             "sampling_params": {
                 "temperature": sampling.temperature,
                 "max_new_tokens": sampling.max_new_tokens,
                 "stop_token_ids": list(sampling.stop),
                 "ignore_eos": not sampling.stop,
-                # Said although they are the server's defaults: a truncated draw would not be from what the log-probability is of.
-                **{"top_p": 1.0, "top_k": -1, "min_p": 0.0},
+                # Said although they may be the server's defaults, which a model's generation_config.json can change.
+                "top_p": sampling.top_p,
+                "top_k": -1 if sampling.top_k is None else sampling.top_k,
+                "min_p": sampling.min_p,
                 "skip_special_tokens": False,
             },
         }
-        return self._generation(await self._post("/generate", body, _Generated, timeout_s))
+        return self._generation(await self._post("/generate", body, _Generated, timeout_s), recording)
 
     async def pause(self) -> None:
         """Stop between two forward passes; running requests and their keys and values stay where they are."""
@@ -216,7 +237,7 @@ class EngineClient:
         checked = await self._post("/weights_checker", {"action": "checksum"}, _Checked, timeout_s)
         return tuple(rank.checksums for rank in checked.ranks)
 
-    def _generation(self, reply: _Generated) -> Generation:
+    def _generation(self, reply: _Generated, recording: Recording) -> Generation:
         meta = reply.meta_info
         if meta.finish_reason.type == "abort":
             raise EngineError(f"{self.name}: the request was aborted: {meta.finish_reason.message}")
@@ -227,8 +248,20 @@ class EngineClient:
         ends = [span.end for span in meta.weight_versions]
         if [span.start for span in meta.weight_versions] != [0, *ends[:-1]] or ends[-1:] != [len(tokens)]:
             raise EngineError(f"{self.name}: version spans {meta.weight_versions} do not cover {len(tokens)} tokens")
-        finite = tuple(value for value in logprobs if value is not None)
-        return Generation(tokens, finite, tuple(meta.weight_versions), meta.finish_reason.type, meta.cached_tokens)
+        values = tuple(value for value in logprobs if value is not None)
+        if recording.masks:
+            values = tuple(meta.output_token_sampling_logprobs or ())
+            if len(values) != len(tokens):
+                raise EngineError(f"{self.name}: got {len(values)} log-probabilities over supports, expected {len(tokens)}")
+        return Generation(
+            tokens,
+            values,
+            tuple(meta.weight_versions),
+            meta.finish_reason.type,
+            meta.cached_tokens,
+            meta.routed_experts,
+            meta.output_token_sampling_mask,
+        )
 
     async def _post(self, path: str, body: Mapping[str, Any], kind: type[T], timeout_s: float | None = None) -> T:
         seconds = timeout_s or self._timeout_s

@@ -96,8 +96,11 @@ class Pool:
         """The oldest version an engine serves."""
         return min((member.version for member in self.serving), default=0)
 
-    async def generate(self, tokens: Sequence[int], sampling: Sampling) -> Answer:
+    async def generate(self, tokens: Sequence[int], sampling: Sampling, held: int = 0) -> Answer:
         """One response.
+
+        Args:
+            held: as for `EngineClient.generate`.
 
         Raises:
             TrajectoryRejected: "engine_died", "engine_error" or "engine_timeout".
@@ -105,7 +108,7 @@ class Pool:
         """
         async with self._slots:
             await self._gate.wait()
-            return await self._ask(self._least_loaded(), tokens, sampling)
+            return await self._ask(self._least_loaded(), tokens, sampling, held)
 
     def hold(self) -> None:
         """Close the gate. The time until `release` does not count as generating."""
@@ -150,11 +153,11 @@ class Pool:
                 self._record(member.engine.name, member.busy_since, now)
                 member.busy_since = now
 
-    async def _ask(self, member: Member, tokens: Sequence[int], sampling: Sampling) -> Answer:
+    async def _ask(self, member: Member, tokens: Sequence[int], sampling: Sampling, held: int) -> Answer:
         salt = member.version
         self._enter(member)
         try:
-            generation = await member.engine.client.generate(tokens, sampling, str(salt), self._timeout_s)
+            generation = await member.engine.client.generate(tokens, sampling, str(salt), self._timeout_s, held)
         except EngineLost as error:
             self.fence(member, str(error))
             raise TrajectoryRejected("engine_died", str(error)) from error

@@ -15,8 +15,8 @@ from collections.abc import Awaitable, Callable
 from asyncmoe.errors import AsyncmoeError, TrajectoryRejected
 from asyncmoe.queue.bounded import BoundedQueue
 from asyncmoe.rollout import episode
-from asyncmoe.rollout.episode import Place
 from asyncmoe.rollout.tasks import Prompt, Task
+from asyncmoe.rollout.turns import Place
 from asyncmoe.trajectory import Trajectory
 
 log = logging.getLogger(__name__)

@@ -113,12 +113,19 @@ def lease(client: Client, config: Config, step: int, phase: Phase, check: Callab
             raise WaitTimeout("the engines", f"{count} trajectories for step {step}", config.queue.lease_timeout_s)
 
 
-def fetch(client: Client, leased: Leased, wanted: Sequence[int]) -> dict[int, Trajectory]:
-    """The trajectories at the given positions of a leased batch."""
+def fetch(
+    client: Client, leased: Leased, wanted: Sequence[int], layers: tuple[int, ...] | None = None, masks: bool = True
+) -> dict[int, Trajectory]:
+    """The trajectories at the given positions of a leased batch.
+
+    Args:
+        layers: numbers of the layers whose routes this rank needs; None: all there are.
+        masks: whether it needs sampling masks.
+    """
     if not wanted:
         return {}
     names = tuple(leased.items[i].key for i in wanted)
-    reply, frames = client.ask(Fetch(leased.step, names), ANSWER_S)
+    reply, frames = client.ask(Fetch(leased.step, names, layers, masks), ANSWER_S)
     assert isinstance(reply, Fetched)
     each = frames_in(1)
     return {i: decode(frames[n * each : (n + 1) * each]) for n, i in enumerate(wanted)}

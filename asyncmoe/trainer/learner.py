@@ -52,7 +52,8 @@ class Learner:
         """
         updates = feed.plan_updates(leased.items, phase, self._config, self._mesh)
         wanted = sorted({i for update in updates for i in feed.mine(update, self._mesh)})
-        trajectories = feed.fetch(self._client, leased, wanted)
+        layers = () if self._replay is None else self._replay.layers
+        trajectories = feed.fetch(self._client, leased, wanted, layers, masks=self._mesh.last_stage)
         if phase == "warmup":
             return self._warm_up(updates, trajectories, leased, before_update)
         return self._reinforce(updates, trajectories, leased, step, before_update)

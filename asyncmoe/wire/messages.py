@@ -49,6 +49,10 @@ class Fetch(Message, frozen=True):
 
     step: int
     keys: tuple[str, ...]
+    layers: tuple[int, ...] | None = None
+    """Send only these layers' routes; None: all there are."""
+    masks: bool = True
+    """Send sampling masks."""
 
 
 class Commit(Message, frozen=True):

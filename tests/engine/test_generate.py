@@ -11,13 +11,14 @@ import pytest
 from asyncmoe.config.generation import TaskSection
 from asyncmoe.errors import EngineError, TrajectoryRejected
 from asyncmoe.queue.bounded import BoundedQueue
+from asyncmoe.record import Recording
 from asyncmoe.rollout import episode, scoring
 from asyncmoe.rollout.engine_client import Sampling
-from asyncmoe.rollout.episode import Place
 from asyncmoe.rollout.producer import Producer
 from asyncmoe.rollout.tasks import Prompt
 from asyncmoe.rollout.tasks.arithmetic import Arithmetic
 from asyncmoe.rollout.tokenizer import Tokenizer
+from asyncmoe.rollout.turns import Place
 from asyncmoe.trajectory import Trajectory
 from asyncmoe.validity import validate
 from tests.engine.conftest import Rig
@@ -35,7 +36,7 @@ def test_log_probabilities_are_those_of_transformers(rig: Rig, model: Path, toke
         return await asyncio.gather(*(episode.run(task.prompt(g), Place(g, 0, 0), rig.pool, sampling, tokenizer, scorer) for g in range(8)))
 
     for record in rig.run(play()):
-        validate(record, tokenizer.vocabulary)
+        validate(record, Recording(vocabulary=tokenizer.vocabulary))
         prompt = record.tokens[~record.loss_mask].tolist()
         response = record.tokens[record.loss_mask].tolist()
         assert task.prompt(record.group).tokens == tuple(prompt)

@@ -11,9 +11,9 @@ import pytest
 
 from asyncmoe.rollout import episode, scoring
 from asyncmoe.rollout.engine_client import Sampling
-from asyncmoe.rollout.episode import Place
 from asyncmoe.rollout.tasks.arithmetic import Arithmetic
 from asyncmoe.rollout.tokenizer import Tokenizer
+from asyncmoe.rollout.turns import Place
 from asyncmoe.trajectory import Trajectory, encode
 from tests.engine.conftest import Rig
 from tests.engine.oracle import Oracle, perturbed

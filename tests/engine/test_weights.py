@@ -14,10 +14,10 @@ import pytest
 
 from asyncmoe import models
 from asyncmoe.errors import EngineError, TrajectoryRejected, WeightSyncError
-from asyncmoe.rollout import episode
+from asyncmoe.record import Recording
 from asyncmoe.rollout.engine_client import Sampling
-from asyncmoe.rollout.episode import Place
 from asyncmoe.rollout.pool import Answer
+from asyncmoe.rollout.turns import Place, Turn, assemble
 from asyncmoe.trainer.verify import engine_checksums
 from asyncmoe.trajectory import Trajectory
 from asyncmoe.wire.messages import EnginesAsk, WeightsAbort, WeightsBegin, WeightsCommit
@@ -56,7 +56,7 @@ async def generate(rig: Rig, tokens: int = 8, prompt: tuple[int, ...] = PROMPT) 
 
 
 def record(answer: Answer) -> Trajectory:
-    return episode.assemble(PROMPT, Place(0, 0, 0), answer.generation, answer.salt, 0.0, {})
+    return assemble([Turn(PROMPT, answer.generation, answer.salt)], Place(0, 0, 0), Recording(), 0.0, {})
 
 
 def difference(answer: Answer, oracle: Oracle) -> float:

@@ -11,11 +11,11 @@ import pytest
 
 from asyncmoe.errors import AsyncmoeError, EngineError, TrajectoryRejected
 from asyncmoe.queue.bounded import BoundedQueue
-from asyncmoe.rollout import episode
+from asyncmoe.record import Recording
 from asyncmoe.rollout.engine_client import Generation, Span
-from asyncmoe.rollout.episode import Place
 from asyncmoe.rollout.producer import Producer, demonstrate
 from asyncmoe.rollout.tasks import Demonstration, Prompt
+from asyncmoe.rollout.turns import Place, Turn, assemble
 from asyncmoe.trajectory import NOT_SAMPLED, Trajectory
 
 GROUP, BATCH = 4, 8
@@ -34,7 +34,7 @@ class Numbers:
 
 def respond(prompt: Prompt, place: Place) -> Trajectory:
     generation = Generation((7, 2), (-0.5, -0.25), (Span("0", 0, 2),), "stop", 0)
-    return episode.assemble(prompt.tokens, place, generation, 0, 1.0, {})
+    return assemble([Turn(prompt.tokens, generation, 0)], place, Recording(), 1.0, {})
 
 
 def queue(eta: int = 1, capacity: int = 16, demonstrations: int = 0) -> BoundedQueue:
@@ -177,7 +177,7 @@ def test_demonstrations_keep_the_warm_up_lane_full() -> None:
 def assembled(salt: int, *spans: tuple[str, int, int]) -> Trajectory:
     size = spans[-1][2]
     made = Generation(tuple(range(10, 10 + size)), (-1.0,) * size, tuple(Span(*span) for span in spans), "length", 0)
-    return episode.assemble((3, 4, 5), Place(7, 2, 1), made, salt, 0.5, {"generate": 1.0})
+    return assemble([Turn((3, 4, 5), made, salt)], Place(7, 2, 1), Recording(), 0.5, {"generate": 1.0})
 
 
 def test_every_token_has_the_version_that_sampled_it() -> None:

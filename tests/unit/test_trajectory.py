@@ -14,8 +14,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from asyncmoe.errors import ProtocolError, TrajectoryRejected
-from asyncmoe.record import EncodedMasks, Masks, Routes, Routing, encode_masks, encode_routes
-from asyncmoe.trajectory import ARRAYS, NOT_SAMPLED, Limits, Trajectory, decode, encode, frames_in
+from asyncmoe.record import EncodedMasks, Masks, Recording, Routes, Routing, encode_masks, encode_routes
+from asyncmoe.trajectory import ARRAYS, NOT_SAMPLED, Limits, Trajectory, decode, encode, frames_in, part
 from asyncmoe.validity import validate
 
 INT32 = np.iinfo(np.int32)
@@ -282,15 +282,15 @@ def sampled(values: list[Any], dtype: str) -> np.ndarray:
 )
 def test_validate_names_the_reason(changes: dict[str, Any], reason: str) -> None:
     with pytest.raises(TrajectoryRejected) as caught:
-        validate(make(**changes), vocab_size=9)
+        validate(make(**changes), Recording(vocabulary=9))
     assert caught.value.reason == reason
     assert "g0.e0" in str(caught.value)
 
 
 def test_validate_takes_a_good_one_and_a_demonstration() -> None:
-    validate(make(), vocab_size=9)
+    validate(make(), Recording(vocabulary=9))
     demonstration = make(versions=np.full(4, NOT_SAMPLED, np.int32), logprobs=np.zeros(4, np.float32))
-    validate(demonstration, vocab_size=9)
+    validate(demonstration, Recording(vocabulary=9))
     assert demonstration.oldest_version == NOT_SAMPLED
     assert not demonstration.is_pure
 
@@ -338,13 +338,50 @@ FLIPPED = dataclasses.replace(routes_of(3), planes=bytes(routes_of(3).planes)[:-
 )
 def test_validate_refuses_a_wrong_record_by_name(changes: dict[str, Any], reason: str) -> None:
     with pytest.raises(TrajectoryRejected, match=r"g0\.e0") as caught:
-        validate(make(**changes), vocab_size=9, newest_version=3, routing=ROUTING)
+        validate(make(**{"routes": routes_of(3)} | changes), Recording(ROUTING, vocabulary=9), newest_version=3)
     assert caught.value.reason == reason
+
+
+def test_what_is_to_be_recorded_is_demanded_of_what_was_sampled() -> None:
+    routes, masks = routes_of(3), masks_of([[], [], [7], [8]])
+    kept = Recording(ROUTING, masks=True, vocabulary=9)
+    validate(make(routes=routes, masks=masks), kept)
+    for changes, reason in (
+        ({"masks": masks}, "no_routes"),
+        ({"routes": routes}, "no_mask"),
+        ({"routes": routes, "masks": masks_of([[], [], [7], []])}, "no_mask"),
+    ):
+        with pytest.raises(TrajectoryRejected, match=r"g0\.e0") as caught:
+            validate(make(**changes), kept)
+        assert caught.value.reason == reason
+    validate(make(versions=np.full(4, NOT_SAMPLED, np.int32), logprobs=np.zeros(4, np.float32)), kept)  # a demonstration
+
+
+def test_a_part_of_what_was_recorded_travels_alone() -> None:
+    routing = Routing(all_layers=5, layers=(0, 1, 3, 4), top_k=2, experts=5)
+    random = np.random.default_rng(0).integers(0, 5, (3, 5, 2), dtype=np.int32)
+    whole = make(routes=encode_routes(random, routing, "t"), masks=masks_of([[], [], [7], [8]]))
+    frames = encode(whole)
+    for layers in ((), (0,), (1, 3), (0, 4), (0, 1, 3, 4)):
+        got = decode(part(frames, layers, masks=False))
+        assert got.routes is not None
+        assert got.masks is None
+        assert got.routes.layers == layers
+        np.testing.assert_array_equal(decode_routes(got.routes, "t"), random[:, list(layers)].transpose(1, 0, 2))
+        np.testing.assert_array_equal(got.tokens, whole.tokens)
+    assert sum(memoryview(f).nbytes for f in part(frames, (3, 4))[5:6]) * 2 == sum(memoryview(f).nbytes for f in frames[5:6])
+    again = decode(part(frames))
+    assert again.routes is not None
+    assert again.masks is not None
+    assert decode(part(encode(make()), (0,))).routes is None
+    for wrong in ((2,), (1, 0), (1, 1)):
+        with pytest.raises(ProtocolError, match="to send, expected some of"):
+            part(frames, wrong)
 
 
 def test_validate_takes_a_right_record() -> None:
     whole = make(routes=routes_of(3), masks=masks_of([[], [], [], [1, 8]]))
-    validate(whole, vocab_size=9, newest_version=3, routing=ROUTING)
+    validate(whole, Recording(ROUTING, vocabulary=9), newest_version=3)
     validate(whole)
 
 

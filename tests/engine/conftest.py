@@ -50,7 +50,7 @@ def settings(model: Path, run_dir: Path, **engines: object) -> Config:
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("model") / "tiny"
-    make_model(path, MadeModel(), seed=0)
+    make_model(path, MadeModel(layers=4), seed=0)
     return path
 
 

@@ -20,7 +20,7 @@ class Oracle:
         assert "asyncmoe.trainer.model" not in sys.modules
         self.path = path
         self.weights: dict[str, torch.Tensor] = load_file(path / "model.safetensors")
-        self._model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+        self.model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
 
     def logprobs(
         self, prompt: Sequence[int], response: Sequence[int], temperature: float, cut: int | None = None, after: Oracle | None = None
@@ -34,10 +34,10 @@ class Oracle:
         seen = list(prompt) + list(response)
         whole = len(seen) if cut is None else len(prompt) + cut - 1
         with torch.no_grad():
-            first = self._model(torch.tensor([seen[:whole]]), use_cache=True)
+            first = self.model(torch.tensor([seen[:whole]]), use_cache=True)
             logits = [first.logits[0]]
             if after is not None:
-                logits.append(after._model(torch.tensor([seen[whole:]]), past_key_values=first.past_key_values).logits[0])
+                logits.append(after.model(torch.tensor([seen[whole:]]), past_key_values=first.past_key_values).logits[0])
         table = (torch.cat(logits) / temperature).log_softmax(-1)
         return [table[len(prompt) + i - 1, token].item() for i, token in enumerate(response)]
 

@@ -20,7 +20,7 @@ from tests.engine.conftest import settings
 
 pytestmark = pytest.mark.engine
 
-ROUTING = Routing(all_layers=2, layers=(0, 1), top_k=2, experts=8)
+ROUTING = Routing(all_layers=4, layers=(0, 1, 2, 3), top_k=2, experts=8)
 PROMPT = [20, 30, 40, 50, 60]
 # A random model is nearly uniform: with this top-p either of the two cuts some supports.
 TEMPERATURE, TOP_K, TOP_P = 0.7, 50, 0.3

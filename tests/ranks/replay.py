@@ -1,6 +1,6 @@
-"""Worker: log-probabilities of recorded trajectories under every layout of this world size. `replay.py RESULT DIRECTORY LAYOUT...`
+"""Worker: log-probabilities of recorded trajectories under every layout of this world size. `replay.py RESULT DIRECTORY T LAYOUT...`
 
-DIRECTORY holds `hf` (the weights that sampled them) and `trajectories.msgpack`. A layout is "tp,pp,ep".
+DIRECTORY holds `hf` (the weights that sampled them, at temperature T) and `trajectories.msgpack`. A layout is as in kept.py.
 """
 
 from __future__ import annotations
@@ -8,7 +8,9 @@ from __future__ import annotations
 import json
 import logging
 import sys
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -16,28 +18,32 @@ import torch
 import torch.distributed as dist
 
 from asyncmoe.models import load_hf_config
-from asyncmoe.trainer import batch, mesh, model, step
+from asyncmoe.trainer import batch, loop, mesh, model, step
 from asyncmoe.trajectory import Trajectory, decode
 from tests.ranks import case
+from tests.ranks.kept import settings_of
 
 
-def main(result: Path, path: Path, layouts: list[str]) -> None:
+def main(result: Path, path: Path, temperature: float, layouts: list[str]) -> None:
     torch.set_num_threads(1)
     logging.disable(logging.WARNING)
     dist.init_process_group("gloo")
     recorded = [decode(frames) for frames in msgspec.msgpack.decode((path / "trajectories.msgpack").read_bytes())]
     found = {}
     for layout in layouts:
-        tp, pp, ep = map(int, layout.split(","))
         for how in ("packed", "single"):
-            found[f"{layout} {how}"] = largest_difference(path, recorded, {"tp": tp, "pp": pp, "ep": ep, "pack": how == "packed"})
+            found[f"{layout} {how}"] = differences(path, recorded, temperature, settings_of(layout) | {"pack": how == "packed"})
     if dist.get_rank() == 0:
         result.write_text(json.dumps(found))
     mesh.stop()
 
 
-def largest_difference(path: Path, recorded: list[Trajectory], trainer: dict[str, object]) -> float:
-    """Over every sampled token of every trajectory, between this trainer and what the engine recorded."""
+def differences(path: Path, recorded: list[Trajectory], temperature: float, trainer: dict[str, Any]) -> dict[str, float]:
+    """Over every sampled token of every trajectory, between this trainer and what the engine recorded.
+
+    Returns:
+        largest: with routes and masks as recorded. bias_mean, bias_largest: of trainer - engine with routes as recorded, but without masks.
+    """
     if mesh.groups.is_initialized():
         mesh.leave()
     config = case.config(path, ranks=dist.get_world_size(), tokens_per_microbatch=256, **trainer)
@@ -46,16 +52,30 @@ def largest_difference(path: Path, recorded: list[Trajectory], trainer: dict[str
     model.load_hf(built, path / "hf")
     lengths = [len(t) for t in recorded]
     schedule = batch.schedule(lengths, place.dp, 256, config.trainer.pack, place.tp)
+    replay = loop.replay(config, built)
+    assert replay is not None
     nothing = np.zeros(len(recorded))
     batches = [
         batch.pack(
-            dict(enumerate(recorded)), indices, advantages=nothing, weights=nothing, pad_multiple=place.tp, packed=config.trainer.pack
+            dict(enumerate(recorded)),
+            indices,
+            advantages=nothing,
+            weights=nothing,
+            pad_multiple=place.tp,
+            packed=config.trainer.pack,
+            routing=replay.routing,
         )
         for indices in schedule.ranks[place.dp_rank]
     ]
-    ours = step.logprobs_only(built, batches, lengths, case.TEMPERATURE)
-    return max(float(np.abs(ours[i] - t.logprobs)[t.loss_mask].max()) for i, t in enumerate(recorded))
+    ours = step.logprobs_only(built, batches, lengths, temperature, replay)
+    bare = step.logprobs_only(built, [replace(b, support=None) for b in batches], lengths, temperature, replay)
+    bias = np.concatenate([(bare[i] - t.logprobs)[t.loss_mask] for i, t in enumerate(recorded)])
+    return {
+        "largest": max(float(np.abs(ours[i] - t.logprobs)[t.loss_mask].max()) for i, t in enumerate(recorded)),
+        "bias_mean": float(bias.mean()),
+        "bias_largest": float(np.abs(bias).max()),
+    }
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:])
+    main(Path(sys.argv[1]), Path(sys.argv[2]), float(sys.argv[3]), sys.argv[4:])

@@ -14,7 +14,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from asyncmoe.errors import ProtocolError, TrajectoryRejected
-from asyncmoe.record import EncodedMasks, Masks, Recording, Routes, Routing, encode_masks, encode_routes
+from asyncmoe.record import EncodedMasks, Masks, Recording, Routes, Routing, decode_routes, encode_masks, encode_routes
 from asyncmoe.trajectory import ARRAYS, NOT_SAMPLED, Limits, Trajectory, decode, encode, frames_in, part
 from asyncmoe.validity import validate
 

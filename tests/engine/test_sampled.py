@@ -3,46 +3,31 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from asyncmoe.record import Routing, decode_masks, decode_routes, encode_masks, encode_routes
+from asyncmoe.models.make import VOCAB
+from asyncmoe.record import Recording, Routing, decode_masks, decode_routes
 from asyncmoe.rollout.engine import Engine
-from asyncmoe.rollout.sampled import routed_experts, sampling_masks
+from asyncmoe.rollout.engine_client import Sampling
+from asyncmoe.rollout.turns import Place, Turn, assemble, held
+from asyncmoe.trajectory import Trajectory
+from asyncmoe.validity import validate
 from tests.engine.conftest import settings
 
 pytestmark = pytest.mark.engine
 
 ROUTING = Routing(all_layers=4, layers=(0, 1, 2, 3), top_k=2, experts=8)
-PROMPT = [20, 30, 40, 50, 60]
+RECORDING = Recording(ROUTING, masks=True, vocabulary=VOCAB)
+PROMPT = (20, 30, 40, 50, 60)
+OBSERVATION = (7, 8, 9)
 # A random model is nearly uniform: with this top-p either of the two cuts some supports.
-TEMPERATURE, TOP_K, TOP_P = 0.7, 50, 0.3
-
-
-@pytest.fixture(scope="module")
-def url(model: Path, runner: asyncio.Runner, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Of an engine that reports routes."""
-
-    async def start() -> Engine:
-        config = settings(model, tmp_path_factory.mktemp("run"), args=["--enable-return-routed-experts"])
-        engine = Engine("engine.0", config, 0, config.run.dir)
-        try:
-            await engine.wait_ready()
-        except BaseException:
-            await engine.stop()
-            raise
-        return engine
-
-    engine = runner.run(start())
-    yield engine.client.url
-    runner.run(engine.stop())
+SAMPLING = Sampling(0.7, 20, (), top_p=0.3, top_k=50, recording=RECORDING)
 
 
 @pytest.fixture(scope="module")
@@ -50,31 +35,37 @@ def reference(model: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
 
 
-def generate(runner: asyncio.Runner, url: str, tokens: list[int], new: int, **fields: Any) -> tuple[list[int], dict[str, Any]]:
-    sampling = {"temperature": TEMPERATURE, "top_k": TOP_K, "top_p": TOP_P, "max_new_tokens": new, "ignore_eos": True}
-    body = {"input_ids": tokens, "sampling_params": sampling, "return_logprob": True, "return_routed_experts": True, **fields}
+@pytest.fixture(scope="module")
+def record(model: Path, runner: asyncio.Runner, tmp_path_factory: pytest.TempPathFactory) -> Trajectory:
+    """Of two turns with an observation between them, by an engine with the checkpoint's weights."""
 
-    async def ask() -> dict[str, Any]:
-        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(60)) as session, session.post(f"{url}/generate", json=body) as reply:
-            assert reply.status == 200, await reply.text()
-            answer: dict[str, Any] = await reply.json()
-            return answer
+    async def play() -> Trajectory:
+        config = settings(model, tmp_path_factory.mktemp("run"))
+        engine = Engine("engine.0", config, 0, config.run.dir)
+        try:
+            await engine.wait_ready()
+            first = Turn(PROMPT, await engine.client.generate(PROMPT, SAMPLING, "0", 60.0), 0)
+            seen = (*PROMPT, *first.generation.tokens, *OBSERVATION)
+            answer = await engine.client.generate(seen, SAMPLING, "0", 60.0, held=held([first]))
+        finally:
+            await engine.stop()
+        assert answer.routes is not None
+        assert first.generation.routes is not None
+        assert len(answer.routes) < len(first.generation.routes)  # what the first turn has is not sent again
+        return assemble([first, Turn(OBSERVATION, answer, 0)], Place(0, 0, 0), RECORDING, 0.0, {})
 
-    answer = runner.run(ask())
-    return answer["output_ids"], answer["meta_info"]
+    return runner.run(play())
 
 
-def test_routes_of_two_turns_are_those_of_transformers(runner: asyncio.Runner, url: str, reference: Any) -> None:
-    response, meta = generate(runner, url, PROMPT, 20)
-    tokens = PROMPT + response
-    first = routed_experts(meta["routed_experts"], ROUTING, tokens=len(tokens), held=0, key="g0")
-    tokens += [7, 8, 9]  # an observation
-    response, meta = generate(runner, url, tokens, 10, routed_experts_start_len=len(first))
-    tokens += response
-    second = routed_experts(meta["routed_experts"], ROUTING, tokens=len(tokens), held=len(first), key="g0")
-    packed = encode_routes(np.concatenate([first, second]), ROUTING, "g0")
-    got = decode_routes(packed, "g0")
+def test_two_turns_are_one_record(record: Trajectory) -> None:
+    validate(record, RECORDING, newest_version=0)
+    assert record.loss_mask.tolist() == [*[False] * 5, *[True] * 20, *[False] * 3, *[True] * 20]
+    assert record.is_pure
 
+
+def test_routes_are_those_of_transformers(record: Trajectory, reference: Any) -> None:
+    assert record.routes is not None
+    got = decode_routes(record.routes, "g0")
     chosen: list[np.ndarray] = []
     hooks = [
         layer.mlp.gate.register_forward_hook(
@@ -83,27 +74,25 @@ def test_routes_of_two_turns_are_those_of_transformers(runner: asyncio.Runner, u
         for layer in reference.model.layers
     ]
     with torch.no_grad():
-        reference(torch.tensor([tokens[:-1]]))
+        reference(torch.from_numpy(record.tokens[:-1]).long()[None])
     for hook in hooks:
         hook.remove()
     np.testing.assert_array_equal(got, np.stack(chosen))
 
 
-def test_masks_are_those_of_transformers(runner: asyncio.Runner, url: str, reference: Any) -> None:
-    response, meta = generate(runner, url, PROMPT, 20, return_sampling_mask=True)
-    vocabulary = reference.config.vocab_size
-    lists = meta["output_token_sampling_mask"]
-    found = sampling_masks(lists, np.array(response, np.int32), vocabulary, before=len(PROMPT), after=0, key="g0")
-    masks = decode_masks(encode_masks(found, "g0"), "g0")
-    assert masks.counts[: len(PROMPT)].tolist() == [0] * len(PROMPT)
-
+def test_masks_and_log_probabilities_over_them_are_those_of_transformers(record: Trajectory, reference: Any) -> None:
+    assert record.masks is not None
+    masks = decode_masks(record.masks, "g0")
+    places = np.flatnonzero(record.loss_mask)
+    assert masks.counts[~record.loss_mask].tolist() == [0] * 8
     with torch.no_grad():
-        logits = reference(torch.tensor([PROMPT + response])).logits[0, len(PROMPT) - 1 : -1]
-    most, ids = (logits / TEMPERATURE).softmax(-1).topk(TOP_K)
+        logits = reference(torch.from_numpy(record.tokens).long()[None]).logits[0, places - 1] / SAMPLING.temperature
+    most, ids = logits.softmax(-1).topk(50)
     # `top_k_top_p_min_p_sampling_from_probs_torch`: top-p counts shares of the whole vocabulary, not of the top-k.
-    kept = most.cumsum(-1) - most <= TOP_P
-    assert masks.counts.max() <= TOP_K
-    assert kept.sum(-1).min() < TOP_K
-    for row, (mine, keep) in enumerate(zip(ids, kept, strict=True), start=len(PROMPT)):
-        expected = sorted(mine[keep].tolist())
-        assert masks.ids[masks.offsets[row] : masks.offsets[row + 1]].tolist() == expected
+    kept = most.cumsum(-1) - most <= SAMPLING.top_p
+    assert kept.sum(-1).min() < 50
+    for row, mine, keep, values in zip(places, ids, kept, logits, strict=True):
+        expected = mine[keep].sort().values
+        assert masks.ids[masks.offsets[row] : masks.offsets[row + 1]].tolist() == expected.tolist()
+        logprob = values[record.tokens[row]] - values[expected].logsumexp(0)
+        assert record.logprobs[row] == pytest.approx(float(logprob), abs=1e-5)

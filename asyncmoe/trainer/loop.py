@@ -138,7 +138,9 @@ class Trainer:
             advantages = np.zeros(len(items), np.float32)
             loss, lr = SupervisedLoss(), config.warmup.lr
         else:
-            advantages = objective.group_advantages([i.reward for i in items], [i.group for i in items], config.objective.advantage)
+            advantages = objective.group_advantages(
+                [i.reward for i in items], [i.group for i in items], config.objective.advantage, [i.sampled for i in items]
+            )
             loss = PolicyLoss(config.objective, config.rollout.temperature, version=self._step)
             lr = optimizer.lr_at(self._step - config.warmup.steps, config.trainer.optimizer, config.run.steps)
         proximal: dict[int, np.ndarray] | None = None

@@ -32,8 +32,7 @@ from asyncmoe.trainer.optimizer import set_lr  # noqa: E402
 
 _SUMS = ("loss", "rows", "tokens", "clipped", "tis_capped", "ratio", "kl", "logprob_diff", "entropy", "future")
 _MAXIMA = ("max_logprob_diff_same_version",)
-_AGES = 65
-"""Ages told apart; the last stands for all above."""
+_AGES = objective.AGES
 
 
 class Loss(Protocol):
@@ -56,22 +55,18 @@ class PolicyLoss:
     version: int
 
     def __call__(self, logprobs: torch.Tensor, batch: MicroBatch) -> tuple[torch.Tensor, Sums]:
-        rows = objective.Rows(batch.mask, batch.weights, batch.advantages, batch.behaviour, self._proximal(logprobs, batch))
-        loss, sums = objective.policy_loss(
-            logprobs, rows, clip_low=self.section.clip_low, clip_high=self.section.clip_high, tis_cap=self.section.tis_cap
+        rows = objective.Rows(
+            mask=batch.mask,
+            weights=batch.weights,
+            advantages=batch.advantages,
+            behaviour=batch.behaviour,
+            versions=batch.versions,
+            pure=batch.pure,
+            segments=objective.segments([count for _, _, count in batch.places], batch.rows).to(logprobs.device),
+            sequences=len(batch.places),
+            proximal=batch.proximal,
         )
-        sums |= objective.agreement(logprobs, batch.behaviour, batch.mask, batch.versions, batch.pure, self.version)
-        ages = self.version - batch.versions[batch.mask]
-        return loss, sums | {"ages": torch.bincount(ages.clamp(0, _AGES - 1), minlength=_AGES), "future": (ages < 0).sum()}
-
-    def _proximal(self, logprobs: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
-        if self.section.proximal == "behaviour":
-            return batch.behaviour
-        if batch.proximal is not None:
-            return batch.proximal
-        if self.section.updates_per_batch > 1:
-            raise InvariantBroken("several updates to a batch need the log-probabilities from before the first one in the micro-batches")
-        return logprobs.detach()  # the only update: the policy before it is the one being evaluated
+        return objective.policy_loss(logprobs, rows, self.section, self.version)
 
 
 @dataclass(frozen=True)

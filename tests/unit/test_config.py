@@ -83,7 +83,7 @@ def test_defaults_are_valid_and_frozen() -> None:
         ("engines.ep", 2, "2", "a divisor of engines.tp = 1"),
         ("rollout.group_size", 1, "1", "at least 2"),
         ("objective.updates_per_batch", 3, "3", "a divisor of rollout.groups_per_step = 16"),
-        ("objective.proximal", "behaviour", "2.0", "null because objective.proximal is behaviour"),
+        ("objective.proximal", "behaviour", "token", "none because objective.proximal is behaviour"),
         ("sync.every", 3, "3", "at most queue.staleness.eta + 1 = 2"),
         ("telemetry.live", "maybe", "'maybe'", "'auto', 'on' or 'off'"),
     ],

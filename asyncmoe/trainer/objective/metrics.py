@@ -103,6 +103,10 @@ def _count(place: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     return torch.zeros(AGES, dtype=torch.float64, device=mask.device).index_add_(0, place, mask.double())
 
 
+def _quantiles(bins: np.ndarray) -> dict[str, float]:
+    return dict(zip(map(str, QUANTILES), histogram.quantiles(bins, QUANTILES), strict=True)) if bins.any() else {}
+
+
 def metrics(sums: Mapping[str, Any]) -> dict[str, Any]:
     """The figures of a step, from `SUMS` over all its micro-batches and ranks. Means are over sampled tokens, log-probabilities in nats.
 
@@ -133,7 +137,7 @@ def metrics(sums: Mapping[str, Any]) -> dict[str, Any]:
         "tis_capped_fraction": one["tis_capped"] / tokens,
         "correction_mean": one["correction"] / kept,
         "ratio_mean": one["ratio"] / tokens,
-        "ratio_quantiles": dict(zip(map(str, QUANTILES), histogram.quantiles(values["ratio_bins"], QUANTILES), strict=True)),
+        "ratio_quantiles": _quantiles(values["ratio_bins"]),
         "ess": one["ratio"] ** 2 / (tokens * one["ratio_squared"]) if one["ratio_squared"] > 0 else 0.0,
         "kl": one["kl"] / tokens,
         "kl_direct": one["kl_direct"] / tokens,

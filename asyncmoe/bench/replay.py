@@ -56,7 +56,8 @@ def measure(folder: Path) -> dict[str, Any]:
     from asyncmoe.models.make import make_model
     from asyncmoe.record import encode_routes
     from asyncmoe.trainer import batch, loop, mesh, model, objective, optimizer
-    from asyncmoe.trainer.step import SupervisedLoss, logprobs_only, train_step
+    from asyncmoe.trainer.losses import SupervisedLoss
+    from asyncmoe.trainer.step import logprobs_only, train_step
 
     logging.disable(logging.WARNING)
     path = folder / "model"

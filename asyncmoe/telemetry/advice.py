@@ -65,7 +65,7 @@ def _rejected(g: Gauges) -> str | None:
 
 
 def _off_policy(g: Gauges) -> str | None:
-    for share, name in ((g.clip_fraction, "clipped"), (g.tis_capped, "capped by objective.tis_cap")):
+    for share, name in ((g.clip_fraction, "clipped"), (g.tis_capped, "capped by objective.correction.cap")):
         if (share or 0.0) > OFF_POLICY:
             return f"{percent(share)} of the tokens are {name}: lower queue.staleness.eta or trainer.optimizer.lr."
     return None

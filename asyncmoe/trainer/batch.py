@@ -149,6 +149,7 @@ class MicroBatch:
         advantages: float32[T]; 0 outside `mask`.
         weights: float32[T]; what the row's loss counts for in the loss of the step; 0 outside `mask`.
         proximal: float32[T] or None; log-probability of the target under the trainer before the batch's first update.
+        reference: float32[T] or None; the same under the reference policy, over the whole vocabulary.
         cu_seqlens: int32[n + 1] or None; starts of the packed sequences and T at last, padding as a sequence of its own. None: one
             sequence, padding at its end (no row before it sees it).
         max_seqlen: the longest sequence.
@@ -167,6 +168,7 @@ class MicroBatch:
     advantages: torch.Tensor
     weights: torch.Tensor
     proximal: torch.Tensor | None
+    reference: torch.Tensor | None
     cu_seqlens: torch.Tensor | None
     max_seqlen: int
     experts: Experts | None
@@ -194,6 +196,7 @@ def pack(
     pad_multiple: int,
     packed: bool,
     proximal: Mapping[int, np.ndarray] | None = None,
+    reference: Mapping[int, np.ndarray] | None = None,
     routing: Routing | None = None,
 ) -> MicroBatch:
     """Lay trajectories out as one micro-batch; no indices: filler of `pad_multiple` rows that counts for nothing.
@@ -205,7 +208,7 @@ def pack(
         weights: what a sampled token of each trajectory index of the whole step counts for (`objective.token_weights`).
         pad_multiple: rows are padded to a multiple of it: the tensor-parallel size.
         packed: `cu_seqlens` separates the sequences.
-        proximal: float32[T_i] a trajectory, aligned with its tokens, as `step.logprobs_only` returns.
+        proximal, reference: float32[T_i] a trajectory, aligned with its tokens, as `step.logprobs_only` returns.
         routing: the layers whose recorded experts rows are sent through; None: routers choose.
     """
     if not packed and len(indices) > 1:
@@ -232,6 +235,7 @@ def pack(
         advantages=flat.each([float(advantages[i]) for i in indices], np.float32) * mask,
         weights=flat.each([float(weights[i]) for i in indices], np.float32) * mask,
         proximal=None if proximal is None else flat.next([proximal[i] for i in indices], np.float32) * mask,
+        reference=None if reference is None else flat.next([reference[i] for i in indices], np.float32) * mask,
         cu_seqlens=torch.tensor([*starts, rows] if rows > starts[-1] else starts, dtype=torch.int32) if packed else None,
         max_seqlen=max([*lengths, rows - starts[-1]]) if packed else rows,
         experts=None if routing is None else recorded.experts(chosen, starts, rows, routing),

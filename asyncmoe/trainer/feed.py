@@ -47,7 +47,9 @@ def plan_updates(items: Sequence[Item], phase: Phase, config: Config, mesh: Mesh
         Update(
             tuple(part),
             batch.schedule([items[i].tokens for i in part], mesh.dp, trainer.tokens_per_microbatch, trainer.pack, mesh.tp),
-            objective.token_weights([items[i].sampled for i in part], aggregation),
+            objective.token_weights(
+                [items[i].sampled for i in part], aggregation, [items[i].group for i in part], config.rollout.max_new_tokens
+            ),
         )
         for part in parts
     ]
@@ -61,6 +63,7 @@ def microbatches(
     mesh: Mesh,
     routing: Routing | None = None,
     proximal: Mapping[int, np.ndarray] | None = None,
+    reference: Mapping[int, np.ndarray] | None = None,
 ) -> list[MicroBatch]:
     """This rank's micro-batches of an update.
 
@@ -68,7 +71,7 @@ def microbatches(
         trajectories: by position in the batch; at least those this rank trains on.
         advantages: float32[batch].
         routing: what this rank replays, where routing is kept.
-        proximal: by position in the batch, or None.
+        proximal, reference: log-probabilities by position in the batch, or None.
     """
     members = update.members
     return [
@@ -80,6 +83,7 @@ def microbatches(
             pad_multiple=mesh.tp,
             packed=config.trainer.pack,
             proximal=None if proximal is None else {i: proximal[members[i]] for i in indices},
+            reference=None if reference is None else {i: reference[members[i]] for i in indices},
             routing=routing,
         )
         for indices in update.schedule.ranks[mesh.dp_rank]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch.distributed as dist
@@ -13,10 +14,13 @@ from asyncmoe.errors import Disagreement
 from asyncmoe.platform import megatron
 from asyncmoe.trainer import agreement, feed, objective, optimizer
 from asyncmoe.trainer.agreement import Agreement
+from asyncmoe.trainer.batch import MicroBatch
 from asyncmoe.trainer.feed import Update
+from asyncmoe.trainer.losses import PolicyLoss, SupervisedLoss
 from asyncmoe.trainer.model import Model
+from asyncmoe.trainer.reference import Reference
 from asyncmoe.trainer.replay import Replay
-from asyncmoe.trainer.step import Loss, PolicyLoss, StepMetrics, SupervisedLoss, logprobs_only, train_step
+from asyncmoe.trainer.step import StepMetrics, logprobs_only, train_step
 from asyncmoe.trajectory import Trajectory
 from asyncmoe.wire.client import Client
 from asyncmoe.wire.messages import Leased, Phase
@@ -24,6 +28,9 @@ from asyncmoe.wire.messages import Leased, Phase
 megatron.prepare()
 
 from megatron.core.optimizer import MegatronOptimizer  # noqa: E402
+
+LogProbs = dict[int, np.ndarray]
+"""float32[T] by position in the batch."""
 
 log = logging.getLogger(__name__)
 
@@ -34,11 +41,15 @@ class Learner:
     Args:
         client: fetches trajectories.
         replay: where routing is kept.
+
+    Raises:
+        DataError: the reference policy's checkpoint cannot be read.
     """
 
     def __init__(self, config: Config, model: Model, adam: MegatronOptimizer, client: Client, replay: Replay | None) -> None:
         self._config, self._model, self._optimizer, self._client, self._replay = config, model, adam, client, replay
         self._mesh = model.mesh
+        self._reference = Reference(model, config.model.path) if config.objective.kl.coefficient else None
 
     def learn(self, leased: Leased, phase: Phase, step: int, before_update: Callable[[], None]) -> list[StepMetrics]:
         """The updates made of a batch.
@@ -75,36 +86,55 @@ class Learner:
     ) -> list[StepMetrics]:
         config, items, mesh = self._config, leased.items, self._mesh
         routing = None if self._replay is None else self._replay.routing
-        advantages = objective.group_advantages([i.reward for i in items], [i.group for i in items], config.objective.advantage)
-        loss: Loss = PolicyLoss(config.objective, config.rollout.temperature, version=step)
+        advantages = objective.group_advantages(
+            [i.reward for i in items], [i.group for i in items], config.objective.advantage, [i.sampled for i in items]
+        )
         lr = optimizer.lr_at(step - config.warmup.steps, config.trainer.optimizer, config.run.steps)
-        verify = bool(config.verify.logprobs_every) and (step - config.warmup.steps) % config.verify.logprobs_every == 0
+
+        def microbatches(update: Update, before: LogProbs | None = None, reference: LogProbs | None = None) -> list[MicroBatch]:
+            return feed.microbatches(update, trajectories, advantages, config, mesh, routing, before, reference)
+
+        before, reference = self._logprobs(updates, microbatches, leased, trajectories, step)
+        metrics = []
+        for i, update in enumerate(updates):
+            loss = PolicyLoss(config.objective, config.rollout.temperature, step, progress=i / len(updates))
+            made = microbatches(update, before, reference)
+            metrics.append(train_step(self._model, self._optimizer, made, loss, lr, before_update, self._replay))
+            if not metrics[-1].updated:
+                log.warning("step %d: every token was rejected (%s); no update", step, metrics[-1].figures["rejected_by_rule"])
+        return metrics
+
+    def _logprobs(
+        self,
+        updates: Sequence[Update],
+        microbatches: Callable[[Update], list[MicroBatch]],
+        leased: Leased,
+        trajectories: Mapping[int, Trajectory],
+        step: int,
+    ) -> tuple[LogProbs | None, LogProbs | None]:
+        """Under the trainer before the batch's first update, and under the reference policy; None where the objective needs none."""
+        config = self._config
+        every = config.verify.logprobs_every
+        verify = every > 0 and (step - config.warmup.steps) % every == 0
         recompute = len(updates) > 1 and config.objective.proximal == "recompute"
-        before: dict[int, np.ndarray] | None = None
-        if verify or recompute:
-            before = {}
-            for update in updates:
-                made = feed.microbatches(update, trajectories, advantages, config, mesh, routing)
-                lengths = [items[i].tokens for i in update.members]
+        before: LogProbs = {}
+        reference: LogProbs = {}
+        for update in updates if verify or recompute or self._reference is not None else ():
+            made, lengths = microbatches(update), [leased.items[i].tokens for i in update.members]
+            if verify or recompute:
                 found = logprobs_only(self._model, made, lengths, config.rollout.temperature, self._replay)
                 before |= {update.members[i]: values for i, values in found.items()}
-        if verify and before is not None:
+            if self._reference is not None:
+                # The reference is a policy of its own: it routes by itself and may say anything.
+                bare = [replace(batch, experts=None, support=None) for batch in made]
+                with self._reference.in_place():
+                    found = logprobs_only(self._model, bare, lengths, config.rollout.temperature, self._replay)
+                reference |= {update.members[i]: values for i, values in found.items()}
+        if verify:
             self._verify(trajectories, before, step)
-        proximal = before if recompute else None
-        return [
-            train_step(
-                self._model,
-                self._optimizer,
-                feed.microbatches(update, trajectories, advantages, config, mesh, routing, proximal),
-                loss,
-                lr,
-                before_update,
-                self._replay,
-            )
-            for update in updates
-        ]
+        return before if recompute else None, reference if self._reference is not None else None
 
-    def _verify(self, trajectories: Mapping[int, Trajectory], ours: Mapping[int, np.ndarray], version: int) -> None:
+    def _verify(self, trajectories: Mapping[int, Trajectory], ours: LogProbs, version: int) -> None:
         limits = self._config.verify
         mine = trajectories if self._mesh.reports else {}
         part = agreement.compare(list(mine.values()), [ours[i] for i in mine], version, limits.show)

@@ -12,21 +12,20 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-import msgspec
-import numpy as np
 import torch
 
 from asyncmoe import checkpoints, models
 from asyncmoe.config import Config
 from asyncmoe.platform import kernels
 from asyncmoe.telemetry.records import JsonLines, Spans
-from asyncmoe.telemetry.schema import METRICS, TRAINER_SPANS, Resume, Step
+from asyncmoe.telemetry.schema import METRICS, TRAINER_SPANS, Resume
 from asyncmoe.trainer import feed, mesh, model, optimizer, state
 from asyncmoe.trainer.direct import Direct
 from asyncmoe.trainer.feed import ANSWER_S
 from asyncmoe.trainer.gather import Gatherer
 from asyncmoe.trainer.learner import Learner
 from asyncmoe.trainer.published import Checksums, Published, Publisher
+from asyncmoe.trainer.records import step_record
 from asyncmoe.trainer.replay import Replay
 from asyncmoe.trainer.step import StepMetrics
 from asyncmoe.trainer.sync import Broadcast
@@ -193,67 +192,3 @@ def publisher(config: Config, built: model.Model, client: Client) -> Publisher:
         return Direct(config, built, client, checksums)
     gatherer = Gatherer(built, config.sync.bucket_bytes, config.sync.timeout_s)
     return Broadcast(config, gatherer, client, built.mesh, checksums)
-
-
-def step_record(
-    step: int,
-    leased: Leased,
-    phase: Phase,
-    updates: Sequence[StepMetrics],
-    published: Published | None,
-    waited: float,
-    times: tuple[float, float, float],
-) -> Step:
-    """What metrics.jsonl says about a step.
-
-    Args:
-        step: steps taken, this one included.
-        updates: metrics of its optimizer steps.
-        published: the last version that was published by its end, unless an earlier step has said so.
-        waited: seconds it waited for weight sync.
-        times: Unix seconds at which the step began, had its batch, and had trained.
-    """
-    begin, got, trained = times
-    end = time.time()
-    items, last = leased.items, updates[-1]
-    rows, tokens = sum(u.rows for u in updates), sum(u.tokens for u in updates)
-    differences = [u.logprob_diff_max_same_version for u in updates[:1] if u.logprob_diff_max_same_version is not None]
-    common = Step(
-        step=step,
-        phase=phase,
-        time=end,
-        step_seconds=end - begin,
-        wait_seconds=got - begin,
-        train_seconds=trained - got,
-        sync_wait_seconds=waited,
-        sync_seconds=published.seconds if published else None,
-        pause_ms=published.pause_ms if published else None,
-        version=step,
-        loss=sum(u.loss for u in updates) / len(updates),
-        grad_norm=last.grad_norm,
-        lr=last.lr,
-        tokens=rows,
-        tokens_per_s=rows / (end - begin),
-        response_tokens_mean=tokens / len(items),
-        queue_depth=leased.queue_depth,
-        dropped=leased.dropped,
-    )
-    if phase == "warmup":
-        return common
-    ages: dict[int, int] = {}
-    for update in updates:
-        for age, count in update.ages.items():
-            ages[age] = ages.get(age, 0) + count
-    rewards = np.array([item.reward for item in items])
-    return msgspec.structs.replace(
-        common,
-        reward_mean=float(rewards.mean()),
-        reward_std=float(rewards.std()),
-        staleness_max=max(ages),
-        staleness_mean=sum(age * count for age, count in ages.items()) / max(tokens, 1),
-        ages=ages,
-        logprob_diff_max_same_version=max(differences, default=None),
-        clip_fraction=float(np.mean([u.clip_fraction for u in updates])),
-        tis_capped_fraction=float(np.mean([u.tis_capped_fraction for u in updates])),
-        ratio_mean=float(np.mean([u.ratio_mean for u in updates])),
-    )

@@ -3,25 +3,24 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from asyncmoe.config.objective import ObjectiveSection
 from asyncmoe.errors import InvariantBroken
 from asyncmoe.platform import megatron
 from asyncmoe.trainer import objective
 from asyncmoe.trainer.batch import MicroBatch
 from asyncmoe.trainer.logprobs import target_logprobs
+from asyncmoe.trainer.losses import Loss
 from asyncmoe.trainer.mesh import Mesh
 from asyncmoe.trainer.model import Model
-from asyncmoe.trainer.objective import Sums
 
 megatron.prepare()
 
@@ -32,79 +31,23 @@ from megatron.core.pipeline_parallel import get_forward_backward_func  # noqa: E
 from asyncmoe.trainer.optimizer import set_lr  # noqa: E402
 from asyncmoe.trainer.replay import Replay  # noqa: E402
 
-_SUMS = ("loss", "rows", "tokens", "clipped", "tis_capped", "ratio", "kl", "logprob_diff", "entropy", "future")
-_MAXIMA = ("max_logprob_diff_same_version",)
-_AGES = 65
-"""Ages told apart; the last stands for all above."""
-
-
-class Loss(Protocol):
-    """What a step minimises."""
-
-    @property
-    def temperature(self) -> float:
-        """Logits are divided by it."""
-
-    def __call__(self, logprobs: torch.Tensor, batch: MicroBatch) -> tuple[torch.Tensor, Sums]:
-        """The micro-batch's share of the step's loss (`MicroBatch.weights` make it so), and its sums."""
-
-
-@dataclass(frozen=True)
-class PolicyLoss:
-    """The reinforcement-learning objective of the configuration at trainer version `version`."""
-
-    section: ObjectiveSection
-    temperature: float
-    version: int
-
-    def __call__(self, logprobs: torch.Tensor, batch: MicroBatch) -> tuple[torch.Tensor, Sums]:
-        rows = objective.Rows(batch.mask, batch.weights, batch.advantages, batch.behaviour, self._proximal(logprobs, batch))
-        loss, sums = objective.policy_loss(
-            logprobs, rows, clip_low=self.section.clip_low, clip_high=self.section.clip_high, tis_cap=self.section.tis_cap
-        )
-        sums |= objective.agreement(logprobs, batch.behaviour, batch.mask, batch.versions, batch.pure, self.version)
-        ages = self.version - batch.versions[batch.mask]
-        return loss, sums | {"ages": torch.bincount(ages.clamp(0, _AGES - 1), minlength=_AGES), "future": (ages < 0).sum()}
-
-    def _proximal(self, logprobs: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
-        if self.section.proximal == "behaviour":
-            return batch.behaviour
-        if batch.proximal is not None:
-            return batch.proximal
-        if self.section.updates_per_batch > 1:
-            raise InvariantBroken("several updates to a batch need the log-probabilities from before the first one in the micro-batches")
-        return logprobs.detach()  # the only update: the policy before it is the one being evaluated
-
-
-@dataclass(frozen=True)
-class SupervisedLoss:
-    """Negative log-likelihood of demonstrations."""
-
-    temperature: float = 1.0
-
-    def __call__(self, logprobs: torch.Tensor, batch: MicroBatch) -> tuple[torch.Tensor, Sums]:
-        return objective.supervised_loss(logprobs, batch.mask, batch.weights)
+_COMMON: Mapping[str, tuple[int, ...]] = {"loss": (), "rows": (), "entropy": ()}
+"""Sums that every loss has, by shape."""
 
 
 @dataclass(frozen=True)
 class StepMetrics:
-    """What a step was like, over all ranks; the same on every rank. Means are over sampled tokens; log-probabilities are in nats.
+    """What a step was like, over all ranks; the same on every rank.
 
     Attributes:
         loss: of the whole step.
-        grad_norm: before clipping.
+        grad_norm: before clipping; 0 where nothing was updated.
         lr: learning rate used.
         rows: tokens of the trajectories, prompts included.
         tokens: sampled tokens.
-        clip_fraction: share whose gradient the clip cut.
-        tis_capped_fraction: share whose importance weight was capped.
-        ratio_mean: of pi_trainer / pi_engine.
-        kl: KL(engine || trainer), k3 estimate.
-        entropy: of the trainer's distribution.
-        logprob_diff_mean: |trainer - engine|.
-        logprob_diff_max_same_version: |trainer - engine|, the largest over trajectories sampled wholly by the weights being trained; None
-            when there were none.
-        ages: sampled tokens by age, trainer's version - token's; ages above 63 count as 64.
+        entropy: nats; of the trainer's distribution over the whole vocabulary, mean over sampled tokens.
+        updated: False where every token was rejected: no parameter has changed.
+        figures: of a policy loss, as `objective.metrics` says; {} of another.
         routing_differs: by layer, the share of tokens that the trainer's router would have sent to other experts than the engine's did;
             {} where routing was not kept.
     """
@@ -114,15 +57,10 @@ class StepMetrics:
     lr: float
     rows: int
     tokens: int
-    clip_fraction: float
-    tis_capped_fraction: float
-    ratio_mean: float
-    kl: float
     entropy: float
-    logprob_diff_mean: float
-    logprob_diff_max_same_version: float | None
-    ages: dict[int, int] = field(default_factory=dict)
-    routing_differs: dict[int, float] = field(default_factory=dict)
+    updated: bool
+    figures: Mapping[str, Any]
+    routing_differs: Mapping[int, float]
 
 
 def train_step(
@@ -150,33 +88,35 @@ def train_step(
     model.ddp.zero_grad_buffer()
     optimizer.zero_grad()
     results, differs = _run(model, microbatches, partial(_loss_of, model.mesh, loss), forward_only=False, replay=replay)
-    sums, maxima = _reduce(model.mesh, results)
-    if not math.isfinite(sums["loss"]):
-        raise InvariantBroken(f"the loss is {sums['loss']}; no parameter was changed")
-    if sums["future"]:
+    sums = _reduce(model.mesh, results, {**_COMMON, **loss.sums})
+    value, tokens = float(sums["loss"]), int(sums["tokens"])
+    if not math.isfinite(value):
+        raise InvariantBroken(f"the loss is {value}; no parameter was changed")
+    if sums.get("future", 0):
         raise InvariantBroken(f"{int(sums['future'])} tokens come from a later version than the trainer's; no parameter was changed")
     before_update()
-    done, grad_norm, _ = optimizer.step()
-    if not done:
-        raise InvariantBroken("the optimizer skipped its step")
-    count = max(sums["tokens"], 1.0)
-    largest = maxima["max_logprob_diff_same_version"]
+    scale = objective.scale(sums)
     return StepMetrics(
-        loss=sums["loss"],
-        grad_norm=float(grad_norm),
+        loss=value * scale,
+        grad_norm=_update(model, optimizer, scale) if scale else 0.0,
         lr=lr,
         rows=int(sums["rows"]),
-        tokens=int(sums["tokens"]),
-        clip_fraction=sums["clipped"] / count,
-        tis_capped_fraction=sums["tis_capped"] / count,
-        ratio_mean=sums["ratio"] / count,
-        kl=sums["kl"] / count,
-        entropy=sums["entropy"] / count,
-        logprob_diff_mean=sums["logprob_diff"] / count,
-        logprob_diff_max_same_version=largest if largest >= 0 else None,
-        ages={age: int(sums[f"age{age}"]) for age in range(_AGES) if sums[f"age{age}"]},
+        tokens=tokens,
+        entropy=float(sums["entropy"]) / max(tokens, 1),
+        updated=bool(scale),
+        figures=objective.metrics(sums) if loss.sums is objective.SUMS else {},
         routing_differs=differs,
     )
+
+
+def _update(model: Model, optimizer: MegatronOptimizer, scale: float) -> float:
+    """Step with the gradients times `scale`; their norm."""
+    if scale != 1.0:
+        model.ddp.scale_gradients(scale)
+    done, norm, _ = optimizer.step()
+    if not done:
+        raise InvariantBroken("the optimizer skipped its step")
+    return float(norm)
 
 
 def logprobs_only(
@@ -253,7 +193,10 @@ def _packed(batch: MicroBatch) -> PackedSeqParams | None:
 
 def _loss_of(mesh: Mesh, loss: Loss, batch: MicroBatch, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
     logprobs, entropy = target_logprobs(logits[0], batch.targets, loss.temperature, mesh.tp_group, batch.support, entropy=True)
-    value, sums = loss(logprobs, batch)
+    unmasked = None
+    if loss.wants_unmasked and batch.support is not None:
+        unmasked, _ = target_logprobs(logits[0], batch.targets, loss.temperature, mesh.tp_group)
+    value, sums = loss(logprobs, batch, unmasked)
     assert entropy is not None
     sums = sums | {
         "loss": value.detach().clone(),  # the schedule may scale the loss it is given in place
@@ -275,16 +218,25 @@ def _no_tokens(like: torch.Tensor) -> torch.Tensor:
     return torch.zeros([], dtype=torch.int, device=like.device)
 
 
-def _reduce(mesh: Mesh, results: Sequence[dict[str, torch.Tensor]]) -> tuple[dict[str, float], dict[str, float]]:
-    """Sums and maxima over micro-batches and over all ranks. Each row is counted by one rank (`Mesh.reports`)."""
-    names = [*_SUMS, *(f"age{age}" for age in range(_AGES))]
-    total = torch.zeros(len(names), dtype=torch.float64)
-    maximum = torch.full((len(_MAXIMA),), -1.0, dtype=torch.float64)
-    for result in results if mesh.reports else ():
-        scalars = torch.stack([result.get(name, torch.zeros([])).double().cpu() for name in _SUMS])
-        total += torch.cat([scalars, result.get("ages", torch.zeros(_AGES)).double().cpu()])
-        maximum = torch.maximum(maximum, torch.stack([result.get(name, maximum[i]).double().cpu() for i, name in enumerate(_MAXIMA)]))
-    total, maximum = total.to(mesh.device), maximum.to(mesh.device)
-    dist.all_reduce(total)
-    dist.all_reduce(maximum, op=dist.ReduceOp.MAX)
-    return dict(zip(names, total.tolist(), strict=True)), dict(zip(_MAXIMA, maximum.tolist(), strict=True))
+def _reduce(mesh: Mesh, results: Sequence[dict[str, torch.Tensor]], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, np.ndarray]:
+    """Sums over micro-batches and over all ranks; maxima of names that start with "max_", -1 where there was none. Each row is counted by
+    one rank (`Mesh.reports`), so all ranks take part and few have results.
+
+    Returns:
+        float64 arrays of the shapes given.
+    """
+    reduced: dict[str, np.ndarray] = {}
+    for names, nothing, operation in (
+        ([name for name in shapes if not name.startswith("max_")], 0.0, dist.ReduceOp.SUM),
+        ([name for name in shapes if name.startswith("max_")], -1.0, dist.ReduceOp.MAX),
+    ):
+        sizes = [math.prod(shapes[name]) for name in names]
+        total = torch.full((sum(sizes),), nothing, dtype=torch.float64)
+        for result in results if mesh.reports else ():
+            one = torch.cat([result[name].detach().double().cpu().reshape(-1) for name in names])
+            total = total + one if operation == dist.ReduceOp.SUM else torch.maximum(total, one)
+        total = total.to(mesh.device)
+        dist.all_reduce(total, op=operation)
+        parts = np.split(total.cpu().numpy(), np.cumsum(sizes)[:-1])
+        reduced |= {name: part.reshape(shapes[name]) for name, part in zip(names, parts, strict=True)}
+    return reduced

@@ -22,7 +22,7 @@ LENGTHS = (5, 17, 9, 12, 4, 21, 30)
 PROMPTS = (2, 6, 3, 5, 1, 4, 10)
 REWARDS = (1.0, 0.0, 0.5, 1.0, 0.0, 0.25, 1.0)
 GROUPS = (0, 0, 0, 0, 1, 1, 1)
-OBJECTIVE = {"clip_low": 0.1, "clip_high": 0.15, "tis_cap": 1.1, "aggregation": "sequence_mean", "updates_per_batch": 2}
+OBJECTIVE = {"clip_low": 0.1, "clip_high": 0.15, "correction": {"cap": 1.1}, "aggregation": "sequence_mean", "updates_per_batch": 2}
 
 
 VARIANTS: dict[str, dict[str, Any]] = {

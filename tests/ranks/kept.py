@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from asyncmoe.models import load_hf_config
-from asyncmoe.trainer import batch, mesh, model, objective, optimizer, step
+from asyncmoe.trainer import batch, losses, mesh, model, objective, optimizer, step
 from asyncmoe.trainer.replay import Replay
 from asyncmoe.trajectory import decode
 from tests.ranks import case, parity
@@ -65,7 +65,7 @@ def kept(path: Path, layout: str, packed: bool) -> dict[str, Any]:
     ]
     logprobs = step.logprobs_only(built, batches, case.LENGTHS, case.TEMPERATURE, replay)
     adam = optimizer.build(config, built)
-    stepped = step.train_step(built, adam, batches, step.SupervisedLoss(case.TEMPERATURE), lr=0.0, replay=replay)
+    stepped = step.train_step(built, adam, batches, losses.SupervisedLoss(case.TEMPERATURE), lr=0.0, replay=replay)
     unkept = step.logprobs_only(built, batches, case.LENGTHS, case.TEMPERATURE)
     wanted = job.reference["logprobs"]
     return {

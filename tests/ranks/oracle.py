@@ -84,7 +84,7 @@ def _policy(model: Any, behaviour: list[np.ndarray], proximal: list[np.ndarray])
         _all(model, case.TEMPERATURE),
     )
     each = torch.from_numpy(np.repeat(advantages, case.LENGTHS))
-    low, high, cap = (case.OBJECTIVE[name] for name in ("clip_low", "clip_high", "tis_cap"))
+    low, high, cap = case.OBJECTIVE["clip_low"], case.OBJECTIVE["clip_high"], case.OBJECTIVE["correction"]["cap"]
     ratio = (new - old).exp()
     token = -torch.minimum(ratio * each, ratio.clamp(1 - low, 1 + high) * each) * (old - engine).exp().clamp(max=cap)
     owner = torch.from_numpy(np.repeat(np.arange(len(sampled)), case.LENGTHS))

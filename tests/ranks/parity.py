@@ -23,7 +23,7 @@ import torch.distributed as dist
 from asyncmoe.config import Config
 from asyncmoe.errors import ConfigError, InvariantBroken
 from asyncmoe.models import load_hf_config
-from asyncmoe.trainer import batch, mesh, model, objective, optimizer, step
+from asyncmoe.trainer import batch, losses, mesh, model, objective, optimizer, step
 from asyncmoe.trainer.batch import MicroBatch, Schedule
 from asyncmoe.trainer.hf_checkpoint import HFCheckpoint
 from tests.ranks import case
@@ -129,7 +129,7 @@ def forward_and_gradients(job: Job) -> dict[str, Any]:
     adam = optimizer.build(unclipped(job.config), built)
     logprobs = step.logprobs_only(built, batches, case.LENGTHS, case.TEMPERATURE)
     before = snapshot(built)
-    supervised = step.train_step(built, adam, batches, step.SupervisedLoss(), lr=0.0)
+    supervised = step.train_step(built, adam, batches, losses.SupervisedLoss(), lr=0.0)
     found = {
         "logits": logits_error(job, built, batches),
         "logprobs": max(float(np.abs(logprobs[i] - want).max()) for i, want in enumerate(job.reference["logprobs"])),
@@ -137,17 +137,18 @@ def forward_and_gradients(job: Job) -> dict[str, Any]:
         "supervised_loss": abs(supervised.loss - job.reference["supervised"]["loss"]),
         "supervised_norm": abs(supervised.grad_norm / job.reference["supervised"]["grad_norm"] - 1),
     }
-    loss = step.PolicyLoss(job.config.objective, case.TEMPERATURE, case.VERSION)
+    loss = losses.PolicyLoss(job.config.objective, case.TEMPERATURE, case.VERSION)
     policy = step.train_step(built, adam, job.microbatches("sequence_mean", proximal=True), loss, lr=0.0)
     found |= {
         "policy_gradients": relative_error(gradients(built), expected(built, job.path / "policy")),
         "policy_loss": abs(policy.loss - job.reference["policy"]["loss"]),
         "policy_norm": abs(policy.grad_norm / job.reference["policy"]["grad_norm"] - 1),
-        "same_version": policy.logprob_diff_max_same_version,
+        "same_version": policy.figures["logprob_diff_max_same_version"],
         "metrics": [
-            round(value, 5) for value in (policy.clip_fraction, policy.tis_capped_fraction, policy.ratio_mean, policy.kl, policy.entropy)
+            round(value, 5)
+            for value in (*(policy.figures[name] for name in ("clip_fraction", "tis_capped_fraction", "ratio_mean", "kl")), policy.entropy)
         ],
-        "counts": [policy.rows, policy.tokens, {str(age): count for age, count in policy.ages.items()}],
+        "counts": [policy.rows, policy.tokens, {str(age): count for age, count in policy.figures["ages"].items()}],
         "microbatches": len(batches),
         "filler": sum(not indices for rank in job.schedule.ranks for indices in rank),
         "unchanged": all(torch.equal(a, b) for a, b in zip(before, snapshot(built), strict=True)),
@@ -159,7 +160,7 @@ def three_steps(job: Job) -> dict[str, Any]:
     built = job.model()
     adam = optimizer.build(job.config, built)
     batches = job.microbatches("token_mean")
-    seen = [step.train_step(built, adam, batches, step.SupervisedLoss(), lr=case.LR) for _ in range(case.STEPS)]
+    seen = [step.train_step(built, adam, batches, losses.SupervisedLoss(), lr=case.LR) for _ in range(case.STEPS)]
     wanted = job.reference["steps"]
     return {
         "weights": max(float((value - model.parameters(built)[name]).abs().max()) for name, value in expected(built, job.path / "trained")),
@@ -177,8 +178,8 @@ def not_a_number(job: Job) -> dict[str, Any]:
     advantages = np.ones(len(case.LENGTHS), np.float32)
     advantages[3] = np.nan
     messages = []
-    loss = step.PolicyLoss(job.config.objective, case.TEMPERATURE, case.VERSION)
-    future = step.PolicyLoss(job.config.objective, case.TEMPERATURE, case.VERSION - 1)
+    loss = losses.PolicyLoss(job.config.objective, case.TEMPERATURE, case.VERSION)
+    future = losses.PolicyLoss(job.config.objective, case.TEMPERATURE, case.VERSION - 1)
     for attempt, given in ((loss, advantages), (PoisonedGradient(), advantages), (future, None)):
         try:
             step.train_step(built, adam, job.microbatches("token_mean", proximal=True, advantages=given), attempt, lr=case.LR)
@@ -191,11 +192,15 @@ class PoisonedGradient:
     """A finite loss with a gradient that is not, where an advantage is NaN."""
 
     temperature = 1.0
+    sums = losses.SupervisedLoss().sums
+    wants_unmasked = False
 
-    def __call__(self, logprobs: torch.Tensor, rows: MicroBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    def __call__(
+        self, logprobs: torch.Tensor, rows: MicroBatch, unmasked: torch.Tensor | None
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         poison = torch.where(rows.advantages.isnan(), torch.nan, 1.0)
         logprobs.register_hook(lambda gradient: gradient * poison)
-        return logprobs.sum(), {"tokens": rows.mask.sum()}
+        return logprobs.sum(), dict.fromkeys(self.sums, rows.mask.sum())
 
 
 def half_precision(job: Callable[..., Job]) -> dict[str, Any]:
@@ -206,7 +211,8 @@ def half_precision(job: Callable[..., Job]) -> dict[str, Any]:
         built = here.model()
         adam = optimizer.build(here.config, built)
         losses = [
-            step.train_step(built, adam, here.microbatches("token_mean"), step.SupervisedLoss(), lr=case.LR).loss for _ in range(case.STEPS)
+            step.train_step(built, adam, here.microbatches("token_mean"), losses.SupervisedLoss(), lr=case.LR).loss
+            for _ in range(case.STEPS)
         ]
         seen[name] = max(abs(loss - want["loss"]) for loss, want in zip(losses, here.reference["steps"], strict=True))
         assert {value.dtype for value in model.parameters(built).values()} == {torch.bfloat16}

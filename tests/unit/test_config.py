@@ -83,7 +83,18 @@ def test_defaults_are_valid_and_frozen() -> None:
         ("engines.ep", 2, "2", "a divisor of engines.tp = 1"),
         ("rollout.group_size", 1, "1", "at least 2"),
         ("objective.updates_per_batch", 3, "3", "a divisor of rollout.groups_per_step = 16"),
-        ("objective.proximal", "behaviour", "2.0", "null because objective.proximal is behaviour"),
+        ("objective.proximal", "behaviour", "token", "none because objective.proximal is behaviour"),
+        ("objective.dual_clip", 1.0, "1.0", "greater than 1"),
+        ("objective.advantage", "gae", "'gae'", "'grpo', 'dr_grpo', 'rloo'"),
+        ("objective.correction.token_band", [1.5, 2.0], "[1.5, 2.0]", "one number below 1 and one above"),
+        ("objective.correction.sequence_band", [0.5, 0.9], "[0.5, 0.9]", "one number below 1 and one above"),
+        ("objective.correction.geometric_band", [1.0, 1.1], "[1.0, 1.1]", "one number below 1 and one above"),
+        ("objective.correction.veto", [2.0, 0.5], "[2.0, 0.5]", "one number below 1 and one above"),
+        ("objective.correction.token_band", [-0.5, 2.0], "-0.5", "greater than or equal to 0"),
+        ("objective.correction.cap", 0, "0", "greater than 0"),
+        ("objective.correction.cap", float("inf"), "inf", "a finite number"),
+        ("objective.kl.coefficient", -0.1, "-0.1", "greater than or equal to 0"),
+        ("objective.kl.estimator", "k4", "'k4'", "'k1', 'k2', 'k3' or 'unbiased'"),
         ("sync.every", 3, "3", "at most queue.staleness.eta + 1 = 2"),
         ("telemetry.live", "maybe", "'maybe'", "'auto', 'on' or 'off'"),
     ],
@@ -94,6 +105,37 @@ def test_a_bad_value_names_its_key_what_was_got_and_what_was_expected(path: str,
     assert rest.startswith(got), line
     assert expected in rest.partition(", expected ")[2], line
     assert path.split(".")[0] in what, line
+
+
+@pytest.mark.parametrize(
+    ("objective", "got", "expected", "cure"),
+    [
+        ({"proximal": "behaviour"}, "token", "none because objective.proximal is behaviour", "set it to none"),
+        ({"proximal": "behaviour", "correction": {"weight": "sequence"}}, "sequence", "would be applied twice", "objective.proximal to"),
+        ({"clip": "cispo", "dual_clip": 3.0}, "3.0", "null because objective.clip is cispo", "leave it out"),
+        ({"clip": "ipo", "ratio": "sequence"}, "sequence", "token because objective.clip is ipo", "set objective.clip to ppo"),
+        ({"clip": "dppo_tv", "ratio": "sequence"}, "sequence", "token because objective.clip is dppo_tv", "set objective.clip to ppo"),
+    ],
+)
+def test_objectives_that_contradict_themselves_are_refused_with_a_cure(objective: Any, got: str, expected: str, cure: str) -> None:
+    line = refused(with_value("objective", objective))
+    assert f": got {got}, expected " in line
+    assert expected in line
+    assert cure in line
+
+
+@pytest.mark.parametrize(
+    "objective",
+    [
+        {"proximal": "behaviour", "correction": {"weight": "none", "token_band": [0.5, 5.0]}, "clip": "none"},
+        {"ratio": "sequence", "clip_low": 3e-4, "clip_high": 4e-4, "aggregation": "sequence_mean"},
+        {"correction": {"weight": "token", "cap": None, "token_band": [0.5, 5]}, "dual_clip": 3},
+        {"correction": {"weight": "none", "opsm_delta": 1e-4, "max_age": 0, "veto": [0, 100]}, "kl": {"coefficient": 1e-3}},
+    ],
+)
+def test_objectives_survive_being_written_out(objective: Any) -> None:
+    config = parse(with_value("objective", objective))
+    assert parse(config.model_dump(mode="json")) == config
 
 
 def test_a_wrong_element_is_named_by_its_index() -> None:

@@ -1,58 +1,187 @@
-"""Advantages, weights, losses and log-probabilities against closed forms and autograd."""
+"""The whole objective against its formulae written out token by token in float64, values and gradients, over random configurations and
+batches with extreme ratios; then what single parts promise."""
 
 from __future__ import annotations
+
+import math
+from collections.abc import Sequence as Many
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncmoe.trainer.objective import Rows, agreement, group_advantages, policy_loss, supervised_loss, token_weights
+from asyncmoe.config.objective import ObjectiveSection
+from asyncmoe.errors import InvariantBroken
+from asyncmoe.trainer.logprobs import target_logprobs
+from asyncmoe.trainer.objective import SUMS, Rows, Sums, policy_loss, scale, segments, supervised_loss, token_weights
+from tests.unit.objective_reference import Sequence, Setting, Token, evaluate
 
-finite = st.floats(-5, 5, allow_nan=False, width=32)
+NAN, INF = math.nan, math.inf
+VERSION, MAX_NEW_TOKENS = 5, 7
+
+usual = st.floats(-4, 0, width=32)
+logprob = st.one_of(usual, usual, usual, st.sampled_from([0.0, -25.0, -69.0, -1e4, -1e30, -INF]))
+token = st.builds(Token, logprob, logprob, logprob, logprob, st.integers(0, VERSION))
 
 
-def test_grpo_divides_by_the_sample_deviation() -> None:
-    assert group_advantages([1, 0, 0, 1, 5, 5], [2, 2, 2, 2, 8, 8], "grpo") == pytest.approx(
-        [0.5 / np.std([1, 0, 0, 1], ddof=1) * s for s in (1, -1, -1, 1)] + [0, 0], abs=1e-5
+def close(x: float, *differences: float, version: int) -> Token:
+    return Token(x, *(float(np.float32(x + d)) for d in differences), version)
+
+
+near = st.builds(close, usual, *[st.floats(-0.25, 0.25)] * 3, version=st.integers(0, VERSION))
+sequence = st.builds(
+    Sequence, st.one_of(st.lists(token, max_size=5), st.lists(near, max_size=6)), st.floats(-3, 3, width=32), st.integers(0, 2)
+)
+
+
+def bands(low: float, high: float) -> st.SearchStrategy[tuple[float, float] | None]:
+    return st.one_of(st.none(), st.tuples(st.floats(low, 0.999), st.floats(1.001, high)))
+
+
+corrections = st.fixed_dictionaries(
+    {
+        "weight": st.sampled_from(["token", "sequence", "none"]),
+        "cap": st.sampled_from([None, 1.5, 2.0, 1e30]),
+        "token_band": bands(0.0, 5.0),
+        "sequence_band": bands(0.0, 5.0),
+        "geometric_band": bands(0.5, 2.0),
+        "veto": bands(0.0, 100.0),
+        "opsm_delta": st.sampled_from([None, None, 1e-4, 0.1]),
+        "max_age": st.sampled_from([None, None, 0, 2]),
+        "denominator": st.sampled_from(["kept", "planned"]),
+    }
+)
+objectives = st.fixed_dictionaries(
+    {
+        "ratio": st.sampled_from(["token", "sequence"]),
+        "clip": st.sampled_from(["ppo", "cispo", "dppo_tv", "ipo", "none"]),
+        "clip_low": st.sampled_from([3e-4, 0.2, 1.0]),
+        "clip_high": st.sampled_from([4e-4, 0.28, 4.0]),
+        "dual_clip": st.sampled_from([None, 1.5, 3.0]),
+        "proximal": st.sampled_from(["recompute", "loglinear", "behaviour"]),
+        "correction": corrections,
+        "kl": st.fixed_dictionaries(
+            {"coefficient": st.sampled_from([0.0, 0.1]), "estimator": st.sampled_from(["k1", "k2", "k3", "unbiased"])}
+        ),
+        "aggregation": st.sampled_from(["token_mean", "sequence_mean", "sequence_sum", "prompt_mean"]),
+    }
+)
+
+
+def section(values: dict[str, Any]) -> ObjectiveSection:
+    """Of any values, those that contradict others replaced."""
+    wanted = dict(values)
+    if wanted.get("clip", "ppo") != "ppo":
+        wanted["dual_clip"] = None
+    if wanted.get("clip") in ("dppo_tv", "ipo"):
+        wanted["ratio"] = "token"
+    if wanted.get("proximal") == "behaviour":
+        wanted["correction"] = wanted.get("correction", {}) | {"weight": "none"}
+    return ObjectiveSection(**wanted)
+
+
+def laid_out(sequences: Many[Sequence], weights: np.ndarray) -> tuple[torch.Tensor, Rows]:
+    """A micro-batch: before each token sequence a prompt row, then padding; both full of what must be ignored."""
+    nothing = [Token(NAN, INF, NAN, -INF, -1)]
+    each = [nothing + s.tokens for s in sequences]
+    flat = [t for row in each for t in row] + nothing * 2
+    mask = [t is not nothing[0] for t in flat]
+    owner = [i for i, row in enumerate(each) for _ in row]
+
+    def of(name: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.tensor([getattr(t, name) for t in flat], dtype=dtype)
+
+    rows = Rows(
+        mask=torch.tensor(mask),
+        weights=torch.tensor([float(weights[i]) for i in owner] + [NAN, INF], dtype=torch.float32),
+        advantages=torch.tensor([sequences[i].advantage for i in owner] + [NAN, INF], dtype=torch.float32),
+        behaviour=of("behaviour"),
+        versions=of("version", torch.int32),
+        pure=torch.tensor(mask),
+        segments=segments([len(row) for row in each], len(flat)),
+        sequences=len(sequences),
+        proximal=of("old"),
+        reference=of("reference"),
     )
+    return of("new").requires_grad_(), rows
 
 
-@given(st.lists(st.tuples(finite, st.integers(0, 4)), min_size=1, max_size=40))
-def test_advantages_of_a_group_sum_to_nothing_and_groups_do_not_mix(pairs: list[tuple[float, int]]) -> None:
-    rewards, groups = zip(*pairs, strict=True)
-    plain = group_advantages(rewards, groups, "grpo_no_std")
-    for group in set(groups):
-        here = [i for i, g in enumerate(groups) if g == group]
-        assert sum(plain[i] for i in here) == pytest.approx(0, abs=1e-4)
-        alone = group_advantages([rewards[i] for i in here], [0] * len(here), "grpo")
-        assert group_advantages(rewards, groups, "grpo")[here] == pytest.approx(alone, abs=1e-5)
+def step(sequences: Many[Sequence], at: Setting, parts: int) -> tuple[float, list[list[float]], Sums, list[Sums]]:
+    """The loss of a whole step from `parts` micro-batches, its gradients by sequence, the sums, and those of each micro-batch."""
+    weights = token_weights(
+        [len(s.tokens) for s in sequences], at.section.aggregation, [s.group for s in sequences], max_new_tokens=at.max_new_tokens
+    )
+    loss, gradients, seen = 0.0, {}, []
+    for part in range(parts):
+        members = range(len(sequences))[part::parts]
+        logprobs, rows = laid_out([sequences[i] for i in members], weights[list(members)])
+        value, sums = policy_loss(logprobs, rows, at.section, at.version, progress=at.progress)
+        value.backward()
+        assert logprobs.grad is not None
+        assert (logprobs.grad[~rows.mask] == 0).all()
+        loss += value.item()
+        seen.append(sums)
+        for place, i in enumerate(members):
+            gradients[i] = logprobs.grad[rows.mask & (rows.segments == place)].tolist()
+    total = {name: sum((s[name] for s in seen), torch.zeros(shape, dtype=torch.float64)) for name, shape in SUMS.items()}
+    by = scale(total)
+    return loss * by, [[g * by for g in gradients[i]] for i in range(len(sequences))], total, seen
 
 
-@given(st.lists(st.integers(1, 1000), min_size=1, max_size=50))
-def test_token_weights_sum_to_one(sampled: list[int]) -> None:
-    for aggregation in ("token_mean", "sequence_mean"):
-        assert float(token_weights(sampled, aggregation) @ np.array(sampled)) == pytest.approx(1)  # type: ignore[arg-type]
-    assert len(set(token_weights(sampled, "token_mean").tolist())) == 1
-    per_sequence = token_weights(sampled, "sequence_mean") * np.array(sampled)
-    assert per_sequence == pytest.approx(np.full(len(sampled), 1 / len(sampled)))
+@settings(max_examples=400, deadline=None)
+@given(objectives, st.lists(sequence, max_size=5), st.sampled_from([0.0, 0.25]), st.integers(1, 3))
+def test_the_objective_is_its_formula(values: dict[str, Any], sequences: list[Sequence], progress: float, parts: int) -> None:
+    at = Setting(section(values), VERSION, progress, MAX_NEW_TOKENS)
+    expected = evaluate(sequences, at)
+    loss, gradients, sums, seen = step(sequences, at, parts)
+    assert np.isfinite([loss, *(g for row in gradients for g in row)]).all()
+    assert loss == pytest.approx(expected.loss, rel=1e-4, abs=1e-5 + 2e-5 * expected.magnitude)
+    largest = max((abs(g) for row in expected.gradients for g in row), default=0.0)
+    for got, want in zip(gradients, expected.gradients, strict=True):
+        assert got == pytest.approx(want, rel=2e-4, abs=1e-6 + 2e-6 * largest)
+    assert int(sums["tokens"]) == sum(len(s.tokens) for s in sequences)
+    assert int(sums["kept"]) == sum(k for row in expected.kept for k in row)
+    for one in seen:
+        assert {name: tuple(value.shape) for name, value in one.items()} == dict(SUMS)
+        assert all(bool(value.isfinite().all()) for value in one.values())
 
 
 def rows(**given_: list[float]) -> Rows:
+    """One sequence; what is not given is 0, weights and advantages 1."""
     count = len(next(iter(given_.values())))
     plain = {"weights": [1.0] * count, "advantages": [1.0] * count, "behaviour": [0.0] * count, "proximal": [0.0] * count} | given_
     tensors = {name: torch.tensor(values, dtype=torch.float32) for name, values in plain.items()}
     mask = torch.tensor([w > 0 for w in plain["weights"]])
-    return Rows(mask=mask, **tensors)
+    return Rows(
+        mask=mask, versions=torch.zeros(count, dtype=torch.int32), pure=mask, segments=segments([count], count), sequences=1, **tensors
+    )
 
 
-def loss_and_gradient(logprobs: list[float], at: Rows, **options: float | None) -> tuple[float, list[float], dict[str, float]]:
+def loss_and_gradient(logprobs: list[float], at: Rows, **options: Any) -> tuple[float, list[float], Sums]:
     current = torch.tensor(logprobs, requires_grad=True)
-    loss, sums = policy_loss(current, at, **({"clip_low": 0.2, "clip_high": 0.2, "tis_cap": None} | options))  # type: ignore[arg-type]
+    plain = {"correction": {"weight": "none"}}
+    loss, sums = policy_loss(current, at, ObjectiveSection(**plain | options), 0)  # type: ignore[arg-type]
     loss.backward()
     assert current.grad is not None
-    return loss.item(), current.grad.tolist(), {k: float(v) for k, v in sums.items()}
+    return loss.item(), current.grad.tolist(), sums
+
+
+def test_the_default_is_grpo_with_truncated_importance_sampling() -> None:
+    plain = ObjectiveSection()
+    assert (plain.advantage, plain.ratio, plain.clip, plain.clip_low, plain.clip_high, plain.dual_clip) == (
+        "grpo",
+        "token",
+        "ppo",
+        0.2,
+        0.2,
+        None,
+    )
+    assert (plain.proximal, plain.aggregation, plain.kl.coefficient) == ("recompute", "token_mean", 0.0)
+    used = {name: value for name, value in plain.correction.model_dump().items() if value is not None}
+    assert used == {"weight": "token", "cap": 2.0, "denominator": "kept"}
 
 
 def test_on_policy_gradient_is_the_policy_gradient() -> None:
@@ -70,56 +199,84 @@ def test_on_policy_gradient_is_the_policy_gradient() -> None:
         (0.5, 1.0, -0.5, False),
         (0.5, -1.0, 0.9, True),  # clipped at 1 - low
         (1.5, -1.0, 1.5, False),
+        (5.0, -1.0, 3.0, True),  # held at dual_clip
     ],
 )
 def test_the_clip_cuts_on_one_side(ratio: float, advantage: float, expected: float, cut: bool) -> None:
-    loss, (gradient,), sums = loss_and_gradient([float(np.log(ratio))], rows(advantages=[advantage]), clip_low=0.1, clip_high=0.3)
+    options = {"clip_low": 0.1, "clip_high": 0.3, "dual_clip": 3.0}
+    loss, (gradient,), sums = loss_and_gradient([float(np.log(ratio))], rows(advantages=[advantage]), **options)
     assert loss == pytest.approx(expected, rel=1e-5)
     assert gradient == pytest.approx(0.0 if cut else -advantage * ratio, rel=1e-5)
-    assert sums["clipped"] == cut
+    assert bool(sums["clipped"]) == cut
 
 
 def test_importance_weight_is_capped_and_carries_no_gradient() -> None:
-    at = rows(proximal=[0.0, 0.0], behaviour=[-3.0, 0.5], advantages=[1.0, 1.0])
-    loss, gradient, sums = loss_and_gradient([0.0, 0.0], at, tis_cap=2.0)
-    weight = [2.0, float(np.exp(-0.5))]
+    at = rows(proximal=[0.0, 0.0, 0.0], behaviour=[-3.0, 0.5, -INF], advantages=[1.0, 1.0, 1.0])
+    loss, gradient, sums = loss_and_gradient([0.0, 0.0, 0.0], at, correction={"cap": 2.0})
+    weight = [2.0, float(np.exp(-0.5)), 2.0]  # an infinite ratio is capped: it is not dropped
     assert loss == pytest.approx(-sum(weight))
     assert gradient == pytest.approx([-w for w in weight])
-    assert sums["tis_capped"] == 1
+    assert int(sums["tis_capped"]) == 2
 
 
-def test_rows_outside_the_mask_do_not_count() -> None:
-    inside = rows(advantages=[1.0], proximal=[-0.1], behaviour=[-0.2])
-    mixed = rows(advantages=[1.0, 9.0], proximal=[-0.1, 5.0], behaviour=[-0.2, float("inf")], weights=[1.0, 0.0])
-    alone, (slope,), sums = loss_and_gradient([-0.3], inside, tis_cap=2.0)
-    both, slopes, mixed_sums = loss_and_gradient([-0.3, -77.0], mixed, tis_cap=2.0)
-    assert (alone, sums) == (both, mixed_sums)
-    assert slopes == [slope, 0.0]
+def test_the_first_update_is_its_own_proximal_policy() -> None:
+    at = rows(behaviour=[-0.5, -0.5], advantages=[2.0, -1.0])
+    first = Rows(**{**vars(at), "proximal": None})
+    loss, gradient, _ = loss_and_gradient([-0.1, -0.9], first, correction={"cap": 1.2})
+    weight = [1.2, math.exp(-0.4)]
+    assert loss == pytest.approx(-2 * weight[0] + weight[1], rel=1e-5)
+    assert gradient == pytest.approx([-2 * weight[0], weight[1]], rel=1e-5)
+    with pytest.raises(InvariantBroken, match="several updates"):
+        loss_and_gradient([-0.1, -0.9], first, updates_per_batch=2)
+    assert loss_and_gradient([-0.1, -0.9], first, updates_per_batch=2, proximal="loglinear")[0] == pytest.approx(-1, rel=1e-5)
 
 
-@given(st.lists(st.tuples(st.floats(-1e4, 0), st.floats(-1e4, 0), st.floats(-1e4, 0), st.floats(-10, 10)), min_size=1, max_size=20))
-def test_extreme_ratios_stay_finite(values: list[tuple[float, float, float, float]]) -> None:
-    logprobs, proximal, behaviour, advantages = (list(column) for column in zip(*values, strict=True))
-    loss, gradient, sums = loss_and_gradient(logprobs, rows(proximal=proximal, behaviour=behaviour, advantages=advantages), tis_cap=2.0)
-    assert np.isfinite([loss, *gradient, *sums.values()]).all()
+@pytest.mark.parametrize("options", [{}, {"ratio": "sequence"}, {"clip": "cispo"}, {"clip": "ipo"}, {"clip": "none"}])
+def test_a_nan_in_a_sampled_row_reaches_the_loss(options: dict[str, Any]) -> None:
+    """Whatever the bands: a token that cannot be judged is not rejected quietly."""
+    rules = {"token_band": [0.5, 2.0], "sequence_band": [0.5, 2.0], "geometric_band": [0.5, 2.0], "veto": [0.1, 9.0], "opsm_delta": 0.1}
+    for name in ("behaviour", "proximal"):
+        at = rows(**{name: [-0.1, NAN]})
+        assert math.isnan(loss_and_gradient([0.0, 0.0], at, correction=rules, **options)[0])
+    assert math.isnan(loss_and_gradient([-0.1, NAN], rows(behaviour=[-0.1, -0.1]), correction=rules, **options)[0])
 
 
-def test_sums_are_the_metrics_they_claim_to_be() -> None:
-    _, _, sums = loss_and_gradient([-1.0, -1.0], rows(behaviour=[-1.5, -0.9], proximal=[-1.0, -1.0]))
-    ratios = np.exp([0.5, -0.1])
-    assert sums["tokens"] == 2
-    assert sums["ratio"] == pytest.approx(ratios.sum())
-    assert sums["kl"] == pytest.approx((ratios - 1 - np.log(ratios)).sum(), rel=1e-5)
+def test_a_penalty_needs_a_reference() -> None:
+    with pytest.raises(InvariantBroken, match="no log-probabilities of a reference policy"):
+        loss_and_gradient([-0.1], rows(behaviour=[-0.1]), kl={"coefficient": 0.1})
 
 
-def test_agreement_looks_at_pure_rows_of_this_version_only() -> None:
-    logprobs, behaviour = torch.tensor([-1.0, -1.0, -1.0, -1.0]), torch.tensor([-1.1, -2.0, -3.0, -9.0])
-    mask = torch.tensor([True, True, True, False])
-    versions, pure = torch.tensor([4, 3, 4, 4]), torch.tensor([True, True, False, True])
-    sums = agreement(logprobs, behaviour, mask, versions, pure, version=4)
-    assert sums["max_logprob_diff_same_version"].item() == pytest.approx(0.1)
-    assert sums["logprob_diff"].item() == pytest.approx(0.1 + 1 + 2)
-    assert agreement(logprobs, behaviour, mask, versions, pure, version=5)["max_logprob_diff_same_version"].item() == -1
+def test_the_penalty_compares_over_the_whole_vocabulary_where_it_can() -> None:
+    """Tokens were sampled from a part of it, over which the ratio is; the reference policy knows no such part."""
+    at = Rows(**{**vars(rows(behaviour=[-0.5], advantages=[0.0])), "reference": torch.tensor([-2.0])})
+    masked, full = torch.tensor([-0.5], requires_grad=True), torch.tensor([-1.4], requires_grad=True)
+    only = ObjectiveSection(kl={"coefficient": 1.0, "estimator": "k2"})  # type: ignore[arg-type]
+    loss, sums = policy_loss(masked, at, only, 0, unmasked=full)
+    loss.backward()
+    assert loss.item() == pytest.approx(0.6**2 / 2, rel=1e-5)
+    assert full.grad is not None
+    assert masked.grad is not None
+    assert (full.grad.item(), masked.grad.item()) == (pytest.approx(0.6, rel=1e-5), 0.0)
+    assert float(sums["kl_reference"]) == pytest.approx(math.exp(-0.6) - 1 + 0.6, rel=1e-5)
+
+
+@pytest.mark.parametrize(("estimator", "acts"), [("k1", False), ("k2", True), ("k3", True), ("unbiased", True)])
+def test_which_penalties_have_the_gradient_of_the_divergence(estimator: str, acts: bool) -> None:
+    """Summed over all tokens of a small vocabulary, weighted by how often they are sampled: exactly, where the trainer sampled them (k2)
+    and where another policy did (unbiased); k3's is that of the other divergence, KL(reference || trainer)."""
+    torch.manual_seed(0)
+    logits, reference = torch.randn(5, requires_grad=True), torch.log_softmax(torch.randn(5), 0)
+    logp = torch.log_softmax(logits, 0)
+    behaviour = torch.log_softmax(torch.randn(5), 0) if estimator == "unbiased" else logp.detach()
+    at = rows(weights=behaviour.exp().tolist(), behaviour=behaviour.tolist(), proximal=logp.tolist(), advantages=[0.0] * 5)
+    only = ObjectiveSection(kl={"coefficient": 1.0, "estimator": estimator})  # type: ignore[arg-type]
+    loss, _ = policy_loss(logp, Rows(**{**vars(at), "reference": reference}), only, 0)
+    (got,) = torch.autograd.grad(loss, logits, retain_graph=True)
+    forward, backward = (logp.exp() * (logp - reference)).sum(), (reference.exp() * (reference - logp)).sum()
+    (want,) = torch.autograd.grad(backward if estimator == "k3" else forward, logits)
+    torch.testing.assert_close(got, want if acts else torch.zeros(5), atol=2e-6, rtol=1e-4)
+    if estimator != "k2":
+        assert loss.item() == pytest.approx(forward.item(), rel=1e-4)
 
 
 def test_supervised_loss_is_the_weighted_likelihood() -> None:
@@ -130,3 +287,37 @@ def test_supervised_loss_is_the_weighted_likelihood() -> None:
     assert logprobs.grad is not None
     assert logprobs.grad.tolist() == [-0.5, -0.25, 0.0]
     assert int(sums["tokens"]) == 2
+    assert scale(sums) == 1
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6, 1.7])
+@pytest.mark.parametrize("rows_", [1, 5, 1500])
+def test_target_logprobs_are_those_of_log_softmax(temperature: float, rows_: int) -> None:
+    torch.manual_seed(0)
+    logits = (torch.randn(rows_, 37) * 6).requires_grad_()
+    targets = torch.randint(0, 37, (rows_,))
+    upstream = torch.randn(rows_)
+    before = logits.detach().clone()
+    got, entropy = target_logprobs(logits, targets, temperature, None, entropy=True)
+    (gradient,) = torch.autograd.grad(got, logits, upstream)
+    full = torch.log_softmax(logits / temperature, dim=1)
+    expected = full.gather(1, targets[:, None]).squeeze(1)
+    (reference,) = torch.autograd.grad(expected, logits, upstream)
+    assert torch.equal(logits.detach(), before)
+    torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(gradient, reference, atol=1e-5, rtol=1e-4)
+    assert entropy is not None
+    torch.testing.assert_close(entropy, -(full.exp() * full).sum(dim=1).detach(), atol=1e-5, rtol=1e-5)
+
+
+def test_bfloat16_logits_are_normalised_in_float32() -> None:
+    logits = (torch.randn(8, 4096) * 3).bfloat16().requires_grad_()
+    targets = torch.randint(0, 4096, (8,))
+    got, entropy = target_logprobs(logits, targets, 1.0, None)
+    expected = torch.log_softmax(logits.float(), dim=1).gather(1, targets[:, None]).squeeze(1)
+    assert entropy is None
+    assert got.dtype == torch.float32
+    torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
+    got.sum().backward()
+    assert logits.grad is not None
+    assert logits.grad.dtype == torch.bfloat16

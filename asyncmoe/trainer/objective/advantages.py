@@ -1,0 +1,109 @@
+"""How much better than expected each response was: from one reward a response, over a whole batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from asyncmoe.config.objective import Advantage
+from asyncmoe.errors import InvariantBroken
+
+STD_EPSILON = 1e-6
+VARIANCE_EPSILON = 1e-8
+
+
+def group_advantages(
+    rewards: Sequence[float], groups: Sequence[int], estimator: Advantage, sampled: Sequence[int] | None = None
+) -> np.ndarray:
+    """One advantage a response: float32[n]. All of a response's tokens have it.
+
+    With r the rewards of a group of n responses to one prompt, `sample` deviations dividing by n - 1:
+        grpo                          (r - mean) / (sample deviation + 1e-6)   DeepSeekMath, arXiv 2402.03300, section 4.1.2
+        dr_grpo                       r - mean                                 Dr. GRPO, arXiv 2503.20783
+        rloo                          r - mean of the n - 1 others             arXiv 2402.14740, eq. 7
+        opo                           r - sum(l r) / sum(l)                    l tokens each; OPO, arXiv 2505.23585
+        pass_at_k                     (best - second best) / (sample deviation + 1e-6) for the best, 0 for others   arXiv 2503.19595
+        reinforce_plus_plus           normalised over the batch                arXiv 2501.03262
+        reinforce_plus_plus_baseline  r - mean, then normalised over the batch
+    Normalised: (a - mean(a)) / sqrt(var(a) + 1e-8), mean and sample variance over all tokens of the batch, so that a response counts as
+    often as it has tokens.
+
+    A group whose rewards are equal, one of a single response too, has nothing to tell: exactly 0 (reinforce_plus_plus compares over the
+    batch: 0 where all of that is equal, or it has a single token). A tie for the best gives pass_at_k 0.
+
+    Args:
+        rewards: n finite numbers.
+        groups: n; equal for responses to one prompt.
+        sampled: n; sampled tokens of each response. Needed by opo, reinforce_plus_plus and reinforce_plus_plus_baseline.
+
+    Raises:
+        InvariantBroken: lengths differ, a reward is not finite, or `sampled` is missing.
+    """
+    reward, group = np.asarray(rewards, np.float64), np.asarray(groups)
+    if reward.shape != group.shape or (sampled is not None and len(sampled) != len(reward)):
+        raise InvariantBroken(f"advantages: got {len(reward)} rewards of {len(group)} groups, expected one of each a response")
+    if not np.isfinite(reward).all():
+        raise InvariantBroken(f"advantages: got the reward {reward[~np.isfinite(reward)][0]}, expected finite rewards")
+    if not len(reward):
+        return np.zeros(0, np.float32)
+    _, member, count = np.unique(group, return_inverse=True, return_counts=True)
+    if estimator in ("reinforce_plus_plus", "reinforce_plus_plus_baseline"):
+        value = reward if estimator == "reinforce_plus_plus" else _centred(reward, member, count)
+        return _normalised(value, _lengths(sampled, estimator)).astype(np.float32)
+    if estimator == "opo":
+        length = _lengths(sampled, estimator)
+        total = np.maximum(np.bincount(member, length), 1.0)
+        value = np.where(_equal(reward, member), 0.0, reward - (np.bincount(member, length * reward) / total)[member])
+    elif estimator == "pass_at_k":
+        value = _lead(reward, member) / (_deviation(reward, member, count) + STD_EPSILON)
+    else:
+        value = _centred(reward, member, count)
+        if estimator == "grpo":
+            value = value / (_deviation(reward, member, count) + STD_EPSILON)
+        elif estimator == "rloo":
+            value = value * (count / np.maximum(count - 1, 1))[member]
+    return value.astype(np.float32)
+
+
+def _lengths(sampled: Sequence[int] | None, estimator: str) -> np.ndarray:
+    if sampled is None:
+        raise InvariantBroken(f"advantages: got no token counts, expected them because {estimator} weighs responses by length")
+    return np.asarray(sampled, np.float64)
+
+
+def _equal(reward: np.ndarray, member: np.ndarray) -> np.ndarray:
+    """bool[n]: all rewards of the group are the same; subtracting a rounded mean would leave noise to divide by a tiny deviation."""
+    first = reward[np.unique(member, return_index=True)[1]]
+    return np.asarray((np.bincount(member, reward != first[member]) == 0)[member])
+
+
+def _centred(reward: np.ndarray, member: np.ndarray, count: np.ndarray) -> np.ndarray:
+    mean = np.bincount(member, reward) / count
+    return np.where(_equal(reward, member), 0.0, reward - mean[member])
+
+
+def _deviation(reward: np.ndarray, member: np.ndarray, count: np.ndarray) -> np.ndarray:
+    variance = np.bincount(member, _centred(reward, member, count) ** 2) / np.maximum(count - 1, 1)
+    return np.asarray(np.sqrt(variance)[member])
+
+
+def _lead(reward: np.ndarray, member: np.ndarray) -> np.ndarray:
+    """By how much the best of each group leads the second best; 0 for others and for groups of one."""
+    order = np.lexsort((reward, member))
+    last = np.append(member[order][1:] != member[order][:-1], True)
+    before = np.append(-1, order[:-1])
+    best, second = order[last], before[last]
+    paired = (second >= 0) & (member[second] == member[best])
+    lead = np.zeros(len(reward))
+    lead[best] = np.where(paired, reward[best] - reward[second], 0.0)
+    return lead
+
+
+def _normalised(value: np.ndarray, length: np.ndarray) -> np.ndarray:
+    tokens = length.sum()
+    if tokens < 2 or (value == value[0]).all():
+        return np.zeros(len(value))
+    centred = value - (length @ value) / tokens
+    variance = (length @ centred**2) / (tokens - 1)
+    return np.asarray(centred / np.sqrt(variance + VARIANCE_EPSILON))

@@ -1,0 +1,82 @@
+"""The loss of a micro-batch, put together from its parts."""
+
+from __future__ import annotations
+
+import torch
+
+from asyncmoe.config.objective import ObjectiveSection
+from asyncmoe.errors import InvariantBroken
+from asyncmoe.trainer.objective.aggregation import kept_weights
+from asyncmoe.trainer.objective.clip import surrogate
+from asyncmoe.trainer.objective.correction import correct
+from asyncmoe.trainer.objective.kl import penalty
+from asyncmoe.trainer.objective.metrics import measure
+from asyncmoe.trainer.objective.proximal import proximal_logprobs
+from asyncmoe.trainer.objective.ratio import ratio
+from asyncmoe.trainer.objective.rows import Rows, Sums, held
+
+
+def policy_loss(
+    logprobs: torch.Tensor,
+    rows: Rows,
+    section: ObjectiveSection,
+    version: int,
+    *,
+    progress: float = 0.0,
+    unmasked: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, Sums]:
+    """A micro-batch's share of the objective that the configuration describes.
+
+        loss = sum over sampled rows of  weight * ([kept] * correction * surrogate(ratio, A) + coefficient * KL(pi || pi_ref))
+
+    with the parts of `kept_weights`, `correct`, `surrogate`, `ratio` and `penalty`. It and its gradient must be multiplied by `scale` of
+    the step's sums, so that rejected rows leave the denominator; nothing else depends on other micro-batches.
+
+    Finite, with a finite gradient, whatever the log-probabilities are, infinite ones too; a NaN in a sampled row makes the loss NaN.
+
+    Args:
+        logprobs: float32[T] with gradient: log pi of each row's token, over the support it was sampled from.
+        rows: the same T.
+        section: objective of the configuration.
+        version: of the trainer's weights before the batch's first update.
+        progress: updates made to the batch so far, as a share of those it gets; only `loglinear` uses it.
+        unmasked: float32[T] with gradient: log pi over the whole vocabulary, where `rows.reference` is, too; None: `logprobs`.
+
+    Returns:
+        The loss, a float32 scalar, and the sums that `metrics.SUMS` declares.
+
+    Raises:
+        InvariantBroken: `rows` lacks the reference or proximal log-probabilities that `section` needs.
+    """
+    if section.kl.coefficient and rows.reference is None:
+        raise InvariantBroken("objective.kl.coefficient is above 0, but the rows have no log-probabilities of a reference policy")
+    rows, new = rows.held(), held(logprobs, rows.mask)
+    compared = new if unmasked is None else held(unmasked, rows.mask)
+    old = proximal_logprobs(new, rows, section, version, progress)
+    value, cut = surrogate(ratio(new, old, rows, section.ratio), new, old, rows.advantages, section)
+    with torch.no_grad():
+        correction = correct(new, old, rows, section, version)
+        kept = rows.mask & ~correction.rejected.any(dim=0)
+        weights = kept_weights(rows, kept, section.aggregation, section.correction.denominator)
+        sums = measure(new, compared, rows, kept, correction, cut, weights, version)
+    loss = (torch.where(kept, value * correction.weight, 0.0) * weights).sum()
+    if rows.reference is not None and section.kl.coefficient:
+        divergence = penalty(compared, rows.reference, new - rows.behaviour, section.kl.estimator)
+        loss = loss + section.kl.coefficient * (divergence * weights).sum()
+    return loss, sums
+
+
+def supervised_loss(logprobs: torch.Tensor, mask: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, Sums]:
+    """Weighted negative log-likelihood of the sampled (demonstrated) tokens: `weights` * -log pi.
+
+    Args:
+        logprobs: float32[T] with gradient.
+        mask: bool[T]; rows outside count for nothing.
+        weights: float32[T].
+
+    Returns:
+        The loss, a float32 scalar, and the sums that `scale` needs; nothing is ever rejected.
+    """
+    loss = -(torch.where(mask, logprobs, 0.0) * weights).sum()
+    tokens, planned = mask.sum().double(), torch.where(mask, weights, 0.0).double().sum()
+    return loss, {"tokens": tokens, "kept": tokens, "planned_weight": planned, "kept_weight": planned}

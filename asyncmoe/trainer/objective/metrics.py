@@ -1,0 +1,149 @@
+"""What a step's tokens were like: sums over rows, and the figures they make."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from asyncmoe.trainer.objective import histogram
+from asyncmoe.trainer.objective.correction import RULES, Correction
+from asyncmoe.trainer.objective.kl import k3
+from asyncmoe.trainer.objective.rows import Rows, Sums, exp
+
+AGES = 65
+"""Ages told apart; the last stands for all above."""
+QUANTILES = (0.001, 0.01, 0.5, 0.99, 0.999)
+
+SUMS: Mapping[str, tuple[int, ...]] = {
+    "tokens": (),
+    "kept": (),
+    "planned_weight": (),
+    "kept_weight": (),
+    "clipped": (),
+    "tis_capped": (),
+    "correction": (),
+    "ratio": (),
+    "ratio_squared": (),
+    "ratio_bins": (histogram.BINS,),
+    "kl": (),
+    "kl_direct": (),
+    "kl_reference": (),
+    "referenced": (),
+    "rejected": (len(RULES),),
+    "rejected_ages": (AGES,),
+    "ages": (AGES,),
+    "future": (),
+    "logprob_diff": (),
+    "same_version": (),
+    "logprob_diff_same_version": (),
+    "max_logprob_diff_same_version": (),
+}
+"""Names and shapes of what `measure` returns, float64 all, the same for every micro-batch."""
+
+
+def measure(
+    new: torch.Tensor,
+    compared: torch.Tensor,
+    rows: Rows,
+    kept: torch.Tensor,
+    correction: Correction,
+    cut: torch.Tensor,
+    weights: torch.Tensor,
+    version: int,
+) -> Sums:
+    """Sums over the sampled rows of a micro-batch, as `SUMS` declares; `metrics` says what they are for.
+
+    Args:
+        new, compared: float32[T] without gradient, held; log-probabilities to compare with the engine's, and with the reference's.
+        rows: held.
+        kept: bool[T]; trained on.
+        cut: bool[T]; where the clip acts.
+        weights: float32[T]; what rows count for (`kept_weights`).
+        version: the trainer's.
+    """
+    mask = rows.mask
+    log_ratio = new.double() - rows.behaviour.double()
+    ratio = exp(log_ratio)
+    age = version - rows.versions
+    same = rows.pure & mask & (age == 0)
+    difference = torch.where(mask, log_ratio.abs(), 0.0)
+    at = age.clamp(0, AGES - 1).long()
+    reference = compared if rows.reference is None else rows.reference
+    sums = {
+        "tokens": mask.sum(),
+        "kept": kept.sum(),
+        "planned_weight": rows.weights.double().sum(),
+        "kept_weight": weights.double().sum(),
+        "clipped": (cut & kept).sum(),
+        "tis_capped": correction.capped.sum(),
+        "correction": torch.where(kept, correction.weight, 0.0).double().sum(),
+        "ratio": (ratio * mask).sum(),
+        "ratio_squared": (ratio**2 * mask).sum(),
+        "ratio_bins": histogram.counts(log_ratio, mask),
+        "kl": k3(log_ratio).sum(),
+        "kl_direct": -log_ratio.sum(),
+        "kl_reference": k3(reference.double() - compared.double()).sum(),
+        "referenced": mask.sum() * (rows.reference is not None),
+        "rejected": correction.rejected.sum(dim=1),
+        "rejected_ages": _count(at, mask & ~kept),
+        "ages": _count(at, mask),
+        "future": (mask & (age < 0)).sum(),
+        "logprob_diff": difference.sum(),
+        "same_version": same.sum(),
+        "logprob_diff_same_version": torch.where(same, difference, 0.0).sum(),
+        "max_logprob_diff_same_version": torch.cat([torch.where(same, difference, -1.0), difference.new_full((1,), -1.0)]).max(),
+    }
+    return {name: value.detach().double() for name, value in sums.items()}
+
+
+def _count(place: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    return torch.zeros(AGES, dtype=torch.float64, device=mask.device).index_add_(0, place, mask.double())
+
+
+def _quantiles(bins: np.ndarray) -> dict[str, float]:
+    return dict(zip(map(str, QUANTILES), histogram.quantiles(bins, QUANTILES), strict=True)) if bins.any() else {}
+
+
+def metrics(sums: Mapping[str, Any]) -> dict[str, Any]:
+    """The figures of a step, from `SUMS` over all its micro-batches and ranks. Means are over sampled tokens, log-probabilities in nats.
+
+    Returns:
+        tokens: sampled tokens.
+        rejected_fraction: share that was not trained on; rejected_by_rule: share each rule rejects, were it the only one, for those that
+            reject any; rejected_by_age: share of the tokens of each age, for ages with any.
+        clip_fraction: share of the kept tokens on which the clip acts.
+        tis_capped_fraction: share whose weight is capped; correction_mean: of the weights of kept tokens.
+        ratio_mean, ratio_quantiles: of w = pi / pi_engine, its logarithm held within 20; quantiles by share, as exact as `histogram` says.
+        ess: effective sample size as a share, (sum w)^2 / (n sum w^2): 1 on policy, 1 / n where a single token has all the weight.
+        kl: KL(engine || trainer), the k3 estimate: never negative; kl_direct: mean of log pi_engine - log pi, unbiased but noisy.
+        kl_reference: KL(trainer || reference), k3 estimate, as far as tokens are the trainer's own; None without a reference.
+        logprob_diff_mean: |trainer - engine|; logprob_diff_mean_same_version, logprob_diff_max_same_version: over tokens of trajectories
+            sampled wholly by the weights being trained; None where there are none.
+        ages: sampled tokens by age, the trainer's version - the token's; ages above 63 count as 64.
+    """
+    values = {name: np.asarray(value, np.float64) for name, value in sums.items()}
+    one = {name: float(value) for name, value in values.items() if value.ndim == 0}
+    tokens, kept, same = max(one["tokens"], 1.0), max(one["kept"], 1.0), one["same_version"]
+    ages, rejected_ages = values["ages"], values["rejected_ages"]
+    return {
+        "tokens": int(one["tokens"]),
+        "rejected_fraction": (one["tokens"] - one["kept"]) / tokens,
+        "rejected_by_rule": {name: float(n) / tokens for name, n in zip(RULES, values["rejected"], strict=True) if n},
+        "rejected_by_age": {int(age): float(rejected_ages[age] / ages[age]) for age in np.flatnonzero(rejected_ages)},
+        "clip_fraction": one["clipped"] / kept,
+        "tis_capped_fraction": one["tis_capped"] / tokens,
+        "correction_mean": one["correction"] / kept,
+        "ratio_mean": one["ratio"] / tokens,
+        "ratio_quantiles": _quantiles(values["ratio_bins"]),
+        "ess": one["ratio"] ** 2 / (tokens * one["ratio_squared"]) if one["ratio_squared"] > 0 else 0.0,
+        "kl": one["kl"] / tokens,
+        "kl_direct": one["kl_direct"] / tokens,
+        "kl_reference": one["kl_reference"] / one["referenced"] if one["referenced"] else None,
+        "logprob_diff_mean": one["logprob_diff"] / tokens,
+        "logprob_diff_mean_same_version": one["logprob_diff_same_version"] / same if same else None,
+        "logprob_diff_max_same_version": one["max_logprob_diff_same_version"] if same else None,
+        "ages": {int(age): int(ages[age]) for age in np.flatnonzero(ages)},
+    }

@@ -1,0 +1,107 @@
+"""Advantage estimators against their formulae, one response at a time."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from asyncmoe.errors import InvariantBroken
+from asyncmoe.trainer.objective import group_advantages
+
+ESTIMATORS = ("grpo", "dr_grpo", "rloo", "opo", "pass_at_k", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
+reward = st.one_of(st.sampled_from([0.0, 0.5, 1.0]), st.floats(-5, 5).filter(lambda x: abs(x) > 1e-3 or x == 0))
+batches = st.lists(st.tuples(reward, st.integers(0, 4), st.integers(0, 30)), max_size=24)
+
+
+def of_group(rewards: Sequence[float], lengths: Sequence[int], i: int, estimator: str) -> float:
+    """The advantage of response i of one group."""
+    n, own = len(rewards), rewards[i]
+    if len(set(rewards)) == 1:
+        return 0.0
+    if estimator == "dr_grpo":
+        return own - sum(rewards) / n
+    if estimator == "grpo":
+        return (own - sum(rewards) / n) / (statistics.stdev(rewards) + 1e-6)
+    if estimator == "rloo":
+        return own - sum(r for j, r in enumerate(rewards) if j != i) / (n - 1)
+    if estimator == "opo":
+        total = sum(lengths)
+        return own - (sum(n * r for n, r in zip(lengths, rewards, strict=True)) / total if total else 0.0)
+    best, second = sorted(rewards)[-1], sorted(rewards)[-2]
+    return (best - second) / (statistics.stdev(rewards) + 1e-6) if own == best else 0.0
+
+
+def over_batch(values: Sequence[float], lengths: Sequence[int]) -> list[float]:
+    tokens = [v for v, n in zip(values, lengths, strict=True) for _ in range(n)]
+    if len(tokens) < 2 or len(set(values)) == 1:
+        return [0.0] * len(values)
+    return [(v - statistics.fmean(tokens)) / math.sqrt(statistics.variance(tokens) + 1e-8) for v in values]
+
+
+def expected(batch: Sequence[tuple[float, int, int]], estimator: str) -> list[float]:
+    rewards, groups, lengths = ([b[k] for b in batch] for k in range(3))
+    if estimator == "reinforce_plus_plus":
+        return over_batch(rewards, lengths)
+    found = []
+    for i, group in enumerate(groups):
+        members = [j for j, g in enumerate(groups) if g == group]
+        kind = "dr_grpo" if estimator == "reinforce_plus_plus_baseline" else estimator
+        found.append(of_group([rewards[j] for j in members], [lengths[j] for j in members], members.index(i), kind))
+    return over_batch(found, lengths) if estimator == "reinforce_plus_plus_baseline" else found
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+@given(batch=batches)
+def test_advantages_are_their_formula(estimator: str, batch: list[tuple[float, int, int]]) -> None:
+    rewards, groups, lengths = ([b[k] for b in batch] for k in range(3))
+    got = group_advantages(rewards, groups, estimator, lengths)  # type: ignore[arg-type]
+    assert (got.dtype, got.shape) == (np.float32, (len(batch),))
+    want = expected(batch, estimator)
+    if estimator.startswith("reinforce_plus_plus") and max(map(abs, want), default=0) > 1e3:
+        return  # hardly any deviation over the tokens: rounding decides
+    np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)
+
+
+def test_grpo_divides_by_the_sample_deviation() -> None:
+    assert group_advantages([1, 0, 0, 1, 5, 5], [2, 2, 2, 2, 8, 8], "grpo") == pytest.approx(
+        [0.5 / np.std([1, 0, 0, 1], ddof=1) * s for s in (1, -1, -1, 1)] + [0, 0], abs=1e-5
+    )
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+@pytest.mark.parametrize("value", [0.1, 1e30, -7.0])
+def test_equal_rewards_and_groups_of_one_tell_nothing(estimator: str, value: float) -> None:
+    """Exactly: the mean of equal numbers is rounded, and what is left must not be blown up by a deviation of nothing."""
+    for rewards, groups in (([value] * 7, [3] * 7), ([value] * 3, [1, 2, 3])):
+        assert (group_advantages(rewards, groups, estimator, [3] * len(rewards)) == 0).all()  # type: ignore[arg-type]
+    assert len(group_advantages([], [], estimator, [])) == 0  # type: ignore[arg-type]
+
+
+def test_a_group_of_one_beside_others() -> None:
+    for estimator in ESTIMATORS:
+        got = group_advantages([9.0, 1.0, 0.0], [0, 1, 1], estimator, [2, 2, 2])  # type: ignore[arg-type]
+        if estimator != "reinforce_plus_plus":
+            assert got[0] == pytest.approx(0, abs=1e-6), estimator
+        assert np.isfinite(got).all()
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (lambda: group_advantages([1.0, math.nan], [0, 0], "grpo"), "got the reward nan"),
+        (lambda: group_advantages([1.0, math.inf], [0, 0], "grpo"), "got the reward inf"),
+        (lambda: group_advantages([1.0, 2.0], [0], "grpo"), "2 rewards of 1 groups"),
+        (lambda: group_advantages([1.0, 2.0], [0, 0], "opo", [1]), "expected one of each"),
+        (lambda: group_advantages([1.0, 2.0], [0, 0], "opo"), "opo weighs responses by length"),
+        (lambda: group_advantages([1.0, 2.0], [0, 0], "reinforce_plus_plus"), "reinforce_plus_plus weighs"),
+    ],
+)
+def test_what_cannot_be_compared_is_refused(call: Callable[[], np.ndarray], said: str) -> None:
+    with pytest.raises(InvariantBroken, match=said):
+        call()

@@ -1,0 +1,122 @@
+"""What a step says about its tokens, against numpy over all of them at once."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from asyncmoe.config.objective import ObjectiveSection
+from asyncmoe.trainer.objective import AGES, SUMS, Rows, Sums, histogram, metrics, policy_loss, segments
+
+ON_POLICY = {"weight": "none"}
+
+
+def sums_of(new: list[float], version: int = 0, correction: Any = ON_POLICY, **fields: Any) -> Sums:
+    count = len(new)
+    plain: dict[str, Any] = {
+        "mask": torch.ones(count, dtype=torch.bool),
+        "weights": torch.full((count,), 1 / max(count, 1)),
+        "advantages": torch.ones(count),
+        "behaviour": torch.zeros(count),
+        "versions": torch.zeros(count, dtype=torch.int32),
+        "pure": torch.ones(count, dtype=torch.bool),
+        "segments": segments([count], count),
+        "sequences": 1,
+    }
+    rows = Rows(**plain | {name: torch.tensor(value) for name, value in fields.items()})
+    return policy_loss(torch.tensor(new), rows, ObjectiveSection(correction=correction), version)[1]
+
+
+@given(st.lists(st.tuples(st.floats(-6, 0, width=32), st.floats(-6, 0, width=32), st.floats(-6, 0, width=32)), min_size=1, max_size=60))
+def test_ratios_and_divergences(values: list[tuple[float, float, float]]) -> None:
+    new, behaviour, reference = (np.array(column, np.float64) for column in zip(*values, strict=True))
+    said = metrics(sums_of(new.tolist(), behaviour=behaviour.tolist(), reference=reference.tolist()))
+    w = np.exp(new - behaviour)
+    assert said["tokens"] == len(values)
+    assert said["ratio_mean"] == pytest.approx(w.mean(), rel=1e-5)
+    assert said["ess"] == pytest.approx(w.sum() ** 2 / (len(w) * (w**2).sum()), rel=1e-5)
+    assert 1 / len(w) - 1e-9 <= said["ess"] <= 1 + 1e-9
+    assert said["kl"] == pytest.approx((w - 1 - np.log(w)).mean(), rel=1e-4, abs=1e-6)
+    assert said["kl_direct"] == pytest.approx(-np.log(w).mean(), rel=1e-4, abs=1e-6)
+    back = reference - new
+    assert said["kl_reference"] == pytest.approx((np.exp(back) - 1 - back).mean(), rel=1e-4, abs=1e-6)
+    assert said["logprob_diff_mean"] == pytest.approx(np.abs(new - behaviour).mean(), rel=1e-4, abs=1e-6)
+    for share, got in said["ratio_quantiles"].items():
+        want = math.log(np.quantile(w, float(share), method="inverted_cdf"))
+        assert math.log(got) == pytest.approx(want, rel=0.0375, abs=1.1e-6)
+    json.dumps(said, allow_nan=False)
+
+
+@given(st.lists(st.floats(-30, 30), min_size=1, max_size=40))
+def test_a_quantile_is_as_exact_as_it_says(values: list[float]) -> None:
+    counted = histogram.counts(torch.tensor(values, dtype=torch.float64), torch.ones(len(values), dtype=torch.bool)).numpy()
+    assert (counted.shape, counted.sum()) == ((histogram.BINS,), len(values))
+    for share in (0.001, 0.3, 0.5, 0.99):
+        want = np.clip(np.quantile(values, share, method="inverted_cdf"), -20, 20)
+        (got,) = histogram.quantiles(counted, [share])
+        assert math.log(got) == pytest.approx(want, rel=0.0375, abs=1.1e-6)
+
+
+def test_infinite_ratios_are_counted_in_the_outermost_bins_and_no_rows_make_no_quantile() -> None:
+    counted = histogram.counts(torch.tensor([math.inf, -math.inf, 1e30, math.nan]), torch.tensor([True, True, True, False])).numpy()
+    assert (counted[0], counted[-1], counted.sum()) == (1, 2, 3)
+    assert [math.log(q) for q in histogram.quantiles(counted, [0.1, 0.9])] == pytest.approx([-20, 20], rel=0.0375)
+    assert math.isnan(histogram.quantiles(np.zeros(histogram.BINS), [0.5])[0])
+
+
+def test_one_token_with_all_the_weight_leaves_one_effective_sample() -> None:
+    said = metrics(sums_of([0.0] * 50, behaviour=[-1e30] + [0.0] * 49))
+    assert said["ess"] == pytest.approx(1 / 50, rel=1e-4)
+
+
+def test_engine_and_trainer_are_compared_at_the_same_version_only() -> None:
+    given_ = {
+        "behaviour": [-1.1, -1.3, -2.0, -3.0, -9.0],
+        "mask": [True, True, True, True, False],
+        "versions": [4, 4, 3, 4, 4],
+        "pure": [True, True, True, False, True],
+    }
+    said = metrics(sums_of([-1.0] * 5, version=4, **given_))
+    assert said["logprob_diff_max_same_version"] == pytest.approx(0.3)
+    assert said["logprob_diff_mean_same_version"] == pytest.approx(0.2)
+    assert said["logprob_diff_mean"] == pytest.approx((0.1 + 0.3 + 1 + 2) / 4)
+    later = metrics(sums_of([-1.0] * 5, version=5, **given_))
+    assert (later["logprob_diff_max_same_version"], later["logprob_diff_mean_same_version"]) == (None, None)
+
+
+def test_ages_are_counted_and_the_future_is_seen() -> None:
+    sums = sums_of([0.0] * 5, version=100, versions=[100, 99, 98, 3, 101], mask=[True, True, False, True, True])
+    assert metrics(sums)["ages"] == {0: 2, 1: 1, AGES - 1: 1}
+    assert int(sums["future"]) == 1
+
+
+def test_shares_are_of_what_they_are_about() -> None:
+    """Clipped, of the tokens that are trained on; capped, of all."""
+    correction = {"weight": "token", "cap": 2.0, "token_band": [0.5, 5.0]}
+    said = metrics(
+        sums_of([1.0, 1.0, 0.0, 0.0], correction=correction, proximal=[0.0] * 4, behaviour=[-2.0, -1.0, 0.0, 0.0])
+    )  # ratios 7.4 (rejected), 2.7 (capped), 1, 1; the first two clipped
+    assert said["rejected_fraction"] == 0.25
+    assert said["clip_fraction"] == pytest.approx(1 / 3)
+    assert said["tis_capped_fraction"] == 0.5
+    assert said["correction_mean"] == pytest.approx((2.0 + 1 + 1) / 3)
+
+
+def test_figures_without_tokens_and_without_a_reference() -> None:
+    said = metrics({name: torch.zeros(shape, dtype=torch.float64) for name, shape in SUMS.items()})
+    assert (said["tokens"], said["kl"], said["ess"], said["kl_reference"], said["ages"], said["ratio_quantiles"]) == (
+        0,
+        0.0,
+        0.0,
+        None,
+        {},
+        {},
+    )
+    assert metrics(sums_of([-1.0]))["kl_reference"] is None

@@ -210,11 +210,9 @@ def half_precision(job: Callable[..., Job]) -> dict[str, Any]:
         here = job(pack=True, dtype="bfloat16", optimizer={"distributed": name == "distributed"})
         built = here.model()
         adam = optimizer.build(here.config, built)
-        losses = [
-            step.train_step(built, adam, here.microbatches("token_mean"), losses.SupervisedLoss(), lr=case.LR).loss
-            for _ in range(case.STEPS)
-        ]
-        seen[name] = max(abs(loss - want["loss"]) for loss, want in zip(losses, here.reference["steps"], strict=True))
+        batches, loss = here.microbatches("token_mean"), losses.SupervisedLoss()
+        values = [step.train_step(built, adam, batches, loss, lr=case.LR).loss for _ in range(case.STEPS)]
+        seen[name] = max(abs(value - want["loss"]) for value, want in zip(values, here.reference["steps"], strict=True))
         assert {value.dtype for value in model.parameters(built).values()} == {torch.bfloat16}
     return seen
 

@@ -54,6 +54,9 @@ class TaskSection(Section):
         return self
 
 
+Interruption = Literal["in_place", "retract", "abort_resume", "abort_retry", "drain"]
+
+
 class RolloutSection(Section):
     """How responses are sampled."""
 
@@ -66,6 +69,12 @@ class RolloutSection(Section):
     min_p: Annotated[Real, Field(ge=0, lt=1)] = Field(0.0, description="Leave out tokens below this share of the most probable one's.")
     max_concurrent: Positive = Field(64, description="Episodes in flight over all engines.")
     request_timeout_s: PositiveFloat = 300.0
+    interruption: Interruption = Field(
+        "in_place",
+        description="What becomes of responses under way when a version lands. in_place: they stand still and go on; retract: their keys "
+        "and values are computed again (not with keep.routing); abort_resume: they end and are sent again as prefixes; abort_retry: they "
+        "start again; drain: they finish first.",
+    )
 
     @property
     def batch(self) -> int:

@@ -76,11 +76,18 @@ def kept_routing(config: Config, hf: Mapping[str, Any]) -> Routing | None:
     """What engines record of every token and the trainer replays; None where routing is not kept (`keep.routing`).
 
     Raises:
-        ConfigError: it is to be kept for a model without experts.
+        ConfigError: it is to be kept for a model without experts, or with an interruption that loses it.
     """
     routing = family_of(hf).routing(hf)
     if routing is None and config.keep.routing == "on":
         raise ConfigError("keep.routing", got="on", expected="off or auto because the model has no experts")
+    if routing is not None and config.keep.routing != "off" and config.rollout.interruption == "retract":
+        raise ConfigError(
+            "rollout.interruption",
+            got="retract",
+            expected="another because routing is kept (SGLang then reports the new weights' routes for tokens that the old ones sampled)",
+            cure="set rollout.interruption to in_place, or keep.routing to off",
+        )
     return None if config.keep.routing == "off" else routing
 
 

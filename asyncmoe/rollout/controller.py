@@ -94,7 +94,7 @@ class Controller:
             recording=self._recording,
         )
         self._pool = Pool(engines, rollout.max_concurrent, rollout.request_timeout_s, recorder.generated)
-        self._conductor = Conductor(self._pool, config.sync.timeout_s, self._published, recorder.paused)
+        self._conductor = Conductor(self._pool, config.sync.timeout_s, self._published, recorder.paused, rollout.interruption)
         self._queue: BoundedQueue | None = None
         self._service: QueueService | None = None
         self._met = asyncio.Event()
@@ -177,7 +177,9 @@ class Controller:
         await Producer(self._queue, self._task, self._episode, config.rollout.group_size, first).run()
 
     async def _episode(self, prompt: Prompt, place: Place) -> Trajectory:
-        return await episode.run(prompt, place, self._pool, self._sampling, self._tokenizer, self._scorer)
+        return await episode.run(
+            prompt, place, self._pool, self._sampling, self._tokenizer, self._scorer, self._config.rollout.interruption
+        )
 
     async def _record(self) -> None:
         while True:
@@ -187,7 +189,7 @@ class Controller:
     def _write_record(self) -> None:
         self._pool.note_busy()
         if self._queue is not None:
-            self._recorder.write(self._queue.stats(), [engine.name for engine in self._engines], self._pool.generated_tokens)
+            self._recorder.write(self._queue.stats(), [engine.name for engine in self._engines], self._pool)
 
     async def _published(self, version: int) -> None:
         assert self._queue is not None

@@ -17,6 +17,8 @@ from asyncmoe.receiver.command import LOADER, Command, payload
 from asyncmoe.record import NOTHING, Recording
 
 T = TypeVar("T")
+ABORTED = "abort"
+"""`Generation.finish` of a response that was cut short on request."""
 
 
 class EngineLost(EngineError):
@@ -60,6 +62,7 @@ class Span(msgspec.Struct, frozen=True):
 class _Finish(msgspec.Struct, frozen=True):
     type: Literal["stop", "length", "abort"]
     message: str | None = None
+    status_code: int | None = None
 
 
 class _Meta(msgspec.Struct, frozen=True):
@@ -99,7 +102,7 @@ class Generation:
         logprobs: R natural logarithms, of the softmax of logits / temperature over the ids sampled from where masks are recorded, else
             over the whole vocabulary.
         spans: which version sampled which tokens; cover 0 to R without a gap.
-        finish: "stop" or "length".
+        finish: "stop", "length" or `ABORTED`, when `abort` ended it; it may then have no tokens.
         cached_tokens: prompt tokens whose keys and values were taken from the prefix cache.
         routes, masks: as the engine reports them (`asyncmoe.rollout.sampled`), where it was asked to.
     """
@@ -171,9 +174,17 @@ class EngineClient:
         }
         return self._generation(await self._post("/generate", body, _Generated, timeout_s), recording)
 
-    async def pause(self) -> None:
-        """Stop between two forward passes; running requests and their keys and values stay where they are."""
-        await self._post("/pause_generation", {"mode": "in_place"}, _Acknowledged)
+    async def pause(self, retract: bool = False) -> None:
+        """Stop between two forward passes; running requests stay where they are, and their keys and values too, unless `retract`."""
+        await self._post("/pause_generation", {"mode": "retract" if retract else "in_place"}, _Acknowledged)
+
+    async def flush(self) -> None:
+        """Forget all cached prefixes; needs an engine without running requests (those that were retracted wait)."""
+        await self._send("/flush_cache", {}, self._timeout_s)
+
+    async def abort(self) -> None:
+        """End all requests; each is answered with what it has."""
+        await self._send("/abort_request", {"rid": "", "abort_all": True}, self._timeout_s)
 
     async def go_on(self) -> None:
         """The inverse of `pause`."""
@@ -239,7 +250,7 @@ class EngineClient:
 
     def _generation(self, reply: _Generated, recording: Recording) -> Generation:
         meta = reply.meta_info
-        if meta.finish_reason.type == "abort":
+        if meta.finish_reason.type == ABORTED and meta.finish_reason.status_code is not None:
             raise EngineError(f"{self.name}: the request was aborted: {meta.finish_reason.message}")
         tokens = tuple(reply.output_ids)
         logprobs = tuple(entry[0] for entry in meta.output_token_logprobs)
@@ -264,7 +275,13 @@ class EngineClient:
         )
 
     async def _post(self, path: str, body: Mapping[str, Any], kind: type[T], timeout_s: float | None = None) -> T:
-        seconds = timeout_s or self._timeout_s
+        text = await self._send(path, body, timeout_s or self._timeout_s)
+        try:
+            return msgspec.json.decode(text, type=kind)
+        except msgspec.DecodeError as error:
+            raise EngineError(f"{self.name}: {path}: unexpected answer: {error}") from error
+
+    async def _send(self, path: str, body: Mapping[str, Any], seconds: float) -> bytes:
         headers = {"Content-Type": "application/json"}
         try:
             async with self._session.post(
@@ -277,10 +294,7 @@ class EngineClient:
             raise EngineLost(f"{self.name}: {path}: {error or type(error).__name__}") from error
         if status != 200:
             raise EngineError(f"{self.name}: {path}: {_message(text)}")
-        try:
-            return msgspec.json.decode(text, type=kind)
-        except msgspec.DecodeError as error:
-            raise EngineError(f"{self.name}: {path}: unexpected answer: {error}") from error
+        return text
 
 
 def _message(text: bytes) -> str:

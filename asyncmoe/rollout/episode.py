@@ -7,28 +7,37 @@ import time
 
 import numpy as np
 
+from asyncmoe.config.generation import Interruption
 from asyncmoe.rollout.engine_client import Sampling
+from asyncmoe.rollout.interruption import respond
 from asyncmoe.rollout.pool import Pool
 from asyncmoe.rollout.scoring import Scorer
 from asyncmoe.rollout.tasks import Demonstration, Prompt
 from asyncmoe.rollout.tokenizer import Tokenizer
-from asyncmoe.rollout.turns import Place, Turn, assemble
+from asyncmoe.rollout.turns import Place, assemble
 from asyncmoe.trajectory import NOT_SAMPLED, Trajectory
 
 
-async def run(prompt: Prompt, place: Place, pool: Pool, sampling: Sampling, tokenizer: Tokenizer, scorer: Scorer) -> Trajectory:
+async def run(
+    prompt: Prompt,
+    place: Place,
+    pool: Pool,
+    sampling: Sampling,
+    tokenizer: Tokenizer,
+    scorer: Scorer,
+    interruption: Interruption = "in_place",
+) -> Trajectory:
     """Generate one response to a prompt and score it.
 
     Raises:
         TrajectoryRejected: the engine died or failed, the response could not be scored, or its record is not what it should be.
     """
     begin = time.perf_counter()
-    answer = await pool.generate(prompt.tokens, sampling)
+    turns = await respond(pool, prompt.tokens, (), sampling, interruption)
     generated = time.perf_counter()
-    response = tokenizer.decode(answer.generation.tokens)
+    response = tokenizer.decode([token for turn in turns for token in turn.generation.tokens])
     reward = await scorer.score(prompt.text, response, prompt.answer)
     seconds = {"generate": generated - begin, "score": time.perf_counter() - generated}
-    turns = (Turn(prompt.tokens, answer.generation, answer.salt),)
     # Routes of a long response are megabytes: beside the event loop, which other responses wait for.
     return await asyncio.to_thread(assemble, turns, place, sampling.recording, reward, seconds)
 

@@ -71,6 +71,8 @@ class Pool:
 
     Attributes:
         generated_tokens: sampled by all engines so far.
+        lost_tokens: those of them that were thrown away because a response started again.
+        recomputed_tokens: of prefixes that were sent again because a response was cut short.
 
     Args:
         limit: requests in flight over all engines.
@@ -80,7 +82,7 @@ class Pool:
 
     def __init__(self, engines: Sequence[Server], limit: int, timeout_s: float, record: Callable[[str, float, float], None]) -> None:
         self.members = [Member(engine) for engine in engines]
-        self.generated_tokens = 0
+        self.generated_tokens = self.lost_tokens = self.recomputed_tokens = 0
         self._slots = asyncio.Semaphore(limit)
         self._timeout_s, self._record = timeout_s, record
         self._gate = asyncio.Event()
@@ -109,6 +111,10 @@ class Pool:
         async with self._slots:
             await self._gate.wait()
             return await self._ask(self._least_loaded(), tokens, sampling, held)
+
+    def close(self) -> None:
+        """Close the gate; what is at the engines goes on."""
+        self._gate.clear()
 
     def hold(self) -> None:
         """Close the gate. The time until `release` does not count as generating."""

@@ -5,10 +5,19 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from pathlib import Path
+from typing import Protocol
 
 from asyncmoe.queue.bounded import QueueStats
 from asyncmoe.telemetry.records import JsonLines, Spans
 from asyncmoe.telemetry.schema import CONTROLLER_SPANS, ROLLOUT, Rollout
+
+
+class Counters(Protocol):
+    """What the pool has counted since the start (`Pool`)."""
+
+    generated_tokens: int
+    lost_tokens: int
+    recomputed_tokens: int
 
 
 class Recorder:
@@ -28,12 +37,9 @@ class Recorder:
         """`engine` stood still from `begin` to `end`, Unix seconds."""
         self._spans.add(engine, "pause", begin, end)
 
-    def write(self, stats: QueueStats, engines: list[str], tokens: int) -> None:
-        """Record the counters of this moment.
-
-        Args:
-            tokens: sampled by all engines since the start.
-        """
+    def write(self, stats: QueueStats, engines: list[str], counters: Counters) -> None:
+        """Record the counters of this moment."""
+        tokens = counters.generated_tokens
         now = time.time()
         seconds = max(now - self._last, 1e-6)
         self._lines.write(
@@ -47,6 +53,8 @@ class Recorder:
                 rejected=stats.rejected,
                 dropped=stats.dropped,
                 generated_tokens=tokens,
+                lost_tokens=counters.lost_tokens,
+                recomputed_tokens=counters.recomputed_tokens,
                 tokens_per_s=(tokens - self._last_tokens) / seconds,
                 engine_busy_share={name: min(self._busy[name] / seconds, 1.0) for name in engines},
             )

@@ -25,6 +25,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from asyncmoe.config.generation import Interruption
 from asyncmoe.errors import AsyncmoeError, WaitTimeout, WeightSyncError
 from asyncmoe.receiver import command
 from asyncmoe.rollout.engine_client import EngineLost
@@ -44,6 +45,8 @@ from asyncmoe.wire.messages import (
 )
 
 WeightsRequest = WeightsJoin | WeightsStage | WeightsBegin | WeightsBucket | WeightsCommit | WeightsAbort | EnginesAsk
+_ENDING_S = 0.02
+"""Between two looks whether responses have ended."""
 _NAMED = 8
 """Differing parameters an error names; the rest are counted."""
 
@@ -70,6 +73,7 @@ class Conductor:
         timeout_s: bound of each request, and of the silence between two of them while engines stand still.
         published: awaited with a version once every engine serves it.
         record: called with (engine, begin, end) in Unix seconds for every pause.
+        interruption: what becomes of responses under way (`asyncmoe.rollout.interruption`).
     """
 
     def __init__(
@@ -78,7 +82,9 @@ class Conductor:
         timeout_s: float,
         published: Callable[[int], Awaitable[None]],
         record: Callable[[str, float, float], None],
+        interruption: Interruption = "in_place",
     ) -> None:
+        self._interruption = interruption
         self._pool, self._timeout_s, self._published, self._record = pool, timeout_s, published, record
         self._started: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._group = ""
@@ -182,12 +188,15 @@ class Conductor:
 
     async def _stand_still(self, update: _Update) -> None:
         """Close the gate and pause all engines; when one cannot be, the others go on."""
-        self._pool.hold()
         update.held = True
+        await self._interrupt(update)
+        self._pool.hold()
 
         async def begin(member: Member) -> None:
             update.paused[member.engine.name] = time.time()
-            await member.engine.client.pause()
+            await member.engine.client.pause(retract=self._interruption == "retract")
+            if self._interruption == "retract":
+                await member.engine.client.flush()  # or they would be given back the keys and values of the old weights
             await member.engine.client.begin()
 
         failed = await _on_each(update.members, begin)
@@ -196,6 +205,22 @@ class Conductor:
         if failed:
             await self._give_up(update)
             _raise(failed, f"beginning version {update.version}")
+
+    async def _interrupt(self, update: _Update) -> None:
+        """Have no request at an engine, where responses are not to live through the update."""
+        if self._interruption in ("in_place", "retract"):
+            return
+        self._pool.close()
+        until = time.monotonic() + self._timeout_s
+        while any(member.in_flight for member in self._pool.serving):
+            if time.monotonic() > until:
+                self._close(update)
+                waiting = sum(member.in_flight for member in self._pool.serving)
+                what = f"the end of {waiting} responses before version {update.version} (rollout.interruption {self._interruption})"
+                raise WaitTimeout("the engines", what, self._timeout_s)
+            if self._interruption != "drain":
+                await self._fencing(update, lambda member: member.engine.client.abort())
+            await asyncio.sleep(_ENDING_S)
 
     async def _bucket(self, request: WeightsBucket) -> None:
         update = self._open(request.version)

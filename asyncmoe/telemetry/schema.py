@@ -116,6 +116,10 @@ class Rollout(msgspec.Struct, frozen=True, kw_only=True):
     rejected: Mapping[str, int] = {}
     dropped: Mapping[str, int] | int = 0
     generated_tokens: int = 0
+    lost_tokens: int = 0
+    """Of those, thrown away because their response started again."""
+    recomputed_tokens: int = 0
+    """Tokens of prefixes that were sent again because a response was cut short."""
     tokens_per_s: float | None = None
     """Gauge: sampled tokens a second since the last record."""
     engine_busy_share: Mapping[str, float] = {}

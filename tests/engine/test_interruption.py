@@ -1,0 +1,166 @@
+"""A response that two updates cut, in every mode: what was recorded of each token is what the pass that sampled it computed."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from asyncmoe.config.generation import Interruption
+from asyncmoe.models.make import VOCAB
+from asyncmoe.record import Recording, Routing, decode_routes
+from asyncmoe.rollout.engine_client import Sampling
+from asyncmoe.rollout.interruption import respond
+from asyncmoe.rollout.turns import Place, assemble
+from asyncmoe.trajectory import Trajectory
+from asyncmoe.validity import validate
+from tests.engine.conftest import Rig
+from tests.engine.oracle import Oracle, perturbed
+
+pytestmark = pytest.mark.engine
+PROMPT = (30, 40, 50, 60, 70)
+TOKENS = 700
+RECORDING = Recording(Routing(all_layers=4, layers=(0, 1, 2, 3), top_k=2, experts=8), vocabulary=VOCAB)
+SAMPLING = Sampling(1.0, TOKENS, (), recording=RECORDING)
+
+
+@pytest.fixture(scope="module")
+def oracles(model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Oracle]:
+    folder = tmp_path_factory.mktemp("interruption")
+    first = Oracle(model)
+    return [perturbed(first, folder / str(seed), seed) for seed in range(3)]
+
+
+class Played:
+    """What came of one response, asked for at version `first` and cut at `first` + 1 and `first` + 2."""
+
+    def __init__(self, rig: Rig, oracles: Sequence[Oracle], interruption: Interruption) -> None:
+        self.first = rig.pool.version + 1
+        rig.run(self._play(rig, oracles, interruption))
+        self.bounds = [int(np.argmax(self.record.versions == v)) for v in sorted(set(self.record.versions[self.record.loss_mask].tolist()))]
+
+    async def _play(self, rig: Rig, oracles: Sequence[Oracle], interruption: Interruption) -> None:
+        rig.conductor._interruption = "in_place"
+        await rig.sender.publish(self.first, oracles[0].weights)
+        rig.conductor._interruption = interruption
+        self.lost, self.recomputed = rig.pool.lost_tokens, rig.pool.recomputed_tokens
+        asking = asyncio.create_task(respond(rig.pool, PROMPT, (), SAMPLING, interruption))
+        pauses = []
+        for number in (1, 2):
+            await asyncio.sleep(0.5)
+            pauses += (await rig.sender.publish(self.first + number, oracles[number].weights)).pause_ms
+        turns = await asking
+        rig.conductor._interruption = "in_place"
+        self.turns = len(turns)
+        self.record = assemble(turns, Place(0, 0, 0), RECORDING, 0.0, {})
+        self.lost, self.recomputed = rig.pool.lost_tokens - self.lost, rig.pool.recomputed_tokens - self.recomputed
+        print(f"{interruption}: pauses {[round(p) for p in pauses]} ms, {self.lost} tokens lost, {self.recomputed} computed again")
+
+    @property
+    def versions(self) -> list[int]:
+        return sorted({int(v) - self.first for v in self.record.versions[self.record.loss_mask]})
+
+
+def passes(record: Trajectory, bounds: Sequence[int], models: Sequence[Any], keep: bool) -> tuple[np.ndarray, np.ndarray]:
+    """By transformers: log-probabilities of the sampled tokens, and the experts of all tokens but the last.
+
+    Args:
+        bounds: where each model's tokens begin.
+        keep: each model goes on with the keys and values of the one before it; else it computes the whole prefix.
+    """
+    ids = torch.from_numpy(record.tokens).long()
+    ends = [*(b - 1 for b in bounds[1:]), len(ids) - 1]  # a model does not see the last token it samples
+    logprobs, routes, past, start = [], [], None, 0
+    for model, end in zip(models, ends, strict=True):
+        seen: list[torch.Tensor] = []
+        hooks = [layer.mlp.gate.register_forward_hook(partial(_note, seen)) for layer in model.model.layers]
+        with torch.no_grad():
+            out = model(ids[None, start if keep else 0 : end], past_key_values=past if keep else None, use_cache=True)
+        for hook in hooks:
+            hook.remove()
+        past = out.past_key_values
+        logits = out.logits[0, -(end - start) :]
+        logprobs.append(logits.log_softmax(-1).gather(1, ids[start + 1 : end + 1, None])[:, 0])
+        routes.append(torch.stack(seen, 1)[-(end - start) :])
+        start = end
+    sampled = torch.from_numpy(record.loss_mask[1:])
+    return torch.cat(logprobs)[sampled].numpy(), torch.cat(routes).sort(-1).values.numpy()
+
+
+def _note(seen: list[torch.Tensor], _gate: Any, _inputs: Any, out: Any) -> None:
+    seen.append(out[2])
+
+
+def check(played: Played, models: Sequence[Any], keep: bool) -> None:
+    record = played.record
+    validate(record, RECORDING, newest_version=played.first + 2)
+    assert int(record.loss_mask.sum()) == TOKENS
+    logprobs, routes = passes(record, played.bounds, models, keep)
+    np.testing.assert_allclose(record.logprobs[record.loss_mask], logprobs, atol=1e-4)
+    assert record.routes is not None
+    got = np.sort(decode_routes(record.routes, "g0").transpose(1, 0, 2), axis=-1)
+    same = (got == routes).all(axis=(1, 2))
+    assert same.mean() > 0.999  # a tie within rounding may fall either way
+
+
+def test_in_place_nothing_is_lost_and_keys_and_values_live_on(rig: Rig, oracles: list[Oracle]) -> None:
+    played = Played(rig, oracles, "in_place")
+    assert (played.turns, played.lost, played.recomputed, played.versions) == (1, 0, 0, [0, 1, 2])
+    check(played, [oracle.model for oracle in oracles], keep=True)
+
+
+def test_abort_resume_loses_nothing_and_computes_prefixes_again(rig: Rig, oracles: list[Oracle]) -> None:
+    played = Played(rig, oracles, "abort_resume")
+    assert (played.turns, played.lost, played.versions) == (3, 0, [0, 1, 2])
+    assert played.recomputed == sum(played.bounds[1:])
+    check(played, [oracle.model for oracle in oracles], keep=False)
+
+
+def test_abort_retry_starts_again(rig: Rig, oracles: list[Oracle]) -> None:
+    played = Played(rig, oracles, "abort_retry")
+    assert (played.turns, played.versions) == (1, [2])
+    assert played.lost > 50
+    assert played.record.is_pure
+    check(played, [oracles[2].model], keep=False)
+
+
+def test_drain_finishes_under_the_version_it_began_with(rig: Rig, oracles: list[Oracle]) -> None:
+    played = Played(rig, oracles, "drain")
+    assert (played.turns, played.lost, played.versions) == (1, 0, [0])
+    assert played.record.is_pure
+    check(played, [oracles[0].model], keep=False)
+
+
+def test_retract_computes_keys_and_values_again(rig: Rig, oracles: list[Oracle]) -> None:
+    """Without routes: SGLang reports the new weights' for old tokens."""
+    played = Played(rig, oracles, "retract")
+    assert (played.turns, played.lost, played.versions) == (1, 0, [0, 1, 2])
+    logprobs, routes = passes(played.record, played.bounds, [oracle.model for oracle in oracles], keep=False)
+    np.testing.assert_allclose(played.record.logprobs[played.record.loss_mask], logprobs, atol=1e-4)
+    assert played.record.routes is not None
+    got = np.sort(decode_routes(played.record.routes, "g0").transpose(1, 0, 2), axis=-1)
+    old = slice(0, played.bounds[1] - 1)
+    assert (got[old] != routes[old]).any()  # why it is refused where routing is kept
+
+
+def test_many_responses_at_once_are_resumed(rig: Rig, oracles: list[Oracle]) -> None:
+    async def play() -> list[int]:
+        short = replace(SAMPLING, max_new_tokens=150)
+        before = rig.pool.version
+        rig.conductor._interruption = "abort_resume"
+        asking = [asyncio.create_task(respond(rig.pool, (*PROMPT, i), (), short, "abort_resume")) for i in range(12)]
+        for number in (1, 2, 3):
+            await asyncio.sleep(0.3)
+            await rig.sender.publish(before + number, oracles[number % 3].weights)
+        done = await asyncio.gather(*asking)
+        rig.conductor._interruption = "in_place"
+        return [sum(len(turn.generation.tokens) for turn in turns) for turns in done]
+
+    assert rig.run(play()) == [150] * 12

@@ -1,0 +1,109 @@
+"""Responses over several requests: what is kept, sent again, lost, and refused."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from asyncmoe.config import Config, parse
+from asyncmoe.config.generation import Interruption
+from asyncmoe.errors import ConfigError, TrajectoryRejected
+from asyncmoe.models import kept_routing
+from asyncmoe.rollout.engine_client import ABORTED, Generation, Sampling, Span
+from asyncmoe.rollout.interruption import respond
+from asyncmoe.rollout.pool import Answer
+from asyncmoe.rollout.turns import Turn
+
+HF = {
+    "model_type": "qwen3_moe",
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 32,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+}
+
+
+class Scripted:
+    """Answers as it is told: (tokens, finish); its version goes up by one with every answer."""
+
+    def __init__(self, *answers: tuple[int, str]) -> None:
+        self.answers = list(answers)
+        self.asked: list[tuple[tuple[int, ...], int, int]] = []
+        self.lost_tokens = self.recomputed_tokens = 0
+
+    async def generate(self, tokens: Sequence[int], sampling: Sampling, held: int = 0) -> Answer:
+        self.asked.append((tuple(tokens), sampling.max_new_tokens, held))
+        count, finish = self.answers.pop(0)
+        version = len(self.asked)
+        made = tuple(range(100 * version, 100 * version + count))
+        return Answer(Generation(made, (-1.0,) * count, (Span(str(version), 0, count),), finish, 0), version)
+
+
+def ask(pool: Any, how: Interruption, before: Sequence[Turn] = ()) -> list[Turn]:
+    return asyncio.run(respond(pool, (1, 2, 3), before, Sampling(1.0, 10, ()), how))
+
+
+def test_what_was_cut_short_is_sent_again_as_a_prefix() -> None:
+    pool = Scripted((4, ABORTED), (0, ABORTED), (2, ABORTED), (4, "length"))
+    turns = ask(pool, "abort_resume")
+    assert [(turn.given, len(turn.generation.tokens), turn.salt) for turn in turns] == [((1, 2, 3), 4, 1), ((), 2, 3), ((), 4, 4)]
+    first, second = tuple(range(100, 104)), (300, 301)
+    assert pool.asked == [
+        ((1, 2, 3), 10, 0),
+        ((1, 2, 3, *first), 6, 6),
+        ((1, 2, 3, *first), 6, 6),
+        ((1, 2, 3, *first, *second), 4, 8),
+    ]
+    assert (pool.lost_tokens, pool.recomputed_tokens) == (0, 7 + 7 + 9)
+
+
+def test_a_response_cut_short_before_its_first_token_is_asked_for_again() -> None:
+    pool = Scripted((0, ABORTED), (3, "stop"))
+    assert [turn.given for turn in ask(pool, "abort_resume")] == [(1, 2, 3)]
+    assert pool.asked[1] == ((1, 2, 3), 10, 0)
+
+
+def test_a_response_cut_short_at_its_end_is_whole() -> None:
+    assert len(ask(Scripted((10, ABORTED)), "abort_resume")) == 1
+
+
+def test_earlier_turns_are_part_of_the_prefix() -> None:
+    earlier = Turn((7, 8), Generation((9,), (-1.0,), (Span("0", 0, 1),), "stop", 0), 0)
+    pool = Scripted((2, ABORTED), (8, "length"))
+    ask(pool, "abort_resume", [earlier])
+    assert pool.asked == [((7, 8, 9, 1, 2, 3), 10, 2), ((7, 8, 9, 1, 2, 3, 100, 101), 8, 7)]
+
+
+def test_starting_again_loses_what_there_was() -> None:
+    pool = Scripted((4, ABORTED), (6, ABORTED), (10, "length"))
+    (turn,) = ask(pool, "abort_retry")
+    assert (turn.given, turn.salt) == ((1, 2, 3), 3)
+    assert (pool.lost_tokens, pool.recomputed_tokens) == (10, 0)
+    assert set(pool.asked) == {((1, 2, 3), 10, 0)}
+
+
+@pytest.mark.parametrize("how", ["in_place", "retract", "drain"])
+def test_an_abort_that_nobody_asked_for_is_the_engines_fault(how: Interruption) -> None:
+    with pytest.raises(TrajectoryRejected, match=f"aborted after 4 tokens; rollout.interruption is {how}") as caught:
+        ask(Scripted((4, ABORTED)), how)
+    assert caught.value.reason == "engine_error"
+
+
+def settings(**sections: Any) -> Config:
+    return parse({"run": {"dir": "r", "steps": 1}, "model": {"path": "m"}, "task": {"kind": "arithmetic"}, **sections})
+
+
+def test_retract_is_refused_where_routing_is_kept() -> None:
+    retract = {"interruption": "retract"}
+    with pytest.raises(ConfigError, match=r"rollout\.interruption: got retract, expected another because.*keep\.routing to off"):
+        kept_routing(settings(rollout=retract), HF)
+    assert kept_routing(settings(rollout=retract, keep={"routing": "off"}), HF) is None
+    assert kept_routing(settings(), HF) is not None

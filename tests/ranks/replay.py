@@ -45,12 +45,10 @@ def largest_difference(path: Path, recorded: list[Trajectory], trainer: dict[str
     built = model.build(load_hf_config(path / "hf"), config, place)
     model.load_hf(built, path / "hf")
     lengths = [len(t) for t in recorded]
-    schedule = batch.schedule(lengths, place.dp, 256, config.trainer.pack, place.tp)
+    schedule = batch.schedule(lengths, place.dp, 256, config.trainer.pack, place.grid)
     nothing = np.zeros(len(recorded))
     batches = [
-        batch.pack(
-            dict(enumerate(recorded)), indices, advantages=nothing, weights=nothing, pad_multiple=place.tp, packed=config.trainer.pack
-        )
+        batch.pack(dict(enumerate(recorded)), indices, advantages=nothing, weights=nothing, grid=place.grid, packed=config.trainer.pack)
         for indices in schedule.ranks[place.dp_rank]
     ]
     ours = step.logprobs_only(built, batches, lengths, case.TEMPERATURE)

@@ -76,12 +76,12 @@ def measure(folder: Path) -> dict[str, Any]:
     def microbatches(kept: bool) -> list[batch.MicroBatch]:
         nothing = np.zeros(TRAJECTORIES)
         routing = replay.routing if kept else None
-        return [batch.pack(known, list(known), advantages=nothing, weights=weights, pad_multiple=1, packed=True, routing=routing)]
+        return [batch.pack(known, list(known), advantages=nothing, weights=weights, grid=batch.Grid(), packed=True, routing=routing)]
 
     chosen: list[np.ndarray] = []
     hooks = [
         module.register_forward_hook(lambda _m, _i, out: chosen.append(torch.nonzero(out[1])[:, 1].reshape(out[1].shape[0], -1).numpy()))
-        for module in built.module.modules()
+        for module in built.chunks[0].modules()
         if type(module).__name__ == "TopKRouter"
     ]
     logprobs_only(built, microbatches(False), [TOKENS] * TRAJECTORIES, 1.0)

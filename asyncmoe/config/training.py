@@ -30,7 +30,7 @@ class TrainerSection(Section):
     tp: Positive = 1
     pp: Positive = 1
     ep: Positive = 1
-    vpp: Positive = Field(1, description="Model chunks a pipeline stage holds; the trainer runs one.")
+    vpp: Positive = Field(1, description="Model chunks a pipeline stage holds: Megatron's interleaved schedule.")
     first_stage_layers: Positive | None = Field(None, description="Layers of the first pipeline stage; default: an equal share.")
     last_stage_layers: Positive | None = Field(None, description="Layers of the last pipeline stage; default: an equal share.")
     etp: Positive | None = Field(None, description="Expert tensor parallelism; default 1 when ep > 1, else tp.")
@@ -61,11 +61,8 @@ class TrainerSection(Section):
                 f"trainer.etp: got {self.expert_tp}, expected tp = {self.tp} because ep is 1 (megatron-core 0.16 does not reduce "
                 "expert gradients over tp otherwise); leave etp out or raise ep"
             )
-        if self.vpp > 1:
-            raise ValueError(
-                f"trainer.vpp: got {self.vpp}, expected 1; the trainer's schedule does not interleave model chunks (`asyncmoe plan` does "
-                "plan for trainers that do)"
-            )
+        if self.vpp > 1 and self.pp == 1:
+            raise ValueError(f"trainer.vpp: got {self.vpp}, expected 1 because trainer.pp is 1; raise trainer.pp or leave it out")
         for key in ("first_stage_layers", "last_stage_layers"):
             if self.pp == 1 and getattr(self, key) is not None:
                 raise ValueError(f"trainer.{key}: got {getattr(self, key)}, expected nothing because trainer.pp is 1; leave it out")

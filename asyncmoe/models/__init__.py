@@ -65,6 +65,7 @@ def check(config: Config, hf: Mapping[str, Any]) -> None:
         ep=trainer.ep,
         etp=trainer.expert_tp,
         dp=config.trainer_data_parallel,
+        vpp=trainer.vpp,
         first_layers=trainer.first_stage_layers,
         last_layers=trainer.last_stage_layers,
     )

@@ -23,19 +23,41 @@ Indices = tuple[int, ...]
 
 
 @dataclass(frozen=True)
+class Grid:
+    """What the trainer's parallel sizes ask of micro-batches.
+
+    Attributes:
+        tp: tensor-parallel ranks, which hold equal consecutive parts of the rows.
+        stages: pipeline stages that take turns at the model chunks they hold; 1 where every stage holds one. Megatron's schedule for
+            several chunks deals micro-batches out in rounds of as many as there are stages, and does not tell a stage how many rows it
+            is about to receive, so all micro-batches have the same.
+    """
+
+    tp: int = 1
+    stages: int = 1
+
+    @property
+    def rows(self) -> int:
+        """Rows of a micro-batch come in multiples of it."""
+        return self.tp
+
+
+@dataclass(frozen=True)
 class Schedule:
-    """The micro-batches of a step. `ranks[d][m]` are the trajectories in micro-batch `m` of data-parallel rank `d`.
+    """The micro-batches of a step. `ranks[d][m]` are the trajectories in micro-batch `m` of data-parallel rank `d`; `rows` are those that
+    every micro-batch is padded to, 0 where each has as many as it needs.
 
     Invariants:
         every trajectory is in exactly one micro-batch;
         all ranks have the same number of micro-batches, at least one (expert parallelism spans data-parallel ranks: its all-to-alls need
-        the same number of forward passes everywhere); an empty micro-batch is filler;
+        the same number of forward passes everywhere), a multiple of `Grid.stages`; an empty micro-batch is filler;
         a micro-batch has at most `tokens_per_microbatch` rows after padding, unless it is a single longer trajectory;
         the tokens of any two ranks differ by at most the largest micro-batch;
         it depends only on the arguments.
     """
 
     ranks: tuple[tuple[Indices, ...], ...]
+    rows: int = 0
 
     @property
     def microbatches(self) -> int:
@@ -47,7 +69,7 @@ class Schedule:
         return [index for microbatch in self.ranks[dp_rank] for index in microbatch]
 
 
-def schedule(lengths: Sequence[int], dp: int, tokens_per_microbatch: int, pack: bool, tp: int) -> Schedule:
+def schedule(lengths: Sequence[int], dp: int, tokens_per_microbatch: int, pack: bool, grid: Grid) -> Schedule:
     """Deal trajectories of the given token counts out to `dp` ranks.
 
     Micro-batches are made as equal as they can be, sorted by size and dealt in turn, so the m-th micro-batches of all ranks, which wait
@@ -58,22 +80,24 @@ def schedule(lengths: Sequence[int], dp: int, tokens_per_microbatch: int, pack: 
         dp: data-parallel ranks.
         tokens_per_microbatch: bound of a packed micro-batch; a longer trajectory gets its own.
         pack: several trajectories to a micro-batch; else one.
-        tp: rows of a micro-batch are padded to a multiple of it.
+        grid: of the trainer.
     """
     if any(length <= 0 for length in lengths) or dp <= 0:
         raise InvariantBroken(f"schedule: got lengths {[n for n in lengths if n <= 0]} and dp {dp}, expected positive numbers")
-    bound = tokens_per_microbatch - tokens_per_microbatch % tp
-    bins: list[Indices] = _bins(lengths, dp, bound) if pack else [(index,) for index in range(len(lengths))]
-    bins += [()] * (-len(bins) % dp)
-    bins = bins or [()] * dp
+    bound, multiple = tokens_per_microbatch - tokens_per_microbatch % grid.rows, dp * grid.stages
+    bins: list[Indices] = _bins(lengths, multiple, bound) if pack else [(index,) for index in range(len(lengths))]
+    bins += [()] * (-len(bins) % multiple)
+    bins = bins or [()] * multiple
     bins.sort(key=lambda b: (-_tokens(b, lengths), b))
-    return Schedule(tuple(tuple(bins[rank::dp]) for rank in range(dp)))
+    largest = max(_tokens(bins[0], lengths), 1)
+    rows = largest + -largest % grid.rows if grid.stages > 1 else 0
+    return Schedule(tuple(tuple(bins[rank::dp]) for rank in range(dp)), rows)
 
 
-def _bins(lengths: Sequence[int], dp: int, bound: int) -> list[Indices]:
-    """Micro-batches within `bound`, their number a multiple of `dp` where trajectories suffice."""
+def _bins(lengths: Sequence[int], multiple: int, bound: int) -> list[Indices]:
+    """Micro-batches within `bound`, their number a multiple of `multiple` where trajectories suffice."""
     tight = _first_fit_decreasing(lengths, bound)
-    count = len(tight) + -len(tight) % dp
+    count = len(tight) + -len(tight) % multiple
     even = _evenly(lengths, count)
     if all(_tokens(b, lengths) <= bound or len(b) == 1 for b in even):
         return even
@@ -193,21 +217,23 @@ def pack(
     *,
     advantages: Sequence[float] | np.ndarray,
     weights: Sequence[float] | np.ndarray,
-    pad_multiple: int,
+    grid: Grid,
     packed: bool,
+    rows: int = 0,
     proximal: Mapping[int, np.ndarray] | None = None,
     reference: Mapping[int, np.ndarray] | None = None,
     routing: Routing | None = None,
 ) -> MicroBatch:
-    """Lay trajectories out as one micro-batch; no indices: filler of `pad_multiple` rows that counts for nothing.
+    """Lay trajectories out as one micro-batch; no indices: filler that counts for nothing.
 
     Args:
         trajectories: by index; at least those in `indices`.
         indices: what goes in; at most one when `packed` is False.
         advantages: one a trajectory index of the whole step.
         weights: what a sampled token of each trajectory index of the whole step counts for (`objective.token_weights`).
-        pad_multiple: rows are padded to a multiple of it: the tensor-parallel size.
+        grid: of the trainer.
         packed: `cu_seqlens` separates the sequences.
+        rows: at least so many; a multiple of `grid.rows` (`Schedule.rows`).
         proximal, reference: float32[T_i] a trajectory, aligned with its tokens, as `step.logprobs_only` returns.
         routing: the layers whose recorded experts rows are sent through; None: routers choose.
     """
@@ -219,8 +245,8 @@ def pack(
             raise InvariantBroken(f"pack: the first token of {trajectory.key} is marked as sampled, but nothing precedes it")
     lengths = [len(t) for t in chosen]
     starts = [0, *np.cumsum(lengths).tolist()]
-    total = max(starts[-1], 1)
-    rows = total + -total % pad_multiple
+    total = max(starts[-1], rows, 1)
+    rows = total + -total % grid.rows
 
     flat = _Flat(rows, starts, lengths)
     mask = flat.next([t.loss_mask for t in chosen], np.bool_)

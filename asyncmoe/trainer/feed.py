@@ -46,7 +46,7 @@ def plan_updates(items: Sequence[Item], phase: Phase, config: Config, mesh: Mesh
     return [
         Update(
             tuple(part),
-            batch.schedule([items[i].tokens for i in part], mesh.dp, trainer.tokens_per_microbatch, trainer.pack, mesh.tp),
+            batch.schedule([items[i].tokens for i in part], mesh.dp, trainer.tokens_per_microbatch, trainer.pack, mesh.grid),
             objective.token_weights(
                 [items[i].sampled for i in part], aggregation, [items[i].group for i in part], config.rollout.max_new_tokens
             ),
@@ -80,8 +80,9 @@ def microbatches(
             indices,
             advantages=advantages[list(members)],
             weights=update.weights,
-            pad_multiple=mesh.tp,
+            grid=mesh.grid,
             packed=config.trainer.pack,
+            rows=update.schedule.rows,
             proximal=None if proximal is None else {i: proximal[members[i]] for i in indices},
             reference=None if reference is None else {i: reference[members[i]] for i in indices},
             routing=routing,

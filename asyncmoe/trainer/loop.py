@@ -172,7 +172,7 @@ def between(begin: float, end: float, gaps: Sequence[tuple[float, float]]) -> li
 def replay(config: Config, built: model.Model) -> Replay | None:
     """What sends tokens through recorded experts; None where routing is not kept."""
     routing = models.kept_routing(config, built.hf)
-    return None if routing is None else Replay([built.module], built.config, routing, (built.mesh.tp_rank, built.mesh.tp))
+    return None if routing is None else Replay(built.chunks, built.config, routing, (built.mesh.tp_rank, built.mesh.tp))
 
 
 def publisher(config: Config, built: model.Model, client: Client) -> Publisher:

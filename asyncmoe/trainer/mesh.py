@@ -14,6 +14,7 @@ from asyncmoe.config.training import TrainerSection
 from asyncmoe.errors import ConfigError
 from asyncmoe.models import MegatronParallel
 from asyncmoe.platform import megatron
+from asyncmoe.trainer.batch import Grid
 
 megatron.prepare()
 
@@ -24,13 +25,14 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed  # noq
 @dataclass(frozen=True)
 class Mesh:
     """This process's place. Ranks are ordered as Megatron orders them: tensor-parallel fastest, then data, pipeline slowest; expert
-    parallelism is laid over tensor and data parallelism together. `first_layers` and `last_layers` are those of the outer pipeline
-    stages where they are not an equal share."""
+    parallelism is laid over tensor and data parallelism together. A stage holds `vpp` chunks of the model. `first_layers` and
+    `last_layers` are those of the outer pipeline stages where they are not an equal share."""
 
     rank: int
     world: int
     tp: int
     pp: int
+    vpp: int
     dp: int
     ep: int
     etp: int
@@ -46,13 +48,18 @@ class Mesh:
 
     @property
     def last_stage(self) -> bool:
-        """This rank holds the output layer: it sees logits."""
+        """This rank holds the output layer, in its last chunk: it sees logits."""
         return self.pp_rank == self.pp - 1
 
     @property
     def reports(self) -> bool:
         """This rank counts its rows in sums over all ranks: one of those that see the same rows."""
         return self.last_stage and self.tp_rank == 0
+
+    @property
+    def grid(self) -> Grid:
+        """What micro-batches must be like."""
+        return Grid(self.tp, self.pp if self.vpp > 1 else 1)
 
     @property
     def tp_group(self) -> dist.ProcessGroup:
@@ -68,6 +75,7 @@ class Mesh:
             etp=self.etp,
             dp=self.dp,
             te=te,
+            vpp=self.vpp,
             first_layers=self.first_layers,
             last_layers=self.last_layers,
         )
@@ -97,6 +105,7 @@ def start(trainer: TrainerSection, seed: int = 0) -> Mesh:
     groups.initialize_model_parallel(
         trainer.tp,
         trainer.pp,
+        trainer.vpp if trainer.vpp > 1 else None,
         expert_model_parallel_size=trainer.ep,
         expert_tensor_parallel_size=trainer.expert_tp,
         distributed_timeout_minutes=max(1, math.ceil(trainer.timeout_s / 60)),
@@ -107,6 +116,7 @@ def start(trainer: TrainerSection, seed: int = 0) -> Mesh:
         world=world,
         tp=trainer.tp,
         pp=trainer.pp,
+        vpp=trainer.vpp,
         dp=groups.get_data_parallel_world_size(),
         ep=trainer.ep,
         etp=trainer.expert_tp,

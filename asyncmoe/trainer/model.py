@@ -13,6 +13,7 @@ import torch
 from asyncmoe.config import Config
 from asyncmoe.errors import InvariantBroken
 from asyncmoe.models import MegatronParallel, family_of
+from asyncmoe.models.megatron import chunk_prefix
 from asyncmoe.platform import megatron
 from asyncmoe.reshard import LocalTransport, Piece, RankLayout, exchange, plan_each
 from asyncmoe.trainer.hf_checkpoint import HFCheckpoint
@@ -36,8 +37,9 @@ class Model:
 
     Attributes:
         config: Megatron's.
-        module: the bare GPTModel of this pipeline stage; its parameters have the names `asyncmoe.models` uses.
-        ddp: what runs: `module` inside the cast to bfloat16, if any, inside Megatron's data parallelism.
+        chunks: the bare GPTModels of this pipeline stage, one unless stages interleave; their parameters have the names `asyncmoe.models`
+            uses within a chunk.
+        ddp: what runs: each of `chunks` inside the cast to bfloat16, if any, inside Megatron's data parallelism.
         dtype: of the parameters.
         hf: the Hugging Face configuration.
         parallel: the sizes it is spread over.
@@ -45,8 +47,8 @@ class Model:
     """
 
     config: TransformerConfig
-    module: torch.nn.Module
-    ddp: DistributedDataParallel
+    chunks: tuple[torch.nn.Module, ...]
+    ddp: tuple[DistributedDataParallel, ...]
     dtype: torch.dtype
     hf: Mapping[str, Any]
     parallel: MegatronParallel
@@ -59,23 +61,28 @@ def build(hf: Mapping[str, Any], config: Config, mesh: Mesh) -> Model:
     dtype = _dtype(config.trainer.dtype, mesh)
     family_config, gpt = family_of(hf).megatron_config(hf)
     megatron_config = _transformer_config(family_config, config, mesh, dtype, te)
-    module = GPTModel(
-        config=megatron_config,
-        transformer_layer_spec=_spec(megatron_config, te),
-        pre_process=mesh.pp_rank == 0,
-        post_process=mesh.last_stage,
-        parallel_output=True,
-        **gpt,
-    ).to(mesh.device)
-    inner = Float16Module(megatron_config, module) if dtype == torch.bfloat16 else module
+    chunks = tuple(
+        GPTModel(
+            config=megatron_config,
+            transformer_layer_spec=_spec(megatron_config, te, chunk if mesh.vpp > 1 else None),
+            pre_process=mesh.pp_rank == 0 and chunk == 0,
+            post_process=mesh.last_stage and chunk == mesh.vpp - 1,
+            parallel_output=True,
+            vp_stage=chunk if mesh.vpp > 1 else None,
+            **gpt,
+        ).to(mesh.device)
+        for chunk in range(mesh.vpp)
+    )
     ddp_config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         overlap_grad_reduce=False,
         use_distributed_optimizer=config.trainer.optimizer.distributed,
     )
-    ddp = DistributedDataParallel(megatron_config, ddp_config, inner)
-    ddp.train()
-    return Model(megatron_config, module, ddp, dtype, hf, mesh.parallel(te), mesh)
+    inner = [Float16Module(megatron_config, chunk) if dtype == torch.bfloat16 else chunk for chunk in chunks]
+    ddp = tuple(DistributedDataParallel(megatron_config, ddp_config, chunk) for chunk in inner)
+    for chunk in ddp:
+        chunk.train()
+    return Model(megatron_config, chunks, ddp, dtype, hf, mesh.parallel(te), mesh)
 
 
 def has_transformer_engine() -> bool:
@@ -85,7 +92,14 @@ def has_transformer_engine() -> bool:
 
 def parameters(model: Model) -> dict[str, torch.Tensor]:
     """This rank's weights by local Megatron name, as `Family.megatron_layout` names its storages; they are the weights themselves."""
-    return {name: parameter.data for name, parameter in model.module.named_parameters()}
+    return {name: parameter.data for name, parameter in named_parameters(model)}
+
+
+def named_parameters(model: Model) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    """This rank's parameters under the names of `parameters`."""
+    for number, chunk in enumerate(model.chunks):
+        front = chunk_prefix(number, len(model.chunks))
+        yield from ((front + name, parameter) for name, parameter in chunk.named_parameters())
 
 
 def load_hf(model: Model, path: Path) -> None:
@@ -140,10 +154,12 @@ def _dtype(choice: str, mesh: Mesh) -> torch.dtype:
 
 
 def _transformer_config(family: Mapping[str, Any], config: Config, mesh: Mesh, dtype: torch.dtype, te: bool) -> TransformerConfig:
+    interleaved = mesh.vpp > 1
     recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     switches: dict[str, Any] = {
         "tensor_model_parallel_size": mesh.tp,
         "pipeline_model_parallel_size": mesh.pp,
+        "virtual_pipeline_model_parallel_size": mesh.vpp if interleaved else None,
         "num_layers_in_first_pipeline_stage": mesh.first_layers,
         "num_layers_in_last_pipeline_stage": mesh.last_layers,
         "expert_model_parallel_size": mesh.ep,
@@ -152,8 +168,14 @@ def _transformer_config(family: Mapping[str, Any], config: Config, mesh: Mesh, d
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
         "bf16": dtype == torch.bfloat16,
-        "variable_seq_lengths": True,  # micro-batches of packed sequences differ in rows; pipeline stages tell each other the shape
-        "deallocate_pipeline_outputs": True,
+        # Micro-batches of packed sequences differ in rows; pipeline stages tell each other the shape. Not so where chunks interleave: the
+        # two neighbours of a stage may be one rank, which takes the shape sent forwards for the one sent backwards. See `batch.Grid`.
+        "variable_seq_lengths": not interleaved,
+        # For the same reason messages in the two directions must not travel together, in one batch of sends and receives.
+        "overlap_p2p_comm": interleaved,
+        "batch_p2p_comm": not interleaved,
+        # The schedule of interleaved chunks frees an output while it is being sent: right only where a stream orders the two.
+        "deallocate_pipeline_outputs": not (interleaved and mesh.backend == "gloo"),
         # Losses arrive already divided by the step's denominator: nothing is to be divided by ranks or micro-batches.
         "calculate_per_token_loss": True,
         "finalize_model_grads_func": _finalize,
@@ -172,11 +194,11 @@ def _transformer_config(family: Mapping[str, Any], config: Config, mesh: Mesh, d
     return TransformerConfig(**{**family, **switches})
 
 
-def _spec(config: TransformerConfig, te: bool) -> Any:
+def _spec(config: TransformerConfig, te: bool, chunk: int | None) -> Any:
     """Transformer Engine's layers, or Megatron's local ones with this package's norm and core attention."""
     if te:
-        return get_gpt_decoder_block_spec(config, use_transformer_engine=True, normalization="RMSNorm")
-    block = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm")
+        return get_gpt_decoder_block_spec(config, use_transformer_engine=True, normalization="RMSNorm", vp_stage=chunk)
+    block = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm", vp_stage=chunk)
     for layer in block.layer_specs:  # the same object may be there more than once; setting it again changes nothing
         submodules = layer.submodules
         submodules.input_layernorm = submodules.pre_mlp_layernorm = RMSNorm

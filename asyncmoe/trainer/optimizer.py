@@ -41,7 +41,7 @@ def build(config: Config, model: Model) -> MegatronOptimizer:
             params_dtype=model.dtype,
             use_distributed_optimizer=section.distributed,
         ),
-        [model.ddp],
+        list(model.ddp),
     )
     # `ChainedOptimizer.step` asks for the norm, reduced over all ranks, before it clips and steps; it would go on with NaN.
     optimizer.get_grad_norm = _finite(optimizer.get_grad_norm)

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from asyncmoe.trainer.hf_checkpoint import HFCheckpoint
-from asyncmoe.trainer.model import Model, local_tensors
+from asyncmoe.trainer.model import Model, local_tensors, named_parameters
 
 
 class Reference:
@@ -27,7 +27,7 @@ class Reference:
     def in_place(self) -> Iterator[None]:
         """Forward passes within use the reference's weights. The trainer's own are not written: they may be on their way to engines."""
         held: list[tuple[torch.nn.Parameter, torch.Tensor]] = []
-        for name, parameter in self._model.module.named_parameters():
+        for name, parameter in named_parameters(self._model):
             held.append((parameter, parameter.data))
             parameter.data = self._weights[name].to(parameter.device, non_blocking=True)
         yield

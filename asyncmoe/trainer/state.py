@@ -1,7 +1,8 @@
 """Saving and restoring model and optimizer with Megatron's dist_checkpointing (torch_dist format), atomically.
 
-Every rank writes its own shards. A checkpoint can be loaded under another tensor or pipeline size; not under another choice
-between ep = 1 and ep > 1, because Megatron names the optimizer's state differently then (KeyError on load, megatron-core 0.16 and 0.19).
+Every rank writes its own shards. A checkpoint can be loaded under another tensor or pipeline size, and with another number of model
+chunks a stage; not under another choice between ep = 1 and ep > 1, because Megatron names the optimizer's state differently then
+(KeyError on load, megatron-core 0.16 and 0.19).
 """
 
 from __future__ import annotations
@@ -49,7 +50,8 @@ def load(checkpoint: Path, config: Config, model: Model, optimizer: MegatronOpti
     if optimizer is not None:
         _refuse_another_kind(checkpoint, facts, _kind(config))
     state = dist_checkpointing.load(_state(config, model, optimizer, loading=True), str(checkpoint))
-    model.module.load_state_dict(state["model"])
+    for chunk, name in zip(model.chunks, _chunk_names(model), strict=True):
+        chunk.load_state_dict(state[name])
     if optimizer is not None:
         optimizer.load_state_dict(state["optimizer"])
     return int(facts["step"])
@@ -59,11 +61,17 @@ def _state(config: Config, model: Model, optimizer: MegatronOptimizer | None, lo
     metadata: dict[str, Any] = {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
     if config.trainer.optimizer.distributed:
         metadata["distrib_optim_sharding_type"] = "fully_reshardable"
-    module: Any = model.module
-    state: dict[str, Any] = {"model": module.sharded_state_dict(metadata=metadata)}
+    chunks: list[Any] = list(model.chunks)
+    names = _chunk_names(model)
+    state: dict[str, Any] = {name: chunk.sharded_state_dict(metadata=metadata) for name, chunk in zip(names, chunks, strict=True)}
     if optimizer is not None:
         state["optimizer"] = optimizer.sharded_state_dict(state, is_loading=loading, metadata=metadata)
     return state
+
+
+def _chunk_names(model: Model) -> list[str]:
+    """Where the state holds each chunk; what is written under them has the names of the whole model's layers, however it is cut."""
+    return [f"model{chunk}" for chunk in range(len(model.chunks))] if len(model.chunks) > 1 else ["model"]
 
 
 def _kind(config: Config) -> dict[str, Any]:

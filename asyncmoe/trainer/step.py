@@ -85,7 +85,8 @@ def train_step(
             rank, before any parameter has changed.
     """
     set_lr(optimizer, lr)
-    model.ddp.zero_grad_buffer()
+    for chunk in model.ddp:
+        chunk.zero_grad_buffer()
     optimizer.zero_grad()
     results, differs = _run(model, microbatches, partial(_loss_of, model.mesh, loss), forward_only=False, replay=replay)
     sums = _reduce(model.mesh, results, {**_COMMON, **loss.sums})
@@ -112,7 +113,8 @@ def train_step(
 def _update(model: Model, optimizer: MegatronOptimizer, scale: float) -> float:
     """Step with the gradients times `scale`; their norm."""
     if scale != 1.0:
-        model.ddp.scale_gradients(scale)
+        for chunk in model.ddp:
+            chunk.scale_gradients(scale)
     done, norm, _ = optimizer.step()
     if not done:
         raise InvariantBroken("the optimizer skipped its step")
@@ -159,20 +161,25 @@ def _run(
         replay.forget()
     kwargs = {"fp32_output": False} if model.dtype == torch.bfloat16 else {}  # `target_logprobs` goes to float32 in slices
 
-    def forward(iterator: Iterator[MicroBatch], ddp: torch.nn.Module) -> tuple[torch.Tensor, Callable[[torch.Tensor], Any]]:
-        batch = next(iterator).to(model.mesh.device)
-        with replay.forward(0, batch.experts) if replay is not None else nullcontext():
+    def forward(rows: Iterator[tuple[int, MicroBatch]], ddp: torch.nn.Module) -> tuple[torch.Tensor, Callable[[torch.Tensor], Any]]:
+        chunk, batch = next(rows)
+        batch = batch.to(model.mesh.device)
+        with replay.forward(chunk, batch.experts) if replay is not None else nullcontext():
             output = ddp(batch.tokens, batch.positions, None, packed_seq_params=_packed(batch), **kwargs)
         return output, partial(finish, batch)
 
+    most = max(batch.rows for batch in microbatches)
+    if len(model.ddp) > 1 and any(batch.rows != most for batch in microbatches):
+        raise InvariantBroken(f"model chunks interleave: got micro-batches of {[b.rows for b in microbatches]} rows, expected equal ones")
+    iterators = [iter([(chunk, batch) for batch in microbatches]) for chunk in range(len(model.ddp))]
     schedule = get_forward_backward_func()
     with torch.set_grad_enabled(not forward_only):
         results: list[dict[str, torch.Tensor]] = schedule(
             forward_step_func=forward,
-            data_iterator=iter(microbatches),
-            model=[model.ddp],
+            data_iterator=iterators,
+            model=list(model.ddp),
             num_microbatches=len(microbatches),
-            seq_length=max(batch.rows for batch in microbatches),
+            seq_length=most,
             micro_batch_size=1,
             forward_only=forward_only,
         )

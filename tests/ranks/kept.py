@@ -47,7 +47,7 @@ def kept(path: Path, layout: str, packed: bool) -> dict[str, Any]:
     place = mesh.start(config.trainer)
     built = model.build(load_hf_config(path / "hf"), config, place)
     model.load_hf(built, path / "hf")
-    replay = Replay([built.module], built.config, ROUTING, (place.tp_rank, place.tp))
+    replay = Replay(built.chunks, built.config, ROUTING, (place.tp_rank, place.tp))
     job = parity.Job(path, config, place, torch.load(path / "kept.pt", weights_only=False))
     known = dict(enumerate(decode(frames) for frames in msgspec.msgpack.decode((path / "kept.msgpack").read_bytes())))
     weights = objective.token_weights([int(t.loss_mask.sum()) for t in known.values()], "token_mean")
@@ -57,8 +57,9 @@ def kept(path: Path, layout: str, packed: bool) -> dict[str, Any]:
             indices,
             advantages=np.zeros(len(known)),
             weights=weights,
-            pad_multiple=place.tp,
+            grid=place.grid,
             packed=packed,
+            rows=job.schedule.rows,
             routing=replay.routing,
         )
         for indices in job.schedule.ranks[place.dp_rank]

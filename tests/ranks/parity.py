@@ -48,7 +48,7 @@ class Job:
     @property
     def schedule(self) -> Schedule:
         trainer = self.config.trainer
-        return batch.schedule(case.LENGTHS, self.mesh.dp, trainer.tokens_per_microbatch, trainer.pack, self.mesh.tp)
+        return batch.schedule(case.LENGTHS, self.mesh.dp, trainer.tokens_per_microbatch, trainer.pack, self.mesh.grid)
 
     def microbatches(
         self, aggregation: str, proximal: bool = False, advantages: np.ndarray | None = None, weights: np.ndarray | None = None
@@ -62,8 +62,9 @@ class Job:
                 indices,
                 advantages=plain if advantages is None else advantages,
                 weights=planned if weights is None else weights,
-                pad_multiple=self.mesh.tp,
+                grid=self.mesh.grid,
                 packed=self.config.trainer.pack,
+                rows=self.schedule.rows,
                 proximal=dict(enumerate(self.reference["proximal"])) if proximal else None,
             )
             for indices in self.schedule.ranks[self.mesh.dp_rank]
@@ -271,7 +272,7 @@ def logits_error(job: Job, built: model.Model, batches: list[MicroBatch]) -> flo
 
 
 def gradients(built: model.Model) -> dict[str, torch.Tensor]:
-    return {name: parameter.main_grad for name, parameter in built.module.named_parameters()}
+    return {name: parameter.main_grad for name, parameter in model.named_parameters(built)}
 
 
 def expected(built: model.Model, checkpoint: Path) -> Iterator[tuple[str, torch.Tensor]]:

@@ -51,7 +51,7 @@ def differences(path: Path, recorded: list[Trajectory], temperature: float, trai
     built = model.build(load_hf_config(path / "hf"), config, place)
     model.load_hf(built, path / "hf")
     lengths = [len(t) for t in recorded]
-    schedule = batch.schedule(lengths, place.dp, 256, config.trainer.pack, place.tp)
+    schedule = batch.schedule(lengths, place.dp, 256, config.trainer.pack, place.grid)
     replay = loop.replay(config, built)
     assert replay is not None
     nothing = np.zeros(len(recorded))
@@ -61,8 +61,9 @@ def differences(path: Path, recorded: list[Trajectory], temperature: float, trai
             indices,
             advantages=nothing,
             weights=nothing,
-            pad_multiple=place.tp,
+            grid=place.grid,
             packed=config.trainer.pack,
+            rows=schedule.rows,
             routing=replay.routing,
         )
         for indices in schedule.ranks[place.dp_rank]

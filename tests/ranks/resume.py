@@ -20,7 +20,13 @@ from tests.ranks import case
 from tests.ranks.parity import Job, expected, worst
 
 SAVED = {"ranks": 2, "tp": 2}
-LOADED: dict[str, dict[str, Any]] = {"same": {"tp": 2}, "data": {}, "pipeline": {"pp": 2}, "uneven": {"pp": 2, "first_stage_layers": 3}}
+LOADED: dict[str, dict[str, Any]] = {
+    "same": {"tp": 2},
+    "data": {},
+    "pipeline": {"pp": 2},
+    "uneven": {"pp": 2, "first_stage_layers": 3},
+    "interleaved": {"pp": 2, "vpp": 2},
+}
 
 
 def main(result: Path, path: Path) -> None:

@@ -17,6 +17,7 @@ LAYOUTS = {
     "tp2": (2, "tp=2"),
     "pp2": (2, "pp=2"),
     "pp2-uneven": (2, "pp=2,first_stage_layers=1"),
+    "pp2xvpp2": (2, "pp=2,vpp=2"),
     "ep2": (2, "ep=2"),
     "tp2xep2": (4, "tp=2,ep=2"),
     "tp2xep2xetp2": (4, "tp=2,ep=2,etp=2"),
@@ -138,7 +139,7 @@ def resumed(references: Path) -> dict[str, float]:
     return result
 
 
-@pytest.mark.parametrize("layout", ["same", "data", "pipeline", "uneven"])
+@pytest.mark.parametrize("layout", ["same", "data", "pipeline", "uneven", "interleaved"])
 @pytest.mark.parametrize("kind", ["plain", "distributed"])
 def test_a_saved_run_goes_on_under_another_layout(resumed: dict[str, float], kind: str, layout: str) -> None:
     assert resumed[f"{kind}-{layout}"] < 2e-5

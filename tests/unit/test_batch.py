@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncmoe.errors import InvariantBroken
-from asyncmoe.trainer.batch import MicroBatch, Schedule, pack, schedule, split_updates
+from asyncmoe.trainer.batch import Grid, MicroBatch, Schedule, pack, schedule, split_updates
 from asyncmoe.trajectory import NOT_SAMPLED, Trajectory
 
 shapes = st.fixed_dictionaries(
@@ -20,7 +20,7 @@ shapes = st.fixed_dictionaries(
         "dp": st.integers(1, 6),
         "tokens_per_microbatch": st.integers(8, 400),
         "pack": st.booleans(),
-        "tp": st.sampled_from([1, 2, 4, 8]),
+        "grid": st.builds(Grid, tp=st.sampled_from([1, 2, 4, 8]), stages=st.sampled_from([1, 2, 3])),
     }
 )
 
@@ -37,11 +37,14 @@ def test_schedule_invariants(shape: dict) -> None:
     assert len(plan.ranks) == shape["dp"]
     assert {len(rank) for rank in plan.ranks} == {plan.microbatches}
     assert plan.microbatches >= 1
+    assert plan.microbatches % shape["grid"].stages == 0
+    most = max(1, *(tokens(m, lengths) for rank in plan.ranks for m in rank))
+    assert plan.rows == (0 if shape["grid"].stages == 1 else most + -most % shape["grid"].tp)
     for rank in plan.ranks:
         for microbatch in rank:
             if shape["pack"] and len(microbatch) > 1:
                 rows = tokens(microbatch, lengths)
-                assert rows + -rows % shape["tp"] <= shape["tokens_per_microbatch"]
+                assert rows + -rows % shape["grid"].tp <= shape["tokens_per_microbatch"]
             assert shape["pack"] or len(microbatch) <= 1
 
 
@@ -58,43 +61,43 @@ def test_ranks_are_balanced_and_in_lockstep(shape: dict) -> None:
 def test_no_filler_where_trajectories_suffice(shape: dict) -> None:
     plan = schedule(**shape)
     empty = sum(not microbatch for rank in plan.ranks for microbatch in rank)
-    assert empty < shape["dp"] or not shape["lengths"]
-    if shape["pack"] and all(n <= 1 for n in shape["lengths"]) and len(shape["lengths"]) >= shape["dp"]:
+    assert empty < shape["dp"] * shape["grid"].stages or not shape["lengths"]
+    if shape["pack"] and all(n <= 1 for n in shape["lengths"]) and len(shape["lengths"]) >= shape["dp"] * shape["grid"].stages:
         assert empty == 0
 
 
 def test_schedule_does_not_depend_on_anything_else() -> None:
     lengths = list(np.random.default_rng(0).integers(1, 90, 50))
-    assert schedule(lengths, 3, 128, True, 2) == schedule(list(lengths), 3, 128, True, 2)
+    assert schedule(lengths, 3, 128, True, Grid(2)) == schedule(list(lengths), 3, 128, True, Grid(2))
 
 
 def test_packing_uses_few_microbatches() -> None:
-    assert schedule([10] * 16, 2, 40, True, 1).microbatches == 2
-    assert schedule([10] * 16, 2, 40, False, 1).microbatches == 8
+    assert schedule([10] * 16, 2, 40, True, Grid(1)).microbatches == 2
+    assert schedule([10] * 16, 2, 40, False, Grid(1)).microbatches == 8
 
 
 def test_padding_counts_towards_the_bound() -> None:
-    assert schedule([5, 5], 1, 10, True, 4).microbatches == 2
-    assert schedule([5, 5], 1, 12, True, 4).microbatches == 1
+    assert schedule([5, 5], 1, 10, True, Grid(4)).microbatches == 2
+    assert schedule([5, 5], 1, 12, True, Grid(4)).microbatches == 1
 
 
 def test_the_bound_goes_before_balance() -> None:
-    assert schedule([3, 3, 2, 2, 2], 1, 6, True, 1) == Schedule((((0, 1), (2, 3, 4)),))
-    assert schedule([3, 3, 2, 2, 2], 3, 6, True, 1).microbatches == 1
+    assert schedule([3, 3, 2, 2, 2], 1, 6, True, Grid(1)) == Schedule((((0, 1), (2, 3, 4)),))
+    assert schedule([3, 3, 2, 2, 2], 3, 6, True, Grid(1)).microbatches == 1
 
 
 def test_a_packed_batch_is_split_over_all_ranks() -> None:
-    assert schedule([3, 3, 3, 3], 4, 1000, True, 1) == Schedule((((0,),), ((1,),), ((2,),), ((3,),)))
+    assert schedule([3, 3, 3, 3], 4, 1000, True, Grid(1)) == Schedule((((0,),), ((1,),), ((2,),), ((3,),)))
 
 
 def test_a_long_trajectory_goes_alone() -> None:
-    assert (0,) in schedule([500, 10, 10], 1, 100, True, 1).ranks[0]
+    assert (0,) in schedule([500, 10, 10], 1, 100, True, Grid(1)).ranks[0]
 
 
 @pytest.mark.parametrize("lengths", [[0], [4, -1]])
 def test_empty_trajectories_are_refused(lengths: list[int]) -> None:
     with pytest.raises(InvariantBroken, match="expected positive"):
-        schedule(lengths, 1, 100, True, 1)
+        schedule(lengths, 1, 100, True, Grid(1))
 
 
 def test_updates_take_whole_groups_in_order() -> None:
@@ -132,7 +135,7 @@ def batches(draw: st.DrawFn) -> tuple[dict[int, Trajectory], list[int], int, boo
 def made(case: tuple[dict[int, Trajectory], list[int], int, bool]) -> MicroBatch:
     known, indices, multiple, packed = case
     count = 10 + len(known)
-    return pack(known, indices, advantages=np.arange(count) + 1.0, weights=np.arange(count) / 7 + 1, pad_multiple=multiple, packed=packed)
+    return pack(known, indices, advantages=np.arange(count) + 1.0, weights=np.arange(count) / 7 + 1, grid=Grid(multiple), packed=packed)
 
 
 @given(batches())
@@ -189,17 +192,17 @@ def test_sequences_cover_all_rows(case: tuple[dict[int, Trajectory], list[int], 
 def test_proximal_follows_the_targets() -> None:
     t = trajectory(6, 2, 0)
     values = np.arange(6, dtype=np.float32)
-    batch = pack({0: t}, [0], advantages=[1.0], weights=[1.0], pad_multiple=1, packed=True, proximal={0: values})
+    batch = pack({0: t}, [0], advantages=[1.0], weights=[1.0], grid=Grid(1), packed=True, proximal={0: values})
     assert batch.proximal is not None
     assert batch.proximal.tolist() == [0.0, 2.0, 3.0, 4.0, 5.0, 0.0]
 
 
 def test_a_sampled_first_token_is_refused() -> None:
     with pytest.raises(InvariantBroken, match="nothing precedes it"):
-        pack({0: trajectory(4, 0, 0)}, [0], advantages=[1.0], weights=[1.0], pad_multiple=1, packed=True)
+        pack({0: trajectory(4, 0, 0)}, [0], advantages=[1.0], weights=[1.0], grid=Grid(1), packed=True)
 
 
 def test_two_sequences_need_packing() -> None:
     both = {0: trajectory(4, 1, 0), 1: trajectory(4, 1, 1)}
     with pytest.raises(InvariantBroken, match="not packed"):
-        pack(both, [0, 1], advantages=[1.0, 1.0], weights=[1.0, 1.0], pad_multiple=1, packed=False)
+        pack(both, [0, 1], advantages=[1.0, 1.0], weights=[1.0, 1.0], grid=Grid(1), packed=False)

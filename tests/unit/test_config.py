@@ -257,7 +257,7 @@ def test_expert_gradients_that_megatron_would_not_reduce_are_refused() -> None:
 @pytest.mark.parametrize(
     ("trainer", "words"),
     [
-        ({"ranks": 2, "pp": 2, "vpp": 2}, ["trainer.vpp: got 2, expected 1", "does not interleave"]),
+        ({"vpp": 2}, ["trainer.vpp: got 2, expected 1", "trainer.pp is 1"]),
         ({"first_stage_layers": 1}, ["trainer.first_stage_layers: got 1", "trainer.pp is 1"]),
         ({"last_stage_layers": 1}, ["trainer.last_stage_layers: got 1", "trainer.pp is 1"]),
         ({"ranks": 2, "pp": 2, "last_stage_layers": 0}, ["trainer.last_stage_layers", "greater than 0"]),

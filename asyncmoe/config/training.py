@@ -30,6 +30,7 @@ class TrainerSection(Section):
     tp: Positive = 1
     pp: Positive = 1
     ep: Positive = 1
+    cp: Positive = Field(1, description="Context parallelism; only 1.")
     vpp: Positive = Field(1, description="Model chunks a pipeline stage holds: Megatron's interleaved schedule.")
     first_stage_layers: Positive | None = Field(None, description="Layers of the first pipeline stage; default: an equal share.")
     last_stage_layers: Positive | None = Field(None, description="Layers of the last pipeline stage; default: an equal share.")
@@ -60,6 +61,11 @@ class TrainerSection(Section):
             raise ValueError(
                 f"trainer.etp: got {self.expert_tp}, expected tp = {self.tp} because ep is 1 (megatron-core 0.16 does not reduce "
                 "expert gradients over tp otherwise); leave etp out or raise ep"
+            )
+        if self.cp > 1:
+            raise ValueError(
+                f"trainer.cp: got {self.cp}, expected 1; context parallelism needs an attention that gathers keys and values from other "
+                "ranks, which the trainer does not have; raise trainer.tp for longer sequences"
             )
         if self.vpp > 1 and self.pp == 1:
             raise ValueError(f"trainer.vpp: got {self.vpp}, expected 1 because trainer.pp is 1; raise trainer.pp or leave it out")

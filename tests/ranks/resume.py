@@ -1,4 +1,5 @@
-"""Worker: a run that is saved after a step and goes on under another layout ends where one that was not interrupted does.
+"""Worker: a run that is saved after a step and goes on under another layout ends where one that was not interrupted does, in
+every rank's shards and in whole tensors gathered from them.
 
 `resume.py RESULT REFERENCES`, on two ranks.
 """
@@ -15,6 +16,8 @@ import torch
 import torch.distributed as dist
 
 from asyncmoe.trainer import mesh, model, optimizer, state, step
+from asyncmoe.trainer.gather import Gatherer, tensors_in
+from asyncmoe.trainer.hf_checkpoint import HFCheckpoint
 from asyncmoe.trainer.losses import SupervisedLoss
 from tests.ranks import case
 from tests.ranks.parity import Job, expected, worst
@@ -50,11 +53,20 @@ def main(result: Path, path: Path) -> None:
             assert state.load(checkpoint, job.config, built, adam) == 1
             train(job, built, adam, steps=case.STEPS - 1)
             errors = [float((value - model.parameters(built)[n]).abs().max()) for n, value in expected(built, path / "trained")]
-            found[f"{'distributed' if distributed else 'plain'}-{name}"] = worst({"weights": max(errors)})["weights"]
+            found[f"{'distributed' if distributed else 'plain'}-{name}"] = worst({"weights": max(errors + gathered(job, built))})["weights"]
             mesh.leave()
     if dist.get_rank() == 0:
         result.write_text(json.dumps(found))
     mesh.stop()
+
+
+def gathered(job: Job, built: model.Model) -> list[float]:
+    """Errors of the whole tensors that rank 0 gathers, as for an export."""
+    wanted, errors = HFCheckpoint(job.path / "trained"), []
+    for bucket, flat in Gatherer(built, 1 << 16, job.config.trainer.timeout_s).run():
+        for name, value in () if flat is None else tensors_in(bucket, flat).items():
+            errors.append(float((value - wanted.read(name, tuple(value.shape), value.dtype)).abs().max()))
+    return errors
 
 
 def start(path: Path, run: Path, reference: dict[str, Any], distributed: bool, sizes: dict[str, Any]) -> Job:

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.ranks
 LAYOUTS = {
     1: ["tp=1", "tp=1,recompute=full"],
     2: ["tp=2", "pp=2", "pp=2,recompute=full", "pp=2,vpp=2", "pp=2,vpp=2,recompute=full", "ep=2", "tp=2,recompute=full"],
-    4: ["tp=2,ep=2", "pp=2,ep=2", "tp=2,pp=2,recompute=full"],
+    4: ["tp=2,ep=2", "pp=2,ep=2", "tp=2,pp=2,recompute=full", "tp=2,pp=2,vpp=2"],
 }
 
 

@@ -23,6 +23,7 @@ LAYOUTS = {
     "tp2xep2xetp2": (4, "tp=2,ep=2,etp=2"),
     "pp2xep2": (4, "pp=2,ep=2"),
     "pp2xtp2": (4, "tp=2,pp=2"),
+    "pp2xvpp2xep2": (4, "pp=2,vpp=2,ep=2"),
 }
 layouts = pytest.mark.parametrize("layout", LAYOUTS)
 

@@ -189,6 +189,17 @@ def test_sequences_cover_all_rows(case: tuple[dict[int, Trajectory], list[int], 
     assert batch.max_seqlen == max(b - a for a, b in pairwise(bounds))
 
 
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("indices", [[], [0]])
+def test_rows_can_be_more_than_are_needed(packed: bool, indices: list[int]) -> None:
+    known = {0: trajectory(6, 2, 0)}
+    batch = pack(known, indices, advantages=[1.0], weights=[1.0], grid=Grid(4), packed=packed, rows=16)
+    assert batch.rows == 16
+    assert int(batch.mask.sum()) == 4 * len(indices)
+    assert batch.cu_seqlens is None or batch.cu_seqlens.tolist() == [0, *([6] if indices else []), 16]
+    assert batch.max_seqlen == (10 if packed and indices else 16)
+
+
 def test_proximal_follows_the_targets() -> None:
     t = trajectory(6, 2, 0)
     values = np.arange(6, dtype=np.float32)

@@ -257,13 +257,14 @@ def test_expert_gradients_that_megatron_would_not_reduce_are_refused() -> None:
 @pytest.mark.parametrize(
     ("trainer", "words"),
     [
+        ({"ranks": 2, "cp": 2}, ["trainer.cp: got 2, expected 1", "gathers keys and values", "raise trainer.tp"]),
         ({"vpp": 2}, ["trainer.vpp: got 2, expected 1", "trainer.pp is 1"]),
         ({"first_stage_layers": 1}, ["trainer.first_stage_layers: got 1", "trainer.pp is 1"]),
         ({"last_stage_layers": 1}, ["trainer.last_stage_layers: got 1", "trainer.pp is 1"]),
         ({"ranks": 2, "pp": 2, "last_stage_layers": 0}, ["trainer.last_stage_layers", "greater than 0"]),
     ],
 )
-def test_pipeline_stages_that_cannot_be_are_refused(trainer: dict[str, int], words: list[str]) -> None:
+def test_sizes_of_the_trainer_that_cannot_be_are_refused(trainer: dict[str, int], words: list[str]) -> None:
     text = refused(with_value("trainer", trainer))
     for word in words:
         assert word in text

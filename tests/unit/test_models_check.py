@@ -30,6 +30,7 @@ def config(trainer: dict[str, int] | None = None, engines: dict[str, int] | None
         ({}, {}),
         ({"ranks": 8, "tp": 2, "pp": 2, "ep": 4}, {"tp": 4, "ep": 2}),
         ({"ranks": 3, "pp": 3, "first_stage_layers": 1, "last_stage_layers": 2}, {}),
+        ({"ranks": 2, "pp": 2, "vpp": 2}, {}),
         ({"ranks": 4, "pp": 4}, {"tp": 8, "ep": 8}),  # more engine ranks than key heads
     ],
 )
@@ -41,6 +42,7 @@ def test_possible_sizes(trainer: dict[str, int], engines: dict[str, int]) -> Non
     ("trainer", "engines", "changes", "words"),
     [
         ({"ranks": 3, "pp": 3}, {}, {}, ["trainer.pp: got 3", "num_hidden_layers = 4", "1, 2, 4"]),
+        ({"ranks": 2, "pp": 2, "vpp": 4}, {}, {}, ["trainer.vpp: got 4", "pipeline stage: 2", "possible: 1, 2"]),
         ({"ranks": 3, "pp": 3, "last_stage_layers": 1}, {}, {}, ["trainer.last_stage_layers: got 1", "possible: 2"]),
         ({"ranks": 8, "tp": 8}, {}, {}, ["trainer.tp: got 8", "num_key_value_heads = 4"]),
         ({"ranks": 3, "tp": 3}, {}, {}, ["trainer.tp: got 3", "num_attention_heads = 8"]),

@@ -7,7 +7,7 @@ key, what was got, and what was expected. Combinations that need the model's sha
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -29,6 +29,12 @@ class RunSection(Section):
 
     dir: Path = Field(description="Directory of everything the run writes; a second start with the same directory resumes.")
     steps: Positive = Field(description="Reinforcement-learning steps, after the warm-up.")
+    mode: Literal["async", "sync", "one_step_off"] = Field(
+        "async",
+        description="async: engines and trainer never wait for each other, within queue.staleness.eta. To compare with: sync: a batch is "
+        "sampled by the weights it is trained from, so the two take turns (eta 0); one_step_off: a batch is sampled while the one before "
+        "it is trained, and finished before new weights land (eta 1, rollout.interruption drain).",
+    )
     seed: NonNegative = Field(0, description="Seed of every random draw: prompts, sampling, dropout.")
     resume: bool = Field(True, description="Go on from the newest checkpoint in `dir`; false refuses a directory that has one.")
 
@@ -57,6 +63,17 @@ class Config(Section):
     sync: SyncSection = SyncSection()
     verify: VerifySection = VerifySection()
     telemetry: TelemetrySection = TelemetrySection()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _preset(cls, values: Any) -> Any:
+        """What `run.mode` implies where the user says nothing, and a refusal where they say something else."""
+        run = values.get("run") if isinstance(values, dict) else None
+        mode = run.get("mode") if isinstance(run, dict) else None
+        if isinstance(mode, str):
+            for (section, *path), implied in _IMPLIED.get(mode, {}).items():
+                values = {**values, section: _imply(values.get(section, {}), path, implied, ".".join((section, *path)), mode)}
+        return values
 
     @model_validator(mode="after")
     def _check(self) -> Config:
@@ -109,6 +126,27 @@ class Config(Section):
     @property
     def trainer_data_parallel(self) -> int:
         return self.trainer.ranks // (self.trainer.tp * self.trainer.pp)
+
+
+_IMPLIED: Mapping[str, Mapping[tuple[str, ...], Any]] = {
+    "sync": {("queue", "staleness", "eta"): 0},
+    "one_step_off": {("queue", "staleness", "eta"): 1, ("rollout", "interruption"): "drain"},
+}
+"""By `run.mode`, the keys it decides."""
+
+
+def _imply(section: Any, path: Sequence[str], implied: Any, key: str, mode: str) -> Any:
+    """A section with a key of it as `mode` wants it. What is no section is left for the validation of types."""
+    if not isinstance(section, dict):
+        return section
+    name, *rest = path
+    if rest:
+        return {**section, name: _imply(section.get(name, {}), rest, implied, key, mode)}
+    if section.get(name, implied) != implied:
+        raise ValueError(
+            f"{key}: got {section[name]}, expected {implied} because run.mode is {mode}; leave it out, or set run.mode to async"
+        )
+    return {**section, name: implied}
 
 
 def load(path: Path, overrides: Sequence[str] = ()) -> Config:

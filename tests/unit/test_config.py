@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from pathlib import Path
 from typing import Any
 
@@ -273,3 +274,16 @@ def test_sizes_of_the_trainer_that_cannot_be_are_refused(trainer: dict[str, int]
 def test_uneven_pipeline_stages() -> None:
     trainer = parse(with_value("trainer", {"ranks": 3, "pp": 3, "first_stage_layers": 2})).trainer
     assert (trainer.first_stage_layers, trainer.last_stage_layers) == (2, None)
+
+
+def test_modes_to_compare_with_decide_how_old_a_batch_may_be() -> None:
+    sync, ahead = parse(with_value("run.mode", "sync")), parse(with_value("run.mode", "one_step_off"))
+    assert (sync.queue.staleness.eta, sync.rollout.interruption) == (0, "in_place")
+    assert (ahead.queue.staleness.eta, ahead.rollout.interruption) == (1, "drain")
+    assert parse(json.loads(ahead.model_dump_json())) == ahead
+    contradicting = with_value("run.mode", "sync")
+    contradicting["queue"] = {"staleness": {"eta": 2}}
+    assert "queue.staleness.eta: got 2, expected 0 because run.mode is sync; leave it out" in refused(contradicting)
+    for wrong in ("later", ["sync"], 3):
+        assert "run.mode" in refused(with_value("run.mode", wrong))
+    assert "queue" in refused({**with_value("run.mode", "sync"), "queue": 3})

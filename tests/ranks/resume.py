@@ -22,14 +22,16 @@ from asyncmoe.trainer.losses import SupervisedLoss
 from tests.ranks import case
 from tests.ranks.parity import Job, expected, worst
 
-SAVED = {"ranks": 2, "tp": 2}
-LOADED: dict[str, dict[str, Any]] = {
-    "same": {"tp": 2},
-    "data": {},
-    "pipeline": {"pp": 2},
-    "uneven": {"pp": 2, "first_stage_layers": 3},
-    "interleaved": {"pp": 2, "vpp": 2},
+SAVED: dict[str, dict[str, Any]] = {"tensor": {"tp": 2}, "chunks": {"pp": 2, "vpp": 2}}
+LOADED: dict[str, tuple[str, dict[str, Any]]] = {
+    "same": ("tensor", {"tp": 2}),
+    "data": ("tensor", {}),
+    "pipeline": ("tensor", {"pp": 2}),
+    "uneven": ("tensor", {"pp": 2, "first_stage_layers": 3}),
+    "interleaved": ("tensor", {"pp": 2, "vpp": 2}),
+    "from-interleaved": ("chunks", {"tp": 2}),
 }
+"""What a run is saved under, and the sizes that it goes on under."""
 
 
 def main(result: Path, path: Path) -> None:
@@ -40,17 +42,12 @@ def main(result: Path, path: Path) -> None:
     found: dict[str, Any] = {}
     for distributed in (False, True):
         run = result.parent / f"distributed-{distributed}"
-        job = start(path, run, reference, distributed, SAVED)
-        built = job.model()
-        adam = optimizer.build(job.config, built)
-        train(job, built, adam, steps=1)
-        checkpoint = state.save(job.config, 1, built, adam)
-        mesh.leave()
-        for name, sizes in LOADED.items():
-            job = start(path, run, reference, distributed, {"ranks": 2} | sizes)
+        checkpoints = {name: saved(path, run / name, reference, distributed, sizes) for name, sizes in SAVED.items()}
+        for name, (origin, sizes) in LOADED.items():
+            job = start(path, run / origin, reference, distributed, sizes)
             built = job.model()
             adam = optimizer.build(job.config, built)
-            assert state.load(checkpoint, job.config, built, adam) == 1
+            assert state.load(checkpoints[origin], job.config, built, adam) == 1
             train(job, built, adam, steps=case.STEPS - 1)
             errors = [float((value - model.parameters(built)[n]).abs().max()) for n, value in expected(built, path / "trained")]
             found[f"{'distributed' if distributed else 'plain'}-{name}"] = worst({"weights": max(errors + gathered(job, built))})["weights"]
@@ -58,6 +55,17 @@ def main(result: Path, path: Path) -> None:
     if dist.get_rank() == 0:
         result.write_text(json.dumps(found))
     mesh.stop()
+
+
+def saved(path: Path, run: Path, reference: dict[str, Any], distributed: bool, sizes: dict[str, Any]) -> Path:
+    """A checkpoint of the first step."""
+    job = start(path, run, reference, distributed, sizes)
+    built = job.model()
+    adam = optimizer.build(job.config, built)
+    train(job, built, adam, steps=1)
+    checkpoint = state.save(job.config, 1, built, adam)
+    mesh.leave()
+    return checkpoint
 
 
 def gathered(job: Job, built: model.Model) -> list[float]:
@@ -70,7 +78,7 @@ def gathered(job: Job, built: model.Model) -> list[float]:
 
 
 def start(path: Path, run: Path, reference: dict[str, Any], distributed: bool, sizes: dict[str, Any]) -> Job:
-    config = case.config(path, **sizes, pack=True, optimizer={"distributed": distributed})
+    config = case.config(path, ranks=2, **sizes, pack=True, optimizer={"distributed": distributed})
     config = config.model_copy(update={"run": config.run.model_copy(update={"dir": run})})
     return Job(path, config, mesh.start(config.trainer), reference)
 

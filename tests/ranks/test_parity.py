@@ -140,7 +140,7 @@ def resumed(references: Path) -> dict[str, float]:
     return result
 
 
-@pytest.mark.parametrize("layout", ["same", "data", "pipeline", "uneven", "interleaved"])
+@pytest.mark.parametrize("layout", ["same", "data", "pipeline", "uneven", "interleaved", "from-interleaved"])
 @pytest.mark.parametrize("kind", ["plain", "distributed"])
 def test_a_saved_run_goes_on_under_another_layout(resumed: dict[str, float], kind: str, layout: str) -> None:
     assert resumed[f"{kind}-{layout}"] < 2e-5

@@ -72,7 +72,7 @@ class _Meta(msgspec.Struct, frozen=True):
     output_token_sampling_logprobs: list[float] | None = None
 
 
-class _Generated(msgspec.Struct, frozen=True):
+class Generated(msgspec.Struct, frozen=True):
     output_ids: list[int]
     meta_info: _Meta
 
@@ -169,7 +169,7 @@ class EngineClient:
                 "skip_special_tokens": False,
             },
         }
-        return self._generation(await self._post("/generate", body, _Generated, timeout_s), recording)
+        return self._generation(await self._post("/generate", body, Generated, timeout_s), recording)
 
     async def pause(self) -> None:
         """Stop between two forward passes; running requests and their keys and values stay where they are."""
@@ -237,7 +237,7 @@ class EngineClient:
         checked = await self._post("/weights_checker", {"action": "checksum"}, _Checked, timeout_s)
         return tuple(rank.checksums for rank in checked.ranks)
 
-    def _generation(self, reply: _Generated, recording: Recording) -> Generation:
+    def _generation(self, reply: Generated, recording: Recording) -> Generation:
         meta = reply.meta_info
         if meta.finish_reason.type == "abort":
             raise EngineError(f"{self.name}: the request was aborted: {meta.finish_reason.message}")

@@ -230,6 +230,8 @@ def _reduce(mesh: Mesh, results: Sequence[dict[str, torch.Tensor]], shapes: Mapp
         ([name for name in shapes if not name.startswith("max_")], 0.0, dist.ReduceOp.SUM),
         ([name for name in shapes if name.startswith("max_")], -1.0, dist.ReduceOp.MAX),
     ):
+        if not names:
+            continue
         sizes = [math.prod(shapes[name]) for name in names]
         total = torch.full((sum(sizes),), nothing, dtype=torch.float64)
         for result in results if mesh.reports else ():

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from asyncmoe.config import Config
+from asyncmoe.config.objective import CorrectionSection, ObjectiveSection
 from asyncmoe.errors import ConfigError, InvariantBroken
 from asyncmoe.models import load_hf_config
 from asyncmoe.trainer import batch, losses, mesh, model, objective, optimizer, step
@@ -49,16 +50,18 @@ class Job:
         trainer = self.config.trainer
         return batch.schedule(case.LENGTHS, self.mesh.dp, trainer.tokens_per_microbatch, trainer.pack, self.mesh.tp)
 
-    def microbatches(self, aggregation: str, proximal: bool = False, advantages: np.ndarray | None = None) -> list[MicroBatch]:
+    def microbatches(
+        self, aggregation: str, proximal: bool = False, advantages: np.ndarray | None = None, weights: np.ndarray | None = None
+    ) -> list[MicroBatch]:
         known = case.trajectories(self.reference["behaviour"])
-        weights = objective.token_weights([int(t.loss_mask.sum()) for t in known.values()], aggregation)  # type: ignore[arg-type]
+        planned = objective.token_weights([int(t.loss_mask.sum()) for t in known.values()], aggregation)  # type: ignore[arg-type]
         plain = objective.group_advantages(case.REWARDS, case.GROUPS, "grpo")
         return [
             batch.pack(
                 known,
                 indices,
                 advantages=plain if advantages is None else advantages,
-                weights=weights,
+                weights=planned if weights is None else weights,
                 pad_multiple=self.mesh.tp,
                 packed=self.config.trainer.pack,
                 proximal=dict(enumerate(self.reference["proximal"])) if proximal else None,
@@ -92,6 +95,7 @@ def try_layout(path: Path, layout: str, variant: str) -> dict[str, Any]:
         "plain": lambda job: three_steps(job(pack=True)),
         "distributed": lambda job: three_steps(job(pack=False, optimizer={"distributed": True})),
         "guard": lambda job: not_a_number(job(pack=True)),
+        "rejected": lambda job: rejected(job(pack=True)),
         "bfloat16": lambda job: half_precision(job),
     }
 
@@ -188,6 +192,33 @@ def not_a_number(job: Job) -> dict[str, Any]:
     return {"messages": messages, "unchanged": all(torch.equal(a, b) for a, b in zip(before, snapshot(built), strict=True))}
 
 
+def rejected(job: Job) -> dict[str, Any]:
+    """Rejecting the tokens of older versions, which are those of the odd trajectories, is as if the step had never had them; rejecting all
+    changes nothing."""
+    built = job.model()
+    adam = optimizer.build(unclipped(job.config), built)
+    objective_ = {**case.OBJECTIVE, "aggregation": "token_mean", "correction": {"cap": 1.1, "max_age": 0}}
+    section = ObjectiveSection.model_validate(objective_)
+    counts = [int(t.loss_mask.sum()) * (i % 2 == 0) for i, t in case.trajectories(job.reference["behaviour"]).items()]
+    alone = np.array([bool(count) / sum(counts) for count in counts])
+    seen = []
+    for weights, kept in ((None, section), (alone, section.model_copy(update={"correction": CorrectionSection(cap=1.1)}))):
+        batches = job.microbatches("token_mean", proximal=True, weights=weights)
+        metrics = step.train_step(built, adam, batches, losses.PolicyLoss(kept, case.TEMPERATURE, case.VERSION), lr=0.0)
+        seen.append((metrics, {name: value.clone() for name, value in gradients(built).items()}))
+    (with_rule, got), (without, wanted) = seen
+    before = snapshot(built)
+    later = losses.PolicyLoss(section, case.TEMPERATURE, case.VERSION + 1)
+    nothing = step.train_step(built, adam, job.microbatches("token_mean", proximal=True), later, lr=case.LR)
+    return {
+        "gradients": relative_error(got, iter(wanted.items())),
+        "loss": abs(with_rule.loss - without.loss),
+        "share": with_rule.figures["rejected_fraction"],
+        "nothing": [nothing.updated, nothing.loss, nothing.grad_norm, nothing.figures["rejected_fraction"]],
+        "unchanged": all(torch.equal(a, b) for a, b in zip(before, snapshot(built), strict=True)),
+    }
+
+
 class PoisonedGradient:
     """A finite loss with a gradient that is not, where an advantage is NaN."""
 
@@ -210,11 +241,9 @@ def half_precision(job: Callable[..., Job]) -> dict[str, Any]:
         here = job(pack=True, dtype="bfloat16", optimizer={"distributed": name == "distributed"})
         built = here.model()
         adam = optimizer.build(here.config, built)
-        losses = [
-            step.train_step(built, adam, here.microbatches("token_mean"), losses.SupervisedLoss(), lr=case.LR).loss
-            for _ in range(case.STEPS)
-        ]
-        seen[name] = max(abs(loss - want["loss"]) for loss, want in zip(losses, here.reference["steps"], strict=True))
+        batches, loss = here.microbatches("token_mean"), losses.SupervisedLoss()
+        values = [step.train_step(built, adam, batches, loss, lr=case.LR).loss for _ in range(case.STEPS)]
+        seen[name] = max(abs(value - want["loss"]) for value, want in zip(values, here.reference["steps"], strict=True))
         assert {value.dtype for value in model.parameters(built).values()} == {torch.bfloat16}
     return seen
 

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from asyncmoe.trainer import mesh, model, optimizer, state, step
+from asyncmoe.trainer.losses import SupervisedLoss
 from tests.ranks import case
 from tests.ranks.parity import Job, expected, worst
 
@@ -58,7 +59,7 @@ def start(path: Path, run: Path, reference: dict[str, Any], distributed: bool, s
 
 def train(job: Job, built: model.Model, adam: optimizer.MegatronOptimizer, steps: int) -> None:
     for _ in range(steps):
-        step.train_step(built, adam, job.microbatches("token_mean"), step.SupervisedLoss(), lr=case.LR)
+        step.train_step(built, adam, job.microbatches("token_mean"), SupervisedLoss(), lr=case.LR)
 
 
 if __name__ == "__main__":

@@ -142,3 +142,13 @@ def resumed(references: Path) -> dict[str, float]:
 @pytest.mark.parametrize("kind", ["plain", "distributed"])
 def test_a_saved_run_goes_on_under_another_layout(resumed: dict[str, float], kind: str, layout: str) -> None:
     assert resumed[f"{kind}-{layout}"] < 2e-5
+
+
+@layouts
+def test_rejected_tokens_leave_the_denominator(found: dict[str, dict[str, Any]]) -> None:
+    errors = found["rejected"]
+    assert errors["gradients"] < 1e-5
+    assert errors["loss"] < 1e-6
+    assert 0.2 < errors["share"] < 0.8
+    assert errors["nothing"] == [False, 0.0, 0.0, 1.0]
+    assert errors["unchanged"]

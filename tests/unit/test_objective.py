@@ -85,7 +85,7 @@ def section(values: dict[str, Any]) -> ObjectiveSection:
 
 def laid_out(sequences: Many[Sequence], weights: np.ndarray) -> tuple[torch.Tensor, Rows]:
     """A micro-batch: before each token sequence a prompt row, then padding; both full of what must be ignored."""
-    nothing = [Token(NAN, INF, NAN, -INF, -1)]
+    nothing = [Token(NAN, NAN, NAN, NAN, -1)]
     each = [nothing + s.tokens for s in sequences]
     flat = [t for row in each for t in row] + nothing * 2
     mask = [t is not nothing[0] for t in flat]

@@ -92,7 +92,7 @@ def test_engine_and_trainer_are_compared_at_the_same_version_only() -> None:
 
 
 def test_ages_are_counted_and_the_future_is_seen() -> None:
-    sums = sums_of([0.0] * 5, version=100, versions=[100, 99, 98, 3, 101], mask=[True, True, False, True, True])
+    sums = sums_of([0.0] * 5, version=100, versions=[100, 99, 200, 3, 101], mask=[True, True, False, True, True])
     assert metrics(sums)["ages"] == {0: 2, 1: 1, AGES - 1: 1}
     assert int(sums["future"]) == 1
 

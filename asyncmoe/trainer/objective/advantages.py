@@ -21,7 +21,7 @@ def group_advantages(
     With r the rewards of a group of n responses to one prompt, `sample` deviations dividing by n - 1:
         grpo                          (r - mean) / (sample deviation + 1e-6)   DeepSeekMath, arXiv 2402.03300, section 4.1.2
         dr_grpo                       r - mean                                 Dr. GRPO, arXiv 2503.20783
-        rloo                          r - mean of the n - 1 others             arXiv 2402.14740, eq. 7
+        rloo                          r - mean of the n - 1 others             arXiv 2402.14740
         opo                           r - sum(l r) / sum(l)                    l tokens each; OPO, arXiv 2505.23585
         pass_at_k                     (best - second best) / (sample deviation + 1e-6) for the best, 0 for others   arXiv 2503.19595
         reinforce_plus_plus           normalised over the batch                arXiv 2501.03262

@@ -14,8 +14,8 @@ def surrogate(
 
     With r the ratio, A the advantage, low and high the bounds, c = dual_clip, sg stopping the gradient:
         ppo      max(-A r, -A clip(r, 1 - low, 1 + high))        PPO, arXiv 1707.06347, eq. 7; unequal bounds: DAPO, arXiv 2503.14476
-                 with dual_clip, where A < 0: at most -c A       arXiv 1912.09729, eq. 5
-        cispo    -sg(clip(r, 1 - low, 1 + high)) A log pi        MiniMax-M1, arXiv 2506.13585, eq. 4
+                 with dual_clip, where A < 0: at most -c A       arXiv 1912.09729 (dual-clip PPO)
+        cispo    -sg(clip(r, 1 - low, 1 + high)) A log pi        MiniMax-M1, arXiv 2506.13585
         none     -A r                                            its gradient is REINFORCE's with the weight r
         dppo_tv  -A r where pi - pi_old <= high (A > 0), or >= -low (A <= 0); else 0     DPPO, arXiv 2602.04879
         ipo      -A r where -low <= pi - pi_old <= high; else 0                          prime-rl's "IPO"

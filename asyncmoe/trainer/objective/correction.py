@@ -38,7 +38,7 @@ def correct(new: torch.Tensor, old: torch.Tensor, rows: Rows, section: Objective
         sequence_band   product of the sequence's rho outside        MIS by sequence
         geometric_band  their geometric mean outside
         veto            any rho of the sequence outside
-        opsm            A < 0 and mean(log pi_b - log pi) > delta    DeepSeek-V3.2, arXiv 2512.02556, eq. 9
+        opsm            A < 0 and mean(log pi_b - log pi) > delta    DeepSeek-V3.2, arXiv 2512.02556, sec. 3.1
         max_age         version - v_b > max_age
     Bands are inclusive. An infinite ratio is large, not NaN: it is capped, or outside. A NaN is never outside, so that it reaches the loss.
     Weights are not divided by their mean over the batch: that would need all ranks' ratios before any gradient.

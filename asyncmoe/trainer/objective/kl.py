@@ -23,7 +23,7 @@ def penalty(new: torch.Tensor, reference: torch.Tensor, log_weight: torch.Tensor
         k2        d^2 / 2        its gradient is the divergence's where tokens are the trainer's own
         k3        e^d - 1 - d
         unbiased  w (e^d - 1 - d), w = pi / pi_b with its gradient: that of the divergence, whoever sampled the token
-    (Schulman 2020; DeepSeek-V3.2, arXiv 2512.02556, eq. 7, whose pi_old is the engine's.)
+    (Schulman 2020; DeepSeek-V3.2, arXiv 2512.02556, section 3.1, whose pi_old is the engine's.)
 
     Args:
         new: float32[T] with gradient, held; over the same ids as `reference`.

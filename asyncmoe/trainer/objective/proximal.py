@@ -16,7 +16,7 @@ def proximal_logprobs(new: torch.Tensor, rows: Rows, section: ObjectiveSection, 
         recompute  the trainer's before the batch's first update: `rows.proximal`; at that first update, its own log-probabilities now
         loglinear  an estimate of the same: `loglinear`
 
-    (Decoupled PPO, arXiv 2110.00641, and AReaL, arXiv 2505.24298, eq. 5.)
+    (Decoupled PPO, arXiv 2110.00641, and AReaL, arXiv 2505.24298.)
 
     Args:
         new: float32[T]; held.

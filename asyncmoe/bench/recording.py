@@ -5,9 +5,12 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
+import os
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -36,6 +39,9 @@ EPISODES, PROMPT, NEW = 16, 16, 64
 """At once; tokens of a prompt; tokens of a response."""
 _TIMEOUT_S = 120.0
 
+Cost = tuple[float, float]
+"""Seconds, and seconds of processor time."""
+
 
 class _Unscored:
     async def score(self, prompt: str, response: str, answer: str) -> float:
@@ -45,7 +51,7 @@ class _Unscored:
         pass
 
 
-def run(pairs: int = 40) -> dict[str, Any]:
+def run(pairs: int = 24) -> dict[str, Any]:
     """Batches of whole episodes with and without routes in turn, the same prompts from one live engine on a model of `SHAPE`.
 
     The engine captures routes in every forward pass from its start on, asked or not; what is compared is asking for them, their way here,
@@ -53,7 +59,8 @@ def run(pairs: int = 40) -> dict[str, Any]:
 
     Returns:
         tokens_per_s: median of the batches without. share: what recording takes off the tokens a second, median over pairs of
-        neighbouring batches of 1 - (with / without); quartiles of the same.
+        neighbouring batches of 1 - (with / without); quartiles of the same. processor_share: what recording adds to the processor time of
+        the engine and of this process, over all batches: what others do on the machine hardly changes it.
 
     Raises:
         EngineError, WaitTimeout: the engine did not start.
@@ -66,16 +73,17 @@ def run(pairs: int = 40) -> dict[str, Any]:
         run_dir.mkdir()
         values = {"run": {"dir": str(run_dir), "steps": 1}, "model": {"path": str(path)}, "task": {"kind": "arithmetic"}}
         engines = {"dtype": "float32", "max_running": EPISODES, "max_total_tokens": 16384}
-        rates = asyncio.run(_pairs(configuration.parse({**values, "engines": engines}), pairs))
-    shares = [1 - kept / plain for plain, kept in rates]
+        batches = asyncio.run(_pairs(configuration.parse({**values, "engines": engines}), pairs))
+    shares = [1 - plain[0] / kept[0] for plain, kept in batches]
     return {
         "model": SHAPE,
         "episodes": EPISODES,
         "new_tokens": NEW,
         "pairs": pairs,
-        "tokens_per_s": round(median(plain for plain, _ in rates), 1),
+        "tokens_per_s": round(EPISODES * NEW / median(plain[0] for plain, _ in batches), 1),
         "share": round(median(shares), 4),
         "share_quartiles": [round(float(q), 4) for q in np.quantile(shares, (0.25, 0.75))],
+        "processor_share": round(sum(kept[1] for _, kept in batches) / sum(plain[1] for plain, _ in batches) - 1, 4),
     }
 
 
@@ -120,19 +128,19 @@ def _body(tokens: int, routes: np.ndarray | None) -> bytes:
     return json.dumps({"output_ids": list(range(tokens)), "meta_info": meta}).encode()
 
 
-async def _pairs(config: Config, pairs: int) -> list[tuple[float, float]]:
-    """Tokens a second (without, with), first the one then the other way first."""
+async def _pairs(config: Config, pairs: int) -> list[tuple[Cost, Cost]]:
+    """(without, with), first the one then the other way first."""
     recording = models.recording(config, models.load_hf_config(config.model.path))
     engine = Engine("engine.0", config, 0, config.run.dir)
     try:
         await engine.wait_ready()
         pool, tokenizer = Pool([engine], EPISODES, _TIMEOUT_S, lambda *_: None), Tokenizer(config.model.path)
 
-        async def plain() -> float:
-            return await _rate(pool, tokenizer, NOTHING)
+        async def plain() -> Cost:
+            return await _batch(pool, tokenizer, NOTHING)
 
-        async def kept() -> float:
-            return await _rate(pool, tokenizer, recording)
+        async def kept() -> Cost:
+            return await _batch(pool, tokenizer, recording)
 
         await plain(), await kept()
         return [(await plain(), await kept()) if number % 2 else (await kept(), await plain())[::-1] for number in range(pairs)]
@@ -140,17 +148,32 @@ async def _pairs(config: Config, pairs: int) -> list[tuple[float, float]]:
         await engine.stop()
 
 
-async def _rate(pool: Pool, tokenizer: Tokenizer, recording: Recording) -> float:
-    """Tokens a second of a batch of episodes, from the first request to the last record."""
+async def _batch(pool: Pool, tokenizer: Tokenizer, recording: Recording) -> Cost:
+    """A batch of episodes, from the first request to the last record."""
     random = np.random.default_rng(0)
     prompts = [Prompt("", tuple(row), "") for row in random.integers(10, 200, (EPISODES, PROMPT)).tolist()]
     sampling = Sampling(1.0, NEW, (), recording=recording)
-    begin = time.perf_counter()
+    begin, spent = time.perf_counter(), _processor_seconds()
     records = await asyncio.gather(
         *(episode.run(prompt, Place(0, number, 0), pool, sampling, tokenizer, _Unscored()) for number, prompt in enumerate(prompts))
     )
-    seconds = time.perf_counter() - begin
+    cost = time.perf_counter() - begin, _processor_seconds() - spent
     for record in records:
         if (record.routes is None) != (recording.routing is None) or len(record) != PROMPT + NEW:
             raise InvariantBroken(f"bench recording: {record.key} has {len(record)} tokens, routes: {record.routes is not None}")
-    return EPISODES * NEW / seconds
+    return cost
+
+
+def _processor_seconds() -> float:
+    """Of this process and of all it has started that still run."""
+    ticks, children = {}, defaultdict(list)
+    for file in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):  # it has ended meanwhile
+            values = file.read_text().rpartition(")")[2].split()
+            pid = int(file.parent.name)
+            ticks[pid] = int(values[11]) + int(values[12])
+            children[int(values[1])].append(pid)
+    found = [os.getpid()]
+    for pid in found:
+        found += children[pid]
+    return sum(ticks[pid] for pid in found) / os.sysconf("SC_CLK_TCK")

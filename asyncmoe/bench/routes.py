@@ -107,7 +107,8 @@ def table(results: dict[str, Any]) -> str:
     lines.append(f"replay adds {replay['share']:.1%} to a trainer's step of {replay['step_seconds'] * 1e3:.0f} ms")
     low, high = recording["share_quartiles"]
     lines.append(
-        f"recording takes {recording['share']:.1%} off {recording['tokens_per_s']:.0f} tokens/s of an engine ({low:.1%} to {high:.1%})"
+        f"recording takes {recording['share']:.1%} off {recording['tokens_per_s']:.0f} tokens/s of an engine ({low:.1%} to {high:.1%}); "
+        f"processor time {recording['processor_share']:+.1%}"
     )
     lines.append(
         f"an answer with routes, ms for 1000 tokens: read {answer['read']:.2f} ({answer['read_plain']:.2f} without), "

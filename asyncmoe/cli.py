@@ -168,10 +168,10 @@ def bench_routes(
     json_path: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the results there too.")] = None,
     tokens: Annotated[int, typer.Option(help="Of the trajectory.", min=1)] = 8192,
 ) -> None:
-    """Expert routes of Qwen3-30B-A3B's shape on one core: bit-packed against base64 of int32 in JSON."""
+    """Expert routes of Qwen3-30B-A3B's shape: bit-packed against base64 in JSON; what recording costs an engine and replay a trainer."""
     from asyncmoe.bench import routes
 
-    results = routes.run(tokens)
+    results = routes.everything(tokens)
     _show(results, json_path)
     typer.echo(routes.table(results))
 

@@ -1,11 +1,14 @@
-"""Expert routes on one core: packed, next to what SGLang sends (base64 of int32 in JSON)."""
+"""Expert routes on one core: packed, next to what SGLang sends (base64 of int32 in JSON); and what recording and replaying them costs."""
 
 from __future__ import annotations
 
 import base64
 import json
+import os
+import platform
 import time
 from collections.abc import Callable
+from datetime import UTC, datetime
 from statistics import median
 from typing import Any
 
@@ -16,6 +19,26 @@ from asyncmoe.record import Routing, decode_routes, encode_routes
 
 ROUTING = Routing(all_layers=48, layers=tuple(range(48)), top_k=8, experts=128)
 """Qwen3-30B-A3B's."""
+
+
+def everything(tokens: int = 8192) -> dict[str, Any]:
+    """`run`, and what the whole costs a run.
+
+    Returns:
+        also "date", "machine", "load"; "replay": `asyncmoe.bench.replay.run`; "recording": `asyncmoe.bench.recording.run`; "answer":
+        `asyncmoe.bench.recording.answer`.
+
+    Raises: what those raise.
+    """
+    from asyncmoe.bench import recording, replay
+
+    about = {
+        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
+        "machine": f"{os.cpu_count()} cores, {platform.machine()}, {platform.system()}",
+        "load": os.getloadavg()[0],
+    }
+    codec, answer = run(tokens), recording.answer(drawn(tokens), ROUTING)
+    return {**about, **codec, "answer": answer, "replay": replay.run(), "recording": recording.run()}
 
 
 def run(tokens: int = 8192, rounds: int = 15) -> dict[str, Any]:
@@ -74,12 +97,24 @@ def drawn(tokens: int) -> np.ndarray:
 
 
 def table(results: dict[str, Any]) -> str:
-    """The results for a reader."""
+    """The results of `everything` for a reader."""
     lines = [f"{'':22}{'B/token':>10}{'encode GB/s':>13}{'decode GB/s':>13}"]
     for way, name in (("packed", "bit-packed"), ("json", "base64 int32 in JSON")):
         r = results[way]
         lines.append(f"{name:22}{r['bytes_per_token']:>10.1f}{r['encode_GBps']:>13.2f}{r['decode_GBps']:>13.2f}")
-    return "\n".join([*lines, f"GB of int32; a plain copy of it: {results['memcpy_GBps']:.2f} GB/s"])
+    lines.append(f"GB of int32; a plain copy of it: {results['memcpy_GBps']:.2f} GB/s")
+    replay, recording, answer = results["replay"], results["recording"], results["answer"]
+    lines.append(f"replay adds {replay['share']:.1%} to a trainer's step of {replay['step_seconds'] * 1e3:.0f} ms")
+    low, high = recording["share_quartiles"]
+    lines.append(
+        f"recording takes {recording['share']:.1%} off {recording['tokens_per_s']:.0f} tokens/s of an engine ({low:.1%} to {high:.1%}); "
+        f"processor time {recording['processor_share']:+.1%}"
+    )
+    lines.append(
+        f"an answer with routes, ms for 1000 tokens: read {answer['read']:.2f} ({answer['read_plain']:.2f} without), "
+        f"decode {answer['decode']:.2f}, pack {answer['pack']:.2f}"
+    )
+    return "\n".join(lines)
 
 
 def _to_json(routes: np.ndarray) -> bytes:

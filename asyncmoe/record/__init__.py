@@ -3,6 +3,7 @@
 Stands on `asyncmoe.errors` and NumPy alone; the packing is done in csrc/record.
 """
 
+from asyncmoe.record.base64 import decode_base64
 from asyncmoe.record.masks import EncodedMasks, Masks, decode_masks, encode_masks, token_outside
 from asyncmoe.record.recording import NOTHING, Recording
 from asyncmoe.record.routes import Routes, Routing, decode_routes, encode_routes
@@ -14,6 +15,7 @@ __all__ = [
     "Recording",
     "Routes",
     "Routing",
+    "decode_base64",
     "decode_masks",
     "decode_routes",
     "encode_masks",

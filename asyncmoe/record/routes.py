@@ -2,7 +2,8 @@
 
 Layer-major, because a pipeline stage needs its own layers of all tokens: those are consecutive bytes, so a stage fetches and
 unpacks nothing else, and gets for each layer the [rows, top_k] that its router asks for. Layers without experts take no room.
-The order of a token's experts is kept: the weights they are combined with follow it.
+The order of a token's experts is kept: the weights they are combined with follow it. No token has an expert of a layer twice: a trainer
+that replayed that would send it through fewer experts than the engine did.
 """
 
 from __future__ import annotations
@@ -86,7 +87,7 @@ def encode_routes(routes: np.ndarray, routing: Routing, key: str) -> Routes:
 
     Raises:
         TrajectoryRejected: "routes_wrong_layers" for another number of layers or experts per token, "routes_out_of_range" for an
-            id that is no expert's.
+            id that is no expert's, "routes_repeated" for an expert that a token goes through twice in a layer.
     """
     expected = (routing.all_layers, routing.top_k)
     if routes.dtype != np.int32 or routes.ndim != 3 or routes.shape[1:] != expected:
@@ -96,8 +97,11 @@ def encode_routes(routes: np.ndarray, routing: Routing, key: str) -> Routes:
     planes, bad = _C.pack_routes(routes, np.array(routing.layers, np.int64), routing.experts)
     if bad >= 0:
         token, layer, choice = np.unravel_index(bad, routes.shape)
-        detail = f"{key}: token {token}, layer {layer}, choice {choice}: got expert {routes.flat[bad]} of {routing.experts}"
-        raise TrajectoryRejected("routes_out_of_range", detail)
+        expert = int(routes.flat[bad])
+        detail = f"{key}: token {token}, layer {layer}, choice {choice}: got expert {expert}"
+        if 0 <= expert < routing.experts:
+            raise TrajectoryRejected("routes_repeated", f"{detail} a second time")
+        raise TrajectoryRejected("routes_out_of_range", f"{detail} of {routing.experts}")
     made = Routes(len(routes), routing.layers, routing.top_k, routing.experts, (), memoryview(planes.data).toreadonly())
     return replace(made, digests=tuple(_digests(made)))
 
@@ -109,7 +113,7 @@ def decode_routes(routes: Routes, key: str) -> np.ndarray:
         uint8[layers, rows, top_k] for up to 256 experts, uint16 for more.
 
     Raises:
-        ProtocolError: see `check_routes`; or an id that is no expert's, with its token and layer.
+        ProtocolError: see `check_routes`; or an id that is no expert's or that its token has twice, with its token and layer.
     """
     check_routes(routes, key)
     planes = np.frombuffer(routes.planes, np.uint8)
@@ -119,7 +123,9 @@ def decode_routes(routes: Routes, key: str) -> np.ndarray:
     if bad >= 0:
         layer, token, choice = np.unravel_index(bad, ids.shape)
         place = f"token {token}, layer {routes.layers[layer]}, choice {choice}"
-        raise ProtocolError(f"routes of {key}: {place}: got expert {ids.flat[bad]} of {routes.experts}")
+        expert = int(ids.flat[bad])
+        what = "a second time" if expert < routes.experts else f"of {routes.experts}"
+        raise ProtocolError(f"routes of {key}: {place}: got expert {expert} {what}")
     return ids
 
 

@@ -75,7 +75,7 @@ class _Meta(msgspec.Struct, frozen=True):
     output_token_sampling_logprobs: list[float] | None = None
 
 
-class _Generated(msgspec.Struct, frozen=True):
+class Generated(msgspec.Struct, frozen=True):
     output_ids: list[int]
     meta_info: _Meta
 
@@ -172,7 +172,7 @@ class EngineClient:
                 "skip_special_tokens": False,
             },
         }
-        return self._generation(await self._post("/generate", body, _Generated, timeout_s), recording)
+        return self._generation(await self._post("/generate", body, Generated, timeout_s), recording)
 
     async def pause(self, retract: bool = False) -> None:
         """Stop between two forward passes; running requests stay where they are, and their keys and values too, unless `retract`."""
@@ -248,7 +248,7 @@ class EngineClient:
         checked = await self._post("/weights_checker", {"action": "checksum"}, _Checked, timeout_s)
         return tuple(rank.checksums for rank in checked.ranks)
 
-    def _generation(self, reply: _Generated, recording: Recording) -> Generation:
+    def _generation(self, reply: Generated, recording: Recording) -> Generation:
         meta = reply.meta_info
         if meta.finish_reason.type == ABORTED and meta.finish_reason.status_code is not None:
             raise EngineError(f"{self.name}: the request was aborted: {meta.finish_reason.message}")

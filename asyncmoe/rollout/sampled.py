@@ -10,15 +10,13 @@ Masks: `meta_info.output_token_sampling_mask`, a list of ids for every token of 
 
 from __future__ import annotations
 
-import base64
-import binascii
 from collections.abc import Sequence
 from itertools import chain
 
 import numpy as np
 
 from asyncmoe.errors import TrajectoryRejected
-from asyncmoe.record import Masks, Routing, token_outside
+from asyncmoe.record import Masks, Routing, decode_base64, token_outside
 
 
 def routed_experts(text: str | None, routing: Routing, *, tokens: int, held: int, key: str) -> np.ndarray:
@@ -31,7 +29,7 @@ def routed_experts(text: str | None, routing: Routing, *, tokens: int, held: int
         key: the trajectory's name, for errors.
 
     Returns:
-        int32[tokens - 1 - held, all_layers, top_k], read-only; no more than the text's length is allocated.
+        int32[tokens - 1 - held, all_layers, top_k]; no more than the text's length is allocated.
 
     Raises:
         TrajectoryRejected: "no_routes", "routes_malformed" for what is not base64, "routes_wrong_layers" for the right
@@ -42,11 +40,11 @@ def routed_experts(text: str | None, routing: Routing, *, tokens: int, held: int
     row = routing.all_layers * routing.top_k * 4
     rows = tokens - 1 - held
     try:
-        raw = base64.b64decode(text, validate=True)
-    except (binascii.Error, ValueError) as error:  # ValueError: characters beyond ASCII
+        raw = decode_base64(text)
+    except ValueError as error:
         raise TrajectoryRejected("routes_malformed", f"{key}: routes in base64: {error}") from error
     if len(raw) == rows * row:
-        return np.frombuffer(raw, "<i4").reshape(rows, routing.all_layers, routing.top_k)
+        return raw.view("<i4").reshape(rows, routing.all_layers, routing.top_k)
     if rows and len(raw) % row and len(raw) % (4 * rows) == 0:
         detail = f"{len(raw) // 4 // rows} experts a token, expected {routing.all_layers} layers of {routing.top_k}"
         raise TrajectoryRejected("routes_wrong_layers", f"{key}: got {detail}")

@@ -2,7 +2,9 @@
 #include <pybind11/pybind11.h>
 
 #include <stdexcept>
+#include <string_view>
 
+#include "base64.h"
 #include "masks.h"
 #include "routes.h"
 
@@ -83,9 +85,25 @@ py::tuple decode_masks(const Bytes& bytes, int64_t rows, int64_t count, int64_t 
                           Int32Array(static_cast<py::ssize_t>(masks.ids.size()), masks.ids.data()));
 }
 
+Bytes decode_base64(std::string_view text) {
+    const auto size = static_cast<int64_t>(text.size());
+    const int64_t count = asyncmoe::record::base64_bytes(text.data(), size);
+    if (count < 0) throw std::invalid_argument("expected whole groups of four characters");
+    Bytes bytes(count);
+    uint8_t* to = bytes.mutable_data();
+    bool right;
+    {
+        py::gil_scoped_release released;
+        right = asyncmoe::record::decode_base64(text.data(), size, to);
+    }
+    if (!right) throw std::invalid_argument("expected characters of its alphabet and padding at the end");
+    return bytes;
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_C, module) {
+    module.def("decode_base64", &decode_base64, py::arg("text"));
     module.def("pack_routes", &pack_routes, py::arg("routes").noconvert(), py::arg("layers"), py::arg("experts"));
     module.def("unpack_routes", &unpack_routes, py::arg("planes").noconvert(), py::arg("rows"), py::arg("top_k"),
                py::arg("experts"), py::arg("count"));

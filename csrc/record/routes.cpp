@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <vector>
 
 #include "bits.h"
 
@@ -38,6 +39,45 @@ void prefetch(const int32_t* routes, int64_t begin, int64_t end, int64_t i, int6
         __builtin_prefetch(routes + at);
 }
 
+// Tells whether a token goes through an expert of a layer twice: every expert remembers the token that named it last.
+class Repeats {
+  public:
+    explicit Repeats(int64_t experts) : last_(static_cast<size_t>(experts)) {}
+
+    // Of `tokens` tokens of one layer, whose ids are all smaller than `experts`.
+    template <int kTopK, typename Id>
+    bool in(const Id* ids, int64_t tokens, int64_t top_k) {
+        const int64_t width = kTopK ? kTopK : top_k;
+        bool repeated = false;
+        for (int64_t t = 0; t < tokens; ++t, ids += width) {
+            ++token_;
+            for (int64_t k = 0; k < width; ++k) {
+                repeated |= last_[ids[k]] == token_;
+                last_[ids[k]] = token_;
+            }
+        }
+        return repeated;
+    }
+
+    template <typename Id>
+    bool in(const Id* ids, int64_t tokens, int64_t top_k) {
+        return top_k == 8 ? in<8>(ids, tokens, top_k) : in<0>(ids, tokens, top_k);
+    }
+
+  private:
+    std::vector<uint64_t> last_;
+    uint64_t token_ = 0;  // from 1 on
+};
+
+// Where the second mention is of the first expert that a token names twice; there is one.
+template <typename Id>
+int64_t first_repeated(const Id* ids, int64_t tokens, int64_t top_k, int64_t stride) {
+    for (int64_t t = 0; t < tokens; ++t)
+        for (int64_t k = 1; k < top_k; ++k)
+            if (const Id* row = ids + t * stride; std::find(row, row + k, row[k]) != row + k) return t * stride + k;
+    return -1;
+}
+
 int64_t first_outside(const int32_t* routes, const RouteShape& shape, int64_t at, int64_t tokens, int64_t stride) {
     for (int64_t t = 0; t < tokens; ++t)
         for (int64_t k = 0; k < shape.top_k; ++k)
@@ -63,6 +103,7 @@ int64_t pack_routes(const int32_t* routes, const RouteShape& shape, int64_t all_
                     int64_t count, uint8_t* planes) {
     const int64_t stride = all_layers * shape.top_k, plane = shape.plane_bytes();
     uint16_t ids[kBlock * kMaxTopK];
+    Repeats repeats(shape.experts);
     for (int64_t begin = 0; begin < shape.rows; begin += kBlock) {
         const int64_t tokens = std::min(kBlock, shape.rows - begin), values = tokens * shape.top_k;
         for (int64_t i = 0; i < count; ++i) {
@@ -70,6 +111,8 @@ int64_t pack_routes(const int32_t* routes, const RouteShape& shape, int64_t all_
             const int64_t at = begin * stride + layers[i] * shape.top_k;
             if (!(shape.top_k == 8 ? gather<8> : gather<0>)(routes + at, tokens, stride, shape, ids))
                 return first_outside(routes, shape, at, tokens, stride);
+            if (repeats.in(ids, tokens, shape.top_k))
+                return at + first_repeated(routes + at, tokens, shape.top_k, stride);
             for (int64_t v = values; v % kGroup; ++v) ids[v] = 0;
             uint8_t* to = planes + i * plane + begin * shape.top_k * shape.bits / 8;
             const uint8_t* end = planes + (i + 1) * plane;
@@ -83,6 +126,7 @@ int64_t pack_routes(const int32_t* routes, const RouteShape& shape, int64_t all_
 template <typename Id>
 int64_t unpack_routes(const uint8_t* planes, const RouteShape& shape, int64_t count, Id* ids) {
     const int64_t values = shape.ids(), plane = shape.plane_bytes();
+    Repeats repeats(shape.experts);
     for (int64_t i = 0; i < count; ++i) {
         const uint8_t *from = planes + i * plane, *end = from + plane;
         Id* to = ids + i * values;
@@ -100,9 +144,10 @@ int64_t unpack_routes(const uint8_t* planes, const RouteShape& shape, int64_t co
         }
         const auto used = static_cast<int>(values * shape.bits % 8);
         if (used && end[-1] >> used) return count * values;
-        if (shape.experts == int64_t{1} << shape.bits) continue;
-        if (values && *std::max_element(to, to + values) >= shape.experts)
+        if (shape.experts != int64_t{1} << shape.bits && values && *std::max_element(to, to + values) >= shape.experts)
             return i * values + (std::find_if(to, to + values, [&](Id id) { return id >= shape.experts; }) - to);
+        if (repeats.in(to, shape.rows, shape.top_k))
+            return i * values + first_repeated(to, shape.rows, shape.top_k, shape.top_k);
     }
     return -1;
 }

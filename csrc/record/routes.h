@@ -22,13 +22,14 @@ struct RouteShape {
 };
 
 // Packs layers[0 .. count) of routes, [rows, all_layers, top_k], into as many planes.
-// Returns -1, or where in `routes` an id is that is negative or not smaller than `experts`.
+// Returns -1, or where in `routes` an id is that is negative or not smaller than `experts`, or that its token has named
+// in the same layer before.
 int64_t pack_routes(const int32_t* routes, const RouteShape& shape, int64_t all_layers, const int64_t* layers,
                     int64_t count, uint8_t* planes);
 
 // Unpacks `count` planes into ids[count, rows, top_k] of one byte each (bits <= 8 only) or two.
-// Returns -1, or where in `ids` an id is that is not smaller than `experts`; count * rows * top_k when bits after the
-// last id of a plane are set.
+// Returns -1, or where in `ids` an id is that is not smaller than `experts` or that its token has named in the same
+// layer before; count * rows * top_k when bits after the last id of a plane are set.
 template <typename Id>
 int64_t unpack_routes(const uint8_t* planes, const RouteShape& shape, int64_t count, Id* ids);
 

@@ -11,6 +11,13 @@ ROUTING = Routing(all_layers=4, layers=(1, 2, 3), top_k=2, experts=300)
 VOCABULARY = 50
 
 
+def distinct(random: np.random.Generator, rows: int, layers: int, top_k: int, experts: int) -> np.ndarray:
+    """int32[rows, layers, top_k]: of a token no expert of a layer twice, in any order."""
+    gaps = np.sort(random.integers(0, experts - top_k + 1, (rows, layers, top_k), dtype=np.int32), axis=2)
+    routes: np.ndarray = random.permuted(gaps + np.arange(top_k, dtype=np.int32), axis=2)
+    return routes
+
+
 def trajectory(length: int, seed: int, routing: Routing = ROUTING) -> tuple[Trajectory, np.ndarray, list[list[int]]]:
     """With its routes int32[length - 1, layers, top_k] and the ids of each token."""
     random = np.random.default_rng(seed)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kept_trajectory import distinct
 
 from asyncmoe.errors import ProtocolError, TrajectoryRejected
 from asyncmoe.record import Routes, Routing, decode_routes, encode_routes
@@ -23,7 +24,7 @@ def cases(draw: st.DrawFn) -> tuple[Routing, np.ndarray]:
     layers = tuple(sorted(draw(st.sets(st.integers(0, all_layers - 1), min_size=1))))
     rows = draw(st.one_of(st.integers(0, 20), st.sampled_from([63, 64, 65, 128, 200])))
     random = np.random.default_rng(draw(st.integers(0, 2**32)))
-    return Routing(all_layers, layers, top_k, experts), random.integers(0, experts, (rows, all_layers, top_k), dtype=np.int32)
+    return Routing(all_layers, layers, top_k, experts), distinct(random, rows, all_layers, top_k, experts)
 
 
 def by_bits(routes: np.ndarray, bits: int) -> bytes:
@@ -65,7 +66,7 @@ def test_rows_that_are_not_contiguous() -> None:
 
 def test_48_layers_of_8_out_of_128_take_336_bytes_a_token() -> None:
     routing = Routing(50, tuple(range(2, 50)), 8, 128)
-    made = encode_routes(np.zeros((1000, 50, 8), np.int32), routing, "t")
+    made = encode_routes(distinct(np.random.default_rng(0), 1000, 50, 8, 128), routing, "t")
     assert len(made.planes) == 336 * 1000
 
 
@@ -86,10 +87,31 @@ def test_an_id_that_is_no_experts_is_named(case: tuple[Routing, np.ndarray], dat
         encode_routes(routes, routing, "g1")
 
 
+@settings(deadline=None, max_examples=200)
+@given(cases(), st.data())
+def test_an_expert_a_token_has_twice_is_named(case: tuple[Routing, np.ndarray], data: st.DataObject) -> None:
+    routing, routes = case
+    if not len(routes) or routing.top_k == 1:
+        return
+    token = data.draw(st.integers(0, len(routes) - 1))
+    layer = data.draw(st.sampled_from(routing.layers))
+    choice = data.draw(st.integers(1, routing.top_k - 1))
+    expert = routes[token, layer, data.draw(st.integers(0, choice - 1))]
+    place = f"token {token}, layer {layer}, choice {choice}: got expert {expert} a second time"
+    # As if the engine had sent it, and as if it had been damaged and sealed again.
+    packed = encode_routes(routes, routing, "g1")
+    routes[token, layer, choice] = expert
+    with pytest.raises(TrajectoryRejected, match=f"^routes_repeated: g1: {place}"):
+        encode_routes(routes, routing, "g1")
+    planes = b"".join(by_bits(routes[:, i], packed.bits) for i in routing.layers)
+    with pytest.raises(ProtocolError, match=f"routes of g1: {place}"):
+        decode_routes(sealed(dataclasses.replace(packed, planes=planes)), "g1")
+
+
 def test_what_is_in_layers_without_experts_does_not_matter() -> None:
-    routes = np.full((3, 2, 1), -7, np.int32)
-    routes[:, 1] = 4
-    assert (decode_routes(encode_routes(routes, Routing(2, (1,), 1, 5), "t"), "t") == 4).all()
+    routes = np.full((3, 2, 2), -7, np.int32)
+    routes[:, 1] = (4, 2)
+    assert (decode_routes(encode_routes(routes, Routing(2, (1,), 2, 5), "t"), "t") == (4, 2)).all()
 
 
 @pytest.mark.parametrize(
@@ -129,7 +151,7 @@ def sealed(routes: Routes) -> Routes:
 
 
 def test_an_id_that_is_no_experts_is_named_even_when_the_digest_is_right() -> None:
-    ids = np.zeros((9, 2, 3), np.int32)
+    ids = np.broadcast_to(np.arange(3, dtype=np.int32), (9, 2, 3)).copy()
     ids[7, 1, 2] = 6
     made = encode_routes(ids, Routing(2, (0, 1), 3, 7), "t")
     with pytest.raises(ProtocolError, match="token 7, layer 1, choice 2: got expert 6 of 6"):

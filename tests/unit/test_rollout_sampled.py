@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kept_trajectory import distinct
 
 from asyncmoe.errors import TrajectoryRejected
 from asyncmoe.record import Routing, decode_masks, decode_routes, encode_masks, encode_routes
@@ -22,7 +23,7 @@ def answer(routes: np.ndarray, start: int = 0) -> str:
 
 
 def made(rows: int) -> np.ndarray:
-    return np.random.default_rng(rows).integers(0, 8, (rows, 3, 2), dtype=np.int32)
+    return distinct(np.random.default_rng(rows), rows, 3, 2, 8)
 
 
 def test_rows_are_of_all_tokens_but_the_last() -> None:

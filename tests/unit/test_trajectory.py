@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from kept_trajectory import distinct
 
 from asyncmoe.errors import ProtocolError, TrajectoryRejected
 from asyncmoe.record import EncodedMasks, Masks, Recording, Routes, Routing, decode_routes, encode_masks, encode_routes
@@ -48,7 +49,7 @@ ROUTING = Routing(all_layers=3, layers=(1, 2), top_k=2, experts=5)
 
 
 def record_routes(random: np.random.Generator, rows: int) -> Routes:
-    return encode_routes(random.integers(0, 5, (rows, 3, 2), dtype=np.int32), ROUTING, "t")
+    return encode_routes(distinct(random, rows, 3, 2, 5), ROUTING, "t")
 
 
 def record_masks(random: np.random.Generator, rows: int) -> EncodedMasks:
@@ -314,10 +315,11 @@ def masks_of(rows: list[list[int]], vocabulary: int = 9) -> EncodedMasks:
 
 
 def routes_of(rows: int, routing: Routing = ROUTING) -> Routes:
-    return encode_routes(np.zeros((rows, routing.all_layers, routing.top_k), np.int32), routing, "t")
+    return encode_routes(distinct(np.random.default_rng(0), rows, routing.all_layers, routing.top_k, routing.experts), routing, "t")
 
 
-FLIPPED = dataclasses.replace(routes_of(3), planes=bytes(routes_of(3).planes)[:-1] + b"\1")
+PLANES = bytes(routes_of(3).planes)
+FLIPPED = dataclasses.replace(routes_of(3), planes=PLANES[:-1] + bytes([PLANES[-1] ^ 1]))
 
 
 @pytest.mark.parametrize(
@@ -359,7 +361,7 @@ def test_what_is_to_be_recorded_is_demanded_of_what_was_sampled() -> None:
 
 def test_a_part_of_what_was_recorded_travels_alone() -> None:
     routing = Routing(all_layers=5, layers=(0, 1, 3, 4), top_k=2, experts=5)
-    random = np.random.default_rng(0).integers(0, 5, (3, 5, 2), dtype=np.int32)
+    random = distinct(np.random.default_rng(0), 3, 5, 2, 5)
     whole = make(routes=encode_routes(random, routing, "t"), masks=masks_of([[], [], [7], [8]]))
     frames = encode(whole)
     for layers in ((), (0,), (1, 3), (0, 4), (0, 1, 3, 4)):

@@ -1,0 +1,179 @@
+"""What recording the experts of every token costs: an engine that generates, and the controller that takes its answers."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import os
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from asyncmoe import config as configuration
+from asyncmoe import models
+from asyncmoe.config import Config
+from asyncmoe.config.generation import MadeModel
+from asyncmoe.errors import InvariantBroken
+from asyncmoe.models.make import make_model
+from asyncmoe.record import NOTHING, Recording, Routing, encode_routes
+from asyncmoe.rollout import episode
+from asyncmoe.rollout.engine import Engine
+from asyncmoe.rollout.engine_client import Generated, Sampling
+from asyncmoe.rollout.pool import Pool
+from asyncmoe.rollout.sampled import routed_experts
+from asyncmoe.rollout.tasks import Prompt
+from asyncmoe.rollout.tokenizer import Tokenizer
+from asyncmoe.rollout.turns import Place
+
+SHAPE = {"layers": 4, "hidden": 256, "heads": 4, "experts": 32, "experts_per_token": 4, "expert_hidden": 128}
+EPISODES, PROMPT, NEW = 16, 16, 64
+"""At once; tokens of a prompt; tokens of a response."""
+_TIMEOUT_S = 120.0
+
+Cost = tuple[float, float]
+"""Seconds, and seconds of processor time."""
+
+
+class _Unscored:
+    async def score(self, prompt: str, response: str, answer: str) -> float:
+        return 0.0
+
+    async def close(self) -> None:
+        pass
+
+
+def run(pairs: int = 24) -> dict[str, Any]:
+    """Batches of whole episodes with and without routes in turn, the same prompts from one live engine on a model of `SHAPE`.
+
+    The engine captures routes in every forward pass from its start on, asked or not; what is compared is asking for them, their way here,
+    and taking and packing them, all of which runs on the engine's machine here.
+
+    Returns:
+        tokens_per_s: median of the batches without. share: what recording takes off the tokens a second, median over pairs of
+        neighbouring batches of 1 - (with / without); quartiles of the same. processor_share: what recording adds to the processor time of
+        the engine and of this process, over all batches: what others do on the machine hardly changes it.
+
+    Raises:
+        EngineError, WaitTimeout: the engine did not start.
+        TrajectoryRejected: it failed, or what it answered is refused.
+        InvariantBroken: routes came unasked, or did not come.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        path, run_dir = Path(folder, "model"), Path(folder, "run")
+        make_model(path, MadeModel(**SHAPE), seed=0)
+        run_dir.mkdir()
+        values = {"run": {"dir": str(run_dir), "steps": 1}, "model": {"path": str(path)}, "task": {"kind": "arithmetic"}}
+        engines = {"dtype": "float32", "max_running": EPISODES, "max_total_tokens": 16384}
+        batches = asyncio.run(_pairs(configuration.parse({**values, "engines": engines}), pairs))
+    shares = [1 - plain[0] / kept[0] for plain, kept in batches]
+    return {
+        "model": SHAPE,
+        "episodes": EPISODES,
+        "new_tokens": NEW,
+        "pairs": pairs,
+        "tokens_per_s": round(EPISODES * NEW / median(plain[0] for plain, _ in batches), 1),
+        "share": round(median(shares), 4),
+        "share_quartiles": [round(float(q), 4) for q in np.quantile(shares, (0.25, 0.75))],
+        "processor_share": round(sum(kept[1] for _, kept in batches) / sum(plain[1] for plain, _ in batches) - 1, 4),
+    }
+
+
+def answer(routes: np.ndarray, routing: Routing, rounds: int = 7) -> dict[str, float]:
+    """The controller's part: an engine's answer with `routes`, int32[tokens, layers, top_k], into what a trajectory carries.
+
+    Returns:
+        Milliseconds of processor time for 1000 tokens, medians of the rounds: read, of the whole answer in JSON, which is done in the event
+        loop; decode, of base64; pack. read_plain: of the same answer without routes.
+    """
+    tokens = len(routes)
+    with_, without = _body(tokens, routes), _body(tokens, None)
+    text = msgspec.json.decode(with_, type=Generated).meta_info.routed_experts
+    got = routed_experts(text, routing, tokens=tokens + 1, held=0, key="bench")
+    if not np.array_equal(got, routes):
+        raise InvariantBroken("routes came out other than they went in")
+    turns: dict[str, Callable[[], object]] = {
+        "read": lambda: msgspec.json.decode(with_, type=Generated),
+        "read_plain": lambda: msgspec.json.decode(without, type=Generated),
+        "decode": lambda: routed_experts(text, routing, tokens=tokens + 1, held=0, key="bench"),
+        "pack": lambda: encode_routes(got, routing, "bench"),
+    }
+    spent: dict[str, list[float]] = {name: [] for name in turns}
+    for number in range(rounds + 1):
+        for name, turn in turns.items():
+            started = time.thread_time()
+            turn()
+            if number:
+                spent[name].append((time.thread_time() - started) * 1e3)
+    return {name: round(median(values) * 1000 / tokens, 4) for name, values in spent.items()}
+
+
+def _body(tokens: int, routes: np.ndarray | None) -> bytes:
+    """What /generate answers for a response of so many tokens."""
+    meta: dict[str, object] = {
+        "finish_reason": {"type": "length", "length": tokens},
+        "output_token_logprobs": [[-1.2345678, token, None] for token in range(tokens)],
+        "weight_versions": [{"version": "0", "start": 0, "end": tokens}],
+    }
+    if routes is not None:
+        meta["routed_experts"] = base64.b64encode(routes.tobytes()).decode()
+    return json.dumps({"output_ids": list(range(tokens)), "meta_info": meta}).encode()
+
+
+async def _pairs(config: Config, pairs: int) -> list[tuple[Cost, Cost]]:
+    """(without, with), first the one then the other way first."""
+    recording = models.recording(config, models.load_hf_config(config.model.path))
+    engine = Engine("engine.0", config, 0, config.run.dir)
+    try:
+        await engine.wait_ready()
+        pool, tokenizer = Pool([engine], EPISODES, _TIMEOUT_S, lambda *_: None), Tokenizer(config.model.path)
+
+        async def plain() -> Cost:
+            return await _batch(pool, tokenizer, NOTHING)
+
+        async def kept() -> Cost:
+            return await _batch(pool, tokenizer, recording)
+
+        await plain(), await kept()
+        return [(await plain(), await kept()) if number % 2 else (await kept(), await plain())[::-1] for number in range(pairs)]
+    finally:
+        await engine.stop()
+
+
+async def _batch(pool: Pool, tokenizer: Tokenizer, recording: Recording) -> Cost:
+    """A batch of episodes, from the first request to the last record."""
+    random = np.random.default_rng(0)
+    prompts = [Prompt("", tuple(row), "") for row in random.integers(10, 200, (EPISODES, PROMPT)).tolist()]
+    sampling = Sampling(1.0, NEW, (), recording=recording)
+    begin, spent = time.perf_counter(), _processor_seconds()
+    records = await asyncio.gather(
+        *(episode.run(prompt, Place(0, number, 0), pool, sampling, tokenizer, _Unscored()) for number, prompt in enumerate(prompts))
+    )
+    cost = time.perf_counter() - begin, _processor_seconds() - spent
+    for record in records:
+        if (record.routes is None) != (recording.routing is None) or len(record) != PROMPT + NEW:
+            raise InvariantBroken(f"bench recording: {record.key} has {len(record)} tokens, routes: {record.routes is not None}")
+    return cost
+
+
+def _processor_seconds() -> float:
+    """Of this process and of all it has started that still run."""
+    ticks, children = {}, defaultdict(list)
+    for file in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):  # it has ended meanwhile
+            values = file.read_text().rpartition(")")[2].split()
+            pid = int(file.parent.name)
+            ticks[pid] = int(values[11]) + int(values[12])
+            children[int(values[1])].append(pid)
+    found = [os.getpid()]
+    for pid in found:
+        found += children[pid]
+    return sum(ticks[pid] for pid in found) / os.sysconf("SC_CLK_TCK")

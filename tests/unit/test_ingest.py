@@ -1,0 +1,258 @@
+"""What must not be trained on does not get past the queue: counted under its reason, named in the log, and others go on."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import dataclasses
+import logging
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+from kept_trajectory import distinct
+
+from asyncmoe.errors import ProtocolError
+from asyncmoe.queue.bounded import BoundedQueue
+from asyncmoe.queue.service import QueueService
+from asyncmoe.record import Recording, Routing, decode_routes, encode_routes
+from asyncmoe.rollout.engine_client import Generation, Span
+from asyncmoe.rollout.producer import Producer
+from asyncmoe.rollout.tasks import Demonstration, Prompt
+from asyncmoe.rollout.turns import Place, Turn, assemble
+from asyncmoe.trajectory import ARRAYS, Trajectory, decode, frames_in
+from asyncmoe.wire.client import Client
+from asyncmoe.wire.messages import Fetch, Fetched, Lease
+from asyncmoe.wire.server import Server
+
+GROUP, BATCH, VOCABULARY = 2, 4, 50
+ROUTING = Routing(all_layers=5, layers=(1, 2, 3, 4), top_k=2, experts=8)
+RECORDING = Recording(ROUTING, masks=True, vocabulary=VOCABULARY)
+PROMPT = (3, 4, 5)
+RESPONSE = (7, 9, 11, 2)
+BAD = "g1.e1.a0.t0"
+
+
+class Same:
+    """A task that always asks the same."""
+
+    def prompt(self, group: int) -> Prompt:
+        return Prompt("", PROMPT, "")
+
+    def demonstration(self, index: int) -> Demonstration:
+        raise NotImplementedError
+
+
+def routes(rows: int = len(PROMPT) + len(RESPONSE) - 1) -> np.ndarray:
+    return distinct(np.random.default_rng(rows), rows, ROUTING.all_layers, ROUTING.top_k, ROUTING.experts)
+
+
+def text(sent: np.ndarray) -> str:
+    return base64.b64encode(sent.astype("<i4").tobytes()).decode()
+
+
+def with_expert(expert: int, choice: int = 0) -> str:
+    sent = routes()
+    sent[4, 2, choice] = expert
+    return text(sent)
+
+
+def answer(**changes: Any) -> Generation:
+    """What an engine says about a response; all right unless changed."""
+    right = Generation(
+        tokens=RESPONSE,
+        logprobs=(-0.5, -0.25, -1.0, -0.125),
+        spans=(Span("0", 0, len(RESPONSE)),),
+        finish="stop",
+        cached_tokens=0,
+        routes=text(routes()),
+        masks=[[9, token, 30] if token != 9 else [9, 30] for token in RESPONSE],
+    )
+    return dataclasses.replace(right, **changes)
+
+
+def record(place: Place, generation: Generation, recording: Recording = RECORDING) -> Trajectory:
+    return assemble([Turn(PROMPT, generation, 0)], place, recording, 1.0, {})
+
+
+def queue() -> BoundedQueue:
+    return BoundedQueue(capacity=2 * BATCH, batch=BATCH, group_size=GROUP, eta=2, recording=RECORDING)
+
+
+def damaged(made: Trajectory, name: str, field: str) -> Trajectory:
+    """With another last byte."""
+    part = getattr(made, name)
+    data = bytes(getattr(part, field))
+    return dataclasses.replace(made, **{name: dataclasses.replace(part, **{field: data[:-1] + bytes([data[-1] ^ 1])})})
+
+
+def changed(made: Trajectory, name: str, at: int, value: float) -> Trajectory:
+    array = getattr(made, name).copy()
+    array[at] = value
+    return dataclasses.replace(made, **{name: array})
+
+
+def fewer_layers(made: Trajectory) -> Trajectory:
+    assert made.routes is not None
+    return dataclasses.replace(made, routes=made.routes.part(0, 3))
+
+
+ANSWERS: list[tuple[str, str, dict[str, Any]]] = [
+    ("no routes", "no_routes", {"routes": None}),
+    ("no base64", "routes_malformed", {"routes": "*" * 8}),
+    ("an expert too many", "routes_out_of_range", {"routes": with_expert(8)}),
+    ("an expert below 0", "routes_out_of_range", {"routes": with_expert(-1)}),
+    ("an expert twice", "routes_repeated", {"routes": with_expert(int(routes()[4, 2, 1]))}),
+    ("a layer too few", "routes_wrong_layers", {"routes": text(routes()[:, 1:])}),
+    ("a row too few", "length_mismatch", {"routes": text(routes()[1:])}),
+    ("a row too many", "length_mismatch", {"routes": text(routes(7))}),
+    ("no masks", "no_mask", {"masks": None}),
+    ("a mask too few", "length_mismatch", {"masks": [[7], [9], [11]]}),
+    ("a mask without the token", "mask_without_token", {"masks": [[7], [9], [11], [3, 4]]}),
+    ("an empty mask", "mask_without_token", {"masks": [[7], [9], [], [2]]}),
+    ("an id that is none", "bad_mask", {"masks": [[7], [9], [11, VOCABULARY], [2]]}),
+    ("NaN", "bad_logprob", {"logprobs": (-0.5, float("nan"), -1.0, -0.125)}),
+    ("minus infinity", "bad_logprob", {"logprobs": (-0.5, float("-inf"), -1.0, -0.125)}),
+    ("a log-probability too few", "length_mismatch", {"logprobs": (-0.5, -0.25, -1.0)}),
+    ("a version from the future", "version_from_future", {"spans": (Span("0", 0, 2), Span("2", 2, 4))}),
+    ("a version that is none", "bad_version", {"spans": (Span("default", 0, 4),)}),
+    ("tokens without a version", "bad_version", {"spans": (Span("0", 0, 3),)}),
+]
+RECORDS: list[tuple[str, str, Callable[[Trajectory], Trajectory]]] = [
+    ("routes lost", "no_routes", lambda t: dataclasses.replace(t, routes=None)),
+    ("masks lost", "no_mask", lambda t: dataclasses.replace(t, masks=None)),
+    ("routes damaged", "damaged_record", lambda t: damaged(t, "routes", "planes")),
+    ("masks damaged", "damaged_record", lambda t: damaged(t, "masks", "data")),
+    ("routes of another model", "routes_wrong_layers", fewer_layers),
+    ("routes of fewer tokens", "length_mismatch", lambda t: dataclasses.replace(t, routes=encode_routes(routes(5), ROUTING, t.key))),
+    ("a token that is none", "token_out_of_vocabulary", lambda t: changed(t, "tokens", 0, VOCABULARY)),
+    ("another token than sampled", "mask_without_token", lambda t: changed(t, "tokens", 4, 1)),
+    ("a later version", "version_from_future", lambda t: changed(t, "versions", -1, 2)),
+    ("a log-probability lost", "bad_logprob", lambda t: changed(t, "logprobs", -1, np.nan)),
+]  # fmt: skip
+
+
+async def refusing(spoilt: Callable[[Place], Trajectory], reason: str) -> None:
+    """Have group 1 spoilt by its second member, and train two steps and more on the others."""
+    held = queue()
+
+    async def play(prompt: Prompt, place: Place) -> Trajectory:
+        return spoilt(place) if place.key == BAD else record(place, answer())
+
+    trained: list[int] = []
+    producing = asyncio.create_task(Producer(held, Same(), play, GROUP).run())
+    for step in range(3):
+        leased = await held.lease(step, "rl", BATCH, step, 3.0)
+        trained += sorted({item.group for item in leased.items})
+        frames = held.fetch(step, [item.key for item in leased.items])
+        assert len(frames) == frames_in(BATCH)
+        held.commit(step)
+        held.set_version(step + 1)
+    assert trained == [0, 2, 3, 4, 5, 6]
+    assert held.stats().rejected == {reason: GROUP}
+    assert held.ledger.trained == 3 * BATCH
+    assert not producing.done()
+    producing.cancel()
+
+
+def check_log(caplog: pytest.LogCaptureFixture, reason: str) -> None:
+    lines = [entry.getMessage() for entry in caplog.records if entry.levelno >= logging.WARNING]
+    assert len(lines) == 1
+    assert f"rejected for {reason}: " in lines[0]
+    assert f"{BAD}: " in lines[0]
+
+
+@pytest.mark.parametrize(("reason", "changes"), [case[1:] for case in ANSWERS], ids=[case[0] for case in ANSWERS])
+def test_a_bad_answer_of_an_engine(reason: str, changes: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
+    asyncio.run(asyncio.wait_for(refusing(lambda place: record(place, answer(**changes)), reason), 30))
+    check_log(caplog, reason)
+
+
+@pytest.mark.parametrize(("reason", "spoil"), [case[1:] for case in RECORDS], ids=[case[0] for case in RECORDS])
+def test_a_bad_record(reason: str, spoil: Callable[[Trajectory], Trajectory], caplog: pytest.LogCaptureFixture) -> None:
+    asyncio.run(asyncio.wait_for(refusing(lambda place: spoil(record(place, answer())), reason), 30))
+    check_log(caplog, reason)
+
+
+# ---------------------------------------------------------------- what a trainer's stage fetches
+
+
+def long_record(group: int, episode: int) -> Trajectory:
+    response = tuple(np.random.default_rng(episode).integers(0, VOCABULARY, 500).tolist())
+    generation = Generation(
+        response,
+        (-1.0,) * len(response),
+        (Span("0", 0, len(response)),),
+        "length",
+        0,
+        text(routes(len(PROMPT) + len(response) - 1)),
+        [[token] for token in response],
+    )
+    return record(Place(group, episode, 0), generation)
+
+
+def sizes(frames: Sequence[Any]) -> list[int]:
+    return [memoryview(frame).nbytes for frame in frames]
+
+
+async def fetching(body: Callable[[Callable[[Any], Any]], Any]) -> None:
+    """Run `body` with a function that asks a service over a real socket, step 0 leased."""
+    held = queue()
+    for group in range(BATCH // GROUP):
+        held.started(GROUP)
+        await held.put_group([long_record(group, episode) for episode in range(GROUP)])
+    loop = asyncio.get_running_loop()
+    with ThreadPoolExecutor(1) as pool:
+        async with Server(QueueService(held, run="r", config_digest="")) as server:  # type: ignore[arg-type]
+            to = await server.start()
+            serving = asyncio.create_task(server.serve())
+            with Client(to, "trainer.0") as client:
+
+                async def ask(request: Any) -> Any:
+                    return await loop.run_in_executor(pool, client.ask, request, 20.0)
+
+                assert len((await ask(Lease(0, "rl", BATCH, 0, 15.0)))[0].items) == BATCH
+                await body(ask)
+            serving.cancel()
+
+
+def test_a_stage_is_sent_the_routes_of_its_own_layers_and_masks_if_it_wants_them() -> None:
+    key, routes_at, masks_at = "g1.e1.a0.t0", 1 + len(ARRAYS), 2 + len(ARRAYS)
+    whole = long_record(1, 1)
+    assert whole.routes is not None
+    masks = whole.masks
+    assert masks is not None
+    unpacked = decode_routes(whole.routes, key)
+
+    async def body(ask: Callable[[Any], Any]) -> None:
+        reply, everything = await ask(Fetch(0, (key,)))
+        assert reply == Fetched((key,))
+        full = sizes(everything)
+        for layers in ((1, 2), (3, 4), (1, 4)):
+            sent = (await ask(Fetch(0, (key,), layers, masks=False)))[1]
+            got = decode(sent)
+            assert got.routes is not None
+            assert got.routes.layers == layers
+            assert got.masks is None
+            assert sizes(sent)[routes_at] * 2 == full[routes_at]
+            assert sizes(sent)[masks_at] == 0
+            np.testing.assert_array_equal(decode_routes(got.routes, key), unpacked[[layer - 1 for layer in layers]])
+            np.testing.assert_array_equal(got.tokens, whole.tokens)
+        last = decode((await ask(Fetch(0, (key,), (4,), masks=True)))[1])
+        assert last.masks is not None
+        assert last.masks.data == masks.data
+        assert full[masks_at] > 0
+
+    asyncio.run(asyncio.wait_for(fetching(body), 30))
+
+
+@pytest.mark.parametrize("layers", [(0,), (1, 5), (2, 1), (3, 3)])
+def test_layers_that_are_not_there_are_refused(layers: tuple[int, ...]) -> None:
+    async def body(ask: Callable[[Any], Any]) -> None:
+        with pytest.raises(ProtocolError, match=rf"g0\.e0.*got layers \({layers[0]},.*expected some of \(1, 2, 3, 4\)"):
+            await ask(Fetch(0, ("g0.e0.a0.t0",), layers))
+        assert decode((await ask(Fetch(0, ("g0.e0.a0.t0",), (1,))))[1]).routes is not None
+
+    asyncio.run(asyncio.wait_for(fetching(body), 30))

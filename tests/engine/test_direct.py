@@ -35,7 +35,7 @@ from tests.ranks import launch
 
 pytestmark = [pytest.mark.engine, pytest.mark.ranks]
 PROMPT = (30, 40, 50, 60, 70)
-LAYOUTS = {1: ["1,1,1"], 2: ["2,1,1", "1,2,1", "1,1,2"], 4: ["2,1,2", "1,2,2"]}
+LAYOUTS = {1: ["tp=1"], 2: ["tp=2", "pp=2", "ep=2", "pp=2,vpp=2"], 4: ["tp=2,ep=2", "pp=2,ep=2"]}
 Checksums = tuple[dict[str, str], ...]
 
 
@@ -217,7 +217,7 @@ def test_every_parameter_is_what_sglangs_loader_makes_of_the_checkpoint(stages: 
 
 def test_a_dense_model_with_tied_embeddings_is_rounded_on_its_way(dense: Stage) -> None:
     _, a, b = dense.checkpoints
-    publications = {layout: list(zip((a, b), dense.versions(2), strict=True)) for layout in ("2,1,1", "1,2,1")}
+    publications = {layout: list(zip((a, b), dense.versions(2), strict=True)) for layout in ("tp=2", "pp=2")}
     found = dense.rig.run(dense.publish(2, publications))
     assert not found.failed, found.failed
     assert [outcome["error"] for outcome in found.outcomes[0]] == [None] * 4
@@ -232,7 +232,7 @@ def test_every_way_ends_at_the_same_parameters(stages: Stages, engine: str, sync
     stage: Stage = getattr(stages, engine)
     _, a, b = stage.checkpoints
     several = list(zip((a, b, a), stage.versions(3), strict=True))
-    found = stage.rig.run(stage.publish(4, {"2,1,2": several}, sync=sync))
+    found = stage.rig.run(stage.publish(4, {"tp=2,ep=2": several}, sync=sync))
     assert not found.failed, found.failed
     assert [outcome["error"] for outcome in found.outcomes[0]] == [None] * 3
     want = {path: stage.expected(path) for path in (a, b)}
@@ -250,7 +250,7 @@ def test_the_engine_generates_while_it_stages_and_says_which_token_is_whose(stag
     short: list[Answer] = []
 
     async def across() -> tuple[Published, Answer, list[Answer]]:
-        publishing = asyncio.create_task(stage.publish(1, {"1,1,1": [(old, before), (new, after)]}, {1: (0, "slow")}))
+        publishing = asyncio.create_task(stage.publish(1, {"tp=1": [(old, before), (new, after)]}, {1: (0, "slow")}))
         while stage.rig.pool.version < before:
             await asyncio.sleep(0.01)
         while stage.asked[WeightsStage] < stage.asked[WeightsCommit]:
@@ -282,7 +282,7 @@ def test_what_goes_wrong_while_staging_costs_one_update_and_says_the_same_on_eve
     timeout_s = 4.0
     several = list(zip((a, b, b, b), versions, strict=True))
     faults = {1: (1, "stall"), 2: (1, "corrupt")}
-    found = stage.rig.run(stage.publish(2, {"1,2,1": several}, faults, sync={"timeout_s": timeout_s}))
+    found = stage.rig.run(stage.publish(2, {"pp=2": several}, faults, sync={"timeout_s": timeout_s}))
     assert not found.failed, found.failed
     zero, one = found.outcomes
     assert [outcome["error"] for outcome in zero] == [outcome["error"] for outcome in one]
@@ -310,7 +310,7 @@ def test_a_receiver_that_stands_still_costs_one_update(stages: Stages) -> None:
 
     async def stop_in_the_middle() -> Published:
         sync = {"timeout_s": timeout_s}
-        publishing = asyncio.create_task(stage.publish(2, {"2,1,1": [(a, kept), (b, lost), (b, again)]}, {1: (0, "slow")}, sync=sync))
+        publishing = asyncio.create_task(stage.publish(2, {"tp=2": [(a, kept), (b, lost), (b, again)]}, {1: (0, "slow")}, sync=sync))
         while stage.rig.pool.version < kept:
             await asyncio.sleep(0.01)
         while stage.asked[WeightsStage] < stage.asked[WeightsCommit]:
@@ -341,14 +341,14 @@ def test_a_killed_trainer_leaves_the_engine_with_the_version_it_serves(stages: S
     stage = stages.one
     _, a, b = stage.checkpoints
     kept, lost, again = stage.versions(3)
-    found = stage.rig.run(stage.publish(2, {"2,1,1": [(a, kept), (b, lost)]}, {1: (0, "killed")}))
+    found = stage.rig.run(stage.publish(2, {"tp=2": [(a, kept), (b, lost)]}, {1: (0, "killed")}))
     assert found.failed
     assert list(found.arrived) == [kept]
     assert not any(wrong(stage.held(), stage.expected(a)))
     answer = stage.rig.run(generate(stage))
     assert [span.version for span in answer.generation.spans] == [str(kept)]
     assert difference(answer, a) < 1e-4
-    found = stage.rig.run(stage.publish(1, {"1,1,1": [(b, again)]}))
+    found = stage.rig.run(stage.publish(1, {"tp=1": [(b, again)]}))
     assert not found.failed, found.failed
     assert not any(wrong(stage.held(), stage.expected(b)))
 
@@ -358,7 +358,7 @@ def test_an_engine_of_another_shape_is_refused_before_a_byte_moves(stages: Stage
     make_model(tmp_path / "wide", MadeModel(expert_hidden=96), seed=0)
     held, (version,) = stage.held(), stage.versions(1)
     wide = Oracle(tmp_path / "wide")
-    found = stage.rig.run(stage.publish(1, {"1,1,1": [(wide, version)]}, model={"path": str(wide.path)}))
+    found = stage.rig.run(stage.publish(1, {"tp=1": [(wide, version)]}, model={"path": str(wide.path)}))
     error = found.outcomes[0][0]["error"]
     for layer in range(2):
         assert (
@@ -380,7 +380,7 @@ def test_two_engines_swap_at_once_and_one_that_dies_ends_the_update(stages: Stag
     scheduler = next(pid for pid in in_session(leader) if "scheduler" in command_of(pid))
 
     async def kill_in_the_middle() -> Published:
-        publishing = asyncio.create_task(stage.publish(1, {"1,1,1": [(a, both), (b, lost)]}, {1: (0, "slow")}))
+        publishing = asyncio.create_task(stage.publish(1, {"tp=1": [(a, both), (b, lost)]}, {1: (0, "slow")}))
         while stage.rig.pool.version < both:
             await asyncio.sleep(0.01)
         while stage.asked[WeightsStage] < stage.asked[WeightsCommit]:

@@ -2,7 +2,7 @@
 
 `publish.py RESULT JOB`. JOB is JSON:
     config          values of a configuration but for the trainer's section
-    layouts         "tp,pp,ep"
+    layouts         as in kept.py
     publications    [directory of a checkpoint, version], all of them under every layout in turn
     faults          optional: what goes wrong at the n-th publication of all, {"n": [rank, kind]}; kinds are methods of `Faulty`
 Every rank writes what came of each publication to RESULT.RANK; rank 0 also to RESULT.
@@ -32,6 +32,7 @@ from asyncmoe.trainer.direct_group import Meeting
 from asyncmoe.trainer.verify import engine_checksums
 from asyncmoe.wire import keys
 from asyncmoe.wire.client import Client
+from tests.ranks.kept import settings_of
 
 
 class Faulty(Direct):
@@ -90,8 +91,7 @@ def main(result: Path, job: dict[str, Any]) -> None:
     rank, world = dist.get_rank(), dist.get_world_size()
     found: list[dict[str, Any]] = []
     for layout in job["layouts"]:
-        tp, pp, ep = map(int, layout.split(","))
-        config = configuration.parse({**job["config"], "trainer": {"ranks": world, "tp": tp, "pp": pp, "ep": ep, "dtype": "float32"}})
+        config = configuration.parse({**job["config"], "trainer": {"ranks": world, "dtype": "float32", **settings_of(layout)}})
         hf = load_hf_config(config.model.path)
         built = model.build(hf, config, mesh.start(config.trainer))
         with Client(keys.read(config.run.dir, wait_s=10), f"trainer.{rank}") as client:

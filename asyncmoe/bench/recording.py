@@ -52,15 +52,15 @@ class _Unscored:
 
 
 def run(pairs: int = 24) -> dict[str, Any]:
-    """Batches of whole episodes with and without routes in turn, the same prompts from one live engine on a model of `SHAPE`.
+    """Batches of whole episodes with and without routes in turn, the same prompts, from two live engines with a model of `SHAPE`.
 
-    The engine captures routes in every forward pass from its start on, asked or not; what is compared is asking for them, their way here,
-    and taking and packing them, all of which runs on the engine's machine here.
+    One engine captures routes in every forward pass and is asked for them, the other was started without. What is compared is thus all of
+    it: capturing, sending, taking and packing. The engine whose turn it is not sleeps.
 
     Returns:
         tokens_per_s: median of the batches without. share: what recording takes off the tokens a second, median over pairs of
         neighbouring batches of 1 - (with / without); quartiles of the same. processor_share: what recording adds to the processor time of
-        the engine and of this process, over all batches: what others do on the machine hardly changes it.
+        the engines and of this process, over all batches: what others do on the machine hardly changes it.
 
     Raises:
         EngineError, WaitTimeout: the engine did not start.
@@ -72,8 +72,9 @@ def run(pairs: int = 24) -> dict[str, Any]:
         make_model(path, MadeModel(**SHAPE), seed=0)
         run_dir.mkdir()
         values = {"run": {"dir": str(run_dir), "steps": 1}, "model": {"path": str(path)}, "task": {"kind": "arithmetic"}}
-        engines = {"dtype": "float32", "max_running": EPISODES, "max_total_tokens": 16384}
-        batches = asyncio.run(_pairs(configuration.parse({**values, "engines": engines}), pairs))
+        engines = {"dtype": "float32", "max_running": EPISODES, "max_total_tokens": 16384, "args": ["--sleep-on-idle"]}
+        with_, without = (configuration.parse({**values, "engines": engines, "keep": {"routing": keep}}) for keep in ("on", "off"))
+        batches = asyncio.run(_pairs(with_, without, pairs))
     shares = [1 - plain[0] / kept[0] for plain, kept in batches]
     return {
         "model": SHAPE,
@@ -128,24 +129,25 @@ def _body(tokens: int, routes: np.ndarray | None) -> bytes:
     return json.dumps({"output_ids": list(range(tokens)), "meta_info": meta}).encode()
 
 
-async def _pairs(config: Config, pairs: int) -> list[tuple[Cost, Cost]]:
+async def _pairs(with_: Config, without: Config, pairs: int) -> list[tuple[Cost, Cost]]:
     """(without, with), first the one then the other way first."""
-    recording = models.recording(config, models.load_hf_config(config.model.path))
-    engine = Engine("engine.0", config, 0, config.run.dir)
+    path = with_.model.path
+    recording, tokenizer = models.recording(with_, models.load_hf_config(path)), Tokenizer(path)
+    engines = [Engine(f"engine.{i}", config, i, config.run.dir) for i, config in enumerate((without, with_))]
     try:
-        await engine.wait_ready()
-        pool, tokenizer = Pool([engine], EPISODES, _TIMEOUT_S, lambda *_: None), Tokenizer(config.model.path)
+        await asyncio.gather(*(engine.wait_ready() for engine in engines))
+        plain_pool, kept_pool = (Pool([engine], EPISODES, _TIMEOUT_S, lambda *_: None) for engine in engines)
 
         async def plain() -> Cost:
-            return await _batch(pool, tokenizer, NOTHING)
+            return await _batch(plain_pool, tokenizer, NOTHING)
 
         async def kept() -> Cost:
-            return await _batch(pool, tokenizer, recording)
+            return await _batch(kept_pool, tokenizer, recording)
 
         await plain(), await kept()
         return [(await plain(), await kept()) if number % 2 else (await kept(), await plain())[::-1] for number in range(pairs)]
     finally:
-        await engine.stop()
+        await asyncio.gather(*(engine.stop() for engine in engines))
 
 
 async def _batch(pool: Pool, tokenizer: Tokenizer, recording: Recording) -> Cost:

@@ -355,12 +355,12 @@ def test_a_killed_trainer_leaves_the_engine_with_the_version_it_serves(stages: S
 
 def test_an_engine_of_another_shape_is_refused_before_a_byte_moves(stages: Stages, tmp_path: Path) -> None:
     stage = stages.one
-    make_model(tmp_path / "wide", MadeModel(expert_hidden=96), seed=0)
+    make_model(tmp_path / "wide", MadeModel(layers=4, expert_hidden=96), seed=0)
     held, (version,) = stage.held(), stage.versions(1)
     wide = Oracle(tmp_path / "wide")
     found = stage.rig.run(stage.publish(1, {"tp=1": [(wide, version)]}, model={"path": str(wide.path)}))
     error = found.outcomes[0][0]["error"]
-    for layer in range(2):
+    for layer in range(4):
         assert (
             f"engine.0 rank 0: model.layers.{layer}.mlp.experts.w13_weight: got float32[8, 128, 64], expected float32[8, 192, 64]" in error
         )

@@ -62,6 +62,7 @@ class Direct:
         self._thread = ThreadPoolExecutor(1, "weights", initializer=yield_cores if config.sync.staging else None)
         self._running: Future[Published] | None = None
         self._sent = threading.Event()
+        self._sent.set()  # nothing is under way
 
     def begin(self, version: int) -> None:
         if self._met is None:
@@ -80,8 +81,10 @@ class Direct:
             self._running.result()
 
     def wait_sent(self) -> None:
-        # Sending is bounded, and `_publish` sets this however it ends.
-        self._sent.wait()
+        # Sending is bounded, and `_publish` sets this however it ends: this time-out says that the bound was broken.
+        limit = 4 * (self._sync.timeout_s + GRACE_S)
+        if not self._sent.wait(limit):
+            raise WaitTimeout("this rank's sender of weights", "its part of the version under way to be sent", limit)
 
     def settle(self) -> Published | None:
         if self._running is None:

@@ -50,6 +50,20 @@ def test_a_run_with_masks_a_reference_and_checks_agrees_from_step_to_step(tmp_pa
     assert "experts by layer: 0:" in log
 
 
+def test_interleaved_stages_and_resumed_responses_agree_too(tmp_path: Path) -> None:
+    summary = run(
+        tmp_path / "run",
+        MIXTURE,
+        *("warmup.steps=2", "run.steps=4", "sync.method=reshard", "sync.verify_every=1"),
+        *("trainer.ep=1", "trainer.pp=2", "trainer.vpp=2", "trainer.recompute=full", "trainer.tokens_per_microbatch=64"),
+        *("rollout.max_new_tokens=40", "rollout.interruption=abort_resume", "verify={logprobs_every: 1, max_logprob_diff: 1.0e-3}"),
+    )
+    assert summary["steps"] == 4
+    assert summary["routing_differs_mean"] is not None
+    rollout = [json.loads(line) for line in (tmp_path / "run" / "rollout.jsonl").read_text().splitlines()]
+    assert rollout[-1]["lost_tokens"] == 0
+
+
 def test_too_large_a_mismatch_is_refused_before_anything_is_trained(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     model = f"model.path={tmp_path / 'model'}"

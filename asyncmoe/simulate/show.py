@@ -109,20 +109,19 @@ def _sweep_table(found: Sweep, console: Console) -> None:
     console.print(f"the law allows {found.s_max:.2f}x, with {found.law_engine_gpus:.0f} GPUs generating", highlight=False)
     grid = Table(show_edge=False)
     heads = (
-        "engine GPUs",
-        "trainer GPUs",
+        "engine\nGPUs",
+        "trainer\nGPUs",
         "eta",
         "step",
-        "over one pool",
-        "same pools",
-        "law there",
-        "trainer idle",
-        "engines idle",
+        "one\npool",
+        "two\npools",
+        "law of\ntwo",
+        "train\nidle",
         "age",
         "lost",
     )
     for head in heads:
-        grid.add_column(head, justify="right")
+        grid.add_column(head, justify="right", no_wrap=True)
     for p in found.points:
         mark = "bold" if p == found.advised else None
         grid.add_row(
@@ -134,7 +133,6 @@ def _sweep_table(found: Sweep, console: Console) -> None:
             f"{p.speedup:.2f}x",
             f"{p.s_pools:.2f}x",
             percent(p.trainer_idle),
-            percent(p.engine_idle),
             f"{p.mean_age:.2f}",
             percent(p.lost),
             style=mark,

@@ -11,8 +11,8 @@ from asyncmoe.simulate.compare import Baseline, Comparison, compare, one_pool
 from asyncmoe.simulate.plant import Plant
 from asyncmoe.simulate.workload import Workload
 
-_SPLITS = (0.6, 0.8, 0.9, 1.0, 1.1, 1.25)
-"""Sizes of the generating pool tried, over the law's."""
+_SPLITS = (0.5, 0.7, 0.85, 1.0, 1.2, 1.5)
+"""Ratios of generating to training GPUs tried, over the law's."""
 _AS_FAST = 1.03
 
 
@@ -87,7 +87,8 @@ def sweep(plant: Plant, workload: Workload, etas: Sequence[int]) -> Sweep:
 
 def _splits(plant: Plant, best: float) -> list[Plant]:
     most = (plant.gpus - 1) // plant.gpus_per_engine
-    counts = sorted({min(most, max(1, round(factor * best / plant.gpus_per_engine))) for factor in _SPLITS})
+    shares = [factor * best / (factor * best + plant.gpus - best) for factor in _SPLITS]
+    counts = sorted({min(most, max(1, round(share * plant.gpus / plant.gpus_per_engine))) for share in shares})
     parts = []
     for engines in counts:
         trainer_gpus = plant.gpus - engines * plant.gpus_per_engine

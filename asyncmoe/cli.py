@@ -115,6 +115,91 @@ def plan(
     planning.show(found, Console())
 
 
+@app.command("simulate")
+def simulate_command(
+    workload: Annotated[
+        str,
+        typer.Option(
+            help="Response lengths: lognormal, gamma, fixed, math, kimi-k2, moonlight, qwen2-vl, search, tools, with keys, e.g. "
+            "lognormal:median=4096,sigma=1,cap=32768,icc=0.3; or a file with one length in tokens a line."
+        ),
+    ] = "lognormal",
+    engines: Annotated[int, typer.Option(help="SGLang servers.")] = 48,
+    gpus_per_engine: Annotated[int, typer.Option(help="GPUs of each.")] = 1,
+    concurrency: Annotated[int, typer.Option(help="Requests each runs at once.")] = 64,
+    step_s: Annotated[float, typer.Option(help="Seconds of a decoding step with nothing in it, t0 in t0 (1 + B / b0).")] = 0.008,
+    step_batch: Annotated[float, typer.Option(help="Batch at which a step takes twice as long, b0.")] = 128.0,
+    trainer_gpus: Annotated[int, typer.Option(help="GPUs that train.")] = 16,
+    groups: Annotated[int, typer.Option(help="Prompts in a training step.")] = 384,
+    group_size: Annotated[int, typer.Option(help="Responses to each prompt.")] = 8,
+    train_s: Annotated[float, typer.Option(help="Seconds of a training step on the trainer's GPUs.")] = 60.0,
+    sync_s: Annotated[float, typer.Option(help="Seconds of a weight update in which the engines go on.")] = 0.0,
+    pause_s: Annotated[float, typer.Option(help="Seconds of a weight update in which they stand still.")] = 0.0,
+    landing: Annotated[str, typer.Option(help="A new version pauses what runs (pause), or waits until it is finished (drain).")] = "pause",
+    score_s: Annotated[float, typer.Option(help="Median seconds to score a response.")] = 0.0,
+    score_sigma: Annotated[float, typer.Option(help="Standard deviation of the logarithm of that.")] = 0.0,
+    score_concurrency: Annotated[int, typer.Option(help="Responses scored at once; 0: all there are.")] = 0,
+    eta: Annotated[int, typer.Option(help="Versions a trained token may be behind, in mode async.")] = 4,
+    queue_capacity: Annotated[int, typer.Option(help="Trajectories the queue holds; 0: (eta + 1) batches.")] = 0,
+    mode: Annotated[str, typer.Option(help="async, one_step_off, sync, or all of them. sync is always there to compare with.")] = "all",
+    steps: Annotated[int, typer.Option(help="Training steps.")] = 40,
+    seed: Annotated[int, typer.Option(help="Same seed, same result.")] = 0,
+    score_failure: Annotated[float, typer.Option(help="Share of responses that cannot be scored.")] = 0.0,
+    engine_mtbf_s: Annotated[float, typer.Option(help="Mean seconds between failures of an engine; 0: none.")] = 0.0,
+    trainer_failure: Annotated[float, typer.Option(help="Share of training steps in which the trainer dies.")] = 0.0,
+    jitter: Annotated[float, typer.Option(help="Standard deviation of the logarithm of training, sync and pause times.")] = 0.0,
+    sweep: Annotated[bool, typer.Option("--sweep", help="Split the same GPUs in several ways, with each of --etas.")] = False,
+    etas: Annotated[str, typer.Option(help="For --sweep.")] = "1,2,4,8",
+    json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Also write the figures there.")] = None,
+    plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Also draw them: a .svg or .png.")] = None,
+) -> None:
+    """How fast a run would be on a cluster, in each mode: engines, queue, scoring, trainer and weight sync, event by event.
+
+    It starts no process and needs no GPU. The rule that says which groups may start and which may still be trained on is the one of
+    `asyncmoe run`. Measure three things on a few GPUs first: the step time of an engine at two batch sizes (--step-s, --step-batch), the
+    seconds of a training step (--train-s), and some response lengths (--workload FILE). Then, for the whole cluster:
+
+        asyncmoe simulate --engines 768 --gpus-per-engine 8 --trainer-gpus 2048 --groups 1024 --group-size 16 --train-s 90 --sweep
+
+    says how many of the 8192 GPUs should generate, which eta is worth having, and the speed-up over synchronous training.
+    """
+    from rich.console import Console
+
+    from asyncmoe.simulate import command, show
+    from asyncmoe.simulate.plant import Hazards, Plant
+    from asyncmoe.simulate.workload import parse
+
+    show.check_plot(plot)
+    plant = Plant(
+        engines=engines,
+        gpus_per_engine=gpus_per_engine,
+        concurrency=concurrency,
+        step_s=step_s,
+        step_batch=step_batch,
+        trainer_gpus=trainer_gpus,
+        groups=groups,
+        group_size=group_size,
+        train_s=train_s,
+        sync_s=sync_s,
+        pause_s=pause_s,
+        landing=command.landing(landing),
+        score_s=score_s,
+        score_sigma=score_sigma,
+        score_concurrency=score_concurrency,
+        eta=eta,
+        queue_capacity=queue_capacity,
+        steps=steps,
+        seed=seed,
+        hazards=Hazards(score_failure=score_failure, engine_mtbf_s=engine_mtbf_s, trainer_failure=trainer_failure, jitter=jitter),
+    )
+    found = command.run(plant, parse(workload), mode, command.etas(etas) if sweep else ())
+    if json_file is not None:
+        show.write(found, json_file)
+    if plot is not None:
+        show.plot(found, plot)
+    show.table(found, Console())
+
+
 @app.command()
 def report(run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="Run directory.")]) -> None:
     """Write summary.json and report.html of a run (also while it runs)."""

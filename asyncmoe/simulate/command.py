@@ -1,0 +1,46 @@
+"""What `asyncmoe simulate` was asked, checked."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from asyncmoe.errors import ConfigError
+from asyncmoe.simulate.compare import Comparison, compare
+from asyncmoe.simulate.plant import LANDINGS, MODES, Landing, Mode, Plant
+from asyncmoe.simulate.sweep import Sweep, sweep
+from asyncmoe.simulate.workload import Workload
+
+
+def run(plant: Plant, workload: Workload, mode: str, etas: Sequence[int]) -> Comparison | Sweep:
+    """A sweep over `etas`, or a comparison if there are none.
+
+    Raises:
+        ConfigError: an unknown mode.
+        InvariantBroken: see `asyncmoe.simulate.simulation.simulate`.
+    """
+    wanted = modes(mode)
+    return sweep(plant, workload, etas) if etas else compare(plant, workload, wanted)
+
+
+def modes(text: str) -> tuple[Mode, ...]:
+    """The modes that `all` or one's name stands for; ConfigError for another."""
+    found = tuple(mode for mode in MODES if text in (mode, "all"))
+    if not found:
+        raise ConfigError("--mode", got=repr(text), expected=f"all or one of {', '.join(MODES)}")
+    return found
+
+
+def landing(text: str) -> Landing:
+    """ConfigError for what is no landing."""
+    for known in LANDINGS:
+        if text == known:
+            return known
+    raise ConfigError("--landing", got=repr(text), expected=f"one of {', '.join(LANDINGS)}")
+
+
+def etas(text: str) -> tuple[int, ...]:
+    """`1,2,4`; ConfigError for what is not such a list."""
+    parts = text.split(",")
+    if not all(part.isascii() and part.isdigit() and len(part) <= 4 for part in parts):
+        raise ConfigError("--etas", got=repr(text), expected="whole numbers like 1,2,4,8")
+    return tuple(sorted({int(part) for part in parts}))

@@ -1,0 +1,133 @@
+"""Modes side by side on the same resources, and next to what the laws allow."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from asyncmoe.simulate import laws
+from asyncmoe.simulate.plant import Mode, Plant
+from asyncmoe.simulate.simulation import simulate
+from asyncmoe.simulate.trace import Outcome
+from asyncmoe.simulate.workload import Workload
+
+
+@dataclass(frozen=True)
+class Baseline:
+    """A synchronous run, in the symbols of `asyncmoe.simulate.laws`.
+
+    Attributes:
+        step_s: of a step, weight sync included.
+        gpus: that generate, that train. In one pool they are the same.
+    """
+
+    gpus: tuple[int, int]
+    step_s: float
+    t_gen: float
+    t_train: float
+    t_sync: float
+    g: float
+    e: float
+
+
+@dataclass(frozen=True)
+class Row:
+    """A mode against both baselines.
+
+    Attributes:
+        speedup: over synchronous steps in the same two pools.
+        efficiency: speedup over S_pools.
+        speedup_one_pool: over synchronous steps that use all GPUs for either phase in turn.
+        efficiency_one_pool: speedup_one_pool over S_max, which holds for the best split of the GPUs.
+    """
+
+    outcome: Outcome
+    speedup: float
+    efficiency: float
+    speedup_one_pool: float
+    efficiency_one_pool: float
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What `asyncmoe simulate` reports.
+
+    Attributes:
+        best_engine_gpus: how many of the GPUs should generate, by the law for one pool.
+    """
+
+    workload: str
+    plant: dict[str, Any]
+    gpus: int
+    pools: Baseline
+    one_pool: Baseline
+    s_pools: float
+    s_max: float
+    best_engine_gpus: int
+    rows: dict[str, Row]
+
+    def as_json(self) -> dict[str, Any]:
+        """Figures of each mode under the names of `asyncmoe.simulate.laws`, and what they were measured against."""
+        return {
+            "workload": self.workload,
+            "plant": self.plant,
+            "gpus": self.gpus,
+            "baseline_pools": asdict(self.pools),
+            "baseline_one_pool": asdict(self.one_pool),
+            "best_engine_gpus": self.best_engine_gpus,
+            "modes": {mode: self._mode(row) for mode, row in self.rows.items()},
+        }
+
+    def _mode(self, row: Row) -> dict[str, Any]:
+        base = {name: getattr(self.pools, name) for name in ("t_gen", "t_train", "g", "e")}
+        gains = {key: value for key, value in asdict(row).items() if key != "outcome"}
+        return {**base, "s_pools": self.s_pools, "s_max": self.s_max, **gains, **asdict(row.outcome)}
+
+
+def one_pool(plant: Plant, workload: Workload) -> Baseline:
+    """Synchronous training that uses all GPUs of both pools for either phase in turn. Moving between the phases costs nothing."""
+    engines = max(1, plant.gpus // plant.gpus_per_engine)
+    train_s = plant.train_s * plant.trainer_gpus / plant.gpus
+    whole = replace(plant, engines=engines, train_s=train_s, mode="sync", queue_capacity=0)
+    return _baseline(whole, simulate(whole, workload), (plant.gpus, plant.gpus))
+
+
+def two_pools(plant: Plant, outcome: Outcome) -> Baseline:
+    """The baseline of the same pools, from a synchronous run of the plant."""
+    return _baseline(plant, outcome, (plant.engines * plant.gpus_per_engine, plant.trainer_gpus))
+
+
+def _baseline(plant: Plant, outcome: Outcome, gpus: tuple[int, int]) -> Baseline:
+    t_gen = outcome.wait_s - outcome.sync_s
+    g = laws.share(t_gen, outcome.train_s)
+    return Baseline(gpus, outcome.step_s, t_gen, outcome.train_s, outcome.sync_s, g, outcome.tokens / plant.full_rate / t_gen)
+
+
+def compare(plant: Plant, workload: Workload, modes: Sequence[Mode], whole: Baseline | None = None) -> Comparison:
+    """Simulate `modes` and the two synchronous baselines; `whole`: the one of one pool, if it is known.
+
+    Raises:
+        InvariantBroken: see `simulate`.
+    """
+    whole = whole or one_pool(plant, workload)
+    outcomes: dict[str, Outcome] = {}
+    wanted: tuple[Mode, ...] = ("sync", *(mode for mode in modes if mode != "sync"))
+    for mode in wanted:
+        outcomes[mode] = simulate(replace(plant, mode=mode, queue_capacity=plant.queue_capacity if mode == "async" else 0), workload)
+    pools = two_pools(plant, outcomes["sync"])
+    s_pools = laws.s_pools(pools.t_gen, pools.t_train, pools.e, max(0.0, pools.t_sync - plant.pause_s), min(plant.pause_s, pools.t_sync))
+    s_max = laws.s_max(whole.g, whole.e)
+    best = laws.best_share(whole.t_gen, whole.t_train, whole.e) * plant.gpus / plant.gpus_per_engine
+    rows = {
+        mode: Row(
+            outcome,
+            pools.step_s / outcome.step_s,
+            pools.step_s / outcome.step_s / s_pools,
+            whole.step_s / outcome.step_s,
+            whole.step_s / outcome.step_s / s_max,
+        )
+        for mode, outcome in outcomes.items()
+    }
+    engines = max(1, round(best))
+    return Comparison(workload.name, plant.described(), plant.gpus, pools, whole, s_pools, s_max, engines * plant.gpus_per_engine, rows)

@@ -1,0 +1,170 @@
+"""The engines: continuous batching with a step time that grows with the batch, and the least-loaded choice of the live pool.
+
+An engine with B requests takes t(B) = t0 (1 + B / b0) seconds for a step, and a step gives each of them one token. So all requests of an
+engine share one clock that counts steps, a request is finished when its clock has gone on by as many steps as it has tokens, and
+an arrival or departure changes only how fast the clock goes: a heap of clock readings for each engine, a heap of their next finishes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable
+from dataclasses import dataclass
+from heapq import heappop, heappush
+from typing import Generic, TypeVar
+
+import numpy as np
+
+from asyncmoe.simulate.workload import Floats
+
+R = TypeVar("R", bound=Hashable)
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of an engine's step with a batch of B: `t0 * (1 + B / b0)`.
+
+    Attributes:
+        t0: seconds of a step with nothing in it: weights are read.
+        b0: batch at which a step takes twice as long.
+    """
+
+    t0: float
+    b0: float
+
+    def __call__(self, batch: int) -> float:
+        return self.t0 * (1 + batch / self.b0)
+
+
+class Fleet(Generic[R]):
+    """Engines of `slots` requests each. Times are seconds of engine time, which stands still while the engines are paused.
+
+    Attributes:
+        free: requests that could be placed now.
+        in_flight: requests placed and not finished.
+        tokens: sampled so far, as of the last event of each engine.
+        busy: seconds that engines had anything to do, all added up, as of the last event of each.
+    """
+
+    def __init__(self, engines: int, slots: int, step: StepTime) -> None:
+        self.free, self.in_flight = engines * slots, 0
+        self.tokens = self.busy = 0.0
+        self._slots = slots
+        self._step_s = [step(batch) for batch in range(slots + 1)]
+        self._clock, self._since, self._load = [0.0] * engines, [0.0] * engines, [0] * engines
+        self._heaps: list[list[tuple[float, int, R]]] = [[] for _ in range(engines)]
+        self._at: dict[R, tuple[int, float]] = {}
+        self._by_load: list[set[int]] = [set(range(engines)), *(set() for _ in range(slots))]
+        self._lowest = 0
+        self._down: set[int] = set()
+        self._stamp = [0] * engines
+        self._next: list[tuple[float, int, int]] = []
+        self._changed: set[int] = set()
+        self._placed = 0
+
+    def place(self, request: R, tokens: int, now: float) -> None:
+        """Put a request on the engine with the fewest; one must be free."""
+        while not self._by_load[self._lowest]:
+            self._lowest += 1
+        load = self._lowest
+        engine = self._by_load[load].pop()
+        self._advance(engine, now)
+        self._by_load[load + 1].add(engine)
+        self._load[engine] = load + 1
+        self._placed += 1
+        start = self._clock[engine]
+        heappush(self._heaps[engine], (start + tokens, self._placed, request))
+        self._at[request] = engine, start
+        self._changed.add(engine)
+        self.free -= 1
+        self.in_flight += 1
+
+    def next_finish(self) -> float:
+        """When the next request is finished; inf: never."""
+        for engine in self._changed:
+            self._stamp[engine] += 1
+            heap = self._heaps[engine]
+            while heap and heap[0][2] not in self._at:
+                heappop(heap)
+            if heap:
+                left = max(0.0, heap[0][0] - self._clock[engine])
+                heappush(self._next, (self._since[engine] + left * self._step_s[self._load[engine]], self._stamp[engine], engine))
+        self._changed.clear()
+        while self._next and self._next[0][1] != self._stamp[self._next[0][2]]:
+            heappop(self._next)
+        return self._next[0][0] if self._next else math.inf
+
+    def finish(self) -> tuple[R, int, float, float]:
+        """The request that `next_finish` is about, its engine, and the engine's clock when it started and now."""
+        now, _, engine = heappop(self._next)
+        self._advance(engine, now)
+        end, _, request = heappop(self._heaps[engine])
+        _, start = self._at.pop(request)
+        self._clock[engine] = max(end, self._clock[engine])
+        self._leave(engine)
+        return request, engine, start, end
+
+    def cancel(self, request: R, now: float) -> None:
+        """Forget a request, if it is here."""
+        if (at := self._at.pop(request, None)) is not None:
+            self._advance(at[0], now)
+            self._leave(at[0])
+
+    def serves(self, engine: int) -> bool:
+        """Whether an engine takes requests."""
+        return engine not in self._down
+
+    def kill(self, engine: int, now: float) -> list[R]:
+        """Take out an engine that serves; the requests that it was generating and that are lost."""
+        self._advance(engine, now)
+        lost = [request for _, _, request in self._heaps[engine] if self._at.get(request, (-1,))[0] == engine]
+        for request in lost:
+            del self._at[request]
+        self._by_load[self._load[engine]].remove(engine)
+        self.in_flight -= self._load[engine]
+        self.free -= self._slots - self._load[engine]
+        self._load[engine] = 0
+        self._heaps[engine].clear()
+        self._down.add(engine)
+        self._changed.add(engine)
+        return lost
+
+    def restore(self, engine: int, now: float) -> None:
+        """An engine that was out takes requests again."""
+        self._down.remove(engine)
+        self._since[engine] = now
+        self._by_load[0].add(engine)
+        self._lowest = 0
+        self.free += self._slots
+
+    def clocks(self, now: float) -> Floats:
+        """Steps that each engine has done."""
+        rate = np.array([1 / seconds for seconds in self._step_s])
+        load, since = np.array(self._load), np.array(self._since)
+        gone = np.where(load > 0, (now - since) * rate[load], 0.0)
+        return np.array(self._clock) + gone
+
+    def settle(self, now: float) -> None:
+        """Bring `tokens` and `busy` up to now."""
+        for engine in range(len(self._load)):
+            self._advance(engine, now)
+            self._changed.add(engine)
+
+    def _advance(self, engine: int, now: float) -> None:
+        gone, load = now - self._since[engine], self._load[engine]
+        self._since[engine] = now
+        if load and gone > 0:
+            steps = gone / self._step_s[load]
+            self._clock[engine] += steps
+            self.tokens += steps * load
+            self.busy += gone
+
+    def _leave(self, engine: int) -> None:
+        load = self._load[engine]
+        self._by_load[load].remove(engine)
+        self._by_load[load - 1].add(engine)
+        self._lowest = min(self._lowest, load - 1)
+        self._load[engine] = load - 1
+        self._changed.add(engine)
+        self.free += 1
+        self.in_flight -= 1

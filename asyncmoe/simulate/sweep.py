@@ -1,0 +1,116 @@
+"""How many of the GPUs should generate, and which eta is worth having: one cluster, split in several ways."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from asyncmoe.simulate import laws
+from asyncmoe.simulate.compare import Baseline, Comparison, compare, one_pool
+from asyncmoe.simulate.plant import Plant
+from asyncmoe.simulate.workload import Workload
+
+_SPLITS = (0.5, 0.7, 0.85, 1.0, 1.2, 1.5)
+"""Ratios of generating to training GPUs tried, over the law's."""
+_AS_FAST = 1.03
+
+
+@dataclass(frozen=True)
+class Point:
+    """One split and one eta. Speed-ups as in `asyncmoe.simulate.compare.Row`."""
+
+    engine_gpus: int
+    trainer_gpus: int
+    eta: int
+    step_s: float
+    speedup: float
+    s_pools: float
+    speedup_one_pool: float
+    trainer_idle: float
+    engine_idle: float
+    mean_age: float
+    oldest_age: int
+    lost: float
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """What `asyncmoe simulate --sweep` reports.
+
+    Attributes:
+        fastest: the point with the shortest step.
+        advised: of the points with the smallest eta for which a step takes at most 3 % longer, the fastest: the older what is trained
+            on, the worse it is to learn from.
+    """
+
+    workload: str
+    plant: dict[str, Any]
+    gpus: int
+    one_pool: Baseline
+    s_max: float
+    law_engine_gpus: float
+    points: tuple[Point, ...]
+    fastest: Point
+    advised: Point
+
+    def as_json(self) -> dict[str, Any]:
+        """All of it."""
+        return asdict(self)
+
+
+def sweep(plant: Plant, workload: Workload, etas: Sequence[int]) -> Sweep:
+    """Try splits around the law's best, each with all `etas`. The work of a training step stays what `plant` says, spread over fewer GPUs.
+
+    Raises:
+        InvariantBroken: see `asyncmoe.simulate.simulation.simulate`.
+    """
+    whole = one_pool(plant, workload)
+    best = laws.best_share(whole.t_gen, whole.t_train, whole.e) * plant.gpus
+    points = tuple(
+        _point(eta, compare(replace(part, eta=eta), workload, ("async",), whole)) for part in _splits(plant, best) for eta in etas
+    )
+    fastest = min(points, key=lambda point: point.step_s)
+    as_fast = [point for point in points if point.step_s <= _AS_FAST * fastest.step_s]
+    return Sweep(
+        workload=workload.name,
+        plant=plant.described(),
+        gpus=plant.gpus,
+        one_pool=whole,
+        s_max=laws.s_max(whole.g, whole.e),
+        law_engine_gpus=best,
+        points=points,
+        fastest=fastest,
+        advised=min(as_fast, key=lambda point: (point.eta, point.step_s)),
+    )
+
+
+def _splits(plant: Plant, best: float) -> list[Plant]:
+    most = (plant.gpus - 1) // plant.gpus_per_engine
+    shares = [factor * best / (factor * best + plant.gpus - best) for factor in _SPLITS]
+    counts = sorted({min(most, max(1, round(share * plant.gpus / plant.gpus_per_engine))) for share in shares})
+    parts = []
+    for engines in counts:
+        trainer_gpus = plant.gpus - engines * plant.gpus_per_engine
+        train_s = plant.train_s * plant.trainer_gpus / trainer_gpus
+        parts.append(replace(plant, engines=engines, trainer_gpus=trainer_gpus, train_s=train_s))
+    return parts
+
+
+def _point(eta: int, found: Comparison) -> Point:
+    row = found.rows["async"]
+    outcome = row.outcome
+    return Point(
+        engine_gpus=found.pools.gpus[0],
+        trainer_gpus=found.pools.gpus[1],
+        eta=eta,
+        step_s=outcome.step_s,
+        speedup=row.speedup,
+        s_pools=found.s_pools,
+        speedup_one_pool=row.speedup_one_pool,
+        trainer_idle=outcome.trainer_idle,
+        engine_idle=outcome.engine_idle,
+        mean_age=sum(age * share for age, share in outcome.ages.items()),
+        oldest_age=outcome.oldest_age,
+        lost=outcome.lost,
+    )

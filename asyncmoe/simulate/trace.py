@@ -1,0 +1,120 @@
+"""What a simulation writes down as it goes, and what is made of it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+from asyncmoe.queue.admission import Ledger
+from asyncmoe.simulate.plant import Plant
+
+
+@dataclass
+class Reading:
+    """Totals at one moment; two of them make a window."""
+
+    seconds: float = 0.0
+    training: float = 0.0
+    waiting: float = 0.0
+    syncing: float = 0.0
+    busy: float = 0.0
+    sampled: float = 0.0
+    trained_tokens: int = 0
+
+
+@dataclass
+class Trace:
+    """Counts of a whole run.
+
+    Attributes:
+        ages: trained tokens by how many versions they were behind the trainer.
+        oldest: trained groups by the age of their oldest token.
+        rejected, dropped: trajectories by reason.
+        releases: leases that a trainer which died gave back.
+    """
+
+    now: Reading = field(default_factory=Reading)
+    ages: Counter[int] = field(default_factory=Counter)
+    oldest: Counter[int] = field(default_factory=Counter)
+    rejected: Counter[str] = field(default_factory=Counter)
+    dropped: Counter[str] = field(default_factory=Counter)
+    releases: int = 0
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One simulated run. Seconds a step and idle shares are those of the steady state: the steps after the first `warm`.
+
+    Attributes:
+        wall: simulated seconds of all steps.
+        step_s: of a step.
+        train_s: of it, spent training.
+        sync_s: of it, spent publishing (engines go on or stand still).
+        wait_s: of it, in which the trainer had nothing to train on.
+        tokens: trained in a step.
+        trainer_idle: share of the time in which the trainer did not train.
+        engine_idle: share of the engines' time in which they had no request, or were paused.
+        engine_rate: tokens sampled over what engines sample with every slot taken.
+        ages: share of the trained tokens by age in versions.
+        oldest_age: of any trained token.
+        lost: share of the started trajectories that were rejected or dropped.
+        ledger: where every trajectory was at the end.
+    """
+
+    mode: str
+    eta: int
+    engines: int
+    trainer_gpus: int
+    steps: int
+    warm: int
+    wall: float
+    step_s: float
+    train_s: float
+    sync_s: float
+    wait_s: float
+    tokens: float
+    trainer_idle: float
+    engine_idle: float
+    engine_rate: float
+    ages: dict[int, float]
+    oldest_age: int
+    lost: float
+    dropped: dict[str, int]
+    rejected: dict[str, int]
+    releases: int
+    ledger: dict[str, int]
+
+
+def summarise(plant: Plant, trace: Trace, since: Reading, warm: int, ledger: Ledger) -> Outcome:
+    """The outcome of a run whose steady state began at the reading `since`, after `warm` steps."""
+    now, steps = trace.now, plant.steps - warm
+    window = now.seconds - since.seconds
+    counts: dict[str, Any] = {
+        name: getattr(ledger, name) for name in ("started", "running", "queued", "leased", "trained", "dropped", "rejected")
+    }
+    tokens = sum(trace.ages.values())
+    return Outcome(
+        mode=plant.mode,
+        eta=plant.admission.eta,
+        engines=plant.engines,
+        trainer_gpus=plant.trainer_gpus,
+        steps=plant.steps,
+        warm=warm,
+        wall=now.seconds,
+        step_s=window / steps,
+        train_s=(now.training - since.training) / steps,
+        sync_s=(now.syncing - since.syncing) / steps,
+        wait_s=(now.waiting - since.waiting) / steps,
+        tokens=(now.trained_tokens - since.trained_tokens) / steps,
+        trainer_idle=max(0.0, 1 - (now.training - since.training) / window),
+        engine_idle=max(0.0, 1 - (now.busy - since.busy) / (window * plant.engines)),
+        engine_rate=(now.sampled - since.sampled) / (window * plant.full_rate),
+        ages={age: trace.ages[age] / tokens for age in sorted(trace.ages)},
+        oldest_age=max(trace.oldest),
+        lost=(ledger.dropped + ledger.rejected) / ledger.started,
+        dropped=dict(trace.dropped),
+        rejected=dict(trace.rejected),
+        releases=trace.releases,
+        ledger=counts,
+    )

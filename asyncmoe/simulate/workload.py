@@ -1,0 +1,217 @@
+"""How much there is to generate: named distributions of response lengths, tool calls between turns, and lengths of one's own.
+
+A distribution is a function from a standard normal z to tokens, F^-1(Phi(z)). The members of a group share a part of their z, so that
+answers to one prompt are of similar length (`icc`, the intra-class correlation of z: 0 independent, 1 equal).
+
+Sources. Traces and fits: PolyTrace, "RL in the Wild" (arXiv 2509.25279), the mixture of Intern-S1 math, the call counts of
+Intern-S1 tool use, the turns and tool latencies of Search-R1. Gammas: means and length limits of Seer (arXiv 2511.14617), table 3;
+their shapes are fitted to its shares of the last tenth of requests.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import NormalDist
+
+import numpy as np
+from numpy.typing import NDArray
+
+from asyncmoe.errors import ConfigError
+
+Floats = NDArray[np.float64]
+Quantile = Callable[[Floats], Floats]
+Episode = tuple[tuple[int, ...], tuple[float, ...]]
+"""Tokens sampled in each turn, and seconds of the tool call after each turn but the last."""
+
+_GRID = 4096
+_BLOCK = 1024
+"""Groups drawn at a time."""
+_MOST_TOKENS = 1 << 24
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Distribution of episodes.
+
+    Attributes:
+        name: as the user wrote it.
+        tokens: sampled in a turn, by z.
+        icc: intra-class correlation of a group's z.
+        turns: weight of 1, 2, ... turns.
+        last: sampled in the last turn, by z; None: as in any other.
+        tool: seconds of a tool call, by z; None: no time.
+    """
+
+    name: str
+    tokens: Quantile
+    icc: float = 0.0
+    turns: tuple[float, ...] = (1.0,)
+    last: Quantile | None = None
+    tool: Quantile | None = None
+
+    def groups(self, size: int, seed: int) -> Iterator[list[Episode]]:
+        """Groups of `size` episodes without end; the same seed gives the same groups."""
+        block = 0
+        while True:
+            yield from self._block(np.random.default_rng([seed, block]), size)
+            block += 1
+
+    def _block(self, rng: np.random.Generator, size: int) -> list[list[Episode]]:
+        shape = (_BLOCK, size, len(self.turns))
+        shared, own = rng.standard_normal((_BLOCK, 1, 1)), rng.standard_normal(shape)
+        z = math.sqrt(self.icc) * shared + math.sqrt(1 - self.icc) * own
+        tokens = _whole(self.tokens(z))
+        if len(self.turns) == 1:
+            return [[((n,), ()) for n in group] for group in tokens[:, :, 0].tolist()]
+        count = 1 + rng.choice(len(self.turns), size=shape[:2], p=np.array(self.turns) / sum(self.turns))
+        if self.last is not None:
+            at = (count - 1)[:, :, None]
+            np.put_along_axis(tokens, at, _whole(self.last(np.take_along_axis(z, at, 2))), 2)
+        tools = np.zeros(shape) if self.tool is None else self.tool(rng.standard_normal(shape))
+        return [
+            [(tuple(n[:turns]), tuple(s[: turns - 1])) for n, s, turns in zip(*members, strict=True)]
+            for members in zip(tokens.tolist(), tools.tolist(), count.tolist(), strict=True)
+        ]
+
+
+def _whole(tokens: Floats) -> NDArray[np.int64]:
+    return np.maximum(1, np.rint(tokens)).astype(np.int64)
+
+
+# ---------------------------------------------------------------- distributions
+
+
+def fixed(tokens: float) -> Quantile:
+    """Always the same."""
+    return lambda z: np.full(z.shape, float(tokens))
+
+
+def lognormal(median: float, sigma: float, cap: float) -> Quantile:
+    """exp of a normal with standard deviation `sigma`; what is above `cap` is `cap`."""
+    return lambda z: np.minimum(cap, median * np.exp(sigma * z))
+
+
+def gamma(mean: float, shape: float, cap: float) -> Quantile:
+    """Gamma; what is above `cap` is `cap`."""
+    # A power of the variable spaces the grid so that the density's pole at 0 (shape < 1) does not matter.
+    x = 20 * mean * np.linspace(0, 1, 16 * _GRID)[1:] ** 4
+    density = np.exp((shape - 1) * np.log(x) - x * shape / mean)
+    mass = np.concatenate([[0.0], np.cumsum(0.5 * (density[1:] + density[:-1]) * np.diff(x))])
+    return _tabulated(x, mass / mass[-1], cap)
+
+
+def mixture(parts: Sequence[tuple[float, float, float]], cap: float) -> Quantile:
+    """Normals of (weight, mean, standard deviation); what is below 1 is 1, what is above `cap` is `cap`."""
+    total = sum(weight for weight, _, _ in parts)
+    x = np.linspace(1, max(mean + 6 * deviation for _, mean, deviation in parts), _GRID)
+    below = sum(weight / total * np.array([NormalDist(mean, deviation).cdf(v) for v in x.tolist()]) for weight, mean, deviation in parts)
+    return _tabulated(x, np.asarray(below), cap)
+
+
+def empirical(values: Sequence[float]) -> Quantile:
+    """As in a sample of at least two values."""
+    ordered = np.sort(np.asarray(values, float))
+    return _tabulated(ordered, (np.arange(len(ordered)) + 0.5) / len(ordered), math.inf)
+
+
+def _tabulated(x: Floats, below: Floats, cap: float) -> Quantile:
+    """The quantile function of a distribution with P(X <= x) = `below`, both ascending."""
+    normal = NormalDist()
+    inside = (below > 1e-12) & (below < 1 - 1e-12)
+    points, z = x[inside], np.array([normal.inv_cdf(p) for p in below[inside].tolist()])
+    return lambda at: np.minimum(cap, np.interp(at, z, points))
+
+
+# ---------------------------------------------------------------- named workloads
+
+_MATH = ((0.359, 4959, 2192), (0.074, 12720, 6067), (0.373, 9175, 3416), (0.194, 17655, 5267))
+_TOOL_CALLS = (4640.0, 18785.0, 104344.0, 17533.0, 48933.0, 34629.0, 9189.0, 1820.0, 652.0, 1021.0)
+_TOOL_S = {"median_s": 0.16, "sigma_s": 1.5, "cap_s": 3.8}
+
+_DEFAULTS: Mapping[str, Mapping[str, float]] = {
+    "lognormal": {"median": 4096, "sigma": 1, "cap": 32768, "icc": 0},
+    "gamma": {"mean": 7615, "shape": 1, "cap": 40960, "icc": 0},
+    "fixed": {"tokens": 1024},
+    "math": {"cap": 32768, "icc": 0},
+    "kimi-k2": {"icc": 0},
+    "moonlight": {"icc": 0},
+    "qwen2-vl": {"icc": 0},
+    "search": {"icc": 0.28, **_TOOL_S},
+    "tools": {"icc": 0, **_TOOL_S},
+}
+NAMES = tuple(_DEFAULTS)
+
+
+def parse(text: str) -> Workload:
+    """`name` or `name:key=value,...`, or a file with one length in tokens a line.
+
+    Names: lognormal (median, sigma, cap), gamma (mean, shape, cap), fixed (tokens), math (Intern-S1's mixture; cap), kimi-k2, moonlight and
+    qwen2-vl (Seer's), search (Search-R1: 2 to 5 turns), tools (Intern-S1: 1 to 10 calls); the last two with tool calls of
+    median_s, sigma_s, cap_s seconds (lognormal). All but fixed take icc.
+
+    Raises:
+        ConfigError: an unknown name, key or value, or a file that is not such a list.
+    """
+    name, _, rest = text.partition(":")
+    if name not in _DEFAULTS:
+        path = Path(text)
+        if not path.is_file():
+            raise ConfigError("--workload", got=repr(text), expected=f"one of {', '.join(NAMES)}, or a file with one length a line")
+        return Workload(text, empirical(_read(path)))
+    values = dict(_DEFAULTS[name])
+    for part in filter(None, rest.split(",")):
+        key, _, value = part.partition("=")
+        if key not in values:
+            raise ConfigError(f"--workload {name}", got=repr(part), expected=f"key=value with a key of {', '.join(values)}")
+        values[key] = _number(name, key, value)
+    return replace(_build(name, values), name=text, icc=values.get("icc", 0.0))
+
+
+def _number(name: str, key: str, value: str) -> float:
+    least, most = {"icc": (0.0, 1.0), "sigma": (0.0, 10.0), "sigma_s": (0.0, 10.0)}.get(key, (1e-3, float(_MOST_TOKENS)))
+    try:
+        number = float(value)
+    except ValueError:
+        number = math.nan
+    if not least <= number <= most:
+        raise ConfigError(f"--workload {name}: {key}", got=repr(value), expected=f"a number from {least:g} to {most:g}")
+    return number
+
+
+def _build(name: str, v: Mapping[str, float]) -> Workload:
+    match name:
+        case "lognormal":
+            return Workload(name, lognormal(v["median"], v["sigma"], v["cap"]))
+        case "gamma":
+            return Workload(name, gamma(v["mean"], v["shape"], v["cap"]))
+        case "fixed":
+            return Workload(name, fixed(v["tokens"]))
+        case "math":
+            return Workload(name, mixture(_MATH, v["cap"]))
+        case "kimi-k2":
+            return Workload(name, gamma(38_959, 2, 98_304))
+        case "moonlight":
+            return Workload(name, gamma(22_386, 1.6, 65_536))
+        case "qwen2-vl":
+            return Workload(name, gamma(7_615, 1, 40_960))
+    tool = lognormal(v["median_s"], v["sigma_s"], v["cap_s"])
+    if name == "search":
+        return Workload(name, lognormal(60, 0.7, 4096), turns=(0, 0.6, 0.25, 0.1, 0.05), tool=tool)
+    return Workload(name, lognormal(140, 0.5, 4096), turns=(0, *_TOOL_CALLS), last=lognormal(950, 0.4, 8192), tool=tool)
+
+
+def _read(path: Path) -> list[float]:
+    values = []
+    for number, line in enumerate(path.read_text(errors="replace").split(), 1):
+        try:
+            values.append(float(line))
+        except ValueError:
+            values.append(math.nan)
+        if not 1 <= values[-1] <= _MOST_TOKENS:
+            raise ConfigError(f"{path}, entry {number}", got=repr(line), expected=f"a length from 1 to {_MOST_TOKENS} tokens")
+    if len(values) < 2:
+        raise ConfigError(str(path), got=f"{len(values)} lengths", expected="at least two, one a line")
+    return values

@@ -1,0 +1,181 @@
+"""The simulator against the closed laws, against published figures, and against what can be counted by hand."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from asyncmoe.simulate import laws
+from asyncmoe.simulate.compare import compare
+from asyncmoe.simulate.engines import Fleet, StepTime
+from asyncmoe.simulate.plant import Plant
+from asyncmoe.simulate.simulation import simulate
+from asyncmoe.simulate.sweep import sweep
+from asyncmoe.simulate.workload import Workload, parse
+
+SIXTEEN = Plant(engines=16, concurrency=32, groups=64, group_size=8, trainer_gpus=4, train_s=1.0, eta=16, steps=80)
+"""A batch fills the slots; what is left to chance is what a batch of 512 leaves to it."""
+
+
+def balanced(plant: Plant, workload: Workload) -> Plant:
+    """With a training step that lasts as long as the engines need for a batch at their full rate."""
+    sync = simulate(replace(plant, mode="sync", steps=40), workload)
+    return replace(plant, train_s=sync.tokens / plant.full_rate)
+
+
+@pytest.mark.parametrize("ratio", [0.4, 1.0, 1.6])
+@pytest.mark.parametrize(
+    "workload",
+    ["lognormal", "lognormal:median=2048,sigma=1.25,cap=65536", "math", "kimi-k2", "lognormal:icc=0.9", "fixed:tokens=3000"],
+)
+def test_within_5_percent_of_two_pools(workload: str, ratio: float) -> None:
+    """Where engines are the narrower pool, where the trainer is, and where they are equal."""
+    drawn = parse(workload)
+    plant = balanced(SIXTEEN, drawn)
+    plant = replace(plant, train_s=plant.train_s * ratio)
+    found = compare(plant, drawn, ("async",))
+    assert found.rows["async"].efficiency == pytest.approx(1, abs=0.05)
+    assert found.rows["async"].outcome.lost == 0
+
+
+@pytest.mark.parametrize("workload", ["lognormal", "math", "lognormal:median=2048,sigma=1.25,cap=65536"])
+@pytest.mark.parametrize("trainer_gpus", [4, 16])
+def test_within_5_percent_of_one_pool(workload: str, trainer_gpus: int) -> None:
+    """The split is the best one by construction: both pools need as long."""
+    drawn = parse(workload)
+    found = compare(balanced(replace(SIXTEEN, trainer_gpus=trainer_gpus), drawn), drawn, ("async",))
+    assert found.s_max == pytest.approx(1 / (found.one_pool.g * found.one_pool.e + 1 - found.one_pool.g))
+    assert found.rows["async"].efficiency_one_pool == pytest.approx(1, abs=0.05)
+    assert found.best_engine_gpus == pytest.approx(16, abs=1)
+
+
+def test_the_laws_meet() -> None:
+    """The best split of one pool makes S_pools, with phases as long as their share of the pool makes them, S_max of the whole."""
+    t_gen, t_train, e = 8.0, 2.0, 0.25
+    f = laws.best_share(t_gen, t_train, e)
+    step = max(e * t_gen / f, t_train / (1 - f))
+    assert (t_gen + t_train) / step == pytest.approx(laws.s_max(laws.share(t_gen, t_train), e)) == pytest.approx(2.5)
+    assert laws.s_pools(t_gen, t_train, e) == pytest.approx(5.0)
+    assert laws.s_pools(t_gen, t_train, e, sync=1, pause=3) == pytest.approx(14 / 5)
+
+
+@pytest.mark.parametrize(
+    ("workload", "expected"),
+    [
+        ("lognormal", (0.21, 0.26, 0.32)),
+        ("math", (0.32, 0.38, 0.44)),
+        ("lognormal:median=2048,sigma=1.25,cap=65536", (0.08, 0.10, 0.12)),
+        ("kimi-k2", (0.41, 0.47, 0.54)),
+        ("moonlight", (0.35, 0.42, 0.49)),
+        ("qwen2-vl", (0.20, 0.25, 0.30)),
+    ],
+)
+def test_cost_of_stragglers_as_an_independent_simulation_has_it(workload: str, expected: tuple[float, float, float]) -> None:
+    """e of 64 engines with 16, 64 and 128 requests each, from a simulation of single engines in token steps, to its two digits."""
+    for concurrency, e in zip((16, 64, 128), expected, strict=True):
+        plant = Plant(engines=64, concurrency=concurrency, groups=8 * concurrency, train_s=1.0, mode="sync", steps=4)
+        sync = simulate(plant, parse(workload))
+        assert sync.tokens / plant.full_rate / sync.wait_s == pytest.approx(e, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("workload", "mean"),
+    [
+        ("math", 9_575),
+        ("kimi-k2", 38_959),
+        ("moonlight", 22_386),
+        ("qwen2-vl", 7_615),
+        ("lognormal:sigma=0.5,cap=1e6", 4096 * math.exp(0.125)),
+    ],
+)
+def test_lengths_have_the_published_mean(workload: str, mean: float) -> None:
+    """Caps take a little off."""
+    groups = parse(workload).groups(16, seed=1)
+    drawn = [turns[0] for _ in range(2048) for turns, _ in next(groups)]
+    assert np.mean(drawn) == pytest.approx(mean, rel=0.03)
+
+
+@pytest.mark.parametrize("icc", [0.0, 0.3, 0.9])
+def test_members_of_a_group_are_as_alike_as_asked(icc: float) -> None:
+    groups = parse(f"lognormal:cap=1e7,icc={icc}").groups(8, seed=2)
+    logs = np.log([[turns[0] for turns, _ in next(groups)] for _ in range(2048)])
+    between, within = logs.mean(1).var(ddof=1), logs.var(1, ddof=1).mean()
+    assert (between - within / 8) / (between + within * 7 / 8) == pytest.approx(icc, abs=0.05)
+
+
+def test_tool_calls_are_those_of_the_trace() -> None:
+    """Search-R1: 2.6 turns, 77 tokens a turn; a tool call takes 0.16 s in the median."""
+    groups = parse("search").groups(16, seed=3)
+    episodes = [episode for _ in range(1024) for episode in next(groups)]
+    assert np.mean([len(turns) for turns, _ in episodes]) == pytest.approx(2.6, rel=0.02)
+    assert np.mean([n for turns, _ in episodes for n in turns]) == pytest.approx(77, rel=0.03)
+    assert np.median([s for _, tools in episodes for s in tools]) == pytest.approx(0.16, rel=0.05)
+    assert all(len(tools) == len(turns) - 1 for turns, tools in episodes)
+
+
+def test_an_engine_slows_down_as_it_fills() -> None:
+    """Two requests on one engine of t0 = 1 s, b0 = 2: alone a step takes 1.5 s, with two 2 s."""
+    fleet: Fleet[str] = Fleet(1, 2, StepTime(1.0, 2.0))
+    fleet.place("long", 10, now=0.0)
+    assert fleet.next_finish() == 15.0
+    fleet.place("short", 2, now=3.0)
+    assert fleet.next_finish() == 7.0
+    assert fleet.finish()[0] == "short"
+    assert fleet.next_finish() == pytest.approx(7.0 + 6 * 1.5)
+    assert (fleet.finish()[0], fleet.tokens, fleet.busy) == ("long", pytest.approx(12), pytest.approx(16.0))
+
+
+def test_requests_go_where_the_fewest_are() -> None:
+    fleet: Fleet[int] = Fleet(3, 4, StepTime(1.0, 1e9))
+    for request in range(6):
+        fleet.place(request, 10, now=0.0)
+    assert [len(fleet.kill(engine, 1.0)) for engine in range(3)] == [2, 2, 2]
+    assert fleet.in_flight == fleet.free == 0
+    fleet.restore(1, 1.0)
+    assert fleet.free == 4
+
+
+def test_a_slow_judge_sets_the_pace_and_nothing_else() -> None:
+    """2 judges of 1 s are 2 trajectories a second, though engines could do 20: engines run on until the capacity law stops them."""
+    plant = Plant(engines=4, concurrency=16, groups=8, group_size=8, train_s=1.0, score_s=1.0, score_concurrency=2, eta=3, steps=40)
+    found = simulate(plant, parse("fixed:tokens=350"))
+    assert found.step_s == pytest.approx(64 / 2, rel=0.02)
+    assert found.oldest_age <= 3
+    assert found.ledger["started"] - found.ledger["trained"] - found.ledger["dropped"] <= 4 * 64
+
+
+def test_a_pause_costs_engines_its_seconds_and_no_tokens() -> None:
+    """Engines are the narrower pool, and never stop but for the pause."""
+    plant = replace(SIXTEEN, train_s=1.0, eta=8)
+    free, paused = simulate(plant, parse("math")), simulate(replace(plant, pause_s=5.0), parse("math"))
+    assert paused.step_s - free.step_s == pytest.approx(5.0, abs=0.05 * free.step_s)
+    assert paused.lost == free.lost == 0
+
+
+def test_draining_waits_for_stragglers() -> None:
+    """Every version waits for the longest response that runs, so it is never shorter than a synchronous generation's tail."""
+    plant = balanced(SIXTEEN, parse("lognormal"))
+    pause, drain = (simulate(replace(plant, landing=landing), parse("lognormal")) for landing in ("pause", "drain"))
+    assert drain.step_s > 2 * pause.step_s
+
+
+def test_one_step_off_takes_the_longer_phase_of_the_two() -> None:
+    """Its law is (t_gen + t_train) / max(t_gen, t_train): the tail is still waited for."""
+    found = compare(replace(balanced(SIXTEEN, parse("math")), train_s=20.0, steps=30), parse("math"), ("one_step_off",))
+    pools = found.pools
+    assert found.rows["one_step_off"].speedup == pytest.approx((pools.t_gen + pools.t_train) / max(pools.t_gen, pools.t_train), rel=0.03)
+    assert found.rows["one_step_off"].outcome.oldest_age == 1
+    assert found.rows["sync"].outcome.oldest_age == 0
+
+
+def test_the_sweep_finds_the_split_of_the_law_and_an_eta_that_is_large_enough() -> None:
+    plant = replace(SIXTEEN, engines=12, trainer_gpus=8, train_s=20.0, steps=32)
+    found = sweep(plant, parse("lognormal"), (1, 8))
+    assert {point.engine_gpus + point.trainer_gpus for point in found.points} == {20}
+    assert abs(found.advised.engine_gpus - found.law_engine_gpus) <= 2
+    assert found.advised.eta == 8
+    assert found.advised.speedup_one_pool == pytest.approx(found.s_max, rel=0.07)
+    assert sweep(plant, parse("lognormal:sigma=0.2"), (3, 8)).advised.eta == 3

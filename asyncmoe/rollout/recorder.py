@@ -46,6 +46,7 @@ class Recorder:
                 accepted=stats.accepted,
                 rejected=stats.rejected,
                 dropped=stats.dropped,
+                requeued=stats.requeued,
                 generated_tokens=tokens,
                 tokens_per_s=(tokens - self._last_tokens) / seconds,
                 engine_busy_share={name: min(self._busy[name] / seconds, 1.0) for name in engines},

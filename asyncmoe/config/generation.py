@@ -83,8 +83,8 @@ class RolloutSection(Section):
         together = self.group_size + self.oversample
         if self.oversample and self.max_concurrent < together:
             raise ValueError(
-                f"rollout.max_concurrent: got {self.max_concurrent}, expected at least rollout.group_size + rollout.oversample = {together} "
-                "so that the extra responses do not wait for the others; raise it, or lower rollout.oversample"
+                f"rollout.max_concurrent: got {self.max_concurrent}, expected at least rollout.group_size + rollout.oversample = "
+                f"{together} so that the extra responses do not wait for the others; raise it, or lower rollout.oversample"
             )
         return self
 

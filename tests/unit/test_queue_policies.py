@@ -118,6 +118,19 @@ class Policies(RuleBasedStateMachine):
             self._end(flight, "rejected")
             del self.flights[flight.start]
 
+    @rule(rounds=st.integers(1, 12))
+    def leave_a_straggler_behind(self, rounds: int) -> None:
+        """The newest finish first and are trained, so that the oldest come late, as old as they can get."""
+        for _ in range(rounds):
+            self.served = self.trainer
+            self.start()
+            for flight, one in [(f, o) for f, o in self.flying if f is not self.flying[0][0]]:
+                if one in flight.running:
+                    self._finish(flight, one, self.served, equal=False)
+            self.train(False)
+        for flight, one in self.flying[:1]:
+            self._finish(flight, one, one.began, equal=False)
+
     # -------------------------------------------------- trainer
 
     @rule(dies=st.booleans())

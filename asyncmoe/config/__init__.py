@@ -94,6 +94,11 @@ class Config(Section):
                 f"queue.capacity: got {self.queue.capacity}, expected at least a step's batch of rollout.groups_per_step * "
                 f"rollout.group_size = {self.rollout.batch}; leave it out or raise it"
             )
+        if self.rollout.filter_equal and self.objective.advantage == "reinforce_plus_plus":
+            raise ValueError(
+                "rollout.filter_equal: got true, expected false because objective.advantage is reinforce_plus_plus, to which a group of "
+                "equal rewards carries an advantage; set it to false, or choose an advantage that compares within the group"
+            )
         if self.keeps_sampling_mask and self.rollout.top_k is None:
             raise ValueError(
                 "rollout.top_k: got null, expected a number because sampling masks are kept (engines report only supports of bounded "

@@ -9,6 +9,9 @@ from pydantic import Field, model_validator
 
 from asyncmoe.config.fields import NonNegative, Port, Positive, PositiveFloat, Real, Section, Share, Switch
 
+StalenessRule = Literal["drop", "requeue", "downweight"]
+Unit = Literal["group", "trajectory"]
+
 
 class MadeModel(Section):
     """A tiny random model to write at `model.path` when nothing is there yet (`asyncmoe make-model` writes the same)."""
@@ -75,6 +78,24 @@ class RolloutSection(Section):
         "and values are computed again (not with keep.routing); abort_resume: they end and are sent again as prefixes; abort_retry: they "
         "start again; drain: they finish first.",
     )
+    filter_equal: bool = Field(
+        False, description="Drop groups whose rewards are all equal, which carry no advantage, and go on with other prompts (DAPO)."
+    )
+    oversample: NonNegative = Field(
+        0,
+        description="Responses to each prompt beyond group_size: the first group_size that finish make the group, others are cancelled. "
+        "Cuts the tail of the lengths, and so favours short responses: what is trained is biased towards them.",
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> RolloutSection:
+        together = self.group_size + self.oversample
+        if self.oversample and self.max_concurrent < together:
+            raise ValueError(
+                f"rollout.max_concurrent: got {self.max_concurrent}, expected at least rollout.group_size + rollout.oversample = "
+                f"{together} so that the extra responses do not wait for the others; raise it, or lower rollout.oversample"
+            )
+        return self
 
     @property
     def batch(self) -> int:
@@ -124,12 +145,42 @@ class StalenessSection(Section):
     """How old a trajectory may be, in versions."""
 
     eta: NonNegative = Field(1, description="Capacity law: start only while accepted + running < (eta + version + 1) * batch.")
-    rule: Literal["drop"] = Field("drop", description="What happens to a trajectory whose oldest token is more than eta versions old.")
+    rule: StalenessRule = Field(
+        "drop",
+        description="What happens to a group whose oldest token is more than eta versions old when it would be trained. requeue: its "
+        "prompt is started again. downweight: it is trained up to max_age, counting for less.",
+    )
+    downweight: Share | None = Field(None, description="downweight: each version beyond eta multiplies by this what a group counts for.")
+    max_age: Positive | None = Field(None, description="downweight: a group with a token older than this many versions is dropped.")
+
+    @model_validator(mode="after")
+    def _check(self) -> StalenessSection:
+        for name, value in (("downweight", self.downweight), ("max_age", self.max_age)):
+            if self.rule == "downweight" and value is None:
+                what = "a factor of at most 1" if name == "downweight" else f"a number above queue.staleness.eta = {self.eta}"
+                raise ValueError(
+                    f"queue.staleness.{name}: got nothing, expected {what} because queue.staleness.rule is downweight; give both"
+                )
+            if self.rule != "downweight" and value is not None:
+                raise ValueError(
+                    f"queue.staleness.{name}: got {value}, expected nothing because queue.staleness.rule is {self.rule}; leave it out, or "
+                    "set the rule to downweight"
+                )
+        if self.max_age is not None and self.max_age <= self.eta:
+            raise ValueError(
+                f"queue.staleness.max_age: got {self.max_age}, expected more than queue.staleness.eta = {self.eta}; raise it, or set "
+                "queue.staleness.rule to drop"
+            )
+        return self
 
 
 class QueueSection(Section):
     """The bounded queue between engines and trainer."""
 
     staleness: StalenessSection = StalenessSection()
+    admission: Unit = Field(
+        "group",
+        description="What the capacity law lets start. trajectory: single responses; one that an engine spoiled is started over alone.",
+    )
     capacity: Positive | None = Field(None, description="Trajectories it holds before `put` waits; default (eta + 1) * batch.")
     lease_timeout_s: PositiveFloat = Field(600.0, description="How long the trainer waits for a batch before it gives up.")

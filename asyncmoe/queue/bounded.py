@@ -1,11 +1,12 @@
 """The queue between engines and trainer: bounded, oldest first, leased by step.
 
 One asyncio loop owns it; nothing here is thread-safe. Every trajectory that was started ends in exactly one of trained, dropped
-(with a reason) or rejected (with a reason), and the counts add up after every call (`asyncmoe.queue.admission.Ledger`).
+(with a reason), rejected (with a reason) or requeued (with a reason), and the counts add up after every call
+(`asyncmoe.queue.admission.Ledger`).
 
 Promises to the trainer. The answer to `lease(step)` is decided once: all ranks get the same, whenever they ask. A leased
 trajectory keeps its arrays until `commit(step)` or `release(step)`. None is trained twice. None that is trained has a token more
-than eta versions older than the trainer's weights.
+than `Admission.max_age` versions (eta, unless old groups are downweighted) older than the trainer's weights.
 
 After a resume at step k (`trained_steps=k`) the versions and the capacity law count on from k, as if everything up to k had passed
 through this queue. What an earlier process had queued, leased or running is not here: it counts as never started, and is
@@ -19,14 +20,18 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import msgspec
+
+from asyncmoe.config.generation import StalenessRule
 from asyncmoe.errors import AsyncmoeError, ConfigError, InvariantBroken, ProtocolError, TrajectoryRejected, WaitTimeout
 from asyncmoe.queue.admission import Admission, Ledger
 from asyncmoe.queue.changes import Changes
 from asyncmoe.queue.lane import Group, Lane, pack
+from asyncmoe.queue.line import Start
 from asyncmoe.record import NOTHING, Recording
 from asyncmoe.trajectory import NOT_SAMPLED, Buffer, Trajectory, part
 from asyncmoe.validity import validate
-from asyncmoe.wire.messages import Leased, Phase
+from asyncmoe.wire.messages import Item, Leased, Phase
 
 MAX_LEASE_WAIT_S = 86_400.0
 
@@ -44,6 +49,7 @@ class QueueStats:
     trained: int
     dropped: dict[str, int]
     rejected: dict[str, int]
+    requeued: dict[str, int]
     demonstrations: int
     """Demonstrations waiting in the warm-up lane."""
 
@@ -62,14 +68,14 @@ class BoundedQueue:
         capacity: trajectories it holds, leased ones included, before `put_group` waits; at least `batch`.
         batch: trajectories in a training step; a multiple of `group_size`.
         group_size: trajectories in a group.
-        eta: versions a trained token may be behind the trainer.
+        eta, rule, downweight, max_age: as in `queue.staleness`; see `Admission`.
         base_version: version at which reinforcement learning began.
         trained_steps: optimizer steps the trainer had taken, warm-up included, when this queue was made.
         demonstrations: capacity of the warm-up lane; 0 when there is no warm-up.
         recording: what sampled trajectories must carry.
 
     Raises:
-        ConfigError: sizes with which no step could ever be leased.
+        ConfigError: sizes with which no step could ever be leased, or a staleness rule without its bound.
     """
 
     def __init__(
@@ -83,12 +89,15 @@ class BoundedQueue:
         trained_steps: int = 0,
         demonstrations: int = 0,
         recording: Recording = NOTHING,
+        rule: StalenessRule = "drop",
+        downweight: float = 1.0,
+        max_age: int | None = None,
     ) -> None:
         if batch % group_size:
             raise ConfigError("batch", got=batch, expected=f"a multiple of the group size {group_size}")
         if capacity < batch:
             raise ConfigError("queue.capacity", got=capacity, expected=f"at least one step's batch of {batch} trajectories")
-        self.admission = Admission(batch, eta, base_version)
+        self.admission = Admission(batch, eta, base_version, rule, downweight, max_age)
         trained = max(0, trained_steps - base_version) * batch
         self._ledger = Ledger(started=trained, trained=trained)
         self._group_size = group_size
@@ -101,6 +110,8 @@ class BoundedQueue:
         self._answers: dict[int, Leased] = {}
         self._dropped: Counter[str] = Counter()
         self._rejected: Counter[str] = Counter()
+        self._requeued: Counter[str] = Counter()
+        self._again: list[Start] = []
         self._stopping = False
         self._changes = Changes()
 
@@ -119,11 +130,11 @@ class BoundedQueue:
         self._changes.wake()
 
     def can_start(self, count: int) -> bool:
-        """Whether a group of `count` may start now (capacity law)."""
+        """Whether `count` more may start now (capacity law)."""
         return self.admission.may_start(self._ledger, count, self._version)
 
     async def wait_can_start(self, count: int, wait_s: float | None = None) -> None:
-        """Return once a group of `count` may start; call `started` before the next await, or another may take the place.
+        """Return once `count` more may start; call `started` before the next await, or another may take the place.
 
         Raises:
             WaitTimeout: `wait_s` seconds (None: no bound) were over.
@@ -132,17 +143,38 @@ class BoundedQueue:
         if await self._changes.until(lambda: self.can_start(count) or None, wait_s) is None:
             raise WaitTimeout("the trainer", f"a new weight version after {self._version}", wait_s or 0.0)
 
-    def started(self, count: int) -> None:
-        """A group of `count` has started. InvariantBroken if it may not."""
+    def started(self, count: int, spare: int = 0) -> None:
+        """`count` have started, and `spare` that take no place because their group will not need them. InvariantBroken if they may not."""
         if not self.can_start(count):
             raise InvariantBroken(f"queue: {count} started against the capacity law at version {self._version}: {self._ledger}")
         self._ledger = self._ledger.start(count)
+        if spare:
+            self._ledger = self._ledger.start_spare(spare)
 
-    def rejected(self, count: int, reason: str) -> None:
-        """A started group of `count` will never be put; `reason` is the name it is counted under."""
-        self._ledger = self._ledger.reject(count)
-        self._rejected[reason] += count
+    def rejected(self, count: int, reason: str, spare: int = 0) -> None:
+        """`count` that were started, and `spare` of the spare ones, will never be put; `reason` is the name they are counted under."""
+        if count or not spare:
+            self._ledger = self._ledger.reject(count)
+        if spare:
+            self._ledger = self._ledger.reject_spare(spare)
+        self._rejected[reason] += count + spare
         self._changes.wake()
+
+    def discarded(self, count: int, reason: str) -> None:
+        """A complete group of `count` is not worth putting; `reason` is the name it is counted under among the dropped."""
+        self._ledger = self._ledger.discard(count)
+        self._dropped[reason] += count
+        self._changes.wake()
+
+    def spared(self, count: int) -> None:
+        """`count` spare ones were cut short, because their group is complete: dropped as "oversampled"."""
+        self._ledger = self._ledger.discard_spare(count)
+        self._dropped["oversampled"] += count
+
+    def take_requeued(self) -> list[Start]:
+        """The groups to be started again since the last call, in the order they were requeued."""
+        again, self._again = self._again, []
+        return again
 
     async def put_group(self, trajectories: Sequence[Trajectory], wait_s: float | None = None) -> None:
         """Queue a complete group that was `started`; waits while the queue is full. The arrays must not be changed afterwards.
@@ -193,8 +225,9 @@ class BoundedQueue:
     async def lease(self, step: int, phase: Phase, count: int, version: int, wait_s: float) -> Leased:
         """The batch of step `step`: whole groups, `count` trajectories in all, the oldest first.
 
-        Groups with a token more than eta versions older than `version` are dropped first, under "stale". Any number of ranks may ask,
-        at any time until the commit; they get the same answer. An answer without items (and `stop` false) means that `wait_s`
+        Groups with a token more than `Admission.max_age` versions older than `version` are dropped (rule requeue: requeued) first, under
+        "stale". Under downweight the items say what they count for. Any number of ranks may ask, at any time until the commit; they get the
+        same answer. An answer without items (and `stop` false) means that `wait_s`
         (at most a day) was over: ask again.
 
         Raises:
@@ -275,13 +308,14 @@ class BoundedQueue:
         return QueueStats(
             version=self._version,
             depth=count.queued,
-            running=count.running,
+            running=count.running + count.spare,
             leased=count.leased,
             started=count.started,
             accepted=count.accepted,
             trained=count.trained,
             dropped=dict(self._dropped),
             rejected=dict(self._rejected),
+            requeued=dict(self._requeued),
             demonstrations=self._lanes["warmup"].depth,
         )
 
@@ -322,11 +356,7 @@ class BoundedQueue:
     def _grant(self, step: int, terms: _Terms) -> None:
         lane = self._lanes[terms.phase]
         if terms.phase == "rl":
-            stale = sum(map(len, lane.drop_older(self.admission.oldest_allowed(terms.version))))
-            if stale:
-                self._ledger = self._ledger.drop(stale)
-                self._dropped["stale"] += stale
-                self._changes.wake()
+            self._refuse(lane.drop_older(self.admission.oldest_allowed(terms.version)))
         groups = lane.lease(step, terms.count)
         if groups is None:
             return
@@ -335,11 +365,28 @@ class BoundedQueue:
             newest = max(g.newest_version for g in groups)
             if newest > terms.version:
                 raise InvariantBroken(f"lease of step {step}: a token of version {newest}, but the trainer is at {terms.version}")
-        self._answers[step] = self._answer(step, terms.phase, groups)
+        items = tuple(item for group in groups for item in self._weighed(group, terms))
+        self._answers[step] = self._answer(step, terms.phase, items)
         self._changes.wake()
 
-    def _answer(self, step: int, phase: Phase, groups: Sequence[Group] = (), *, stop: bool = False) -> Leased:
-        items = tuple(item for group in groups for item in group.items)
+    def _refuse(self, stale: Sequence[Group]) -> None:
+        count = sum(map(len, stale))
+        if not count:
+            return
+        if self.admission.rule == "requeue":
+            self._ledger = self._ledger.requeue(count)
+            self._requeued["stale"] += count
+            self._again += [Start(group.number, group.attempt + 1) for group in stale]
+        else:
+            self._ledger = self._ledger.drop(count)
+            self._dropped["stale"] += count
+        self._changes.wake()
+
+    def _weighed(self, group: Group, terms: _Terms) -> Sequence[Item]:
+        weight = self.admission.weight(group.oldest_version, terms.version) if terms.phase == "rl" else 1.0
+        return group.items if weight == 1 else [msgspec.structs.replace(item, weight=weight) for item in group.items]
+
+    def _answer(self, step: int, phase: Phase, items: tuple[Item, ...] = (), *, stop: bool = False) -> Leased:
         return Leased(step, items, self._lanes[phase].depth, dict(self._dropped), stop)
 
     def _lane_of(self, step: int) -> Lane:

@@ -19,9 +19,16 @@ class Group:
     arrival: int
     items: tuple[Item, ...]
     frames: Mapping[str, list[Buffer]]
+    attempt: int = 0
+    """The highest of its members': times it, or one of them, was started over."""
 
     def __len__(self) -> int:
         return len(self.items)
+
+    @property
+    def number(self) -> int:
+        """Which prompt it answers."""
+        return self.items[0].group
 
     @property
     def oldest_version(self) -> int:
@@ -51,7 +58,7 @@ def pack(trajectories: Sequence[Trajectory], arrival: int) -> Group:
         )
         for t in trajectories
     )
-    return Group(arrival, items, {t.key: encode(t) for t in trajectories})
+    return Group(arrival, items, {t.key: encode(t) for t in trajectories}, max(t.attempt for t in trajectories))
 
 
 class Lane:

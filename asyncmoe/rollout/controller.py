@@ -174,7 +174,17 @@ class Controller:
         assert self._queue is not None
         config = self._config
         first = max(0, self._queue.trained_steps - config.warmup.steps) * config.rollout.groups_per_step
-        await Producer(self._queue, self._task, self._episode, config.rollout.group_size, first).run()
+        rollout = config.rollout
+        await Producer(
+            self._queue,
+            self._task,
+            self._episode,
+            rollout.group_size,
+            first,
+            oversample=rollout.oversample,
+            filter_equal=rollout.filter_equal,
+            unit=config.queue.admission,
+        ).run()
 
     async def _episode(self, prompt: Prompt, place: Place) -> Trajectory:
         return await episode.run(
@@ -198,12 +208,15 @@ class Controller:
     async def _meet(self, request: Request) -> Reply | tuple[Reply, list[Buffer]]:
         if not isinstance(request, Hello):
             raise ProtocolError(f"{type(request).__name__}: got it before any Hello, expected Hello first")
-        config = self._config
+        config, staleness = self._config, self._config.queue.staleness
         queue = BoundedQueue(
             capacity=config.queue_capacity,
             batch=config.rollout.batch,
             group_size=config.rollout.group_size,
-            eta=config.queue.staleness.eta,
+            eta=staleness.eta,
+            rule=staleness.rule,
+            downweight=staleness.downweight or 1.0,
+            max_age=staleness.max_age,
             base_version=config.warmup.steps,
             trained_steps=request.step,
             demonstrations=2 * config.warmup.batch if config.warmup.steps else 0,

@@ -1,19 +1,26 @@
 """Groups without end: started when the capacity law allows, generated side by side, queued when whole.
 
-The trainer needs whole groups, so a group stands or falls together: when one member is rejected the others are cancelled, and the
-group is counted as rejected under that reason. When an engine was the reason the group is started over, with the same prompt and a
-higher attempt; a response that could not be scored would fail again, so its group is left out.
+The trainer needs whole groups, so a group stands or falls together: when one member is rejected the others are cancelled, and those
+that were started are counted as rejected under that reason. When an engine was the reason the group is started over, with the same prompt
+and a higher attempt; a response that could not be scored would fail again, so its group is left out. Two settings soften this: spare
+responses (`oversample`) take the places of rejected ones, and where the capacity law lets single trajectories start (`unit`), one that an
+engine spoiled is started over alone.
+
+What starts next is `asyncmoe.queue.line`'s to say, when a group is whole `asyncmoe.queue.gathering`'s; here they are only carried out.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections import deque
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
 
+from asyncmoe.config.generation import Unit
 from asyncmoe.errors import AsyncmoeError, TrajectoryRejected
 from asyncmoe.queue.bounded import BoundedQueue
+from asyncmoe.queue.gathering import Gathering, all_equal
+from asyncmoe.queue.line import Admit, Line, Start
 from asyncmoe.rollout import episode
 from asyncmoe.rollout.tasks import Prompt, Task
 from asyncmoe.rollout.turns import Place
@@ -26,6 +33,27 @@ _START_OVER = {"engine_died", "engine_error", "engine_timeout"}
 _ATTEMPTS = 3
 _HOPELESS = 64
 """Groups rejected one after the other before the run is given up."""
+_NOTHING_TO_LEARN = 1024
+"""Groups of equal rewards one after the other before the run is given up."""
+
+
+@dataclass(eq=False)
+class _Flight:
+    """One group and the tasks of its members."""
+
+    group: Start
+    prompt: Prompt
+    state: Gathering
+    tasks: set[asyncio.Task[None]] = field(default_factory=set)
+    ended: asyncio.Queue[tuple[Place, Trajectory | TrajectoryRejected]] = field(default_factory=asyncio.Queue)
+
+    async def stop(self) -> None:
+        """Cancel the members that still run, and wait until they have ended."""
+        running = {task for task in self.tasks if not task.done()}
+        for task in running:
+            task.cancel()
+        if running:
+            await asyncio.wait(running)
 
 
 class Producer:
@@ -35,71 +63,137 @@ class Producer:
         episode: generates and scores one response.
         group_size: responses to each prompt.
         first_group: number of the first group; the same number asks the same question.
+        oversample: further responses to each prompt; the first `group_size` that finish make the group, the others are cancelled and
+            counted as dropped under "oversampled". Short responses finish first, so what is trained is biased towards them.
+        filter_equal: groups whose rewards are all equal are counted as dropped under "equal_rewards".
+        unit: what the capacity law lets start.
     """
 
-    def __init__(self, queue: BoundedQueue, task: Task, episode: Episode, group_size: int, first_group: int = 0) -> None:
+    def __init__(
+        self,
+        queue: BoundedQueue,
+        task: Task,
+        episode: Episode,
+        group_size: int,
+        first_group: int = 0,
+        *,
+        oversample: int = 0,
+        filter_equal: bool = False,
+        unit: Unit = "group",
+    ) -> None:
         self._queue, self._task, self._episode, self._size = queue, task, episode, group_size
-        self._next = first_group
-        self._again: deque[tuple[int, int]] = deque()
+        self._filter_equal = filter_equal
+        self._line = Line(first_group, unit, group_size, oversample)
+        self._flights: dict[Start, _Flight] = {}
         self._seen: set[str] = set()
-        self._in_a_row = 0
+        self._in_a_row = self._equal_in_a_row = 0
 
     async def run(self) -> None:
         """Produce until cancelled.
 
         Raises:
-            AsyncmoeError: no engine is left, or group after group is rejected.
+            AsyncmoeError: no engine is left, or group after group is rejected or has nothing to learn from.
         """
         try:
-            async with asyncio.TaskGroup() as groups:
+            async with asyncio.TaskGroup() as tasks:
                 while True:
-                    await self._queue.wait_can_start(self._size)
-                    self._queue.started(self._size)
-                    groups.create_task(self._group(*self._number()))
+                    await self._queue.wait_can_start(self._line.places)
+                    self._line, admit = self._line.again(*self._queue.take_requeued()).take()
+                    self._start(admit, tasks)
         except BaseExceptionGroup as failed:
             first = failed.exceptions[0]
         # Outside the handler, so that the exception keeps its own cause and context.
         raise first
 
-    def _number(self) -> tuple[int, int]:
-        """Group number and attempt of what is to be started now."""
-        if self._again:
-            return self._again.popleft()
-        self._next += 1
-        return self._next - 1, 0
+    def _start(self, admit: Admit, tasks: asyncio.TaskGroup) -> None:
+        self._queue.started(admit.count, admit.spare)
+        flight = self._flights.get(admit.group)
+        if flight is None:
+            flight = _Flight(admit.group, self._task.prompt(admit.group.number), Gathering(self._size))
+            self._flights[admit.group] = flight
+            tasks.create_task(self._group(flight))
+        flight.state = flight.state.admit(admit.count, admit.spare)
+        for member in admit.members:
+            place = Place(admit.group.number, member, admit.attempt)
+            flight.tasks.add(tasks.create_task(self._member(flight, place)))
 
-    async def _group(self, number: int, attempt: int) -> None:
+    async def _member(self, flight: _Flight, place: Place) -> None:
         try:
-            await self._queue.put_group(await self._members(self._task.prompt(number), number, attempt))
+            outcome: Trajectory | TrajectoryRejected = await self._episode(flight.prompt, place)
         except TrajectoryRejected as rejected:
-            self._queue.rejected(self._size, rejected.reason)
+            outcome = rejected
+        flight.ended.put_nowait((place, outcome))
+
+    async def _group(self, flight: _Flight) -> None:
+        try:
+            members = await self._members(flight)
+            if self._filter_equal and all_equal([member.reward for member in members]):
+                self._queue.discarded(self._size, "equal_rewards")
+                self._note_equal()
+            else:
+                await self._queue.put_group(members)
+                self._equal_in_a_row = 0
+        except TrajectoryRejected as rejected:
+            self._queue.rejected(flight.state.places, rejected.reason, flight.state.spare)
             self._note(rejected)
-            if rejected.reason in _START_OVER and attempt + 1 < _ATTEMPTS:
-                self._again.append((number, attempt + 1))
         else:
             self._in_a_row = 0
 
-    async def _members(self, prompt: Prompt, number: int, attempt: int) -> list[Trajectory]:
-        async def member(index: int) -> Trajectory:
-            return await self._episode(prompt, Place(number, index, attempt))
-
+    async def _members(self, flight: _Flight) -> list[Trajectory]:
+        """The group, once it is whole. TrajectoryRejected: it has fallen."""
+        finished: list[Trajectory] = []
         try:
-            async with asyncio.TaskGroup() as members:
-                tasks = [members.create_task(member(index)) for index in range(self._size)]
-        except BaseExceptionGroup as failed:
-            # That no engine is left outweighs what it did to one response.
-            first = min(failed.exceptions, key=lambda error: isinstance(error, TrajectoryRejected))
+            while not flight.state.whole:
+                place, outcome = await flight.ended.get()
+                if isinstance(outcome, TrajectoryRejected):
+                    self._failed(flight, place, outcome)
+                else:
+                    finished.append(outcome)
+                    flight.state = flight.state.finish()
+        finally:
+            del self._flights[flight.group]
+            await flight.stop()
+        if flight.state.spare:
+            self._queue.spared(flight.state.spare)
+            flight.state = flight.state.close()
+        return sorted(finished, key=lambda trajectory: trajectory.episode)
+
+    def _failed(self, flight: _Flight, place: Place, rejected: TrajectoryRejected) -> None:
+        """Count a member that failed, and start over what is to be. Raises `rejected` when the group falls with it."""
+        group = flight.group
+        failures = group.failures + place.attempt - group.attempt + 1
+        worth_it = rejected.reason in _START_OVER and failures < _ATTEMPTS
+        flight.state, fate = flight.state.fail(alone=worth_it and self._line.unit == "trajectory")
+        if fate == "spared":
+            self._queue.rejected(0, rejected.reason, spare=1)
+        elif fate == "again":
+            self._line = self._line.again_alone(group, place.episode, place.attempt + 1)
+            self._queue.rejected(1, rejected.reason)
         else:
-            return [task.result() for task in tasks]
-        raise first
+            self._line = self._line.forget(group)
+            if worth_it:
+                self._line = self._line.again(Start(group.number, place.attempt + 1, failures))
+            raise rejected
+        self._tell(rejected)
 
     def _note(self, rejected: TrajectoryRejected) -> None:
         self._in_a_row += 1
         if self._in_a_row >= _HOPELESS:
             raise AsyncmoeError(f"the last {_HOPELESS} groups were all rejected, most recently for {rejected}")
+        self._tell(rejected)
+
+    def _note_equal(self) -> None:
+        self._equal_in_a_row += 1
+        if self._equal_in_a_row >= _NOTHING_TO_LEARN:
+            raise AsyncmoeError(
+                f"the last {_NOTHING_TO_LEARN} groups had equal rewards each, and rollout.filter_equal drops those; change "
+                "task.difficulty, raise rollout.temperature or rollout.group_size, or set rollout.filter_equal to false"
+            )
+
+    def _tell(self, rejected: TrajectoryRejected) -> None:
         if rejected.reason not in self._seen:
             self._seen.add(rejected.reason)
-            log.warning("a group was rejected for %s; more of the kind are only counted", rejected)
+            log.warning("a response was rejected for %s; more of the kind are only counted", rejected)
 
 
 async def demonstrate(queue: BoundedQueue, task: Task, first: int, total: int) -> None:

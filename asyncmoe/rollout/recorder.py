@@ -52,6 +52,7 @@ class Recorder:
                 accepted=stats.accepted,
                 rejected=stats.rejected,
                 dropped=stats.dropped,
+                requeued=stats.requeued,
                 generated_tokens=tokens,
                 lost_tokens=counters.lost_tokens,
                 recomputed_tokens=counters.recomputed_tokens,

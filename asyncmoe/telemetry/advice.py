@@ -94,7 +94,10 @@ def _idle(g: Gauges) -> str | None:
 def _dropped(g: Gauges) -> str | None:
     if (g.dropped or 0.0) <= DROPPED:
         return None
-    return f"{percent(g.dropped)} of the trajectories were dropped as too old: raise queue.staleness.eta or lower rollout.max_concurrent."
+    return (
+        f"{percent(g.dropped)} of the trajectories were dropped or requeued as too old: raise queue.staleness.eta or lower "
+        "rollout.max_concurrent."
+    )
 
 
 def _sync(g: Gauges) -> str | None:

@@ -38,7 +38,7 @@ class Gauges:
     tis_capped: float | None = None
     logprob_diff: float | None = None
     dropped: float | None = None
-    """Share of the accepted trajectories that was dropped."""
+    """Trajectories dropped or requeued as too old, as a share of the accepted ones."""
     rejected: float | None = None
     """Share of the started trajectories that was rejected."""
     rejected_most: str | None = None
@@ -74,7 +74,7 @@ def gauge(rl: Sequence[Step], rollout: Sequence[Rollout] = ()) -> Gauges:
         clip_fraction=_mean(step.clip_fraction for step in rl),
         tis_capped=_mean(step.tis_capped_fraction for step in rl),
         logprob_diff=max((s.logprob_diff_max_same_version for s in rl if s.logprob_diff_max_same_version is not None), default=None),
-        dropped=_part(total(last.dropped), last.accepted) if last else None,
+        dropped=_part(_too_old(last), last.accepted) if last else None,
         rejected=_part(total(last.rejected), last.started) if last else None,
         rejected_most=max(last.rejected, key=lambda reason: last.rejected[reason]) if last and last.rejected else None,
     )
@@ -83,6 +83,11 @@ def gauge(rl: Sequence[Step], rollout: Sequence[Rollout] = ()) -> Gauges:
 def total(counts: Mapping[str, int] | int) -> int:
     """A counter that may be kept by reason."""
     return counts if isinstance(counts, int) else sum(counts.values())
+
+
+def _too_old(last: Rollout) -> int:
+    dropped = last.dropped if isinstance(last.dropped, int) else last.dropped.get("stale", 0)
+    return dropped + last.requeued.get("stale", 0)
 
 
 def _known(values: Iterable[float | None]) -> list[float]:

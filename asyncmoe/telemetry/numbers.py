@@ -16,6 +16,7 @@ LABELS = {
     "routing_differs": "layer",
     "dropped": "reason",
     "rejected": "reason",
+    "requeued": "reason",
     "engine_busy_share": "engine",
 }
 """What the keys of a field that is a mapping are."""

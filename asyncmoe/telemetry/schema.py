@@ -115,6 +115,8 @@ class Rollout(msgspec.Struct, frozen=True, kw_only=True):
     accepted: int = 0
     rejected: Mapping[str, int] = {}
     dropped: Mapping[str, int] | int = 0
+    requeued: Mapping[str, int] = {}
+    """Trajectories whose prompts are started again, by reason."""
     generated_tokens: int = 0
     lost_tokens: int = 0
     """Of those, thrown away because their response started again."""

@@ -49,7 +49,8 @@ def plan_updates(items: Sequence[Item], phase: Phase, config: Config, mesh: Mesh
             batch.schedule([items[i].tokens for i in part], mesh.dp, trainer.tokens_per_microbatch, trainer.pack, mesh.grid),
             objective.token_weights(
                 [items[i].sampled for i in part], aggregation, [items[i].group for i in part], config.rollout.max_new_tokens
-            ),
+            )
+            * np.array([items[i].weight for i in part]),
         )
         for part in parts
     ]

@@ -157,6 +157,8 @@ class Item(Message, frozen=True):
     reward: float
     oldest_version: int
     newest_version: int
+    weight: float = 1.0
+    """What its tokens count for, times what the aggregation plans: less than 1 only under the downweight rule."""
 
 
 class Welcome(Message, frozen=True):

@@ -85,7 +85,6 @@ class Producer:
         self._filter_equal = filter_equal
         self._line = Line(first_group, unit, group_size, oversample)
         self._flights: dict[Start, _Flight] = {}
-        self._seen: set[str] = set()
         self._in_a_row = self._equal_in_a_row = 0
 
     async def run(self) -> None:
@@ -174,13 +173,13 @@ class Producer:
             if worth_it:
                 self._line = self._line.again(Start(group.number, place.attempt + 1, failures))
             raise rejected
-        self._tell(rejected)
+        log.warning("a response was rejected for %s", rejected)
 
     def _note(self, rejected: TrajectoryRejected) -> None:
         self._in_a_row += 1
         if self._in_a_row >= _HOPELESS:
             raise AsyncmoeError(f"the last {_HOPELESS} groups were all rejected, most recently for {rejected}")
-        self._tell(rejected)
+        log.warning("a response was rejected for %s", rejected)
 
     def _note_equal(self) -> None:
         self._equal_in_a_row += 1
@@ -189,11 +188,6 @@ class Producer:
                 f"the last {_NOTHING_TO_LEARN} groups had equal rewards each, and rollout.filter_equal drops those; change "
                 "task.difficulty, raise rollout.temperature or rollout.group_size, or set rollout.filter_equal to false"
             )
-
-    def _tell(self, rejected: TrajectoryRejected) -> None:
-        if rejected.reason not in self._seen:
-            self._seen.add(rejected.reason)
-            log.warning("a response was rejected for %s; more of the kind are only counted", rejected)
 
 
 async def demonstrate(queue: BoundedQueue, task: Task, first: int, total: int) -> None:

@@ -26,7 +26,7 @@ from asyncmoe.errors import TrajectoryRejected
 from asyncmoe.rollout.engine_client import Sampling
 from asyncmoe.rollout.tasks import Prompt
 from asyncmoe.rollout.tokenizer import Tokenizer
-from asyncmoe.rollout.turns import Turn
+from asyncmoe.rollout.turns import Place, Turn
 
 ERROR, TIMEOUT, TOO_LONG = "environment_error", "environment_timeout", "episode_too_long"
 
@@ -172,11 +172,13 @@ class Episode:
     """What an environment has of one episode.
 
     Attributes:
+        place: its group, its number within it, and how often it was started before.
         random: for its own draws; the same for the same run seed and place.
         agents: those that were asked for, by name.
     """
 
     prompt: Prompt
+    place: Place
     tokenizer: Tokenizer
     random: Random
     sampling: Sampling

@@ -69,7 +69,7 @@ async def run(stage: Stage, prompt: Prompt, place: Place) -> tuple[Trajectory, .
         return await respond(stage.pool, given, agent.turns, sampling, stage.interruption)
 
     random = Random(f"{stage.seed} episode {place.group} {place.episode} {place.attempt}")
-    made = Episode(prompt, stage.tokenizer, random, stage.sampling, stage.bounds, speak)
+    made = Episode(prompt, place, stage.tokenizer, random, stage.sampling, stage.bounds, speak)
     rewards = await _play(stage.environment, made, stage.timeout_s)
     agents = made.spoke
     if not agents:
@@ -144,7 +144,7 @@ class Teaching:
             return [Turn(given, Generation(said, (0.0,) * len(said), (), "stop", 0), NOT_SAMPLED)]
 
         sampling, random = Sampling(1.0, self._bounds.tokens, (self._stop,)), Random(f"{self._seed} demonstration {index}")
-        made = Episode(prompt, self._tokenizer, random, sampling, self._bounds, speak)
+        made = Episode(prompt, Place(index, 0, 0), self._tokenizer, random, sampling, self._bounds, speak)
         await _play(self._environment, made, _TEACHING_S)
         return tuple(_shown(index, agent) for agent in made.spoke)
 

@@ -69,7 +69,8 @@ async def _serve(config: Config, run_dir: Path, tokenizer: Tokenizer, task: Task
             finally:
                 keys.remove(run_dir, rendezvous)
     finally:
-        await asyncio.gather(*(engine.stop() for engine in engines), scorer.close())
+        closing = getattr(environment, "close", None)
+        await asyncio.gather(*(engine.stop() for engine in engines), scorer.close(), *([] if closing is None else [closing()]))
         recorder.close()
 
 

@@ -35,7 +35,7 @@ Rewards = float | Mapping[str, float] | None
 
 
 class Environment(Protocol):
-    """One object for the whole run; many episodes run in it at the same time."""
+    """One object for the whole run; many episodes run in it at the same time. A method `async def close(self)` is called at its end."""
 
     async def run(self, episode: Episode) -> Rewards:
         """One episode, from its prompt to its end. What it raises, other than what an agent raised, rejects the episode."""
@@ -103,6 +103,11 @@ class Agent:
         """For each of `tokens`, whether the policy sampled it."""
         made = (flag for turn in self.turns for flag in (*(False,) * len(turn.given), *(True,) * len(turn.generation.tokens)))
         return (*made, *(False,) * len(self._given))
+
+    @property
+    def text(self) -> str:
+        """The whole conversation, decoded; special tokens leave none."""
+        return self._tokenizer.decode(self.tokens)
 
     def see(self, what: str | Sequence[int]) -> None:
         """Give it text or tokens; they are not trained on."""

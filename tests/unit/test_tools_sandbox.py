@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import platform
 import signal
 import socket
 import subprocess
@@ -116,13 +117,14 @@ def test_a_flood_is_cut(namespaces: bool) -> None:
     assert gone(mine)
 
 
+FORK = 57 if platform.machine() == "x86_64" else 220
 PROCESSES = [
     "import os\nwhile True: os.fork()",
     "import subprocess\nsubprocess.run(['true'])",
     "import os\nos.posix_spawn('/bin/true', ['true'], {})",
     "import multiprocessing\nmultiprocessing.Process(target=print).start()",
     "import os\nraise OSError(1, os.strerror(1)) if os.system('true') else SystemExit",
-    "import ctypes, os\nc = ctypes.CDLL(None, use_errno=True)\nc.syscall(57 if os.uname()[4] == 'x86_64' else 220, 0)\nraise PermissionError(os.strerror(ctypes.get_errno()))",
+    f"import ctypes, os\nc = ctypes.CDLL(None, use_errno=True)\nc.syscall({FORK}, 0)\nraise OSError(os.strerror(ctypes.get_errno()))",
     "import ctypes, os\nc = ctypes.CDLL(None, use_errno=True)\nc.syscall(435, None, 0)\nraise OSError(ctypes.get_errno(), 'clone3')",
 ]
 
@@ -224,10 +226,16 @@ def test_a_cancelled_call_leaves_nothing(namespaces: bool) -> None:
 
 @BOTH
 def test_programs_end_with_the_controller(namespaces: bool) -> None:
-    code = "import asyncio\nfrom asyncmoe.rollout.tools.sandbox import Python, PythonLimits\n"
-    code += f"asyncio.run(Python(PythonLimits(namespaces={namespaces})).call('import time\\ntime.sleep(60)'))"
-    root = str(Path(__file__).parents[2])
-    with subprocess.Popen([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": root}) as controller:
+    code = f"""import asyncio
+from asyncmoe.rollout.tools.sandbox import Python, PythonLimits
+python = Python(PythonLimits(namespaces={namespaces}, wall_s=60.0))
+print("made", flush=True)
+asyncio.run(python.call("import time\\ntime.sleep(60)"))
+"""
+    here = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    with subprocess.Popen([sys.executable, "-c", code], env=here, stdout=subprocess.PIPE) as controller:
+        assert controller.stdout is not None
+        assert controller.stdout.readline() == b"made\n"
         until = time.monotonic() + 60
         while len(mine()) < 2 and time.monotonic() < until:
             time.sleep(0.02)

@@ -28,6 +28,7 @@ from asyncmoe.record import NOTHING, Recording, Routing, encode_routes
 from asyncmoe.rollout import episode
 from asyncmoe.rollout.engine import Engine
 from asyncmoe.rollout.engine_client import Generated, Sampling
+from asyncmoe.rollout.episode import Stage
 from asyncmoe.rollout.pool import Pool
 from asyncmoe.rollout.sampled import routed_experts
 from asyncmoe.rollout.tasks import Prompt
@@ -155,12 +156,11 @@ async def _batch(pool: Pool, tokenizer: Tokenizer, recording: Recording) -> Cost
     random = np.random.default_rng(0)
     prompts = [Prompt("", tuple(row), "") for row in random.integers(10, 200, (EPISODES, PROMPT)).tolist()]
     sampling = Sampling(1.0, NEW, (), recording=recording)
+    stage = Stage(pool, sampling, tokenizer, _Unscored())
     begin, spent = time.perf_counter(), _processor_seconds()
-    records = await asyncio.gather(
-        *(episode.run(prompt, Place(0, number, 0), pool, sampling, tokenizer, _Unscored()) for number, prompt in enumerate(prompts))
-    )
+    records = await asyncio.gather(*(episode.run(stage, prompt, Place(0, number, 0)) for number, prompt in enumerate(prompts)))
     cost = time.perf_counter() - begin, _processor_seconds() - spent
-    for record in records:
+    for (record,) in records:
         if (record.routes is None) != (recording.routing is None) or len(record) != PROMPT + NEW:
             raise InvariantBroken(f"bench recording: {record.key} has {len(record)} tokens, routes: {record.routes is not None}")
     return cost

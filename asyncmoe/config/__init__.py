@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import BaseModel, Field, ValidationError, model_validator
 
+from asyncmoe.config.environment import EnvironmentSection
 from asyncmoe.config.fields import NonNegative, Positive, Section, Switch
 from asyncmoe.config.generation import EngineSection, KeepSection, ModelSection, QueueSection, RolloutSection, TaskSection
 from asyncmoe.config.objective import ObjectiveSection
@@ -53,6 +54,7 @@ class Config(Section):
     run: RunSection
     model: ModelSection
     task: TaskSection
+    environment: EnvironmentSection = EnvironmentSection()
     rollout: RolloutSection = RolloutSection()
     keep: KeepSection = KeepSection()
     engines: EngineSection = EngineSection()

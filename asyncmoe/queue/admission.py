@@ -41,7 +41,7 @@ from asyncmoe.errors import ConfigError, InvariantBroken
 
 @dataclass(frozen=True)
 class Ledger:
-    """Where every trajectory that was started is now; counts of trajectories, all since `base_version`.
+    """Where everything that was started is now; counts of trajectories (episodes, where several agents speak), all since `base_version`.
 
     Invariant, checked at every change: started == running + spare + queued + leased + trained + dropped + rejected + requeued, none
     negative. The last four are final, so every trajectory ends in exactly one of them. Running ones have a place under the capacity law;

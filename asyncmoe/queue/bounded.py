@@ -1,8 +1,8 @@
 """The queue between engines and trainer: bounded, oldest first, leased by step.
 
-One asyncio loop owns it; nothing here is thread-safe. Every trajectory that was started ends in exactly one of trained, dropped
-(with a reason), rejected (with a reason) or requeued (with a reason), and the counts add up after every call
-(`asyncmoe.queue.admission.Ledger`).
+One asyncio loop owns it; nothing here is thread-safe. Counted are episodes; an episode is one trajectory, or one of each agent that
+spoke in it, and those stand or fall together. Every episode that was started ends in exactly one of trained, dropped (with a reason),
+rejected (with a reason) or requeued (with a reason), and the counts add up after every call (`asyncmoe.queue.admission.Ledger`).
 
 Promises to the trainer. The answer to `lease(step)` is decided once: all ranks get the same, whenever they ask. A leased
 trajectory keeps its arrays until `commit(step)` or `release(step)`. None is trained twice. None that is trained has a token more
@@ -38,7 +38,7 @@ MAX_LEASE_WAIT_S = 86_400.0
 
 @dataclass(frozen=True)
 class QueueStats:
-    """What the queue holds and has seen; counts of trajectories."""
+    """What the queue holds and has seen; counts of episodes."""
 
     version: int
     depth: int
@@ -65,9 +65,9 @@ class BoundedQueue:
     """The queue of one run.
 
     Args:
-        capacity: trajectories it holds, leased ones included, before `put_group` waits; at least `batch`.
-        batch: trajectories in a training step; a multiple of `group_size`.
-        group_size: trajectories in a group.
+        capacity: episodes it holds, leased ones included, before `put_group` waits; at least `batch`.
+        batch: episodes in a training step; a multiple of `group_size`.
+        group_size: episodes in a group.
         eta, rule, downweight, max_age: as in `queue.staleness`; see `Admission`.
         base_version: version at which reinforcement learning began.
         trained_steps: optimizer steps the trainer had taken, warm-up included, when this queue was made.
@@ -183,17 +183,13 @@ class BoundedQueue:
 
         Raises:
             TrajectoryRejected: a trajectory must not be trained on (`asyncmoe.validity.validate`), or carries no version.
-            ConfigError: more trajectories than the queue holds.
-            InvariantBroken: not one whole group of `group_size`, or a key that is already here.
+            InvariantBroken: not one whole group of `group_size` episodes, or a key that is already here.
             WaitTimeout: no space within `wait_s` seconds (None: no bound).
             AsyncmoeError: what `fail` was called with.
         """
-        lane = self._lanes["rl"]
-        if len(trajectories) > lane.capacity:
-            raise ConfigError("queue.capacity", got=lane.capacity, expected=f"at least a group of {len(trajectories)} trajectories")
-        groups = {t.group for t in trajectories}
-        if len(trajectories) != self._group_size or len(groups) != 1:
-            raise InvariantBroken(f"queue: put {len(trajectories)} trajectories of groups {groups}, expected {self._group_size} of one")
+        groups, episodes = {t.group for t in trajectories}, {t.episode for t in trajectories}
+        if len(episodes) != self._group_size or len(groups) != 1:
+            raise InvariantBroken(f"queue: put {len(episodes)} episodes of groups {groups}, expected {self._group_size} of one")
         for trajectory in trajectories:
             # An engine serves the next version a moment before all do.
             validate(trajectory, self._recording, newest_version=self._version + 1)
@@ -223,7 +219,7 @@ class BoundedQueue:
         return self._trained_steps
 
     async def lease(self, step: int, phase: Phase, count: int, version: int, wait_s: float) -> Leased:
-        """The batch of step `step`: whole groups, `count` trajectories in all, the oldest first.
+        """The batch of step `step`: whole groups, `count` episodes in all, the oldest first.
 
         Groups with a token more than `Admission.max_age` versions older than `version` are dropped (rule requeue: requeued) first, under
         "stale". Under downweight the items say what they count for. Any number of ranks may ask, at any time until the commit; they get the

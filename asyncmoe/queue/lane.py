@@ -14,7 +14,10 @@ from asyncmoe.wire.messages import Item
 
 @dataclass(frozen=True)
 class Group:
-    """Trajectories that are leased, dropped and released together, encoded once when they arrive."""
+    """Episodes that are leased, dropped and released together, encoded once when they arrive.
+
+    An episode has a trajectory of each agent that spoke in it. What is counted here and in the queue is episodes.
+    """
 
     arrival: int
     items: tuple[Item, ...]
@@ -23,7 +26,7 @@ class Group:
     """The highest of its members': times it, or one of them, was started over."""
 
     def __len__(self) -> int:
-        return len(self.items)
+        return len({item.episode for item in self.items})
 
     @property
     def number(self) -> int:
@@ -50,6 +53,8 @@ def pack(trajectories: Sequence[Trajectory], arrival: int) -> Group:
         Item(
             key=t.key,
             group=t.group,
+            episode=t.episode,
+            agent=t.agent,
             tokens=len(t),
             sampled=int(t.loss_mask.sum()),
             reward=float(t.reward),
@@ -62,7 +67,7 @@ def pack(trajectories: Sequence[Trajectory], arrival: int) -> Group:
 
 
 class Lane:
-    """Groups in the order they are to be trained in, at most `capacity` trajectories of them, leased ones included."""
+    """Groups in the order they are to be trained in, at most `capacity` episodes of them, leased ones included."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
@@ -74,12 +79,12 @@ class Lane:
 
     @property
     def depth(self) -> int:
-        """Trajectories that wait to be leased."""
+        """Episodes that wait to be leased."""
         return sum(map(len, self._queued))
 
     @property
     def leased(self) -> int:
-        """Trajectories that are leased and neither committed nor released."""
+        """Episodes that are leased and neither committed nor released."""
         return sum(len(g) for groups in self._leased.values() for g in groups)
 
     @property
@@ -88,7 +93,7 @@ class Lane:
         return tuple(self._leased)
 
     def fits(self, count: int) -> bool:
-        """Whether `count` more trajectories may be held."""
+        """Whether `count` more episodes may be held."""
         return self.depth + self.leased + count <= self.capacity
 
     def insert(self, group: Group) -> None:
@@ -107,7 +112,7 @@ class Lane:
         return dropped
 
     def lease(self, step: int, count: int) -> tuple[Group, ...] | None:
-        """The first groups, `count` trajectories in all; None while there are too few."""
+        """The first groups, `count` episodes in all; None while there are too few."""
         taken, total = 0, 0
         while total < count and taken < len(self._queued):
             total += len(self._queued[taken])
@@ -119,14 +124,14 @@ class Lane:
         return groups
 
     def release(self, step: int) -> int:
-        """Put the groups of a lease back where they were; how many trajectories they are."""
+        """Put the groups of a lease back where they were; how many episodes they are."""
         groups = self._leased.pop(step)
         for group in groups:
             insort(self._queued, group, key=lambda g: g.order)
         return sum(map(len, groups))
 
     def commit(self, step: int) -> int:
-        """Forget the groups of a lease; how many trajectories they were."""
+        """Forget the groups of a lease; how many episodes they were."""
         groups = self._leased.pop(step)
         self._forget(groups)
         return sum(map(len, groups))

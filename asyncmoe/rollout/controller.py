@@ -6,6 +6,7 @@ import asyncio
 import logging
 import signal
 from collections.abc import Coroutine, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +15,17 @@ from asyncmoe.config import Config
 from asyncmoe.errors import AsyncmoeError, ProtocolError
 from asyncmoe.queue.bounded import BoundedQueue
 from asyncmoe.queue.service import QueueService
-from asyncmoe.rollout import episode, scoring, tasks
+from asyncmoe.rollout import environments, episode, scoring, tasks
 from asyncmoe.rollout.engine import Engine
 from asyncmoe.rollout.engine_client import Sampling
+from asyncmoe.rollout.environment import Environment, Teacher
+from asyncmoe.rollout.episode import Stage, Teaching
 from asyncmoe.rollout.pool import Pool
 from asyncmoe.rollout.producer import Producer, demonstrate
 from asyncmoe.rollout.recorder import Recorder
 from asyncmoe.rollout.scoring import Scorer
-from asyncmoe.rollout.tasks import Prompt, Task
+from asyncmoe.rollout.tasks import Task
 from asyncmoe.rollout.tokenizer import Tokenizer
-from asyncmoe.rollout.turns import Place
 from asyncmoe.rollout.weights import Conductor, WeightsRequest
 from asyncmoe.trajectory import Buffer, Trajectory
 from asyncmoe.wire import keys
@@ -48,17 +50,17 @@ def run(config: Config, run_dir: Path) -> None:
         AsyncmoeError: what else ended the run early.
     """
     tokenizer = Tokenizer(config.model.path)
-    task, scorer = tasks.load(config, tokenizer), scoring.load(config.task)
-    asyncio.run(_serve(config, run_dir, tokenizer, task, scorer))
+    task, scorer, environment = tasks.load(config, tokenizer), scoring.load(config.task), environments.load(config)
+    asyncio.run(_serve(config, run_dir, tokenizer, task, scorer, environment))
 
 
-async def _serve(config: Config, run_dir: Path, tokenizer: Tokenizer, task: Task, scorer: Scorer) -> None:
+async def _serve(config: Config, run_dir: Path, tokenizer: Tokenizer, task: Task, scorer: Scorer, environment: Environment) -> None:
     engines: list[Engine] = []
     recorder = Recorder(run_dir)
     try:
         for index in range(config.engines.count):
             engines.append(Engine(f"engine.{index}", config, index, run_dir))
-        controller = Controller(config, engines, recorder, tokenizer, task, scorer)
+        controller = Controller(config, engines, recorder, tokenizer, task, scorer, environment)
         async with Server(controller.answer) as server:
             rendezvous = await server.start()
             keys.write(run_dir, rendezvous)
@@ -78,7 +80,14 @@ class Controller:
     """
 
     def __init__(
-        self, config: Config, engines: Sequence[Engine], recorder: Recorder, tokenizer: Tokenizer, task: Task, scorer: Scorer
+        self,
+        config: Config,
+        engines: Sequence[Engine],
+        recorder: Recorder,
+        tokenizer: Tokenizer,
+        task: Task,
+        scorer: Scorer,
+        environment: Environment,
     ) -> None:
         self._config, self._engines, self._recorder = config, engines, recorder
         self._tokenizer, self._task, self._scorer = tokenizer, task, scorer
@@ -94,6 +103,21 @@ class Controller:
             recording=self._recording,
         )
         self._pool = Pool(engines, rollout.max_concurrent, rollout.request_timeout_s, recorder.generated)
+        limits = environments.bounds(config)
+        self._stage = Stage(
+            self._pool,
+            self._sampling,
+            tokenizer,
+            scorer,
+            environment,
+            limits,
+            config.environment.timeout_s,
+            rollout.interruption,
+            config.run.seed,
+        )
+        self._teaching = None
+        if isinstance(environment, Teacher):
+            self._teaching = Teaching(environment, environment, tokenizer, tokenizer.eos, limits, config.run.seed)
         self._conductor = Conductor(self._pool, config.sync.timeout_s, self._published, recorder.paused, rollout.interruption)
         self._queue: BoundedQueue | None = None
         self._service: QueueService | None = None
@@ -166,7 +190,7 @@ class Controller:
         await self._met.wait()
         warmup = self._config.warmup
         assert self._queue is not None
-        await demonstrate(self._queue, self._task, self._queue.trained_steps * warmup.batch, warmup.steps * warmup.batch)
+        await demonstrate(self._queue, self._demonstration, self._queue.trained_steps * warmup.batch, warmup.steps * warmup.batch)
 
     async def _produce(self) -> None:
         await self._conductor.wait_started()
@@ -178,7 +202,7 @@ class Controller:
         await Producer(
             self._queue,
             self._task,
-            self._episode,
+            partial(episode.run, self._stage),
             rollout.group_size,
             first,
             oversample=rollout.oversample,
@@ -186,10 +210,10 @@ class Controller:
             unit=config.queue.admission,
         ).run()
 
-    async def _episode(self, prompt: Prompt, place: Place) -> Trajectory:
-        return await episode.run(
-            prompt, place, self._pool, self._sampling, self._tokenizer, self._scorer, self._config.rollout.interruption
-        )
+    async def _demonstration(self, index: int) -> tuple[Trajectory, ...]:
+        if self._teaching is None:
+            return (episode.demonstration(index, self._task.demonstration(index)),)
+        return await self._teaching.episode(index, self._task.prompt(index, "demonstration"))
 
     async def _record(self) -> None:
         while True:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
 from asyncmoe.config.generation import Unit
@@ -21,14 +21,15 @@ from asyncmoe.errors import AsyncmoeError, TrajectoryRejected
 from asyncmoe.queue.bounded import BoundedQueue
 from asyncmoe.queue.gathering import Gathering, all_equal
 from asyncmoe.queue.line import Admit, Line, Start
-from asyncmoe.rollout import episode
 from asyncmoe.rollout.tasks import Prompt, Task
 from asyncmoe.rollout.turns import Place
 from asyncmoe.trajectory import Trajectory
 
 log = logging.getLogger(__name__)
 
-Episode = Callable[[Prompt, Place], Awaitable[Trajectory]]
+Members = tuple[Trajectory, ...]
+"""What one episode makes: a trajectory of each agent."""
+Episode = Callable[[Prompt, Place], Awaitable[Members]]
 _START_OVER = {"engine_died", "engine_error", "engine_timeout"}
 _ATTEMPTS = 3
 _HOPELESS = 64
@@ -45,7 +46,7 @@ class _Flight:
     prompt: Prompt
     state: Gathering
     tasks: set[asyncio.Task[None]] = field(default_factory=set)
-    ended: asyncio.Queue[tuple[Place, Trajectory | TrajectoryRejected]] = field(default_factory=asyncio.Queue)
+    ended: asyncio.Queue[tuple[Place, Members | TrajectoryRejected]] = field(default_factory=asyncio.Queue)
 
     async def stop(self) -> None:
         """Cancel the members that still run, and wait until they have ended."""
@@ -60,7 +61,7 @@ class Producer:
     """Fills the queue.
 
     Args:
-        episode: generates and scores one response.
+        episode: runs and scores one episode.
         group_size: responses to each prompt.
         first_group: number of the first group; the same number asks the same question.
         oversample: further responses to each prompt; the first `group_size` that finish make the group, the others are cancelled and
@@ -118,19 +119,19 @@ class Producer:
 
     async def _member(self, flight: _Flight, place: Place) -> None:
         try:
-            outcome: Trajectory | TrajectoryRejected = await self._episode(flight.prompt, place)
+            outcome: Members | TrajectoryRejected = await self._episode(flight.prompt, place)
         except TrajectoryRejected as rejected:
             outcome = rejected
         flight.ended.put_nowait((place, outcome))
 
     async def _group(self, flight: _Flight) -> None:
         try:
-            members = await self._members(flight)
-            if self._filter_equal and all_equal([member.reward for member in members]):
+            trajectories = [trajectory for episode in await self._episodes(flight) for trajectory in episode]
+            if self._filter_equal and nothing_to_learn(trajectories):
                 self._queue.discarded(self._size, "equal_rewards")
                 self._note_equal()
             else:
-                await self._queue.put_group(members)
+                await self._queue.put_group(trajectories)
                 self._equal_in_a_row = 0
         except TrajectoryRejected as rejected:
             self._queue.rejected(flight.state.places, rejected.reason, flight.state.spare)
@@ -138,9 +139,9 @@ class Producer:
         else:
             self._in_a_row = 0
 
-    async def _members(self, flight: _Flight) -> list[Trajectory]:
+    async def _episodes(self, flight: _Flight) -> list[Members]:
         """The group, once it is whole. TrajectoryRejected: it has fallen."""
-        finished: list[Trajectory] = []
+        finished: list[Members] = []
         try:
             while not flight.state.whole:
                 place, outcome = await flight.ended.get()
@@ -155,7 +156,7 @@ class Producer:
         if flight.state.spare:
             self._queue.spared(flight.state.spare)
             flight.state = flight.state.close()
-        return sorted(finished, key=lambda trajectory: trajectory.episode)
+        return sorted(finished, key=lambda episode: episode[0].episode)
 
     def _failed(self, flight: _Flight, place: Place, rejected: TrajectoryRejected) -> None:
         """Count a member that failed, and start over what is to be. Raises `rejected` when the group falls with it."""
@@ -190,7 +191,17 @@ class Producer:
             )
 
 
-async def demonstrate(queue: BoundedQueue, task: Task, first: int, total: int) -> None:
+def nothing_to_learn(trajectories: Sequence[Trajectory]) -> bool:
+    """Whether every agent's rewards are all equal within a group."""
+    agents = {trajectory.agent for trajectory in trajectories}
+    return all(all_equal([t.reward for t in trajectories if t.agent == agent]) for agent in agents)
+
+
+Demonstrate = Callable[[int], Awaitable[Members]]
+"""The demonstration of this number."""
+
+
+async def demonstrate(queue: BoundedQueue, made: Demonstrate, first: int, total: int) -> None:
     """Fill the warm-up lane with demonstrations `first` to `total` (exclusive), waiting whenever it is full."""
     for index in range(first, total):
-        await queue.put_demonstrations([episode.demonstration(index, task.demonstration(index))])
+        await queue.put_demonstrations(await made(index))

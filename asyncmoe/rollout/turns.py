@@ -22,9 +22,9 @@ class Place:
     episode: int
     attempt: int
 
-    @property
-    def key(self) -> str:
-        return f"g{self.group}.e{self.episode}.a0.t{self.attempt}"
+    def key(self, agent: int = 0) -> str:
+        """The name of one agent's trajectory."""
+        return f"g{self.group}.e{self.episode}.a{agent}.t{self.attempt}"
 
 
 @dataclass(frozen=True)
@@ -50,8 +50,10 @@ def held(turns: Sequence[Turn]) -> int:
     return max(sum(map(len, turns)) - 1, 0)
 
 
-def assemble(turns: Sequence[Turn], place: Place, recording: Recording, reward: float, seconds: dict[str, float]) -> Trajectory:
-    """The record of an episode; each turn's request asked for routes from `held` of the turns before it on.
+def assemble(
+    turns: Sequence[Turn], place: Place, recording: Recording, reward: float, seconds: dict[str, float], agent: int = 0
+) -> Trajectory:
+    """The record of one agent's part in an episode; each turn's request asked for routes from `held` of the turns before it on.
 
     `prefix_version` is the salt of all turns when each one's first token was sampled by that version too. Everything in the prefix cache
     under that salt was then computed by it: requests carry the salt only while the version is served, so whatever a later version computed
@@ -61,13 +63,14 @@ def assemble(turns: Sequence[Turn], place: Place, recording: Recording, reward: 
         TrajectoryRejected: "bad_version": a span's version is not one of ours; or see `routed_experts`, `encode_routes` and
             `sampling_masks`.
     """
-    key = place.key
+    key = place.key(agent)
     versions = [_versions(turn, key) for turn in turns]
     salts = {turn.salt for turn in turns} | {int(v[len(turn.given)]) for turn, v in zip(turns, versions, strict=True)}
     return Trajectory(
         key=key,
         group=place.group,
         episode=place.episode,
+        agent=agent,
         attempt=place.attempt,
         tokens=np.array([token for turn in turns for token in (*turn.given, *turn.generation.tokens)], dtype=np.int32),
         loss_mask=np.concatenate([np.arange(len(turn)) >= len(turn.given) for turn in turns]),

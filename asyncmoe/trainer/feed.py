@@ -92,6 +92,12 @@ def microbatches(
     ]
 
 
+def roles(items: Sequence[Item]) -> list[int]:
+    """For each trajectory of a batch, which ones it is compared with: those of the same prompt and agent have the same number."""
+    known: dict[tuple[int, int], int] = {}
+    return [known.setdefault((item.group, item.agent), len(known)) for item in items]
+
+
 def mine(update: Update, mesh: Mesh) -> list[int]:
     """Positions in the batch that this rank trains on in an update."""
     return [update.members[i] for i in update.schedule.indices(mesh.dp_rank)]

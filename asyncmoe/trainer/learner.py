@@ -87,7 +87,7 @@ class Learner:
         config, items, mesh = self._config, leased.items, self._mesh
         routing = None if self._replay is None else self._replay.routing
         advantages = objective.group_advantages(
-            [i.reward for i in items], [i.group for i in items], config.objective.advantage, [i.sampled for i in items]
+            [i.reward for i in items], feed.roles(items), config.objective.advantage, [i.sampled for i in items]
         )
         lr = optimizer.lr_at(step - config.warmup.steps, config.trainer.optimizer, config.run.steps)
 

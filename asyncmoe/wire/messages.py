@@ -151,6 +151,9 @@ class Item(Message, frozen=True):
 
     key: str
     group: int
+    episode: int
+    agent: int
+    """Responses of the same agent are compared within a group."""
     tokens: int
     sampled: int
     """Tokens with loss_mask True."""

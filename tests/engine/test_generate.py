@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,8 +15,8 @@ from asyncmoe.queue.bounded import BoundedQueue
 from asyncmoe.record import Recording
 from asyncmoe.rollout import episode, scoring
 from asyncmoe.rollout.engine_client import Sampling
+from asyncmoe.rollout.episode import Stage
 from asyncmoe.rollout.producer import Producer
-from asyncmoe.rollout.tasks import Prompt
 from asyncmoe.rollout.tasks.arithmetic import Arithmetic
 from asyncmoe.rollout.tokenizer import Tokenizer
 from asyncmoe.rollout.turns import Place
@@ -32,10 +33,12 @@ def test_log_probabilities_are_those_of_transformers(rig: Rig, model: Path, toke
     sampling = Sampling(0.7, 48, (tokenizer.eos,))
     scorer = scoring.Exact()
 
-    async def play() -> list[Trajectory]:
-        return await asyncio.gather(*(episode.run(task.prompt(g), Place(g, 0, 0), rig.pool, sampling, tokenizer, scorer) for g in range(8)))
+    stage = Stage(rig.pool, sampling, tokenizer, scorer)
 
-    for record in rig.run(play()):
+    async def play() -> list[tuple[Trajectory, ...]]:
+        return await asyncio.gather(*(episode.run(stage, task.prompt(g), Place(g, 0, 0)) for g in range(8)))
+
+    for (record,) in rig.run(play()):
         validate(record, Recording(vocabulary=tokenizer.vocabulary))
         prompt = record.tokens[~record.loss_mask].tolist()
         response = record.tokens[record.loss_mask].tolist()
@@ -86,8 +89,7 @@ def test_a_scorer_that_fails_costs_its_groups_and_nothing_else(rig: Rig, tokeniz
     task, scorer = Arithmetic(tokenizer, ("+",), 1, seed=0), scoring.load(section)
     sampling = Sampling(1.0, 4, (tokenizer.eos,))
 
-    async def play(prompt: Prompt, place: Place) -> Trajectory:
-        return await episode.run(prompt, place, rig.pool, sampling, tokenizer, scorer)
+    play = partial(episode.run, Stage(rig.pool, sampling, tokenizer, scorer))
 
     async def run() -> BoundedQueue:
         queue = BoundedQueue(capacity=32, batch=16, group_size=4, eta=1)

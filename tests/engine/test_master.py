@@ -17,6 +17,7 @@ from asyncmoe.models.make import VOCAB
 from asyncmoe.record import Recording, Routing, decode_masks
 from asyncmoe.rollout import episode, scoring
 from asyncmoe.rollout.engine_client import Sampling
+from asyncmoe.rollout.episode import Stage
 from asyncmoe.rollout.tasks.arithmetic import Arithmetic
 from asyncmoe.rollout.tokenizer import Tokenizer
 from asyncmoe.rollout.turns import Place
@@ -43,7 +44,8 @@ def recorded(rig: Rig, model: Path, tokenizer: Tokenizer, tmp_path_factory: pyte
 
     async def one(group: int) -> Trajectory:
         sampling = Sampling(TEMPERATURE, 20 + 7 * (group % 6), (tokenizer.eos,), TOP_P, TOP_K, recording=RECORDING)
-        return await episode.run(task.prompt(group), Place(group, 0, 0), rig.pool, sampling, tokenizer, scorer)
+        (record,) = await episode.run(Stage(rig.pool, sampling, tokenizer, scorer), task.prompt(group), Place(group, 0, 0))
+        return record
 
     async def play() -> list[Trajectory]:
         await rig.sender.publish(VERSION, oracle.weights)

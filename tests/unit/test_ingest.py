@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from kept_trajectory import distinct
+from test_producer import alone
 
 from asyncmoe.errors import ProtocolError
 from asyncmoe.queue.bounded import BoundedQueue
@@ -139,10 +140,10 @@ async def refusing(spoilt: Callable[[Place], Trajectory], reason: str) -> None:
     held = queue()
 
     async def play(prompt: Prompt, place: Place) -> Trajectory:
-        return spoilt(place) if place.key == BAD else record(place, answer())
+        return spoilt(place) if place.key() == BAD else record(place, answer())
 
     trained: list[int] = []
-    producing = asyncio.create_task(Producer(held, Same(), play, GROUP).run())
+    producing = asyncio.create_task(Producer(held, Same(), alone(play), GROUP).run())
     for step in range(3):
         leased = await held.lease(step, "rl", BATCH, step, 3.0)
         trained += sorted({item.group for item in leased.items})

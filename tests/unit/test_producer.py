@@ -12,6 +12,7 @@ import pytest
 from asyncmoe.errors import AsyncmoeError, EngineError, TrajectoryRejected
 from asyncmoe.queue.bounded import BoundedQueue
 from asyncmoe.record import Recording
+from asyncmoe.rollout import episode
 from asyncmoe.rollout.engine_client import Generation, Span
 from asyncmoe.rollout.producer import Producer, demonstrate
 from asyncmoe.rollout.tasks import Demonstration, Prompt
@@ -30,6 +31,15 @@ class Numbers:
 
     def demonstration(self, index: int) -> Demonstration:
         return Demonstration((index, 1, 2), (False, True, True))
+
+
+def alone(play: Callable[[Prompt, Place], Awaitable[Trajectory]]) -> Callable[[Prompt, Place], Awaitable[tuple[Trajectory, ...]]]:
+    """Episodes of a single agent."""
+
+    async def played(prompt: Prompt, place: Place) -> tuple[Trajectory, ...]:
+        return (await play(prompt, place),)
+
+    return played
 
 
 def respond(prompt: Prompt, place: Place) -> Trajectory:
@@ -54,7 +64,7 @@ def produce(
 
     async def run() -> None:
         held = made or queue()
-        producing = asyncio.create_task(Producer(held, Numbers(), play, GROUP, first).run())
+        producing = asyncio.create_task(Producer(held, Numbers(), alone(play), GROUP, first).run())
         following = asyncio.create_task(body(held))
         await asyncio.wait({producing, following}, return_when=asyncio.FIRST_COMPLETED)
         for task in (producing, following):
@@ -93,7 +103,7 @@ def test_a_rejected_response_takes_its_group_and_cancels_the_rest() -> None:
             try:
                 await asyncio.sleep(60)
             except asyncio.CancelledError:
-                cancelled.append(place.key)
+                cancelled.append(place.key())
                 raise
         return respond(prompt, place)
 
@@ -160,12 +170,15 @@ def test_no_engine_left_ends_the_run() -> None:
 
 
 def test_demonstrations_keep_the_warm_up_lane_full() -> None:
+    async def shown(index: int) -> tuple[Trajectory, ...]:
+        return (episode.demonstration(index, Numbers().demonstration(index)),)
+
     async def run() -> None:
         held = queue(demonstrations=6)
-        showing = asyncio.create_task(demonstrate(held, Numbers(), 2, 10))
+        showing = asyncio.create_task(demonstrate(held, shown, 2, 10))
         await until(lambda: held.stats().demonstrations == 6)
         leased = await held.lease(0, "warmup", 4, 0, 1.0)
-        assert [item.key for item in leased.items] == ["d2", "d3", "d4", "d5"]
+        assert [item.key for item in leased.items] == ["d2.a0", "d3.a0", "d4.a0", "d5.a0"]
         assert {item.sampled for item in leased.items} == {2}
         held.commit(0)
         await asyncio.wait_for(showing, 10)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import functools
 import gc
 import weakref
@@ -171,6 +172,23 @@ async def test_put_gives_up_when_told_to_and_stays_usable() -> None:
 
 
 @asynchronous
+async def test_episodes_of_several_agents_are_counted_once_and_leased_whole() -> None:
+    held = queue()
+    whole = [(t, agent) for number in (0, 1) for t in group(number) for agent in range(t.episode + 1)]
+    both = [dataclasses.replace(t, key=f"{t.key}.a{agent}", agent=agent) for t, agent in whole]
+    assert len(both) == 6
+    held.started(4)
+    for number in (0, 1):
+        await held.put_group([t for t in both if t.group == number])
+    assert held.stats().depth == 4
+    leased = await held.lease(0, "rl", 4, 0, 0)
+    assert [(i.group, i.episode, i.agent) for i in leased.items] == [(g, e, a) for g in (0, 1) for e in (0, 1) for a in range(e + 1)]
+    assert len(held.fetch(0, [item.key for item in leased.items])) == frames_in(6)
+    held.commit(0)
+    assert held.stats().trained == 4
+
+
+@asynchronous
 async def test_what_must_not_be_trained_does_not_get_in() -> None:
     held = await filled(group(0))
     held.started(2)
@@ -188,12 +206,12 @@ async def test_what_must_not_be_trained_does_not_get_in() -> None:
     with pytest.raises(InvariantBroken, match="put twice"):
         await held.put_group(group(0))
     with pytest.raises(InvariantBroken, match="put twice"):
-        await held.put_group([group(1)[0]] * 2)
-    with pytest.raises(InvariantBroken, match="put 1 trajectories"):
+        await held.put_group([*group(1), group(1)[0]])
+    with pytest.raises(InvariantBroken, match="put 1 episodes"):
         await held.put_group(group(1, size=1))
     with pytest.raises(InvariantBroken, match="of groups"):
         await held.put_group([group(1)[0], group(2)[1]])
-    with pytest.raises(ConfigError, match=r"queue\.capacity: got 8, expected at least a group of 10"):
+    with pytest.raises(InvariantBroken, match="put 10 episodes"):
         await held.put_group(group(1, size=10))
     assert held.ledger == before
     assert held.stats().depth == 2

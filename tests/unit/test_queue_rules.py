@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 from test_config import refused, with_value
-from test_producer import BATCH, GROUP, Numbers, respond, until
+from test_producer import BATCH, GROUP, Numbers, alone, respond, until
 from test_queue import asynchronous, filled, group
 
 from asyncmoe.errors import TrajectoryRejected
@@ -47,7 +47,7 @@ async def test_oversampling_keeps_the_first_and_counts_the_rest() -> None:
         return respond(prompt, place)
 
     held = BoundedQueue(capacity=16, batch=BATCH, group_size=GROUP, eta=0)
-    producing = asyncio.create_task(Producer(held, Numbers(), play, GROUP, oversample=2).run())
+    producing = asyncio.create_task(Producer(held, Numbers(), alone(play), GROUP, oversample=2).run())
     await until(lambda: held.stats().depth == BATCH)
     leased = await held.lease(0, "rl", BATCH, 0, 1.0)
     assert [item.key for item in leased.items if item.group == 0] == [f"g0.e{e}.a0.t0" for e in (0, 3, 4, 5)]
@@ -64,7 +64,7 @@ async def test_equal_rewards_are_left_out_and_the_prompts_go_on() -> None:
         return made
 
     held = BoundedQueue(capacity=16, batch=BATCH, group_size=GROUP, eta=0)
-    producing = asyncio.create_task(Producer(held, Numbers(), play, GROUP, filter_equal=True).run())
+    producing = asyncio.create_task(Producer(held, Numbers(), alone(play), GROUP, filter_equal=True).run())
     await until(lambda: held.stats().depth == BATCH)
     assert held.stats().dropped == {"equal_rewards": GROUP}
     assert {item.group for item in (await held.lease(0, "rl", BATCH, 0, 1.0)).items} == {1, 2}
@@ -79,7 +79,7 @@ async def test_admitted_alone_a_spoiled_response_is_started_over_alone() -> None
         return respond(prompt, place)
 
     held = BoundedQueue(capacity=16, batch=BATCH, group_size=GROUP, eta=0)
-    producing = asyncio.create_task(Producer(held, Numbers(), play, GROUP, unit="trajectory").run())
+    producing = asyncio.create_task(Producer(held, Numbers(), alone(play), GROUP, unit="trajectory").run())
     await until(lambda: held.stats().depth == BATCH)
     assert held.stats().rejected == {"engine_error": 1}
     items = (await held.lease(0, "rl", BATCH, 0, 1.0)).items

@@ -32,8 +32,8 @@ class Demonstration:
 class Task(Protocol):
     """A source of questions without end."""
 
-    def prompt(self, group: int) -> Prompt:
-        """The question that all members of group `group` answer."""
+    def prompt(self, group: int, stream: str = "prompt") -> Prompt:
+        """The question that all members of group `group` answer; other streams ask other questions under the same numbers."""
         ...
 
     def demonstration(self, index: int) -> Demonstration:

@@ -23,9 +23,9 @@ class Arithmetic:
         self._tokenizer, self._operations, self._below = tokenizer, tuple(operations), 10**difficulty
         self._seed, self._wrong_share = seed, wrong_share
 
-    def prompt(self, group: int) -> Prompt:
+    def prompt(self, group: int, stream: str = "prompt") -> Prompt:
         """The question of group `group`."""
-        question, answer = self._draw(Random(f"{self._seed} prompt {group}"))
+        question, answer = self._draw(Random(f"{self._seed} {stream} {group}"))
         return Prompt(question, self._tokenizer.encode(question), str(answer))
 
     def demonstration(self, index: int) -> Demonstration:

@@ -43,9 +43,9 @@ class JsonlTask:
         # A tokenizer that cannot do it is found out now, not in the middle of the run.
         self._tokens(self._rows[0].question)
 
-    def prompt(self, group: int) -> Prompt:
+    def prompt(self, group: int, stream: str = "prompt") -> Prompt:
         """The question of group `group`."""
-        row = self._row("prompt", group)
+        row = self._row(stream, group)
         return Prompt(row.question, self._tokens(row.question), row.reference)
 
     def demonstration(self, index: int) -> Demonstration:

@@ -1,0 +1,276 @@
+"""What an environment may do, and what becomes of an episode in which something goes wrong."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+
+from asyncmoe.config.generation import MadeModel
+from asyncmoe.errors import TrajectoryRejected
+from asyncmoe.models.make import make_model
+from asyncmoe.record import Recording
+from asyncmoe.rollout import episode
+from asyncmoe.rollout.engine_client import Generation, Sampling, Span
+from asyncmoe.rollout.environment import Agent, Bounds, Environment, Episode
+from asyncmoe.rollout.episode import Stage, Teaching
+from asyncmoe.rollout.pool import Answer
+from asyncmoe.rollout.scoring import Exact
+from asyncmoe.rollout.tasks import Prompt
+from asyncmoe.rollout.tokenizer import Tokenizer
+from asyncmoe.rollout.turns import Place
+from asyncmoe.trajectory import NOT_SAMPLED, Trajectory
+from asyncmoe.validity import validate
+
+BOUNDS = Bounds(turns=4, tokens=64, agents=3)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    path: Path = tmp_path_factory.mktemp("environment") / "tiny"
+    make_model(path, MadeModel(), seed=0)
+    return Tokenizer(path)
+
+
+class Echo:
+    """A pool whose engines say the last `size` tokens of what they are given."""
+
+    lost_tokens = recomputed_tokens = 0
+
+    def __init__(self, size: int = 3) -> None:
+        self.size = size
+        self.asked: list[tuple[int, ...]] = []
+
+    async def generate(self, tokens: Sequence[int], sampling: Sampling, held: int = 0, **_: object) -> Answer:
+        self.asked.append(tuple(tokens))
+        await asyncio.sleep(0)
+        said = tuple(tokens[-min(self.size, sampling.max_new_tokens) :])
+        version = str(len(self.asked))
+        return Answer(Generation(said, (-0.5,) * len(said), (Span(version, 0, len(said)),), "stop", 0), 1)
+
+
+def play(environment: Environment, tokenizer: Tokenizer, pool: Any = None, timeout_s: float = 5.0) -> tuple[Trajectory, ...]:
+    stage = Stage(pool or Echo(), Sampling(1.0, 8, (2,)), tokenizer, Exact(), environment, BOUNDS, timeout_s, seed=3)
+    return asyncio.run(episode.run(stage, Prompt("1+1=", tokenizer.encode("1+1="), "+1="), Place(5, 2, 1)))
+
+
+def reason(environment: Environment, tokenizer: Tokenizer, timeout_s: float = 5.0) -> str:
+    with pytest.raises(TrajectoryRejected) as refused:
+        play(environment, tokenizer, timeout_s=timeout_s)
+    return refused.value.reason
+
+
+class Tool:
+    """Two responses, an observation between them."""
+
+    async def run(self, episode: Episode) -> float:
+        agent = episode.agent()
+        agent.see(episode.prompt.tokens)
+        first = await agent.respond()
+        assert first.text == "+1="
+        agent.see("<2>")
+        await agent.respond()
+        agent.see("a last observation that nobody answers")
+        return 0.5
+
+
+def test_what_was_sampled_is_never_encoded_again_and_what_was_given_is_not_trained(tokenizer: Tokenizer) -> None:
+    pool = Echo()
+    (made,) = play(Tool(), tokenizer, pool)
+    text = "1+1=+1=<2><2>"
+    assert tuple(made.tokens) == tokenizer.encode(text)
+    assert pool.asked == [tokenizer.encode("1+1="), tokenizer.encode("1+1=+1=<2>")]
+    assert made.loss_mask.tolist() == [False] * 4 + [True] * 3 + [False] * 3 + [True] * 3
+    assert made.versions.tolist() == [NOT_SAMPLED] * 4 + [1] * 3 + [NOT_SAMPLED] * 3 + [2] * 3
+    assert (made.key, made.reward, made.agent) == ("g5.e2.a0.t1", 0.5, 0)
+    validate(made, Recording(vocabulary=tokenizer.vocabulary))
+
+
+class Two:
+    """Two agents; only the first hears the prompt."""
+
+    def __init__(self, rewards: float | Mapping[str, float] | None) -> None:
+        self.rewards = rewards
+
+    async def run(self, episode: Episode) -> float | Mapping[str, float] | None:
+        solver, checker, silent = (episode.agent(name) for name in ("solver", "checker", "silent"))
+        solver.see(episode.prompt.tokens)
+        checker.see("right?")
+        silent.see("never asked")
+        await asyncio.gather(solver.respond(), checker.respond())
+        return self.rewards
+
+
+def test_every_agent_that_spoke_becomes_a_trajectory_of_its_own(tokenizer: Tokenizer) -> None:
+    solver, checker = play(Two({"solver": 1.0, "checker": -1.0}), tokenizer)
+    assert [(t.key, t.agent, t.reward) for t in (solver, checker)] == [("g5.e2.a0.t1", 0, 1.0), ("g5.e2.a1.t1", 1, -1.0)]
+    assert tokenizer.decode(solver.tokens.tolist()) == "1+1=+1="
+    assert tokenizer.decode(checker.tokens.tolist()) == "right?ht?"
+    assert {t.reward for t in play(Two(0.25), tokenizer)} == {0.25}
+    # The configured scorer: the solver's response is the answer.
+    assert [t.reward for t in play(Two(None), tokenizer)] == [1.0, 0.0]
+
+
+@pytest.mark.parametrize("rewards", [{"solver": 1.0}, {"solver": 1.0, "checker": 0.0, "silent": 0.0}, {}, {0: 1.0, 1: 0.0}])
+def test_rewards_of_other_agents_are_refused(rewards: Any, tokenizer: Tokenizer) -> None:
+    assert reason(Two(rewards), tokenizer) == "environment_error"
+
+
+@pytest.mark.parametrize("rewards", [float("nan"), float("inf"), "1", {"solver": 1.0, "checker": float("nan")}, [1.0]])
+def test_rewards_that_are_no_numbers_are_refused(rewards: Any, tokenizer: Tokenizer) -> None:
+    assert reason(Two(rewards), tokenizer) == "bad_reward"
+
+
+class Raises:
+    async def run(self, episode: Episode) -> float:
+        raise KeyError("mine")
+
+
+class Hangs:
+    async def run(self, episode: Episode) -> float:
+        await asyncio.sleep(60)
+        return 0.0
+
+
+class Mute:
+    async def run(self, episode: Episode) -> float:
+        episode.agent().see("x")
+        return 1.0
+
+
+class TimesOutItself:
+    async def run(self, episode: Episode) -> float:
+        raise TimeoutError
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        (Raises(), "environment_error"),
+        (TimesOutItself(), "environment_error"),
+        (Hangs(), "environment_timeout"),
+        (Mute(), "empty_response"),
+    ],
+)
+def test_an_environment_that_fails_ends_its_episode_under_a_reason(environment: Environment, expected: str, tokenizer: Tokenizer) -> None:
+    assert reason(environment, tokenizer, timeout_s=0.2) == expected
+
+
+class Misuses:
+    """Does one thing wrong and swallows what it is told."""
+
+    def __init__(self, what: str) -> None:
+        self.what = what
+
+    async def run(self, episode: Episode) -> float:
+        agent = episode.agent()
+        with suppress(TrajectoryRejected):
+            await getattr(self, self.what)(episode, agent)
+        return 1.0
+
+    async def unknown_token(self, episode: Episode, agent: Agent) -> None:
+        agent.see([1, 1 << 20])
+        await agent.respond()
+
+    async def negative_token(self, episode: Episode, agent: Agent) -> None:
+        agent.see([-1])
+        await agent.respond()
+
+    async def nothing_seen(self, episode: Episode, agent: Agent) -> None:
+        await agent.respond()
+
+    async def twice_at_once(self, episode: Episode, agent: Agent) -> None:
+        agent.see("x")
+        await asyncio.gather(agent.respond(), agent.respond())
+
+    async def without_end(self, episode: Episode, agent: Agent) -> None:
+        while True:
+            agent.see("x")
+            await agent.respond()
+
+    async def flood(self, episode: Episode, agent: Agent) -> None:
+        agent.see("x" * 1000)
+        await agent.respond()
+
+    async def crowd(self, episode: Episode, agent: Agent) -> None:
+        for number in range(100):
+            episode.agent(str(number))
+
+    async def credit_before(self, episode: Episode, agent: Agent) -> None:
+        agent.credit(1.0)
+
+    async def leaves_early(self, episode: Episode, agent: Agent) -> None:
+        agent.see("x")
+        asyncio.get_running_loop().create_task(agent.respond())
+        await asyncio.sleep(0)
+
+    async def no_tokens(self, episode: Episode, agent: Agent) -> None:
+        agent.see("x")
+        await agent.respond(max_new_tokens=0)
+
+
+@pytest.mark.parametrize(
+    ("what", "expected"),
+    [
+        ("unknown_token", "token_out_of_vocabulary"),
+        ("negative_token", "token_out_of_vocabulary"),
+        ("nothing_seen", "environment_error"),
+        ("twice_at_once", "environment_error"),
+        ("without_end", "episode_too_long"),
+        ("flood", "episode_too_long"),
+        ("crowd", "episode_too_long"),
+        ("credit_before", "environment_error"),
+        ("leaves_early", "environment_error"),
+        ("no_tokens", "environment_error"),
+    ],
+)
+def test_an_environment_cannot_hide_that_an_agent_failed(what: str, expected: str, tokenizer: Tokenizer) -> None:
+    assert reason(Misuses(what), tokenizer) == expected
+
+
+def test_a_response_fits_into_what_is_left_of_the_conversation(tokenizer: Tokenizer) -> None:
+    class Fills:
+        async def run(self, episode: Episode) -> float:
+            agent = episode.agent()
+            agent.see("x" * 62)
+            await agent.respond()
+            return 0.0
+
+    (made,) = play(Fills(), tokenizer, Echo(8))
+    assert len(made) == BOUNDS.tokens
+
+
+class Draws:
+    """An environment with chance in it, and a teacher."""
+
+    async def run(self, episode: Episode) -> float:
+        agent = episode.agent()
+        agent.see(f"{episode.random.randrange(10**6)};")
+        await agent.respond()
+        agent.see("then ")
+        await agent.respond()
+        return 1.0
+
+    def demonstrate(self, agent: Agent, episode: Episode) -> str:
+        return f"turn {len(agent.turns)}"
+
+
+def test_chance_depends_on_the_seed_and_the_place_alone(tokenizer: Tokenizer) -> None:
+    (one,), (again,) = play(Draws(), tokenizer), play(Draws(), tokenizer)
+    assert one.tokens.tolist() == again.tokens.tolist()
+    expected = Random("3 episode 5 2 1").randrange(10**6)
+    assert tokenizer.decode(one.tokens.tolist()).startswith(f"{expected};")
+
+
+def test_a_teacher_goes_through_the_same_environment(tokenizer: Tokenizer) -> None:
+    teaching = Teaching(Draws(), Draws(), tokenizer, tokenizer.eos, BOUNDS, seed=3)
+    (shown,) = asyncio.run(teaching.episode(4, Prompt("", (), "")))
+    said = [token for token, learnt in zip(shown.tokens.tolist(), shown.loss_mask.tolist(), strict=True) if learnt]
+    assert said == [*tokenizer.encode("turn 0"), tokenizer.eos, *tokenizer.encode("turn 1"), tokenizer.eos]
+    assert "then " in tokenizer.decode(shown.tokens.tolist())
+    validate(shown, Recording(vocabulary=tokenizer.vocabulary))

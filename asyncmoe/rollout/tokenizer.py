@@ -65,7 +65,7 @@ class Tokenizer:
         whole = self._render([*asked, *answers], add_generation_prompt=True)
         known = before[: before.index(_SAID) + len(_SAID)]
         if not whole.startswith(known):
-            raise DataError("chat template", got="one that renders a turn in another way when tools answer it", expected="one that adds to it")
+            raise DataError("chat template", got="one that changes a turn when tools answer it", expected="one that adds to it")
         end = str(self._tokenizer.eos_token)
         return self.encode(whole[len(known) :].removeprefix(end))
 

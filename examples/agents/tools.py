@@ -24,4 +24,4 @@ class SumsWithTools(WithTools):
         question = episode.prompt.text.rstrip("=")
         if episode.random.random() < self._careless:
             return str(episode.random.randrange(200))
-        return episode.random.choice((f"[{question}]", f"[python: print({question})]"))
+        return f"[python: print({question})]" if episode.random.random() < 0.2 else f"[{question}]"

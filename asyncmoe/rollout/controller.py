@@ -102,7 +102,15 @@ class Controller:
             min_p=rollout.min_p,
             recording=self._recording,
         )
-        self._pool = Pool(engines, rollout.max_concurrent, rollout.request_timeout_s, recorder.generated)
+        self._pool = Pool(
+            engines,
+            rollout.max_concurrent,
+            rollout.request_timeout_s,
+            recorder.generated,
+            balance=rollout.balance,
+            slack=rollout.affinity_slack,
+            order=rollout.order,
+        )
         limits = environments.bounds(config)
         self._stage = Stage(
             self._pool,

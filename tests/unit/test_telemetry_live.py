@@ -11,7 +11,7 @@ from urllib.request import urlopen
 
 import pytest
 from rich.console import Console
-from telemetry_runs import START, write_run
+from telemetry_runs import START, evaluation, write_run
 
 from asyncmoe.config import Config, parse
 from asyncmoe.errors import ConfigError
@@ -225,7 +225,11 @@ def test_prometheus_serves_the_newest_numbers() -> None:
     try:
         sink.feed([Step(step=3, phase="rl", time=1.0, reward_mean=0.25, ages={0: 5, 1: 2})])
         sink.feed(
-            [Step(step=4, phase="rl", time=2.0, reward_mean=0.5, ages={1: 7}), Rollout(time=2.0, engine_busy_share={"engine.0": 0.9})]
+            [
+                Step(step=4, phase="rl", time=2.0, reward_mean=0.5, ages={1: 7}),
+                Rollout(time=2.0, engine_busy_share={"engine.0": 0.9}),
+                evaluation(3, 0.75),
+            ]
         )
         with urlopen(f"http://127.0.0.1:{sink.port}/metrics", timeout=10) as answer:
             lines = answer.read().decode().splitlines()
@@ -234,7 +238,12 @@ def test_prometheus_serves_the_newest_numbers() -> None:
     finally:
         sink.close()
     shown = [text for text in lines if not text.startswith("#")]
-    for expected in ("asyncmoe_step 4.0", "asyncmoe_step_reward_mean 0.5", 'asyncmoe_step_ages{age="1"} 7.0'):
+    for expected in (
+        "asyncmoe_step 4.0",
+        "asyncmoe_step_reward_mean 0.5",
+        "asyncmoe_evaluation_reward_mean 0.75",
+        'asyncmoe_step_ages{age="1"} 7.0',
+    ):
         assert expected in shown
     assert 'asyncmoe_rollout_engine_busy_share{engine="engine.0"} 0.9' in shown
     assert not [text for text in shown if 'age="0"' in text]
@@ -255,15 +264,16 @@ def test_tensorboard_forgets_superseded_steps(tmp_path: Path) -> None:
         return [Step(step=n, phase="rl", time=START + n, reward_mean=reward, ages={0: n}) for n in numbers]
 
     sink = TensorBoard(tmp_path)
-    sink.feed([Rollout(time=START, queue_depth=1)])
+    sink.feed([Rollout(time=START, queue_depth=1), evaluation(0, 0.125), evaluation(4, 0.25)])
     sink.feed(steps(0.25, 1, 2, 3, 4))
     sink.feed([Rollout(time=START + 4, queue_depth=9)])
     sink.close()
     sink = TensorBoard(tmp_path)
-    sink.feed([Resume(2), *steps(0.5, 3)])
+    sink.feed([Resume(2), *steps(0.5, 3), evaluation(4, 0.75)])
     sink.feed(steps(0.75, 4))
     sink.close()
     assert _scalars(tmp_path, "rl/reward_mean") == [(1, 0.25), (2, 0.25), (3, 0.5), (4, 0.75)]
+    assert _scalars(tmp_path, "evaluation/reward_mean") == [(0, 0.125), (4, 0.75)]
     assert _scalars(tmp_path, "rl/ages/0") == [(1, 1), (2, 2), (3, 3), (4, 4)]
 
 

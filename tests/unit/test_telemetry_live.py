@@ -22,7 +22,7 @@ from asyncmoe.telemetry.live import LiveView
 from asyncmoe.telemetry.prometheus import Prometheus
 from asyncmoe.telemetry.records import read_steps
 from asyncmoe.telemetry.schema import METRICS, Resume, Rollout, Step
-from asyncmoe.telemetry.screen import View, heading, line, panel, remaining_seconds
+from asyncmoe.telemetry.screen import View, evaluated, heading, line, panel, remaining_seconds
 from asyncmoe.telemetry.tensorboard import TensorBoard
 from asyncmoe.telemetry.words import bar, bars, duration, number, percent
 
@@ -55,8 +55,14 @@ def test_without_a_terminal_each_new_step_is_one_line(tmp_path: Path) -> None:
         view.refresh()
         view.say("[bold] stopping")
     lines = out.getvalue().splitlines()
-    assert [text.split("  ")[0] for text in lines] == ["step 2/10", "step 3/10", "[bold] stopping"]
+    assert [text.split("  ")[0] for text in lines] == [
+        "step 2/10",
+        "step 3/10",
+        "evaluated version 3",
+        "[bold] stopping",
+    ]
     assert "reward" in lines[0]
+    assert lines[2] == "evaluated version 3   reward 0.21 ± 0.05   25 % failed"
 
 
 def test_on_a_terminal_a_panel_is_drawn(tmp_path: Path) -> None:
@@ -67,6 +73,7 @@ def test_on_a_terminal_a_panel_is_drawn(tmp_path: Path) -> None:
         write_run(tmp_path / "later", warmup=2, rl=4)
         view.refresh()
         assert "step 4 of 10" in out.getvalue()
+        assert "version 2   reward 0.2 ± 0.05   25 % failed" in out.getvalue()
         assert "trainer" in out.getvalue()
 
 
@@ -119,6 +126,11 @@ def test_unmeasured_values_are_left_out_of_a_line() -> None:
 
 
 # ---------------------------------------------------------------- gauges and advice
+
+
+def test_an_evaluation_in_words() -> None:
+    assert evaluated(evaluation(7, 0.5, reward_stderr=None, failed_share=0.0)) == "version 7   reward 0.5"
+    assert evaluated(evaluation(7, None, reward_stderr=None, failed_share=1.0)) == "version 7   reward –   100 % failed"
 
 
 def test_gauges_by_hand() -> None:

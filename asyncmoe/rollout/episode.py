@@ -69,7 +69,8 @@ async def run(stage: Stage, prompt: Prompt, place: Place) -> tuple[Trajectory, .
     begin = time.perf_counter()
 
     async def speak(agent: Agent, given: tuple[int, ...], sampling: Sampling) -> list[Turn]:
-        request = Request(f"{stage.stream} {place.group}", continues=any(other.turns for other in made.agents.values()))
+        prompt, running = f"{stage.stream} {place.group}", any(other.turns for other in made.agents.values())
+        request = Request(prompt, continues=running, conversation=f"{stage.stream} {place.key(agent.number)}")
         return await respond(stage.pool, given, agent.turns, sampling, stage.interruption, request)
 
     random = Random(f"{stage.seed} {stage.stream} {place.group} {place.episode} {place.attempt}")

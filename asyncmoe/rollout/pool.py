@@ -23,7 +23,7 @@ from asyncmoe.config.generation import Balance, Order
 from asyncmoe.errors import EngineError, TrajectoryRejected, WaitTimeout
 from asyncmoe.rollout.engine_client import ABORTED, EngineClient, EngineLost, Generation, Sampling
 from asyncmoe.rollout.gate import Gate
-from asyncmoe.rollout.scheduling import UNKNOWN, Lengths, Request, Waiting, choose
+from asyncmoe.rollout.scheduling import UNKNOWN, Homes, Lengths, Request, Waiting, choose
 
 log = logging.getLogger(__name__)
 _WATCH_S = 0.5
@@ -102,7 +102,7 @@ class Pool:
         self.generated_tokens = self.lost_tokens = self.recomputed_tokens = 0
         self._timeout_s, self._record = timeout_s, record
         self._balance, self._slack = balance, slack
-        self._lengths = Lengths()
+        self._lengths, self._homes = Lengths(), Homes()
         self._gate = Gate(limit, Waiting(order, _PATIENCE * limit, self._lengths))
 
     @property
@@ -127,7 +127,9 @@ class Pool:
             EngineError: no engine is left.
         """
         async with self._gate.place(request):
-            answer = await self._ask(self._choose(request), tokens, sampling, held)
+            member = self._choose(request)
+            answer = await self._ask(member, tokens, sampling, held)
+        self._homes.note(request.conversation, member.engine.name)
         if answer.generation.finish != ABORTED:
             self._lengths.note(request.prompt, request.sampled + len(answer.generation.tokens))
         return answer
@@ -199,7 +201,7 @@ class Pool:
     def _choose(self, request: Request) -> Member:
         members = {member.engine.name: member for member in self._any()}
         loads = {name: member.in_flight for name, member in members.items()}
-        return members[choose(loads, request.prompt, self._balance, self._slack)]
+        return members[choose(loads, request.prompt, self._balance, self._slack, self._homes.of(request.conversation))]
 
     def _any(self) -> list[Member]:
         serving = self.serving

@@ -5,8 +5,8 @@ that the tail of an episode never waits for the head of another; among new ones 
 for, because a long response that starts last is what everyone waits for at the end (longest processing time first; Graham, 1969). Nobody
 starves: a request is overtaken at most `patience` times.
 
-Engine (`choose`): the one with the fewest requests, or, so that prefixes are found in an engine's cache, the same for all requests of a
-prompt as long as it is not much busier than the others.
+Engine (`choose`): the one with the fewest requests, or, so that prefixes are found in an engine's cache, the one that has the
+conversation so far, else the same for all requests of a prompt, as long as it is not much busier than the others.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from asyncmoe.config.generation import Balance, Order
 
 KEPT_PROMPTS = 1024
 """Prompts whose lengths `Lengths` remembers: the most recent ones."""
+KEPT_CONVERSATIONS = 65536
+"""Conversations whose engine `Homes` remembers: the most recent ones."""
 
 
 @dataclass(frozen=True)
@@ -30,35 +32,60 @@ class Request:
         prompt: names the prompt of its episode; requests of the same one share a prefix, and have similar lengths.
         continues: it goes on with an episode that has been at an engine before.
         sampled: tokens of the same response that earlier requests made.
+        conversation: names what it goes on with, or begins: one agent's part in an episode. "": none.
     """
 
     prompt: str = ""
     continues: bool = False
     sampled: int = 0
+    conversation: str = ""
 
 
 UNKNOWN = Request()
 
 
-def choose(loads: Mapping[str, int], prompt: str, balance: Balance, slack: int) -> str:
+def choose(loads: Mapping[str, int], prompt: str, balance: Balance, slack: int, last: str = "") -> str:
     """The engine a request goes to.
 
     `prefix_affine` is rendezvous hashing (Thaler and Ravishankar, 1998) with bounded loads: each prompt has its own order of the engines,
     and the request goes to the first in it that has at most `slack` requests more than the least loaded. When an engine leaves, only the
-    prompts that were at it move, and what is too much for one engine overflows to the same other one.
+    prompts that were at it move, and what is too much for one engine overflows to the same other one. The engine that answered the
+    conversation last, which holds more of its prefix than any other, goes before all of that order.
 
     Args:
         loads: requests in flight by engine; not empty.
         prompt: "" has no affinity.
+        last: the engine that answered the conversation last; "" or one that is gone: none.
     """
     least = min(loads.values())
     if balance == "least_loaded" or not prompt:
         return next(name for name, load in loads.items() if load == least)
-    return max((name for name, load in loads.items() if load <= least + slack), key=lambda name: _weight(name, prompt))
+    free = [name for name, load in loads.items() if load <= least + slack]
+    return last if last in free else max(free, key=lambda name: _weight(name, prompt))
 
 
 def _weight(name: str, prompt: str) -> bytes:
     return blake2b(f"{name}\0{prompt}".encode(), digest_size=8).digest()
+
+
+class Homes:
+    """Which engine answered each conversation last, for the most recent `KEPT_CONVERSATIONS`."""
+
+    def __init__(self) -> None:
+        self._engines: OrderedDict[str, str] = OrderedDict()
+
+    def note(self, conversation: str, engine: str) -> None:
+        """`engine` has answered `conversation`."""
+        if not conversation:
+            return
+        self._engines[conversation] = engine
+        self._engines.move_to_end(conversation)
+        if len(self._engines) > KEPT_CONVERSATIONS:
+            self._engines.popitem(last=False)
+
+    def of(self, conversation: str) -> str:
+        """Its name, or ""."""
+        return self._engines.get(conversation, "")
 
 
 class Lengths:

@@ -16,7 +16,7 @@ from asyncmoe.errors import EngineError
 from asyncmoe.rollout.engine_client import ABORTED, EngineLost, Generation, Sampling, Span
 from asyncmoe.rollout.gate import Gate
 from asyncmoe.rollout.pool import Pool
-from asyncmoe.rollout.scheduling import KEPT_PROMPTS, Lengths, Request, Waiting, choose
+from asyncmoe.rollout.scheduling import KEPT_CONVERSATIONS, KEPT_PROMPTS, Homes, Lengths, Request, Waiting, choose
 
 LOADS = st.dictionaries(st.sampled_from([f"engine.{i}" for i in range(8)]), st.integers(0, 20), min_size=1)
 ORDERS = st.sampled_from(["fifo", "longest_first"])
@@ -35,8 +35,9 @@ def known() -> Lengths:
 @given(loads=LOADS, prompt=st.text(max_size=4), slack=st.integers(0, 8))
 def test_an_engine_is_never_given_more_than_the_slack_allows(loads: dict[str, int], prompt: str, slack: int) -> None:
     least = min(loads.values())
-    assert loads[choose(loads, prompt, "least_loaded", slack)] == least
-    assert loads[choose(loads, prompt, "prefix_affine", slack)] <= least + (slack if prompt else 0)
+    for last in ("", *loads, "engine.gone"):
+        assert loads[choose(loads, prompt, "least_loaded", slack, last)] == least
+        assert loads[choose(loads, prompt, "prefix_affine", slack, last)] <= least + (slack if prompt else 0)
 
 
 @given(loads=LOADS, prompt=st.text(min_size=1, max_size=4), slack=st.integers(0, 8))
@@ -263,6 +264,43 @@ def test_a_group_stays_at_one_engine_and_outlives_it() -> None:
         assert [member.in_flight for member in pool.members] == [0, 0, 0]
 
     asyncio.run(run())
+
+
+def test_a_conversation_goes_on_where_it_is_also_when_it_began_elsewhere_than_its_group() -> None:
+    async def run() -> None:
+        pool, servers = made(2, balance="prefix_affine", slack=2)
+
+        def begin(episode: int, turn: int) -> asyncio.Task[Any]:
+            request = Request("episode 5", turn > 0, conversation=f"{episode}")
+            return asyncio.create_task(pool.generate((episode, turn), Sampling(1.0, 100, ()), request=request))
+
+        first = [begin(episode, 0) for episode in range(6)]
+        await settle()
+        at = {episode: i for i, server in enumerate(servers) for episode, _ in server.client.asked}
+        assert sorted(Counter(at.values()).values()) == [2, 4]
+        for server in servers:
+            for _ in server.client.asked:
+                server.client.answers.put_nowait((3, "stop"))
+        await asyncio.gather(*first)
+        second = [begin(episode, 1) for episode in sorted(at, key=lambda episode: (at[episode] == at[0], episode))]
+        await settle()
+        assert {episode: i for i, server in enumerate(servers) for episode, turn in server.client.asked if turn} == at
+        for task in second:
+            task.cancel()
+        await asyncio.gather(*second, return_exceptions=True)
+
+    asyncio.run(run())
+
+
+def test_only_the_most_recent_conversations_are_remembered() -> None:
+    homes = Homes()
+    for conversation in ("", "a", "b"):
+        homes.note(conversation, "engine.0")
+    for i in range(KEPT_CONVERSATIONS - 2):
+        homes.note(f"later {i}", "engine.1")
+    homes.note("a", "engine.2")
+    homes.note("one more", "engine.1")
+    assert (homes.of(""), homes.of("a"), homes.of("b"), homes.of("later 0")) == ("", "engine.2", "", "engine.1")
 
 
 def test_responses_an_update_cut_short_go_on_before_new_ones_begin() -> None:

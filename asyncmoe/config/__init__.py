@@ -18,6 +18,7 @@ from asyncmoe.config.environment import EnvironmentSection
 from asyncmoe.config.fields import NonNegative, Positive, Section, Switch
 from asyncmoe.config.generation import EngineSection, KeepSection, ModelSection, QueueSection, RolloutSection, TaskSection
 from asyncmoe.config.objective import ObjectiveSection
+from asyncmoe.config.scoring import ScoringSection
 from asyncmoe.config.training import SyncSection, TrainerSection, VerifySection, WarmupSection
 from asyncmoe.errors import ConfigError
 
@@ -55,6 +56,7 @@ class Config(Section):
     model: ModelSection
     task: TaskSection
     environment: EnvironmentSection = EnvironmentSection()
+    scoring: ScoringSection = ScoringSection()
     rollout: RolloutSection = RolloutSection()
     keep: KeepSection = KeepSection()
     engines: EngineSection = EngineSection()

@@ -50,7 +50,8 @@ def run(config: Config, run_dir: Path) -> None:
         AsyncmoeError: what else ended the run early.
     """
     tokenizer = Tokenizer(config.model.path)
-    task, scorer, environment = tasks.load(config, tokenizer), scoring.load(config.task), environments.load(config)
+    task, environment = tasks.load(config, tokenizer), environments.load(config)
+    scorer = scoring.load(config.scoring, config.task, tokenizer.decode, config.run.seed)
     asyncio.run(_serve(config, run_dir, tokenizer, task, scorer, environment))
 
 
@@ -208,6 +209,7 @@ class Controller:
             oversample=rollout.oversample,
             filter_equal=rollout.filter_equal,
             unit=config.queue.admission,
+            start_over=config.scoring.start_over,
         ).run()
 
     async def _demonstration(self, index: int) -> tuple[Trajectory, ...]:

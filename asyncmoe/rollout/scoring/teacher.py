@@ -66,7 +66,9 @@ def read(body: object, sample: Sample) -> Score:
         entries = msgspec.json.decode(cast(bytes, body), type=_Read).meta_info.input_token_logprobs
     except (msgspec.DecodeError, RecursionError) as error:
         raise TrajectoryRejected(GARBAGE, f"the teacher's answer: {error}") from error
-    if tuple(token for _, token, _ in entries) != sample.tokens:
+    # SGLang shows the last id of its vocabulary as 0 (`_process_input_token_logprobs`, logprob_result_processor.py).
+    shown = tuple(token or sent for (_, token, _), sent in zip(entries, sample.tokens, strict=False))
+    if len(entries) != len(sample.tokens) or shown != sample.tokens:
         raise TrajectoryRejected(GARBAGE, f"the teacher's log-probabilities are not those of the {len(sample.tokens)} tokens it was sent")
     values = np.zeros(len(entries), dtype=np.float32)
     for i, ((value, _, _), sampled) in enumerate(zip(entries, sample.sampled, strict=True)):

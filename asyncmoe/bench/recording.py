@@ -31,6 +31,7 @@ from asyncmoe.rollout.engine_client import Generated, Sampling
 from asyncmoe.rollout.episode import Stage
 from asyncmoe.rollout.pool import Pool
 from asyncmoe.rollout.sampled import routed_experts
+from asyncmoe.rollout.scoring import Sample, Score
 from asyncmoe.rollout.tasks import Prompt
 from asyncmoe.rollout.tokenizer import Tokenizer
 from asyncmoe.rollout.turns import Place
@@ -45,8 +46,8 @@ Cost = tuple[float, float]
 
 
 class _Unscored:
-    async def score(self, prompt: str, response: str, answer: str) -> float:
-        return 0.0
+    async def score(self, sample: Sample) -> Score:
+        return Score(0.0)
 
     async def close(self) -> None:
         pass

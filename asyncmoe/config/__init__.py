@@ -19,6 +19,7 @@ from asyncmoe.config.evaluation import EvaluationSection
 from asyncmoe.config.fields import NonNegative, Positive, Section, Switch
 from asyncmoe.config.generation import EngineSection, KeepSection, ModelSection, QueueSection, RolloutSection, TaskSection
 from asyncmoe.config.objective import ObjectiveSection
+from asyncmoe.config.scoring import ScoringSection
 from asyncmoe.config.training import SyncSection, TrainerSection, VerifySection, WarmupSection
 from asyncmoe.errors import ConfigError
 
@@ -56,6 +57,7 @@ class Config(Section):
     model: ModelSection
     task: TaskSection
     environment: EnvironmentSection = EnvironmentSection()
+    scoring: ScoringSection = ScoringSection()
     rollout: RolloutSection = RolloutSection()
     keep: KeepSection = KeepSection()
     engines: EngineSection = EngineSection()

@@ -35,18 +35,13 @@ class ModelSection(Section):
 
 
 class TaskSection(Section):
-    """What is asked and how answers are scored."""
+    """What is asked."""
 
     kind: Literal["arithmetic", "jsonl"]
     operations: tuple[Literal["+", "-", "*"], ...] = Field(("+",), description="arithmetic: operators drawn from.")
     difficulty: Positive = Field(1, description="arithmetic: decimal digits of each operand.")
     path: Path | None = Field(None, description='jsonl: file with one {"question": ..., "answer": ...} a line, as GSM8K.')
     chat_template: bool = Field(True, description="jsonl: put the question through the tokenizer's chat template.")
-    scorer: str = Field(
-        "auto",
-        description="auto (exact for arithmetic, math_verify for jsonl), exact, math_verify, or a dotted path `package.module:function`.",
-    )
-    scorer_timeout_s: PositiveFloat = 10.0
 
     @model_validator(mode="after")
     def _check(self) -> TaskSection:

@@ -51,8 +51,9 @@ def run(config: Config, run_dir: Path) -> None:
         AsyncmoeError: what else ended the run early.
     """
     tokenizer = Tokenizer(config.model.path)
-    task, scorer, environment = tasks.load(config, tokenizer), scoring.load(config.task), environments.load(config)
+    task, environment = tasks.load(config, tokenizer), environments.load(config)
     evaluated = tasks.load_evaluation(config, tokenizer, task)
+    scorer = scoring.load(config.scoring, config.task, tokenizer.decode, config.run.seed)
     asyncio.run(_serve(config, run_dir, tokenizer, task, evaluated, scorer, environment))
 
 
@@ -224,6 +225,7 @@ class Controller:
             oversample=rollout.oversample,
             filter_equal=rollout.filter_equal,
             unit=config.queue.admission,
+            start_over=config.scoring.start_over,
         ).run()
 
     async def _demonstration(self, index: int) -> tuple[Trajectory, ...]:

@@ -25,7 +25,8 @@ from asyncmoe.rollout.environments.single_turn import SingleTurn
 from asyncmoe.rollout.interruption import respond
 from asyncmoe.rollout.pool import Pool
 from asyncmoe.rollout.scheduling import Request
-from asyncmoe.rollout.scoring import Scorer
+from asyncmoe.rollout.scoring import Sample, Score, Scorer, Teaches
+from asyncmoe.rollout.scoring.together import together
 from asyncmoe.rollout.tasks import Demonstration, Prompt
 from asyncmoe.rollout.tokenizer import Tokenizer
 from asyncmoe.rollout.turns import Place, Turn, assemble
@@ -85,8 +86,8 @@ async def run(stage: Stage, prompt: Prompt, place: Place) -> tuple[Trajectory, .
     # Routes of a long response are megabytes: beside the event loop, which other responses wait for.
     record = partial(assemble, place=place, recording=stage.sampling.recording, seconds=seconds)
     trajectories = []
-    for agent, reward in zip(agents, worth, strict=True):
-        trajectories.append(await asyncio.to_thread(record, agent.turns, reward=reward, agent=agent.number))
+    for agent, score in zip(agents, worth, strict=True):
+        trajectories.append(await asyncio.to_thread(record, agent.turns, reward=score.reward, agent=agent.number))
     return tuple(trajectories)
 
 
@@ -103,11 +104,26 @@ async def _play(environment_: Environment, made: Episode, timeout_s: float) -> R
         raise TrajectoryRejected(environment.ERROR, f"{type(error).__name__}: {error}") from error
 
 
-async def _worth(rewards: Rewards, agents: list[Agent], prompt: Prompt, scorer: Scorer) -> list[float]:
-    """One reward an agent."""
+async def _worth(rewards: Rewards, agents: list[Agent], prompt: Prompt, scorer: Scorer) -> list[Score]:
+    """One score an agent. A teacher is asked also where the environment has the rewards."""
+    samples = [_sample(agent, prompt) for agent in agents]
     if rewards is None:
-        scores = (scorer.score(prompt.text, agent.responses[-1].text, prompt.answer) for agent in agents)
-        return list(await asyncio.gather(*scores))
+        return await together([scorer.score(sample) for sample in samples])
+    given = _given(rewards, agents)
+    if not isinstance(scorer, Teaches):
+        return [Score(reward) for reward in given]
+    taught = await together([scorer.teach(sample) for sample in samples])
+    return [Score(reward, teacher=teacher) for reward, teacher in zip(given, taught, strict=True)]
+
+
+def _sample(agent: Agent, prompt: Prompt) -> Sample:
+    size = sum(map(len, agent.turns))
+    said = agent.responses[-1].text
+    return Sample(prompt.text, said, prompt.answer, agent.tokens[:size], agent.sampled[:size], agent.name)
+
+
+def _given(rewards: float | Mapping[str, float], agents: list[Agent]) -> list[float]:
+    """The environment's reward of each agent."""
     if isinstance(rewards, Mapping):
         names = [agent.name for agent in agents]
         if set(rewards) != set(names):

@@ -2,9 +2,9 @@
 
 The trainer needs whole groups, so a group stands or falls together: when one member is rejected the others are cancelled, and those
 that were started are counted as rejected under that reason. When an engine was the reason the group is started over, with the same prompt
-and a higher attempt; a response that could not be scored would fail again, so its group is left out. Two settings soften this: spare
-responses (`oversample`) take the places of rejected ones, and where the capacity law lets single trajectories start (`unit`), one that an
-engine spoiled is started over alone.
+and a higher attempt; after any other reason it is left out, unless that is one of `start_over` (a response that could not be scored,
+where the user wants it so). Two settings soften this: spare responses (`oversample`) take the places of rejected ones, and where the
+capacity law lets single trajectories start (`unit`), one that would be started over is so alone.
 
 What starts next is `asyncmoe.queue.line`'s to say, when a group is whole `asyncmoe.queue.gathering`'s; here they are only carried out.
 """
@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 Members = tuple[Trajectory, ...]
 """What one episode makes: a trajectory of each agent."""
 Episode = Callable[[Prompt, Place], Awaitable[Members]]
-_START_OVER = {"engine_died", "engine_error", "engine_timeout"}
+_ENGINE = frozenset({"engine_died", "engine_error", "engine_timeout"})
 _ATTEMPTS = 3
 _HOPELESS = 64
 """Groups rejected one after the other before the run is given up."""
@@ -68,6 +68,7 @@ class Producer:
             counted as dropped under "oversampled". Short responses finish first, so what is trained is biased towards them.
         filter_equal: groups whose rewards are all equal are counted as dropped under "equal_rewards".
         unit: what the capacity law lets start.
+        start_over: reasons after which a group is started over, besides those an engine gives.
     """
 
     def __init__(
@@ -81,9 +82,11 @@ class Producer:
         oversample: int = 0,
         filter_equal: bool = False,
         unit: Unit = "group",
+        start_over: frozenset[str] = frozenset(),
     ) -> None:
         self._queue, self._task, self._episode, self._size = queue, task, episode, group_size
         self._filter_equal = filter_equal
+        self._start_over = _ENGINE | start_over
         self._line = Line(first_group, unit, group_size, oversample)
         self._flights: dict[Start, _Flight] = {}
         self._in_a_row = self._equal_in_a_row = 0
@@ -162,7 +165,7 @@ class Producer:
         """Count a member that failed, and start over what is to be. Raises `rejected` when the group falls with it."""
         group = flight.group
         failures = group.failures + place.attempt - group.attempt + 1
-        worth_it = rejected.reason in _START_OVER and failures < _ATTEMPTS
+        worth_it = rejected.reason in self._start_over and failures < _ATTEMPTS
         flight.state, fate = flight.state.fail(alone=worth_it and self._line.unit == "trajectory")
         if fate == "spared":
             self._queue.rejected(0, rejected.reason, spare=1)

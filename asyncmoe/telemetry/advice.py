@@ -61,7 +61,7 @@ def _no_signal(g: Gauges) -> str | None:
 def _rejected(g: Gauges) -> str | None:
     if (g.rejected or 0.0) <= REJECTED:
         return None
-    return f"{percent(g.rejected)} of the trajectories were rejected, most of them because of {g.rejected_most}: look at task.scorer."
+    return f"{percent(g.rejected)} of the trajectories were rejected, most of them because of {g.rejected_most}: look at scoring.scorer."
 
 
 def _off_policy(g: Gauges) -> str | None:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from asyncmoe.config.generation import TaskSection
+from asyncmoe.config.scoring import ScoringSection
 from asyncmoe.errors import EngineError, TrajectoryRejected
 from asyncmoe.queue.bounded import BoundedQueue
 from asyncmoe.record import Recording
@@ -85,8 +86,8 @@ def test_a_prefix_is_shared_under_its_salt_only(rig: Rig) -> None:
 
 def test_a_scorer_that_fails_costs_its_groups_and_nothing_else(rig: Rig, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
-    section = TaskSection(kind="arithmetic", scorer="tests.unit.scorers:moody")
-    task, scorer = Arithmetic(tokenizer, ("+",), 1, seed=0), scoring.load(section)
+    section = ScoringSection(scorer="tests.unit.scorers:moody", retries=0)
+    task, scorer = Arithmetic(tokenizer, ("+",), 1, seed=0), scoring.load(section, TaskSection(kind="arithmetic"), tokenizer.decode)
     sampling = Sampling(1.0, 4, (tokenizer.eos,))
 
     play = partial(episode.run, Stage(rig.pool, sampling, tokenizer, scorer))

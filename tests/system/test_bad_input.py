@@ -75,5 +75,5 @@ def test_a_broken_line_of_a_data_file_is_named(tmp_path: Path) -> None:
 
 
 def test_an_unknown_reward_function_is_named(tmp_path: Path) -> None:
-    line = refused(*arguments(tmp_path, "task.scorer=nowhere.module:reward"))
+    line = refused(*arguments(tmp_path, "scoring.scorer=nowhere.module:reward"))
     assert "nowhere.module" in line

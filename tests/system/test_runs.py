@@ -148,7 +148,7 @@ def test_a_reward_that_fails_is_counted_and_never_zero(tmp_path: Path) -> None:
     directory = tmp_path / "run"
     os.environ["PYTHONPATH"] = str(tmp_path)
     try:
-        run(directory, "task.scorer=my_rewards:reward", "run.steps=2")
+        run(directory, "scoring.scorer=my_rewards:reward", "run.steps=2")
     finally:
         del os.environ["PYTHONPATH"]
     last = json.loads((directory / "rollout.jsonl").read_text().splitlines()[-1])
@@ -162,6 +162,6 @@ GSM8K = REPOSITORY.parent / "shared" / "data" / "gsm8k" / "train.jsonl"
 
 @pytest.mark.skipif(not GSM8K.is_file(), reason="GSM8K's train.jsonl is not beside this checkout")
 def test_gsm8k_loads_templates_generates_verifies_and_trains(tmp_path: Path) -> None:
-    gsm8k = ("task.kind=jsonl", f"task.path={GSM8K}", "task.chat_template=true", "task.scorer=math_verify", "rollout.max_new_tokens=48")
+    gsm8k = ("task.kind=jsonl", f"task.path={GSM8K}", "task.chat_template=true", "scoring.scorer=math_verify", "rollout.max_new_tokens=48")
     summary = run(tmp_path / "run", *gsm8k, "run.steps=2", "warmup.steps=2")
     assert summary["steps"] == 2

@@ -5,8 +5,11 @@ from __future__ import annotations
 import asyncio
 import os
 import time
+from dataclasses import dataclass
 
 import numpy as np
+
+from asyncmoe.rollout.scoring import Sample
 
 
 def length(prompt: str, response: str, answer: str) -> float:
@@ -29,24 +32,36 @@ async def slowly(prompt: str, response: str, answer: str) -> float:
     return float(response == answer)
 
 
+_ANSWERS: dict[str, object] = {
+    "nan": float("nan"),
+    "infinite": float("-inf"),
+    "text": "0.5",
+    "nothing": None,
+    "array": np.zeros(3),
+    "huge": 10**400,
+    "unknown key": {"reward": 1.0, "step": [1.0]},
+    "steps of text": {"reward": 1.0, "steps": "1"},
+    "another number of steps": {"reward": 1.0, "steps": [1.0, 1.0]},
+    "step of nan": {"reward": 1.0, "steps": [float("nan")]},
+}
+
+
 def bad(prompt: str, response: str, answer: str) -> object:
     match response:
         case "raise":
             raise ValueError("cannot score this")
-        case "nan":
-            return float("nan")
-        case "infinite":
-            return float("-inf")
-        case "text":
-            return "0.5"
-        case "nothing":
-            return None
+        case "no connection":
+            raise ConnectionRefusedError("the judge is not there")
+        case "long complaint":
+            raise ValueError("x" * 10_000_000)
+        case "flood":
+            return {"reward": 1.0, "steps": [0.123456789] * 200_000}
         case "exit":
             os._exit(3)
         case "hang":
             while True:
                 time.sleep(0.01)
-    return 1.0
+    return _ANSWERS.get(response, 1.0)
 
 
 async def bad_coroutine(prompt: str, response: str, answer: str) -> object:
@@ -61,6 +76,59 @@ def moody(prompt: str, response: str, answer: str) -> float:
     if int(answer) % 2:
         raise ValueError("odd answers are not scored")
     return float(response == answer)
+
+
+def steps_of_function(prompt: str, response: str, answer: str) -> object:
+    return {"reward": np.float64(1.0), "steps": np.array([0.25, 0.5])}
+
+
+_asked: list[str] = []
+
+
+def second_time(prompt: str, response: str, answer: str) -> float:
+    _asked.append(response)
+    if len(_asked) == 1:
+        raise ValueError("not yet")
+    return 1.0
+
+
+@dataclass
+class Judged:
+    reward: float
+    steps: list[float]
+
+
+class Plain:
+    """Scores the two steps of the one conversation that `test_scoring` has."""
+
+    def __init__(self, first: float, diary: str = os.devnull) -> None:
+        self.first, self.diary = first, diary
+        self.note("made")
+
+    def note(self, what: str) -> None:
+        with open(self.diary, "a") as file:
+            file.write(what + "\n")
+
+    def score(self, sample: Sample) -> Judged:
+        self.note("score")
+        whole = (sample.prompt, sample.response, sample.answer, list(sample.tokens), list(sample.sampled), sample.agent)
+        assert whole == ("p", "cd", "x", [97, 98, 99, 97, 98], [False, True, True, False, True], "solver")
+        return Judged(1.0, [self.first, 0.5])
+
+    def close(self) -> None:
+        self.note("closed")
+
+
+class Coroutine(Plain):
+    async def score(self, sample: Sample) -> Judged:  # type: ignore[override]
+        return super().score(sample)
+
+    async def close(self) -> None:  # type: ignore[override]
+        super().close()
+
+
+class NoScore:
+    pass
 
 
 not_a_function = 3

@@ -58,13 +58,17 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 def produce(
-    play: Play, body: Callable[[BoundedQueue], Coroutine[Any, Any, None]], made: BoundedQueue | None = None, first: int = 0
+    play: Play,
+    body: Callable[[BoundedQueue], Coroutine[Any, Any, None]],
+    made: BoundedQueue | None = None,
+    first: int = 0,
+    start_over: frozenset[str] = frozenset(),
 ) -> None:
     """Run `body` beside a producer."""
 
     async def run() -> None:
         held = made or queue()
-        producing = asyncio.create_task(Producer(held, Numbers(), alone(play), GROUP, first).run())
+        producing = asyncio.create_task(Producer(held, Numbers(), alone(play), GROUP, first, start_over=start_over).run())
         following = asyncio.create_task(body(held))
         await asyncio.wait({producing, following}, return_when=asyncio.FIRST_COMPLETED)
         for task in (producing, following):
@@ -135,6 +139,25 @@ def test_what_an_engine_spoiled_is_started_over_with_the_same_prompt(reason: str
         assert held.fetch(0, again)
 
     produce(play, body)
+
+
+@pytest.mark.parametrize(("reason", "attempts"), [("scorer_timeout", 3), ("scorer_nan", 1)])
+def test_what_could_not_be_scored_is_started_over_where_the_user_wants_it(reason: str, attempts: int) -> None:
+    begun: set[int] = set()
+
+    async def play(prompt: Prompt, place: Place) -> Trajectory:
+        if place.group == 0:
+            begun.add(place.attempt)
+            raise TrajectoryRejected(reason, "the judge is busy")
+        return respond(prompt, place)
+
+    async def body(held: BoundedQueue) -> None:
+        await until(lambda: held.stats().depth == 2 * BATCH)
+        await asyncio.sleep(0.02)
+        assert held.stats().rejected == {reason: attempts * GROUP}
+
+    produce(play, body, start_over=frozenset({"scorer_timeout"}))
+    assert begun == set(range(attempts))
 
 
 def test_a_prompt_that_no_engine_can_answer_is_given_up() -> None:

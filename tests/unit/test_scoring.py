@@ -5,13 +5,16 @@ from __future__ import annotations
 import asyncio
 import time
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
 from asyncmoe.config.generation import TaskSection
+from asyncmoe.config.scoring import ScoringSection
 from asyncmoe.errors import ConfigError, TrajectoryRejected
 from asyncmoe.rollout import scoring
-from asyncmoe.rollout.scoring import Scorer
+from asyncmoe.rollout.scoring import Sample, Score, Scorer
 
 SCORERS = "tests.unit.scorers"
 
@@ -21,20 +24,21 @@ def importable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
 
 
-def scorer(name: str, timeout_s: float = 20.0) -> Scorer:
-    return scoring.load(TaskSection(kind="arithmetic", scorer=name, scorer_timeout_s=timeout_s))
+def scorer(name: str, timeout_s: float = 20.0, **more: Any) -> Scorer:
+    section = ScoringSection(scorer=name, timeout_s=timeout_s, **{"backoff_s": 0.0, "retries": 0, **more})
+    return scoring.load(section, TaskSection(kind="arithmetic"), lambda tokens: "".join(map(chr, tokens)))
 
 
-def score_all(name: str, responses: list[str], answer: str = "19", timeout_s: float = 20.0) -> list[float | str]:
+def score_all(name: str, responses: list[str], answer: str = "19", timeout_s: float = 20.0, **more: Any) -> list[float | str]:
     """Each response's reward, or the reason for which it was rejected; one after the other, with one scorer."""
 
     async def run() -> list[float | str]:
-        made = scorer(name, timeout_s)
+        made = scorer(name, timeout_s, **more)
         found: list[float | str] = []
         try:
             for response in responses:
                 try:
-                    found.append(await made.score("12+7=", response, answer))
+                    found.append((await made.score(Sample("12+7=", response, answer, (1,), (True,)))).reward)
                 except TrajectoryRejected as rejected:
                     found.append(rejected.reason)
         finally:
@@ -61,8 +65,15 @@ BAD = {
     "raise": "scorer_error",
     "nan": "scorer_nan",
     "infinite": "scorer_nan",
-    "text": "scorer_error",
-    "nothing": "scorer_error",
+    "text": "scorer_garbage",
+    "nothing": "scorer_garbage",
+    "array": "scorer_garbage",
+    "huge": "scorer_garbage",
+    "unknown key": "scorer_garbage",
+    "steps of text": "scorer_garbage",
+    "another number of steps": "scorer_garbage",
+    "step of nan": "scorer_nan",
+    "no connection": "scorer_unavailable",
     "good": 1.0,
 }
 
@@ -79,14 +90,18 @@ def test_a_function_that_hangs_or_dies_is_replaced() -> None:
 
 
 def test_a_coroutine_that_hangs_is_cancelled() -> None:
-    assert score_all(f"{SCORERS}:bad_coroutine", ["hang", "its own timeout"], timeout_s=0.3) == ["scorer_timeout", "scorer_error"]
+    assert score_all(f"{SCORERS}:bad_coroutine", ["hang", "its own timeout"], timeout_s=0.3) == [
+        "scorer_timeout",
+        "scorer_unavailable",
+    ]
 
 
 def test_coroutines_run_side_by_side() -> None:
     async def run() -> float:
         made = scorer(f"{SCORERS}:slowly")
         begin = time.perf_counter()
-        assert await asyncio.gather(*(made.score("", "1", "1") for _ in range(50))) == [1.0] * 50
+        scores = await asyncio.gather(*(made.score(Sample("", "1", "1")) for _ in range(50)))
+        assert [score.reward for score in scores] == [1.0] * 50
         return time.perf_counter() - begin
 
     assert asyncio.run(run()) < 5.0  # one after the other: 10 s
@@ -95,7 +110,7 @@ def test_coroutines_run_side_by_side() -> None:
 def test_the_loop_goes_on_while_a_function_hangs() -> None:
     async def run() -> int:
         made = scorer(f"{SCORERS}:bad", timeout_s=1.0)
-        asking = asyncio.create_task(made.score("", "hang", ""))
+        asking = asyncio.create_task(made.score(Sample("", "hang", "")))
         ticks = 0
         while not asking.done():
             await asyncio.sleep(0.02)
@@ -111,15 +126,15 @@ def test_the_loop_goes_on_while_a_function_hangs() -> None:
 def test_a_process_is_kept_when_nobody_waits_for_its_answer_any_more() -> None:
     async def run() -> tuple[float, float]:
         made = scorer(f"{SCORERS}:process", timeout_s=10.0)
-        first = await made.score("", "", "")
-        asking = asyncio.create_task(made.score("", "slow", ""))
+        first = await made.score(Sample("", "", ""))
+        asking = asyncio.create_task(made.score(Sample("", "slow", "")))
         await asyncio.sleep(0.05)
         asking.cancel()
         await asyncio.gather(asking, return_exceptions=True)
         await asyncio.sleep(0.5)
-        second = await made.score("", "", "")
+        second = await made.score(Sample("", "", ""))
         await made.close()
-        return first, second
+        return first.reward, second.reward
 
     first, second = asyncio.run(run())
     assert first == second
@@ -152,9 +167,68 @@ def test_math_verify_refuses_what_it_cannot_compare() -> None:
         ("tests.unit.nowhere:f", "nowhere"),
         (f"{SCORERS}:missing", "missing"),
         (f"{SCORERS}:not_a_function", "a int"),
+        (f"{SCORERS}:NoScore", "without a method"),
     ],
 )
 def test_a_scorer_that_is_not_there_is_a_configuration_error(name: str, said: str) -> None:
     with pytest.raises(ConfigError, match=said) as caught:
         scorer(name)
-    assert "task.scorer" in str(caught.value)
+    assert "scoring.scorer" in str(caught.value)
+
+
+def test_a_function_that_raises_is_asked_again() -> None:
+    assert score_all(f"{SCORERS}:second_time", ["a"], retries=1) == [1.0]
+    assert score_all(f"{SCORERS}:second_time", ["a"], retries=0) == ["scorer_error"]
+
+
+def test_an_answer_of_more_than_a_megabyte_is_garbage_and_the_next_is_read_from_its_beginning() -> None:
+    assert score_all(f"{SCORERS}:bad", ["flood", "good"]) == ["scorer_garbage", 1.0]
+    assert score_all(f"{SCORERS}:bad", ["long complaint", "good"]) == ["scorer_error", 1.0]
+
+
+WHOLE = Sample("p", "cd", "x", (97, 98, 99, 97, 98), (False, True, True, False, True), "solver")
+
+
+@pytest.mark.parametrize("name", ["Plain", "Coroutine", "steps_of_function"])
+def test_steps_are_scored_at_their_last_tokens(name: str) -> None:
+    async def run() -> Score:
+        made = scorer(f"{SCORERS}:{name}", options={} if name == "steps_of_function" else {"first": 0.25})
+        try:
+            return await made.score(WHOLE)
+        finally:
+            await made.close()
+
+    score = asyncio.run(run())
+    assert score.reward == 1.0
+    assert score.rewards is not None
+    assert score.rewards.dtype == np.float32
+    assert score.rewards.tolist() == [0, 0, 0.25, 0, 0.5]
+
+
+@pytest.mark.parametrize("name", ["Plain", "Coroutine"])
+def test_an_object_is_made_once_and_closed(name: str, tmp_path: Path) -> None:
+    async def run() -> None:
+        made = scorer(f"{SCORERS}:{name}", options={"first": 0.25, "diary": str(tmp_path / "diary")}, concurrency=1)
+        for _ in range(3):
+            await made.score(WHOLE)
+        await made.close()
+
+    asyncio.run(run())
+    assert (tmp_path / "diary").read_text().split() == ["made", "score", "score", "score", "closed"]
+
+
+def test_a_class_that_cannot_be_made_is_a_configuration_error() -> None:
+    with pytest.raises(ConfigError, match=r"scoring\.options.*colour"):
+        scorer(f"{SCORERS}:Coroutine", options={"colour": "red"})
+
+    async def run() -> None:
+        made = scorer(f"{SCORERS}:Plain", options={"colour": "red"})
+        try:
+            await made.score(WHOLE)
+        finally:
+            await made.close()
+
+    with pytest.raises(ConfigError, match=r"scoring\.options.*colour"):
+        asyncio.run(run())
+    with pytest.raises(ConfigError, match=r"is a function; leave them out"):
+        scorer(f"{SCORERS}:length", options={"colour": "red"})

@@ -1,0 +1,97 @@
+"""Scores of responses, computed beside generation and never in its way.
+
+A scorer is one of
+- a function `f(prompt, response, answer)`: plain in worker processes, a coroutine in the controller's loop;
+- a class with `score(sample)`, made with `scoring.options`, likewise; it may have a `close()`;
+- an HTTP endpoint that is posted the sample.
+It answers with a number, or with {"reward": number, "steps": [numbers]} (process rewards). Beside it, or without it, a teacher may give
+log-probabilities. What raises, takes too long, cannot be reached or answers with what is no score rejects the response under a reason
+of its own. It is never a reward of zero.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from functools import partial
+
+from asyncmoe.config.generation import TaskSection
+from asyncmoe.config.scoring import ScoringSection
+from asyncmoe.errors import ConfigError
+from asyncmoe.rollout.scoring import answer, loaded, teacher
+from asyncmoe.rollout.scoring.endpoint import Endpoint
+from asyncmoe.rollout.scoring.exact import Exact
+from asyncmoe.rollout.scoring.in_loop import InLoop
+from asyncmoe.rollout.scoring.judge import Judge
+from asyncmoe.rollout.scoring.sample import Sample, Score, Scorer, Teaches
+from asyncmoe.rollout.scoring.stage import Limits, Stage, Stats
+from asyncmoe.rollout.scoring.steps import Decode
+from asyncmoe.rollout.scoring.taught import Taught
+from asyncmoe.rollout.scoring.workers import InWorkers
+
+__all__ = ["Exact", "Sample", "Score", "Scorer", "Stats", "Taught", "Teaches", "load", "stats"]
+
+MATH_VERIFY = "asyncmoe.rollout.scoring.mathematics:score"
+_AT_ONCE = 64
+_WORKERS = min(4, os.cpu_count() or 1)
+
+
+def load(section: ScoringSection, task: TaskSection, decode: Decode, seed: int = 0) -> Scorer:
+    """The scorer a configuration names.
+
+    Args:
+        decode: text of token ids, for `step_separator`.
+        seed: of the run.
+
+    Raises:
+        ConfigError: no such function or class, or options it cannot be made with.
+    """
+    scorer = _scorer(section, task, decode, seed)
+    if section.teacher is None:
+        assert scorer is not None
+        return scorer
+    judge = teacher.Teacher(section.teacher.url, section.teacher.timeout_s)
+    return Taught(scorer, Stage("the teacher", judge, teacher.read, _limits(section, section.teacher.concurrency), seed))
+
+
+def stats(scorer: Scorer) -> Mapping[str, Stats]:
+    """Of the stages in a scorer, by name: "scorer", "teacher"."""
+    parts = {"scorer": scorer.scorer, "teacher": scorer.teacher} if isinstance(scorer, Taught) else {"scorer": scorer}
+    return {name: part.stats() for name, part in parts.items() if isinstance(part, Stage)}
+
+
+def _scorer(section: ScoringSection, task: TaskSection, decode: Decode, seed: int) -> Scorer | None:
+    kind = section.scorer
+    if kind == "auto":
+        kind = "exact" if task.kind == "arithmetic" else "math_verify"
+    if kind == "none":
+        return None
+    if kind == "exact":
+        return Exact()
+    read = answer.read_json if kind.startswith(("http://", "https://")) else answer.read
+    judge = _judge(section, kind)
+    made = partial(read, separator=section.step_separator, decode=decode)
+    return Stage("the scorer", judge, made, _limits(section, section.concurrency or judge.width or _AT_ONCE), seed)
+
+
+def _judge(section: ScoringSection, kind: str) -> Judge:
+    if kind.startswith(("http://", "https://")):
+        return Endpoint(kind, section.timeout_s)
+    target = MATH_VERIFY if kind == "math_verify" else kind
+    found = loaded.find(target)
+    if section.options and not found.is_class:
+        raise ConfigError(
+            "scoring.options",
+            got=section.options,
+            expected=f"none, because {target} is a function",
+            cure="leave them out, or write a class that is made with them",
+        )
+    if found.awaits:
+        ask, made = found.ask(section.options)
+        return InLoop(ask, made, section.timeout_s)
+    return InWorkers(target, section.options, found.is_class, section.timeout_s, section.concurrency or _WORKERS)
+
+
+def _limits(section: ScoringSection, concurrency: int) -> Limits:
+    s = section
+    return Limits(concurrency, s.deadline_s, s.retries, s.backoff_s, s.breaker_failures, s.breaker_cooldown_s)

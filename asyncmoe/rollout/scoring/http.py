@@ -1,0 +1,68 @@
+"""Posting to a server that scores, within bounds of time and size."""
+
+from __future__ import annotations
+
+import aiohttp
+
+from asyncmoe.errors import TrajectoryRejected
+from asyncmoe.rollout.scoring.judge import SHOWN
+from asyncmoe.rollout.scoring.sample import GARBAGE, TIMEOUT, UNAVAILABLE
+
+_LATER = {408, 429}
+"""Statuses below 500 with which a server asks to be called again."""
+
+
+class Poster:
+    """One address that JSON is posted to. Its session is opened by the first call, in the loop.
+
+    Args:
+        url: the whole address; a redirection is not followed.
+        timeout_s: from the first to the last byte.
+    """
+
+    def __init__(self, url: str, timeout_s: float) -> None:
+        self.url, self._timeout_s = url, timeout_s
+        self._session: aiohttp.ClientSession | None = None
+
+    async def post(self, body: bytes, max_bytes: int) -> bytes:
+        """The answer with status 200.
+
+        Raises:
+            TrajectoryRejected: "scorer_timeout"; "scorer_unavailable": no connection, or status 5xx, 408 or 429; "scorer_garbage": any
+                other status, or an answer of more than `max_bytes`.
+        """
+        if self._session is None:
+            # The stage bounds what is in flight.
+            self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
+        headers = {"Content-Type": "application/json"}
+        bound = aiohttp.ClientTimeout(self._timeout_s)
+        try:
+            async with self._session.post(self.url, data=body, headers=headers, timeout=bound, allow_redirects=False) as reply:
+                text = await _bounded(reply.content, max_bytes)
+        except TimeoutError as error:
+            raise TrajectoryRejected(TIMEOUT, f"{self.url} took longer than {self._timeout_s:g} s") from error
+        except aiohttp.ClientError as error:
+            raise TrajectoryRejected(UNAVAILABLE, f"{self.url}: {error or type(error).__name__}") from error
+        if reply.status != 200:
+            reason = UNAVAILABLE if reply.status >= 500 or reply.status in _LATER else GARBAGE
+            raise TrajectoryRejected(reason, f"{self.url}: status {reply.status}: {text[:SHOWN].decode(errors='replace')}")
+        if len(text) > max_bytes:
+            raise TrajectoryRejected(GARBAGE, f"{self.url} answered with more than {max_bytes} bytes")
+        return text
+
+    async def close(self) -> None:
+        """Drop the connections."""
+        if self._session is not None:
+            await self._session.close()
+
+
+async def _bounded(content: aiohttp.StreamReader, max_bytes: int) -> bytes:
+    """All of it, or of a longer one more than `max_bytes`."""
+    parts: list[bytes] = []
+    size = 0
+    async for part in content.iter_any():
+        parts.append(part)
+        size += len(part)
+        if size > max_bytes:
+            break
+    return b"".join(parts)

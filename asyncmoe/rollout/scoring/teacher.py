@@ -1,0 +1,80 @@
+"""A teacher: a second SGLang server that says how likely it finds every token the policy has sampled.
+
+It is asked to read the conversation and to say nothing (POST /generate with `max_new_tokens` 0, `logprob_start_len` 0). SGLang's
+log-probabilities of a prompt are those of the plain softmax whatever the temperature (`temp_scaled_logprobs`, schedule_batch.py).
+The teacher must have the policy's tokenizer.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import cast
+
+import msgspec
+import numpy as np
+
+from asyncmoe.errors import TrajectoryRejected
+from asyncmoe.rollout.scoring.http import Poster
+from asyncmoe.rollout.scoring.sample import GARBAGE, NAN, Sample, Score
+
+_TOKEN_BYTES = 128
+_REST_BYTES = 1 << 20
+
+
+class _Meta(msgspec.Struct, frozen=True):
+    input_token_logprobs: list[tuple[float | None, int, str | None]]
+
+
+class _Read(msgspec.Struct, frozen=True):
+    meta_info: _Meta
+
+
+class Teacher:
+    """See `Judge`.
+
+    Args:
+        url: "http://host:port" of the server.
+    """
+
+    width: int | None = None
+
+    def __init__(self, url: str, timeout_s: float) -> None:
+        self._poster = Poster(f"{url.rstrip('/')}/generate", timeout_s)
+
+    async def call(self, sample: Sample) -> object:
+        """See `Judge`. Returns bytes."""
+        body = {
+            "input_ids": sample.tokens,
+            "return_logprob": True,
+            "logprob_start_len": 0,
+            "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
+        }
+        return await self._poster.post(msgspec.json.encode(body), _TOKEN_BYTES * len(sample.tokens) + _REST_BYTES)
+
+    async def close(self) -> None:
+        """See `Judge`."""
+        await self._poster.close()
+
+
+def read(body: object, sample: Sample) -> Score:
+    """The server's answer as a score without a reward.
+
+    Raises:
+        TrajectoryRejected: "scorer_garbage": it is no answer to this conversation; "scorer_nan": a log-probability is not finite.
+    """
+    try:
+        entries = msgspec.json.decode(cast(bytes, body), type=_Read).meta_info.input_token_logprobs
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise TrajectoryRejected(GARBAGE, f"the teacher's answer: {error}") from error
+    # SGLang shows the last id of its vocabulary as 0 (`_process_input_token_logprobs`, logprob_result_processor.py).
+    shown = tuple(token or sent for (_, token, _), sent in zip(entries, sample.tokens, strict=False))
+    if len(entries) != len(sample.tokens) or shown != sample.tokens:
+        raise TrajectoryRejected(GARBAGE, f"the teacher's log-probabilities are not those of the {len(sample.tokens)} tokens it was sent")
+    values = np.zeros(len(entries), dtype=np.float32)
+    for i, ((value, _, _), sampled) in enumerate(zip(entries, sample.sampled, strict=True)):
+        if not sampled:
+            continue
+        if value is None or not math.isfinite(value):
+            raise TrajectoryRejected(NAN, f"the teacher's log-probability of token {i} is {value}")
+        values[i] = value
+    return Score(0.0, teacher=values)

@@ -1,0 +1,162 @@
+"""A plain function or class of the user's, in worker processes, because it may hang or hold the interpreter.
+
+math_verify also needs a process of its own: it works on a main thread only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any, cast
+
+from asyncmoe.errors import AsyncmoeError, ConfigError, TrajectoryRejected, WaitTimeout
+from asyncmoe.rollout.scoring.sample import ERROR, GARBAGE, TIMEOUT, Sample
+
+_START_S = 60.0
+_CLOSE_S = 5.0
+_LINE_BYTES = 1 << 20
+"""The longest answer."""
+
+
+class InWorkers:
+    """See `Judge`. A process that takes too long is killed and replaced; one is started when it is first needed.
+
+    Args:
+        target: "package.module:name", imported in each process.
+        options: a class is made with them, in each process.
+        conversation: whether the target needs a sample's tokens.
+        timeout_s: of one call; the start of a process is not counted.
+        width: how many processes.
+    """
+
+    def __init__(self, target: str, options: Mapping[str, object], conversation: bool, timeout_s: float, width: int) -> None:
+        self.width: int | None = width
+        self._conversation, self._timeout_s = conversation, timeout_s
+        self._workers = [_Worker(target, options) for _ in range(width)]
+        # Last in, first out: a light load stays with one process.
+        self._idle: asyncio.LifoQueue[_Worker] = asyncio.LifoQueue()
+        for worker in self._workers:
+            self._idle.put_nowait(worker)
+        self._asking: set[asyncio.Task[object]] = set()
+
+    async def call(self, sample: Sample) -> object:
+        """See `Judge`.
+
+        Raises:
+            AsyncmoeError: the process cannot be started.
+        """
+        worker = await self._idle.get()
+        asking = asyncio.create_task(self._ask(worker, self._line(sample)))
+        self._asking.add(asking)
+        asking.add_done_callback(self._answered)
+        # Whoever asked may lose interest; the process is better left to finish than started anew.
+        return await asyncio.shield(asking)
+
+    async def close(self) -> None:
+        """See `Judge`."""
+        for asking in self._asking:
+            asking.cancel()
+        await asyncio.gather(*self._asking, return_exceptions=True)
+        await asyncio.gather(*(worker.close() for worker in self._workers))
+
+    def _line(self, sample: Sample) -> str:
+        told: dict[str, object] = {"prompt": sample.prompt, "response": sample.response, "answer": sample.answer, "agent": sample.agent}
+        if self._conversation:
+            told |= {"tokens": sample.tokens, "sampled": sample.sampled}
+        return json.dumps(told)
+
+    async def _ask(self, worker: _Worker, line: str) -> object:
+        try:
+            return await worker.ask(line, self._timeout_s)
+        finally:
+            self._idle.put_nowait(worker)
+
+    def _answered(self, asking: asyncio.Task[object]) -> None:
+        self._asking.discard(asking)
+        if not asking.cancelled():
+            # Nobody may be left to hear it.
+            asking.exception()
+
+
+class _Worker:
+    """One process of `asyncmoe.rollout.scoring.worker`."""
+
+    def __init__(self, target: str, options: Mapping[str, object]) -> None:
+        self._target, self._options = target, options
+        self._process: asyncio.subprocess.Process | None = None
+
+    async def ask(self, line: str, timeout_s: float) -> object:
+        """What it answered to a sample.
+
+        Raises:
+            TrajectoryRejected: the target raised, answered with what is no score, took longer than `timeout_s`, or ended its process.
+        """
+        try:
+            if self._process is None:
+                self._process = await self._start()
+            answer = await self._exchange(self._process, line, timeout_s)
+        except BaseException:
+            # Its next answer would be taken for that of another question.
+            await self.end()
+            raise
+        if "failed" in answer:
+            raise TrajectoryRejected(answer["failed"], answer["detail"])
+        return answer["value"]
+
+    async def close(self) -> None:
+        """Let the process close what it has made, then end it."""
+        process = self._process
+        if process is not None and process.stdin is not None:
+            process.stdin.close()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_CLOSE_S):
+                    await process.wait()
+        await self.end()
+
+    async def end(self) -> None:
+        """Kill the process."""
+        process, self._process = self._process, None
+        if process is not None:
+            with suppress(ProcessLookupError):
+                process.kill()
+            await process.wait()
+
+    async def _start(self) -> asyncio.subprocess.Process:
+        pipe = asyncio.subprocess.PIPE
+        command = (sys.executable, "-m", "asyncmoe.rollout.scoring.worker")
+        process = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe, limit=_LINE_BYTES)
+        self._process = process
+        wanted = json.dumps({"target": self._target, "options": self._options})
+        try:
+            answer = await self._exchange(process, wanted, _START_S)
+        except TrajectoryRejected as error:
+            if error.reason == TIMEOUT:
+                raise WaitTimeout("a scorer's process", f"start with {self._target}", _START_S) from error
+            raise AsyncmoeError(f"a scorer's process did not start with {self._target}: {error}") from error
+        if "unusable" in answer:
+            raise ConfigError("scoring.scorer", got=answer["unusable"], expected="a scorer that can be made in a process of its own")
+        return process
+
+    async def _exchange(self, process: asyncio.subprocess.Process, line: str, timeout_s: float) -> dict[str, Any]:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        try:
+            async with asyncio.timeout(timeout_s):
+                process.stdin.write(line.encode() + b"\n")
+                await process.stdin.drain()
+                answer = await process.stdout.readline()
+        except TimeoutError as error:
+            raise TrajectoryRejected(TIMEOUT, f"the scorer took longer than {timeout_s:g} s") from error
+        except ConnectionError as error:
+            raise TrajectoryRejected(ERROR, f"the scorer's process has ended: {error}") from error
+        except ValueError as error:
+            raise TrajectoryRejected(GARBAGE, f"the scorer answered with more than {_LINE_BYTES} bytes") from error
+        if not answer:
+            raise TrajectoryRejected(ERROR, f"the scorer ended its process with status {await process.wait()}")
+        try:
+            return cast(dict[str, Any], json.loads(answer))
+        except ValueError as error:
+            raise TrajectoryRejected(ERROR, f"the scorer's process ended within an answer: {answer[:100]!r}") from error

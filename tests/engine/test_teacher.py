@@ -1,0 +1,78 @@
+"""A teacher's log-probabilities are those of Hugging Face's softmax, for every sampled token and no other."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from asyncmoe.config.generation import TaskSection
+from asyncmoe.config.scoring import ScoringSection
+from asyncmoe.errors import TrajectoryRejected
+from asyncmoe.rollout import scoring
+from asyncmoe.rollout.scoring import Sample, Score, Scorer
+from asyncmoe.rollout.tokenizer import Tokenizer
+from tests.engine.conftest import Rig
+from tests.engine.oracle import Oracle
+
+pytestmark = pytest.mark.engine
+
+
+def taught(rig: Rig, tokenizer: Tokenizer, scorer: str) -> Scorer:
+    section = ScoringSection.model_validate({"scorer": scorer, "retries": 0, "teacher": {"url": rig.engine.client.url}})
+    return scoring.load(section, TaskSection(kind="arithmetic"), tokenizer.decode)
+
+
+def conversations(count: int, vocabulary: int) -> list[Sample]:
+    """Of several turns, of several lengths; the first begins with what the policy sampled."""
+    made = []
+    for seed in range(count):
+        random = np.random.default_rng(seed)
+        size = int(random.integers(20, 200))
+        sampled = np.repeat(random.random(size // 10 + 1) < 0.5, 10)[:size]
+        sampled[0], sampled[-1] = seed == 0, True
+        # The last token of the vocabulary too.
+        tokens = (*(int(t) for t in random.integers(3, vocabulary, size - 1)), vocabulary - 1)
+        made.append(Sample("", "7" if seed % 2 else "8", "7", tokens, tuple(bool(s) for s in sampled)))
+    return made
+
+
+def score(rig: Rig, scorer: Scorer, samples: list[Sample]) -> list[Score]:
+    async def run() -> list[Score]:
+        try:
+            return await asyncio.gather(*(scorer.score(sample) for sample in samples))
+        finally:
+            await scorer.close()
+
+    found: list[Score] = rig.run(run())
+    return found
+
+
+@pytest.mark.parametrize("scorer", ["none", "exact"])
+def test_log_probabilities_are_those_of_transformers(rig: Rig, model: Path, tokenizer: Tokenizer, scorer: str) -> None:
+    oracle, samples = Oracle(model), conversations(9, tokenizer.vocabulary)[1:]
+    largest = 0.0
+    for sample, found in zip(samples, score(rig, taught(rig, tokenizer, scorer), samples), strict=True):
+        assert found.reward == (0.0 if scorer == "none" else float(sample.response == "7"))
+        assert found.rewards is None
+        assert found.teacher is not None
+        assert (found.teacher.dtype, found.teacher.shape) == (np.float32, (len(sample.tokens),))
+        with torch.no_grad():
+            table = oracle.model(torch.tensor([sample.tokens])).logits[0].log_softmax(-1)
+        expected = [table[i - 1, token].item() if sample.sampled[i] else 0.0 for i, token in enumerate(sample.tokens)]
+        largest = max(largest, float(np.abs(found.teacher - np.array(expected)).max()))
+    print(f"largest difference {largest:.1e}")
+    assert largest < 1e-4
+
+
+def test_a_first_token_has_no_log_probability(rig: Rig, tokenizer: Tokenizer) -> None:
+    with pytest.raises(TrajectoryRejected, match="scorer_nan: the teacher's log-probability of token 0 is None"):
+        score(rig, taught(rig, tokenizer, "none"), conversations(1, tokenizer.vocabulary))
+
+
+def test_a_conversation_longer_than_the_teachers_context_is_refused_in_its_words(rig: Rig, tokenizer: Tokenizer) -> None:
+    with pytest.raises(TrajectoryRejected, match=r"scorer_garbage: .*/generate: status 400: .*context length"):
+        score(rig, taught(rig, tokenizer, "none"), [Sample("", "", "", (5,) * 5000, (False,) + (True,) * 4999)])

@@ -1,0 +1,53 @@
+"""Which ways of scoring a configuration may ask for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from asyncmoe import config
+from asyncmoe.errors import ConfigError
+from asyncmoe.rollout import scoring
+
+TEACHER = {"url": "http://127.0.0.1:30000"}
+
+
+def parsed(**section: Any) -> config.Config:
+    values = {"run": {"dir": "runs/x", "steps": 1}, "model": {"path": "m"}, "task": {"kind": "arithmetic"}, "scoring": section}
+    return config.parse(values)
+
+
+@pytest.mark.parametrize(
+    ("section", "said"),
+    [
+        ({"scorer": "none"}, r"scoring\.scorer: got none, expected a scorer.*name a scorer or a teacher"),
+        ({"scorer": "http:///"}, r"scoring\.scorer: got 'http:///', expected an address like http://host:port"),
+        ({"scorer": "http://a b"}, r"scoring\.scorer: got .*an address"),
+        ({"teacher": {"url": "localhost:30000"}}, r"scoring\.teacher\.url: got 'localhost:30000', expected an address"),
+        ({"options": {"a": 1}}, r"scoring\.options: .*because scoring\.scorer is auto; leave them out"),
+        ({"scorer": "http://judge", "options": {"a": 1}}, r"scoring\.options: .*is an endpoint"),
+        ({"scorer": "a:B", "step_separator": ""}, r"scoring\.step_separator: got an empty text"),
+        ({"scorer": "exact", "step_separator": "\n"}, r"scoring\.step_separator: got '\\n', expected null because scoring\.scorer exact"),
+        ({"timeout_s": 20, "deadline_s": 10}, r"scoring\.deadline_s: got 10, expected at least scoring\.timeout_s = 20.*raise it"),
+        ({"teacher": TEACHER, "deadline_s": 50}, r"scoring\.deadline_s: got 50, expected at least scoring\.teacher\.timeout_s = 60"),
+        ({"breaker_failures": 0}, "greater than 0"),
+        ({"on_failure": "zero"}, "'drop' or 'requeue'"),
+    ],
+)
+def test_what_cannot_be_is_refused_with_its_cure(section: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        parsed(**section)
+
+
+def test_failures_start_a_group_over_only_when_they_are_to() -> None:
+    assert parsed().scoring.start_over == frozenset()
+    reasons = {"scorer_error", "scorer_nan", "scorer_timeout", "scorer_garbage", "scorer_unavailable"}
+    assert parsed(on_failure="requeue").scoring.start_over == reasons
+
+
+def test_a_run_scores_as_its_task_does_by_default() -> None:
+    made = parsed()
+    assert isinstance(scoring.load(made.scoring, made.task, lambda tokens: ""), scoring.Exact)
+    alone = parsed(scorer="none", teacher=TEACHER)
+    assert isinstance(scoring.load(alone.scoring, alone.task, lambda tokens: ""), scoring.Taught)

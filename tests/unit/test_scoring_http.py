@@ -1,0 +1,266 @@
+"""Judges and teachers behind HTTP, by a real server on loopback: what they answer, and everything else they may do."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from aiohttp import web
+
+from asyncmoe.config.generation import TaskSection
+from asyncmoe.config.scoring import ScoringSection
+from asyncmoe.errors import TrajectoryRejected
+from asyncmoe.rollout import scoring
+from asyncmoe.rollout.scoring import Sample, Score, Taught, Teaches
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+SAMPLE = Sample("1+1=", "2", "2", (10, 11, 12, 10, 13), (False, True, True, False, True), "solver")
+
+
+def served(handler: Handler, values: dict[str, Any], calls: int = 1, sample: Sample = SAMPLE) -> list[Score | str]:
+    """So many calls, one after the other, of a server at which `values` points wherever they say URL."""
+
+    async def run() -> list[Score | str]:
+        app = web.Application()
+        app.router.add_post("/{tail:.*}", handler)
+        runner = web.AppRunner(app, shutdown_timeout=0.1)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        url = site._server.sockets[0].getsockname()  # type: ignore[union-attr]
+        text = json.dumps(values).replace("URL", f"http://127.0.0.1:{url[1]}")
+        section = ScoringSection.model_validate({"retries": 0, "backoff_s": 0.0, **json.loads(text)})
+        made = scoring.load(section, TaskSection(kind="arithmetic"), lambda tokens: "")
+        found: list[Score | str] = []
+        try:
+            for _ in range(calls):
+                try:
+                    found.append(await made.score(sample))
+                except TrajectoryRejected as rejected:
+                    found.append(str(rejected))
+        finally:
+            await made.close()
+            await runner.cleanup()
+        return found
+
+    return asyncio.run(run())
+
+
+def answering(body: bytes, status: int = 200) -> Handler:
+    async def handler(request: web.Request) -> web.Response:
+        return web.Response(body=body, status=status)
+
+    return handler
+
+
+JUDGE = {"scorer": "URL/judge"}
+
+
+def test_it_is_posted_the_sample_and_answers_with_its_score() -> None:
+    seen: list[object] = []
+
+    async def handler(request: web.Request) -> web.Response:
+        seen.append((request.path, await request.json()))
+        return web.json_response({"reward": 0.5, "steps": [1, -0.25]})
+
+    (score,) = served(handler, JUDGE)
+    assert isinstance(score, Score)
+    assert seen == [("/judge", {"prompt": "1+1=", "response": "2", "answer": "2", "agent": "solver"})]
+    assert (score.reward, score.teacher) == (0.5, None)
+    assert score.rewards is not None
+    assert score.rewards.tolist() == [0, 0, 1, 0, -0.25]
+    (plain,) = served(answering(b'{"reward": 2}'), JUDGE)
+    assert isinstance(plain, Score)
+    assert (plain.reward, plain.rewards) == (2.0, None)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"0.5",
+        b"null",
+        b"[0.5]",
+        b"<html>",
+        b"\xff\xfe",
+        b'{"reward": "0.5"}',
+        b'{"reward": null}',
+        b'{"reward": NaN}',
+        b'{"reward": 1e999}',
+        b'{"reward": 0.5',
+        b'{"steps": [1, 2]}',
+        b'{"reward": 1, "steps": [1]}',
+        b'{"reward": 1, "steps": {"0": 1, "1": 1}}',
+        b'{"reward": 1, "steps": [1, [2]]}',
+        b'{"reward": 1, "step": [1, 2]}',
+        b"[" * 100_000,
+        b'{"reward": 1, "steps": [' + b"0.5, " * 400_000 + b"1]}",
+    ],
+    ids=lambda body: body[:30].decode(errors="replace"),
+)
+def test_whatever_else_it_answers_is_no_score_and_is_not_asked_for_again(body: bytes) -> None:
+    calls = []
+
+    async def handler(request: web.Request) -> web.Response:
+        calls.append(request)
+        return web.Response(body=body)
+
+    (found,) = served(handler, {**JUDGE, "retries": 3})
+    assert str(found).startswith(("scorer_garbage", "scorer_nan"))
+    assert len(str(found)) < 1000
+    assert len(calls) == 1
+
+
+def test_an_answer_without_end_is_cut_off() -> None:
+    sent = 0
+
+    async def handler(request: web.Request) -> web.StreamResponse:
+        nonlocal sent
+        reply = web.StreamResponse()
+        await reply.prepare(request)
+        while True:
+            await reply.write(b" " * 65536)
+            sent += 65536
+
+    (found,) = served(handler, JUDGE)
+    assert str(found).startswith("scorer_garbage")
+    assert "more than 1048576 bytes" in str(found)
+    # What the sockets between them hold is sent too.
+    assert sent < 64 << 20
+
+
+@pytest.mark.parametrize(
+    ("status", "reason"),
+    [
+        (500, "unavailable"),
+        (503, "unavailable"),
+        (429, "unavailable"),
+        (404, "garbage"),
+        (400, "garbage"),
+        (204, "garbage"),
+        (302, "garbage"),
+    ],
+)
+def test_a_status_has_a_reason(status: int, reason: str) -> None:
+    (found,) = served(answering(b"" if status == 204 else b"the model is loading", status), JUDGE)
+    assert str(found).startswith(f"scorer_{reason}: http://127.0.0.1:")
+    assert f"status {status}" in str(found)
+
+
+def test_a_server_that_is_busy_is_asked_again() -> None:
+    statuses = [503, 500, 200]
+
+    async def handler(request: web.Request) -> web.Response:
+        return web.json_response({"reward": 1.0}, status=statuses.pop(0))
+
+    (score,) = served(handler, {**JUDGE, "retries": 2})
+    assert isinstance(score, Score)
+    assert (score.reward, statuses) == (1.0, [])
+
+
+def test_a_server_that_hangs_before_or_within_its_answer_is_not_waited_for() -> None:
+    async def hangs(request: web.Request) -> web.StreamResponse:
+        await asyncio.sleep(60)
+        raise AssertionError
+
+    async def drips(request: web.Request) -> web.StreamResponse:
+        reply = web.StreamResponse()
+        await reply.prepare(request)
+        while True:
+            await reply.write(b" ")
+            await asyncio.sleep(0.05)
+
+    for handler in (hangs, drips):
+        (found,) = served(handler, {**JUDGE, "timeout_s": 0.5})
+        assert str(found).startswith("scorer_timeout")
+
+
+def test_a_server_that_drops_the_connection_or_is_not_there_is_unavailable() -> None:
+    async def drops(request: web.Request) -> web.StreamResponse:
+        assert request.transport is not None
+        request.transport.abort()
+        return web.Response()
+
+    (found,) = served(drops, JUDGE)
+    assert str(found).startswith("scorer_unavailable")
+    # Port 9 of loopback: discard, which nobody serves any more.
+    (found,) = served(drops, {"scorer": "http://127.0.0.1:9/judge"})
+    assert str(found).startswith("scorer_unavailable")
+
+
+ENTRIES = [[None, 10, None], [-0.5, 11, None], [-1.5, 12, None], [-9.0, 10, None], [-0.25, 13, None]]
+TEACHER = {"scorer": "exact", "teacher": {"url": "URL"}}
+
+
+def taught(entries: object) -> bytes:
+    return json.dumps({"text": "", "meta_info": {"input_token_logprobs": entries}}).encode()
+
+
+def test_a_teacher_reads_the_conversation_and_says_nothing() -> None:
+    seen: list[Any] = []
+
+    async def handler(request: web.Request) -> web.Response:
+        seen.append((request.path, await request.json()))
+        return web.Response(body=taught(ENTRIES))
+
+    (score,) = served(handler, TEACHER)
+    assert isinstance(score, Score)
+    assert seen[0][0] == "/generate"
+    assert seen[0][1]["input_ids"] == [10, 11, 12, 10, 13]
+    assert (seen[0][1]["logprob_start_len"], seen[0][1]["return_logprob"]) == (0, True)
+    assert score.reward == 1.0
+    assert score.teacher is not None
+    assert score.teacher.dtype == np.float32
+    assert score.teacher.tolist() == [0, -0.5, -1.5, 0, -0.25]
+    (alone,) = served(handler, {**TEACHER, "scorer": "none"})
+    assert isinstance(alone, Score)
+    assert alone.reward == 0.0
+
+
+def test_the_last_token_of_a_vocabulary_may_be_shown_as_0() -> None:
+    (score,) = served(answering(taught([*ENTRIES[:-1], [-0.25, 0, None]])), TEACHER)
+    assert isinstance(score, Score)
+    assert score.teacher is not None
+    assert score.teacher.tolist() == [0, -0.5, -1.5, 0, -0.25]
+
+
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [
+        (taught(ENTRIES[:-1]), "garbage"),
+        (taught([*ENTRIES, [-0.25, 14, None]]), "garbage"),
+        (taught([*ENTRIES[:-1], [-0.25, 14, None]]), "garbage"),
+        (taught(None), "garbage"),
+        (b"{}", "garbage"),
+        (taught([*ENTRIES[:-1], [None, 13, None]]), "nan"),
+        (b"[" * 100_000, "garbage"),
+    ],
+)
+def test_a_teacher_that_read_something_else_has_taught_nothing(body: bytes, reason: str) -> None:
+    (found,) = served(answering(body), TEACHER)
+    assert str(found).startswith(f"scorer_{reason}: the teacher's")
+
+
+def test_without_its_teacher_a_score_is_none() -> None:
+    (found,) = served(answering(b"down", 503), TEACHER)
+    assert str(found).startswith("scorer_unavailable")
+
+
+def test_what_can_be_seen_of_it_from_outside() -> None:
+    section = ScoringSection.model_validate({"scorer": "http://127.0.0.1:9", "teacher": {"url": "http://127.0.0.1:9"}, "retries": 0})
+
+    async def run() -> None:
+        made = scoring.load(section, TaskSection(kind="arithmetic"), lambda tokens: "")
+        assert isinstance(made, Taught)
+        assert isinstance(made, Teaches)
+        with pytest.raises(TrajectoryRejected):
+            await made.teach(SAMPLE)
+        stats = scoring.stats(made)
+        assert {name: dict(part.failed) for name, part in stats.items()} == {"scorer": {}, "teacher": {"scorer_unavailable": 1}}
+        await made.close()
+
+    asyncio.run(run())

@@ -1,0 +1,295 @@
+"""The stage around a judge, on a clock of its own: bounds, retries, the deadline and the breaker."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from asyncmoe.errors import TrajectoryRejected
+from asyncmoe.rollout.scoring.sample import Sample, Score
+from asyncmoe.rollout.scoring.stage import Limits, Stage, backoff
+from tests.unit.virtual_time import run
+
+
+class Judge:
+    """Answers call number i as it is told, and notes when."""
+
+    width: int | None = None
+
+    def __init__(self, answer: Callable[[int], Awaitable[object]]) -> None:
+        self.begun: list[float] = []
+        self.under_way = self.most = 0
+        self._answer = answer
+
+    async def call(self, sample: Sample) -> object:
+        self.begun.append(now())
+        self.under_way += 1
+        self.most = max(self.most, self.under_way)
+        try:
+            return await self._answer(len(self.begun) - 1)
+        finally:
+            self.under_way -= 1
+
+    async def close(self) -> None:
+        pass
+
+
+def now() -> float:
+    return asyncio.get_running_loop().time()
+
+
+def read(answer: object, sample: Sample) -> Score:
+    assert isinstance(answer, float)
+    return Score(answer)
+
+
+def stage(judge: Judge, **limits: Any) -> Stage:
+    usual = Limits(concurrency=4, deadline_s=100.0, retries=2, backoff_s=1.0, breaker_failures=1000, breaker_cooldown_s=10.0)
+    return Stage("the judge", judge, read, replace(usual, **limits), seed=1)
+
+
+def takes(seconds: float) -> Judge:
+    async def answer(number: int) -> float:
+        await asyncio.sleep(seconds)
+        return float(number)
+
+    return Judge(answer)
+
+
+def fails(*reasons: str | None, seconds: float = 0.0) -> Judge:
+    """For each call a reason or None; the last for all others."""
+
+    async def answer(number: int) -> float:
+        await asyncio.sleep(seconds)
+        reason = reasons[min(number, len(reasons) - 1)]
+        if reason is not None:
+            raise TrajectoryRejected(reason, f"call {number}")
+        return 1.0
+
+    return Judge(answer)
+
+
+SAMPLE = Sample("", "", "")
+
+
+async def outcome(made: Stage) -> float | str:
+    try:
+        return (await made.score(SAMPLE)).reward
+    except TrajectoryRejected as rejected:
+        return str(rejected)
+
+
+def test_a_slow_judge_is_used_to_the_full_and_never_more() -> None:
+    """Arrivals 10 times as fast as it scores, from 40 places of a capacity law: its rate is what comes out."""
+    judge = takes(2.0)
+    made = stage(judge, deadline_s=1000.0)
+    most = 0
+
+    async def body() -> None:
+        nonlocal most
+        places, scored = asyncio.Semaphore(40), []
+
+        async def one() -> None:
+            scored.append(await outcome(made))
+            places.release()
+
+        tasks = []
+        while now() < 200.0:
+            await places.acquire()
+            tasks.append(asyncio.create_task(one()))
+            await asyncio.sleep(0.05)
+            stats = made.stats()
+            most = max(most, stats.in_flight + stats.waiting)
+        # 4 at once, 2 s each; the first began at once.
+        assert 396 <= len(scored) <= 400
+        await asyncio.gather(*tasks)
+
+    run(body())
+    assert (judge.most, most) == (4, 40)
+    assert made.stats().failed == {}
+    assert made.stats().in_flight == made.stats().waiting == 0
+
+
+def test_a_judge_that_is_narrower_than_allowed_is_not_given_more() -> None:
+    judge = takes(1.0)
+    judge.width = 2
+    made = stage(judge)
+
+    async def body() -> None:
+        await asyncio.gather(*(made.score(SAMPLE) for _ in range(6)))
+        assert now() == pytest.approx(3.0)
+
+    run(body())
+    assert judge.most == 2
+
+
+@pytest.mark.parametrize("reason", ["scorer_error", "scorer_timeout", "scorer_unavailable"])
+def test_what_may_pass_is_tried_again_after_a_pause_that_doubles(reason: str) -> None:
+    judge = fails(reason, reason, None)
+    made = stage(judge)
+    assert run(outcome(made)) == 1.0
+    first, second = judge.begun[1] - judge.begun[0], judge.begun[2] - judge.begun[1]
+    assert 0.5 <= first <= 1.5
+    assert 1.0 <= second <= 3.0
+    assert (made.stats().retried, made.stats().scored, made.stats().failed) == (2, 1, {})
+    assert made.stats().seconds == pytest.approx(judge.begun[2])
+
+
+def test_pauses_are_the_same_for_the_same_seed() -> None:
+    begun = []
+    for _ in range(2):
+        judge = fails("scorer_error")
+        run(outcome(stage(judge)))
+        begun.append(judge.begun)
+    assert begun[0] == begun[1]
+    assert [backoff(2.0, attempt, 0.5) for attempt in range(3)] == [2.0, 4.0, 8.0]
+
+
+def test_after_the_last_retry_the_reason_stays() -> None:
+    judge = fails("scorer_error")
+    made = stage(judge, retries=1)
+    assert run(outcome(made)) == "scorer_error: call 1"
+    assert (made.stats().failed, made.stats().retried) == ({"scorer_error": 1}, 1)
+
+
+@pytest.mark.parametrize("reason", ["scorer_nan", "scorer_garbage"])
+def test_garbage_is_not_asked_for_again(reason: str) -> None:
+    judge = fails(reason)
+    assert run(outcome(stage(judge))) == f"{reason}: call 0"
+    assert len(judge.begun) == 1
+
+
+def test_others_have_their_turn_during_a_pause() -> None:
+    judge = fails("scorer_error", None)
+    made = stage(judge, concurrency=1, backoff_s=50.0)
+
+    async def body() -> None:
+        first = asyncio.create_task(outcome(made))
+        await asyncio.sleep(1.0)
+        assert await outcome(made) == 1.0
+        assert (now(), made.stats().waiting) == (1.0, 1)
+        assert await first == 1.0
+
+    run(body())
+
+
+def test_waiting_for_a_turn_counts_towards_the_deadline() -> None:
+    made = stage(takes(6.0), concurrency=1, deadline_s=10.0)
+
+    async def body() -> None:
+        begun = now()
+        found = await asyncio.gather(*(outcome(made) for _ in range(4)))
+        assert now() == begun + 10.0
+        assert found[0] == 0.0
+        assert [str(text).partition(":")[0] for text in found[1:]] == ["scorer_timeout"] * 3
+        assert "the judge did not answer within scoring.deadline_s = 10 s" in str(found[1])
+        assert "its turn with the judge did not come" in str(found[2])
+
+    run(body())
+    assert made.stats().failed == {"scorer_timeout": 3}
+    assert (made.stats().in_flight, made.stats().waiting) == (0, 0)
+
+
+def test_no_pause_goes_beyond_the_deadline() -> None:
+    judge = fails("scorer_unavailable")
+    made = stage(judge, deadline_s=5.0, backoff_s=20.0)
+
+    async def body() -> None:
+        assert await outcome(made) == "scorer_unavailable: call 0"
+        assert (now(), len(judge.begun)) == (0.0, 1)
+
+    run(body())
+
+
+def test_a_judge_out_of_order_is_left_alone_and_nothing_is_lost_when_it_comes_back() -> None:
+    down = 34.0
+
+    async def answer(number: int) -> float:
+        if now() < down:
+            raise TrajectoryRejected("scorer_unavailable", "status 503")
+        return 1.0
+
+    judge = Judge(answer)
+    made = stage(judge, concurrency=8, retries=20, breaker_failures=3, breaker_cooldown_s=10.0)
+
+    async def body() -> None:
+        asking = [asyncio.create_task(outcome(made)) for _ in range(3)]
+        await asyncio.sleep(5.0)
+        assert made.stats().breaker == "open"
+        asking += [asyncio.create_task(outcome(made)) for _ in range(30)]
+        assert await asyncio.gather(*asking) == [1.0] * 33
+
+    run(body())
+    # Three open it; while it is down one call each 10 s sees whether it is back.
+    assert judge.begun[:6] == pytest.approx([0, 0, 0, 10, 20, 30])
+    assert judge.begun[6] == pytest.approx(40.0)
+    assert made.stats().breaker == "closed"
+
+
+def test_who_waits_for_a_judge_out_of_order_waits_until_the_deadline() -> None:
+    judge = fails("scorer_unavailable")
+    made = stage(judge, breaker_failures=1, breaker_cooldown_s=60.0, deadline_s=20.0, retries=0)
+
+    async def body() -> None:
+        assert await outcome(made) == "scorer_unavailable: call 0"
+        found = str(await outcome(made))
+        assert found.startswith("scorer_unavailable: the judge did not answer again within scoring.deadline_s = 20 s")
+        assert "call 0" in found
+        assert now() == 20.0
+
+    run(body())
+    assert len(judge.begun) == 1
+
+
+@pytest.mark.parametrize("reason", ["scorer_error", "scorer_nan", "scorer_garbage"])
+def test_a_judge_that_answers_is_not_out_of_order(reason: str) -> None:
+    made = stage(fails(reason), breaker_failures=1, retries=0)
+
+    async def body() -> None:
+        for _ in range(5):
+            assert str(await outcome(made)).startswith(f"{reason}: call")
+
+    run(body())
+    assert made.stats().breaker == "closed"
+
+
+def test_a_probe_that_nobody_wants_any_more_is_made_by_another() -> None:
+    async def answer(number: int) -> float:
+        if number == 0:
+            raise TrajectoryRejected("scorer_timeout", "")
+        await asyncio.sleep(5.0)
+        return 1.0
+
+    judge = Judge(answer)
+    made = stage(judge, breaker_failures=1, retries=0)
+
+    async def body() -> None:
+        await outcome(made)
+        probe, other = asyncio.create_task(outcome(made)), asyncio.create_task(outcome(made))
+        await asyncio.sleep(12.0)
+        assert made.stats().breaker == "probing"
+        probe.cancel()
+        assert await other == 1.0
+        assert now() == 17.0
+
+    run(body())
+    assert (made.stats().in_flight, made.stats().waiting, made.stats().scored) == (0, 0, 1)
+
+
+def test_a_group_that_falls_frees_the_slot() -> None:
+    made = stage(takes(50.0), concurrency=1)
+
+    async def body() -> None:
+        first = asyncio.create_task(outcome(made))
+        await asyncio.sleep(1.0)
+        second = asyncio.create_task(outcome(made))
+        first.cancel()
+        await asyncio.gather(first, return_exceptions=True)
+        assert await second == 1.0
+
+    run(body())
+    assert made.stats().failed == {}

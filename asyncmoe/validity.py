@@ -21,8 +21,9 @@ def validate(trajectory: Trajectory, recording: Recording = NOTHING, *, newest_v
         TrajectoryRejected: arrays of another dtype, lengths that disagree, no sampled token, a token outside the vocabulary, a
             log-probability, the teacher's too, that is not a finite number <= 0, a reward that is not finite, a step's reward or a
             teacher's log-probability where no token was sampled, a version where no token was sampled, versions for some sampled tokens
-            only (a demonstration has none at all) or from the future, routes or masks that are missing, routes of other layers, a token
-            that is not among the ids it was sampled from, a record that is damaged.
+            only (a demonstration has none at all) or from the future, routes, masks, step rewards or a teacher's
+            log-probabilities that are missing, routes of other layers, a token that is not among the ids it was sampled from, a record
+            that is damaged.
     """
     t = trajectory
     _validate_arrays(t)
@@ -76,6 +77,10 @@ def _validate_record(t: Trajectory, recording: Recording) -> None:
             raise TrajectoryRejected("no_routes", f"{t.key}: routing is kept, but it carries no routes")
         if t.masks is None and recording.masks:
             raise TrajectoryRejected("no_mask", f"{t.key}: sampling masks are kept, but it carries none")
+        if recording.rewards and (t.rewards is None or np.isnan(t.rewards).all()):
+            raise TrajectoryRejected("no_step_rewards", f"{t.key}: objective.process needs rewards of steps, but it carries none")
+        if recording.teacher and t.teacher is None:
+            raise TrajectoryRejected("no_teacher", f"{t.key}: objective.distill needs a teacher's log-probabilities, but it carries none")
     try:
         if t.routes is not None:
             _validate_routes(t, t.routes, recording.routing)

@@ -101,6 +101,12 @@ class Config(Section):
                 "rollout.filter_equal: got true, expected false because objective.advantage is reinforce_plus_plus, to which a group of "
                 "equal rewards carries an advantage; set it to false, or choose an advantage that compares within the group"
             )
+        for name, weight in (("process", self.objective.process.weight), ("distill", self.objective.distill.weight)):
+            if self.rollout.filter_equal and weight:
+                raise ValueError(
+                    f"rollout.filter_equal: got true, expected false because objective.{name}.weight is {weight:g}, and a group of equal "
+                    "rewards has steps or tokens to learn from; set it to false"
+                )
         if self.keeps_sampling_mask and self.rollout.top_k is None:
             raise ValueError(
                 "rollout.top_k: got null, expected a number because sampling masks are kept (engines report only supports of bounded "

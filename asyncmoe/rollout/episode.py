@@ -27,7 +27,7 @@ from asyncmoe.rollout.pool import Pool
 from asyncmoe.rollout.scoring import Scorer
 from asyncmoe.rollout.tasks import Demonstration, Prompt
 from asyncmoe.rollout.tokenizer import Tokenizer
-from asyncmoe.rollout.turns import Place, Turn, assemble
+from asyncmoe.rollout.turns import Place, Turn, assemble, step_rewards
 from asyncmoe.trajectory import NOT_SAMPLED, Trajectory
 
 _TEACHING_S = 60.0
@@ -81,7 +81,8 @@ async def run(stage: Stage, prompt: Prompt, place: Place) -> tuple[Trajectory, .
     record = partial(assemble, place=place, recording=stage.sampling.recording, seconds=seconds)
     trajectories = []
     for agent, reward in zip(agents, worth, strict=True):
-        trajectories.append(await asyncio.to_thread(record, agent.turns, reward=reward, agent=agent.number))
+        steps = step_rewards(agent.turns, agent.credits)
+        trajectories.append(await asyncio.to_thread(record, agent.turns, reward=reward, agent=agent.number, rewards=steps))
     return tuple(trajectories)
 
 

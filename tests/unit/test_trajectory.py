@@ -423,6 +423,24 @@ def test_what_is_to_be_recorded_is_demanded_of_what_was_sampled() -> None:
     validate(make(versions=np.full(4, NOT_SAMPLED, np.int32), logprobs=np.zeros(4, np.float32)), kept)  # a demonstration
 
 
+@pytest.mark.parametrize(
+    ("needs", "changes", "reason"),
+    [
+        (Recording(rewards=True), {"rewards": None}, "no_step_rewards"),
+        (Recording(rewards=True), {"rewards": sampled([NONE] * 4, "f4")}, "no_step_rewards"),
+        (Recording(teacher=True), {"teacher": None}, "no_teacher"),
+    ],
+)
+def test_what_the_objective_needs_is_demanded_of_what_was_sampled(needs: Recording, changes: dict[str, Any], reason: str) -> None:
+    validate(whole(), needs)
+    for nothing in (Recording(), Recording(rewards=reason != "no_step_rewards", teacher=reason != "no_teacher")):
+        validate(dataclasses.replace(whole(), **changes), nothing)
+    with pytest.raises(TrajectoryRejected, match=r"g0\.e0.*objective\.") as caught:
+        validate(dataclasses.replace(whole(), **changes), needs)
+    assert caught.value.reason == reason
+    validate(make(versions=np.full(4, NOT_SAMPLED, np.int32), logprobs=np.zeros(4, np.float32)), needs)  # a demonstration
+
+
 def test_a_part_of_what_was_recorded_travels_alone() -> None:
     routing = Routing(all_layers=5, layers=(0, 1, 3, 4), top_k=2, experts=5)
     random = distinct(np.random.default_rng(0), 3, 5, 2, 5)

@@ -4,8 +4,8 @@ One `Trajectory` is what one policy said in one episode: prompt and response tok
 arrays are written once, by the forward pass that sampled the token, and never changed afterwards.
 
 Wire form: a msgpack header (names, dtypes, shapes, digests) followed by one raw little-endian frame for each array, one of the
-encoded routes and one of the encoded masks, empty where there are none. Decoding checks every length against the header and
-against `Limits` before it allocates anything.
+encoded routes and one of the encoded masks; the frame of what a trajectory does not have is empty. Decoding checks every length against
+the header and against `Limits` before it allocates anything.
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ NOT_SAMPLED = -1
 
 ARRAYS = {"tokens": "<i4", "loss_mask": "|b1", "logprobs": "<f4", "versions": "<i4"}
 """The arrays over T tokens, and their dtypes."""
+OPTIONAL = {"rewards": "<f4", "teacher": "<f4"}
+"""Those that a trajectory may be without."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,6 +50,10 @@ class Trajectory:
         seconds: durations of the stages this record went through, by name.
         routes: the experts of the first T - 1 tokens (the last one has not been through the model), where they were recorded.
         masks: the ids each of the T tokens was sampled from, where they were recorded.
+        rewards: float32[T], where steps were rewarded: the reward of a step at its last token, NaN at tokens that end none. (A step may
+            be worth 0, and counts in its group's mean then.)
+        teacher: float32[T], where a teacher was asked: its log-probability in nats of each sampled token, over its whole vocabulary; 0
+            where `loss_mask` is False.
     """
 
     key: str
@@ -65,6 +71,8 @@ class Trajectory:
     seconds: dict[str, float] = field(default_factory=dict)
     routes: Routes | None = None
     masks: EncodedMasks | None = None
+    rewards: np.ndarray | None = None
+    teacher: np.ndarray | None = None
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -128,17 +136,18 @@ class _Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def encode(trajectory: Trajectory) -> list[Buffer]:
-    """Header frame, one frame for each array in the order of the header, then routes and masks. Contiguous arrays are not copied.
+    """Header frame, one frame for each of `ARRAYS` and `OPTIONAL`, then routes and masks. Contiguous arrays are not copied.
 
     Raises:
         ProtocolError: an array of another dtype or length than `Trajectory` says, or routes or masks of another number of tokens,
             which no decoder would take.
     """
-    arrays = {n: np.ascontiguousarray(getattr(trajectory, n)) for n in ARRAYS}
+    dtypes = ARRAYS | {n: dtype for n, dtype in OPTIONAL.items() if getattr(trajectory, n) is not None}
+    arrays = {n: np.ascontiguousarray(getattr(trajectory, n)) for n in dtypes}
     for n, a in arrays.items():
-        if a.dtype != ARRAYS[n] or a.shape != (len(trajectory),) or not len(a):
+        if a.dtype != dtypes[n] or a.shape != (len(trajectory),) or not len(a):
             raise ProtocolError(
-                f"trajectory {trajectory.key} {n}: got {a.dtype}{a.shape}, expected {ARRAYS[n]}({len(trajectory)},), not empty"
+                f"trajectory {trajectory.key} {n}: got {a.dtype}{a.shape}, expected {dtypes[n]}({len(trajectory)},), not empty"
             )
     r, m = trajectory.routes, trajectory.masks
     for name, part, rows in (("routes", r, len(trajectory) - 1), ("masks", m, len(trajectory))):
@@ -157,13 +166,14 @@ def encode(trajectory: Trajectory) -> list[Buffer]:
         finish=trajectory.finish,
         prefix_version=trajectory.prefix_version,
         seconds=trajectory.seconds,
-        arrays=tuple(_ArraySpec(n, ARRAYS[n], a.shape) for n, a in arrays.items()),
+        arrays=tuple(_ArraySpec(n, dtypes[n], a.shape) for n, a in arrays.items()),
         digest=digest,
         routes=None if r is None else _RoutesSpec(r.rows, r.layers, r.top_k, r.experts, r.digests),
         masks=None if m is None else _MasksSpec(m.rows, m.ids, m.vocabulary, m.digest),
     )
     record: tuple[Buffer, Buffer] = (b"" if r is None else r.planes, b"" if m is None else m.data)
-    return [msgspec.msgpack.encode(header), *(a.data.cast("B") for a in arrays.values()), *record]
+    every: list[Buffer] = [arrays[n].data.cast("B") if n in arrays else b"" for n in (*ARRAYS, *OPTIONAL)]
+    return [msgspec.msgpack.encode(header), *every, *record]
 
 
 def part(frames: Sequence[Buffer], layers: Sequence[int] | None = None, masks: bool = True) -> list[Buffer]:
@@ -203,7 +213,7 @@ def _layers_of(header: _Header, spec: _RoutesSpec, planes: memoryview, layers: S
 
 def frames_in(trajectory_count: int) -> int:
     """Number of frames `encode` makes for that many trajectories."""
-    return trajectory_count * (1 + len(ARRAYS) + 2)
+    return trajectory_count * (1 + len(ARRAYS) + len(OPTIONAL) + 2)
 
 
 def decode(frames: Sequence[Buffer], limits: Limits | None = None) -> Trajectory:
@@ -223,18 +233,7 @@ def decode(frames: Sequence[Buffer], limits: Limits | None = None) -> Trajectory
     # Besides its own error msgspec lets invalid UTF-8 (ValueError) and deep nesting (RecursionError) escape.
     except (ValueError, RecursionError) as error:
         raise ProtocolError(f"trajectory header: {error}") from error
-    specs = [(s.name, s.dtype) for s in header.arrays]
-    if specs != list(ARRAYS.items()):
-        raise ProtocolError(f"trajectory {header.key}: got arrays {specs}, expected {list(ARRAYS.items())}")
-    if len({s.shape for s in header.arrays}) != 1:
-        raise ProtocolError(f"trajectory {header.key}: got shapes {[s.shape for s in header.arrays]}, expected one length")
-    arrays, digest = {}, 0
-    for spec, frame in zip(header.arrays, views, strict=True):
-        arrays[spec.name] = _read(header.key, spec, frame, limits)
-        digest = crc32c(frame, digest)
-    if digest != header.digest:
-        raise ProtocolError(f"trajectory {header.key}: got digest {digest:08x}, expected {header.digest:08x}")
-    h = header
+    h, arrays = header, _read_arrays(header, views, limits)
     return Trajectory(
         h.key,
         h.group,
@@ -249,6 +248,26 @@ def decode(frames: Sequence[Buffer], limits: Limits | None = None) -> Trajectory
         masks=_read_masks(h, masks_frame),
         **arrays,
     )
+
+
+def _read_arrays(header: _Header, frames: Sequence[memoryview], limits: Limits) -> dict[str, np.ndarray]:
+    specs = {s.name: s for s in header.arrays}
+    expected = ARRAYS | {n: dtype for n, dtype in OPTIONAL.items() if n in specs}
+    got = [(s.name, s.dtype) for s in header.arrays]
+    if got != list(expected.items()):
+        raise ProtocolError(f"trajectory {header.key}: got arrays {got}, expected {list(expected.items())}")
+    if len({s.shape for s in header.arrays}) != 1:
+        raise ProtocolError(f"trajectory {header.key}: got shapes {[s.shape for s in header.arrays]}, expected one length")
+    arrays, digest = {}, 0
+    for name, frame in zip((*ARRAYS, *OPTIONAL), frames, strict=True):
+        if name not in specs:
+            _expect_empty(header, name, frame)
+            continue
+        arrays[name] = _read(header.key, specs[name], frame, limits)
+        digest = crc32c(frame, digest)
+    if digest != header.digest:
+        raise ProtocolError(f"trajectory {header.key}: got digest {digest:08x}, expected {header.digest:08x}")
+    return arrays
 
 
 def _read(key: str, spec: _ArraySpec, frame: memoryview, limits: Limits) -> np.ndarray:

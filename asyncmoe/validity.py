@@ -7,7 +7,7 @@ import numpy as np
 from asyncmoe.errors import ProtocolError, TrajectoryRejected
 from asyncmoe.record import NOTHING, EncodedMasks, Recording, Routes, Routing, decode_masks, token_outside
 from asyncmoe.record.routes import check_routes
-from asyncmoe.trajectory import ARRAYS, NOT_SAMPLED, Trajectory
+from asyncmoe.trajectory import ARRAYS, NOT_SAMPLED, OPTIONAL, Trajectory
 
 
 def validate(trajectory: Trajectory, recording: Recording = NOTHING, *, newest_version: int | None = None) -> None:
@@ -19,9 +19,11 @@ def validate(trajectory: Trajectory, recording: Recording = NOTHING, *, newest_v
 
     Raises:
         TrajectoryRejected: arrays of another dtype, lengths that disagree, no sampled token, a token outside the vocabulary, a
-            log-probability that is not a finite number <= 0, a reward that is not finite, a version where no token was sampled,
-            versions for some sampled tokens only (a demonstration has none at all) or from the future, routes or masks that are missing,
-            routes of other layers, a token that is not among the ids it was sampled from, a record that is damaged.
+            log-probability, the teacher's too, that is not a finite number <= 0, a reward that is not finite, a step's reward or a
+            teacher's log-probability where no token was sampled, a version where no token was sampled, versions for some sampled tokens
+            only (a demonstration has none at all) or from the future, routes, masks, step rewards or a teacher's
+            log-probabilities that are missing, routes of other layers, a token that is not among the ids it was sampled from, a record
+            that is damaged.
     """
     t = trajectory
     _validate_arrays(t)
@@ -33,18 +35,40 @@ def validate(trajectory: Trajectory, recording: Recording = NOTHING, *, newest_v
 
 
 def _validate_arrays(t: Trajectory) -> None:
-    shapes = {name: getattr(t, name).shape for name in ARRAYS}
+    arrays = {name: getattr(t, name) for name in (*ARRAYS, *OPTIONAL) if name in ARRAYS or getattr(t, name) is not None}
+    shapes = {name: array.shape for name, array in arrays.items()}
     if len(set(shapes.values())) != 1 or len(shapes["tokens"]) != 1:
         raise TrajectoryRejected("length_mismatch", f"{t.key}: {shapes}")
-    dtypes = {name: getattr(t, name).dtype for name in ARRAYS}
-    if any(dtypes[name] != dtype for name, dtype in ARRAYS.items()):
-        raise TrajectoryRejected("bad_dtype", f"{t.key}: got {dtypes}, expected {ARRAYS}")
+    expected = {name: (ARRAYS | OPTIONAL)[name] for name in arrays}
+    if any(array.dtype != expected[name] for name, array in arrays.items()):
+        got = {name: array.dtype for name, array in arrays.items()}
+        raise TrajectoryRejected("bad_dtype", f"{t.key}: got {got}, expected {expected}")
     if not t.loss_mask.any():
         raise TrajectoryRejected("empty_response", f"{t.key}: no sampled token")
     if not np.isfinite(t.logprobs).all() or (t.logprobs > 1e-4).any():
         raise TrajectoryRejected("bad_logprob", f"{t.key}: log-probabilities must be finite and <= 0")
     if not np.isfinite(t.reward):
         raise TrajectoryRejected("bad_reward", f"{t.key}: reward {t.reward}")
+    if t.rewards is not None:
+        _validate_rewards(t, t.rewards)
+    if t.teacher is not None:
+        _validate_teacher(t, t.teacher)
+
+
+def _validate_rewards(t: Trajectory, rewards: np.ndarray) -> None:
+    wrong = np.isinf(rewards) | (~np.isnan(rewards) & ~t.loss_mask)
+    if wrong.any():
+        at = int(np.argmax(wrong))
+        detail = f"step reward {rewards[at]} at token {at}, expected a finite one at a sampled token, NaN where no step ends"
+        raise TrajectoryRejected("bad_reward", f"{t.key}: {detail}")
+
+
+def _validate_teacher(t: Trajectory, teacher: np.ndarray) -> None:
+    wrong = ~np.isfinite(teacher) | (teacher > 1e-4) | ((teacher != 0) & ~t.loss_mask)
+    if wrong.any():
+        at = int(np.argmax(wrong))
+        detail = f"teacher's log-probability {teacher[at]} at token {at}, expected a finite one <= 0, 0 where no token was sampled"
+        raise TrajectoryRejected("bad_teacher", f"{t.key}: {detail}")
 
 
 def _validate_record(t: Trajectory, recording: Recording) -> None:
@@ -53,6 +77,10 @@ def _validate_record(t: Trajectory, recording: Recording) -> None:
             raise TrajectoryRejected("no_routes", f"{t.key}: routing is kept, but it carries no routes")
         if t.masks is None and recording.masks:
             raise TrajectoryRejected("no_mask", f"{t.key}: sampling masks are kept, but it carries none")
+        if recording.rewards and (t.rewards is None or np.isnan(t.rewards).all()):
+            raise TrajectoryRejected("no_step_rewards", f"{t.key}: objective.process needs rewards of steps, but it carries none")
+        if recording.teacher and t.teacher is None:
+            raise TrajectoryRejected("no_teacher", f"{t.key}: objective.distill needs a teacher's log-probabilities, but it carries none")
     try:
         if t.routes is not None:
             _validate_routes(t, t.routes, recording.routing)

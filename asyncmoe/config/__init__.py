@@ -100,11 +100,6 @@ class Config(Section):
                 f"queue.capacity: got {self.queue.capacity}, expected at least a step's batch of rollout.groups_per_step * "
                 f"rollout.group_size = {self.rollout.batch}; leave it out or raise it"
             )
-        if self.rollout.filter_equal and self.objective.advantage == "reinforce_plus_plus":
-            raise ValueError(
-                "rollout.filter_equal: got true, expected false because objective.advantage is reinforce_plus_plus, to which a group of "
-                "equal rewards carries an advantage; set it to false, or choose an advantage that compares within the group"
-            )
         if self.keeps_sampling_mask and self.rollout.top_k is None:
             raise ValueError(
                 "rollout.top_k: got null, expected a number because sampling masks are kept (engines report only supports of bounded "
@@ -122,6 +117,32 @@ class Config(Section):
             )
         if self.engines.tp % self.engines.ep:
             raise ValueError(f"engines.ep: got {self.engines.ep}, expected a divisor of engines.tp = {self.engines.tp}")
+        return self
+
+    @model_validator(mode="after")
+    def _check_rewards(self) -> Config:
+        """What the objective learns from is there."""
+        if self.rollout.filter_equal and self.objective.advantage == "reinforce_plus_plus":
+            raise ValueError(
+                "rollout.filter_equal: got true, expected false because objective.advantage is reinforce_plus_plus, to which a group of "
+                "equal rewards carries an advantage; set it to false, or choose an advantage that compares within the group"
+            )
+        for name, weight in (("process", self.objective.process.weight), ("distill", self.objective.distill.weight)):
+            if self.rollout.filter_equal and weight:
+                raise ValueError(
+                    f"rollout.filter_equal: got true, expected false because objective.{name}.weight is {weight:g}, and a group of equal "
+                    "rewards has steps or tokens to learn from; set it to false"
+                )
+        if self.objective.distill.weight and self.scoring.teacher is None:
+            raise ValueError(
+                f"objective.distill.weight: got {self.objective.distill.weight:g}, expected 0 because there is no scoring.teacher; name "
+                "one, or set the weight to 0"
+            )
+        if self.objective.process.weight and self.environment.kind == "single_turn" and not self.scoring.may_score_steps:
+            raise ValueError(
+                f"objective.process.weight: got {self.objective.process.weight:g}, expected 0 because scoring.scorer is "
+                f"{self.scoring.scorer}, which does not score steps; name a scorer of your own, or set the weight to 0"
+            )
         return self
 
     @property

@@ -12,6 +12,9 @@ Band = tuple[NonNegativeFloat, PositiveFloat]
 """Lowest and highest ratio that is kept."""
 Advantage = Literal["grpo", "dr_grpo", "rloo", "opo", "pass_at_k", "reinforce_plus_plus", "reinforce_plus_plus_baseline"]
 Aggregation = Literal["token_mean", "sequence_mean", "sequence_sum", "prompt_mean"]
+PROCESS_ADVANTAGES: tuple[Advantage, ...] = ("grpo", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
+"""Those in units of a deviation for every response, as normalised step rewards are. dr_grpo, rloo and opo are in units of the reward;
+pass_at_k leaves all but the best response at 0."""
 Clip = Literal["ppo", "cispo", "dppo_tv", "ipo", "none"]
 Estimator = Literal["k1", "k2", "k3", "unbiased"]
 
@@ -37,8 +40,8 @@ class CorrectionSection(Section):
     veto: Band | None = Field(None, description="A token with its ratio outside rejects its whole sequence, such as [1e-4, 100].")
     opsm_delta: NonNegativeFloat | None = Field(
         None,
-        description="DeepSeek-V3.2: sequences of negative advantage whose mean log-ratio of engine to trainer is above are rejected, such "
-        "as 1e-4.",
+        description="DeepSeek-V3.2: tokens of negative advantage are rejected in sequences whose mean log-ratio of engine to trainer is "
+        "above, such as 1e-4.",
     )
     max_age: NonNegative | None = Field(None, description="Tokens sampled more than this many versions ago are rejected.")
     denominator: Literal["kept", "planned"] = Field(
@@ -73,6 +76,25 @@ class KLSection(Section):
     )
 
 
+class ProcessSection(Section):
+    """Rewards of single steps, beside the reward of the whole."""
+
+    weight: NonNegativeFloat = Field(
+        0.0,
+        description="What they count for; 0: nothing. Step rewards are normalised by their mean and deviation over a group; a token's "
+        "advantage grows by this times the sum of those of its own step and the ones after it.",
+    )
+
+
+class DistillSection(Section):
+    """A teacher's opinion of what the policy sampled (on-policy distillation)."""
+
+    weight: NonNegativeFloat = Field(
+        0.0, description="What it counts for; 0: nothing. A token's advantage grows by this times log pi_teacher - log pi_engine."
+    )
+    clip: PositiveFloat | None = Field(None, description="That difference is held within -clip and clip, in nats; null: as it is.")
+
+
 class ObjectiveSection(Section):
     """The loss of a reinforcement-learning step."""
 
@@ -101,6 +123,8 @@ class ObjectiveSection(Section):
     )
     correction: CorrectionSection = CorrectionSection()
     kl: KLSection = KLSection()
+    process: ProcessSection = ProcessSection()
+    distill: DistillSection = DistillSection()
     aggregation: Aggregation = Field(
         "token_mean",
         description="token_mean: all tokens count alike; sequence_mean: all sequences; prompt_mean: all prompts; sequence_sum: they count "
@@ -125,5 +149,10 @@ class ObjectiveSection(Section):
             raise ValueError(
                 f"objective.ratio: got sequence, expected token because objective.clip is {self.clip} (it compares tokens' "
                 "probabilities); leave it out, or set objective.clip to ppo"
+            )
+        if self.process.weight and self.advantage not in PROCESS_ADVANTAGES:
+            raise ValueError(
+                f"objective.process.weight: got {self.process.weight:g}, expected 0 because objective.advantage is {self.advantage} (step "
+                f"rewards are in deviations, its advantages are not); set it to 0, or objective.advantage to {PROCESS_ADVANTAGES[0]}"
             )
         return self

@@ -59,6 +59,11 @@ class ScoringSection(Section):
         """Reasons after which a group is started over."""
         return _FAILURES if self.on_failure == "requeue" else frozenset()
 
+    @property
+    def may_score_steps(self) -> bool:
+        """Its answers may hold the scores of steps."""
+        return self.scorer not in ("auto", *_WITHOUT_STEPS)
+
     @model_validator(mode="after")
     def _check(self) -> ScoringSection:
         if self.scorer.startswith(("http:", "https:")):

@@ -93,8 +93,11 @@ def kept_routing(config: Config, hf: Mapping[str, Any]) -> Routing | None:
 
 
 def recording(config: Config, hf: Mapping[str, Any]) -> Recording:
-    """What engines record of every token they sample.
+    """What engines record of every token they sample, and what its trajectory must carry besides.
 
     Raises: see `kept_routing`.
     """
-    return Recording(kept_routing(config, hf), config.keeps_sampling_mask, hf["vocab_size"])
+    routing, objective = kept_routing(config, hf), config.objective
+    return Recording(
+        routing, config.keeps_sampling_mask, hf["vocab_size"], rewards=objective.process.weight > 0, teacher=objective.distill.weight > 0
+    )

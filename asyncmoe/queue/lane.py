@@ -7,6 +7,8 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from asyncmoe.errors import InvariantBroken
 from asyncmoe.trajectory import Buffer, Trajectory, encode
 from asyncmoe.wire.messages import Item
@@ -47,23 +49,39 @@ class Group:
         return self.oldest_version, self.arrival
 
 
+def describe(t: Trajectory) -> Item:
+    """What ranks that do not fetch a trajectory know about it."""
+    steps, mean, squares = _moments(t.rewards)
+    return Item(
+        key=t.key,
+        group=t.group,
+        episode=t.episode,
+        agent=t.agent,
+        tokens=len(t),
+        sampled=int(t.loss_mask.sum()),
+        reward=float(t.reward),
+        oldest_version=t.oldest_version,
+        newest_version=int(t.versions.max()),
+        steps=steps,
+        step_mean=mean,
+        step_squares=squares,
+        teacher_gap=None if t.teacher is None else float((t.logprobs.astype(np.float64) - t.teacher)[t.loss_mask].sum()),
+    )
+
+
+def _moments(rewards: np.ndarray | None) -> tuple[int, float, float]:
+    """Count, mean, and sum of squared distances from it, of the values that are not NaN."""
+    values = np.zeros(0) if rewards is None else rewards[~np.isnan(rewards)].astype(np.float64)
+    if not len(values):
+        return 0, 0.0, 0.0
+    return len(values), float(values.mean()), float(((values - values.mean()) ** 2).sum())
+
+
 def pack(trajectories: Sequence[Trajectory], arrival: int) -> Group:
     """Describe and encode. The arrays are not copied: their owner must not change them afterwards."""
-    items = tuple(
-        Item(
-            key=t.key,
-            group=t.group,
-            episode=t.episode,
-            agent=t.agent,
-            tokens=len(t),
-            sampled=int(t.loss_mask.sum()),
-            reward=float(t.reward),
-            oldest_version=t.oldest_version,
-            newest_version=int(t.versions.max()),
-        )
-        for t in trajectories
+    return Group(
+        arrival, tuple(map(describe, trajectories)), {t.key: encode(t) for t in trajectories}, max(t.attempt for t in trajectories)
     )
-    return Group(arrival, items, {t.key: encode(t) for t in trajectories}, max(t.attempt for t in trajectories))
 
 
 class Lane:

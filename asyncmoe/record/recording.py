@@ -15,11 +15,15 @@ class Recording:
         routing: of the model, where the experts of every token are kept; None: they are not.
         masks: the ids every token was sampled from are kept, and its log-probability is over those; otherwise over the vocabulary.
         vocabulary: size of it; None: token ids are not checked.
+        rewards: steps are rewarded.
+        teacher: a teacher is asked for its log-probabilities.
     """
 
     routing: Routing | None = None
     masks: bool = False
     vocabulary: int | None = None
+    rewards: bool = False
+    teacher: bool = False
 
 
 NOTHING = Recording()

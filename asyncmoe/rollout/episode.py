@@ -29,7 +29,7 @@ from asyncmoe.rollout.scoring import Sample, Score, Scorer, Teaches
 from asyncmoe.rollout.scoring.together import together
 from asyncmoe.rollout.tasks import Demonstration, Prompt
 from asyncmoe.rollout.tokenizer import Tokenizer
-from asyncmoe.rollout.turns import Place, Turn, assemble
+from asyncmoe.rollout.turns import Place, Turn, assemble, step_rewards
 from asyncmoe.trajectory import NOT_SAMPLED, Trajectory
 
 _TEACHING_S = 60.0
@@ -87,7 +87,9 @@ async def run(stage: Stage, prompt: Prompt, place: Place) -> tuple[Trajectory, .
     record = partial(assemble, place=place, recording=stage.sampling.recording, seconds=seconds)
     trajectories = []
     for agent, score in zip(agents, worth, strict=True):
-        trajectories.append(await asyncio.to_thread(record, agent.turns, reward=score.reward, agent=agent.number))
+        credited = step_rewards(agent.turns, agent.credits)
+        made_of = partial(record, agent.turns, reward=score.reward, agent=agent.number, teacher=score.teacher)
+        trajectories.append(await asyncio.to_thread(made_of, rewards=score.rewards if credited is None else credited))
     return tuple(trajectories)
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -50,14 +51,43 @@ def held(turns: Sequence[Turn]) -> int:
     return max(sum(map(len, turns)) - 1, 0)
 
 
+def step_rewards(turns: Sequence[Turn], credits: Mapping[int, float]) -> np.ndarray | None:
+    """`Trajectory.rewards` of steps that end at the given tokens; None where there is none.
+
+    Args:
+        credits: reward by index of the step's last token.
+
+    Raises:
+        TrajectoryRejected: "bad_reward": one is not finite.
+    """
+    if not credits:
+        return None
+    wrong = [at for at, reward in credits.items() if not math.isfinite(reward)]
+    if wrong:
+        raise TrajectoryRejected("bad_reward", f"the step that ends at token {wrong[0]} has the reward {credits[wrong[0]]}")
+    rewards = np.full(sum(map(len, turns)), np.nan, np.float32)
+    rewards[list(credits)] = list(credits.values())
+    return rewards
+
+
 def assemble(
-    turns: Sequence[Turn], place: Place, recording: Recording, reward: float, seconds: dict[str, float], agent: int = 0
+    turns: Sequence[Turn],
+    place: Place,
+    recording: Recording,
+    reward: float,
+    seconds: dict[str, float],
+    agent: int = 0,
+    rewards: np.ndarray | None = None,
+    teacher: np.ndarray | None = None,
 ) -> Trajectory:
     """The record of one agent's part in an episode; each turn's request asked for routes from `held` of the turns before it on.
 
     `prefix_version` is the salt of all turns when each one's first token was sampled by that version too. Everything in the prefix cache
     under that salt was then computed by it: requests carry the salt only while the version is served, so whatever a later version computed
     under it was computed after the first token was sampled.
+
+    Args:
+        rewards, teacher: as in `Trajectory`.
 
     Raises:
         TrajectoryRejected: "bad_version": a span's version is not one of ours; or see `routed_experts`, `encode_routes` and
@@ -82,6 +112,8 @@ def assemble(
         seconds=seconds,
         routes=_routes(turns, recording, key),
         masks=_masks(turns, recording, key),
+        rewards=rewards,
+        teacher=teacher,
     )
 
 

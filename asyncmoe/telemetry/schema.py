@@ -48,6 +48,8 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
     loss: float | None = None
     reward_mean: float | None = None
     reward_std: float | None = None
+    step_reward_mean: float | None = None
+    """Of the rewarded steps of the batch's responses."""
     grad_norm: float | None = None
     lr: float | None = None
     tokens: int | None = None
@@ -66,6 +68,8 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
     """Nats a sampled token; KL(engine || trainer), estimated: what staleness and the difference of the two programs make together."""
     kl_reference: float | None = None
     """Nats a sampled token; KL(trainer || reference policy), estimated."""
+    kl_teacher: float | None = None
+    """Nats a sampled token; KL(engine || teacher), estimated as the mean difference of log-probabilities: unbiased, may be negative."""
     entropy: float | None = None
     """Nats a sampled token; of the trainer's distribution over the whole vocabulary."""
     clip_fraction: float | None = None

@@ -215,7 +215,7 @@ def pack(
     trajectories: Mapping[int, Trajectory],
     indices: Sequence[int],
     *,
-    advantages: Sequence[float] | np.ndarray,
+    advantages: Sequence[float] | np.ndarray | Mapping[int, np.ndarray],
     weights: Sequence[float] | np.ndarray,
     grid: Grid,
     packed: bool,
@@ -229,7 +229,7 @@ def pack(
     Args:
         trajectories: by index; at least those in `indices`.
         indices: what goes in; at most one when `packed` is False.
-        advantages: one a trajectory index of the whole step.
+        advantages: by trajectory index; one number for all its tokens, or float32[T_i], aligned with them.
         weights: what a sampled token of each trajectory index of the whole step counts for (`objective.token_weights`).
         grid: of the trainer.
         packed: `cu_seqlens` separates the sequences.
@@ -258,7 +258,7 @@ def pack(
         behaviour=flat.next([t.logprobs for t in chosen], np.float32) * mask,
         versions=flat.next([t.versions for t in chosen], np.int32, NOT_SAMPLED),
         pure=flat.each([t.is_pure for t in chosen], np.bool_) & mask,
-        advantages=flat.each([float(advantages[i]) for i in indices], np.float32) * mask,
+        advantages=flat.next([np.broadcast_to(advantages[i], n) for i, n in zip(indices, lengths, strict=True)], np.float32) * mask,
         weights=flat.each([float(weights[i]) for i in indices], np.float32) * mask,
         proximal=None if proximal is None else flat.next([proximal[i] for i in indices], np.float32) * mask,
         reference=None if reference is None else flat.next([reference[i] for i in indices], np.float32) * mask,

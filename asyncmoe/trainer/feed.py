@@ -59,7 +59,7 @@ def plan_updates(items: Sequence[Item], phase: Phase, config: Config, mesh: Mesh
 def microbatches(
     update: Update,
     trajectories: Mapping[int, Trajectory],
-    advantages: np.ndarray,
+    advantages: Mapping[int, np.ndarray],
     config: Config,
     mesh: Mesh,
     routing: Routing | None = None,
@@ -70,7 +70,7 @@ def microbatches(
 
     Args:
         trajectories: by position in the batch; at least those this rank trains on.
-        advantages: float32[batch].
+        advantages: float32[T] by position in the batch; of the same ones (`advantages.token_advantages`).
         routing: what this rank replays, where routing is kept.
         proximal, reference: log-probabilities by position in the batch, or None.
     """
@@ -79,7 +79,7 @@ def microbatches(
         batch.pack(
             {i: trajectories[members[i]] for i in indices},
             indices,
-            advantages=advantages[list(members)],
+            advantages={i: advantages[members[i]] for i in indices},
             weights=update.weights,
             grid=mesh.grid,
             packed=config.trainer.pack,
@@ -90,12 +90,6 @@ def microbatches(
         )
         for indices in update.schedule.ranks[mesh.dp_rank]
     ]
-
-
-def roles(items: Sequence[Item]) -> list[int]:
-    """For each trajectory of a batch, which ones it is compared with: those of the same prompt and agent have the same number."""
-    known: dict[tuple[int, int], int] = {}
-    return [known.setdefault((item.group, item.agent), len(known)) for item in items]
 
 
 def mine(update: Update, mesh: Mesh) -> list[int]:
@@ -122,7 +116,7 @@ def lease(client: Client, config: Config, step: int, phase: Phase, check: Callab
         if reply.items or reply.stop:
             return reply
         if time.monotonic() >= until:
-            raise WaitTimeout("the engines", f"{count} trajectories for step {step}", config.queue.lease_timeout_s)
+            raise WaitTimeout("the engines", f"{count} episodes for step {step}", config.queue.lease_timeout_s)
 
 
 def fetch(

@@ -12,7 +12,8 @@ import torch.distributed as dist
 from asyncmoe.config import Config
 from asyncmoe.errors import Disagreement
 from asyncmoe.platform import megatron
-from asyncmoe.trainer import agreement, feed, objective, optimizer
+from asyncmoe.trainer import agreement, feed, optimizer
+from asyncmoe.trainer.advantages import token_advantages
 from asyncmoe.trainer.agreement import Agreement
 from asyncmoe.trainer.batch import MicroBatch
 from asyncmoe.trainer.feed import Update
@@ -72,8 +73,9 @@ class Learner:
     def _warm_up(
         self, updates: Sequence[Update], trajectories: Mapping[int, Trajectory], leased: Leased, before_update: Callable[[], None]
     ) -> list[StepMetrics]:
-        config, advantages = self._config, np.zeros(len(leased.items), np.float32)
-        made = [feed.microbatches(update, trajectories, advantages, config, self._mesh) for update in updates]
+        config = self._config
+        nothing = {i: np.zeros(len(t), np.float32) for i, t in trajectories.items()}
+        made = [feed.microbatches(update, trajectories, nothing, config, self._mesh) for update in updates]
         return [train_step(self._model, self._optimizer, m, SupervisedLoss(), config.warmup.lr, before_update, self._replay) for m in made]
 
     def _reinforce(
@@ -84,11 +86,9 @@ class Learner:
         step: int,
         before_update: Callable[[], None],
     ) -> list[StepMetrics]:
-        config, items, mesh = self._config, leased.items, self._mesh
+        config, mesh = self._config, self._mesh
         routing = None if self._replay is None else self._replay.routing
-        advantages = objective.group_advantages(
-            [i.reward for i in items], feed.roles(items), config.objective.advantage, [i.sampled for i in items]
-        )
+        advantages = token_advantages(leased.items, trajectories, config.objective)
         lr = optimizer.lr_at(step - config.warmup.steps, config.trainer.optimizer, config.run.steps)
 
         def microbatches(update: Update, before: LogProbs | None = None, reference: LogProbs | None = None) -> list[MicroBatch]:

@@ -10,6 +10,7 @@ import msgspec
 import numpy as np
 
 from asyncmoe.telemetry.schema import Step
+from asyncmoe.trainer.advantages import credit_figures
 from asyncmoe.trainer.published import Published
 from asyncmoe.trainer.step import StepMetrics
 from asyncmoe.wire.messages import Leased, Phase
@@ -86,6 +87,7 @@ def step_record(
         common,
         reward_mean=float(rewards.mean()),
         reward_std=float(rewards.std()),
+        **credit_figures(items),
         staleness_max=max(ages),
         staleness_mean=sum(age * count for age, count in ages.items()) / max(tokens, 1),
         ages=ages,

@@ -162,6 +162,14 @@ class Item(Message, frozen=True):
     newest_version: int
     weight: float = 1.0
     """What its tokens count for, times what the aggregation plans: less than 1 only under the downweight rule."""
+    steps: int = 0
+    """Rewarded steps."""
+    step_mean: float = 0.0
+    """Their mean reward; exactly theirs where all are equal."""
+    step_squares: float = 0.0
+    """Sum of the squared distances of their rewards from it."""
+    teacher_gap: float | None = None
+    """Sum over sampled tokens of engine's - teacher's log-probability, in nats, where a teacher was asked."""
 
 
 class Welcome(Message, frozen=True):

@@ -22,6 +22,7 @@ LENGTHS = (5, 17, 9, 12, 4, 21, 30)
 PROMPTS = (2, 6, 3, 5, 1, 4, 10)
 REWARDS = (1.0, 0.0, 0.5, 1.0, 0.0, 0.25, 1.0)
 GROUPS = (0, 0, 0, 0, 1, 1, 1)
+CREDIT = {"process": {"weight": 0.7}, "distill": {"weight": 0.4, "clip": 0.5}}
 OBJECTIVE = {"clip_low": 0.1, "clip_high": 0.15, "correction": {"cap": 1.1}, "aggregation": "sequence_mean", "updates_per_batch": 2}
 
 
@@ -82,11 +83,15 @@ def tokens() -> list[np.ndarray]:
 
 
 def trajectories(behaviour: Sequence[np.ndarray]) -> dict[int, Trajectory]:
-    """The batch. Even trajectories are pure and of the trainer's version; odd ones are older. `behaviour[i]`: float32[T_i]."""
-    made = {}
+    """The batch. Even trajectories are pure and of the trainer's version; odd ones are older. Every third sampled token ends a step, worth
+    0, 1 or 2; the third trajectory has one of 0.5 only. `behaviour[i]`: float32[T_i]."""
+    made, rng = {}, np.random.default_rng(3)
     for i, ids in enumerate(tokens()):
         mask = np.arange(len(ids)) >= PROMPTS[i]
         mask[-2] &= i != 5  # an observation token in the middle of the response
+        ends = mask & (np.arange(len(ids)) % 3 == i % 3) if i != 2 else np.arange(len(ids)) == 7
+        worth = np.where(ends, rng.integers(0, 3, len(ids)) if i != 2 else 0.5, np.nan).astype(np.float32)
+        teacher = np.where(mask, np.minimum(behaviour[i] + rng.normal(0, 0.5, len(ids)), 0), 0).astype(np.float32)
         version = VERSION if i % 2 == 0 else VERSION - 1 - i % 3
         made[i] = Trajectory(
             key=f"g{GROUPS[i]}.e{i}",
@@ -99,6 +104,8 @@ def trajectories(behaviour: Sequence[np.ndarray]) -> dict[int, Trajectory]:
             reward=REWARDS[i],
             finish="stop",
             prefix_version=version,
+            rewards=worth,
+            teacher=teacher,
         )
     return made
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,8 @@ from tests.ranks import case
 def write(path: Path, variant: str) -> None:
     """Write the references under `path`.
 
-    hf: the model; supervised, policy: its gradients of both losses; trained: its weights after the steps; all as Hugging Face checkpoints.
+    hf: the model; supervised, policy, credited: its gradients of these losses; trained: its weights after the steps; all as Hugging
+    Face checkpoints.
     reference.pt: logits, log-probabilities, losses and norms.
     """
     from transformers import AutoModelForCausalLM
@@ -38,7 +40,7 @@ def write(path: Path, variant: str) -> None:
     proximal = [(values + rng.normal(0, 0.1, len(values))).astype(np.float32) for values in sampled]
 
     reference: dict[str, Any] = {"logits": logits, "logprobs": sampled, "behaviour": behaviour, "proximal": proximal}
-    for name, loss_of in (("supervised", _supervised), ("policy", _policy)):
+    for name, loss_of in (("supervised", _supervised), ("policy", _policy), ("credited", _credited)):
         model.zero_grad()
         loss = loss_of(model, behaviour, proximal)
         loss.backward()
@@ -75,15 +77,37 @@ def _supervised(model: Any, behaviour: list[np.ndarray], proximal: list[np.ndarr
 
 
 def _policy(model: Any, behaviour: list[np.ndarray], proximal: list[np.ndarray]) -> torch.Tensor:
-    """The mean over sequences of the mean over tokens, written out."""
-    mask, sampled = _rows(behaviour)
     advantages = objective.group_advantages(case.REWARDS, case.GROUPS, "grpo")
+    return _surrogate(model, behaviour, proximal, np.repeat(advantages, case.LENGTHS))
+
+
+def _credited(model: Any, behaviour: list[np.ndarray], proximal: list[np.ndarray]) -> torch.Tensor:
+    """The same with what steps and the teacher add, a token at a time."""
+    made = case.trajectories(behaviour)
+    outcome = objective.group_advantages(case.REWARDS, case.GROUPS, "grpo")
+    process, distill = case.CREDIT["process"]["weight"], case.CREDIT["distill"]
+    each = []
+    for i, t in made.items():
+        assert t.rewards is not None
+        assert t.teacher is not None
+        steps = [float(r) for o in made.values() if o.group == t.group and o.rewards is not None for r in o.rewards if r == r]
+        mean, deviation = statistics.fmean(steps), statistics.stdev(steps)
+        for at in range(len(t)):
+            later = sum((float(r) - mean) / (deviation + 1e-6) for r in t.rewards[at:] if r == r)
+            gap = max(-distill["clip"], min(distill["clip"], float(t.teacher[at]) - float(t.logprobs[at])))
+            each.append(float(outcome[i]) + process * later + distill["weight"] * gap)
+    return _surrogate(model, behaviour, proximal, np.array(each, np.float32))
+
+
+def _surrogate(model: Any, behaviour: list[np.ndarray], proximal: list[np.ndarray], advantages: np.ndarray) -> torch.Tensor:
+    """The mean over sequences of the mean over tokens, written out. advantages: float32[all tokens]."""
+    mask, sampled = _rows(behaviour)
     old, engine, new = (
         torch.from_numpy(np.concatenate(proximal)),
         torch.from_numpy(np.concatenate(behaviour)),
         _all(model, case.TEMPERATURE),
     )
-    each = torch.from_numpy(np.repeat(advantages, case.LENGTHS))
+    each = torch.from_numpy(advantages)
     low, high, cap = case.OBJECTIVE["clip_low"], case.OBJECTIVE["clip_high"], case.OBJECTIVE["correction"]["cap"]
     ratio = (new - old).exp()
     token = -torch.minimum(ratio * each, ratio.clamp(1 - low, 1 + high) * each) * (old - engine).exp().clamp(max=cap)

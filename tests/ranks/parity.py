@@ -24,7 +24,9 @@ from asyncmoe.config import Config
 from asyncmoe.config.objective import CorrectionSection, ObjectiveSection
 from asyncmoe.errors import ConfigError, InvariantBroken
 from asyncmoe.models import load_hf_config
+from asyncmoe.queue.lane import describe
 from asyncmoe.trainer import batch, losses, mesh, model, objective, optimizer, step
+from asyncmoe.trainer.advantages import token_advantages
 from asyncmoe.trainer.batch import MicroBatch, Schedule
 from asyncmoe.trainer.hf_checkpoint import HFCheckpoint
 from tests.ranks import case
@@ -51,7 +53,11 @@ class Job:
         return batch.schedule(case.LENGTHS, self.mesh.dp, trainer.tokens_per_microbatch, trainer.pack, self.mesh.grid)
 
     def microbatches(
-        self, aggregation: str, proximal: bool = False, advantages: np.ndarray | None = None, weights: np.ndarray | None = None
+        self,
+        aggregation: str,
+        proximal: bool = False,
+        advantages: np.ndarray | dict[int, np.ndarray] | None = None,
+        weights: np.ndarray | None = None,
     ) -> list[MicroBatch]:
         known = case.trajectories(self.reference["behaviour"])
         planned = objective.token_weights([int(t.loss_mask.sum()) for t in known.values()], aggregation)  # type: ignore[arg-type]
@@ -97,6 +103,7 @@ def try_layout(path: Path, layout: str, variant: str) -> dict[str, Any]:
         "distributed": lambda job: three_steps(job(pack=False, optimizer={"distributed": True})),
         "guard": lambda job: not_a_number(job(pack=True)),
         "rejected": lambda job: rejected(job(pack=True)),
+        "credited": lambda job: credited(job(pack=True)),
         "bfloat16": lambda job: half_precision(job),
     }
 
@@ -191,6 +198,23 @@ def not_a_number(job: Job) -> dict[str, Any]:
         except InvariantBroken as error:
             messages.append(str(error))
     return {"messages": messages, "unchanged": all(torch.equal(a, b) for a, b in zip(before, snapshot(built), strict=True))}
+
+
+def credited(job: Job) -> dict[str, Any]:
+    """Rewards of steps and a teacher: a rank has its own trajectories, and of the others what the queue says about them."""
+    built = job.model()
+    adam = optimizer.build(unclipped(job.config), built)
+    section = ObjectiveSection.model_validate({**case.OBJECTIVE, **case.CREDIT})
+    known = case.trajectories(job.reference["behaviour"])
+    mine = {i: known[i] for i in job.schedule.indices(job.mesh.dp_rank)}
+    advantages = token_advantages([describe(t) for t in known.values()], mine, section)
+    batches = job.microbatches("sequence_mean", proximal=True, advantages=advantages)
+    made = step.train_step(built, adam, batches, losses.PolicyLoss(section, case.TEMPERATURE, case.VERSION), lr=0.0)
+    return {
+        "gradients": relative_error(gradients(built), expected(built, job.path / "credited")),
+        "loss": abs(made.loss - job.reference["credited"]["loss"]),
+        "apart": abs(job.reference["credited"]["loss"] - job.reference["policy"]["loss"]),
+    }
 
 
 def rejected(job: Job) -> dict[str, Any]:

@@ -147,6 +147,14 @@ def test_a_saved_run_goes_on_under_another_layout(resumed: dict[str, float], kin
 
 
 @layouts
+def test_steps_and_a_teacher_are_credited_token_by_token(found: dict[str, dict[str, Any]]) -> None:
+    errors = found["credited"]
+    assert errors["gradients"] < 1e-4
+    assert errors["loss"] < 1e-5
+    assert errors["apart"] > 0.01
+
+
+@layouts
 def test_rejected_tokens_leave_the_denominator(found: dict[str, dict[str, Any]]) -> None:
     errors = found["rejected"]
     assert errors["gradients"] < 1e-5

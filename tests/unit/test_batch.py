@@ -208,6 +208,13 @@ def test_proximal_follows_the_targets() -> None:
     assert batch.proximal.tolist() == [0.0, 2.0, 3.0, 4.0, 5.0, 0.0]
 
 
+def test_advantages_of_single_tokens_follow_the_targets() -> None:
+    both = {4: trajectory(6, 2, 0), 9: trajectory(3, 1, 1)}
+    each = {i: (i + np.arange(len(t), dtype=np.float32)) for i, t in both.items()}
+    batch = pack(both, [9, 4], advantages=each, weights=[1.0] * 10, grid=Grid(4), packed=True)
+    assert batch.advantages.tolist() == [10.0, 11.0, 0.0, 0.0, 6.0, 7.0, 8.0, 9.0, 0.0, 0.0, 0.0, 0.0]
+
+
 def test_a_sampled_first_token_is_refused() -> None:
     with pytest.raises(InvariantBroken, match="nothing precedes it"):
         pack({0: trajectory(4, 0, 0)}, [0], advantages=[1.0], weights=[1.0], grid=Grid(1), packed=True)

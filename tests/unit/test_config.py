@@ -18,6 +18,7 @@ GOOD: dict[str, Any] = {
     "model": {"path": "m", "make": {"layers": 2}},
     "task": {"kind": "arithmetic"},
 }
+SOURCES = {"scorer": "mine:judge", "teacher": {"url": "http://127.0.0.1:1"}}
 
 
 def with_value(path: str, value: Any) -> dict[str, Any]:
@@ -94,6 +95,9 @@ def test_defaults_are_valid_and_frozen() -> None:
         ("objective.correction.token_band", [-0.5, 2.0], "-0.5", "greater than or equal to 0"),
         ("objective.correction.cap", 0, "0", "greater than 0"),
         ("objective.correction.cap", float("inf"), "inf", "a finite number"),
+        ("objective.process.weight", -0.1, "-0.1", "greater than or equal to 0"),
+        ("objective.distill.weight", -0.1, "-0.1", "greater than or equal to 0"),
+        ("objective.distill.clip", 0.0, "0.0", "greater than 0"),
         ("objective.kl.coefficient", -0.1, "-0.1", "greater than or equal to 0"),
         ("objective.kl.estimator", "k4", "'k4'", "'k1', 'k2', 'k3' or 'unbiased'"),
         ("sync.every", 3, "3", "at most queue.staleness.eta + 1 = 2"),
@@ -116,6 +120,8 @@ def test_a_bad_value_names_its_key_what_was_got_and_what_was_expected(path: str,
         ({"clip": "cispo", "dual_clip": 3.0}, "3.0", "null because objective.clip is cispo", "leave it out"),
         ({"clip": "ipo", "ratio": "sequence"}, "sequence", "token because objective.clip is ipo", "set objective.clip to ppo"),
         ({"clip": "dppo_tv", "ratio": "sequence"}, "sequence", "token because objective.clip is dppo_tv", "set objective.clip to ppo"),
+        ({"process": {"weight": 0.5}, "advantage": "dr_grpo"}, "0.5", "0 because objective.advantage is dr_grpo", "advantage to grpo"),
+        ({"process": {"weight": 1}, "advantage": "pass_at_k"}, "1", "0 because objective.advantage is pass_at_k", "advantage to grpo"),
     ],
 )
 def test_objectives_that_contradict_themselves_are_refused_with_a_cure(objective: Any, got: str, expected: str, cure: str) -> None:
@@ -132,11 +138,39 @@ def test_objectives_that_contradict_themselves_are_refused_with_a_cure(objective
         {"ratio": "sequence", "clip_low": 3e-4, "clip_high": 4e-4, "aggregation": "sequence_mean"},
         {"correction": {"weight": "token", "cap": None, "token_band": [0.5, 5]}, "dual_clip": 3},
         {"correction": {"weight": "none", "opsm_delta": 1e-4, "max_age": 0, "veto": [0, 100]}, "kl": {"coefficient": 1e-3}},
+        {"process": {"weight": 0.5}, "distill": {"weight": 0.1, "clip": 2.0}, "advantage": "reinforce_plus_plus_baseline"},
+        {"distill": {"weight": 1.0}, "advantage": "dr_grpo"},
     ],
 )
 def test_objectives_survive_being_written_out(objective: Any) -> None:
-    config = parse(with_value("objective", objective))
+    config = parse({**with_value("objective", objective), "scoring": SOURCES})
     assert parse(config.model_dump(mode="json")) == config
+
+
+@pytest.mark.parametrize(
+    ("objective", "scoring", "line"),
+    [
+        ({"distill": {"weight": 1.0}}, {}, "objective.distill.weight: got 1, expected 0 because there is no scoring.teacher"),
+        ({"process": {"weight": 0.5}}, {}, "objective.process.weight: got 0.5, expected 0 because scoring.scorer is auto"),
+        ({"process": {"weight": 0.5}}, {"scorer": "exact"}, "expected 0 because scoring.scorer is exact, which does not score steps"),
+    ],
+)
+def test_an_objective_without_what_it_learns_from_is_refused(objective: Any, scoring: Any, line: str) -> None:
+    assert line in refused({**GOOD, "objective": objective, "scoring": scoring})
+    parse({**GOOD, "objective": objective, "scoring": SOURCES})
+
+
+def test_an_environment_may_reward_steps_itself() -> None:
+    parse({**GOOD, "objective": {"process": {"weight": 0.5}}, "environment": {"kind": "mine:Own"}})
+
+
+@pytest.mark.parametrize("section", ["process", "distill"])
+def test_groups_of_equal_rewards_are_not_left_out_where_their_tokens_teach_something(section: str) -> None:
+    values = with_value("rollout.filter_equal", True)
+    parse(values)
+    line = refused({**values, "objective": {section: {"weight": 0.5}}, "scoring": SOURCES})
+    assert "rollout.filter_equal: got true, expected false because objective." in line
+    assert f"objective.{section}.weight is 0.5" in line
 
 
 def test_a_wrong_element_is_named_by_its_index() -> None:

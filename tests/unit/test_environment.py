@@ -65,6 +65,22 @@ def reason(environment: Environment, tokenizer: Tokenizer, timeout_s: float = 5.
     return refused.value.reason
 
 
+class Credited:
+    """Three steps, the second of them not rewarded."""
+
+    def __init__(self, *rewards: float | None) -> None:
+        self.rewards = rewards
+
+    async def run(self, episode: Episode) -> float:
+        agent = episode.agent()
+        for reward in self.rewards:
+            agent.see("1+1=")
+            await agent.respond()
+            if reward is not None:
+                agent.credit(reward)
+        return 1.0
+
+
 class Tool:
     """Two responses, an observation between them."""
 
@@ -285,3 +301,22 @@ def test_a_teacher_goes_through_the_same_environment(tokenizer: Tokenizer) -> No
     assert said == [*tokenizer.encode("turn 0"), tokenizer.eos, *tokenizer.encode("turn 1"), tokenizer.eos]
     assert "then " in tokenizer.decode(shown.tokens.tolist())
     validate(shown, Recording(vocabulary=tokenizer.vocabulary))
+
+
+def test_rewards_of_steps_stand_at_their_last_tokens(tokenizer: Tokenizer) -> None:
+    (made,) = play(Credited(0.5, None, 0.0), tokenizer)
+    validate(made, Recording(rewards=True))
+    assert made.rewards is not None
+    turn = len(tokenizer.encode("1+1=")) + 3
+    assert {at: r for at, r in enumerate(made.rewards.tolist()) if r == r} == {turn - 1: 0.5, 3 * turn - 1: 0.0}
+    (worthless,) = play(Credited(0.0), tokenizer)
+    validate(worthless, Recording(rewards=True))
+    (plain,) = play(Credited(None), tokenizer)
+    assert plain.rewards is None
+    with pytest.raises(TrajectoryRejected, match="no_step_rewards"):
+        validate(plain, Recording(rewards=True))
+
+
+@pytest.mark.parametrize("reward", [float("nan"), float("inf")])
+def test_a_step_reward_that_is_no_number_rejects_the_episode(tokenizer: Tokenizer, reward: float) -> None:
+    assert reason(Credited(1.0, reward), tokenizer) == "bad_reward"

@@ -72,7 +72,7 @@ def test_it_is_posted_the_sample_and_answers_with_its_score() -> None:
     assert seen == [("/judge", {"prompt": "1+1=", "response": "2", "answer": "2", "agent": "solver"})]
     assert (score.reward, score.teacher) == (0.5, None)
     assert score.rewards is not None
-    assert score.rewards.tolist() == [0, 0, 1, 0, -0.25]
+    np.testing.assert_array_equal(score.rewards, np.array([np.nan, np.nan, 1, np.nan, -0.25], np.float32))
     (plain,) = served(answering(b'{"reward": 2}'), JUDGE)
     assert isinstance(plain, Score)
     assert (plain.reward, plain.rewards) == (2.0, None)

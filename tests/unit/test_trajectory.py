@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import tracemalloc
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -16,10 +17,12 @@ from kept_trajectory import distinct
 from asyncmoe.errors import ProtocolError, TrajectoryRejected
 from asyncmoe.record import EncodedMasks, Masks, Recording, Routes, Routing, decode_routes, encode_masks, encode_routes
 from asyncmoe.record.checksum import crc32c
-from asyncmoe.trajectory import ARRAYS, NOT_SAMPLED, Limits, Trajectory, decode, encode, frames_in, part
+from asyncmoe.trajectory import ARRAYS, NOT_SAMPLED, OPTIONAL, Limits, Trajectory, decode, encode, frames_in, part
 from asyncmoe.validity import validate
 
 INT32 = np.iinfo(np.int32)
+NONE = np.nan
+"""No step ends here."""
 
 
 @st.composite
@@ -42,7 +45,13 @@ def trajectories(draw: st.DrawFn) -> Trajectory:
         seconds=draw(st.dictionaries(st.text(max_size=5), st.floats(0, 9), max_size=3)),
         routes=record_routes(random, length - 1) if draw(st.booleans()) else None,
         masks=record_masks(random, length) if draw(st.booleans()) else None,
+        rewards=step_rewards(random, length) if draw(st.booleans()) else None,
+        teacher=random.standard_normal(length).astype(np.float32) if draw(st.booleans()) else None,
     )
+
+
+def step_rewards(random: np.random.Generator, length: int) -> np.ndarray:
+    return np.where(random.random(length) < 0.3, random.standard_normal(length), np.nan).astype(np.float32)
 
 
 ROUTING = Routing(all_layers=3, layers=(1, 2), top_k=2, experts=5)
@@ -77,7 +86,7 @@ def make(**changes: Any) -> Trajectory:
 
 def same(a: Trajectory, b: Trajectory) -> bool:
     pairs = ((getattr(a, f.name), getattr(b, f.name)) for f in dataclasses.fields(Trajectory))
-    return all(np.array_equal(x, y) and x.dtype == y.dtype if isinstance(x, np.ndarray) else x == y for x, y in pairs)
+    return all(x.tobytes() == y.tobytes() and x.dtype == y.dtype if isinstance(x, np.ndarray) else x == y for x, y in pairs)
 
 
 @settings(deadline=None)
@@ -102,7 +111,7 @@ def test_writable_frames_give_read_only_arrays() -> None:
 
 
 @settings(deadline=None)
-@given(trajectories(), st.integers(1, 6), st.data())
+@given(trajectories(), st.integers(1, 8), st.data())
 def test_any_changed_array_byte_is_refused(trajectory: Trajectory, which: int, data: st.DataObject) -> None:
     frames = [bytearray(f) for f in encode(trajectory)]
     assume(frames[which])
@@ -113,7 +122,7 @@ def test_any_changed_array_byte_is_refused(trajectory: Trajectory, which: int, d
 
 
 @settings(deadline=None)
-@given(trajectories(), st.integers(0, 6), st.integers(-3, 3).filter(bool))
+@given(trajectories(), st.integers(0, 8), st.integers(-3, 3).filter(bool))
 def test_any_changed_frame_length_is_refused(trajectory: Trajectory, which: int, by: int) -> None:
     frames = [bytes(f) for f in encode(trajectory)]
     assume(by > 0 or frames[which])
@@ -132,31 +141,59 @@ def test_a_changed_header_is_refused_or_still_a_trajectory(trajectory: Trajector
         back = decode(frames)
     except ProtocolError:
         return
-    assert len({len(back.tokens), len(back.loss_mask), len(back.logprobs), len(back.versions)}) == 1
+    optional = [len(x) for x in (back.rewards, back.teacher) if x is not None]
+    assert len({len(back.tokens), len(back.loss_mask), len(back.logprobs), len(back.versions), *optional}) == 1
 
 
 @settings(deadline=None)
-@given(st.lists(st.binary(max_size=40), min_size=7, max_size=7))
+@given(st.lists(st.binary(max_size=40), min_size=9, max_size=9))
 def test_noise_is_refused(frames: list[bytes]) -> None:
     with pytest.raises(ProtocolError):
         decode(frames)
 
 
-@pytest.mark.parametrize("count", [0, 1, 5, 6, 8])
+@pytest.mark.parametrize("count", [0, 1, 7, 8, 10])
 def test_frame_count(count: int) -> None:
     frames = (encode(make()) * 2)[:count]
-    with pytest.raises(ProtocolError, match=f"got {count} frames, expected 7"):
+    with pytest.raises(ProtocolError, match=f"got {count} frames, expected 9"):
         decode(frames)
 
 
 def lie(change: dict[str, Any], **arrays: dict[str, Any]) -> list[Any]:
     """Frames of a good trajectory whose header says something else."""
-    frames = encode(make())
+    frames = encode(whole())
     header = msgspec.msgpack.decode(frames[0])
     header |= change
     for spec in header["arrays"]:
         spec |= arrays.get(spec["name"], {})
     return [msgspec.msgpack.encode(header), *frames[1:]]
+
+
+def whole() -> Trajectory:
+    return make(rewards=np.array([NONE, NONE, NONE, 1], np.float32), teacher=np.array([0, 0, -1, -2], np.float32))
+
+
+def unnamed(name: str) -> list[Any]:
+    """Frames of a good trajectory whose header keeps quiet about an array, its digest put right."""
+    return rewritten(whole(), lambda arrays: [spec for spec in arrays if spec["name"] != name], without=name)
+
+
+def twice(name: str) -> list[Any]:
+    return rewritten(whole(), lambda arrays: [*arrays, arrays[[spec["name"] for spec in arrays].index(name)]])
+
+
+def named_without_bytes() -> list[Any]:
+    """The header of a good one with a teacher before the frames of one without."""
+    return [encode(make(teacher=np.zeros(4, np.float32)))[0], *encode(make())[1:]]
+
+
+def rewritten(trajectory: Trajectory, change: Callable[[list[Any]], list[Any]], without: str = "") -> list[Any]:
+    header, *frames = encode(trajectory)
+    digest = 0
+    for name, frame in zip((*ARRAYS, *OPTIONAL), frames, strict=False):
+        digest = digest if name == without else crc32c(frame, digest)
+    values = msgspec.msgpack.decode(header)
+    return [msgspec.msgpack.encode(values | {"arrays": change(values["arrays"]), "digest": digest}), *frames]
 
 
 @pytest.mark.parametrize(
@@ -182,6 +219,15 @@ def lie(change: dict[str, Any], **arrays: dict[str, Any]) -> list[Any]:
         lie({}, tokens={"shape": [2**62]}),
         lie({}, tokens={"shape": [2**64 - 1]}),
         lie({}, tokens={"shape": [0]}),
+        lie({}, rewards={"name": "teacher"}),
+        lie({}, rewards={"dtype": "<f8"}),
+        lie({}, rewards={"name": "reward"}),
+        lie({}, teacher={"shape": [5]}),
+        lie({}, teacher={"shape": [2**62]}),
+        unnamed("rewards"),
+        unnamed("teacher"),
+        twice("teacher"),
+        named_without_bytes(),
         [encode(make())[0][:-3], *encode(make())[1:]],
         [b"", *encode(make())[1:]],
         [b"\x91" * 60_000, *encode(make())[1:]],
@@ -195,7 +241,7 @@ def test_a_header_that_lies_is_refused(frames: list[Any]) -> None:
 
 
 def test_huge_counts_are_refused_before_anything_is_allocated() -> None:
-    wide = {name: {"shape": [1 << 40]} for name in ("tokens", "loss_mask", "logprobs", "versions")}
+    wide = {name: {"shape": [1 << 40]} for name in (*ARRAYS, *OPTIONAL)}
     hostile = [lie({}, **wide), [b"\x91\xdd\xff\xff\xff\xff", *encode(make())[1:]], [b"\0" * (1 << 17), *encode(make())[1:]]]
     tracemalloc.start()
     try:
@@ -245,6 +291,10 @@ def test_truth_values_other_than_0_and_1_are_refused() -> None:
         make(tokens=np.array([[5, 6], [7, 8]], np.int32)),
         make(loss_mask=np.array([0, 0, 1, 1])),
         make(logprobs=np.zeros(4)),
+        make(rewards=np.zeros(4)),
+        make(rewards=np.zeros(3, np.float32)),
+        make(teacher=np.zeros(5, np.float32)),
+        make(teacher=np.zeros(4, np.int32)),
         make(**{n: np.zeros(0, d) for n, d in (("tokens", "i4"), ("loss_mask", "?"), ("logprobs", "f4"), ("versions", "i4"))}),
     ],
 )
@@ -276,6 +326,18 @@ def sampled(values: list[Any], dtype: str) -> np.ndarray:
         ({"logprobs": sampled([0, 0, 0.5, -1], "f4")}, "bad_logprob"),
         ({"reward": float("nan")}, "bad_reward"),
         ({"reward": float("-inf")}, "bad_reward"),
+        ({"rewards": sampled([NONE, NONE, 1], "f4")}, "length_mismatch"),
+        ({"rewards": sampled([[NONE], [NONE], [1], [2]], "f4")}, "length_mismatch"),
+        ({"rewards": sampled([NONE, NONE, 1, 2], "f8")}, "bad_dtype"),
+        ({"rewards": sampled([NONE, NONE, np.inf, 2], "f4")}, "bad_reward"),
+        ({"rewards": sampled([NONE, -np.inf, 1, 2], "f4")}, "bad_reward"),
+        ({"rewards": sampled([NONE, 0, 1, 2], "f4")}, "bad_reward"),
+        ({"teacher": sampled([0, 0, -1], "f4")}, "length_mismatch"),
+        ({"teacher": sampled([0, 0, -1, -1], "f8")}, "bad_dtype"),
+        ({"teacher": sampled([0, 0, -1, 0.01], "f4")}, "bad_teacher"),
+        ({"teacher": sampled([0, 0, np.nan, -1], "f4")}, "bad_teacher"),
+        ({"teacher": sampled([0, 0, -np.inf, -1], "f4")}, "bad_teacher"),
+        ({"teacher": sampled([-1, 0, -1, -1], "f4")}, "bad_teacher"),
         ({"versions": sampled([3, -1, 3, 3], "i4")}, "bad_version"),
         ({"versions": sampled([-1, -1, 3, -1], "i4")}, "bad_version"),
         ({"versions": sampled([-1, -1, -2, -2], "i4")}, "bad_version"),
@@ -290,6 +352,8 @@ def test_validate_names_the_reason(changes: dict[str, Any], reason: str) -> None
 
 def test_validate_takes_a_good_one_and_a_demonstration() -> None:
     validate(make(), Recording(vocabulary=9))
+    validate(whole(), Recording(vocabulary=9))
+    validate(make(rewards=sampled([NONE, NONE, 0, -2], "f4"), teacher=sampled([0, 0, 0, 5e-5], "f4")))
     demonstration = make(versions=np.full(4, NOT_SAMPLED, np.int32), logprobs=np.zeros(4, np.float32))
     validate(demonstration, Recording(vocabulary=9))
     assert demonstration.oldest_version == NOT_SAMPLED
@@ -359,6 +423,24 @@ def test_what_is_to_be_recorded_is_demanded_of_what_was_sampled() -> None:
     validate(make(versions=np.full(4, NOT_SAMPLED, np.int32), logprobs=np.zeros(4, np.float32)), kept)  # a demonstration
 
 
+@pytest.mark.parametrize(
+    ("needs", "changes", "reason"),
+    [
+        (Recording(rewards=True), {"rewards": None}, "no_step_rewards"),
+        (Recording(rewards=True), {"rewards": sampled([NONE] * 4, "f4")}, "no_step_rewards"),
+        (Recording(teacher=True), {"teacher": None}, "no_teacher"),
+    ],
+)
+def test_what_the_objective_needs_is_demanded_of_what_was_sampled(needs: Recording, changes: dict[str, Any], reason: str) -> None:
+    validate(whole(), needs)
+    for nothing in (Recording(), Recording(rewards=reason != "no_step_rewards", teacher=reason != "no_teacher")):
+        validate(dataclasses.replace(whole(), **changes), nothing)
+    with pytest.raises(TrajectoryRejected, match=r"g0\.e0.*objective\.") as caught:
+        validate(dataclasses.replace(whole(), **changes), needs)
+    assert caught.value.reason == reason
+    validate(make(versions=np.full(4, NOT_SAMPLED, np.int32), logprobs=np.zeros(4, np.float32)), needs)  # a demonstration
+
+
 def test_a_part_of_what_was_recorded_travels_alone() -> None:
     routing = Routing(all_layers=5, layers=(0, 1, 3, 4), top_k=2, experts=5)
     random = distinct(np.random.default_rng(0), 3, 5, 2, 5)
@@ -371,7 +453,7 @@ def test_a_part_of_what_was_recorded_travels_alone() -> None:
         assert got.routes.layers == layers
         np.testing.assert_array_equal(decode_routes(got.routes, "t"), random[:, list(layers)].transpose(1, 0, 2))
         np.testing.assert_array_equal(got.tokens, whole.tokens)
-    assert sum(memoryview(f).nbytes for f in part(frames, (3, 4))[5:6]) * 2 == sum(memoryview(f).nbytes for f in frames[5:6])
+    assert sum(memoryview(f).nbytes for f in part(frames, (3, 4))[7:8]) * 2 == sum(memoryview(f).nbytes for f in frames[7:8])
     again = decode(part(frames))
     assert again.routes is not None
     assert again.masks is not None
@@ -429,7 +511,7 @@ def test_a_header_that_lies_about_masks_is_refused(change: dict[str, Any]) -> No
         decode([msgspec.msgpack.encode(header), *frames[1:]])
 
 
-@pytest.mark.parametrize("frame", [5, 6])
+@pytest.mark.parametrize("frame", [5, 6, 7, 8])
 def test_bytes_of_a_record_that_the_header_does_not_name_are_refused(frame: int) -> None:
     frames = encode(make())
     frames[frame] = b"x"
@@ -446,8 +528,8 @@ def test_a_record_of_other_tokens_is_not_encoded(bad: Trajectory) -> None:
 @pytest.mark.parametrize(
     ("longer", "part", "frame"),
     [
-        (make(**{n: np.append(getattr(make(), n), getattr(make(), n)[-1:]) for n in ARRAYS}, routes=routes_of(4)), "routes", 5),
-        (make(**{n: np.append(getattr(make(), n), getattr(make(), n)[-1:]) for n in ARRAYS}, masks=masks_of([[]] * 5)), "masks", 6),
+        (make(**{n: np.append(getattr(make(), n), getattr(make(), n)[-1:]) for n in ARRAYS}, routes=routes_of(4)), "routes", 7),
+        (make(**{n: np.append(getattr(make(), n), getattr(make(), n)[-1:]) for n in ARRAYS}, masks=masks_of([[]] * 5)), "masks", 8),
     ],
 )
 def test_a_whole_record_of_another_trajectory_is_refused(longer: Trajectory, part: str, frame: int) -> None:

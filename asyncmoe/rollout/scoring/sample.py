@@ -42,7 +42,7 @@ class Score:
 
     Attributes:
         reward: of the whole sample; finite.
-        rewards: float32[T]; the score of each step at its last token, 0 elsewhere. None: steps were not scored.
+        rewards: float32[T]; the score of each step at its last token, NaN elsewhere. None: steps were not scored.
         teacher: float32[T]; the teacher's log-probability, in nats, of each sampled token, 0 elsewhere. None: there is no teacher.
     """
 

@@ -36,8 +36,8 @@ def ends(tokens: Sequence[int], sampled: Sequence[bool], separator: str | None, 
 
 
 def placed(scores: Sequence[float], at: Sequence[int], size: int) -> np.ndarray:
-    """float32[size] with `scores` at the indices `at`, 0 elsewhere."""
-    rewards = np.zeros(size, dtype=np.float32)
+    """float32[size] with `scores` at the indices `at`, NaN elsewhere (`Trajectory.rewards`)."""
+    rewards = np.full(size, np.nan, np.float32)
     rewards[list(at)] = scores
     return rewards
 

@@ -40,6 +40,7 @@ def correct(new: torch.Tensor, old: torch.Tensor, rows: Rows, section: Objective
         veto            any rho of the sequence outside
         opsm            A < 0 and mean(log pi_b - log pi) > delta    DeepSeek-V3.2, arXiv 2512.02556, sec. 3.1
         max_age         version - v_b > max_age
+    A is the token's own: where steps or a teacher add to it, opsm rejects the tokens of a sequence at which it is negative.
     Bands are inclusive. An infinite ratio is large, not NaN: it is capped, or outside. A NaN is never outside, so that it reaches the loss.
     Weights are not divided by their mean over the batch: that would need all ranks' ratios before any gradient.
 

@@ -1,0 +1,167 @@
+"""What steps and teachers add to the advantages of single tokens, against their formulae, one token at a time."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from asyncmoe.config.objective import ObjectiveSection
+from asyncmoe.errors import InvariantBroken
+from asyncmoe.queue.lane import describe
+from asyncmoe.trainer.advantages import credit_figures, token_advantages
+from asyncmoe.trainer.objective import distill_advantages, group_advantages, process_advantages, step_scales
+from asyncmoe.trajectory import NOT_SAMPLED, Trajectory
+
+value = st.one_of(st.sampled_from([0.0, 0.5, 1.0, 0.1]), st.floats(-5, 5, width=32).filter(lambda x: abs(x) > 1e-3 or x == 0))
+token = st.tuples(st.booleans(), st.one_of(st.none(), value), st.floats(-6, 0, width=32), st.floats(-6, 0, width=32))
+"""Sampled, a step's reward, log-probability under the engine and under the teacher."""
+response = st.tuples(st.integers(0, 2), st.integers(0, 1), value, st.lists(token, min_size=1, max_size=12))
+"""Group, agent, reward, tokens after the prompt's one."""
+
+
+def made(i: int, drawn: tuple[int, int, float, list[tuple[bool, float | None, float, float]]]) -> Trajectory:
+    group, agent, reward, tokens = drawn
+    tokens = [(False, None, 0.0, 0.0), *tokens[:-1], (True, *tokens[-1][1:])]
+    mask = np.array([t[0] for t in tokens])
+    return Trajectory(
+        key=f"g{group}.e{i}.a{agent}.t0",
+        group=group,
+        episode=i,
+        agent=agent,
+        tokens=np.arange(len(tokens), dtype=np.int32),
+        loss_mask=mask,
+        logprobs=np.where(mask, [t[2] for t in tokens], 0).astype(np.float32),
+        versions=np.where(mask, 3, NOT_SAMPLED).astype(np.int32),
+        reward=reward,
+        finish="stop",
+        rewards=np.array([np.nan if t[1] is None or not t[0] else t[1] for t in tokens], np.float32),
+        teacher=np.where(mask, [t[3] for t in tokens], 0).astype(np.float32),
+    )
+
+
+def steps_of(t: Trajectory) -> dict[int, float]:
+    assert t.rewards is not None
+    return {at: float(r) for at, r in enumerate(t.rewards) if r == r}
+
+
+def of_token(batch: Sequence[Trajectory], i: int, at: int, section: ObjectiveSection) -> float:
+    """What is added to the outcome's advantage, straight from the formulae."""
+    own = batch[i]
+    assert own.teacher is not None
+    everyone = [r for t in batch if (t.group, t.agent) == (own.group, own.agent) for r in steps_of(t).values()]
+    credit = 0.0
+    if len(set(everyone)) > 1:
+        deviation = statistics.stdev(everyone) + 1e-6
+        credit = sum((r - statistics.fmean(everyone)) / deviation for end, r in steps_of(own).items() if end >= at)
+    gap = float(own.teacher[at]) - float(own.logprobs[at]) if own.loss_mask[at] else 0.0
+    clip = section.distill.clip
+    if clip is not None:
+        gap = max(-clip, min(clip, gap))
+    return section.process.weight * credit + section.distill.weight * gap
+
+
+@given(
+    st.lists(response, min_size=1, max_size=7),
+    st.floats(0, 3),
+    st.floats(0, 3),
+    st.one_of(st.none(), st.floats(0.1, 4)),
+    st.sampled_from(["grpo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"]),
+    st.data(),
+)
+def test_advantages_token_advantages_are_their_formula_on_whatever_rank(
+    drawn: list[tuple[int, int, float, list[tuple[bool, float | None, float, float]]]],
+    process: float,
+    distill: float,
+    clip: float | None,
+    advantage: str,
+    data: st.DataObject,
+) -> None:
+    section = ObjectiveSection.model_validate(
+        {"advantage": advantage, "process": {"weight": process}, "distill": {"weight": distill, "clip": clip}}
+    )
+    batch = [made(i, one) for i, one in enumerate(drawn)]
+    items = [describe(t) for t in batch]
+    mine = data.draw(st.lists(st.integers(0, len(batch) - 1), unique=True))
+    got = token_advantages(items, {i: batch[i] for i in mine}, section)
+    roles = [t.group * 2 + t.agent for t in batch]
+    outcome = group_advantages([t.reward for t in batch], roles, section.advantage, [int(t.loss_mask.sum()) for t in batch])
+    assert sorted(got) == sorted(mine)
+    for i in mine:
+        want = [float(outcome[i]) + of_token(batch, i, at, section) for at in range(len(batch[i]))]
+        assert got[i].dtype == np.float32
+        np.testing.assert_allclose(got[i], want, rtol=2e-4, atol=2e-4)
+
+
+def test_process_supervision_by_hand() -> None:
+    """Two responses: steps worth 1 and 0, and one worth 2. The mean is 1, the deviation 1."""
+    mean, deviation = step_scales([2, 1], [0.5, 2.0], [0.5, 0.0], [7, 7])
+    assert (mean.tolist(), deviation.tolist()) == ([1.0, 1.0], [1.0, 1.0])
+    none = np.nan
+    rewards = np.array([none, 1, none, 0, none], np.float32)
+    np.testing.assert_allclose(process_advantages(rewards, 1.0, 1.0), [-1, -1, -1, -1, 0], atol=2e-6)
+    np.testing.assert_allclose(process_advantages(np.array([none, none, 2], np.float32), 1.0, 1.0), [1, 1, 1], atol=2e-6)
+
+
+@given(st.lists(st.lists(value, max_size=5), min_size=1, max_size=6))
+def test_what_responses_say_about_their_steps_makes_the_mean_and_deviation_of_all(groups: list[list[float]]) -> None:
+    every = [r for rewards in groups for r in rewards]
+    items = [
+        describe(made(i, (0, 0, 0.0, [(True, r, -1.0, -1.0) for r in rewards] + [(True, None, -1.0, -1.0)])))
+        for i, rewards in enumerate(groups)
+    ]
+    mean, deviation = step_scales([i.steps for i in items], [i.step_mean for i in items], [i.step_squares for i in items], [0] * len(items))
+    assert sum(i.steps for i in items) == len(every)
+    np.testing.assert_allclose(mean, statistics.fmean(every) if every else 0.0, atol=1e-6)
+    np.testing.assert_allclose(deviation, statistics.stdev(every) if len(every) > 1 else 0.0, atol=1e-5)
+
+
+@pytest.mark.parametrize("reward", [0.1, 1e30, -7.0, 0.0])
+@pytest.mark.parametrize("counts", [(1,), (3, 1), (7, 0, 2)])
+def test_equal_steps_tell_exactly_nothing(reward: float, counts: tuple[int, ...]) -> None:
+    tokens = [[(True, reward, -1.0, -1.0)] * n + [(True, None, -1.0, -1.0)] for n in counts]
+    batch = [made(i, (0, 0, 1.0, one)) for i, one in enumerate(tokens)]
+    section = ObjectiveSection.model_validate({"process": {"weight": 1.0}})
+    for advantages in token_advantages([describe(t) for t in batch], dict(enumerate(batch)), section).values():
+        assert not advantages.any()
+
+
+def test_a_step_worth_nothing_counts_in_the_mean() -> None:
+    """Rewards of 1 for right steps and 0 for wrong ones."""
+    right, wrong = made(0, (0, 0, 1.0, [(True, 1.0, -1.0, -1.0)])), made(1, (0, 0, 1.0, [(True, 0.0, -1.0, -1.0)]))
+    section = ObjectiveSection.model_validate({"process": {"weight": 1.0}})
+    got = token_advantages([describe(right), describe(wrong)], {0: right, 1: wrong}, section)
+    assert got[0][1] == pytest.approx(0.5**0.5, rel=1e-5)
+    assert got[1][1] == pytest.approx(-(0.5**0.5), rel=1e-5)
+
+
+def test_a_teacher_that_agrees_adds_nothing_and_one_that_does_not_is_held() -> None:
+    behaviour = np.array([0, -1, -2, -3], np.float32)
+    assert not distill_advantages(behaviour, behaviour, None).any()
+    teacher = np.array([0, -1.5, -1, -30], np.float32)
+    assert distill_advantages(teacher, behaviour, 2.0).tolist() == [0, -0.5, 1, -2]
+    assert distill_advantages(teacher, behaviour, None).tolist() == [0, -0.5, 1, -27]
+
+
+def test_figures_of_a_batch_are_means_over_its_steps_and_tokens() -> None:
+    one = made(0, (0, 0, 1.0, [(True, 1.0, -1.0, -3.0), (True, 0.0, -2.0, -1.0), (True, None, -1.0, -1.5)]))
+    other = made(1, (1, 0, 1.0, [(True, 4.0, -1.0, -1.0)]))
+    bare = replace(other, rewards=None, teacher=None)
+    assert credit_figures([describe(t) for t in (one, other, bare)]) == {"step_reward_mean": 5 / 3, "kl_teacher": 1.5 / 4}
+    assert credit_figures([describe(bare)]) == {"step_reward_mean": None, "kl_teacher": None}
+
+
+@pytest.mark.parametrize(
+    ("section", "lacking", "said"),
+    [({"process": {"weight": 1}}, {"rewards": None}, "no step rewards"), ({"distill": {"weight": 1}}, {"teacher": None}, "no teacher")],
+)
+def test_what_a_weight_needs_must_be_there(section: dict[str, object], lacking: dict[str, None], said: str) -> None:
+    t = replace(made(0, (0, 0, 1.0, [(True, 1.0, -1.0, -1.0)])), **lacking)
+    assert len(token_advantages([describe(t)], {0: t}, ObjectiveSection())[0]) == len(t)
+    with pytest.raises(InvariantBroken, match=said):
+        token_advantages([describe(t)], {0: t}, ObjectiveSection.model_validate(section))

@@ -151,6 +151,16 @@ def test_a_status_has_a_reason(status: int, reason: str) -> None:
     assert f"status {status}" in str(found)
 
 
+def test_a_redirection_is_not_followed() -> None:
+    async def handler(request: web.Request) -> web.Response:
+        if request.path == "/judge":
+            return web.Response(status=307, headers={"Location": "/elsewhere"})
+        return web.json_response({"reward": 1.0})
+
+    (found,) = served(handler, JUDGE)
+    assert str(found).startswith("scorer_garbage")
+
+
 def test_a_server_that_is_busy_is_asked_again() -> None:
     statuses = [503, 500, 200]
 

@@ -9,6 +9,9 @@ from typing import Any
 
 from asyncmoe.errors import DataError
 
+_SAID = "said"
+"""Stands for what an assistant said where only what follows it matters."""
+
 
 class Tokenizer:
     """A Hugging Face tokenizer, and the size of the model's vocabulary it must fit into.
@@ -48,12 +51,30 @@ class Tokenizer:
         Raises:
             DataError: the tokenizer has no chat template; or see `encode`.
         """
+        return self.encode(self._render([{"role": "user", "content": user}], add_generation_prompt=True))
+
+    def between(self, observations: Sequence[str]) -> tuple[int, ...]:
+        """Token ids from the end of an assistant's turn, whose last token was sampled, to the beginning of its next: what tools said.
+
+        Raises:
+            DataError: the chat template has no place for a tool's answer, or renders what came before it in another way then.
+        """
+        asked: list[dict[str, str]] = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _SAID}]
+        answers = [{"role": "tool", "content": text} for text in observations]
+        before = self._render(asked, add_generation_prompt=False)
+        whole = self._render([*asked, *answers], add_generation_prompt=True)
+        known = before[: before.index(_SAID) + len(_SAID)]
+        if not whole.startswith(known):
+            raise DataError("chat template", got="one that changes a turn when tools answer it", expected="one that adds to it")
+        end = str(self._tokenizer.eos_token)
+        return self.encode(whole[len(known) :].removeprefix(end))
+
+    def _render(self, messages: Sequence[dict[str, str]], add_generation_prompt: bool) -> str:
         if self._tokenizer.chat_template is None:
             cure = "set task.chat_template=false or use a model with one"
             raise DataError("task.chat_template", got="a tokenizer without a chat template", expected="one that has it", cure=cure)
-        message = [{"role": "user", "content": user}]
-        text = self._tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
-        return self.encode(text)
+        text: str = self._tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=add_generation_prompt)
+        return text
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Text of token ids; special tokens (the end of the sequence) leave none."""

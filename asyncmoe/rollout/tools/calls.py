@@ -1,0 +1,91 @@
+"""Calls of tools in what a model wrote.
+
+Two styles:
+
+- `hermes`: `<tool_call>{"name": "calculator", "arguments": {"expression": "12+7"}}</tool_call>`, as Qwen and Hermes models are trained to.
+- `brackets`: `[calculator: 12+7]`, or `[12+7]` for whatever the first tool is. For models so small that every token counts. An argument
+  cannot hold "]" or a line's end; text in brackets that is meant as text is taken for a call.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+Style = Literal["hermes", "brackets"]
+MAX_CALLS = 16
+"""In one response; what follows is not looked at."""
+MAX_CHARACTERS = 65536
+"""Of one call's arguments."""
+
+_OPEN, _CLOSE = "<tool_call>", "</tool_call>"
+_NAMED = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)[ \t]*:(.*)", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call.
+
+    Attributes:
+        start, end: characters of the response it takes.
+        name: the tool, or None: the first there is. Whether it exists is for the caller to see.
+        argument: what `Tool.call` takes: where the arguments are an object of one string, that string, else `arguments`.
+        arguments: as a JSON object, or in brackets as written.
+    """
+
+    start: int
+    end: int
+    name: str | None
+    argument: str
+    arguments: str
+
+
+@dataclass(frozen=True)
+class Malformed:
+    """What looks like a call and is none. `why` is for the model."""
+
+    start: int
+    end: int
+    why: str
+
+
+def find(text: str, style: Style) -> tuple[Call | Malformed, ...]:
+    """All calls in a response, at most `MAX_CALLS`, in the order they are written, in time linear in its length."""
+    found: list[Call | Malformed] = []
+    begin, end = (_OPEN, _CLOSE) if style == "hermes" else ("[", "]")
+    start = text.find(begin)
+    while start >= 0 and len(found) < MAX_CALLS:
+        stop = text.find(end, start + len(begin))
+        if stop < 0:
+            found.append(Malformed(start, len(text), f"error: {begin} without {end}"))
+            break
+        inner, after = text[start + len(begin) : stop], stop + len(end)
+        if len(inner) > MAX_CHARACTERS:
+            found.append(Malformed(start, after, f"error: a call of {len(inner)} characters, more than {MAX_CHARACTERS}"))
+        else:
+            found.append(_hermes(inner, start, after) if style == "hermes" else _brackets(inner, start, after))
+        start = text.find(begin, after)
+    return tuple(found)
+
+
+def _brackets(inner: str, start: int, end: int) -> Call | Malformed:
+    if "\n" in inner or "[" in inner or not inner.strip():
+        return Malformed(start, end, "error: a call is [name: argument] or [argument], on one line, without brackets inside")
+    named = _NAMED.fullmatch(inner)
+    name, argument = (named[1], named[2].strip()) if named else (None, inner.strip())
+    return Call(start, end, name, argument, argument)
+
+
+def _hermes(inner: str, start: int, end: int) -> Call | Malformed:
+    try:
+        call = json.loads(inner)
+    except (ValueError, RecursionError) as error:
+        return Malformed(start, end, f"error: a call that is no JSON: {error}")
+    if not isinstance(call, dict) or not isinstance(call.get("name"), str) or not isinstance(call.get("arguments"), dict):
+        return Malformed(start, end, 'error: a call is {"name": text, "arguments": object}')
+    arguments = json.dumps(call["arguments"], ensure_ascii=False)
+    values = list(call["arguments"].values())
+    argument = values[0] if len(values) == 1 and isinstance(values[0], str) else arguments
+    return Call(start, end, call["name"], argument, arguments)

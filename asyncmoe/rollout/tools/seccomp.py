@@ -1,0 +1,93 @@
+"""The system calls that code in the sandbox may not make, as a Linux seccomp filter.
+
+A filter is a program of classic BPF over `struct seccomp_data` (linux/seccomp.h, linux/filter.h): eight bytes an instruction, `u16 code,
+u8 jump_true, u8 jump_false, u32 k`. Numbers are those of Linux's syscall tables (arch/x86/entry/syscalls/syscall_64.tbl,
+include/uapi/asm-generic/unistd.h). Refused calls fail with EPERM, so the code sees an exception.
+"""
+
+from __future__ import annotations
+
+import errno
+import platform
+import struct
+
+from asyncmoe.errors import ConfigError
+
+_ALLOW, _ERROR, _KILL = 0x7FFF0000, 0x00050000, 0x80000000
+_LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
+_NUMBER_AT, _MACHINE_AT, _FIRST_ARGUMENT_AT = 0, 4, 16
+_CLONE_THREAD = 0x00010000
+_X32 = 0x40000000
+"""Numbers from here on are of x86's third table; there are none on other machines."""
+
+_MACHINES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
+_CLONE = {"x86_64": 56, "aarch64": 220}
+_CLONE3 = 435
+_PRLIMIT = {"x86_64": 302, "aarch64": 261}
+_REFUSED: dict[str, dict[str, int]] = {
+    # No process but this one, no network, no signal to another process, no look into one, no change of namespaces, mounts or keys.
+    "x86_64": {
+        **{"fork": 57, "vfork": 58, "socket": 41, "kill": 62, "tkill": 200, "tgkill": 234, "rt_sigqueueinfo": 129},
+        **{"rt_tgsigqueueinfo": 297, "ptrace": 101, "process_vm_readv": 310, "process_vm_writev": 311, "unshare": 272, "setns": 308},
+        **{"mount": 165, "umount2": 166, "pivot_root": 155, "chroot": 161, "bpf": 321, "perf_event_open": 298, "userfaultfd": 323},
+        **{"add_key": 248, "request_key": 249, "keyctl": 250, "setpriority": 141, "sched_setaffinity": 203, "shmget": 29, "msgget": 68},
+    },
+    "aarch64": {
+        **{"socket": 198, "kill": 129, "tkill": 130, "tgkill": 131, "rt_sigqueueinfo": 138, "rt_tgsigqueueinfo": 240, "ptrace": 117},
+        **{"process_vm_readv": 270, "process_vm_writev": 271, "unshare": 97, "setns": 268, "mount": 40, "umount2": 39, "pivot_root": 41},
+        **{"chroot": 51, "bpf": 280, "perf_event_open": 241, "userfaultfd": 282, "add_key": 217, "request_key": 218, "keyctl": 219},
+        **{"setpriority": 140, "sched_setaffinity": 122, "shmget": 194, "msgget": 186},
+    },
+}
+_REFUSED_EVERYWHERE = {
+    **{"pidfd_send_signal": 424, "io_uring_setup": 425, "open_tree": 428, "move_mount": 429, "fsopen": 430, "pidfd_open": 434},
+    **{"pidfd_getfd": 438, "mount_setattr": 442, "memfd_secret": 447},
+}
+
+
+def program(machine: str = platform.machine()) -> bytes:
+    """The filter for this machine.
+
+    Threads may be started, processes not: `clone3` says that it does not exist, so that libc falls back to `clone`, whose flags a filter
+    can read.
+
+    Raises:
+        ConfigError: a machine whose system calls are not known here.
+    """
+    if machine not in _MACHINES:
+        raise ConfigError("tools python", got=f"a {machine} machine", expected=" or ".join(_MACHINES))
+    body = [
+        _do(_LOAD, _MACHINE_AT),
+        *_unless(_EQUAL, _MACHINES[machine], _KILL),
+        _do(_LOAD, _NUMBER_AT),
+        *_when(_AT_LEAST, _X32, _refuse(errno.EPERM)),
+        *_when(_EQUAL, _CLONE3, _refuse(errno.ENOSYS)),
+    ]
+    for number in sorted((*_REFUSED[machine].values(), *_REFUSED_EVERYWHERE.values())):
+        body += _when(_EQUAL, number, _refuse(errno.EPERM))
+    # Each of the two ends the program: the number is no longer loaded afterwards.
+    body += [_jump(_EQUAL, _PRLIMIT[machine], 0, 4), _do(_LOAD, _FIRST_ARGUMENT_AT)]
+    body += [_jump(_EQUAL, 0, 1, 0), _do(_RETURN, _refuse(errno.EPERM)), _do(_RETURN, _ALLOW)]
+    body += [_jump(_EQUAL, _CLONE[machine], 0, 3), _do(_LOAD, _FIRST_ARGUMENT_AT)]
+    body += [_jump(_ANY_BIT, _CLONE_THREAD, 1, 0), _do(_RETURN, _refuse(errno.EPERM)), _do(_RETURN, _ALLOW)]
+    return b"".join(body)
+
+
+def _refuse(number: int) -> int:
+    return _ERROR | number
+
+
+def _do(code: int, value: int) -> bytes:
+    return struct.pack("=HBBI", code, 0, 0, value)
+
+
+def _jump(code: int, value: int, when: int, otherwise: int) -> bytes:
+    return struct.pack("=HBBI", code, when, otherwise, value)
+
+
+def _when(code: int, value: int, result: int) -> list[bytes]:
+    return [_jump(code, value, 0, 1), _do(_RETURN, result)]
+
+
+def _unless(code: int, value: int, result: int) -> list[bytes]:
+    return [_jump(code, value, 1, 0), _do(_RETURN, result)]

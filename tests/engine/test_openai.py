@@ -1,0 +1,77 @@
+"""A plain `openai` client drives an episode on a real engine; tokens, routes, masks and versions are captured underneath."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from asyncmoe.record import Recording, Routing, decode_masks, decode_routes
+from asyncmoe.rollout import episode, scoring
+from asyncmoe.rollout.engine_client import Sampling
+from asyncmoe.rollout.episode import Stage
+from asyncmoe.rollout.openai_endpoint.environment import OpenAIEnvironment
+from asyncmoe.rollout.tasks import Prompt
+from asyncmoe.rollout.tokenizer import Tokenizer
+from asyncmoe.rollout.turns import Place
+from asyncmoe.trajectory import Trajectory
+from asyncmoe.validity import validate
+from tests.engine.conftest import Rig
+from tests.engine.oracle import Oracle
+
+pytestmark = pytest.mark.engine
+
+
+def test_an_agent_written_for_openai_is_recorded_unchanged(rig: Rig, model: Path, tokenizer: Tokenizer) -> None:
+    recording = Recording(Routing(4, (0, 1, 2, 3), 2, 8), masks=True, vocabulary=tokenizer.vocabulary)
+    sampling = Sampling(0.7, 16, (tokenizer.eos,), top_p=0.9, top_k=40, recording=recording)
+    agents = OpenAIEnvironment("tests.engine.openai_agent:two_questions")
+    stage = Stage(rig.pool, sampling, tokenizer, scoring.Exact(), agents)
+
+    async def play() -> list[tuple[Trajectory, ...]]:
+        prompts = [Prompt(f"question {n}", tokenizer.chat(f"question {n}"), "") for n in range(4)]
+        try:
+            return await asyncio.gather(*(episode.run(stage, prompt, Place(n, 0, 0)) for n, prompt in enumerate(prompts)))
+        finally:
+            await agents.close()
+
+    oracle = Oracle(model)
+    for made in rig.run(play()):
+        (record,) = made
+        validate(record, recording)
+        sampled = np.flatnonzero(record.loss_mask)
+        first = int(sampled[np.argmax(np.append(np.diff(sampled), 2) > 1)]) + 1
+        lengths = first - int(sampled[0]), len(sampled) - (first - int(sampled[0]))
+        assert record.reward == lengths[0] * 100 + lengths[1]
+        assert lengths[0] <= 12
+        assert lengths[1] <= 9
+        text = tokenizer.decode(record.tokens[first:].tolist())
+        assert "and again?" in text
+        # Both answers were sampled from what precedes them, so the first one's tokens stand as they were sampled.
+        logprobs, experts = forward(oracle, record)
+        assert record.routes is not None
+        np.testing.assert_array_equal(decode_routes(record.routes, record.key), experts)
+        assert record.masks is not None
+        masks = decode_masks(record.masks, record.key)
+        for t in sampled.tolist():
+            support = logprobs[t - 1, masks.ids[masks.offsets[t] : masks.offsets[t + 1]].tolist()]
+            assert abs(record.logprobs[t] - float(logprobs[t - 1, record.tokens[t]] - support.logsumexp(0))) < 1e-4
+
+
+def forward(oracle: Oracle, record: Trajectory) -> tuple[torch.Tensor, np.ndarray]:
+    """Log-probabilities [T, vocabulary] at temperature 0.7 and the chosen experts [layers, T - 1, 2] by transformers."""
+    chosen: list[np.ndarray] = []
+    hooks = [
+        layer.mlp.gate.register_forward_hook(
+            lambda gate, inputs, _: chosen.append((inputs[0].reshape(-1, gate.weight.shape[1]) @ gate.weight.T).topk(2).indices.numpy())
+        )
+        for layer in oracle.model.model.layers
+    ]
+    with torch.no_grad():
+        logits = oracle.model(torch.from_numpy(record.tokens).long()[None]).logits[0]
+    for hook in hooks:
+        hook.remove()
+    return (logits / 0.7).log_softmax(-1), np.stack(chosen)[:, :-1]

@@ -1,0 +1,45 @@
+"""Tools as users write them, good and bad."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+
+from asyncmoe.rollout.tools.tool import ToolError
+
+NUMBER = 3
+
+
+def shout(argument: str) -> object:
+    """Makes text louder."""
+    print("a tool may print")
+    match argument:
+        case "raise":
+            raise ValueError("no such thing")
+        case "refuse":
+            raise ToolError("tool_error", "do not ask")
+        case "number":
+            return 3
+        case "flood":
+            return "X" * 10**6
+        case "exit":
+            os._exit(3)
+        case "hang":
+            while True:
+                time.sleep(0.01)
+    return argument.upper()
+
+
+async def shout_later(argument: str) -> object:
+    """Makes text louder."""
+    if argument == "hang":
+        await asyncio.sleep(60)
+    await asyncio.sleep(0)
+    return shout(argument)
+
+
+def process(argument: str) -> str:
+    if argument == "hang":
+        time.sleep(60)
+    return str(os.getpid())

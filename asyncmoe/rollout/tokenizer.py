@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,12 +48,28 @@ class Tokenizer:
         Raises:
             DataError: the tokenizer has no chat template; or see `encode`.
         """
+        return self.encode(self.render([{"role": "user", "content": user}]))
+
+    def render(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()) -> str:
+        """A conversation by the chat template, up to where the assistant is about to speak.
+
+        Args:
+            messages: "role", "content" and what else the template knows.
+            tools: OpenAI's function schemas.
+
+        Raises:
+            DataError: the tokenizer has no chat template, or the template cannot render this.
+        """
         if self._tokenizer.chat_template is None:
             cure = "set task.chat_template=false or use a model with one"
             raise DataError("task.chat_template", got="a tokenizer without a chat template", expected="one that has it", cure=cure)
-        message = [{"role": "user", "content": user}]
-        text = self._tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
-        return self.encode(text)
+        from jinja2 import TemplateError
+
+        given = [dict(message) for message in messages], [dict(tool) for tool in tools] or None
+        try:
+            return str(self._tokenizer.apply_chat_template(given[0], tools=given[1], tokenize=False, add_generation_prompt=True))
+        except (TemplateError, TypeError, ValueError, KeyError) as error:
+            raise DataError("chat template", got=str(error)[:300], expected="messages that it can render") from error
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Text of token ids; special tokens (the end of the sequence) leave none."""

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 import time
 
 import openai
 
+from tests.unit.openai_policy import Policy
+
 keys: list[str] = []
+policies: list[Policy] = []
 released = threading.Event()
 
 
@@ -68,11 +72,18 @@ async def lets_it_fail(base_url: str, api_key: str, prompt: str, answer: str) ->
 
 
 async def leaves_one_under_way(base_url: str, api_key: str, prompt: str, answer: str) -> float:
+    keys[:] = [base_url, api_key]
+
+    def slow() -> None:
+        with openai.OpenAI(base_url=base_url, api_key=api_key) as client, contextlib.suppress(openai.OpenAIError):
+            client.chat.completions.create(model="policy", messages=[{"role": "user", "content": "slow"}])
+        released.set()
+
+    threading.Thread(target=slow, daemon=True).start()
     async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
         await client.chat.completions.create(model="policy", messages=[{"role": "user", "content": "quick"}])
-        slow = asyncio.create_task(client.chat.completions.create(model="policy", messages=[{"role": "user", "content": "slow"}]))
-        await asyncio.sleep(0.2)
-        slow.cancel()
+        while not policies or not policies[0].hanging:
+            await asyncio.sleep(0.01)
     return 0.5
 
 

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from asyncmoe.models.make import VOCAB
 from asyncmoe.rollout.environment import Bounds
+from asyncmoe.rollout.openai_endpoint.conversation import Asked, answered, begin, extend
 from asyncmoe.rollout.openai_endpoint.protocol import Answer, Refused, chunks, completion, parse
 from asyncmoe.rollout.openai_endpoint.session import Session
 from asyncmoe.rollout.tokenizer import Tokenizer
@@ -111,17 +112,17 @@ HELLO = {"role": "assistant", "content": "hello"}
 
 
 def test_whoever_changes_history_begins_a_new_conversation(known: Tokenizer) -> None:
-    begin = [user("a")]
-    assert names(talk(known, begin, [*begin, HELLO, user("b")])) == ["policy", "policy"]
+    first = [user("a")]
+    assert names(talk(known, first, [*first, HELLO, user("b")])) == ["policy", "policy"]
     for changed in (
         [user("a "), HELLO, user("b")],
-        [*begin, {**HELLO, "content": "hello "}, user("b")],
-        [*begin, {**HELLO, "content": "hell"}, user("b")],
-        [{"role": "system", "content": ""}, *begin, HELLO, user("b")],
-        [*begin, HELLO],
-        begin,
+        [*first, {**HELLO, "content": "hello "}, user("b")],
+        [*first, {**HELLO, "content": "hell"}, user("b")],
+        [{"role": "system", "content": ""}, *first, HELLO, user("b")],
+        [*first, HELLO],
+        first,
     ):
-        assert names(talk(known, begin, changed)) == ["policy", "policy/2"], changed
+        assert names(talk(known, first, changed)) == ["policy", "policy/2"], changed
 
 
 def test_the_longest_conversation_is_continued(known: Tokenizer) -> None:
@@ -134,13 +135,13 @@ def test_the_longest_conversation_is_continued(known: Tokenizer) -> None:
 
 
 def test_a_template_that_rewrites_history_begins_a_new_conversation(known: Tokenizer) -> None:
-    begin = [user("a")]
+    first = [user("a")]
     answer = {"role": "assistant", "content": " hello\n"}
     inner = known._tokenizer
     template = inner.chat_template
     try:
         inner.chat_template = template.replace("message['content']", "message['content'] | trim")
-        policy = talk(known, begin, [*begin, answer, user("b")], words=" hello\n")
+        policy = talk(known, first, [*first, answer, user("b")], words=" hello\n")
         assert names(policy) == ["policy", "policy/2"]
         assert "<|im_start|>assistant\nhello<|im_end|>" in inner.decode(policy.asked[1][1])
     finally:
@@ -167,8 +168,34 @@ def test_calls_of_tools_come_back_as_they_were_written(known: Tokenizer) -> None
     assert message["tool_calls"][0]["function"] == {"name": "f", "arguments": '{"x": 1}'}
     assert names(policy) == ["policy", "policy"]
     assert policy.asked[1][1] == rest(known, [{"role": "tool", "content": "2"}], IM_END)
-    # Without tools it is text, and the same text with other tools is another conversation.
+    # Without tools it is text.
     assert names(talk(known, [user("a")], [user("a"), {**HELLO, "content": CALL}, user("b")], words=CALL)) == ["policy"] * 2
+
+
+async def twice(session: Session, *turns: tuple[list[dict[str, Any]], list[dict[str, Any]]]) -> None:
+    for messages, tools in turns:
+        await ask(session, messages, tools=tools)
+
+
+def test_a_stop_token_with_text_of_its_own_is_not_taken_for_the_templates(known: Tokenizer) -> None:
+    (newline,) = known.encode("\n")
+    begun = begin(Asked((user("a"),), (user("a"),)), Lines(known))
+    told = {"role": "assistant", "content": "hello\n"}
+    heard = answered(begun, told, (*known.encode("hello"), newline), "stop", known)
+    messages = (user("a"), told, user("b"))
+    more = extend(heard, Asked(messages, messages), Lines(known))
+    assert more is not None
+    assert more.tokens == known.encode("\nuser: b\nassistant: ")
+
+
+class Lines:
+    """A template that ends what was said with a line's end."""
+
+    def __init__(self, known: Tokenizer) -> None:
+        self.encode, self.decode = known.encode, known.decode
+
+    def render(self, messages: Any, tools: Any = ()) -> str:
+        return "".join(f"{message['role']}: {message['content']}\n" for message in messages) + "assistant: "
 
 
 def test_tools_reach_the_template(known: Tokenizer) -> None:
@@ -177,6 +204,10 @@ def test_tools_reach_the_template(known: Tokenizer) -> None:
     try:
         inner.chat_template = "{% for tool in tools or [] %}{{ tool['function']['name'] }};{% endfor %}" + template
         assert inner.decode(talk(known, [user("a")], tools=[TOOL]).asked[0][1]).startswith("f;<|im_start|>")
+        first, more = [user("a")], [user("a"), HELLO, user("b")]
+        policy = Policy(openai_policy.text(known, "hello"))
+        asyncio.run(twice(Session(policy.episode(known)), (first, [TOOL]), (more, [TOOL, TOOL])))
+        assert names(policy) == ["policy", "policy/2"]
         assert inner.decode(talk(known, [user("a")], tools=[TOOL], tool_choice="none").asked[0][1]).startswith("<|im_start|>")
     finally:
         inner.chat_template = template
@@ -279,8 +310,8 @@ def test_what_changes_nothing_is_taken() -> None:
 def test_an_answer_may_be_cut_by_the_client(known: Tokenizer) -> None:
     assert talk(known, [user("a")], max_tokens=3).asked[0][2] == known.encode("hel")
     assert len(talk(known, [user("a")], words="x" * 200).asked[0][2]) == 100
-    begin = [user("a")]
-    policy = talk(known, begin, [*begin, {**HELLO, "content": "hel"}, user("b")], max_tokens=3)
+    first = [user("a")]
+    policy = talk(known, first, [*first, {**HELLO, "content": "hel"}, user("b")], max_tokens=3)
     assert policy.asked[1] == ("policy", rest(known, [user("b")], None), known.encode("hel"))
 
 

@@ -245,10 +245,27 @@ def test_an_agent_that_swallows_errors_has_no_say_in_whether_the_episode_failed(
         _ = episode.spoke
 
 
-def test_a_request_left_under_way_is_ended_with_the_episode(known: Tokenizer) -> None:
+def test_with_the_episode_its_requests_end_and_its_key(known: Tokenizer) -> None:
     policy = Policy(lambda seen: () if "slow" in known.decode(seen) else (*known.encode("hello"), IM_END))
-    assert play("leaves_one_under_way", policy, known) == [0.5]
-    assert policy.hanging == policy.cancelled == 1
+    openai_agents.policies[:] = [policy]
+    openai_agents.released.clear()
+    episode = policy.episode(known)
+
+    async def run() -> None:
+        environment = OpenAIEnvironment(f"{AGENTS}:leaves_one_under_way")
+        try:
+            assert await environment.run(episode) == 0.5
+            assert policy.hanging == policy.cancelled == 1
+            assert len(episode.spoke) == 1
+            assert await asyncio.to_thread(openai_agents.released.wait, 10)
+            url, key = openai_agents.keys
+            async with openai.AsyncOpenAI(base_url=url, api_key=key) as late:
+                with pytest.raises(openai.AuthenticationError):
+                    await late.models.list()
+        finally:
+            await environment.close()
+
+    asyncio.run(run())
 
 
 def test_agents_that_never_end_stop_the_run(known: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:

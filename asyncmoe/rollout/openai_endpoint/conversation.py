@@ -2,9 +2,10 @@
 
 A request of the chat API carries the whole conversation as text. Where it continues one that was answered here, the tokens of that one,
 given and sampled, stand as they are, and only what follows the last answer is tokenised. It continues one when
-- its messages begin with those of the conversation, the answers as they were given included, and its tools are the same; and
-- the chat template renders it to text that begins with what the conversation was rendered to, the last answer included. A template that
-  rewrites history (strips white space, drops thoughts) does not, and nothing sampled can be reused: another conversation begins.
+- its messages begin with those of the conversation, the answers as they were given included; and
+- the chat template renders it, and its tools, to text that begins with what the conversation was rendered to, the last answer included.
+  A template that rewrites history (strips white space, drops thoughts) does not, and nothing sampled can be reused: another
+  conversation begins.
 """
 
 from __future__ import annotations
@@ -86,7 +87,7 @@ def begin(asked: Asked, renderer: Renderer) -> Given:
 def extend(known: Conversation, asked: Asked, renderer: Renderer) -> Given | None:
     """What `asked` adds to a conversation, or None when it is not a continuation of it."""
     size = len(known.asked.messages)
-    if len(asked.messages) <= size or asked.messages[:size] != known.asked.messages or asked.tools != known.asked.tools:
+    if len(asked.messages) <= size or asked.messages[:size] != known.asked.messages:
         return None
     rendered = (*known.asked.rendered, *asked.rendered[size:])
     text = renderer.render(rendered, asked.tools)

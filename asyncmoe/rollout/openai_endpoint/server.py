@@ -59,7 +59,7 @@ class Endpoint:
 
     async def end(self, session: Session) -> None:
         """Let nobody speak to it any more."""
-        del self._sessions[session.name]
+        self._sessions.pop(session.name, None)
         await session.close()
 
     async def close(self) -> None:

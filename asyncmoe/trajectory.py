@@ -10,7 +10,6 @@ against `Limits` before it allocates anything.
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -19,6 +18,7 @@ import numpy as np
 
 from asyncmoe.errors import ProtocolError
 from asyncmoe.record import EncodedMasks, Routes
+from asyncmoe.record.checksum import crc32c
 from asyncmoe.record.masks import check_masks
 from asyncmoe.record.routes import check_routes
 
@@ -146,7 +146,7 @@ def encode(trajectory: Trajectory) -> list[Buffer]:
             raise ProtocolError(f"trajectory {trajectory.key} {name}: got {part.rows} rows, expected {rows}")
     digest = 0
     for a in arrays.values():
-        digest = zlib.crc32(a.data.cast("B"), digest)
+        digest = crc32c(a.data.cast("B"), digest)
     header = _Header(
         key=trajectory.key,
         group=trajectory.group,
@@ -231,7 +231,7 @@ def decode(frames: Sequence[Buffer], limits: Limits | None = None) -> Trajectory
     arrays, digest = {}, 0
     for spec, frame in zip(header.arrays, views, strict=True):
         arrays[spec.name] = _read(header.key, spec, frame, limits)
-        digest = zlib.crc32(frame, digest)
+        digest = crc32c(frame, digest)
     if digest != header.digest:
         raise ProtocolError(f"trajectory {header.key}: got digest {digest:08x}, expected {header.digest:08x}")
     h = header

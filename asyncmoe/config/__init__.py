@@ -15,6 +15,7 @@ import yaml
 from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from asyncmoe.config.environment import EnvironmentSection
+from asyncmoe.config.evaluation import EvaluationSection
 from asyncmoe.config.fields import NonNegative, Positive, Section, Switch
 from asyncmoe.config.generation import EngineSection, KeepSection, ModelSection, QueueSection, RolloutSection, TaskSection
 from asyncmoe.config.objective import ObjectiveSection
@@ -64,6 +65,7 @@ class Config(Section):
     warmup: WarmupSection = WarmupSection()
     sync: SyncSection = SyncSection()
     verify: VerifySection = VerifySection()
+    evaluation: EvaluationSection = EvaluationSection()
     telemetry: TelemetrySection = TelemetrySection()
 
     @model_validator(mode="before")
@@ -110,6 +112,11 @@ class Config(Section):
             raise ValueError(
                 f"rollout.top_k: got {self.rollout.top_k}, expected at most {MAX_SUPPORT} because sampling masks are kept (engines report "
                 "no larger supports); lower it, or set keep.sampling_mask to off"
+            )
+        if (self.evaluation.max_concurrent or 0) > self.rollout.max_concurrent:
+            raise ValueError(
+                f"evaluation.max_concurrent: got {self.evaluation.max_concurrent}, expected at most rollout.max_concurrent = "
+                f"{self.rollout.max_concurrent}, of which it is a share; lower it or leave it out"
             )
         if self.engines.tp % self.engines.ep:
             raise ValueError(f"engines.ep: got {self.engines.ep}, expected a divisor of engines.tp = {self.engines.tp}")

@@ -19,8 +19,9 @@ class ToolsSection(Section):
         "hermes",
         description="How a response calls one. hermes: <tool_call> around a JSON object of name and arguments; brackets: [name: argument].",
     )
-    timeout_s: PositiveFloat = Field(10.0, description="How long one call may take.")
-    max_bytes: Positive = Field(4096, description="What a tool says beyond it is cut off.")
+    options: dict[str, dict[str, Any]] = Field(
+        {}, description="By a tool's name: timeout_s, concurrency and characters of its answer; python also its limits."
+    )
 
 
 class EnvironmentSection(Section):

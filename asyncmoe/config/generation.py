@@ -58,6 +58,8 @@ class TaskSection(Section):
 
 
 Interruption = Literal["in_place", "retract", "abort_resume", "abort_retry", "drain"]
+Balance = Literal["least_loaded", "prefix_affine"]
+Order = Literal["fifo", "longest_first"]
 
 
 class RolloutSection(Section):
@@ -71,6 +73,19 @@ class RolloutSection(Section):
     top_k: Positive | None = Field(None, description="Sample from the most probable tokens only; null: from all.")
     min_p: Annotated[Real, Field(ge=0, lt=1)] = Field(0.0, description="Leave out tokens below this share of the most probable one's.")
     max_concurrent: Positive = Field(64, description="Episodes in flight over all engines.")
+    balance: Balance = Field(
+        "least_loaded",
+        description="Which engine a request goes to. least_loaded: the one with the fewest; prefix_affine: the same for all requests of a "
+        "group, later turns of its episodes included, so that they find their prefix in its cache.",
+    )
+    affinity_slack: NonNegative = Field(
+        8, description="prefix_affine: requests that engine may have beyond the least loaded one; a group that is too much overflows."
+    )
+    order: Order = Field(
+        "fifo",
+        description="Which request goes next where max_concurrent are in flight; what continues an episode goes before what is new. "
+        "fifo: first come, first served; longest_first: prompts with long responses so far first.",
+    )
     request_timeout_s: PositiveFloat = 300.0
     interruption: Interruption = Field(
         "in_place",

@@ -63,7 +63,15 @@ def prepare(config: Config) -> Path:
             "run.dir", got=f"{config.run.dir} with {newest.name}", expected="a new directory", cure="set run.resume=true or another run.dir"
         )
     if newest is None:
-        for stale in ("metrics.jsonl", "rollout.jsonl", "spans-trainer.jsonl", "spans-controller.jsonl", "summary.json", "report.html"):
+        for stale in (
+            "metrics.jsonl",
+            "rollout.jsonl",
+            "evaluation.jsonl",
+            "spans-trainer.jsonl",
+            "spans-controller.jsonl",
+            "summary.json",
+            "report.html",
+        ):
             (config.run.dir / stale).unlink(missing_ok=True)
         shutil.rmtree(config.run.dir / "tensorboard", ignore_errors=True)
     resolved = config.run.dir / "config.yaml"

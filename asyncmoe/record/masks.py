@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import struct
-import zlib
 from dataclasses import dataclass
 
 import numpy as np
 
 from asyncmoe.errors import ProtocolError, TrajectoryRejected
 from asyncmoe.record import _C
+from asyncmoe.record.checksum import crc32c
 
 Buffer = bytes | bytearray | memoryview
 
@@ -46,7 +46,7 @@ class EncodedMasks:
         rows: of the masks.
         ids: in all rows together.
         vocabulary: ids are smaller.
-        digest: a CRC-32 of the numbers above and the bytes.
+        digest: a CRC-32C of the numbers above and the bytes.
         data: the bytes.
     """
 
@@ -117,4 +117,4 @@ def token_outside(masks: Masks, tokens: np.ndarray) -> int | None:
 
 
 def _digest(rows: int, ids: int, vocabulary: int, data: Buffer) -> int:
-    return zlib.crc32(data, zlib.crc32(struct.pack("<3Q", rows, ids, vocabulary)))
+    return crc32c(data, crc32c(struct.pack("<3Q", rows, ids, vocabulary)))

@@ -9,7 +9,6 @@ that replayed that would send it through fewer experts than the engine did.
 from __future__ import annotations
 
 import struct
-import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -18,6 +17,7 @@ import numpy as np
 
 from asyncmoe.errors import ProtocolError, TrajectoryRejected
 from asyncmoe.record import _C
+from asyncmoe.record.checksum import crc32c
 
 Buffer = bytes | bytearray | memoryview
 
@@ -52,7 +52,7 @@ class Routes:
         layers: numbers of the model's layers that are here, ascending.
         top_k: experts of a token in each layer.
         experts: ids are smaller.
-        digests: of each layer, a CRC-32 of what it is and of its plane.
+        digests: of each layer, a CRC-32C of what it is and of its plane.
         planes: the layers' planes one after the other, `plane_bytes` each; the format is defined in csrc/record/routes.h.
     """
 
@@ -156,8 +156,8 @@ def _digests(routes: Routes) -> Sequence[int]:
     planes, size = memoryview(routes.planes).cast("B"), routes.plane_bytes
     digests = []
     for i, layer in enumerate(routes.layers):
-        start = zlib.crc32(struct.pack("<4Q", routes.rows, layer, routes.top_k, routes.experts))
-        digests.append(zlib.crc32(planes[i * size : (i + 1) * size], start))
+        start = crc32c(struct.pack("<4Q", routes.rows, layer, routes.top_k, routes.experts))
+        digests.append(crc32c(planes[i * size : (i + 1) * size], start))
     return digests
 
 

@@ -20,6 +20,7 @@ from asyncmoe.rollout.engine import Engine
 from asyncmoe.rollout.engine_client import Sampling
 from asyncmoe.rollout.environment import Environment, Teacher
 from asyncmoe.rollout.episode import Stage, Teaching
+from asyncmoe.rollout.evaluation import Evaluator
 from asyncmoe.rollout.pool import Pool
 from asyncmoe.rollout.producer import Producer, demonstrate
 from asyncmoe.rollout.recorder import Recorder
@@ -51,16 +52,19 @@ def run(config: Config, run_dir: Path) -> None:
     """
     tokenizer = Tokenizer(config.model.path)
     task, scorer, environment = tasks.load(config, tokenizer), scoring.load(config.task), environments.load(config)
-    asyncio.run(_serve(config, run_dir, tokenizer, task, scorer, environment))
+    evaluated = tasks.load_evaluation(config, tokenizer, task)
+    asyncio.run(_serve(config, run_dir, tokenizer, task, evaluated, scorer, environment))
 
 
-async def _serve(config: Config, run_dir: Path, tokenizer: Tokenizer, task: Task, scorer: Scorer, environment: Environment) -> None:
+async def _serve(
+    config: Config, run_dir: Path, tokenizer: Tokenizer, task: Task, evaluated: Task, scorer: Scorer, environment: Environment
+) -> None:
     engines: list[Engine] = []
     recorder = Recorder(run_dir)
     try:
         for index in range(config.engines.count):
             engines.append(Engine(f"engine.{index}", config, index, run_dir))
-        controller = Controller(config, engines, recorder, tokenizer, task, scorer, environment)
+        controller = Controller(config, engines, recorder, tokenizer, task, evaluated, scorer, environment)
         async with Server(controller.answer) as server:
             rendezvous = await server.start()
             keys.write(run_dir, rendezvous)
@@ -69,7 +73,8 @@ async def _serve(config: Config, run_dir: Path, tokenizer: Tokenizer, task: Task
             finally:
                 keys.remove(run_dir, rendezvous)
     finally:
-        await asyncio.gather(*(engine.stop() for engine in engines), scorer.close())
+        closing = getattr(environment, "close", None)
+        await asyncio.gather(*(engine.stop() for engine in engines), scorer.close(), *([] if closing is None else [closing()]))
         recorder.close()
 
 
@@ -86,6 +91,7 @@ class Controller:
         recorder: Recorder,
         tokenizer: Tokenizer,
         task: Task,
+        evaluated: Task,
         scorer: Scorer,
         environment: Environment,
     ) -> None:
@@ -102,7 +108,15 @@ class Controller:
             min_p=rollout.min_p,
             recording=self._recording,
         )
-        self._pool = Pool(engines, rollout.max_concurrent, rollout.request_timeout_s, recorder.generated)
+        self._pool = Pool(
+            engines,
+            rollout.max_concurrent,
+            rollout.request_timeout_s,
+            recorder.generated,
+            balance=rollout.balance,
+            slack=rollout.affinity_slack,
+            order=rollout.order,
+        )
         limits = environments.bounds(config)
         self._stage = Stage(
             self._pool,
@@ -115,6 +129,7 @@ class Controller:
             rollout.interruption,
             config.run.seed,
         )
+        self._evaluator = Evaluator(config, self._stage, evaluated, recorder.evaluated)
         self._teaching = None
         if isinstance(environment, Teacher):
             self._teaching = Teaching(environment, environment, tokenizer, tokenizer.eos, limits, config.run.seed)
@@ -147,7 +162,8 @@ class Controller:
         loop.add_signal_handler(signal.SIGINT, self._interrupt)
         loop.add_signal_handler(signal.SIGTERM, self._over.set)
         serving = asyncio.create_task(self._guard(server.serve()))
-        work = (self._start_engines(), self._watch_engines(), self._demonstrate(), self._produce(), self._record())
+        engines = (self._start_engines(), self._watch_engines(), self._evaluator.run())
+        work = (*engines, self._demonstrate(), self._produce(), self._record())
         working = [asyncio.create_task(self._guard(part)) for part in work]
         await self._over.wait()
         await _cancel(working)
@@ -228,6 +244,7 @@ class Controller:
     async def _published(self, version: int) -> None:
         assert self._queue is not None
         self._queue.set_version(version)
+        self._evaluator.published(version)
 
     async def _meet(self, request: Request) -> Reply | tuple[Reply, list[Buffer]]:
         if not isinstance(request, Hello):

@@ -35,7 +35,7 @@ Rewards = float | Mapping[str, float] | None
 
 
 class Environment(Protocol):
-    """One object for the whole run; many episodes run in it at the same time."""
+    """One object for the whole run; many episodes run in it at the same time. A method `async def close(self)` is called at its end."""
 
     async def run(self, episode: Episode) -> Rewards:
         """One episode, from its prompt to its end. What it raises, other than what an agent raised, rejects the episode."""
@@ -104,8 +104,15 @@ class Agent:
         made = (flag for turn in self.turns for flag in (*(False,) * len(turn.given), *(True,) * len(turn.generation.tokens)))
         return (*made, *(False,) * len(self._given))
 
+    @property
+    def text(self) -> str:
+        """The whole conversation, decoded; special tokens leave none."""
+        return self._tokenizer.decode(self.tokens)
+
     def see(self, what: str | Sequence[int]) -> None:
         """Give it text or tokens; they are not trained on."""
+        if self._speaking:
+            raise self._failed(ERROR, "was given something to see while it makes a response")
         self._given += self._tokenizer.encode(what) if isinstance(what, str) else what
 
     def credit(self, reward: float) -> None:
@@ -126,7 +133,7 @@ class Agent:
                 environment need not catch it; the episode ends with this reason in any case.
         """
         sampling = self._sampled_as(max_new_tokens, stop)
-        given, self._given, self._speaking = tuple(self._given), [], True
+        given, self._speaking = tuple(self._given), True
         try:
             made = await self._speak(self, given, sampling)
         except TrajectoryRejected as rejected:
@@ -135,6 +142,7 @@ class Agent:
         finally:
             self._speaking = False
         self.turns += made
+        self._given = []
         tokens = tuple(token for turn in made for token in turn.generation.tokens)
         self.responses.append(Response(self._tokenizer.decode(tokens), tokens, made[-1].generation.finish))
         return self.responses[-1]

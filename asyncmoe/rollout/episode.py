@@ -24,6 +24,7 @@ from asyncmoe.rollout.environment import Agent, Bounds, Environment, Episode, Re
 from asyncmoe.rollout.environments.single_turn import SingleTurn
 from asyncmoe.rollout.interruption import respond
 from asyncmoe.rollout.pool import Pool
+from asyncmoe.rollout.scheduling import Request
 from asyncmoe.rollout.scoring import Scorer
 from asyncmoe.rollout.tasks import Demonstration, Prompt
 from asyncmoe.rollout.tokenizer import Tokenizer
@@ -39,7 +40,8 @@ class Stage:
 
     Attributes:
         timeout_s: how long the environment may take, generation included.
-        seed: of the run; the environment's own draws are seeded by it and the episode's place.
+        seed: of the run; the environment's own draws are seeded by it, `stream` and the episode's place.
+        stream: what groups are numbered in; equal numbers of different streams are different prompts.
     """
 
     pool: Pool
@@ -51,6 +53,7 @@ class Stage:
     timeout_s: float = 600.0
     interruption: Interruption = "in_place"
     seed: int = 0
+    stream: str = "episode"
 
 
 async def run(stage: Stage, prompt: Prompt, place: Place) -> tuple[Trajectory, ...]:
@@ -66,9 +69,11 @@ async def run(stage: Stage, prompt: Prompt, place: Place) -> tuple[Trajectory, .
     begin = time.perf_counter()
 
     async def speak(agent: Agent, given: tuple[int, ...], sampling: Sampling) -> list[Turn]:
-        return await respond(stage.pool, given, agent.turns, sampling, stage.interruption)
+        prompt, running = f"{stage.stream} {place.group}", any(other.turns for other in made.agents.values())
+        request = Request(prompt, continues=running, conversation=f"{stage.stream} {place.key(agent.number)}")
+        return await respond(stage.pool, given, agent.turns, sampling, stage.interruption, request)
 
-    random = Random(f"{stage.seed} episode {place.group} {place.episode} {place.attempt}")
+    random = Random(f"{stage.seed} {stage.stream} {place.group} {place.episode} {place.attempt}")
     made = Episode(prompt, place, stage.tokenizer, random, stage.sampling, stage.bounds, speak)
     rewards = await _play(stage.environment, made, stage.timeout_s)
     agents = made.spoke

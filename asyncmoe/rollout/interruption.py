@@ -20,15 +20,24 @@ from asyncmoe.config.generation import Interruption
 from asyncmoe.errors import TrajectoryRejected
 from asyncmoe.rollout.engine_client import ABORTED, Sampling
 from asyncmoe.rollout.pool import Pool
+from asyncmoe.rollout.scheduling import UNKNOWN, Request
 from asyncmoe.rollout.turns import Turn, held
 
 
-async def respond(pool: Pool, given: tuple[int, ...], before: Sequence[Turn], sampling: Sampling, interruption: Interruption) -> list[Turn]:
+async def respond(
+    pool: Pool,
+    given: tuple[int, ...],
+    before: Sequence[Turn],
+    sampling: Sampling,
+    interruption: Interruption,
+    request: Request = UNKNOWN,
+) -> list[Turn]:
     """One whole response, over as many requests as interruptions make of it.
 
     Args:
         given: tokens in front of it that no turn before has.
         before: the turns so far.
+        request: what scheduling knows of the first request.
 
     Returns:
         The turns it took, the first with `given`; those after it have nothing given.
@@ -41,7 +50,8 @@ async def respond(pool: Pool, given: tuple[int, ...], before: Sequence[Turn], sa
     front, room = given, sampling.max_new_tokens
     while True:
         sampled = [token for turn in made for token in (*turn.given, *turn.generation.tokens)]
-        answer = await pool.generate((*prefix, *sampled, *front), replace(sampling, max_new_tokens=room), held([*before, *made]))
+        asked, known = (*prefix, *sampled, *front), held([*before, *made])
+        answer = await pool.generate(asked, replace(sampling, max_new_tokens=room), known, request=request)
         tokens = len(answer.generation.tokens)
         if answer.generation.finish != ABORTED:
             return [*made, Turn(front, answer.generation, answer.salt)]
@@ -56,3 +66,4 @@ async def respond(pool: Pool, given: tuple[int, ...], before: Sequence[Turn], sa
             pool.recomputed_tokens += len(prefix) + sum(map(len, made)) + len(front)
         else:
             raise TrajectoryRejected("engine_error", f"a request was aborted after {tokens} tokens; rollout.interruption is {interruption}")
+        request = replace(request, continues=True, sampled=sampling.max_new_tokens - room)

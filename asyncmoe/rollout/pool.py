@@ -1,6 +1,7 @@
 """The engines together: which one gets a request, which one is gone, and the gate that holds requests back.
 
-- A request goes to the engine with the fewest in flight, under the version the ledger gives that engine at that moment.
+- A request goes to the engine that `scheduling.choose` names, under the version the ledger gives that engine at that moment.
+- At most so many requests are at the engines; the others wait at the gate, in the order of `scheduling.Waiting`.
 - While a weight update runs the gate is closed: a request that is already at an engine stands still there, a new one waits here, so
   it is never filed under a version that is about to change.
 - An engine that ends or does not answer is *fenced*: killed with all it spawned, so it can never serve a mixed version. What it
@@ -18,11 +19,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from asyncmoe.config.generation import Balance, Order
 from asyncmoe.errors import EngineError, TrajectoryRejected, WaitTimeout
-from asyncmoe.rollout.engine_client import EngineClient, EngineLost, Generation, Sampling
+from asyncmoe.rollout.engine_client import ABORTED, EngineClient, EngineLost, Generation, Sampling
+from asyncmoe.rollout.gate import Gate
+from asyncmoe.rollout.scheduling import UNKNOWN, Homes, Lengths, Request, Waiting, choose
 
 log = logging.getLogger(__name__)
 _WATCH_S = 0.5
+_PATIENCE = 4
+"""A request is overtaken at most this many times `limit` times: the order is kept until waiting has lasted several responses."""
 
 
 class Server(Protocol):
@@ -78,15 +84,26 @@ class Pool:
         limit: requests in flight over all engines.
         timeout_s: how long one response may take.
         record: called with (engine, begin, end) in Unix seconds for every stretch in which an engine was generating.
+        balance, slack, order: as `rollout.balance`, `affinity_slack` and `order`.
     """
 
-    def __init__(self, engines: Sequence[Server], limit: int, timeout_s: float, record: Callable[[str, float, float], None]) -> None:
+    def __init__(
+        self,
+        engines: Sequence[Server],
+        limit: int,
+        timeout_s: float,
+        record: Callable[[str, float, float], None],
+        *,
+        balance: Balance = "least_loaded",
+        slack: int = 0,
+        order: Order = "fifo",
+    ) -> None:
         self.members = [Member(engine) for engine in engines]
         self.generated_tokens = self.lost_tokens = self.recomputed_tokens = 0
-        self._slots = asyncio.Semaphore(limit)
         self._timeout_s, self._record = timeout_s, record
-        self._gate = asyncio.Event()
-        self._gate.set()
+        self._balance, self._slack = balance, slack
+        self._lengths, self._homes = Lengths(), Homes()
+        self._gate = Gate(limit, Waiting(order, _PATIENCE * limit, self._lengths))
 
     @property
     def serving(self) -> list[Member]:
@@ -98,27 +115,32 @@ class Pool:
         """The oldest version an engine serves."""
         return min((member.version for member in self.serving), default=0)
 
-    async def generate(self, tokens: Sequence[int], sampling: Sampling, held: int = 0) -> Answer:
+    async def generate(self, tokens: Sequence[int], sampling: Sampling, held: int = 0, request: Request = UNKNOWN) -> Answer:
         """One response.
 
         Args:
             held: as for `EngineClient.generate`.
+            request: decides when it goes, and to which engine.
 
         Raises:
             TrajectoryRejected: "engine_died", "engine_error" or "engine_timeout".
             EngineError: no engine is left.
         """
-        async with self._slots:
-            await self._gate.wait()
-            return await self._ask(self._least_loaded(), tokens, sampling, held)
+        async with self._gate.place(request):
+            member = self._choose(request)
+            answer = await self._ask(member, tokens, sampling, held)
+        self._homes.note(request.conversation, member.engine.name)
+        if answer.generation.finish != ABORTED:
+            self._lengths.note(request.prompt, request.sampled + len(answer.generation.tokens))
+        return answer
 
     def close(self) -> None:
         """Close the gate; what is at the engines goes on."""
-        self._gate.clear()
+        self._gate.close()
 
     def hold(self) -> None:
         """Close the gate. The time until `release` does not count as generating."""
-        self._gate.clear()
+        self._gate.close()
         self.note_busy()
         for member in self.members:
             member.busy_since = None
@@ -128,7 +150,7 @@ class Pool:
         now = time.time()
         for member in self.members:
             member.busy_since = now if member.in_flight else None
-        self._gate.set()
+        self._gate.open()
 
     def fence(self, member: Member, why: str) -> None:
         """Give no more requests to an engine, ever, and end it."""
@@ -176,8 +198,10 @@ class Pool:
         self.generated_tokens += len(generation.tokens)
         return Answer(generation, salt)
 
-    def _least_loaded(self) -> Member:
-        return min(self._any(), key=lambda member: member.in_flight)
+    def _choose(self, request: Request) -> Member:
+        members = {member.engine.name: member for member in self._any()}
+        loads = {name: member.in_flight for name, member in members.items()}
+        return members[choose(loads, request.prompt, self._balance, self._slack, self._homes.of(request.conversation))]
 
     def _any(self) -> list[Member]:
         serving = self.serving

@@ -9,7 +9,7 @@ from typing import Protocol
 
 from asyncmoe.queue.bounded import QueueStats
 from asyncmoe.telemetry.records import JsonLines, Spans
-from asyncmoe.telemetry.schema import CONTROLLER_SPANS, ROLLOUT, Rollout
+from asyncmoe.telemetry.schema import CONTROLLER_SPANS, EVALUATION, ROLLOUT, Evaluation, Rollout
 
 
 class Counters(Protocol):
@@ -21,10 +21,11 @@ class Counters(Protocol):
 
 
 class Recorder:
-    """Writes rollout.jsonl and spans-controller.jsonl of `run_dir`."""
+    """Writes rollout.jsonl, evaluation.jsonl and spans-controller.jsonl of `run_dir`."""
 
     def __init__(self, run_dir: Path) -> None:
         self._lines, self._spans = JsonLines(run_dir / ROLLOUT), Spans(run_dir / CONTROLLER_SPANS)
+        self._evaluations = JsonLines(run_dir / EVALUATION)
         self._busy: defaultdict[str, float] = defaultdict(float)
         self._last, self._last_tokens = time.time(), 0
 
@@ -36,6 +37,10 @@ class Recorder:
     def paused(self, engine: str, begin: float, end: float) -> None:
         """`engine` stood still from `begin` to `end`, Unix seconds."""
         self._spans.add(engine, "pause", begin, end)
+
+    def evaluated(self, found: Evaluation) -> None:
+        """An evaluation has ended."""
+        self._evaluations.write(found)
 
     def write(self, stats: QueueStats, engines: list[str], counters: Counters) -> None:
         """Record the counters of this moment."""
@@ -64,6 +69,7 @@ class Recorder:
         self._last, self._last_tokens = now, tokens
 
     def close(self) -> None:
-        """Close both files."""
+        """Close all files."""
         self._lines.close()
+        self._evaluations.close()
         self._spans.close()

@@ -9,6 +9,9 @@ from typing import Any
 
 from asyncmoe.errors import DataError
 
+_SAID = "said"
+"""Stands for what an assistant said where only what follows it matters."""
+
 
 class Tokenizer:
     """A Hugging Face tokenizer, and the size of the model's vocabulary it must fit into.
@@ -50,12 +53,13 @@ class Tokenizer:
         """
         return self.encode(self.render([{"role": "user", "content": user}]))
 
-    def render(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()) -> str:
-        """A conversation by the chat template, up to where the assistant is about to speak.
+    def render(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = (), *, asked: bool = True) -> str:
+        """A conversation by the chat template.
 
         Args:
             messages: "role", "content" and what else the template knows.
             tools: OpenAI's function schemas.
+            asked: it ends where the assistant is about to speak.
 
         Raises:
             DataError: the tokenizer has no chat template, or the template cannot render this.
@@ -67,9 +71,25 @@ class Tokenizer:
 
         given = [dict(message) for message in messages], [dict(tool) for tool in tools] or None
         try:
-            return str(self._tokenizer.apply_chat_template(given[0], tools=given[1], tokenize=False, add_generation_prompt=True))
+            return str(self._tokenizer.apply_chat_template(given[0], tools=given[1], tokenize=False, add_generation_prompt=asked))
         except (TemplateError, TypeError, ValueError, KeyError) as error:
             raise DataError("chat template", got=str(error)[:300], expected="messages that it can render") from error
+
+    def between(self, observations: Sequence[str]) -> tuple[int, ...]:
+        """Token ids from the end of an assistant's turn, whose last token was sampled, to the beginning of its next: what tools said.
+
+        Raises:
+            DataError: the chat template has no place for a tool's answer, or renders what came before it in another way then.
+        """
+        messages: list[dict[str, str]] = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _SAID}]
+        answers = [{"role": "tool", "content": text} for text in observations]
+        before = self.render(messages, asked=False)
+        whole = self.render([*messages, *answers])
+        known = before[: before.index(_SAID) + len(_SAID)]
+        if not whole.startswith(known):
+            raise DataError("chat template", got="one that changes a turn when tools answer it", expected="one that adds to it")
+        end = str(self._tokenizer.eos_token)
+        return self.encode(whole[len(known) :].removeprefix(end))
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Text of token ids; special tokens (the end of the sequence) leave none."""

@@ -50,6 +50,11 @@ def reward(run: Run) -> str | None:
     return _smoothed("Mean reward", "reward", series.by_step(run, lambda step: step.reward_mean), BLUE)
 
 
+def evaluation(run: Run) -> str | None:
+    """Mean reward of each evaluation."""
+    return _curves("Evaluation", "reward", [("", series.evaluation(run), GREEN)])
+
+
 def loss(run: Run) -> str | None:
     """Loss of each RL step and its running mean."""
     return _smoothed("Policy loss", "loss", series.by_step(run, lambda step: step.loss), RED)

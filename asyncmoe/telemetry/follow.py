@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Protocol
 
 from asyncmoe.telemetry.records import Tail
-from asyncmoe.telemetry.schema import METRICS, ROLLOUT, Resume, Rollout, Step
+from asyncmoe.telemetry.schema import EVALUATION, METRICS, ROLLOUT, Evaluation, Resume, Rollout, Step
 
-Followed = Step | Resume | Rollout
+Followed = Step | Resume | Rollout | Evaluation
 
 
 class Sink(Protocol):
@@ -22,11 +22,12 @@ class Sink(Protocol):
 
 
 class Follower:
-    """Tails the metrics and rollout records of a run directory, which may not exist yet."""
+    """Tails the metrics, rollout and evaluation records of a run directory, which may not exist yet."""
 
     def __init__(self, run_dir: Path) -> None:
         self._metrics = Tail(run_dir / METRICS)
         self._rollout = Tail(run_dir / ROLLOUT)
+        self._evaluations = Tail(run_dir / EVALUATION)
 
     def poll(self) -> list[Followed]:
         """What was written since the last call.
@@ -34,4 +35,4 @@ class Follower:
         Raises:
             DataError: a broken line that is not the last one; names file and line.
         """
-        return [*self._metrics.poll_steps(), *self._rollout.poll_as(Rollout)]
+        return [*self._metrics.poll_steps(), *self._rollout.poll_as(Rollout), *self._evaluations.poll_as(Evaluation)]

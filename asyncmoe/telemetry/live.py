@@ -14,8 +14,8 @@ from asyncmoe.config import Config
 from asyncmoe.telemetry.follow import Followed, Follower, Sink
 from asyncmoe.telemetry.prometheus import Prometheus
 from asyncmoe.telemetry.records import sessions
-from asyncmoe.telemetry.schema import Resume, Rollout, Step
-from asyncmoe.telemetry.screen import RECENT_ROLLOUTS, View, line, panel
+from asyncmoe.telemetry.schema import Evaluation, Resume, Rollout, Step
+from asyncmoe.telemetry.screen import RECENT_ROLLOUTS, View, evaluated, line, panel
 from asyncmoe.telemetry.tensorboard import TensorBoard
 
 
@@ -69,6 +69,8 @@ class LiveView:
         for record in new:
             if isinstance(record, Step):
                 self._print(line(self._view, record))
+            elif isinstance(record, Evaluation):
+                self._print(f"evaluated {evaluated(record)}")
 
     def say(self, text: str) -> None:
         """Show a sentence below the panel's rows, or print it."""
@@ -82,7 +84,9 @@ class LiveView:
         if steps:
             kept = list(chain.from_iterable(sessions([*self._view.steps, *steps])))
             self._view = replace(self._view, steps=kept)
-        self._view = replace(self._view, rollout=tuple(self._rollout))
+        evaluations = [record for record in records if isinstance(record, Evaluation)]
+        newest = evaluations[-1] if evaluations else self._view.evaluation
+        self._view = replace(self._view, rollout=tuple(self._rollout), evaluation=newest)
 
     def _print(self, text: str) -> None:
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)

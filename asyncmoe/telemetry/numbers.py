@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 
 import msgspec
 
-from asyncmoe.telemetry.schema import Rollout, Step
+from asyncmoe.telemetry.schema import Evaluation, Rollout, Step
 
 LABELS = {
     "ages": "age",
@@ -15,6 +15,7 @@ LABELS = {
     "ratio_quantiles": "quantile",
     "routing_differs": "layer",
     "dropped": "reason",
+    "failed": "reason",
     "rejected": "reason",
     "requeued": "reason",
     "engine_busy_share": "engine",
@@ -22,7 +23,7 @@ LABELS = {
 """What the keys of a field that is a mapping are."""
 
 
-def numbers(record: Step | Rollout) -> Iterator[tuple[str, str | None, float]]:
+def numbers(record: Step | Rollout | Evaluation) -> Iterator[tuple[str, str | None, float]]:
     """Field, key within the field (None for a plain number), value; for all that was measured, time and step apart."""
     for name, value in msgspec.structs.asdict(record).items():
         if name in ("time", "step"):

@@ -37,7 +37,7 @@ class Prometheus:
             if isinstance(record, Resume):
                 self._gauge("asyncmoe_step").set(record.resumed_at)
                 continue
-            source = "step" if isinstance(record, Step) else "rollout"
+            source = type(record).__name__.lower()
             if isinstance(record, Step):
                 self._gauge("asyncmoe_step").set(record.step)
             cleared: set[str] = set()

@@ -12,9 +12,9 @@ from typing import Any, TypeVar
 import msgspec
 
 from asyncmoe.errors import DataError
-from asyncmoe.telemetry.schema import Record, Resume, Rollout, Span, Step, What
+from asyncmoe.telemetry.schema import Evaluation, Record, Resume, Rollout, Span, Step, What
 
-R = TypeVar("R", Step, Resume, Rollout, Span)
+R = TypeVar("R", Step, Resume, Rollout, Evaluation, Span)
 
 
 class JsonLines:
@@ -138,6 +138,18 @@ def read_rollout(path: Path) -> list[Rollout]:
         DataError: see `read_spans`.
     """
     return Tail(path).poll_as(Rollout)
+
+
+def read_evaluations(path: Path) -> list[Evaluation]:
+    """The records of evaluation.jsonl that count, by rising version: one supersedes those of its own and of later versions before it.
+
+    Raises:
+        DataError: see `read_spans`.
+    """
+    found: list[Evaluation] = []
+    for record in Tail(path).poll_as(Evaluation):
+        found = [*(earlier for earlier in found if earlier.version < record.version), record]
+    return found
 
 
 def read_sessions(path: Path) -> list[list[Step]]:

@@ -13,6 +13,7 @@ from asyncmoe.telemetry import figures, timeline_figure
 from asyncmoe.telemetry.advice import advise
 from asyncmoe.telemetry.gauges import gauge
 from asyncmoe.telemetry.run import Run, load
+from asyncmoe.telemetry.schema import Evaluation
 from asyncmoe.telemetry.summary import Summary, summary_of
 from asyncmoe.telemetry.words import duration, number, percent
 
@@ -24,7 +25,7 @@ _SECTIONS: tuple[tuple[str, str, tuple[Draw, ...]], ...] = (
         "A run that overlaps keeps its engines generating (green) while the trainer trains (blue). Purple: engines paused for new weights.",
         (timeline_figure.recent, timeline_figure.whole),
     ),
-    ("Learning", "", (figures.reward, figures.loss, figures.grad_norm, figures.warmup_loss)),
+    ("Learning", "", (figures.reward, figures.evaluation, figures.loss, figures.grad_norm, figures.warmup_loss)),
     ("Staleness", "Age: the trainer's version minus the version that sampled the token.", (figures.age_histogram, figures.staleness)),
     (
         "Agreement of engines and trainer",
@@ -120,8 +121,16 @@ def _table(summary: Summary) -> str:
             "of tokens, by the trainer's router; mean over layers",
         ),
     ]
+    if summary.evaluation_first is not None and summary.evaluation_last is not None:
+        rows.insert(1, _evaluation(summary.evaluation_first, summary.evaluation_last))
     cells = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
     return f"<h2>Summary</h2>\n<table>{cells}</table>\n"
+
+
+def _evaluation(first: Evaluation, last: Evaluation) -> tuple[str, str, str]:
+    error = "" if last.reward_stderr is None else f" ± {number(last.reward_stderr)}"
+    what = f"mean reward of versions {first.version} and {last.version}; {last.episodes} episodes, {percent(last.failed_share)} failed"
+    return "Evaluation", f"{number(first.reward_mean)} → {number(last.reward_mean)}{error}", what
 
 
 def _section(title: str, note: str, drawn: Sequence[str | None]) -> str:

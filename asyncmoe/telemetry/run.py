@@ -10,8 +10,8 @@ from pathlib import Path
 
 from asyncmoe.errors import DataError
 from asyncmoe.telemetry.overlap import Interval
-from asyncmoe.telemetry.records import read_rollout, read_sessions, read_spans
-from asyncmoe.telemetry.schema import CONTROLLER_SPANS, METRICS, ROLLOUT, TRAINER_SPANS, Rollout, Span, Step, What
+from asyncmoe.telemetry.records import read_evaluations, read_rollout, read_sessions, read_spans
+from asyncmoe.telemetry.schema import CONTROLLER_SPANS, EVALUATION, METRICS, ROLLOUT, TRAINER_SPANS, Evaluation, Rollout, Span, Step, What
 
 
 @dataclass(frozen=True)
@@ -22,6 +22,7 @@ class Run:
     sessions: Sequence[Sequence[Step]]
     rollout: Sequence[Rollout]
     spans: Sequence[Span]
+    evaluations: Sequence[Evaluation] = ()
 
     @cached_property
     def steps(self) -> list[Step]:
@@ -69,4 +70,4 @@ def load(run_dir: Path) -> Run:
     if not found:
         raise DataError(str(run_dir / METRICS), got="no step", expected="at least one recorded step", cure="give the run.dir of a run")
     spans = read_spans(run_dir / TRAINER_SPANS) + read_spans(run_dir / CONTROLLER_SPANS)
-    return Run(run_dir.resolve().name, found, read_rollout(run_dir / ROLLOUT), spans)
+    return Run(run_dir.resolve().name, found, read_rollout(run_dir / ROLLOUT), spans, read_evaluations(run_dir / EVALUATION))

@@ -2,6 +2,7 @@
 
 metrics.jsonl           Step, one per optimizer step, and Resume once per resumed start; written by trainer rank 0
 rollout.jsonl           Rollout, about one a second; written by the controller
+evaluation.jsonl        Evaluation, one for each; written by the controller
 spans-trainer.jsonl     Span; written by trainer rank 0
 spans-controller.jsonl  Span; written by the controller
 """
@@ -15,6 +16,7 @@ import msgspec
 
 METRICS = "metrics.jsonl"
 ROLLOUT = "rollout.jsonl"
+EVALUATION = "evaluation.jsonl"
 TRAINER_SPANS = "spans-trainer.jsonl"
 CONTROLLER_SPANS = "spans-controller.jsonl"
 
@@ -128,6 +130,34 @@ class Rollout(msgspec.Struct, frozen=True, kw_only=True):
     """Gauge, 0 to 1: share of the time since the last record in which the engine had work."""
 
 
+class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
+    """The same questions to one version. None: every episode failed, or, of the standard error, fewer than two questions were answered."""
+
+    time: float
+    """Unix seconds at its end."""
+    version: int
+    """What every engine served when it began."""
+    version_min: int | None = None
+    """Oldest version a token of it was sampled by."""
+    version_max: int | None = None
+    """Newest one: later than `version` when weights landed meanwhile."""
+    questions: int
+    episodes: int
+    reward_mean: float | None = None
+    """Mean over questions of the mean reward of their episodes; those that failed are left out."""
+    reward_stderr: float | None = None
+    """Standard error of it, over questions."""
+    failed: Mapping[str, int] = {}
+    """Episodes without a reward, by reason."""
+    failed_share: float = 0.0
+    """Of the episodes."""
+    response_tokens_mean: float | None = None
+    """Sampled tokens of an episode that did not fail."""
+    seconds: float
+    skipped: int = 0
+    """Evaluations that were due while another was running, since the controller started."""
+
+
 class Span(msgspec.Struct, frozen=True):
     """`who` ("trainer.0", "engine.0") did `what` from `begin` to `end`, in Unix seconds."""
 
@@ -137,4 +167,4 @@ class Span(msgspec.Struct, frozen=True):
     end: float
 
 
-Record = Step | Resume | Rollout | Span
+Record = Step | Resume | Rollout | Evaluation | Span

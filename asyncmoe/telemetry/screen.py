@@ -13,7 +13,7 @@ from rich.text import Text
 
 from asyncmoe.telemetry.advice import advise
 from asyncmoe.telemetry.gauges import Gauges, gauge
-from asyncmoe.telemetry.schema import Rollout, Step
+from asyncmoe.telemetry.schema import Evaluation, Rollout, Step
 from asyncmoe.telemetry.words import ABSENT, bars, duration, number, percent
 
 RECENT_STEPS = 10
@@ -32,6 +32,8 @@ class View:
     steps: Sequence[Step] = ()
     rollout: Sequence[Rollout] = ()
     message: str = ""
+    evaluation: Evaluation | None = None
+    """The newest."""
 
     @property
     def done(self) -> int:
@@ -75,6 +77,8 @@ def panel(view: View) -> RenderableType:
         "sync": f"{number(g.sync_seconds, 's')} an update   engines paused {number(g.pause_ms, 'ms')}",
         "advice": advise(g)[0],
     }
+    if view.evaluation is not None:
+        rows["evaluated"] = evaluated(view.evaluation)
     if view.message:
         rows["note"] = view.message
     grid = Table.grid(padding=(0, 2))
@@ -98,6 +102,13 @@ def _progress(view: View) -> RenderableType:
         f"{percent(view.done / max(view.total, 1))}  {left}",
     )
     return row
+
+
+def evaluated(record: Evaluation) -> str:
+    """An evaluation in words: "version 20   reward 0.43 ± 0.05   25 % failed"; failures only where there were some."""
+    error = "" if record.reward_stderr is None else f" ± {number(record.reward_stderr)}"
+    failed = [f"{percent(record.failed_share)} failed"] if record.failed_share else []
+    return "   ".join([f"version {record.version}", f"reward {number(record.reward_mean)}{error}", *failed])
 
 
 def line(view: View, step: Step) -> str:

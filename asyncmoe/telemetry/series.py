@@ -46,6 +46,12 @@ def by_step(run: Run, value: Callable[[Step], float | None]) -> Series:
     return Series.of([(rl_step(run, step), value(step)) for step in run.rl])
 
 
+def evaluation(run: Run) -> Series:
+    """Mean reward of each evaluation, over the RL steps its version had taken."""
+    first = run.rl[0].step if run.rl else 1
+    return Series.of([(record.version - first + 1, record.reward_mean) for record in run.evaluations])
+
+
 def warmup_loss(run: Run) -> Series:
     """Loss of the warm-up over its steps."""
     return Series.of([(step.step, step.loss) for step in run.steps if step.phase == "warmup"])

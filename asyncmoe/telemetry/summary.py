@@ -11,6 +11,7 @@ import msgspec
 
 from asyncmoe.telemetry.overlap import intersection, length
 from asyncmoe.telemetry.run import Run, load
+from asyncmoe.telemetry.schema import Evaluation
 
 ENDS = 5
 """RL steps that `reward_first` and `reward_last` are the mean of."""
@@ -51,6 +52,10 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     """|train spans of trainer.0 within RL time ∩ union of all engines' generate spans| / |train spans of trainer.0 within RL time|."""
     wall_seconds: float
     """Length of RL time in seconds."""
+    evaluation_first: Evaluation | None
+    """That of the lowest version; None when there was none."""
+    evaluation_last: Evaluation | None
+    """That of the highest version."""
 
 
 def summarise(run_dir: Path) -> dict[str, object]:
@@ -59,7 +64,8 @@ def summarise(run_dir: Path) -> dict[str, object]:
     Raises:
         DataError: no step recorded, or a broken line.
     """
-    return msgspec.structs.asdict(summary_of(load(run_dir)))
+    found: dict[str, object] = msgspec.to_builtins(summary_of(load(run_dir)))
+    return found
 
 
 def write_summary(run_dir: Path) -> dict[str, object]:
@@ -97,6 +103,8 @@ def summary_of(run: Run) -> Summary:
         engine_idle_share=_engine_idle_share(run, wall),
         overlap_share=overlap_share(run),
         wall_seconds=wall,
+        evaluation_first=run.evaluations[0] if run.evaluations else None,
+        evaluation_last=run.evaluations[-1] if run.evaluations else None,
     )
 
 

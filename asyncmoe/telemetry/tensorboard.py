@@ -8,14 +8,15 @@ from typing import TYPE_CHECKING
 from asyncmoe.telemetry.follow import Followed
 from asyncmoe.telemetry.numbers import numbers
 from asyncmoe.telemetry.records import sessions
-from asyncmoe.telemetry.schema import Resume, Rollout, Step
+from asyncmoe.telemetry.schema import Evaluation, Resume, Rollout, Step
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
 
 class TensorBoard:
-    """Writes each number of a step as `<phase>/<field>[/<key>]`, and of a rollout record as `rollout/...`, at the trainer's step.
+    """Writes each number of a step as `<phase>/<field>[/<key>]`, of a rollout record as `rollout/...`, both at the trainer's step,
+    and of an evaluation as `evaluation/...`, at the version it evaluated.
 
     When steps are made again after a resume, the events they supersede are marked as purged, so that TensorBoard forgets them.
     """
@@ -24,6 +25,7 @@ class TensorBoard:
         self._directory = directory
         self._writer: SummaryWriter | None = None
         self._step = 0
+        self._evaluations: list[Evaluation] = []
 
     def feed(self, records: list[Followed]) -> None:
         for session in sessions(record for record in records if isinstance(record, Step | Resume)):
@@ -32,6 +34,9 @@ class TensorBoard:
         for record in records:
             if isinstance(record, Rollout):
                 self._write_rollout(record)
+            elif isinstance(record, Evaluation):
+                self._evaluations.append(record)
+        self._write_evaluations()
         if records and self._writer is not None:
             self._writer.flush()
 
@@ -51,6 +56,15 @@ class TensorBoard:
             return
         for name, key, value in numbers(record):
             self._writer.add_scalar(_tag("rollout", name, key), value, self._step, walltime=record.time)
+
+    def _write_evaluations(self) -> None:
+        # The first may come before the first step of this start; it can wait.
+        if self._writer is None:
+            return
+        for record in self._evaluations:
+            for name, key, value in numbers(record):
+                self._writer.add_scalar(_tag("evaluation", name, key), value, record.version, walltime=record.time)
+        self._evaluations.clear()
 
     def _writer_from(self, step: int) -> SummaryWriter:
         if self._writer is not None and step > self._step:

@@ -5,6 +5,7 @@
 #include <string_view>
 
 #include "base64.h"
+#include "crc32c.h"
 #include "masks.h"
 #include "routes.h"
 
@@ -100,9 +101,26 @@ Bytes decode_base64(std::string_view text) {
     return bytes;
 }
 
+using Crc = uint32_t (*)(const uint8_t*, size_t, uint32_t);
+
+template <Crc crc>
+uint32_t crc_of(const py::buffer& buffer, uint32_t before) {
+    constexpr size_t kWorthReleasing = 1 << 16;
+    const auto info = buffer.request();
+    if (info.ndim > 1 || (info.ndim == 1 && info.strides[0] != info.itemsize))
+        throw std::invalid_argument("expected consecutive bytes");
+    const auto* bytes = static_cast<const uint8_t*>(info.ptr);
+    const auto size = static_cast<size_t>(info.size * info.itemsize);
+    if (size < kWorthReleasing) return crc(bytes, size, before);
+    py::gil_scoped_release released;
+    return crc(bytes, size, before);
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_C, module) {
+    module.def("crc32c", &crc_of<asyncmoe::record::crc32c>, py::arg("buffer"), py::arg("before") = 0);
+    module.def("crc32c_by_table", &crc_of<asyncmoe::record::crc32c_by_table>, py::arg("buffer"), py::arg("before") = 0);
     module.def("decode_base64", &decode_base64, py::arg("text"));
     module.def("pack_routes", &pack_routes, py::arg("routes").noconvert(), py::arg("layers"), py::arg("experts"));
     module.def("unpack_routes", &unpack_routes, py::arg("planes").noconvert(), py::arg("rows"), py::arg("top_k"),

@@ -17,9 +17,10 @@ pytestmark = pytest.mark.system
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of 4 warm-up and 6 reinforcement-learning steps, checked against the engine's checksums at every update."""
+    """A run of 4 warm-up and 6 reinforcement-learning steps, checked against the engine's checksums at every update, evaluated at every
+    second."""
     directory = tmp_path_factory.mktemp("whole") / "run"
-    run(directory, "run.steps=6", "sync.verify_every=1")
+    run(directory, "run.steps=6", "sync.verify_every=1", "evaluation.every=2", "evaluation.prompts=16", "evaluation.temperature=0")
     return directory
 
 
@@ -32,6 +33,19 @@ def test_a_run_trains_and_says_what_it_did(finished: Path) -> None:
     assert summary["steps"] == 6
     assert summary["max_staleness_seen"] <= 1
     assert summary["pause_ms_median"] > 0
+
+
+def test_versions_are_evaluated_while_training_goes_on(finished: Path) -> None:
+    summary, steps = json.loads((finished / "summary.json").read_text()), metrics(finished)
+    first, last = summary["evaluation_first"], summary["evaluation_last"]
+    assert (first["version"], first["version_min"]) == (4, 4)
+    assert last["version"] in (6, 8, 10)
+    for found in (first, last):
+        assert (found["questions"], found["episodes"], found["failed"]) == (16, 16, {})
+        assert 0 <= found["reward_mean"] <= 1
+        assert found["version"] <= found["version_min"] <= found["version_max"] <= 10
+    assert any(first["time"] < step["time"] < last["time"] for step in steps if step["phase"] == "rl")
+    assert "Evaluation" in (finished / "report.html").read_text()
 
 
 def test_every_token_is_counted_by_its_age(finished: Path) -> None:

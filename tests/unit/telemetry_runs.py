@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from asyncmoe.telemetry.records import JsonLines, Spans
-from asyncmoe.telemetry.schema import CONTROLLER_SPANS, METRICS, ROLLOUT, TRAINER_SPANS, Resume, Rollout, Step
+from asyncmoe.telemetry.schema import CONTROLLER_SPANS, EVALUATION, METRICS, ROLLOUT, TRAINER_SPANS, Evaluation, Resume, Rollout, Step
 
 START = 1_790_000_000.0
 
@@ -38,7 +38,16 @@ def write_run(
             metrics.write(_rl_step(draw, step, warmup, rl, edges, pause))
         _generate(rollout, draw, engines, rl_begins, now)
     _rollout(run_dir, draw, engines, rl_begins, now, warmup)
+    with JsonLines(run_dir / EVALUATION) as evaluations:
+        for version in range(max(first - 1, warmup), warmup + rl, 10):
+            evaluations.write(evaluation(version, 0.2 + 0.01 * (version - warmup)))
     return now
+
+
+def evaluation(version: int, reward: float | None, **more: object) -> Evaluation:
+    """An evaluation of 64 questions, a quarter of which failed."""
+    values = {"reward_stderr": 0.05, "failed": {"scorer_timeout": 16}, "failed_share": 0.25, "seconds": 2.0, **more}
+    return Evaluation(time=START + version, version=version, questions=64, episodes=64, reward_mean=reward, **values)  # type: ignore[arg-type]
 
 
 def _rl_step(draw: random.Random, step: int, warmup: int, rl: int, edges: Sequence[float], pause: float) -> Step:

@@ -188,6 +188,15 @@ class Misuses:
         agent.see("x")
         await asyncio.gather(agent.respond(), agent.respond())
 
+    async def sees_while_it_speaks(self, episode: Episode, agent: Agent) -> None:
+        agent.see("x")
+        speaking = asyncio.create_task(agent.respond())
+        await asyncio.sleep(0)
+        try:
+            agent.see("y")
+        finally:
+            await speaking
+
     async def without_end(self, episode: Episode, agent: Agent) -> None:
         while True:
             agent.see("x")
@@ -221,6 +230,7 @@ class Misuses:
         ("negative_token", "token_out_of_vocabulary"),
         ("nothing_seen", "environment_error"),
         ("twice_at_once", "environment_error"),
+        ("sees_while_it_speaks", "environment_error"),
         ("without_end", "episode_too_long"),
         ("flood", "episode_too_long"),
         ("crowd", "episode_too_long"),
@@ -257,6 +267,7 @@ class Draws:
         return 1.0
 
     def demonstrate(self, agent: Agent, episode: Episode) -> str:
+        assert agent.text.endswith("then " if agent.turns else ";")
         return f"turn {len(agent.turns)}"
 
 

@@ -15,6 +15,7 @@ from asyncmoe.models import kept_routing
 from asyncmoe.rollout.engine_client import ABORTED, Generation, Sampling, Span
 from asyncmoe.rollout.interruption import respond
 from asyncmoe.rollout.pool import Answer
+from asyncmoe.rollout.scheduling import Request
 from asyncmoe.rollout.turns import Turn
 
 HF = {
@@ -37,9 +38,11 @@ class Scripted:
     def __init__(self, *answers: tuple[int, str]) -> None:
         self.answers = list(answers)
         self.asked: list[tuple[tuple[int, ...], int, int]] = []
+        self.requests: list[Request] = []
         self.lost_tokens = self.recomputed_tokens = 0
 
-    async def generate(self, tokens: Sequence[int], sampling: Sampling, held: int = 0) -> Answer:
+    async def generate(self, tokens: Sequence[int], sampling: Sampling, held: int = 0, *, request: Request) -> Answer:
+        self.requests.append(request)
         self.asked.append((tuple(tokens), sampling.max_new_tokens, held))
         count, finish = self.answers.pop(0)
         version = len(self.asked)
@@ -48,7 +51,7 @@ class Scripted:
 
 
 def ask(pool: Any, how: Interruption, before: Sequence[Turn] = ()) -> list[Turn]:
-    return asyncio.run(respond(pool, (1, 2, 3), before, Sampling(1.0, 10, ()), how))
+    return asyncio.run(respond(pool, (1, 2, 3), before, Sampling(1.0, 10, ()), how, Request("p")))
 
 
 def test_what_was_cut_short_is_sent_again_as_a_prefix() -> None:
@@ -63,6 +66,7 @@ def test_what_was_cut_short_is_sent_again_as_a_prefix() -> None:
         ((1, 2, 3, *first, *second), 4, 8),
     ]
     assert (pool.lost_tokens, pool.recomputed_tokens) == (0, 7 + 7 + 9)
+    assert pool.requests == [Request("p"), *(Request("p", continues=True, sampled=n) for n in (4, 4, 6))]
 
 
 def test_a_response_cut_short_before_its_first_token_is_asked_for_again() -> None:

@@ -370,6 +370,32 @@ def test_a_cancelled_request_can_be_repeated_and_others_go_on_meanwhile(known: T
     assert [agent.name for agent in episode.spoke] == ["policy", "policy/2"]
 
 
+def test_a_cancelled_request_is_repeated_or_left_for_another_conversation(known: Tokenizer) -> None:
+    hang = False
+    policy = Policy(lambda seen: () if hang else (*known.encode("hello"), IM_END))
+    episode = policy.episode(known)
+
+    async def run() -> None:
+        nonlocal hang
+        session = Session(episode)
+        first = [user("a")]
+        second = [*first, (await ask(session, first))[0], user("b")]
+        hang = True
+        slow = asyncio.create_task(ask(session, second))
+        while not policy.hanging:
+            await asyncio.sleep(0)
+        slow.cancel()
+        await asyncio.gather(slow, return_exceptions=True)
+        hang = False
+        await ask(session, [*second[:-1], user("c")])
+        await ask(session, second)
+
+    asyncio.run(run())
+    assert names(policy) == ["policy", "policy/2", "policy"]
+    assert policy.asked[2][1] == rest(known, [user("b")], IM_END)
+    assert [agent.name for agent in episode.spoke] == ["policy", "policy/2"]
+
+
 def test_a_stream_tells_what_an_answer_tells() -> None:
     asked = parse(request([user("hi")], stream=True), SAMPLING)
     events = [*chunks(asked, Answer({"role": "assistant", "content": "é\n"}, "stop", 3, 2))]

@@ -42,9 +42,9 @@ def alone(play: Callable[[Prompt, Place], Awaitable[Trajectory]]) -> Callable[[P
     return played
 
 
-def respond(prompt: Prompt, place: Place) -> Trajectory:
-    generation = Generation((7, 2), (-0.5, -0.25), (Span("0", 0, 2),), "stop", 0)
-    return assemble([Turn(prompt.tokens, generation, 0)], place, Recording(), 1.0, {})
+def respond(prompt: Prompt, place: Place, version: int = 0) -> Trajectory:
+    generation = Generation((7, 2), (-0.5, -0.25), (Span(str(version), 0, 2),), "stop", 0)
+    return assemble([Turn(prompt.tokens, generation, version)], place, Recording(), 1.0, {})
 
 
 def queue(eta: int = 1, capacity: int = 16, demonstrations: int = 0) -> BoundedQueue:

@@ -98,3 +98,39 @@ async def test_admitted_alone_a_spoiled_response_is_started_over_alone() -> None
 )
 def test_policies_that_cannot_be_are_refused(path: str, value: object, expected: str) -> None:
     assert expected in refused(with_value(path, value))
+
+
+@asynchronous
+async def test_a_requeued_prompt_is_asked_again_and_trained_with_newer_tokens() -> None:
+    """A group that got too old in the queue goes back to the engines before any new prompt, through the real producer."""
+    asked: list[tuple[int, int]] = []
+    late, version = asyncio.Event(), 0
+
+    async def play(prompt: Prompt, place: Place) -> Trajectory:
+        if place.episode == 0:
+            asked.append((place.group, place.attempt))
+        sampled_at = version
+        if (place.group, place.attempt) == (1, 0):
+            await late.wait()
+        return respond(prompt, place, sampled_at)
+
+    held = BoundedQueue(capacity=16, batch=BATCH, group_size=GROUP, eta=1, rule="requeue")
+    producing = asyncio.create_task(Producer(held, Numbers(), alone(play), GROUP).run())
+    trained: list[tuple[int, int, int]] = []
+    for step in range(5):
+        if step == 3:
+            # Its tokens are three versions old by now.
+            late.set()
+            await until(lambda: held.stats().depth >= BATCH)
+        leased = await held.lease(step, "rl", BATCH, step, 5.0)
+        trained += sorted({(item.group, int(item.key.rpartition("t")[2]), step - item.oldest_version) for item in leased.items})
+        held.commit(step)
+        version = step + 1
+        held.set_version(version)
+    producing.cancel()
+    assert held.stats().requeued == {"stale": GROUP}
+    assert [(group, attempt) for group, attempt in asked if group == 1] == [(1, 0), (1, 1)]
+    assert [(group, attempt) for group, attempt, _ in trained if group == 1] == [(1, 1)]
+    assert all(age <= 1 for _, _, age in trained)
+    again = asked.index((1, 1))
+    assert max(group for group, _ in asked[:again]) < min(group for group, _ in asked[again + 1 :])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import tracemalloc
-import zlib
 
 import numpy as np
 import pytest
@@ -13,6 +12,7 @@ from hypothesis import strategies as st
 
 from asyncmoe.errors import ProtocolError, TrajectoryRejected
 from asyncmoe.record import EncodedMasks, Masks, decode_masks, encode_masks, token_outside
+from asyncmoe.record.checksum import crc32c
 from asyncmoe.record.masks import _digest
 
 
@@ -149,4 +149,4 @@ def test_token_outside_names_the_first_row_without_its_token() -> None:
 
 
 def test_the_digest_is_of_the_numbers_too() -> None:
-    assert encode_masks(csr([[]], 9), "t").digest != zlib.crc32(b"\0\0")
+    assert encode_masks(csr([[]], 9), "t").digest != crc32c(b"\0\0")

@@ -11,7 +11,7 @@ from urllib.request import urlopen
 
 import pytest
 from rich.console import Console
-from telemetry_runs import START, write_run
+from telemetry_runs import START, evaluation, write_run
 
 from asyncmoe.config import Config, parse
 from asyncmoe.errors import ConfigError
@@ -22,7 +22,7 @@ from asyncmoe.telemetry.live import LiveView
 from asyncmoe.telemetry.prometheus import Prometheus
 from asyncmoe.telemetry.records import read_steps
 from asyncmoe.telemetry.schema import METRICS, Resume, Rollout, Step
-from asyncmoe.telemetry.screen import View, heading, line, panel, remaining_seconds
+from asyncmoe.telemetry.screen import View, evaluated, heading, line, panel, remaining_seconds
 from asyncmoe.telemetry.tensorboard import TensorBoard
 from asyncmoe.telemetry.words import bar, bars, duration, number, percent
 
@@ -55,8 +55,14 @@ def test_without_a_terminal_each_new_step_is_one_line(tmp_path: Path) -> None:
         view.refresh()
         view.say("[bold] stopping")
     lines = out.getvalue().splitlines()
-    assert [text.split("  ")[0] for text in lines] == ["step 2/10", "step 3/10", "[bold] stopping"]
+    assert [text.split("  ")[0] for text in lines] == [
+        "step 2/10",
+        "step 3/10",
+        "evaluated version 3",
+        "[bold] stopping",
+    ]
     assert "reward" in lines[0]
+    assert lines[2] == "evaluated version 3   reward 0.21 ± 0.05   25 % failed"
 
 
 def test_on_a_terminal_a_panel_is_drawn(tmp_path: Path) -> None:
@@ -67,6 +73,7 @@ def test_on_a_terminal_a_panel_is_drawn(tmp_path: Path) -> None:
         write_run(tmp_path / "later", warmup=2, rl=4)
         view.refresh()
         assert "step 4 of 10" in out.getvalue()
+        assert "version 2   reward 0.2 ± 0.05   25 % failed" in out.getvalue()
         assert "trainer" in out.getvalue()
 
 
@@ -119,6 +126,11 @@ def test_unmeasured_values_are_left_out_of_a_line() -> None:
 
 
 # ---------------------------------------------------------------- gauges and advice
+
+
+def test_an_evaluation_in_words() -> None:
+    assert evaluated(evaluation(7, 0.5, reward_stderr=None, failed_share=0.0)) == "version 7   reward 0.5"
+    assert evaluated(evaluation(7, None, reward_stderr=None, failed_share=1.0)) == "version 7   reward –   100 % failed"
 
 
 def test_gauges_by_hand() -> None:
@@ -225,7 +237,11 @@ def test_prometheus_serves_the_newest_numbers() -> None:
     try:
         sink.feed([Step(step=3, phase="rl", time=1.0, reward_mean=0.25, ages={0: 5, 1: 2})])
         sink.feed(
-            [Step(step=4, phase="rl", time=2.0, reward_mean=0.5, ages={1: 7}), Rollout(time=2.0, engine_busy_share={"engine.0": 0.9})]
+            [
+                Step(step=4, phase="rl", time=2.0, reward_mean=0.5, ages={1: 7}),
+                Rollout(time=2.0, engine_busy_share={"engine.0": 0.9}),
+                evaluation(3, 0.75),
+            ]
         )
         with urlopen(f"http://127.0.0.1:{sink.port}/metrics", timeout=10) as answer:
             lines = answer.read().decode().splitlines()
@@ -234,7 +250,12 @@ def test_prometheus_serves_the_newest_numbers() -> None:
     finally:
         sink.close()
     shown = [text for text in lines if not text.startswith("#")]
-    for expected in ("asyncmoe_step 4.0", "asyncmoe_step_reward_mean 0.5", 'asyncmoe_step_ages{age="1"} 7.0'):
+    for expected in (
+        "asyncmoe_step 4.0",
+        "asyncmoe_step_reward_mean 0.5",
+        "asyncmoe_evaluation_reward_mean 0.75",
+        'asyncmoe_step_ages{age="1"} 7.0',
+    ):
         assert expected in shown
     assert 'asyncmoe_rollout_engine_busy_share{engine="engine.0"} 0.9' in shown
     assert not [text for text in shown if 'age="0"' in text]
@@ -255,15 +276,16 @@ def test_tensorboard_forgets_superseded_steps(tmp_path: Path) -> None:
         return [Step(step=n, phase="rl", time=START + n, reward_mean=reward, ages={0: n}) for n in numbers]
 
     sink = TensorBoard(tmp_path)
-    sink.feed([Rollout(time=START, queue_depth=1)])
+    sink.feed([Rollout(time=START, queue_depth=1), evaluation(0, 0.125), evaluation(4, 0.25)])
     sink.feed(steps(0.25, 1, 2, 3, 4))
     sink.feed([Rollout(time=START + 4, queue_depth=9)])
     sink.close()
     sink = TensorBoard(tmp_path)
-    sink.feed([Resume(2), *steps(0.5, 3)])
+    sink.feed([Resume(2), *steps(0.5, 3), evaluation(4, 0.75)])
     sink.feed(steps(0.75, 4))
     sink.close()
     assert _scalars(tmp_path, "rl/reward_mean") == [(1, 0.25), (2, 0.25), (3, 0.5), (4, 0.75)]
+    assert _scalars(tmp_path, "evaluation/reward_mean") == [(0, 0.125), (4, 0.75)]
     assert _scalars(tmp_path, "rl/ages/0") == [(1, 1), (2, 2), (3, 3), (4, 4)]
 
 

@@ -62,13 +62,14 @@ def test_a_whole_run_has_every_plot(tmp_path: Path) -> None:
     assert "started 2 times" in page
     sections = _sections(page)
     assert list(sections) == SECTIONS
-    assert {title: len(_images(part)) for title, part in sections.items()} == dict(zip(SECTIONS, (0, 2, 4, 2, 5, 2, 2, 2), strict=True))
+    assert {title: len(_images(part)) for title, part in sections.items()} == dict(zip(SECTIONS, (0, 2, 5, 2, 5, 2, 2, 2), strict=True))
     pictures = [picture for part in sections.values() for picture in _images(part)]
     for picture in pictures:
         ElementTree.fromstring(picture)
     drawn = set().union(*map(_texts, pictures))
     for title in (
         "Mean reward",
+        "Evaluation",
         "Policy loss",
         "Age of the trained tokens",
         "Queue",
@@ -78,6 +79,8 @@ def test_a_whole_run_has_every_plot(tmp_path: Path) -> None:
         "Sampled tokens",
     ):
         assert title in drawn
+    assert "0.2 → 0.54 ± 0.05" in sections["Summary"]
+    assert "versions 20 and 54; 64 episodes, 25 % failed" in sections["Summary"]
     recent, whole = map(_texts, _images(sections["Timeline"]))
     assert {"trainer", "engine 0", "engine 1", "both at once", "step 40", "generate", "paused"} <= recent
     assert {"RL begins", "resumed"} <= whole

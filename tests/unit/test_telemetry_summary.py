@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import msgspec
 import pytest
-from telemetry_runs import write_run
+from telemetry_runs import evaluation, write_run
 
 from asyncmoe.errors import DataError
-from asyncmoe.telemetry.records import JsonLines, Spans
-from asyncmoe.telemetry.schema import CONTROLLER_SPANS, METRICS, TRAINER_SPANS, Resume, Step
+from asyncmoe.telemetry.records import JsonLines, Spans, read_evaluations
+from asyncmoe.telemetry.schema import CONTROLLER_SPANS, EVALUATION, METRICS, TRAINER_SPANS, Resume, Step
 from asyncmoe.telemetry.summary import summarise, write_summary
 
 
@@ -35,6 +36,9 @@ def run_dir(tmp_path: Path) -> Path:
         metrics.write(_rl(5, 120, sync=0, pause=None, kl_engine=0.25, routing_differs={1: 0.1, 2: 0.3}))
         for step in (6, 7, 8):
             metrics.write(_rl(step, 70 + 10 * step, sync=4, pause=40, logprob_diff_max_same_version=1e-5, tokens=200))
+    with JsonLines(tmp_path / EVALUATION) as evaluations:
+        for version, reward in ((1, 0.1), (3, 0.2), (5, 0.9), (3, 0.3), (4, 0.4)):  # the run was resumed from version 3
+            evaluations.write(evaluation(version, reward))
     with Spans(tmp_path / TRAINER_SPANS) as spans:
         spans.add("trainer.0", "train", 1, 9)  # warm-up
         spans.add("trainer.0", "train", 12, 18)
@@ -69,7 +73,14 @@ def test_every_number(run_dir: Path) -> None:
         "engine_idle_share": pytest.approx(1 - ((5 + 5 + 1) + (2 + 10)) / 2 / wall),
         "overlap_share": pytest.approx((4 + 2) / (6 + 4)),
         "wall_seconds": wall,
+        "evaluation_first": msgspec.to_builtins(evaluation(1, 0.1)),
+        "evaluation_last": msgspec.to_builtins(evaluation(4, 0.4)),
     }
+
+
+def test_evaluations_made_again_after_a_resume_supersede_those_of_later_versions(run_dir: Path) -> None:
+    found = read_evaluations(run_dir / EVALUATION)
+    assert [(record.version, record.reward_mean) for record in found] == [(1, 0.1), (3, 0.3), (4, 0.4)]
 
 
 def test_written_summary_is_what_is_returned(run_dir: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import tracemalloc
-import zlib
 from typing import Any
 
 import msgspec
@@ -16,6 +15,7 @@ from kept_trajectory import distinct
 
 from asyncmoe.errors import ProtocolError, TrajectoryRejected
 from asyncmoe.record import EncodedMasks, Masks, Recording, Routes, Routing, decode_routes, encode_masks, encode_routes
+from asyncmoe.record.checksum import crc32c
 from asyncmoe.trajectory import ARRAYS, NOT_SAMPLED, Limits, Trajectory, decode, encode, frames_in, part
 from asyncmoe.validity import validate
 
@@ -221,7 +221,7 @@ def test_arrays_of_different_lengths_are_refused_even_when_the_digest_is_right()
     frames[3] = frames[3][:12]
     digest = 0
     for frame in frames[1:]:
-        digest = zlib.crc32(frame, digest)
+        digest = crc32c(frame, digest)
     with pytest.raises(ProtocolError, match="expected one length"):
         decode([msgspec.msgpack.encode(header | {"digest": digest}), *frames[1:]])
 
@@ -231,7 +231,7 @@ def test_truth_values_other_than_0_and_1_are_refused() -> None:
     frames[2] = bytes([0, 0, 2, 1])
     digest = 0
     for frame in frames[1:]:
-        digest = zlib.crc32(frame, digest)
+        digest = crc32c(frame, digest)
     header = msgspec.msgpack.decode(frames[0]) | {"digest": digest}
     with pytest.raises(ProtocolError, match="no truth values"):
         decode([msgspec.msgpack.encode(header), *frames[1:]])

@@ -10,6 +10,7 @@ from asyncmoe.config import Config
 from asyncmoe.errors import ConfigError, UserError
 from asyncmoe.rollout.environment import Bounds, Environment, Teacher
 from asyncmoe.rollout.environments.single_turn import SingleTurn
+from asyncmoe.rollout.environments.tools import WithTools
 
 
 def bounds(config: Config) -> Bounds:
@@ -29,7 +30,10 @@ def load(config: Config) -> Environment:
     section = config.environment
     if section.kind == "single_turn":
         return SingleTurn()
-    made = _own(section.kind, section.options)
+    if section.kind == "tools":
+        made: Environment = WithTools(section.tools.names, section.tools.style, _chats(config), section.tools.options)
+    else:
+        made = _own(section.kind, section.options)
     if config.warmup.steps and not isinstance(made, Teacher):
         raise ConfigError(
             "warmup.steps",
@@ -38,6 +42,10 @@ def load(config: Config) -> Environment:
             cure="write one, or start from a model that needs no warm-up",
         )
     return made
+
+
+def _chats(config: Config) -> bool:
+    return config.task.kind == "jsonl" and config.task.chat_template
 
 
 def _own(target: str, options: dict[str, object]) -> Environment:

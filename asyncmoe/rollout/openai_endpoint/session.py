@@ -15,11 +15,21 @@ from asyncmoe.rollout.openai_endpoint.protocol import Answer, Refused, Request
 
 @dataclass(eq=False)
 class _Line:
-    """A conversation and the agent it is trained as. None was answered yet where `known` is None."""
+    """A conversation and the agent it is trained as.
+
+    Attributes:
+        known: what was answered; None: nothing yet.
+        seen: tokens the agent was given by a request that is not answered: the same may be asked again, nothing else.
+    """
 
     agent: Agent
     known: Conversation | None = None
+    seen: tuple[int, ...] | None = None
     busy: bool = False
+
+    def takes(self, given: Given) -> bool:
+        """Whether a request that adds this to the conversation may be answered in it."""
+        return self.seen in (None, given.tokens)
 
 
 class Session:
@@ -27,7 +37,7 @@ class Session:
 
     The first conversation is that of the agent "policy". A request that continues none of those known begins the next, "policy/2" and so
     on; how many there may be, and how long they may become, is the episode's to say (`environment.max_agents`, `max_turns`, `max_tokens`).
-    A request that is cancelled leaves its conversation as it was before, so that it can be repeated.
+    A request that is cancelled can be repeated; with any other in its place, another conversation begins.
 
     Attributes:
         name: in its URL.
@@ -79,7 +89,9 @@ class Session:
             line, given = self._place(request)
             line.busy = True
             try:
-                line.agent.see(given.tokens)
+                if line.seen is None:
+                    line.agent.see(given.tokens)
+                    line.seen = given.tokens
                 seen = len(line.agent.tokens)
                 response = await line.agent.respond(max_new_tokens=request.most)
             finally:
@@ -89,6 +101,7 @@ class Session:
         except DataError as error:
             raise Refused(400, str(error), parameter="messages", code="unsupported_or_invalid") from error
         message = protocol.message_of(response.text, request.calls)
+        line.seen = None
         line.known = conversation.answered(given, message, response.tokens, response.finish, tokenizer)
         finish = "tool_calls" if "tool_calls" in message else response.finish
         return Answer(message, finish, seen, len(response.tokens))
@@ -98,11 +111,12 @@ class Session:
         tokenizer = self._episode.tokenizer
         free = [line for line in self._lines if not line.busy]
         for line in sorted(free, key=lambda line: len(line.known.text) if line.known else 0, reverse=True):
-            if line.known and (given := conversation.extend(line.known, request.asked, tokenizer)):
-                return line, given
+            more = conversation.extend(line.known, request.asked, tokenizer) if line.known else None
+            if more is not None and line.takes(more):
+                return line, more
         given = conversation.begin(request.asked, tokenizer)
         for line in free:
-            if line.known is None:
+            if line.known is None and line.takes(given):
                 return line, given
         number = len(self._lines) + 1
         line = _Line(self._episode.agent(protocol.MODEL if number == 1 else f"{protocol.MODEL}/{number}"))

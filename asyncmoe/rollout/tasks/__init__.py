@@ -60,3 +60,16 @@ def load(config: Config, tokenizer: Tokenizer) -> Task:
         return Arithmetic(tokenizer, section.operations, section.difficulty, seed, config.warmup.wrong_share)
     assert section.path is not None
     return JsonlTask(tokenizer, section.path, section.chat_template, seed)
+
+
+def load_evaluation(config: Config, tokenizer: Tokenizer, task: Task) -> Task:
+    """What evaluation asks: `evaluation.path`, or the task itself.
+
+    Raises:
+        DataError: the file cannot be used.
+    """
+    from asyncmoe.rollout.tasks.jsonl import JsonlTask
+
+    if config.evaluation.path is None:
+        return task
+    return JsonlTask(tokenizer, config.evaluation.path, config.task.chat_template, config.run.seed, "evaluation.path")

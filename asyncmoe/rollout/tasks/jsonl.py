@@ -31,14 +31,15 @@ class JsonlTask:
 
     Args:
         chat_template: put the question through the tokenizer's chat template; otherwise it is followed by a line break.
+        key: of the configuration, that names the file.
 
     Raises:
         DataError: a line that is not as said above; names file and line.
     """
 
-    def __init__(self, tokenizer: Tokenizer, path: Path, chat_template: bool, seed: int) -> None:
+    def __init__(self, tokenizer: Tokenizer, path: Path, chat_template: bool, seed: int, key: str = "task.path") -> None:
         self._tokenizer, self._chat, self._seed = tokenizer, chat_template, seed
-        self._rows = read(path)
+        self._rows = read(path, key)
         self._orders: dict[str, tuple[int, list[int]]] = {}
         # A tokenizer that cannot do it is found out now, not in the middle of the run.
         self._tokens(self._rows[0].question)
@@ -66,7 +67,7 @@ class JsonlTask:
         return self._rows[self._orders[stream][1][place]]
 
 
-def read(path: Path) -> list[Row]:
+def read(path: Path, key: str = "task.path") -> list[Row]:
     """All lines of a file; empty ones are passed over.
 
     Raises:
@@ -76,10 +77,10 @@ def read(path: Path) -> list[Row]:
         # Not splitlines: a JSON text may hold other line separators than this one.
         lines = path.read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"task.path {path}", got=str(error), expected="a JSONL file in UTF-8") from error
+        raise DataError(f"{key} {path}", got=str(error), expected="a JSONL file in UTF-8") from error
     rows = [_row(path, number, line) for number, line in enumerate(lines, 1) if line.strip()]
     if not rows:
-        raise DataError(f"task.path {path}", got="no lines", expected='at least one {"question": ..., "answer": ...}')
+        raise DataError(f"{key} {path}", got="no lines", expected='at least one {"question": ..., "answer": ...}')
     return rows
 
 

@@ -1,0 +1,251 @@
+"""Evaluation beside training: what it asks, how much of the engines it takes, and what it makes of the answers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from asyncmoe.config import Config, parse
+from asyncmoe.config.generation import MadeModel
+from asyncmoe.errors import ConfigError, DataError, EngineError, TrajectoryRejected
+from asyncmoe.models.make import make_model
+from asyncmoe.record import NOTHING, Recording
+from asyncmoe.rollout import tasks
+from asyncmoe.rollout.engine_client import Generation, Sampling, Span
+from asyncmoe.rollout.episode import Stage
+from asyncmoe.rollout.evaluation import Evaluator, due, measure, sampling
+from asyncmoe.rollout.pool import Answer
+from asyncmoe.rollout.scheduling import Request
+from asyncmoe.rollout.scoring import Exact
+from asyncmoe.rollout.tokenizer import Tokenizer
+from asyncmoe.telemetry.schema import Evaluation
+from asyncmoe.trajectory import NOT_SAMPLED, Trajectory
+
+WARMUP = 10
+
+
+def config(**evaluation: object) -> Config:
+    values = {
+        "run": {"dir": "run", "steps": 1},
+        "model": {"path": "model"},
+        "task": {"kind": "arithmetic", "chat_template": False},
+        "warmup": {"steps": WARMUP},
+    }
+    return parse({**values, "rollout": {"max_concurrent": 24}, "evaluation": {"every": 2, "prompts": 6, "samples": 2, **evaluation}})
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    path: Path = tmp_path_factory.mktemp("evaluation") / "tiny"
+    make_model(path, MadeModel(), seed=0)
+    return Tokenizer(path)
+
+
+class Engines:
+    """A pool that answers with the right answer to "a+b=", one turn of the event loop later, or as told."""
+
+    lost_tokens = recomputed_tokens = 0
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.tokenizer, self.version = tokenizer, WARMUP
+        self.asked: list[str] = []
+        self.requests: list[Request] = []
+        self.running = self.most = 0
+        self.fails: dict[int, Exception] = {}
+        self.go = asyncio.Event()
+        self.go.set()
+
+    async def generate(self, tokens: Sequence[int], sampling: Sampling, held: int = 0, *, request: Request) -> Answer:
+        number = len(self.asked)
+        self.asked.append(self.tokenizer.decode(tokens))
+        self.requests.append(request)
+        self.running += 1
+        self.most = max(self.most, self.running)
+        try:
+            await asyncio.sleep(0)
+            await self.go.wait()
+        finally:
+            self.running -= 1
+        if number in self.fails:
+            raise self.fails[number]
+        left, right = self.asked[number].rstrip("=").split("+")
+        said = (*self.tokenizer.encode(str(int(left) + int(right))), self.tokenizer.eos)
+        return Answer(Generation(said, (0.0,) * len(said), (Span(str(self.version), 0, len(said)),), "stop", 0), self.version)
+
+
+class Setup:
+    """An evaluator over such a pool, running."""
+
+    def __init__(self, tokenizer: Tokenizer, **evaluation: object) -> None:
+        made = config(**evaluation)
+        self.engines = Engines(tokenizer)
+        self.found: list[Evaluation] = []
+        self.task = tasks.load(made, tokenizer)
+        pool: Any = self.engines
+        stage = Stage(pool, Sampling(1.0, 8, (tokenizer.eos,), recording=Recording(masks=True)), tokenizer, Exact())
+        self.evaluator = Evaluator(made, stage, tasks.load_evaluation(made, tokenizer, self.task), self.found.append)
+        self.running = asyncio.create_task(self.evaluator.run())
+
+    async def evaluate(self, version: int) -> Evaluation:
+        before = len(self.found)
+        self.evaluator.published(version)
+        async with asyncio.timeout(5):
+            while len(self.found) == before:
+                await asyncio.sleep(0)
+        return self.found[-1]
+
+    async def stop(self) -> None:
+        self.running.cancel()
+        await asyncio.gather(self.running, return_exceptions=True)
+
+
+def test_every_second_version_from_the_end_of_the_warm_up_is_due() -> None:
+    assert [v for v in range(20) if due(v, WARMUP, 2)] == [10, 12, 14, 16, 18]
+    assert not any(due(v, WARMUP, 0) for v in range(20))
+
+
+def test_the_same_questions_every_time_and_not_those_of_training(tokenizer: Tokenizer) -> None:
+    async def run() -> None:
+        setup = Setup(tokenizer)
+        first = await setup.evaluate(10)
+        asked, setup.engines.asked = setup.engines.asked, []
+        setup.engines.version = 12
+        second = await setup.evaluate(12)
+        await setup.stop()
+        assert sorted(asked) == sorted(setup.engines.asked)
+        assert len(asked) == 6 * 2
+        assert sorted(asked)[::2] != sorted(setup.task.prompt(group).text for group in range(6))
+        assert {request.prompt for request in setup.engines.requests} == {f"evaluation {group}" for group in range(6)}
+        assert [(e.version, e.version_min, e.version_max) for e in (first, second)] == [(10, 10, 10), (12, 12, 12)]
+        assert (second.questions, second.episodes, second.reward_mean, second.reward_stderr, second.failed) == (6, 12, 1.0, 0.0, {})
+        assert 2 <= (second.response_tokens_mean or 0) <= 3
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(("max_concurrent", "most"), [(2, 2), (5, 5), (None, 24 // 8)])
+def test_it_takes_no_more_places_than_it_may(tokenizer: Tokenizer, max_concurrent: int | None, most: int) -> None:
+    async def run() -> None:
+        setup = Setup(tokenizer, max_concurrent=max_concurrent)
+        await setup.evaluate(10)
+        await setup.stop()
+        assert setup.engines.most == most
+
+    asyncio.run(run())
+
+
+def test_one_that_would_overlap_is_skipped_and_counted(tokenizer: Tokenizer) -> None:
+    async def run() -> None:
+        setup = Setup(tokenizer)
+        setup.engines.go.clear()
+        for version in (10, 11, 12, 13, 14):
+            setup.evaluator.published(version)
+            await asyncio.sleep(0)
+        assert setup.evaluator.skipped == 2
+        setup.engines.version = 14
+        setup.engines.go.set()
+        async with asyncio.timeout(5):
+            while not setup.found:
+                await asyncio.sleep(0)
+        again = await setup.evaluate(16)
+        await setup.stop()
+        assert [(e.version, e.version_max, e.skipped) for e in setup.found] == [(10, 14, 2), (16, 14, 2)]
+        assert again.episodes == 12
+
+    asyncio.run(run())
+
+
+def test_failures_are_counted_and_never_scored(tokenizer: Tokenizer) -> None:
+    async def run() -> None:
+        setup = Setup(tokenizer, max_concurrent=1)
+        setup.engines.fails = {n: TrajectoryRejected("engine_died", "gone") for n in (0, 1, 2)}
+        found = await setup.evaluate(10)
+        await setup.stop()
+        assert (found.reward_mean, found.failed, found.failed_share) == (1.0, {"engine_died": 3}, 0.25)
+
+    asyncio.run(run())
+
+
+def test_without_engines_it_ends_with_their_error(tokenizer: Tokenizer) -> None:
+    async def run() -> None:
+        setup = Setup(tokenizer)
+        setup.engines.fails = {3: EngineError("no engine is left")}
+        setup.evaluator.published(10)
+        with pytest.raises(EngineError, match="no engine is left"):
+            await asyncio.wait_for(setup.running, 5)
+        assert (setup.found, setup.engines.running) == ([], 0)
+
+    asyncio.run(run())
+
+
+def trajectory(reward: float, versions: Sequence[int], agent: int = 0) -> Trajectory:
+    size = 2 + len(versions)
+    return Trajectory(
+        key="k",
+        group=0,
+        episode=0,
+        agent=agent,
+        tokens=np.zeros(size, dtype=np.int32),
+        loss_mask=np.arange(size) >= 2,
+        logprobs=np.zeros(size, dtype=np.float32),
+        versions=np.array([NOT_SAMPLED] * 2 + list(versions), dtype=np.int32),
+        reward=reward,
+        finish="stop",
+    )
+
+
+def test_the_numbers_by_hand() -> None:
+    rejected = TrajectoryRejected("scorer_timeout", "too slow")
+    outcomes = [
+        (0, (trajectory(1.0, [5]),)),
+        (0, (trajectory(0.0, [5, 5, 6]),)),
+        (1, (trajectory(1.0, [4, 5], 0), trajectory(0.5, [7, 7], 1))),
+        (1, rejected),
+        (2, rejected),
+    ]
+    found = measure(5, outcomes, 1.5, 3)
+    # Questions: (1 + 0) / 2 and (1 + 0.5) / 2; the third has no answer. Deviation of 0.5 and 0.75 is 0.25 / sqrt(2).
+    assert (found.reward_mean, found.reward_stderr) == (0.625, pytest.approx(0.125))
+    assert (found.questions, found.episodes, found.failed, found.failed_share) == (3, 5, {"scorer_timeout": 2}, 0.4)
+    assert (found.response_tokens_mean, found.version_min, found.version_max) == (pytest.approx(8 / 3), 4, 7)
+    assert (found.version, found.seconds, found.skipped) == (5, 1.5, 3)
+
+
+def test_an_evaluation_that_failed_altogether_has_no_reward() -> None:
+    found = measure(5, [(0, TrajectoryRejected("engine_died", "gone"))], 1.0, 0)
+    assert (found.reward_mean, found.reward_stderr, found.failed_share, found.response_tokens_mean) == (None, None, 1.0, None)
+
+
+def test_it_samples_as_training_does_unless_told_otherwise() -> None:
+    training = Sampling(0.7, 16, (2,), top_p=0.9, top_k=50, min_p=0.1, recording=Recording(masks=True))
+    assert sampling(config(), training) == Sampling(0.7, 16, (2,), top_p=0.9, top_k=50, min_p=0.1, recording=NOTHING)
+    own = config(temperature=0.2, top_p=1, top_k=7, min_p=0, max_new_tokens=99)
+    assert sampling(own, training) == Sampling(0.2, 99, (2,), top_p=1, top_k=7, min_p=0)
+    greedy = sampling(config(temperature=0), training)
+    assert (greedy.temperature, greedy.top_k) == (1.0, 1)
+
+
+def test_it_cannot_have_more_places_than_there_are() -> None:
+    with pytest.raises(ConfigError, match=r"evaluation\.max_concurrent: got 25, expected at most rollout\.max_concurrent = 24"):
+        config(max_concurrent=25)
+
+
+def test_questions_of_its_own(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    path = tmp_path / "held_out.jsonl"
+    path.write_text('{"question": "1+2=", "answer": "3"}\n{"question": "4+5=", "answer": "9"}\n')
+
+    async def run() -> None:
+        setup = Setup(tokenizer, path=str(path), prompts=2, samples=1)
+        await setup.evaluate(10)
+        await setup.stop()
+        assert sorted(asked.strip()[:4] for asked in setup.engines.asked) == ["1+2=", "4+5="]
+
+    made = config(path=str(tmp_path / "missing.jsonl"))
+    with pytest.raises(DataError, match=r"evaluation\.path .*missing\.jsonl"):
+        tasks.load_evaluation(made, tokenizer, tasks.load(made, tokenizer))
+    asyncio.run(run())

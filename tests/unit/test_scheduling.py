@@ -1,0 +1,370 @@
+"""Which request goes next and to which engine: decisions, and the gate that carries them out under random cancellation."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from asyncmoe.config.generation import Order
+from asyncmoe.errors import EngineError
+from asyncmoe.rollout.engine_client import ABORTED, EngineLost, Generation, Sampling, Span
+from asyncmoe.rollout.gate import Gate
+from asyncmoe.rollout.pool import Pool
+from asyncmoe.rollout.scheduling import KEPT_CONVERSATIONS, KEPT_PROMPTS, Homes, Lengths, Request, Waiting, choose
+
+LOADS = st.dictionaries(st.sampled_from([f"engine.{i}" for i in range(8)]), st.integers(0, 20), min_size=1)
+ORDERS = st.sampled_from(["fifo", "longest_first"])
+REQUESTS = st.builds(Request, st.sampled_from(["", "a", "b", "c", "d"]), st.booleans())
+MEANS = {"a": 10, "b": 40, "c": 40}
+"""Known lengths; "d" and "" are expected to be as long as all on average, 30."""
+
+
+def known() -> Lengths:
+    lengths = Lengths()
+    for prompt, tokens in MEANS.items():
+        lengths.note(prompt, tokens)
+    return lengths
+
+
+@given(loads=LOADS, prompt=st.text(max_size=4), slack=st.integers(0, 8))
+def test_an_engine_is_never_given_more_than_the_slack_allows(loads: dict[str, int], prompt: str, slack: int) -> None:
+    least = min(loads.values())
+    for last in ("", *loads, "engine.gone"):
+        assert loads[choose(loads, prompt, "least_loaded", slack, last)] == least
+        assert loads[choose(loads, prompt, "prefix_affine", slack, last)] <= least + (slack if prompt else 0)
+
+
+@given(loads=LOADS, prompt=st.text(min_size=1, max_size=4), slack=st.integers(0, 8))
+def test_only_the_prompts_of_an_engine_that_leaves_move(loads: dict[str, int], prompt: str, slack: int) -> None:
+    flat = dict.fromkeys(loads, 0)
+    chosen = choose(flat, prompt, "prefix_affine", slack)
+    for gone in loads:
+        left = {name: 0 for name in reversed(flat) if name != gone}
+        if left:
+            assert (choose(left, prompt, "prefix_affine", slack) == chosen) == (gone != chosen)
+
+
+def test_prompts_spread_evenly_over_engines_and_overflow_together() -> None:
+    names = [f"engine.{i}" for i in range(4)]
+    counts = Counter(choose(dict.fromkeys(names, 0), f"episode {i}", "prefix_affine", 8) for i in range(4000))
+    assert all(850 < counts[name] < 1150 for name in names)
+    home = choose(dict.fromkeys(names, 0), "p", "prefix_affine", 2)
+    overflow = choose({name: 3 if name == home else 0 for name in names}, "p", "prefix_affine", 2)
+    second = choose({name: 0 for name in names if name != home}, "p", "prefix_affine", 2)
+    assert overflow == second
+
+
+def test_the_expected_length_is_the_mean_of_the_same_prompt_else_of_all_else_nothing() -> None:
+    lengths = Lengths()
+    assert lengths.expected("a") == 0
+    for prompt, tokens in [("a", 10), ("a", 20), ("b", 90)]:
+        lengths.note(prompt, tokens)
+    assert (lengths.expected("a"), lengths.expected("b"), lengths.expected("c")) == (15, 90, 40)
+
+
+@settings(max_examples=20)
+@given(noted=st.lists(st.tuples(st.integers(0, 3 * KEPT_PROMPTS), st.integers(0, 100)), min_size=1, max_size=50))
+def test_only_the_most_recent_prompts_are_remembered(noted: list[tuple[int, int]]) -> None:
+    lengths = Lengths()
+    for prompt, tokens in noted:
+        lengths.note(str(prompt), tokens)
+    for i in range(KEPT_PROMPTS):
+        lengths.note(f"later {i}", 7)
+    assert {lengths.expected(str(prompt)) for prompt, _ in noted} == {7}
+
+
+@given(order=ORDERS, requests=st.lists(REQUESTS, min_size=1, max_size=30))
+def test_what_continues_goes_first_and_then_the_longest(order: Order, requests: list[Request]) -> None:
+    waiting = Waiting(order, 1000, known())
+    for request in requests:
+        waiting.come(request)
+    rank = {
+        i: (not r.continues, -MEANS.get(r.prompt, 30) if order == "longest_first" and not r.continues else 0, i)
+        for i, r in enumerate(requests)
+    }
+    assert [waiting.take() for _ in requests] == sorted(rank, key=rank.__getitem__)
+    assert not len(waiting)
+
+
+@given(
+    order=ORDERS,
+    patience=st.integers(0, 5),
+    events=st.lists(st.one_of(REQUESTS, st.just("take"), st.integers(0, 1000)), max_size=80),
+)
+def test_nobody_is_overtaken_more_often_than_patience_allows(order: Order, patience: int, events: Sequence[Any]) -> None:
+    waiting, overtaken, ahead, taken = Waiting(order, patience, known()), dict[int, int](), dict[int, int](), Counter[int]()
+    for event in events:
+        if isinstance(event, Request):
+            found = len(overtaken)
+            ticket = waiting.come(event)
+            overtaken[ticket], ahead[ticket] = 0, found
+        elif not overtaken:
+            continue
+        elif event == "take":
+            gone = waiting.take()
+            del overtaken[gone]
+            for ticket in overtaken:
+                overtaken[ticket] += ticket < gone
+                taken[ticket] += 1
+                assert overtaken[ticket] <= patience
+                assert taken[ticket] <= ahead[ticket] + patience
+        else:
+            given_up = sorted(overtaken)[event % len(overtaken)]
+            waiting.give_up(given_up)
+            del overtaken[given_up]
+        assert len(waiting) == len(overtaken)
+
+
+@settings(max_examples=400)
+@given(
+    order=ORDERS,
+    limit=st.integers(1, 3),
+    requests=st.lists(REQUESTS, min_size=1, max_size=5),
+    events=st.lists(st.tuples(st.sampled_from(["cancel", "finish", "tick", "close", "open"]), st.integers(0, 4)), max_size=40),
+)
+def test_the_gate_holds_its_limit_and_loses_no_place(
+    order: Order, limit: int, requests: list[Request], events: list[tuple[str, int]]
+) -> None:
+    asyncio.run(_schedule(Gate(limit, Waiting(order, 4, known())), limit, requests, events))
+
+
+async def _schedule(gate: Gate, limit: int, requests: list[Request], events: list[tuple[str, int]]) -> None:
+    inside: set[int] = set()
+    done = [asyncio.Event() for _ in requests]
+    is_open = True
+
+    async def one(number: int) -> None:
+        async with gate.place(requests[number]):
+            assert is_open
+            inside.add(number)
+            assert len(inside) <= limit
+            try:
+                await done[number].wait()
+            finally:
+                inside.remove(number)
+
+    tasks = [asyncio.create_task(one(number)) for number in range(len(requests))]
+    for what, number in events:
+        if what == "cancel" and number < len(tasks):
+            tasks[number].cancel()
+        elif what == "finish" and number < len(tasks):
+            done[number].set()
+        elif what in ("close", "open"):
+            is_open = what == "open"
+            (gate.open if is_open else gate.close)()
+        else:
+            await asyncio.sleep(0)
+        assert gate.inside <= limit
+    is_open = True
+    gate.open()
+    for event in done:
+        event.set()
+    async with asyncio.timeout(5):
+        ended = await asyncio.gather(*tasks, return_exceptions=True)
+    assert all(result is None or isinstance(result, asyncio.CancelledError) for result in ended)
+    assert (gate.inside, inside) == (0, set())
+
+
+async def settle() -> None:
+    for _ in range(10):
+        await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize("cancelled", ["before it is let in", "just as it is let in", "when it is in and the gate has closed again"])
+def test_a_request_that_is_cancelled_at_the_gate_takes_no_place(cancelled: str) -> None:
+    async def run() -> None:
+        gate, begun = Gate(1, Waiting("fifo", 4, Lengths())), list[str]()
+
+        async def one(name: str) -> None:
+            async with gate.place(Request()):
+                begun.append(name)
+
+        gate.close()
+        first, second = asyncio.create_task(one("first")), asyncio.create_task(one("second"))
+        await settle()
+        if cancelled == "before it is let in":
+            first.cancel()
+            gate.open()
+        elif cancelled == "just as it is let in":
+            gate.open()
+            first.cancel()
+        else:
+            gate.open()
+            gate.close()
+            await settle()
+            assert (gate.inside, begun) == (1, [])
+            first.cancel()
+            await settle()
+            gate.open()
+        async with asyncio.timeout(5):
+            await second
+        assert (first.cancelled(), gate.inside, begun) == (True, 0, ["second"])
+
+    asyncio.run(run())
+
+
+class Client:
+    """Answers when it is told to; notes who asked."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[int, ...]] = []
+        self.answers: asyncio.Queue[tuple[int, str] | EngineLost] = asyncio.Queue()
+
+    async def generate(self, tokens: Sequence[int], sampling: Sampling, salt: str, timeout_s: float, held: int) -> Generation:
+        self.asked.append(tuple(tokens))
+        answer = await self.answers.get()
+        if isinstance(answer, EngineLost):
+            raise answer
+        count, finish = answer
+        return Generation((1,) * count, (-1.0,) * count, (Span(salt, 0, count),), finish, 0)
+
+
+class Server:
+    tp = ep = rank_offset = 1
+    died: str | None = None
+
+    def __init__(self, name: str) -> None:
+        self.name, self.client = name, Client()
+
+    def kill(self) -> None:
+        self.died = "killed"
+
+
+def made(count: int, limit: int = 64, **options: Any) -> tuple[Pool, list[Server]]:
+    servers = [Server(f"engine.{i}") for i in range(count)]
+    return Pool(servers, limit, 60.0, lambda *_: None, **options), servers  # type: ignore[arg-type]
+
+
+def ask(pool: Pool, number: int, prompt: str = "", continues: bool = False) -> asyncio.Task[Any]:
+    return asyncio.create_task(pool.generate((number,), Sampling(1.0, 100, ()), request=Request(prompt, continues)))
+
+
+def test_a_group_stays_at_one_engine_and_outlives_it() -> None:
+    async def run() -> None:
+        pool, servers = made(3, balance="prefix_affine", slack=8)
+        group = [ask(pool, i, "episode 5") for i in range(6)]
+        await settle()
+        assert sorted(len(server.client.asked) for server in servers) == [0, 0, 6]
+        home = next(server for server in servers if server.client.asked)
+        for _ in group:
+            home.client.answers.put_nowait(EngineLost("gone"))
+        assert all(isinstance(result, Exception) for result in await asyncio.gather(*group, return_exceptions=True))
+        again = [ask(pool, i, "episode 5") for i in range(6)]
+        await settle()
+        assert sorted(len(server.client.asked) for server in servers if server is not home) == [0, 6]
+        for task in again:
+            task.cancel()
+        await asyncio.gather(*again, return_exceptions=True)
+        assert [member.in_flight for member in pool.members] == [0, 0, 0]
+
+    asyncio.run(run())
+
+
+def test_a_conversation_goes_on_where_it_is_also_when_it_began_elsewhere_than_its_group() -> None:
+    async def run() -> None:
+        pool, servers = made(2, balance="prefix_affine", slack=2)
+
+        def begin(episode: int, turn: int) -> asyncio.Task[Any]:
+            request = Request("episode 5", turn > 0, conversation=f"{episode}")
+            return asyncio.create_task(pool.generate((episode, turn), Sampling(1.0, 100, ()), request=request))
+
+        first = [begin(episode, 0) for episode in range(6)]
+        await settle()
+        at = {episode: i for i, server in enumerate(servers) for episode, _ in server.client.asked}
+        assert sorted(Counter(at.values()).values()) == [2, 4]
+        for server in servers:
+            for _ in server.client.asked:
+                server.client.answers.put_nowait((3, "stop"))
+        await asyncio.gather(*first)
+        second = [begin(episode, 1) for episode in sorted(at, key=lambda episode: (at[episode] == at[0], episode))]
+        await settle()
+        assert {episode: i for i, server in enumerate(servers) for episode, turn in server.client.asked if turn} == at
+        for task in second:
+            task.cancel()
+        await asyncio.gather(*second, return_exceptions=True)
+
+    asyncio.run(run())
+
+
+def test_only_the_most_recent_conversations_are_remembered() -> None:
+    homes = Homes()
+    for conversation in ("", "a", "b"):
+        homes.note(conversation, "engine.0")
+    for i in range(KEPT_CONVERSATIONS - 2):
+        homes.note(f"later {i}", "engine.1")
+    homes.note("a", "engine.2")
+    homes.note("one more", "engine.1")
+    assert (homes.of(""), homes.of("a"), homes.of("b"), homes.of("later 0")) == ("", "engine.2", "", "engine.1")
+
+
+def test_responses_an_update_cut_short_go_on_before_new_ones_begin() -> None:
+    async def run() -> None:
+        pool, (server,) = made(1, limit=2)
+        cut = [ask(pool, 0), ask(pool, 1)]
+        new = [ask(pool, 2), ask(pool, 3)]
+        await settle()
+        pool.hold()
+        for _ in cut:
+            server.client.answers.put_nowait((3, ABORTED))
+        await asyncio.gather(*cut)
+        resumed = [ask(pool, 10, continues=True), ask(pool, 11, continues=True)]
+        await settle()
+        assert server.client.asked == [(0,), (1,)]
+        pool.release()
+        await settle()
+        assert server.client.asked == [(0,), (1,), (10,), (11,)]
+        for _ in range(4):
+            server.client.answers.put_nowait((3, "stop"))
+        await asyncio.gather(*resumed, *new)
+        assert server.client.asked[4:] == [(2,), (3,)]
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(("order", "expected"), [("fifo", [1, 2, 3]), ("longest_first", [3, 2, 1])])
+def test_longest_first_learns_from_responses_that_have_ended(order: Order, expected: list[int]) -> None:
+    async def run() -> None:
+        pool, (server,) = made(1, limit=1, order=order)
+        for prompt, tokens in (("short", 2), ("long", 90)):
+            server.client.answers.put_nowait((tokens, "stop"))
+            await ask(pool, 0, prompt)
+        busy = ask(pool, 0)
+        waiting = [ask(pool, 1, "short"), ask(pool, 2, "unknown"), ask(pool, 3, "long")]
+        await settle()
+        for _ in range(4):
+            server.client.answers.put_nowait((46, "stop"))
+        await asyncio.gather(busy, *waiting)
+        assert [tokens[0] for tokens in server.client.asked[3:]] == expected
+
+    asyncio.run(run())
+
+
+def test_pieces_of_a_response_do_not_count_as_short_ones() -> None:
+    async def run() -> None:
+        pool, (server,) = made(1, limit=1, order="longest_first")
+        for tokens, finish, sampled in ((5, ABORTED, 0), (4, "stop", 50)):
+            server.client.answers.put_nowait((tokens, finish))
+            await pool.generate((0,), Sampling(1.0, 100, ()), request=Request("p", sampled > 0, sampled))
+        assert pool._lengths.expected("p") == 54
+
+    asyncio.run(run())
+
+
+def test_a_request_at_the_gate_hears_that_no_engine_is_left() -> None:
+    async def run() -> None:
+        pool, _ = made(1)
+        pool.close()
+        waiting = ask(pool, 0)
+        await settle()
+        pool.fence(pool.members[0], "gone")
+        pool.release()
+        with pytest.raises(EngineError, match=r"no engine is left: engine\.0"):
+            await waiting
+
+    asyncio.run(run())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +51,29 @@ class Tokenizer:
         Raises:
             DataError: the tokenizer has no chat template; or see `encode`.
         """
-        return self.encode(self._render([{"role": "user", "content": user}], add_generation_prompt=True))
+        return self.encode(self.render([{"role": "user", "content": user}]))
+
+    def render(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = (), *, asked: bool = True) -> str:
+        """A conversation by the chat template.
+
+        Args:
+            messages: "role", "content" and what else the template knows.
+            tools: OpenAI's function schemas.
+            asked: it ends where the assistant is about to speak.
+
+        Raises:
+            DataError: the tokenizer has no chat template, or the template cannot render this.
+        """
+        if self._tokenizer.chat_template is None:
+            cure = "set task.chat_template=false or use a model with one"
+            raise DataError("task.chat_template", got="a tokenizer without a chat template", expected="one that has it", cure=cure)
+        from jinja2 import TemplateError
+
+        given = [dict(message) for message in messages], [dict(tool) for tool in tools] or None
+        try:
+            return str(self._tokenizer.apply_chat_template(given[0], tools=given[1], tokenize=False, add_generation_prompt=asked))
+        except (TemplateError, TypeError, ValueError, KeyError) as error:
+            raise DataError("chat template", got=str(error)[:300], expected="messages that it can render") from error
 
     def between(self, observations: Sequence[str]) -> tuple[int, ...]:
         """Token ids from the end of an assistant's turn, whose last token was sampled, to the beginning of its next: what tools said.
@@ -59,22 +81,15 @@ class Tokenizer:
         Raises:
             DataError: the chat template has no place for a tool's answer, or renders what came before it in another way then.
         """
-        asked: list[dict[str, str]] = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _SAID}]
+        messages: list[dict[str, str]] = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _SAID}]
         answers = [{"role": "tool", "content": text} for text in observations]
-        before = self._render(asked, add_generation_prompt=False)
-        whole = self._render([*asked, *answers], add_generation_prompt=True)
+        before = self.render(messages, asked=False)
+        whole = self.render([*messages, *answers])
         known = before[: before.index(_SAID) + len(_SAID)]
         if not whole.startswith(known):
             raise DataError("chat template", got="one that changes a turn when tools answer it", expected="one that adds to it")
         end = str(self._tokenizer.eos_token)
         return self.encode(whole[len(known) :].removeprefix(end))
-
-    def _render(self, messages: Sequence[dict[str, str]], add_generation_prompt: bool) -> str:
-        if self._tokenizer.chat_template is None:
-            cure = "set task.chat_template=false or use a model with one"
-            raise DataError("task.chat_template", got="a tokenizer without a chat template", expected="one that has it", cure=cure)
-        text: str = self._tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=add_generation_prompt)
-        return text
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Text of token ids; special tokens (the end of the sequence) leave none."""

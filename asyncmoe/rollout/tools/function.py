@@ -148,6 +148,8 @@ class InProcesses:
 
 
 async def _end(process: asyncio.subprocess.Process) -> None:
+    if process.returncode is not None:
+        return
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     await process.wait()

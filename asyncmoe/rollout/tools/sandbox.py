@@ -122,6 +122,7 @@ class Python:
         process = await asyncio.create_subprocess_exec(
             *self._command(directory), stdin=pipe, stdout=pipe, stderr=pipe, cwd=directory, env={}, start_new_session=True
         )
+        handle = _handle(process)
         seconds = self._limits.wall_s + _GRACE_S
         try:
             async with asyncio.timeout(seconds):
@@ -133,7 +134,7 @@ class Python:
         except TimeoutError as error:
             raise WaitTimeout("the guard of the python tool", "end", seconds) from error
         finally:
-            await self._end(process)
+            await self._end(process, handle)
         return self._result(_ended(report), self._text(output, directory))
 
     async def _output(self, process: asyncio.subprocess.Process, code: bytes) -> tuple[bytes, bool]:
@@ -189,9 +190,9 @@ class Python:
         }
         return [sys.executable, "-I", "-S", str(_GUARD), json.dumps(settings)]
 
-    async def _end(self, process: asyncio.subprocess.Process) -> None:
+    async def _end(self, process: asyncio.subprocess.Process, handle: int | None) -> None:
         """The guard ends its program when told to; also when whoever waits for that is cancelled once more."""
-        ending = asyncio.create_task(_ended_for_sure(process))
+        ending = asyncio.create_task(_ended_for_sure(process, handle))
         self._ending.add(ending)
         ending.add_done_callback(self._ending.discard)
         await asyncio.shield(ending)
@@ -223,17 +224,28 @@ class Python:
             )
 
 
-async def _ended_for_sure(process: asyncio.subprocess.Process) -> None:
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        if process.returncode is not None:
-            return
-        with suppress(ProcessLookupError):
-            process.send_signal(number)
-        with suppress(TimeoutError):
-            async with asyncio.timeout(_GRACE_S):
-                await process.wait()
-    if process.returncode is None:
+def _handle(process: asyncio.subprocess.Process) -> int | None:
+    """A descriptor of a process, by which no other one can be signalled; None when it has ended already."""
+    try:
+        return os.pidfd_open(process.pid)
+    except ProcessLookupError:
+        return None
+
+
+async def _ended_for_sure(process: asyncio.subprocess.Process, handle: int | None) -> None:
+    try:
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            if handle is not None:
+                with suppress(ProcessLookupError):
+                    signal.pidfd_send_signal(handle, number)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_GRACE_S):
+                    await process.wait()
+                    return
         raise WaitTimeout("the guard of the python tool", "end", _GRACE_S)
+    finally:
+        if handle is not None:
+            os.close(handle)
 
 
 def _said(text: str, error: str) -> str:

@@ -1,0 +1,90 @@
+"""Agents as users write them for OpenAI's API, good and bad."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+import time
+
+import openai
+
+from tests.unit.openai_policy import Policy
+
+keys: list[str] = []
+policies: list[Policy] = []
+released = threading.Event()
+
+
+async def two_turns(base_url: str, api_key: str, prompt: str, answer: str) -> float:
+    keys.append(api_key)
+    async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
+        messages = [{"role": "user", "content": prompt}]
+        first = await client.chat.completions.create(model="gpt-4o", messages=messages)
+        messages += [first.choices[0].message.model_dump(), {"role": "user", "content": "sure?"}]
+        second = await client.chat.completions.create(model="gpt-4o", messages=messages)
+        assert first.model == "gpt-4o"
+        assert second.usage.prompt_tokens > first.usage.total_tokens
+        return float(second.choices[0].message.content == answer)
+
+
+def blocking(base_url: str, api_key: str, prompt: str, answer: str) -> None:
+    with openai.OpenAI(base_url=base_url, api_key=api_key) as client:
+        client.chat.completions.create(model="policy", messages=[{"role": "user", "content": prompt}])
+
+
+async def blocking_in_a_coroutine(base_url: str, api_key: str, prompt: str, answer: str) -> None:
+    blocking(base_url, api_key, prompt, answer)
+
+
+async def raises(base_url: str, api_key: str, prompt: str, answer: str) -> None:
+    raise LookupError("no idea")
+
+
+async def exits(base_url: str, api_key: str, prompt: str, answer: str) -> None:
+    raise SystemExit(3)
+
+
+async def hangs(base_url: str, api_key: str, prompt: str, answer: str) -> None:
+    try:
+        await asyncio.sleep(60)
+    finally:
+        released.set()
+
+
+def sleeps(base_url: str, api_key: str, prompt: str, answer: str) -> None:
+    time.sleep(1.0)
+
+
+async def swallows(base_url: str, api_key: str, prompt: str, answer: str) -> float:
+    async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
+        for _ in range(3):
+            try:
+                await client.chat.completions.create(model="policy", messages=[{"role": "user", "content": prompt}])
+            except openai.APIStatusError:
+                continue
+    return 1.0
+
+
+async def lets_it_fail(base_url: str, api_key: str, prompt: str, answer: str) -> None:
+    async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
+        await client.chat.completions.create(model="policy", messages=[{"role": "user", "content": prompt}])
+
+
+async def leaves_one_under_way(base_url: str, api_key: str, prompt: str, answer: str) -> float:
+    keys[:] = [base_url, api_key]
+
+    def slow() -> None:
+        with openai.OpenAI(base_url=base_url, api_key=api_key) as client, contextlib.suppress(openai.OpenAIError):
+            client.chat.completions.create(model="policy", messages=[{"role": "user", "content": "slow"}])
+        released.set()
+
+    threading.Thread(target=slow, daemon=True).start()
+    async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
+        await client.chat.completions.create(model="policy", messages=[{"role": "user", "content": "quick"}])
+        while not policies or not policies[0].hanging:
+            await asyncio.sleep(0.01)
+    return 0.5
+
+
+not_a_function = 3

@@ -1,0 +1,405 @@
+"""What was sampled is never tokenised again, whatever an agent makes of the conversation; requests that want it otherwise are refused."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from random import Random
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from asyncmoe.models.make import VOCAB
+from asyncmoe.rollout.environment import Bounds
+from asyncmoe.rollout.openai_endpoint.conversation import Asked, answered, begin, extend
+from asyncmoe.rollout.openai_endpoint.protocol import Answer, Refused, chunks, completion, parse
+from asyncmoe.rollout.openai_endpoint.session import Session
+from asyncmoe.rollout.tokenizer import Tokenizer
+from tests.unit import openai_policy
+from tests.unit.openai_policy import EOS, IM_END, SAMPLING, Policy
+
+
+@pytest.fixture(scope="module")
+def known(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return openai_policy.tokenizer(tmp_path_factory.mktemp("tokenizer"))
+
+
+def request(messages: list[dict[str, Any]], **fields: object) -> bytes:
+    return json.dumps({"model": "m", "messages": messages, **fields}).encode()
+
+
+def user(text: str) -> dict[str, Any]:
+    return {"role": "user", "content": text}
+
+
+async def ask(session: Session, messages: list[dict[str, Any]], **fields: object) -> tuple[dict[str, Any], Answer]:
+    """The message a client gets."""
+    asked = session.parse(request(messages, **fields))
+    answer = await session.answer(asked)
+    return json.loads(json.dumps(completion(asked, answer)))["choices"][0]["message"], answer
+
+
+def rest(known: Tokenizer, messages: list[dict[str, Any]], ended: int | None) -> tuple[int, ...]:
+    """What the tiny model's template writes after an answer that ended with this token."""
+    close = "\n" if ended == IM_END else "<|im_end|>\n"
+    middle = "".join(f"<|im_start|>{message['role']}\n{message['content']}<|im_end|>\n" for message in messages)
+    return known.encode(f"{close}{middle}<|im_start|>assistant\n")
+
+
+SAID = st.lists(st.integers(0, VOCAB - 1).filter(lambda token: token not in (EOS, IM_END)), max_size=8)
+TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=6)
+STEP = st.tuples(SAID, st.sampled_from([EOS, IM_END, None]), st.lists(TEXT, min_size=1, max_size=2), st.booleans(), st.integers(0, 5))
+
+
+@settings(max_examples=60)
+@given(st.lists(STEP, min_size=1, max_size=7), st.integers(0, 2**32))
+def test_tokens_are_those_given_and_sampled(known: Tokenizer, steps: list[Any], seed: int) -> None:
+    random = Random(seed)
+    said = iter([(*tokens, end) if end is not None else (*tokens, 7) for tokens, end, *_ in steps])
+    policy = Policy(lambda seen: next(said))
+    episode = policy.episode(known)
+
+    async def talk() -> None:
+        session = Session(episode)
+        # (messages, tokens, last token or None where it was cut, agent) of every conversation, as an onlooker would write them down.
+        heard: list[tuple[list[dict[str, Any]], tuple[int, ...], int | None, str]] = []
+        for tokens, end, texts, fresh, which in steps:
+            new = [user(text) for text in texts]
+            if fresh or not heard:
+                messages, before, name = new, (), f"policy/{len(heard) + 1}" if heard else "policy"
+                expected = known.encode(known.render(new))
+                # A conversation that begins like none before: the first message differs.
+                if any(messages == other[0][: len(messages)] for other in heard):
+                    messages = [user(f"{len(heard)} {random.random()}")]
+                    expected = known.encode(known.render(messages))
+                place = len(heard)
+                heard.append((messages, (), None, name))
+            else:
+                place = which % len(heard)
+                before_messages, before, ended, name = heard[place]
+                messages, expected = before_messages + new, rest(known, new, ended)
+            message, answer = await ask(session, messages)
+            sampled = (*tokens, end) if end is not None else (*tokens, 7)
+            assert policy.asked[-1] == (name, expected, sampled)
+            assert message["content"] == known.decode(sampled)
+            assert (answer.prompt_tokens, answer.sampled_tokens) == (len(before) + len(expected), len(sampled))
+            heard[place] = ([*messages, message], (*before, *expected, *sampled), end, name)
+        assert {agent.name: agent.tokens for agent in episode.agents.values()} == {name: tokens for _, tokens, _, name in heard}
+
+    asyncio.run(talk())
+
+
+def talk(known: Tokenizer, *turns: list[dict[str, Any]], words: str = "hello", **fields: object) -> Policy:
+    """Requests one after the other."""
+    policy = Policy(openai_policy.text(known, words))
+
+    async def run() -> None:
+        session = Session(policy.episode(known))
+        for messages in turns:
+            await ask(session, messages, **fields)
+
+    asyncio.run(run())
+    return policy
+
+
+def names(policy: Policy) -> list[str]:
+    return [name for name, _, _ in policy.asked]
+
+
+HELLO = {"role": "assistant", "content": "hello"}
+
+
+def test_whoever_changes_history_begins_a_new_conversation(known: Tokenizer) -> None:
+    first = [user("a")]
+    assert names(talk(known, first, [*first, HELLO, user("b")])) == ["policy", "policy"]
+    for changed in (
+        [user("a "), HELLO, user("b")],
+        [*first, {**HELLO, "content": "hello "}, user("b")],
+        [*first, {**HELLO, "content": "hell"}, user("b")],
+        [{"role": "system", "content": ""}, *first, HELLO, user("b")],
+        [*first, HELLO],
+        first,
+    ):
+        assert names(talk(known, first, changed)) == ["policy", "policy/2"], changed
+
+
+def test_the_longest_conversation_is_continued(known: Tokenizer) -> None:
+    one = [user("a")]
+    two = [*one, HELLO, user("b")]
+    three = [*two, HELLO, user("c")]
+    assert names(talk(known, one, two, three)) == ["policy"] * 3
+    # The second asks again where the first was; the third continues the longer of the two.
+    assert names(talk(known, one, one, two, three)) == ["policy", "policy/2", "policy", "policy"]
+
+
+def test_a_template_that_rewrites_history_begins_a_new_conversation(known: Tokenizer) -> None:
+    first = [user("a")]
+    answer = {"role": "assistant", "content": " hello\n"}
+    inner = known._tokenizer
+    template = inner.chat_template
+    try:
+        inner.chat_template = template.replace("message['content']", "message['content'] | trim")
+        policy = talk(known, first, [*first, answer, user("b")], words=" hello\n")
+        assert names(policy) == ["policy", "policy/2"]
+        assert "<|im_start|>assistant\nhello<|im_end|>" in inner.decode(policy.asked[1][1])
+    finally:
+        inner.chat_template = template
+
+
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+CALL = 'so <tool_call>{"name":"f",  "arguments":{"x": 1}}</tool_call>'
+
+
+def test_calls_of_tools_come_back_as_they_were_written(known: Tokenizer) -> None:
+    policy = Policy(openai_policy.text(known, CALL))
+
+    async def run() -> tuple[dict[str, Any], str]:
+        session = Session(policy.episode(known))
+        message, answer = await ask(session, [user("a")], tools=[TOOL])
+        call = message["tool_calls"][0]
+        told = {"role": "tool", "content": "2", "tool_call_id": call["id"]}
+        await ask(session, [user("a"), message, told], tools=[TOOL])
+        return message, answer.finish
+
+    message, finish = asyncio.run(run())
+    assert (message["content"], finish) == ("so", "tool_calls")
+    assert message["tool_calls"][0]["function"] == {"name": "f", "arguments": '{"x": 1}'}
+    assert names(policy) == ["policy", "policy"]
+    assert policy.asked[1][1] == rest(known, [{"role": "tool", "content": "2"}], IM_END)
+    # Without tools it is text.
+    assert names(talk(known, [user("a")], [user("a"), {**HELLO, "content": CALL}, user("b")], words=CALL)) == ["policy"] * 2
+
+
+async def twice(session: Session, *turns: tuple[list[dict[str, Any]], list[dict[str, Any]]]) -> None:
+    for messages, tools in turns:
+        await ask(session, messages, tools=tools)
+
+
+def test_a_stop_token_with_text_of_its_own_is_not_taken_for_the_templates(known: Tokenizer) -> None:
+    (newline,) = known.encode("\n")
+    begun = begin(Asked((user("a"),), (user("a"),)), Lines(known))
+    told = {"role": "assistant", "content": "hello\n"}
+    heard = answered(begun, told, (*known.encode("hello"), newline), "stop", known)
+    messages = (user("a"), told, user("b"))
+    more = extend(heard, Asked(messages, messages), Lines(known))
+    assert more is not None
+    assert more.tokens == known.encode("\nuser: b\nassistant: ")
+
+
+class Lines:
+    """A template that ends what was said with a line's end."""
+
+    def __init__(self, known: Tokenizer) -> None:
+        self.encode, self.decode = known.encode, known.decode
+
+    def render(self, messages: Any, tools: Any = ()) -> str:
+        return "".join(f"{message['role']}: {message['content']}\n" for message in messages) + "assistant: "
+
+
+def test_tools_reach_the_template(known: Tokenizer) -> None:
+    inner = known._tokenizer
+    template = inner.chat_template
+    try:
+        inner.chat_template = "{% for tool in tools or [] %}{{ tool['function']['name'] }};{% endfor %}" + template
+        assert inner.decode(talk(known, [user("a")], tools=[TOOL]).asked[0][1]).startswith("f;<|im_start|>")
+        first, more = [user("a")], [user("a"), HELLO, user("b")]
+        policy = Policy(openai_policy.text(known, "hello"))
+        asyncio.run(twice(Session(policy.episode(known)), (first, [TOOL]), (more, [TOOL, TOOL])))
+        assert names(policy) == ["policy", "policy/2"]
+        assert inner.decode(talk(known, [user("a")], tools=[TOOL], tool_choice="none").asked[0][1]).startswith("<|im_start|>")
+    finally:
+        inner.chat_template = template
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"temperature": 0.0}, "temperature"),
+        ({"temperature": True}, "temperature"),
+        ({"top_p": 1.0}, "top_p"),
+        ({"top_k": 5}, "top_k"),
+        ({"n": 2}, "n"),
+        ({"n": True}, "n"),
+        ({"stop": "\n"}, "stop"),
+        ({"stop": ["\n"]}, "stop"),
+        ({"seed": 1}, "seed"),
+        ({"logprobs": True}, "logprobs"),
+        ({"frequency_penalty": 0.1}, "frequency_penalty"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"max_tokens": 0}, "max_completion_tokens"),
+        ({"max_completion_tokens": 1.5}, "max_completion_tokens"),
+        ({"stream": "yes"}, "stream"),
+        ({"model": 3}, "model"),
+        ({"tools": [{"type": "web_search"}]}, "tools"),
+        ({"tools": {}}, "tools"),
+        ({"surprise": 1}, "surprise"),
+        ({"messages": []}, "messages"),
+        ({"messages": "hi"}, "messages"),
+        ({"messages": ["hi"]}, "messages[0]"),
+        ({"messages": [{"role": "robot", "content": ""}]}, "messages[0]"),
+        ({"messages": [{"role": "user", "content": 3}]}, "messages[0].content"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content"),
+        ({"messages": [{"role": "user", "content": "", "audio": {"id": "x"}}]}, "messages[0].audio"),
+        ({"messages": [{"role": "assistant", "tool_calls": ["f"]}]}, "messages[0].tool_calls[0]"),
+        (
+            {"messages": [{"role": "assistant", "tool_calls": [{"id": "x", "function": {"name": "f"}}]}]},
+            "messages[0].tool_calls[0].arguments",
+        ),
+        ({"messages": [{"role": "assistant", "tool_calls": "f"}]}, "messages[0].tool_calls"),
+    ],
+)
+def test_what_is_refused_is_named(fields: dict[str, Any], named: str) -> None:
+    body = json.dumps({"model": "m", "messages": [user("hi")], **fields}).encode()
+    with pytest.raises(Refused) as refused:
+        parse(body, SAMPLING)
+    assert (refused.value.status, refused.value.parameter) == (400, named)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"\xff",
+        b"null",
+        b"[" * 100000,
+        b'{"messages":' + b'{"a":' * 9000,
+        b'{"messages": [{"role": "user", "content": "\\ud800"}]}',
+    ],
+)
+def test_garbage_is_refused(body: bytes) -> None:
+    with pytest.raises(Refused) as refused:
+        parse(body, SAMPLING)
+    assert refused.value.status == 400
+
+
+@given(
+    st.recursive(st.none() | st.booleans() | st.integers() | st.floats() | st.text(), lambda x: st.lists(x) | st.dictionaries(st.text(), x))
+)
+def test_any_messages_are_taken_or_refused(messages: object) -> None:
+    for shaped in (messages, [messages], [{"role": "assistant", "content": messages}], [{"role": "assistant", "tool_calls": [messages]}]):
+        try:
+            parse(json.dumps({"messages": shaped, "tools": messages}).encode(), SAMPLING)
+        except Refused as refused:
+            assert refused.status == 400  # noqa: PT017  either is right
+
+
+def test_what_changes_nothing_is_taken() -> None:
+    fields = {
+        "temperature": 0.7,
+        "top_p": 0.9,
+        "top_k": -1,
+        "min_p": 0,
+        "n": 1,
+        "stop": None,
+        "seed": None,
+        "presence_penalty": 0.0,
+        "user": "me",
+    }
+    asked = parse(request([user("hi")], max_tokens=5, max_completion_tokens=7, stream_options={"include_usage": True}, **fields), SAMPLING)
+    assert (asked.most, asked.stream, asked.usage) == (5, False, True)
+    parts = [{"type": "text", "text": "h"}, {"type": "text", "text": "i"}]
+    message = {"role": "user", "content": parts, "refusal": None, "annotations": []}
+    assert parse(request([message]), SAMPLING).asked.messages == ({"role": "user", "content": "hi"},)
+
+
+def test_an_answer_may_be_cut_by_the_client(known: Tokenizer) -> None:
+    assert talk(known, [user("a")], max_tokens=3).asked[0][2] == known.encode("hel")
+    assert len(talk(known, [user("a")], words="x" * 200).asked[0][2]) == 100
+    first = [user("a")]
+    policy = talk(known, first, [*first, {**HELLO, "content": "hel"}, user("b")], max_tokens=3)
+    assert policy.asked[1] == ("policy", rest(known, [user("b")], None), known.encode("hel"))
+
+
+def test_conversations_and_turns_are_bounded_by_the_episode(known: Tokenizer) -> None:
+    policy = Policy(openai_policy.text(known, "hello"))
+    episode = policy.episode(known, Bounds(turns=1, tokens=1000, agents=2))
+
+    async def run() -> list[str | None]:
+        session, codes = Session(episode), []
+        for text in ("a", "b", "c"):
+            try:
+                await ask(session, [user(text)])
+                codes.append(None)
+            except Refused as refused:
+                codes.append(refused.code)
+        return codes
+
+    assert asyncio.run(run()) == [None, None, "episode_too_long"]
+    assert episode.failure is not None
+
+
+def test_a_cancelled_request_can_be_repeated_and_others_go_on_meanwhile(known: Tokenizer) -> None:
+    hang = True
+
+    def say(seen: tuple[int, ...]) -> tuple[int, ...]:
+        return () if hang else (*known.encode("hello"), IM_END)
+
+    policy = Policy(say)
+    episode = policy.episode(known)
+
+    async def run() -> None:
+        nonlocal hang
+        session = Session(episode)
+        slow = asyncio.create_task(ask(session, [user("a")]))
+        while not policy.hanging:
+            await asyncio.sleep(0)
+        hang = False
+        await ask(session, [user("b")])
+        slow.cancel()
+        await asyncio.gather(slow, return_exceptions=True)
+        await ask(session, [user("a")])
+        hang = True
+        last = asyncio.create_task(ask(session, [user("c")]))
+        while policy.hanging < 2:
+            await asyncio.sleep(0)
+        await session.close()
+        with pytest.raises(Refused, match="over"):
+            await last
+        with pytest.raises(Refused, match="over"):
+            await ask(session, [user("d")])
+
+    asyncio.run(run())
+    assert policy.cancelled == 2
+    assert names(policy) == ["policy/2", "policy"]
+    assert policy.asked[1][1] == known.encode(known.render([user("a")]))
+    assert [agent.name for agent in episode.spoke] == ["policy", "policy/2"]
+
+
+def test_a_cancelled_request_is_repeated_or_left_for_another_conversation(known: Tokenizer) -> None:
+    hang = False
+    policy = Policy(lambda seen: () if hang else (*known.encode("hello"), IM_END))
+    episode = policy.episode(known)
+
+    async def run() -> None:
+        nonlocal hang
+        session = Session(episode)
+        first = [user("a")]
+        second = [*first, (await ask(session, first))[0], user("b")]
+        hang = True
+        slow = asyncio.create_task(ask(session, second))
+        while not policy.hanging:
+            await asyncio.sleep(0)
+        slow.cancel()
+        await asyncio.gather(slow, return_exceptions=True)
+        hang = False
+        await ask(session, [*second[:-1], user("c")])
+        await ask(session, second)
+
+    asyncio.run(run())
+    assert names(policy) == ["policy", "policy/2", "policy"]
+    assert policy.asked[2][1] == rest(known, [user("b")], IM_END)
+    assert [agent.name for agent in episode.spoke] == ["policy", "policy/2"]
+
+
+def test_a_stream_tells_what_an_answer_tells() -> None:
+    asked = parse(request([user("hi")], stream=True), SAMPLING)
+    events = [*chunks(asked, Answer({"role": "assistant", "content": "é\n"}, "stop", 3, 2))]
+    assert events[-1] == b"data: [DONE]\n\n"
+    told = [json.loads(event.removeprefix(b"data: ")) for event in events[:-1]]
+    assert [part["choices"][0]["delta"].get("content") for part in told] == ["é\n", None]
+    assert told[-1]["choices"][0]["finish_reason"] == "stop"

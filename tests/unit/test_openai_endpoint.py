@@ -1,0 +1,290 @@
+"""A client of OpenAI's own drives an episode; whatever else a client does ends that request, or that episode, and nothing more."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import aiohttp
+import openai
+import pytest
+
+from asyncmoe.errors import ConfigError, TrajectoryRejected, UserError
+from asyncmoe.rollout.environment import Bounds, Episode
+from asyncmoe.rollout.openai_endpoint import threads
+from asyncmoe.rollout.openai_endpoint.environment import OpenAIEnvironment
+from asyncmoe.rollout.openai_endpoint.server import Endpoint, Limits
+from asyncmoe.rollout.openai_endpoint.session import Session
+from asyncmoe.rollout.tokenizer import Tokenizer
+from tests.unit import openai_agents, openai_policy
+from tests.unit.openai_policy import IM_END, Policy
+
+AGENTS = "tests.unit.openai_agents"
+MESSAGES: list[Any] = [{"role": "user", "content": "a"}]
+TOOL: Any = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+
+
+@pytest.fixture(scope="module")
+def known(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return openai_policy.tokenizer(tmp_path_factory.mktemp("tokenizer"))
+
+
+def served(policy: Policy, known: Tokenizer, client: Callable[[str, Session], Awaitable[None]], limits: Limits | None = None) -> Episode:
+    """Let `client` speak to an episode by its URL."""
+    episode = policy.episode(known)
+
+    async def run() -> None:
+        endpoint = Endpoint(limits)
+        try:
+            session, url = await endpoint.open(episode)
+            async with asyncio.timeout(60):
+                await client(url, session)
+            await endpoint.end(session)
+        finally:
+            await endpoint.close()
+
+    asyncio.run(run())
+    return episode
+
+
+def says(known: Tokenizer, words: str = "hello") -> Policy:
+    return Policy(openai_policy.text(known, words))
+
+
+def test_openais_client_streams_calls_tools_and_lists_models(known: Tokenizer) -> None:
+    policy = says(known, '<tool_call>{"name": "f", "arguments": {"x": "é"}}</tool_call>')
+
+    async def client(url: str, session: Session) -> None:
+        async with openai.AsyncOpenAI(base_url=url, api_key=session.key) as client:
+            assert [model.id async for model in client.models.list()] == ["policy"]
+            told = await client.chat.completions.create(model="m", messages=MESSAGES, tools=[TOOL], temperature=0.7)
+            (call,) = told.choices[0].message.tool_calls or []
+            assert (call.function.name, call.function.arguments, told.choices[0].finish_reason) == ("f", '{"x": "é"}', "tool_calls")
+            assert told.choices[0].message.content is None
+            answer = {"role": "tool", "content": "2", "tool_call_id": call.id}
+            messages: list[Any] = [*MESSAGES, told.choices[0].message, answer]
+            stream = await client.chat.completions.create(model="m", messages=messages, tools=[TOOL], stream=True)
+            parts = [part.choices[0] async for part in stream]
+            assert [c.function.name for part in parts for c in part.delta.tool_calls or []] == ["f"]
+            assert parts[-1].finish_reason == "tool_calls"
+            options: Any = {"include_usage": True}
+            stream = await client.chat.completions.create(model="m", messages=MESSAGES, stream=True, stream_options=options)
+            pieces = [part async for part in stream]
+            assert "".join(part.choices[0].delta.content or "" for part in pieces[:-1]) == known.decode(policy.asked[0][2])
+            assert pieces[-1].usage.completion_tokens == len(policy.asked[0][2])
+
+    served(policy, known, client)
+    assert [name for name, _, _ in policy.asked] == ["policy", "policy", "policy/2"]
+    assert policy.asked[1][1] == known.encode("\n<|im_start|>tool\n2<|im_end|>\n<|im_start|>assistant\n")
+
+
+def test_errors_reach_openais_client_as_its_own_and_are_not_repeated(known: Tokenizer) -> None:
+    async def client(url: str, session: Session) -> None:
+        async with openai.AsyncOpenAI(base_url=url, api_key=session.key) as client:
+            with pytest.raises(openai.BadRequestError) as refused:
+                await client.chat.completions.create(model="m", messages=MESSAGES, temperature=0.0)
+            assert refused.value.param == "temperature"
+            assert "0.7" in refused.value.message
+            policy.say = lambda seen: (10**6,)
+            with pytest.raises(openai.InternalServerError) as failed:
+                await client.chat.completions.create(model="m", messages=[*MESSAGES, *MESSAGES], max_tokens=1)
+            assert failed.value.code == "engine_failed"
+        assert session.requests == 2
+        async with openai.AsyncOpenAI(base_url=url, api_key=session.key + "x") as stranger:
+            with pytest.raises(openai.AuthenticationError):
+                await stranger.chat.completions.create(model="m", messages=MESSAGES)
+        other = url.replace(session.name, "0" * len(session.name))
+        async with openai.AsyncOpenAI(base_url=other, api_key=session.key) as stranger:
+            with pytest.raises(openai.AuthenticationError):
+                await stranger.models.list()
+        assert session.requests == 2
+
+    class Failing(Policy):
+        async def speak(self, *_: object) -> list[Any]:
+            raise TrajectoryRejected("engine_failed", "it died")
+
+    policy = Failing(lambda seen: ())
+    episode = served(policy, known, client)
+    with pytest.raises(TrajectoryRejected, match="engine_failed"):
+        _ = episode.spoke
+
+
+def post(url: str, session: Session, body: Any, key: str | None = None, path: str = "chat/completions") -> Any:
+    headers = {"Authorization": f"Bearer {key or session.key}"}
+    return aiohttp.request("POST", f"{url}/{path}", data=body, headers=headers)
+
+
+def test_floods_and_garbage_are_refused_in_openais_form(known: Tokenizer) -> None:
+    async def endless() -> Any:
+        while True:
+            yield b" " * 1000
+
+    async def client(url: str, session: Session) -> None:
+        for body, status in ((b"{", 400), (b"x" * 20000, 413), (endless(), 413), (b"\xff\x00", 400), (b"{}", 400)):
+            try:
+                async with post(url, session, body) as reply:
+                    assert reply.status == status
+                    assert (await reply.json())["error"]["message"]
+            except aiohttp.ClientConnectionError:
+                # The server has closed the connection while we were still sending.
+                assert status == 413
+        async with post(url, session, b"{}", key="é") as reply:
+            assert reply.status == 401
+        async with post(url, session, b"{}", path="embeddings") as reply:
+            assert reply.status == 404
+            assert (await reply.json())["error"]["type"] == "invalid_request_error"
+        async with openai.AsyncOpenAI(base_url=url, api_key=session.key) as ours:
+            assert (await ours.chat.completions.create(model="m", messages=MESSAGES)).choices[0].message.content == "hello"
+
+    served(says(known), known, client, Limits(body_bytes=10000))
+
+
+def test_requests_are_counted(known: Tokenizer) -> None:
+    async def client(url: str, session: Session) -> None:
+        statuses = []
+        for _ in range(5):
+            async with post(url, session, b"{}") as reply:
+                statuses.append(reply.status)
+        assert statuses == [400, 400, 400, 429, 429]
+
+    served(says(known), known, client, Limits(requests=3))
+
+
+def test_a_client_that_goes_away_ends_its_request_to_the_engine(known: Tokenizer) -> None:
+    policy = Policy(lambda seen: ())
+
+    async def client(url: str, session: Session) -> None:
+        async with openai.AsyncOpenAI(base_url=url, api_key=session.key, max_retries=0, timeout=0.3) as impatient:
+            with pytest.raises(openai.APITimeoutError):
+                await impatient.chat.completions.create(model="m", messages=MESSAGES)
+        while not policy.cancelled:
+            await asyncio.sleep(0.01)
+        policy.say = openai_policy.text(known, "hello")
+        async with openai.AsyncOpenAI(base_url=url, api_key=session.key) as patient:
+            await patient.chat.completions.create(model="m", messages=MESSAGES)
+
+    episode = served(policy, known, client)
+    assert policy.hanging == policy.cancelled == 1
+    assert [(agent.name, agent.tokens) for agent in episode.spoke] == [("policy", (*policy.asked[0][1], *policy.asked[0][2]))]
+
+
+def test_the_server_is_on_loopback_only(known: Tokenizer) -> None:
+    async def client(url: str, session: Session) -> None:
+        host, port = url.split("/")[2].split(":")
+        assert host == "127.0.0.1"
+        with socket.socket() as other, pytest.raises(ConnectionRefusedError):
+            other.connect(("127.0.0.2", int(port)))
+
+    served(says(known), known, client)
+
+
+def play(
+    agent: str, policy: Policy, known: Tokenizer, episodes: int = 1, timeout_s: float = 30.0, bounds: Bounds | None = None
+) -> list[Any]:
+    """What each of the episodes came to: a reward, or why there is none."""
+
+    async def one(environment: OpenAIEnvironment) -> Any:
+        try:
+            return await environment.run(policy.episode(known, bounds))
+        except TrajectoryRejected as rejected:
+            return rejected.reason
+
+    async def run() -> list[Any]:
+        environment = OpenAIEnvironment(f"{AGENTS}:{agent}", timeout_s=timeout_s)
+        try:
+            return await asyncio.gather(*(one(environment) for _ in range(episodes)))
+        finally:
+            await environment.close()
+
+    return asyncio.run(run())
+
+
+def test_an_agent_written_for_openai_drives_episodes_at_once(known: Tokenizer) -> None:
+    openai_agents.keys.clear()
+    policy = says(known, "2")
+    assert play("two_turns", policy, known, episodes=6) == [1.0] * 6
+    assert len(set(openai_agents.keys)) == 6
+    assert {name for name, _, _ in policy.asked} == {"policy"}
+    turn = known.encode("\n<|im_start|>user\nsure?<|im_end|>\n<|im_start|>assistant\n")
+    assert [given for _, given, _ in policy.asked].count(turn) == 6
+
+
+@pytest.mark.parametrize("agent", ["blocking", "blocking_in_a_coroutine"])
+def test_an_agent_that_blocks_blocks_only_itself(agent: str, known: Tokenizer) -> None:
+    assert play(agent, says(known), known, episodes=4) == [None] * 4
+
+
+@pytest.mark.parametrize(("agent", "reason"), [("raises", "agent_error"), ("exits", "agent_error"), ("hangs", "agent_timeout")])
+def test_an_agent_that_fails(agent: str, reason: str, known: Tokenizer) -> None:
+    openai_agents.released.clear()
+    assert play(agent, says(known), known, timeout_s=5.0 if reason == "agent_error" else 0.2) == [reason]
+    if agent == "hangs":
+        assert openai_agents.released.wait(10)
+
+
+def test_why_an_agents_requests_failed_is_told(known: Tokenizer) -> None:
+    bounds = Bounds(turns=1, tokens=5, agents=1)
+    assert play("lets_it_fail", says(known), known, bounds=bounds) == ["episode_too_long"]
+
+
+def test_an_agent_that_swallows_errors_has_no_say_in_whether_the_episode_failed(known: Tokenizer) -> None:
+    policy = says(known)
+    episode = policy.episode(known, Bounds(turns=1, tokens=1000, agents=1))
+    environment = OpenAIEnvironment(f"{AGENTS}:swallows")
+
+    async def run() -> Any:
+        try:
+            return await environment.run(episode)
+        finally:
+            await environment.close()
+
+    assert asyncio.run(run()) == 1.0
+    with pytest.raises(TrajectoryRejected, match="episode_too_long"):
+        _ = episode.spoke
+
+
+def test_with_the_episode_its_requests_end_and_its_key(known: Tokenizer) -> None:
+    policy = Policy(lambda seen: () if "slow" in known.decode(seen) else (*known.encode("hello"), IM_END))
+    openai_agents.policies[:] = [policy]
+    openai_agents.released.clear()
+    episode = policy.episode(known)
+
+    async def run() -> None:
+        environment = OpenAIEnvironment(f"{AGENTS}:leaves_one_under_way")
+        try:
+            assert await environment.run(episode) == 0.5
+            assert policy.hanging == policy.cancelled == 1
+            assert len(episode.spoke) == 1
+            assert await asyncio.to_thread(openai_agents.released.wait, 10)
+            url, key = openai_agents.keys
+            async with openai.AsyncOpenAI(base_url=url, api_key=key) as late:
+                with pytest.raises(openai.AuthenticationError):
+                    await late.models.list()
+        finally:
+            await environment.close()
+
+    asyncio.run(run())
+
+
+def test_agents_that_never_end_stop_the_run(known: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(threads, "MAX_LEFT", 2)
+    policy = says(known)
+
+    async def run() -> None:
+        environment = OpenAIEnvironment(f"{AGENTS}:sleeps", timeout_s=0.05)
+        for _ in range(2):
+            with pytest.raises(TrajectoryRejected, match="agent_timeout"):
+                await environment.run(policy.episode(known))
+        with pytest.raises(UserError, match="go on after their time-out"):
+            await environment.run(policy.episode(known))
+        await environment.close()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("agent", ["nothing", "tests.unit.openai_agents:nobody", "no.such:module", f"{AGENTS}:not_a_function"])
+def test_an_agent_that_does_not_exist(agent: str) -> None:
+    with pytest.raises(ConfigError, match=r"environment\.agent"):
+        OpenAIEnvironment(agent)

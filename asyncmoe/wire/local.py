@@ -14,15 +14,28 @@ import tempfile
 from contextlib import suppress
 from pathlib import Path
 
+from asyncmoe.errors import UserError
+
 PREFIX, SOCKET = "asyncmoe-wire-", "socket"
 USER = "asyncmoe"
 """ZeroMQ's PLAIN mechanism wants a name with the password."""
 _PROBE_S = 1.0
+_MAX_FOLDER = 107 - len(f"/{PREFIX}xxxxxxxx/{SOCKET}")
+"""A Unix socket's path has at most 107 bytes (unix(7)); `mkdtemp` adds 8 to the prefix."""
 
 
 def make() -> Path:
-    """A new directory for a socket, after those of this user's controllers that were killed have been removed."""
-    for old in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
+    """A new directory for a socket, after those of this user's controllers that were killed have been removed.
+
+    Raises:
+        UserError: the path of the directory for temporary files is too long for a socket's.
+    """
+    folder = tempfile.gettempdir()
+    if len(os.fsencode(folder)) > _MAX_FOLDER:
+        raise UserError(
+            "directory for temporary files", got=folder, expected=f"at most {_MAX_FOLDER} bytes", cure="set TMPDIR to a shorter one"
+        )
+    for old in Path(folder).glob(f"{PREFIX}*"):
         if is_private(old) and _is_left_behind(old / SOCKET):
             remove(old)
     return Path(tempfile.mkdtemp(prefix=PREFIX))

@@ -17,7 +17,7 @@ import msgspec
 import pytest
 import zmq
 
-from asyncmoe.errors import WaitTimeout
+from asyncmoe.errors import UserError, WaitTimeout
 from asyncmoe.trajectory import Buffer
 from asyncmoe.wire import keys, local
 from asyncmoe.wire.client import Client
@@ -136,6 +136,20 @@ def test_what_a_killed_server_left_goes_when_the_next_one_starts(temporary: Path
     assert not left.exists()
     assert other.exists(), "a directory whose socket is not bound yet was taken away"
     assert again.exists()
+
+
+def test_the_longest_folder_for_temporary_files_and_one_too_long(temporary: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    room = 107 - len("/asyncmoe-wire-xxxxxxxx/socket") - len(str(temporary)) - 1
+    for length in (room, room + 1):
+        folder = temporary / ("f" * length)
+        folder.mkdir()
+        monkeypatch.setattr(tempfile, "tempdir", str(folder))
+        if length == room:
+            assert served(_fetch) == FRAMES
+        else:
+            with pytest.raises(UserError, match="TMPDIR"):
+                served(_fetch)
+        assert list(folder.iterdir()) == []
 
 
 def test_another_users_leftovers_are_left_alone(temporary: Path) -> None:

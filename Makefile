@@ -10,12 +10,17 @@ TORCH  := 2.13.0
 TRAIN  := .venv
 ENGINE := .venv-engine
 NEXT   := .venv-next
+PEERS  := .venv-peers
 PIP    := -m pip install --quiet --disable-pip-version-check
 
-.PHONY: setup demo test test-unit test-megatron-next sanitize lint clean
+.PHONY: setup bench-peers demo test test-unit test-megatron-next sanitize lint clean
 .DELETE_ON_ERROR:
 
 setup: $(TRAIN)/.installed $(TRAIN)/.built $(ENGINE)/.installed
+
+# Redis (the server is the system's redis-server) and Ray, for PYTHONPATH=.venv-peers/site .venv/bin/asyncmoe bench queue
+bench-peers: setup
+	$(TRAIN)/bin/python $(PIP) --no-deps --upgrade --target $(PEERS)/site -r requirements/bench.txt
 
 demo: setup
 	$(TRAIN)/bin/asyncmoe run examples/demo.yaml $(OVERRIDES)
@@ -70,4 +75,4 @@ $(NEXT)/.installed: $(TRAIN)/.installed
 	@touch $@
 
 clean:
-	rm -rf $(TRAIN) $(ENGINE) $(NEXT) build asyncmoe.egg-info asyncmoe/reshard/_C*.so asyncmoe/record/_C*.so
+	rm -rf $(TRAIN) $(ENGINE) $(NEXT) $(PEERS) build asyncmoe.egg-info asyncmoe/reshard/_C*.so asyncmoe/record/_C*.so

@@ -261,6 +261,21 @@ def bench_routes(
     typer.echo(routes.table(results))
 
 
+@bench.command("queue")
+def bench_queue(
+    json_path: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the results there too.")] = None,
+    steps: Annotated[int, typer.Option(help="Of 256 trajectories, in each measurement.", min=1)] = 4,
+    rounds: Annotated[int, typer.Option(help="Measurements of each way, in turn.", min=1)] = 3,
+    peers: Annotated[bool, typer.Option(help="Redis and Ray too, where they are installed (make bench-peers).")] = True,
+) -> None:
+    """Trajectories with routes from the controller to two trainer ranks: its Unix socket and TCP with CURVE, next to Redis and Ray."""
+    from asyncmoe.bench import queue
+
+    results = queue.run(queue.Sizes(steps=steps), rounds, peers=peers)
+    _show(results, json_path)
+    typer.echo(queue.table(results))
+
+
 @bench.command("async")
 def bench_async(
     json_path: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the results there too.")] = None,

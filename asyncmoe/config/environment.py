@@ -32,7 +32,7 @@ class EnvironmentSection(Section):
         description="single_turn: one response to the prompt; tools: turns with tool calls between them; openai: an agent of yours that "
         "speaks to an OpenAI-compatible endpoint; or your own class as package.module:Class.",
     )
-    options: dict[str, Any] = Field({}, description="Your own class, or your own agent: keyword arguments it is made with.")
+    options: dict[str, Any] = Field({}, description="Your own class: keyword arguments it is made with.")
     agent: str | None = Field(None, description="openai: the agent, package.module:function.")
     tools: ToolsSection = ToolsSection()
     max_turns: Positive = Field(8, description="Responses of one agent in an episode.")

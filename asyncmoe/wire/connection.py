@@ -1,13 +1,18 @@
-"""One encrypted connection to the controller that knows whether it is up: a DEALER socket and its monitor."""
+"""One connection to the controller that knows whether it is up: a DEALER socket and its monitor.
+
+Over the Unix socket where the controller is on this host (`asyncmoe.wire.local`), else encrypted over TCP.
+"""
 
 from __future__ import annotations
 
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
+from asyncmoe.wire import local
 from asyncmoe.wire.codec import MAX_FRAME_BYTES
 
 if TYPE_CHECKING:
@@ -31,9 +36,14 @@ class Connection:
         self.up, self.losses, self.refused = False, 0, False
         self._context = zmq.Context()
         self.socket = self._context.socket(zmq.DEALER)
-        self.socket.curve_serverkey = to.server_public.encode()
-        self.socket.curve_publickey = to.client_public.encode()
-        self.socket.curve_secretkey = to.client_secret.encode()
+        here = local.reachable(to.local_dir)
+        if here:
+            self.socket.plain_username = local.USER.encode()
+            self.socket.plain_password = to.local_secret.encode()
+        else:
+            self.socket.curve_serverkey = to.server_public.encode()
+            self.socket.curve_publickey = to.client_public.encode()
+            self.socket.curve_secretkey = to.client_secret.encode()
         for option, value in {
             zmq.LINGER: 0,
             zmq.MAXMSGSIZE: MAX_FRAME_BYTES,
@@ -47,7 +57,7 @@ class Connection:
         self._poller = zmq.Poller()
         self._poller.register(self.socket, zmq.POLLIN)
         self._poller.register(self._monitor, zmq.POLLIN)
-        self.socket.connect(to.address)
+        self.socket.connect(local.address(Path(to.local_dir)) if here else to.address)
 
     def wait(self, seconds: float) -> bool:
         """Sleep until a message has come (True), the connection's state has changed, or the time is over."""

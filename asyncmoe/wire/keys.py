@@ -8,6 +8,7 @@ the handshake, in either direction. The server's secret key never leaves the con
 from __future__ import annotations
 
 import os
+import secrets
 import socket
 import time
 from dataclasses import dataclass, field
@@ -37,6 +38,10 @@ class Rendezvous(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Process of the controller on `host`, for the reader's error messages only: a pid can be taken again."""
     started: float
     """Unix seconds."""
+    local_dir: str = ""
+    """Directory of the Unix socket for clients on the same host; empty: there is none."""
+    local_secret: str = ""
+    """What a client proves itself with on that socket."""
 
     def __repr__(self) -> str:
         return f"Rendezvous({self.address}, controller {self.host}:{self.pid})"
@@ -44,20 +49,21 @@ class Rendezvous(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @dataclass(frozen=True)
 class RunKeys:
-    """Both key pairs of a run; only the controller holds all four."""
+    """Both key pairs of a run, of which only the controller holds all, and the secret of its Unix socket."""
 
     server_public: bytes
     server_secret: bytes = field(repr=False)
     client_public: bytes
     client_secret: bytes = field(repr=False)
+    local_secret: str = field(repr=False)
 
 
 def generate() -> RunKeys:
     """New random keys, from libsodium."""
-    return RunKeys(*zmq.curve_keypair(), *zmq.curve_keypair())
+    return RunKeys(*zmq.curve_keypair(), *zmq.curve_keypair(), secrets.token_urlsafe(32))
 
 
-def rendezvous(address: str, keys: RunKeys) -> Rendezvous:
+def rendezvous(address: str, keys: RunKeys, local_dir: str = "") -> Rendezvous:
     """What the process that calls this hands to its clients."""
     return Rendezvous(
         address=address,
@@ -67,6 +73,8 @@ def rendezvous(address: str, keys: RunKeys) -> Rendezvous:
         host=socket.gethostname(),
         pid=os.getpid(),
         started=time.time(),
+        local_dir=local_dir,
+        local_secret=keys.local_secret,
     )
 
 

@@ -14,6 +14,7 @@ import asyncio
 import errno
 import socket
 from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
 from types import TracebackType
 
 import zmq
@@ -23,13 +24,15 @@ from zmq.auth.asyncio import AsyncioAuthenticator
 from asyncmoe import errors
 from asyncmoe.errors import AsyncmoeError, InvariantBroken, ProtocolError, UserError
 from asyncmoe.trajectory import Buffer
-from asyncmoe.wire import keys
+from asyncmoe.wire import keys, local
 from asyncmoe.wire.codec import MAX_FRAME_BYTES, decode_request, encode
 from asyncmoe.wire.messages import Refused, Reply, Request
 
 Handler = Callable[[Request], Awaitable[Reply | tuple[Reply, list[Buffer]]]]
 _MAX_ERROR_TEXT = 16 << 10
 _LINGER_MS = 1_000
+_IO_THREADS = 2
+"""So that two clients are encrypted for at once."""
 
 
 class Server:
@@ -57,8 +60,9 @@ class Server:
         self._max_frame_bytes = max_frame_bytes
         self._keys = keys.generate()
         # The handler of ZeroMQ's authentication protocol is one a context, so the server has a context of its own.
-        self._context = zmq.asyncio.Context()
-        self._socket: zmq.asyncio.Socket | None = None
+        self._context = zmq.asyncio.Context(_IO_THREADS)
+        self._sockets: list[zmq.asyncio.Socket] = []
+        self._local_dir: Path | None = None
         self._authenticator: AsyncioAuthenticator | None = None
 
     async def start(self) -> keys.Rendezvous:
@@ -70,19 +74,20 @@ class Server:
         self._authenticator = AsyncioAuthenticator(self._context)
         self._authenticator.start()
         self._authenticator.configure_curve_callback("*", _OnlyKey(self._keys.client_public))
-        self._socket = self._context.socket(zmq.ROUTER)
-        self._socket.curve_server = True
-        self._socket.curve_secretkey = self._keys.server_secret
-        self._socket.setsockopt(zmq.MAXMSGSIZE, self._max_frame_bytes)
-        # A full send buffer makes a ROUTER drop replies silently. Clients ask one thing at a time, which bounds it already.
-        self._socket.setsockopt(zmq.SNDHWM, 0)
+        self._authenticator.configure_plain("*", {local.USER: self._keys.local_secret})
+        remote, here = self._router(), self._router()
+        remote.curve_server = True
+        remote.curve_secretkey = self._keys.server_secret
+        here.plain_server = True
         try:
-            self._socket.bind(f"tcp://{self._host}:{self._port}")
+            remote.bind(f"tcp://{self._host}:{self._port}")
         except zmq.ZMQError as error:
             await self.close()
             raise _explain(error, self._host, self._port) from error
-        self._port = int(self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
-        return keys.rendezvous(f"tcp://{self._advertise}:{self._port}", self._keys)
+        self._port = int(remote.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
+        self._local_dir = local.make()
+        here.bind(local.address(self._local_dir))
+        return keys.rendezvous(f"tcp://{self._advertise}:{self._port}", self._keys, str(self._local_dir))
 
     async def serve(self) -> None:
         """Answer until cancelled.
@@ -90,13 +95,12 @@ class Server:
         Raises:
             Exception: what the handler raised, if it was no `AsyncmoeError` or was `InvariantBroken`. All other requests are given up.
         """
-        if self._socket is None:
+        if not self._sockets:
             raise InvariantBroken("serve before start")
         try:
             async with asyncio.TaskGroup() as tasks:
-                while True:
-                    sender, *frames = await self._socket.recv_multipart()
-                    tasks.create_task(self._answer(sender, frames))
+                for router in self._sockets:
+                    tasks.create_task(self._receive(router, tasks))
         except BaseExceptionGroup as group:
             first = group.exceptions[0]
         # Outside the handler, so that the exception keeps its own cause and context.
@@ -107,10 +111,12 @@ class Server:
         if self._authenticator is not None:
             self._authenticator.stop()
             self._authenticator = None
-        if self._socket is not None:
-            self._socket.close(_LINGER_MS)
-            self._socket = None
+        while self._sockets:
+            self._sockets.pop().close(_LINGER_MS)
         await asyncio.to_thread(self._context.term)
+        if self._local_dir is not None:
+            local.remove(self._local_dir)
+            self._local_dir = None
 
     async def __aenter__(self) -> Server:
         return self
@@ -118,21 +124,34 @@ class Server:
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         await self.close()
 
-    async def _answer(self, sender: bytes, request: Sequence[bytes]) -> None:
+    def _router(self) -> zmq.asyncio.Socket:
+        router = self._context.socket(zmq.ROUTER)
+        router.setsockopt(zmq.MAXMSGSIZE, self._max_frame_bytes)
+        # A full send buffer makes a ROUTER drop replies silently. Clients ask one thing at a time, which bounds it already.
+        router.setsockopt(zmq.SNDHWM, 0)
+        self._sockets.append(router)
+        return router
+
+    async def _receive(self, router: zmq.asyncio.Socket, tasks: asyncio.TaskGroup) -> None:
+        while True:
+            sender, *frames = await router.recv_multipart()
+            tasks.create_task(self._answer(router, sender, frames))
+
+    async def _answer(self, router: zmq.asyncio.Socket, sender: bytes, request: Sequence[bytes]) -> None:
         number = request[0] if request else b""
         try:
             reply, frames = await self._handle(request)
             payload = encode(reply, self._max_frame_bytes)
         except InvariantBroken as error:
-            await self._send(sender, number, encode(_refused(error)))
+            await self._send(router, sender, number, encode(_refused(error)))
             raise
         except AsyncmoeError as error:
             payload, frames = encode(_refused(error)), []
         except Exception as error:
             broken = InvariantBroken(f"the controller has stopped: {type(error).__name__}: {error}")
-            await self._send(sender, number, encode(_refused(broken)))
+            await self._send(router, sender, number, encode(_refused(broken)))
             raise
-        await self._send(sender, number, payload, *frames)
+        await self._send(router, sender, number, payload, *frames)
 
     async def _handle(self, request: Sequence[bytes]) -> tuple[Reply, list[Buffer]]:
         if len(request) != 2:
@@ -140,9 +159,9 @@ class Server:
         answer = await self._handler(decode_request(request[1]))
         return answer if isinstance(answer, tuple) else (answer, [])
 
-    async def _send(self, *parts: Buffer) -> None:
-        if self._socket is not None:
-            await self._socket.send_multipart(parts, copy=False)
+    async def _send(self, router: zmq.asyncio.Socket, *parts: Buffer) -> None:
+        if not router.closed:
+            await router.send_multipart(parts, copy=False)
 
 
 class _OnlyKey:

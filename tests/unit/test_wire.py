@@ -284,7 +284,7 @@ def test_a_dead_controller_is_noticed_long_before_the_timeout() -> None:
 def test_wrong_client_key_is_refused_and_the_error_names_the_controller() -> None:
     with served(_done) as running:
         public, secret = zmq.curve_keypair()
-        wrong = msgspec.structs.replace(running.rendezvous, client_public=public.decode(), client_secret=secret.decode())
+        wrong = msgspec.structs.replace(running.rendezvous, local_dir="", client_public=public.decode(), client_secret=secret.decode())
         begin = time.monotonic()
         with Client(wrong, "t") as client, pytest.raises(WaitTimeout, match="refused our key") as caught:
             client.ask(HELLO, 60)
@@ -312,7 +312,7 @@ def test_a_second_process_with_a_wrong_key_gets_no_reply_and_a_right_one_does() 
         return subprocess.run([sys.executable, "-c", program], input=msgspec.json.encode(to), capture_output=True, timeout=30, check=False)
 
     with served(handler) as running:
-        wrong_server = msgspec.structs.replace(running.rendezvous, server_public=zmq.curve_keypair()[0].decode())
+        wrong_server = msgspec.structs.replace(running.rendezvous, local_dir="", server_public=zmq.curve_keypair()[0].decode())
         failed = ask(wrong_server)
         assert failed.returncode != 0
         assert b"WaitTimeout" in failed.stderr

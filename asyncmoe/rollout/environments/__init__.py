@@ -11,6 +11,7 @@ from asyncmoe.errors import ConfigError, UserError
 from asyncmoe.rollout.environment import Bounds, Environment, Teacher
 from asyncmoe.rollout.environments.single_turn import SingleTurn
 from asyncmoe.rollout.environments.tools import WithTools
+from asyncmoe.rollout.openai_endpoint.environment import OpenAIEnvironment
 
 
 def bounds(config: Config) -> Bounds:
@@ -32,6 +33,9 @@ def load(config: Config) -> Environment:
         return SingleTurn()
     if section.kind == "tools":
         made: Environment = WithTools(section.tools.names, section.tools.style, _chats(config), section.tools.options)
+    elif section.kind == "openai":
+        assert section.agent is not None
+        made = OpenAIEnvironment(section.agent, timeout_s=section.timeout_s)
     else:
         made = _own(section.kind, section.options)
     if config.warmup.steps and not isinstance(made, Teacher):

@@ -1,0 +1,247 @@
+"""The queue between one controller and two trainer ranks on this machine, next to Redis, Ray, a plain copy and a plain TCP stream."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import platform
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from statistics import median
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from asyncmoe.bench import queue_floor
+from asyncmoe.bench.queue_rank import RANKS, Job, Took
+from asyncmoe.errors import InvariantBroken, WaitTimeout
+from asyncmoe.queue.bounded import BoundedQueue
+from asyncmoe.queue.service import QueueService
+from asyncmoe.record import Recording, Routing, encode_routes
+from asyncmoe.trajectory import Trajectory, encode
+from asyncmoe.wire.messages import Commit, Reply
+from asyncmoe.wire.server import Server
+
+GROUP = 8
+DISTINCT = 32
+"""Trajectories made; the queue holds each several times under different names, so that sources are larger than a cache."""
+READY_S, WORK_S = 120.0, 300.0
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Of one case; `ask`: trajectories a rank asks for at once."""
+
+    steps: int = 4
+    batch: int = 256
+    tokens: int = 4096
+    ask: int = 16
+
+
+SHAPES = {
+    "small": Routing(all_layers=16, layers=tuple(range(16)), top_k=4, experts=32),
+    "qwen3-30b-a3b": Routing(all_layers=48, layers=tuple(range(48)), top_k=8, experts=128),
+}
+
+
+def run(sizes: Sizes | None = None, rounds: int = 3, shapes: Sequence[str] = tuple(SHAPES), peers: bool = True) -> dict[str, Any]:
+    """All ways in turn, `rounds` times, for each shape.
+
+    Ways: "local", the controller's Unix socket; "local_share", the same when a rank asks for its share of a step at once and holds all of
+    it, as the trainer does; "tcp", its TCP socket with CURVE; "redis", a stream with a consumer group over TCP without
+    a key; "ray", an actor that hands out references to objects of the same frames. What comes out is decoded and every digest checked, in
+    each. Putting and taking do not overlap here: `put` is one process that fills the queue, the rest is two ranks that drain it.
+
+    Returns:
+        for each shape "bytes" of a trajectory and, by way, medians of the rounds: trajectories_per_s, GBps, requests_per_s of the drain;
+        put_per_s; processor_s_per_GB, of the drain, the server's and the ranks'; or a text that says why the way is absent. "floor":
+        `asyncmoe.bench.queue_floor.run`.
+
+    Raises:
+        WaitTimeout: a rank did not become ready or did not finish.
+        InvariantBroken: something other than what was put came out.
+    """
+    from asyncmoe.bench import queue_peers
+
+    sizes = sizes or Sizes()
+    results: dict[str, Any] = {
+        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
+        "machine": f"{os.cpu_count()} cores, {platform.machine()}, {platform.system()}",
+        "load": os.getloadavg()[0],
+        **{name: getattr(sizes, name) for name in ("steps", "batch", "tokens", "ask")},
+        "ranks": RANKS,
+        "rounds": rounds,
+        "shapes": {},
+    }
+    for name in shapes:
+        made = trajectories(SHAPES[name], sizes.tokens)
+        size = sum(memoryview(frame).nbytes for frame in encode(made[0]))
+        ways: dict[str, Any] = {}
+        measured: dict[str, list[dict[str, float]]] = {}
+        for _ in range(rounds):
+            for way in ("local", "local_share", "tcp"):
+                asked = replace(sizes, ask=sizes.batch // RANKS) if way == "local_share" else sizes
+                measured.setdefault(way, []).append(asyncio.run(_ours(made, SHAPES[name], asked, way != "tcp")))
+            for way, peer in queue_peers.PEERS.items():
+                why = queue_peers.absent(way) if peers else "not asked for"
+                if why:
+                    ways[way] = why
+                else:
+                    measured.setdefault(way, []).append(peer([encode(t) for t in made], sizes))
+        for way, found in measured.items():
+            ways[way] = {key: round(median(one[key] for one in found), 3) for key in found[0]}
+        floor = queue_floor.run(size, sizes.batch)
+        results["shapes"][name] = {"bytes": size, "ways": ways, "floor": floor}
+    return results
+
+
+def trajectories(routing: Routing, tokens: int) -> list[Trajectory]:
+    """`DISTINCT` trajectories with random contents."""
+    random = np.random.default_rng(0)
+    made = []
+    mask = np.arange(tokens) >= tokens // 8
+    for number in range(DISTINCT):
+        first = random.integers(0, routing.experts, (tokens - 1, routing.all_layers, 1))
+        routes = ((first + np.arange(routing.top_k)) % routing.experts).astype(np.int32)
+        made.append(
+            Trajectory(
+                key=str(number),
+                group=0,
+                episode=number,
+                tokens=random.integers(0, 150_000, tokens).astype(np.int32),
+                loss_mask=mask,
+                logprobs=np.where(mask, -random.random(tokens), 0).astype(np.float32),
+                versions=np.where(mask, 0, -1).astype(np.int32),
+                reward=float(number % 2),
+                finish="stop",
+                routes=encode_routes(routes, routing, str(number)),
+            )
+        )
+    return made
+
+
+def figures(took: Sequence[Took], server_s: float, put_s: float) -> dict[str, float]:
+    """What two ranks and a server did, as rates; `put_s` is what filling took."""
+    wall = max(t.end for t in took) - min(t.begin for t in took)
+    count, size = sum(t.trajectories for t in took), sum(t.bytes for t in took)
+    return {
+        "trajectories_per_s": count / wall,
+        "GBps": size / wall / 1e9,
+        "requests_per_s": sum(t.requests for t in took) / wall,
+        "put_per_s": count / put_s,
+        "processor_s_per_GB": (server_s + sum(t.processor for t in took)) / size * 1e9,
+    }
+
+
+def expect_all(took: Sequence[Took], sizes: Sizes) -> None:
+    """Raises InvariantBroken unless everything that was put came out."""
+    got = [(t.trajectories, t.tokens) for t in took]
+    each = sizes.steps * sizes.batch // RANKS
+    if got != [(each, each * sizes.tokens)] * RANKS:
+        raise InvariantBroken(f"bench queue: got (trajectories, tokens) {got}, expected ({each}, {each * sizes.tokens}) a rank")
+
+
+class Ranks:
+    """The rank processes of one measurement."""
+
+    def __init__(self, processes: list[asyncio.subprocess.Process]) -> None:
+        self._processes = processes
+
+    @staticmethod
+    async def start(jobs: Sequence[Job]) -> Ranks:
+        """Returns when all are ready. WaitTimeout, naming the rank, if one is not."""
+        command = (sys.executable, "-m", "asyncmoe.bench.queue_rank")
+        pipe = asyncio.subprocess.PIPE
+        ranks = Ranks([await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe) for _ in jobs])
+        for number, job in enumerate(jobs):
+            ranks._tell(number, msgspec.json.encode(job) + b"\n")
+        for number in range(len(jobs)):
+            await ranks._line(number, READY_S, "to be ready")
+        return ranks
+
+    async def go(self) -> list[Took]:
+        """Let them work, and wait for what they say."""
+        for number in range(len(self._processes)):
+            self._tell(number, b"go\n")
+        lines = [await self._line(number, WORK_S, "to finish") for number in range(len(self._processes))]
+        return [msgspec.json.decode(line, type=Took) for line in lines]
+
+    async def end(self) -> None:
+        """Kill those that still run."""
+        for process in self._processes:
+            if process.returncode is None:
+                process.kill()
+            await process.wait()
+
+    def _tell(self, number: int, line: bytes) -> None:
+        stdin = self._processes[number].stdin
+        assert stdin is not None
+        stdin.write(line)
+
+    async def _line(self, number: int, limit_s: float, what: str) -> bytes:
+        stdout = self._processes[number].stdout
+        assert stdout is not None
+        try:
+            line = await asyncio.wait_for(stdout.readline(), limit_s)
+        except TimeoutError:
+            line = b""
+        if not line:
+            await self.end()
+            raise WaitTimeout(f"rank {number} of the bench", f"{what}; see what it wrote", limit_s)
+        return line
+
+
+async def _ours(made: list[Trajectory], routing: Routing, sizes: Sizes, local: bool) -> dict[str, float]:
+    """The controller's own queue, service and server in this process."""
+    total = sizes.steps * sizes.batch
+    queue = BoundedQueue(capacity=total, batch=sizes.batch, group_size=GROUP, eta=sizes.steps, recording=Recording(routing))
+    begin = time.monotonic()
+    for group in range(total // GROUP):
+        queue.started(GROUP)
+        members = [made[(group * GROUP + i) % len(made)] for i in range(GROUP)]
+        named = [replace(t, key=f"g{group}.e{i}.a0.t0", group=group, episode=i) for i, t in enumerate(members)]
+        await queue.put_group(named)
+    put_s = time.monotonic() - begin
+    service = QueueService(queue, run="bench", config_digest="")
+    together = asyncio.Barrier(RANKS)
+
+    async def answer(request: Any) -> Reply | tuple[Reply, list[Any]]:
+        # A trainer's ranks commit a step once all have taken their share of it.
+        if isinstance(request, Commit):
+            await together.wait()
+        return await service(request)
+
+    async with Server(answer) as server:
+        to = await server.start()
+        serving = asyncio.ensure_future(server.serve())
+        where = msgspec.json.encode(to if local else msgspec.structs.replace(to, local_dir="")).decode()
+        ranks = await Ranks.start([Job("asyncmoe", where, rank, sizes.steps, sizes.batch, sizes.ask) for rank in range(RANKS)])
+        try:
+            spent = time.process_time()
+            took = await ranks.go()
+            spent = time.process_time() - spent
+        finally:
+            await ranks.end()
+            serving.cancel()
+    expect_all(took, sizes)
+    return figures(took, spent, put_s)
+
+
+def table(results: dict[str, Any]) -> str:
+    """The results of `run` for a reader."""
+    lines = [f"{'':24}{'traj/s':>10}{'GB/s':>8}{'put/s':>9}{'cpu s/GB':>10}"]
+    for name, shape in results["shapes"].items():
+        lines.append(f"{name}: {shape['bytes'] / 1e6:.2f} MB a trajectory of {results['tokens']} tokens")
+        for way, r in shape["ways"].items():
+            if isinstance(r, str):
+                lines.append(f"  {way:22}{r}")
+            else:
+                lines.append(
+                    f"  {way:22}{r['trajectories_per_s']:>10.0f}{r['GBps']:>8.2f}{r['put_per_s']:>9.0f}{r['processor_s_per_GB']:>10.2f}"
+                )
+        lines.extend(f"  {way:22}{'':10}{rate:>8.2f}" for way, rate in shape["floor"].items())
+    return "\n".join(lines)

@@ -19,6 +19,7 @@ from asyncmoe.rollout import environments, episode, scoring, tasks
 from asyncmoe.rollout.engine import Engine
 from asyncmoe.rollout.engine_client import Sampling
 from asyncmoe.rollout.environment import Environment, Teacher
+from asyncmoe.rollout.environments.tools import WithTools
 from asyncmoe.rollout.episode import Stage, Teaching
 from asyncmoe.rollout.evaluation import Evaluator
 from asyncmoe.rollout.pool import Pool
@@ -241,7 +242,9 @@ class Controller:
     def _write_record(self) -> None:
         self._pool.note_busy()
         if self._queue is not None:
-            self._recorder.write(self._queue.stats(), [engine.name for engine in self._engines], self._pool)
+            names, tools = [engine.name for engine in self._engines], self._stage.environment
+            counts = tools.counts if isinstance(tools, WithTools) else {}
+            self._recorder.write(self._queue.stats(), names, self._pool, scoring.stats(self._scorer), counts)
 
     async def _published(self, version: int) -> None:
         assert self._queue is not None

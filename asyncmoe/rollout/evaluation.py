@@ -20,7 +20,7 @@ from statistics import fmean, stdev
 from asyncmoe.config import Config
 from asyncmoe.errors import TrajectoryRejected
 from asyncmoe.record import NOTHING
-from asyncmoe.rollout import episode
+from asyncmoe.rollout import episode, scoring
 from asyncmoe.rollout.engine_client import Sampling
 from asyncmoe.rollout.episode import Stage
 from asyncmoe.rollout.tasks import Task
@@ -54,7 +54,7 @@ class Evaluator:
         self._first, self._every = config.warmup.steps, section.every
         self._prompts, self._samples = section.prompts, section.samples
         self._concurrent = section.max_concurrent or -(-config.rollout.max_concurrent // _SHARE)
-        self._stage = replace(stage, sampling=sampling(config, stage.sampling), stream=STREAM)
+        self._stage = replace(stage, sampling=sampling(config, stage.sampling), stream=STREAM, scorer=scoring.untaught(stage.scorer))
         self._task, self._record = task, record
         self._due: asyncio.Queue[int] = asyncio.Queue()
         self._busy = False

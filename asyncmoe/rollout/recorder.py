@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Protocol
 
 from asyncmoe.queue.bounded import QueueStats
+from asyncmoe.rollout.scoring import Stats
+from asyncmoe.rollout.tools.runner import Counts
 from asyncmoe.telemetry.records import JsonLines, Spans
-from asyncmoe.telemetry.schema import CONTROLLER_SPANS, EVALUATION, ROLLOUT, Evaluation, Rollout
+from asyncmoe.telemetry.schema import CONTROLLER_SPANS, EVALUATION, ROLLOUT, Calls, Evaluation, Rollout, Scoring
 
 
 class Counters(Protocol):
@@ -42,8 +46,15 @@ class Recorder:
         """An evaluation has ended."""
         self._evaluations.write(found)
 
-    def write(self, stats: QueueStats, engines: list[str], counters: Counters) -> None:
-        """Record the counters of this moment."""
+    def write(
+        self,
+        stats: QueueStats,
+        engines: list[str],
+        counters: Counters,
+        scoring: Mapping[str, Stats] | None = None,
+        tools: Mapping[str, Counts] | None = None,
+    ) -> None:
+        """Record the counters of this moment; `scoring` and `tools` by name."""
         tokens = counters.generated_tokens
         now = time.time()
         seconds = max(now - self._last, 1e-6)
@@ -61,6 +72,8 @@ class Recorder:
                 generated_tokens=tokens,
                 lost_tokens=counters.lost_tokens,
                 recomputed_tokens=counters.recomputed_tokens,
+                scoring={name: Scoring(**asdict(stage)) for name, stage in (scoring or {}).items()},
+                tools={name: Calls(**asdict(calls)) for name, calls in (tools or {}).items()},
                 tokens_per_s=(tokens - self._last_tokens) / seconds,
                 engine_busy_share={name: min(self._busy[name] / seconds, 1.0) for name in engines},
             )

@@ -108,6 +108,32 @@ class Resume(msgspec.Struct, frozen=True):
     time: float = 0.0
 
 
+class Scoring(msgspec.Struct, frozen=True, kw_only=True):
+    """A scorer or teacher; counts of samples since the controller started."""
+
+    in_flight: int = 0
+    """Gauge: under way at the judge."""
+    waiting: int = 0
+    """Gauge: waiting for their turn, for the breaker or before another call."""
+    scored: int = 0
+    retried: int = 0
+    """Calls beyond a sample's first."""
+    failed: Mapping[str, int] = {}
+    """By reason."""
+    seconds: float = 0.0
+    """That the scored and failed spent there, in all."""
+    breaker: str = "closed"
+
+
+class Calls(msgspec.Struct, frozen=True, kw_only=True):
+    """Calls of a tool since the controller started."""
+
+    calls: int = 0
+    seconds: float = 0.0
+    failures: Mapping[str, int] = {}
+    """By reason."""
+
+
 class Rollout(msgspec.Struct, frozen=True, kw_only=True):
     """The controller's counters; all but the gauges count trajectories (tokens) since the controller started."""
 
@@ -128,6 +154,10 @@ class Rollout(msgspec.Struct, frozen=True, kw_only=True):
     """Of those, thrown away because their response started again."""
     recomputed_tokens: int = 0
     """Tokens of prefixes that were sent again because a response was cut short."""
+    scoring: Mapping[str, Scoring] = {}
+    """By "scorer" and "teacher", where those are asked."""
+    tools: Mapping[str, Calls] = {}
+    """By the tool's name."""
     tokens_per_s: float | None = None
     """Gauge: sampled tokens a second since the last record."""
     engine_busy_share: Mapping[str, float] = {}

@@ -19,7 +19,7 @@ from asyncmoe.rollout import tools
 from asyncmoe.rollout.environment import Agent, Episode, Response
 from asyncmoe.rollout.tokenizer import Tokenizer
 from asyncmoe.rollout.tools.calls import Call, Malformed, Style, find
-from asyncmoe.rollout.tools.runner import Runner
+from asyncmoe.rollout.tools.runner import Counts, Runner
 from asyncmoe.rollout.tools.tool import ERROR, ToolError
 
 
@@ -57,6 +57,11 @@ class WithTools:
                 return response
             observations = await asyncio.gather(*(self._observe(call) for call in calls))
             agent.see(tokenizer.between(observations) if self._chat else "".join(f"{line}\n" for line in observations))
+
+    @property
+    def counts(self) -> dict[str, Counts]:
+        """What the calls came to, by the tool's name."""
+        return {name: runner.counts for name, runner in self.runners.items()}
 
     async def close(self) -> None:
         """End what the tools started."""

@@ -29,7 +29,7 @@ from asyncmoe.rollout.scoring.steps import Decode
 from asyncmoe.rollout.scoring.taught import Taught
 from asyncmoe.rollout.scoring.workers import InWorkers
 
-__all__ = ["Exact", "Sample", "Score", "Scorer", "Stats", "Taught", "Teaches", "load", "stats"]
+__all__ = ["Exact", "Sample", "Score", "Scorer", "Stats", "Taught", "Teaches", "load", "stats", "untaught"]
 
 MATH_VERIFY = "asyncmoe.rollout.scoring.mathematics:score"
 _AT_ONCE = 64
@@ -52,6 +52,11 @@ def load(section: ScoringSection, task: TaskSection, decode: Decode, seed: int =
         return scorer
     judge = teacher.Teacher(section.teacher.url, section.teacher.timeout_s)
     return Taught(scorer, Stage("the teacher", judge, teacher.read, _limits(section, section.teacher.concurrency), seed))
+
+
+def untaught(scorer: Scorer) -> Scorer:
+    """The same without its teacher, where it has a scorer beside it."""
+    return scorer.scorer if isinstance(scorer, Taught) and scorer.scorer is not None else scorer
 
 
 def stats(scorer: Scorer) -> Mapping[str, Stats]:

@@ -284,9 +284,9 @@ def bench_async(
     step_ms: Annotated[float, typer.Option(help="What an engine sleeps in every step.", min=0.0)] = 20.0,
 ) -> None:
     """Asynchronous, one-step-off and synchronous runs on the same engine and trainer: the speed-up, next to the laws and the simulator."""
-    from asyncmoe.bench import asynchrony
+    from asyncmoe.bench import async_case, asynchrony
 
-    results = asynchrony.run(workload or tuple(asynchrony.WORKLOADS), asynchrony.Sizes(eta=eta, step_s=step_ms / 1e3))
+    results = asynchrony.run(workload or tuple(async_case.WORKLOADS), async_case.Sizes(eta=eta, step_s=step_ms / 1e3))
     _show(results, json_path)
     typer.echo(asynchrony.table(results))
 

@@ -1,0 +1,87 @@
+"""What is run to see what asynchrony gains: the sizes, the workloads, and the configuration of each mode."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from asyncmoe import config as configuration
+from asyncmoe.config import Config
+from asyncmoe.simulate.plant import Mode
+
+WORKLOADS = {
+    "lognormal": "lognormal:median=48,sigma=1,cap=384",
+    "math": "math:cap=32768",
+    "search": "search:median_s=0.16,sigma_s=1.5,cap_s=3.8",
+}
+SCALES = {"lognormal": 1.0, "math": 0.012, "search": 1.0}
+"""What lengths are multiplied by: the reference's are for engines a hundred times faster."""
+MOST_TOKENS = 400
+"""Of a response: the longest of the workloads, scaled."""
+SPARE = 8
+"""Requests beyond the engine's slots: the next is at hand when one ends."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The two pools and the policy, the same in every mode.
+
+    Attributes:
+        slots: requests the engine runs at once.
+        step_s: slept by the engine in every forward pass.
+        eta: of mode async.
+        steps: measured, by mode; `skip` before them are not.
+    """
+
+    groups: int = 16
+    group_size: int = 4
+    slots: int = 32
+    step_s: float = 0.008
+    eta: int = 4
+    steps: Mapping[str, int] | None = None
+    skip: int = 3
+
+    @property
+    def batch(self) -> int:
+        return self.groups * self.group_size
+
+    def steps_of(self, mode: Mode) -> int:
+        return (self.steps or {"sync": 10, "one_step_off": 14, "async": 30})[mode]
+
+
+def config(name: str, folder: Path, mode: Mode, sizes: Sizes) -> Config:
+    """One mode on one workload; run.dir and model.path lie in `folder`."""
+    drawn = {"workload": WORKLOADS[name], "group_size": sizes.group_size, "seed": 0, "tokens": SCALES[name]}
+    values: dict[str, Any] = {
+        "run": {"dir": str(folder / f"{name}-{mode}"), "steps": sizes.steps_of(mode) + sizes.skip, "mode": mode},
+        "model": {"path": str(folder / "model")},
+        "task": {"kind": "arithmetic"},
+        "environment": {"kind": "asyncmoe.bench.drawn:Drawn", "options": drawn},
+        "rollout": {
+            "groups_per_step": sizes.groups,
+            "group_size": sizes.group_size,
+            "max_new_tokens": MOST_TOKENS,
+            "max_concurrent": sizes.slots + SPARE,
+        },
+        "engines": {
+            "dtype": "float32",
+            "max_running": sizes.slots,
+            "max_total_tokens": 65536,
+            "port": _free_port(),
+            "args": ["--enable-mixed-chunk", "--chunked-prefill-size", "2048"],
+        },
+        "trainer": {"dtype": "float32", "pack": False, "recompute": "full", "checkpoint_every": 0, "optimizer": {"lr": 1e-6}},
+        "telemetry": {"live": "off", "tensorboard": False},
+    }
+    if mode == "async":
+        values["queue"] = {"staleness": {"eta": sizes.eta}}
+    return configuration.parse(values)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

@@ -1,0 +1,156 @@
+"""Real engines and whole runs of the measurement of asynchrony, and what they recorded."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+import time
+from collections import Counter
+from statistics import fmean
+from typing import Any
+
+import aiohttp
+import yaml
+
+from asyncmoe import models
+from asyncmoe.bench.async_case import MOST_TOKENS, SCALES, SPARE, WORKLOADS, Sizes
+from asyncmoe.bench.drawn import Drawn
+from asyncmoe.config import Config
+from asyncmoe.errors import EngineError, WaitTimeout
+from asyncmoe.rollout import episode
+from asyncmoe.rollout.engine import Engine
+from asyncmoe.rollout.engine_client import EngineClient, Sampling
+from asyncmoe.rollout.episode import Stage
+from asyncmoe.rollout.pool import Pool
+from asyncmoe.rollout.scoring import Exact
+from asyncmoe.rollout.tasks.arithmetic import Arithmetic
+from asyncmoe.rollout.tokenizer import Tokenizer
+from asyncmoe.rollout.turns import Place
+from asyncmoe.telemetry.overlap import intersection, length
+from asyncmoe.telemetry.run import Run, load
+
+_TIMEOUT_S = 900.0
+_SATURATED_S = 20.0
+
+
+async def saturated(config: Config, name: str, sizes: Sizes) -> tuple[float, float]:
+    """Tokens a second of the engine with all slots taken, and with an eighth of them, for as long as one measures."""
+    config.run.dir.mkdir(parents=True)
+    engine = Engine("engine.0", config, 0, config.run.dir)
+    try:
+        await engine.wait_ready()
+        await _slow_down(config, sizes.step_s)
+        return await _rate(engine, config, name, sizes.slots, sizes), await _rate(engine, config, name, sizes.slots // 8, sizes)
+    finally:
+        await engine.stop()
+
+
+async def _rate(engine: Engine, config: Config, name: str, slots: int, sizes: Sizes) -> float:
+    """Tokens a second of whole responses that end within `_SATURATED_S`, `slots` of them at once, all slots taken before and after."""
+    tokenizer = Tokenizer(config.model.path)
+    pool = Pool([engine], slots + (SPARE if slots == sizes.slots else 0), _TIMEOUT_S, lambda *_: None)
+    recording = models.recording(config, models.load_hf_config(config.model.path))
+    drawn = Drawn(WORKLOADS[name], sizes.group_size, seed=1, tokens=SCALES[name])
+    stage = Stage(pool, Sampling(1.0, MOST_TOKENS, (), recording=recording), tokenizer, Exact(), drawn, timeout_s=_TIMEOUT_S)
+    task, places = Arithmetic(tokenizer, ("+",), 1, seed=0), iter(range(1 << 30))
+
+    async def play() -> None:
+        while True:
+            group, member = divmod(next(places), sizes.group_size)
+            await episode.run(stage, task.prompt(group), Place(group, member, 0))
+
+    # Tool calls take no slot: more episodes than slots keep all slots taken.
+    playing = [asyncio.create_task(play()) for _ in range(4 * slots)]
+    try:
+        await asyncio.sleep(_SATURATED_S / 3)
+        begin, tokens = time.monotonic(), pool.generated_tokens
+        await asyncio.sleep(_SATURATED_S)
+        if failed := [part for part in playing if part.done()]:
+            failed[0].result()
+        return (pool.generated_tokens - tokens) / (time.monotonic() - begin)
+    finally:
+        for part in playing:
+            part.cancel()
+        await asyncio.gather(*playing, return_exceptions=True)
+
+
+def run(config: Config, sizes: Sizes) -> Run:
+    """`asyncmoe run`, with an engine that is slowed down as soon as it takes requests."""
+    path = config.run.dir.with_suffix(".yaml")
+    path.write_text(yaml.safe_dump(config.model_dump(mode="json")))
+    log = config.run.dir.with_suffix(".log")
+    with log.open("wb") as out:
+        process = subprocess.Popen([sys.executable, "-m", "asyncmoe", "run", str(path)], stdout=out, stderr=out)
+    try:
+        asyncio.run(_slow_down_when_ready(config, sizes.step_s, process))
+        status = process.wait(_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        raise WaitTimeout("asyncmoe run", f"the end of {config.run.dir.name}", _TIMEOUT_S) from None
+    finally:
+        if process.poll() is None:
+            process.terminate()
+            process.wait(60)
+    if status:
+        raise EngineError(f"{config.run.dir.name} ended with status {status}: {log.read_text(errors='replace')[-1500:]}")
+    return load(config.run.dir)
+
+
+async def _slow_down_when_ready(config: Config, seconds: float, process: subprocess.Popen[bytes]) -> None:
+    client = EngineClient("engine.0", f"http://{config.engines.host}:{config.engines.port}")
+    until = time.monotonic() + config.engines.start_timeout_s
+    try:
+        while not await client.ready():
+            if process.poll() is not None:
+                return
+            if time.monotonic() > until:
+                raise WaitTimeout("engine.0", "start", config.engines.start_timeout_s)
+            await asyncio.sleep(0.1)
+    finally:
+        await client.close()
+    await _slow_down(config, seconds)
+
+
+def measured(run: Run, sizes: Sizes) -> dict[str, Any]:
+    """A run's steady state: the steps after the first `Sizes.skip`.
+
+    Returns:
+        step_s, train_s, wait_s, sync_s, pause_s: means of a step. tokens: sampled and trained in a step. sampled_per_s: by the engine.
+        trainer_idle: share of the time in which it neither trained nor published. engine_idle: share in which the engine had nothing to do.
+        ages: sampled tokens that were trained, by age in versions. oldest: the oldest of them. tokens_lost: sampled and thrown away because
+        a response started over. dropped: trajectories, by reason.
+    """
+    steps = run.rl[sizes.skip :]
+    begin, end = steps[0].begin, steps[-1].time
+    wall = end - begin
+    ages: Counter[int] = Counter()
+    for step in steps:
+        ages.update({int(age): count for age, count in (step.ages or {}).items()})
+    window = [record for record in run.rollout if begin <= record.time <= end]
+    seconds = window[-1].time - window[0].time
+    busy = length(intersection(run.intervals("generate"), [(begin, end)]))
+    last = run.rollout[-1]
+    return {
+        "wall": wall,
+        "steps": len(steps),
+        "step_s": wall / len(steps),
+        "train_s": fmean(step.train_seconds or 0.0 for step in steps),
+        "wait_s": fmean(step.wait_seconds or 0.0 for step in steps),
+        "sync_s": fmean(step.sync_seconds or 0.0 for step in steps),
+        "pause_s": fmean(step.pause_ms or 0.0 for step in steps) / 1e3,
+        "tokens": sum(ages.values()) / len(steps),
+        "sampled_per_s": (window[-1].generated_tokens - window[0].generated_tokens) / seconds,
+        "trainer_idle": sum(step.wait_seconds or 0.0 for step in steps) / wall,
+        "engine_idle": 1 - busy / wall,
+        "ages": {str(age): ages[age] for age in sorted(ages)},
+        "oldest": max(step.staleness_max or 0 for step in run.rl),
+        "tokens_lost": last.lost_tokens,
+        "dropped": last.dropped if isinstance(last.dropped, int) else dict(last.dropped),
+    }
+
+
+async def _slow_down(config: Config, seconds: float) -> None:
+    url = f"http://{config.engines.host}:{config.engines.port}"
+    async with aiohttp.ClientSession() as session, session.post(f"{url}/slow_down", json={"forward_sleep_time": seconds}) as reply:
+        if reply.status != 200:
+            raise EngineError(f"engine.0: /slow_down: status {reply.status}")

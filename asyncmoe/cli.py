@@ -291,6 +291,19 @@ def bench_async(
     typer.echo(asynchrony.table(results))
 
 
+@bench.command("interruption")
+def bench_interruption(
+    json_path: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the results there too.")] = None,
+    updates: Annotated[int, typer.Option(help="Weight updates in each way.", min=5)] = 20,
+) -> None:
+    """What becomes of responses when a version lands, in each way: how long an engine stands still, tokens lost and computed again."""
+    from asyncmoe.bench import interruption
+
+    results = interruption.run(updates)
+    _show(results, json_path)
+    typer.echo(interruption.table(results))
+
+
 def _show(results: dict[str, Any], path: Path | None) -> None:
     """Print results, and write them where they are wanted."""
     import json

@@ -30,7 +30,7 @@ def run(updates: int = 20) -> dict[str, Any]:
         EngineError: a run failed.
         WaitTimeout: it did not end.
     """
-    sizes = Sizes(groups=8, step_s=0.0, steps={"async": updates})
+    sizes = Sizes(groups=8, slots=32, step_s=0.0, steps={"async": updates})
     ways = {}
     with tempfile.TemporaryDirectory() as folder:
         make_model(Path(folder, "model"), MadeModel(layers=2, hidden=128, experts=8, expert_hidden=128), seed=0)

@@ -5,21 +5,25 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
 
 import pytest
+from test_producer import until
 
 from asyncmoe.config.generation import MadeModel
 from asyncmoe.errors import TrajectoryRejected
 from asyncmoe.models.make import make_model
+from asyncmoe.queue.bounded import BoundedQueue
 from asyncmoe.record import Recording
 from asyncmoe.rollout import episode
 from asyncmoe.rollout.engine_client import Generation, Sampling, Span
 from asyncmoe.rollout.environment import Agent, Bounds, Environment, Episode
 from asyncmoe.rollout.episode import Stage, Teaching
 from asyncmoe.rollout.pool import Answer
+from asyncmoe.rollout.producer import Producer
 from asyncmoe.rollout.scoring import Exact
 from asyncmoe.rollout.tasks import Prompt
 from asyncmoe.rollout.tokenizer import Tokenizer
@@ -320,3 +324,66 @@ def test_rewards_of_steps_stand_at_their_last_tokens(tokenizer: Tokenizer) -> No
 @pytest.mark.parametrize("reward", [float("nan"), float("inf")])
 def test_a_step_reward_that_is_no_number_rejects_the_episode(tokenizer: Tokenizer, reward: float) -> None:
     assert reason(Credited(1.0, reward), tokenizer) == "bad_reward"
+
+
+class Turns:
+    """Behaves, but in group 1, where episode 1 does as it is told."""
+
+    def __init__(self, bad: Environment) -> None:
+        self.bad = bad
+
+    async def run(self, episode: Episode) -> Any:
+        if (episode.place.group, episode.place.episode) == (1, 1):
+            return await self.bad.run(episode)
+        agent = episode.agent()
+        agent.see(episode.prompt.tokens)
+        await agent.respond()
+        return 1.0
+
+
+class Questions:
+    def prompt(self, group: int, stream: str = "prompt") -> Prompt:
+        return Prompt("1+1=", (10, 11, 12), "2")
+
+    def demonstration(self, index: int) -> Any:
+        raise NotImplementedError
+
+
+@pytest.mark.parametrize(
+    ("bad", "expected"),
+    [
+        (Raises(), "environment_error"),
+        (Hangs(), "environment_timeout"),
+        (Two({"solver": 1.0}), "environment_error"),
+        (Misuses("unknown_token"), "token_out_of_vocabulary"),
+        (Misuses("flood"), "episode_too_long"),
+    ],
+)
+def test_a_bad_episode_costs_its_group_and_nothing_else(bad: Environment, expected: str, tokenizer: Tokenizer) -> None:
+    stage = Stage(Plain(), Sampling(1.0, 8, (2,)), tokenizer, Exact(), Turns(bad), BOUNDS, 0.2)  # type: ignore[arg-type]
+
+    async def run() -> None:
+        held = BoundedQueue(capacity=12, batch=4, group_size=2, eta=2)
+        producing = asyncio.create_task(Producer(held, Questions(), partial(episode.run, stage), 2).run())
+        trained: list[int] = []
+        for step in range(3):
+            leased = await held.lease(step, "rl", 4, step, 5.0)
+            trained += [item.group for item in leased.items]
+            held.commit(step)
+            held.set_version(step + 1)
+        await until(lambda: bool(held.stats().rejected))
+        producing.cancel()
+        assert held.stats().rejected == {expected: 2}
+        assert 1 not in trained
+        assert len(trained) == 12
+
+    asyncio.run(run())
+
+
+class Plain(Echo):
+    """All of version 0."""
+
+    async def generate(self, tokens: Sequence[int], sampling: Sampling, held: int = 0, **_: object) -> Answer:
+        said = tuple(tokens[-2:])
+        await asyncio.sleep(0)
+        return Answer(Generation(said, (-0.5,) * 2, (Span("0", 0, 2),), "stop", 0), 0)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.system.runs import Command, logs
+from tests.system.runs import Command, logs, run
 
 pytestmark = pytest.mark.system
 
@@ -33,3 +33,14 @@ def test_two_agents_of_one_policy_learn_together(tmp_path: Path) -> None:
 def test_a_policy_learns_to_ask_its_tools(tmp_path: Path) -> None:
     first, last = learn("tools", tmp_path / "run", "run.steps=20")
     assert last > first + 0.3
+
+
+def test_an_agent_written_for_openai_is_trained(tmp_path: Path) -> None:
+    """Its reward is how much it made the policy say, so that there is something to train on."""
+    directory = tmp_path / "run"
+    agent = ("environment.kind=openai", "environment.agent=tests.engine.openai_agent:two_questions", "rollout.max_new_tokens=12")
+    summary = run(directory, "warmup.steps=0", "run.steps=2", *agent)
+    assert summary["steps"] == 2
+    last = json.loads((directory / "rollout.jsonl").read_text().splitlines()[-1])
+    assert last["accepted"] >= 32
+    assert last["rejected"] == {}

@@ -39,7 +39,7 @@ class Sizes:
     groups: int = 32
     group_size: int = 4
     slots: int = 64
-    step_s: float = 0.02
+    step_s: float = 0.022
     eta: int = 4
     steps: Mapping[str, int] | None = None
     skip: int = 3
@@ -73,10 +73,7 @@ def config(name: str, folder: Path, mode: Mode, sizes: Sizes) -> Config:
             "port": _free_port(),
             "args": ["--enable-mixed-chunk", "--chunked-prefill-size", "2048"],
         },
-        # Everything a trainer may have to do for a batch: a reference policy, and a look at the log-probabilities before it trains.
         "trainer": {"dtype": "float32", "pack": False, "recompute": "full", "checkpoint_every": 0, "optimizer": {"lr": 1e-6}},
-        "objective": {"kl": {"coefficient": 1e-4}},
-        "verify": {"logprobs_every": 1},
         "telemetry": {"live": "off", "tensorboard": False},
     }
     if mode == "async":

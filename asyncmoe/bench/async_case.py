@@ -13,13 +13,13 @@ from asyncmoe.config import Config
 from asyncmoe.simulate.plant import Mode
 
 WORKLOADS = {
-    "lognormal": "lognormal:median=32,sigma=1,cap=256",
+    "lognormal": "lognormal:median=64,sigma=1,cap=512",
     "math": "math:cap=32768",
     "search": "search:median_s=0.16,sigma_s=1.5,cap_s=3.8",
 }
-SCALES = {"lognormal": 1.0, "math": 0.008, "search": 1.0}
+SCALES = {"lognormal": 1.0, "math": 0.016, "search": 1.0}
 """What lengths are multiplied by: the reference's are for engines a hundred times faster."""
-MOST_TOKENS = 264
+MOST_TOKENS = 528
 """Of a response: the longest of the workloads, scaled."""
 SPARE = 8
 """Requests beyond the engine's slots: the next is at hand when one ends."""
@@ -36,10 +36,10 @@ class Sizes:
         steps: measured, by mode; `skip` before them are not.
     """
 
-    groups: int = 32
+    groups: int = 16
     group_size: int = 4
-    slots: int = 64
-    step_s: float = 0.022
+    slots: int = 32
+    step_s: float = 0.008
     eta: int = 4
     steps: Mapping[str, int] | None = None
     skip: int = 3
@@ -49,7 +49,7 @@ class Sizes:
         return self.groups * self.group_size
 
     def steps_of(self, mode: Mode) -> int:
-        return (self.steps or {"sync": 6, "one_step_off": 6, "async": 20})[mode]
+        return (self.steps or {"sync": 6, "one_step_off": 5, "async": 18})[mode]
 
 
 def config(name: str, folder: Path, mode: Mode, sizes: Sizes) -> Config:
@@ -73,7 +73,10 @@ def config(name: str, folder: Path, mode: Mode, sizes: Sizes) -> Config:
             "port": _free_port(),
             "args": ["--enable-mixed-chunk", "--chunked-prefill-size", "2048"],
         },
+        # A reference policy, and a look at the log-probabilities before training: work enough for about a fifth of a synchronous step.
         "trainer": {"dtype": "float32", "pack": False, "recompute": "full", "checkpoint_every": 0, "optimizer": {"lr": 1e-6}},
+        "objective": {"kl": {"coefficient": 1e-4}},
+        "verify": {"logprobs_every": 1},
         "telemetry": {"live": "off", "tensorboard": False},
     }
     if mode == "async":

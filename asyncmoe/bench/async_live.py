@@ -31,7 +31,7 @@ from asyncmoe.telemetry.overlap import intersection, length
 from asyncmoe.telemetry.run import Run, load
 
 _TIMEOUT_S = 900.0
-_SATURATED_S = 20.0
+_SATURATED_S = 25.0
 
 
 async def saturated(config: Config, name: str, sizes: Sizes) -> tuple[float, float]:

@@ -8,12 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from asyncmoe.rollout.openai_endpoint.environment import OpenAIEnvironment
 
 from asyncmoe.record import Recording, Routing, decode_masks, decode_routes
 from asyncmoe.rollout import episode, scoring
 from asyncmoe.rollout.engine_client import Sampling
 from asyncmoe.rollout.episode import Stage
+from asyncmoe.rollout.openai_endpoint.environment import OpenAIEnvironment
 from asyncmoe.rollout.tasks import Prompt
 from asyncmoe.rollout.tokenizer import Tokenizer
 from asyncmoe.rollout.turns import Place

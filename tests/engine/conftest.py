@@ -92,6 +92,12 @@ def rig(make_rig: Callable[[int], Rig]) -> Rig:
     return make_rig(1)
 
 
+@pytest.fixture(scope="session")
+def untouched(make_rig: Callable[[int], Rig]) -> Rig:
+    """An engine that nobody publishes to: it keeps the checkpoint's weights."""
+    return make_rig(1)
+
+
 async def make(config: Config, engines: list[Engine], run: Callable[..., Any], timeout_s: float = 30.0) -> Rig:
     """A pool and a conductor, waiting `timeout_s`, over engines that run."""
     published: list[int] = []

@@ -25,11 +25,11 @@ from tests.engine.oracle import Oracle
 pytestmark = pytest.mark.engine
 
 
-def test_an_agent_written_for_openai_is_recorded_unchanged(rig: Rig, model: Path, tokenizer: Tokenizer) -> None:
+def test_an_agent_written_for_openai_is_recorded_unchanged(untouched: Rig, model: Path, tokenizer: Tokenizer) -> None:
     recording = Recording(Routing(4, (0, 1, 2, 3), 2, 8), masks=True, vocabulary=tokenizer.vocabulary)
     sampling = Sampling(0.7, 16, (tokenizer.eos,), top_p=0.9, top_k=40, recording=recording)
     agents = OpenAIEnvironment("tests.engine.openai_agent:two_questions")
-    stage = Stage(rig.pool, sampling, tokenizer, scoring.Exact(), agents)
+    stage = Stage(untouched.pool, sampling, tokenizer, scoring.Exact(), agents)
 
     async def play() -> list[tuple[Trajectory, ...]]:
         prompts = [Prompt(f"question {n}", tokenizer.chat(f"question {n}"), "") for n in range(4)]
@@ -39,7 +39,7 @@ def test_an_agent_written_for_openai_is_recorded_unchanged(rig: Rig, model: Path
             await agents.close()
 
     oracle = Oracle(model)
-    for made in rig.run(play()):
+    for made in untouched.run(play()):
         (record,) = made
         validate(record, recording)
         sampled = np.flatnonzero(record.loss_mask)

@@ -21,8 +21,8 @@ from tests.engine.oracle import Oracle
 pytestmark = pytest.mark.engine
 
 
-def taught(rig: Rig, tokenizer: Tokenizer, scorer: str) -> Scorer:
-    section = ScoringSection.model_validate({"scorer": scorer, "retries": 0, "teacher": {"url": rig.engine.client.url}})
+def taught(untouched: Rig, tokenizer: Tokenizer, scorer: str) -> Scorer:
+    section = ScoringSection.model_validate({"scorer": scorer, "retries": 0, "teacher": {"url": untouched.engine.client.url}})
     return scoring.load(section, TaskSection(kind="arithmetic"), tokenizer.decode)
 
 
@@ -40,22 +40,22 @@ def conversations(count: int, vocabulary: int) -> list[Sample]:
     return made
 
 
-def score(rig: Rig, scorer: Scorer, samples: list[Sample]) -> list[Score]:
+def score(untouched: Rig, scorer: Scorer, samples: list[Sample]) -> list[Score]:
     async def run() -> list[Score]:
         try:
             return await asyncio.gather(*(scorer.score(sample) for sample in samples))
         finally:
             await scorer.close()
 
-    found: list[Score] = rig.run(run())
+    found: list[Score] = untouched.run(run())
     return found
 
 
 @pytest.mark.parametrize("scorer", ["none", "exact"])
-def test_log_probabilities_are_those_of_transformers(rig: Rig, model: Path, tokenizer: Tokenizer, scorer: str) -> None:
+def test_log_probabilities_are_those_of_transformers(untouched: Rig, model: Path, tokenizer: Tokenizer, scorer: str) -> None:
     oracle, samples = Oracle(model), conversations(9, tokenizer.vocabulary)[1:]
     largest = 0.0
-    for sample, found in zip(samples, score(rig, taught(rig, tokenizer, scorer), samples), strict=True):
+    for sample, found in zip(samples, score(untouched, taught(untouched, tokenizer, scorer), samples), strict=True):
         assert found.reward == (0.0 if scorer == "none" else float(sample.response == "7"))
         assert found.rewards is None
         assert found.teacher is not None
@@ -68,11 +68,11 @@ def test_log_probabilities_are_those_of_transformers(rig: Rig, model: Path, toke
     assert largest < 1e-4
 
 
-def test_a_first_token_has_no_log_probability(rig: Rig, tokenizer: Tokenizer) -> None:
+def test_a_first_token_has_no_log_probability(untouched: Rig, tokenizer: Tokenizer) -> None:
     with pytest.raises(TrajectoryRejected, match="scorer_nan: the teacher's log-probability of token 0 is None"):
-        score(rig, taught(rig, tokenizer, "none"), conversations(1, tokenizer.vocabulary))
+        score(untouched, taught(untouched, tokenizer, "none"), conversations(1, tokenizer.vocabulary))
 
 
-def test_a_conversation_longer_than_the_teachers_context_is_refused_in_its_words(rig: Rig, tokenizer: Tokenizer) -> None:
+def test_a_conversation_longer_than_the_teachers_context_is_refused_in_its_words(untouched: Rig, tokenizer: Tokenizer) -> None:
     with pytest.raises(TrajectoryRejected, match=r"scorer_garbage: .*/generate: status 400: .*context length"):
-        score(rig, taught(rig, tokenizer, "none"), [Sample("", "", "", (5,) * 5000, (False,) + (True,) * 4999)])
+        score(untouched, taught(untouched, tokenizer, "none"), [Sample("", "", "", (5,) * 5000, (False,) + (True,) * 4999)])

@@ -1,0 +1,194 @@
+"""Adapters put into GPTModels, and switched off again.
+
+They are one more submodule of each model chunk, `adapters`; the layers they belong to get hooks. So the names of the model's own
+parameters stay, data parallelism and the optimizer find the new ones by themselves, and recomputed layers run the hooks again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from asyncmoe.config.lora import LoraSection
+from asyncmoe.errors import ConfigError, InvariantBroken
+from asyncmoe.models.megatron import chunk_prefix
+from asyncmoe.models.parallel import MegatronParallel
+from asyncmoe.models.shape import Shape
+from asyncmoe.platform import megatron
+from asyncmoe.trainer.lora import gradients, plan
+from asyncmoe.trainer.lora.module import Adapters
+from asyncmoe.trainer.lora.pairs import DensePairs, ExpertPair, ExpertPairs, Fused, Pairs, gate_up, qkv, single
+from asyncmoe.trainer.lora.plan import PREFIX, Half
+
+megatron.prepare()
+
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear  # noqa: E402
+from megatron.core.transformer.moe.experts import SequentialMLP  # noqa: E402
+
+
+def attach(
+    chunks: Sequence[torch.nn.Module], config: Any, m: Shape, section: LoraSection, parallel: MegatronParallel, rank: int, seed: int
+) -> None:
+    """Give the chunks of a rank adapters and freeze all else. Call it before data parallelism wraps them.
+
+    Args:
+        chunks: bare GPTModels.
+        config: their TransformerConfig; its `finalize_model_grads_func` is extended.
+        seed: of the values to start from.
+
+    Raises:
+        ConfigError: an adapter that the model cannot have, or layers of a kind that cannot have adapters.
+    """
+    plan.check(section, m)
+    if parallel.tp > 1 and not config.sequence_parallel:
+        raise InvariantBroken("adapters: tensor parallelism without sequence parallelism")
+    made: list[Adapters] = []
+    for chunk, layers in zip(chunks, parallel.chunk_layers(m.layers, rank), strict=True):
+        chunk.requires_grad_(False)
+        adapters = Adapters([_layer_pairs(m, section, parallel, rank, layer, seed) for layer in layers])
+        for _, _, half, parameter in adapters.halves():
+            gradients.mark(parameter, half)
+        decoder: Any = chunk.decoder
+        for layer, linears in zip(decoder.layers, adapters.children(), strict=True):
+            _hook_layer(layer, linears, adapters)
+        if chunk.pre_process:
+            chunk.embedding.register_forward_hook(_start_of_graph)  # type: ignore[union-attr]
+        device = next(chunk.parameters()).device
+        chunk.add_module("adapters", adapters.to(device=device, dtype=config.params_dtype))
+        made.append(adapters)
+
+    def copies() -> Iterator[torch.nn.Parameter]:
+        yield from (parameter for adapters in made for _, _, half, parameter in adapters.halves() if half.partial == "etp")
+
+    config.finalize_model_grads_func = gradients.finalizing(config.finalize_model_grads_func, copies)
+
+
+def adapters_of(chunks: Sequence[torch.nn.Module]) -> list[Adapters]:
+    """The adapters of a rank's chunks.
+
+    Raises:
+        InvariantBroken: there are none.
+    """
+    found = [getattr(chunk, "adapters", None) for chunk in chunks]
+    if not all(isinstance(one, Adapters) for one in found):
+        raise InvariantBroken("the model has no adapters")
+    return [one for one in found if isinstance(one, Adapters)]
+
+
+def parameters(chunks: Sequence[torch.nn.Module]) -> dict[str, torch.nn.Parameter]:
+    """A rank's halves by the names of `layout.rank_layout`."""
+    return {
+        chunk_prefix(number, len(chunks)) + PREFIX + name: parameter
+        for number, adapters in enumerate(adapters_of(chunks))
+        for name, parameter in adapters.named_parameters()
+    }
+
+
+@contextmanager
+def switched_off(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
+    """Forward passes within are those of the base model: the reference policy, without weights of its own."""
+    adapters = adapters_of(chunks)
+    for one in adapters:
+        one.on = False
+    try:
+        yield
+    finally:
+        for one in adapters:
+            one.on = True
+
+
+@contextmanager
+def without_dropout(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
+    """Forward passes within drop nothing: they say what engines would say."""
+    adapters = adapters_of(chunks)
+    for one in adapters:
+        one.eval()
+    try:
+        yield
+    finally:
+        for one in adapters:
+            one.train()
+
+
+def _layer_pairs(m: Shape, section: LoraSection, parallel: MegatronParallel, rank: int, layer: int, seed: int) -> dict[str, Pairs]:
+    dense = layer in m.dense_layers
+    by_linear: dict[str, list[Half]] = {}
+    for half in plan.layer_halves(m, section, parallel, rank, dense):
+        by_linear.setdefault(half.linear, []).append(half)
+    width = m.dense_width // parallel.tp if dense else m.expert_width // parallel.etp
+    fused: dict[str, Fused] = {
+        "linear_qkv": qkv(m.kv_heads // parallel.tp, m.heads_per_group, m.head_dim),
+        "linear_proj": single("o_proj", m.hidden),
+        "linear_fc1": gate_up(width),
+        "linear_fc2": single("down_proj", m.hidden),
+    }
+    return {
+        linear: (DensePairs if dense or linear in ("linear_qkv", "linear_proj") else ExpertPairs)(
+            halves, fused[linear], layer, section.scale, section.dropout, seed
+        )
+        for linear, halves in by_linear.items()
+    }
+
+
+def _hook_layer(layer: Any, linears: Any, adapters: Adapters) -> None:
+    for name, pairs in linears.items():
+        if isinstance(pairs, ExpertPairs):
+            _hook_experts(layer.mlp.experts, name, pairs, adapters)
+        else:
+            owner = layer.self_attention if name in ("linear_qkv", "linear_proj") else layer.mlp
+            _linear(owner, name).register_forward_hook(_adding(pairs, adapters))
+
+
+def _hook_experts(experts: Any, name: str, pairs: ExpertPairs, adapters: Adapters) -> None:
+    """The pairs of all experts are taken apart once a forward pass, before the first expert, and let go of after the last."""
+    if not isinstance(experts, SequentialMLP):
+        raise ConfigError(
+            "lora.targets",
+            got=f"experts that are a {type(experts).__name__}",
+            expected="SequentialMLP, Megatron's experts without Transformer Engine",
+            cure="take gate_proj, up_proj and down_proj out, or run where Transformer Engine is not installed",
+        )
+    current: list[ExpertPair] = []
+
+    def begin(module: torch.nn.Module, arguments: Any) -> None:
+        if adapters.on:
+            current[:] = pairs.each()
+
+    def end(module: torch.nn.Module, arguments: Any, output: Any) -> None:
+        current.clear()
+
+    def adding(at: int) -> Any:
+        return lambda module, arguments, output: (current[at].add(arguments[0], output[0]), output[1]) if adapters.on else None
+
+    experts.register_forward_pre_hook(begin)
+    experts.register_forward_hook(end, always_call=True)
+    for at, expert in enumerate(experts.local_experts):
+        _linear(expert, name).register_forward_hook(adding(at))
+
+
+def _linear(owner: Any, name: str) -> torch.nn.Module:
+    found = getattr(owner, name)
+    if not isinstance(found, ColumnParallelLinear | RowParallelLinear):
+        raise ConfigError(
+            "lora.targets",
+            got=f"a {name} that is a {type(found).__name__}",
+            expected="ColumnParallelLinear or RowParallelLinear, Megatron's layers without Transformer Engine",
+            cure="run where Transformer Engine is not installed",
+        )
+    layer: torch.nn.Module = found
+    return layer
+
+
+def _adding(pairs: Pairs, adapters: Adapters) -> Any:
+    def hook(module: torch.nn.Module, arguments: Any, output: Any) -> Any:
+        return (pairs.add(arguments[0], output[0]), output[1]) if adapters.on else None
+
+    return hook
+
+
+def _start_of_graph(module: torch.nn.Module, arguments: Any, output: torch.Tensor) -> torch.Tensor:
+    """A recomputed layer has gradients only where its input has, and the frozen embedding gives none."""
+    return output.requires_grad_() if torch.is_grad_enabled() else output

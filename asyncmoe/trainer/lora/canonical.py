@@ -64,24 +64,37 @@ def write(
     rank: int,
     halves: Mapping[str, torch.Tensor],
 ) -> None:
-    """Fill this rank's halves from whole ones, on the host, by canonical name. Call it before the optimizer is built: with bfloat16 that
-    copies them into float32 masters.
+    """Fill this rank's halves from whole ones, as `local` cuts them. Call it before the optimizer is built: with bfloat16 that copies them
+    into float32 masters.
+
+    Raises:
+        DataError: see `local`.
+    """
+    mine = parameters(chunks)
+    dtype = next(iter(mine.values())).dtype
+    for name, value in local(m, section, parallel, rank, halves, dtype).items():
+        mine[name].data.copy_(value)
+
+
+def local(
+    m: Shape, section: LoraSection, parallel: MegatronParallel, rank: int, halves: Mapping[str, torch.Tensor], dtype: torch.dtype
+) -> dict[str, torch.Tensor]:
+    """A rank's part of whole halves, by the names of its parameters; on the host.
+
+    Args:
+        halves: by canonical name, on the host; of any floating-point dtype.
 
     Raises:
         DataError: a half is missing, is not of this adapter, or has another shape.
     """
-    wanted = layout.tensors(m, section)
-    refuse_another(wanted, {name: tuple(half.shape) for name, half in halves.items()})
-    mine = parameters(chunks)
-    dtype = next(iter(mine.values())).dtype
-    name = str(dtype).removeprefix("torch.")
-    local = layout.rank_layout(m, section, parallel, rank, name).at(0)
-    steps = plan_of(wanted, [layout.canonical_layout(m, section, name)], [local])
-    arrays = {source: halves[source].to(dtype).contiguous() for source in steps.sources.get(0, {})}
-    made = {target: torch.empty(parameter.shape, dtype=dtype) for target, parameter in mine.items()}
+    wanted, name = layout.tensors(m, section), str(dtype).removeprefix("torch.")
+    refuse_another(wanted, {half: tuple(value.shape) for half, value in halves.items()})
+    here = layout.rank_layout(m, section, parallel, rank, name).at(0)
+    steps = plan_of(wanted, [layout.canonical_layout(m, section, name)], [here])
+    arrays = {source: halves[source].detach().to(dtype).contiguous() for source in steps.sources.get(0, {})}
+    made = {target: torch.empty(storage.shape, dtype=dtype) for target, storage in here.storages.items()}
     exchange(steps, LocalTransport(), arrays, made)
-    for target, parameter in mine.items():
-        parameter.data.copy_(made[target])
+    return made
 
 
 def refuse_another(wanted: Mapping[str, tuple[int, ...]], given: Mapping[str, tuple[int, ...]]) -> None:

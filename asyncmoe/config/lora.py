@@ -46,7 +46,7 @@ class LoraSection(Section):
             raise ValueError(f"lora.targets: got {value!r}, expected a list of {', '.join(TARGETS)}")
         for name in value:
             if name not in TARGETS:
-                cure = f"; write {_FUSED[name]}" if name in _FUSED else "; take it out"
+                cure = f"; write {_FUSED[name]}" if isinstance(name, str) and name in _FUSED else "; take it out"
                 raise ValueError(f"lora.targets: got {name}, expected some of {', '.join(TARGETS)}{cure}")
             if value.count(name) > 1:
                 raise ValueError(f"lora.targets: got {name} twice, expected it once; take one out")

@@ -36,15 +36,10 @@ class Job(parity.Job):
     def model(self) -> model.Model:
         """With the oracle's halves, or with those that training starts from."""
         hf = load_hf_config(self.path / "hf")
-        shape = family_of(hf).shape_of(hf)
-
-        def adapt(chunks: Any, config: Any, parallel: Any) -> None:
-            attach.attach(chunks, config, shape, self.section, parallel, self.mesh.rank, SEED)
-
-        built = model.build(hf, self.config, self.mesh, adapt)
+        built = model.build(hf, self.config, self.mesh, attach.adapting(hf, self.section, self.mesh.rank, SEED))
         model.load_hf(built, self.path / "hf")
         if not self.start:
-            canonical.write(built.chunks, shape, self.section, built.parallel, self.mesh.rank, self.oracle["halves"])
+            canonical.write(built.chunks, family_of(hf).shape_of(hf), self.section, built.parallel, self.mesh.rank, self.oracle["halves"])
         return built
 
     def expected(self, built: model.Model, halves: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

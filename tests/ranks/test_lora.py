@@ -131,6 +131,22 @@ def test_bfloat16_follows_float32(found: dict[str, dict[str, Any]]) -> None:
     assert found["bfloat16"]["distributed"] == pytest.approx(found["bfloat16"]["plain"], abs=0.02)
 
 
+@pytest.mark.parametrize(
+    ("ranks", "saved", "loaded"),
+    [(2, "tp=2", ["tp=2", "tp=1", "pp=2", "pp=2,vpp=2"]), (4, "tp=2,ep=2", ["ep=4", "pp=2,ep=2", "tp=2,ep=2,etp=2"])],
+    ids=["dense", "experts"],
+)
+def test_a_saved_run_goes_on_under_another_layout(references: Path, ranks: int, saved: str, loaded: list[str]) -> None:
+    found = launch.run("lora_resume", ranks, references, str(references), saved, *loaded)
+    plain = sum(file.stat().st_size for file in (references / "plain/hf").glob("*.safetensors"))
+    for name, value in found.items():
+        if name.endswith("bytes"):
+            assert value < plain  # three numbers of every value of the adapter, and none of the model
+        else:
+            assert value < 2e-5, name
+    assert len(found) == 4 * (len(loaded) + 1)
+
+
 @pytest.mark.parametrize("name", lora_case.IN_PEFT)
 def test_the_oracle_is_peft(references: Path, name: str) -> None:
     from peft import LoraConfig, get_peft_model

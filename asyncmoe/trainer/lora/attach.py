@@ -6,7 +6,7 @@ parameters stay, data parallelism and the optimizer find the new ones by themsel
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,6 +14,7 @@ import torch
 
 from asyncmoe.config.lora import LoraSection
 from asyncmoe.errors import ConfigError, InvariantBroken
+from asyncmoe.models import family_of
 from asyncmoe.models.megatron import chunk_prefix
 from asyncmoe.models.parallel import MegatronParallel
 from asyncmoe.models.shape import Shape
@@ -64,6 +65,18 @@ def attach(
         yield from (parameter for adapters in made for _, _, half, parameter in adapters.halves() if half.partial == "etp")
 
     config.finalize_model_grads_func = gradients.finalizing(config.finalize_model_grads_func, copies)
+
+
+def adapting(
+    hf: Mapping[str, Any], section: LoraSection, rank: int, seed: int
+) -> Callable[[Sequence[torch.nn.Module], Any, MegatronParallel], None]:
+    """`attach` as `trainer.model.build` wants it.
+
+    Args:
+        hf: the Hugging Face configuration.
+    """
+    shape = family_of(hf).shape_of(hf)
+    return lambda chunks, config, parallel: attach(chunks, config, shape, section, parallel, rank, seed)
 
 
 def adapters_of(chunks: Sequence[torch.nn.Module]) -> list[Adapters]:

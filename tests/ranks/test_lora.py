@@ -147,6 +147,16 @@ def test_a_saved_run_goes_on_under_another_layout(references: Path, ranks: int, 
     assert len(found) == 4 * (len(loaded) + 1)
 
 
+@pytest.mark.parametrize(("ranks", "sizes"), [(2, ["tp=2", "ep=2", "pp=2"]), (4, ["tp=2,ep=2", "ep=2,etp=2"])], ids=["two", "four"])
+def test_the_layers_of_transformer_engine(references: Path, ranks: int, sizes: list[str]) -> None:
+    """As far as they can be tried without a GPU: stand-ins for its own, Megatron's around them."""
+    found = launch.run("lora_grouped", ranks, references, str(references), *sizes)
+    for layout, adapters in found.items():
+        assert len(adapters) == 6
+        for errors in adapters.values():
+            check_parity(errors)
+
+
 @pytest.mark.parametrize("name", lora_case.IN_PEFT)
 def test_the_oracle_is_peft(references: Path, name: str) -> None:
     from peft import LoraConfig, get_peft_model

@@ -8,6 +8,8 @@ y = W x + (alpha / rank) B A x. The halves of pairs are named as the model is: "
     layout      where every canonical half lies in whose memory, for `asyncmoe.reshard`                     (pure)
     values      what training starts from
     pairs       the modules and what they add to a layer's output
+    module      those of a model chunk together; how they are saved
+    hooks       where in Megatron's layers they are added
     attach      into a GPTModel; switching off
     gradients   the sums over ranks that Megatron does not do
     canonical   reading and writing the adapter as whole tensors

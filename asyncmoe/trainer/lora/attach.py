@@ -13,21 +13,15 @@ from typing import Any
 import torch
 
 from asyncmoe.config.lora import LoraSection
-from asyncmoe.errors import ConfigError, InvariantBroken
+from asyncmoe.errors import InvariantBroken
 from asyncmoe.models import family_of
 from asyncmoe.models.megatron import chunk_prefix
 from asyncmoe.models.parallel import MegatronParallel
 from asyncmoe.models.shape import Shape
-from asyncmoe.platform import megatron
-from asyncmoe.trainer.lora import gradients, plan
+from asyncmoe.trainer.lora import gradients, hooks, plan
 from asyncmoe.trainer.lora.module import Adapters
-from asyncmoe.trainer.lora.pairs import DensePairs, ExpertPair, ExpertPairs, Fused, Pairs, gate_up, qkv, single
+from asyncmoe.trainer.lora.pairs import DensePairs, ExpertPairs, Fused, Pairs, gate_up, qkv, single
 from asyncmoe.trainer.lora.plan import PREFIX, Half
-
-megatron.prepare()
-
-from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear  # noqa: E402
-from megatron.core.transformer.moe.experts import SequentialMLP  # noqa: E402
 
 
 def attach(
@@ -53,10 +47,10 @@ def attach(
         for _, _, half, parameter in adapters.halves():
             gradients.mark(parameter, half)
         decoder: Any = chunk.decoder
-        for layer, linears in zip(decoder.layers, adapters.children(), strict=True):
-            _hook_layer(layer, linears, adapters)
+        for layer, linears in zip(decoder.layers, adapters.layers(), strict=True):
+            hooks.hook_layer(layer, linears, adapters)
         if chunk.pre_process:
-            chunk.embedding.register_forward_hook(_start_of_graph)  # type: ignore[union-attr]
+            chunk.embedding.register_forward_hook(hooks.start_of_graph)  # type: ignore[union-attr]
         device = next(chunk.parameters()).device
         chunk.add_module("adapters", adapters.to(device=device, dtype=config.params_dtype))
         made.append(adapters)
@@ -144,64 +138,3 @@ def _layer_pairs(m: Shape, section: LoraSection, parallel: MegatronParallel, ran
         )
         for linear, halves in by_linear.items()
     }
-
-
-def _hook_layer(layer: Any, linears: Any, adapters: Adapters) -> None:
-    for name, pairs in linears.items():
-        if isinstance(pairs, ExpertPairs):
-            _hook_experts(layer.mlp.experts, name, pairs, adapters)
-        else:
-            owner = layer.self_attention if name in ("linear_qkv", "linear_proj") else layer.mlp
-            _linear(owner, name).register_forward_hook(_adding(pairs, adapters))
-
-
-def _hook_experts(experts: Any, name: str, pairs: ExpertPairs, adapters: Adapters) -> None:
-    """The pairs of all experts are taken apart once a forward pass, before the first expert, and let go of after the last."""
-    if not isinstance(experts, SequentialMLP):
-        raise ConfigError(
-            "lora.targets",
-            got=f"experts that are a {type(experts).__name__}",
-            expected="SequentialMLP, Megatron's experts without Transformer Engine",
-            cure="take gate_proj, up_proj and down_proj out, or run where Transformer Engine is not installed",
-        )
-    current: list[ExpertPair] = []
-
-    def begin(module: torch.nn.Module, arguments: Any) -> None:
-        if adapters.on:
-            current[:] = pairs.each()
-
-    def end(module: torch.nn.Module, arguments: Any, output: Any) -> None:
-        current.clear()
-
-    def adding(at: int) -> Any:
-        return lambda module, arguments, output: (current[at].add(arguments[0], output[0]), output[1]) if adapters.on else None
-
-    experts.register_forward_pre_hook(begin)
-    experts.register_forward_hook(end, always_call=True)
-    for at, expert in enumerate(experts.local_experts):
-        _linear(expert, name).register_forward_hook(adding(at))
-
-
-def _linear(owner: Any, name: str) -> torch.nn.Module:
-    found = getattr(owner, name)
-    if not isinstance(found, ColumnParallelLinear | RowParallelLinear):
-        raise ConfigError(
-            "lora.targets",
-            got=f"a {name} that is a {type(found).__name__}",
-            expected="ColumnParallelLinear or RowParallelLinear, Megatron's layers without Transformer Engine",
-            cure="run where Transformer Engine is not installed",
-        )
-    layer: torch.nn.Module = found
-    return layer
-
-
-def _adding(pairs: Pairs, adapters: Adapters) -> Any:
-    def hook(module: torch.nn.Module, arguments: Any, output: Any) -> Any:
-        return (pairs.add(arguments[0], output[0]), output[1]) if adapters.on else None
-
-    return hook
-
-
-def _start_of_graph(module: torch.nn.Module, arguments: Any, output: torch.Tensor) -> torch.Tensor:
-    """A recomputed layer has gradients only where its input has, and the frozen embedding gives none."""
-    return output.requires_grad_() if torch.is_grad_enabled() else output

@@ -30,6 +30,10 @@ class Adapters(torch.nn.Module):
         for number, linears in enumerate(layers):
             self.add_module(str(number), torch.nn.ModuleDict(dict(linears)))
 
+    def layers(self) -> Iterator[torch.nn.ModuleDict]:
+        """Pairs by the name of their linear layer, layer by layer."""
+        yield from (layer for layer in self.children() if isinstance(layer, torch.nn.ModuleDict))
+
     def halves(self) -> Iterator[tuple[str, int, Half, torch.nn.Parameter]]:
         """Each parameter: its name here, the number of its layer in the model, what it is, itself."""
         for place, pairs in self.named_modules():

@@ -151,7 +151,7 @@ def test_a_saved_run_goes_on_under_another_layout(references: Path, ranks: int, 
 def test_the_layers_of_transformer_engine(references: Path, ranks: int, sizes: list[str]) -> None:
     """As far as they can be tried without a GPU: stand-ins for its own, Megatron's around them."""
     found = launch.run("lora_grouped", ranks, references, str(references), *sizes)
-    for layout, adapters in found.items():
+    for adapters in found.values():
         assert len(adapters) == 6
         for errors in adapters.values():
             check_parity(errors)

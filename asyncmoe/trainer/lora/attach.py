@@ -44,6 +44,7 @@ def attach(
     for chunk, layers in zip(chunks, parallel.chunk_layers(m.layers, rank), strict=True):
         chunk.requires_grad_(False)
         adapters = Adapters([_layer_pairs(m, section, parallel, rank, layer, seed) for layer in layers])
+        adapters.to(device=next(chunk.parameters()).device, dtype=config.params_dtype)
         for _, _, half, parameter in adapters.halves():
             gradients.mark(parameter, half)
         decoder: Any = chunk.decoder
@@ -51,8 +52,7 @@ def attach(
             hooks.hook_layer(layer, linears, adapters)
         if chunk.pre_process:
             chunk.embedding.register_forward_hook(hooks.start_of_graph)  # type: ignore[union-attr]
-        device = next(chunk.parameters()).device
-        chunk.add_module("adapters", adapters.to(device=device, dtype=config.params_dtype))
+        chunk.add_module("adapters", adapters)
         made.append(adapters)
 
     def copies() -> Iterator[torch.nn.Parameter]:
@@ -97,27 +97,27 @@ def parameters(chunks: Sequence[torch.nn.Module]) -> dict[str, torch.nn.Paramete
 @contextmanager
 def switched_off(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
     """Forward passes within are those of the base model: the reference policy, without weights of its own."""
-    adapters = adapters_of(chunks)
-    for one in adapters:
+    switches = [(one, one.on) for one in adapters_of(chunks)]
+    for one, _ in switches:
         one.on = False
     try:
         yield
     finally:
-        for one in adapters:
-            one.on = True
+        for one, on in switches:
+            one.on = on
 
 
 @contextmanager
 def without_dropout(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
     """Forward passes within drop nothing: they say what engines would say."""
-    adapters = adapters_of(chunks)
-    for one in adapters:
+    modes = [(one, one.training) for one in adapters_of(chunks)]
+    for one, _ in modes:
         one.eval()
     try:
         yield
     finally:
-        for one in adapters:
-            one.train()
+        for one, training in modes:
+            one.train(training)
 
 
 def _layer_pairs(m: Shape, section: LoraSection, parallel: MegatronParallel, rank: int, layer: int, seed: int) -> dict[str, Pairs]:

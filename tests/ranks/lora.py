@@ -61,10 +61,7 @@ def main(result: Path, path: Path, layouts: list[str]) -> None:
 def try_layout(path: Path, layout: str) -> dict[str, Any]:
     sizes = {"ranks": dist.get_world_size(), **parity.sizes_of(layout)}
     place = mesh.start(case.config(path, **sizes).trainer, SEED)
-    found = {}
-    for name, (variant, _) in lora_case.ADAPTERS.items():
-        if variant in case.variants(sizes):
-            found[name] = try_adapter(path / variant, place, sizes, name)
+    found = {name: try_adapter(path / lora_case.ADAPTERS[name][0], place, sizes, name) for name in lora_case.tried(sizes)}
     mesh.leave()
     return found
 
@@ -78,17 +75,15 @@ def try_adapter(path: Path, place: mesh.Mesh, sizes: dict[str, int], name: str) 
 
     checks: dict[str, Callable[[], dict[str, Any]]] = {
         "packed": lambda: forward_and_gradients(job(pack=True)),
-        "distributed": lambda: three_steps(job(pack=True, optimizer={"distributed": True})),
         "recompute": lambda: forward_and_gradients(job(pack=True, recompute="full")),
-        "single": lambda: forward_and_gradients(job(pack=False)),
         "plain": lambda: three_steps(job(pack=False)),
+        "distributed": lambda: three_steps(job(pack=True, optimizer={"distributed": True})),
         "start": lambda: start(job(pack=True, start=True)),
         "gathered": lambda: gathered(job(pack=True)),
         "dropout": lambda: dropout(job),
         "bfloat16": lambda: half_precision(job),
     }
-    chosen = checks if name in ("per-expert", "shared-outer") else dict(list(checks.items())[:2])
-    return {check: parity.worst(run()) for check, run in chosen.items()}
+    return {check: parity.worst(checks[check]()) for check in lora_case.checks(name)}
 
 
 def forward_and_gradients(job: Job) -> dict[str, Any]:

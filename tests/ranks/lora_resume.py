@@ -24,15 +24,12 @@ def main(result: Path, path: Path, saved: str, loaded: list[str]) -> None:
     torch.set_num_threads(1)
     logging.disable(logging.WARNING)
     dist.init_process_group("gloo")
-    found = {}
-    for name in ("per-expert", "shared-outer"):
-        for distributed in (False, True):
-            run = result.parent / f"{result.stem}-{name}-{distributed}"
-            checkpoint, size = first_step(path, run, name, distributed, saved)
-            for layout in loaded:
-                error = goes_on(path, run, name, distributed, layout, checkpoint)
-                found[f"{name} {'distributed' if distributed else 'plain'} {layout}"] = error
-            found[f"{name} {'distributed' if distributed else 'plain'} bytes"] = size
+    found: dict[str, float] = {}
+    for name, distributed in (("per-expert", True), ("shared-outer", False)):
+        run = result.parent / f"{result.stem}-{name}"
+        checkpoint, size = first_step(path, run, name, distributed, saved)
+        found |= {f"{name} {layout}": goes_on(path, run, name, distributed, layout, checkpoint) for layout in loaded}
+        found[f"{name} bytes"] = size
     if dist.get_rank() == 0:
         result.write_text(json.dumps(found, indent=1))
     mesh.stop()

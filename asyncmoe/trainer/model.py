@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from asyncmoe.models.megatron import chunk_prefix
 from asyncmoe.platform import megatron
 from asyncmoe.reshard import LocalTransport, Piece, RankLayout, exchange, plan_each
 from asyncmoe.trainer.hf_checkpoint import HFCheckpoint
+from asyncmoe.trainer.lora.plan import PREFIX as ADAPTERS
 from asyncmoe.trainer.mesh import Mesh
 
 megatron.prepare()
@@ -55,7 +56,11 @@ class Model:
     mesh: Mesh
 
 
-def build(hf: Mapping[str, Any], config: Config, mesh: Mesh) -> Model:
+Adapt = Callable[[Sequence[torch.nn.Module], TransformerConfig, MegatronParallel], None]
+"""What is done to the bare chunks of a rank before data parallelism wraps them: adapters are put in."""
+
+
+def build(hf: Mapping[str, Any], config: Config, mesh: Mesh, adapt: Adapt | None = None) -> Model:
     """This rank's part, with random weights; `load_hf` fills it. Weights are float32, or bfloat16 with float32 gradients and masters."""
     te = has_transformer_engine()
     dtype = _dtype(config.trainer.dtype, mesh)
@@ -73,6 +78,8 @@ def build(hf: Mapping[str, Any], config: Config, mesh: Mesh) -> Model:
         ).to(mesh.device)
         for chunk in range(mesh.vpp)
     )
+    if adapt is not None:
+        adapt(chunks, megatron_config, mesh.parallel(te))
     ddp_config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         overlap_grad_reduce=False,
@@ -96,10 +103,11 @@ def parameters(model: Model) -> dict[str, torch.Tensor]:
 
 
 def named_parameters(model: Model) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """This rank's parameters under the names of `parameters`."""
+    """This rank's parameters under the names of `parameters`; adapters, which are no weights of the model, are not among them."""
     for number, chunk in enumerate(model.chunks):
         front = chunk_prefix(number, len(model.chunks))
-        yield from ((front + name, parameter) for name, parameter in chunk.named_parameters())
+        named = ((name, parameter) for name, parameter in chunk.named_parameters() if not name.startswith(ADAPTERS))
+        yield from ((front + name, parameter) for name, parameter in named)
 
 
 def load_hf(model: Model, path: Path) -> None:

@@ -51,7 +51,7 @@ def load(checkpoint: Path, config: Config, model: Model, optimizer: MegatronOpti
         _refuse_another_kind(checkpoint, facts, _kind(config))
     state = dist_checkpointing.load(_state(config, model, optimizer, loading=True), str(checkpoint))
     for chunk, name in zip(model.chunks, _chunk_names(model), strict=True):
-        chunk.load_state_dict(state[name])
+        _trained(chunk).load_state_dict(state[name])
     if optimizer is not None:
         optimizer.load_state_dict(state["optimizer"])
     return int(facts["step"])
@@ -61,12 +61,17 @@ def _state(config: Config, model: Model, optimizer: MegatronOptimizer | None, lo
     metadata: dict[str, Any] = {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
     if config.trainer.optimizer.distributed:
         metadata["distrib_optim_sharding_type"] = "fully_reshardable"
-    chunks: list[Any] = list(model.chunks)
+    chunks = [_trained(chunk) for chunk in model.chunks]
     names = _chunk_names(model)
     state: dict[str, Any] = {name: chunk.sharded_state_dict(metadata=metadata) for name, chunk in zip(names, chunks, strict=True)}
     if optimizer is not None:
         state["optimizer"] = optimizer.sharded_state_dict(state, is_loading=loading, metadata=metadata)
     return state
+
+
+def _trained(chunk: Any) -> Any:
+    """What of a chunk is saved: all of it, or its adapters where it has some. The rest of it then never changes."""
+    return getattr(chunk, "adapters", chunk)
 
 
 def _chunk_names(model: Model) -> list[str]:

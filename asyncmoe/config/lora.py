@@ -1,0 +1,64 @@
+"""Low-rank adapters: what is trained in place of the weights."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from asyncmoe.config.fields import Decay, Positive, PositiveFloat, Section
+
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+MLP = ("gate_proj", "up_proj", "down_proj")
+TARGETS = ATTENTION + MLP
+"""Linear layers that can have an adapter, by the names of Hugging Face's modules."""
+
+_FUSED = {"linear_qkv": "q_proj, k_proj, v_proj", "linear_proj": "o_proj", "linear_fc1": "gate_proj, up_proj", "linear_fc2": "down_proj"}
+"""Megatron's names, and what they hold."""
+
+
+class LoraSection(Section):
+    """Adapters: y = W x + (alpha / rank) B A x for every target, with A [rank, in] and B [out, rank] trained and W left as it is."""
+
+    rank: Positive = Field(32, description="Rows of A and columns of B.")
+    alpha: PositiveFloat = Field(32.0, description="What B A x is multiplied by, divided by the rank.")
+    dropout: Decay = Field(0.0, description="Share of the entries of x that A does not see while training.")
+    targets: tuple[str, ...] = Field(
+        TARGETS,
+        description="Linear layers with an adapter: q_proj, k_proj, v_proj, o_proj (attention); "
+        "gate_proj, up_proj, down_proj (of every expert, and of layers without experts).",
+    )
+    experts: Literal["per_expert", "shared_outer"] = Field(
+        "per_expert",
+        description="per_expert: every expert has its own A and B. shared_outer: the experts of a layer share the halves on the side of "
+        "the hidden states, which are A of gate_proj and up_proj and B of down_proj.",
+    )
+
+    @property
+    def scale(self) -> float:
+        return self.alpha / self.rank
+
+    @field_validator("targets", mode="before")
+    @classmethod
+    def _names(cls, value: Any) -> Any:
+        """Known ones, each once, in the order of `TARGETS`, so that two ways of writing a set are one configuration."""
+        if not isinstance(value, list | tuple):
+            raise ValueError(f"lora.targets: got {value!r}, expected a list of {', '.join(TARGETS)}")
+        for name in value:
+            if name not in TARGETS:
+                cure = f"; write {_FUSED[name]}" if isinstance(name, str) and name in _FUSED else "; take it out"
+                raise ValueError(f"lora.targets: got {name}, expected some of {', '.join(TARGETS)}{cure}")
+            if value.count(name) > 1:
+                raise ValueError(f"lora.targets: got {name} twice, expected it once; take one out")
+        if not value:
+            raise ValueError(f"lora.targets: got none, expected at least one of {', '.join(TARGETS)}; leave the key out for all of them")
+        return tuple(name for name in TARGETS if name in value)
+
+    @model_validator(mode="after")
+    def _check(self) -> LoraSection:
+        if self.experts == "shared_outer" and not set(self.targets) & set(MLP):
+            raise ValueError(
+                f"lora.experts: got shared_outer, expected per_expert because lora.targets has none of {', '.join(MLP)}; leave it out, or "
+                "add one"
+            )
+        return self

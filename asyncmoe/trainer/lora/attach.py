@@ -1,0 +1,140 @@
+"""Adapters put into GPTModels, and switched off again.
+
+They are one more submodule of each model chunk, `adapters`; the layers they belong to get hooks. So the names of the model's own
+parameters stay, data parallelism and the optimizer find the new ones by themselves, and recomputed layers run the hooks again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from asyncmoe.config.lora import LoraSection
+from asyncmoe.errors import InvariantBroken
+from asyncmoe.models import family_of
+from asyncmoe.models.megatron import chunk_prefix
+from asyncmoe.models.parallel import MegatronParallel
+from asyncmoe.models.shape import Shape
+from asyncmoe.trainer.lora import gradients, hooks, plan
+from asyncmoe.trainer.lora.module import Adapters
+from asyncmoe.trainer.lora.pairs import DensePairs, ExpertPairs, Fused, Pairs, gate_up, qkv, single
+from asyncmoe.trainer.lora.plan import PREFIX, Half
+
+
+def attach(
+    chunks: Sequence[torch.nn.Module], config: Any, m: Shape, section: LoraSection, parallel: MegatronParallel, rank: int, seed: int
+) -> None:
+    """Give the chunks of a rank adapters and freeze all else. Call it before data parallelism wraps them.
+
+    Args:
+        chunks: bare GPTModels.
+        config: their TransformerConfig; its `finalize_model_grads_func` is extended.
+        seed: of the values to start from.
+
+    Raises:
+        ConfigError: an adapter that the model cannot have, or layers of a kind that cannot have adapters.
+    """
+    plan.check(section, m)
+    if parallel.tp > 1 and not config.sequence_parallel:
+        raise InvariantBroken("adapters: tensor parallelism without sequence parallelism")
+    made: list[Adapters] = []
+    for chunk, layers in zip(chunks, parallel.chunk_layers(m.layers, rank), strict=True):
+        chunk.requires_grad_(False)
+        adapters = Adapters([_layer_pairs(m, section, parallel, rank, layer, seed) for layer in layers])
+        adapters.to(device=next(chunk.parameters()).device, dtype=config.params_dtype)
+        for _, _, half, parameter in adapters.halves():
+            gradients.mark(parameter, half)
+        decoder: Any = chunk.decoder
+        for layer, linears in zip(decoder.layers, adapters.layers(), strict=True):
+            hooks.hook_layer(layer, linears, adapters)
+        if chunk.pre_process:
+            chunk.embedding.register_forward_hook(hooks.start_of_graph)  # type: ignore[union-attr]
+        chunk.add_module("adapters", adapters)
+        made.append(adapters)
+
+    def copies() -> Iterator[torch.nn.Parameter]:
+        yield from (parameter for adapters in made for _, _, half, parameter in adapters.halves() if half.partial == "etp")
+
+    config.finalize_model_grads_func = gradients.finalizing(config.finalize_model_grads_func, copies)
+
+
+def adapting(
+    hf: Mapping[str, Any], section: LoraSection, rank: int, seed: int
+) -> Callable[[Sequence[torch.nn.Module], Any, MegatronParallel], None]:
+    """`attach` as `trainer.model.build` wants it.
+
+    Args:
+        hf: the Hugging Face configuration.
+    """
+    shape = family_of(hf).shape_of(hf)
+    return lambda chunks, config, parallel: attach(chunks, config, shape, section, parallel, rank, seed)
+
+
+def adapters_of(chunks: Sequence[torch.nn.Module]) -> list[Adapters]:
+    """The adapters of a rank's chunks.
+
+    Raises:
+        InvariantBroken: there are none.
+    """
+    found = [getattr(chunk, "adapters", None) for chunk in chunks]
+    if not all(isinstance(one, Adapters) for one in found):
+        raise InvariantBroken("the model has no adapters")
+    return [one for one in found if isinstance(one, Adapters)]
+
+
+def parameters(chunks: Sequence[torch.nn.Module]) -> dict[str, torch.nn.Parameter]:
+    """A rank's halves by the names of `layout.rank_layout`."""
+    return {
+        chunk_prefix(number, len(chunks)) + PREFIX + name: parameter
+        for number, adapters in enumerate(adapters_of(chunks))
+        for name, parameter in adapters.named_parameters()
+    }
+
+
+@contextmanager
+def switched_off(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
+    """Forward passes within are those of the base model: the reference policy, without weights of its own."""
+    switches = [(one, one.on) for one in adapters_of(chunks)]
+    for one, _ in switches:
+        one.on = False
+    try:
+        yield
+    finally:
+        for one, on in switches:
+            one.on = on
+
+
+@contextmanager
+def without_dropout(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
+    """Forward passes within drop nothing: they say what engines would say."""
+    modes = [(one, one.training) for one in adapters_of(chunks)]
+    for one, _ in modes:
+        one.eval()
+    try:
+        yield
+    finally:
+        for one, training in modes:
+            one.train(training)
+
+
+def _layer_pairs(m: Shape, section: LoraSection, parallel: MegatronParallel, rank: int, layer: int, seed: int) -> dict[str, Pairs]:
+    dense = layer in m.dense_layers
+    by_linear: dict[str, list[Half]] = {}
+    for half in plan.layer_halves(m, section, parallel, rank, dense):
+        by_linear.setdefault(half.linear, []).append(half)
+    width = m.dense_width // parallel.tp if dense else m.expert_width // parallel.etp
+    fused: dict[str, Fused] = {
+        "linear_qkv": qkv(m.kv_heads // parallel.tp, m.heads_per_group, m.head_dim),
+        "linear_proj": single("o_proj", m.hidden),
+        "linear_fc1": gate_up(width),
+        "linear_fc2": single("down_proj", m.hidden),
+    }
+    return {
+        linear: (DensePairs if dense or linear in ("linear_qkv", "linear_proj") else ExpertPairs)(
+            halves, fused[linear], layer, section.scale, section.dropout, seed
+        )
+        for linear, halves in by_linear.items()
+    }

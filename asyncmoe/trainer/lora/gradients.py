@@ -1,0 +1,63 @@
+"""What Megatron is told about adapters' parameters, and the sums over ranks that it does not do.
+
+Megatron reads attributes of parameters: `allreduce` (False: data parallelism is that of experts), `sequence_parallel` (gradients of copies
+are added over tensor-parallel ranks by `finalize_model_grads`), `tensor_model_parallel` and `shared` (whether a rank's part counts in the
+norm of all gradients).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from asyncmoe.errors import InvariantBroken
+from asyncmoe.platform import megatron
+from asyncmoe.trainer.lora.plan import Half
+
+megatron.prepare()
+
+from megatron.core import parallel_state as groups  # noqa: E402  only after the platform is prepared
+
+
+def mark(parameter: torch.nn.Parameter, half: Half) -> None:
+    """Say how the gradient of a half is to be treated."""
+    marks = {
+        "allreduce": not half.expert_data,
+        "sequence_parallel": half.partial == "tp",
+        "tensor_model_parallel": half.counted,
+        "partition_dim": -1 if half.axis is None else half.axis + (half.experts is not None),
+        "partition_stride": 1,
+        # Megatron would count what is not divided over tensor-parallel ranks on the first of them; copies of experts' halves lie otherwise.
+        "shared": not half.counted,
+    }
+    for name, value in marks.items():
+        setattr(parameter, name, value)
+
+
+def finalizing(original: Callable[..., None], copies: Callable[[], Iterator[Any]]) -> Callable[..., None]:
+    """Megatron's `finalize_model_grads_func`, preceded by the sums over expert-tensor-parallel ranks.
+
+    Args:
+        copies: of a rank, the parameters whose `Half.partial` is "etp".
+    """
+
+    def finalize(model: list[Any], *arguments: Any, **keywords: Any) -> None:
+        if any(chunk.ddp_config.overlap_grad_reduce for chunk in model):
+            raise InvariantBroken("adapters: gradients were reduced before their sum over expert-tensor-parallel ranks was known")
+        _sum_over_expert_tensor_ranks([parameter.main_grad for parameter in copies()])
+        original(model, *arguments, **keywords)
+
+    return finalize
+
+
+def _sum_over_expert_tensor_ranks(gradients: Sequence[torch.Tensor]) -> None:
+    group: dist.ProcessGroup = groups.get_expert_tensor_parallel_group()
+    if group.size() == 1 or not gradients:
+        return
+    flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
+    dist.all_reduce(flat, group=group)
+    for gradient, total in zip(gradients, torch.split(flat, [g.numel() for g in gradients]), strict=True):
+        gradient.copy_(total.view_as(gradient))

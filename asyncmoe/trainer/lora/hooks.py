@@ -1,0 +1,117 @@
+"""Where in Megatron's layers pairs are added: to what a linear layer puts out, from what it was given.
+
+Layers are known by their classes: Megatron's own, and those around Transformer Engine's, which divide their work over ranks alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from asyncmoe.errors import ConfigError
+from asyncmoe.platform import megatron
+from asyncmoe.trainer.lora.module import Adapters
+from asyncmoe.trainer.lora.pairs import DensePairs, ExpertPair, ExpertPairs
+
+megatron.prepare()
+
+from megatron.core.transformer.moe.experts import SequentialMLP, TEGroupedMLP  # noqa: E402
+
+_PLAIN = {"ColumnParallelLinear", "RowParallelLinear", "TEColumnParallelLinear", "TERowParallelLinear"}
+_NORMED = {"TELayerNormColumnParallelLinear"}
+"""Classes that have the norm before the layer in them: what they are given is not what they multiply."""
+
+
+def hook_layer(layer: Any, linears: torch.nn.ModuleDict, adapters: Adapters) -> None:
+    """Add pairs to the linear layers, by name, of one of Megatron's transformer layers.
+
+    Raises:
+        ConfigError: a layer of a class that is not known.
+    """
+    for name, pairs in linears.items():
+        if isinstance(pairs, ExpertPairs):
+            _hook_experts(layer.mlp.experts, name, pairs, adapters)
+        elif isinstance(pairs, DensePairs):
+            linear = getattr(layer.self_attention if name in ("linear_qkv", "linear_proj") else layer.mlp, name)
+            linear.register_forward_hook(_adding(linear, name, pairs, adapters))
+
+
+def start_of_graph(module: torch.nn.Module, arguments: Any, output: torch.Tensor) -> torch.Tensor:
+    """Hook of the embedding: a recomputed layer has gradients only where its input has, and a frozen embedding gives none."""
+    return output.requires_grad_() if torch.is_grad_enabled() else output
+
+
+def _adding(linear: torch.nn.Module, name: str, pairs: DensePairs, adapters: Adapters) -> Any:
+    multiplied = _input_of(linear, name)
+
+    def hook(module: torch.nn.Module, arguments: Any, output: Any) -> Any:
+        return (pairs.add(multiplied(arguments[0]), output[0]), output[1]) if adapters.on else None
+
+    return hook
+
+
+def _hook_experts(experts: Any, name: str, pairs: ExpertPairs, adapters: Adapters) -> None:
+    if isinstance(experts, SequentialMLP):
+        _hook_each_expert(experts, name, pairs, adapters)
+    elif isinstance(experts, TEGroupedMLP):
+        getattr(experts, name).register_forward_hook(_adding_grouped(pairs, adapters))
+    else:
+        raise ConfigError(
+            "lora.targets",
+            got=f"experts that are a {type(experts).__name__}",
+            expected="SequentialMLP or TEGroupedMLP",
+            cure="take gate_proj, up_proj and down_proj out",
+        )
+
+
+def _adding_grouped(pairs: ExpertPairs, adapters: Adapters) -> Any:
+    """Hook of a linear layer of all experts, which is given the rows of the first, then of the second ..., and how many each has."""
+
+    def hook(module: torch.nn.Module, arguments: Any, output: Any) -> Any:
+        if not adapters.on:
+            return None
+        (x, counts), (y, bias) = arguments, output
+        rows = zip(pairs.each(), torch.split(x, list(counts)), torch.split(y, list(counts)), strict=True)
+        return torch.cat([pair.add(given, made) for pair, given, made in rows]), bias
+
+    return hook
+
+
+def _hook_each_expert(experts: Any, name: str, pairs: ExpertPairs, adapters: Adapters) -> None:
+    """The pairs of all experts are taken apart once a forward pass, before the first expert, and let go of after the last."""
+    current: list[ExpertPair] = []
+
+    def begin(module: torch.nn.Module, arguments: Any) -> None:
+        if adapters.on:
+            current[:] = pairs.each()
+
+    def end(module: torch.nn.Module, arguments: Any, output: Any) -> None:
+        current.clear()
+
+    def adding(at: int) -> Any:
+        return lambda module, arguments, output: (current[at].add(arguments[0], output[0]), output[1]) if adapters.on else None
+
+    experts.register_forward_pre_hook(begin)
+    experts.register_forward_hook(end, always_call=True)
+    for at, expert in enumerate(experts.local_experts):
+        linear = getattr(expert, name)
+        _input_of(linear, name)
+        linear.register_forward_hook(adding(at))
+
+
+def _input_of(linear: Any, name: str) -> Callable[[torch.Tensor], torch.Tensor]:
+    """From what the layer is given to what it multiplies. [S, B, H] both, a rank's own rows under sequence parallelism."""
+    classes = {one.__name__ for one in type(linear).__mro__}
+    if classes & _NORMED:
+        return lambda x: F.rms_norm(x, (x.shape[-1],), linear.layer_norm_weight, linear.eps)
+    if classes & _PLAIN:
+        return lambda x: x
+    raise ConfigError(
+        "lora.targets",
+        got=f"a {name} that is a {type(linear).__name__}",
+        expected=f"one of {', '.join(sorted(_PLAIN | _NORMED))}",
+        cure="take what it holds out of the targets",
+    )

@@ -1,0 +1,68 @@
+"""Where every canonical half lies in whose memory: the trainer's ranks, and the adapter as a whole."""
+
+from __future__ import annotations
+
+from asyncmoe.config.lora import LoraSection
+from asyncmoe.models.megatron import chunk_prefix
+from asyncmoe.models.parallel import MegatronParallel
+from asyncmoe.models.shape import Shape, Shapes
+from asyncmoe.reshard.layout import Box, LayoutBuilder, RankLayout, whole
+from asyncmoe.trainer.lora.plan import PREFIX, Half, layer_halves
+
+ALONE = MegatronParallel()
+
+
+def tensors(m: Shape, section: LoraSection) -> Shapes:
+    """Canonical halves and their shapes: A [rank, in], B [out, rank]."""
+    return {
+        f"layers.{i}.{name}": half.whole
+        for dense, run in m.runs(range(m.layers))
+        for i in run
+        for half in layer_halves(m, section, ALONE, 0, dense)
+        for name in half.canonical
+    }
+
+
+def canonical_layout(m: Shape, section: LoraSection, dtype: str) -> RankLayout:
+    """The whole adapter as rank 0 has it: a storage for each half, under its name."""
+    builder = LayoutBuilder(0, dtype)
+    for name, shape in tensors(m, section).items():
+        builder.stack(name, [(name, whole(shape))])
+    return builder.build()
+
+
+def rank_layout(m: Shape, section: LoraSection, parallel: MegatronParallel, rank: int, dtype: str) -> RankLayout:
+    """A trainer rank's parameters, by the names of `attach.parameters`.
+
+    Raises:
+        ConfigError: parallel sizes that do not divide the model.
+    """
+    builder = LayoutBuilder(rank, dtype)
+    layer: dict[bool, RankLayout] = {}
+    for chunk, layers in enumerate(parallel.chunk_layers(m.layers, rank)):
+        front = chunk_prefix(chunk, parallel.vpp) + PREFIX
+        for dense, run in m.runs(layers):
+            if dense not in layer:
+                layer[dense] = _layer(layer_halves(m, section, parallel, rank, dense), rank, dtype)
+            builder.repeat(layer[dense], [(f"layers.{i}.", f"{front}{i - layers.start}.") for i in run])
+    return builder.build()
+
+
+def rank_layouts(m: Shape, section: LoraSection, parallel: MegatronParallel, dtype: str) -> list[RankLayout]:
+    """Those of all trainer ranks, from 0 on; each distinct one is made once, so planning reads it once."""
+    made: dict[tuple[int, int, int, int], RankLayout] = {}
+    for rank in range(parallel.world):
+        if parallel.place(rank) not in made:
+            made[parallel.place(rank)] = rank_layout(m, section, parallel, rank, dtype)
+    return [made[parallel.place(rank)].at(rank) for rank in range(parallel.world)]
+
+
+def _layer(halves: tuple[Half, ...], rank: int, dtype: str) -> RankLayout:
+    builder = LayoutBuilder(rank, dtype)
+    for half in halves:
+        rows, columns = half.box
+        box = Box((rows.start, columns.start), half.part)
+        corner = (0, 0)
+        parts = [(name, box, corner if half.experts is None else (at, *corner)) for at, name in enumerate(half.canonical)]
+        builder.place(f"{half.linear}.{half.name}", half.shape, parts)
+    return builder.build()

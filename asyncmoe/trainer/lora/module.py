@@ -1,0 +1,67 @@
+"""The adapters of a model chunk as one module, and how its parameters are saved."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from asyncmoe.platform import megatron
+from asyncmoe.trainer.lora.pairs import Pairs
+from asyncmoe.trainer.lora.plan import PREFIX, Half
+
+megatron.prepare()
+
+from megatron.core import parallel_state as groups  # noqa: E402  only after the platform is prepared
+from megatron.core.dist_checkpointing import ShardedTensor  # noqa: E402
+
+
+class Adapters(torch.nn.Module):
+    """For each layer of a model chunk, numbered from 0, the pairs of each linear layer that has some.
+
+    Attributes:
+        on: the pairs are added to what their layers put out.
+    """
+
+    def __init__(self, layers: Sequence[Mapping[str, Pairs]]) -> None:
+        super().__init__()
+        self.on = True
+        for number, linears in enumerate(layers):
+            self.add_module(str(number), torch.nn.ModuleDict(dict(linears)))
+
+    def layers(self) -> Iterator[torch.nn.ModuleDict]:
+        """Pairs by the name of their linear layer, layer by layer."""
+        yield from (layer for layer in self.children() if isinstance(layer, torch.nn.ModuleDict))
+
+    def halves(self) -> Iterator[tuple[str, int, Half, torch.nn.Parameter]]:
+        """Each parameter: its name here, the number of its layer in the model, what it is, itself."""
+        for place, pairs in self.named_modules():
+            if isinstance(pairs, Pairs):
+                yield from ((f"{place}.{name}", pairs.layer, half, pairs.get_parameter(name)) for name, half in pairs.halves.items())
+
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> dict[str, Any]:
+        """What Megatron's checkpoints ask of a module. Keys are those of the whole model's layers, and experts are divided along the first
+        dimension, so that an adapter can be loaded under other sizes."""
+        del sharded_offsets, metadata
+        return {prefix + name: _sharded(layer, half, parameter) for name, layer, half, parameter in self.halves()}
+
+
+def _sharded(layer: int, half: Half, parameter: torch.nn.Parameter) -> Any:
+    offsets, first = [], 0
+    if half.experts is not None:
+        offsets.append((0, groups.get_expert_model_parallel_rank(), groups.get_expert_model_parallel_world_size()))
+        first = 1
+    if half.axis is not None:
+        offsets.append((first + half.axis, half.index, half.parts))
+    # Of equal copies one is written: the first tensor-parallel rank's, where they are copies over those, of the first data-parallel rank.
+    if half.experts is None:
+        tensor, data = groups.get_tensor_model_parallel_rank(), groups.get_data_parallel_rank()
+    else:
+        tensor, data = groups.get_expert_tensor_parallel_rank(), groups.get_expert_data_parallel_rank()
+    key = f"{PREFIX}layers.{layer}.{_kind(half)}{half.projection}.{half.side}"
+    return ShardedTensor.from_rank_offsets(key, parameter, *offsets, replica_id=(0, 0 if half.axis is not None else tensor, data))
+
+
+def _kind(half: Half) -> str:
+    return "experts." if half.experts is not None else "experts.shared." if half.shared else ""

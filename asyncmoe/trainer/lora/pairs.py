@@ -1,0 +1,152 @@
+"""The modules that hold pairs, and what they add to a layer's output."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from asyncmoe.platform import megatron
+from asyncmoe.trainer.lora.plan import Half
+from asyncmoe.trainer.lora.values import initial
+
+megatron.prepare()
+
+from megatron.core import parallel_state as groups  # noqa: E402  only after the platform is prepared
+from megatron.core.tensor_parallel import (  # noqa: E402
+    gather_from_sequence_parallel_region,
+    get_cuda_rng_tracker,
+    get_expert_parallel_rng_tracker_name,
+    reduce_scatter_to_sequence_parallel_region,
+)
+
+Join = Callable[[Sequence[torch.Tensor]], torch.Tensor]
+"""[..., rows of a projection] for each projection of a fused layer -> [..., rows of the layer]."""
+
+
+@dataclass(frozen=True)
+class Fused:
+    """A linear layer of Megatron's, as projections one reads apart.
+
+    Attributes:
+        outputs: rows of each projection on this rank, by name, in Megatron's order.
+        join: puts them together.
+    """
+
+    outputs: Mapping[str, int]
+    join: Join
+
+
+def qkv(groups_here: int, heads_per_group: int, head_dim: int) -> Fused:
+    """linear_qkv: for each query group its query heads, its key head, its value head."""
+
+    def join(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        return torch.cat([part.view(*part.shape[:-1], groups_here, -1) for part in parts], dim=-1).flatten(-2)
+
+    rows = groups_here * head_dim
+    return Fused({"q_proj": rows * heads_per_group, "k_proj": rows, "v_proj": rows}, join)
+
+
+def gate_up(width: int) -> Fused:
+    """linear_fc1 of a gated MLP: gate, then up."""
+    return Fused({"gate_proj": width, "up_proj": width}, lambda parts: torch.cat(list(parts), dim=-1))
+
+
+def single(projection: str, rows: int) -> Fused:
+    """A layer that is one projection."""
+    return Fused({projection: rows}, lambda parts: parts[0])
+
+
+class Pairs(torch.nn.Module):
+    """The pairs of one linear layer: of all the rank's experts, where it is theirs.
+
+    Args:
+        halves: by parameter name.
+        layer: its number in the model.
+    """
+
+    def __init__(self, halves: Sequence[Half], fused: Fused, layer: int, scale: float, dropout: float, seed: int) -> None:
+        super().__init__()
+        self.halves = {half.name: half for half in halves}
+        self.fused, self.layer, self.scale, self.dropout = fused, layer, scale, dropout
+        for half in halves:
+            self.register_parameter(half.name, torch.nn.Parameter(initial(half, layer, seed)))
+        self.projections = [name for name in fused.outputs if f"{name}_a" in self.halves]
+
+    def add(self, x: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
+        """`output` and what the pairs make of `x`; the layer's own input and output on this rank."""
+        raise NotImplementedError
+
+    def _sum(self, output: torch.Tensor, hidden: torch.Tensor, b: Sequence[torch.Tensor]) -> torch.Tensor:
+        """hidden: [..., rank of each projection, one after the other]."""
+        made = dict(zip(self.projections, torch.split(hidden, [half.shape[-1] for half in b], dim=-1), strict=True))
+        with_b = dict(zip(self.projections, b, strict=True))
+        parts = [
+            made[name] @ with_b[name].t() if name in made else output.new_zeros((*output.shape[:-1], rows))
+            for name, rows in self.fused.outputs.items()
+        ]
+        return output + self.fused.join(parts)
+
+    def _dropped(self, x: torch.Tensor, region: Callable[[], AbstractContextManager[None]]) -> torch.Tensor:
+        """PEFT drops entries of each projection's input apart; here those of one fused layer lose the same."""
+        if not self.dropout or not self.training:
+            return x
+        with region():
+            return F.dropout(x, self.dropout)
+
+    def _of(self, side: str) -> list[torch.Tensor]:
+        return [self.get_parameter(f"{name}_{side}") for name in self.projections]
+
+
+class DensePairs(Pairs):
+    """Of a layer that is divided over tensor-parallel ranks, under sequence parallelism where there are several."""
+
+    def add(self, x: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
+        row_parallel = any(half.axis == 1 for half in self.halves.values())
+        hidden = self.scale * (self._dropped(x, get_cuda_rng_tracker().fork) @ torch.cat(self._of("a")).t())
+        group: dist.ProcessGroup = groups.get_tensor_model_parallel_group()
+        if group.size() > 1:
+            # What travels between the ranks has `rank` columns, not those of the layer.
+            move = reduce_scatter_to_sequence_parallel_region if row_parallel else gather_from_sequence_parallel_region
+            hidden = move(hidden, group=group)
+        return self._sum(output, hidden, self._of("b"))
+
+
+class ExpertPairs(Pairs):
+    """Of the experts of a rank. Neither inputs nor outputs are exchanged between ranks here: the dispatcher does that."""
+
+    def each(self) -> list[ExpertPair]:
+        """One for each expert; in the graph of gradients, so it is asked for once a forward pass, not once an expert."""
+        experts = len(next(half.experts for half in self.halves.values() if half.experts is not None))
+        a, *b = (
+            [weight] * experts if weight.ndim == 2 else weight.unbind() for weight in (torch.cat(self._of("a"), dim=-2), *self._of("b"))
+        )
+        return [ExpertPair(self, first, second) for first, *second in zip(a, *b, strict=True)]
+
+
+@dataclass(frozen=True, eq=False)
+class ExpertPair:
+    """One expert's.
+
+    Attributes:
+        a: [rank of each projection, one after the other; in].
+        b: [out, rank] of each projection.
+    """
+
+    pairs: ExpertPairs
+    a: torch.Tensor
+    b: Sequence[torch.Tensor]
+
+    def add(self, x: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
+        """As `Pairs.add`."""
+        hidden = self.pairs.scale * (self.pairs._dropped(x, _expert_region) @ self.a.t())
+        return self.pairs._sum(output, hidden, self.b)
+
+
+def _expert_region() -> AbstractContextManager[None]:
+    region: AbstractContextManager[None] = get_cuda_rng_tracker().fork(get_expert_parallel_rng_tracker_name())
+    return region

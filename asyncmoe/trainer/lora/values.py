@@ -1,0 +1,29 @@
+"""What training starts from: the same adapter under every layout."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+
+import torch
+
+from asyncmoe.trainer.lora.plan import Half
+
+
+def initial(half: Half, layer: int, seed: int) -> torch.Tensor:
+    """float32 of `half.shape`. B is 0, so that the policy starts as the base model; A is uniform within 1 / sqrt(in), drawn for each
+    canonical half by a generator of its own and then cut.
+
+    Source: PEFT's `LoraLayer.reset_lora_parameters` (kaiming_uniform_ with a = sqrt(5)).
+    """
+    if half.side == "b":
+        return torch.zeros(half.shape)
+    parts = [_draw(half.whole, f"layers.{layer}.{name}", seed)[half.box] for name in half.canonical]
+    return torch.stack(parts) if half.experts is not None else parts[0].clone()
+
+
+def _draw(whole: tuple[int, int], name: str, seed: int) -> torch.Tensor:
+    digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+    bound = 1 / math.sqrt(whole[1])
+    return torch.empty(whole).uniform_(-bound, bound, generator=generator)

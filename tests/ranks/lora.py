@@ -1,0 +1,223 @@
+"""Worker: what every layout of this world size makes of adapters, against the oracle. `lora.py RESULT REFERENCES LAYOUT...`
+
+Errors are maxima over all ranks; of gradients and halves, relative to the largest element.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from asyncmoe.config.lora import LoraSection
+from asyncmoe.models import family_of, load_hf_config
+from asyncmoe.trainer import losses, mesh, model, optimizer, step
+from asyncmoe.trainer.lora import attach, canonical, layout, plan, values
+from tests.ranks import case, lora_case, parity
+
+SEED = 11
+
+
+@dataclass
+class Job(parity.Job):
+    """One layout with one adapter."""
+
+    section: LoraSection
+    oracle: dict[str, Any]
+    start: bool = False
+
+    def model(self) -> model.Model:
+        """With the oracle's halves, or with those that training starts from."""
+        hf = load_hf_config(self.path / "hf")
+        built = model.build(hf, self.config, self.mesh, attach.adapting(hf, self.section, self.mesh.rank, SEED))
+        model.load_hf(built, self.path / "hf")
+        if not self.start:
+            canonical.write(built.chunks, family_of(hf).shape_of(hf), self.section, built.parallel, self.mesh.rank, self.oracle["halves"])
+        return built
+
+    def expected(self, built: model.Model, halves: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The part of whole halves that this rank has."""
+        shape = family_of(built.hf).shape_of(built.hf)
+        return canonical.local(shape, self.section, built.parallel, self.mesh.rank, halves, torch.float32)
+
+
+def main(result: Path, path: Path, layouts: list[str]) -> None:
+    torch.set_num_threads(1)
+    logging.disable(logging.WARNING)
+    dist.init_process_group("gloo")
+    found = {layout: try_layout(path, layout) for layout in layouts}
+    if dist.get_rank() == 0:
+        result.write_text(json.dumps(found, indent=1))
+    mesh.stop()
+
+
+def try_layout(path: Path, layout: str) -> dict[str, Any]:
+    sizes = {"ranks": dist.get_world_size(), **parity.sizes_of(layout)}
+    place = mesh.start(case.config(path, **sizes).trainer, SEED)
+    found = {name: try_adapter(path / lora_case.ADAPTERS[name][0], place, sizes, name) for name in lora_case.tried(sizes)}
+    mesh.leave()
+    return found
+
+
+def try_adapter(path: Path, place: mesh.Mesh, sizes: dict[str, int], name: str) -> dict[str, Any]:
+    reference, oracle = (torch.load(path / file, weights_only=False) for file in ("reference.pt", f"{name}.pt"))
+
+    def job(start: bool = False, dropout: float = 0.0, **trainer: Any) -> Job:
+        section = lora_case.section(name, dropout=dropout)
+        return Job(path, case.config(path, **sizes, **trainer), place, reference, section, oracle, start)
+
+    checks: dict[str, Callable[[], dict[str, Any]]] = {
+        "packed": lambda: forward_and_gradients(job(pack=True)),
+        "recompute": lambda: forward_and_gradients(job(pack=True, recompute="full")),
+        "plain": lambda: three_steps(job(pack=False)),
+        "distributed": lambda: three_steps(job(pack=True, optimizer={"distributed": True})),
+        "start": lambda: start(job(pack=True, start=True)),
+        "gathered": lambda: gathered(job(pack=True)),
+        "dropout": lambda: dropout(job),
+        "bfloat16": lambda: half_precision(job),
+    }
+    return {check: parity.worst(checks[check]()) for check in lora_case.checks(name)}
+
+
+def forward_and_gradients(job: Job) -> dict[str, Any]:
+    built = job.model()
+    adam = optimizer.build(parity.unclipped(job.config), built)
+    batches = job.microbatches("token_mean")
+    found = {"logits": logits_error(job, built, job.oracle["logits"])}
+    with attach.switched_off(built.chunks):
+        found["base"] = logits_error(job, built, job.reference["logits"])
+    found["apart"] = float((job.oracle["logits"][0] - job.reference["logits"][0]).abs().max())
+    policy = losses.PolicyLoss(job.config.objective, case.TEMPERATURE, case.VERSION)
+    for kind, rows, loss in (
+        ("supervised", batches, losses.SupervisedLoss()),
+        ("policy", job.microbatches("sequence_mean", proximal=True), policy),
+    ):
+        made = step.train_step(built, adam, rows, loss, lr=0.0)  # type: ignore[arg-type]
+        wanted = job.oracle[kind]
+        found |= {
+            f"{kind}_gradients": gradient_error(job, built, wanted["gradients"]),
+            f"{kind}_loss": abs(made.loss - wanted["loss"]),
+            f"{kind}_norm": abs(made.grad_norm / wanted["grad_norm"] - 1),
+        }
+    return found
+
+
+def three_steps(job: Job) -> dict[str, Any]:
+    built = job.model()
+    adam = optimizer.build(job.config, built)
+    before = parity.snapshot(built)
+    batches = job.microbatches("token_mean")
+    seen = [step.train_step(built, adam, batches, losses.SupervisedLoss(), lr=case.LR) for _ in range(case.STEPS)]
+    mine = {name: parameter.data for name, parameter in attach.parameters(built.chunks).items()}
+    wanted = job.expected(built, job.oracle["trained"])
+    assert mine.keys() == wanted.keys()
+    sizes = [p.numel() for p in built.ddp[0].parameters() if p.requires_grad]
+    state = sum(s["exp_avg"].numel() for o in adam.chained_optimizers for s in ({} if o.optimizer is None else o.optimizer.state).values())
+    found = {
+        "halves": max(float((mine[name] - want).abs().max()) for name, want in wanted.items()),
+        "losses": max(abs(one.loss - want["loss"]) for one, want in zip(seen, job.oracle["steps"], strict=True)),
+        "norms": max(abs(one.grad_norm / want["grad_norm"] - 1) for one, want in zip(seen, job.oracle["steps"], strict=True)),
+        "frozen": all(torch.equal(a, b) for a, b in zip(before, parity.snapshot(built), strict=True)),
+    }
+    if not job.config.trainer.optimizer.distributed and len(built.ddp) == 1:
+        found["state"] = state == sum(sizes) == sum(value.numel() for value in mine.values())
+    return found
+
+
+def start(job: Job) -> dict[str, Any]:
+    """The values training starts from are those of one process, and make no difference to the base model."""
+    built = job.model()
+    shape = family_of(built.hf).shape_of(built.hf)
+    whole: dict[str, torch.Tensor] = {}
+    for i in range(shape.layers):
+        for half in plan.layer_halves(shape, job.section, layout.ALONE, 0, i in shape.dense_layers):
+            value = values.initial(half, i, SEED)
+            each = value.unbind() if half.experts is not None else [value]
+            whole |= {f"layers.{i}.{name}": one for name, one in zip(half.canonical, each, strict=True)}
+    wanted = job.expected(built, whole)
+    distinct = len({float(half.flatten()[0]) for name, half in whole.items() if name.endswith(".a")})
+    return {
+        "equal": all(torch.equal(parameter.data, wanted[name]) for name, parameter in attach.parameters(built.chunks).items()),
+        "b": max(float(half.abs().max()) for name, half in whole.items() if name.endswith(".b")),
+        "a": max(abs(float(half.abs().max()) * half.shape[1] ** 0.5 - 1) for name, half in whole.items() if name.endswith(".a")),
+        "distinct": distinct == sum(name.endswith(".a") for name in whole),
+        "logits": logits_error(job, built, job.reference["logits"]),
+    }
+
+
+def gathered(job: Job) -> dict[str, Any]:
+    """What was written comes out again, on rank 0, and no more bytes than the adapter has."""
+    built = job.model()
+    shape = family_of(built.hf).shape_of(built.hf)
+    gatherer = canonical.AdapterGatherer(built.chunks, shape, job.section, built.parallel, job.mesh.rank, bucket_bytes=20_000, timeout_s=60)
+    wanted, seen = job.oracle["halves"], {}
+    for bucket, flat in gatherer.run():
+        if flat is not None:
+            parts = torch.split(flat, [torch.Size(s).numel() for s in bucket.shapes])
+            seen |= {n: part.view(s) for n, s, part in zip(bucket.names, bucket.shapes, parts, strict=True)}
+    right = job.mesh.rank != 0 or (seen.keys() == wanted.keys() and all(torch.equal(seen[name], wanted[name]) for name in wanted))
+    total = sum(bucket.nbytes for bucket in gatherer.buckets)
+    return {"right": right, "buckets": len(gatherer.buckets), "bytes": total == sum(half.numel() * 4 for half in wanted.values())}
+
+
+def dropout(job: Callable[..., Job]) -> dict[str, Any]:
+    """The same entries are dropped when a layer is computed again, and none where dropout is switched off."""
+    seen = {}
+    for recompute in ("none", "full"):
+        mesh.model_parallel_cuda_manual_seed(SEED, force_reset_rng=True)
+        here = job(pack=True, recompute=recompute, dropout=0.3)
+        built = here.model()
+        adam = optimizer.build(parity.unclipped(here.config), built)
+        with attach.without_dropout(built.chunks):
+            still = logits_error(here, built, here.oracle["logits"])
+        step.train_step(built, adam, here.microbatches("token_mean"), losses.SupervisedLoss(), lr=0.0)
+        seen[recompute] = {name: p.main_grad.clone() for name, p in attach.parameters(built.chunks).items()}
+        apart = gradient_error(here, built, here.oracle["supervised"]["gradients"])
+    same = max(float((seen["none"][name] - other).abs().max() / other.abs().max()) for name, other in seen["full"].items())
+    return {"logits": still, "same": same, "apart": apart}
+
+
+def half_precision(job: Callable[..., Job]) -> dict[str, Any]:
+    """bfloat16 halves with float32 masters, under both optimizers."""
+    found: dict[str, Any] = {}
+    for name in ("plain", "distributed"):
+        here = job(pack=True, dtype="bfloat16", optimizer={"distributed": name == "distributed"})
+        built = here.model()
+        adam = optimizer.build(here.config, built)
+        batches = here.microbatches("token_mean")
+        seen = [step.train_step(built, adam, batches, losses.SupervisedLoss(), lr=case.LR).loss for _ in range(case.STEPS)]
+        found[name] = max(abs(value - want["loss"]) for value, want in zip(seen, here.oracle["steps"], strict=True))
+        masters = {
+            p.dtype for o in adam.chained_optimizers if o.optimizer is not None for g in o.optimizer.param_groups for p in g["params"]
+        }
+        assert masters == {torch.float32}, masters
+        assert {p.dtype for p in attach.parameters(built.chunks).values()} == {torch.bfloat16}
+    return found
+
+
+def logits_error(job: Job, built: model.Model, wanted: list[torch.Tensor]) -> float:
+    known = job.reference
+    job.reference = {**known, "logits": wanted}
+    error = parity.logits_error(job, built, job.microbatches("token_mean"))
+    job.reference = known
+    return error
+
+
+def gradient_error(job: Job, built: model.Model, wanted: dict[str, torch.Tensor]) -> float:
+    """Of every pair: relative to the largest element of its canonical half, on every rank that has a part of it or a copy."""
+    scales = {name: torch.full_like(gradient, float(gradient.abs().max())) for name, gradient in wanted.items()}
+    here, scale = job.expected(built, wanted), job.expected(built, scales)
+    mine = {name: parameter.main_grad for name, parameter in attach.parameters(built.chunks).items()}
+    assert mine.keys() == here.keys()
+    return max(float(((mine[name] - want).abs() / scale[name].clamp(min=1e-12)).max()) for name, want in here.items())
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:])

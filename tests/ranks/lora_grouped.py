@@ -1,0 +1,132 @@
+"""Worker: adapters in a model of the layers that Transformer Engine brings, which stand-ins of the same signatures take the place of: norms
+inside the linear layers, and Megatron's own TEGroupedMLP. `lora_grouped.py RESULT REFERENCES LAYOUT...`
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn import functional as F
+
+from asyncmoe.errors import ConfigError
+from asyncmoe.models import load_hf_config
+from asyncmoe.platform import megatron
+from asyncmoe.trainer import mesh, model
+from asyncmoe.trainer.lora import attach
+from tests.ranks import case, lora_case, parity
+from tests.ranks.lora import SEED, Job, forward_and_gradients
+
+megatron.prepare()
+
+from megatron.core.tensor_parallel import ColumnParallelLinear  # noqa: E402  only after the platform is prepared
+from megatron.core.transformer.identity_op import IdentityOp  # noqa: E402
+from megatron.core.transformer.mlp import MLPSubmodules  # noqa: E402
+from megatron.core.transformer.moe.experts import TEGroupedMLP  # noqa: E402
+from megatron.core.transformer.spec_utils import ModuleSpec  # noqa: E402
+
+
+class TELayerNormColumnParallelLinear(ColumnParallelLinear):  # type: ignore[misc]
+    def __init__(self, input_size: int, output_size: int, *, config: Any, **keywords: Any) -> None:
+        super().__init__(input_size, output_size, config=config, **keywords)
+        self.layer_norm_weight = torch.nn.Parameter(torch.ones(input_size))
+        self.eps = config.layernorm_epsilon
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return super().forward(F.rms_norm(x, (x.shape[-1],), self.layer_norm_weight, self.eps))
+
+
+class Grouped(torch.nn.Module):
+    """`forward` as TEGroupedLinear's: rows of all experts one after the other, and how many each has."""
+
+    divided = (1, 1)
+
+    def __init__(self, num_gemms: int, input_size: int, output_size: int, *, pg_collection: Any, **_: Any) -> None:
+        super().__init__()
+        parts = pg_collection.expt_tp.size()
+        shape = (output_size // (parts if self.divided[0] else 1), input_size // (parts if self.divided[1] else 1))
+        for i in range(num_gemms):
+            self.register_parameter(f"weight{i}", torch.nn.Parameter(torch.empty(shape)))
+
+    def forward(self, x: torch.Tensor, m_splits: list[int]) -> tuple[torch.Tensor, None]:
+        parts = zip(torch.split(x, m_splits), self.parameters(), strict=True)
+        return torch.cat([rows @ weight.t() for rows, weight in parts]), None
+
+
+class ColumnGrouped(Grouped):
+    divided = (1, 0)
+
+
+class RowGrouped(Grouped):
+    divided = (0, 1)
+
+
+def spec(config: Any, te: bool, chunk: int | None) -> Any:
+    block = local_spec(config, False, chunk)
+    for layer in block.layer_specs:
+        layer.submodules.input_layernorm = IdentityOp
+        layer.submodules.self_attention.submodules.linear_qkv = TELayerNormColumnParallelLinear
+        mlp = layer.submodules.mlp
+        if hasattr(mlp.submodules, "experts"):
+            mlp.submodules.experts = ModuleSpec(TEGroupedMLP, submodules=MLPSubmodules(linear_fc1=ColumnGrouped, linear_fc2=RowGrouped))
+        else:
+            layer.submodules.pre_mlp_layernorm = IdentityOp
+            mlp.submodules.linear_fc1 = TELayerNormColumnParallelLinear
+    return block
+
+
+local_spec = model._spec
+model._spec = spec
+model.has_transformer_engine = lambda: True
+
+
+def main(result: Path, path: Path, layouts: list[str]) -> None:
+    torch.set_num_threads(1)
+    logging.disable(logging.WARNING)
+    dist.init_process_group("gloo")
+    found: dict[str, Any] = {layout: {} for layout in layouts}
+    for layout in layouts:
+        sizes = {"ranks": dist.get_world_size(), **parity.sizes_of(layout)}
+        place = mesh.start(case.config(path, **sizes).trainer, SEED)
+        for name in ("per-expert", "shared-outer", "tied"):
+            folder = path / lora_case.ADAPTERS[name][0]
+            reference, oracle = (torch.load(folder / file, weights_only=False) for file in ("reference.pt", f"{name}.pt"))
+            for recompute in ("none", "full"):
+                config = case.config(folder, **sizes, pack=True, recompute=recompute)
+                job = Job(folder, config, place, reference, lora_case.section(name), oracle)
+                found[layout][f"{name} {recompute}"] = parity.worst(forward_and_gradients(job))
+        refused(job)
+        mesh.leave()
+    if dist.get_rank() == 0:
+        result.write_text(json.dumps(found, indent=1))
+    mesh.stop()
+
+
+def refused(job: Job) -> None:
+    """A layer or experts of a class nobody has looked at."""
+    hf = load_hf_config(job.path / "hf")
+    for change, said in (
+        (
+            lambda layer: setattr(layer.self_attention, "linear_qkv", torch.nn.Linear(1, 1)),
+            "a linear_qkv that is a Linear, expected one of",
+        ),
+        (lambda layer: setattr(layer.mlp, "experts", torch.nn.Linear(1, 1)), "experts that are a Linear, expected SequentialMLP or"),
+    ):
+        inner = attach.adapting(hf, job.section, job.mesh.rank, SEED)
+
+        def adapt(chunks: Any, *rest: Any, change: Any = change, inner: Any = inner) -> None:
+            change(chunks[0].decoder.layers[0])
+            inner(chunks, *rest)
+
+        with pytest.raises(ConfigError, match=said):
+            model.build(hf, job.config, job.mesh, adapt)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:])

@@ -1,0 +1,188 @@
+"""Under every layout, adapters compute what W + (alpha / rank) B A computes on one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.ranks import case, launch, lora_case, lora_oracle, oracle
+
+pytestmark = pytest.mark.ranks
+
+LAYOUTS = {
+    "1": (1, "tp=1"),
+    "dp2": (2, "tp=1"),
+    "tp2": (2, "tp=2"),
+    "pp2": (2, "pp=2"),
+    "ep2": (2, "ep=2"),
+    "pp2xvpp2": (2, "pp=2,vpp=2"),
+    "tp2xep2": (4, "tp=2,ep=2"),
+    "tp2xep2xetp2": (4, "tp=2,ep=2,etp=2"),
+    "ep2xetp2": (4, "ep=2,etp=2"),
+    "pp2xep2": (4, "pp=2,ep=2"),
+}
+OTHERS = [
+    (layout, adapter)
+    for layout, (_, sizes) in LAYOUTS.items()
+    for adapter in lora_case.tried({key: int(value) for key, value in (part.split("=") for part in sizes.split(","))})
+    if adapter not in lora_case.BOTH
+]
+layouts = pytest.mark.parametrize("layout", LAYOUTS)
+both = pytest.mark.parametrize("adapter", lora_case.BOTH)
+
+
+@pytest.fixture(scope="session")
+def references(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("lora")
+    for variant in sorted({variant for variant, _ in lora_case.ADAPTERS.values()}):
+        oracle.write(path / variant, variant)
+    for name, (variant, _) in lora_case.ADAPTERS.items():
+        lora_oracle.write(path / variant, name)
+    return path
+
+
+@pytest.fixture(scope="session")
+def worlds(references: Path) -> dict[int, Any]:
+    """Results by world size, filled as tests ask for them: one launch a size, all of its layouts in it."""
+    return {}
+
+
+@pytest.fixture
+def found(layout: str, adapter: str, worlds: dict[int, Any], references: Path) -> dict[str, dict[str, Any]]:
+    """What a layout made of an adapter, by check."""
+    ranks, sizes = LAYOUTS[layout]
+    if ranks not in worlds:
+        wanted = [other for count, other in LAYOUTS.values() if count == ranks]
+        worlds[ranks] = launch.run("lora", ranks, references, str(references), *wanted, timeout_s=400)
+    result: dict[str, dict[str, Any]] = worlds[ranks][sizes][adapter]
+    return result
+
+
+@layouts
+@both
+@pytest.mark.parametrize("how", ["packed", "recompute"])
+def test_logits_and_gradients(found: dict[str, dict[str, Any]], how: str) -> None:
+    check_parity(found[how])
+
+
+@pytest.mark.parametrize(("layout", "adapter"), OTHERS)
+def test_some_targets_and_other_models(found: dict[str, dict[str, Any]]) -> None:
+    check_parity(found["packed"])
+    check_training(found["distributed"])
+
+
+def check_parity(errors: dict[str, Any]) -> None:
+    assert errors["logits"] < 1e-4
+    assert errors["base"] < 1e-4
+    assert errors["apart"] > 0.1
+    for loss in ("supervised", "policy"):
+        assert errors[f"{loss}_loss"] < 1e-5
+        assert errors[f"{loss}_norm"] < 1e-4
+        assert errors[f"{loss}_gradients"] < 1e-4
+
+
+@layouts
+@both
+@pytest.mark.parametrize("kind", ["plain", "distributed"])
+def test_halves_after_three_steps(found: dict[str, dict[str, Any]], kind: str) -> None:
+    check_training(found[kind])
+    assert found[kind].get("state", True)
+
+
+def check_training(errors: dict[str, Any]) -> None:
+    assert errors["halves"] < 2e-5
+    assert errors["losses"] < 1e-5
+    assert errors["norms"] < 1e-4
+    assert errors["frozen"]
+
+
+@layouts
+@both
+def test_training_starts_from_the_same_values_and_from_the_base_model(found: dict[str, dict[str, Any]]) -> None:
+    begun = found["start"]
+    assert begun["equal"]
+    assert begun["distinct"]
+    assert begun["b"] == 0
+    assert begun["a"] < 0.1  # the largest of many uniform draws is near the bound
+    assert begun["logits"] < 1e-4
+
+
+@layouts
+@both
+def test_the_adapter_is_gathered_whole(found: dict[str, dict[str, Any]]) -> None:
+    assert found["gathered"]["right"]
+    assert found["gathered"]["bytes"]
+    assert found["gathered"]["buckets"] > 3
+
+
+@layouts
+@pytest.mark.parametrize("adapter", lora_case.BOTH[:1])
+def test_dropout_is_drawn_again_alike(found: dict[str, dict[str, Any]]) -> None:
+    assert found["dropout"]["same"] < 1e-5
+    assert found["dropout"]["apart"] > 0.01
+    assert found["dropout"]["logits"] < 1e-4
+
+
+@layouts
+@pytest.mark.parametrize("adapter", lora_case.BOTH[1:])
+def test_bfloat16_follows_float32(found: dict[str, dict[str, Any]]) -> None:
+    assert found["bfloat16"]["plain"] < 0.1
+    assert found["bfloat16"]["distributed"] == pytest.approx(found["bfloat16"]["plain"], abs=0.02)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "saved", "loaded"),
+    [(2, "tp=2", ["tp=2", "tp=1", "pp=2", "pp=2,vpp=2"]), (4, "tp=2,ep=2", ["ep=4", "pp=2,ep=2", "tp=2,ep=2,etp=2"])],
+    ids=["dense", "experts"],
+)
+def test_a_saved_run_goes_on_under_another_layout(references: Path, ranks: int, saved: str, loaded: list[str]) -> None:
+    found = launch.run("lora_resume", ranks, references, str(references), saved, *loaded)
+    plain = sum(file.stat().st_size for file in (references / "plain/hf").glob("*.safetensors"))
+    for name, value in found.items():
+        if name.endswith("bytes"):
+            assert value < plain  # three numbers of every value of the adapter, and none of the model
+        else:
+            assert value < 2e-5, name
+    assert len(found) == 2 * (len(loaded) + 1)
+
+
+def test_the_layers_of_transformer_engine(references: Path) -> None:
+    """As far as they can be tried without a GPU: stand-ins for its own, Megatron's around them."""
+    found = launch.run("lora_grouped", 4, references, str(references), "tp=2,ep=2", "ep=2,etp=2", "tp=2,pp=2")
+    for adapters in found.values():
+        assert len(adapters) == 6
+        for errors in adapters.values():
+            check_parity(errors)
+
+
+@pytest.mark.parametrize("name", lora_case.IN_PEFT)
+def test_the_oracle_is_peft(references: Path, name: str) -> None:
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    path, section = references / lora_case.ADAPTERS[name][0], lora_case.section(name)
+    found, known = (torch.load(path / file, weights_only=False) for file in (f"{name}.pt", "reference.pt"))
+    base = AutoModelForCausalLM.from_pretrained(path / "hf", attn_implementation="eager").eval()
+    model = get_peft_model(base, LoraConfig(r=section.rank, lora_alpha=section.alpha, target_modules=list(section.targets))).eval()
+    halves = {canonical(key): p for key, p in model.named_parameters() if p.requires_grad}
+    assert halves.keys() == found["halves"].keys()
+    with torch.no_grad():
+        for key, half in halves.items():
+            half.copy_(found["halves"][key])
+        logits = [oracle._logits(model, ids) for ids in case.tokens()]
+    assert max(float((a - b).abs().max()) for a, b in zip(logits, found["logits"], strict=True)) < 1e-5
+    loss = oracle._supervised(model, known["behaviour"], known["proximal"])
+    loss.backward()
+    for key, half in halves.items():
+        wanted = found["supervised"]["gradients"][key]
+        assert half.grad is not None
+        assert float((half.grad - wanted).abs().max() / wanted.abs().max()) < 1e-4
+
+
+def canonical(name: str) -> str:
+    """base_model.model.model.layers.0.self_attn.q_proj.lora_A.default.weight -> layers.0.q_proj.a"""
+    _, _, _, layers, number, _, projection, side, *_ = name.split(".")
+    return f"{layers}.{number}.{projection}.{side[-1].lower()}"

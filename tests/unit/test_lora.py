@@ -1,0 +1,166 @@
+"""Adapters: which are refused, and how their halves are spread over ranks. What they compute is `tests/ranks/test_lora.py`."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from plan_steps import carry_out
+from pydantic import ValidationError
+from reshard_ranks import blank, filled, numbered
+
+from asyncmoe import config
+from asyncmoe.config.lora import TARGETS, LoraSection
+from asyncmoe.errors import ConfigError
+from asyncmoe.models import MegatronParallel, family_of
+from asyncmoe.models.shape import Shape
+from asyncmoe.reshard import plan
+from asyncmoe.trainer.lora import layout, values
+from asyncmoe.trainer.lora.plan import Half, check, layer_halves
+
+SMALL: dict[str, Any] = {
+    "model_type": "qwen3_moe", "vocab_size": 68, "hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 4,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 2, "num_experts": 4, "num_experts_per_tok": 2,
+    "moe_intermediate_size": 4, "mlp_only_layers": [1],
+}  # fmt: skip
+MOE = family_of(SMALL).shape_of(SMALL)
+DENSE = family_of({"model_type": "qwen3"}).shape_of({**SMALL, "model_type": "qwen3"})
+SECTIONS = [
+    LoraSection(rank=2),
+    LoraSection(rank=2, experts="shared_outer"),
+    LoraSection(rank=1, targets=("v_proj", "down_proj"), experts="shared_outer"),
+]
+
+
+def section_of(**values: Any) -> LoraSection:
+    """As the configuration parses it."""
+
+    class Wired(config.Config):
+        lora: LoraSection = LoraSection()
+
+    base = {"run": {"dir": "runs/x", "steps": 1}, "model": {"path": "m"}, "task": {"kind": "arithmetic"}}
+    try:
+        return Wired.model_validate({**base, "lora": values}).lora
+    except ValidationError as error:
+        raise config._explain(error, "config") from None
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"targets": ["q_proj", "linear_qkv"]}, r"lora\.targets: got linear_qkv, expected some of q_proj, .*write q_proj, k_proj, v_proj"),
+        ({"targets": ["lm_head"]}, r"lora\.targets: got lm_head, expected some of .*take it out"),
+        ({"targets": []}, r"lora\.targets: got none, expected at least one of .*leave the key out"),
+        ({"targets": "q_proj"}, r"lora\.targets: got 'q_proj', expected a list"),
+        ({"targets": ["q_proj", "q_proj"]}, r"lora\.targets: got q_proj twice, expected it once; take one out"),
+        ({"targets": [["q_proj"]]}, r"lora\.targets: got \['q_proj'\], expected some of"),
+        (
+            {"targets": ["q_proj"], "experts": "shared_outer"},
+            r"lora\.experts: got shared_outer, expected per_expert because .*leave it out",
+        ),
+        ({"experts": "shared"}, r"lora\.experts: got 'shared', expected 'per_expert' or 'shared_outer'"),
+        ({"rank": 0}, r"lora\.rank: got 0, expected .*greater than 0"),
+        ({"alpha": 0}, r"lora\.alpha: got 0, expected .*greater than 0"),
+        ({"dropout": 1}, r"lora\.dropout: got 1, expected .*less than 1"),
+    ],
+)
+def test_what_cannot_be_is_refused_with_its_cure(values: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        section_of(**values)
+
+
+def test_the_order_of_targets_makes_no_difference() -> None:
+    assert section_of(targets=["down_proj", "q_proj"]) == section_of(targets=["q_proj", "down_proj"])
+    assert section_of().targets == TARGETS
+    assert section_of(rank=8, alpha=16).scale == 2
+
+
+@pytest.mark.parametrize(
+    ("section", "shape", "said"),
+    [
+        (
+            LoraSection(rank=2, experts="shared_outer"),
+            DENSE,
+            r"lora\.experts: got shared_outer, expected per_expert as the model has no exp",
+        ),
+        (LoraSection(rank=5), MOE, r"lora\.rank: got 5, expected at most 4, the smaller side of [kg].*lower it"),
+        (LoraSection(rank=9, targets=("q_proj",)), MOE, r"lora\.rank: got 9, expected at most 8, the smaller side of q_proj"),
+    ],
+)
+def test_what_the_model_cannot_have_is_refused(section: LoraSection, shape: Shape, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        check(section, shape)
+    check(section.model_copy(update={"rank": 1, "experts": "per_expert"}), shape)
+
+
+def grids() -> Iterator[MegatronParallel]:
+    for tp, pp, vpp, ep, etp, dp in itertools.product((1, 2), (1, 2), (1, 2), (1, 2, 4), (1, 2), (1, 2, 4)):
+        if tp * dp % (ep * etp) == 0 and tp * pp * dp <= 8 and (ep > 1 or etp == tp) and (vpp == 1 or pp == 2):
+            yield MegatronParallel(tp, pp, ep, etp, dp, vpp=vpp)
+
+
+@pytest.mark.parametrize("section", SECTIONS, ids=["per_expert", "shared_outer", "some"])
+def test_out_to_every_rank_and_back(section: LoraSection) -> None:
+    """Whole halves reach every rank, whose parameters have the shapes of the plan, and come back from any of them."""
+    tensors = layout.tensors(MOE, section)
+    given = numbered(tensors)
+    whole = layout.canonical_layout(MOE, section, "int32")
+    seen = 0
+    for grid in grids():
+        ranks = layout.rank_layouts(MOE, section, grid, "int32")
+        held = {one.rank: blank(one) for one in ranks}
+        carry_out(plan(tensors, [whole.at(0)], ranks), {0: filled(whole, given)}, held)
+        back = blank(whole)
+        carry_out(plan(tensors, ranks, [whole]), held, {0: back})
+        for name, value in filled(whole, given).items():
+            np.testing.assert_array_equal(back[name], value, err_msg=f"{grid} {name}")
+        for rank, arrays in held.items():
+            assert sorted(array.shape for array in arrays.values()) == sorted(half.shape for _, half in of_rank(section, grid, rank))
+        seen += 1
+    assert seen > 20
+
+
+@pytest.mark.parametrize("section", SECTIONS, ids=["per_expert", "shared_outer", "some"])
+def test_every_value_counts_once_in_a_norm(section: LoraSection) -> None:
+    """Over the ranks of one replica: the first data-parallel one, or the first expert-data-parallel one of halves reduced there."""
+    total = sum(int(np.prod(shape)) for shape in layout.tensors(MOE, section).values())
+    for grid in grids():
+        counted = sum(
+            int(np.prod(half.shape))
+            for rank in range(grid.world)
+            for _, half in of_rank(section, grid, rank)
+            if half.counted and (grid.expert_dp_rank(rank) if half.expert_data else grid.dp_rank(rank)) == 0
+        )
+        assert counted == total, grid
+
+
+def test_initial_values_are_cut_from_the_same_whole() -> None:
+    for section in SECTIONS:
+        whole: dict[str, torch.Tensor] = {}
+        for layer, half in of_rank(section, layout.ALONE, 0):
+            each = values.initial(half, layer, seed=3)
+            whole |= zip((f"layers.{layer}.{n}" for n in half.canonical), each if half.experts is not None else [each], strict=True)
+        assert {name: tuple(half.shape) for name, half in whole.items()} == layout.tensors(MOE, section)
+        for grid in grids():
+            for layer, half in of_rank(section, grid, grid.world - 1):
+                parts = [whole[f"layers.{layer}.{name}"][half.box] for name in half.canonical]
+                assert torch.equal(values.initial(half, layer, seed=3), torch.stack(parts) if half.experts is not None else parts[0])
+
+
+def test_another_seed_another_start() -> None:
+    half = Half("q_proj", "a", "linear_qkv", (2, 8))
+    assert torch.equal(values.initial(half, 0, seed=1), values.initial(half, 0, seed=1))
+    assert not torch.equal(values.initial(half, 0, seed=1), values.initial(half, 0, seed=2))
+    assert not torch.equal(values.initial(half, 0, seed=1), values.initial(half, 1, seed=1))
+    assert float(values.initial(half, 0, seed=1).abs().max()) <= 8**-0.5
+
+
+def of_rank(section: LoraSection, grid: MegatronParallel, rank: int) -> Iterator[tuple[int, Half]]:
+    """(layer of the model, half)."""
+    for layers in grid.chunk_layers(MOE.layers, rank):
+        for layer in layers:
+            yield from ((layer, half) for half in layer_halves(MOE, section, grid, rank, layer in MOE.dense_layers))

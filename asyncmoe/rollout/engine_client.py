@@ -142,12 +142,15 @@ class EngineClient:
         except (aiohttp.ClientError, TimeoutError):
             return False
 
-    async def generate(self, tokens: Sequence[int], sampling: Sampling, salt: str, timeout_s: float, held: int = 0) -> Generation:
+    async def generate(
+        self, tokens: Sequence[int], sampling: Sampling, salt: str, timeout_s: float, held: int = 0, adapter: str | None = None
+    ) -> Generation:
         """Sample one response to a prompt of token ids.
 
         Args:
             salt: prefixes are shared only between requests of the same salt.
             held: leading tokens whose routes need not be sent, because earlier turns have them.
+            adapter: name of a loaded one; None: the model as it is.
 
         Raises:
             EngineLost, EngineError, WaitTimeout: see the class's module; also when the engine aborted the request.
@@ -160,6 +163,7 @@ class EngineClient:
             "return_routed_experts": recording.routing is not None,
             "routed_experts_start_len": held if recording.routing is not None else 0,
             "cache_salt": salt,
+            "lora_path": adapter,
             "sampling_params": {
                 "temperature": sampling.temperature,
                 "max_new_tokens": sampling.max_new_tokens,
@@ -235,6 +239,21 @@ class EngineClient:
         }
         await self._post("/update_weights_from_tensor", body, _Acknowledged, timeout_s)
 
+    async def load_adapter(self, name: str, config: Mapping[str, Any], tensors: Sequence[str], timeout_s: float) -> None:
+        """Have every tensor-parallel rank hold an adapter, for requests that name it. The engine generates nothing meanwhile.
+
+        Args:
+            name: of none that is loaded.
+            config: `asyncmoe.models.adapters.served_config`.
+            tensors: for each rank, `asyncmoe.rollout.adapters.payload`.
+        """
+        body = {"lora_name": name, "config_dict": dict(config), "serialized_named_tensors": list(tensors)}
+        await self._post("/load_lora_adapter_from_tensors", body, _Acknowledged, timeout_s)
+
+    async def unload_adapter(self, name: str, timeout_s: float) -> None:
+        """Forget an adapter. The engine answers, and loads another, only when no request that names it is left."""
+        await self._post("/unload_lora_adapter", {"lora_name": name}, _Acknowledged, timeout_s)
+
     async def end(self) -> None:
         """Close the weight update."""
         await self._post("/end_weight_update", {}, _Acknowledged)
@@ -298,12 +317,12 @@ class EngineClient:
 
 
 def _message(text: bytes) -> str:
-    """What the server says is wrong: {"error": {"message": ...}}, {"message": ...} or plain text."""
+    """What the server says is wrong: {"error": {"message": ...}}, {"message": ...}, {"error_message": ...} or plain text."""
     try:
         answer = msgspec.json.decode(text)
     except msgspec.DecodeError:
         return text.decode(errors="replace").strip()[:500]
     if isinstance(answer, dict):
         inner = answer.get("error")
-        answer = inner.get("message", answer) if isinstance(inner, dict) else answer.get("message", answer)
+        answer = inner.get("message", answer) if isinstance(inner, dict) else answer.get("message", answer.get("error_message", answer))
     return str(answer)[:500]

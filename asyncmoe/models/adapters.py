@@ -195,6 +195,15 @@ def served_targets(kind: Kind) -> tuple[str, ...]:
     return tuple(target for target in TARGETS if target in wanted)
 
 
+def served_name(layer: int, target: str, half: str = "", of_experts: bool = False) -> str:
+    """SGLang's name of a tensor; of all that are in a layer, without a target, what their names begin with."""
+    front = f"base_model.model.model.layers.{layer}."
+    if not target:
+        return front
+    inner = "self_attn" if target in ATTENTION else "mlp.experts" if of_experts else "mlp"
+    return f"{front}{inner}.{target}.lora_{half.upper()}.weight"
+
+
 def served_shapes(m: Shape, kind: Kind) -> Shapes:
     """Names and shapes of the tensors SGLang 0.5.23 takes (`/load_lora_adapter_from_tensors`).
 
@@ -211,7 +220,7 @@ def served_shapes(m: Shape, kind: Kind) -> Shapes:
             outputs, inputs = shapes[("experts.0." if of_experts else "") + target.removesuffix("_proj")]
             for half, shape in (("a", (kind.rank, inputs)), ("b", (outputs, kind.rank))):
                 stack = () if not of_experts else (1,) if kind.experts == "shared_outer" and OUTER[target] == half else (m.experts,)
-                found[_served_name(layer, target, half, of_experts)] = (*stack, *shape)
+                found[served_name(layer, target, half, of_experts)] = (*stack, *shape)
     return found
 
 
@@ -225,7 +234,7 @@ def served(m: Shape, adapter: Adapter) -> dict[str, np.ndarray]:
     found = {name: np.zeros(shape, DTYPES[adapter.dtype]) for name, shape in served_shapes(m, adapter.kind).items()}
     for pair in pairs(m, adapter.kind):
         for half, name in (("a", pair.a), ("b", pair.b)):
-            stack = found[_served_name(pair.layer, pair.target, half, pair.expert is not None)]
+            stack = found[served_name(pair.layer, pair.target, half, pair.expert is not None)]
             if pair.expert is None:
                 stack[...] = adapter.values[name]
             elif len(stack) > 1 or pair.expert == 0:
@@ -236,11 +245,6 @@ def served(m: Shape, adapter: Adapter) -> dict[str, np.ndarray]:
 def served_config(kind: Kind) -> dict[str, Any]:
     """What SGLang reads of an adapter's configuration."""
     return {"peft_type": "LORA", "r": kind.rank, "lora_alpha": kind.alpha, "target_modules": list(served_targets(kind)), "bias": "none"}
-
-
-def _served_name(layer: int, target: str, half: str, of_experts: bool) -> str:
-    inner = f"self_attn.{target}" if target in ATTENTION else f"mlp.experts.{target}" if of_experts else f"mlp.{target}"
-    return f"base_model.model.model.layers.{layer}.{inner}.lora_{half.upper()}.weight"
 
 
 def _linears(m: Shape, kind: Kind, dense: bool) -> Iterator[tuple[int | None, str]]:

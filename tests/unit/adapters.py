@@ -10,6 +10,7 @@ import numpy as np
 
 from asyncmoe.models.adapters import DTYPES, Adapter, Kind, halves
 from asyncmoe.models.shape import Shape
+from asyncmoe.reshard.layout import PADDING, RankLayout
 
 
 def shape(layers: int = 2, experts: int = 4, hidden: int = 8, width: int = 6, dense: frozenset[int] = frozenset()) -> Shape:
@@ -40,6 +41,17 @@ def half(adapter: Adapter, layer: int, expert: int | None, target: str, side: st
     names = [f"{front}{target}"] if expert is None else [f"{front}experts.{expert}.{target}", f"{front}experts.shared.{target}"]
     (found,) = [adapter.values[f"{name}.{side}"] for name in names if f"{name}.{side}" in adapter.values]
     return found
+
+
+def copied(layout: RankLayout, adapter: Adapter, fill: float = 0.0) -> dict[str, np.ndarray]:
+    """The storages of a layout, filled from an adapter piece by piece; padding is zero, and what no piece says is `fill`."""
+    found = {name: np.full(storage.size, fill, np.float32) for name, storage in layout.storages.items()}
+    for piece in layout.pieces:
+        box = tuple(slice(start, start + extent) for start, extent in zip(piece.box.start, piece.box.extent, strict=True))
+        value = np.zeros(piece.box.extent, np.float32) if piece.tensor == PADDING else adapter.values[piece.tensor][box]
+        strides = tuple(4 * stride for stride in piece.strides)
+        np.lib.stride_tricks.as_strided(found[piece.storage][piece.offset :], piece.box.extent, strides)[...] = value
+    return {name: found[name].reshape(storage.shape) for name, storage in layout.storages.items()}
 
 
 def merge(model: Any, m: Shape, adapter: Adapter) -> Any:

@@ -1,0 +1,175 @@
+"""A real engine with adapters computes what the merged weights do, and changes them without a request noticing."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncmoe.errors import EngineError
+from asyncmoe.models import adapters, load_hf_config, qwen3_moe
+from asyncmoe.models.adapters import TARGETS, Adapter, Experts, Kind
+from asyncmoe.models.shape import Shape
+from asyncmoe.rollout.adapters import Serving, TwoSlots, attributed, flags, payload
+from asyncmoe.rollout.engine import Engine
+from asyncmoe.rollout.engine_client import Generation, Sampling
+from tests.engine.conftest import settings
+from tests.engine.oracle import Oracle, largest_difference
+from tests.unit.adapters import merge, random_adapter
+
+pytestmark = pytest.mark.engine
+
+LIMIT = 6
+"""Of the rank; adapters have less, so that what a slot holds besides them is seen."""
+SWAPS = 20
+WORKERS = 8
+
+
+@dataclass
+class Rig:
+    """One engine with adapters."""
+
+    engine: Engine
+    experts: Experts
+    m: Shape
+    run: Callable[..., Any]
+
+    def kind(self, targets: tuple[str, ...] = TARGETS, rank: int = 4) -> Kind:
+        return Kind(targets, rank, 8.0, self.experts)
+
+    def form(self, adapter: Adapter) -> tuple[dict[str, Any], list[str]]:
+        """The arguments of TwoSlots.publish."""
+        tensors = payload(adapters.served(self.m, adapter), adapter.dtype)
+        return adapters.served_config(adapter.kind), [tensors] * self.engine.tp
+
+    async def generate(self, prompt: tuple[int, ...], adapter: str | None, tokens: int = 16) -> Generation:
+        return await self.engine.client.generate(prompt, Sampling(0.8, tokens, ()), "", 60.0, adapter=adapter)
+
+
+@pytest.fixture(
+    scope="module", params=[("per_expert", 1), ("shared_outer", 1), ("per_expert", 2), ("shared_outer", 2)], ids="{0[0]}-tp{0[1]}".format
+)
+def rig(request: pytest.FixtureRequest, model: Path, runner: asyncio.Runner, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
+    experts, tp = request.param
+    told = flags(Kind(TARGETS, 4, 8.0, experts), LIMIT)
+
+    async def start() -> Engine:
+        config = settings(model, tmp_path_factory.mktemp("adapters"), tp=tp, args=told)
+        engine = Engine("engine.0", config, 0, config.run.dir)
+        await engine.wait_ready()
+        return engine
+
+    engine = runner.run(start())
+    yield Rig(engine, experts, qwen3_moe.FAMILY.shape_of(load_hf_config(model)), runner.run)
+    runner.run(engine.stop())
+
+
+class Merged(Oracle):
+    """The model with an adapter merged into its weights."""
+
+    def __init__(self, path: Path, m: Shape, adapter: Adapter | None) -> None:
+        super().__init__(path)
+        if adapter is not None:
+            merge(self.model, m, adapter)
+
+    def difference(self, prompt: tuple[int, ...], generation: Generation) -> float:
+        return largest_difference(generation.logprobs, self.logprobs(prompt, generation.tokens, 0.8))
+
+
+def test_log_probabilities_are_those_of_the_merged_weights(rig: Rig, model: Path) -> None:
+    prompts = [(20, 30, i) for i in range(8)]
+    made = {name: random_adapter(rig.m, kind, seed) for name, kind, seed in (
+        ("all", rig.kind(), 1),
+        ("odd", rig.kind(("v_proj", "up_proj"), 2), 2),
+    )}  # fmt: skip
+    client = rig.engine.client
+
+    async def ask(adapter: str | None) -> list[Generation]:
+        return await asyncio.gather(*(rig.generate(prompt, adapter) for prompt in prompts))
+
+    async def use(name: str) -> list[Generation]:
+        config, tensors = rig.form(made[name])
+        await client.load_adapter(name, config, tensors, 60.0)
+        # At once with requests that have none.
+        with_it, base = await asyncio.gather(ask(name), ask(None))
+        assert max(plain.difference(p, g) for p, g in zip(prompts, base, strict=True)) < 1e-4
+        await client.unload_adapter(name, 60.0)
+        return with_it
+
+    plain = Merged(model, rig.m, None)
+    for name, adapter in made.items():
+        merged, found = Merged(model, rig.m, adapter), rig.run(use(name))
+        worst = max(merged.difference(p, g) for p, g in zip(prompts, found, strict=True))
+        apart = min(plain.difference(p, g) for p, g in zip(prompts, found, strict=True))
+        print(f"{name}: {worst:.1e} from the merged weights, {apart:.2f} from the base")
+        assert worst < 1e-4
+        assert apart > 0.05
+        with pytest.raises(EngineError, match=r"engine\.0: /generate: "):
+            rig.run(ask(name))
+
+
+def test_what_an_engine_cannot_hold_it_refuses_in_its_own_words(rig: Rig) -> None:
+    config, tensors = rig.form(random_adapter(rig.m, rig.kind(rank=LIMIT + 1), 1))
+    with pytest.raises(EngineError, match=rf"engine\.0: /load_lora_adapter_from_tensors: .*rank {LIMIT + 1} is incompatible"):
+        rig.run(rig.engine.client.load_adapter("large", config, tensors, 60.0))
+
+
+def test_twenty_swaps_under_load(rig: Rig, model: Path) -> None:
+    made = {version: random_adapter(rig.m, rig.kind(), 100 + version) for version in range(1, SWAPS + 1)}
+    forms = {version: rig.form(adapter) for version, adapter in made.items()}
+    answers: list[tuple[tuple[int, ...], Serving, Generation, bool]] = []
+    seconds: list[float] = []
+    swaps: list[float] = []
+
+    async def load(slots: TwoSlots, worker: int, done: asyncio.Event) -> None:
+        turn = 0
+        while not done.is_set():
+            prompt, turn, begin = (9, worker, turn % 50), turn + 1, time.perf_counter()
+            with slots.use() as serving:
+                generation = await rig.generate(prompt, serving.adapter, 8 + 8 * worker)
+            seconds.append(time.perf_counter() - begin)
+            answers.append((prompt, serving, attributed(generation, serving), slots.serving != serving))
+
+    async def swap(slots: TwoSlots, done: asyncio.Event) -> None:
+        for version, form in forms.items():
+            begin = time.perf_counter()
+            await slots.publish(version, *form)
+            swaps.append(time.perf_counter() - begin)
+            await asyncio.sleep(0.1)
+        done.set()
+
+    async def everything() -> None:
+        done = asyncio.Event()
+        slots = TwoSlots(rig.engine.client, 60.0)
+        async with asyncio.timeout(300):
+            await asyncio.gather(swap(slots, done), *(load(slots, worker, done) for worker in range(WORKERS)))
+        for version in (SWAPS - 1, SWAPS):
+            await rig.engine.client.unload_adapter(f"v{version}", 60.0)
+
+    rig.run(everything())
+    versions = {serving.version for _, serving, _, _ in answers}
+    overtaken = sum(late for *_, late in answers)
+    worst = apart = 0.0
+    for version in sorted(versions):
+        merged = Merged(model, rig.m, made.get(version))
+        for prompt, serving, generation, _ in answers:
+            assert [span.version for span in generation.spans] == [str(serving.version)]
+            if serving.version == version:
+                worst = max(worst, merged.difference(prompt, generation))
+            elif serving.version == version + 1:
+                apart = max(apart, merged.difference(prompt, generation))
+    seconds.sort()
+    print(
+        f"{len(answers)} responses of {len(versions)} versions, {overtaken} ended after the next was there; at most {worst:.1e} from their "
+        f"version's merged weights ({apart:.2f} from the one before); a response took {seconds[len(seconds) // 2]:.3f} s, at most "
+        f"{seconds[-1]:.3f} s; a swap {sorted(swaps)[len(swaps) // 2]:.3f} s, at most {max(swaps):.3f} s"
+    )
+    assert versions >= set(range(1, SWAPS + 1))
+    assert overtaken >= SWAPS
+    assert worst < 1e-4
+    assert apart > 0.05

@@ -3,24 +3,32 @@
 from __future__ import annotations
 
 import asyncio
+import base64
+import pickle
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from asyncmoe.errors import EngineError
 from asyncmoe.models import adapters, load_hf_config, qwen3_moe
+from asyncmoe.models.adapter_layouts import memory_layout
 from asyncmoe.models.adapters import TARGETS, Adapter, Experts, Kind
+from asyncmoe.models.parallel import EngineParallel
 from asyncmoe.models.shape import Shape
-from asyncmoe.rollout.adapters import Serving, TwoSlots, attributed, flags, payload
+from asyncmoe.rollout.adapters import SLOTS, Serving, TwoSlots, attributed, flags, payload
 from asyncmoe.rollout.engine import Engine
 from asyncmoe.rollout.engine_client import Generation, Sampling
+from tests.engine.adapter_probe import LOADER
 from tests.engine.conftest import settings
 from tests.engine.oracle import Oracle, largest_difference
-from tests.unit.adapters import merge, random_adapter
+from tests.unit.adapters import copied, merge, random_adapter
 
 pytestmark = pytest.mark.engine
 
@@ -48,7 +56,7 @@ class Rig:
         return adapters.served_config(adapter.kind), [tensors] * self.engine.tp
 
     async def generate(self, prompt: tuple[int, ...], adapter: str | None, tokens: int = 16) -> Generation:
-        return await self.engine.client.generate(prompt, Sampling(0.8, tokens, ()), "", 60.0, adapter=adapter)
+        return await self.engine.client.generate(prompt, Sampling(0.8, tokens, ()), "0", 60.0, adapter=adapter)
 
 
 @pytest.fixture(
@@ -56,7 +64,7 @@ class Rig:
 )
 def rig(request: pytest.FixtureRequest, model: Path, runner: asyncio.Runner, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
     experts, tp = request.param
-    told = flags(Kind(TARGETS, 4, 8.0, experts), LIMIT)
+    told = [*flags(Kind(TARGETS, 4, 8.0, experts), LIMIT), "--custom-weight-loader", LOADER]
 
     async def start() -> Engine:
         config = settings(model, tmp_path_factory.mktemp("adapters"), tp=tp, args=told)
@@ -111,6 +119,32 @@ def test_log_probabilities_are_those_of_the_merged_weights(rig: Rig, model: Path
         assert apart > 0.05
         with pytest.raises(EngineError, match=r"engine\.0: /generate: "):
             rig.run(ask(name))
+
+
+def test_its_memory_is_laid_out_as_we_say(rig: Rig, tmp_path: Path) -> None:
+    kind = rig.kind(rank=LIMIT)
+    adapter = random_adapter(rig.m, kind, 3)
+    scaled = {
+        name: value * np.float32(kind.scale if ".experts." in name and name.endswith(".b") else 1) for name, value in adapter.values.items()
+    }
+
+    async def hold_and_tell() -> None:
+        client, told = rig.engine.client, base64.b64encode(pickle.dumps([(str(tmp_path), SimpleNamespace(to=str))])).decode()
+        await client.load_adapter("held", *rig.form(adapter), 60.0)
+        await rig.generate((5, 6), "held")
+        await client.begin()
+        body = {"serialized_named_tensors": [told] * rig.engine.tp, "load_format": LOADER, "flush_cache": False}
+        await client._send("/update_weights_from_tensor", body, 60.0)
+        await client.end()
+        await client.unload_adapter("held", 60.0)
+
+    rig.run(hold_and_tell())
+    for rank in range(rig.engine.tp):
+        held = {name: value.numpy() for name, value in torch.load(tmp_path / f"rank{rank}.pt").items()}
+        expected = copied(memory_layout(rig.m, kind, EngineParallel(rig.engine.tp), rank, "float32"), Adapter(kind, "float32", scaled))
+        assert {name: value.shape[1:] for name, value in held.items()} == {name: value.shape for name, value in expected.items()}
+        slots = [all(np.array_equal(held[name][slot], value) for name, value in expected.items()) for slot in range(SLOTS)]
+        assert sum(slots) == 1
 
 
 def test_what_an_engine_cannot_hold_it_refuses_in_its_own_words(rig: Rig) -> None:

@@ -163,7 +163,7 @@ def test_damaged_files_are_named(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Shape]:
-    pytest.importorskip("peft")
+
     path = tmp_path_factory.mktemp("model") / "tiny"
     make_model(path, MadeModel(layers=2, experts=4), seed=0)
     return path, qwen3_moe.FAMILY.shape_of(load_hf_config(path))

@@ -55,6 +55,10 @@ def flags(kind: Kind, limit: int | None = None) -> list[str]:
     ]
 
 
+class StillInUse(WaitTimeout):
+    """Responses of an older version did not end in time; the engine was asked for nothing."""
+
+
 class Server(Protocol):
     """What is needed of an `EngineClient`."""
 
@@ -136,8 +140,8 @@ class TwoSlots:
 
         Raises:
             WeightSyncError: a version out of turn. New requests still get the version before it.
-            WaitTimeout: responses of an older version did not end in time, or the engine did not answer.
-            EngineError: the engine refused. After this and the engine's silence it may hold a part of the version: fence it.
+            StillInUse: new requests still get the version before; calling again may succeed.
+            EngineError, WaitTimeout: the engine refused or did not answer. Some of its ranks may hold the version: fence it.
         """
         async with self._exchanging:
             started = self._serving.adapter is not None
@@ -164,7 +168,7 @@ class TwoSlots:
             await asyncio.wait_for(slot.free.wait(), self._timeout_s)
         except TimeoutError:
             what = f"the end of {slot.users} responses of version {held.version}, whose slot the next one needs"
-            raise WaitTimeout(self._server.name, what, self._timeout_s) from None
+            raise StillInUse(self._server.name, what, self._timeout_s) from None
 
 
 def attributed(generation: Generation, serving: Serving) -> Generation:

@@ -14,9 +14,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncmoe.errors import EngineError, UserError, WaitTimeout, WeightSyncError
+from asyncmoe.errors import EngineError, UserError, WeightSyncError
 from asyncmoe.models.adapters import Kind
-from asyncmoe.rollout.adapters import Serving, TwoSlots, attributed, flags, payload
+from asyncmoe.rollout.adapters import Serving, StillInUse, TwoSlots, attributed, flags, payload
 from asyncmoe.rollout.engine_client import Generation, Span
 
 
@@ -108,7 +108,7 @@ def test_who_is_waited_for_is_said() -> None:
             requests.enter_context(slots.use())
             requests.enter_context(slots.use())
             await slots.publish(1, {}, [])
-            with pytest.raises(WaitTimeout, match=r"0\.1 s for engine\.0: the end of 2 responses of version 0"):
+            with pytest.raises(StillInUse, match=r"0\.1 s for engine\.0: the end of 2 responses of version 0"):
                 await slots.publish(2, {}, [])
             assert slots.serving.version == 1
         await slots.publish(2, {}, [])

@@ -20,14 +20,18 @@ from asyncmoe.errors import EngineError
 from asyncmoe.models import adapters, load_hf_config, qwen3_moe
 from asyncmoe.models.adapter_layouts import memory_layout
 from asyncmoe.models.adapters import TARGETS, Adapter, Experts, Kind
+from asyncmoe.models.make import VOCAB
 from asyncmoe.models.parallel import EngineParallel
 from asyncmoe.models.shape import Shape
+from asyncmoe.record import Recording, Routing, decode_routes
 from asyncmoe.rollout.adapters import SLOTS, Serving, TwoSlots, attributed, flags, payload
 from asyncmoe.rollout.engine import Engine
 from asyncmoe.rollout.engine_client import Generation, Sampling
+from asyncmoe.rollout.turns import Place, Turn, assemble
+from asyncmoe.validity import validate
 from tests.engine.adapter_probe import LOADER
 from tests.engine.conftest import settings
-from tests.engine.oracle import Oracle, largest_difference
+from tests.engine.oracle import Oracle, largest_difference, routes
 from tests.unit.adapters import copied, merge, random_adapter
 
 pytestmark = pytest.mark.engine
@@ -120,6 +124,29 @@ def test_log_probabilities_are_those_of_the_merged_weights(rig: Rig, model: Path
         assert apart > 0.05
         with pytest.raises(EngineError, match=r"engine\.0: /generate: "):
             rig.run(ask(name))
+
+
+def test_a_record_under_an_adapter_has_its_version_and_its_routes(rig: Rig, model: Path) -> None:
+    adapter = random_adapter(rig.m, rig.kind(), 4)
+    recording, prompt = Recording(Routing(4, (0, 1, 2, 3), 2, 8), vocabulary=VOCAB), (20, 30, 40)
+
+    async def use() -> Generation:
+        slots = TwoSlots(rig.engine.client, 60.0)
+        await slots.publish(7, *rig.form(adapter))
+        with slots.use() as serving:
+            sampling = Sampling(0.8, 16, (), recording=recording)
+            generation = await rig.engine.client.generate(prompt, sampling, "7", 60.0, adapter=serving.adapter)
+        await rig.engine.client.unload_adapter("v7", 60.0)
+        return attributed(generation, serving)
+
+    record = assemble([Turn(prompt, rig.run(use()), 7)], Place(0, 0, 0), recording, 0.0, {})
+    validate(record, recording, newest_version=7)
+    assert set(record.versions[record.loss_mask].tolist()) == {7}
+    assert record.is_pure
+    assert record.routes is not None
+    with_it, without = (routes(Merged(model, rig.m, one).model, record.tokens) for one in (adapter, None))
+    np.testing.assert_array_equal(decode_routes(record.routes, "g0"), with_it)
+    assert (with_it != without).any()
 
 
 def test_its_memory_is_laid_out_as_we_say(rig: Rig, tmp_path: Path) -> None:

@@ -69,6 +69,22 @@ class Files:
     tensors: Arrays
 
 
+def check_expressible(m: Shape, kind: Kind) -> None:
+    """Refuse a kind of adapter that PEFT has no form for.
+
+    Raises:
+        UserError: with what it has.
+    """
+    of_experts = set(kind.targets) & set(MLP) if m.experts else set()
+    if of_experts not in (set(), {"down_proj"}, set(MLP)):
+        # PEFT 0.21.2 refuses gate_proj without up_proj, and leaves both out without down_proj, with no more than a warning.
+        got, expected = ", ".join(kind.targets), f"of {', '.join(MLP)} all three, or down_proj alone: PEFT has no others of experts"
+        raise UserError("adapter's targets", got=got, expected=expected)
+    if of_experts and kind.experts == "shared_outer":
+        cure = "write adapters.expanded(...) of it: the same function, in which the experts no longer share"
+        raise UserError("adapter's experts", got="shared_outer", expected="per_expert, as PEFT has no halves that experts share", cure=cure)
+
+
 def to_peft(m: Shape, adapter: Adapter, base: str) -> Files:
     """In the named form.
 
@@ -76,16 +92,11 @@ def to_peft(m: Shape, adapter: Adapter, base: str) -> Files:
         base: base_model_name_or_path.
 
     Raises:
-        UserError: what PEFT cannot express; and see `Adapter.check`.
+        UserError: see `check_expressible` and `Adapter.check`.
     """
     kind = adapter.kind
     adapter.check(m)
-    if m.experts and len({"gate_proj", "up_proj"} & set(kind.targets)) == 1:
-        got = ", ".join(kind.targets)
-        raise UserError("adapter's targets", got=got, expected="both gate_proj and up_proj, which are one parameter of the experts in PEFT")
-    if m.experts and kind.experts == "shared_outer" and set(kind.targets) & set(MLP):
-        cure = "write adapters.expanded(...) of it: the same function, in which the experts no longer share"
-        raise UserError("adapter's experts", got="shared_outer", expected="per_expert, as PEFT has no halves that experts share", cure=cure)
+    check_expressible(m, kind)
     tensors = {}
     for pair in pairs(m, kind):
         inner = f"self_attn.{pair.target}" if pair.target in ATTENTION else f"mlp.{pair.target}"

@@ -29,8 +29,8 @@ def same(left: Adapter, right: Adapter) -> bool:
 
 
 def expressible(m: Shape, kind: Kind) -> bool:
-    fused = {"gate_proj", "up_proj"} & set(kind.targets)
-    return not m.experts or (kind.experts == "per_expert" and len(fused) != 1)
+    of_experts = {"gate_proj", "up_proj", "down_proj"} & set(kind.targets)
+    return not m.experts or not of_experts or (kind.experts == "per_expert" and (len(of_experts) == 3 or of_experts == {"down_proj"}))
 
 
 @given(SHAPES, KINDS, st.integers(0, 99), st.sampled_from(sorted(DTYPES)))
@@ -39,7 +39,7 @@ def test_what_is_written_is_read_again(tmp_path_factory, m, kind, seed, dtype) -
     kind = Kind(kind.targets, kind.rank, kind.alpha) if not set(kind.targets) & set(adapters.MLP) or not m.experts else kind
     adapter = random_adapter(m, kind, seed, dtype)
     if not expressible(m, kind):
-        with pytest.raises(UserError, match=r"in PEFT|as PEFT has no halves that experts share"):
+        with pytest.raises(UserError, match=r"PEFT has no others of experts|as PEFT has no halves that experts share"):
             peft.to_peft(m, adapter, "base")
         return
     folder = tmp_path_factory.mktemp("adapter")
@@ -176,11 +176,12 @@ def logits(model: Any) -> np.ndarray:
         return np.asarray(model(torch.arange(20, 60)[None]).logits[0])
 
 
-def test_peft_computes_what_the_merged_weights_do(model: tuple[Path, Shape], tmp_path: Path) -> None:
+@pytest.mark.parametrize("targets", [TARGETS, ("q_proj", "down_proj"), ("k_proj", "o_proj")])
+def test_peft_computes_what_the_merged_weights_do(model: tuple[Path, Shape], tmp_path: Path, targets: tuple[str, ...]) -> None:
     from peft import PeftModel
 
     path, m = model
-    adapter = random_adapter(m, ALL, 0)
+    adapter = random_adapter(m, Kind(targets, 3, 6.0), 0)
     peft.write(tmp_path, peft.to_peft(m, adapter, str(path)))
     theirs = PeftModel.from_pretrained(load(path), tmp_path)
     merged = logits(merge(load(path), m, adapter))

@@ -15,16 +15,19 @@ import base64
 import io
 import pickle
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 
 from asyncmoe.errors import EngineError, WaitTimeout, WeightSyncError
-from asyncmoe.models.adapters import DTYPES, Kind, check_rank, served_targets
-from asyncmoe.rollout.engine_client import Generation, Span
+from asyncmoe.models import peft
+from asyncmoe.models.adapters import DTYPES, Adapter, Kind, check_rank, served, served_config, served_targets
+from asyncmoe.models.shape import Shape
+from asyncmoe.rollout.engine_client import Generation, Message, Span
 
 SLOTS = 2
 BASE = "0"
@@ -64,7 +67,7 @@ class Server(Protocol):
 
     name: str
 
-    async def load_adapter(self, name: str, config: Mapping[str, Any], tensors: Sequence[str], timeout_s: float) -> None: ...
+    async def load_adapter(self, name: str, adapter: Path | Message, timeout_s: float) -> None: ...
 
     async def unload_adapter(self, name: str, timeout_s: float) -> None: ...
 
@@ -131,12 +134,12 @@ class TwoSlots:
             if not slot.users:
                 slot.free.set()
 
-    async def publish(self, version: int, config: Mapping[str, Any], tensors: Sequence[str]) -> None:
+    async def publish(self, version: int, adapter: Path | Message) -> None:
         """Have new requests sampled by a version; returns when they are.
 
         Args:
             version: above those before it; or 0 as the first, where training starts from an adapter.
-            config, tensors: as for `EngineClient.load_adapter`.
+            adapter: from `write` or `message`; as for `EngineClient.load_adapter`.
 
         Raises:
             WeightSyncError: a version out of turn. New requests still get the version before it.
@@ -149,7 +152,7 @@ class TwoSlots:
                 raise WeightSyncError(f"{self._server.name}: adapter of version {version} after that of version {self._serving.version}")
             slot = await self._vacated()
             serving = Serving(version, f"v{version}")
-            await self._server.load_adapter(f"v{version}", config, tensors, self._timeout_s)
+            await self._server.load_adapter(f"v{version}", adapter, self._timeout_s)
             slot.serving = self._serving = serving
             self._current = slot
 
@@ -180,6 +183,30 @@ def attributed(generation: Generation, serving: Serving) -> Generation:
     if any(span.version != BASE for span in generation.spans):
         raise EngineError(f"base weights of version {generation.spans[-1].version} under an adapter, expected those of version {BASE}")
     return replace(generation, spans=(Span(str(serving.version), 0, len(generation.tokens)),))
+
+
+def write(folder: Path, m: Shape, adapter: Adapter) -> Path:
+    """An adapter as engines on this machine take it: in `folder`, which exists and had better be in memory (/dev/shm).
+
+    Measured (37 MiB in float32, 112 tensors): 0.02 s to write and 0.02 s to load, against 0.3 s and 1 s for a `message`.
+
+    Raises:
+        UserError: see `Adapter.check`.
+    """
+    peft.write(folder, peft.Files(served_config(adapter.kind), adapter.dtype, served(m, adapter)))
+    return folder
+
+
+def message(m: Shape, adapter: Adapter, ranks: int) -> Message:
+    """An adapter as engines anywhere take it.
+
+    Args:
+        ranks: tensor-parallel ranks of the engine, each of which is sent all of it.
+
+    Raises:
+        UserError: see `Adapter.check`.
+    """
+    return Message(served_config(adapter.kind), (payload(served(m, adapter), adapter.dtype),) * ranks)
 
 
 def payload(tensors: Mapping[str, np.ndarray], dtype: str) -> str:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import aiohttp
@@ -49,6 +50,19 @@ class Sampling:
     top_k: int | None = None
     min_p: float = 0.0
     recording: Recording = NOTHING
+
+
+@dataclass(frozen=True)
+class Message:
+    """An adapter as it is sent (`asyncmoe.rollout.adapters.message`).
+
+    Attributes:
+        config: `asyncmoe.models.adapters.served_config`.
+        tensors: for each tensor-parallel rank, all of them.
+    """
+
+    config: Mapping[str, Any]
+    tensors: tuple[str, ...]
 
 
 class Span(msgspec.Struct, frozen=True):
@@ -239,15 +253,18 @@ class EngineClient:
         }
         await self._post("/update_weights_from_tensor", body, _Acknowledged, timeout_s)
 
-    async def load_adapter(self, name: str, config: Mapping[str, Any], tensors: Sequence[str], timeout_s: float) -> None:
+    async def load_adapter(self, name: str, adapter: Path | Message, timeout_s: float) -> None:
         """Have every tensor-parallel rank hold an adapter, for requests that name it. The engine generates nothing meanwhile.
 
         Args:
             name: of none that is loaded.
-            config: `asyncmoe.models.adapters.served_config`.
-            tensors: for each rank, `asyncmoe.rollout.adapters.payload`.
+            adapter: to send; or a folder that the engine sees too, and maps. What is there must not change, and is best deleted as soon as
+                it is loaded: SGLang loads it again, and says nothing, for a request that names it after `unload_adapter`.
         """
-        body = {"lora_name": name, "config_dict": dict(config), "serialized_named_tensors": list(tensors)}
+        if isinstance(adapter, Path):
+            await self._post("/load_lora_adapter", {"lora_name": name, "lora_path": str(adapter)}, _Acknowledged, timeout_s)
+            return
+        body = {"lora_name": name, "config_dict": dict(adapter.config), "serialized_named_tensors": list(adapter.tensors)}
         await self._post("/load_lora_adapter_from_tensors", body, _Acknowledged, timeout_s)
 
     async def unload_adapter(self, name: str, timeout_s: float) -> None:

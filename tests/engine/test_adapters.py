@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import pickle
+import shutil
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -17,16 +18,16 @@ import pytest
 import torch
 
 from asyncmoe.errors import EngineError
-from asyncmoe.models import adapters, load_hf_config, qwen3_moe
+from asyncmoe.models import load_hf_config, qwen3_moe
 from asyncmoe.models.adapter_layouts import memory_layout
 from asyncmoe.models.adapters import TARGETS, Adapter, Experts, Kind
 from asyncmoe.models.make import VOCAB
 from asyncmoe.models.parallel import EngineParallel
 from asyncmoe.models.shape import Shape
 from asyncmoe.record import Recording, Routing, decode_routes
-from asyncmoe.rollout.adapters import SLOTS, Serving, TwoSlots, attributed, flags, payload
+from asyncmoe.rollout.adapters import SLOTS, Serving, TwoSlots, attributed, flags, message, write
 from asyncmoe.rollout.engine import Engine
-from asyncmoe.rollout.engine_client import Generation, Sampling
+from asyncmoe.rollout.engine_client import Generation, Message, Sampling
 from asyncmoe.rollout.turns import Place, Turn, assemble
 from asyncmoe.validity import validate
 from tests.engine.adapter_probe import LOADER
@@ -54,10 +55,8 @@ class Rig:
     def kind(self, targets: tuple[str, ...] = TARGETS, rank: int = 4) -> Kind:
         return Kind(targets, rank, 8.0, self.experts)
 
-    def form(self, adapter: Adapter) -> tuple[dict[str, Any], list[str]]:
-        """The arguments of TwoSlots.publish."""
-        tensors = payload(adapters.served(self.m, adapter), adapter.dtype)
-        return adapters.served_config(adapter.kind), [tensors] * self.engine.tp
+    def message(self, adapter: Adapter) -> Message:
+        return message(self.m, adapter, self.engine.tp)
 
     async def generate(self, prompt: tuple[int, ...], adapter: str | None, tokens: int = 16) -> Generation:
         return await self.engine.client.generate(prompt, Sampling(0.8, tokens, ()), "0", 60.0, adapter=adapter)
@@ -94,7 +93,7 @@ class Merged(Oracle):
         return largest_difference(generation.logprobs, self.logprobs(prompt, generation.tokens, 0.8))
 
 
-def test_log_probabilities_are_those_of_the_merged_weights(rig: Rig, model: Path) -> None:
+def test_log_probabilities_are_those_of_the_merged_weights(rig: Rig, model: Path, tmp_path: Path) -> None:
     prompts = [(20, 30, i) for i in range(8)]
     made = {name: random_adapter(rig.m, kind, seed) for name, kind, seed in (
         ("all", rig.kind(), 1),
@@ -106,8 +105,10 @@ def test_log_probabilities_are_those_of_the_merged_weights(rig: Rig, model: Path
         return await asyncio.gather(*(rig.generate(prompt, adapter) for prompt in prompts))
 
     async def use(name: str) -> list[Generation]:
-        config, tensors = rig.form(made[name])
-        await client.load_adapter(name, config, tensors, 60.0)
+        folder = tmp_path / name
+        folder.mkdir()
+        await client.load_adapter(name, rig.message(made[name]) if name == "all" else write(folder, rig.m, made[name]), 60.0)
+        shutil.rmtree(folder)
         # At once with requests that have none.
         with_it, base = await asyncio.gather(ask(name), ask(None))
         assert max(plain.difference(p, g) for p, g in zip(prompts, base, strict=True)) < 1e-4
@@ -132,7 +133,7 @@ def test_a_record_under_an_adapter_has_its_version_and_its_routes(rig: Rig, mode
 
     async def use() -> Generation:
         slots = TwoSlots(rig.engine.client, 60.0)
-        await slots.publish(7, *rig.form(adapter))
+        await slots.publish(7, rig.message(adapter))
         with slots.use() as serving:
             sampling = Sampling(0.8, 16, (), recording=recording)
             generation = await rig.engine.client.generate(prompt, sampling, "7", 60.0, adapter=serving.adapter)
@@ -158,7 +159,7 @@ def test_its_memory_is_laid_out_as_we_say(rig: Rig, tmp_path: Path) -> None:
 
     async def hold_and_tell() -> None:
         client, told = rig.engine.client, base64.b64encode(pickle.dumps([(str(tmp_path), SimpleNamespace(to=str))])).decode()
-        await client.load_adapter("held", *rig.form(adapter), 60.0)
+        await client.load_adapter("held", rig.message(adapter), 60.0)
         await rig.generate((5, 6), "held")
         await client.begin()
         body = {"serialized_named_tensors": [told] * rig.engine.tp, "load_format": LOADER, "flush_cache": False}
@@ -176,15 +177,15 @@ def test_its_memory_is_laid_out_as_we_say(rig: Rig, tmp_path: Path) -> None:
 
 
 def test_what_an_engine_cannot_hold_it_refuses_in_its_own_words(rig: Rig) -> None:
-    config, tensors = rig.form(random_adapter(rig.m, rig.kind(rank=LIMIT + 1), 1))
+    large = rig.message(random_adapter(rig.m, rig.kind(rank=LIMIT + 1), 1))
     with pytest.raises(EngineError, match=rf"engine\.0: /load_lora_adapter_from_tensors: .*rank {LIMIT + 1} is incompatible"):
-        rig.run(rig.engine.client.load_adapter("large", config, tensors, 60.0))
+        rig.run(rig.engine.client.load_adapter("large", large, 60.0))
 
 
 @pytest.mark.parametrize("rig", [("per_expert", 1), ("shared_outer", 2)], ids=NAMED, indirect=True, scope="module")
-def test_twenty_swaps_under_load(rig: Rig, model: Path) -> None:
+def test_twenty_swaps_under_load(rig: Rig, model: Path, tmp_path: Path) -> None:
     made = {version: random_adapter(rig.m, rig.kind(), 100 + version) for version in range(1, SWAPS + 1)}
-    forms = {version: rig.form(adapter) for version, adapter in made.items()}
+    messages = {version: rig.message(adapter) for version, adapter in made.items() if version % 2}
     answers: list[tuple[tuple[int, ...], Serving, Generation, bool]] = []
     seconds: list[float] = []
     swaps: list[float] = []
@@ -201,9 +202,15 @@ def test_twenty_swaps_under_load(rig: Rig, model: Path) -> None:
             answers.append((prompt, serving, attributed(generation, serving), slots.serving != serving))
 
     async def swap(slots: TwoSlots, done: asyncio.Event) -> None:
-        for version, form in forms.items():
+        for version, adapter in made.items():
             begin = time.perf_counter()
-            await slots.publish(version, *form)
+            if version in messages:
+                await slots.publish(version, messages[version])
+            else:
+                folder = tmp_path / str(version)
+                folder.mkdir()
+                await slots.publish(version, write(folder, rig.m, adapter))
+                shutil.rmtree(folder)
             swaps.append(time.perf_counter() - begin)
             await asyncio.sleep(0.1)
         done.set()

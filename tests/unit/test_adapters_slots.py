@@ -5,9 +5,8 @@ from __future__ import annotations
 import asyncio
 import base64
 import pickle
-from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from typing import Any
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,7 +16,9 @@ from hypothesis import strategies as st
 from asyncmoe.errors import EngineError, UserError, WeightSyncError
 from asyncmoe.models.adapters import Kind
 from asyncmoe.rollout.adapters import Serving, StillInUse, TwoSlots, attributed, flags, payload
-from asyncmoe.rollout.engine_client import Generation, Span
+from asyncmoe.rollout.engine_client import Generation, Message, Span
+
+ADAPTER = Message({}, ())
 
 
 class Fake:
@@ -30,7 +31,7 @@ class Fake:
         self.using: dict[str, int] = {}
         self.refusing = False
 
-    async def load_adapter(self, name: str, config: Mapping[str, Any], tensors: Sequence[str], timeout_s: float) -> None:
+    async def load_adapter(self, name: str, adapter: Path | Message, timeout_s: float) -> None:
         await asyncio.sleep(0)
         assert name not in self.loaded
         assert len(self.loaded) < 2
@@ -72,7 +73,7 @@ def test_no_request_is_without_its_adapter_while_versions_come(requests: list[tu
 
         async def publish() -> None:
             for version in range(1, versions + 1):
-                await slots.publish(version, {}, [])
+                await slots.publish(version, ADAPTER)
                 assert slots.serving == Serving(version, f"v{version}")
 
         found = await asyncio.gather(publish(), *(later(*request) for request in requests))
@@ -87,9 +88,9 @@ def test_new_requests_get_the_new_version_while_old_ones_go_on() -> None:
         server = Fake()
         slots = TwoSlots(server, 5.0)
         with slots.use() as base:
-            await slots.publish(1, {}, [])
+            await slots.publish(1, ADAPTER)
             with slots.use() as first:
-                publishing = asyncio.create_task(slots.publish(2, {}, []))
+                publishing = asyncio.create_task(slots.publish(2, ADAPTER))
                 for _ in range(20):
                     await asyncio.sleep(0)
                 # The base still has a user, and with it a slot: nobody waits but the publisher.
@@ -107,11 +108,11 @@ def test_who_is_waited_for_is_said() -> None:
         with ExitStack() as requests:
             requests.enter_context(slots.use())
             requests.enter_context(slots.use())
-            await slots.publish(1, {}, [])
+            await slots.publish(1, ADAPTER)
             with pytest.raises(StillInUse, match=r"0\.1 s for engine\.0: the end of 2 responses of version 0"):
-                await slots.publish(2, {}, [])
+                await slots.publish(2, ADAPTER)
             assert slots.serving.version == 1
-        await slots.publish(2, {}, [])
+        await slots.publish(2, ADAPTER)
         assert slots.serving.version == 2
 
     asyncio.run(run())
@@ -121,17 +122,17 @@ def test_a_version_that_cannot_be_loaded_leaves_the_one_before() -> None:
     async def run() -> None:
         server = Fake()
         slots = TwoSlots(server, 1.0)
-        await slots.publish(0, {}, [])
-        await slots.publish(3, {}, [])
+        await slots.publish(0, ADAPTER)
+        await slots.publish(3, ADAPTER)
         server.refusing = True
         with pytest.raises(EngineError, match="no room"):
-            await slots.publish(4, {}, [])
+            await slots.publish(4, ADAPTER)
         assert (slots.serving, server.loaded) == (Serving(3, "v3"), ["v3"])
         for version in (3, 0, -1):
             with pytest.raises(WeightSyncError, match=rf"engine\.0: adapter of version {version} after that of version 3"):
-                await slots.publish(version, {}, [])
+                await slots.publish(version, ADAPTER)
         server.refusing = False
-        await slots.publish(4, {}, [])
+        await slots.publish(4, ADAPTER)
         assert server.loaded == ["v3", "v4"]
 
     asyncio.run(run())

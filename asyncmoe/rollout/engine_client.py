@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import aiohttp
@@ -49,6 +50,19 @@ class Sampling:
     top_k: int | None = None
     min_p: float = 0.0
     recording: Recording = NOTHING
+
+
+@dataclass(frozen=True)
+class Message:
+    """An adapter as it is sent (`asyncmoe.rollout.adapters.message`).
+
+    Attributes:
+        config: `asyncmoe.models.adapters.served_config`.
+        tensors: for each tensor-parallel rank, all of them.
+    """
+
+    config: Mapping[str, Any]
+    tensors: tuple[str, ...]
 
 
 class Span(msgspec.Struct, frozen=True):
@@ -142,12 +156,15 @@ class EngineClient:
         except (aiohttp.ClientError, TimeoutError):
             return False
 
-    async def generate(self, tokens: Sequence[int], sampling: Sampling, salt: str, timeout_s: float, held: int = 0) -> Generation:
+    async def generate(
+        self, tokens: Sequence[int], sampling: Sampling, salt: str, timeout_s: float, held: int = 0, adapter: str | None = None
+    ) -> Generation:
         """Sample one response to a prompt of token ids.
 
         Args:
             salt: prefixes are shared only between requests of the same salt.
             held: leading tokens whose routes need not be sent, because earlier turns have them.
+            adapter: name of a loaded one; None: the model as it is.
 
         Raises:
             EngineLost, EngineError, WaitTimeout: see the class's module; also when the engine aborted the request.
@@ -160,6 +177,7 @@ class EngineClient:
             "return_routed_experts": recording.routing is not None,
             "routed_experts_start_len": held if recording.routing is not None else 0,
             "cache_salt": salt,
+            "lora_path": adapter,
             "sampling_params": {
                 "temperature": sampling.temperature,
                 "max_new_tokens": sampling.max_new_tokens,
@@ -235,6 +253,24 @@ class EngineClient:
         }
         await self._post("/update_weights_from_tensor", body, _Acknowledged, timeout_s)
 
+    async def load_adapter(self, name: str, adapter: Path | Message, timeout_s: float) -> None:
+        """Have every tensor-parallel rank hold an adapter, for requests that name it. The engine generates nothing meanwhile.
+
+        Args:
+            name: of none that is loaded.
+            adapter: to send; or a folder that the engine sees too, and maps. What is there must not change, and is best deleted as soon as
+                it is loaded: SGLang loads it again, and says nothing, for a request that names it after `unload_adapter`.
+        """
+        if isinstance(adapter, Path):
+            await self._post("/load_lora_adapter", {"lora_name": name, "lora_path": str(adapter)}, _Acknowledged, timeout_s)
+            return
+        body = {"lora_name": name, "config_dict": dict(adapter.config), "serialized_named_tensors": list(adapter.tensors)}
+        await self._post("/load_lora_adapter_from_tensors", body, _Acknowledged, timeout_s)
+
+    async def unload_adapter(self, name: str, timeout_s: float) -> None:
+        """Forget an adapter. The engine answers, and loads another, only when no request that names it is left."""
+        await self._post("/unload_lora_adapter", {"lora_name": name}, _Acknowledged, timeout_s)
+
     async def end(self) -> None:
         """Close the weight update."""
         await self._post("/end_weight_update", {}, _Acknowledged)
@@ -298,12 +334,12 @@ class EngineClient:
 
 
 def _message(text: bytes) -> str:
-    """What the server says is wrong: {"error": {"message": ...}}, {"message": ...} or plain text."""
+    """What the server says is wrong: {"error": {"message": ...}}, {"message": ...}, {"error_message": ...} or plain text."""
     try:
         answer = msgspec.json.decode(text)
     except msgspec.DecodeError:
         return text.decode(errors="replace").strip()[:500]
     if isinstance(answer, dict):
         inner = answer.get("error")
-        answer = inner.get("message", answer) if isinstance(inner, dict) else answer.get("message", answer)
+        answer = inner.get("message", answer) if isinstance(inner, dict) else answer.get("message", answer.get("error_message", answer))
     return str(answer)[:500]

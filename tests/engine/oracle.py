@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
@@ -52,6 +53,21 @@ def perturbed(oracle: Oracle, path: Path, seed: int, scale: float = 0.05) -> Ora
             (path / file.name).write_bytes(file.read_bytes())
     save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
     return Oracle(path)
+
+
+def routes(model: Any, tokens: np.ndarray) -> np.ndarray:
+    """The experts that the layers of a transformers model choose for each of the tokens but the last, [layers, tokens - 1, top_k]."""
+    chosen: list[np.ndarray] = []
+
+    def note(gate: Any, inputs: tuple[torch.Tensor, ...], _: object) -> None:
+        chosen.append((inputs[0].reshape(-1, gate.weight.shape[1]) @ gate.weight.T).topk(gate.top_k).indices.numpy())
+
+    hooks = [layer.mlp.gate.register_forward_hook(note) for layer in model.model.layers]
+    with torch.no_grad():
+        model(torch.from_numpy(tokens[:-1]).long()[None])
+    for hook in hooks:
+        hook.remove()
+    return np.stack(chosen)
 
 
 def largest_difference(ours: Sequence[float], theirs: Sequence[float]) -> float:

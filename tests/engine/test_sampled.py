@@ -19,6 +19,7 @@ from asyncmoe.rollout.turns import Place, Turn, assemble, held
 from asyncmoe.trajectory import Trajectory
 from asyncmoe.validity import validate
 from tests.engine.conftest import settings
+from tests.engine.oracle import routes
 
 pytestmark = pytest.mark.engine
 
@@ -65,19 +66,7 @@ def test_two_turns_are_one_record(record: Trajectory) -> None:
 
 def test_routes_are_those_of_transformers(record: Trajectory, reference: Any) -> None:
     assert record.routes is not None
-    got = decode_routes(record.routes, "g0")
-    chosen: list[np.ndarray] = []
-    hooks = [
-        layer.mlp.gate.register_forward_hook(
-            lambda gate, inputs, _: chosen.append((inputs[0].reshape(-1, gate.weight.shape[1]) @ gate.weight.T).topk(2).indices.numpy())
-        )
-        for layer in reference.model.layers
-    ]
-    with torch.no_grad():
-        reference(torch.from_numpy(record.tokens[:-1]).long()[None])
-    for hook in hooks:
-        hook.remove()
-    np.testing.assert_array_equal(got, np.stack(chosen))
+    np.testing.assert_array_equal(decode_routes(record.routes, "g0"), routes(reference, record.tokens))
 
 
 def test_masks_and_log_probabilities_over_them_are_those_of_transformers(record: Trajectory, reference: Any) -> None:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
 
-from asyncmoe.platform.sglang import cpu
+from asyncmoe.platform.sglang import cpu, cpu_lora
 from asyncmoe.platform.sglang.standin import decorate, provide, refuse
 
 
@@ -72,3 +74,56 @@ def test_a_patch_whose_target_is_gone_is_refused(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(importlib, "import_module", lambda wanted: ModuleType(wanted))
     with pytest.raises(cpu.PatchTargetGone, match=f"{name}._cuda_host_register is gone"):
         cpu._pinned_host_memory()
+
+
+def test_a_module_is_patched_when_it_is_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "patched_later.py").write_text("value = 1\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    seen = []
+    cpu_lora.after_import("patched_later", lambda module: seen.append(module.value) or setattr(module, "value", 2))
+    assert not seen
+    assert importlib.import_module("patched_later").value == 2
+    assert seen == [1]
+
+
+def test_adapters_of_another_sglang_are_refused() -> None:
+    module = ModuleType("layers")
+    with pytest.raises(cpu.PatchTargetGone, match=r"layers\.torch is gone"):
+        cpu_lora._patch_layers(module)
+    vars(module)["torch"] = torch
+    with pytest.raises(cpu.PatchTargetGone, match=r"layers\.FusedMoEWithLoRA\._forward_with_lora is gone"):
+        cpu_lora._patch_layers(module)
+    assert module.torch.tensor([1], pin_memory=True).tolist() == [1]
+    assert module.torch.Tensor is torch.Tensor
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_experts_with_adapters_are_their_merged_weights(shared: bool) -> None:
+    draw = torch.Generator().manual_seed(0)
+    tokens, experts, slots, hidden, width, rank = 12, 3, 2, 8, 6, 2
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=draw)
+
+    w13, w2 = random(experts, 2 * width, hidden), random(experts, hidden, width)
+    a13, b13 = random(slots, 1 if shared else experts, 2 * rank, hidden), random(slots, experts, 2 * width, rank)
+    a2, b2 = random(slots, experts, rank, width), random(slots, 1 if shared else experts, hidden, rank)
+    x, weights = random(tokens, hidden), torch.rand(tokens, 2, generator=draw)
+    ids = torch.stack([torch.randperm(experts, generator=draw)[:2] for _ in range(tokens)])
+    ids[0, 1] = -1
+    of = torch.tensor([-1, 0, 1] * (tokens // 3))
+    found = cpu_lora.adapted_experts(x, weights, ids, of, (w13, a13, b13), (w2, a2, b2))
+    expected = torch.zeros(tokens, hidden)
+    for token in range(tokens):
+        for choice in range(2):
+            e, slot = int(ids[token, choice]), int(of[token])
+            if e < 0:
+                continue
+            gate, up, down = w13[e, :width].clone(), w13[e, width:].clone(), w2[e].clone()
+            if slot >= 0:
+                mine = [half[slot, 0 if half.shape[1] == 1 else e] for half in (a13, b13, a2, b2)]
+                gate += mine[1][:width] @ mine[0][:rank]
+                up += mine[1][width:] @ mine[0][rank:]
+                down += mine[3] @ mine[2]
+            expected[token] += weights[token, choice] * (down @ (torch.nn.functional.silu(gate @ x[token]) * (up @ x[token])))
+    assert torch.allclose(found, expected, atol=1e-4)

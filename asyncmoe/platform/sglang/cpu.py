@@ -12,7 +12,8 @@ from importlib.metadata import PackageNotFoundError, version
 
 import torch
 
-from asyncmoe.platform.sglang.standin import decorate, provide, refuse
+from asyncmoe.platform.sglang import cpu_lora
+from asyncmoe.platform.sglang.standin import PatchTargetGone, decorate, provide, refuse
 
 VERSION = "0.5.23"
 
@@ -26,14 +27,12 @@ ARGUMENTS = (
     "--skip-server-warmup",
     # Without it every idle scheduler spins on a core that the trainer could use.
     "--sleep-on-idle",
+    # The other backends of adapters are Triton kernels. Heeded with --enable-lora only.
+    *("--lora-backend", "torch_native"),
     # By default the key-value cache takes a share of the machine's whole memory.
     *("--mem-fraction-static", "0.5", "--max-total-tokens", "16384"),
 )
 """Defaults of a server on CPU; what the caller gives comes after them and wins."""
-
-
-class PatchTargetGone(RuntimeError):
-    """SGLang is another than the one these patches were written for."""
 
 
 def install() -> None:
@@ -51,6 +50,7 @@ def install() -> None:
     _sgl_kernel()
     _torchvision()
     _pinned_host_memory()
+    cpu_lora.install()
 
 
 def _check_version() -> None:

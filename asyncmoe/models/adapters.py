@@ -1,0 +1,263 @@
+"""Adapters: the pairs of low-rank matrices of a model, their canonical names and shapes, and the form SGLang takes them in.
+
+A pair is A [rank, in] and B [out, rank] of one linear layer, y = W x + (alpha / rank) B A x. A *half* is one of the two:
+
+    layers.3.q_proj.a                    attention, and the MLP of a layer without experts
+    layers.3.experts.7.gate_proj.b       of one expert
+    layers.3.experts.shared.gate_proj.a  of all experts of the layer (`shared_outer`: the halves on the side of the hidden states)
+
+Halves are numpy arrays. numpy has no bfloat16: its values are held as the uint16 they are stored as.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal
+
+import numpy as np
+
+from asyncmoe.errors import UserError
+from asyncmoe.models.shape import Shape, Shapes, layer_shapes
+
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+MLP = ("gate_proj", "up_proj", "down_proj")
+TARGETS = ATTENTION + MLP
+"""Linear layers that can have an adapter, by the names of Hugging Face's modules."""
+
+OUTER = {"gate_proj": "a", "up_proj": "a", "down_proj": "b"}
+"""The half on the side of the hidden states, which experts share in `shared_outer`."""
+
+DTYPES: dict[str, np.dtype[Any]] = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(np.uint16), "float16": np.dtype(np.float16)}
+"""What an adapter can be in, and what its arrays then are."""
+
+Experts = Literal["per_expert", "shared_outer"]
+Arrays = Mapping[str, np.ndarray]
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What an adapter consists of.
+
+    Attributes:
+        targets: of `TARGETS`, in that order.
+        rank, alpha: the same for all pairs.
+        experts: whether experts share their outer halves.
+    """
+
+    targets: tuple[str, ...]
+    rank: int
+    alpha: float
+    experts: Experts = "per_expert"
+
+    def __post_init__(self) -> None:
+        unknown = [target for target in self.targets if target not in TARGETS]
+        if unknown or not self.targets:
+            raise UserError("adapter's targets", got=", ".join(unknown) or "none", expected=f"some of {', '.join(TARGETS)}")
+        if self.rank < 1 or self.alpha <= 0:
+            raise UserError("adapter", got=f"rank {self.rank}, alpha {self.alpha}", expected="a positive rank and alpha")
+        object.__setattr__(self, "targets", tuple(target for target in TARGETS if target in self.targets))
+
+    @property
+    def scale(self) -> float:
+        return self.alpha / self.rank
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two halves.
+
+    Attributes:
+        layer, expert, target: of the linear layer; expert None: not an expert's.
+        a, b: canonical names of the halves; of a shared one, the same for all experts.
+        inputs, outputs: columns and rows of the layer's weight.
+    """
+
+    layer: int
+    expert: int | None
+    target: str
+    a: str
+    b: str
+    inputs: int
+    outputs: int
+
+
+def pairs(m: Shape, kind: Kind) -> Iterator[Pair]:
+    """All pairs: layer by layer, attention first, then expert by expert."""
+    shapes = {dense: layer_shapes(m, dense) for dense in {layer in m.dense_layers for layer in range(m.layers)}}
+    for layer in range(m.layers):
+        dense = layer in m.dense_layers
+        for expert, target in _linears(m, kind, dense):
+            front = "" if expert is None else f"experts.{expert}."
+            outputs, inputs = shapes[dense][front + target.removesuffix("_proj")]
+            shared = f"experts.shared.{target}" if expert is not None and kind.experts == "shared_outer" else ""
+            names = {half: f"layers.{layer}.{shared if shared and OUTER[target] == half else front + target}.{half}" for half in "ab"}
+            yield Pair(layer, expert, target, names["a"], names["b"], inputs, outputs)
+
+
+def halves(m: Shape, kind: Kind) -> Shapes:
+    """Canonical names and shapes of all halves, each once."""
+    found: Shapes = {}
+    for pair in pairs(m, kind):
+        found[pair.a] = (kind.rank, pair.inputs)
+        found[pair.b] = (pair.outputs, kind.rank)
+    return found
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """An adapter's values.
+
+    Attributes:
+        dtype: of `DTYPES`.
+        values: every half of `halves(m, kind)`, C-contiguous.
+    """
+
+    kind: Kind
+    dtype: str
+    values: Arrays
+
+    def check(self, m: Shape) -> None:
+        """Refuse one that is not of this kind and model.
+
+        Raises:
+            UserError: the first half that is missing, of another model, or of another shape or dtype.
+        """
+        if self.dtype not in DTYPES:
+            raise UserError("adapter's dtype", got=self.dtype, expected=" or ".join(DTYPES))
+        expected = halves(m, self.kind)
+        for name in self.values.keys() - expected.keys():
+            raise UserError("adapter", got=name, expected=f"halves of a model of {_sizes(m)} for {', '.join(self.kind.targets)} only")
+        for name, shape in expected.items():
+            if name not in self.values:
+                raise UserError(f"adapter's {name}", got="nothing", expected=f"{self.dtype} {shape}")
+            value = self.values[name]
+            if value.shape != shape or value.dtype != DTYPES[self.dtype]:
+                got = f"{value.dtype} {value.shape}"
+                raise UserError(f"adapter's {name}", got=got, expected=f"{DTYPES[self.dtype]} {shape}", cure=f"the model has {_sizes(m)}")
+
+    @cached_property
+    def bytes(self) -> int:
+        return sum(value.nbytes for value in self.values.values())
+
+
+def check_rank(kind: Kind, limit: int) -> None:
+    """Refuse an adapter that the engines' adapter memory has no room for.
+
+    Args:
+        limit: the engines' --max-lora-rank.
+
+    Raises:
+        UserError: the rank is above it.
+    """
+    if kind.rank > limit:
+        cure = "take an adapter of a smaller rank, or raise the engines' --max-lora-rank"
+        raise UserError("adapter's rank", got=kind.rank, expected=f"at most the engines' {limit}", cure=cure)
+
+
+def expanded(m: Shape, adapter: Adapter) -> Adapter:
+    """The same function with halves of every expert's own: shared ones are repeated, not copied."""
+    kind = Kind(adapter.kind.targets, adapter.kind.rank, adapter.kind.alpha, "per_expert")
+    own = zip(pairs(m, adapter.kind), pairs(m, kind), strict=True)
+    return Adapter(kind, adapter.dtype, {to: adapter.values[name] for old, new in own for name, to in ((old.a, new.a), (old.b, new.b))})
+
+
+def shared(m: Shape, adapter: Adapter) -> Adapter:
+    """The inverse of `expanded`.
+
+    Raises:
+        UserError: experts of one layer differ in a half they would share.
+    """
+    kind = Kind(adapter.kind.targets, adapter.kind.rank, adapter.kind.alpha, "shared_outer")
+    found: dict[str, np.ndarray] = {}
+    for old, new in zip(pairs(m, adapter.kind), pairs(m, kind), strict=True):
+        for name, to in ((old.a, new.a), (old.b, new.b)):
+            value = adapter.values[name]
+            if not np.array_equal(found.setdefault(to, value), value):
+                cure = "set lora.experts to per_expert"
+                raise UserError(
+                    f"adapter's {name}", got="values of its own", expected=f"those of the layer's other experts ({to})", cure=cure
+                )
+    return Adapter(kind, adapter.dtype, found)
+
+
+_STACKS = (frozenset(("q_proj", "k_proj", "v_proj")), frozenset(MLP))
+
+
+def served_targets(kind: Kind) -> tuple[str, ...]:
+    """The targets an engine is told, and given: those of the adapter and what SGLang cannot have them without.
+
+    It stacks q, k and v, and gate and up, and fails at the first request when one of a stack is missing (`LoRAAdapter.normalize_qkv_proj`,
+    `get_target_module_name`); experts it adapts only when told of all three of their layers (`LoRAManager.init_lora_modules`).
+    """
+    wanted = set(kind.targets).union(*(stack for stack in _STACKS if stack & set(kind.targets)))
+    return tuple(target for target in TARGETS if target in wanted)
+
+
+def served_name(layer: int, target: str, half: str = "", of_experts: bool = False) -> str:
+    """SGLang's name of a tensor; of all that are in a layer, without a target, what their names begin with."""
+    front = f"base_model.model.model.layers.{layer}."
+    if not target:
+        return front
+    inner = "self_attn" if target in ATTENTION else "mlp.experts" if of_experts else "mlp"
+    return f"{front}{inner}.{target}.lora_{half.upper()}.weight"
+
+
+def served_shapes(m: Shape, kind: Kind) -> Shapes:
+    """Names and shapes of the tensors SGLang 0.5.23 takes (`/load_lora_adapter_from_tensors`).
+
+    Every tensor-parallel rank is given all of them and cuts out its own part (`LoRAMemoryPool.load_lora_weight_to_buffer`). Experts come
+    stacked, A [experts, rank, in] and B [experts, out, rank], or with 1 for `experts` where all share the half: SGLang takes such
+    tensors for adapters of either kind, so a layer has six tensors and not six for each expert.
+    """
+    found: Shapes = {}
+    for layer in range(m.layers):
+        dense = layer in m.dense_layers
+        shapes = layer_shapes(m, dense)
+        for target in served_targets(kind):
+            of_experts = target in MLP and not dense
+            outputs, inputs = shapes[("experts.0." if of_experts else "") + target.removesuffix("_proj")]
+            for half, shape in (("a", (kind.rank, inputs)), ("b", (outputs, kind.rank))):
+                stack = () if not of_experts else (1,) if kind.experts == "shared_outer" and OUTER[target] == half else (m.experts,)
+                found[served_name(layer, target, half, of_experts)] = (*stack, *shape)
+    return found
+
+
+def served(m: Shape, adapter: Adapter) -> dict[str, np.ndarray]:
+    """The tensors of `served_shapes`; those of targets the adapter does not have are zero.
+
+    Raises:
+        UserError: see `Adapter.check`.
+    """
+    adapter.check(m)
+    found = {name: np.zeros(shape, DTYPES[adapter.dtype]) for name, shape in served_shapes(m, adapter.kind).items()}
+    for pair in pairs(m, adapter.kind):
+        for half, name in (("a", pair.a), ("b", pair.b)):
+            stack = found[served_name(pair.layer, pair.target, half, pair.expert is not None)]
+            if pair.expert is None:
+                stack[...] = adapter.values[name]
+            elif len(stack) > 1 or pair.expert == 0:
+                stack[pair.expert] = adapter.values[name]
+    return found
+
+
+def served_config(kind: Kind) -> dict[str, Any]:
+    """What SGLang reads of an adapter's configuration."""
+    return {"peft_type": "LORA", "r": kind.rank, "lora_alpha": kind.alpha, "target_modules": list(served_targets(kind)), "bias": "none"}
+
+
+def _linears(m: Shape, kind: Kind, dense: bool) -> Iterator[tuple[int | None, str]]:
+    """(expert or None, target) of a layer."""
+    mlp = [target for target in kind.targets if target in MLP]
+    for target in kind.targets:
+        if dense or target in ATTENTION:
+            yield None, target
+    for expert in range(0 if dense else m.experts):
+        for target in mlp:
+            yield expert, target
+
+
+def _sizes(m: Shape) -> str:
+    experts = f", {m.experts} experts of width {m.expert_width}" if m.experts else ""
+    return f"{m.layers} layers, hidden size {m.hidden}{experts}"

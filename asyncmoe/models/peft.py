@@ -1,0 +1,271 @@
+"""PEFT's form of an adapter: adapter_config.json and adapter_model.safetensors.
+
+Source: PEFT 0.21.2 on transformers 5.19. There are two forms for experts.
+
+- *Named*: a pair for every expert's linear layer, `...mlp.experts.3.gate_proj.lora_A.weight`. PEFT wrote it while transformers (4) had
+  a module for every expert, reads it still (`peft.utils.transformers_weight_conversion`: all three layers of an expert or down_proj
+  alone), and everything that serves adapters takes it. It is the form written here.
+- *Stacked*: transformers 5 holds the experts of a layer as two parameters, gate_up_proj [experts, 2 width, hidden] and down_proj
+  [experts, hidden, width], and PEFT adapts parameters with `ParamWrapper`, one in the other: `mlp.experts.base_layer.lora_A.weight` of
+  gate_up_proj and `mlp.experts.lora_A.weight` of down_proj, or of the only one. A is [experts * rank, in], B [out, rank * experts] with
+  the expert changing fastest. Here gate and up have one A; or, where PEFT made it of the named form, one of twice the rank whose B is
+  zero outside of gate's rows and columns and up's. Both are read here.
+
+PEFT has no form in which experts share a half.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import safetensors
+from safetensors import SafetensorError
+
+from asyncmoe.errors import DataError, UserError
+from asyncmoe.models.adapters import ATTENTION, DTYPES, MLP, TARGETS, Adapter, Arrays, Kind, check_rank, pairs, shared
+from asyncmoe.models.shape import Shape
+
+CONFIG, MODEL = "adapter_config.json", "adapter_model.safetensors"
+_raw: Any = safetensors
+"""Its functions on bytes, which have no types."""
+_STORED = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
+_NAME = re.compile(r"base_model\.model\.model\.layers\.(\d+)\.(.+)\.lora_([AB])\.weight")
+_INNER = re.compile(rf"self_attn\.({'|'.join(ATTENTION)})|mlp\.(?:experts\.(\d+)\.)?({'|'.join(MLP)})")
+_STACKED = ("mlp.experts.base_layer", "mlp.experts")
+_PLAIN = {
+    "bias": "none",
+    "use_dora": False,
+    "use_rslora": False,
+    "use_qalora": False,
+    "lora_bias": False,
+    "fan_in_fan_out": False,
+    "modules_to_save": None,
+    "layers_to_transform": None,
+    "layer_replication": None,
+    "trainable_token_indices": None,
+    "alora_invocation_tokens": None,
+}
+"""Keys of PEFT's configuration that change what is computed, and the only values that are carried over."""
+
+
+@dataclass(frozen=True)
+class Files:
+    """The contents of PEFT's two files.
+
+    Attributes:
+        config: of adapter_config.json.
+        dtype: of `adapters.DTYPES`, of all tensors.
+        tensors: by PEFT's names; as in `Adapter`.
+    """
+
+    config: Mapping[str, Any]
+    dtype: str
+    tensors: Arrays
+
+
+def check_expressible(m: Shape, kind: Kind) -> None:
+    """Refuse a kind of adapter that PEFT has no form for.
+
+    Raises:
+        UserError: with what it has.
+    """
+    of_experts = set(kind.targets) & set(MLP) if m.experts else set()
+    if of_experts not in (set(), {"down_proj"}, set(MLP)):
+        # PEFT 0.21.2 refuses gate_proj without up_proj, and leaves both out without down_proj, with no more than a warning.
+        got, expected = ", ".join(kind.targets), f"of {', '.join(MLP)} all three, or down_proj alone: PEFT has no others of experts"
+        raise UserError("adapter's targets", got=got, expected=expected)
+    if of_experts and kind.experts == "shared_outer":
+        cure = "write adapters.expanded(...) of it: the same function, in which the experts no longer share"
+        raise UserError("adapter's experts", got="shared_outer", expected="per_expert, as PEFT has no halves that experts share", cure=cure)
+
+
+def to_peft(m: Shape, adapter: Adapter, base: str) -> Files:
+    """In the named form.
+
+    Args:
+        base: base_model_name_or_path.
+
+    Raises:
+        UserError: see `check_expressible` and `Adapter.check`.
+    """
+    kind = adapter.kind
+    adapter.check(m)
+    check_expressible(m, kind)
+    tensors = {}
+    for pair in pairs(m, kind):
+        inner = f"self_attn.{pair.target}" if pair.target in ATTENTION else f"mlp.{pair.target}"
+        inner = inner if pair.expert is None else f"mlp.experts.{pair.expert}.{pair.target}"
+        for half, name in (("A", pair.a), ("B", pair.b)):
+            tensors[f"base_model.model.model.layers.{pair.layer}.{inner}.lora_{half}.weight"] = adapter.values[name]
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": kind.rank,
+        "lora_alpha": int(kind.alpha) if kind.alpha == int(kind.alpha) else kind.alpha,
+        "lora_dropout": 0.0,
+        "target_modules": list(kind.targets),
+        "inference_mode": True,
+        **_PLAIN,
+    }
+    return Files(config, adapter.dtype, tensors)
+
+
+def from_peft(m: Shape, files: Files) -> Adapter:
+    """In either form; halves are each expert's own.
+
+    Raises:
+        UserError: a feature that is not carried over, a module that cannot have an adapter here, or halves of another shape.
+    """
+    _check_features(files.config)
+    values: dict[str, np.ndarray] = {}
+    for name, value in files.tensors.items():
+        match = _NAME.fullmatch(name)
+        if match is None:
+            raise _unknown(name)
+        layer, inner, half = f"layers.{match[1]}.", match[2], match[3].lower()
+        if inner in _STACKED:
+            values |= {layer + rest: part for rest, part in _unstacked(m, files.config, inner, half, name, value)}
+        elif (found := _INNER.fullmatch(inner)) is None:
+            raise _unknown(name)
+        else:
+            expert = "" if found[2] is None else f"experts.{found[2]}."
+            values[f"{layer}{expert}{found[1] or found[3]}.{half}"] = value
+    targets = tuple(target for target in TARGETS if any(name.split(".")[-2] == target for name in values))
+    if not targets:
+        raise UserError(MODEL, got="no tensors", expected="an adapter")
+    kind = Kind(targets, files.config["r"], files.config["lora_alpha"])
+    adapter = Adapter(kind, files.dtype, {name: np.ascontiguousarray(value) for name, value in values.items()})
+    adapter.check(m)
+    return adapter
+
+
+def start_from(path: Path, m: Shape, kind: Kind, base: str, limit: int) -> Adapter:
+    """Read an adapter that training is to start from.
+
+    Args:
+        kind: what is to be trained.
+        base: the model it is to be trained on, a path or a name of which the last part counts.
+        limit: the engines' --max-lora-rank.
+
+    Raises:
+        DataError: files that are missing or damaged.
+        UserError: an adapter of another kind, shape or base, or that the engines cannot hold.
+    """
+    files = read(path)
+    named = files.config.get("base_model_name_or_path")
+    if named and _last(named) != _last(base):
+        cure = f"if they are the same weights, set base_model_name_or_path in {path / CONFIG} to {base}"
+        raise UserError(f"base model of the adapter in {path}", got=named, expected=base, cure=cure)
+    adapter = from_peft(m, files)
+    for key in ("targets", "rank", "alpha"):
+        got, wanted = getattr(adapter.kind, key), getattr(kind, key)
+        if got != wanted:
+            shown = ", ".join(got) if key == "targets" else got
+            raise UserError(f"{key} of the adapter in {path}", got=shown, expected=wanted, cure=f"set lora.{key} to {shown}")
+    check_rank(kind, limit)
+    return shared(m, adapter) if kind.experts == "shared_outer" else adapter
+
+
+def write(path: Path, files: Files) -> None:
+    """Write both files into the directory `path`, which exists."""
+    # serialize_file reads the arrays by address: they live until it returns.
+    held = {name: np.ascontiguousarray(value) for name, value in files.tensors.items()}
+    specs = {
+        name: _raw.TensorSpec(dtype=files.dtype, shape=value.shape, data_ptr=value.ctypes.data, data_len=value.nbytes)
+        for name, value in held.items()
+    }
+    _raw.serialize_file(specs, path / MODEL, {"format": "pt"})
+    (path / CONFIG).write_text(json.dumps(dict(files.config), indent=2) + "\n")
+
+
+def read(path: Path) -> Files:
+    """Both files of the directory `path`.
+
+    Raises:
+        DataError: missing, damaged, or of several dtypes.
+    """
+    for file in (CONFIG, MODEL):
+        if not (path / file).is_file():
+            raise DataError(str(path), got=f"no {file}", expected="an adapter that PEFT has saved")
+    try:
+        config = json.loads((path / CONFIG).read_text())
+    except ValueError as error:
+        raise DataError(str(path / CONFIG), got=error, expected="valid JSON") from error
+    whole = {"r", "lora_alpha"} <= config.keys() if isinstance(config, dict) else False
+    if not whole or not isinstance(config["r"], int) or not isinstance(config["lora_alpha"], int | float):
+        raise DataError(str(path / CONFIG), got="no numbers r and lora_alpha", expected="the configuration of a LoRA adapter")
+    try:
+        stored: list[tuple[str, dict[str, Any]]] = _raw.deserialize((path / MODEL).read_bytes())
+    except SafetensorError as error:
+        raise DataError(str(path / MODEL), got=error, expected="a safetensors file") from error
+    dtypes: set[str] = {entry["dtype"] for _, entry in stored}
+    known = {short: name for name, short in _STORED.items()}
+    if len(dtypes) != 1 or not dtypes <= known.keys():
+        got = ", ".join(sorted(dtypes)) or "no tensors"
+        raise DataError(str(path / MODEL), got=got, expected=f"tensors all {' or '.join(known)}")
+    dtype = known[dtypes.pop()]
+    return Files(config, dtype, {name: np.frombuffer(e["data"], DTYPES[dtype]).reshape(e["shape"]) for name, e in stored})
+
+
+def _check_features(config: Mapping[str, Any]) -> None:
+    if config.get("peft_type") != "LORA":
+        raise UserError(f"peft_type in {CONFIG}", got=config.get("peft_type"), expected="LORA")
+    for key, expected in _PLAIN.items():
+        if config.get(key, expected) not in (expected, [] if expected is None else expected):
+            raise UserError(f"{key} in {CONFIG}", got=config[key], expected=json.dumps(expected))
+    rank, alpha = config["r"], config["lora_alpha"]
+    for key, value in (("rank_pattern", rank), ("alpha_pattern", alpha)):
+        for pattern, got in (config.get(key) or {}).items():
+            # What PEFT makes of the named form.
+            if not pattern.endswith("gate_up_proj") or got != 2 * value:
+                raise UserError(f"{key} in {CONFIG}", got=f"{got} for {pattern}", expected=f"{value} for all layers")
+
+
+def _unstacked(
+    m: Shape, config: Mapping[str, Any], inner: str, half: str, name: str, value: np.ndarray
+) -> Iterator[tuple[str, np.ndarray]]:
+    """(canonical name within the layer, value) of what one tensor of the stacked form holds."""
+    parameters = {str(target).rsplit(".", 1)[-1] for target in config.get("target_parameters") or ()}
+    unknown = parameters - {"gate_up_proj", "down_proj"}
+    if unknown or not parameters:
+        got = ", ".join(sorted(unknown)) or "none"
+        raise UserError(f"target_parameters in {CONFIG}", got=got, expected="mlp.experts.gate_up_proj, mlp.experts.down_proj or both")
+    of_gate_up = inner == _STACKED[0] or parameters == {"gate_up_proj"}
+    rank = config["r"] * (2 if of_gate_up and config.get("rank_pattern") else 1)
+    inputs, outputs = (m.hidden, 2 * m.expert_width) if of_gate_up else (m.expert_width, m.hidden)
+    expected = (m.experts * rank, inputs) if half == "a" else (outputs, rank * m.experts)
+    if value.shape != expected or not m.experts:
+        raise UserError(name, got=value.shape, expected=f"{expected}, of {m.experts} experts")
+    each = value.reshape(m.experts, rank, inputs) if half == "a" else value.reshape(outputs, rank, m.experts).transpose(2, 0, 1)
+    for expert, own in enumerate(each):
+        parts = _gate_and_up(name, own, half, config["r"]) if of_gate_up else {"down_proj": own}
+        for target, part in parts.items():
+            yield f"experts.{expert}.{target}.{half}", part
+
+
+def _gate_and_up(name: str, own: np.ndarray, half: str, rank: int) -> dict[str, np.ndarray]:
+    """An expert's half for gate_up_proj as one for gate_proj and one for up_proj."""
+    if half == "a":
+        return {"gate_proj": own[:rank], "up_proj": own[-rank:]}
+    gate, up = np.split(own, 2)
+    if own.shape[1] == rank:
+        return {"gate_proj": gate, "up_proj": up}
+    if gate[:, rank:].any() or up[:, :rank].any():
+        expected = f"zeros outside of gate_proj's {rank} columns and up_proj's {rank}"
+        raise UserError(name, got="values there", expected=expected, cure=f"train gate_up_proj with rank {2 * rank} and no rank_pattern")
+    return {"gate_proj": gate[:, :rank], "up_proj": up[:, rank:]}
+
+
+def _unknown(name: str) -> UserError:
+    return UserError(f"{name} in {MODEL}", got="a module that cannot have an adapter here", expected=f"one of {', '.join(TARGETS)}")
+
+
+def _last(path: str) -> str:
+    return path.rstrip("/").rsplit("/", 1)[-1]

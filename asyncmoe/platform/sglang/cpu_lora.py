@@ -1,0 +1,139 @@
+"""What adapters in an engine (--enable-lora) need on a machine without CUDA; see `cpu`.
+
+The modules in question are imported by servers with adapters only, so each is patched when it is.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Callable, Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from asyncmoe.platform.sglang.standin import PatchTargetGone
+
+LAYERS = "sglang.srt.lora.layers"
+BACKEND = "sglang.srt.lora.backend.torch_backend"
+
+
+def install() -> None:
+    """Have the modules patched as soon as they are imported."""
+    torch.Tensor.pin_memory = lambda self, *_, **__: self  # type: ignore[method-assign]
+    after_import(LAYERS, _patch_layers)
+    after_import(BACKEND, _unpin)
+
+
+def after_import(name: str, patch: Callable[[ModuleType], None]) -> None:
+    """Call `patch` with the module of that name, once, when it has been imported."""
+    sys.meta_path.insert(0, _After(name, patch))
+
+
+class _After(MetaPathFinder):
+    def __init__(self, name: str, patch: Callable[[ModuleType], None]) -> None:
+        self._name, self._patch = name, patch
+
+    def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+        if fullname != self._name:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(fullname)
+        if spec is not None and spec.loader is not None:
+            run: Callable[[ModuleType], None] = spec.loader.exec_module
+
+            def exec_module(module: ModuleType) -> None:
+                run(module)
+                self._patch(module)
+
+            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
+
+
+class _Unpinned:
+    """torch, in which the argument pin_memory is not heeded: page-locked memory needs CUDA."""
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(torch, name)
+        if name not in ("tensor", "zeros", "empty", "full", "arange"):
+            return found
+        return lambda *args, pin_memory=False, **kwargs: found(*args, **kwargs)
+
+
+def _unpin(module: ModuleType) -> None:
+    """These modules make small tensors in page-locked memory, whatever the device."""
+    if getattr(module, "torch", None) is not torch:
+        raise PatchTargetGone(f"{module.__name__}.torch is gone")
+    vars(module)["torch"] = _Unpinned()
+
+
+def _patch_layers(module: ModuleType) -> None:
+    """Experts with adapters are run by Triton kernels only (`lora_moe_runners`)."""
+    _unpin(module)
+    experts = getattr(module, "FusedMoEWithLoRA", None)
+    if not hasattr(experts, "_forward_with_lora"):
+        raise PatchTargetGone(f"{module.__name__}.FusedMoEWithLoRA._forward_with_lora is gone")
+    vars(module)["FusedMoEWithLoRA"]._forward_with_lora = _forward_with_lora
+
+
+def _forward_with_lora(self: Any, hidden_states: torch.Tensor, topk_output: Any, lora_info: Any, **_: Any) -> Any:
+    """As FusedMoEWithLoRA._forward_with_lora; the sum over tensor-parallel ranks is left to the model, as there."""
+    from sglang.srt.layers.moe.token_dispatcher import StandardCombineInput
+
+    layer, config = self.base_layer, self.base_layer.moe_runner_config
+    if config.activation != "silu" or not config.is_gated or config.apply_router_weight_on_input:
+        raise NotImplementedError(f"experts with adapters on CPU: got {config}, expected gated SiLU")
+    dispatched = layer.dispatcher.dispatch(hidden_states=hidden_states, topk_output=topk_output)
+    weights, ids, _ = dispatched.topk_output
+    info, x = lora_info, dispatched.hidden_states
+    slots = info.token_lora_mapping[: len(x)] if info.has_active_lora else torch.full((len(x),), -1)
+    output = adapted_experts(
+        x,
+        weights,
+        ids,
+        slots,
+        (layer.w13_weight, info.gate_up_lora_a_weights, info.gate_up_lora_b_weights),
+        (layer.w2_weight, info.down_lora_a_weights, info.down_lora_b_weights),
+    )
+    if config.routed_scaling_factor not in (None, 1.0) and not self.should_fuse_routed_scaling_factor_in_topk:
+        output = output * config.routed_scaling_factor
+    return layer.dispatcher.combine(combine_input=StandardCombineInput(hidden_states=output))
+
+
+Adapted = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""Weight [experts, out, in]; for each slot A [slots, experts or 1, parts * rank, in] and B [slots, experts or 1, out, rank], which holds
+the scale. Parts are stacked layers (gate and up): out is divided equally between them."""
+
+
+def adapted_experts(
+    x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, slots: torch.Tensor, gate_up: Adapted, down: Adapted
+) -> torch.Tensor:
+    """The weighted sum of each token's experts, [tokens, hidden].
+
+    Args:
+        x: [tokens, hidden].
+        weights, ids: [tokens, experts per token]; -1: an expert elsewhere.
+        slots: [tokens], whose adapter; -1: none.
+    """
+    output = torch.zeros_like(x)
+    for expert in sorted({*ids.flatten().tolist()} - {-1}):
+        token, choice = torch.where(ids == expert)
+        gate, up = _adapted(x[token], expert, slots[token], gate_up, parts=2).chunk(2, dim=-1)
+        out = _adapted(F.silu(gate) * up, expert, slots[token], down, parts=1)
+        output.index_add_(0, token, out * weights[token, choice, None].to(out.dtype))
+    return output
+
+
+def _adapted(x: torch.Tensor, expert: int, slots: torch.Tensor, layer: Adapted, parts: int) -> torch.Tensor:
+    weight, all_a, all_b = layer
+    y = F.linear(x, weight[expert])
+    for slot in sorted({*slots.tolist()} - {-1}):
+        here = slots == slot
+        a, b = (half[slot, expert if half.shape[1] > 1 else 0] for half in (all_a, all_b))
+        low = F.linear(x[here], a).chunk(parts, dim=-1)
+        y[here] += torch.cat([F.linear(part, rows) for part, rows in zip(low, b.chunk(parts), strict=True)], dim=-1)
+    return y

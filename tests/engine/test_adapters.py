@@ -1,0 +1,247 @@
+"""A real engine with adapters computes what the merged weights do, and changes them without a request noticing."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import pickle
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from asyncmoe.errors import EngineError
+from asyncmoe.models import load_hf_config, qwen3_moe
+from asyncmoe.models.adapter_layouts import memory_layout
+from asyncmoe.models.adapters import TARGETS, Adapter, Experts, Kind
+from asyncmoe.models.make import VOCAB
+from asyncmoe.models.parallel import EngineParallel
+from asyncmoe.models.shape import Shape
+from asyncmoe.record import Recording, Routing, decode_routes
+from asyncmoe.rollout.adapters import SLOTS, Serving, TwoSlots, attributed, flags, message, write
+from asyncmoe.rollout.engine import Engine
+from asyncmoe.rollout.engine_client import Generation, Message, Sampling
+from asyncmoe.rollout.turns import Place, Turn, assemble
+from asyncmoe.validity import validate
+from tests.engine.adapter_probe import LOADER
+from tests.engine.conftest import settings
+from tests.engine.oracle import Oracle, largest_difference, routes
+from tests.unit.adapters import copied, merge, random_adapter
+
+pytestmark = pytest.mark.engine
+
+LIMIT = 6
+"""Of the rank; adapters have less, so that what a slot holds besides them is seen."""
+SWAPS = 20
+WORKERS = 8
+
+
+@dataclass
+class Rig:
+    """One engine with adapters."""
+
+    engine: Engine
+    experts: Experts
+    m: Shape
+    run: Callable[..., Any]
+
+    def kind(self, targets: tuple[str, ...] = TARGETS, rank: int = 4) -> Kind:
+        return Kind(targets, rank, 8.0, self.experts)
+
+    def message(self, adapter: Adapter) -> Message:
+        return message(self.m, adapter, self.engine.tp)
+
+    async def generate(self, prompt: tuple[int, ...], adapter: str | None, tokens: int = 16) -> Generation:
+        return await self.engine.client.generate(prompt, Sampling(0.8, tokens, ()), "0", 60.0, adapter=adapter)
+
+
+NAMED = "{0[0]}-tp{0[1]}".format
+
+
+@pytest.fixture(scope="module", params=[("per_expert", 1), ("shared_outer", 1), ("per_expert", 2), ("shared_outer", 2)], ids=NAMED)
+def rig(request: pytest.FixtureRequest, model: Path, runner: asyncio.Runner, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
+    experts, tp = request.param
+    told = [*flags(Kind(TARGETS, 4, 8.0, experts), LIMIT), "--custom-weight-loader", LOADER]
+
+    async def start() -> Engine:
+        config = settings(model, tmp_path_factory.mktemp("adapters"), tp=tp, args=told)
+        engine = Engine("engine.0", config, 0, config.run.dir)
+        await engine.wait_ready()
+        return engine
+
+    engine = runner.run(start())
+    yield Rig(engine, experts, qwen3_moe.FAMILY.shape_of(load_hf_config(model)), runner.run)
+    runner.run(engine.stop())
+
+
+class Merged(Oracle):
+    """The model with an adapter merged into its weights."""
+
+    def __init__(self, path: Path, m: Shape, adapter: Adapter | None) -> None:
+        super().__init__(path)
+        if adapter is not None:
+            merge(self.model, m, adapter)
+
+    def difference(self, prompt: tuple[int, ...], generation: Generation) -> float:
+        return largest_difference(generation.logprobs, self.logprobs(prompt, generation.tokens, 0.8))
+
+
+def test_log_probabilities_are_those_of_the_merged_weights(rig: Rig, model: Path, tmp_path: Path) -> None:
+    prompts = [(20, 30, i) for i in range(8)]
+    made = {name: random_adapter(rig.m, kind, seed) for name, kind, seed in (
+        ("all", rig.kind(), 1),
+        ("odd", rig.kind(("v_proj", "up_proj"), 2), 2),
+    )}  # fmt: skip
+    client = rig.engine.client
+
+    async def ask(adapter: str | None) -> list[Generation]:
+        return await asyncio.gather(*(rig.generate(prompt, adapter) for prompt in prompts))
+
+    async def use(name: str) -> list[Generation]:
+        folder = tmp_path / name
+        folder.mkdir()
+        await client.load_adapter(name, rig.message(made[name]) if name == "all" else write(folder, rig.m, made[name]), 60.0)
+        shutil.rmtree(folder)
+        # At once with requests that have none.
+        with_it, base = await asyncio.gather(ask(name), ask(None))
+        assert max(plain.difference(p, g) for p, g in zip(prompts, base, strict=True)) < 1e-4
+        await client.unload_adapter(name, 60.0)
+        return with_it
+
+    plain = Merged(model, rig.m, None)
+    for name, adapter in made.items():
+        merged, found = Merged(model, rig.m, adapter), rig.run(use(name))
+        worst = max(merged.difference(p, g) for p, g in zip(prompts, found, strict=True))
+        apart = min(plain.difference(p, g) for p, g in zip(prompts, found, strict=True))
+        print(f"{name}: {worst:.1e} from the merged weights, {apart:.2f} from the base")
+        assert worst < 1e-4
+        assert apart > 0.05
+        with pytest.raises(EngineError, match=r"engine\.0: /generate: "):
+            rig.run(ask(name))
+
+
+def test_a_record_under_an_adapter_has_its_version_and_its_routes(rig: Rig, model: Path) -> None:
+    adapter = random_adapter(rig.m, rig.kind(), 4)
+    recording, prompt = Recording(Routing(4, (0, 1, 2, 3), 2, 8), vocabulary=VOCAB), (20, 30, 40)
+
+    async def use() -> Generation:
+        slots = TwoSlots(rig.engine.client, 60.0)
+        await slots.publish(7, rig.message(adapter))
+        with slots.use() as serving:
+            sampling = Sampling(0.8, 16, (), recording=recording)
+            generation = await rig.engine.client.generate(prompt, sampling, "7", 60.0, adapter=serving.adapter)
+        await rig.engine.client.unload_adapter("v7", 60.0)
+        return attributed(generation, serving)
+
+    record = assemble([Turn(prompt, rig.run(use()), 7)], Place(0, 0, 0), recording, 0.0, {})
+    validate(record, recording, newest_version=7)
+    assert set(record.versions[record.loss_mask].tolist()) == {7}
+    assert record.is_pure
+    assert record.routes is not None
+    with_it, without = (routes(Merged(model, rig.m, one).model, record.tokens) for one in (adapter, None))
+    np.testing.assert_array_equal(decode_routes(record.routes, "g0"), with_it)
+    assert (with_it != without).any()
+
+
+def test_its_memory_is_laid_out_as_we_say(rig: Rig, tmp_path: Path) -> None:
+    kind = rig.kind(rank=LIMIT)
+    adapter = random_adapter(rig.m, kind, 3)
+    scaled = {
+        name: value * np.float32(kind.scale if ".experts." in name and name.endswith(".b") else 1) for name, value in adapter.values.items()
+    }
+
+    async def hold_and_tell() -> None:
+        client, told = rig.engine.client, base64.b64encode(pickle.dumps([(str(tmp_path), SimpleNamespace(to=str))])).decode()
+        await client.load_adapter("held", rig.message(adapter), 60.0)
+        await rig.generate((5, 6), "held")
+        await client.begin()
+        body = {"serialized_named_tensors": [told] * rig.engine.tp, "load_format": LOADER, "flush_cache": False}
+        await client._send("/update_weights_from_tensor", body, 60.0)
+        await client.end()
+        await client.unload_adapter("held", 60.0)
+
+    rig.run(hold_and_tell())
+    for rank in range(rig.engine.tp):
+        held = {name: value.numpy() for name, value in torch.load(tmp_path / f"rank{rank}.pt").items()}
+        expected = copied(memory_layout(rig.m, kind, EngineParallel(rig.engine.tp), rank, "float32"), Adapter(kind, "float32", scaled))
+        assert {name: value.shape[1:] for name, value in held.items()} == {name: value.shape for name, value in expected.items()}
+        slots = [all(np.array_equal(held[name][slot], value) for name, value in expected.items()) for slot in range(SLOTS)]
+        assert sum(slots) == 1
+
+
+def test_what_an_engine_cannot_hold_it_refuses_in_its_own_words(rig: Rig) -> None:
+    large = rig.message(random_adapter(rig.m, rig.kind(rank=LIMIT + 1), 1))
+    with pytest.raises(EngineError, match=rf"engine\.0: /load_lora_adapter_from_tensors: .*rank {LIMIT + 1} is incompatible"):
+        rig.run(rig.engine.client.load_adapter("large", large, 60.0))
+
+
+@pytest.mark.parametrize("rig", [("per_expert", 1), ("shared_outer", 2)], ids=NAMED, indirect=True, scope="module")
+def test_twenty_swaps_under_load(rig: Rig, model: Path, tmp_path: Path) -> None:
+    made = {version: random_adapter(rig.m, rig.kind(), 100 + version) for version in range(1, SWAPS + 1)}
+    messages = {version: rig.message(adapter) for version, adapter in made.items() if version % 2}
+    answers: list[tuple[tuple[int, ...], Serving, Generation, bool]] = []
+    seconds: list[float] = []
+    swaps: list[float] = []
+
+    async def load(slots: TwoSlots, worker: int, done: asyncio.Event) -> None:
+        turn, last = 0, False
+        while not last:
+            # One more after the last version is there.
+            last = done.is_set()
+            prompt, turn, begin = (9, worker, turn % 50), turn + 1, time.perf_counter()
+            with slots.use() as serving:
+                generation = await rig.generate(prompt, serving.adapter, 8 + 8 * worker)
+            seconds.append(time.perf_counter() - begin)
+            answers.append((prompt, serving, attributed(generation, serving), slots.serving != serving))
+
+    async def swap(slots: TwoSlots, done: asyncio.Event) -> None:
+        for version, adapter in made.items():
+            begin = time.perf_counter()
+            if version in messages:
+                await slots.publish(version, messages[version])
+            else:
+                folder = tmp_path / str(version)
+                folder.mkdir()
+                await slots.publish(version, write(folder, rig.m, adapter))
+                shutil.rmtree(folder)
+            swaps.append(time.perf_counter() - begin)
+            await asyncio.sleep(0.1)
+        done.set()
+
+    async def everything() -> None:
+        done = asyncio.Event()
+        slots = TwoSlots(rig.engine.client, 60.0)
+        async with asyncio.timeout(300):
+            await asyncio.gather(swap(slots, done), *(load(slots, worker, done) for worker in range(WORKERS)))
+        for version in (SWAPS - 1, SWAPS):
+            await rig.engine.client.unload_adapter(f"v{version}", 60.0)
+
+    rig.run(everything())
+    versions = {serving.version for _, serving, _, _ in answers}
+    overtaken = sum(late for *_, late in answers)
+    worst = apart = 0.0
+    for version in sorted(versions):
+        merged = Merged(model, rig.m, made.get(version))
+        for prompt, serving, generation, _ in answers:
+            assert [span.version for span in generation.spans] == [str(serving.version)]
+            if serving.version == version:
+                worst = max(worst, merged.difference(prompt, generation))
+            elif serving.version == version + 1 and not apart:
+                apart = merged.difference(prompt, generation)
+    seconds.sort()
+    print(
+        f"{len(answers)} responses of {len(versions)} versions, {overtaken} ended after the next was there; at most {worst:.1e} from their "
+        f"version's merged weights ({apart:.2f} from the one before); a response took {seconds[len(seconds) // 2]:.3f} s, at most "
+        f"{seconds[-1]:.3f} s; a swap {sorted(swaps)[len(swaps) // 2]:.3f} s, at most {max(swaps):.3f} s"
+    )
+    assert versions >= set(range(1, SWAPS + 1))
+    assert overtaken >= SWAPS
+    assert worst < 1e-4
+    assert apart > 0.05

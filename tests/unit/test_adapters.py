@@ -1,0 +1,148 @@
+"""An adapter's names and shapes, and the form engines take it in."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from asyncmoe.errors import UserError
+from asyncmoe.models import adapters
+from asyncmoe.models.adapters import ATTENTION, MLP, TARGETS, Adapter, Kind
+from tests.unit.adapters import half, random_adapter, shape
+
+SHAPES = st.builds(
+    shape,
+    layers=st.integers(1, 3),
+    experts=st.sampled_from([0, 2, 3]),
+    hidden=st.sampled_from([8, 12]),
+    width=st.sampled_from([4, 6]),
+    dense=st.sampled_from([frozenset(), frozenset({0})]),
+)
+KINDS = st.builds(
+    Kind,
+    targets=st.sets(st.sampled_from(TARGETS), min_size=1).map(tuple),
+    rank=st.integers(1, 3),
+    alpha=st.sampled_from([1, 2.5, 8]),
+    experts=st.sampled_from(["per_expert", "shared_outer"]),
+)
+
+
+def test_names_and_shapes_of_a_layer() -> None:
+    m = shape(layers=1, experts=2, hidden=8, width=6)
+    assert adapters.halves(m, Kind(("down_proj", "q_proj"), 3, 6.0)) == {
+        "layers.0.q_proj.a": (3, 8),
+        "layers.0.q_proj.b": (16, 3),
+        "layers.0.experts.0.down_proj.a": (3, 6),
+        "layers.0.experts.0.down_proj.b": (8, 3),
+        "layers.0.experts.1.down_proj.a": (3, 6),
+        "layers.0.experts.1.down_proj.b": (8, 3),
+    }
+    assert adapters.halves(m, Kind(("gate_proj", "down_proj"), 3, 6.0, "shared_outer")) == {
+        "layers.0.experts.shared.gate_proj.a": (3, 8),
+        "layers.0.experts.0.gate_proj.b": (6, 3),
+        "layers.0.experts.1.gate_proj.b": (6, 3),
+        "layers.0.experts.0.down_proj.a": (3, 6),
+        "layers.0.experts.1.down_proj.a": (3, 6),
+        "layers.0.experts.shared.down_proj.b": (8, 3),
+    }
+
+
+def test_sizes_are_those_of_the_closed_form() -> None:
+    """Qwen3-30B-A3B at rank 32: 1.66 B parameters of experts and 26.7 M of attention; shared, a little more than a quarter of it."""
+    m = dataclasses.replace(shape(48, 128, 2048, 768), heads=32, kv_heads=4, head_dim=128)
+    d, f, e, r, layers = 2048, 768, 128, 32, 48
+
+    def count(kind: Kind) -> int:
+        return sum(rows * columns for rows, columns in adapters.halves(m, kind).values())
+
+    assert count(Kind(MLP, r, 32.0)) == 3 * layers * e * r * (d + f)
+    assert count(Kind(MLP, r, 32.0, "shared_outer")) == layers * r * (3 * d + 3 * e * f)
+    q, kv = 32 * 128, 4 * 128
+    assert count(Kind(ATTENTION, r, 32.0)) == layers * r * ((d + q) + 2 * (d + kv) + (q + d))
+    assert len(adapters.halves(m, Kind(MLP, r, 32.0))) == 36_864
+    assert len(adapters.served_shapes(m, Kind(MLP, r, 32.0))) == 6 * layers
+
+
+@given(SHAPES, KINDS, st.integers(0, 99))
+@settings(max_examples=50, deadline=None)
+def test_what_engines_are_given_holds_every_half_in_its_place(m, kind, seed) -> None:  # type: ignore[no-untyped-def]
+    adapter = random_adapter(m, kind, seed)
+    given = adapters.served(m, adapter)
+    assert {name: value.shape for name, value in given.items()} == adapters.served_shapes(m, kind)
+    for layer in range(m.layers):
+        dense = layer in m.dense_layers
+        front = f"base_model.model.model.layers.{layer}."
+        for target in adapters.served_targets(kind):
+            for side in "ab":
+                if target in ATTENTION or dense:
+                    inner = "self_attn" if target in ATTENTION else "mlp"
+                    value = given[f"{front}{inner}.{target}.lora_{side.upper()}.weight"]
+                    expected = half(adapter, layer, None, target, side) if target in kind.targets else np.zeros_like(value)
+                    assert np.array_equal(value, expected)
+                    continue
+                stack = given[f"{front}mlp.experts.{target}.lora_{side.upper()}.weight"]
+                outer = side == ("b" if target == "down_proj" else "a")
+                assert len(stack) == (1 if kind.experts == "shared_outer" and outer else m.experts)
+                for expert in range(m.experts):
+                    value = stack[min(expert, len(stack) - 1)]
+                    expected = half(adapter, layer, expert, target, side) if target in kind.targets else np.zeros_like(value)
+                    assert np.array_equal(value, expected)
+
+
+@given(SHAPES, KINDS, st.integers(0, 99))
+@settings(max_examples=50, deadline=None)
+def test_sharing_is_undone_and_found_again(m, kind, seed) -> None:  # type: ignore[no-untyped-def]
+    adapter = random_adapter(m, kind, seed)
+    own = adapters.expanded(m, adapter)
+    own.check(m)
+    assert own.kind.experts == "per_expert"
+    for pair in adapters.pairs(m, own.kind):
+        assert np.array_equal(own.values[pair.a], half(adapter, pair.layer, pair.expert, pair.target, "a"))
+        assert np.array_equal(own.values[pair.b], half(adapter, pair.layer, pair.expert, pair.target, "b"))
+    if kind.experts == "shared_outer":
+        again = adapters.shared(m, own)
+        assert again.kind == kind
+        assert {name: value.tobytes() for name, value in again.values.items()} == {n: v.tobytes() for n, v in adapter.values.items()}
+
+
+def test_experts_that_differ_cannot_share() -> None:
+    m, kind = shape(), Kind(("q_proj", "up_proj"), 2, 4.0)
+    with pytest.raises(UserError, match=r"layers\.0\.experts\.1\.up_proj\.a: got values of its own, .*; set lora\.experts to per_expert"):
+        adapters.shared(m, random_adapter(m, kind, 0))
+
+
+def test_a_stack_is_never_given_in_part() -> None:
+    assert adapters.served_targets(Kind(("v_proj",), 1, 1.0)) == ("q_proj", "k_proj", "v_proj")
+    assert adapters.served_targets(Kind(("o_proj",), 1, 1.0)) == ("o_proj",)
+    assert adapters.served_targets(Kind(("down_proj", "o_proj"), 1, 1.0)) == ("o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+def test_what_is_wrong_is_said_by_name() -> None:
+    m, kind = shape(), Kind(("q_proj", "up_proj"), 2, 4.0)
+    adapter = random_adapter(m, kind, 0)
+
+    def refused(values: dict[str, np.ndarray | None], match: str, dtype: str = "float32") -> None:
+        changed = {name: value for name, value in {**adapter.values, **values}.items() if value is not None}
+        with pytest.raises(UserError, match=match):
+            Adapter(kind, dtype, changed).check(m)
+
+    refused({"layers.1.q_proj.b": None}, r"layers\.1\.q_proj\.b: got nothing, expected float32 \(16, 2\)")
+    refused(
+        {"layers.2.q_proj.b": np.zeros((16, 2), np.float32)}, r"got layers\.2\.q_proj\.b, .*2 layers, hidden size 8, 4 experts of width 6"
+    )
+    refused(
+        {"layers.1.q_proj.b": np.zeros((16, 3), np.float32)}, r"layers\.1\.q_proj\.b: got float32 \(16, 3\), expected float32 \(16, 2\)"
+    )
+    refused({}, "got int8, expected float32 or bfloat16 or float16", "int8")
+    refused({}, "got float32 .*, expected float16", "float16")
+    adapters.check_rank(kind, 2)
+    with pytest.raises(UserError, match=r"adapter's rank: got 2, expected at most the engines' 1; .*--max-lora-rank"):
+        adapters.check_rank(kind, 1)
+    with pytest.raises(UserError, match="targets: got lm_head, expected some of q_proj"):
+        Kind(("lm_head",), 2, 4.0)
+    with pytest.raises(UserError, match="got rank 0, alpha 1"):
+        Kind(("q_proj",), 0, 1.0)

@@ -1,0 +1,61 @@
+"""The engines' side of an adapter as layouts: copying by them gives what the engines are given."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from asyncmoe.models import adapters
+from asyncmoe.models.adapter_layouts import memory_layout, served_layout
+from asyncmoe.models.adapters import TARGETS, Kind
+from asyncmoe.models.parallel import EngineParallel
+from tests.unit.adapters import copied, random_adapter, shape
+from tests.unit.test_adapters import KINDS, SHAPES
+
+
+@given(SHAPES, KINDS, st.integers(0, 99))
+@settings(max_examples=50, deadline=None)
+def test_the_tensors_engines_are_given(m, kind, seed) -> None:  # type: ignore[no-untyped-def]
+    adapter = random_adapter(m, kind, seed)
+    expected = adapters.served(m, adapter)
+    found = copied(served_layout(m, kind, "float32"), adapter)
+    assert {name: value.tobytes() for name, value in found.items()} == {name: value.tobytes() for name, value in expected.items()}
+    assert [value.shape for value in found.values()] == [value.shape for value in expected.values()]
+
+
+@given(SHAPES, KINDS, st.sampled_from([EngineParallel(), EngineParallel(tp=2), EngineParallel(tp=2, ep=2), EngineParallel(tp=4)]))
+@settings(max_examples=50, deadline=None)
+def test_the_ranks_of_an_engine_hold_every_element_of_a_half(m, kind, parallel) -> None:  # type: ignore[no-untyped-def]
+    if (m.experts and (m.experts % parallel.ep or m.expert_width % parallel.moe_tp)) or (m.dense_layers and m.dense_width % parallel.tp):
+        return
+    held = {name: np.zeros(size, int) for name, size in adapters.halves(m, kind).items()}
+    for rank in range(parallel.world):
+        layout = memory_layout(m, kind, parallel, rank, "float32")
+        # As a destination it is whole: every element of every storage is written.
+        assert all(np.isfinite(value).all() for value in copied(layout, random_adapter(m, kind, 0), fill=np.nan).values())
+        for piece in layout.pieces:
+            if piece.tensor in held:
+                box = tuple(slice(start, start + extent) for start, extent in zip(piece.box.start, piece.box.extent, strict=True))
+                held[piece.tensor][box] += 1
+    assert all(count.min() >= 1 for count in held.values())
+
+
+def test_a_rank_of_a_real_size() -> None:
+    """Shapes as `LoRAMemoryPool.get_lora_A_shape` and `get_lora_B_shape` have them, without the first dimension."""
+    m = shape(layers=1, experts=4, hidden=8, width=6)
+    kind = Kind(TARGETS, 3, 6.0, "shared_outer")
+    layout = memory_layout(m, kind, EngineParallel(tp=2), 1, "float32")
+    assert {name: storage.shape for name, storage in layout.storages.items()} == {
+        "layers.0.qkv_proj.a": (9, 8),
+        "layers.0.qkv_proj.b": (8 + 4 + 4, 3),
+        "layers.0.o_proj.a": (3, 8),
+        "layers.0.o_proj.b": (8, 3),
+        "layers.0.gate_up_proj_moe.a": (1, 6, 8),
+        "layers.0.gate_up_proj_moe.b": (4, 6, 3),
+        "layers.0.down_proj_moe.a": (4, 3, 3),
+        "layers.0.down_proj_moe.b": (1, 8, 3),
+    }
+    with pytest.raises(KeyError):
+        layout.storages["layers.1.qkv_proj.a"]

@@ -1,0 +1,168 @@
+"""Two slots of an engine, and what is sent there."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import pickle
+from contextlib import ExitStack
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from asyncmoe.errors import EngineError, UserError, WeightSyncError
+from asyncmoe.models.adapters import Kind
+from asyncmoe.rollout.adapters import Serving, StillInUse, TwoSlots, attributed, flags, payload
+from asyncmoe.rollout.engine_client import Generation, Message, Span
+
+ADAPTER = Message({}, ())
+
+
+class Fake:
+    """A server that refuses what SGLang refuses, and a third adapter."""
+
+    name = "engine.0"
+
+    def __init__(self) -> None:
+        self.loaded: list[str] = []
+        self.using: dict[str, int] = {}
+        self.refusing = False
+
+    async def load_adapter(self, name: str, adapter: Path | Message, timeout_s: float) -> None:
+        await asyncio.sleep(0)
+        assert name not in self.loaded
+        assert len(self.loaded) < 2
+        if self.refusing:
+            raise EngineError("no room")
+        self.loaded.append(name)
+
+    async def unload_adapter(self, name: str, timeout_s: float) -> None:
+        await asyncio.sleep(0)
+        assert not self.using.get(name)
+        self.loaded.remove(name)
+
+
+async def respond(slots: TwoSlots, server: Fake, steps: int) -> Serving:
+    """A request that takes so many turns of the loop."""
+    with slots.use() as serving:
+        if serving.adapter is not None:
+            assert serving.adapter in server.loaded
+            server.using[serving.adapter] = server.using.get(serving.adapter, 0) + 1
+        for _ in range(steps):
+            await asyncio.sleep(0)
+            assert serving.adapter is None or serving.adapter in server.loaded
+        if serving.adapter is not None:
+            server.using[serving.adapter] -= 1
+        return serving
+
+
+@given(st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30)), max_size=30), st.integers(1, 8))
+@settings(max_examples=60, deadline=None)
+def test_no_request_is_without_its_adapter_while_versions_come(requests: list[tuple[int, int]], versions: int) -> None:
+    async def run() -> list[Serving]:
+        server = Fake()
+        slots = TwoSlots(server, 5.0)
+
+        async def later(wait: int, steps: int) -> Serving:
+            for _ in range(wait):
+                await asyncio.sleep(0)
+            return await respond(slots, server, steps)
+
+        async def publish() -> None:
+            for version in range(1, versions + 1):
+                await slots.publish(version, ADAPTER)
+                assert slots.serving == Serving(version, f"v{version}")
+
+        found = await asyncio.gather(publish(), *(later(*request) for request in requests))
+        assert server.loaded == ([f"v{versions - 1}"] if versions > 1 else []) + [f"v{versions}"]
+        return found[1:]
+
+    assert all(serving.adapter == (f"v{serving.version}" if serving.version else None) for serving in asyncio.run(run()))
+
+
+def test_new_requests_get_the_new_version_while_old_ones_go_on() -> None:
+    async def run() -> None:
+        server = Fake()
+        slots = TwoSlots(server, 5.0)
+        with slots.use() as base:
+            await slots.publish(1, ADAPTER)
+            with slots.use() as first:
+                publishing = asyncio.create_task(slots.publish(2, ADAPTER))
+                for _ in range(20):
+                    await asyncio.sleep(0)
+                # The base still has a user, and with it a slot: nobody waits but the publisher.
+                assert (publishing.done(), slots.serving.version, server.loaded) == (False, 1, ["v1"])
+        await publishing
+        assert (base, first, slots.serving) == (Serving(0, None), Serving(1, "v1"), Serving(2, "v2"))
+        assert server.loaded == ["v1", "v2"]
+
+    asyncio.run(run())
+
+
+def test_who_is_waited_for_is_said() -> None:
+    async def run() -> None:
+        slots = TwoSlots(Fake(), 0.05)
+        with ExitStack() as requests:
+            requests.enter_context(slots.use())
+            requests.enter_context(slots.use())
+            await slots.publish(1, ADAPTER)
+            with pytest.raises(StillInUse, match=r"0\.1 s for engine\.0: the end of 2 responses of version 0"):
+                await slots.publish(2, ADAPTER)
+            assert slots.serving.version == 1
+        await slots.publish(2, ADAPTER)
+        assert slots.serving.version == 2
+
+    asyncio.run(run())
+
+
+def test_a_version_that_cannot_be_loaded_leaves_the_one_before() -> None:
+    async def run() -> None:
+        server = Fake()
+        slots = TwoSlots(server, 1.0)
+        await slots.publish(0, ADAPTER)
+        await slots.publish(3, ADAPTER)
+        server.refusing = True
+        with pytest.raises(EngineError, match="no room"):
+            await slots.publish(4, ADAPTER)
+        assert (slots.serving, server.loaded) == (Serving(3, "v3"), ["v3"])
+        for version in (3, 0, -1):
+            with pytest.raises(WeightSyncError, match=rf"engine\.0: adapter of version {version} after that of version 3"):
+                await slots.publish(version, ADAPTER)
+        server.refusing = False
+        await slots.publish(4, ADAPTER)
+        assert server.loaded == ["v3", "v4"]
+
+    asyncio.run(run())
+
+
+def test_a_response_is_of_its_adapters_version() -> None:
+    made = Generation((5, 6, 7), (-1.0, -1.0, -1.0), (Span("0", 0, 1), Span("0", 1, 3)), "length", 0)
+    assert attributed(made, Serving(4, "v4")).spans == (Span("4", 0, 3),)
+    changed = Generation((5,), (-1.0,), (Span("1", 0, 1),), "length", 0)
+    with pytest.raises(EngineError, match="base weights of version 1 under an adapter"):
+        attributed(changed, Serving(4, "v4"))
+
+
+def test_what_a_server_is_told() -> None:
+    words = " ".join(flags(Kind(("up_proj", "q_proj"), 8, 16.0, "shared_outer"), limit=16))
+    assert "--max-lora-rank 16 --lora-target-modules q_proj k_proj v_proj gate_proj up_proj down_proj --max-loras-per-batch 2" in words
+    assert " --experts-shared-outer-loras" in words
+    assert " --no-experts-shared-outer-loras" in " ".join(flags(Kind(("q_proj",), 8, 16.0)))
+    with pytest.raises(UserError, match="got 8, expected at most the engines' 4"):
+        flags(Kind(("q_proj",), 8, 16.0), limit=4)
+
+
+def test_tensors_arrive_as_torchs_own_in_one_storage() -> None:
+    torch = pytest.importorskip("torch")
+    values = {"a": np.arange(6, dtype=np.float32).reshape(2, 3), "b": np.full((2, 1, 2), 1.5, np.float32)}
+    for dtype, sent in (("float32", values), ("bfloat16", {n: (v.view(np.uint32) >> 16).astype(np.uint16) for n, v in values.items()})):
+        found = pickle.loads(base64.b64decode(payload(sent, dtype)))  # noqa: S301  our own bytes
+        assert list(found) == list(values)
+        assert len({tensor.untyped_storage().data_ptr() for tensor in found.values()}) == 1
+        for name, tensor in found.items():
+            assert tensor.dtype == getattr(torch, dtype)
+            assert tensor.is_contiguous()
+            assert np.array_equal(tensor.float().numpy(), values[name])

@@ -73,11 +73,12 @@ def make_model(
 def export(
     run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="Run directory with a checkpoint.")],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="Directory to write; must not exist.")],
+    adapter: Annotated[bool, typer.Option("--adapter", help="Of a run with train: lora, the adapter alone, as PEFT loads it.")] = False,
 ) -> None:
-    """Write the newest checkpoint of a run as a Hugging Face checkpoint."""
+    """Write the newest checkpoint of a run as a Hugging Face checkpoint; an adapter is merged into the weights."""
     from asyncmoe.launch import export as launcher
 
-    launcher.export(run_dir, out)
+    launcher.export(run_dir, out, adapter)
 
 
 @app.command()
@@ -233,6 +234,19 @@ def bench_sync(
     from asyncmoe.bench import sync
 
     _show(sync.run(updates), json_path)
+
+
+@bench.command("lora")
+def bench_lora(
+    json_path: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the results there too.")] = None,
+    updates: Annotated[int, typer.Option(help="Weight updates in each way.", min=3)] = 20,
+) -> None:
+    """What an update of the adapters costs an engine that generates, next to one of all weights of the same model."""
+    from asyncmoe.bench import lora
+
+    results = lora.run(updates)
+    _show(results, json_path)
+    typer.echo(lora.table(results))
 
 
 @bench.command("gpu")

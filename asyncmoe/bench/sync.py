@@ -24,8 +24,9 @@ from asyncmoe.config.generation import MadeModel
 from asyncmoe.errors import EngineError, WaitTimeout
 from asyncmoe.launch.local import trainer_command
 from asyncmoe.models.make import make_model
+from asyncmoe.rollout import adapters
 from asyncmoe.rollout.engine import Engine
-from asyncmoe.rollout.pool import Pool
+from asyncmoe.rollout.pool import Member, Pool
 from asyncmoe.rollout.weights import Conductor
 from asyncmoe.wire import keys
 from asyncmoe.wire.messages import Reply, Request, WeightsCommit, WeightsStage
@@ -68,9 +69,7 @@ def run(updates: int = 30, trainer: Mapping[str, int] | None = None, engine: Map
         trainer: `ranks`, `tp`, `pp`, `ep`; engine: `tp`, `ep`, `count`.
 
     Returns:
-        {"date", "machine", "load", "cases"}; a case has "model" (its "bytes" in float32), "method", "updates", medians of
-        "pause_ms" and "sync_seconds", their largest, "staging_seconds" (median), and "tokens_per_s" {"calm", "staging", "share"}: all
-        tokens that came in those times over the times, where there was any staging.
+        {"date", "machine", "load", "cases"}; a case has "model" (its "bytes" in float32), "method" and what `measure` returns.
 
     Raises:
         EngineError: an engine or a trainer rank died.
@@ -92,7 +91,7 @@ def run(updates: int = 30, trainer: Mapping[str, int] | None = None, engine: Map
                 }
                 config = configuration.parse(values)
                 nbytes = sum(file.stat().st_size for file in config.model.path.glob("*.safetensors"))
-                cases.append({"model": size, "bytes": nbytes, "method": name, **asyncio.run(_case(config, updates))})
+                cases.append({"model": size, "bytes": nbytes, "method": name, **asyncio.run(measure(config, updates))})
     return {
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
         "machine": f"{os.cpu_count()} cores, {platform.machine()}, {platform.system()}",
@@ -104,7 +103,13 @@ def run(updates: int = 30, trainer: Mapping[str, int] | None = None, engine: Map
     }
 
 
-async def _case(config: Config, updates: int) -> dict[str, Any]:
+async def measure(config: Config, updates: int) -> dict[str, Any]:
+    """Start what `config` says, and publish while the first engine generates.
+
+    Returns:
+        "updates", medians of "pause_ms" and "sync_seconds", their largest, "staging_seconds" (median), and "tokens_per_s" {"calm",
+        "staging", "share"}: all tokens that came in those times over the times, where there was any staging.
+    """
     config.run.dir.mkdir(parents=True)
     engines = [Engine(f"engine.{index}", config, index, config.run.dir) for index in range(config.engines.count)]
     seen = Seen()
@@ -134,7 +139,8 @@ async def _publish(config: Config, engines: Sequence[Engine], seen: Seen, update
     async def nothing(_: int) -> None:
         pass
 
-    conductor = Conductor(Pool(engines, 64, 60.0, lambda *_: None), config.sync.timeout_s, nothing, lambda *_: None)
+    pool = Pool(engines, 64, 60.0, lambda *_: None, **adapters.asked(config))
+    conductor = Conductor(pool, config.sync.timeout_s, nothing, lambda *_: None)
     conductor.engines_started()
     staged, ended = 0.0, 0.0
 
@@ -157,7 +163,7 @@ async def _publish(config: Config, engines: Sequence[Engine], seen: Seen, update
         rendezvous = await server.start()
         keys.write(config.run.dir, rendezvous)
         background = [asyncio.create_task(server.serve())]
-        background += [asyncio.create_task(_generate(engines[0].client.url, seen)) for _ in range(STREAMS)]
+        background += [asyncio.create_task(_generate(engines[0].client.url, pool.members[0], seen)) for _ in range(STREAMS)]
         try:
             await _train(config, result, updates)
         finally:
@@ -185,19 +191,20 @@ async def _train(config: Config, result: Path, updates: int) -> None:
         raise EngineError(f"the trainer of the measurement ended with status {status}; the end of its log is above")
 
 
-async def _generate(url: str, seen: Seen) -> None:
+async def _generate(url: str, member: Member, seen: Seen) -> None:
     """One response after the other, streamed, until cancelled."""
     sampling = {"temperature": 1.0, "max_new_tokens": _TOKENS, "ignore_eos": True}
     body = {"input_ids": list(_PROMPT), "sampling_params": sampling, "stream": True}
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None, sock_read=60.0)) as session:
         while True:
             counted = 0
-            async with session.post(f"{url}/generate", json=body) as response:
-                async for line in response.content:
-                    if line.startswith(b"data: {"):
-                        now = json.loads(line[len(b"data: ") :])["meta_info"]["completion_tokens"]
-                        seen.tokens.append((time.monotonic(), now - counted))
-                        counted = now
+            with member.serving() as serving:
+                async with session.post(f"{url}/generate", json={**body, "lora_path": serving.adapter}) as response:
+                    async for line in response.content:
+                        if line.startswith(b"data: {"):
+                            now = json.loads(line[len(b"data: ") :])["meta_info"]["completion_tokens"]
+                            seen.tokens.append((time.monotonic(), now - counted))
+                            counted = now
 
 
 def rate(tokens: Sequence[tuple[float, int]], windows: Sequence[Window]) -> float:

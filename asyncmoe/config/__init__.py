@@ -18,6 +18,7 @@ from asyncmoe.config.environment import EnvironmentSection
 from asyncmoe.config.evaluation import EvaluationSection
 from asyncmoe.config.fields import NonNegative, Positive, Section, Switch
 from asyncmoe.config.generation import EngineSection, KeepSection, ModelSection, QueueSection, RolloutSection, TaskSection
+from asyncmoe.config.lora import LoraSection
 from asyncmoe.config.objective import ObjectiveSection
 from asyncmoe.config.scoring import ScoringSection
 from asyncmoe.config.training import SyncSection, TrainerSection, VerifySection, WarmupSection
@@ -54,6 +55,7 @@ class Config(Section):
     """All of it."""
 
     run: RunSection
+    train: Literal["full", "lora"] = Field("full", description="full: all weights. lora: adapters (`lora`); the weights stay as they are.")
     model: ModelSection
     task: TaskSection
     environment: EnvironmentSection = EnvironmentSection()
@@ -63,6 +65,7 @@ class Config(Section):
     engines: EngineSection = EngineSection()
     queue: QueueSection = QueueSection()
     trainer: TrainerSection = TrainerSection()
+    lora: LoraSection = LoraSection()
     objective: ObjectiveSection = ObjectiveSection()
     warmup: WarmupSection = WarmupSection()
     sync: SyncSection = SyncSection()
@@ -144,6 +147,11 @@ class Config(Section):
                 f"{self.scoring.scorer}, which does not score steps; name a scorer of your own, or set the weight to 0"
             )
         return self
+
+    @property
+    def adapter(self) -> LoraSection | None:
+        """What is trained in place of the weights, if anything is."""
+        return self.lora if self.train == "lora" else None
 
     @property
     def keeps_sampling_mask(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
@@ -32,6 +33,12 @@ class LoraSection(Section):
         "per_expert",
         description="per_expert: every expert has its own A and B. shared_outer: the experts of a layer share the halves on the side of "
         "the hidden states, which are A of gate_proj and up_proj and B of down_proj.",
+    )
+
+    start: Path | None = Field(
+        None,
+        description="Directory of a PEFT adapter to start from, of the same rank, alpha and targets. The reference policy stays the model "
+        "without it. null: adapters that change nothing yet.",
     )
 
     @property

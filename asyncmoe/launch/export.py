@@ -6,16 +6,20 @@ from pathlib import Path
 
 from asyncmoe import checkpoints
 from asyncmoe import config as configuration
-from asyncmoe.errors import AsyncmoeError, DataError
+from asyncmoe.errors import AsyncmoeError, DataError, UserError
 from asyncmoe.launch.local import TRAINER_ENVIRONMENT, trainer_command
 from asyncmoe.process import Child
 
 
-def export(run_dir: Path, out: Path, timeout_s: float = 3600.0) -> None:
+def export(run_dir: Path, out: Path, adapter: bool = False, timeout_s: float = 3600.0) -> None:
     """Write the checkpoint; `out` is complete or does not exist.
+
+    Args:
+        adapter: of a run that trains one, the adapter alone.
 
     Raises:
         DataError: no checkpoint in `run_dir`, or `out` exists.
+        UserError: an adapter of a run that trains none.
         AsyncmoeError: the exporting processes failed or took longer than `timeout_s`.
     """
     if checkpoints.newest(run_dir) is None:
@@ -24,7 +28,9 @@ def export(run_dir: Path, out: Path, timeout_s: float = 3600.0) -> None:
         raise DataError(str(out), got="an existing path", expected="a new directory")
     resolved = run_dir / "config.yaml"
     config = configuration.load(resolved)
-    command = trainer_command(config, resolved, "asyncmoe.trainer.export", str(out))
+    if adapter and config.adapter is None:
+        raise UserError("--adapter", got=f"a run with train = {config.train}", expected="one with train = lora")
+    command = trainer_command(config, resolved, "asyncmoe.trainer.export", str(out), *(["adapter"] if adapter else []))
     child = Child("export", command, run_dir / "logs" / "export.log", TRAINER_ENVIRONMENT)
     try:
         if not child.wait(timeout_s):

@@ -8,13 +8,27 @@ from pathlib import Path
 from typing import Any
 
 from asyncmoe.config import Config
+from asyncmoe.config.generation import EngineSection
 from asyncmoe.errors import ConfigError, DataError, UserError
 from asyncmoe.models import qwen3, qwen3_moe
 from asyncmoe.models.family import Family
+from asyncmoe.models.lora import halves
+from asyncmoe.models.lora.adapter import kind_of
 from asyncmoe.models.parallel import EngineParallel, MegatronParallel
 from asyncmoe.record import Recording, Routing
 
-__all__ = ["EngineParallel", "Family", "MegatronParallel", "check", "family_of", "kept_routing", "load_hf_config", "recording"]
+__all__ = [
+    "EngineParallel",
+    "Family",
+    "MegatronParallel",
+    "check",
+    "engine_dtype",
+    "family_of",
+    "kept_routing",
+    "load_hf_config",
+    "recording",
+    "trainer_parallel",
+]
 
 _FAMILIES = {family.name: family for family in (qwen3.FAMILY, qwen3_moe.FAMILY)}
 
@@ -58,8 +72,17 @@ def check(config: Config, hf: Mapping[str, Any]) -> None:
         ConfigError: naming the key, with what would be possible.
         UserError: a model family that is not supported.
     """
+    family = family_of(hf)
+    family.check(hf, trainer_parallel(config), EngineParallel(config.engines.tp, config.engines.ep))
+    if config.adapter is not None:
+        halves.check(kind_of(config.adapter), family.shape_of(hf))
+    kept_routing(config, hf)
+
+
+def trainer_parallel(config: Config) -> MegatronParallel:
+    """The trainer's sizes, under the names of Megatron's own layers."""
     trainer = config.trainer
-    parallel = MegatronParallel(
+    return MegatronParallel(
         tp=trainer.tp,
         pp=trainer.pp,
         ep=trainer.ep,
@@ -69,8 +92,6 @@ def check(config: Config, hf: Mapping[str, Any]) -> None:
         first_layers=trainer.first_stage_layers,
         last_layers=trainer.last_stage_layers,
     )
-    family_of(hf).check(hf, parallel, EngineParallel(config.engines.tp, config.engines.ep))
-    kept_routing(config, hf)
 
 
 def kept_routing(config: Config, hf: Mapping[str, Any]) -> Routing | None:
@@ -101,3 +122,10 @@ def recording(config: Config, hf: Mapping[str, Any]) -> Recording:
     return Recording(
         routing, config.keeps_sampling_mask, hf["vocab_size"], rewards=objective.process.weight > 0, teacher=objective.distill.weight > 0
     )
+
+
+def engine_dtype(hf: Mapping[str, Any], engines: EngineSection) -> str:
+    """The dtype an engine keeps its weights in: the configured one, or the checkpoint's."""
+    if engines.dtype != "auto":
+        return engines.dtype
+    return str(hf.get("dtype") or hf.get("torch_dtype") or "bfloat16")

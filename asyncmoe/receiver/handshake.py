@@ -15,18 +15,6 @@ _NAMED = 20
 """Differences a refusal lists; the rest are counted."""
 
 
-def parameters_of(model: torch.nn.Module) -> dict[str, Parameter]:
-    """All parameters of a worker's model, by SGLang's name."""
-    found: dict[str, Parameter] = {}
-    storages: dict[int, str] = {}
-    for name, parameter in model.named_parameters():
-        place = parameter.data.untyped_storage().data_ptr()
-        dtype = str(parameter.dtype).removeprefix("torch.")
-        found[name] = Parameter(tuple(parameter.shape), dtype, tuple(parameter.stride()), storages.get(place, ""))
-        storages.setdefault(place, name)
-    return found
-
-
 def places() -> dict[str, int]:
     """SGLang's own record of the ranks of this worker; to be read in its main thread."""
     from sglang.srt.runtime_context import get_parallel

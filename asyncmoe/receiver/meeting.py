@@ -44,10 +44,20 @@ class EngineRanks(msgspec.Struct, frozen=True):
     first: int
 
 
+class AdapterTerms(msgspec.Struct, frozen=True):
+    """Fields of `asyncmoe.models.lora.adapter.Kind`."""
+
+    targets: tuple[str, ...]
+    rank: int
+    alpha: float
+    experts: Literal["per_expert", "shared_outer"]
+
+
 class Terms(msgspec.Struct, frozen=True):
     """All that a rank needs to plan.
 
     Attributes:
+        adapter: what is sent: the weights (None), or an adapter.
         trainer: fields of `asyncmoe.models.MegatronParallel`.
         dtype, engine_dtype: of the weights on either side.
         transport: how they travel.
@@ -57,6 +67,7 @@ class Terms(msgspec.Struct, frozen=True):
     """
 
     hf: dict[str, Any]
+    adapter: AdapterTerms | None
     trainer: dict[str, int | bool | None]
     engines: tuple[EngineRanks, ...]
     dtype: str

@@ -1,21 +1,23 @@
-"""The plan of an update: from every trainer rank's parameters to every engine rank's."""
+"""The plan of an update: from every trainer rank's memory to every engine rank's."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from asyncmoe.models import EngineParallel, MegatronParallel, family_of
+from asyncmoe.models import EngineParallel, MegatronParallel
+from asyncmoe.models.lora.adapter import Kind
+from asyncmoe.models.payload import Payload
 from asyncmoe.receiver.meeting import Terms
 from asyncmoe.reshard import Plan, RankLayout, plan
 
 
 def engine_layouts(terms: Terms) -> list[RankLayout]:
-    """What every engine rank holds, under its rank in the weight group."""
-    family = family_of(terms.hf)
+    """What every engine rank receives, under its rank in the weight group."""
+    payload = _payload(terms)
     return [
         layout
         for engine in terms.engines
-        for layout in family.sglang_layouts(terms.hf, EngineParallel(engine.tp, engine.ep), terms.engine_dtype, first=engine.first)
+        for layout in payload.engines(EngineParallel(engine.tp, engine.ep), terms.engine_dtype, first=engine.first)
     ]
 
 
@@ -25,7 +27,11 @@ def route(terms: Terms, rank: int) -> Plan:
     Raises:
         LayoutError: the two sides' layouts contradict each other.
     """
-    family = family_of(terms.hf)
+    payload = _payload(terms)
     fields: dict[str, Any] = terms.trainer
-    source = family.megatron_layouts(terms.hf, MegatronParallel(**fields), terms.dtype)
-    return plan(family.tensors(terms.hf), source, engine_layouts(terms), ranks=[rank])
+    return plan(payload.tensors(), payload.trainer(MegatronParallel(**fields), terms.dtype), engine_layouts(terms), ranks=[rank])
+
+
+def _payload(terms: Terms) -> Payload:
+    sent = terms.adapter
+    return Payload(terms.hf, None if sent is None else Kind(sent.targets, sent.rank, sent.alpha, sent.experts))

@@ -1,14 +1,12 @@
-"""The receiver: a thread of an SGLang worker that receives new weights, and the commit that makes them the parameters."""
+"""The receiver: a thread of an SGLang worker that receives new values, and the commit that makes them what the worker computes with."""
 
 from __future__ import annotations
 
 import logging
 import threading
 import weakref
-from collections.abc import Mapping
 from dataclasses import dataclass
 
-import msgspec
 import torch
 
 from asyncmoe.errors import AsyncmoeError, InvariantBroken, WaitTimeout
@@ -17,6 +15,7 @@ from asyncmoe.receiver import channel, command, handshake, meeting, route
 from asyncmoe.receiver.channel import SideStream
 from asyncmoe.receiver.command import Commit, Join
 from asyncmoe.receiver.meeting import Header, Outcome, Ready, Store, Terms
+from asyncmoe.receiver.target import AdapterMemory, Target, Weights
 from asyncmoe.reshard import Exchanger, Plan
 
 log = logging.getLogger(__name__)
@@ -50,7 +49,7 @@ def obey(model: torch.nn.Module, text: str) -> None:
 @dataclass(frozen=True)
 class _Staged:
     """Attributes:
-    tensors: what is to be swapped in; None where the parameters themselves were written.
+    tensors: what is to be swapped in; None where the target itself was written.
     """
 
     version: int
@@ -62,14 +61,15 @@ class Receiver(threading.Thread):
     """Receives one update after the other until the sender is gone.
 
     Args:
-        model: the worker's. Its parameters are read at the start and written by `commit` only, or, without staging memory, while the
-            worker stands still.
+        model: the worker's. What updates write of it (`target`) is written by `commit` only, or, without staging memory, while the worker
+            stands still.
     """
 
     def __init__(self, model: torch.nn.Module, join: Join) -> None:
         super().__init__(name="weights", daemon=True)
         self._model, self._join = model, join
-        self._ready = Ready("", "", handshake.parameters_of(model), handshake.places(), tuple(handshake.obstacles(model)))
+        self._target: Target = Weights(model)
+        self._places, self._obstacles = handshake.places(), tuple(handshake.obstacles(model))
         self._lock = threading.Lock()
         self._staged: _Staged | None = None
         self._spare: dict[str, torch.Tensor] = {}
@@ -82,6 +82,8 @@ class Receiver(threading.Thread):
         try:
             store = Store(self._join.group, self._join.rank, self._join.host, self._join.port, _MEET_S)
             terms = store.get("terms", Terms, _MEET_S)
+            if terms.adapter is not None:
+                self._target, self._obstacles = AdapterMemory(self._model), ()
             if terms.staging:
                 yield_cores()  # to the worker, which generates meanwhile
             plan = self._plan(store, terms)
@@ -96,7 +98,7 @@ class Receiver(threading.Thread):
         self._left.set()
 
     def commit(self, version: int, update: int) -> None:
-        """Make what is staged the parameters. In the worker's main thread, between forward passes.
+        """Have the worker compute with what is staged. In its main thread, between forward passes.
 
         Raises:
             InvariantBroken: something else, or nothing, is staged.
@@ -106,11 +108,9 @@ class Receiver(threading.Thread):
             if staged is None or (staged.version, staged.update) != (version, update):
                 what = "nothing" if staged is None else f"version {staged.version} of update {staged.update}"
                 raise InvariantBroken(f"rank {self._join.rank}: staged is {what}, to be committed version {version} of update {update}")
-            if staged.tensors is not None:
-                self._spare = replace(self._model, staged.tensors)
-                if self._side is not None:
-                    self._side.follow()
-        refresh(self._model)
+            self._spare = self._target.commit(staged.tensors)
+            if staged.tensors is not None and self._side is not None:
+                self._side.follow()
 
     def _plan(self, store: Store, terms: Terms) -> Plan:
         key = f"ready/{self._join.rank}"
@@ -119,7 +119,7 @@ class Receiver(threading.Thread):
         except AsyncmoeError as error:
             store.put(key, Ready(failure=str(error)))
             raise
-        store.put(key, msgspec.structs.replace(self._ready, plan=plan.digest))
+        store.put(key, Ready("", plan.digest, self._target.described(), self._places, self._obstacles))
         return plan
 
     def _serve(self, store: Store, terms: Terms, plan: Plan) -> None:
@@ -148,7 +148,7 @@ class Receiver(threading.Thread):
         try:
             if exchanger is None:
                 exchanger = channel.connect(store, terms, plan, header.epoch, self._side)
-            tensors = self._staging(terms) if terms.staging else self._parameters()
+            tensors = self._staging(terms) if terms.staging else self._target.tensors()
             exchanger.bind(None, tensors)
             exchanger.run(terms.timeout_s)
         except AsyncmoeError as error:
@@ -169,50 +169,10 @@ class Receiver(threading.Thread):
                 self._spare = staged.tensors
 
     def _staging(self, terms: Terms) -> dict[str, torch.Tensor]:
-        """Memory for all parameters: once they have been swapped, what they were in before."""
+        """Memory for all that is written: of parameters, once they have been swapped, what they were in before."""
         with self._lock:
             if not self._spare:
                 dtype = getattr(torch, terms.engine_dtype)
-                parameters = self._ready.parameters
-                self._spare = {name: torch.empty(p.shape, dtype=dtype, device=self._device) for name, p in parameters.items()}
+                shapes = {name: tensor.shape for name, tensor in self._target.tensors().items()}
+                self._spare = {name: torch.empty(shape, dtype=dtype, device=self._device) for name, shape in shapes.items()}
             return self._spare
-
-    def _parameters(self) -> dict[str, torch.Tensor]:
-        return {name: parameter.data for name, parameter in self._model.named_parameters()}
-
-
-def replace(model: torch.nn.Module, staged: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Make `staged` the model's parameters; returns memory for as many.
-
-    A parameter whose storage something else in the model views, or that is on a device where a captured graph may hold its address,
-    is copied into; the storage of any other is swapped.
-    """
-    free: dict[str, torch.Tensor] = {}
-    viewed = _viewed(model)
-    for name, parameter in model.named_parameters():
-        new, old = staged[name], parameter.data
-        if old.device.type == "cpu" and old.untyped_storage().data_ptr() not in viewed:
-            parameter.data, free[name] = new, old
-        else:
-            old.copy_(new)
-            free[name] = new
-    return free
-
-
-def refresh(model: torch.nn.Module) -> None:
-    """Bring what SGLang derives from parameters up to date, as its own loaders do after writing them.
-
-    `end_weight_update` leaves out `post_load_weights` after a call like ours (sglang 0.5.23, scheduler_components/weight_updater.py),
-    and only a norm's own loader refreshes its `gemma_weight` (layers/layernorm.py).
-    """
-    if (post_load := getattr(model, "post_load_weights", None)) is not None:
-        post_load()
-    for module in model.modules():
-        if (refresh_norm := getattr(module, "refresh_gemma_weight", None)) is not None:
-            refresh_norm()
-
-
-def _viewed(model: torch.nn.Module) -> set[int]:
-    """Storages of tensors that modules hold besides their parameters."""
-    held = [value for module in model.modules() for value in vars(module).values() if isinstance(value, torch.Tensor)]
-    return {tensor.untyped_storage().data_ptr() for tensor in (*held, *model.buffers()) if tensor.device.type != "meta"}

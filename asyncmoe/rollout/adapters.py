@@ -1,37 +1,52 @@
-"""Adapters in a running engine: versions take two slots in turn, so that no request waits for an exchange.
+"""Adapters as engines take them: the server's arguments, files and messages.
 
-A request names the adapter of the version that was current when it was sent, and keeps it to its end: SGLang binds a request to an adapter
-when it takes it in. Requests of the version before finish with theirs while new ones get the new one. The version after that goes where
-the older of the two was, once nothing uses it: the trainer waits for that, never a request.
-
-So a response is of one version. What SGLang reports as a token's weight_version is that of the base weights, which an adapter does not
-change; of adapters it reports nothing. It keeps prefixes of different adapters apart by itself (`Req.extra_key` ends in the adapter's id).
+An adapter's memory in the engines is either written by the receivers (`asyncmoe.receiver`): then there is one adapter, `NAME`, installed at
+the start. Or every version is an adapter of its own, loaded by SGLang (`asyncmoe.rollout.adapter_slots`).
 """
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import io
 import pickle
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from tempfile import TemporaryDirectory
+from typing import Any, TypedDict
 
 import numpy as np
 
-from asyncmoe.errors import EngineError, WaitTimeout, WeightSyncError
-from asyncmoe.models import peft
-from asyncmoe.models.adapters import DTYPES, Adapter, Kind, check_rank, served, served_config, served_targets
+from asyncmoe.config import Config
+from asyncmoe.models.lora import peft
+from asyncmoe.models.lora.adapter import DTYPES, Adapter, Kind, check_rank, served, served_config, served_shapes, served_targets
 from asyncmoe.models.shape import Shape
-from asyncmoe.rollout.engine_client import Generation, Message, Span
+from asyncmoe.rollout.engine_client import EngineClient, Message, Sampling
 
+NAME = "policy"
+"""The adapter of an engine whose adapter memory is written."""
 SLOTS = 2
 BASE = "0"
 """What an engine calls the checkpoint's weights (`engine.command`)."""
+_IN_MEMORY = Path("/dev/shm")
+
+
+def in_memory(config: Config) -> bool:
+    """Adapters are trained, and the receivers write them."""
+    return config.adapter is not None and config.sync.method == "reshard"
+
+
+class Asked(TypedDict):
+    """Of `asyncmoe.rollout.pool.Pool`."""
+
+    adapter: str | None
+    slots: bool
+
+
+def asked(config: Config) -> Asked:
+    """What requests name."""
+    return {"adapter": NAME if in_memory(config) else None, "slots": config.adapter is not None and not in_memory(config)}
 
 
 def flags(kind: Kind, limit: int | None = None) -> list[str]:
@@ -58,142 +73,24 @@ def flags(kind: Kind, limit: int | None = None) -> list[str]:
     ]
 
 
-class StillInUse(WaitTimeout):
-    """Responses of an older version did not end in time; the engine was asked for nothing."""
+async def install(client: EngineClient, m: Shape, kind: Kind, dtype: str, timeout_s: float) -> None:
+    """Give an engine the adapter `NAME`, which changes nothing yet, where the receivers will write its values.
 
-
-class Server(Protocol):
-    """What is needed of an `EngineClient`."""
-
-    name: str
-
-    async def load_adapter(self, name: str, adapter: Path | Message, timeout_s: float) -> None: ...
-
-    async def unload_adapter(self, name: str, timeout_s: float) -> None: ...
-
-
-@dataclass(frozen=True)
-class Serving:
-    """What a request is sampled by.
-
-    Attributes:
-        version: of the weights.
-        adapter: what the request names; None: nothing, the base alone is that version.
-    """
-
-    version: int
-    adapter: str | None
-
-
-@dataclass
-class _Slot:
-    """A place for a version.
-
-    Attributes:
-        serving: the one it holds, if any.
-        users: requests under way with it.
-        free: set while there are none.
-    """
-
-    serving: Serving | None = None
-    users: int = 0
-    free: asyncio.Event = field(default_factory=asyncio.Event)
-
-
-class TwoSlots:
-    """The versions one engine serves. It starts with version 0, the base without an adapter.
-
-    Args:
-        timeout_s: bound of each call to the engine, and of the wait for responses of an older version.
-    """
-
-    def __init__(self, server: Server, timeout_s: float) -> None:
-        self._server, self._timeout_s = server, timeout_s
-        self._slots = tuple(_Slot() for _ in range(SLOTS))
-        for slot in self._slots:
-            slot.free.set()
-        self._current = self._slots[0]
-        self._current.serving = self._serving = Serving(0, None)
-        self._exchanging = asyncio.Lock()
-
-    @property
-    def serving(self) -> Serving:
-        """What new requests are sampled by."""
-        return self._serving
-
-    @contextmanager
-    def use(self) -> Iterator[Serving]:
-        """For the time of one request: its version stays loaded."""
-        slot = self._current
-        slot.users += 1
-        slot.free.clear()
-        try:
-            yield self._serving
-        finally:
-            slot.users -= 1
-            if not slot.users:
-                slot.free.set()
-
-    async def publish(self, version: int, adapter: Path | Message) -> None:
-        """Have new requests sampled by a version; returns when they are.
-
-        Args:
-            version: above those before it; or 0 as the first, where training starts from an adapter.
-            adapter: from `write` or `message`; as for `EngineClient.load_adapter`.
-
-        Raises:
-            WeightSyncError: a version out of turn. New requests still get the version before it.
-            StillInUse: new requests still get the version before; calling again may succeed.
-            EngineError, WaitTimeout: the engine refused or did not answer. Some of its ranks may hold the version: fence it.
-        """
-        async with self._exchanging:
-            started = self._serving.adapter is not None
-            if version < 0 or (started and version <= self._serving.version):
-                raise WeightSyncError(f"{self._server.name}: adapter of version {version} after that of version {self._serving.version}")
-            slot = await self._vacated()
-            serving = Serving(version, f"v{version}")
-            await self._server.load_adapter(f"v{version}", adapter, self._timeout_s)
-            slot.serving = self._serving = serving
-            self._current = slot
-
-    async def _vacated(self) -> _Slot:
-        """The slot that is not current, emptied."""
-        (slot,) = (slot for slot in self._slots if slot is not self._current)
-        if slot.serving is not None:
-            await self._unused(slot, slot.serving)
-            adapter, slot.serving = slot.serving.adapter, None
-            if adapter is not None:
-                await self._server.unload_adapter(adapter, self._timeout_s)
-        return slot
-
-    async def _unused(self, slot: _Slot, held: Serving) -> None:
-        try:
-            await asyncio.wait_for(slot.free.wait(), self._timeout_s)
-        except TimeoutError:
-            what = f"the end of {slot.users} responses of version {held.version}, whose slot the next one needs"
-            raise StillInUse(self._server.name, what, self._timeout_s) from None
-
-
-def attributed(generation: Generation, serving: Serving) -> Generation:
-    """A response with the version of the adapter it was sampled with in place of what the engine says.
+    It is pinned, and sampled with once: from then on SGLang never fills its slot again. Its scale is 1, as the values that are written
+    have theirs in them.
 
     Raises:
-        EngineError: the engine's base weights are no longer the checkpoint's.
+        EngineError, WaitTimeout: the engine refused or did not answer.
     """
-    if any(span.version != BASE for span in generation.spans):
-        raise EngineError(f"base weights of version {generation.spans[-1].version} under an adapter, expected those of version {BASE}")
-    return replace(generation, spans=(Span(str(serving.version), 0, len(generation.tokens)),))
+    with TemporaryDirectory(prefix="asyncmoe-adapter-", dir=_IN_MEMORY if _IN_MEMORY.is_dir() else None) as folder:
+        blank(Path(folder), m, replace(kind, alpha=float(kind.rank)), dtype)
+        await client.load_adapter(NAME, Path(folder), timeout_s, pinned=True)
+    await client.generate((0,), Sampling(1.0, 1, ()), NAME, timeout_s, adapter=NAME)
 
 
-def write(folder: Path, m: Shape, adapter: Adapter) -> Path:
-    """An adapter as engines on this machine take it: in `folder`, which exists and had better be in memory (/dev/shm).
-
-    Measured (37 MiB in float32, 112 tensors): 0.02 s to write and 0.02 s to load, against 0.3 s and 1 s for a `message`.
-
-    Raises:
-        UserError: see `Adapter.check`.
-    """
-    peft.write(folder, peft.Files(served_config(adapter.kind), adapter.dtype, served(m, adapter)))
+def blank(folder: Path, m: Shape, kind: Kind, dtype: str) -> Path:
+    """As `peft.write_served`, of an adapter of zeros, whose file takes no room however large it is."""
+    peft.write_blank(folder, served_config(kind), dtype, served_shapes(m, kind))
     return folder
 
 
@@ -215,7 +112,7 @@ def payload(tensors: Mapping[str, np.ndarray], dtype: str) -> str:
     All are views of one storage, so the engine reads one block of bytes and not one for each tensor, as with tensors of their own.
 
     Args:
-        tensors: `asyncmoe.models.adapters.served`.
+        tensors: `asyncmoe.models.lora.adapter.served`.
         dtype: theirs, of `adapters.DTYPES`.
     """
     import torch

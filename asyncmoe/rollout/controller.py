@@ -15,7 +15,7 @@ from asyncmoe.config import Config
 from asyncmoe.errors import AsyncmoeError, ProtocolError
 from asyncmoe.queue.bounded import BoundedQueue
 from asyncmoe.queue.service import QueueService
-from asyncmoe.rollout import environments, episode, scoring, tasks
+from asyncmoe.rollout import adapters, environments, episode, scoring, tasks
 from asyncmoe.rollout.engine import Engine
 from asyncmoe.rollout.engine_client import Sampling
 from asyncmoe.rollout.environment import Environment, Teacher
@@ -118,6 +118,7 @@ class Controller:
             balance=rollout.balance,
             slack=rollout.affinity_slack,
             order=rollout.order,
+            **adapters.asked(config),
         )
         limits = environments.bounds(config)
         self._stage = Stage(

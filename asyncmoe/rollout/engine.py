@@ -15,9 +15,12 @@ from pathlib import Path
 from asyncmoe import models
 from asyncmoe.config import Config
 from asyncmoe.errors import EngineError, UserError, WaitTimeout
+from asyncmoe.models import family_of
+from asyncmoe.models.lora.adapter import kind_of
 from asyncmoe.platform.sglang.lifetime import PARENT
 from asyncmoe.process import Child
 from asyncmoe.receiver.command import LOADER
+from asyncmoe.rollout import adapters
 from asyncmoe.rollout.engine_client import EngineClient
 
 _POLL_S = 0.2
@@ -49,7 +52,11 @@ class Engine:
         port = int(self._reserved.getsockname()[1])
         log = run_dir / "logs" / f"{name.replace('.', '-')}.log"
         self._log_start = log.stat().st_size if log.exists() else 0
-        keeps_routing = models.kept_routing(config, models.load_hf_config(config.model.path)) is not None
+        hf = models.load_hf_config(config.model.path)
+        self._adapter = None
+        if config.adapter is not None and adapters.in_memory(config):
+            self._adapter = family_of(hf).shape_of(hf), kind_of(config.adapter), models.engine_dtype(hf, section)
+        keeps_routing = models.kept_routing(config, hf) is not None
         self._child = Child(name, command(config, index, port, keeps_routing), log, environment(config, index))
         self.client = EngineClient(name, f"http://{section.host}:{port}")
 
@@ -64,7 +71,7 @@ class Engine:
         return f"{reason or f'ended with status {self._child.returncode}'} (log: {self._child.log})"
 
     async def wait_ready(self) -> None:
-        """Return once it takes requests.
+        """Return once it takes requests, of the adapter too where one is trained.
 
         Raises:
             EngineError: it died first.
@@ -76,6 +83,8 @@ class Engine:
             if time.monotonic() > self._ready_by:
                 raise WaitTimeout(self.name, f"start; its log is {self._child.log}", self._start_timeout_s)
             await asyncio.sleep(_POLL_S)
+        if self._adapter is not None:
+            await adapters.install(self.client, *self._adapter, self._start_timeout_s)
 
     async def stop(self) -> None:
         """End it politely, then for certain, with every process it spawned."""
@@ -117,6 +126,8 @@ def command(config: Config, index: int, port: int, keeps_routing: bool) -> list[
     switches = ["--skip-tokenizer-init", "--disable-overlap-schedule", "--custom-weight-loader", LOADER]
     if keeps_routing:
         switches.append("--enable-return-routed-experts")
+    if config.adapter is not None:
+        switches += adapters.flags(kind_of(config.adapter))
     named = [word for flag, value in flags.items() for word in (f"--{flag}", str(value))]
     return [str(_python(section.python)), "-m", "asyncmoe.platform.sglang", *named, *switches, *section.args]
 

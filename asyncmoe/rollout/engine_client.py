@@ -57,7 +57,7 @@ class Message:
     """An adapter as it is sent (`asyncmoe.rollout.adapters.message`).
 
     Attributes:
-        config: `asyncmoe.models.adapters.served_config`.
+        config: `asyncmoe.models.lora.adapter.served_config`.
         tensors: for each tensor-parallel rank, all of them.
     """
 
@@ -253,18 +253,20 @@ class EngineClient:
         }
         await self._post("/update_weights_from_tensor", body, _Acknowledged, timeout_s)
 
-    async def load_adapter(self, name: str, adapter: Path | Message, timeout_s: float) -> None:
+    async def load_adapter(self, name: str, adapter: Path | Message, timeout_s: float, pinned: bool = False) -> None:
         """Have every tensor-parallel rank hold an adapter, for requests that name it. The engine generates nothing meanwhile.
 
         Args:
             name: of none that is loaded.
             adapter: to send; or a folder that the engine sees too, and maps. What is there must not change, and is best deleted as soon as
                 it is loaded: SGLang loads it again, and says nothing, for a request that names it after `unload_adapter`.
+            pinned: once used it stays where it is in adapter memory, whatever else is asked for.
         """
+        named: dict[str, Any] = {"lora_name": name, "pinned": pinned}
         if isinstance(adapter, Path):
-            await self._post("/load_lora_adapter", {"lora_name": name, "lora_path": str(adapter)}, _Acknowledged, timeout_s)
+            await self._post("/load_lora_adapter", {**named, "lora_path": str(adapter)}, _Acknowledged, timeout_s)
             return
-        body = {"lora_name": name, "config_dict": dict(adapter.config), "serialized_named_tensors": list(adapter.tensors)}
+        body = {**named, "config_dict": dict(adapter.config), "serialized_named_tensors": list(adapter.tensors)}
         await self._post("/load_lora_adapter_from_tensors", body, _Acknowledged, timeout_s)
 
     async def unload_adapter(self, name: str, timeout_s: float) -> None:

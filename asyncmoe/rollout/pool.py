@@ -16,11 +16,13 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol
 
 from asyncmoe.config.generation import Balance, Order
 from asyncmoe.errors import EngineError, TrajectoryRejected, WaitTimeout
+from asyncmoe.rollout.adapter_slots import Serving, TwoSlots, attributed
 from asyncmoe.rollout.engine_client import ABORTED, EngineClient, EngineLost, Generation, Sampling
 from asyncmoe.rollout.gate import Gate
 from asyncmoe.rollout.scheduling import UNKNOWN, Homes, Lengths, Request, Waiting, choose
@@ -51,6 +53,8 @@ class Member:
     """An engine and what the pool knows of it.
 
     Attributes:
+        adapter: that requests name.
+        slots: its adapters, where every version is one.
         version: what the engine serves.
         in_flight: requests sent and not answered.
         fenced: why it takes no more requests, or None.
@@ -58,10 +62,16 @@ class Member:
     """
 
     engine: Server
+    adapter: str | None = None
+    slots: TwoSlots | None = None
     version: int = 0
     in_flight: int = 0
     fenced: str | None = None
     busy_since: float | None = None
+
+    def serving(self) -> AbstractContextManager[Serving]:
+        """What a request is sampled by, for the time of the request."""
+        return nullcontext(Serving(self.version, self.adapter)) if self.slots is None else self.slots.use()
 
 
 @dataclass(frozen=True)
@@ -85,6 +95,8 @@ class Pool:
         timeout_s: how long one response may take.
         record: called with (engine, begin, end) in Unix seconds for every stretch in which an engine was generating.
         balance, slack, order: as `rollout.balance`, `affinity_slack` and `order`.
+        adapter: name of the one that all requests are sampled with.
+        slots: every version is an adapter of its own instead.
     """
 
     def __init__(
@@ -97,8 +109,10 @@ class Pool:
         balance: Balance = "least_loaded",
         slack: int = 0,
         order: Order = "fifo",
+        adapter: str | None = None,
+        slots: bool = False,
     ) -> None:
-        self.members = [Member(engine) for engine in engines]
+        self.members = [Member(engine, adapter, TwoSlots(engine.client, timeout_s) if slots else None) for engine in engines]
         self.generated_tokens = self.lost_tokens = self.recomputed_tokens = 0
         self._timeout_s, self._record = timeout_s, record
         self._balance, self._slack = balance, slack
@@ -182,10 +196,13 @@ class Pool:
                 member.busy_since = now
 
     async def _ask(self, member: Member, tokens: Sequence[int], sampling: Sampling, held: int) -> Answer:
-        salt = member.version
         self._enter(member)
         try:
-            generation = await member.engine.client.generate(tokens, sampling, str(salt), self._timeout_s, held)
+            with member.serving() as serving:
+                salt = serving.version
+                generation = await member.engine.client.generate(tokens, sampling, str(salt), self._timeout_s, held, serving.adapter)
+            if member.slots is not None:
+                generation = attributed(generation, serving)
         except EngineLost as error:
             self.fence(member, str(error))
             raise TrajectoryRejected("engine_died", str(error)) from error

@@ -1,6 +1,6 @@
 """The conductor of the weight protocol, and the ledger of which engine serves which version.
 
-There are two ways a version comes to the engines. By broadcast, while they stand still:
+There are three ways a version comes to the engines. By broadcast, while they stand still:
 
     WeightsBegin    gate closed; every engine: pause in place, begin_weight_update
     WeightsBucket   every engine at once: update_weights_from_distributed, while the sender broadcasts
@@ -11,6 +11,10 @@ Shard to shard, while they generate, through the receivers inside them (`asyncmo
     WeightsStage    nothing but a look whether all engines are there; the sender and the receivers see to the rest.
                     Where they have no staging memory: gate closed; every engine: pause in place, begin_weight_update
     WeightsCommit   gate closed; every engine: pause in place, begin_weight_update, swap, end_weight_update, compare checksums, continue
+
+Adapters, as files that SGLang loads (`asyncmoe.rollout.adapter_slots`):
+
+    WeightsAdapter  every engine at once: the version before the last is unloaded, this one loaded; nothing stands still
 
 All or nothing: an engine that refused, fell silent or differs is fenced, and one that may hold a part of a version never goes on.
 When loading a bucket fails all engines are fenced, because those in the broadcast wait for the one that is not. A sender that
@@ -23,6 +27,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from asyncmoe.config.generation import Interruption
@@ -37,6 +42,7 @@ from asyncmoe.wire.messages import (
     Engines,
     EnginesAsk,
     WeightsAbort,
+    WeightsAdapter,
     WeightsBegin,
     WeightsBucket,
     WeightsCommit,
@@ -44,7 +50,7 @@ from asyncmoe.wire.messages import (
     WeightsStage,
 )
 
-WeightsRequest = WeightsJoin | WeightsStage | WeightsBegin | WeightsBucket | WeightsCommit | WeightsAbort | EnginesAsk
+WeightsRequest = WeightsJoin | WeightsStage | WeightsBegin | WeightsBucket | WeightsCommit | WeightsAdapter | WeightsAbort | EnginesAsk
 _ENDING_S = 0.02
 """Between two looks whether responses have ended."""
 _NAMED = 8
@@ -131,6 +137,8 @@ class Conductor:
                 await self._expecting_next(self._begin(request.version))
             case WeightsBucket():
                 await self._expecting_next(self._bucket(request))
+            case WeightsAdapter():
+                return await self._adapter(request)
             case WeightsCommit():
                 self._listen(False)
                 return await self._commit(request)
@@ -266,6 +274,23 @@ class Conductor:
         _raise(failed, f"publishing version {update.version}")
         await self._published(update.version)
         return Committed(update.version, tuple(1e3 * pauses[member.engine.name] for member in update.members))
+
+    async def _adapter(self, request: WeightsAdapter) -> Committed:
+        """Nothing stands still: requests under way keep the version they have."""
+        members = self._whole()
+
+        async def load(member: Member) -> None:
+            if member.slots is None:
+                raise WeightSyncError(f"{member.engine.name} was not started for adapters that are loaded (sync.method broadcast)")
+            await member.slots.publish(request.version, Path(request.folder))
+            member.version = request.version
+
+        failed = await _on_each(members, load)
+        for member, error in failed:
+            self._pool.fence(member, str(error))
+        _raise(failed, f"publishing version {request.version}")
+        await self._published(request.version)
+        return Committed(request.version, (0.0,) * len(members))
 
     async def _swap(self, update: _Update, number: int) -> list[tuple[Member, AsyncmoeError]]:
         """Have each rank make what it has received its parameters."""

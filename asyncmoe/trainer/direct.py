@@ -7,6 +7,9 @@ then no parameter has been written, so whatever fails leaves the engines with th
 
 Without staging memory (`sync.staging: false`) the engines stand still from the beginning, and one that holds a part of a version
 that failed is fenced.
+
+Where adapters are trained (`train: lora`) they alone are sent, into the engines' adapter memory, from a copy: the trainer waits for
+nothing.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ import torch
 
 from asyncmoe.config import Config
 from asyncmoe.errors import AsyncmoeError, ConfigError, WaitTimeout, WeightSyncError
+from asyncmoe.models import engine_dtype
 from asyncmoe.process import yield_cores
 from asyncmoe.receiver import channel, meeting
 from asyncmoe.receiver.channel import SideStream, transport_for
@@ -29,9 +33,9 @@ from asyncmoe.receiver.meeting import Header, Outcome
 from asyncmoe.reshard import Exchanger
 from asyncmoe.trainer.direct_group import GRACE_S, Meeting, heed, meet
 from asyncmoe.trainer.gather import Gatherer, tensors_in
+from asyncmoe.trainer.lora.snapshot import Snapshot
 from asyncmoe.trainer.model import Model, parameters
 from asyncmoe.trainer.published import Checksums, Published
-from asyncmoe.trainer.verify import engine_dtype
 from asyncmoe.wire.client import Client
 from asyncmoe.wire.messages import Committed, Reply, Request, WeightsAbort, WeightsCommit, WeightsStage
 
@@ -54,6 +58,7 @@ class Direct:
         self._config, self._sync, self._model, self._client, self._checksums = config, config.sync, model, client, checksums
         self._rank = model.mesh.rank
         _check(config, model)
+        self._snapshot = None if model.adapter is None else Snapshot(model.chunks, model.adapter.scale)
         self._met: Meeting | None = None
         self._exchanger: Exchanger | None = None
         self._updates = self._epoch = 0
@@ -71,6 +76,8 @@ class Direct:
         if self._exchanger is None:
             self._epoch += 1
         expected = self._gathered_checksums() if self._verifies else ()
+        if self._snapshot is not None:
+            self._snapshot.take()
         if self._side is not None:
             self._side.follow()
         self._sent.clear()
@@ -81,6 +88,8 @@ class Direct:
             self._running.result()
 
     def wait_sent(self) -> None:
+        if self._snapshot is not None:
+            return
         # Sending is bounded, and `_publish` sets this however it ends: this time-out says that the bound was broken.
         limit = 4 * (self._sync.timeout_s + GRACE_S)
         if not self._sent.wait(limit):
@@ -169,7 +178,7 @@ class Direct:
         try:
             if self._exchanger is None:
                 self._exchanger = channel.connect(met.store, met.terms, met.plan, self._epoch, self._side)
-                self._exchanger.bind(parameters(self._model))
+                self._exchanger.bind(parameters(self._model) if self._snapshot is None else self._snapshot.tensors)
             self._exchanger.run(timeout_s)
         except AsyncmoeError as error:
             self._leave()
@@ -196,7 +205,8 @@ class Direct:
 
     @property
     def _verifies(self) -> bool:
-        return self._sync.verify_every > 0 and (self._updates - 1) % self._sync.verify_every == 0
+        """SGLang has checksums of its weights, none of its adapter memory; of what arrives there each message's digest is checked."""
+        return self._snapshot is None and self._sync.verify_every > 0 and (self._updates - 1) % self._sync.verify_every == 0
 
     @cached_property
     def _gatherer(self) -> Gatherer:

@@ -11,12 +11,12 @@ import torch.distributed as dist
 
 from asyncmoe.config import Config
 from asyncmoe.errors import AsyncmoeError, WeightSyncError
+from asyncmoe.models import engine_dtype
 from asyncmoe.receiver import handshake, meeting, route
 from asyncmoe.receiver.channel import transport_for
-from asyncmoe.receiver.meeting import EngineRanks, Outcome, Ready, Store, Terms
+from asyncmoe.receiver.meeting import AdapterTerms, EngineRanks, Outcome, Ready, Store, Terms
 from asyncmoe.reshard import Plan
 from asyncmoe.trainer.model import Model
-from asyncmoe.trainer.verify import engine_dtype
 from asyncmoe.wire.client import Client
 from asyncmoe.wire.messages import Engines, EnginesAsk, WeightsJoin
 
@@ -97,6 +97,7 @@ def _keep(config: Config, model: Model, client: Client) -> tuple[Store, int]:
     ranks = tuple(EngineRanks(e.name, e.tp, e.ep, world + e.rank_offset - 1) for e in engines.engines)
     terms = Terms(
         hf=dict(model.hf),
+        adapter=_adapter(model),
         trainer=asdict(model.parallel),
         engines=ranks,
         dtype=str(model.dtype).removeprefix("torch."),
@@ -110,6 +111,11 @@ def _keep(config: Config, model: Model, client: Client) -> tuple[Store, int]:
     store.put("terms", terms)
     client.ask(WeightsJoin(_HOST, port, _GROUP, "gloo", "reshard", world), sync.timeout_s + GRACE_S)
     return store, port
+
+
+def _adapter(model: Model) -> AdapterTerms | None:
+    section = model.adapter
+    return None if section is None else AdapterTerms(section.targets, section.rank, section.alpha, section.experts)
 
 
 def _disagreement(store: Store, terms: Terms, mine: Ready, wait_s: float) -> str:

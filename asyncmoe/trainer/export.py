@@ -1,4 +1,5 @@
-"""`torchrun ... -m asyncmoe.trainer.export CONFIG OUT`: the newest checkpoint of a run as a Hugging Face checkpoint."""
+"""`torchrun ... -m asyncmoe.trainer.export CONFIG OUT [adapter]`: the newest checkpoint of a run as a Hugging Face checkpoint, adapters
+merged into the weights; or the adapter alone, as PEFT takes it."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ import json
 import os
 import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 from asyncmoe.platform import megatron
@@ -18,20 +20,29 @@ from asyncmoe import checkpoints, models  # noqa: E402
 from asyncmoe import config as configuration  # noqa: E402
 from asyncmoe.config import Config  # noqa: E402
 from asyncmoe.errors import AsyncmoeError, DataError  # noqa: E402
+from asyncmoe.models import family_of  # noqa: E402
+from asyncmoe.models.lora import peft  # noqa: E402
+from asyncmoe.models.lora.adapter import expanded, kind_of  # noqa: E402
 from asyncmoe.process import ERROR_PREFIX, die_with_parent  # noqa: E402
 from asyncmoe.trainer import mesh, model, state  # noqa: E402
 from asyncmoe.trainer.gather import Gatherer, tensors_in  # noqa: E402
+from asyncmoe.trainer.lora.files import gathered  # noqa: E402
+from asyncmoe.trainer.lora.merge import merge  # noqa: E402
 from asyncmoe.trainer.model import Model  # noqa: E402
 
 _SHARD_BYTES = 4 << 30
 _WEIGHTS = {".safetensors", ".bin", ".pt", ".index.json"}
 
 
-def export(config: Config, out: Path) -> None:
+def export(config: Config, out: Path, adapter: bool) -> None:
     """Gather the newest checkpoint and write it; collective over torchrun's ranks. `out` is complete or does not exist.
+
+    Args:
+        adapter: of a run that trains one, the adapter alone.
 
     Raises:
         DataError: the run has no complete checkpoint.
+        UserError: an adapter that PEFT has no form for.
     """
     newest = checkpoints.newest(config.run.dir)
     if newest is None:
@@ -39,8 +50,36 @@ def export(config: Config, out: Path) -> None:
     place = mesh.start(config.trainer, config.run.seed)
     built = model.build(models.load_hf_config(config.model.path), config, place)
     state.load(newest, config, built, None)
-    write_hf(built, config.model.path, out, config.trainer.timeout_s)
+    if adapter:
+        write_adapter(built, config.model.path, out, config.trainer.timeout_s)
+    else:
+        if built.adapter is not None:
+            model.load_hf(built, config.model.path)
+            merge(built.chunks)
+        write_hf(built, config.model.path, out, config.trainer.timeout_s)
     mesh.stop()
+
+
+def write_adapter(built: Model, origin: Path, out: Path, timeout_s: float) -> None:
+    """Write the current adapter in PEFT's form; halves that experts share become each expert's own.
+
+    Args:
+        origin: the model it belongs to.
+
+    Raises:
+        UserError: see `asyncmoe.models.lora.peft.check_expressible`.
+    """
+    assert built.adapter is not None
+    shape, kind = family_of(built.hf).shape_of(built.hf), kind_of(built.adapter)
+    peft.check_expressible(shape, replace(kind, experts="per_expert"))
+    whole = gathered(built, Gatherer(built, _SHARD_BYTES, timeout_s, adapter=True))
+    if whole is None:
+        return
+    writing = out.with_name(out.name + ".writing")
+    shutil.rmtree(writing, ignore_errors=True)
+    writing.mkdir(parents=True)
+    peft.write(writing, peft.to_peft(shape, expanded(shape, whole), str(origin)))
+    writing.rename(out)
 
 
 def write_hf(built: Model, origin: Path, out: Path, timeout_s: float) -> None:
@@ -74,7 +113,7 @@ def main() -> None:
     """The command; an error meant for the user is one line."""
     die_with_parent()
     try:
-        export(configuration.load(Path(sys.argv[1])), Path(sys.argv[2]))
+        export(configuration.load(Path(sys.argv[1])), Path(sys.argv[2]), sys.argv[3:] == ["adapter"])
     except AsyncmoeError as error:
         print(f"{ERROR_PREFIX}{error}", file=sys.stderr, flush=True)
         os._exit(error.exit_code)  # other ranks may wait in a collective for this one

@@ -1,4 +1,4 @@
-"""Megatron's shards gathered to rank 0 in Hugging Face's form, one bounded bucket at a time.
+"""Megatron's shards gathered to rank 0 as whole tensors, one bounded bucket at a time.
 
 What weight sync over `broadcast` and the export of a checkpoint have in common.
 """
@@ -9,32 +9,36 @@ from collections.abc import Iterator
 
 import torch
 
-from asyncmoe.models import family_of
+from asyncmoe.models.lora.adapter import kind_of
+from asyncmoe.models.payload import Payload
 from asyncmoe.reshard import Bucket, buckets, exchange, plan_each
 from asyncmoe.reshard.torch_transport import TorchTransport
+from asyncmoe.trainer.lora import attach
 from asyncmoe.trainer.model import Model, parameters
 
 
 class Gatherer:
-    """Plans once, then gathers the current weights as often as asked.
+    """Plans once, then gathers the current values as often as asked.
 
     Args:
         model: this rank's part; all ranks make a gatherer of theirs.
+        adapter: gather its halves, under their canonical names; otherwise its weights, under Hugging Face's.
         bucket_bytes: upper bound of a bucket; one larger tensor gets a bucket of its own.
         timeout_s: how long a rank waits for another.
     """
 
-    def __init__(self, model: Model, bucket_bytes: int, timeout_s: float) -> None:
-        family, dtype = family_of(model.hf), str(model.dtype).removeprefix("torch.")
-        self._model, self._timeout_s = model, timeout_s
+    def __init__(self, model: Model, bucket_bytes: int, timeout_s: float, *, adapter: bool = False) -> None:
+        kind = kind_of(model.adapter) if adapter and model.adapter is not None else None
+        payload, dtype = Payload(model.hf, kind), str(model.dtype).removeprefix("torch.")
+        self._model, self._timeout_s, self._adapter = model, timeout_s, adapter
         self._transport = TorchTransport(device=str(model.mesh.device))
-        self.buckets: list[Bucket] = buckets(family.hf_layout(model.hf, dtype), bucket_bytes)
-        megatron = family.megatron_layouts(model.hf, model.parallel, dtype)
-        self._plans = plan_each(family.tensors(model.hf), megatron, [[bucket.layout] for bucket in self.buckets], ranks=[model.mesh.rank])
+        self.buckets: list[Bucket] = buckets(payload.whole(dtype), bucket_bytes)
+        megatron = payload.trainer(model.parallel, dtype)
+        self._plans = plan_each(payload.tensors(), megatron, [[bucket.layout] for bucket in self.buckets], ranks=[model.mesh.rank])
 
     def run(self) -> Iterator[tuple[Bucket, torch.Tensor | None]]:
         """Collective over all trainer ranks: each bucket with its flat tensor (on rank 0; None elsewhere), in a fixed order."""
-        mine = parameters(self._model)
+        mine = attach.values(self._model.chunks) if self._adapter else parameters(self._model)
         for bucket, plan in zip(self.buckets, self._plans, strict=True):
             flat = self._empty(bucket) if self._model.mesh.rank == 0 else None
             exchange(plan, self._transport, mine, None if flat is None else {"bucket": flat}, timeout_s=self._timeout_s)

@@ -19,7 +19,7 @@ from asyncmoe.trainer.batch import MicroBatch
 from asyncmoe.trainer.feed import Update
 from asyncmoe.trainer.losses import PolicyLoss, SupervisedLoss
 from asyncmoe.trainer.model import Model
-from asyncmoe.trainer.reference import Reference
+from asyncmoe.trainer.reference import reference
 from asyncmoe.trainer.replay import Replay
 from asyncmoe.trainer.step import StepMetrics, logprobs_only, train_step
 from asyncmoe.trajectory import Trajectory
@@ -50,7 +50,7 @@ class Learner:
     def __init__(self, config: Config, model: Model, adam: MegatronOptimizer, client: Client, replay: Replay | None) -> None:
         self._config, self._model, self._optimizer, self._client, self._replay = config, model, adam, client, replay
         self._mesh = model.mesh
-        self._reference = Reference(model, config.model.path) if config.objective.kl.coefficient else None
+        self._reference = reference(model, config.model.path) if config.objective.kl.coefficient else None
 
     def learn(self, leased: Leased, phase: Phase, step: int, before_update: Callable[[], None]) -> list[StepMetrics]:
         """The updates made of a batch.

@@ -24,6 +24,8 @@ from asyncmoe.trainer.direct import Direct
 from asyncmoe.trainer.feed import ANSWER_S
 from asyncmoe.trainer.gather import Gatherer
 from asyncmoe.trainer.learner import Learner
+from asyncmoe.trainer.lora import canonical
+from asyncmoe.trainer.lora.files import AdapterFiles
 from asyncmoe.trainer.published import Checksums, Published, Publisher
 from asyncmoe.trainer.records import step_record
 from asyncmoe.trainer.replay import Replay
@@ -51,8 +53,10 @@ def run(config: Config) -> None:
         log.info("%d rank(s), %s", place.world, kernels.detect())
     built = model.build(hf, config, place)
     newest = checkpoints.newest(config.run.dir)
-    if newest is None:
+    if newest is None or config.adapter is not None:  # whose checkpoints have the adapter alone
         model.load_hf(built, config.model.path)
+    if newest is None and config.adapter is not None and config.adapter.start is not None:
+        canonical.start_from(built, config.adapter.start, config.model.path)
     adam = optimizer.build(config, built)
     done = 0 if newest is None else state.load(newest, config, built, adam)
     rendezvous = keys.read(config.run.dir, wait_s=config.engines.start_timeout_s)
@@ -190,5 +194,7 @@ def publisher(config: Config, built: model.Model, client: Client) -> Publisher:
 
     if config.sync.method == "reshard":
         return Direct(config, built, client, checksums)
+    if built.adapter is not None:
+        return AdapterFiles(config, built, client)
     gatherer = Gatherer(built, config.sync.bucket_bytes, config.sync.timeout_s)
     return Broadcast(config, gatherer, client, built.mesh, checksums)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,13 +11,15 @@ from typing import Any
 import torch
 
 from asyncmoe.config import Config
+from asyncmoe.config.lora import LoraSection
 from asyncmoe.errors import InvariantBroken
 from asyncmoe.models import MegatronParallel, family_of
+from asyncmoe.models.lora.halves import PREFIX as ADAPTERS
 from asyncmoe.models.megatron import chunk_prefix
 from asyncmoe.platform import megatron
 from asyncmoe.reshard import LocalTransport, Piece, RankLayout, exchange, plan_each
 from asyncmoe.trainer.hf_checkpoint import HFCheckpoint
-from asyncmoe.trainer.lora.plan import PREFIX as ADAPTERS
+from asyncmoe.trainer.lora import attach
 from asyncmoe.trainer.mesh import Mesh
 
 megatron.prepare()
@@ -45,6 +47,7 @@ class Model:
         hf: the Hugging Face configuration.
         parallel: the sizes it is spread over.
         mesh: this rank's place.
+        adapter: what is trained in place of the weights, if anything is.
     """
 
     config: TransformerConfig
@@ -54,14 +57,15 @@ class Model:
     hf: Mapping[str, Any]
     parallel: MegatronParallel
     mesh: Mesh
+    adapter: LoraSection | None
 
 
-Adapt = Callable[[Sequence[torch.nn.Module], TransformerConfig, MegatronParallel], None]
-"""What is done to the bare chunks of a rank before data parallelism wraps them: adapters are put in."""
+def build(hf: Mapping[str, Any], config: Config, mesh: Mesh) -> Model:
+    """This rank's part, with random weights; `load_hf` fills it. Weights are float32, or bfloat16 with float32 gradients and masters.
 
-
-def build(hf: Mapping[str, Any], config: Config, mesh: Mesh, adapt: Adapt | None = None) -> Model:
-    """This rank's part, with random weights; `load_hf` fills it. Weights are float32, or bfloat16 with float32 gradients and masters."""
+    Raises:
+        ConfigError: an adapter that the model cannot have.
+    """
     te = has_transformer_engine()
     dtype = _dtype(config.trainer.dtype, mesh)
     family_config, gpt = family_of(hf).megatron_config(hf)
@@ -78,8 +82,8 @@ def build(hf: Mapping[str, Any], config: Config, mesh: Mesh, adapt: Adapt | None
         ).to(mesh.device)
         for chunk in range(mesh.vpp)
     )
-    if adapt is not None:
-        adapt(chunks, megatron_config, mesh.parallel(te))
+    if config.adapter is not None:
+        attach.attach(chunks, megatron_config, family_of(hf).shape_of(hf), config.adapter, mesh.parallel(te), mesh.rank, config.run.seed)
     ddp_config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         overlap_grad_reduce=False,
@@ -89,7 +93,7 @@ def build(hf: Mapping[str, Any], config: Config, mesh: Mesh, adapt: Adapt | None
     ddp = tuple(DistributedDataParallel(megatron_config, ddp_config, chunk) for chunk in inner)
     for chunk in ddp:
         chunk.train()
-    return Model(megatron_config, chunks, ddp, dtype, hf, mesh.parallel(te), mesh)
+    return Model(megatron_config, chunks, ddp, dtype, hf, mesh.parallel(te), mesh, config.adapter)
 
 
 def has_transformer_engine() -> bool:

@@ -3,17 +3,45 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
+from typing import Protocol
 
 import torch
 
 from asyncmoe.trainer.hf_checkpoint import HFCheckpoint
+from asyncmoe.trainer.lora import attach
 from asyncmoe.trainer.model import Model, local_tensors, named_parameters
 
 
-class Reference:
-    """A second copy of this rank's weights, on the host: those of the checkpoint that training starts from, after a resume too.
+class Reference(Protocol):
+    """Says what the reference policy says."""
+
+    def in_place(self) -> AbstractContextManager[None]:
+        """Forward passes within are the reference's. The trainer's own weights are not written: they may be on their way to engines."""
+
+
+def reference(model: Model, path: Path) -> Reference:
+    """The checkpoint that training starts from, after a resume too.
+
+    Raises:
+        DataError: see `model.load_hf`.
+    """
+    return SecondCopy(model, path) if model.adapter is None else WithoutAdapter(model)
+
+
+class WithoutAdapter:
+    """The model with its adapters switched off, which costs nothing."""
+
+    def __init__(self, model: Model) -> None:
+        self._model = model
+
+    def in_place(self) -> AbstractContextManager[None]:
+        return attach.switched_off(self._model.chunks)
+
+
+class SecondCopy:
+    """A second copy of this rank's weights, on the host.
 
     Raises:
         DataError: see `model.load_hf`.
@@ -25,7 +53,6 @@ class Reference:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Forward passes within use the reference's weights. The trainer's own are not written: they may be on their way to engines."""
         held: list[tuple[torch.nn.Parameter, torch.Tensor]] = []
         for name, parameter in named_parameters(self._model):
             held.append((parameter, parameter.data))

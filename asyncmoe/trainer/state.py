@@ -44,7 +44,8 @@ def load(checkpoint: Path, config: Config, model: Model, optimizer: MegatronOpti
     """Restore the model and, when given, the optimizer; return the step. Collective over all ranks.
 
     Raises:
-        DataError: the optimizer's state was written by the other kind of optimizer, or with ep = 1 where it is more now, or the reverse.
+        DataError: the optimizer's state was written by the other kind of optimizer, or with ep = 1 where it is more now, or the reverse; or
+            what was trained is not what the configuration says.
     """
     facts = checkpoints.facts(checkpoint)
     if optimizer is not None:
@@ -80,8 +81,16 @@ def _chunk_names(model: Model) -> list[str]:
 
 
 def _kind(config: Config) -> dict[str, Any]:
-    """What the optimizer's saved names depend on."""
-    return {"expert_parallel": config.trainer.ep > 1, "distributed_optimizer": config.trainer.optimizer.distributed}
+    """What the saved names depend on."""
+    trainer = config.trainer
+    kind: dict[str, Any] = {
+        "expert_parallel": trainer.ep > 1,
+        "distributed_optimizer": trainer.optimizer.distributed,
+        "train": config.train,
+    }
+    if config.adapter is not None:
+        kind["lora"] = config.adapter.model_dump(mode="json", include={"rank", "targets", "experts"})
+    return kind
 
 
 def _refuse_another_kind(checkpoint: Path, saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:

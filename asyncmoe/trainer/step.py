@@ -18,6 +18,7 @@ from asyncmoe.platform import megatron
 from asyncmoe.trainer import objective
 from asyncmoe.trainer.batch import MicroBatch
 from asyncmoe.trainer.logprobs import target_logprobs
+from asyncmoe.trainer.lora import attach
 from asyncmoe.trainer.losses import Loss
 from asyncmoe.trainer.mesh import Mesh
 from asyncmoe.trainer.model import Model
@@ -135,7 +136,8 @@ def logprobs_only(
     Returns:
         float32[T_i] for every trajectory index i, on every rank, aligned with its tokens; the first is 0, as nothing precedes it.
     """
-    results, _ = _run(model, microbatches, partial(_logprobs_of, model.mesh, temperature), forward_only=True, replay=replay)
+    with nullcontext() if model.adapter is None else attach.without_dropout(model.chunks):
+        results, _ = _run(model, microbatches, partial(_logprobs_of, model.mesh, temperature), forward_only=True, replay=replay)
     starts = np.cumsum([0, *lengths])
     flat = torch.zeros(int(starts[-1]), dtype=torch.float32, device=model.mesh.device)
     if model.mesh.reports:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from asyncmoe.config.generation import EngineSection
-from asyncmoe.models import EngineParallel, family_of
+from asyncmoe.models import EngineParallel, engine_dtype, family_of
 from asyncmoe.reshard import LocalTransport, exchange, plan
 from asyncmoe.reshard.checksum import engine_checksums as checksums_of
 
@@ -30,10 +30,3 @@ def engine_checksums(hf: Mapping[str, Any], engines: EngineSection, tensors: Map
         exchange(plan(family.tensors(hf), source, [layout]), LocalTransport(), cast, held)
         found.append(checksums_of(held))
     return tuple(found)
-
-
-def engine_dtype(hf: Mapping[str, Any], engines: EngineSection) -> str:
-    """The dtype an engine keeps its weights in: the configured one, or the checkpoint's."""
-    if engines.dtype != "auto":
-        return engines.dtype
-    return str(hf.get("dtype") or hf.get("torch_dtype") or "bfloat16")

@@ -130,6 +130,13 @@ class WeightsCommit(Message, frozen=True):
     update: int = 0
 
 
+class WeightsAdapter(Message, frozen=True):
+    """Have every engine load the adapter in a folder, and sample new requests with it: that is `version`."""
+
+    version: int
+    folder: str
+
+
 class WeightsAbort(Message, frozen=True):
     """The sender failed: fence the engines that hold a part of `version`."""
 
@@ -244,6 +251,7 @@ Request = (
     | WeightsBegin
     | WeightsBucket
     | WeightsCommit
+    | WeightsAdapter
     | WeightsAbort
     | EnginesAsk
 )

@@ -14,6 +14,7 @@ from asyncmoe import config as configuration
 from asyncmoe.config import Config
 from asyncmoe.config.generation import MadeModel
 from asyncmoe.models.make import make_model
+from asyncmoe.rollout.adapters import asked
 from asyncmoe.rollout.engine import Engine
 from asyncmoe.rollout.pool import Pool
 from asyncmoe.rollout.tokenizer import Tokenizer
@@ -107,6 +108,6 @@ async def make(config: Config, engines: list[Engine], run: Callable[..., Any], t
     async def publish(version: int) -> None:
         published.append(version)
 
-    pool = Pool(engines, 64, 60.0, lambda *span: busy.append(span))
+    pool = Pool(engines, 64, 60.0, lambda *span: busy.append(span), **asked(config))
     conductor = Conductor(pool, timeout_s, publish, lambda *span: pauses.append(span))
     return Rig(config, engines, pool, conductor, Sender(conductor), run, published, pauses, busy)

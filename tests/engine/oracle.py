@@ -12,6 +12,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from asyncmoe.models.lora.adapter import Adapter
+from asyncmoe.models.shape import Shape
+from tests.unit.adapters import merge
+
 
 class Oracle:
     """A checkpoint's weights, and log-probabilities under them in float32."""
@@ -41,6 +45,19 @@ class Oracle:
                 logits.append(after.model(torch.tensor([seen[whole:]]), past_key_values=first.past_key_values).logits[0])
         table = (torch.cat(logits) / temperature).log_softmax(-1)
         return [table[len(prompt) + i - 1, token].item() for i, token in enumerate(response)]
+
+
+class Merged(Oracle):
+    """The model with an adapter merged into its weights."""
+
+    def __init__(self, path: Path, m: Shape, adapter: Adapter | None) -> None:
+        super().__init__(path)
+        if adapter is not None:
+            merge(self.model, m, adapter)
+
+    def difference(self, prompt: Sequence[int], response: Sequence[int], logprobs: Sequence[float], temperature: float) -> float:
+        """Between what an engine says of its response, and this."""
+        return largest_difference(logprobs, self.logprobs(prompt, response, temperature))
 
 
 def perturbed(oracle: Oracle, path: Path, seed: int, scale: float = 0.05) -> Oracle:

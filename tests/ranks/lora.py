@@ -17,9 +17,12 @@ import torch
 import torch.distributed as dist
 
 from asyncmoe.config.lora import LoraSection
-from asyncmoe.models import family_of, load_hf_config
+from asyncmoe.models import MegatronParallel, family_of, load_hf_config
+from asyncmoe.models.lora.adapter import kind_of
+from asyncmoe.models.lora.halves import layer_halves
 from asyncmoe.trainer import losses, mesh, model, optimizer, step
-from asyncmoe.trainer.lora import attach, canonical, layout, plan, values
+from asyncmoe.trainer.gather import Gatherer
+from asyncmoe.trainer.lora import attach, canonical, values
 from tests.ranks import case, lora_case, parity
 
 SEED = 11
@@ -33,19 +36,23 @@ class Job(parity.Job):
     oracle: dict[str, Any]
     start: bool = False
 
+    def __post_init__(self) -> None:
+        changes = {"train": "lora", "lora": self.section, "run": self.config.run.model_copy(update={"seed": SEED})}
+        self.config = self.config.model_copy(update=changes)
+
     def model(self) -> model.Model:
         """With the oracle's halves, or with those that training starts from."""
         hf = load_hf_config(self.path / "hf")
-        built = model.build(hf, self.config, self.mesh, attach.adapting(hf, self.section, self.mesh.rank, SEED))
+        built = model.build(hf, self.config, self.mesh)
         model.load_hf(built, self.path / "hf")
         if not self.start:
-            canonical.write(built.chunks, family_of(hf).shape_of(hf), self.section, built.parallel, self.mesh.rank, self.oracle["halves"])
+            canonical.write(built, self.oracle["halves"])
         return built
 
     def expected(self, built: model.Model, halves: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """The part of whole halves that this rank has."""
         shape = family_of(built.hf).shape_of(built.hf)
-        return canonical.local(shape, self.section, built.parallel, self.mesh.rank, halves, torch.float32)
+        return canonical.local(shape, kind_of(self.section), built.parallel, self.mesh.rank, halves, torch.float32)
 
 
 def main(result: Path, path: Path, layouts: list[str]) -> None:
@@ -137,7 +144,7 @@ def start(job: Job) -> dict[str, Any]:
     shape = family_of(built.hf).shape_of(built.hf)
     whole: dict[str, torch.Tensor] = {}
     for i in range(shape.layers):
-        for half in plan.layer_halves(shape, job.section, layout.ALONE, 0, i in shape.dense_layers):
+        for half in layer_halves(shape, kind_of(job.section), MegatronParallel(), 0, i in shape.dense_layers):
             value = values.initial(half, i, SEED)
             each = value.unbind() if half.experts is not None else [value]
             whole |= {f"layers.{i}.{name}": one for name, one in zip(half.canonical, each, strict=True)}
@@ -155,8 +162,7 @@ def start(job: Job) -> dict[str, Any]:
 def gathered(job: Job) -> dict[str, Any]:
     """What was written comes out again, on rank 0, and no more bytes than the adapter has."""
     built = job.model()
-    shape = family_of(built.hf).shape_of(built.hf)
-    gatherer = canonical.AdapterGatherer(built.chunks, shape, job.section, built.parallel, job.mesh.rank, bucket_bytes=20_000, timeout_s=60)
+    gatherer = Gatherer(built, 20_000, 60.0, adapter=True)
     wanted, seen = job.oracle["halves"], {}
     for bucket, flat in gatherer.run():
         if flat is not None:

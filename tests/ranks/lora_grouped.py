@@ -9,6 +9,7 @@ import logging
 import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -118,14 +119,13 @@ def refused(job: Job) -> None:
         ),
         (lambda layer: setattr(layer.mlp, "experts", torch.nn.Linear(1, 1)), "experts that are a Linear, expected SequentialMLP or"),
     ):
-        inner = attach.adapting(hf, job.section, job.mesh.rank, SEED)
 
-        def adapt(chunks: Any, *rest: Any, change: Any = change, inner: Any = inner) -> None:
+        def attach_to_changed(chunks: Any, *rest: Any, change: Any = change, inner: Any = attach.attach) -> None:
             change(chunks[0].decoder.layers[0])
             inner(chunks, *rest)
 
-        with pytest.raises(ConfigError, match=said):
-            model.build(hf, job.config, job.mesh, adapt)
+        with mock.patch.object(attach, "attach", attach_to_changed), pytest.raises(ConfigError, match=said):
+            model.build(hf, job.config, job.mesh)
 
 
 if __name__ == "__main__":

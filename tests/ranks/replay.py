@@ -17,6 +17,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from asyncmoe.config import Config
 from asyncmoe.models import load_hf_config
 from asyncmoe.trainer import batch, loop, mesh, model, step
 from asyncmoe.trajectory import Trajectory, decode
@@ -28,7 +29,7 @@ def main(result: Path, path: Path, temperature: float, layouts: list[str]) -> No
     torch.set_num_threads(1)
     logging.disable(logging.WARNING)
     dist.init_process_group("gloo")
-    recorded = [decode(frames) for frames in msgspec.msgpack.decode((path / "trajectories.msgpack").read_bytes())]
+    recorded = read(path / "trajectories.msgpack")
     found = {}
     for layout in layouts:
         for how in ("packed", "single"):
@@ -38,19 +39,28 @@ def main(result: Path, path: Path, temperature: float, layouts: list[str]) -> No
     mesh.stop()
 
 
-def differences(path: Path, recorded: list[Trajectory], temperature: float, trainer: dict[str, Any]) -> dict[str, float]:
-    """Over every sampled token of every trajectory, between this trainer and what the engine recorded.
+def read(file: Path) -> list[Trajectory]:
+    return [decode(frames) for frames in msgspec.msgpack.decode(file.read_bytes())]
 
-    Returns:
-        largest: with routes and masks as recorded. bias_mean, bias_largest: of trainer - engine with routes as recorded, but without masks.
-    """
+
+def differences(path: Path, recorded: list[Trajectory], temperature: float, trainer: dict[str, Any]) -> dict[str, float]:
+    """As `compare`, of a trainer with the weights that sampled them."""
     if mesh.groups.is_initialized():
         mesh.leave()
     config = case.config(path, ranks=dist.get_world_size(), tokens_per_microbatch=256, **trainer)
     place = mesh.start(config.trainer)
     built = model.build(load_hf_config(path / "hf"), config, place)
     model.load_hf(built, path / "hf")
-    lengths = [len(t) for t in recorded]
+    return compare(config, built, recorded, temperature)
+
+
+def compare(config: Config, built: model.Model, recorded: list[Trajectory], temperature: float) -> dict[str, float]:
+    """Over every sampled token of every trajectory, between this trainer and what the engine recorded.
+
+    Returns:
+        largest: with routes and masks as recorded. bias_mean, bias_largest: of trainer - engine with routes as recorded, but without masks.
+    """
+    place, lengths = built.mesh, [len(t) for t in recorded]
     schedule = batch.schedule(lengths, place.dp, 256, config.trainer.pack, place.grid)
     replay = loop.replay(config, built)
     assert replay is not None

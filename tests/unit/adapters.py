@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from asyncmoe.models.adapters import DTYPES, Adapter, Kind, halves
+from asyncmoe.models.lora.adapter import DTYPES, Adapter, Kind, halves
 from asyncmoe.models.shape import Shape
 from asyncmoe.reshard.layout import PADDING, RankLayout
 

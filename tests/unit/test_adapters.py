@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from asyncmoe.errors import UserError
 from asyncmoe.models import adapters
-from asyncmoe.models.adapters import ATTENTION, MLP, TARGETS, Adapter, Kind
+from asyncmoe.models.lora.adapter import ATTENTION, MLP, TARGETS, Adapter, Kind
 from tests.unit.adapters import half, random_adapter, shape
 
 SHAPES = st.builds(

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncmoe.models import adapters
-from asyncmoe.models.adapter_layouts import memory_layout, served_layout
-from asyncmoe.models.adapters import TARGETS, Kind
+from asyncmoe.models.lora.adapter import TARGETS, Kind
+from asyncmoe.models.lora.sglang import memory_layout, served_layout
 from asyncmoe.models.parallel import EngineParallel
 from tests.unit.adapters import copied, random_adapter, shape
 from tests.unit.test_adapters import KINDS, SHAPES

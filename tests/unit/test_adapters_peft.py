@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from asyncmoe.config.generation import MadeModel
 from asyncmoe.errors import DataError, UserError
 from asyncmoe.models import adapters, load_hf_config, peft, qwen3_moe
-from asyncmoe.models.adapters import DTYPES, TARGETS, Adapter, Kind
+from asyncmoe.models.lora.adapter import DTYPES, TARGETS, Adapter, Kind
 from asyncmoe.models.make import make_model
 from asyncmoe.models.shape import Shape
 from tests.unit.adapters import load, merge, random_adapter, shape

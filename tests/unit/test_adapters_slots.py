@@ -14,8 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncmoe.errors import EngineError, UserError, WeightSyncError
-from asyncmoe.models.adapters import Kind
-from asyncmoe.rollout.adapters import Serving, StillInUse, TwoSlots, attributed, flags, payload
+from asyncmoe.models.lora.adapter import Kind
+from asyncmoe.rollout.adapter_slots import Serving, StillInUse, TwoSlots, attributed
+from asyncmoe.rollout.adapters import flags, payload
 from asyncmoe.rollout.engine_client import Generation, Message, Span
 
 ADAPTER = Message({}, ())

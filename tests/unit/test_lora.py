@@ -17,10 +17,12 @@ from asyncmoe import config
 from asyncmoe.config.lora import TARGETS, LoraSection
 from asyncmoe.errors import ConfigError
 from asyncmoe.models import MegatronParallel, family_of
+from asyncmoe.models.lora.adapter import Kind, halves, kind_of
+from asyncmoe.models.lora.halves import Half, check, layer_halves
+from asyncmoe.models.lora.megatron import canonical_layout, rank_layouts
 from asyncmoe.models.shape import Shape
 from asyncmoe.reshard import plan
-from asyncmoe.trainer.lora import layout, values
-from asyncmoe.trainer.lora.plan import Half, check, layer_halves
+from asyncmoe.trainer.lora import values
 
 SMALL: dict[str, Any] = {
     "model_type": "qwen3_moe", "vocab_size": 68, "hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 4,
@@ -29,22 +31,19 @@ SMALL: dict[str, Any] = {
 }  # fmt: skip
 MOE = family_of(SMALL).shape_of(SMALL)
 DENSE = family_of({"model_type": "qwen3"}).shape_of({**SMALL, "model_type": "qwen3"})
-SECTIONS = [
-    LoraSection(rank=2),
-    LoraSection(rank=2, experts="shared_outer"),
-    LoraSection(rank=1, targets=("v_proj", "down_proj"), experts="shared_outer"),
+KINDS = [
+    Kind(TARGETS, 2, 4.0),
+    Kind(TARGETS, 2, 4.0, "shared_outer"),
+    Kind(("v_proj", "down_proj"), 1, 1.0, "shared_outer"),
 ]
 
 
 def section_of(**values: Any) -> LoraSection:
     """As the configuration parses it."""
 
-    class Wired(config.Config):
-        lora: LoraSection = LoraSection()
-
     base = {"run": {"dir": "runs/x", "steps": 1}, "model": {"path": "m"}, "task": {"kind": "arithmetic"}}
     try:
-        return Wired.model_validate({**base, "lora": values}).lora
+        return config.Config.model_validate({**base, "lora": values}).lora
     except ValidationError as error:
         raise config._explain(error, "config") from None
 
@@ -93,8 +92,8 @@ def test_the_order_of_targets_makes_no_difference() -> None:
 )
 def test_what_the_model_cannot_have_is_refused(section: LoraSection, shape: Shape, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
-        check(section, shape)
-    check(section.model_copy(update={"rank": 1, "experts": "per_expert"}), shape)
+        check(kind_of(section), shape)
+    check(kind_of(section.model_copy(update={"rank": 1, "experts": "per_expert"})), shape)
 
 
 def grids() -> Iterator[MegatronParallel]:
@@ -103,15 +102,15 @@ def grids() -> Iterator[MegatronParallel]:
             yield MegatronParallel(tp, pp, ep, etp, dp, vpp=vpp)
 
 
-@pytest.mark.parametrize("section", SECTIONS, ids=["per_expert", "shared_outer", "some"])
-def test_out_to_every_rank_and_back(section: LoraSection) -> None:
+@pytest.mark.parametrize("kind", KINDS, ids=["per_expert", "shared_outer", "some"])
+def test_out_to_every_rank_and_back(kind: Kind) -> None:
     """Whole halves reach every rank, whose parameters have the shapes of the plan, and come back from any of them."""
-    tensors = layout.tensors(MOE, section)
+    tensors = halves(MOE, kind)
     given = numbered(tensors)
-    whole = layout.canonical_layout(MOE, section, "int32")
+    whole = canonical_layout(MOE, kind, "int32")
     seen = 0
     for grid in grids():
-        ranks = layout.rank_layouts(MOE, section, grid, "int32")
+        ranks = rank_layouts(MOE, kind, grid, "int32")
         held = {one.rank: blank(one) for one in ranks}
         carry_out(plan(tensors, [whole.at(0)], ranks), {0: filled(whole, given)}, held)
         back = blank(whole)
@@ -119,34 +118,34 @@ def test_out_to_every_rank_and_back(section: LoraSection) -> None:
         for name, value in filled(whole, given).items():
             np.testing.assert_array_equal(back[name], value, err_msg=f"{grid} {name}")
         for rank, arrays in held.items():
-            assert sorted(array.shape for array in arrays.values()) == sorted(half.shape for _, half in of_rank(section, grid, rank))
+            assert sorted(array.shape for array in arrays.values()) == sorted(half.shape for _, half in of_rank(kind, grid, rank))
         seen += 1
     assert seen > 20
 
 
-@pytest.mark.parametrize("section", SECTIONS, ids=["per_expert", "shared_outer", "some"])
-def test_every_value_counts_once_in_a_norm(section: LoraSection) -> None:
+@pytest.mark.parametrize("kind", KINDS, ids=["per_expert", "shared_outer", "some"])
+def test_every_value_counts_once_in_a_norm(kind: Kind) -> None:
     """Over the ranks of one replica: the first data-parallel one, or the first expert-data-parallel one of halves reduced there."""
-    total = sum(int(np.prod(shape)) for shape in layout.tensors(MOE, section).values())
+    total = sum(int(np.prod(shape)) for shape in halves(MOE, kind).values())
     for grid in grids():
         counted = sum(
             int(np.prod(half.shape))
             for rank in range(grid.world)
-            for _, half in of_rank(section, grid, rank)
+            for _, half in of_rank(kind, grid, rank)
             if half.counted and (grid.expert_dp_rank(rank) if half.expert_data else grid.dp_rank(rank)) == 0
         )
         assert counted == total, grid
 
 
 def test_initial_values_are_cut_from_the_same_whole() -> None:
-    for section in SECTIONS:
+    for kind in KINDS:
         whole: dict[str, torch.Tensor] = {}
-        for layer, half in of_rank(section, layout.ALONE, 0):
+        for layer, half in of_rank(kind, MegatronParallel(), 0):
             each = values.initial(half, layer, seed=3)
             whole |= zip((f"layers.{layer}.{n}" for n in half.canonical), each if half.experts is not None else [each], strict=True)
-        assert {name: tuple(half.shape) for name, half in whole.items()} == layout.tensors(MOE, section)
+        assert {name: tuple(half.shape) for name, half in whole.items()} == halves(MOE, kind)
         for grid in grids():
-            for layer, half in of_rank(section, grid, grid.world - 1):
+            for layer, half in of_rank(kind, grid, grid.world - 1):
                 parts = [whole[f"layers.{layer}.{name}"][half.box] for name in half.canonical]
                 assert torch.equal(values.initial(half, layer, seed=3), torch.stack(parts) if half.experts is not None else parts[0])
 
@@ -159,8 +158,8 @@ def test_another_seed_another_start() -> None:
     assert float(values.initial(half, 0, seed=1).abs().max()) <= 8**-0.5
 
 
-def of_rank(section: LoraSection, grid: MegatronParallel, rank: int) -> Iterator[tuple[int, Half]]:
+def of_rank(kind: Kind, grid: MegatronParallel, rank: int) -> Iterator[tuple[int, Half]]:
     """(layer of the model, half)."""
     for layers in grid.chunk_layers(MOE.layers, rank):
         for layer in layers:
-            yield from ((layer, half) for half in layer_halves(MOE, section, grid, rank, layer in MOE.dense_layers))
+            yield from ((layer, half) for half in layer_halves(MOE, kind, grid, rank, layer in MOE.dense_layers))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import math
 import pickle
 import pickletools
 import secrets
@@ -19,9 +20,11 @@ import torch
 
 from asyncmoe.errors import ConfigError, InvariantBroken, LayoutError, ProtocolError, TransferError, WaitTimeout, WeightSyncError
 from asyncmoe.models import EngineParallel, MegatronParallel, family_of
+from asyncmoe.models.lora.adapter import Kind, halves
 from asyncmoe.receiver import channel, command, handshake, meeting, route, worker
 from asyncmoe.receiver.channel import transport_for
-from asyncmoe.receiver.meeting import EngineRanks, Header, Outcome, Ready, Store, Terms
+from asyncmoe.receiver.meeting import AdapterTerms, EngineRanks, Header, Outcome, Ready, Store, Terms
+from asyncmoe.receiver.target import AdapterMemory, Weights
 from asyncmoe.reshard import Exchanger, plan
 from asyncmoe.reshard.torch_transport import TorchTransport
 
@@ -43,7 +46,7 @@ HF = {
 
 def terms(engines: tuple[EngineRanks, ...], transport: Literal["shm", "gloo"] = "shm", staging: bool = True, **trainer: int) -> Terms:
     sizes = {"tp": 1, "pp": 1, "ep": 1, "etp": 1, "dp": 1, "te": False} | trainer
-    return Terms(HF, sizes, engines, "float32", "float32", transport, secrets.token_hex(8), staging, 20_000, 20.0)
+    return Terms(HF, None, sizes, engines, "float32", "float32", transport, secrets.token_hex(8), staging, 20_000, 20.0)
 
 
 # ---------------------------------------------------------------- commands
@@ -76,7 +79,7 @@ def fitting() -> Ready:
     module = torch.nn.Module()
     for name, storage in layout.storages.items():
         module.register_parameter(name.replace(".", "/"), torch.nn.Parameter(torch.zeros(storage.shape)))
-    found = {name.replace("/", "."): value for name, value in handshake.parameters_of(module).items()}
+    found = {name.replace("/", "."): value for name, value in Weights(module).described().items()}
     return Ready(parameters=found, places={"tp_rank": 1, "moe_ep_rank": 1})
 
 
@@ -130,7 +133,7 @@ def test_parameters_in_one_storage_are_noticed() -> None:
     module = torch.nn.Module()
     module.a = torch.nn.Parameter(torch.zeros(4))
     module.b = torch.nn.Parameter(module.a.data)
-    assert handshake.parameters_of(module)["b"].shares == "a"
+    assert Weights(module).described()["b"].shares == "a"
 
 
 # ---------------------------------------------------------------- route
@@ -150,6 +153,27 @@ def test_every_rank_finds_its_part_of_the_same_plan() -> None:
     assert received == {rank: sum(t.nbytes for t in whole.transfers if t.destination == rank) for rank in range(4, 8)}
     assert all(received.values())
     assert route.route(terms(TWO, tp=2, pp=1, dp=2), 0).digest != whole.digest
+
+
+@pytest.mark.parametrize("experts", ["per_expert", "shared_outer"])
+def test_of_an_adapter_its_own_bytes_travel(experts: Literal["per_expert", "shared_outer"]) -> None:
+    """Every engine gets each byte it needs once: what its ranks hold, of which copies are the ranks' own."""
+    adapter = AdapterTerms(("q_proj", "o_proj", "gate_proj", "up_proj", "down_proj"), 2, 4.0, experts)
+    agreed = msgspec.structs.replace(terms(TWO, tp=2, pp=2), adapter=adapter)
+    parts = [route.route(agreed, rank) for rank in range(agreed.world)]
+    assert len({part.digest for part in parts}) == 1
+    assert parts[0].digest != route.route(terms(TWO, tp=2, pp=2), 0).digest
+    kind = Kind(adapter.targets, adapter.rank, adapter.alpha, adapter.experts)
+    shapes = halves(family_of(HF).shape_of(HF), kind)
+    # Both tensor-parallel ranks of engine.0 hold A of q, gate and up, and B of o and down; engine.1's ranks have experts of their own.
+    whole = sum(4 * math.prod(shape) for shape in shapes.values())
+    received = {rank: sum(t.nbytes for t in parts[rank].transfers if t.destination == rank) for rank in range(4, 8)}
+    for engine in (4, 6):
+        assert whole <= received[engine] + received[engine + 1] <= 2 * whole
+    layouts = {layout.rank: layout for layout in route.engine_layouts(agreed)}
+    assert {name.split(".", 2)[2] for name in layouts[4].storages} == {
+        f"{module}.{half}" for module in ("qkv_proj", "o_proj", "gate_up_proj_moe", "down_proj_moe") for half in "ab"
+    }
 
 
 def test_of_failures_the_one_that_others_follow_from_is_told() -> None:
@@ -193,15 +217,47 @@ def test_storages_are_swapped_but_where_something_views_them() -> None:
     net = Net()
     places = {name: value.data_ptr() for name, value in net.named_parameters()}
     staged = {"a": torch.ones(3, 2), "b": torch.arange(4.0)}
-    free = worker.replace(net, staged)
+    free = Weights(net).commit(staged)
     assert net.a.data_ptr() == staged["a"].data_ptr()
     assert free["a"].data_ptr() == places["a"]
     assert net.b.data_ptr() == places["b"]
     assert free["b"].data_ptr() == staged["b"].data_ptr()
     assert net.a.equal(torch.ones(3, 2))
     assert net.view.equal(torch.tensor([1.0, 2.0, 3.0]))
-    worker.refresh(net)
     assert (net.loaded, net.refreshed) == (1, 1)
+
+
+class Adapted(torch.nn.Module):
+    """As SGLang's modules with adapters hold their memory: two slots."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lora_a, self.lora_b = torch.zeros(2, 3, 4), torch.zeros(2, 5, 3)
+        self.told: list[object] = []
+
+    def on_lora_slots_updated(self, slots: object) -> None:
+        self.told.append(slots)
+
+
+@pytest.mark.parametrize("staging", [True, False])
+def test_every_slot_of_adapter_memory_gets_the_new_values(staging: bool) -> None:
+    net = torch.nn.ModuleDict({"layers": torch.nn.ModuleList([torch.nn.ModuleDict({"qkv_proj": Adapted()})])})
+    memory = AdapterMemory(net)
+    described = memory.described()
+    assert {name: one.shape for name, one in described.items()} == {"layers.0.qkv_proj.a": (3, 4), "layers.0.qkv_proj.b": (5, 3)}
+    assert described["layers.0.qkv_proj.a"].stride == (4, 1)
+    new = {name: torch.rand(one.shape) for name, one in described.items()}
+    if staging:
+        assert memory.commit(new) is new
+    else:
+        for name, tensor in memory.tensors().items():
+            tensor.copy_(new[name])
+        assert memory.commit(None) == {}
+    module: Any = net["layers"][0]["qkv_proj"]  # type: ignore[index]
+    for slot in range(2):
+        assert module.lora_a[slot].equal(new["layers.0.qkv_proj.a"])
+        assert module.lora_b[slot].equal(new["layers.0.qkv_proj.b"])
+    assert module.told == [None]
 
 
 # ---------------------------------------------------------------- store, group, transport

@@ -6,7 +6,7 @@ parameters stay, data parallelism and the optimizer find the new ones by themsel
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,14 +14,15 @@ import torch
 
 from asyncmoe.config.lora import LoraSection
 from asyncmoe.errors import InvariantBroken
-from asyncmoe.models import family_of
+from asyncmoe.models.lora import halves as planned
+from asyncmoe.models.lora.adapter import kind_of
+from asyncmoe.models.lora.halves import PREFIX, Half
 from asyncmoe.models.megatron import chunk_prefix
 from asyncmoe.models.parallel import MegatronParallel
 from asyncmoe.models.shape import Shape
-from asyncmoe.trainer.lora import gradients, hooks, plan
+from asyncmoe.trainer.lora import gradients, hooks
 from asyncmoe.trainer.lora.module import Adapters
 from asyncmoe.trainer.lora.pairs import DensePairs, ExpertPairs, Fused, Pairs, gate_up, qkv, single
-from asyncmoe.trainer.lora.plan import PREFIX, Half
 
 
 def attach(
@@ -37,7 +38,7 @@ def attach(
     Raises:
         ConfigError: an adapter that the model cannot have, or layers of a kind that cannot have adapters.
     """
-    plan.check(section, m)
+    planned.check(kind_of(section), m)
     if parallel.tp > 1 and not config.sequence_parallel:
         raise InvariantBroken("adapters: tensor parallelism without sequence parallelism")
     made: list[Adapters] = []
@@ -61,18 +62,6 @@ def attach(
     config.finalize_model_grads_func = gradients.finalizing(config.finalize_model_grads_func, copies)
 
 
-def adapting(
-    hf: Mapping[str, Any], section: LoraSection, rank: int, seed: int
-) -> Callable[[Sequence[torch.nn.Module], Any, MegatronParallel], None]:
-    """`attach` as `trainer.model.build` wants it.
-
-    Args:
-        hf: the Hugging Face configuration.
-    """
-    shape = family_of(hf).shape_of(hf)
-    return lambda chunks, config, parallel: attach(chunks, config, shape, section, parallel, rank, seed)
-
-
 def adapters_of(chunks: Sequence[torch.nn.Module]) -> list[Adapters]:
     """The adapters of a rank's chunks.
 
@@ -92,6 +81,11 @@ def parameters(chunks: Sequence[torch.nn.Module]) -> dict[str, torch.nn.Paramete
         for number, adapters in enumerate(adapters_of(chunks))
         for name, parameter in adapters.named_parameters()
     }
+
+
+def values(chunks: Sequence[torch.nn.Module]) -> dict[str, torch.Tensor]:
+    """Those of `parameters`: themselves, no copies."""
+    return {name: parameter.data for name, parameter in parameters(chunks).items()}
 
 
 @contextmanager
@@ -123,7 +117,7 @@ def without_dropout(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
 def _layer_pairs(m: Shape, section: LoraSection, parallel: MegatronParallel, rank: int, layer: int, seed: int) -> dict[str, Pairs]:
     dense = layer in m.dense_layers
     by_linear: dict[str, list[Half]] = {}
-    for half in plan.layer_halves(m, section, parallel, rank, dense):
+    for half in planned.layer_halves(m, kind_of(section), parallel, rank, dense):
         by_linear.setdefault(half.linear, []).append(half)
     width = m.dense_width // parallel.tp if dense else m.expert_width // parallel.etp
     fused: dict[str, Fused] = {

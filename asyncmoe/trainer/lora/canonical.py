@@ -1,83 +1,58 @@
-"""The adapter as whole tensors: gathered from all ranks, and put into them."""
+"""The adapter's whole tensors put into the ranks; `asyncmoe.trainer.gather` gathers them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
+from pathlib import Path
 
+import numpy as np
 import torch
 
-from asyncmoe.config.lora import LoraSection
 from asyncmoe.errors import DataError
+from asyncmoe.models import family_of
+from asyncmoe.models.lora import peft
+from asyncmoe.models.lora.adapter import Kind, kind_of
+from asyncmoe.models.lora.adapter import halves as halves_of
+from asyncmoe.models.lora.megatron import canonical_layout, rank_layout
 from asyncmoe.models.parallel import MegatronParallel
 from asyncmoe.models.shape import Shape
-from asyncmoe.reshard import Bucket, LocalTransport, buckets, exchange, plan_each
+from asyncmoe.reshard import LocalTransport, exchange
 from asyncmoe.reshard import plan as plan_of
-from asyncmoe.reshard.torch_transport import TorchTransport
-from asyncmoe.trainer.lora import layout
-from asyncmoe.trainer.lora.attach import parameters
+from asyncmoe.trainer.lora.attach import values
+from asyncmoe.trainer.model import Model
 
 
-class AdapterGatherer:
-    """Plans once, then gathers the current values as often as asked. As `asyncmoe.trainer.gather.Gatherer` does for the weights.
-
-    Args:
-        chunks: this rank's model chunks; all ranks make a gatherer of theirs.
-        bucket_bytes: upper bound of a bucket; one larger half gets a bucket of its own.
-        timeout_s: how long a rank waits for another.
-    """
-
-    def __init__(
-        self,
-        chunks: Sequence[torch.nn.Module],
-        m: Shape,
-        section: LoraSection,
-        parallel: MegatronParallel,
-        rank: int,
-        *,
-        bucket_bytes: int,
-        timeout_s: float,
-    ) -> None:
-        self._mine = {name: parameter.data for name, parameter in parameters(chunks).items()}
-        first = next(iter(self._mine.values()))
-        self._dtype, self._device, self._rank, self._timeout_s = first.dtype, first.device, rank, timeout_s
-        self._transport = TorchTransport(device=str(self._device))
-        dtype = str(self._dtype).removeprefix("torch.")
-        self.buckets: list[Bucket] = buckets(layout.canonical_layout(m, section, dtype), bucket_bytes)
-        ranks = layout.rank_layouts(m, section, parallel, dtype)
-        self._plans = plan_each(layout.tensors(m, section), ranks, [[bucket.layout] for bucket in self.buckets], ranks=[rank])
-
-    def run(self) -> Iterator[tuple[Bucket, torch.Tensor | None]]:
-        """Collective over all trainer ranks: each bucket with its flat tensor (on rank 0; None elsewhere), in a fixed order."""
-        for bucket, plan in zip(self.buckets, self._plans, strict=True):
-            flat = None
-            if self._rank == 0:
-                flat = torch.empty(bucket.layout.storages["bucket"].shape, dtype=self._dtype, device=self._device)
-            exchange(plan, self._transport, self._mine, None if flat is None else {"bucket": flat}, timeout_s=self._timeout_s)
-            yield bucket, flat
-
-
-def write(
-    chunks: Sequence[torch.nn.Module],
-    m: Shape,
-    section: LoraSection,
-    parallel: MegatronParallel,
-    rank: int,
-    halves: Mapping[str, torch.Tensor],
-) -> None:
+def write(model: Model, halves: Mapping[str, torch.Tensor]) -> None:
     """Fill this rank's halves from whole ones, as `local` cuts them. Call it before the optimizer is built: with bfloat16 that copies them
     into float32 masters.
 
     Raises:
         DataError: see `local`.
     """
-    mine = parameters(chunks)
-    dtype = next(iter(mine.values())).dtype
-    for name, value in local(m, section, parallel, rank, halves, dtype).items():
-        mine[name].data.copy_(value)
+    assert model.adapter is not None
+    mine, shape = values(model.chunks), family_of(model.hf).shape_of(model.hf)
+    for name, value in local(shape, kind_of(model.adapter), model.parallel, model.mesh.rank, halves, model.dtype).items():
+        mine[name].copy_(value)
+
+
+def start_from(model: Model, adapter: Path, base: Path) -> None:
+    """Fill this rank's halves from an adapter that PEFT has saved.
+
+    Args:
+        base: the model that is trained.
+
+    Raises:
+        DataError, UserError: see `asyncmoe.models.lora.peft.start_from`.
+    """
+    assert model.adapter is not None
+    kind = kind_of(model.adapter)
+    found = peft.start_from(adapter, family_of(model.hf).shape_of(model.hf), kind, str(base), kind.rank)
+    stored = getattr(torch, found.dtype)
+    write(model, {name: torch.from_numpy(np.ascontiguousarray(value)).view(stored) for name, value in found.values.items()})
 
 
 def local(
-    m: Shape, section: LoraSection, parallel: MegatronParallel, rank: int, halves: Mapping[str, torch.Tensor], dtype: torch.dtype
+    m: Shape, kind: Kind, parallel: MegatronParallel, rank: int, halves: Mapping[str, torch.Tensor], dtype: torch.dtype
 ) -> dict[str, torch.Tensor]:
     """A rank's part of whole halves, by the names of its parameters; on the host.
 
@@ -87,10 +62,10 @@ def local(
     Raises:
         DataError: a half is missing, is not of this adapter, or has another shape.
     """
-    wanted, name = layout.tensors(m, section), str(dtype).removeprefix("torch.")
+    wanted, name = halves_of(m, kind), str(dtype).removeprefix("torch.")
     refuse_another(wanted, {half: tuple(value.shape) for half, value in halves.items()})
-    here = layout.rank_layout(m, section, parallel, rank, name).at(0)
-    steps = plan_of(wanted, [layout.canonical_layout(m, section, name)], [here])
+    here = rank_layout(m, kind, parallel, rank, name).at(0)
+    steps = plan_of(wanted, [canonical_layout(m, kind, name)], [here])
     arrays = {source: halves[source].detach().to(dtype).contiguous() for source in steps.sources.get(0, {})}
     made = {target: torch.empty(storage.shape, dtype=dtype) for target, storage in here.storages.items()}
     exchange(steps, LocalTransport(), arrays, made)

@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 
 from asyncmoe.errors import InvariantBroken
+from asyncmoe.models.lora.halves import Half
 from asyncmoe.platform import megatron
-from asyncmoe.trainer.lora.plan import Half
 
 megatron.prepare()
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
+from asyncmoe.models.lora.halves import PREFIX, Half
 from asyncmoe.platform import megatron
 from asyncmoe.trainer.lora.pairs import Pairs
-from asyncmoe.trainer.lora.plan import PREFIX, Half
 
 megatron.prepare()
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+from asyncmoe.models.lora.halves import Half
 from asyncmoe.platform import megatron
-from asyncmoe.trainer.lora.plan import Half
 from asyncmoe.trainer.lora.values import initial
 
 megatron.prepare()
@@ -81,6 +81,20 @@ class Pairs(torch.nn.Module):
         """`output` and what the pairs make of `x`; the layer's own input and output on this rank."""
         raise NotImplementedError
 
+    def deltas(self) -> Iterator[torch.Tensor]:
+        """What the pairs add to their layer's weight, [rows, in] on this rank; of experts, one after the other."""
+        raise NotImplementedError
+
+    def _delta(self, a: torch.Tensor, b: Sequence[torch.Tensor]) -> torch.Tensor:
+        """a: [rank of each projection, one after the other; in]."""
+        parts = dict(zip(self.projections, torch.split(a, [half.shape[-1] for half in b]), strict=True))
+        with_b = dict(zip(self.projections, b, strict=True))
+        columns = [
+            (with_b[name] @ parts[name]).t() if name in parts else a.new_zeros((a.shape[1], rows))
+            for name, rows in self.fused.outputs.items()
+        ]
+        return self.scale * self.fused.join(columns).t()
+
     def _sum(self, output: torch.Tensor, hidden: torch.Tensor, b: Sequence[torch.Tensor]) -> torch.Tensor:
         """hidden: [..., rank of each projection, one after the other]."""
         made = dict(zip(self.projections, torch.split(hidden, [half.shape[-1] for half in b], dim=-1), strict=True))
@@ -115,6 +129,9 @@ class DensePairs(Pairs):
             hidden = move(hidden, group=group)
         return self._sum(output, hidden, self._of("b"))
 
+    def deltas(self) -> Iterator[torch.Tensor]:
+        yield self._delta(torch.cat(self._of("a")), self._of("b"))
+
 
 class ExpertPairs(Pairs):
     """Of the experts of a rank. Neither inputs nor outputs are exchanged between ranks here: the dispatcher does that."""
@@ -126,6 +143,9 @@ class ExpertPairs(Pairs):
             [weight] * experts if weight.ndim == 2 else weight.unbind() for weight in (torch.cat(self._of("a"), dim=-2), *self._of("b"))
         )
         return [ExpertPair(self, first, second) for first, *second in zip(a, *b, strict=True)]
+
+    def deltas(self) -> Iterator[torch.Tensor]:
+        yield from (self._delta(pair.a, pair.b) for pair in self.each())
 
 
 @dataclass(frozen=True, eq=False)

@@ -7,7 +7,7 @@ import math
 
 import torch
 
-from asyncmoe.trainer.lora.plan import Half
+from asyncmoe.models.lora.halves import Half
 
 
 def initial(half: Half, layer: int, seed: int) -> torch.Tensor:

@@ -18,13 +18,9 @@ from typing import Any, Literal
 
 import numpy as np
 
+from asyncmoe.config.lora import ATTENTION, MLP, TARGETS, LoraSection
 from asyncmoe.errors import UserError
 from asyncmoe.models.shape import Shape, Shapes, layer_shapes
-
-ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
-MLP = ("gate_proj", "up_proj", "down_proj")
-TARGETS = ATTENTION + MLP
-"""Linear layers that can have an adapter, by the names of Hugging Face's modules."""
 
 OUTER = {"gate_proj": "a", "up_proj": "a", "down_proj": "b"}
 """The half on the side of the hidden states, which experts share in `shared_outer`."""
@@ -62,6 +58,11 @@ class Kind:
     @property
     def scale(self) -> float:
         return self.alpha / self.rank
+
+
+def kind_of(section: LoraSection) -> Kind:
+    """What a run trains."""
+    return Kind(section.targets, section.rank, section.alpha, section.experts)
 
 
 @dataclass(frozen=True)

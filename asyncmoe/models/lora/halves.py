@@ -19,10 +19,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from asyncmoe.config.lora import ATTENTION, LoraSection
+from asyncmoe.config.lora import ATTENTION
 from asyncmoe.errors import ConfigError
+from asyncmoe.models.lora.adapter import Kind
 from asyncmoe.models.parallel import MegatronParallel
-from asyncmoe.models.shape import Shape
+from asyncmoe.models.shape import Shape, layer_shapes
 from asyncmoe.models.shards import shard, span
 
 PREFIX = "adapters."
@@ -100,21 +101,21 @@ class Half:
         return [f"{'experts.shared.' if self.shared else ''}{self.projection}.{self.side}"]
 
 
-def check(section: LoraSection, m: Shape) -> None:
+def check(kind: Kind, m: Shape) -> None:
     """Refuse what cannot be an adapter of this model.
 
     Raises:
         ConfigError: naming the key.
     """
-    if section.experts == "shared_outer" and len(m.dense_layers) == m.layers:
+    if kind.experts == "shared_outer" and len(m.dense_layers) == m.layers:
         raise ConfigError("lora.experts", got="shared_outer", expected="per_expert as the model has no experts", cure="leave it out")
     for dense in sorted({layer in m.dense_layers for layer in range(m.layers)}):
-        for projection in section.targets:
+        for projection in kind.targets:
             least = min(sizes(m, projection, dense))
-            if section.rank > least:
+            if kind.rank > least:
                 raise ConfigError(
                     "lora.rank",
-                    got=section.rank,
+                    got=kind.rank,
                     expected=f"at most {least}, the smaller side of {projection} (a pair of a higher rank says no more than the layer)",
                     cure="lower it, or take the layer out of lora.targets",
                 )
@@ -122,37 +123,30 @@ def check(section: LoraSection, m: Shape) -> None:
 
 def sizes(m: Shape, projection: str, dense: bool) -> tuple[int, int]:
     """(out, in) of a linear layer; `dense`: of a layer without experts."""
-    q, kv, width = m.heads * m.head_dim, m.kv_heads * m.head_dim, m.dense_width if dense else m.expert_width
-    return {
-        "q_proj": (q, m.hidden),
-        "k_proj": (kv, m.hidden),
-        "v_proj": (kv, m.hidden),
-        "o_proj": (m.hidden, q),
-        "gate_proj": (width, m.hidden),
-        "up_proj": (width, m.hidden),
-        "down_proj": (m.hidden, width),
-    }[projection]
+    front = "experts.0." if projection not in ATTENTION and not dense else ""
+    out, into = layer_shapes(m, dense)[front + projection.removesuffix("_proj")]
+    return out, into
 
 
-def layer_halves(m: Shape, section: LoraSection, parallel: MegatronParallel, rank: int, dense: bool) -> tuple[Half, ...]:
+def layer_halves(m: Shape, kind: Kind, parallel: MegatronParallel, rank: int, dense: bool) -> tuple[Half, ...]:
     """The halves that a rank has of a layer, A before B, in the order of `lora.targets`.
 
     Raises:
         ConfigError: parallel sizes that do not divide the model.
     """
-    return tuple(half for projection in section.targets for half in _pair(m, section, parallel, rank, dense, projection))
+    return tuple(half for projection in kind.targets for half in _pair(m, kind, parallel, rank, dense, projection))
 
 
-def _pair(m: Shape, section: LoraSection, parallel: MegatronParallel, rank: int, dense: bool, projection: str) -> Iterator[Half]:
+def _pair(m: Shape, kind: Kind, parallel: MegatronParallel, rank: int, dense: bool, projection: str) -> Iterator[Half]:
     out, into = sizes(m, projection, dense)
     for_experts = projection not in ATTENTION and not dense
     row_parallel = projection in _ROW_PARALLEL
-    a = Half(projection, "a", _LINEAR[projection], (section.rank, into), axis=1 if row_parallel else None)
-    b = Half(projection, "b", _LINEAR[projection], (out, section.rank), axis=None if row_parallel else 0)
+    a = Half(projection, "a", _LINEAR[projection], (kind.rank, into), axis=1 if row_parallel else None)
+    b = Half(projection, "b", _LINEAR[projection], (out, kind.rank), axis=None if row_parallel else 0)
     for half in (a, b):
         if not for_experts:
             yield _spread(half, "tp", parallel.tp, parallel.tp_rank(rank))
-        elif half.axis is None and section.experts == "shared_outer":
+        elif half.axis is None and kind.experts == "shared_outer":
             yield _spread(replace(half, shared=True), "tp", parallel.tp, parallel.tp_rank(rank))
         else:
             own = replace(half, experts=span(m.experts, parallel.ep, parallel.ep_rank(rank)), expert_data=parallel.ep > 1)

@@ -2,37 +2,24 @@
 
 from __future__ import annotations
 
-from asyncmoe.config.lora import LoraSection
+from asyncmoe.models.lora.adapter import Kind, halves
+from asyncmoe.models.lora.halves import PREFIX, Half, layer_halves
 from asyncmoe.models.megatron import chunk_prefix
 from asyncmoe.models.parallel import MegatronParallel
-from asyncmoe.models.shape import Shape, Shapes
+from asyncmoe.models.shape import Shape
 from asyncmoe.reshard.layout import Box, LayoutBuilder, RankLayout, whole
-from asyncmoe.trainer.lora.plan import PREFIX, Half, layer_halves
-
-ALONE = MegatronParallel()
 
 
-def tensors(m: Shape, section: LoraSection) -> Shapes:
-    """Canonical halves and their shapes: A [rank, in], B [out, rank]."""
-    return {
-        f"layers.{i}.{name}": half.whole
-        for dense, run in m.runs(range(m.layers))
-        for i in run
-        for half in layer_halves(m, section, ALONE, 0, dense)
-        for name in half.canonical
-    }
-
-
-def canonical_layout(m: Shape, section: LoraSection, dtype: str) -> RankLayout:
+def canonical_layout(m: Shape, kind: Kind, dtype: str) -> RankLayout:
     """The whole adapter as rank 0 has it: a storage for each half, under its name."""
     builder = LayoutBuilder(0, dtype)
-    for name, shape in tensors(m, section).items():
+    for name, shape in halves(m, kind).items():
         builder.stack(name, [(name, whole(shape))])
     return builder.build()
 
 
-def rank_layout(m: Shape, section: LoraSection, parallel: MegatronParallel, rank: int, dtype: str) -> RankLayout:
-    """A trainer rank's parameters, by the names of `attach.parameters`.
+def rank_layout(m: Shape, kind: Kind, parallel: MegatronParallel, rank: int, dtype: str) -> RankLayout:
+    """A trainer rank's parameters, by the names of `asyncmoe.trainer.lora.attach.parameters`.
 
     Raises:
         ConfigError: parallel sizes that do not divide the model.
@@ -43,23 +30,23 @@ def rank_layout(m: Shape, section: LoraSection, parallel: MegatronParallel, rank
         front = chunk_prefix(chunk, parallel.vpp) + PREFIX
         for dense, run in m.runs(layers):
             if dense not in layer:
-                layer[dense] = _layer(layer_halves(m, section, parallel, rank, dense), rank, dtype)
+                layer[dense] = _layer(layer_halves(m, kind, parallel, rank, dense), rank, dtype)
             builder.repeat(layer[dense], [(f"layers.{i}.", f"{front}{i - layers.start}.") for i in run])
     return builder.build()
 
 
-def rank_layouts(m: Shape, section: LoraSection, parallel: MegatronParallel, dtype: str) -> list[RankLayout]:
+def rank_layouts(m: Shape, kind: Kind, parallel: MegatronParallel, dtype: str) -> list[RankLayout]:
     """Those of all trainer ranks, from 0 on; each distinct one is made once, so planning reads it once."""
     made: dict[tuple[int, int, int, int], RankLayout] = {}
     for rank in range(parallel.world):
         if parallel.place(rank) not in made:
-            made[parallel.place(rank)] = rank_layout(m, section, parallel, rank, dtype)
+            made[parallel.place(rank)] = rank_layout(m, kind, parallel, rank, dtype)
     return [made[parallel.place(rank)].at(rank) for rank in range(parallel.world)]
 
 
-def _layer(halves: tuple[Half, ...], rank: int, dtype: str) -> RankLayout:
+def _layer(held: tuple[Half, ...], rank: int, dtype: str) -> RankLayout:
     builder = LayoutBuilder(rank, dtype)
-    for half in halves:
+    for half in held:
         rows, columns = half.box
         box = Box((rows.start, columns.start), half.part)
         corner = (0, 0)

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from asyncmoe.models.adapters import ATTENTION, MLP, OUTER, Kind, pairs, served_name, served_shapes, served_targets
+from asyncmoe.config.lora import ATTENTION, MLP
+from asyncmoe.models.lora.adapter import OUTER, Kind, pairs, served_name, served_shapes, served_targets
 from asyncmoe.models.parallel import EngineParallel
 from asyncmoe.models.shape import Shape
 from asyncmoe.models.shards import shard, span

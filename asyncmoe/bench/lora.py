@@ -1,0 +1,98 @@
+"""What an update of the adapters costs a real engine that generates, next to an update of all weights of the same model."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import os
+import platform
+import tempfile
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from asyncmoe import config as configuration
+from asyncmoe.bench import sync
+from asyncmoe.config import Config
+from asyncmoe.models import EngineParallel, load_hf_config, trainer_parallel
+from asyncmoe.models.lora.adapter import kind_of
+from asyncmoe.models.make import make_model
+from asyncmoe.models.payload import Payload
+from asyncmoe.reshard import plan
+
+RANK = 8
+MODEL = sync.SIZES["ten times larger"]
+METHODS: dict[str, dict[str, Any]] = {
+    "full": {},
+    "per expert": {"train": "lora"},
+    "shared outer": {"train": "lora", "lora": {"experts": "shared_outer"}},
+    "per expert, as files": {"train": "lora", "sync": {"method": "broadcast"}},
+}
+
+
+def run(updates: int = 20, trainer: Mapping[str, int] | None = None, engine: Mapping[str, int] | None = None) -> dict[str, Any]:
+    """All methods; every update is published while an engine generates.
+
+    Args:
+        trainer: `ranks`, `tp`, `pp`, `ep`; engine: `tp`, `ep`.
+
+    Returns:
+        {"date", "machine", "load", "rank", "cases"}; a case has "payload_bytes" (what there is of the weights or the adapter),
+        "moved_bytes" (on the wire, by the plan; None of files), what `asyncmoe.bench.sync.measure` returns, and "faster" (median seconds of
+        a full update over this one's).
+
+    Raises:
+        EngineError: an engine or a trainer rank died.
+        WaitTimeout: they did not finish.
+    """
+    trainer = trainer or {"ranks": 2, "tp": 1, "pp": 1, "ep": 2}
+    cases = []
+    with tempfile.TemporaryDirectory() as folder:
+        make_model(Path(folder, "model"), MODEL, seed=0)
+        for name, changes in METHODS.items():
+            values = {
+                "run": {"dir": str(Path(folder, name.replace(" ", "-").replace(",", ""))), "steps": 1},
+                "model": {"path": str(Path(folder, "model"))},
+                "task": {"kind": "arithmetic"},
+                "trainer": {**trainer, "dtype": "float32"},
+                "engines": {"dtype": "float32", "max_running": 64, "max_total_tokens": 16384, **(engine or {})},
+                **changes,
+            }
+            if "train" in changes:
+                values["lora"] = {"rank": RANK, "alpha": 2 * RANK, **changes.get("lora", {})}
+            config = configuration.parse(values)
+            cases.append({"method": name, **moved(config), **asyncio.run(sync.measure(config, updates))})
+    for case in cases:
+        case["faster"] = cases[0]["sync_seconds"] / case["sync_seconds"]
+    return {
+        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
+        "machine": f"{os.cpu_count()} cores, {platform.machine()}, {platform.system()}",
+        "load": os.getloadavg()[0],
+        "rank": RANK,
+        "trainer": dict(trainer),
+        "engine": dict(engine or {"tp": 1}),
+        "cases": cases,
+    }
+
+
+def moved(config: Config) -> dict[str, int | None]:
+    """Bytes of what is published, and of what travels for it."""
+    payload = Payload(load_hf_config(config.model.path), None if config.adapter is None else kind_of(config.adapter))
+    source = payload.trainer(trainer_parallel(config), "float32")
+    target = payload.engines(EngineParallel(config.engines.tp, config.engines.ep), "float32", first=len(source))
+    transfers = plan(payload.tensors(), source, target).transfers
+    whole = sum(4 * math.prod(shape) for shape in payload.tensors().values())
+    return {"payload_bytes": whole, "moved_bytes": sum(t.nbytes for t in transfers) if config.sync.method == "reshard" else None}
+
+
+def table(found: Mapping[str, Any]) -> str:
+    """One line a method."""
+    lines = [f"{'':<22}{'MB':>8}{'moved':>8}{'sync s':>9}{'pause ms':>10}{'most':>8}{'faster':>8}"]
+    for case in found["cases"]:
+        travelled = "" if case["moved_bytes"] is None else f"{case['moved_bytes'] / 1e6:.2f}"
+        lines.append(
+            f"{case['method']:<22}{case['payload_bytes'] / 1e6:>8.2f}{travelled:>8}{case['sync_seconds']:>9.3f}{case['pause_ms']:>10.1f}"
+            f"{case['pause_ms_max']:>8.1f}{case['faster']:>8.1f}"
+        )
+    return "\n".join(lines)

@@ -1,0 +1,96 @@
+"""Publishing adapters as files that SGLang loads: works with any engine that sees the same files, and touches none of its memory.
+
+Every version is an adapter of its own in the engines (`asyncmoe.rollout.adapter_slots`): requests under way keep theirs, and nothing stands
+still. The next version has to wait for the end of the responses of the one before the last.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import numpy as np
+import torch
+
+from asyncmoe.config import Config
+from asyncmoe.models import family_of
+from asyncmoe.models.lora import peft
+from asyncmoe.models.lora.adapter import Adapter, kind_of
+from asyncmoe.trainer.gather import Gatherer, tensors_in
+from asyncmoe.trainer.model import Model
+from asyncmoe.trainer.published import Published
+from asyncmoe.wire.client import Client
+from asyncmoe.wire.messages import EnginesAsk, WeightsAdapter
+
+_MEMORY = Path("/dev/shm")
+_GRACE_S = 10.0
+
+
+class AdapterFiles:
+    """See `asyncmoe.trainer.published.Publisher`; `begin` does it all.
+
+    Args:
+        client: connection to the controller; used on rank 0 only.
+    """
+
+    def __init__(self, config: Config, model: Model, client: Client) -> None:
+        self._config, self._model, self._client = config, model, client
+        self._gatherer = Gatherer(model, config.sync.bucket_bytes, config.sync.timeout_s, adapter=True)
+        self._published: Published | None = None
+        self._met = False
+
+    def begin(self, version: int) -> None:
+        """Make `version` what all engines sample new requests with. Returns when they do.
+
+        Raises:
+            WeightSyncError: an engine refused.
+            WaitTimeout: an engine or the controller did not answer in time, or responses of an older version did not end.
+        """
+        begin = time.perf_counter()
+        adapter = gathered(self._model, self._gatherer)
+        if adapter is not None:
+            self._send(version, adapter)
+        self._published = Published(version, time.perf_counter() - begin, 0.0)
+
+    def check(self) -> None:
+        pass
+
+    def wait_sent(self) -> None:
+        pass
+
+    def settle(self) -> Published | None:
+        published, self._published = self._published, None
+        return published
+
+    def close(self) -> None:
+        pass
+
+    def _send(self, version: int, adapter: Adapter) -> None:
+        if not self._met:
+            start_s = self._config.engines.start_timeout_s
+            self._client.ask(EnginesAsk(start_s), start_s + _GRACE_S)
+            self._met = True
+        with TemporaryDirectory(prefix="asyncmoe-adapter-", dir=_MEMORY if _MEMORY.is_dir() else None) as folder:
+            peft.write_served(Path(folder), family_of(self._model.hf).shape_of(self._model.hf), adapter)
+            # It waits for responses, and then for the engine.
+            limit = self._config.rollout.request_timeout_s + self._config.sync.timeout_s
+            self._client.ask(WeightsAdapter(version, folder), limit + _GRACE_S)
+
+
+def gathered(model: Model, gatherer: Gatherer) -> Adapter | None:
+    """The adapter as it is, on rank 0. Collective over the trainer's ranks.
+
+    Args:
+        gatherer: of `model`'s adapter.
+    """
+    assert model.adapter is not None
+    halves: dict[str, np.ndarray] = {}
+    for bucket, flat in gatherer.run():
+        if flat is not None:
+            halves |= {name: _array(tensor) for name, tensor in tensors_in(bucket, flat.cpu()).items()}
+    return None if model.mesh.rank else Adapter(kind_of(model.adapter), str(model.dtype).removeprefix("torch."), halves)
+
+
+def _array(tensor: torch.Tensor) -> np.ndarray:
+    return (tensor.view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor).numpy()

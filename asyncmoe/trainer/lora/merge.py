@@ -1,0 +1,39 @@
+"""Adapters merged into the weights they belong to: W + (alpha / rank) B A, each rank its own part, without communication.
+
+A half is divided as its layer is (`asyncmoe.models.lora.halves`), so a rank's part of B A is that of W.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from asyncmoe.trainer.lora.attach import adapters_of
+from asyncmoe.trainer.lora.pairs import ExpertPairs, Pairs
+
+
+@torch.no_grad()
+def merge(chunks: Sequence[torch.nn.Module]) -> None:
+    """Add the adapters to the weights, and switch them off. There is no way back but to load the weights again."""
+    for chunk, adapters in zip(chunks, adapters_of(chunks), strict=True):
+        decoder: Any = chunk.decoder
+        for layer, linears in zip(decoder.layers, adapters.layers(), strict=True):
+            for name, pairs in linears.items():
+                assert isinstance(pairs, Pairs)
+                for weight, delta in zip(_weights(layer, name, pairs), pairs.deltas(), strict=True):
+                    weight += delta.to(weight.dtype)
+        adapters.on = False
+
+
+def _weights(layer: Any, name: str, pairs: Pairs) -> Iterator[torch.Tensor]:
+    """Of a linear layer of Megatron's; of one of experts, those of the rank's experts in turn."""
+    if not isinstance(pairs, ExpertPairs):
+        owner = layer.self_attention if name in ("linear_qkv", "linear_proj") else layer.mlp
+        yield getattr(owner, name).weight
+    elif hasattr(layer.mlp.experts, "local_experts"):
+        yield from (getattr(expert, name).weight for expert in layer.mlp.experts.local_experts)
+    else:
+        grouped = getattr(layer.mlp.experts, name)
+        yield from (getattr(grouped, f"weight{at}") for at in range(len(pairs.each())))

@@ -1,0 +1,32 @@
+"""A rank's halves as engines compute with them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from asyncmoe.trainer.lora.attach import values
+
+
+class Snapshot:
+    """Copies of a rank's halves, B multiplied by the adapter's scale: training goes on while they are on their way.
+
+    Attributes:
+        tensors: by the names of `attach.parameters`; the same memory every time.
+
+    Args:
+        scale: alpha / rank. Engines are told of an adapter whose scale is 1 (`asyncmoe.models.lora.sglang.memory_layout`).
+    """
+
+    def __init__(self, chunks: Sequence[torch.nn.Module], scale: float) -> None:
+        self._live = list(values(chunks).items())
+        self._scale = scale
+        self.tensors = {name: torch.empty_like(value) for name, value in self._live}
+        self._scaled = [value for name, value in self.tensors.items() if name.endswith("_b")]
+
+    def take(self) -> None:
+        """Copy the halves as they are."""
+        torch._foreach_copy_(list(self.tensors.values()), [value for _, value in self._live])
+        if self._scale != 1:
+            torch._foreach_mul_(self._scaled, self._scale)

@@ -1,0 +1,157 @@
+"""Adapters alone go from real Megatron ranks into the adapter memory of real engines; all sides then say the same."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from asyncmoe import config as configuration
+from asyncmoe.config.lora import TARGETS
+from asyncmoe.models import family_of, load_hf_config
+from asyncmoe.models.lora.adapter import Adapter, Kind
+from asyncmoe.models.make import VOCAB
+from asyncmoe.models.shape import Shape
+from asyncmoe.record import Recording, Routing
+from asyncmoe.rollout import episode, scoring
+from asyncmoe.rollout.engine import Engine
+from asyncmoe.rollout.engine_client import Sampling
+from asyncmoe.rollout.episode import Stage
+from asyncmoe.rollout.tasks.arithmetic import Arithmetic
+from asyncmoe.rollout.tokenizer import Tokenizer
+from asyncmoe.rollout.turns import Place
+from asyncmoe.trajectory import Trajectory, encode
+from asyncmoe.validity import validate
+from asyncmoe.wire import keys
+from asyncmoe.wire.messages import Reply, Request, WeightsCommit
+from asyncmoe.wire.server import Server
+from tests.engine.conftest import Rig, make, settings
+from tests.engine.oracle import Merged
+from tests.ranks import launch
+from tests.unit.adapters import random_adapter
+
+pytestmark = [pytest.mark.engine, pytest.mark.ranks]
+
+LAYOUTS = {1: ["tp=1"], 2: ["tp=2", "pp=2", "ep=2"], 4: ["tp=2,ep=2", "pp=2,ep=2"]}
+ADAPTED = {"rank": 4, "alpha": 10.0}
+RECORDING = Recording(Routing(all_layers=4, layers=(0, 1, 2, 3), top_k=2, experts=8), vocabulary=VOCAB)
+RESPONSES = 12
+NAMED = "{0[0]}-tp{0[1]}".format
+
+
+@dataclass
+class Dock:
+    """An engine that trainers of adapters can reach, and two adapters by turns."""
+
+    rig: Rig
+    m: Shape
+    tokenizer: Tokenizer
+    adapters: list[Adapter]
+    files: list[Path]
+    folder: Path
+
+    async def sampled(self, version: int) -> list[Trajectory]:
+        config = self.rig.config.rollout
+        task, scorer = Arithmetic(self.tokenizer, ("+",), 2, seed=version), scoring.Exact()
+
+        async def one(group: int) -> Trajectory:
+            sampling = Sampling(config.temperature, 10 + 5 * (group % 4), (self.tokenizer.eos,), recording=RECORDING)
+            stage = Stage(self.rig.pool, sampling, self.tokenizer, scorer)
+            (record,) = await episode.run(stage, task.prompt(group), Place(group, 0, 0))
+            return record
+
+        return await asyncio.gather(*(one(group) for group in range(RESPONSES)))
+
+    async def publish(self, ranks: int, publications: dict[str, list[tuple[int, int]]]) -> tuple[list[dict[str, Any]], dict[int, Any]]:
+        """Have a trainer publish (number of the adapter, version) under each layout; outcomes, and what was sampled by each version."""
+        out = self.folder / f"{ranks}-ranks"
+        out.mkdir()
+        seen: dict[int, list[Trajectory]] = {}
+
+        async def answer(request: Request) -> Reply:
+            reply = await self.rig.conductor.handle(request)  # type: ignore[arg-type]  # only those of weights are sent
+            if isinstance(request, WeightsCommit):
+                seen[request.version] = await self.sampled(request.version)
+                frames = [[bytes(frame) for frame in encode(t)] for t in seen[request.version]]
+                (out / f"{request.version}.msgpack").write_bytes(msgspec.msgpack.encode(frames))
+            return reply
+
+        listed = {layout: [(str(self.files[which]), version) for which, version in several] for layout, several in publications.items()}
+        job = {"config": self.rig.config.model_dump(mode="json"), "layouts": list(publications), "publications": listed}
+        (out / "job.json").write_text(json.dumps(job))
+        async with Server(answer) as server:
+            keys.write(self.rig.config.run.dir, rendezvous := await server.start())
+            serving = asyncio.create_task(server.serve())
+            try:
+                outcomes = await asyncio.to_thread(launch.run, "adapted", ranks, out, str(out / "job.json"), timeout_s=200.0)
+            finally:
+                serving.cancel()
+                keys.remove(self.rig.config.run.dir, rendezvous)
+        return outcomes, seen
+
+
+@pytest.fixture(scope="module", params=[("per_expert", 1), ("shared_outer", 1), ("per_expert", 2), ("shared_outer", 2)], ids=NAMED)
+def dock(
+    request: pytest.FixtureRequest, model: Path, tokenizer: Tokenizer, runner: asyncio.Runner, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Dock]:
+    experts, tp = request.param
+    folder = tmp_path_factory.mktemp("adapter-sync")
+    values = settings(model, folder, tp=tp).model_dump(mode="json")
+    sync = {"bucket_bytes": 40_000, "timeout_s": 60.0}
+    config = configuration.parse({**values, "train": "lora", "lora": {**ADAPTED, "experts": experts}, "sync": sync})
+    hf = load_hf_config(model)
+    m = family_of(hf).shape_of(hf)
+    adapters = [random_adapter(m, Kind(TARGETS, experts=experts, **ADAPTED), seed) for seed in (1, 2)]
+    files = [folder / f"{number}.pt" for number in range(2)]
+    for file, adapter in zip(files, adapters, strict=True):
+        torch.save({name: torch.from_numpy(value) for name, value in adapter.values.items()}, file)
+
+    async def start() -> Rig:
+        rig = await make(config, [Engine("engine.0", config, 0, config.run.dir)], runner.run)
+        await rig.engine.wait_ready()
+        rig.conductor.engines_started()
+        return rig
+
+    rig = runner.run(start())
+    try:
+        yield Dock(rig, m, tokenizer, adapters, files, folder)
+    finally:
+        runner.run(rig.engine.stop())
+
+
+def test_engine_trainer_and_merged_weights_agree(dock: Dock, model: Path) -> None:
+    """On every token, at each of two versions a layout publishes, and by the base model before."""
+    base = Merged(model, dock.m, None)
+    worst = {"base": max(difference(base, t) for t in dock.rig.run(dock.sampled(0)))}
+    merged, version = [Merged(model, dock.m, adapter) for adapter in dock.adapters], 0
+    for ranks, layouts in LAYOUTS.items():
+        several = {layout: [(0, version + 2 * at + 1), (1, version + 2 * at + 2)] for at, layout in enumerate(layouts)}
+        version += 2 * len(layouts)
+        outcomes, seen = dock.rig.run(dock.publish(ranks, several))
+        assert [outcome["error"] for outcome in outcomes] == [None] * len(outcomes)
+        for layout, published in several.items():
+            for which, number in published:
+                for trajectory in seen[number]:
+                    validate(trajectory, RECORDING, newest_version=number)
+                    assert trajectory.is_pure
+                    assert trajectory.oldest_version == number
+                worst[f"{layout} engine"] = max(difference(merged[which], t) for t in seen[number])
+                assert min(difference(merged[1 - which], t) for t in seen[number]) > 0.01
+        for outcome in outcomes:
+            worst[f"{outcome['layout']} trainer"] = max(outcome["largest"], worst.get(f"{outcome['layout']} trainer", 0.0))
+    print({name: f"{value:.1e}" for name, value in worst.items()})
+    assert max(worst.values()) <= 1e-4
+
+
+def difference(oracle: Merged, t: Trajectory) -> float:
+    """Over the sampled tokens of a response of one turn."""
+    sampled = [int(token) for token in t.tokens[t.loss_mask]]
+    prompt = [int(token) for token in t.tokens[: len(t.tokens) - len(sampled)]]
+    return oracle.difference(prompt, sampled, [float(value) for value in t.logprobs[t.loss_mask]], 1.0)

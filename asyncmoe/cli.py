@@ -102,6 +102,10 @@ def plan(
     nic: Annotated[float, typer.Option(help="GB/s a rank sends over its NIC while it receives as much.")] = 50.0,
     bucket_bytes: Annotated[int, typer.Option(help="Size of a bucket.")] = 1 << 28,
     dtype: Annotated[str, typer.Option(help="Of the weights.")] = "bfloat16",
+    lora: Annotated[
+        str | None,
+        typer.Option(help="Move an adapter in place of the weights: rank=32, or rank=32,experts=shared_outer,targets=q_proj+v_proj."),
+    ] = None,
     json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Also write the figures there.")] = None,
 ) -> None:
     """What moving a model's weights from a trainer to its engines takes: bytes per rank, balance, buckets, time."""
@@ -110,7 +114,7 @@ def plan(
     from asyncmoe.launch import planning
 
     speeds = planning.Speeds(nvlink, nic)
-    found = planning.forecast(model, trainer, engines, dtype=dtype, bucket_bytes=bucket_bytes, speeds=speeds)
+    found = planning.forecast(model, trainer, engines, dtype=dtype, bucket_bytes=bucket_bytes, speeds=speeds, lora=lora)
     if json_file is not None:
         planning.write(found, json_file)
     planning.show(found, Console())

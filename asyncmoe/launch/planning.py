@@ -12,11 +12,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from pydantic import ValidationError
 from rich.console import Console
 from rich.table import Table as Grid
 
+from asyncmoe.config.lora import LoraSection
 from asyncmoe.errors import ConfigError, DataError
 from asyncmoe.models import EngineParallel, MegatronParallel, family_of, load_hf_config
+from asyncmoe.models.lora import halves
+from asyncmoe.models.lora.adapter import Kind, kind_of
+from asyncmoe.models.payload import Payload
 from asyncmoe.reshard.layout import ITEM_BYTES, RankLayout
 from asyncmoe.reshard.match import Match, Sources
 from asyncmoe.reshard.plan import assemble
@@ -87,12 +92,14 @@ class Forecast:
     """What `asyncmoe plan` reports.
 
     Attributes:
-        model_bytes: the checkpoint's.
+        adapter: what is moved in place of the weights, if anything is.
+        model_bytes: the checkpoint's, or the adapter's.
         lower_bound: bytes that have to reach the engines: every rank's distinct elements, once.
         ways: "direct": from the trainer to every engine; with several engines also "relay": engines pass on to their replicas.
     """
 
     model: str
+    adapter: Kind | None
     model_bytes: int
     trainer: MegatronParallel
     trainer_ranks: int
@@ -139,12 +146,32 @@ def parse_engines(text: str) -> tuple[int, EngineParallel]:
     return int(found["engines"]), EngineParallel(**sizes)
 
 
-def forecast(model: Path, trainer: str, engines: str, *, dtype: str, bucket_bytes: int, speeds: Speeds) -> Forecast:
+def parse_adapter(text: str) -> Kind:
+    """`rank=32`, `rank=32,experts=shared_outer,targets=q_proj+v_proj`; without targets: all.
+
+    Raises:
+        ConfigError: anything else.
+    """
+    given = dict(part.strip().partition("=")[::2] for part in text.split(","))
+    if not given.keys() <= {"rank", "experts", "targets"} or "rank" not in given:
+        raise ConfigError("--lora", got=repr(text), expected="rank=32, and experts=shared_outer or targets=q_proj+v_proj if wanted")
+    values: dict[str, Any] = {**given, "targets": given["targets"].split("+")} if "targets" in given else given
+    try:
+        section = LoraSection.model_validate(values)
+    except ValidationError as error:
+        raise ConfigError("--lora", got=repr(text), expected=error.errors()[0]["msg"]) from None
+    return kind_of(section)
+
+
+def forecast(
+    model: Path, trainer: str, engines: str, *, dtype: str, bucket_bytes: int, speeds: Speeds, lora: str | None = None
+) -> Forecast:
     """Plan for all engines, in every way there is.
 
     Args:
         model: a directory with a config.json, or such a file.
-        dtype: of all weights, as torch prints it without the prefix.
+        dtype: of all that is moved, as torch prints it without the prefix.
+        lora: move an adapter of this kind (`parse_adapter`) in place of the weights.
 
     Raises:
         ConfigError: sizes that cannot be.
@@ -162,7 +189,10 @@ def forecast(model: Path, trainer: str, engines: str, *, dtype: str, bucket_byte
         )
     hf = load_hf_config(model)
     family_of(hf).check(hf, grid, engine)
-    case = _Case(hf, grid, engine, count, dtype)
+    adapter = None if lora is None else parse_adapter(lora)
+    if adapter is not None:
+        halves.check(adapter, family_of(hf).shape_of(hf))
+    case = _Case(Payload(hf, adapter), grid, engine, count, dtype)
     direct = case.direct()
     ways = {"direct": case.way(direct[0], direct[1], bucket_bytes, speeds)}
     if count > 1:
@@ -170,7 +200,8 @@ def forecast(model: Path, trainer: str, engines: str, *, dtype: str, bucket_byte
     bound = sum(case.needed(direct[0][0]))
     return Forecast(
         model=str(model),
-        model_bytes=sum(math.prod(shape) for shape in family_of(hf).tensors(hf).values()) * ITEM_BYTES[dtype],
+        adapter=adapter,
+        model_bytes=sum(math.prod(shape) for shape in case.payload.tensors().values()) * ITEM_BYTES[dtype],
         trainer=grid,
         trainer_ranks=grid.world,
         engine=engine,
@@ -186,9 +217,9 @@ def forecast(model: Path, trainer: str, engines: str, *, dtype: str, bucket_byte
 
 @dataclass(frozen=True)
 class _Case:
-    """A model, a trainer and engines. The trainer's ranks come first, then the engines'."""
+    """What is moved, a trainer and engines. The trainer's ranks come first, then the engines'."""
 
-    hf: Mapping[str, Any]
+    payload: Payload
     trainer: MegatronParallel
     engine: EngineParallel
     engines: int
@@ -243,10 +274,9 @@ class _Case:
         return [_distinct_bytes(side.tables[number]) for number in side.table_of.tolist()]
 
     def _layouts(self) -> tuple[Mapping[str, tuple[int, ...]], list[RankLayout], list[RankLayout]]:
-        family = family_of(self.hf)
-        source = family.megatron_layouts(self.hf, self.trainer, self.dtype)
-        destination = family.sglang_layouts(self.hf, self.engine, self.dtype, self.engines, first=self.trainer.world)
-        return family.tensors(self.hf), source, destination
+        source = self.payload.trainer(self.trainer, self.dtype)
+        destination = self.payload.engines(self.engine, self.dtype, self.engines, first=self.trainer.world)
+        return self.payload.tensors(), source, destination
 
     def _slowest_part(self, matches: Sequence[Match]) -> float:
         """Seconds for a rank's part and the digest: the most of the first and last ranks of either side."""
@@ -291,10 +321,14 @@ def _title(found: Forecast) -> str:
     trainer = _sizes(found.trainer, {name: field for field, name in _TRAINER.items()}, ("tp", "pp", "ep", "etp", "dp"))
     engine = _sizes(found.engine, {name: name for name in _ENGINE}, ("tp", "ep"))
     return (
-        f"{found.model}: {_size(found.model_bytes)} of {found.dtype}\n"
+        f"{found.model}: {_size(found.model_bytes)} of {found.dtype}{_adapter(found.adapter)}\n"
         f"trainer {found.trainer_ranks} ranks ({trainer}) -> {found.engines} engines, {found.engine_ranks} ranks ({engine} each)\n"
         f"lower bound {_size(found.lower_bound)}"
     )
+
+
+def _adapter(kind: Kind | None) -> str:
+    return "" if kind is None else f", an adapter of rank {kind.rank} ({kind.experts}: {', '.join(kind.targets)})"
 
 
 def _sizes(parallel: MegatronParallel | EngineParallel, called: Mapping[str, str], always: Sequence[str]) -> str:

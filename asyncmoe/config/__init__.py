@@ -55,7 +55,6 @@ class Config(Section):
     """All of it."""
 
     run: RunSection
-    train: Literal["full", "lora"] = Field("full", description="full: all weights. lora: adapters (`lora`); the weights stay as they are.")
     model: ModelSection
     task: TaskSection
     environment: EnvironmentSection = EnvironmentSection()
@@ -64,6 +63,7 @@ class Config(Section):
     keep: KeepSection = KeepSection()
     engines: EngineSection = EngineSection()
     queue: QueueSection = QueueSection()
+    train: Literal["full", "lora"] = Field("full", description="full: all weights. lora: adapters (`lora`); the weights stay as they are.")
     trainer: TrainerSection = TrainerSection()
     lora: LoraSection = LoraSection()
     objective: ObjectiveSection = ObjectiveSection()

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncmoe.errors import UserError
-from asyncmoe.models import adapters
+from asyncmoe.models.lora import adapter as adapters
 from asyncmoe.models.lora.adapter import ATTENTION, MLP, TARGETS, Adapter, Kind
 from tests.unit.adapters import half, random_adapter, shape
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncmoe.models import adapters
+from asyncmoe.models.lora import adapter as adapters
 from asyncmoe.models.lora.adapter import TARGETS, Kind
 from asyncmoe.models.lora.sglang import memory_layout, served_layout
 from asyncmoe.models.parallel import EngineParallel

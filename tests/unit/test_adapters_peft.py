@@ -13,7 +13,9 @@ from hypothesis import strategies as st
 
 from asyncmoe.config.generation import MadeModel
 from asyncmoe.errors import DataError, UserError
-from asyncmoe.models import adapters, load_hf_config, peft, qwen3_moe
+from asyncmoe.models import load_hf_config, qwen3_moe
+from asyncmoe.models.lora import adapter as adapters
+from asyncmoe.models.lora import peft
 from asyncmoe.models.lora.adapter import DTYPES, TARGETS, Adapter, Kind
 from asyncmoe.models.make import make_model
 from asyncmoe.models.shape import Shape

@@ -139,6 +139,10 @@ def simulate_command(
     group_size: Annotated[int, typer.Option(help="Responses to each prompt.")] = 8,
     train_s: Annotated[float, typer.Option(help="Seconds of a training step on the trainer's GPUs.")] = 60.0,
     sync_s: Annotated[float, typer.Option(help="Seconds of a weight update in which the engines go on.")] = 0.0,
+    sync_plan: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Instead: as `asyncmoe plan --json FILE` expects over the NIC, of weights or of an adapter."),
+    ] = None,
     pause_s: Annotated[float, typer.Option(help="Seconds of a weight update in which they stand still.")] = 0.0,
     landing: Annotated[str, typer.Option(help="A new version pauses what runs (pause), or waits until it is finished (drain).")] = "pause",
     score_s: Annotated[float, typer.Option(help="Median seconds to score a response.")] = 0.0,
@@ -175,6 +179,7 @@ def simulate_command(
     from asyncmoe.simulate.workload import parse
 
     show.check_plot(plot)
+    sync_s = command.sync_seconds(sync_s, sync_plan)
     plant = Plant(
         engines=engines,
         gpus_per_engine=gpus_per_engine,

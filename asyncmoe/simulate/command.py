@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
+from pathlib import Path
 
-from asyncmoe.errors import ConfigError
+from asyncmoe.errors import ConfigError, DataError
 from asyncmoe.simulate.compare import Comparison, compare
 from asyncmoe.simulate.plant import LANDINGS, MODES, Landing, Mode, Plant
 from asyncmoe.simulate.sweep import Sweep, sweep
@@ -36,6 +38,23 @@ def landing(text: str) -> Landing:
         if text == known:
             return known
     raise ConfigError("--landing", got=repr(text), expected=f"one of {', '.join(LANDINGS)}")
+
+
+def sync_seconds(given: float, plan: Path | None) -> float:
+    """Seconds of a weight update: those given, or those of the quickest way that `asyncmoe plan --json` found.
+
+    Raises:
+        ConfigError: both are given.
+        DataError: no such file, or not such a plan.
+    """
+    if plan is None:
+        return given
+    if given:
+        raise ConfigError("--sync-s and --sync-plan", got="both", expected="one of them")
+    try:
+        return min(float(way["nic_seconds"]) for way in json.loads(plan.read_text())["ways"].values())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise DataError(str(plan), got=repr(error), expected="what asyncmoe plan --json has written") from error
 
 
 def etas(text: str) -> tuple[int, ...]:

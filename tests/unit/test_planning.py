@@ -16,6 +16,7 @@ from asyncmoe.errors import ConfigError, DataError, UserError
 from asyncmoe.launch.planning import Forecast, Speeds, forecast, parse_engines, parse_trainer, show, write
 from asyncmoe.models import EngineParallel, MegatronParallel, family_of
 from asyncmoe.reshard import PADDING, plan, relay
+from asyncmoe.simulate.command import sync_seconds
 
 
 def config(tmp_path: Path, **changes: Any) -> Path:
@@ -224,3 +225,40 @@ def test_a_mistake_is_one_line(tmp_path: Path, model: str, trainer: str, word: s
     assert out == ""
     assert len(error.strip().splitlines()) == 1
     assert word in error
+
+
+# ---------------------------------------------------------------- adapters
+
+
+@pytest.mark.parametrize(("experts", "billions"), [("per_expert", 3.4), ("shared_outer", 0.9)])
+def test_an_adapter_of_a_real_model(tmp_path: Path, experts: str, billions: float) -> None:
+    """Sizes at rank 32 as published for this model; one engine of one rank needs every byte once, and nothing else travels."""
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(MODELS["Qwen3-30B-A3B"]))
+    found = of(file, "tp=2,pp=2,ep=8,dp=4", "1xtp1", lora=f"rank=32,experts={experts}")
+    assert found.model_bytes == pytest.approx(billions * 1e9, rel=0.05)
+    assert found.ways["direct"].bytes_wire == found.lower_bound == found.model_bytes
+    whole = of(file, "tp=2,pp=2,ep=8,dp=4", "1xtp1")
+    assert whole.ways["direct"].nic_seconds > 10 * found.ways["direct"].nic_seconds
+    console = Console(record=True, width=200)
+    show(found, console)
+    assert f"an adapter of rank 32 ({experts}: q_proj, k_proj" in console.export_text()
+
+
+def test_the_simulator_takes_its_seconds_from_a_plan(tmp_path: Path) -> None:
+    file, plan_file = config(tmp_path), tmp_path / "plan.json"
+    found = of(file, "tp=2,pp=2,ep=2,dp=2", "2xtp2", lora="rank=4,targets=q_proj+down_proj")
+    write(found, plan_file)
+    assert sync_seconds(0.0, plan_file) == min(way.nic_seconds for way in found.ways.values())
+    assert sync_seconds(3.0, None) == 3.0
+    with pytest.raises(ConfigError, match="--sync-s and --sync-plan: got both"):
+        sync_seconds(1.0, plan_file)
+    plan_file.write_text("[]")
+    with pytest.raises(DataError, match="what asyncmoe plan --json has written"):
+        sync_seconds(0.0, plan_file)
+
+
+@pytest.mark.parametrize("text", ["", "32", "rank=x", "rank=4,alpha=3", "rank=4,targets=lm_head", "rank=4,experts=all", "rank=4096"])
+def test_an_adapter_that_cannot_be_is_refused(tmp_path: Path, text: str) -> None:
+    with pytest.raises(ConfigError, match=r"--lora|lora\.rank"):
+        of(config(tmp_path), "tp=1", "1xtp1", lora=text)

@@ -149,6 +149,34 @@ def test_a_saved_run_goes_on_under_another_layout(references: Path, ranks: int, 
     assert len(found) == 2 * (len(loaded) + 1)
 
 
+@pytest.mark.parametrize(("ranks", "layout"), [(4, "tp=2,pp=2,ep=2"), (2, "ep=2")], ids=["tp2xpp2xep2", "ep2"])
+def test_what_is_exported_gives_the_same_logits(references: Path, tmp_path: Path, ranks: int, layout: str) -> None:
+    """In PEFT, as an adapter; in transformers, merged into the weights; and in the trainer, merged."""
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    errors = launch.run("lora_export", ranks, tmp_path, str(references), str(tmp_path), layout)
+    for name in lora_case.BOTH:
+        path = references / lora_case.ADAPTERS[name][0]
+        wanted = torch.load(path / f"{name}.pt", weights_only=False)["logits"]
+        base = AutoModelForCausalLM.from_pretrained(path / "hf", attn_implementation="eager").eval()
+        merged = AutoModelForCausalLM.from_pretrained(tmp_path / name / "merged", attn_implementation="eager").eval()
+        with torch.no_grad():
+            plain = [oracle._logits(base, ids) for ids in case.tokens()]
+            adapted = PeftModel.from_pretrained(base, tmp_path / name / "adapter").eval()
+            found = {
+                kind: apart([oracle._logits(model, ids) for ids in case.tokens()], wanted)
+                for kind, model in (("PEFT", adapted), ("merged", merged))
+            }
+        print(f"{layout} {name}: {found}, in the trainer {errors[name]:.1e}")
+        assert max(*found.values(), errors[name]) < 1e-4
+        assert apart(plain, wanted) > 0.1
+
+
+def apart(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> float:
+    return max(float((a - b).abs().max()) for a, b in zip(ours, theirs, strict=True))
+
+
 def test_the_layers_of_transformer_engine(references: Path) -> None:
     """As far as they can be tried without a GPU: stand-ins for its own, Megatron's around them."""
     found = launch.run("lora_grouped", 4, references, str(references), "tp=2,ep=2", "ep=2,etp=2", "tp=2,pp=2")

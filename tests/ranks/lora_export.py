@@ -1,0 +1,44 @@
+"""Worker: writes an adapter in PEFT's form, and the weights with it merged into them. `lora_export.py RESULT REFERENCES OUT LAYOUT`.
+
+Both adapters of `lora_case.BOTH`, to OUT/NAME/adapter and OUT/NAME/merged; RESULT has the errors of the merged model's own logits.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from asyncmoe.trainer import export, mesh
+from asyncmoe.trainer.lora.merge import merge
+from tests.ranks import case, lora_case, parity
+from tests.ranks.lora import SEED, Job, logits_error
+
+
+def main(result: Path, references: Path, out: Path, layout: str) -> None:
+    torch.set_num_threads(1)
+    logging.disable(logging.WARNING)
+    dist.init_process_group("gloo")
+    found = {}
+    for name in lora_case.BOTH:
+        path = references / lora_case.ADAPTERS[name][0]
+        config = case.config(path, ranks=dist.get_world_size(), **parity.sizes_of(layout), pack=True)
+        reference, oracle = (torch.load(path / file, weights_only=False) for file in ("reference.pt", f"{name}.pt"))
+        job = Job(path, config, mesh.start(config.trainer, SEED), reference, lora_case.section(name), oracle)
+        built = job.model()
+        export.write_adapter(built, path / "hf", out / name / "adapter", 60.0)
+        merge(built.chunks)
+        export.write_hf(built, path / "hf", out / name / "merged", 60.0)
+        found[name] = parity.worst({"logits": logits_error(job, built, oracle["logits"])})["logits"]
+        mesh.leave()
+    if dist.get_rank() == 0:
+        result.write_text(json.dumps(found))
+    mesh.stop()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]), Path(sys.argv[3]), sys.argv[4])

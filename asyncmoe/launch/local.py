@@ -13,10 +13,10 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import IO
+from typing import IO, Any
 
 import yaml
 
@@ -24,8 +24,11 @@ from asyncmoe import checkpoints, models
 from asyncmoe import config as configuration
 from asyncmoe.config import Config
 from asyncmoe.errors import AsyncmoeError, ConfigError, UserError
+from asyncmoe.models.lora import peft
+from asyncmoe.models.lora.adapter import check_rank, kind_of
 from asyncmoe.models.make import make_model
 from asyncmoe.process import Child
+from asyncmoe.rollout import adapters
 from asyncmoe.telemetry.live import LiveView
 from asyncmoe.telemetry.records import read_steps
 from asyncmoe.telemetry.report import report
@@ -56,7 +59,9 @@ def prepare(config: Config) -> Path:
     """Check everything that can be checked before a process starts; return the configuration file all processes read."""
     if config.model.make is not None and not config.model.path.exists():
         make_model(config.model.path, config.model.make, seed=config.run.seed)
-    models.check(config, models.load_hf_config(config.model.path))
+    hf = models.load_hf_config(config.model.path)
+    models.check(config, hf)
+    _check_adapter(config, hf)
     newest = checkpoints.newest(config.run.dir)
     if newest is not None and not config.run.resume:
         raise ConfigError(
@@ -115,6 +120,17 @@ def _supervise(config: Config, resolved: Path) -> dict[str, object]:
     if stop.count:
         raise AsyncmoeError(f"stopped at a checkpoint; the same command goes on from {checkpoints.newest(config.run.dir)}")
     return summary
+
+
+def _check_adapter(config: Config, hf: Mapping[str, Any]) -> None:
+    """Refuse an adapter that the engines have no room for, and one to start from that is another's."""
+    section = config.adapter
+    if section is None:
+        return
+    kind, limit = kind_of(section), adapters.limit_in(config.engines.args)
+    check_rank(kind, kind.rank if limit is None else limit)
+    if section.start is not None:
+        peft.start_from(section.start, models.family_of(hf).shape_of(hf), kind, str(config.model.path), kind.rank)
 
 
 def trainer_command(config: Config, resolved: Path, module: str = "asyncmoe.trainer", *arguments: str) -> list[str]:

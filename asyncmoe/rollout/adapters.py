@@ -10,7 +10,7 @@ import base64
 import io
 import pickle
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -19,6 +19,7 @@ from typing import Any, TypedDict
 import numpy as np
 
 from asyncmoe.config import Config
+from asyncmoe.errors import UserError
 from asyncmoe.models.lora import peft
 from asyncmoe.models.lora.adapter import DTYPES, Adapter, Kind, check_rank, served, served_config, served_shapes, served_targets
 from asyncmoe.models.shape import Shape
@@ -30,6 +31,7 @@ SLOTS = 2
 BASE = "0"
 """What an engine calls the checkpoint's weights (`engine.command`)."""
 _IN_MEMORY = Path("/dev/shm")
+_LIMIT = "--max-lora-rank"
 
 
 def in_memory(config: Config) -> bool:
@@ -63,7 +65,7 @@ def flags(kind: Kind, limit: int | None = None) -> list[str]:
     sharing = "" if kind.experts == "shared_outer" else "no-"
     return [
         "--enable-lora",
-        *("--max-lora-rank", str(limit)),
+        *(_LIMIT, str(limit)),
         *("--lora-target-modules", *served_targets(kind)),
         # Requests without an adapter take up one of these too.
         *("--max-loras-per-batch", str(SLOTS)),
@@ -71,6 +73,22 @@ def flags(kind: Kind, limit: int | None = None) -> list[str]:
         f"--{sharing}experts-shared-outer-loras",
         "--lora-strict-loading",
     ]
+
+
+def limit_in(arguments: Sequence[str]) -> int | None:
+    """The highest rank that a user's own arguments of the server leave room for, if they say.
+
+    Raises:
+        UserError: no number.
+    """
+    for at, argument in enumerate(arguments):
+        name, _, value = argument.partition("=")
+        if name == _LIMIT:
+            text = value or "".join(arguments[at + 1 : at + 2])
+            if not text.isdecimal():
+                raise UserError(f"engines.args: {_LIMIT}", got=repr(text), expected="a number")
+            return int(text)
+    return None
 
 
 async def install(client: EngineClient, m: Shape, kind: Kind, dtype: str, timeout_s: float) -> None:

@@ -127,7 +127,7 @@ def command(config: Config, index: int, port: int, keeps_routing: bool) -> list[
     if keeps_routing:
         switches.append("--enable-return-routed-experts")
     if config.adapter is not None:
-        switches += adapters.flags(kind_of(config.adapter))
+        switches += adapters.flags(kind_of(config.adapter), adapters.limit_in(section.args))
     named = [word for flag, value in flags.items() for word in (f"--{flag}", str(value))]
     return [str(_python(section.python)), "-m", "asyncmoe.platform.sglang", *named, *switches, *section.args]
 

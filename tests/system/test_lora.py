@@ -1,0 +1,111 @@
+"""Runs that train adapters, from end to end: learnt, exported, resumed, refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.system.runs import SMALL, Command, metrics, refused, run
+
+pytestmark = pytest.mark.system
+
+LORA = ("train=lora", "lora.rank=4", "lora.alpha=8")
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model that knows the format of sums and little else."""
+    folder = tmp_path_factory.mktemp("base")
+    where = (f"run.dir={folder / 'run'}", f"model.path={folder / 'model'}", "telemetry.live=off")
+    status, _, error = Command("run", "examples/demo.yaml", *where, "run.steps=1").finish(300.0)
+    assert status == 0, error[-3000:]
+    status, _, error = Command("export", str(folder / "run"), str(folder / "base")).finish()
+    assert status == 0, error[-3000:]
+    return folder / "base"
+
+
+def learn(base: Path, directory: Path, *overrides: str) -> dict[str, Any]:
+    command = Command("run", "examples/lora.yaml", f"run.dir={directory}", f"model.path={base}", "telemetry.live=off", *overrides)
+    status, out, error = command.finish(300.0)
+    assert status == 0, f"status {status}\n{out[-1500:]}\n{error[-3000:]}"
+    assert command.gone(), command.alive()
+    summary: dict[str, Any] = json.loads((directory / "summary.json").read_text())
+    return summary
+
+
+def test_adapters_learn_the_task_and_leave_the_weights_alone(base: Path, tmp_path: Path) -> None:
+    """The exported adapter is small, PEFT loads it, and merged into the weights it is what the run's own export has."""
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    directory = tmp_path / "run"
+    summary = learn(base, directory, "run.steps=30")
+    assert summary["reward_last"] > summary["reward_first"] + 0.15
+    assert summary["max_staleness_seen"] <= 1
+    merged, adapter = tmp_path / "merged", tmp_path / "adapter"
+    for arguments in ((str(merged),), (str(adapter), "--adapter")):
+        status, _, error = Command("export", str(directory), *arguments).finish()
+        assert status == 0, error[-3000:]
+    whole = sum(file.stat().st_size for file in base.glob("*.safetensors"))
+    checkpoint = max(directory.glob("checkpoints/step-*"))
+    assert sum(file.stat().st_size for file in checkpoint.rglob("*") if file.is_file()) < whole
+    tokens = torch.tensor([[20, 30, 40, 50, 60]])
+    with torch.no_grad():
+        plain = AutoModelForCausalLM.from_pretrained(base).eval()
+        before = plain(tokens).logits
+        with_it = PeftModel.from_pretrained(plain, adapter).eval()(tokens).logits
+        exported = AutoModelForCausalLM.from_pretrained(merged).eval()(tokens).logits
+    assert float((with_it - exported).abs().max()) < 1e-4
+    assert float((with_it - before).abs().max()) > 0.1
+    old, new = load_file(base / "model.safetensors"), load_file(merged / "model.safetensors")
+    same = {name for name, value in old.items() if value.equal(new[name])}
+    assert {"model.embed_tokens.weight", "lm_head.weight"} <= same
+    # Another run starts where this one ended.
+    again = learn(base, tmp_path / "again", "run.steps=1", f"lora.start={adapter}")
+    assert again["reward_first"] > summary["reward_first"] + 0.1
+    line = refused("run", "examples/lora.yaml", f"run.dir={tmp_path / 'x'}", f"model.path={base}", f"lora.start={adapter}", "lora.rank=4")
+    assert "rank of the adapter in" in line
+    assert "got 8, expected 4" in line
+
+
+def test_adapters_as_files_take_two_slots_in_turn(tmp_path: Path) -> None:
+    """The way for engines whose memory cannot be written, and the reference policy, which is the model without the adapter."""
+    directory = tmp_path / "run"
+    summary = run(directory, *LORA, "sync.method=broadcast", "run.steps=4", "objective.kl.coefficient=0.01", "verify.logprobs_every=1")
+    assert summary["steps"] == 4
+    last = json.loads((directory / "rollout.jsonl").read_text().splitlines()[-1])
+    assert last["rejected"] == {}
+    assert last["version"] >= 7
+    steps = [step for step in metrics(directory) if step["phase"] == "rl"]
+    assert all(abs(step["logprob_diff_max"]) < 1e-3 for step in steps if step.get("logprob_diff_max") is not None)
+
+
+def test_a_run_of_adapters_resumes_and_is_not_mistaken_for_another(tmp_path: Path) -> None:
+    directory = tmp_path / "run"
+    run(directory, *LORA, "objective.kl.coefficient=0.01", "verify.logprobs_every=1")
+    run(directory, *LORA, "objective.kl.coefficient=0.01", "verify.logprobs_every=1", "run.steps=5")
+    assert [step["step"] for step in metrics(directory)] == list(range(1, 10))
+    model = directory.parent / "model"
+    line = refused("run", "examples/demo.yaml", f"run.dir={directory}", f"model.path={model}", *SMALL, "run.steps=6")
+    assert "got train = lora, expected train = full" in line
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("lora.targets=[q_proj,lm_head]", "lora.targets: got lm_head, expected some of q_proj"),
+        ("lora.rank=512", "lora.rank: got 512, expected at most"),
+        ("engines.args=['--max-lora-rank','2']", "adapter's rank: got 4, expected at most the engines' 2"),
+        ("lora.start=nowhere", "nowhere: got no adapter_config.json"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_anything_starts(tmp_path: Path, override: str, said: str) -> None:
+    model = tmp_path / "model"
+    line = refused("run", "examples/demo.yaml", f"run.dir={tmp_path / 'run'}", f"model.path={model}", *SMALL, *LORA, override)
+    assert said in line
+    assert not (tmp_path / "run" / "logs").exists() or not list((tmp_path / "run" / "logs").glob("engine*"))

@@ -82,7 +82,7 @@ def test_adapters_as_files_take_two_slots_in_turn(tmp_path: Path) -> None:
     assert last["rejected"] == {}
     assert last["version"] >= 7
     steps = [step for step in metrics(directory) if step["phase"] == "rl"]
-    assert all(abs(step["logprob_diff_max"]) < 1e-3 for step in steps if step.get("logprob_diff_max") is not None)
+    assert all(abs(step["logprob_diff_max_same_version"]) < 1e-3 for step in steps if step.get("logprob_diff_max_same_version") is not None)
 
 
 def test_a_run_of_adapters_resumes_and_is_not_mistaken_for_another(tmp_path: Path) -> None:

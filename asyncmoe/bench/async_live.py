@@ -61,7 +61,7 @@ class _Timed(Pool):
 async def _rate(engine: Engine, config: Config, name: str, slots: int, sizes: Sizes) -> float:
     """Tokens a second with so many slots taken: by those that take them, over the responses that end within `_SATURATED_S`.
 
-    A slot's rate is all these tokens over all the seconds they took at the engine, so it makes no difference which responses the window cuts.
+    A slot's rate is all these tokens over all the seconds they took at the engine; which responses the window cuts makes no difference.
     """
     tokenizer = Tokenizer(config.model.path)
     pool = _Timed([engine], slots, _TIMEOUT_S, lambda *_: None)

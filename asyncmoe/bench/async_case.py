@@ -49,7 +49,7 @@ class Sizes:
         return self.groups * self.group_size
 
     def steps_of(self, mode: Mode) -> int:
-        return (self.steps or {"sync": 5, "one_step_off": 4, "async": 16})[mode]
+        return (self.steps or {"sync": 8, "one_step_off": 10, "async": 16})[mode]
 
 
 def config(name: str, folder: Path, mode: Mode, sizes: Sizes) -> Config:

@@ -14,7 +14,7 @@ import aiohttp
 import yaml
 
 from asyncmoe import models
-from asyncmoe.bench.async_case import MOST_TOKENS, SCALES, SPARE, WORKLOADS, Sizes
+from asyncmoe.bench.async_case import MOST_TOKENS, SCALES, WORKLOADS, Sizes
 from asyncmoe.bench.drawn import Drawn
 from asyncmoe.config import Config
 from asyncmoe.errors import EngineError, WaitTimeout
@@ -22,7 +22,7 @@ from asyncmoe.rollout import episode
 from asyncmoe.rollout.engine import Engine
 from asyncmoe.rollout.engine_client import EngineClient, Sampling
 from asyncmoe.rollout.episode import Stage
-from asyncmoe.rollout.pool import Pool
+from asyncmoe.rollout.pool import Answer, Pool
 from asyncmoe.rollout.scoring import Exact
 from asyncmoe.rollout.tasks.arithmetic import Arithmetic
 from asyncmoe.rollout.tokenizer import Tokenizer
@@ -46,10 +46,25 @@ async def saturated(config: Config, name: str, sizes: Sizes) -> tuple[float, flo
         await engine.stop()
 
 
+class _Timed(Pool):
+    """Adds up how long responses were at an engine."""
+
+    seconds = 0.0
+
+    async def _ask(self, *arguments: Any) -> Answer:
+        begin = time.monotonic()
+        answer = await super()._ask(*arguments)
+        self.seconds += time.monotonic() - begin
+        return answer
+
+
 async def _rate(engine: Engine, config: Config, name: str, slots: int, sizes: Sizes) -> float:
-    """Tokens a second of whole responses that end within `_SATURATED_S`, `slots` of them at once, all slots taken before and after."""
+    """Tokens a second with so many slots taken: by those that take them, over the responses that end within `_SATURATED_S`.
+
+    A slot's rate is all these tokens over all the seconds they took at the engine; which responses the window cuts makes no difference.
+    """
     tokenizer = Tokenizer(config.model.path)
-    pool = Pool([engine], slots + (SPARE if slots == sizes.slots else 0), _TIMEOUT_S, lambda *_: None)
+    pool = _Timed([engine], slots, _TIMEOUT_S, lambda *_: None)
     recording = models.recording(config, models.load_hf_config(config.model.path))
     drawn = Drawn(WORKLOADS[name], sizes.group_size, seed=1, tokens=SCALES[name])
     stage = Stage(pool, Sampling(1.0, MOST_TOKENS, (), recording=recording), tokenizer, Exact(), drawn, timeout_s=_TIMEOUT_S)
@@ -64,11 +79,11 @@ async def _rate(engine: Engine, config: Config, name: str, slots: int, sizes: Si
     playing = [asyncio.create_task(play()) for _ in range(4 * slots)]
     try:
         await asyncio.sleep(_SATURATED_S / 3)
-        begin, tokens = time.monotonic(), pool.generated_tokens
+        pool.seconds, tokens = 0.0, pool.generated_tokens
         await asyncio.sleep(_SATURATED_S)
         if failed := [part for part in playing if part.done()]:
             failed[0].result()
-        return (pool.generated_tokens - tokens) / (time.monotonic() - begin)
+        return slots * (pool.generated_tokens - tokens) / pool.seconds
     finally:
         for part in playing:
             part.cancel()

@@ -136,7 +136,9 @@ class Controller:
         self._teaching = None
         if isinstance(environment, Teacher):
             self._teaching = Teaching(environment, environment, tokenizer, tokenizer.eos, limits, config.run.seed)
-        self._conductor = Conductor(self._pool, config.sync.timeout_s, self._published, recorder.paused, rollout.interruption)
+        self._conductor = Conductor(
+            self._pool, config.sync.timeout_s, self._published, recorder.paused, rollout.interruption, self._unfinished
+        )
         self._queue: BoundedQueue | None = None
         self._service: QueueService | None = None
         self._met = asyncio.Event()
@@ -251,6 +253,10 @@ class Controller:
         assert self._queue is not None
         self._queue.set_version(version)
         self._evaluator.published(version)
+
+    def _unfinished(self) -> int:
+        """In one_step_off a version lands between batches: what the capacity law has let begin is finished first."""
+        return self._queue.stats().running if self._queue is not None and self._config.run.mode == "one_step_off" else 0
 
     async def _meet(self, request: Request) -> Reply | tuple[Reply, list[Buffer]]:
         if not isinstance(request, Hello):

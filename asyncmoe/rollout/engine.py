@@ -21,7 +21,7 @@ from asyncmoe.platform.sglang.lifetime import PARENT
 from asyncmoe.process import Child
 from asyncmoe.receiver.command import LOADER
 from asyncmoe.rollout import adapters
-from asyncmoe.rollout.engine_client import EngineClient
+from asyncmoe.rollout.engine_client import KEEP_ALIVE_S, EngineClient
 
 _POLL_S = 0.2
 _STOP_GRACE_S = 8.0
@@ -135,6 +135,7 @@ def command(config: Config, index: int, port: int, keeps_routing: bool) -> list[
 def environment(config: Config, index: int) -> dict[str, str]:
     """Variables set for engine `index` on top of ours; those of the user win."""
     given = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
+    given["SGLANG_TIMEOUT_KEEP_ALIVE"] = f"{60 * KEEP_ALIVE_S:.0f}"
     if config.engines.tp > 1:
         # On CPU a rank is bound to a NUMA node of its own unless told otherwise; ignored on GPU.
         given["SGLANG_CPU_OMP_THREADS_BIND"] = _cores(sorted(os.sched_getaffinity(0)), index, config.engines.tp)

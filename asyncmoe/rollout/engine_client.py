@@ -18,6 +18,8 @@ from asyncmoe.receiver.command import LOADER, Command, payload
 from asyncmoe.record import NOTHING, Recording
 
 T = TypeVar("T")
+KEEP_ALIVE_S = 5.0
+"""An idle connection is closed by us long before the engine would: what is sent just when the other side closes is lost."""
 ABORTED = "abort"
 """`Generation.finish` of a response that was cut short on request."""
 
@@ -142,7 +144,7 @@ class EngineClient:
     def __init__(self, name: str, url: str, timeout_s: float = 60.0) -> None:
         self.name, self.url, self._timeout_s = name, url, timeout_s
         # The engine queues what it cannot run, so a bound on connections would only hide requests from it.
-        self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
+        self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S))
 
     async def close(self) -> None:
         """Drop the connections; what is in flight is cancelled at the engine."""

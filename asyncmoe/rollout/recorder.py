@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import Protocol
 
@@ -72,8 +71,8 @@ class Recorder:
                 generated_tokens=tokens,
                 lost_tokens=counters.lost_tokens,
                 recomputed_tokens=counters.recomputed_tokens,
-                scoring={name: Scoring(**asdict(stage)) for name, stage in (scoring or {}).items()},
-                tools={name: Calls(**asdict(calls)) for name, calls in (tools or {}).items()},
+                scoring={name: Scoring(**{**vars(s), "failed": dict(s.failed)}) for name, s in (scoring or {}).items()},
+                tools={name: Calls(calls=c.calls, seconds=c.seconds, failures=dict(c.failures)) for name, c in (tools or {}).items()},
                 tokens_per_s=(tokens - self._last_tokens) / seconds,
                 engine_busy_share={name: min(self._busy[name] / seconds, 1.0) for name in engines},
             )

@@ -80,6 +80,7 @@ class Conductor:
         published: awaited with a version once every engine serves it.
         record: called with (engine, begin, end) in Unix seconds for every pause.
         interruption: what becomes of responses under way (`asyncmoe.rollout.interruption`).
+        unfinished: how many trajectories were begun that must be finished before a version lands, whether they are at an engine or not.
     """
 
     def __init__(
@@ -89,8 +90,9 @@ class Conductor:
         published: Callable[[int], Awaitable[None]],
         record: Callable[[str, float, float], None],
         interruption: Interruption = "in_place",
+        unfinished: Callable[[], int] = lambda: 0,
     ) -> None:
-        self._interruption = interruption
+        self._interruption, self._unfinished = interruption, unfinished
         self._pool, self._timeout_s, self._published, self._record = pool, timeout_s, published, record
         self._started: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._group = ""
@@ -218,17 +220,22 @@ class Conductor:
         """Have no request at an engine, where responses are not to live through the update."""
         if self._interruption in ("in_place", "retract"):
             return
-        self._pool.close()
         until = time.monotonic() + self._timeout_s
-        while any(member.in_flight for member in self._pool.serving):
-            if time.monotonic() > until:
-                self._close(update)
-                waiting = sum(member.in_flight for member in self._pool.serving)
-                what = f"the end of {waiting} responses before version {update.version} (rollout.interruption {self._interruption})"
-                raise WaitTimeout("the engines", what, self._timeout_s)
+        while count := self._unfinished():
+            await self._later(update, until, f"{count} trajectories")
+        self._pool.close()
+        while count := sum(member.in_flight for member in self._pool.serving):
             if self._interruption != "drain":
                 await self._fencing(update, lambda member: member.engine.client.abort())
-            await asyncio.sleep(_ENDING_S)
+            await self._later(update, until, f"{count} responses")
+
+    async def _later(self, update: _Update, until: float, unfinished: str) -> None:
+        """A moment, unless it is too late already."""
+        if time.monotonic() > until:
+            self._close(update)
+            what = f"the end of {unfinished} before version {update.version} (rollout.interruption {self._interruption})"
+            raise WaitTimeout("the engines", what, self._timeout_s)
+        await asyncio.sleep(_ENDING_S)
 
     async def _bucket(self, request: WeightsBucket) -> None:
         update = self._open(request.version)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import msgspec
 
 from asyncmoe.telemetry.schema import Evaluation, Rollout, Step
 
-LABELS = {
+_LABELS = {
     "ages": "age",
     "rejected_by_age": "age",
     "rejected_by_rule": "rule",
@@ -19,16 +20,37 @@ LABELS = {
     "rejected": "reason",
     "requeued": "reason",
     "engine_busy_share": "engine",
+    "scoring": "who",
+    "tools": "tool",
 }
-"""What the keys of a field that is a mapping are."""
+
+
+def label(name: str) -> str:
+    """What the keys of a field that is a mapping are."""
+    return _LABELS[name if name in _LABELS else name.partition("_")[0]]
 
 
 def numbers(record: Step | Rollout | Evaluation) -> Iterator[tuple[str, str | None, float]]:
-    """Field, key within the field (None for a plain number), value; for all that was measured, time and step apart."""
+    """Field, key within the field (None for a plain number), value; for all that was measured, time and step apart.
+
+    Of a mapping to records each of their fields is one ("tools_calls"); counts by reason within those are added up.
+    """
     for name, value in msgspec.structs.asdict(record).items():
         if name in ("time", "step"):
             continue
         if isinstance(value, Mapping):
-            yield from ((name, str(key), float(number)) for key, number in value.items())
+            for key, inner in value.items():
+                yield from _of_key(name, str(key), inner)
         elif isinstance(value, int | float):
             yield name, None, float(value)
+
+
+def _of_key(name: str, key: str, value: Any) -> Iterator[tuple[str, str, float]]:
+    if not isinstance(value, msgspec.Struct):
+        yield name, key, float(value)
+        return
+    for field, inner in msgspec.structs.asdict(value).items():
+        if isinstance(inner, Mapping):
+            yield f"{name}_{field}", key, float(sum(inner.values()))
+        elif isinstance(inner, int | float):
+            yield f"{name}_{field}", key, float(inner)

@@ -6,7 +6,7 @@ from prometheus_client import CollectorRegistry, Gauge, start_http_server
 
 from asyncmoe.errors import ConfigError
 from asyncmoe.telemetry.follow import Followed
-from asyncmoe.telemetry.numbers import LABELS, numbers
+from asyncmoe.telemetry.numbers import label, numbers
 from asyncmoe.telemetry.schema import Resume, Step
 
 
@@ -42,7 +42,7 @@ class Prometheus:
                 self._gauge("asyncmoe_step").set(record.step)
             cleared: set[str] = set()
             for name, key, value in numbers(record):
-                gauge = self._gauge(f"asyncmoe_{source}_{name}", LABELS[name] if key is not None else None)
+                gauge = self._gauge(f"asyncmoe_{source}_{name}", label(name) if key is not None else None)
                 if key is None:
                     gauge.set(value)
                     continue

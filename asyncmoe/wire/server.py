@@ -97,6 +97,8 @@ class Server:
         """
         if not self._sockets:
             raise InvariantBroken("serve before start")
+        # What it is when the receivers end without an error: when they are cancelled together with us.
+        first: BaseException = asyncio.CancelledError()
         try:
             async with asyncio.TaskGroup() as tasks:
                 for router in self._sockets:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import subprocess
 import sys
 
 import pytest
+from aiohttp import web
 
 from asyncmoe import config as configuration
 from asyncmoe.config import Config
-from asyncmoe.rollout import engine
+from asyncmoe.rollout import engine, engine_client
 
 
 def config(**engines: object) -> Config:
@@ -78,3 +80,32 @@ def test_the_client_of_an_engine_needs_no_torch() -> None:
     """Weights are swapped by commands the controller pickles; it must not have to load torch for that."""
     code = "import sys, asyncmoe.rollout.engine_client; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_we_close_idle_connections_long_before_the_engine_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert float(engine.environment(config(), 0)["SGLANG_TIMEOUT_KEEP_ALIVE"]) >= 10 * engine_client.KEEP_ALIVE_S
+    monkeypatch.setattr(engine_client, "KEEP_ALIVE_S", 0.1)
+    connections: set[object] = set()
+
+    async def answer(request: web.Request) -> web.Response:
+        connections.add(request.transport)
+        return web.json_response({})
+
+    async def ask_three_times() -> None:
+        app = web.Application()
+        app.router.add_route("*", "/{path:.*}", answer)
+        runner = web.AppRunner(app)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        assert site._server is not None
+        port = site._server.sockets[0].getsockname()[1]  # type: ignore[attr-defined]
+        client = engine_client.EngineClient("engine.0", f"http://127.0.0.1:{port}")
+        for rest_s in (0.0, 0.5, 0.0):
+            await client.go_on()
+            await asyncio.sleep(rest_s)
+        await client.close()
+        await runner.cleanup()
+
+    asyncio.run(ask_three_times())
+    assert len(connections) == 2

@@ -21,7 +21,7 @@ from asyncmoe.telemetry.gauges import Gauges, gauge
 from asyncmoe.telemetry.live import LiveView
 from asyncmoe.telemetry.prometheus import Prometheus
 from asyncmoe.telemetry.records import read_steps
-from asyncmoe.telemetry.schema import METRICS, Resume, Rollout, Step
+from asyncmoe.telemetry.schema import METRICS, Calls, Resume, Rollout, Scoring, Step
 from asyncmoe.telemetry.screen import View, evaluated, heading, line, panel, remaining_seconds
 from asyncmoe.telemetry.tensorboard import TensorBoard
 from asyncmoe.telemetry.words import bar, bars, duration, number, percent
@@ -239,7 +239,15 @@ def test_prometheus_serves_the_newest_numbers() -> None:
         sink.feed(
             [
                 Step(step=4, phase="rl", time=2.0, reward_mean=0.5, ages={1: 7}),
-                Rollout(time=2.0, engine_busy_share={"engine.0": 0.9}),
+                Rollout(
+                    time=2.0,
+                    engine_busy_share={"engine.0": 0.9},
+                    rejected={"engine_died": 3},
+                    dropped={"stale": 2},
+                    requeued={"stale": 1},
+                    scoring={"teacher": Scoring(in_flight=4, failed={"scorer_timeout": 2, "scorer_garbage": 1})},
+                    tools={"python": Calls(calls=5, seconds=1.5, failures={"time": 2})},
+                ),
                 evaluation(3, 0.75),
             ]
         )
@@ -255,6 +263,12 @@ def test_prometheus_serves_the_newest_numbers() -> None:
         "asyncmoe_step_reward_mean 0.5",
         "asyncmoe_evaluation_reward_mean 0.75",
         'asyncmoe_step_ages{age="1"} 7.0',
+        'asyncmoe_rollout_rejected{reason="engine_died"} 3.0',
+        'asyncmoe_rollout_scoring_in_flight{who="teacher"} 4.0',
+        'asyncmoe_rollout_scoring_failed{who="teacher"} 3.0',
+        'asyncmoe_rollout_tools_calls{tool="python"} 5.0',
+        'asyncmoe_rollout_tools_seconds{tool="python"} 1.5',
+        'asyncmoe_rollout_tools_failures{tool="python"} 2.0',
     ):
         assert expected in shown
     assert 'asyncmoe_rollout_engine_busy_share{engine="engine.0"} 0.9' in shown

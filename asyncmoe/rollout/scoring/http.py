@@ -11,6 +11,8 @@ from asyncmoe.rollout.scoring.sample import GARBAGE, TIMEOUT, UNAVAILABLE
 _LATER = {408, 429}
 """Statuses below 500 with which a server asks to be called again."""
 
+_KEEP_ALIVE_S = 2.0
+
 
 class Poster:
     """One address that JSON is posted to. Its session is opened by the first call, in the loop.
@@ -32,8 +34,8 @@ class Poster:
                 other status, or an answer of more than `max_bytes`.
         """
         if self._session is None:
-            # The stage bounds what is in flight.
-            self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
+            # The stage bounds what is in flight. Idle connections are closed before a server would (uvicorn: after 5 s).
+            self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_S))
         headers = {"Content-Type": "application/json"}
         bound = aiohttp.ClientTimeout(self._timeout_s)
         try:

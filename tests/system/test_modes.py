@@ -1,0 +1,26 @@
+"""`run.mode`: one after the other, and one batch ahead, from end to end."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.system.runs import metrics, run
+
+pytestmark = pytest.mark.system
+
+
+@pytest.mark.parametrize(("mode", "oldest"), [("sync", 0), ("one_step_off", 1)])
+def test_batches_are_as_far_ahead_as_the_mode_says(tmp_path: Path, mode: str, oldest: int) -> None:
+    """With fewer places at the engine than a batch has responses: a version that lands must not cut a batch in two."""
+    directory = tmp_path / "run"
+    shape = ("warmup.steps=0", "run.steps=5", "rollout.max_concurrent=6", "rollout.max_new_tokens=24", f"queue.staleness.eta={oldest}")
+    summary = run(directory, f"run.mode={mode}", *shape)
+    assert summary["max_staleness_seen"] == oldest
+    last = json.loads((directory / "rollout.jsonl").read_text().splitlines()[-1])
+    assert last["dropped"] == {}
+    assert last["rejected"] == {}
+    # The first batch is sampled by the weights it is trained from; in one_step_off every other one by those before.
+    assert [list(step["ages"]) for step in metrics(directory)] == [["0"]] + [[str(oldest)]] * 4

@@ -1,0 +1,30 @@
+"""What the controller writes of its parts is what they counted."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
+
+from asyncmoe.queue.bounded import QueueStats
+from asyncmoe.rollout.recorder import Recorder
+from asyncmoe.rollout.scoring import Stats
+from asyncmoe.rollout.tools.runner import Counts
+from asyncmoe.telemetry.records import read_rollout
+from asyncmoe.telemetry.schema import ROLLOUT
+
+
+def test_counts_by_reason_survive(tmp_path: Path) -> None:
+    recorder = Recorder(tmp_path)
+    queue = QueueStats(3, 1, 2, 0, 9, 6, 4, {"stale": 1}, {"engine_died": 2}, {}, 0)
+    pool = SimpleNamespace(generated_tokens=50, lost_tokens=1, recomputed_tokens=2)
+    scoring = {"scorer": Stats(1, 2, 3, 4, Counter({"scorer_timeout": 5}), 6.0, "open")}
+    tools = {"python": Counts(calls=7, seconds=1.5, failures=Counter({"tool_timeout": 2, "tool_crash": 1}))}
+    recorder.write(queue, ["engine.0"], pool, scoring, tools)
+    recorder.close()
+    (record,) = read_rollout(tmp_path / ROLLOUT)
+    assert (record.version, record.queue_depth, record.generated_tokens) == (3, 1, 50)
+    assert record.rejected == {"engine_died": 2}
+    assert record.scoring["scorer"].failed == {"scorer_timeout": 5}
+    assert record.scoring["scorer"].breaker == "open"
+    assert (record.tools["python"].calls, record.tools["python"].failures) == (7, {"tool_timeout": 2, "tool_crash": 1})

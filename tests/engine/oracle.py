@@ -74,17 +74,28 @@ def perturbed(oracle: Oracle, path: Path, seed: int, scale: float = 0.05) -> Ora
 
 def routes(model: Any, tokens: np.ndarray) -> np.ndarray:
     """The experts that the layers of a transformers model choose for each of the tokens but the last, [layers, tokens - 1, top_k]."""
-    chosen: list[np.ndarray] = []
+    return np.stack([logits.topk(top_k).indices.numpy() for logits, top_k in _router_logits(model, tokens)])
+
+
+def gaps(model: Any, tokens: np.ndarray) -> np.ndarray:
+    """Between the router's logit of the last expert it chose and of the first it did not, [layers, tokens - 1]."""
+    ranked = [(logits.sort(descending=True).values, top_k) for logits, top_k in _router_logits(model, tokens)]
+    return np.stack([(logits[:, top_k - 1] - logits[:, top_k]).numpy() for logits, top_k in ranked])
+
+
+def _router_logits(model: Any, tokens: np.ndarray) -> list[tuple[torch.Tensor, int]]:
+    """Of each layer with experts: [tokens - 1, experts], and how many are chosen."""
+    found: list[tuple[torch.Tensor, int]] = []
 
     def note(gate: Any, inputs: tuple[torch.Tensor, ...], _: object) -> None:
-        chosen.append((inputs[0].reshape(-1, gate.weight.shape[1]) @ gate.weight.T).topk(gate.top_k).indices.numpy())
+        found.append((inputs[0].reshape(-1, gate.weight.shape[1]) @ gate.weight.T, gate.top_k))
 
     hooks = [layer.mlp.gate.register_forward_hook(note) for layer in model.model.layers]
     with torch.no_grad():
         model(torch.from_numpy(tokens[:-1]).long()[None])
     for hook in hooks:
         hook.remove()
-    return np.stack(chosen)
+    return found
 
 
 def largest_difference(ours: Sequence[float], theirs: Sequence[float]) -> float:

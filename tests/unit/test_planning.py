@@ -230,13 +230,13 @@ def test_a_mistake_is_one_line(tmp_path: Path, model: str, trainer: str, word: s
 # ---------------------------------------------------------------- adapters
 
 
-@pytest.mark.parametrize(("experts", "billions"), [("per_expert", 3.4), ("shared_outer", 0.9)])
+@pytest.mark.parametrize(("experts", "billions"), [("per_expert", 3.38), ("shared_outer", 0.98)])
 def test_an_adapter_of_a_real_model(tmp_path: Path, experts: str, billions: float) -> None:
     """Sizes at rank 32 as published for this model; one engine of one rank needs every byte once, and nothing else travels."""
     file = tmp_path / "config.json"
     file.write_text(json.dumps(MODELS["Qwen3-30B-A3B"]))
     found = of(file, "tp=2,pp=2,ep=8,dp=4", "1xtp1", lora=f"rank=32,experts={experts}")
-    assert found.model_bytes == pytest.approx(billions * 1e9, rel=0.05)
+    assert found.model_bytes == pytest.approx(billions * 1e9, rel=0.01)
     assert found.ways["direct"].bytes_wire == found.lower_bound == found.model_bytes
     whole = of(file, "tp=2,pp=2,ep=8,dp=4", "1xtp1")
     assert whole.ways["direct"].nic_seconds > 10 * found.ways["direct"].nic_seconds

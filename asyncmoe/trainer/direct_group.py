@@ -22,6 +22,7 @@ from asyncmoe.wire.messages import Engines, EnginesAsk, WeightsJoin
 
 _HOST = "127.0.0.1"
 _GROUP = "asyncmoe_weights"
+_WORDS, _PORT = 2048, 4
 GRACE_S = 10.0
 """By how much ranks wait longer for rank 0 than rank 0 for them, so that all hear its reason."""
 
@@ -73,18 +74,31 @@ def heed(outcome: Outcome) -> None:
 def _open(config: Config, model: Model, client: Client) -> Store:
     """Rank 0 makes the store and has the engines' receivers come to it; every rank gets its own way into it."""
     rank, wait_s = model.mesh.rank, config.sync.timeout_s
-    port = torch.zeros(1, dtype=torch.int64)
     if rank == 0:
+        number, failure = 0, "rank 0 has failed"
         try:
             store, number = _keep(config, model, client)
-            port.fill_(number)
+        except AsyncmoeError as error:
+            failure = str(error)
+            raise
         finally:
-            dist.broadcast(port, src=0)
+            _tell(number, failure)
         return store
-    dist.broadcast(port, src=0)
-    if not int(port):
-        raise WeightSyncError("the trainer's rank 0 could not start the weight receivers; it says why")
-    return Store(_GROUP, rank, _HOST, int(port), wait_s)
+    number, failure = _tell()
+    if not number:
+        raise WeightSyncError(failure)
+    return Store(_GROUP, rank, _HOST, number, wait_s)
+
+
+def _tell(port: int = 0, failure: str = "") -> tuple[int, str]:
+    """From rank 0 to all: the store's port, or why there is none, so that every rank ends with the same words."""
+    words = failure.encode()[: _WORDS - _PORT]
+    told = torch.zeros(_WORDS, dtype=torch.uint8)
+    told[:_PORT] = torch.tensor(list(port.to_bytes(_PORT, "little")), dtype=torch.uint8)
+    told[_PORT : _PORT + len(words)] = torch.tensor(list(words), dtype=torch.uint8)
+    dist.broadcast(told, src=0)
+    got = bytes(told.tolist())
+    return int.from_bytes(got[:_PORT], "little"), got[_PORT:].rstrip(b"\0").decode(errors="replace")
 
 
 def _keep(config: Config, model: Model, client: Client) -> tuple[Store, int]:

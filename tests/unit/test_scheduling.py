@@ -216,7 +216,9 @@ class Client:
         self.asked: list[tuple[int, ...]] = []
         self.answers: asyncio.Queue[tuple[int, str] | EngineLost] = asyncio.Queue()
 
-    async def generate(self, tokens: Sequence[int], sampling: Sampling, salt: str, timeout_s: float, held: int) -> Generation:
+    async def generate(
+        self, tokens: Sequence[int], sampling: Sampling, salt: str, timeout_s: float, held: int, adapter: str | None
+    ) -> Generation:
         self.asked.append(tuple(tokens))
         answer = await self.answers.get()
         if isinstance(answer, EngineLost):

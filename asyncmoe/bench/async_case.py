@@ -38,7 +38,7 @@ class Sizes:
 
     groups: int = 16
     group_size: int = 4
-    slots: int = 32
+    slots: int = 48
     step_s: float = 0.014
     eta: int = 4
     steps: Mapping[str, int] | None = None

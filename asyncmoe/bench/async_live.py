@@ -15,6 +15,7 @@ import yaml
 
 from asyncmoe import models
 from asyncmoe.bench.async_case import MOST_TOKENS, SCALES, WORKLOADS, Sizes
+from asyncmoe.bench.cores import Cores
 from asyncmoe.bench.drawn import Drawn
 from asyncmoe.config import Config
 from asyncmoe.errors import EngineError, WaitTimeout
@@ -34,8 +35,13 @@ _TIMEOUT_S = 900.0
 _SATURATED_S = 25.0
 
 
-async def saturated(config: Config, name: str, sizes: Sizes) -> tuple[float, float]:
+def saturated(config: Config, name: str, sizes: Sizes) -> tuple[float, float]:
     """Tokens a second of the engine with all slots taken, and with an eighth of them, for as long as one measures."""
+    with Cores.halves().as_engine():
+        return asyncio.run(_saturated(config, name, sizes))
+
+
+async def _saturated(config: Config, name: str, sizes: Sizes) -> tuple[float, float]:
     config.run.dir.mkdir(parents=True)
     engine = Engine("engine.0", config, 0, config.run.dir)
     try:
@@ -91,14 +97,17 @@ async def _rate(engine: Engine, config: Config, name: str, slots: int, sizes: Si
 
 
 def run(config: Config, sizes: Sizes) -> Run:
-    """`asyncmoe run`, with an engine that is slowed down as soon as it takes requests."""
+    """`asyncmoe run` on `Cores.halves`, with an engine that is slowed down as soon as it takes requests."""
+    cores = Cores.halves()
     path = config.run.dir.with_suffix(".yaml")
     path.write_text(yaml.safe_dump(config.model_dump(mode="json")))
     log = config.run.dir.with_suffix(".log")
-    with log.open("wb") as out:
+    with log.open("wb") as out, cores.as_engine():
         process = subprocess.Popen([sys.executable, "-m", "asyncmoe", "run", str(path)], stdout=out, stderr=out)
     try:
         asyncio.run(_slow_down_when_ready(config, sizes.step_s, process))
+        if process.poll() is None and not cores.place_trainer(process):
+            raise EngineError(f"{config.run.dir.name}: no trainer process to place; its log is {log}")
         status = process.wait(_TIMEOUT_S)
     except subprocess.TimeoutExpired:
         raise WaitTimeout("asyncmoe run", f"the end of {config.run.dir.name}", _TIMEOUT_S) from None

@@ -25,11 +25,13 @@ bench-peers: setup
 demo: setup
 	$(TRAIN)/bin/asyncmoe run examples/demo.yaml $(OVERRIDES)
 
+# Unit tests take one core each; all others start many processes of their own.
 test: setup lint
-	$(TRAIN)/bin/python -m pytest
+	$(TRAIN)/bin/python -m pytest -n 2 --dist loadfile tests/unit
+	$(TRAIN)/bin/python -m pytest tests/ranks tests/gpu tests/engine tests/system
 
 test-unit: setup lint
-	$(TRAIN)/bin/python -m pytest tests/unit
+	$(TRAIN)/bin/python -m pytest -n 2 --dist loadfile tests/unit
 
 # The extension under AddressSanitizer and UndefinedBehaviorSanitizer, in a build of its own.
 sanitize: setup

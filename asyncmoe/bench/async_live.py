@@ -105,33 +105,43 @@ def run(config: Config, sizes: Sizes) -> Run:
     with log.open("wb") as out, cores.as_engine():
         process = subprocess.Popen([sys.executable, "-m", "asyncmoe", "run", str(path)], stdout=out, stderr=out)
     try:
-        asyncio.run(_slow_down_when_ready(config, sizes.step_s, process))
-        if process.poll() is None and not cores.place_trainer(process):
-            raise EngineError(f"{config.run.dir.name}: no trainer process to place; its log is {log}")
+        asyncio.run(_when_ready(config, sizes.step_s, process, cores))
         status = process.wait(_TIMEOUT_S)
     except subprocess.TimeoutExpired:
         raise WaitTimeout("asyncmoe run", f"the end of {config.run.dir.name}", _TIMEOUT_S) from None
     finally:
         if process.poll() is None:
             process.terminate()
-            process.wait(60)
+            _end(process)
     if status:
         raise EngineError(f"{config.run.dir.name} ended with status {status}: {log.read_text(errors='replace')[-1500:]}")
     return load(config.run.dir)
 
 
-async def _slow_down_when_ready(config: Config, seconds: float, process: subprocess.Popen[bytes]) -> None:
+def _end(process: subprocess.Popen[bytes]) -> None:
+    try:
+        process.wait(60)
+    except subprocess.TimeoutExpired:
+        process.kill()
+
+
+async def _when_ready(config: Config, seconds: float, process: subprocess.Popen[bytes], cores: Cores) -> None:
+    """Place the trainer as soon as there is one, and slow the engine down as soon as it answers."""
+    placed = 0
     client = EngineClient("engine.0", f"http://{config.engines.host}:{config.engines.port}")
     until = time.monotonic() + config.engines.start_timeout_s
     try:
         while not await client.ready():
             if process.poll() is not None:
                 return
+            placed = placed or cores.place_trainer(process)
             if time.monotonic() > until:
                 raise WaitTimeout("engine.0", "start", config.engines.start_timeout_s)
             await asyncio.sleep(0.1)
     finally:
         await client.close()
+    if not placed:
+        raise EngineError(f"{config.run.dir.name}: an engine but no trainer process after {config.engines.start_timeout_s:.0f} s at most")
     await _slow_down(config, seconds)
 
 

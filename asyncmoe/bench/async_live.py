@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import subprocess
 import sys
 import time
 from collections import Counter
@@ -19,6 +18,7 @@ from asyncmoe.bench.cores import Cores
 from asyncmoe.bench.drawn import Drawn
 from asyncmoe.config import Config
 from asyncmoe.errors import EngineError, WaitTimeout
+from asyncmoe.process import Child
 from asyncmoe.rollout import episode
 from asyncmoe.rollout.engine import Engine
 from asyncmoe.rollout.engine_client import EngineClient, Sampling
@@ -101,40 +101,29 @@ def run(config: Config, sizes: Sizes) -> Run:
     cores = Cores.halves()
     path = config.run.dir.with_suffix(".yaml")
     path.write_text(yaml.safe_dump(config.model_dump(mode="json")))
-    log = config.run.dir.with_suffix(".log")
-    with log.open("wb") as out, cores.as_engine():
-        process = subprocess.Popen([sys.executable, "-m", "asyncmoe", "run", str(path)], stdout=out, stderr=out)
+    with cores.as_engine():
+        child = Child("asyncmoe run", [sys.executable, "-m", "asyncmoe", "run", str(path)], config.run.dir.with_suffix(".log"))
     try:
-        asyncio.run(_when_ready(config, sizes.step_s, process, cores))
-        status = process.wait(_TIMEOUT_S)
-    except subprocess.TimeoutExpired:
-        raise WaitTimeout("asyncmoe run", f"the end of {config.run.dir.name}", _TIMEOUT_S) from None
+        asyncio.run(_when_ready(config, sizes.step_s, child, cores))
+        if not child.wait(_TIMEOUT_S):
+            raise WaitTimeout("asyncmoe run", f"the end of {config.run.dir.name}", _TIMEOUT_S)
     finally:
-        if process.poll() is None:
-            process.terminate()
-            _end(process)
-    if status:
-        raise EngineError(f"{config.run.dir.name} ended with status {status}: {log.read_text(errors='replace')[-1500:]}")
+        child.end(60.0)
+    if child.returncode:
+        raise EngineError(f"{config.run.dir.name}: {child.why()}")
     return load(config.run.dir)
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
-    try:
-        process.wait(60)
-    except subprocess.TimeoutExpired:
-        process.kill()
-
-
-async def _when_ready(config: Config, seconds: float, process: subprocess.Popen[bytes], cores: Cores) -> None:
+async def _when_ready(config: Config, seconds: float, child: Child, cores: Cores) -> None:
     """Place the trainer as soon as there is one, and slow the engine down as soon as it answers."""
     placed = 0
     client = EngineClient("engine.0", f"http://{config.engines.host}:{config.engines.port}")
     until = time.monotonic() + config.engines.start_timeout_s
     try:
         while not await client.ready():
-            if process.poll() is not None:
+            if child.returncode is not None:
                 return
-            placed = placed or cores.place_trainer(process)
+            placed = placed or cores.place_trainer(child.pid)
             if time.monotonic() > until:
                 raise WaitTimeout("engine.0", "start", config.engines.start_timeout_s)
             await asyncio.sleep(0.1)

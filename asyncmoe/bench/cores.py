@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -40,10 +39,10 @@ class Cores:
         finally:
             os.sched_setaffinity(0, before)
 
-    def place_trainer(self, run: subprocess.Popen[bytes]) -> int:
-        """Put all trainer processes of a running `asyncmoe run` on the trainer's cores; returns how many there are."""
+    def place_trainer(self, run: int) -> int:
+        """Put all trainer processes of the `asyncmoe run` of this process number on the trainer's cores; returns how many there are."""
         found = 0
-        for child in psutil.Process(run.pid).children(recursive=True):
+        for child in psutil.Process(run).children(recursive=True):
             try:
                 if "asyncmoe.trainer" in child.cmdline():
                     for thread in child.threads():

@@ -38,8 +38,8 @@ class Sizes:
 
     groups: int = 16
     group_size: int = 4
-    slots: int = 48
-    step_s: float = 0.08
+    slots: int = 16
+    step_s: float = 0.04
     eta: int = 4
     steps: Mapping[str, int] | None = None
     skip: int = 3
@@ -49,7 +49,7 @@ class Sizes:
         return self.groups * self.group_size
 
     def steps_of(self, mode: Mode) -> int:
-        return (self.steps or {"sync": 8, "one_step_off": 10, "async": 16})[mode]
+        return (self.steps or {"sync": 8, "one_step_off": 8, "async": 16})[mode]
 
 
 def config(name: str, folder: Path, mode: Mode, sizes: Sizes) -> Config:

@@ -55,6 +55,11 @@ class Child:
             )
 
     @property
+    def pid(self) -> int:
+        """Of the process, which is also the number of its session."""
+        return self._process.pid
+
+    @property
     def returncode(self) -> int | None:
         """Exit status, negative signal number, or None while it runs."""
         return self._process.poll()

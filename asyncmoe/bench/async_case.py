@@ -13,13 +13,13 @@ from asyncmoe.config import Config
 from asyncmoe.simulate.plant import Mode
 
 WORKLOADS = {
-    "lognormal": "lognormal:median=64,sigma=1,cap=512",
+    "lognormal": "lognormal:median=32,sigma=1,cap=256",
     "math": "math:cap=32768",
     "search": "search:median_s=0.16,sigma_s=1.5,cap_s=3.8",
 }
-SCALES = {"lognormal": 1.0, "math": 0.016, "search": 1.0}
+SCALES = {"lognormal": 1.0, "math": 0.008, "search": 0.4}
 """What lengths are multiplied by: the reference's are for engines a hundred times faster."""
-MOST_TOKENS = 528
+MOST_TOKENS = 264
 """Of a response: the longest of the workloads, scaled."""
 SPARE = 8
 """Requests beyond the engine's slots: the next is at hand when one ends."""
@@ -38,8 +38,8 @@ class Sizes:
 
     groups: int = 16
     group_size: int = 4
-    slots: int = 32
-    step_s: float = 0.014
+    slots: int = 16
+    step_s: float = 0.04
     eta: int = 4
     steps: Mapping[str, int] | None = None
     skip: int = 3
@@ -49,7 +49,7 @@ class Sizes:
         return self.groups * self.group_size
 
     def steps_of(self, mode: Mode) -> int:
-        return (self.steps or {"sync": 8, "one_step_off": 10, "async": 16})[mode]
+        return (self.steps or {"sync": 8, "one_step_off": 8, "async": 16})[mode]
 
 
 def config(name: str, folder: Path, mode: Mode, sizes: Sizes) -> Config:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import subprocess
 import sys
 import time
 from collections import Counter
@@ -15,9 +14,11 @@ import yaml
 
 from asyncmoe import models
 from asyncmoe.bench.async_case import MOST_TOKENS, SCALES, WORKLOADS, Sizes
+from asyncmoe.bench.cores import Cores
 from asyncmoe.bench.drawn import Drawn
 from asyncmoe.config import Config
 from asyncmoe.errors import EngineError, WaitTimeout
+from asyncmoe.process import Child
 from asyncmoe.rollout import episode
 from asyncmoe.rollout.engine import Engine
 from asyncmoe.rollout.engine_client import EngineClient, Sampling
@@ -34,8 +35,13 @@ _TIMEOUT_S = 900.0
 _SATURATED_S = 25.0
 
 
-async def saturated(config: Config, name: str, sizes: Sizes) -> tuple[float, float]:
+def saturated(config: Config, name: str, sizes: Sizes) -> tuple[float, float]:
     """Tokens a second of the engine with all slots taken, and with an eighth of them, for as long as one measures."""
+    with Cores.halves().as_engine():
+        return asyncio.run(_saturated(config, name, sizes))
+
+
+async def _saturated(config: Config, name: str, sizes: Sizes) -> tuple[float, float]:
     config.run.dir.mkdir(parents=True)
     engine = Engine("engine.0", config, 0, config.run.dir)
     try:
@@ -91,38 +97,40 @@ async def _rate(engine: Engine, config: Config, name: str, slots: int, sizes: Si
 
 
 def run(config: Config, sizes: Sizes) -> Run:
-    """`asyncmoe run`, with an engine that is slowed down as soon as it takes requests."""
+    """`asyncmoe run` on `Cores.halves`, with an engine that is slowed down as soon as it takes requests."""
+    cores = Cores.halves()
     path = config.run.dir.with_suffix(".yaml")
     path.write_text(yaml.safe_dump(config.model_dump(mode="json")))
-    log = config.run.dir.with_suffix(".log")
-    with log.open("wb") as out:
-        process = subprocess.Popen([sys.executable, "-m", "asyncmoe", "run", str(path)], stdout=out, stderr=out)
+    with cores.as_engine():
+        child = Child("asyncmoe run", [sys.executable, "-m", "asyncmoe", "run", str(path)], config.run.dir.with_suffix(".log"))
     try:
-        asyncio.run(_slow_down_when_ready(config, sizes.step_s, process))
-        status = process.wait(_TIMEOUT_S)
-    except subprocess.TimeoutExpired:
-        raise WaitTimeout("asyncmoe run", f"the end of {config.run.dir.name}", _TIMEOUT_S) from None
+        asyncio.run(_when_ready(config, sizes.step_s, child, cores))
+        if not child.wait(_TIMEOUT_S):
+            raise WaitTimeout("asyncmoe run", f"the end of {config.run.dir.name}", _TIMEOUT_S)
     finally:
-        if process.poll() is None:
-            process.terminate()
-            process.wait(60)
-    if status:
-        raise EngineError(f"{config.run.dir.name} ended with status {status}: {log.read_text(errors='replace')[-1500:]}")
+        child.end(60.0)
+    if child.returncode:
+        raise EngineError(f"{config.run.dir.name}: {child.why()}")
     return load(config.run.dir)
 
 
-async def _slow_down_when_ready(config: Config, seconds: float, process: subprocess.Popen[bytes]) -> None:
+async def _when_ready(config: Config, seconds: float, child: Child, cores: Cores) -> None:
+    """Place the trainer as soon as there is one, and slow the engine down as soon as it answers."""
+    placed = 0
     client = EngineClient("engine.0", f"http://{config.engines.host}:{config.engines.port}")
     until = time.monotonic() + config.engines.start_timeout_s
     try:
         while not await client.ready():
-            if process.poll() is not None:
+            if child.returncode is not None:
                 return
+            placed = placed or cores.place_trainer(child.pid)
             if time.monotonic() > until:
                 raise WaitTimeout("engine.0", "start", config.engines.start_timeout_s)
             await asyncio.sleep(0.1)
     finally:
         await client.close()
+    if not placed:
+        raise EngineError(f"{config.run.dir.name}: an engine but no trainer process after {config.engines.start_timeout_s:.0f} s at most")
     await _slow_down(config, seconds)
 
 

@@ -1,17 +1,17 @@
 """What asynchrony gains on this machine: the three modes of `run.mode` with real engines and a real trainer, next to the closed laws.
 
-The lengths of responses are drawn, not left to the model, and an engine's step takes as long as SGLang's own /slow_down makes it, so that
-what the processor cores of this machine do besides does not decide the outcome. Everything else is `asyncmoe run` as it is.
+The lengths of responses are drawn, not left to the model; an engine's step takes at least as long as SGLang's own /slow_down makes it; and
+the engine with its controller has half of the cores, the trainer the other half, in every mode: two fixed pools of hardware, as the law of
+two pools has them. Everything else is `asyncmoe run` as it is.
 """
 
 from __future__ import annotations
 
-import asyncio
 import os
 import platform
 import tempfile
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ import numpy as np
 
 from asyncmoe.bench import async_live
 from asyncmoe.bench.async_case import MOST_TOKENS, SCALES, WORKLOADS, Sizes, config
+from asyncmoe.bench.cores import Cores
 from asyncmoe.config.generation import MadeModel
 from asyncmoe.models.make import make_model
 from asyncmoe.simulate import laws
@@ -52,6 +53,7 @@ def run(names: Sequence[str] = tuple(WORKLOADS), sizes: Sizes | None = None) -> 
         "pools": {
             "engines": 1,
             "slots": sizes.slots,
+            "cores": {pool: sorted(cores) for pool, cores in asdict(Cores.halves()).items()},
             "slow_down_s": sizes.step_s,
             "trainer_ranks": 1,
             "batch": sizes.batch,
@@ -63,7 +65,7 @@ def run(names: Sequence[str] = tuple(WORKLOADS), sizes: Sizes | None = None) -> 
 
 
 def _workload(name: str, folder: Path, sizes: Sizes) -> dict[str, Any]:
-    rate, few_rate = asyncio.run(async_live.saturated(config(name, folder, "sync", sizes), name, sizes))
+    rate, few_rate = async_live.saturated(config(name, folder, "sync", sizes), name, sizes)
     measured = {mode: async_live.measured(async_live.run(config(name, folder, mode, sizes), sizes), sizes) for mode in MODES}
     base = measured["sync"]
     tokens, sync_s = base["tokens"], base["sync_s"]

@@ -19,7 +19,7 @@ from asyncmoe.models.make import make_model
 
 
 def run(updates: int = 20) -> dict[str, Any]:
-    """All five ways in turn, on the same workload of drawn lengths; nothing is slowed down.
+    """All five ways in turn, on the same workload of drawn lengths and `Cores.halves`; nothing is slowed down.
 
     Returns:
         {"date", "machine", "load", "slots", "ways"}; of a way: "pause_ms" and "pause_ms_max" (how long the engine stood still for an

@@ -19,7 +19,7 @@ from asyncmoe.models.make import make_model
 
 
 def run(updates: int = 20) -> dict[str, Any]:
-    """All five ways in turn, on the same workload of drawn lengths; nothing is slowed down.
+    """All five ways in turn, on the same workload of drawn lengths and `Cores.halves`; nothing is slowed down.
 
     Returns:
         {"date", "machine", "load", "slots", "ways"}; of a way: "pause_ms" and "pause_ms_max" (how long the engine stood still for an
@@ -61,7 +61,9 @@ def run(updates: int = 20) -> dict[str, Any]:
 def _config(way: Interruption, folder: Path, sizes: Sizes) -> Config:
     values = async_case.config("lognormal", folder, "async", sizes).model_dump(mode="json")
     values["run"]["dir"] = str(folder / way)
-    values["rollout"]["interruption"] = way
+    values["rollout"] |= {"interruption": way, "max_new_tokens": 528}
+    # Long enough that updates meet most responses under way; the engine is not slowed down.
+    values["environment"]["options"]["workload"] = "lognormal:median=64,sigma=1,cap=512"
     if way == "retract":
         # It computes old tokens again with new weights, and reports the new routes for them.
         values["keep"]["routing"] = "off"

@@ -116,7 +116,8 @@ def _simulated(name: str, mode: Mode, sizes: Sizes, rate: float, few_rate: float
         steps=sizes.steps_of(mode) + sizes.skip,
     )
     drawn = parse(WORKLOADS[name])
-    return simulate(plant, replace(drawn, tokens=_scaled(drawn.tokens, name), last=drawn.last and _scaled(drawn.last, name))).step_s
+    scaled = replace(drawn, tokens=_scaled(drawn.tokens, name), last=drawn.last and _scaled(drawn.last, name))
+    return simulate(plant, scaled, sizes.skip).step_s
 
 
 def _scaled(tokens: Quantile, name: str) -> Quantile:

@@ -1,6 +1,6 @@
 # Two commands do everything on a fresh Debian or Ubuntu machine with Python 3.11+ and g++:
 #   make demo    install, then train the tiny model asynchronously until it can add (runs/demo)
-#   make test    install, then run every test
+#   make test    install, then run the tests
 # On a machine with an NVIDIA GPU:  make demo GPU=1   (CUDA builds of torch and SGLang)
 PYTHON ?= python3
 GPU    ?= 0
@@ -13,7 +13,7 @@ NEXT   := .venv-next
 PEERS  := .venv-peers
 PIP    := -m pip install --quiet --disable-pip-version-check
 
-.PHONY: setup bench-peers demo test test-unit test-megatron-next sanitize lint clean
+.PHONY: setup bench-peers demo test test-thorough test-unit test-megatron-next sanitize lint clean
 .DELETE_ON_ERROR:
 
 setup: $(TRAIN)/.installed $(TRAIN)/.built $(ENGINE)/.installed
@@ -29,6 +29,11 @@ demo: setup
 test: setup lint
 	$(TRAIN)/bin/python -m pytest -n 2 --dist loadfile tests/unit
 	$(TRAIN)/bin/python -m pytest tests/ranks tests/gpu tests/engine tests/system
+
+# Every layout in every way: for a change to the trainer's parallelism or to the resharding.
+test-thorough: setup lint
+	$(TRAIN)/bin/python -m pytest -n 2 --dist loadfile tests/unit
+	$(TRAIN)/bin/python -m pytest --thorough tests/ranks tests/gpu tests/engine tests/system
 
 test-unit: setup lint
 	$(TRAIN)/bin/python -m pytest -n 2 --dist loadfile tests/unit

@@ -15,7 +15,7 @@ import tempfile
 from glob import glob
 from pathlib import Path
 
-from pybind11.setup_helpers import Pybind11Extension
+from pybind11.setup_helpers import ParallelCompile, Pybind11Extension
 from setuptools import setup
 from setuptools.command.build_ext import build_ext
 
@@ -112,6 +112,7 @@ def extension(name: str, folder: str, depends: list[str]) -> Pybind11Extension:
     )
 
 
+ParallelCompile(default=0).install()  # 0: on every core
 setup(
     ext_modules=[extension(RESHARD, "csrc", CUDA_SOURCES), extension("asyncmoe.record._C", "csrc/record", [])],
     cmdclass={"build_ext": Build},

@@ -304,7 +304,7 @@ def bench_async(
     json_path: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the results there too.")] = None,
     workload: Annotated[list[str] | None, typer.Option(help="lognormal, math or search; default: all.")] = None,
     eta: Annotated[int, typer.Option(help="Versions a trained token may be behind, in mode async.", min=0)] = 4,
-    step_ms: Annotated[float, typer.Option(help="What an engine sleeps in every step.", min=0.0)] = 100.0,
+    step_ms: Annotated[float, typer.Option(help="What an engine sleeps in every step.", min=0.0)] = 75.0,
 ) -> None:
     """Asynchronous, one-step-off and synchronous runs on the same engine and trainer: the speed-up, next to the laws and the simulator."""
     from asyncmoe.bench import async_case, asynchrony

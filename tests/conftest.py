@@ -1,8 +1,27 @@
-"""Settings all tests share."""
+"""Settings all tests share, and which of them run only when asked for."""
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import settings
 
 settings.register_profile("shared-machine", deadline=None)
 settings.load_profile("shared-machine")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--thorough", action="store_true", help="every layout in every way, not only one of each kind")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--thorough"):
+        return
+    for item in items:
+        if item.get_closest_marker("thorough"):
+            item.add_marker(pytest.mark.skip(reason="only with --thorough (make test-thorough)"))
+
+
+@pytest.fixture(scope="session")
+def thorough(pytestconfig: pytest.Config) -> bool:
+    """Whether every layout is tried in every way."""
+    return bool(pytestconfig.getoption("--thorough"))

@@ -13,13 +13,13 @@ from asyncmoe.config import Config
 from asyncmoe.simulate.plant import Mode
 
 WORKLOADS = {
-    "lognormal": "lognormal:median=16,sigma=1,cap=128",
+    "lognormal": "lognormal:median=32,sigma=1,cap=256",
     "math": "math:cap=32768",
     "search": "search:median_s=0.16,sigma_s=1.5,cap_s=3.8",
 }
-SCALES = {"lognormal": 1.0, "math": 0.004, "search": 0.2}
+SCALES = {"lognormal": 1.0, "math": 0.008, "search": 0.2}
 """What lengths are multiplied by: the reference's are for engines a hundred times faster."""
-MOST_TOKENS = 136
+MOST_TOKENS = 264
 """Of a response: the longest of the workloads, scaled."""
 SPARE = 8
 """Requests beyond the engine's slots: the next is at hand when one ends."""
@@ -39,7 +39,7 @@ class Sizes:
     groups: int = 16
     group_size: int = 4
     slots: int = 32
-    step_s: float = 0.1
+    step_s: float = 0.075
     eta: int = 4
     steps: Mapping[str, int] | None = None
     skip: int = 3

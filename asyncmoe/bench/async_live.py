@@ -36,7 +36,7 @@ _SATURATED_S = 25.0
 
 
 def saturated(config: Config, name: str, sizes: Sizes) -> tuple[float, float]:
-    """Tokens a second of the engine with all slots taken, and with an eighth of them, for as long as one measures."""
+    """Tokens a second of the engine with all slots taken, and with an eighth of them as when a batch ends: by its longest responses."""
     with Cores.halves().as_engine():
         return asyncio.run(_saturated(config, name, sizes))
 
@@ -47,7 +47,9 @@ async def _saturated(config: Config, name: str, sizes: Sizes) -> tuple[float, fl
     try:
         await engine.wait_ready()
         await _slow_down(config, sizes.step_s)
-        return await _rate(engine, config, name, sizes.slots, sizes), await _rate(engine, config, name, sizes.slots // 8, sizes)
+        drawn = Drawn(WORKLOADS[name], sizes.group_size, seed=1, tokens=SCALES[name])
+        longest = Drawn(f"fixed:tokens={MOST_TOKENS}", sizes.group_size)
+        return await _rate(engine, config, drawn, sizes.slots), await _rate(engine, config, longest, sizes.slots // 8)
     finally:
         await engine.stop()
 
@@ -64,21 +66,20 @@ class _Timed(Pool):
         return answer
 
 
-async def _rate(engine: Engine, config: Config, name: str, slots: int, sizes: Sizes) -> float:
-    """Tokens a second with so many slots taken: by those that take them, over the responses that end within `_SATURATED_S`.
+async def _rate(engine: Engine, config: Config, drawn: Drawn, slots: int) -> float:
+    """Tokens a second with so many slots taken: by those that take them, over the responses that end within `_SATURATED_S`, or the first.
 
     A slot's rate is all these tokens over all the seconds they took at the engine; which responses the window cuts makes no difference.
     """
     tokenizer = Tokenizer(config.model.path)
     pool = _Timed([engine], slots, _TIMEOUT_S, lambda *_: None)
     recording = models.recording(config, models.load_hf_config(config.model.path))
-    drawn = Drawn(WORKLOADS[name], sizes.group_size, seed=1, tokens=SCALES[name])
     stage = Stage(pool, Sampling(1.0, MOST_TOKENS, (), recording=recording), tokenizer, Exact(), drawn, timeout_s=_TIMEOUT_S)
     task, places = Arithmetic(tokenizer, ("+",), 1, seed=0), iter(range(1 << 30))
 
     async def play() -> None:
         while True:
-            group, member = divmod(next(places), sizes.group_size)
+            group, member = divmod(next(places), config.rollout.group_size)
             await episode.run(stage, task.prompt(group), Place(group, member, 0))
 
     # Tool calls take no slot: more episodes than slots keep all slots taken.
@@ -87,6 +88,8 @@ async def _rate(engine: Engine, config: Config, name: str, slots: int, sizes: Si
         await asyncio.sleep(_SATURATED_S / 3)
         pool.seconds, tokens = 0.0, pool.generated_tokens
         await asyncio.sleep(_SATURATED_S)
+        while not (pool.seconds or any(part.done() for part in playing)):
+            await asyncio.sleep(0.1)
         if failed := [part for part in playing if part.done()]:
             failed[0].result()
         return slots * (pool.generated_tokens - tokens) / pool.seconds

@@ -44,7 +44,7 @@ def run(names: Sequence[str] = tuple(WORKLOADS), sizes: Sizes | None = None) -> 
     """
     sizes = sizes or Sizes()
     with tempfile.TemporaryDirectory() as folder:
-        make_model(Path(folder, "model"), MadeModel(layers=2, hidden=128, experts=8, expert_hidden=128), seed=0)
+        make_model(Path(folder, "model"), MadeModel(layers=5, hidden=128, experts=8, expert_hidden=128), seed=0)
         found = {name: _workload(name, Path(folder), sizes) for name in names}
     return {
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
@@ -116,7 +116,8 @@ def _simulated(name: str, mode: Mode, sizes: Sizes, rate: float, few_rate: float
         steps=sizes.steps_of(mode) + sizes.skip,
     )
     drawn = parse(WORKLOADS[name])
-    return simulate(plant, replace(drawn, tokens=_scaled(drawn.tokens, name), last=drawn.last and _scaled(drawn.last, name))).step_s
+    scaled = replace(drawn, tokens=_scaled(drawn.tokens, name), last=drawn.last and _scaled(drawn.last, name))
+    return simulate(plant, scaled, sizes.skip).step_s
 
 
 def _scaled(tokens: Quantile, name: str) -> Quantile:

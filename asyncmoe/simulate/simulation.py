@@ -55,20 +55,23 @@ class Member:
         self.turns, self.tools = episode
 
 
-def simulate(plant: Plant, workload: Workload) -> Outcome:
+def simulate(plant: Plant, workload: Workload, skip: int | None = None) -> Outcome:
     """Simulate `plant.steps` training steps.
+
+    Args:
+        skip: the first steps, which the outcome leaves out; None: until the batches of the start, all begun at once, have been trained.
 
     Raises:
         InvariantBroken: a token older than eta reached the trainer, counts do not add up, or nothing can ever happen again. All of
             these would be mistakes of the policy that runs live.
     """
-    return Simulation(plant, workload).run()
+    return Simulation(plant, workload, skip).run()
 
 
 class Simulation:
     """See the module. All times in seconds; engine time is the time engines did not stand still."""
 
-    def __init__(self, plant: Plant, workload: Workload) -> None:
+    def __init__(self, plant: Plant, workload: Workload, skip: int | None = None) -> None:
         self._plant, self._law = plant, plant.admission
         self._size, self._batch = plant.group_size, plant.batch
         self._fleet: Fleet[Member] = Fleet(plant.engines, plant.concurrency, plant.step)
@@ -94,8 +97,7 @@ class Simulation:
         self._publishing, self._draining = False, False
         self._landing = (0, 0.0)
         self._served_at: list[Floats] = [self._fleet.clocks(0.0)]
-        # Until the batches of the start, all begun at once, have been trained.
-        self._warm = min(2 * (self._law.eta + 1), plant.steps // 2)
+        self._warm = min(2 * (self._law.eta + 1), plant.steps // 2) if skip is None else skip
         self._since = Reading()
 
     def run(self) -> Outcome:

@@ -45,6 +45,12 @@ ADAPTED = {"rank": 4, "alpha": 10.0}
 RECORDING = Recording(Routing(all_layers=4, layers=(0, 1, 2, 3), top_k=2, experts=8), vocabulary=VOCAB)
 RESPONSES = 12
 NAMED = "{0[0]}-tp{0[1]}".format
+ENGINES = [
+    ("per_expert", 1),
+    ("shared_outer", 2),
+    pytest.param(("per_expert", 2), marks=pytest.mark.thorough),
+    pytest.param(("shared_outer", 1), marks=pytest.mark.thorough),
+]
 
 
 @dataclass
@@ -98,7 +104,7 @@ class Dock:
         return outcomes, seen
 
 
-@pytest.fixture(scope="module", params=[("per_expert", 1), ("shared_outer", 1), ("per_expert", 2), ("shared_outer", 2)], ids=NAMED)
+@pytest.fixture(scope="module", params=ENGINES, ids=NAMED)
 def dock(
     request: pytest.FixtureRequest, model: Path, tokenizer: Tokenizer, runner: asyncio.Runner, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Dock]:

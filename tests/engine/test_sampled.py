@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +12,11 @@ from transformers import AutoModelForCausalLM
 
 from asyncmoe.models.make import VOCAB
 from asyncmoe.record import Recording, Routing, decode_masks, decode_routes
-from asyncmoe.rollout.engine import Engine
 from asyncmoe.rollout.engine_client import Sampling
 from asyncmoe.rollout.turns import Place, Turn, assemble, held
 from asyncmoe.trajectory import Trajectory
 from asyncmoe.validity import validate
-from tests.engine.conftest import settings
+from tests.engine.conftest import Rig
 from tests.engine.oracle import routes
 
 pytestmark = pytest.mark.engine
@@ -37,25 +35,21 @@ def reference(model: Path) -> Any:
 
 
 @pytest.fixture(scope="module")
-def record(model: Path, runner: asyncio.Runner, tmp_path_factory: pytest.TempPathFactory) -> Trajectory:
+def record(untouched: Rig) -> Trajectory:
     """Of two turns with an observation between them, by an engine with the checkpoint's weights."""
 
     async def play() -> Trajectory:
-        config = settings(model, tmp_path_factory.mktemp("run"))
-        engine = Engine("engine.0", config, 0, config.run.dir)
-        try:
-            await engine.wait_ready()
-            first = Turn(PROMPT, await engine.client.generate(PROMPT, SAMPLING, "0", 60.0), 0)
-            seen = (*PROMPT, *first.generation.tokens, *OBSERVATION)
-            answer = await engine.client.generate(seen, SAMPLING, "0", 60.0, held=held([first]))
-        finally:
-            await engine.stop()
+        client = untouched.engine.client
+        first = Turn(PROMPT, await client.generate(PROMPT, SAMPLING, "0", 60.0), 0)
+        seen = (*PROMPT, *first.generation.tokens, *OBSERVATION)
+        answer = await client.generate(seen, SAMPLING, "0", 60.0, held=held([first]))
         assert answer.routes is not None
         assert first.generation.routes is not None
         assert len(answer.routes) < len(first.generation.routes)  # what the first turn has is not sent again
         return assemble([first, Turn(OBSERVATION, answer, 0)], Place(0, 0, 0), RECORDING, 0.0, {})
 
-    return runner.run(play())
+    trajectory: Trajectory = untouched.run(play())
+    return trajectory
 
 
 def test_two_turns_are_one_record(record: Trajectory) -> None:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from random import Random
 
 import pytest
 
 from asyncmoe.config.generation import Balance
+from asyncmoe.rollout.engine import Engine
 from asyncmoe.rollout.engine_client import Sampling
 from asyncmoe.rollout.pool import Pool
 from asyncmoe.rollout.scheduling import Request
@@ -18,13 +18,9 @@ pytestmark = pytest.mark.engine
 GROUPS, MEMBERS, PROMPT = 12, 3, 96
 
 
-@pytest.fixture(scope="module")
-def pair(make_rig: Callable[[int], Rig]) -> Rig:
-    return make_rig(2)
-
-
-def test_prefix_affinity_raises_prefix_reuse(pair: Rig) -> None:
-    cached = {balance: pair.run(_cached(pair, balance, first)) for balance, first in (("least_loaded", 0), ("prefix_affine", GROUPS))}
+def test_prefix_affinity_raises_prefix_reuse(rig: Rig, untouched: Rig) -> None:
+    pair = [*rig.engines, *untouched.engines]
+    cached = {balance: rig.run(_cached(pair, balance, first)) for balance, first in (("least_loaded", 0), ("prefix_affine", GROUPS))}
     print(f"cached tokens of {GROUPS * MEMBERS * PROMPT} given: {cached}")
     # All but the first member of each group find all of their prompt but its last token, which must be computed for its logits.
     whole = GROUPS * (MEMBERS - 1) * (PROMPT - 1)
@@ -32,9 +28,9 @@ def test_prefix_affinity_raises_prefix_reuse(pair: Rig) -> None:
     assert cached["least_loaded"] <= 0.8 * whole
 
 
-async def _cached(rig: Rig, balance: Balance, first: int) -> int:
+async def _cached(engines: list[Engine], balance: Balance, first: int) -> int:
     """Tokens found in caches when the members of each group come one after the other, among those of the other groups."""
-    pool, random = Pool(rig.engines, 64, 60.0, lambda *_: None, balance=balance, slack=GROUPS), Random(0)
+    pool, random = Pool(engines, 64, 60.0, lambda *_: None, balance=balance, slack=GROUPS), Random(0)
     prompts = {group: tuple(Random(group).randrange(3, 60) for _ in range(PROMPT)) for group in range(first, first + GROUPS)}
     cached = 0
     for _ in range(MEMBERS):

@@ -48,6 +48,11 @@ def variants(sizes: Mapping[str, int]) -> list[str]:
     return [name for name, changes in VARIANTS.items() if sizes.get("ep", 1) == 1 or changes.get("model_type") != "qwen3"]
 
 
+def sizes_of(layout: str) -> dict[str, int]:
+    """ "tp=2,pp=2" -> {"tp": 2, "pp": 2}"""
+    return {key: int(value) for key, _, value in (part.partition("=") for part in layout.split(","))}
+
+
 def hf_config(variant: str) -> Any:
     """Qwen3-MoE, or its dense sibling, with a head dimension that is not hidden / heads."""
     from transformers import AutoConfig

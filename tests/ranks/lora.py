@@ -1,5 +1,6 @@
-"""Worker: what every layout of this world size makes of adapters, against the oracle. `lora.py RESULT REFERENCES LAYOUT...`
+"""Worker: what layouts of this world size make of adapters, against the oracle. `lora.py RESULT REFERENCES LAYOUT:ADAPTERS...`
 
+A layout is as in parity.py; adapters are names of lora_case.py, joined by "+".
 Errors are maxima over all ranks; of gradients and halves, relative to the largest element.
 """
 
@@ -55,20 +56,20 @@ class Job(parity.Job):
         return canonical.local(shape, kind_of(self.section), built.parallel, self.mesh.rank, halves, torch.float32)
 
 
-def main(result: Path, path: Path, layouts: list[str]) -> None:
+def main(result: Path, path: Path, wanted: list[str]) -> None:
     torch.set_num_threads(1)
     logging.disable(logging.WARNING)
     dist.init_process_group("gloo")
-    found = {layout: try_layout(path, layout) for layout in layouts}
+    found = {layout: try_layout(path, layout, adapters.split("+")) for layout, _, adapters in (one.partition(":") for one in wanted)}
     if dist.get_rank() == 0:
         result.write_text(json.dumps(found, indent=1))
     mesh.stop()
 
 
-def try_layout(path: Path, layout: str) -> dict[str, Any]:
-    sizes = {"ranks": dist.get_world_size(), **parity.sizes_of(layout)}
+def try_layout(path: Path, layout: str, adapters: list[str]) -> dict[str, Any]:
+    sizes = {"ranks": dist.get_world_size(), **case.sizes_of(layout)}
     place = mesh.start(case.config(path, **sizes).trainer, SEED)
-    found = {name: try_adapter(path / lora_case.ADAPTERS[name][0], place, sizes, name) for name in lora_case.tried(sizes)}
+    found = {name: try_adapter(path / lora_case.ADAPTERS[name][0], place, sizes, name) for name in adapters}
     mesh.leave()
     return found
 

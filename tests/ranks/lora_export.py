@@ -26,7 +26,7 @@ def main(result: Path, references: Path, out: Path, layout: str) -> None:
     found = {}
     for name in lora_case.BOTH:
         path = references / lora_case.ADAPTERS[name][0]
-        config = case.config(path, ranks=dist.get_world_size(), **parity.sizes_of(layout), pack=True)
+        config = case.config(path, ranks=dist.get_world_size(), **case.sizes_of(layout), pack=True)
         reference, oracle = (torch.load(path / file, weights_only=False) for file in ("reference.pt", f"{name}.pt"))
         job = Job(path, config, mesh.start(config.trainer, SEED), reference, lora_case.section(name), oracle)
         built = job.model()

@@ -93,7 +93,7 @@ def main(result: Path, path: Path, layouts: list[str]) -> None:
     dist.init_process_group("gloo")
     found: dict[str, Any] = {layout: {} for layout in layouts}
     for layout in layouts:
-        sizes = {"ranks": dist.get_world_size(), **parity.sizes_of(layout)}
+        sizes = {"ranks": dist.get_world_size(), **case.sizes_of(layout)}
         place = mesh.start(case.config(path, **sizes).trainer, SEED)
         for name in ("per-expert", "shared-outer", "tied"):
             folder = path / lora_case.ADAPTERS[name][0]

@@ -63,7 +63,7 @@ def goes_on(path: Path, run: Path, name: str, distributed: bool, sizes: str, che
 def begin(path: Path, run: Path, name: str, distributed: bool, sizes: str) -> Job:
     folder = path / lora_case.ADAPTERS[name][0]
     reference, oracle = (torch.load(folder / file, weights_only=False) for file in ("reference.pt", f"{name}.pt"))
-    trainer: dict[str, Any] = {"ranks": dist.get_world_size(), **parity.sizes_of(sizes)}
+    trainer: dict[str, Any] = {"ranks": dist.get_world_size(), **case.sizes_of(sizes)}
     config = case.config(folder, **trainer, pack=True, optimizer={"distributed": distributed})
     config = config.model_copy(update={"run": config.run.model_copy(update={"dir": run})})
     return Job(folder, config, mesh.start(config.trainer), reference, lora_case.section(name), oracle)

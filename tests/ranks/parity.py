@@ -1,7 +1,7 @@
-"""Worker: what every layout of this world size makes of the case, against the oracle. `parity.py RESULT REFERENCES LAYOUT...`,
+"""Worker: what layouts of this world size make of the case, against the oracle. `parity.py RESULT REFERENCES LAYOUT:VARIANTS...`,
 with one folder of references a variant of the model
 
-A layout is a list of sizes, such as "tp=2,pp=2", under their names in the trainer's configuration.
+A layout is a list of sizes, such as "tp=2,pp=2", under their names in the trainer's configuration; variants are joined by "+".
 Errors are maxima over all ranks; of gradients and weights, relative to the tensor's largest element.
 """
 
@@ -77,13 +77,13 @@ class Job:
         ]
 
 
-def main(result: Path, path: Path, layouts: list[str]) -> None:
+def main(result: Path, path: Path, wanted: list[str]) -> None:
     torch.set_num_threads(1)
     logging.disable(logging.WARNING)
     dist.init_process_group("gloo")
-    found = {
-        layout: {variant: try_layout(path / variant, layout, variant) for variant in case.variants(sizes_of(layout))} for layout in layouts
-    }
+    found = {}
+    for layout, _, variants in (one.partition(":") for one in wanted):
+        found[layout] = {variant: try_layout(path / variant, layout, variant) for variant in variants.split("+")}
     if dist.get_rank() == 0:
         result.write_text(json.dumps(found, indent=1))
     mesh.stop()
@@ -91,7 +91,7 @@ def main(result: Path, path: Path, layouts: list[str]) -> None:
 
 def try_layout(path: Path, layout: str, variant: str) -> dict[str, Any]:
     reference = torch.load(path / "reference.pt", weights_only=False)
-    sizes = {"ranks": dist.get_world_size(), **sizes_of(layout)}
+    sizes = {"ranks": dist.get_world_size(), **case.sizes_of(layout)}
     place = mesh.start(case.config(path, **sizes).trainer)
     with pytest.raises(ConfigError, match=r"trainer\.ranks: got 8, expected"):
         mesh.start(case.config(path, ranks=8).trainer)
@@ -114,10 +114,6 @@ def try_layout(path: Path, layout: str, variant: str) -> dict[str, Any]:
     found = {name: worst(check(job)) for name, check in chosen.items()}
     mesh.leave()
     return found
-
-
-def sizes_of(layout: str) -> dict[str, int]:
-    return {key: int(value) for key, _, value in (part.partition("=") for part in layout.split(","))}
 
 
 def worst(values: dict[str, Any]) -> dict[str, Any]:

@@ -24,14 +24,23 @@ LAYOUTS = {
     "ep2xetp2": (4, "ep=2,etp=2"),
     "pp2xep2": (4, "pp=2,ep=2"),
 }
-OTHERS = [
-    (layout, adapter)
-    for layout, (_, sizes) in LAYOUTS.items()
-    for adapter in lora_case.tried({key: int(value) for key, value in (part.split("=") for part in sizes.split(","))})
-    if adapter not in lora_case.BOTH
-]
-layouts = pytest.mark.parametrize("layout", LAYOUTS)
+COMBINED = {"dp2", "pp2xvpp2", "ep2xetp2"}
+"""Of parts that other layouts have too."""
+layouts = pytest.mark.parametrize(
+    "layout", [pytest.param(name, marks=pytest.mark.thorough) if name in COMBINED else name for name in LAYOUTS]
+)
 both = pytest.mark.parametrize("adapter", lora_case.BOTH)
+VARIED = {("1", "dense"), ("1", "attention"), ("tp2", "some"), ("ep2", "experts"), ("pp2", "tied")}
+"""Targets and models in a layout in which they are something else; in all others only in a thorough test."""
+
+
+def tried(layout: str) -> list[str]:
+    return lora_case.tried(case.sizes_of(LAYOUTS[layout][1]))
+
+
+def others() -> list[Any]:
+    every = [(layout, adapter) for layout in LAYOUTS for adapter in tried(layout) if adapter not in lora_case.BOTH]
+    return [pytest.param(*one, marks=() if one in VARIED else pytest.mark.thorough) for one in every]
 
 
 @pytest.fixture(scope="session")
@@ -45,17 +54,19 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def worlds(references: Path) -> dict[int, Any]:
+def worlds() -> dict[int, Any]:
     """Results by world size, filled as tests ask for them: one launch a size, all of its layouts in it."""
     return {}
 
 
 @pytest.fixture
-def found(layout: str, adapter: str, worlds: dict[int, Any], references: Path) -> dict[str, dict[str, Any]]:
+def found(layout: str, adapter: str, worlds: dict[int, Any], references: Path, thorough: bool) -> dict[str, dict[str, Any]]:
     """What a layout made of an adapter, by check."""
     ranks, sizes = LAYOUTS[layout]
     if ranks not in worlds:
-        wanted = [other for count, other in LAYOUTS.values() if count == ranks]
+        names = [name for name, (count, _) in LAYOUTS.items() if count == ranks and (thorough or name not in COMBINED)]
+        adapters = {name: [a for a in tried(name) if thorough or a in lora_case.BOTH or (name, a) in VARIED] for name in names}
+        wanted = [f"{LAYOUTS[name][1]}:{'+'.join(chosen)}" for name, chosen in adapters.items()]
         worlds[ranks] = launch.run("lora", ranks, references, str(references), *wanted, timeout_s=400)
     result: dict[str, dict[str, Any]] = worlds[ranks][sizes][adapter]
     return result
@@ -68,7 +79,7 @@ def test_logits_and_gradients(found: dict[str, dict[str, Any]], how: str) -> Non
     check_parity(found[how])
 
 
-@pytest.mark.parametrize(("layout", "adapter"), OTHERS)
+@pytest.mark.parametrize(("layout", "adapter"), others())
 def test_some_targets_and_other_models(found: dict[str, dict[str, Any]]) -> None:
     check_parity(found["packed"])
     check_training(found["distributed"])

@@ -25,7 +25,22 @@ LAYOUTS = {
     "pp2xtp2": (4, "tp=2,pp=2"),
     "pp2xvpp2xep2": (4, "pp=2,vpp=2,ep=2"),
 }
-layouts = pytest.mark.parametrize("layout", LAYOUTS)
+COMBINED = {"dp2", "pp2-uneven", "pp2xtp2", "pp2xvpp2xep2"}
+"""Of parts that other layouts have too."""
+layouts = pytest.mark.parametrize(
+    "layout", [pytest.param(name, marks=pytest.mark.thorough) if name in COMBINED else name for name in LAYOUTS]
+)
+VARIED = {("tp2", "tied"), ("pp2", "tied"), ("pp2xep2", "tied"), ("1", "dense"), ("tp2", "dense-tied"), ("pp2", "dense-tied")}
+"""Variants of the model in every layout in which they are something else; in all others only in a thorough test."""
+
+
+def variants(layout: str) -> list[str]:
+    return case.variants(case.sizes_of(LAYOUTS[layout][1]))
+
+
+def varied() -> list[Any]:
+    every = [(layout, variant) for layout in LAYOUTS for variant in variants(layout) if variant != "plain"]
+    return [pytest.param(*one, marks=() if one in VARIED else pytest.mark.thorough) for one in every]
 
 
 @pytest.fixture(scope="session")
@@ -36,25 +51,36 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.fixture(scope="session")
-def worlds(references: Path) -> dict[int, Any]:
+class Worlds:
     """Results by world size, filled as tests ask for them: one launch a size, all of its layouts in it."""
-    return {}
+
+    def __init__(self, references: Path, thorough: bool) -> None:
+        self._references, self._thorough = references, thorough
+        self._found: dict[int, Any] = {}
+
+    def of(self, layout: str) -> Any:
+        """What a layout made of the variants of the model."""
+        ranks, sizes = LAYOUTS[layout]
+        if ranks not in self._found:
+            names = [name for name, (count, _) in LAYOUTS.items() if count == ranks and (self._thorough or name not in COMBINED)]
+            wanted = [f"{LAYOUTS[name][1]}:{'+'.join(self._variants(name))}" for name in names]
+            self._found[ranks] = launch.run("parity", ranks, self._references, str(self._references), *wanted)
+        return self._found[ranks][sizes]
+
+    def _variants(self, layout: str) -> list[str]:
+        return [name for name in variants(layout) if self._thorough or name == "plain" or (layout, name) in VARIED]
+
+
+@pytest.fixture(scope="session")
+def worlds(references: Path, thorough: bool) -> Worlds:
+    return Worlds(references, thorough)
 
 
 @pytest.fixture
-def found(layout: str, worlds: dict[int, Any], references: Path) -> dict[str, dict[str, Any]]:
+def found(layout: str, worlds: Worlds) -> dict[str, dict[str, Any]]:
     """What a layout made of the plain variant, by check."""
-    result: dict[str, dict[str, Any]] = of(layout, worlds, references)["plain"]
+    result: dict[str, dict[str, Any]] = worlds.of(layout)["plain"]
     return result
-
-
-def of(layout: str, worlds: dict[int, Any], references: Path) -> Any:
-    ranks, sizes = LAYOUTS[layout]
-    if ranks not in worlds:
-        wanted = [other for count, other in LAYOUTS.values() if count == ranks]
-        worlds[ranks] = launch.run("parity", ranks, references, str(references), *wanted)
-    return worlds[ranks][sizes]
 
 
 @layouts
@@ -80,8 +106,8 @@ def test_trainer_and_engine_agree_on_the_same_version(found: dict[str, dict[str,
 
 
 @layouts
-def test_metrics_do_not_depend_on_the_layout(found: dict[str, dict[str, Any]], worlds: dict[int, Any], references: Path) -> None:
-    alone = of("1", worlds, references)["plain"]["single"]
+def test_metrics_do_not_depend_on_the_layout(found: dict[str, dict[str, Any]], worlds: Worlds) -> None:
+    alone = worlds.of("1")["plain"]["single"]
     clip, capped, *_ = alone["metrics"]
     assert 0 < clip < 1
     assert 0 < capped < 1
@@ -96,13 +122,9 @@ def test_weights_after_three_steps(found: dict[str, dict[str, Any]], kind: str) 
     check_training(found[kind])
 
 
-@layouts
-@pytest.mark.parametrize("variant", [name for name in case.VARIANTS if name != "plain"])
-def test_tied_embeddings_and_layers_without_experts(layout: str, variant: str, worlds: dict[int, Any], references: Path) -> None:
-    results = of(layout, worlds, references)
-    if variant not in results:
-        pytest.skip("a model without experts cannot be spread over expert-parallel ranks")
-    found = results[variant]
+@pytest.mark.parametrize(("layout", "variant"), varied())
+def test_tied_embeddings_and_layers_without_experts(layout: str, variant: str, worlds: Worlds) -> None:
+    found = worlds.of(layout)[variant]
     check_parity(found["packed"])
     check_training(found["plain"])
 
@@ -128,7 +150,7 @@ def test_bfloat16_follows_float32(found: dict[str, dict[str, Any]]) -> None:
     assert found["bfloat16"]["distributed"] == pytest.approx(found["bfloat16"]["plain"], abs=0.01)
 
 
-@pytest.mark.parametrize("layout", ["dp2", "ep2", "pp2xep2"])
+@pytest.mark.parametrize("layout", [pytest.param("dp2", marks=pytest.mark.thorough), "ep2", "pp2xep2"])
 def test_filler_was_part_of_it(found: dict[str, dict[str, Any]]) -> None:
     """Seven trajectories one by one on two data-parallel ranks."""
     assert found["single"]["filler"] == 1

@@ -6,6 +6,8 @@ import asyncio
 import sys
 import time
 from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
 from statistics import fmean
 from typing import Any
 
@@ -35,39 +37,62 @@ _TIMEOUT_S = 900.0
 _SATURATED_S = 25.0
 
 
-def saturated(config: Config, name: str, sizes: Sizes) -> tuple[float, float]:
-    """Tokens a second of the engine with all slots taken, and with an eighth of them as when a batch ends: by its longest responses."""
+@dataclass(frozen=True)
+class Rates:
+    """Of the engine, in tokens a second.
+
+    Attributes:
+        working: with all slots taken by the workload, a new response in every slot that falls free.
+        decoding: with all slots taken by the longest responses, so that there are next to no prompts to compute.
+        few: with an eighth of the slots taken by the longest responses, as when a batch ends.
+        tokens: mean of a response of the workload.
+    """
+
+    working: float
+    decoding: float
+    few: float
+    tokens: float
+
+
+def rates(config: Config, folder: Path, name: str, sizes: Sizes) -> Rates:
+    """Measure them on an engine of its own, which writes to a new `folder`."""
     with Cores.halves().as_engine():
-        return asyncio.run(_saturated(config, name, sizes))
+        return asyncio.run(_rates(config, folder, name, sizes))
 
 
-async def _saturated(config: Config, name: str, sizes: Sizes) -> tuple[float, float]:
-    config.run.dir.mkdir(parents=True)
-    engine = Engine("engine.0", config, 0, config.run.dir)
+async def _rates(config: Config, folder: Path, name: str, sizes: Sizes) -> Rates:
+    folder.mkdir()
+    engine = Engine("engine.0", config, 0, folder)
     try:
         await engine.wait_ready()
         await _slow_down(config, sizes.step_s)
         drawn = Drawn(WORKLOADS[name], sizes.group_size, seed=1, tokens=SCALES[name])
         longest = Drawn(f"fixed:tokens={MOST_TOKENS}", sizes.group_size)
-        return await _rate(engine, config, drawn, sizes.slots), await _rate(engine, config, longest, sizes.slots // 8)
+        working, tokens = await _rate(engine, config, drawn, sizes.slots)
+        decoding, _ = await _rate(engine, config, longest, sizes.slots)
+        few, _ = await _rate(engine, config, longest, sizes.slots // 8)
+        return Rates(working, decoding, few, tokens)
     finally:
         await engine.stop()
 
 
 class _Timed(Pool):
-    """Adds up how long responses were at an engine."""
+    """Counts responses, and adds up how long they were at an engine."""
 
     seconds = 0.0
+    responses = 0
 
     async def _ask(self, *arguments: Any) -> Answer:
         begin = time.monotonic()
         answer = await super()._ask(*arguments)
         self.seconds += time.monotonic() - begin
+        self.responses += 1
         return answer
 
 
-async def _rate(engine: Engine, config: Config, drawn: Drawn, slots: int) -> float:
-    """Tokens a second with so many slots taken: by those that take them, over the responses that end within `_SATURATED_S`, or the first.
+async def _rate(engine: Engine, config: Config, drawn: Drawn, slots: int) -> tuple[float, float]:
+    """Tokens a second with so many slots taken: by those that take them, over the responses that end within `_SATURATED_S`, or the first;
+    and the mean tokens of those responses.
 
     A slot's rate is all these tokens over all the seconds they took at the engine; which responses the window cuts makes no difference.
     """
@@ -86,13 +111,14 @@ async def _rate(engine: Engine, config: Config, drawn: Drawn, slots: int) -> flo
     playing = [asyncio.create_task(play()) for _ in range(4 * slots)]
     try:
         await asyncio.sleep(_SATURATED_S / 3)
-        pool.seconds, tokens = 0.0, pool.generated_tokens
+        pool.seconds, pool.responses, tokens = 0.0, 0, pool.generated_tokens
         await asyncio.sleep(_SATURATED_S)
         while not (pool.seconds or any(part.done() for part in playing)):
             await asyncio.sleep(0.1)
         if failed := [part for part in playing if part.done()]:
             failed[0].result()
-        return slots * (pool.generated_tokens - tokens) / pool.seconds
+        tokens = pool.generated_tokens - tokens
+        return slots * tokens / pool.seconds, tokens / pool.responses
     finally:
         for part in playing:
             part.cancel()

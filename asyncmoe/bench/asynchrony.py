@@ -7,19 +7,22 @@ two pools has them. Everything else is `asyncmoe run` as it is.
 
 from __future__ import annotations
 
+import math
 import os
 import platform
 import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, astuple, replace
 from datetime import UTC, datetime
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import numpy as np
 
 from asyncmoe.bench import async_live
 from asyncmoe.bench.async_case import MOST_TOKENS, SCALES, WORKLOADS, Sizes, config
+from asyncmoe.bench.async_live import Rates
 from asyncmoe.bench.cores import Cores
 from asyncmoe.config.generation import MadeModel
 from asyncmoe.models.make import make_model
@@ -33,7 +36,7 @@ def run(names: Sequence[str] = tuple(WORKLOADS), sizes: Sizes | None = None) -> 
     """All modes on each workload.
 
     Returns:
-        {"date", "machine", "load", "pools", "workloads"}; of a workload what the engine samples with all slots taken, and for each mode
+        {"date", "machine", "load", "pools", "workloads"}; of a workload `async_live.Rates` before and after all, and for each mode
         the synchronous run's figures in the symbols of `asyncmoe.simulate.laws`, what `async_live.measured` says of the mode's own run,
         "speedup" (trained tokens a second over those of sync), "efficiency" (speedup over s_pools), "engine_rate" (sampled tokens a
         second over those with all slots taken) and what the simulator says a step takes.
@@ -65,9 +68,12 @@ def run(names: Sequence[str] = tuple(WORKLOADS), sizes: Sizes | None = None) -> 
 
 
 def _workload(name: str, folder: Path, sizes: Sizes) -> dict[str, Any]:
-    rate, few_rate = async_live.saturated(config(name, folder, "sync", sizes), name, sizes)
+    # Before and after: a machine that others share is not always as fast.
+    first = async_live.rates(config(name, folder, "sync", sizes), folder / f"{name}-before", name, sizes)
     measured = {mode: async_live.measured(async_live.run(config(name, folder, mode, sizes), sizes), sizes) for mode in MODES}
-    base = measured["sync"]
+    last = async_live.rates(config(name, folder, "sync", sizes), folder / f"{name}-after", name, sizes)
+    rates = Rates(*(fmean(pair) for pair in zip(astuple(first), astuple(last), strict=True)))
+    rate, base = rates.working, measured["sync"]
     tokens, sync_s = base["tokens"], base["sync_s"]
     t_train, t_gen = base["train_s"], base["step_s"] - base["train_s"] - sync_s
     g, e = laws.share(t_gen, t_train), tokens / rate / t_gen
@@ -78,7 +84,7 @@ def _workload(name: str, folder: Path, sizes: Sizes) -> dict[str, Any]:
     for mode, figures in measured.items():
         # By token: each mode has its own batches, and they are not of equal length.
         speedup = (figures["tokens"] / figures["step_s"]) / (base["tokens"] / base["step_s"])
-        simulated = _simulated(name, mode, sizes, rate, few_rate, t_train, sync_s - pause_s, pause_s)
+        simulated = _simulated(name, mode, sizes, rates, t_train, sync_s - pause_s, pause_s)
         modes[mode] = {
             **symbols,
             **figures,
@@ -89,14 +95,17 @@ def _workload(name: str, folder: Path, sizes: Sizes) -> dict[str, Any]:
             "simulated_step_s": simulated,
             "simulated_over_live": simulated / figures["step_s"],
         }
-    found: dict[str, Any] = _rounded({"drawn": WORKLOADS[name], "scale": SCALES[name], "tokens_per_s_all_slots": rate, "modes": modes})
+    measured_rates = {"before": asdict(first), "after": asdict(last)}
+    found: dict[str, Any] = _rounded({"drawn": WORKLOADS[name], "scale": SCALES[name], "engine_rates": measured_rates, "modes": modes})
     return found
 
 
-def _simulated(name: str, mode: Mode, sizes: Sizes, rate: float, few_rate: float, t_train: float, sync_s: float, pause_s: float) -> float:
+def _simulated(name: str, mode: Mode, sizes: Sizes, rates: Rates, t_train: float, sync_s: float, pause_s: float) -> float:
     """Seconds of a step by `asyncmoe.simulate`, from nothing but what was measured apart: the engine's rates, t_train and the sync."""
     few = sizes.slots // 8
-    t_few, t_all = few / few_rate, sizes.slots / rate
+    t_few, t_all = few / rates.few, sizes.slots / rates.decoding
+    # A step of the workload is longer by a pass over prompts, if any of the slots' responses ended in the step before.
+    prefill_s = max(0.0, sizes.slots / rates.working - t_all) / (1 - math.exp(-sizes.slots / rates.tokens))
     # t = t0 (1 + B / b0) through both points; a step that does not grow with the batch has a b0 far away.
     slope = max((t_all - t_few) / (sizes.slots - few), 1e-9)
     t0 = t_all - slope * sizes.slots
@@ -105,6 +114,7 @@ def _simulated(name: str, mode: Mode, sizes: Sizes, rate: float, few_rate: float
         concurrency=sizes.slots,
         step_s=t0,
         step_batch=t0 / slope,
+        prefill_s=prefill_s,
         trainer_gpus=1,
         groups=sizes.groups,
         group_size=sizes.group_size,

@@ -3,6 +3,9 @@
 An engine with B requests takes t(B) = t0 (1 + B / b0) seconds for a step, and a step gives each of them one token. So all requests of an
 engine share one clock that counts steps, a request is finished when its clock has gone on by as many steps as it has tokens, and
 an arrival or departure changes only how fast the clock goes: a heap of clock readings for each engine, a heap of their next finishes.
+
+Prompts are computed between two steps, all that have come by then in one pass, and the clock stands still meanwhile: SGLang's scheduler
+without mixed chunks.
 """
 
 from __future__ import annotations
@@ -46,12 +49,14 @@ class Fleet(Generic[R]):
         busy: seconds that engines had anything to do, all added up, as of the last event of each.
     """
 
-    def __init__(self, engines: int, slots: int, step: StepTime) -> None:
+    def __init__(self, engines: int, slots: int, step: StepTime, prefill_s: float = 0.0) -> None:
         self.free, self.in_flight = engines * slots, 0
         self.tokens = self.busy = 0.0
-        self._slots = slots
+        self._slots, self._prefill_s = slots, prefill_s
         self._step_s = [step(batch) for batch in range(slots + 1)]
+        # An engine's clock reads _clock at _since, which lies ahead of now while it computes prompts.
         self._clock, self._since, self._load = [0.0] * engines, [0.0] * engines, [0] * engines
+        self._prefilled = [-1.0] * engines
         self._heaps: list[list[tuple[float, int, R]]] = [[] for _ in range(engines)]
         self._at: dict[R, tuple[int, float]] = {}
         self._by_load: list[set[int]] = [set(range(engines)), *(set() for _ in range(slots))]
@@ -73,6 +78,12 @@ class Fleet(Generic[R]):
         self._load[engine] = load + 1
         self._placed += 1
         start = self._clock[engine]
+        if self._prefill_s:
+            start = math.ceil(start)
+            if start != self._prefilled[engine]:
+                self._prefilled[engine] = start
+                self._since[engine] += self._prefill_s
+                self.busy += self._prefill_s
         heappush(self._heaps[engine], (start + tokens, self._placed, request))
         self._at[request] = engine, start
         self._changed.add(engine)
@@ -141,7 +152,7 @@ class Fleet(Generic[R]):
         """Steps that each engine has done."""
         rate = np.array([1 / seconds for seconds in self._step_s])
         load, since = np.array(self._load), np.array(self._since)
-        gone = np.where(load > 0, (now - since) * rate[load], 0.0)
+        gone = np.where(load > 0, np.maximum(0.0, now - since) * rate[load], 0.0)
         return np.array(self._clock) + gone
 
     def settle(self, now: float) -> None:
@@ -152,7 +163,7 @@ class Fleet(Generic[R]):
 
     def _advance(self, engine: int, now: float) -> None:
         gone, load = now - self._since[engine], self._load[engine]
-        self._since[engine] = now
+        self._since[engine] = max(now, self._since[engine])
         if load and gone > 0:
             steps = gone / self._step_s[load]
             self._clock[engine] += steps

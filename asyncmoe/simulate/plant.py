@@ -45,6 +45,7 @@ class Plant:
         engines, gpus_per_engine: of the generating pool.
         concurrency: requests an engine runs at once.
         step_s, step_batch: t0 and b0 of `StepTime`.
+        prefill_s: seconds of a pass over the prompts that have come since the last step; an engine's other requests stand still meanwhile.
         trainer_gpus: of the training pool.
         train_s: seconds of a training step on them.
         sync_s: seconds from the end of a training step in which engines still generate with the version before.
@@ -64,6 +65,7 @@ class Plant:
     concurrency: int = 64
     step_s: float = 0.008
     step_batch: float = 128.0
+    prefill_s: float = 0.0
     trainer_gpus: int = 16
     groups: int = 384
     group_size: int = 8
@@ -107,7 +109,7 @@ class Plant:
 
     @property
     def full_rate(self) -> float:
-        """Tokens a second of all engines with every slot taken."""
+        """Tokens a second of all engines with every slot taken and no prompt to compute."""
         return self.engines * self.concurrency / self.step(self.concurrency)
 
     @property

@@ -74,7 +74,7 @@ class Simulation:
     def __init__(self, plant: Plant, workload: Workload, skip: int | None = None) -> None:
         self._plant, self._law = plant, plant.admission
         self._size, self._batch = plant.group_size, plant.batch
-        self._fleet: Fleet[Member] = Fleet(plant.engines, plant.concurrency, plant.step)
+        self._fleet: Fleet[Member] = Fleet(plant.engines, plant.concurrency, plant.step, plant.prefill_s)
         self._episodes = workload.groups(plant.group_size, plant.seed)
         self._rng = random.Random(plant.seed)
         self._trace, self._ledger = Trace(), Ledger()

@@ -128,6 +128,21 @@ def test_an_engine_slows_down_as_it_fills() -> None:
     assert (fleet.finish()[0], fleet.tokens, fleet.busy) == ("long", pytest.approx(12), pytest.approx(16.0))
 
 
+def test_prompts_are_computed_in_one_pass_between_steps_while_others_wait() -> None:
+    fleet: Fleet[str] = Fleet(1, 4, StepTime(1.0, 1e9), prefill_s=0.5)
+    fleet.place("a", 4, now=0.0)
+    fleet.place("b", 2, now=0.0)
+    assert fleet.next_finish() == pytest.approx(2.5)
+    assert fleet.finish()[0] == "b"
+    fleet.place("c", 1, now=2.5)
+    fleet.place("d", 3, now=2.6)  # with c, whose pass is not over
+    assert fleet.next_finish() == pytest.approx(4.0)
+    assert fleet.finish()[0] == "c"
+    assert (fleet.next_finish(), fleet.finish()[0]) == (pytest.approx(5.0), "a")
+    assert (fleet.next_finish(), fleet.finish()[0]) == (pytest.approx(6.0), "d")
+    assert fleet.busy == pytest.approx(6.0)
+
+
 def test_requests_go_where_the_fewest_are() -> None:
     fleet: Fleet[int] = Fleet(3, 4, StepTime(1.0, 1e9))
     for request in range(6):

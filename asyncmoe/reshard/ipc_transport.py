@@ -154,12 +154,11 @@ class _IpcLink:
 
     def close(self) -> None:
         deadline = time.monotonic() + _CLOSING_S
-        for event, _ in self._pending:
-            poll(event.done, max(0.0, deadline - time.monotonic()))
-        self._pending.clear()
-        for receiving in self._into:
-            receiving.memory = None  # before its ring tells the sender
-        self._into = []
+        while self._pending:
+            poll(self._pending.popleft()[0].done, max(0.0, deadline - time.monotonic()))
+        # A ring tells its sender when nothing refers to it any more, not even a variable of this function: peers wait for each other below.
+        while self._into:
+            self._into.pop().memory = None  # first
         for half in self._out:
             half.close(deadline)
         self._out = []

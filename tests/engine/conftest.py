@@ -67,13 +67,13 @@ def runner() -> Iterator[asyncio.Runner]:
 
 
 @pytest.fixture(scope="session")
-def make_rig(model: Path, runner: asyncio.Runner, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[int], Rig]]:
-    """Starts a rig of so many engines."""
+def make_rig(model: Path, runner: asyncio.Runner, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Rig]]:
+    """Starts a rig of so many engines, numbered from the second argument on."""
     started: list[Engine] = []
 
-    async def start(count: int) -> Rig:
+    async def start(count: int, first: int) -> Rig:
         config = settings(model, tmp_path_factory.mktemp("run"), count=count)
-        engines = [Engine(f"engine.{index}", config, index, config.run.dir) for index in range(count)]
+        engines = [Engine(f"engine.{first + index}", config, index, config.run.dir) for index in range(count)]
         started.extend(engines)
         rig = await make(config, engines, runner.run)
         await asyncio.gather(*(engine.wait_ready() for engine in engines))
@@ -83,20 +83,20 @@ def make_rig(model: Path, runner: asyncio.Runner, tmp_path_factory: pytest.TempP
     async def stop() -> None:
         await asyncio.gather(*(engine.stop() for engine in started))
 
-    yield lambda count: runner.run(start(count))
+    yield lambda count, first=0: runner.run(start(count, first))
     runner.run(stop())
 
 
 @pytest.fixture(scope="session")
-def rig(make_rig: Callable[[int], Rig]) -> Rig:
+def rig(make_rig: Callable[..., Rig]) -> Rig:
     """The one engine that the tests share."""
     return make_rig(1)
 
 
 @pytest.fixture(scope="session")
-def untouched(make_rig: Callable[[int], Rig]) -> Rig:
-    """An engine that nobody publishes to: it keeps the checkpoint's weights."""
-    return make_rig(1)
+def untouched(make_rig: Callable[..., Rig]) -> Rig:
+    """An engine that nobody publishes to: it keeps the checkpoint's weights. It can be in a pool with that of `rig`."""
+    return make_rig(1, 1)
 
 
 async def make(config: Config, engines: list[Engine], run: Callable[..., Any], timeout_s: float = 30.0) -> Rig:

@@ -38,7 +38,7 @@ def checkpoints(model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[O
 
 
 @pytest.fixture(scope="module")
-def pair(make_rig: Callable[[int], Rig]) -> Rig:
+def pair(make_rig: Callable[..., Rig]) -> Rig:
     """Two engines, for tests that end with dead ones."""
     return make_rig(2)
 

@@ -35,6 +35,7 @@ def test_a_policy_learns_to_ask_its_tools(tmp_path: Path) -> None:
     assert last > first + 0.3
 
 
+@pytest.mark.thorough
 def test_an_agent_written_for_openai_is_trained(tmp_path: Path) -> None:
     """Its reward is how much it made the policy say, so that there is something to train on."""
     directory = tmp_path / "run"

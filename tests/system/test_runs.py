@@ -84,14 +84,6 @@ def test_a_checkpoint_exports_to_hugging_face(finished: Path, tmp_path: Path) ->
     assert "existing path" in refused("export", str(finished), str(out))
 
 
-@pytest.mark.parametrize("sync", [("sync.method=broadcast",), ("sync.staging=false", "sync.transport=gloo")], ids=["broadcast", "in place"])
-def test_every_way_of_weight_sync_trains(tmp_path: Path, sync: tuple[str, ...]) -> None:
-    summary = run(tmp_path / "run", "run.steps=3", "sync.verify_every=1", *sync)
-    assert summary["steps"] == 3
-    assert summary["max_abs_logprob_diff_same_version"] <= 1e-4
-    assert 0 < summary["pause_ms_median"] <= 1e3 * summary["sync_seconds_median"]
-
-
 def test_weights_are_staged_while_the_trainer_trains(finished: Path) -> None:
     summary, steps = json.loads((finished / "summary.json").read_text()), metrics(finished)[5:]
     assert 0 < summary["pause_ms_median"] < 1e3 * summary["sync_seconds_median"]
@@ -100,25 +92,23 @@ def test_weights_are_staged_while_the_trainer_trains(finished: Path) -> None:
 
 
 def test_a_killed_run_goes_on_exactly_where_its_checkpoint_is(tmp_path: Path) -> None:
-    """The warm-up is deterministic, so the resumed losses must be those of a run that was never killed."""
-    shape = ("warmup.steps=9", "run.steps=1", "trainer.checkpoint_every=3")
-    whole = tmp_path / "whole"
-    run(whole, *shape)
+    """The warm-up is deterministic, so what it does again must have the losses it had before it was killed."""
+    shape = ("warmup.steps=60", "run.steps=1", "trainer.checkpoint_every=20")
     killed = tmp_path / "killed"
     first = start(killed, *shape)
-    assert wait_for(lambda: checkpoints.newest(killed) is not None, 120), first.process.poll()
+    assert wait_for(lambda: any(s["step"] >= 22 for s in metrics(killed)), 120), first.process.poll()
     first.process.send_signal(signal.SIGKILL)
     assert first.gone(30), first.alive()
-    resumed_at = int((checkpoints.newest(killed) or killed).name.removeprefix("step-"))
-    assert 3 <= resumed_at < 9
+    assert checkpoints.newest(killed) == checkpoints.directory(killed, 20)
+    before = [s for s in metrics(killed) if s["step"] > 20]
+    assert before[-1]["step"] < 60
     summary = run(killed, *shape)
     assert summary["steps"] == 1
-    losses = {s["step"]: s["loss"] for s in metrics(whole)}
-    again = [s for s in metrics(killed) if resumed_at < s["step"] <= 9][-(9 - resumed_at) :]
-    assert [s["step"] for s in again] == list(range(resumed_at + 1, 10))
-    for step in again:
-        assert step["loss"] == pytest.approx(losses[step["step"]], abs=1e-6)
-    assert metrics(killed)[-1]["version"] == 10
+    again = [s for s in metrics(killed) if s["step"] > 20][len(before) :]
+    assert [s["step"] for s in again] == list(range(21, 62))
+    for old, new in zip(before, again, strict=False):
+        assert new["loss"] == pytest.approx(old["loss"], abs=1e-6)
+    assert again[-1]["version"] == 61
 
 
 def test_ctrl_c_leaves_a_run_that_resumes(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from reshard_gpu_fakes import FakeGpu
 from reshard_ranks import blank, filled, numbered
 
 from asyncmoe.errors import LayoutError, TransferError, UserError, WaitTimeout
-from asyncmoe.reshard import Box, Exchanger, LayoutBuilder, RankLayout, SharedTransport, plan
+from asyncmoe.reshard import Box, Exchanger, LayoutBuilder, RankLayout, SharedTransport, ipc_transport, plan
 from asyncmoe.reshard.ipc_transport import IpcTransport
 from asyncmoe.reshard.shm_transport import ShmTransport
 from asyncmoe.reshard.transport import Lane
@@ -70,6 +70,7 @@ def test_all_to_all_again_and_again(session: str, buffers: int, looks: int) -> N
                     np.testing.assert_array_equal(got[name], expected + 1000 * number)
 
     play(WORLD, part)
+    assert not ipc_transport._kept  # every receiver has let go before its sender has lost patience
 
 
 def linked(session: str, looks: int, timeout_s: float = 20) -> tuple[object, object]:

@@ -60,7 +60,7 @@ class Rig:
 NAMED = "{0[0]}-tp{0[1]}".format
 
 
-@pytest.fixture(scope="module", params=[("per_expert", 1), ("shared_outer", 2)], ids=NAMED)
+@pytest.fixture(scope="module", params=[("per_expert", 1), pytest.param(("shared_outer", 2), marks=pytest.mark.thorough)], ids=NAMED)
 def rig(request: pytest.FixtureRequest, model: Path, runner: asyncio.Runner, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
     experts, tp = request.param
     told = flags(Kind(TARGETS, 4, 8.0, experts), LIMIT)

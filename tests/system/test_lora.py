@@ -73,6 +73,7 @@ def test_adapters_learn_the_task_and_leave_the_weights_alone(base: Path, tmp_pat
     assert "got 8, expected 4" in line
 
 
+@pytest.mark.thorough
 def test_adapters_as_files_take_two_slots_in_turn(tmp_path: Path) -> None:
     """The way for engines whose memory cannot be written, and the reference policy, which is the model without the adapter."""
     directory = tmp_path / "run"

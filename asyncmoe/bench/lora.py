@@ -15,6 +15,7 @@ from typing import Any
 from asyncmoe import config as configuration
 from asyncmoe.bench import sync
 from asyncmoe.config import Config
+from asyncmoe.config.generation import MadeModel
 from asyncmoe.models import EngineParallel, load_hf_config, trainer_parallel
 from asyncmoe.models.lora.adapter import kind_of
 from asyncmoe.models.make import make_model
@@ -22,7 +23,8 @@ from asyncmoe.models.payload import Payload
 from asyncmoe.reshard import plan
 
 RANK = 8
-MODEL = sync.SIZES["ten times larger"]
+MODEL = MadeModel(hidden=1024, layers=3, heads=8, head_dim=64, experts=100, expert_hidden=1024)
+"""4 GB in float32, nearly all of it experts: large enough for what an update takes to be its bytes and not one step of the engine."""
 METHODS: dict[str, dict[str, Any]] = {
     "full": {},
     "per expert": {"train": "lora"},

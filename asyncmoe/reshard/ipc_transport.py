@@ -156,9 +156,10 @@ class _IpcLink:
         deadline = time.monotonic() + _CLOSING_S
         while self._pending:
             poll(self._pending.popleft()[0].done, max(0.0, deadline - time.monotonic()))
-        # A ring tells its sender when nothing refers to it any more, not even a variable of this function: peers wait for each other below.
+        # First the memory, then its ring, which tells the sender as soon as nothing refers to it any more: not even a variable of this
+        # function, since senders wait for that below, and each may be the receiver of another.
         while self._into:
-            self._into.pop().memory = None  # first
+            self._into.pop().memory = None
         for half in self._out:
             half.close(deadline)
         self._out = []

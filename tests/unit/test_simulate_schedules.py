@@ -35,6 +35,7 @@ plants = st.builds(
     Plant,
     engines=st.integers(1, 6),
     concurrency=st.integers(1, 12),
+    prefill_s=st.sampled_from([0.0, 0.05, 2.0]),
     groups=st.integers(1, 6),
     group_size=st.integers(1, 4),
     train_s=st.sampled_from([0.5, 10.0, 60.0]),

@@ -23,6 +23,12 @@ class Target(Protocol):
     def tensors(self) -> Tensors:
         """Themselves, to be written while the worker stands still."""
 
+    def room(self, dtype: torch.dtype) -> Tensors:
+        """Memory for an update of all of them while the worker goes on."""
+
+    def received(self, staged: Tensors) -> None:
+        """All of `staged`, which `room` or `commit` gave, has come: do what needs no standstill. In the receiving thread."""
+
     def commit(self, staged: Tensors | None) -> Tensors:
         """Between forward passes: the worker computes with `staged`, or with what was written into `tensors`, from now on.
 
@@ -49,6 +55,12 @@ class Weights:
     def tensors(self) -> Tensors:
         return {name: parameter.data for name, parameter in self._model.named_parameters()}
 
+    def room(self, dtype: torch.dtype) -> Tensors:
+        return {name: torch.empty(tensor.shape, dtype=dtype, device=tensor.device) for name, tensor in self.tensors().items()}
+
+    def received(self, staged: Tensors) -> None:
+        pass
+
     def commit(self, staged: Tensors | None) -> Tensors:
         spare = {} if staged is None else _replace(self._model, staged)
         _refresh(self._model)
@@ -61,26 +73,55 @@ class AdapterMemory:
     Every slot gets the same values: all requests name the one adapter there is (`asyncmoe.rollout.adapters`), and which slot SGLang
     gave it is nowhere to be read. It is pinned, so SGLang never fills a slot again from what it was loaded with.
 
-    Source: sglang 0.5.23 (lora/layers.py, `set_lora_info`; lora/lora_manager.py, `_notify_lora_slots_updated`).
+    On CPU all slots are staged and swapped in: a module and SGLang's pool hold the same tensor, and nothing views it. On another
+    device a captured graph may hold its address, so it is copied into.
+
+    Source: sglang 0.5.23 (lora/layers.py, `set_lora_info`; lora/lora_manager.py, `_notify_lora_slots_updated`; lora/mem_pool.py).
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._buffers: Tensors = dict(_slots(model))
+        self._next: Tensors = {}
         self._notified: list[Any] = [getattr(module, _NOTIFIED) for module in model.modules() if hasattr(module, _NOTIFIED)]
 
     def described(self) -> dict[str, Parameter]:
         return {name: _parameter(tensor) for name, tensor in self.tensors().items()}
 
     def tensors(self) -> Tensors:
-        return {name: slots[0] for name, slots in self._buffers.items()}
+        return _slot(0, self._buffers)
+
+    def room(self, dtype: torch.dtype) -> Tensors:
+        if any(buffer.device.type != "cpu" for buffer in self._buffers.values()):
+            return {name: torch.empty_like(slot, dtype=dtype) for name, slot in self.tensors().items()}
+        self._next = {name: torch.empty_like(buffer, dtype=dtype) for name, buffer in self._buffers.items()}
+        return _slot(0, self._next)
+
+    def received(self, staged: Tensors) -> None:
+        if self._next:
+            _spread(self._next, staged, first=1)
 
     def commit(self, staged: Tensors | None) -> Tensors:
-        new = self.tensors() if staged is None else staged
-        for at in range(0 if staged is not None else 1, min(map(len, self._buffers.values()), default=0)):
-            torch._foreach_copy_([slots[at] for slots in self._buffers.values()], [new[name] for name in self._buffers])
+        if staged is None:
+            _spread(self._buffers, self.tensors(), first=1)
+        elif self._next:
+            for name, buffer in self._buffers.items():
+                buffer.data, self._next[name] = self._next[name], buffer.data
+            staged = _slot(0, self._next)
+        else:
+            _spread(self._buffers, staged, first=0)
         for notify in self._notified:
             notify(None)
         return staged or {}
+
+
+def _slot(at: int, buffers: Tensors) -> Tensors:
+    return {name: slots[at] for name, slots in buffers.items()}
+
+
+def _spread(buffers: Tensors, new: Tensors, first: int) -> None:
+    """Copy `new` into every slot from `first` on."""
+    for at in range(first, min(map(len, buffers.values()), default=0)):
+        torch._foreach_copy_([slots[at] for slots in buffers.values()], [new[name] for name in buffers])
 
 
 def _parameter(tensor: torch.Tensor, shares: str = "") -> Parameter:

@@ -156,6 +156,8 @@ class Receiver(threading.Thread):
                 exchanger.close()  # its end tells those that wait for us
             store.fail(number, key, meeting.in_words(error, terms))
             return None
+        if terms.staging:
+            self._target.received(tensors)
         with self._lock:
             self._staged, self._spare = _Staged(header.version, number, tensors if terms.staging else None), {}
         store.put(key, Outcome())
@@ -172,7 +174,5 @@ class Receiver(threading.Thread):
         """Memory for all that is written: of parameters, once they have been swapped, what they were in before."""
         with self._lock:
             if not self._spare:
-                dtype = getattr(torch, terms.engine_dtype)
-                shapes = {name: tensor.shape for name, tensor in self._target.tensors().items()}
-                self._spare = {name: torch.empty(shape, dtype=dtype, device=self._device) for name, shape in shapes.items()}
+                self._spare = self._target.room(getattr(torch, terms.engine_dtype))
             return self._spare

@@ -246,18 +246,23 @@ def test_every_slot_of_adapter_memory_gets_the_new_values(staging: bool) -> None
     described = memory.described()
     assert {name: one.shape for name, one in described.items()} == {"layers.0.qkv_proj.a": (3, 4), "layers.0.qkv_proj.b": (5, 3)}
     assert described["layers.0.qkv_proj.a"].stride == (4, 1)
-    new = {name: torch.rand(one.shape) for name, one in described.items()}
-    if staging:
-        assert memory.commit(new) is new
-    else:
-        for name, tensor in memory.tensors().items():
-            tensor.copy_(new[name])
-        assert memory.commit(None) == {}
     module: Any = net["layers"][0]["qkv_proj"]  # type: ignore[index]
-    for slot in range(2):
-        assert module.lora_a[slot].equal(new["layers.0.qkv_proj.a"])
-        assert module.lora_b[slot].equal(new["layers.0.qkv_proj.b"])
-    assert module.told == [None]
+    held, room = module.lora_a, memory.room(torch.float32) if staging else {}
+    for update in range(1, 4):
+        before = module.lora_a.clone()
+        new = {name: torch.rand(one.shape) for name, one in described.items()}
+        for name, tensor in (room if staging else memory.tensors()).items():
+            tensor.copy_(new[name])
+        if staging:
+            memory.received(room)
+            assert module.lora_a.equal(before)
+        room = memory.commit(room if staging else None)
+        assert room.keys() == (described.keys() if staging else set())
+        for slot in range(2):
+            assert module.lora_a[slot].equal(new["layers.0.qkv_proj.a"])
+            assert module.lora_b[slot].equal(new["layers.0.qkv_proj.b"])
+        assert module.lora_a is held
+        assert module.told == [None] * update
 
 
 # ---------------------------------------------------------------- store, group, transport

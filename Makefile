@@ -30,9 +30,9 @@ test: setup lint
 	$(TRAIN)/bin/python -m pytest -n 2 --dist loadfile tests/unit
 	$(TRAIN)/bin/python -m pytest tests/ranks tests/gpu tests/engine tests/system
 
-# Every layout in every way: for a change to the trainer's parallelism or to the resharding.
+# Every layout in every way, and other random cases in every run: for a change to the trainer's parallelism or to the resharding.
 test-thorough: setup lint
-	$(TRAIN)/bin/python -m pytest -n 2 --dist loadfile tests/unit
+	$(TRAIN)/bin/python -m pytest --thorough -n 2 --dist loadfile tests/unit
 	$(TRAIN)/bin/python -m pytest --thorough tests/ranks tests/gpu tests/engine tests/system
 
 test-unit: setup lint

@@ -5,12 +5,16 @@ from __future__ import annotations
 import pytest
 from hypothesis import settings
 
-settings.register_profile("shared-machine", deadline=None)
-settings.load_profile("shared-machine")
+settings.register_profile("repeatable", deadline=None, derandomize=True)
+settings.register_profile("thorough", deadline=None)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--thorough", action="store_true", help="every layout in every way, not only one of each kind")
+    parser.addoption("--thorough", action="store_true", help="every layout in every way, and other random cases in every run")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    settings.load_profile("thorough" if config.getoption("--thorough") else "repeatable")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

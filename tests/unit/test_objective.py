@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from asyncmoe.config.objective import ObjectiveSection
@@ -132,6 +132,15 @@ def step(sequences: Many[Sequence], at: Setting, parts: int) -> tuple[float, lis
 
 
 @settings(max_examples=400, deadline=None)
+@example(
+    {"ratio": "sequence", "clip": "ppo", "clip_low": 3e-4, "clip_high": 4e-4, "proximal": "behaviour", "kl": {"coefficient": 0.0}},
+    [
+        Sequence([Token(0.0, 0.0, 0.0, 0.0, 0)], 1.0, 0),
+        Sequence([*[Token(0.0, 0.0, 0.0, 0.0, 0)] * 3, Token(0.0, -1e4, 0.0, 0.0, 0), Token(-1e4, -1.023955, 0.0, 0.0, 0)], -1.0, 0),
+    ],
+    0.0,
+    1,
+)
 @given(objectives, st.lists(sequence, max_size=5), st.sampled_from([0.0, 0.25]), st.integers(1, 3))
 def test_the_objective_is_its_formula(values: dict[str, Any], sequences: list[Sequence], progress: float, parts: int) -> None:
     at = Setting(section(values), VERSION, progress, MAX_NEW_TOKENS)

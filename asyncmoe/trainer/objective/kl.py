@@ -30,10 +30,13 @@ def penalty(new: torch.Tensor, reference: torch.Tensor, log_weight: torch.Tensor
         reference: float32[T], held.
         log_weight: float32[T] with gradient: log w, of the policy that tokens are sampled from, over the recorded support.
     """
-    d = (reference - new).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    # In float64: of a small d, k3 is the small difference of large numbers.
+    d = (reference.double() - new.double()).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     if estimator == "k1":
-        return -d
-    if estimator == "k2":
-        return d**2 / 2
-    value = k3(d)
+        value = -d
+    elif estimator == "k2":
+        value = d**2 / 2
+    else:
+        value = k3(d)
+    value = value.to(new.dtype)
     return value * exp(log_weight) if estimator == "unbiased" else value

@@ -23,5 +23,7 @@ def ratio(new: torch.Tensor, old: torch.Tensor, rows: Rows, level: Literal["toke
     """
     log_ratio = new - old
     if level == "sequence":
-        log_ratio = rows.spread(rows.mean(log_ratio.detach())).to(new.dtype) + (new - new.detach())
+        # In float64: what single tokens differ by may cancel, and be thousands of times their mean.
+        mean = rows.mean(new.detach().double() - old.double())
+        log_ratio = rows.spread(mean).to(new.dtype) + (new - new.detach())
     return log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()

@@ -23,8 +23,9 @@ from asyncmoe.models.payload import Payload
 from asyncmoe.reshard import plan
 
 RANK = 8
-MODEL = MadeModel(hidden=1024, layers=3, heads=8, head_dim=64, experts=100, expert_hidden=1024)
-"""4 GB in float32, nearly all of it experts: large enough for what an update takes to be its bytes and not one step of the engine."""
+MODEL = MadeModel(hidden=1024, layers=1, heads=8, head_dim=64, experts=300, expert_hidden=1024)
+"""4 GB in float32, nearly all of it experts, in one layer: an update waits for the decoding step under way, and on a CPU a step of several
+such layers takes as long as all else of an update (three layers of a hundred experts: results/lora-2026-11-22-2cores-three-layers.json)."""
 METHODS: dict[str, dict[str, Any]] = {
     "full": {},
     "per expert": {"train": "lora"},

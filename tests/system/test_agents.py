@@ -25,6 +25,7 @@ def learn(example: str, directory: Path, *overrides: str) -> tuple[float, float]
     return summary["reward_first"], summary["reward_last"]
 
 
+@pytest.mark.thorough
 def test_two_agents_of_one_policy_learn_together(tmp_path: Path) -> None:
     first, last = learn("two_agents", tmp_path / "run", "run.steps=50")
     assert last > first + 0.1

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.system
 SYNCS = {"sync": ("sync.staging=false", "sync.transport=gloo"), "one_step_off": ("sync.method=broadcast",)}
 
 
-@pytest.mark.parametrize(("mode", "oldest"), [("sync", 0), ("one_step_off", 1)])
+@pytest.mark.parametrize(("mode", "oldest"), [("sync", 0), pytest.param("one_step_off", 1, marks=pytest.mark.thorough)])
 def test_batches_are_as_far_ahead_as_the_mode_says(tmp_path: Path, mode: str, oldest: int) -> None:
     """With fewer places at the engine than a batch has responses: a version that lands must not cut a batch in two."""
     directory = tmp_path / "run"

@@ -47,7 +47,7 @@ RESPONSES = 12
 NAMED = "{0[0]}-tp{0[1]}".format
 ENGINES = [
     ("per_expert", 1),
-    ("shared_outer", 2),
+    pytest.param(("shared_outer", 2), marks=pytest.mark.thorough),
     pytest.param(("per_expert", 2), marks=pytest.mark.thorough),
     pytest.param(("shared_outer", 1), marks=pytest.mark.thorough),
 ]

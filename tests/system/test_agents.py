@@ -31,6 +31,7 @@ def test_two_agents_of_one_policy_learn_together(tmp_path: Path) -> None:
     assert last > first + 0.1
 
 
+@pytest.mark.thorough
 def test_a_policy_learns_to_ask_its_tools(tmp_path: Path) -> None:
     first, last = learn("tools", tmp_path / "run", "run.steps=20")
     assert last > first + 0.3

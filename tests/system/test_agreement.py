@@ -17,6 +17,7 @@ STILL = ("warmup.steps=0", "run.steps=3", "trainer.optimizer.lr=1e-12")
 """The weights stay what they are: whatever differs is not staleness."""
 
 
+@pytest.mark.thorough
 def test_keeping_routes_closes_most_of_the_gap_between_half_and_full_precision(tmp_path: Path) -> None:
     found: dict[str, dict[str, Any]] = {}
     for keep in ("on", "off"):
@@ -50,6 +51,7 @@ def test_a_run_with_masks_a_reference_and_checks_agrees_from_step_to_step(tmp_pa
     assert "experts by layer: 0:" in log
 
 
+@pytest.mark.thorough
 def test_interleaved_stages_and_resumed_responses_agree_too(tmp_path: Path) -> None:
     summary = run(
         tmp_path / "run",

@@ -129,6 +129,7 @@ def test_ctrl_c_leaves_a_run_that_resumes(tmp_path: Path) -> None:
     assert "in use" not in error
 
 
+@pytest.mark.thorough
 def test_a_reward_that_fails_is_counted_and_never_zero(tmp_path: Path) -> None:
     (tmp_path / "my_rewards.py").write_text(
         "def reward(prompt, response, answer):\n"

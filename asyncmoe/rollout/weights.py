@@ -279,8 +279,11 @@ class Conductor:
         failed += await self._fencing(update, go_on)
         self._close(update)
         _raise(failed, f"publishing version {update.version}")
+        if not pauses:
+            raise WeightSyncError(f"publishing version {update.version}: no engine is left; {update.members[0].fenced}")
         await self._published(update.version)
-        return Committed(update.version, tuple(1e3 * pauses[member.engine.name] for member in update.members))
+        # An engine whose process ended meanwhile has been fenced, and has got nothing.
+        return Committed(update.version, tuple(1e3 * seconds for seconds in pauses.values()))
 
     async def _adapter(self, request: WeightsAdapter) -> Committed:
         """Nothing stands still: requests under way keep the version they have."""

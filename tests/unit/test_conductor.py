@@ -1,0 +1,67 @@
+"""What an update makes of an engine that dies while it lands; with real engines: tests/engine/test_weights.py and test_direct.py."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from asyncmoe.errors import WeightSyncError
+from asyncmoe.rollout.pool import Pool
+from asyncmoe.rollout.weights import Conductor
+from asyncmoe.wire.messages import Committed, WeightsCommit, WeightsStage
+
+
+class Client:
+    """Every request is answered at once."""
+
+    def __getattr__(self, name: str) -> Any:
+        async def call(*_: Any, **__: Any) -> None:
+            pass
+
+        return call
+
+
+def engine(number: int) -> Any:
+    return SimpleNamespace(
+        name=f"engine.{number}", tp=1, ep=1, rank_offset=1 + number, died="the process ended", kill=lambda: None, client=Client()
+    )
+
+
+def publish(engines: int, dead: int) -> tuple[Pool, list[int], Committed]:
+    """Publish version 1; the processes of the last engines are found to have ended while the first one's update is closed."""
+
+    async def run() -> tuple[Pool, list[int], Committed]:
+        pool, published = Pool([engine(number) for number in range(engines)], 8, 5.0, lambda *_: None), []
+
+        async def publishing(version: int) -> None:
+            published.append(version)
+
+        async def found() -> None:
+            for member in pool.members[engines - dead :]:
+                pool.fence(member, "")
+
+        client: Any = pool.members[0].engine.client
+        client.end = found
+        conductor = Conductor(pool, 5.0, publishing, lambda *_: None)
+        await conductor.handle(WeightsStage(1))
+        committed = await conductor.handle(WeightsCommit(1, update=1))
+        assert isinstance(committed, Committed)
+        return pool, published, committed
+
+    return asyncio.run(run())
+
+
+def test_the_others_take_the_version() -> None:
+    pool, published, committed = publish(engines=3, dead=1)
+    assert len(committed.pause_ms) == 2
+    assert [member.version for member in pool.members] == [1, 1, 0]
+    assert [member.engine.name for member in pool.serving] == ["engine.0", "engine.1"]
+    assert published == [1]
+
+
+def test_a_version_that_no_engine_takes_is_not_published() -> None:
+    with pytest.raises(WeightSyncError, match="publishing version 1: no engine is left; the process ended"):
+        publish(engines=2, dead=2)

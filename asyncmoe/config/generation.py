@@ -136,16 +136,25 @@ class KeepSection(Section):
 class EngineSection(Section):
     """The SGLang servers."""
 
-    count: Positive = 1
+    count: Positive = Field(1, description="How many there are; where they join, how many the run waits for before it begins.")
+    join: bool = Field(
+        False,
+        description="Engines are started by `asyncmoe engine`, on any machine and at any time, and join the run. Otherwise the controller "
+        "starts them on its own.",
+    )
     tp: Positive = 1
     ep: Positive = 1
     dtype: Literal["float32", "bfloat16", "auto"] = "auto"
     python: Path | None = Field(
         None, description="Python that has SGLang; default: `.venv-engine` beside this environment, else this Python."
     )
-    host: str = "127.0.0.1"
-    port: Port = Field(0, description="First port; engine i takes port + i. 0: any free ports.")
-    max_running: Positive = 16
+    host: str = Field("127.0.0.1", description="Address of those that the controller starts; one that joins has that of cluster.network.")
+    port: Port = Field(0, description="First port; engine i of a machine takes port + i. 0: any free ports.")
+    first_gpu: NonNegative = Field(
+        0,
+        description="The first GPU that engines take on a machine: engine i has tp of them from first_gpu + i * tp on.",
+    )
+    max_running: Positive = Field(16, description="Requests an engine runs at once.")
     max_total_tokens: Positive | None = None
     start_timeout_s: PositiveFloat = 180.0
     args: tuple[str, ...] = Field((), description="Further arguments for sglang.launch_server.")

@@ -45,9 +45,12 @@ def run(config: ConfigPath, overrides: Overrides = None) -> None:
 def rollout(config: ConfigPath, overrides: Overrides = None) -> None:
     """The controller alone: engines, episodes, scoring and the queue; waits for a trainer."""
     from asyncmoe import config as configuration
+    from asyncmoe.launch import local
     from asyncmoe.rollout import controller
 
     loaded = configuration.load(config, overrides or ())
+    if config.resolve() != local.resolved(loaded).resolve():  # or whoever starts us has prepared it
+        local.prepare(loaded)
     controller.run(loaded, loaded.run.dir)
 
 

@@ -32,6 +32,7 @@ from asyncmoe.rollout.tokenizer import Tokenizer
 from asyncmoe.rollout.weights import Conductor, WeightsRequest
 from asyncmoe.trajectory import Buffer, Trajectory
 from asyncmoe.wire import address, keys
+from asyncmoe.wire.environment import Given, given
 from asyncmoe.wire.messages import EngineOrder, Goodbye, Hello, Reply, Request
 from asyncmoe.wire.server import Server
 
@@ -48,19 +49,29 @@ def run(config: Config, run_dir: Path) -> None:
     the second time, it is as SIGTERM. Every process this one started has ended when it returns or raises.
 
     Raises:
-        UserError: the task, the scorer, the tokenizer, a port or the engines' Python cannot be used; nothing was started.
+        UserError: the task, the scorer, the tokenizer, a port or the engines' Python cannot be used, the environment is wrong, or the run
+            has another controller; nothing was started.
         EngineError: an engine did not start, or none is left.
         AsyncmoeError: what else ended the run early.
     """
+    keys.refuse_another(run_dir)
+    at = given()
     tokenizer = Tokenizer(config.model.path)
     task, environment = tasks.load(config, tokenizer), environments.load(config)
     evaluated = tasks.load_evaluation(config, tokenizer, task)
     scorer = scoring.load(config.scoring, config.task, tokenizer.decode, config.run.seed)
-    asyncio.run(_serve(config, run_dir, tokenizer, task, evaluated, scorer, environment))
+    asyncio.run(_serve(config, run_dir, at, tokenizer, task, evaluated, scorer, environment))
 
 
 async def _serve(
-    config: Config, run_dir: Path, tokenizer: Tokenizer, task: Task, evaluated: Task, scorer: Scorer, environment: Environment
+    config: Config,
+    run_dir: Path,
+    at: Given | None,
+    tokenizer: Tokenizer,
+    task: Task,
+    evaluated: Task,
+    scorer: Scorer,
+    environment: Environment,
 ) -> None:
     engines: list[Engine] = []
     recorder = Recorder(run_dir)
@@ -68,7 +79,8 @@ async def _serve(
         for index in range(0 if config.engines.join else config.engines.count):
             engines.append(Engine(f"engine.{index}", config, index, run_dir))
         controller = Controller(config, engines, recorder, tokenizer, task, evaluated, scorer, environment)
-        async with Server(controller.answer, host=address.reachable(config.cluster.network), port=config.cluster.port) as server:
+        host = address.reachable(config.cluster.network)
+        async with Server(controller.answer, host=host, port=config.cluster.port, given=at) as server:
             rendezvous = await server.start()
             keys.write(run_dir, rendezvous)
             try:

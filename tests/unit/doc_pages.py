@@ -11,6 +11,9 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 _FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
+_BAR = re.compile(r"(?<!\\)\|")
+
+
 @dataclass(frozen=True)
 class Block:
     """A fenced block: the word after its opening, "" where there is none, and its lines."""
@@ -47,5 +50,5 @@ def files(text: str) -> dict[str, str]:
 
 def tables(text: str) -> list[list[list[str]]]:
     """Tables, as rows of cells, without heads; a bar that is escaped is one of the text."""
-    found = re.findall(r"^\|.*\n\|[-|]+\|\n((?:^\|.*\n)+)", text, re.MULTILINE)
-    return [[[cell.strip().replace("\\|", "|") for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in rows.splitlines()] for rows in found]
+    bodies = re.findall(r"^\|.*\n\|[-|]+\|\n((?:^\|.*\n)+)", text, re.MULTILINE)
+    return [[[cell.strip().replace("\\|", "|") for cell in _BAR.split(line)[1:-1]] for line in body.splitlines()] for body in bodies]

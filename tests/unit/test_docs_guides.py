@@ -17,9 +17,8 @@ import pytest
 import yaml
 
 from asyncmoe.config import parse
-from asyncmoe.config.generation import MadeModel, TaskSection
+from asyncmoe.config.generation import TaskSection
 from asyncmoe.config.scoring import ScoringSection
-from asyncmoe.models.make import make_model
 from asyncmoe.rollout import episode, scoring, tools
 from asyncmoe.rollout.engine_client import Generation, Sampling, Span
 from asyncmoe.rollout.environment import Bounds, Environment
@@ -41,9 +40,7 @@ QUESTION, ANSWER = "12+7=", "19"
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    path = tmp_path_factory.mktemp("guides") / "tiny"
-    make_model(path, MadeModel(), seed=0)
-    return Tokenizer(path)
+    return openai_policy.tokenizer(tmp_path_factory.mktemp("guides"))
 
 
 @pytest.fixture
@@ -67,23 +64,26 @@ def test_rewards_are_those_of_the_page(here: Path) -> None:
     rows = next(table for table in doc_pages.tables(doc_pages.read("guides/reward.md")) if table[0][0].startswith("`my_rewards:"))
     assert {row[0] for row in rows} == {f"`my_rewards:{name}`" for name in ("close", "Brief", "asked", "lines")}
 
-    async def worth(target: str, response: str) -> scoring.Score:
+    async def worth(target: str, responses: list[str]) -> list[scoring.Score]:
         section = ScoringSection(scorer=target, timeout_s=20.0, step_separator="\n" if target.endswith(":lines") else None, concurrency=1)
         made = scoring.load(section, TaskSection(kind="arithmetic"), lambda tokens: "".join(map(chr, tokens)))
         try:
-            tokens = tuple(map(ord, QUESTION + response))
-            sampled = (*(False,) * len(QUESTION), *(True,) * len(response))
-            return await made.score(Sample(QUESTION, response, ANSWER, tokens, sampled))
+            tokens = [tuple(map(ord, QUESTION + response)) for response in responses]
+            sampled = [tuple(i >= len(QUESTION) for i in range(len(one))) for one in tokens]
+            samples = [Sample(QUESTION, *rest) for rest in zip(responses, [ANSWER] * len(responses), tokens, sampled, strict=True)]
+            return [await made.score(sample) for sample in samples]
         finally:
             await made.close()
 
-    for target, response, expected in rows:
+    for target in {row[0] for row in rows}:
+        mine = [(response, expected) for name, response, expected in rows if name == target]
         # A code span of Markdown keeps blanks but not a line's end.
-        found = asyncio.run(worth(target.strip("`"), response.strip("`").replace("\\n", "\n")))
-        reward, _, steps = expected.partition(", steps ")
-        assert found.reward == pytest.approx(float(reward), abs=1e-4), (target, response)
-        told = [] if found.rewards is None else found.rewards[~np.isnan(found.rewards)].tolist()
-        assert told == [float(step) for step in steps.split()], (target, response)
+        found = asyncio.run(worth(target.strip("`"), [response.strip("`").replace("\\n", "\n") for response, _ in mine]))
+        for score, (response, expected) in zip(found, mine, strict=True):
+            reward, _, steps = expected.partition(", steps ")
+            assert score.reward == pytest.approx(float(reward), abs=1e-4), (target, response)
+            told = [] if score.rewards is None else score.rewards[~np.isnan(score.rewards)].tolist()
+            assert told == [float(step) for step in steps.split()], (target, response)
 
 
 def test_a_judge_behind_http_is_whole(here: Path) -> None:
@@ -170,14 +170,13 @@ def test_a_tool_and_what_it_raises(here: Path) -> None:
 
 
 @pytest.mark.parametrize(("says", "reward"), [("2", 1.0), ("3", 0.0)])
-def test_an_agent_of_openais_client(here: Path, tmp_path_factory: pytest.TempPathFactory, says: str, reward: float) -> None:
-    known = openai_policy.tokenizer(tmp_path_factory.mktemp("openai"))
-    policy = openai_policy.Policy(openai_policy.text(known, says))
+def test_an_agent_of_openais_client(here: Path, tokenizer: Tokenizer, says: str, reward: float) -> None:
+    policy = openai_policy.Policy(openai_policy.text(tokenizer, says))
 
     async def run() -> Any:
         environment = OpenAIEnvironment("my_agent:twice")
         try:
-            return await environment.run(policy.episode(known))
+            return await environment.run(policy.episode(tokenizer))
         finally:
             await environment.close()
 

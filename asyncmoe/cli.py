@@ -361,6 +361,7 @@ def _show(results: dict[str, Any], path: Path | None) -> None:
 def main() -> None:
     """Run the command; errors meant for the user are one line, everything else keeps its traceback."""
     logging.basicConfig(format="%(asctime)s %(name)s: %(message)s", level=logging.INFO)
+    sys.path.insert(0, "")  # as with `python -m`: a scorer or an environment of the user's is found where they are
     try:
         app()
     except AsyncmoeError as error:

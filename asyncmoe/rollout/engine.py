@@ -7,7 +7,6 @@ import os
 import re
 import signal
 import socket
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,6 +16,7 @@ from asyncmoe.config import Config
 from asyncmoe.errors import EngineError, UserError, WaitTimeout
 from asyncmoe.models import family_of
 from asyncmoe.models.lora.adapter import kind_of
+from asyncmoe.platform.sglang.interpreter import engine_python
 from asyncmoe.platform.sglang.lifetime import PARENT
 from asyncmoe.process import Child
 from asyncmoe.receiver.command import LOADER
@@ -129,7 +129,7 @@ def command(config: Config, index: int, port: int, keeps_routing: bool) -> list[
     if config.adapter is not None:
         switches += adapters.flags(kind_of(config.adapter), adapters.limit_in(section.args))
     named = [word for flag, value in flags.items() for word in (f"--{flag}", str(value))]
-    return [str(_python(section.python)), "-m", "asyncmoe.platform.sglang", *named, *switches, *section.args]
+    return [str(engine_python(section.python)), "-m", "asyncmoe.platform.sglang", *named, *switches, *section.args]
 
 
 def environment(config: Config, index: int) -> dict[str, str]:
@@ -154,14 +154,6 @@ def reason_in(log: str) -> str | None:
 
 _RAISED = re.compile(r"(\[[^]]*\] )?[\w.]*(Error|Exception|Gone|Interrupt|Exit)\b: .+")
 _CONSEQUENCE = re.compile(r"ConnectionRefused|Connection refused|BrokenPipe|EOFError|died during initialization|HTTPConnectionPool")
-
-
-def _python(configured: Path | None) -> Path:
-    beside = Path(sys.prefix).parent / ".venv-engine" / "bin" / "python"
-    python = configured or (beside if beside.exists() else Path(sys.executable))
-    if not python.exists():
-        raise UserError("engines.python", got=python, expected="a Python that has SGLang", cure="run: make setup")
-    return python
 
 
 def _reserve(host: str, wanted: int) -> socket.socket:

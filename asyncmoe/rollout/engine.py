@@ -16,12 +16,12 @@ from asyncmoe.config import Config
 from asyncmoe.errors import EngineError, UserError, WaitTimeout
 from asyncmoe.models import family_of
 from asyncmoe.models.lora.adapter import kind_of
-from asyncmoe.platform.sglang.interpreter import engine_python
 from asyncmoe.platform.sglang.lifetime import PARENT
 from asyncmoe.process import Child
 from asyncmoe.receiver.command import LOADER
 from asyncmoe.rollout import adapters
 from asyncmoe.rollout.engine_client import KEEP_ALIVE_S, EngineClient
+from asyncmoe.rollout.interpreter import engine_python
 
 _POLL_S = 0.2
 _STOP_GRACE_S = 8.0

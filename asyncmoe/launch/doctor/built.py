@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from asyncmoe.launch.doctor import verdict, versions
-from asyncmoe.launch.doctor.facts import Machine, Python
+from asyncmoe.launch.doctor.environment import Python
+from asyncmoe.launch.doctor.facts import Machine
 from asyncmoe.launch.doctor.verdict import Verdict
 
-REBUILD = "build it again: rm -f .venv/.built asyncmoe/*/_C*.so; make setup"
+REBUILD = "build it again: rm -f .venv/.built; make setup"
 
 
 def extension(machine: Machine) -> Verdict:

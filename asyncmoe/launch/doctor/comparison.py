@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from asyncmoe.launch.doctor import versions
-from asyncmoe.launch.doctor.facts import Machine, Python
+from asyncmoe.launch.doctor.environment import Python
+from asyncmoe.launch.doctor.facts import Machine
 from asyncmoe.launch.doctor.report import Report
 
 _NONE = "none"
@@ -61,7 +62,8 @@ _Aspect = tuple[str | None, Callable[[str], str], bool]
 
 def _compared(machine: Machine) -> dict[str, _Aspect]:
     """Everything in which nodes must agree, by what it is called."""
-    aspects: dict[str, _Aspect] = dict(_of_python(machine, machine.trainer, "the trainer's"))
+    aspects: dict[str, _Aspect] = {"asyncmoe": (machine.asyncmoe, lambda _: "check out the same commit", False)}
+    aspects |= _of_python(machine, machine.trainer, "the trainer's")
     if machine.engine is not None:
         aspects |= _of_python(machine, machine.engine, "the engines'")
     digest = machine.run.digest if machine.run else None

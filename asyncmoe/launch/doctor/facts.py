@@ -5,88 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-
-@dataclass(frozen=True)
-class Apex:
-    """The package that `import apex` finds.
-
-    Attributes:
-        nvidia: it has the parts NVIDIA's has; the package of that name on PyPI is a web toolkit.
-        kernels: its CUDA extensions were built.
-    """
-
-    nvidia: bool
-    kernels: bool
-
-
-@dataclass(frozen=True)
-class Extension:
-    """The compiled half of asyncmoe as a Python sees it.
-
-    Attributes:
-        package: the directory of asyncmoe; None: it is not importable.
-        trouble: why an extension cannot be imported.
-        cuda: whether the CUDA kernels are in it.
-        built_from: digests of the sources of `asyncmoe.reshard._C` and `asyncmoe.record._C`; empty: a build that does not say.
-    """
-
-    package: str | None
-    trouble: str | None = None
-    cuda: bool = False
-    built_from: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class Nccl:
-    """libnccl as `asyncmoe.reshard` opens it.
-
-    Attributes:
-        version: as ncclGetVersion has it, e.g. 22703; None: it cannot be used.
-    """
-
-    library: str
-    version: int | None
-    trouble: str | None = None
-
-
-@dataclass(frozen=True)
-class Torch:
-    """An imported torch.
-
-    Attributes:
-        cuda: the CUDA version it was built for; None: a CPU build.
-        devices: GPUs it sees.
-        trouble: why it cannot use CUDA although it was built for it.
-    """
-
-    version: str
-    cuda: str | None = None
-    devices: int = 0
-    trouble: str | None = None
-
-
-@dataclass(frozen=True)
-class Python:
-    """One Python environment: the trainer's and the controller's, or the engines'.
-
-    Attributes:
-        version: None: it could not be run, and `unfinished` says why.
-        packages: versions of those of the declared requirements that are installed.
-        cuda_driver: the newest CUDA version the driver takes, as cuDriverGetVersion has it (12080 is 12.8); None: no driver.
-        transformer_engine: it was imported.
-        unfinished: at which step the look inside broke off, and why.
-    """
-
-    executable: str
-    version: str | None = None
-    packages: Mapping[str, str] = field(default_factory=dict)
-    apex: Apex | None = None
-    extension: Extension | None = None
-    nccl: Nccl | None = None
-    cuda_driver: int | None = None
-    torch: Torch | None = None
-    transformer_engine: bool = False
-    unfinished: str | None = None
+from asyncmoe.launch.doctor.environment import Python
 
 
 @dataclass(frozen=True)
@@ -267,7 +186,7 @@ class Run:
     Attributes:
         trouble: why it cannot be used; the rest is then empty.
         digest: of all its values.
-        several_machines: its processes reach each other over a network.
+        network: at which address other machines reach this one (cluster.network); "loopback": there are none.
         clock_s: how far the clocks of two machines may be apart.
         shm_bytes: at most so much of /dev/shm for weights under way.
         connections: at most so many requests at once, each with a socket.
@@ -279,7 +198,7 @@ class Run:
     config: str
     trouble: str | None = None
     digest: str | None = None
-    several_machines: bool = False
+    network: str = "loopback"
     clock_s: float | None = None
     shm_bytes: int = 0
     connections: int = 0
@@ -291,6 +210,11 @@ class Run:
     model: Model | None = None
     model_trouble: str | None = None
 
+    @property
+    def several_machines(self) -> bool:
+        """Its processes reach each other over a network."""
+        return self.network != "loopback"
+
 
 @dataclass(frozen=True)
 class Machine:
@@ -298,6 +222,7 @@ class Machine:
 
     Attributes:
         host: its name.
+        asyncmoe: the version, and the beginning of a digest of the package's Python files.
         requirements: version specifiers by name, as pyproject.toml declares them; `python` is among them.
         train: the names among them that trainer and controller cannot do without.
         sources: digests of the extensions' sources as they are now; empty: an installation without sources.
@@ -306,6 +231,7 @@ class Machine:
     """
 
     host: str
+    asyncmoe: str
     kernel: str
     cores: int
     memory_bytes: int

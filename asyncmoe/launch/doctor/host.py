@@ -61,7 +61,7 @@ def memlock(machine: Machine) -> Verdict:
 def hostname(machine: Machine) -> Verdict:
     """Other machines, and gloo, find this one by its name."""
     network, several = machine.network, bool(machine.run and machine.run.several_machines)
-    judge = verdict.error if several else verdict.warning
+    judge = verdict.error if machine.run and machine.run.network == "hostname" else verdict.warning
     if network.name_trouble is not None:
         return judge(
             f"{machine.host} cannot be resolved: {network.name_trouble}",
@@ -72,15 +72,17 @@ def hostname(machine: Machine) -> Verdict:
         return verdict.ok(told)
     if not several:
         return verdict.ok(f"{told}; enough for one machine")
-    return verdict.error(
+    return judge(
         f"{told}: other machines cannot reach that",
         f"give {machine.host} its network address in /etc/hosts, or name the interface in cluster.network",
     )
 
 
 def interfaces(machine: Machine) -> Verdict:
-    """Interfaces that the environment names exist; with a name that does not, NCCL and gloo fail at their start."""
-    there = machine.network.interfaces
+    """Interfaces that the environment and the configuration name exist; with a name that does not, NCCL and gloo fail at their start."""
+    there, network = machine.network.interfaces, machine.run.network if machine.run else "loopback"
+    if network not in ("loopback", "hostname", *there) and "/" not in network:
+        return verdict.error(f"cluster.network={network}, but there are only {', '.join(there)}", "set cluster.network to one of those")
     for variable, value in machine.network.chosen.items():
         if not _matches(value, there, prefixes=variable.startswith("NCCL")):
             return verdict.error(
@@ -111,7 +113,8 @@ def clock(machine: Machine) -> Verdict:
             f"it cannot be told whether it is synchronised ({machine.clock.told_by})", "look with timedatectl or chronyc"
         )
     if not machine.clock.synchronised:
-        return verdict.warning(f"not synchronised by NTP ({machine.clock.told_by}); enough for one machine", cure)
+        enough = "clocks of several machines drift apart" if run and run.several_machines else "enough for one machine"
+        return verdict.warning(f"not synchronised by NTP ({machine.clock.told_by}); {enough}", cure)
     within = "" if machine.clock.error_s is None else f", within {machine.clock.error_s:.3g} s"
     return verdict.ok(f"synchronised{within} ({machine.clock.told_by})")
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import get_args
 
 import msgspec
 from rich.console import Console
@@ -12,9 +14,9 @@ from rich.text import Text
 
 from asyncmoe.errors import DataError
 from asyncmoe.launch.doctor.facts import Machine
-from asyncmoe.launch.doctor.verdict import Finding
+from asyncmoe.launch.doctor.verdict import Finding, State
 
-_STYLE = {"ok": "green", "warning": "yellow", "error": "bold red", "not here": "dim"}
+_STYLE: Mapping[State, str] = {"ok": "green", "warning": "yellow", "error": "bold red", "not here": "dim"}
 _INDENT = 30
 
 
@@ -55,5 +57,5 @@ def show(report: Report, console: Console) -> None:
         if finding.cure is not None:
             console.print(Text(f"{'':{_INDENT}}-> {finding.cure}"), soft_wrap=True)
     counts = Counter(finding.state for finding in report.checks)
-    told = ", ".join(f"{state}: {counts[state]}" for state in _STYLE)
-    console.print(f"{report.machine.host}: {told}", highlight=False)
+    told = ", ".join(f"{state}: {counts[state]}" for state in get_args(State))
+    console.print(f"{report.machine.host}: {told}", highlight=False, soft_wrap=True)

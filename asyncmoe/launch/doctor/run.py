@@ -27,7 +27,7 @@ def ports(machine: Machine) -> Verdict:
     if isinstance(run, Verdict):
         return run
     if taken := [port for port in run.ports if port.trouble is not None]:
-        told = ", ".join(f"{port.key}: {port.host}:{port.number} {port.trouble}" for port in taken)
+        told = ", ".join(f"{port.key} {port.number} on {port.host or 'any address'}: {port.trouble}" for port in taken)
         first = taken[0]
         return verdict.error(
             told, f"ss -ltnp 'sport = :{first.number}' says who has it; end that, or choose another {first.key} (0: any free one)"
@@ -72,6 +72,8 @@ def model(machine: Machine) -> Verdict:
     if isinstance(run, Verdict):
         return run
     found = run.model
+    if found is None and (machine.trainer.extension is None or machine.trainer.extension.trouble):
+        return verdict.error("it cannot be looked at without asyncmoe's extension", "see the line extension")
     if found is None:
         return verdict.error(f"model.path: {run.model_trouble}", "look whether its file system is mounted and answers: df, mount")
     if found.trouble is not None:

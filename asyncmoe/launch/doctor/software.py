@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from asyncmoe.launch.doctor import verdict, versions
-from asyncmoe.launch.doctor.facts import Machine, Python
+from asyncmoe.launch.doctor.environment import Python
+from asyncmoe.launch.doctor.facts import Machine
 from asyncmoe.launch.doctor.verdict import Verdict
 
 _OWN_LINE = frozenset({"torch", "megatron-core"})
@@ -99,9 +100,10 @@ def engine_python(machine: Machine) -> Verdict:
             "write the directory above asyncmoe into a .pth file in its site-packages, as make setup does",
         )
     if theirs.trouble is not None:
+        built = ours is not None and ours.trouble is None
         return verdict.error(
             f"asyncmoe's extension cannot be imported by {engine.executable}: {theirs.trouble}",
-            f"use Python {machine.trainer.version}, which it was built with, for the engines too",
+            f"use Python {machine.trainer.version}, which it was built with, for the engines too" if built else "see the line extension",
         )
     if ours is not None and ours.package is not None and ours.package != theirs.package:
         return verdict.warning(

@@ -1,6 +1,6 @@
 """What one Python environment has. The text of this file is run by that Python: only the standard library may be imported at its top.
 
-It prints a JSON object a line, each a field of `facts.Python`, as soon as it is known: an import may crash or hang the process.
+It prints a JSON object a line, each a field of `environment.Python`, as soon as it is known: an import may crash or hang the process.
 The field `step` says what it is about to do.
 
 usage: python - PACKAGE...      (the packages whose versions are wanted)

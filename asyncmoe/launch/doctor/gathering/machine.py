@@ -6,44 +6,36 @@ import os
 import platform
 import socket
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TypeVar
 
 import asyncmoe
-from asyncmoe import checkpoints
-from asyncmoe import config as configuration
 from asyncmoe.config import Config
-from asyncmoe.errors import ConfigError, UserError, WaitTimeout
-from asyncmoe.launch.doctor.facts import Disk, Machine, Model, Python, Run
-from asyncmoe.launch.doctor.gathering import disk, model, network, nvidia, pythons, requirements, sources, system
+from asyncmoe.errors import UserError
+from asyncmoe.launch.doctor.environment import Python
+from asyncmoe.launch.doctor.facts import Machine
+from asyncmoe.launch.doctor.gathering import asked, network, nvidia, pythons, requirements, sources, system
 from asyncmoe.launch.doctor.gathering.later import Later
-from asyncmoe.platform.sglang.interpreter import engine_python
+from asyncmoe.rollout.interpreter import engine_python
 
-T = TypeVar("T")
-_FILES_S = 30.0
-"""A healthy parallel file system answers within one."""
 _REST_S = 90.0
-_OPTIMIZER_BYTES = 12
-"""Of each parameter: Adam's two moments and a copy to update, in float32."""
-_ANY = ""
-"""All addresses."""
 
 
 def gather(path: Path | None, overrides: Sequence[str] = ()) -> Machine:
     """Look at this machine, and at what a configuration asks of it."""
-    checkout = Path(asyncmoe.__file__).resolve().parent.parent
+    package = Path(asyncmoe.__file__).resolve().parent
+    checkout = package.parent
     declared = requirements.declared(checkout)
-    config, run = _configuration(path, overrides)
+    config, run = (None, None) if path is None else asked.read(path, overrides)
     packages = sorted({*declared.specifiers, "apex"} - {"python"})
     trainer = Later(lambda: pythons.look(sys.executable, packages))
     engine = Later(lambda: _engine(config, packages))
     gpus, net, clock = Later(nvidia.look), Later(network.look), Later(system.clock)
     if config is not None and run is not None:
-        run = _asked_of_files(run, config)
+        run = asked.with_files(run, config)
     return Machine(
         host=socket.gethostname(),
+        asyncmoe=f"{declared.version} ({sources.code(package)[:12]})",
         kernel=platform.platform(),
         cores=len(os.sched_getaffinity(0)),
         memory_bytes=system.memory(),
@@ -66,70 +58,6 @@ def _engine(config: Config | None, packages: Sequence[str]) -> Python | None:
     configured = config.engines.python if config is not None else None
     try:
         found = str(engine_python(configured))
-    except UserError as error:
-        return Python(str(configured), unfinished=str(error))
+    except UserError:
+        return Python(str(configured), unfinished="there is no such file")
     return None if found == sys.executable else pythons.look(found, packages)
-
-
-def _configuration(path: Path | None, overrides: Sequence[str]) -> tuple[Config | None, Run | None]:
-    """The configuration and what it asks, or why there is none."""
-    if path is None:
-        return None, None
-    try:
-        config = configuration.load(path, overrides)
-    except ConfigError as error:
-        return None, Run(str(path), trouble=str(error))
-    cluster = getattr(config, "cluster", None)
-    run = Run(
-        config=str(path),
-        digest=config.digest,
-        several_machines=getattr(cluster, "network", "loopback") != "loopback",
-        clock_s=getattr(cluster, "clock_s", None),
-        connections=config.rollout.max_concurrent,
-        keep_checkpoints=config.trainer.keep_checkpoints,
-        ports=network.try_ports(_ports(config)),
-    )
-    return config, run
-
-
-def _ports(config: Config) -> list[tuple[str, str, int]]:
-    """Those that are not any free one."""
-    engines, cluster = config.engines, getattr(config, "cluster", None)
-    wanted = [("engines.port", engines.host, engines.port + index) for index in range(engines.count) if engines.port]
-    if cluster is not None and cluster.port:
-        wanted.append(("cluster.port", _ANY, cluster.port))
-    if config.telemetry.prometheus_port is not None:
-        wanted.append(("telemetry.prometheus_port", _ANY, config.telemetry.prometheus_port))
-    return wanted
-
-
-def _asked_of_files(run: Run, config: Config) -> Run:
-    """With its directory and its model, and what follows from the model's size."""
-    found_disk, disk_trouble = _answer(lambda: _disk(config), "run.dir")
-    found_model, model_trouble = _answer(lambda: _model(config), "model.path")
-    run = replace(run, disk=found_disk, disk_trouble=disk_trouble, model=found_model, model_trouble=model_trouble)
-    if found_model is None or found_model.parameters is None or found_model.weights_bytes is None:
-        return run
-    item = 2 if config.trainer.dtype == "bfloat16" else 4
-    over_shm = config.sync.method == "reshard" and config.sync.transport in ("auto", "shm")
-    under_way = 2 * min(config.trainer.ranks * config.sync.bucket_bytes, config.engines.count * found_model.weights_bytes)
-    return replace(run, checkpoint_bytes=found_model.parameters * (item + _OPTIMIZER_BYTES), shm_bytes=under_way if over_shm else 0)
-
-
-def _answer(work: Callable[[], T], whom: str) -> tuple[T | None, str | None]:
-    """What a question to a file system gave, or why it gave nothing."""
-    try:
-        return Later(work).result(f"the file system of {whom}", "an answer", _FILES_S), None
-    except (OSError, ImportError, WaitTimeout) as error:
-        return None, str(error)
-
-
-def _disk(config: Config) -> Disk:
-    kept = config.run.dir / "checkpoints"
-    complete = checkpoints.newest(config.run.dir)
-    count = len([path for path in kept.iterdir() if not path.suffix]) if complete else 0
-    return disk.look(config.run.dir, count)
-
-
-def _model(config: Config) -> Model:
-    return model.look(config)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from asyncmoe.launch.doctor.facts import Gpu, Nvidia
 from asyncmoe.launch.doctor.gathering import shell
+from asyncmoe.launch.doctor.gathering.system import says
 
 _SMI_S = 30.0
 """Without persistence mode, nvidia-smi initialises every GPU, some seconds each."""
@@ -20,7 +21,8 @@ def look(devices: Path = Path("/sys/bus/pci/devices")) -> Nvidia:
     on_bus = _on_bus(devices)
     listed = shell.run(["nvidia-smi", f"--query-gpu={','.join(_FIELDS)}", "--format=csv,noheader,nounits"], _SMI_S)
     if listed.trouble is not None:
-        return Nvidia(on_bus, trouble=listed.trouble)
+        said = shell.last_line(listed.errors or listed.text)
+        return Nvidia(on_bus, trouble=f"{listed.trouble}: {said}" if said else listed.trouble)
     found = read_gpus(listed.text, on_bus)
     if len(found.gpus) < 2:
         return found
@@ -55,9 +57,4 @@ def _on_bus(devices: Path) -> int:
     """NVIDIA's display and 3D controllers."""
     if not devices.is_dir():
         return 0
-    return sum(_says(device, "vendor") == _VENDOR and _says(device, "class").startswith(_DISPLAY_CLASS) for device in devices.iterdir())
-
-
-def _says(device: Path, name: str) -> str:
-    file = device / name
-    return file.read_text().strip() if file.is_file() else ""
+    return sum(says(device / "vendor") == _VENDOR and says(device / "class").startswith(_DISPLAY_CLASS) for device in devices.iterdir())

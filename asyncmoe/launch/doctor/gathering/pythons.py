@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from asyncmoe.launch.doctor.facts import Python
+from asyncmoe.launch.doctor.environment import Python
 from asyncmoe.launch.doctor.gathering import inside, shell
 
 LOOK_S = 180.0
@@ -29,8 +29,15 @@ def read(executable: str, output: shell.Output) -> Python:
         if line.startswith("{"):
             fields |= _object(line)
     step = fields.pop("step", None)
-    unfinished = output.trouble and (f"{step}: {_without(executable, output.trouble)}" if step else output.trouble)
-    return msgspec.convert({"executable": executable, **fields, "unfinished": unfinished}, Python)
+    return msgspec.convert({"executable": executable, **fields, "unfinished": _unfinished(output, step)}, Python)
+
+
+def _unfinished(output: shell.Output, step: str | None) -> str | None:
+    """Where it broke off and why: an exception in its own words, else how the process ended."""
+    if output.trouble is None:
+        return None
+    raised = shell.last_line(output.errors) if "Traceback (most recent call last)" in output.errors else ""
+    return f"{step}: {raised or output.trouble}" if step else raised or output.trouble
 
 
 def _object(line: str) -> dict[str, Any]:
@@ -40,8 +47,3 @@ def _object(line: str) -> dict[str, Any]:
         return {}
     known = {*Python.__dataclass_fields__, "step"}
     return found if isinstance(found, dict) and found.keys() <= known else {}
-
-
-def _without(executable: str, trouble: str) -> str:
-    """What happened, without the program's name and the status of every traceback."""
-    return trouble.removeprefix(f"{executable} ").removeprefix("ended with status 1: ")

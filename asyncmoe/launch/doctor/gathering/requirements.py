@@ -16,8 +16,9 @@ _TRAIN, _OTHERS = "train", ("engine", "gpu")
 
 @dataclass(frozen=True)
 class Declared:
-    """Specifiers by name (`python` among them), and the names that trainer and controller need."""
+    """asyncmoe's own version, specifiers by name (`python` among them), and the names that trainer and controller need."""
 
+    version: str
     specifiers: Mapping[str, str]
     train: tuple[str, ...]
 
@@ -29,16 +30,16 @@ def declared(checkout: Path) -> Declared:
         project = tomllib.loads(file.read_text(encoding="utf-8"))["project"]
         extras = project["optional-dependencies"]
         needed = [*project["dependencies"], *extras[_TRAIN]]
-        return _declared(project["requires-python"], needed, [line for extra in _OTHERS for line in extras[extra]])
+        return _declared(project["version"], project["requires-python"], needed, [line for extra in _OTHERS for line in extras[extra]])
     metadata = importlib.metadata.metadata("asyncmoe")
     lines = importlib.metadata.requires("asyncmoe") or []
-    return _declared(metadata["Requires-Python"], _asked(lines, _TRAIN), _asked(lines, *_OTHERS))
+    return _declared(metadata["Version"], metadata["Requires-Python"], _asked(lines, _TRAIN), _asked(lines, *_OTHERS))
 
 
-def _declared(python: str, train: Iterable[str], others: Iterable[str]) -> Declared:
+def _declared(version: str, python: str, train: Iterable[str], others: Iterable[str]) -> Declared:
     needed, more = _specifiers(train), _specifiers(others)
     more.pop("asyncmoe", None)
-    return Declared({"python": python, **more, **needed}, tuple(needed))
+    return Declared(version, {"python": python, **more, **needed}, tuple(needed))
 
 
 def _specifiers(lines: Iterable[str]) -> dict[str, str]:

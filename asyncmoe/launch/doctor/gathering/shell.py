@@ -25,6 +25,11 @@ class Output:
     trouble: str | None = None
 
 
+def last_line(text: str) -> str:
+    """The last that is not empty, not too long to be read."""
+    return next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "")[:300]
+
+
 def run(command: Sequence[str], seconds: float, given: str = "") -> Output:
     """Run it with `given` on its standard input, for at most so long."""
     try:
@@ -46,7 +51,7 @@ def run(command: Sequence[str], seconds: float, given: str = "") -> Output:
     except subprocess.TimeoutExpired:
         text, errors = _end(process)
         return Output(text, errors, f"{command[0]} did not end within {seconds:.0f} s")
-    return Output(text, errors, _failure(command[0], process.returncode, errors or text))
+    return Output(text, errors, _failure(command[0], process.returncode))
 
 
 def _end(process: subprocess.Popen[str]) -> tuple[str, str]:
@@ -58,9 +63,7 @@ def _end(process: subprocess.Popen[str]) -> tuple[str, str]:
         return "", ""
 
 
-def _failure(name: str, status: int, said: str) -> str | None:
+def _failure(name: str, status: int) -> str | None:
     if status == 0:
         return None
-    last = next((line.strip() for line in reversed(said.splitlines()) if line.strip()), "")
-    how = f"was ended by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
-    return f"{name} {how}" + (f": {last[:300]}" if last else "")
+    return f"{name} was ended by {signal.Signals(-status).name}" if status < 0 else f"{name} ended with status {status}"

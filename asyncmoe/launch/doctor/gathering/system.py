@@ -41,6 +41,14 @@ def memory() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
+def says(file: Path) -> str:
+    """What stands in a file of /sys; nothing where it is not there or cannot be read."""
+    try:
+        return file.read_text().strip()
+    except OSError:
+        return ""
+
+
 def clock() -> Clock:
     """By the kernel's own account, else by systemd's."""
     told = _adjtimex()
@@ -53,9 +61,8 @@ def clock() -> Clock:
 
 
 def _port(folder: Path) -> Port:
-    said = {name: (folder / name).read_text().strip() if (folder / name).is_file() else "" for name in ("state", "rate", "link_layer")}
-    # "4: ACTIVE"
-    return Port(folder.parent.parent.name, int(folder.name), said["state"].split(": ")[-1], said["rate"], said["link_layer"])
+    state = says(folder / "state").split(": ")[-1]  # "4: ACTIVE"
+    return Port(folder.parent.parent.name, int(folder.name), state, says(folder / "rate"), says(folder / "link_layer"))
 
 
 class _Timex(ctypes.Structure):

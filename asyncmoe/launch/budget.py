@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from asyncmoe.config import Config
@@ -12,9 +13,11 @@ from asyncmoe.errors import ConfigError, UserError
 from asyncmoe.launch import memory
 from asyncmoe.launch.activations import Microbatch
 from asyncmoe.launch.memory import Memory, Serving, Training
-from asyncmoe.models import EngineParallel, engine_dtype, trainer_parallel
+from asyncmoe.models import EngineParallel, engine_dtype, load_hf_config, make, trainer_parallel
 from asyncmoe.models.lora.adapter import kind_of
 
+CPU_GB = 2.0
+"""What each process of a run without GPUs is given."""
 _PREFILL = "--chunked-prefill-size"
 _LINE = re.compile(r"^# (memory: trainer \S+ GB, engine \S+ GB of (\S+)( on CPU)?)$", re.MULTILINE)
 
@@ -56,6 +59,25 @@ def of_run(config: Config, hf: Mapping[str, Any], gpu_gb: float = 80.0, cpu: boo
     stages = memory.trainer(hf, trainer_parallel(config), training(config, cpu))
     engine = memory.engine(hf, EngineParallel(config.engines.tp, config.engines.ep), serving(config, hf, cpu))
     return Budget(max(stages, key=lambda stage: stage.total), engine, gpu_gb, cpu)
+
+
+def hf_of(config: Config, model: Path | None = None) -> Mapping[str, Any]:
+    """The model's configuration, also where it has not been made or fetched yet.
+
+    Args:
+        model: a directory with a config.json, or such a file, to look into instead of `model.path`.
+
+    Raises:
+        DataError: none is there.
+    """
+    if model is None and config.model.make is not None:
+        return make.settings(config.model.make)
+    return load_hf_config(model or config.model.path)
+
+
+def for_cpu(config: Config) -> bool:
+    """A run that nobody would start on GPUs: of a tiny model that it makes itself, or in float32."""
+    return config.model.make is not None or config.trainer.dtype == "float32"
 
 
 def training(config: Config, cpu: bool = False) -> Training:

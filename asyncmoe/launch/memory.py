@@ -214,6 +214,12 @@ def kv_room(hf: Hf, parallel: EngineParallel, serving: Serving, gpu_gb: float) -
     return max(0, left) // max(kv_bytes(hf, parallel, serving.dtype, stage * parallel.tp) for stage in range(parallel.pp))
 
 
+def engine_filled(hf: Hf, parallel: EngineParallel, serving: Serving, gpu_gb: float) -> tuple[Memory, int]:
+    """An engine whose KV cache is all that is left of its GPUs, and the cache's tokens."""
+    tokens = kv_room(hf, parallel, serving, gpu_gb)
+    return engine(hf, parallel, replace(serving, tokens=tokens)), tokens
+
+
 def _working(parallel: EngineParallel, serving: Serving) -> int:
     """SGLang 0.5.23's own estimate for activations of a prefill and graphs of decoding (arg_groups/memory_hook.py)."""
     if not serving.gpu:

@@ -19,7 +19,7 @@ from asyncmoe.models.lora.adapter import kind_of
 CPU_GB = 2.0
 """What each process of a run without GPUs is given."""
 _PREFILL = "--chunked-prefill-size"
-_LINE = re.compile(r"^# (memory: trainer \S+ GB, engine \S+ GB of (\S+)( on CPU)?)$", re.MULTILINE)
+_LINE = re.compile(r"^# memory: trainer \S+ GB, engine \S+ GB of (\d+(?:\.\d+)?)( on CPU)?$", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -40,9 +40,14 @@ class Budget:
 
     @property
     def line(self) -> str:
-        """As it stands in a YAML, after "# "."""
+        """What a YAML says of itself."""
         where = " on CPU" if self.cpu else ""
-        return f"memory: trainer {_gb(self.trainer)} GB, engine {_gb(self.engine)} GB of {self.gpu_gb:g}{where}"
+        return f"# memory: trainer {_gb(self.trainer.total)} GB, engine {_gb(self.engine.total)} GB of {self.gpu_gb:g}{where}"
+
+    @property
+    def sums(self) -> tuple[str, str]:
+        """How that comes about, as a YAML says it."""
+        return _sum("the trainer", self.trainer), _sum("an engine", self.engine)
 
     @property
     def fits(self) -> bool:
@@ -114,8 +119,8 @@ def serving(config: Config, hf: Mapping[str, Any], cpu: bool = False) -> Serving
     )
 
 
-def stated(text: str, source: str) -> tuple[str, float, bool]:
-    """The line of a YAML, without "# ", the memory of a GPU that it names, and whether it is for CPUs.
+def stated(text: str, source: str) -> tuple[float, bool]:
+    """Of the line of a YAML: the memory of a GPU, and whether it is for CPUs.
 
     Raises:
         ConfigError: there is none, or more than one.
@@ -124,15 +129,11 @@ def stated(text: str, source: str) -> tuple[str, float, bool]:
     if len(found) != 1:
         raise ConfigError(
             f"{source}: memory",
-            got=f"{len(found)} lines",
-            expected="one line `# memory: trainer X GB, engine Y GB of 80`, or `... of 2 on CPU`, for what a GPU or process has",
-            cure=f"asyncmoe plan --config {source} says X and Y",
+            got=f"{len(found)} lines `# memory: ...`",
+            expected="one like `# memory: trainer 72.8 GB, engine 70 GB of 80`, or `... of 2 on CPU`",
+            cure=f"asyncmoe plan --config {source} prints it",
         )
-    line, gpu_gb, cpu = found[0]
-    try:
-        return line, float(gpu_gb), bool(cpu)
-    except ValueError:
-        raise ConfigError(f"{source}: memory", got=repr(gpu_gb), expected="a number of GB") from None
+    return float(found[0][0]), bool(found[0][1])
 
 
 def _conversation(config: Config, hf: Mapping[str, Any]) -> int:
@@ -154,6 +155,11 @@ def _number(arguments: Sequence[str], name: str, default: int) -> int:
     return given
 
 
-def _gb(memory: Memory) -> str:
-    """Three digits, as a number."""
-    return f"{float(f'{memory.total / 1e9:.3g}'):g}"
+def _sum(side: str, memory: Memory) -> str:
+    parts = " + ".join(f"{name} {_gb(nbytes)}" for name, nbytes in memory.parts.items())
+    return f"# memory of {side}: {parts}"
+
+
+def _gb(nbytes: int) -> str:
+    """Three digits."""
+    return f"{nbytes / 1e9:.3g}"

@@ -160,6 +160,13 @@ def expert_data_parallel(parallel: MegatronParallel) -> int:
     return parallel.dp if parallel.ep == 1 else parallel.tp * parallel.dp // (parallel.ep * parallel.etp)
 
 
+def whole(hf: Hf) -> Held:
+    """The parameters of the model, each once; bytes are not counted."""
+    sizes = {name: prod(shape) for name, shape in family_of(hf).tensors(hf).items()}
+    experts = sum(size for name, size in sizes.items() if _EXPERTS in name)
+    return Held(sum(sizes.values()) - experts, experts)
+
+
 def weights_of(hf: Hf, parallel: MegatronParallel, rank: int, dtype: str) -> Held:
     """A trainer rank's weights. Megatron reduces those of experts apart only where they are divided over ranks."""
     layout = family_of(hf).megatron_layout(hf, parallel, rank, dtype)

@@ -131,7 +131,7 @@ def _of_run(asked: Asked, path: Path, console: Console) -> dict[str, Any]:
     columns = {"trainer": found.trainer, "engine": found.engine}
     planned.show(forecast, console)
     planned.show_memory(columns, found.gpu_gb, console)
-    console.print(f"# {found.line}", highlight=False)
+    console.print("\n".join((*found.sums, found.line)), highlight=False, soft_wrap=True)
     return {**asdict(forecast), "memory": _values(columns)}
 
 

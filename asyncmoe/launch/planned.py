@@ -81,7 +81,7 @@ def _size(nbytes: float) -> str:
 def show_memory(columns: Mapping[str, Memory], gpu_gb: float, console: Console) -> None:
     """Print what GPUs hold, in GB, a column each."""
     grid = Grid(show_edge=False)
-    grid.add_column("GB on a GPU")
+    grid.add_column("GB each")
     for name in columns:
         grid.add_column(name, justify="right")
     for part in dict.fromkeys(part for memory in columns.values() for part in memory.parts):
@@ -103,7 +103,7 @@ def show_splits(found: Sequence[tuple[Split, Forecast]], cluster: Cluster, conso
     console.print(grid)
     split = found[0][0]
     show_memory({"trainer of split 1": split.trainer.memory, "engine of split 1": split.engine.memory}, cluster.gpu_gb, console)
-    console.print("Keys of split 1:\n" + "\n".join(yaml_keys(split)), highlight=False, markup=False)
+    console.print("Keys of split 1:\n" + "\n".join(yaml_keys(split)), highlight=False, markup=False, soft_wrap=True)
     console.print(
         "Split 1 gives the trainer as few nodes as its memory asks for; that says nothing about speed: `asyncmoe simulate --sweep` does."
     )
@@ -111,7 +111,7 @@ def show_splits(found: Sequence[tuple[Split, Forecast]], cluster: Cluster, conso
 
 def _split_lines(found: Sequence[tuple[Split, Forecast]], cluster: Cluster) -> list[tuple[str, list[str]]]:
     splits, forecasts = [split for split, _ in found], [forecast for _, forecast in found]
-    ways = [min(forecast.ways.values(), key=lambda way: way.nic_seconds) for forecast in forecasts]
+    ways = [forecast.ways["direct"] for forecast in forecasts]  # a run's own; nothing relays yet
     return [
         ("nodes of the trainer", [str(split.trainer_nodes) for split in splits]),
         ("nodes of engines", [str(split.engine_nodes) for split in splits]),
@@ -144,6 +144,7 @@ def yaml_keys(split: Split) -> list[str]:
         f"trainer: {{{', '.join(trainer)}, optimizer: {{distributed: true}}}}",
         f"engines: {{{', '.join(engines)}}}",
         *([] if engine.serving.staging else ["sync: {staging: false}"]),
+        *([] if engine.serving.adapter is None else ["train: lora"]),
     ]
 
 

@@ -22,11 +22,12 @@ from typing import Any
 from asyncmoe.errors import ConfigError
 from asyncmoe.launch import memory
 from asyncmoe.launch.activations import Microbatch
-from asyncmoe.launch.memory import Memory, Serving, Training
+from asyncmoe.launch.memory import Held, Memory, Serving, Training
 from asyncmoe.models import EngineParallel, MegatronParallel, family_of
 from asyncmoe.models.lora import halves
 from asyncmoe.models.lora.adapter import Kind
 from asyncmoe.models.shape import Shape
+from asyncmoe.reshard.layout import ITEM_BYTES
 
 LEAST = 8
 """Conversations an engine's KV cache has room for, at least."""
@@ -140,26 +141,34 @@ def suggest(hf: Mapping[str, Any], cluster: Cluster) -> tuple[Split, ...]:
 
 def _fewest_nodes(hf: Mapping[str, Any], cluster: Cluster, most: int) -> int | None:
     """Nodes that the trainer needs."""
-    whole = memory.weights_of(hf, MegatronParallel(), 0, cluster.dtype)
-    training = Training(Microbatch(cluster.context, True, cluster.dtype))
-    least = whole.nbytes  # over all ranks, were nothing there twice
-    if cluster.adapter is None:
-        least += whole.all * memory.GRADIENT + memory.optimizer_bytes(whole, MegatronParallel(), training)
+    least = _least(memory.whole(hf), MegatronParallel(), cluster)
     node = memory.usable(cluster.gpu_gb) * cluster.gpus
     return next((n for n in range(max(1, -(-least // node)), most + 1) if best_trainer(hf, cluster, n) is not None), None)
 
 
 def best_trainer(hf: Mapping[str, Any], cluster: Cluster, nodes: int) -> Trainer | None:
     """The sizes that come first by the rule and fit, if any do."""
-    m = family_of(hf).shape_of(hf)
-    choices = product(_sizes(m, cluster, nodes), (False, True))
+    m, whole, room = family_of(hf).shape_of(hf), memory.whole(hf), memory.usable(cluster.gpu_gb)
+    choices = product((p for p in _sizes(m, cluster, nodes) if _least(whole, p, cluster) <= room), (False, True))
     for parallel, recompute in sorted(choices, key=lambda choice: _preference(choice[0], choice[1], cluster)):
-        microbatch = Microbatch(cluster.context, recompute, cluster.dtype, cluster.adapter)
-        stages = memory.trainer(hf, parallel, Training(microbatch, bucket_bytes=cluster.bucket_bytes))
+        stages = memory.trainer(hf, parallel, _training(cluster, recompute))
         most = max(stages, key=lambda stage: stage.total)
         if most.fits(cluster.gpu_gb):
             return Trainer(parallel, cluster.context, recompute, most)
     return None
+
+
+def _training(cluster: Cluster, recompute: bool) -> Training:
+    return Training(Microbatch(cluster.context, recompute, cluster.dtype, cluster.adapter), bucket_bytes=cluster.bucket_bytes)
+
+
+def _least(whole: Held, parallel: MegatronParallel, cluster: Cluster) -> int:
+    """Bytes that some rank holds at least: the mean of all, were nothing copied to several tensor-parallel ranks."""
+    stage = Held(whole.dense // (parallel.tp * parallel.pp), whole.experts // (parallel.pp * parallel.ep * parallel.etp))
+    weights = stage.all * ITEM_BYTES[cluster.dtype]
+    if cluster.adapter is not None:
+        return weights
+    return weights + stage.all * memory.GRADIENT + memory.optimizer_bytes(stage, parallel, _training(cluster, recompute=True))
 
 
 def _preference(parallel: MegatronParallel, recompute: bool, cluster: Cluster) -> tuple[int, ...]:

@@ -120,21 +120,28 @@ def doctor(
 
 @app.command()
 def plan(
-    model: Annotated[Path, typer.Option(help="config.json of a Hugging Face model, or its directory. No weights are needed.")],
+    model: Annotated[
+        Path | None, typer.Option(help="config.json of a Hugging Face model, or its directory. No weights are needed.")
+    ] = None,
     trainer: Annotated[
-        str,
+        str | None,
         typer.Option(
             help="Megatron's parallel sizes: tp=4,pp=2,ep=32,dp=32; also etp=, vpp= (model chunks a stage), first= and last= (layers of "
             "the outer stages), and te for its names."
         ),
-    ],
+    ] = None,
     engines: Annotated[
-        str,
+        str | None,
         typer.Option(
             help="SGLang engines: 16xtp8ep8 is 16 of tensor parallel 8, experts over 8; 2xtp8ep8dp4pp2 also has data-parallel attention of "
             "4 and 2 pipeline stages."
         ),
-    ],
+    ] = None,
+    nodes: Annotated[int | None, typer.Option(help="Instead of --trainer and --engines: suggest a split of so many nodes.")] = None,
+    gpus_per_node: Annotated[int, typer.Option(help="With --nodes.")] = 8,
+    gpu_gb: Annotated[float | None, typer.Option(help="Memory of a GPU; default: 80.")] = None,
+    context: Annotated[int, typer.Option(help="Tokens of the longest conversation, and of a micro-batch.")] = 8192,
+    config: Annotated[Path | None, typer.Option(metavar="FILE", help="Instead: sizes and model of a run's YAML.")] = None,
     nvlink: Annotated[float, typer.Option(help="GB/s a rank sends over NVLink while it receives as much.")] = 450.0,
     nic: Annotated[float, typer.Option(help="GB/s a rank sends over its NIC while it receives as much.")] = 50.0,
     bucket_bytes: Annotated[int, typer.Option(help="Size of a bucket.")] = 1 << 28,
@@ -145,16 +152,26 @@ def plan(
     ] = None,
     json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Also write the figures there.")] = None,
 ) -> None:
-    """What moving a model's weights from a trainer to its engines takes: bytes per rank, balance, buckets, time."""
+    """Memory of every GPU, and what moving a model's weights from a trainer to its engines takes; with --nodes, how to split a cluster.
+
+    asyncmoe plan --model config.json --nodes 16
+
+    asyncmoe plan --model config.json --trainer tp=4,pp=2,ep=32,dp=32 --engines 16xtp8ep8
+
+    asyncmoe plan --config examples/demo.yaml
+    """
     from rich.console import Console
 
-    from asyncmoe.launch import planning
+    from asyncmoe.launch import plan_command, planned
+    from asyncmoe.launch.planning import Speeds
 
-    speeds = planning.Speeds(nvlink, nic)
-    found = planning.forecast(model, trainer, engines, dtype=dtype, bucket_bytes=bucket_bytes, speeds=speeds, lora=lora)
+    speeds = Speeds(nvlink, nic)
+    asked = plan_command.Asked(
+        model, trainer, engines, nodes, config, gpus_per_node, gpu_gb, context, dtype, bucket_bytes, speeds=speeds, lora=lora
+    )
+    found = plan_command.run(asked, Console())
     if json_file is not None:
-        planning.write(found, json_file)
-    planning.show(found, Console())
+        planned.write(found, json_file)
 
 
 @app.command("simulate")

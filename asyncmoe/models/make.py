@@ -41,12 +41,12 @@ def make_model(out: Path, shape: MadeModel, seed: int) -> None:
     """
     if out.exists():
         raise DataError(str(out), got="something is there already", expected="a path where nothing is")
-    settings = _settings(shape)
-    FAMILY.check(settings, MegatronParallel(), EngineParallel())
+    written = settings(shape)
+    FAMILY.check(written, MegatronParallel(), EngineParallel())
     out.parent.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
     try:
-        _write_model(scratch, settings, seed)
+        _write_model(scratch, written, seed)
         _write_tokenizer(scratch, shape.context)
         scratch.chmod(0o755)
         os.rename(scratch, out)  # fails if another process was first
@@ -55,7 +55,7 @@ def make_model(out: Path, shape: MadeModel, seed: int) -> None:
         raise
 
 
-def _settings(shape: MadeModel) -> dict[str, Any]:
+def settings(shape: MadeModel) -> dict[str, Any]:
     """The Hugging Face configuration."""
     return {
         "model_type": FAMILY.name,
@@ -82,11 +82,11 @@ def _settings(shape: MadeModel) -> dict[str, Any]:
     }
 
 
-def _write_model(folder: Path, settings: dict[str, Any], seed: int) -> None:
+def _write_model(folder: Path, values: dict[str, Any], seed: int) -> None:
     import torch
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-    arguments = {key: value for key, value in settings.items() if key != "model_type"}
+    arguments = {key: value for key, value in values.items() if key != "model_type"}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**arguments, dtype="float32")).float()

@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import BaseModel, Field, ValidationError, model_validator
 
+from asyncmoe.config.cluster import ClusterSection
 from asyncmoe.config.environment import EnvironmentSection
 from asyncmoe.config.evaluation import EvaluationSection
 from asyncmoe.config.fields import NonNegative, Positive, Section, Switch
@@ -72,6 +73,7 @@ class Config(Section):
     verify: VerifySection = VerifySection()
     evaluation: EvaluationSection = EvaluationSection()
     telemetry: TelemetrySection = TelemetrySection()
+    cluster: ClusterSection = ClusterSection()
 
     @model_validator(mode="before")
     @classmethod

@@ -136,7 +136,12 @@ class KeepSection(Section):
 class EngineSection(Section):
     """The SGLang servers."""
 
-    count: Positive = 1
+    count: Positive = Field(1, description="How many there are; where they join, how many the run waits for before it begins.")
+    join: bool = Field(
+        False,
+        description="Engines are started by `asyncmoe engine`, on any machine and at any time, and join the run. Otherwise the controller "
+        "starts them on its own.",
+    )
     tp: Positive = 1
     ep: Positive = 1
     dtype: Literal["float32", "bfloat16", "auto"] = "auto"

@@ -51,7 +51,7 @@ def run(path: Path, overrides: Sequence[str] = ()) -> dict[str, object]:
         AsyncmoeError: a process failed; the message is the one it gave.
     """
     config = configuration.load(path, overrides)
-    with _claim(config.run.dir):
+    with claim(config.run.dir):
         return _supervise(config, prepare(config))
 
 
@@ -86,7 +86,7 @@ def prepare(config: Config) -> Path:
     return resolved
 
 
-def _claim(directory: Path) -> IO[str]:
+def claim(directory: Path) -> IO[str]:
     directory.mkdir(parents=True, exist_ok=True)
     lock = (directory / ".lock").open("w")
     try:

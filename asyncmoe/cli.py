@@ -45,10 +45,28 @@ def run(config: ConfigPath, overrides: Overrides = None) -> None:
 def rollout(config: ConfigPath, overrides: Overrides = None) -> None:
     """The controller alone: engines, episodes, scoring and the queue; waits for a trainer."""
     from asyncmoe import config as configuration
+    from asyncmoe.launch import local
     from asyncmoe.rollout import controller
 
     loaded = configuration.load(config, overrides or ())
+    if config.resolve() != local.resolved(loaded).resolve():  # or whoever starts us has prepared it
+        local.prepare(loaded)
     controller.run(loaded, loaded.run.dir)
+
+
+@app.command()
+def engine(
+    config: ConfigPath,
+    overrides: Overrides = None,
+    name: Annotated[str | None, typer.Option(help="What the run calls it; default: from the host, the SLURM job and --index.")] = None,
+    index: Annotated[int, typer.Option(help="Number of this engine among those of this machine: which GPUs it takes.")] = 0,
+) -> None:
+    """One engine that joins a run with engines.join=true, before or while it goes on; it leaves on Ctrl-C or SIGTERM."""
+    from asyncmoe import config as configuration
+    from asyncmoe.rollout import joining
+
+    loaded = configuration.load(config, overrides or ())
+    joining.run(loaded, loaded.run.dir, name or joining.default_name(index), index)
 
 
 @app.command("make-model")

@@ -7,6 +7,7 @@ key, what was got, and what was expected. Combinations that need the model's sha
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -74,6 +75,9 @@ class Config(Section):
     evaluation: EvaluationSection = EvaluationSection()
     telemetry: TelemetrySection = TelemetrySection()
     cluster: ClusterSection = ClusterSection()
+    launch: Literal["local", "ray"] = Field(
+        "local", description="What `asyncmoe run` uses. local: this machine; ray: placement groups of a Ray cluster."
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -167,8 +171,8 @@ class Config(Section):
 
     @property
     def digest(self) -> str:
-        """SHA-256 of every value in hex; two processes with the same one run the same configuration."""
-        return hashlib.sha256(self.model_dump_json().encode()).hexdigest()
+        """SHA-256 in hex of every value but paths, which may differ between machines; with the same one two processes do the same."""
+        return hashlib.sha256(json.dumps(_without_paths(self.model_dump()), sort_keys=True).encode()).hexdigest()
 
     @property
     def trainer_data_parallel(self) -> int:
@@ -180,6 +184,12 @@ _IMPLIED: Mapping[str, Mapping[tuple[str, ...], Any]] = {
     "one_step_off": {("queue", "staleness", "eta"): 1, ("rollout", "interruption"): "drain"},
 }
 """By `run.mode`, the keys it decides."""
+
+
+def _without_paths(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Nested values without those that are paths."""
+    kept = {key: _without_paths(value) if isinstance(value, dict) else value for key, value in values.items()}
+    return {key: value for key, value in kept.items() if not isinstance(value, Path)}
 
 
 def _imply(section: Any, path: Sequence[str], implied: Any, key: str, mode: str) -> Any:

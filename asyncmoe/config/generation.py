@@ -148,9 +148,13 @@ class EngineSection(Section):
     python: Path | None = Field(
         None, description="Python that has SGLang; default: `.venv-engine` beside this environment, else this Python."
     )
-    host: str = "127.0.0.1"
-    port: Port = Field(0, description="First port; engine i takes port + i. 0: any free ports.")
-    max_running: Positive = 16
+    host: str = Field("127.0.0.1", description="Address of those that the controller starts; one that joins has that of cluster.network.")
+    port: Port = Field(0, description="First port; engine i of a machine takes port + i. 0: any free ports.")
+    first_gpu: NonNegative = Field(
+        0,
+        description="The first GPU that engines take on a machine: engine i has tp of them from first_gpu + i * tp on.",
+    )
+    max_running: Positive = Field(16, description="Requests an engine runs at once.")
     max_total_tokens: Positive | None = None
     start_timeout_s: PositiveFloat = 180.0
     args: tuple[str, ...] = Field((), description="Further arguments for sglang.launch_server.")

@@ -79,11 +79,17 @@ def prepare(config: Config) -> Path:
         ):
             (config.run.dir / stale).unlink(missing_ok=True)
         shutil.rmtree(config.run.dir / "tensorboard", ignore_errors=True)
-    resolved = config.run.dir / "config.yaml"
-    temporary = resolved.with_suffix(".tmp")
+    config.run.dir.mkdir(parents=True, exist_ok=True)
+    file = resolved(config)
+    temporary = file.with_suffix(".tmp")
     temporary.write_text(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
-    temporary.replace(resolved)
-    return resolved
+    temporary.replace(file)
+    return file
+
+
+def resolved(config: Config) -> Path:
+    """The configuration file that all processes of a run read: defaults and overrides are in it."""
+    return config.run.dir / "config.yaml"
 
 
 def claim(directory: Path) -> IO[str]:

@@ -145,9 +145,41 @@ class WeightsAbort(Message, frozen=True):
 
 
 class EnginesAsk(Message, frozen=True):
-    """Ask which engines there are; waits until all have started or `wait_s` is over."""
+    """Ask which engines there are now; waits until the run's have started or `wait_s` is over. From the reply on they are the roster."""
 
     wait_s: float
+
+
+# ---------------------------------------------------------------- requests: engines of other machines
+
+
+class EngineJoin(Message, frozen=True):
+    """An engine that takes requests wants to be one of the run's. It gets its first ones with the next version."""
+
+    name: str
+    url: str
+    """"http://10.1.0.3:30000"."""
+    key: str
+    """What its server wants to be shown."""
+    host: str
+    """`asyncmoe.wire.address.host_id` of its machine."""
+    tp: int
+    ep: int
+    config_digest: str
+
+
+class EngineAlive(Message, frozen=True):
+    """It is still there. Answered when there is something to do, or after `wait_s`."""
+
+    name: str
+    wait_s: float
+
+
+class EngineLeave(Message, frozen=True):
+    """It wants to go; answered when it has nothing to do any more. With `why` it is gone already."""
+
+    name: str
+    why: str = ""
 
 
 # ---------------------------------------------------------------- replies
@@ -211,6 +243,8 @@ class EngineInfo(Message, frozen=True):
     ep: int
     rank_offset: int
     version: int
+    host: str = ""
+    """`asyncmoe.wire.address.host_id` of its machine."""
 
 
 class Engines(Message, frozen=True):
@@ -218,6 +252,15 @@ class Engines(Message, frozen=True):
 
     engines: tuple[EngineInfo, ...]
     world: int
+    roster: int
+    """Another number whenever the engines are others than before."""
+
+
+class EngineOrder(Message, frozen=True):
+    """Reply to `EngineAlive`: go on, or end because the run is over (`finished`) or for a reason of `why`."""
+
+    finished: bool = False
+    why: str = ""
 
 
 class Committed(Message, frozen=True):
@@ -254,5 +297,8 @@ Request = (
     | WeightsAdapter
     | WeightsAbort
     | EnginesAsk
+    | EngineJoin
+    | EngineAlive
+    | EngineLeave
 )
-Reply = Welcome | Leased | Fetched | Engines | Committed | Done | Refused
+Reply = Welcome | Leased | Fetched | Engines | EngineOrder | Committed | Done | Refused

@@ -26,16 +26,24 @@ SMALL = (
 
 
 class Command:
-    """One `asyncmoe` command; every process it starts inherits a mark to be found by."""
+    """One `asyncmoe` command; every process it starts inherits a mark to be found by.
 
-    def __init__(self, *arguments: str, cwd: Path | None = None) -> None:
+    Args:
+        module: another one than asyncmoe.
+        log: file that its output goes to, so that it can be read meanwhile.
+    """
+
+    def __init__(
+        self, *arguments: str, cwd: Path | None = None, module: str = "asyncmoe", log: Path | None = None, **environment: str
+    ) -> None:
         self.mark = uuid.uuid4().hex
+        output = log.open("w") if log else subprocess.PIPE
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "asyncmoe", *arguments],
+            [sys.executable, "-m", module, *arguments],
             cwd=cwd or REPOSITORY,
-            env={**os.environ, _MARK: self.mark},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
+            env={**os.environ, **environment, _MARK: self.mark},
+            stdout=output,
+            stderr=output,
             text=True,
         )
 

@@ -25,9 +25,7 @@ class Client:
 
 
 def engine(number: int) -> Any:
-    return SimpleNamespace(
-        name=f"engine.{number}", tp=1, ep=1, rank_offset=1 + number, died="the process ended", kill=lambda: None, client=Client()
-    )
+    return SimpleNamespace(name=f"engine.{number}", tp=1, ep=1, host="", died="the process ended", kill=lambda: None, client=Client())
 
 
 def publish(engines: int, dead: int) -> tuple[Pool, list[int], Committed]:

@@ -64,7 +64,7 @@ def plan(where: Allocation, config: Config, resolved: Path, each: int, program: 
     planned = []
     for node in where.nodes:
         for index in range(each):
-            name = f"engine.{where.job}.{node}.{index}"
+            name = f"engine.job{where.job}.{node}.{index}"
             planned.append(steps.srun(where, name, [node], config.run.dir / "logs", program, steps.engine(resolved, name, index)))
     return planned
 

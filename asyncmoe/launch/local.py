@@ -51,7 +51,7 @@ def run(path: Path, overrides: Sequence[str] = ()) -> dict[str, object]:
         AsyncmoeError: a process failed; the message is the one it gave.
     """
     config = configuration.load(path, overrides)
-    with _claim(config.run.dir):
+    with claim(config.run.dir):
         return _supervise(config, prepare(config))
 
 
@@ -92,7 +92,7 @@ def resolved(config: Config) -> Path:
     return config.run.dir / "config.yaml"
 
 
-def _claim(directory: Path) -> IO[str]:
+def claim(directory: Path) -> IO[str]:
     directory.mkdir(parents=True, exist_ok=True)
     lock = (directory / ".lock").open("w")
     try:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 REPOSITORY = Path(__file__).parents[2]
-_MARK = "ASYNCMOE_TEST_MARK"
+MARK = "ASYNCMOE_TESTMARK"
 # The smallest run that has every part: a warm-up, one engine, two expert-parallel ranks.
 SMALL = (
     "warmup.steps=4",
@@ -41,7 +41,7 @@ class Command:
         self.process = subprocess.Popen(
             [sys.executable, "-m", module, *arguments],
             cwd=cwd or REPOSITORY,
-            env={**os.environ, **environment, _MARK: self.mark},
+            env={**os.environ, **environment, MARK: self.mark},
             stdout=output,
             stderr=output,
             text=True,
@@ -59,20 +59,25 @@ class Command:
 
     def alive(self) -> list[str]:
         """Command lines of marked processes that still run."""
-        found = []
-        for entry in Path("/proc").iterdir():
-            if not entry.name.isdigit() or int(entry.name) == os.getpid():
-                continue
-            try:
-                if self.mark.encode() in (entry / "environ").read_bytes():
-                    found.append((entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace"))
-            except OSError:
-                continue
-        return [line for line in found if line]
+        return marked(self.mark)
 
     def gone(self, within_s: float = 20.0) -> bool:
         """True when every process it started has ended within that time."""
         return wait_for(lambda: not self.alive(), within_s)
+
+
+def marked(mark: str) -> list[str]:
+    """Command lines of running processes that inherited a mark in the variable `MARK`."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit() or int(entry.name) == os.getpid():
+            continue
+        try:
+            if mark.encode() in (entry / "environ").read_bytes():
+                found.append((entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace"))
+        except OSError:
+            continue
+    return [line for line in found if line]
 
 
 def wait_for(condition: Callable[[], bool], seconds: float) -> bool:

@@ -1,0 +1,198 @@
+"""One run in one allocation: all parts started as steps, watched, and ended whatever happens."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+
+from asyncmoe import checkpoints
+from asyncmoe import config as configuration
+from asyncmoe.config import Config
+from asyncmoe.errors import AsyncmoeError, UserError
+from asyncmoe.launch import local
+from asyncmoe.launch.slurm import allocation, control, parts, placement, steps, verdict
+from asyncmoe.launch.slurm.allocation import Allocation
+from asyncmoe.launch.slurm.parts import Part
+from asyncmoe.launch.slurm.signals import Stop
+from asyncmoe.telemetry.live import LiveView
+from asyncmoe.telemetry.report import report
+from asyncmoe.telemetry.summary import write_summary
+
+_POLL_S = 0.25
+_END_GRACE_S = 60.0
+"""Between the end of the first part of a finished run and that of the last."""
+_ASK_AGAIN_S = 2.0
+_KEPT_S = 45.0
+"""Of the time before the limit, kept to end what did not stop by itself and to requeue."""
+_UNLIMITED_S = 3600.0
+"""For a last step and its checkpoint in a job without a time limit."""
+_INTERRUPTED = 130
+"""Status of a command that SIGINT reached before it had set itself up to be asked."""
+_LOST = "slurm-lost.json"
+
+
+class Lost(msgspec.Struct, frozen=True):
+    """Kept in the run directory from one start of a job to the next: how often it went back into the queue after a loss."""
+
+    job: str
+    count: int
+
+
+def run(path: Path, overrides: Sequence[str], stop: Stop) -> None:
+    """Run a configuration in this allocation, or go on with it where its newest checkpoint is.
+
+    Returns when the run is finished, or when the job goes back into the queue.
+
+    Raises:
+        UserError: the configuration, the model, the allocation or the run directory cannot be used.
+        AsyncmoeError: a part failed, the first cause; or the run was stopped.
+    """
+    where = allocation.read(os.environ, control.hostnames)
+    config = configuration.load(path, overrides)
+    config = configuration.load(path, [*overrides, *placement.implied(len(where.nodes), config.cluster.network)])
+    placed = placement.place(where, config)
+    with local.claim(config.run.dir):
+        resolved = local.prepare(config)
+        port = placement.master_port(where.job, where.restarts)
+        master = (control.address(placed.trainers[0]), port)
+        program = steps.container(os.environ, sys.executable)
+        planned = steps.all_steps(where, placed, config, resolved, master, program)
+        _say(_describe(where, placed, config))
+        _finish(where, config, _supervise(where, config, planned, stop), stop)
+
+
+def _describe(where: Allocation, placed: placement.Placement, config: Config) -> str:
+    newest = checkpoints.newest(config.run.dir)
+    start = "begins" if newest is None else f"goes on from {newest.name}"
+    engines = ", ".join(f"{node} ({len(numbers)})" for node, numbers in placed.engines)
+    unused = f"; not used: {', '.join(placed.unused)}" if placed.unused else ""
+    return (
+        f"job {where.name} {start}: controller on {placed.controller}; engines on {engines}; {placed.ranks} trainer rank(s) on each of "
+        f"{', '.join(placed.trainers)}{unused}; logs in {config.run.dir / 'logs'}"
+    )
+
+
+def _supervise(where: Allocation, config: Config, planned: Sequence[steps.Step], stop: Stop) -> verdict.Ended | None:
+    """Start and watch all steps; the first cause of a failure, or None when all ended well or as asked."""
+    started: list[Part] = []
+    try:
+        with LiveView(config) as view:
+            parts.start(planned, started)
+            return _watch(where, {part.step.name: part for part in started}, view, stop)
+    finally:
+        parts.end_all(started)
+
+
+def _watch(where: Allocation, started: Mapping[str, Part], view: LiveView, stop: Stop) -> verdict.Ended | None:
+    controller, trainer, everyone = started[steps.CONTROLLER], started[steps.TRAINER], list(started.values())
+    saving: _Saving | None = None
+    end_by = float("inf")
+    while any(part.status is None for part in everyone):
+        view.refresh()
+        now = time.monotonic()
+        if stop.now:
+            raise AsyncmoeError(f"job {where.name} was told to end; what was not in a checkpoint is lost")
+        if any(_bad(part, stop) for part in everyone):
+            return parts.first_cause(everyone)
+        if stop.save and saving is None:
+            saving = _Saving(controller, now + _time_to_save(where))
+            view.say(f"stopping: {saving.by - now:.0f} s for a checkpoint")
+        if saving is not None and saving.over(now):
+            return None
+        if controller.status is not None or trainer.status is not None:
+            end_by = min(end_by, now + _END_GRACE_S)
+        if now > end_by:
+            if saving is not None:
+                return None
+            late = ", ".join(f"{part.step.name} on {','.join(part.step.nodes)}" for part in everyone if part.status is None)
+            raise AsyncmoeError(f"{late}: did not end within {_END_GRACE_S:.0f} s of the others; logs: {controller.step.output.parent}")
+        time.sleep(_POLL_S)
+    view.refresh()
+    return parts.first_cause(everyone) if any(_bad(part, stop) for part in everyone) else None
+
+
+class _Saving:
+    """A stop that was asked for.
+
+    Attributes:
+        by: when whatever still runs is ended, in time.monotonic's seconds.
+    """
+
+    def __init__(self, controller: Part, by: float) -> None:
+        self.by = by
+        self._controller, self._told, self._next = controller, False, 0.0
+
+    def over(self, now: float) -> bool:
+        """Tell the controller, once; true when the time is over."""
+        # A second time would tell it to end at once. SLURM may not have started it yet.
+        if not self._told and now > self._next and self._controller.status is None:
+            self._told, self._next = parts.ask_to_stop([self._controller]), now + _ASK_AGAIN_S
+        return now > self.by
+
+
+def _bad(part: Part, stop: Stop) -> bool:
+    """It failed. A controller that was told to stop before it had set itself up for that did not."""
+    return part.failed and not (stop.save and part.step.name == steps.CONTROLLER and part.status == _INTERRUPTED)
+
+
+def _time_to_save(where: Allocation) -> float:
+    left = control.seconds_left(where.groups[0].job)
+    return _UNLIMITED_S if left is None else max(left - _KEPT_S, _POLL_S)
+
+
+def _finish(where: Allocation, config: Config, cause: verdict.Ended | None, stop: Stop) -> None:
+    """Report a finished run; put an unfinished one back into the queue where that can help."""
+    newest = checkpoints.newest(config.run.dir)
+    if cause is not None:
+        _lost(where, config, cause)
+    elif stop.save and not _is_finished(config, newest):
+        at = "no checkpoint" if newest is None else newest.name
+        if not stop.requeue:
+            raise AsyncmoeError(f"stopped at {at}; the same command goes on from there")
+        _say(f"job {where.name} goes back into the queue with {at}: its time is nearly over")
+        control.requeue(where.name)
+    else:
+        write_summary(config.run.dir)
+        report(config.run.dir)
+        _say(f"finished; the report is {config.run.dir / 'report.html'}")
+
+
+def _is_finished(config: Config, newest: Path | None) -> bool:
+    return newest is not None and bool(checkpoints.facts(newest)["step"] >= config.warmup.steps + config.run.steps)
+
+
+def _lost(where: Allocation, config: Config, cause: verdict.Ended) -> None:
+    """Put the job back into the queue, or end it with what was the matter.
+
+    Raises:
+        AsyncmoeError: it ends. `exit_code` is 2 for a mistake of the user.
+    """
+    path, limit = config.run.dir / _LOST, config.cluster.requeues
+    count = lost_before(path, where.name)
+    if verdict.decide(cause, count, limit) == "requeue":
+        path.write_bytes(msgspec.json.encode(Lost(where.name, count + 1)))
+        _say(f"{cause}; job {where.name} goes back into the queue, {count + 1} of at most {limit} times (cluster.requeues)")
+        control.requeue(where.name)
+        return
+    often = "" if cause.mistake or not limit else f"; the job was lost {count + 1} times, cluster.requeues allows {limit}"
+    error = AsyncmoeError(f"{cause}{often}")
+    error.exit_code = UserError.exit_code if cause.mistake else AsyncmoeError.exit_code
+    raise error
+
+
+def lost_before(path: Path, job: str) -> int:
+    """How often this job lost a process so far; another job's count is not its own."""
+    try:
+        kept = msgspec.json.decode(path.read_bytes(), type=Lost)
+    except (FileNotFoundError, msgspec.DecodeError):
+        return 0
+    return kept.count if kept.job == job else 0
+
+
+def _say(text: str) -> None:
+    print(text, flush=True)

@@ -100,6 +100,25 @@ def export(
 
 
 @app.command()
+def doctor(
+    arguments: Annotated[
+        list[str] | None, typer.Argument(metavar="[CONFIG] [KEY=VALUE]...", help="YAML file of the run to prepare for, and keys to change.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON document on standard output, nothing else.")] = False,
+    compare: Annotated[
+        bool,
+        typer.Option(
+            "--compare", help="In place of CONFIG, files with what `srun --output=doctor-%N.json asyncmoe doctor --json` printed."
+        ),
+    ] = False,
+) -> None:
+    """What of this machine would stop a run or slow it down, each line with its cure; --compare: what differs between nodes."""
+    from asyncmoe.launch.doctor import command
+
+    raise typer.Exit(command.run(arguments or (), as_json=as_json, compare=compare))
+
+
+@app.command()
 def plan(
     model: Annotated[
         Path | None, typer.Option(help="config.json of a Hugging Face model, or its directory. No weights are needed.")
@@ -378,6 +397,7 @@ def _show(results: dict[str, Any], path: Path | None) -> None:
 def main() -> None:
     """Run the command; errors meant for the user are one line, everything else keeps its traceback."""
     logging.basicConfig(format="%(asctime)s %(name)s: %(message)s", level=logging.INFO)
+    sys.path.insert(0, "")  # as with `python -m`: a scorer or an environment of the user's is found where they are
     try:
         app()
     except AsyncmoeError as error:

@@ -17,12 +17,15 @@ from asyncmoe import checkpoints
 from asyncmoe.config import Config
 from asyncmoe.errors import DataError
 from asyncmoe.platform import megatron
+from asyncmoe.platform.megatron import writer
 from asyncmoe.trainer.model import Model
 
 megatron.prepare()
 
 from megatron.core import dist_checkpointing, parallel_state  # noqa: E402
 from megatron.core.optimizer import MegatronOptimizer  # noqa: E402
+
+writer.install()
 
 
 def save(config: Config, step: int, model: Model, optimizer: MegatronOptimizer) -> Path:

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from asyncmoe.errors import AsyncmoeError
-from asyncmoe.process import ERROR_PREFIX
+from asyncmoe.process import say
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -401,5 +401,5 @@ def main() -> None:
     try:
         app()
     except AsyncmoeError as error:
-        print(f"{ERROR_PREFIX}{error}", file=sys.stderr)
+        say(error)
         sys.exit(error.exit_code)

@@ -20,7 +20,7 @@ from typing import IO, Any
 
 import yaml
 
-from asyncmoe import checkpoints, models
+from asyncmoe import checkpoints, models, storage
 from asyncmoe import config as configuration
 from asyncmoe.config import Config
 from asyncmoe.errors import AsyncmoeError, ConfigError, UserError
@@ -79,11 +79,12 @@ def prepare(config: Config) -> Path:
         ):
             (config.run.dir / stale).unlink(missing_ok=True)
         shutil.rmtree(config.run.dir / "tensorboard", ignore_errors=True)
-    config.run.dir.mkdir(parents=True, exist_ok=True)
     file = resolved(config)
     temporary = file.with_suffix(".tmp")
-    temporary.write_text(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
-    temporary.replace(file)
+    with storage.writing("configuration of the run", file):
+        config.run.dir.mkdir(parents=True, exist_ok=True)
+        temporary.write_text(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
+        temporary.replace(file)
     return file
 
 
@@ -93,8 +94,9 @@ def resolved(config: Config) -> Path:
 
 
 def claim(directory: Path) -> IO[str]:
-    directory.mkdir(parents=True, exist_ok=True)
-    lock = (directory / ".lock").open("w")
+    with storage.writing("run directory", directory):
+        directory.mkdir(parents=True, exist_ok=True)
+        lock = (directory / ".lock").open("w")
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -121,8 +123,9 @@ def _supervise(config: Config, resolved: Path) -> dict[str, object]:
         stop.restore()
     if stop.count and not read_steps(config.run.dir / METRICS):
         raise AsyncmoeError("stopped before the first step; the same command begins anew")
-    summary = write_summary(config.run.dir)
-    report(config.run.dir)
+    with storage.writing("summary and report of the run", config.run.dir):
+        summary = write_summary(config.run.dir)
+        report(config.run.dir)
     if stop.count:
         raise AsyncmoeError(f"stopped at a checkpoint; the same command goes on from {checkpoints.newest(config.run.dir)}")
     return summary
@@ -178,8 +181,12 @@ def _failure(child: Child, *children: Child) -> AsyncmoeError:
     time.sleep(1.0)
     failed = [c for c in children if c.returncode not in (None, 0)]
     reasons = [c.why() for c in failed]
-    first = next((r for r in reasons if "waited" not in r and "ended with status" not in r), reasons[0] if reasons else child.why())
-    return AsyncmoeError(first)
+    first = next((r for r in reasons if "waited" not in r and "ended with status" not in r), None)
+    if first is None and (full := storage.probe(child.log.parent)) is not None:  # then no log has a reason
+        return storage.explain(full, f"log of {child.name}, which ended with status {child.returncode}", child.log) or AsyncmoeError(
+            str(full)
+        )
+    return AsyncmoeError(first or (reasons[0] if reasons else child.why()))
 
 
 class _StopOnSignal:

@@ -13,6 +13,7 @@ from typing import Any
 from asyncmoe import models
 from asyncmoe.config import Config
 from asyncmoe.errors import AsyncmoeError, ProtocolError
+from asyncmoe.process import named
 from asyncmoe.queue.bounded import BoundedQueue
 from asyncmoe.queue.service import QueueService
 from asyncmoe.rollout import adapters, environments, episode, scoring, tasks
@@ -42,6 +43,7 @@ _LAST_WORDS_S = 1.0
 """How long requests are still answered after a failure, so that the trainer hears what it was."""
 
 
+@named("controller")
 def run(config: Config, run_dir: Path) -> None:
     """Serve one run, from the start of the engines to the trainer's goodbye.
 

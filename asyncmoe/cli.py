@@ -32,12 +32,18 @@ Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...",
 
 @app.command()
 def run(config: ConfigPath, overrides: Overrides = None) -> None:
-    """Everything on this machine: engines, queue, trainer, live view, report. The same command resumes a stopped run."""
+    """Everything on this machine: engines, queue, trainer, live view, report. The same command resumes a stopped run.
+
+    With launch=ray everything on the nodes of a Ray cluster.
+    """
     from rich.console import Console
 
+    from asyncmoe import config as configuration
     from asyncmoe.launch import local
+    from asyncmoe.launch.ray import driver
 
-    summary = local.run(config, overrides or ())
+    loaded = configuration.load(config, overrides or ())
+    summary = driver.run(loaded) if loaded.launch == "ray" else local.run(loaded)
     Console().print_json(data=summary)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -19,6 +20,9 @@ from asyncmoe.errors import AsyncmoeError
 from asyncmoe.storage import writing
 
 ERROR_PREFIX = "error: "
+KILLED = "a rank was ended by"
+"""How the reason of a torchrun begins of which a signal ended a rank."""
+_KILLED = re.compile(r"Signal \d+ \((SIG[A-Z]+)\) received by PID")
 _PR_SET_PDEATHSIG = 1
 _YIELDING = 10
 """Niceness: about a tenth of the time that a thread of 0 gets beside it."""
@@ -110,14 +114,21 @@ class Child:
             if not self._signal_session(number) or self._session_gone(seconds):
                 return
 
+    @property
+    def reason(self) -> str | None:
+        """What it has given as the reason for its end: its first line `error: ...`, or that a signal ended one of torchrun's ranks."""
+        with self.log.open("rb") as log:
+            log.seek(self._log_start)
+            text = log.read().decode(errors="replace")
+        for line in text.splitlines():
+            if line.startswith(ERROR_PREFIX):
+                return line.removeprefix(ERROR_PREFIX)
+        killed = _KILLED.search(text)
+        return killed and f"{KILLED} {killed[1]}, as when memory runs out; its log is {self.log}"
+
     def why(self) -> str:
         """The reason it gave for ending, or else where to look."""
-        with self.log.open("rb") as lines:
-            lines.seek(self._log_start)
-            for line in lines.read().decode(errors="replace").splitlines():
-                if line.startswith(ERROR_PREFIX):
-                    return line.removeprefix(ERROR_PREFIX)
-        return f"{self.name} ended with status {self.returncode}; its log is {self.log}"
+        return self.reason or f"{self.name} ended with status {self.returncode}; its log is {self.log}"
 
     def _signal_session(self, number: Signals) -> bool:
         try:

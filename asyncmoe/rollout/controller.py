@@ -35,6 +35,7 @@ from asyncmoe.trajectory import Buffer, Trajectory
 from asyncmoe.wire import address, keys
 from asyncmoe.wire.environment import Given, given
 from asyncmoe.wire.messages import EngineOrder, Goodbye, Hello, Reply, Request
+from asyncmoe.wire.peers import check, facts
 from asyncmoe.wire.server import Server
 
 log = logging.getLogger(__name__)
@@ -168,6 +169,8 @@ class Controller:
             return await self._conductor.handle(request)
         if isinstance(request, MembershipRequest):
             return await self._membership.handle(request)
+        if isinstance(request, Hello) and request.facts is not None:
+            check(facts("controller"), request.facts, self._config.cluster.clock_s)
         if self._service is None:
             return await self._meet(request)
         reply = await self._service(request)

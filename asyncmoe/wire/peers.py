@@ -10,6 +10,8 @@ from collections.abc import Iterable
 
 import msgspec
 
+from asyncmoe.errors import UserError
+
 ALIKE = ("asyncmoe", "torch", "megatron-core", "transformer-engine", "sglang", "transformers", "msgspec")
 """Packages whose versions are told to others, where they are installed."""
 
@@ -42,8 +44,8 @@ def facts(role: str, packages: Iterable[str] = ALIKE) -> Facts:
     return Facts(socket.gethostname(), role, found, time.time())
 
 
-def refuse(ours: Facts, theirs: Facts, clock_s: float) -> str:
-    """Why the other must not join, as one line that names it, its node and the cure; empty where all is well.
+def check(ours: Facts, theirs: Facts, clock_s: float) -> None:
+    """Refuse another process that does not fit into the run, by one line that names it, its node and the cure.
 
     Versions are compared of the packages that both have: the environments of engines and trainers differ. The clocks' difference includes
     the time the other's facts were under way.
@@ -51,20 +53,24 @@ def refuse(ours: Facts, theirs: Facts, clock_s: float) -> str:
     Args:
         ours: of the process that is joined, taken as the other's arrive.
         clock_s: seconds that two clocks may be apart.
+
+    Raises:
+        UserError: other versions, or another time.
     """
     both = ours.versions.keys() & theirs.versions.keys()
     differ = sorted(name for name in both if _public(ours.versions[name]) != _public(theirs.versions[name]))
     if differ:
         got, expected = (", ".join(f"{name} {one.versions[name]}" for name in differ) for one in (theirs, ours))
-        return f"{theirs.who}: got {got}, expected {expected} as {ours.who} has; install the same versions on both nodes"
+        raise UserError(theirs.who, got=got, expected=f"{expected} as {ours.who} has", cure="install the same versions on both nodes")
     apart = theirs.time - ours.time
     if not math.isfinite(apart) or abs(apart) > clock_s:
         way = "ahead of" if apart > 0 else "behind"
-        return (
-            f"{theirs.who}: got a clock {abs(apart):.1f} s {way} that of {ours.who}, expected at most {clock_s:g} s (cluster.clock_s); "
-            f"set the clocks of both nodes by the same server (chronyc tracking, timedatectl)"
+        raise UserError(
+            theirs.who,
+            got=f"a clock {abs(apart):.1f} s {way} that of {ours.who}",
+            expected=f"at most {clock_s:g} s (cluster.clock_s)",
+            cure="set the clocks of both nodes by the same server (chronyc tracking, timedatectl)",
         )
-    return ""
 
 
 def _public(version: str) -> str:

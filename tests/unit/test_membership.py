@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from asyncmoe.wire.messages import (
     WeightsCommit,
     WeightsStage,
 )
+from asyncmoe.wire.peers import Facts
 
 
 class Client:
@@ -193,6 +195,12 @@ def test_the_end_is_told_to_all(rig: Play) -> None:
     ("changed", "error", "words"),
     [
         ({"config_digest": "0" * 64}, ConfigError, "configuration of b: got digest 000000000000"),
+        (
+            {"facts": Facts("n7", "engine.b", {"msgspec": "0.1"}, time.time())},
+            UserError,
+            "engine.b on n7: got msgspec 0.1, expected msgspec",
+        ),
+        ({"facts": Facts("n7", "engine.b", {}, time.time() - 99)}, UserError, "engine.b on n7: got a clock \\d.* s behind"),
         ({"name": "a"}, UserError, "engine a: got a name that is taken"),
     ],
 )

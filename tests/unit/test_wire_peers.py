@@ -9,10 +9,20 @@ import time
 import msgspec
 import pytest
 
-from asyncmoe.wire.peers import Facts, facts, refuse
+from asyncmoe.errors import UserError
+from asyncmoe.wire.peers import Facts, check, facts
 
 VERSIONS = {"asyncmoe": "0.1.0", "torch": "2.13.0"}
 OURS = Facts("node1", "controller", VERSIONS, 1_000.0)
+
+
+def refuse(ours: Facts, theirs: Facts, clock_s: float) -> str:
+    """Why the other is refused, or nothing."""
+    try:
+        check(ours, theirs, clock_s)
+    except UserError as error:
+        return str(error)
+    return ""
 
 
 def other(versions: dict[str, str] | None = None, seconds: float = 0.0) -> Facts:

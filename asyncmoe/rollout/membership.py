@@ -87,8 +87,8 @@ class Membership:
 
         Raises:
             ConfigError: an engine of another configuration, or the run takes none.
-        UserError: a name that is taken, other versions than the controller's, or another time.
-        EngineError: the controller does not reach it.
+            UserError: a name that is taken, other versions than the controller's, or another time.
+            EngineError: the controller does not reach it.
             ProtocolError: an engine that is not here.
         """
         match request:

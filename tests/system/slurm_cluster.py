@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+from asyncmoe.process import die_with_parent
 from tests.system.runs import REPOSITORY, wait_for
 
 DAEMONS = ("slurmctld", "slurmd", "munged")
@@ -163,7 +164,13 @@ def _daemon(directory: Path, name: str, arguments: list[str], environment: dict[
     log = directory / (f"{name}.{node}.log" if node else f"{name}.log")
     with log.open("wb") as output:
         process = subprocess.Popen(
-            [program, *arguments], env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
+            [program, *arguments],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+            preexec_fn=die_with_parent,
         )
     try:
         yield

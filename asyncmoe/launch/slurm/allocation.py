@@ -16,12 +16,12 @@ class Group:
     """One component of a heterogeneous job, or the whole of any other.
 
     Attributes:
-        job: the number its steps are counted under.
+        job: what `squeue --steps` knows its steps by: "12", "12_3" of an array, the component's own number in a heterogeneous job.
         nodes: their SLURM names, in SLURM's order.
         index: what `srun --het-group` calls it; None where there are no components.
     """
 
-    job: int
+    job: str
     nodes: tuple[str, ...]
     index: int | None = None
 
@@ -32,7 +32,7 @@ class Allocation:
 
     Attributes:
         job: SLURM_JOB_ID.
-        name: what `scontrol requeue` must be told. The last task of an array has the number of the whole array, so one is named
+        name: what SLURM's commands must be told. The last task of an array has the number of the whole array, so one is named
             "ARRAY_TASK" (https://slurm.schedmd.com/job_array.html).
         restarts: how often it went back into the queue.
     """
@@ -61,18 +61,18 @@ def read(environ: Mapping[str, str], expand: Expand) -> Allocation:
         cure = "start it with: sbatch --nodes=N slurm/train.sbatch CONFIG; on a machine without SLURM: asyncmoe run CONFIG"
         raise UserError("SLURM_JOB_ID", got="no such variable", expected="a SLURM job", cure=cure)
     job = int(environ["SLURM_JOB_ID"])
+    array = environ.get("SLURM_ARRAY_JOB_ID")
+    name = f"{array}_{environ['SLURM_ARRAY_TASK_ID']}" if array else str(job)
     size = int(environ.get("SLURM_HET_SIZE", "1"))
     if size > 1:
         groups = tuple(
             Group(
-                job=int(environ[f"SLURM_JOB_ID_HET_GROUP_{index}"]),
+                job=environ[f"SLURM_JOB_ID_HET_GROUP_{index}"],
                 nodes=expand(environ[f"SLURM_JOB_NODELIST_HET_GROUP_{index}"]),
                 index=index,
             )
             for index in range(size)
         )
     else:
-        groups = (Group(job, expand(environ["SLURM_JOB_NODELIST"])),)
-    array = environ.get("SLURM_ARRAY_JOB_ID")
-    name = f"{array}_{environ['SLURM_ARRAY_TASK_ID']}" if array else str(job)
+        groups = (Group(name, expand(environ["SLURM_JOB_NODELIST"])),)
     return Allocation(job, name, int(environ.get("SLURM_RESTART_COUNT", "0")), groups)

@@ -29,10 +29,11 @@ def address_in(shown: str) -> str | None:
     return None if match is None or match[1] == "(null)" else match[1]
 
 
-def steps(job: int) -> dict[str, str]:
+def steps(job: str) -> dict[str, str]:
     """The running steps of a job, from name to number ("12.3")."""
     lines = _run("squeue", "--noheader", "--steps", f"--jobs={job}", "--format=%i %j").splitlines()
-    return {name: number for number, _, name in (line.strip().partition(" ") for line in lines)}
+    found = (line.strip().partition(" ") for line in lines)
+    return {name: number for number, _, name in found if number.startswith(f"{job}.")}
 
 
 def signal_step(number: str, name: str) -> None:
@@ -55,9 +56,14 @@ def requeue(name: str) -> None:
         raise _refused(ended)
 
 
-def seconds_left(job: int) -> float | None:
-    """Until the time limit; None when there is none or SLURM does not say."""
-    return parse_left(_run("squeue", "--noheader", f"--jobs={job}", "--format=%L"))
+def running(name: str) -> bool:
+    """False when a job was cancelled or its time is over. A heterogeneous job has a state for each component."""
+    return set(_run("squeue", "--noheader", f"--jobs={name}", "--format=%T").split()) == {"RUNNING"}
+
+
+def seconds_left(name: str) -> float | None:
+    """Until the time limit of a job; None when there is none or SLURM does not say."""
+    return parse_left(_run("squeue", "--noheader", f"--jobs={name}", "--format=%L"))
 
 
 def parse_left(text: str) -> float | None:

@@ -19,7 +19,7 @@ class Step:
 
     Attributes:
         name: "controller", "trainer", "engine.0"; also the step's name in `squeue --steps`.
-        job: the number the step is counted under: that of its component in a heterogeneous job.
+        job: what `squeue --steps` knows it by, see `allocation.Group`.
         nodes: where it runs, one task on each.
         command: the whole `srun` command.
         output: where srun writes, and a task before it opens the log below.
@@ -27,7 +27,7 @@ class Step:
     """
 
     name: str
-    job: int
+    job: str
     nodes: tuple[str, ...]
     command: tuple[str, ...]
     output: Path

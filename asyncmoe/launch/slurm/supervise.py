@@ -30,7 +30,7 @@ _ASK_AGAIN_S = 2.0
 _KEPT_S = 45.0
 """Of the time before the limit, kept to end what did not stop by itself and to requeue."""
 _UNLIMITED_S = 3600.0
-"""For a last step and its checkpoint in a job without a time limit."""
+"""For a last step and its checkpoint in a job whose limit is far."""
 _INTERRUPTED = 130
 """Status of a command that SIGINT reached before it had set itself up to be asked."""
 _LOST = "slurm-lost.json"
@@ -96,7 +96,7 @@ def _watch(where: Allocation, started: Mapping[str, Part], view: LiveView, stop:
         view.refresh()
         now = time.monotonic()
         if stop.now:
-            raise AsyncmoeError(f"job {where.name} was told to end; what was not in a checkpoint is lost")
+            raise _told_to_end(where)
         if any(_bad(part, stop) for part in everyone):
             return parts.first_cause(everyone)
         if stop.save and saving is None:
@@ -141,12 +141,15 @@ def _bad(part: Part, stop: Stop) -> bool:
 
 
 def _time_to_save(where: Allocation) -> float:
-    left = control.seconds_left(where.groups[0].job)
-    return _UNLIMITED_S if left is None else max(left - _KEPT_S, _POLL_S)
+    left = control.seconds_left(where.name)
+    return _UNLIMITED_S if left is None else min(max(left - _KEPT_S, _POLL_S), _UNLIMITED_S)
 
 
 def _finish(where: Allocation, config: Config, cause: verdict.Ended | None, stop: Stop) -> None:
     """Report a finished run; put an unfinished one back into the queue where that can help."""
+    # A job that is cancelled hears of it after its steps, and must not go back into the queue.
+    if stop.now or (cause is not None and not control.running(where.name)):
+        raise _told_to_end(where)
     newest = checkpoints.newest(config.run.dir)
     if cause is not None:
         _lost(where, config, cause)
@@ -160,6 +163,10 @@ def _finish(where: Allocation, config: Config, cause: verdict.Ended | None, stop
         write_summary(config.run.dir)
         report(config.run.dir)
         _say(f"finished; the report is {config.run.dir / 'report.html'}")
+
+
+def _told_to_end(where: Allocation) -> AsyncmoeError:
+    return AsyncmoeError(f"job {where.name} was told to end; what was not in a checkpoint is lost")
 
 
 def _is_finished(config: Config, newest: Path | None) -> bool:

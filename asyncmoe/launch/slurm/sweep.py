@@ -24,8 +24,9 @@ def run(arguments: Sequence[str], stop: Stop) -> None:
     if not lines.is_file():
         raise DataError(str(lines), got="no such file", expected="a file with the overrides of one run on each line")
     number = task(os.environ)
-    given = [*arguments[2:], *line(lines.read_text(encoding="utf-8"), number, str(lines))]
-    supervise.run(path, directory(configuration.load(path, given).run.dir, given, number), stop)
+    own = line(lines.read_text(encoding="utf-8"), number, str(lines))
+    configured = configuration.load(path, [*arguments[2:], *own]).run.dir
+    supervise.run(path, [*arguments[2:], *directory(configured, own, number)], stop)
 
 
 def task(environ: Mapping[str, str]) -> int:
@@ -48,20 +49,19 @@ def line(text: str, number: int, name: str) -> list[str]:
     """
     runs = [line for line in text.splitlines() if line.strip() and not line.lstrip().startswith("#")]
     if not 1 <= number <= len(runs):
-        raise DataError(
-            name, got=f"array task {number}", expected=f"1 to {len(runs)}, its lines of overrides", cure="sbatch --array=1-N ..."
-        )
+        cure = f"sbatch --array=1-{len(runs)} ..."
+        raise DataError(name, got=f"array task {number}", expected=f"1 to {len(runs)}, its lines of overrides", cure=cure)
     try:
         return shlex.split(runs[number - 1])
     except ValueError as error:
         raise DataError(f"{name}, run {number}", got=f"{runs[number - 1]!r} ({error})", expected="key=value words") from error
 
 
-def directory(configured: Path, overrides: Sequence[str], number: int) -> list[str]:
-    """The overrides, with a run directory of this run's own unless the line names one."""
-    if any(override.startswith("run.dir=") for override in overrides):
-        return list(overrides)
-    return [*overrides, f"run.dir={configured / f'run-{number}'}"]
+def directory(configured: Path, own: Sequence[str], number: int) -> list[str]:
+    """A line's overrides, with a run directory in that of the sweep unless the line names one."""
+    if any(override.startswith("run.dir=") for override in own):
+        return list(own)
+    return [*own, f"run.dir={configured / f'run-{number}'}"]
 
 
 if __name__ == "__main__":

@@ -52,6 +52,8 @@ class ProtocolError(AsyncmoeError):
 class StorageError(AsyncmoeError):
     """A file that could not be written: a full disk, a used-up quota, a file system that is read-only or broken. See `asyncmoe.storage`."""
 
+    exit_code = 2
+
 
 class EngineError(AsyncmoeError):
     """An SGLang engine that did not start, died, or answered with an error."""

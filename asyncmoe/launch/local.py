@@ -7,6 +7,7 @@ everything at once.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import shutil
 import signal
@@ -93,6 +94,11 @@ def resolved(config: Config) -> Path:
 
 
 def claim(directory: Path) -> IO[str]:
+    """Make a run directory, and keep other runs out of it until what is returned is closed.
+
+    Raises:
+        UserError: another run is in it.
+    """
     directory.mkdir(parents=True, exist_ok=True)
     lock = (directory / ".lock").open("w")
     try:
@@ -100,6 +106,10 @@ def claim(directory: Path) -> IO[str]:
     except BlockingIOError:
         lock.close()
         raise UserError("run.dir", got=f"{directory}, in use by another run", expected="a directory of its own") from None
+    except OSError as error:
+        # A shared file system without locks, as Lustre is without -o flock. The controller still refuses a second one of the run.
+        if error.errno not in (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK):
+            raise
     return lock
 
 

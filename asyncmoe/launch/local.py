@@ -5,6 +5,7 @@ What is common to all launchers is here as well: what is checked and written bef
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import shutil
 import sys
@@ -79,7 +80,7 @@ def resolved(config: Config) -> Path:
 
 
 def claim(directory: Path) -> IO[str]:
-    """Keep a run directory for one launcher, as long as the file is open.
+    """Make a run directory, and keep other launchers out of it until what is returned is closed.
 
     Raises:
         UserError: another one has it.
@@ -92,6 +93,10 @@ def claim(directory: Path) -> IO[str]:
     except BlockingIOError:
         lock.close()
         raise UserError("run.dir", got=f"{directory}, in use by another run", expected="a directory of its own") from None
+    except OSError as error:
+        # A shared file system without locks, as Lustre is without -o flock. The controller still refuses a second one of the run.
+        if error.errno not in (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK):
+            raise
     return lock
 
 

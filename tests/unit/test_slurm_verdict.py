@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import signal
 from pathlib import Path
 
-import msgspec
 import pytest
 
-from asyncmoe.launch.slurm import agent, supervise, verdict
+from asyncmoe.errors import UserError
+from asyncmoe.launch import local
+from asyncmoe.launch.slurm import agent, verdict
 from asyncmoe.launch.slurm.verdict import Ended
 
 ONE_OF_TWO = """srun: error: n2: task 0: Exited with exit code 2
@@ -85,15 +88,18 @@ def test_a_cause_names_part_node_and_log() -> None:
     assert str(SILENT) == "trainer on n2: ended with status 1; its log is logs/trainer.n2.log"
 
 
-def test_losses_are_counted_for_each_job(tmp_path: Path) -> None:
-    path = tmp_path / "lost.json"
-    assert supervise.lost_before(path, "12") == 0
-    path.write_bytes(msgspec.json.encode(supervise.Lost("12", 2)))
-    assert (supervise.lost_before(path, "12"), supervise.lost_before(path, "13")) == (2, 0)
-    path.write_bytes(b'{"job": "12"')
-    assert supervise.lost_before(path, "12") == 0
-
-
 def test_the_status_of_an_agent_is_that_of_its_rank() -> None:
     assert agent.status(2) == 2
     assert agent.status(-signal.SIGKILL) == 137
+
+
+def test_a_run_directory_has_one_run_and_may_be_where_there_are_no_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with local.claim(tmp_path / "run"), pytest.raises(UserError, match="in use by another run"):
+        local.claim(tmp_path / "run")
+
+    def no_locks(*_: object) -> None:
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    with local.claim(tmp_path / "run"), local.claim(tmp_path / "run"):
+        pass

@@ -8,20 +8,16 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import msgspec
-
 from asyncmoe import checkpoints
 from asyncmoe import config as configuration
 from asyncmoe.config import Config
-from asyncmoe.errors import AsyncmoeError, UserError
+from asyncmoe.errors import AsyncmoeError
 from asyncmoe.launch import local
-from asyncmoe.launch.slurm import allocation, control, parts, placement, steps, verdict
+from asyncmoe.launch.slurm import allocation, control, outcome, parts, placement, steps, verdict
 from asyncmoe.launch.slurm.allocation import Allocation
 from asyncmoe.launch.slurm.parts import Part
 from asyncmoe.launch.slurm.signals import Stop
 from asyncmoe.telemetry.live import LiveView
-from asyncmoe.telemetry.report import report
-from asyncmoe.telemetry.summary import write_summary
 
 _POLL_S = 0.25
 _END_GRACE_S = 60.0
@@ -33,14 +29,6 @@ _UNLIMITED_S = 3600.0
 """For a last step and its checkpoint in a job whose limit is far."""
 _INTERRUPTED = 130
 """Status of a command that SIGINT reached before it had set itself up to be asked."""
-_LOST = "slurm-lost.json"
-
-
-class Lost(msgspec.Struct, frozen=True):
-    """Kept in the run directory from one start of a job to the next: how often it went back into the queue after a loss."""
-
-    job: str
-    count: int
 
 
 def run(path: Path, overrides: Sequence[str], stop: Stop) -> None:
@@ -62,12 +50,13 @@ def run(path: Path, overrides: Sequence[str], stop: Stop) -> None:
         master = (control.address(placed.trainers[0]), port)
         program = steps.container(os.environ, sys.executable)
         planned = steps.all_steps(where, placed, config, resolved, master, program)
-        _say(_describe(where, placed, config))
-        _finish(where, config, _supervise(where, config, planned, stop), stop)
+        before = checkpoints.newest(config.run.dir)
+        print(_describe(where, placed, config, before), flush=True)
+        cause = _supervise(where, config, planned, stop)
+        outcome.conclude(where, config, before, cause, stop)
 
 
-def _describe(where: Allocation, placed: placement.Placement, config: Config) -> str:
-    newest = checkpoints.newest(config.run.dir)
+def _describe(where: Allocation, placed: placement.Placement, config: Config, newest: Path | None) -> str:
     start = "begins" if newest is None else f"goes on from {newest.name}"
     engines = ", ".join(f"{node} ({len(numbers)})" for node, numbers in placed.engines)
     unused = f"; not used: {', '.join(placed.unused)}" if placed.unused else ""
@@ -96,7 +85,7 @@ def _watch(where: Allocation, started: Mapping[str, Part], view: LiveView, stop:
         view.refresh()
         now = time.monotonic()
         if stop.now:
-            raise _told_to_end(where)
+            raise outcome.told_to_end(where)
         if any(_bad(part, stop) for part in everyone):
             return parts.first_cause(everyone)
         if stop.save and saving is None:
@@ -143,63 +132,3 @@ def _bad(part: Part, stop: Stop) -> bool:
 def _time_to_save(where: Allocation) -> float:
     left = control.seconds_left(where.name)
     return _UNLIMITED_S if left is None else min(max(left - _KEPT_S, _POLL_S), _UNLIMITED_S)
-
-
-def _finish(where: Allocation, config: Config, cause: verdict.Ended | None, stop: Stop) -> None:
-    """Report a finished run; put an unfinished one back into the queue where that can help."""
-    # A job that is cancelled hears of it after its steps, and must not go back into the queue.
-    if stop.now or (cause is not None and not control.running(where.name)):
-        raise _told_to_end(where)
-    newest = checkpoints.newest(config.run.dir)
-    if cause is not None:
-        _lost(where, config, cause)
-    elif stop.save and not _is_finished(config, newest):
-        at = "no checkpoint" if newest is None else newest.name
-        if not stop.requeue:
-            raise AsyncmoeError(f"stopped at {at}; the same command goes on from there")
-        _say(f"job {where.name} goes back into the queue with {at}: its time is nearly over")
-        control.requeue(where.name)
-    else:
-        write_summary(config.run.dir)
-        report(config.run.dir)
-        _say(f"finished; the report is {config.run.dir / 'report.html'}")
-
-
-def _told_to_end(where: Allocation) -> AsyncmoeError:
-    return AsyncmoeError(f"job {where.name} was told to end; what was not in a checkpoint is lost")
-
-
-def _is_finished(config: Config, newest: Path | None) -> bool:
-    return newest is not None and bool(checkpoints.facts(newest)["step"] >= config.warmup.steps + config.run.steps)
-
-
-def _lost(where: Allocation, config: Config, cause: verdict.Ended) -> None:
-    """Put the job back into the queue, or end it with what was the matter.
-
-    Raises:
-        AsyncmoeError: it ends. `exit_code` is 2 for a mistake of the user.
-    """
-    path, limit = config.run.dir / _LOST, config.cluster.requeues
-    count = lost_before(path, where.name)
-    if verdict.decide(cause, count, limit) == "requeue":
-        path.write_bytes(msgspec.json.encode(Lost(where.name, count + 1)))
-        _say(f"{cause}; job {where.name} goes back into the queue, {count + 1} of at most {limit} times (cluster.requeues)")
-        control.requeue(where.name)
-        return
-    often = "" if cause.mistake or not limit else f"; the job was lost {count + 1} times, cluster.requeues allows {limit}"
-    error = AsyncmoeError(f"{cause}{often}")
-    error.exit_code = UserError.exit_code if cause.mistake else AsyncmoeError.exit_code
-    raise error
-
-
-def lost_before(path: Path, job: str) -> int:
-    """How often this job lost a process so far; another job's count is not its own."""
-    try:
-        kept = msgspec.json.decode(path.read_bytes(), type=Lost)
-    except (FileNotFoundError, msgspec.DecodeError):
-        return 0
-    return kept.count if kept.job == job else 0
-
-
-def _say(text: str) -> None:
-    print(text, flush=True)

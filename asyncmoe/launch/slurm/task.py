@@ -25,12 +25,12 @@ def main() -> None:
 
 
 def _rollout(node: str, arguments: list[str]) -> None:
-    _stop_as(signal.SIGINT)
+    stop_as(signal.SIGINT)
     _asyncmoe("rollout", arguments)
 
 
 def _engine(node: str, arguments: list[str]) -> None:
-    _stop_as(signal.SIGTERM)
+    stop_as(signal.SIGTERM)
     _asyncmoe("engine", arguments)
 
 
@@ -50,7 +50,8 @@ def _asyncmoe(command: str, arguments: list[str]) -> None:
     cli.main()
 
 
-def _stop_as(number: signal.Signals) -> None:
+def stop_as(number: signal.Signals) -> None:
+    """Take SIGURG for `number`."""
     signal.signal(signal.SIGURG, lambda *_: signal.raise_signal(number))
 
 

@@ -16,43 +16,55 @@ from tests.system.runs import SMALL, Command, logs, metrics, refused, run, start
 pytestmark = pytest.mark.system
 HEAD, *OTHERS = "127.0.0.2", "127.0.0.3", "127.0.0.4"
 ON_RAY = ("launch=ray", "cluster.trainer_nodes=2")
-START_S = 120.0
 
 
-def ray(*arguments: str, log: Path) -> Command:
-    """`ray start` in the foreground, with as little beside it as Ray allows and no port that is always the same."""
-    free = ("--min-worker-port=0", "--max-worker-port=0", "--dashboard-agent-listen-port=0", "--object-store-memory=80000000")
-    return Command("start", "--block", *free, *arguments, module="ray.scripts.scripts", log=log, RAY_USAGE_STATS_ENABLED="0")
+class Nodes:
+    """A Ray cluster that is started in the foreground: it ends with its processes, and no other Ray of this machine is touched."""
 
+    def __init__(self, logs: Path) -> None:
+        self._logs = logs
+        self._nodes: dict[str, Command] = {}
+        self._directory = Path(tempfile.mkdtemp(prefix="ray-", dir="/tmp"))  # a Unix socket's path has 107 characters at most
+        with socket.socket() as probe:
+            probe.bind((HEAD, 0))
+            self.address = f"{HEAD}:{probe.getsockname()[1]}"
 
-def listens(address: str, port: int) -> bool:
-    with socket.socket() as probe:
-        return probe.connect_ex((address, port)) == 0
+    def start(self) -> None:
+        """A head with two CPUs, and two other nodes with one."""
+        own = (f"--temp-dir={self._directory}", "--include-dashboard=false", "--disable-usage-stats", "--num-cpus=2")
+        self._start(HEAD, "--head", f"--port={self.address.partition(':')[2]}", *own)
+        for address in OTHERS:
+            self._start(address, f"--address={self.address}", "--num-cpus=1")
+
+    def end(self) -> None:
+        for node in reversed(self._nodes.values()):
+            node.process.terminate()
+        left = [line for node in self._nodes.values() if not node.gone() for line in node.alive()]
+        shutil.rmtree(self._directory)
+        assert not left
+
+    def _start(self, address: str, *arguments: str) -> None:
+        """With no port that is always the same. One after the other: two that share a directory take the same names in it otherwise."""
+        free = ("--min-worker-port=0", "--max-worker-port=0", "--dashboard-agent-listen-port=0", "--object-store-memory=80000000")
+        words = ("start", "--block", f"--node-ip-address={address}", *free, *arguments)
+        environment = {"RAY_USAGE_STATS_ENABLED": "0", "PYTHONUNBUFFERED": "1"}
+        log = self._logs / address
+        node = self._nodes[address] = Command(*words, module="ray.scripts.scripts", log=log, **environment)
+        assert wait_for(lambda: "Ray runtime started." in log.read_text() or node.process.poll() is not None, 120), log.read_text()
+        assert node.process.poll() is None, log.read_text()
 
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """A head with two CPUs and two other nodes with one; what runs meanwhile finds it by RAY_ADDRESS."""
-    output = tmp_path_factory.mktemp("ray")
-    directory = Path(tempfile.mkdtemp(prefix="ray-", dir="/tmp"))  # a Unix socket's path has 107 characters at most
-    with socket.socket() as probe:
-        probe.bind((HEAD, 0))
-        port = probe.getsockname()[1]
-    own = (f"--port={port}", f"--temp-dir={directory}", "--include-dashboard=false", "--disable-usage-stats", "--num-cpus=2")
-    nodes = [ray("--head", f"--node-ip-address={HEAD}", *own, log=output / "head.log")]
+    """What runs meanwhile finds a cluster by RAY_ADDRESS."""
+    nodes = Nodes(tmp_path_factory.mktemp("ray"))
     try:
-        assert wait_for(lambda: listens(HEAD, port), START_S), (output / "head.log").read_text()
-        for address in OTHERS:
-            join = (f"--address={HEAD}:{port}", f"--node-ip-address={address}", "--num-cpus=1")
-            nodes.append(ray(*join, log=output / f"{address}.log"))
+        nodes.start()
         with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("RAY_ADDRESS", f"{HEAD}:{port}")
+            patch.setenv("RAY_ADDRESS", nodes.address)
             yield
     finally:
-        for node in reversed(nodes):
-            node.process.terminate()
-        assert all(node.gone() for node in nodes), [line for node in nodes for line in node.alive()]
-        shutil.rmtree(directory)
+        nodes.end()
 
 
 def test_too_few_nodes_are_counted(cluster: None, tmp_path: Path) -> None:

@@ -107,7 +107,7 @@ def test_processes_of_several_machines_do_not_meet_on_loopback() -> None:
 def test_what_is_there_and_what_is_missing_is_said_in_words() -> None:
     there = [{"CPU": 4.0, "memory": 1e9}, {"CPU": 4.0, "memory": 2e9}, {"CPU": 1.0, "GPU": 8.0}]
     assert nodes_words(there[:1], {"CPU": 3.0}) == "1 node with 4 CPUs; free: 3 CPUs"
-    assert nodes_words(there, {}) == "2 nodes with 4 CPUs, 1 node with 1 CPU and 8 GPUs; free: 0 CPUs"
+    assert nodes_words(there, {}) == "1 node with 1 CPU and 8 GPUs, 2 nodes with 4 CPUs; free: 0 CPUs"
     assert nodes_words([], {}) == "no node; free: 0 CPUs"
     small = config(trainer={"ranks": 2}, cluster={"trainer_nodes": 2})
     expected = "3 nodes: 1 CPU for controller and engine 0, 1 CPU for trainer rank 0, 1 CPU for trainer rank 1"

@@ -19,6 +19,8 @@ from asyncmoe.launch.ray.planning import Bundle
 
 _ANSWER_S = 5.0
 _POLL_S = 0.25
+_MOST = 400
+"""Characters of a message of Ray's."""
 _START = "ray start --head on one node and ray start --address=HEAD:6379 on the others, or set RAY_ADDRESS=HEAD:PORT"
 
 
@@ -79,6 +81,10 @@ def reserved(ray: Any, wanted: Sequence[Bundle], wait_s: float, say: Callable[[s
         ray.util.remove_placement_group(group)
 
 
+class Unreachable(AsyncmoeError):
+    """A node cannot be reached, for now or for good."""
+
+
 def result(ray: Any, reference: Any, whom: str, what: str, waited_s: float, wait_s: float) -> Any:
     """What a call on a node returns.
 
@@ -89,12 +95,15 @@ def result(ray: Any, reference: Any, whom: str, what: str, waited_s: float, wait
 
     Raises:
         WaitTimeout: it returned nothing in that time.
-        AsyncmoeError: the call failed, or the node is lost.
+        Unreachable: the node cannot be reached, for now or for good.
+        AsyncmoeError: the call failed, or Ray's worker there has ended.
     """
     try:
         return ray.get(reference, timeout=max(0.0, wait_s))
     except ray.exceptions.GetTimeoutError as error:
         raise WaitTimeout(whom, f"{what}; see that node, and `ray status`", waited_s + wait_s) from error
+    except ray.exceptions.ActorUnavailableError as error:
+        raise Unreachable(f"{whom}: it cannot be reached any more; see that node, and `ray status`") from error
     except ray.exceptions.RayError as error:
         raise AsyncmoeError(f"{whom}: {_in_one_line(getattr(error, 'cause', None) or error)}") from error
 
@@ -155,6 +164,6 @@ def _check_answers(host: str, port: int) -> None:
 
 
 def _in_one_line(error: BaseException) -> str:
-    """Ray's messages have many lines, of which the last says most; a traceback ends with its exception."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[-1][:400] if lines else type(error).__name__
+    """Ray's messages have many lines, of which the last says most; not so where memory ran out, which is followed by advice."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    return next((line for line in lines if "running low on memory" in line), lines[-1])[:_MOST]

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncmoe.config import Config
-from asyncmoe.errors import UserError
+from asyncmoe.errors import AsyncmoeError, UserError
 from asyncmoe.launch import local
 from asyncmoe.launch.ray import cluster, planning
 from asyncmoe.launch.ray.node import Node
@@ -44,7 +44,7 @@ def run(config: Config) -> dict[str, object]:
             local.prepare(planning.joining(config))
             with cluster.reserved(ray, wanted, config.engines.start_timeout_s, _say) as group:
                 posts = _posts(ray, group, wanted, config)
-                return supervise(config, partial(_start, ray, config, posts))
+                return _supervise(ray, config, posts)
 
 
 def _posts(ray: Any, group: Any, wanted: Sequence[Bundle], config: Config) -> list[Post]:
@@ -67,6 +67,16 @@ def _posts(ray: Any, group: Any, wanted: Sequence[Bundle], config: Config) -> li
         found = cluster.result(ray, place, f"Ray's worker for {bundle.title}", "start", waited, limit - waited)
         posts.append(Post(ray, actor, bundle, found, config.cluster.silence_s))
     return posts
+
+
+def _supervise(ray: Any, config: Config, posts: Sequence[Post]) -> dict[str, object]:
+    try:
+        return supervise(config, partial(_start, ray, config, posts))
+    except AsyncmoeError:
+        # Others notice a lost node before Ray does, and fail; it is their cause.
+        for post in posts:
+            post.check()
+        raise
 
 
 def _start(ray: Any, config: Config, posts: Sequence[Post], ending: ExitStack) -> Processes:

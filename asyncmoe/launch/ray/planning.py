@@ -174,8 +174,9 @@ def wanted_words(wanted: Sequence[Bundle]) -> str:
 
 
 def nodes_words(nodes: Sequence[Mapping[str, float]], free: Mapping[str, float]) -> str:
-    """What a cluster has, in words: "3 nodes with 4 CPUs, of which 2 CPUs are free in all"."""
-    alike = Counter(_resources(node) for node in nodes)
+    """What a cluster has, in words: "1 node with 8 CPUs, 2 nodes with 4 CPUs; free: 9 CPUs"."""
+    largest = sorted(nodes, key=lambda node: (node.get("GPU", 0.0), node.get("CPU", 0.0)), reverse=True)
+    alike = Counter(_resources(node) for node in largest)
     each = ", ".join(f"{_counted(count, 'node')} with {what}" for what, count in alike.items()) or "no node"
     return f"{each}; free: {_resources(free)}"
 

@@ -9,6 +9,7 @@ from signal import Signals
 from typing import Any
 
 from asyncmoe.launch.ray import cluster
+from asyncmoe.launch.ray.cluster import Unreachable
 from asyncmoe.launch.ray.node import End, Place
 from asyncmoe.launch.ray.planning import Bundle, Launch
 
@@ -29,7 +30,8 @@ class Post:
         self._actor, self._ray, self._silence_s = actor, ray, silence_s
         self._ended: Mapping[str, End] = {}
         self._asked: Any = None
-        self._asked_at = 0.0
+        self._since = 0.0
+        """When the first question without an answer was asked, in time.monotonic's seconds; 0: all were answered."""
 
     @property
     def title(self) -> str:
@@ -49,19 +51,33 @@ class Post:
         return getattr(self._actor, method).remote(*arguments)
 
     def ended(self) -> Mapping[str, End]:
-        """The processes there that have ended, as far as is known.
+        """The processes there that have ended, as far as is known. A node that cannot be reached may come back.
 
         Raises:
             AsyncmoeError: the node is lost.
         """
         if self._asked is None:
-            self._asked, self._asked_at = self.tell("ended"), time.monotonic()
+            self._asked = self.tell("ended")
+            self._since = self._since or time.monotonic()
         answered, _ = self._ray.wait([self._asked], timeout=0)
-        silent = time.monotonic() - self._asked_at
-        if answered or silent > self._silence_s:
-            self._ended = self._result(self._asked, silent)
-            self._asked = None
+        silent = time.monotonic() - self._since
+        if not answered and silent < self._silence_s:
+            return self._ended
+        asked, self._asked = self._asked, None
+        try:
+            self._ended, self._since = self._result(asked, silent), 0.0
+        except Unreachable:
+            if silent > self._silence_s:
+                raise
         return self._ended
+
+    def check(self) -> None:
+        """It answers now.
+
+        Raises:
+            AsyncmoeError: the node is lost.
+        """
+        self.call("ended")
 
     def _result(self, reference: Any, waited_s: float, wait_s: float = 0.0) -> Any:
         what = f"answer (cluster.silence_s {self._silence_s:g})"

@@ -13,7 +13,7 @@ NEXT   := .venv-next
 PEERS  := .venv-peers
 PIP    := -m pip install --quiet --disable-pip-version-check
 
-.PHONY: setup bench-peers demo test test-thorough test-unit test-megatron-next sanitize lint clean
+.PHONY: setup bench-peers demo docs test test-thorough test-unit test-megatron-next sanitize lint clean
 .DELETE_ON_ERROR:
 
 setup: $(TRAIN)/.installed $(TRAIN)/.built $(ENGINE)/.installed
@@ -24,6 +24,10 @@ bench-peers: setup
 
 demo: setup
 	$(TRAIN)/bin/asyncmoe run examples/demo.yaml $(OVERRIDES)
+
+# docs/config.md, from the schema of the configuration.
+docs: setup
+	$(TRAIN)/bin/python docs/generate.py
 
 # Unit tests take one core each; all others start many processes of their own.
 test: setup lint $(TRAIN)/.system

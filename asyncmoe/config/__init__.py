@@ -48,9 +48,11 @@ class RunSection(Section):
 class TelemetrySection(Section):
     """What a run shows."""
 
-    live: Annotated[Literal["auto", "on", "off"], Switch] = "auto"
-    tensorboard: bool = True
-    prometheus_port: Annotated[Positive, Field(le=65535)] | None = None
+    live: Annotated[Literal["auto", "on", "off"], Switch] = Field("auto", description="The live view; auto: on a terminal.")
+    tensorboard: bool = Field(True, description="Write TensorBoard files to run.dir/tensorboard.")
+    prometheus_port: Annotated[Positive, Field(le=65535)] | None = Field(
+        None, description="Loopback port at which Prometheus finds the run's gauges; null: none."
+    )
 
 
 class Config(Section):

@@ -13,6 +13,7 @@ from typing import Any
 from asyncmoe import models
 from asyncmoe.config import Config
 from asyncmoe.errors import AsyncmoeError, ProtocolError
+from asyncmoe.process import named
 from asyncmoe.queue.bounded import BoundedQueue
 from asyncmoe.queue.service import QueueService
 from asyncmoe.rollout import adapters, environments, episode, scoring, tasks
@@ -34,6 +35,7 @@ from asyncmoe.trajectory import Buffer, Trajectory
 from asyncmoe.wire import address, keys
 from asyncmoe.wire.environment import Given, given
 from asyncmoe.wire.messages import EngineOrder, Goodbye, Hello, Reply, Request
+from asyncmoe.wire.peers import check, facts
 from asyncmoe.wire.server import Server
 
 log = logging.getLogger(__name__)
@@ -42,6 +44,7 @@ _LAST_WORDS_S = 1.0
 """How long requests are still answered after a failure, so that the trainer hears what it was."""
 
 
+@named("controller")
 def run(config: Config, run_dir: Path) -> None:
     """Serve one run, from the start of the engines to the trainer's goodbye.
 
@@ -166,6 +169,8 @@ class Controller:
             return await self._conductor.handle(request)
         if isinstance(request, MembershipRequest):
             return await self._membership.handle(request)
+        if isinstance(request, Hello) and request.facts is not None:
+            check(facts("controller"), request.facts, self._config.cluster.clock_s)
         if self._service is None:
             return await self._meet(request)
         reply = await self._service(request)

@@ -7,7 +7,6 @@ import os
 import re
 import signal
 import socket
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,6 +21,7 @@ from asyncmoe.process import Child
 from asyncmoe.receiver.command import LOADER
 from asyncmoe.rollout import adapters
 from asyncmoe.rollout.engine_client import KEEP_ALIVE_S, EngineClient
+from asyncmoe.rollout.interpreter import engine_python
 from asyncmoe.wire import address
 
 _POLL_S = 0.2
@@ -146,7 +146,7 @@ def command(config: Config, index: int, host: str, port: int, keeps_routing: boo
     if config.adapter is not None:
         switches += adapters.flags(kind_of(config.adapter), adapters.limit_in(section.args))
     named = [word for flag, value in flags.items() for word in (f"--{flag}", str(value))]
-    return [str(_python(section.python)), "-m", "asyncmoe.platform.sglang", *named, *switches, *section.args]
+    return [str(engine_python(section.python)), "-m", "asyncmoe.platform.sglang", *named, *switches, *section.args]
 
 
 def environment(config: Config, index: int) -> dict[str, str]:
@@ -171,14 +171,6 @@ def reason_in(log: str) -> str | None:
 
 _RAISED = re.compile(r"(\[[^]]*\] )?[\w.]*(Error|Exception|Gone|Interrupt|Exit)\b: .+")
 _CONSEQUENCE = re.compile(r"ConnectionRefused|Connection refused|BrokenPipe|EOFError|died during initialization|HTTPConnectionPool")
-
-
-def _python(configured: Path | None) -> Path:
-    beside = Path(sys.prefix).parent / ".venv-engine" / "bin" / "python"
-    python = configured or (beside if beside.exists() else Path(sys.executable))
-    if not python.exists():
-        raise UserError("engines.python", got=python, expected="a Python that has SGLang", cure="run: make setup")
-    return python
 
 
 def _reserve(host: str, wanted: int) -> socket.socket:

@@ -17,11 +17,13 @@ from typing import TypeVar
 
 from asyncmoe.config import Config
 from asyncmoe.errors import AsyncmoeError, EngineError, WaitTimeout
+from asyncmoe.process import named
 from asyncmoe.rollout.engine import Engine
 from asyncmoe.wire import address, keys
 from asyncmoe.wire.client import Client
 from asyncmoe.wire.keys import Rendezvous
 from asyncmoe.wire.messages import EngineAlive, EngineJoin, EngineLeave, EngineOrder
+from asyncmoe.wire.peers import facts
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -48,7 +50,8 @@ def run(config: Config, run_dir: Path, name: str, index: int) -> None:
         EngineError: the server did not start or died, or the controller gave it up.
         WaitTimeout: the controller did not come, or is gone.
     """
-    asyncio.run(_serve(config, run_dir, name, index))
+    with named(name):
+        asyncio.run(_serve(config, run_dir, name, index))
 
 
 async def _serve(config: Config, run_dir: Path, name: str, index: int) -> None:
@@ -60,7 +63,8 @@ async def _serve(config: Config, run_dir: Path, name: str, index: int) -> None:
     try:
         ready = await _unless(stop, _ready(engine, run_dir, config.engines.start_timeout_s))
         if ready is not None:
-            request = EngineJoin(name, engine.client.url, key, address.host_id(), engine.tp, engine.ep, config.digest)
+            place = (engine.client.url, key, address.host_id())
+            request = EngineJoin(name, *place, engine.tp, engine.ep, config.digest, facts(name))
             await _Stay(config, engine, ready).until(stop, request)
     finally:
         await engine.stop()

@@ -16,6 +16,7 @@ from asyncmoe.errors import ConfigError, EngineError, ProtocolError, UserError, 
 from asyncmoe.rollout.engine_client import EngineClient
 from asyncmoe.rollout.pool import Member, Pool
 from asyncmoe.wire.messages import Done, EngineAlive, EngineJoin, EngineLeave, EngineOrder
+from asyncmoe.wire.peers import check, facts
 
 log = logging.getLogger(__name__)
 MembershipRequest = EngineJoin | EngineAlive | EngineLeave
@@ -86,7 +87,7 @@ class Membership:
 
         Raises:
             ConfigError: an engine of another configuration, or the run takes none.
-            UserError: a name that is taken.
+            UserError: a name that is taken, other versions than the controller's, or another time.
             EngineError: the controller does not reach it.
             ProtocolError: an engine that is not here.
         """
@@ -183,3 +184,5 @@ def _check(config: Config, request: EngineJoin) -> None:
             expected=f"the controller's, {config.digest[:12]}",
             cure="start both with the same file, run.dir/config.yaml",
         )
+    if request.facts is not None:
+        check(facts("controller"), request.facts, config.cluster.clock_s)

@@ -22,6 +22,7 @@ import zmq
 from zmq.utils import z85
 
 from asyncmoe.errors import UserError, WaitTimeout
+from asyncmoe.storage import writing
 from asyncmoe.wire import environment
 from asyncmoe.wire.connection import answers
 from asyncmoe.wire.environment import CONTROLLER, KEYS, Given
@@ -108,7 +109,13 @@ def write(run_dir: Path, value: Rendezvous) -> Path:
 
     Raises:
         UserError: see `refuse_another`.
+        StorageError: it could not be written.
     """
+    with writing("the controller's address", run_dir / FILE_NAME):
+        return _write(run_dir, value)
+
+
+def _write(run_dir: Path, value: Rendezvous) -> Path:
     run_dir.mkdir(parents=True, exist_ok=True)
     path, temporary = run_dir / FILE_NAME, run_dir / f".{FILE_NAME}.{os.getpid()}"
     temporary.unlink(missing_ok=True)

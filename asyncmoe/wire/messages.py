@@ -13,6 +13,8 @@ from typing import Literal
 
 import msgspec
 
+from asyncmoe.wire.peers import Facts
+
 Phase = Literal["warmup", "rl"]
 
 
@@ -31,6 +33,8 @@ class Hello(Message, frozen=True):
     config_digest: str
     step: int
     """Optimizer steps the trainer has already taken (not 0 after a resume)."""
+    facts: Facts | None = None
+    """Of its machine, where it may be another."""
 
 
 class Lease(Message, frozen=True):
@@ -166,6 +170,7 @@ class EngineJoin(Message, frozen=True):
     tp: int
     ep: int
     config_digest: str
+    facts: Facts | None = None
 
 
 class EngineAlive(Message, frozen=True):

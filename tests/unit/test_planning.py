@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,9 @@ from rich.console import Console
 from test_models_plan import MODELS, SMALL
 
 from asyncmoe.errors import ConfigError, DataError, UserError
-from asyncmoe.launch.planning import Forecast, Speeds, forecast, parse_engines, parse_trainer, show, write
+from asyncmoe.launch.planned import show, write
+from asyncmoe.launch.planning import Forecast, Speeds, forecast
+from asyncmoe.launch.sizes import engines_text, parse_engines, parse_trainer, trainer_text
 from asyncmoe.models import EngineParallel, MegatronParallel, family_of
 from asyncmoe.reshard import PADDING, plan, relay
 from asyncmoe.simulate.command import sync_seconds
@@ -99,7 +102,7 @@ def test_dense_models_chunks_and_uneven_stages(tmp_path: Path, trainer: str, eng
 
 def test_json_and_table(tmp_path: Path) -> None:
     found = of(config(tmp_path), "tp=2,dp=2", "2xtp2")
-    write(found, tmp_path / "plan.json")
+    write(asdict(found), tmp_path / "plan.json")
     written = json.loads((tmp_path / "plan.json").read_text())
     assert written["trainer"] == {
         "tp": 2, "pp": 1, "ep": 1, "etp": 1, "dp": 2, "te": False, "vpp": 1, "first_layers": None, "last_layers": None,
@@ -112,7 +115,7 @@ def test_json_and_table(tmp_path: Path) -> None:
     for words in ("trainer 4 ranks (tp 2, pp 1, ep 1, etp 1, dp 2)", "2 engines, 4 ranks (tp 2, ep 1 each)", "direct", "relay", "1.000"):
         assert words in text
     with pytest.raises(DataError, match="No such file"):
-        write(found, tmp_path / "none" / "plan.json")
+        write(asdict(found), tmp_path / "none" / "plan.json")
 
 
 def test_sizes_that_are_not_the_default_are_shown(tmp_path: Path) -> None:
@@ -132,6 +135,10 @@ def test_arguments() -> None:
     assert parse_trainer("dp=2") == MegatronParallel(dp=2)
     assert parse_engines("16xtp8ep4") == (16, EngineParallel(8, 4))
     assert parse_engines("1xtp2") == (1, EngineParallel(2))
+    for text in ("pp=2,vpp=4,first=8", "tp=2,pp=3,ep=4,etp=2,dp=8,te", "tp=1"):
+        assert trainer_text(parse_trainer(text)) == text
+    for text in ("2xtp8ep4dp2pp3", "2xtp8pp3", "1xtp2"):
+        assert engines_text(*parse_engines(text)) == text
 
 
 @pytest.mark.parametrize(
@@ -248,7 +255,7 @@ def test_an_adapter_of_a_real_model(tmp_path: Path, experts: str, billions: floa
 def test_the_simulator_takes_its_seconds_from_a_plan(tmp_path: Path) -> None:
     file, plan_file = config(tmp_path), tmp_path / "plan.json"
     found = of(file, "tp=2,pp=2,ep=2,dp=2", "2xtp2", lora="rank=4,targets=q_proj+down_proj")
-    write(found, plan_file)
+    write(asdict(found), plan_file)
     assert sync_seconds(0.0, plan_file) == min(way.nic_seconds for way in found.ways.values())
     assert sync_seconds(3.0, None) == 3.0
     with pytest.raises(ConfigError, match="--sync-s and --sync-plan: got both"):

@@ -26,6 +26,8 @@ def main(arguments: Sequence[str]) -> None:
     from sglang.srt.server_args import prepare_server_args
     from sglang.srt.utils import kill_process_tree
 
+    if not _CUDA:
+        cpu.fork_children()
     load_plugins()
     key = os.environ.get(API_KEY)
     secret = ["--api-key", key] if key else []

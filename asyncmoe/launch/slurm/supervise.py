@@ -13,7 +13,7 @@ from asyncmoe import config as configuration
 from asyncmoe.config import Config
 from asyncmoe.errors import AsyncmoeError
 from asyncmoe.launch import local
-from asyncmoe.launch.slurm import allocation, control, outcome, parts, placement, steps, verdict
+from asyncmoe.launch.slurm import allocation, control, outcome, parts, placement, steps
 from asyncmoe.launch.slurm.allocation import Allocation
 from asyncmoe.launch.slurm.parts import Part
 from asyncmoe.launch.slurm.signals import Stop
@@ -66,7 +66,7 @@ def _describe(where: Allocation, placed: placement.Placement, config: Config, ne
     )
 
 
-def _supervise(where: Allocation, config: Config, planned: Sequence[steps.Step], stop: Stop) -> verdict.Ended | None:
+def _supervise(where: Allocation, config: Config, planned: Sequence[steps.Step], stop: Stop) -> AsyncmoeError | None:
     """Start and watch all steps; the first cause of a failure, or None when all ended well or as asked."""
     started: list[Part] = []
     try:
@@ -77,7 +77,7 @@ def _supervise(where: Allocation, config: Config, planned: Sequence[steps.Step],
         parts.end_all(started)
 
 
-def _watch(where: Allocation, started: Mapping[str, Part], view: LiveView, stop: Stop) -> verdict.Ended | None:
+def _watch(where: Allocation, started: Mapping[str, Part], view: LiveView, stop: Stop) -> AsyncmoeError | None:
     controller, trainer, everyone = started[steps.CONTROLLER], started[steps.TRAINER], list(started.values())
     saving: _Saving | None = None
     end_by = float("inf")

@@ -82,6 +82,11 @@ class Processes:
     def all(self) -> tuple[Process, ...]:
         return (self.controller, *self.trainers, *self.engines)
 
+    @property
+    def finished(self) -> bool:
+        """Controller and trainer have ended well; what becomes of an engine after that does not matter."""
+        return all(process.returncode == 0 for process in (self.controller, *self.trainers))
+
 
 def supervise(config: Config, start: Callable[[ExitStack], Processes]) -> dict[str, object]:
     """Start the processes of a prepared run, show and watch it to its end, and return its summary.
@@ -109,9 +114,9 @@ def supervise(config: Config, start: Callable[[ExitStack], Processes]) -> dict[s
 
 
 def _watch(processes: Processes, view: LiveView, stop: StopOnSignal) -> None:
-    controller, others = processes.controller, (*processes.trainers, *processes.engines)
+    controller, trainers = processes.controller, processes.trainers
     told = 0
-    while any(process.returncode is None for process in processes.all):
+    while not processes.finished:
         view.refresh()
         if stop.count > told:
             told = stop.count
@@ -120,16 +125,18 @@ def _watch(processes: Processes, view: LiveView, stop: StopOnSignal) -> None:
             view.say("stopping: saving a checkpoint (Ctrl-C again ends at once)")
             controller.signal(signal.SIGINT)
         if stop.count and controller.returncode in (0, _INTERRUPTED):  # all was said, or there was no trainer yet to say it to
-            _late(others)
+            _late(trainers)
             break
         if any(process.returncode not in (None, 0) for process in processes.all):
-            break
-        if all(trainer.returncode == 0 for trainer in processes.trainers) and not controller.wait(STOP_GRACE_S):
+            time.sleep(_SETTLE_S)
+            raise failure([process for process in processes.all if process.returncode not in (None, 0)])
+        if all(trainer.returncode == 0 for trainer in trainers) and not controller.wait(STOP_GRACE_S):
             raise AsyncmoeError(f"the controller did not end within {STOP_GRACE_S:.0f} s of the trainer; its log is {controller.log}")
-        if controller.returncode == 0 and (late := _late(others)):
-            raise AsyncmoeError(f"the controller ended before {', '.join(p.name for p in late)}; its log is {controller.log}")
+        if controller.returncode == 0 and _late(trainers):
+            raise AsyncmoeError(f"the controller ended before the trainer; its log is {controller.log}")
         time.sleep(_POLL_S)
-    _check(processes, stop)
+    # The controller has told those that have joined. One that has not would wait for it.
+    _late(processes.engines)
     view.refresh()
 
 
@@ -137,15 +144,6 @@ def _late(processes: tuple[Process, ...]) -> list[Process]:
     """Those that have not ended when the time that they have for it together is over."""
     until = time.monotonic() + STOP_GRACE_S
     return [process for process in processes if not process.wait(max(0.0, until - time.monotonic()))]
-
-
-def _check(processes: Processes, stop: StopOnSignal) -> None:
-    """Raise the first cause where a process has failed, or none where it ended because it was told to."""
-    if stop.count and processes.controller.returncode in (0, _INTERRUPTED):
-        return
-    if any(process.returncode not in (None, 0) for process in processes.all):
-        time.sleep(_SETTLE_S)
-        raise failure([process for process in processes.all if process.returncode not in (None, 0)])
 
 
 def failure(failed: Sequence[Ended]) -> AsyncmoeError:

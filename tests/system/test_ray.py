@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 import shutil
 import signal
 import socket
@@ -9,6 +11,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.system.runs import SMALL, Command, logs, metrics, refused, run, start, wait_for
@@ -36,6 +39,13 @@ class Nodes:
         for address in OTHERS:
             self._start(address, f"--address={self.address}", "--num-cpus=1")
 
+    def lose(self, address: str) -> None:
+        """End a node as a power cut does: all of its processes at once."""
+        node = self._nodes.pop(address)
+        for process in psutil.Process(node.process.pid).children(recursive=True):
+            process.kill()
+        node.process.kill()
+
     def end(self) -> None:
         for node in reversed(self._nodes.values()):
             node.process.terminate()
@@ -55,25 +65,25 @@ class Nodes:
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
     """What runs meanwhile finds a cluster by RAY_ADDRESS."""
     nodes = Nodes(tmp_path_factory.mktemp("ray"))
     try:
         nodes.start()
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("RAY_ADDRESS", nodes.address)
-            yield
+            yield nodes
     finally:
         nodes.end()
 
 
-def test_too_few_nodes_are_counted(cluster: None, tmp_path: Path) -> None:
+def test_too_few_nodes_are_counted(cluster: Nodes, tmp_path: Path) -> None:
     arguments = ("run", "examples/demo.yaml", f"run.dir={tmp_path / 'run'}", f"model.path={tmp_path / 'model'}", *SMALL, "launch=ray")
     line = refused(*arguments, "trainer.ranks=4", "cluster.trainer_nodes=4", "engines.start_timeout_s=0.1")
     assert line.startswith("Ray cluster: got 1 node with 2 CPUs, 2 nodes with 1 CPU; free: 4 CPUs, expected 5 nodes: 1 CPU for controller")
 
 
-def test_a_part_that_fails_is_named_with_its_node(cluster: None, tmp_path: Path) -> None:
+def test_a_part_that_fails_is_named_with_its_node(cluster: Nodes, tmp_path: Path) -> None:
     command = start(tmp_path / "run", *ON_RAY, "engines.args=[--nonsense]")
     status, out, error = command.finish()
     lines = [line for line in error.splitlines() if line.startswith("error: ")]
@@ -85,7 +95,7 @@ def test_a_part_that_fails_is_named_with_its_node(cluster: None, tmp_path: Path)
     assert command.gone(), command.alive()
 
 
-def test_a_run_on_three_nodes_is_the_run_on_one(cluster: None, tmp_path: Path) -> None:
+def test_a_run_on_three_nodes_is_the_run_on_one(cluster: Nodes, tmp_path: Path) -> None:
     run(tmp_path / "here", "run.steps=1")
     # Nodes of the run before are free again, or this one would have none.
     command = start(tmp_path / "ray", *ON_RAY)
@@ -101,7 +111,7 @@ def test_a_run_on_three_nodes_is_the_run_on_one(cluster: None, tmp_path: Path) -
     assert (tmp_path / "ray" / "report.html").exists()
 
 
-def test_ctrl_c_reaches_the_trainer_on_other_nodes(cluster: None, tmp_path: Path) -> None:
+def test_ctrl_c_reaches_the_trainer_on_other_nodes(cluster: Nodes, tmp_path: Path) -> None:
     command = start(tmp_path / "run", *ON_RAY, "run.steps=2000")
     assert wait_for(lambda: len(metrics(tmp_path / "run")) > 5 or command.process.poll() is not None, 180)
     command.process.send_signal(signal.SIGINT)
@@ -110,6 +120,43 @@ def test_ctrl_c_reaches_the_trainer_on_other_nodes(cluster: None, tmp_path: Path
     assert "error: stopped at a checkpoint; the same command goes on from" in error, error + logs(tmp_path / "run")
     assert command.gone(), command.alive()
     assert len(list((tmp_path / "run" / "checkpoints").glob("step-*"))) == 1
+
+
+def rank(number: int, command: Command) -> int:
+    """Process of a trainer's rank, on whichever node it is."""
+
+    def is_it(process: psutil.Process) -> bool:
+        try:
+            environment, words = process.environ(), process.cmdline()
+        except psutil.Error:
+            return False
+        ours = command.mark in environment.values() and environment.get("RANK") == str(number)
+        return ours and "asyncmoe.trainer" in words and "torch.distributed.run" not in words
+
+    return next(process.pid for process in psutil.process_iter() if is_it(process))
+
+
+@pytest.mark.thorough
+def test_a_rank_that_is_killed_is_named_with_its_node(cluster: Nodes, tmp_path: Path) -> None:
+    command = start(tmp_path / "run", *ON_RAY, "run.steps=2000")
+    assert wait_for(lambda: len(metrics(tmp_path / "run")) > 4, 240), logs(tmp_path / "run")
+    os.kill(rank(1, command), signal.SIGKILL)
+    status, _, error = command.finish()
+    assert status == 1
+    assert re.search(r"^error: trainer\.1 on 127\.0\.0\..*: a rank was ended by SIGKILL", error, re.MULTILINE), error
+    assert error.count("error: ") == 1, error
+    assert command.gone(), command.alive()
+
+
+@pytest.mark.thorough
+def test_a_node_that_is_lost_is_the_cause(cluster: Nodes, tmp_path: Path) -> None:
+    command = start(tmp_path / "run", *ON_RAY, "run.steps=2000", "cluster.silence_s=20")
+    assert wait_for(lambda: len(metrics(tmp_path / "run")) > 4, 240), logs(tmp_path / "run")
+    cluster.lose(OTHERS[1])
+    status, _, error = command.finish()
+    assert status == 1
+    assert re.search(rf"^error: trainer rank \d on {OTHERS[1]} ", error, re.MULTILINE), error
+    assert command.gone(), command.alive()
 
 
 def test_a_head_that_does_not_answer_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

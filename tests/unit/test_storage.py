@@ -62,7 +62,7 @@ def test_the_line_names_what_where_node_reason_free_space_and_cure(tmp_path: Pat
     assert " GiB free; " in line
     assert line.endswith("; start again")
     assert "\n" not in line
-    assert caught.value.exit_code == 1
+    assert caught.value.exit_code == 2
 
 
 @pytest.mark.parametrize("error", [FileNotFoundError(errno.ENOENT, "x"), ConnectionResetError(errno.ECONNRESET, "x"), KeyError("x")])

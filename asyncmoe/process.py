@@ -34,7 +34,8 @@ def named(role: str) -> Iterator[None]:
     try:
         yield
     except AsyncmoeError as error:
-        error.where = error.where or f"{role} on {socket.gethostname()}"
+        # SLURM may call a node otherwise than it calls itself.
+        error.where = error.where or f"{role} on {os.environ.get('SLURMD_NODENAME') or socket.gethostname()}"
         raise
 
 

@@ -37,11 +37,16 @@ _FOLLOWS = ("waited", "was given up")
 """Words of those who lost another process."""
 
 
-class Process(Protocol):
-    """A process of a run; `asyncmoe.process.Child` is one on this machine."""
+class Ended(Protocol):
+    """A process of a run, as far as its end goes."""
 
-    name: str
-    log: Path
+    @property
+    def name(self) -> str:
+        """What messages call it."""
+
+    @property
+    def log(self) -> Path:
+        """Where more is to be found."""
 
     @property
     def returncode(self) -> int | None:
@@ -51,14 +56,18 @@ class Process(Protocol):
     def reason(self) -> str | None:
         """What it gave as the reason for its end."""
 
+    def why(self) -> str:
+        """The reason it gave for ending, or else where to look."""
+
+
+class Process(Ended, Protocol):
+    """A process of a run; `asyncmoe.process.Child` is one on this machine."""
+
     def signal(self, number: Signals) -> None:
         """Send it a signal; nothing when it has ended."""
 
     def wait(self, seconds: float) -> bool:
         """True when it ended within `seconds`."""
-
-    def why(self) -> str:
-        """The reason it gave for ending, or else where to look."""
 
 
 @dataclass(frozen=True)
@@ -137,7 +146,7 @@ def _late(processes: tuple[Process, ...]) -> list[Process]:
     return [process for process in processes if not process.wait(max(0.0, until - time.monotonic()))]
 
 
-def failure(failed: Sequence[Process]) -> AsyncmoeError:
+def failure(failed: Sequence[Ended]) -> AsyncmoeError:
     """The error for the one that the ends of the others follow from; of a mistake of the user's it has the exit code. Not empty."""
     first = min(failed, key=_rank)
     if first.reason is None and (full := storage.probe(first.log.parent)) is not None:  # then no log has a reason
@@ -148,7 +157,7 @@ def failure(failed: Sequence[Process]) -> AsyncmoeError:
     return error
 
 
-def _rank(ended: Process) -> int:
+def _rank(ended: Ended) -> int:
     """A user's mistake comes first, then what a signal ended, then one with a reason of its own, then one that lost another."""
     status, reason = ended.returncode, ended.reason
     if status == UserError.exit_code:

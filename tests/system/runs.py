@@ -80,13 +80,13 @@ def marked(mark: str) -> list[str]:
     return [line for line in found if line]
 
 
-def wait_for(condition: Callable[[], bool], seconds: float) -> bool:
+def wait_for(condition: Callable[[], bool], seconds: float, poll_s: float = 0.1) -> bool:
     """Poll until `condition` holds; False when `seconds` were over first."""
     until = time.monotonic() + seconds
     while time.monotonic() < until:
         if condition():
             return True
-        time.sleep(0.1)
+        time.sleep(poll_s)
     return False
 
 

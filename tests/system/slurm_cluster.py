@@ -20,6 +20,8 @@ from tests.system.runs import REPOSITORY, wait_for
 DAEMONS = ("slurmctld", "slurmd", "munged")
 _NODE_CPUS = 4
 _ANSWER_S = 60.0
+_POLL_S = 0.5
+"""Every question to SLURM is a process."""
 
 
 def missing() -> str | None:
@@ -67,7 +69,7 @@ class Cluster:
     def ended(self, job: int | str, within_s: float) -> str:
         """The final state of a job."""
         over = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY")
-        assert wait_for(lambda: self.state(job) in over, within_s), f"job {job} is {self.state(job)} after {within_s} s"
+        assert wait_for(lambda: self.state(job) in over, within_s, _POLL_S), f"job {job} is {self.state(job)} after {within_s} s"
         return self.state(job)
 
     def steps(self, job: int) -> dict[str, str]:

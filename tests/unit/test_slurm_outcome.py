@@ -10,14 +10,13 @@ import pytest
 from asyncmoe import checkpoints
 from asyncmoe import config as configuration
 from asyncmoe.config import Config
-from asyncmoe.errors import AsyncmoeError
+from asyncmoe.errors import AsyncmoeError, ConfigError
 from asyncmoe.launch.slurm import control, outcome
 from asyncmoe.launch.slurm.allocation import Allocation, Group
-from asyncmoe.launch.slurm.verdict import Ended
 
 WHERE = Allocation(12, "12_3", 0, (Group("12_3", ("n1",)),))
-DEAD = Ended("trainer", "n3", 137, None, "logs/trainer.n3.log")
-MISTAKE = Ended("controller", "n1", 2, "scoring.scorer: got x, expected y", "logs/controller.n1.log")
+DEAD = AsyncmoeError("trainer on n3: was ended by SIGKILL")
+MISTAKE = ConfigError("controller on n1: scoring.scorer", got="x", expected="y")
 
 
 class Asked:
@@ -40,7 +39,7 @@ class Job:
         checkpoints.start(self.config.run.dir, step)
         return checkpoints.finish(self.config.run.dir, step, {"step": step}, keep=2)
 
-    def conclude(self, asked: Asked, cause: Ended | None = None, before: Path | None = None) -> None:
+    def conclude(self, asked: Asked, cause: AsyncmoeError | None = None, before: Path | None = None) -> None:
         outcome.conclude(WHERE, self.config, before, cause, asked)  # type: ignore[arg-type]  # it installs no signal handlers
 
 

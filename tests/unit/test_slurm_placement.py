@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -114,9 +115,13 @@ def test_engines_are_spread_evenly_and_none_is_left_out(nodes: int, count: int) 
 
 
 def test_several_nodes_are_reached_by_their_names_unless_told_otherwise() -> None:
-    assert placement.implied(3, "loopback") == ("engines.join=true", "cluster.network=hostname")
-    assert placement.implied(3, "ib0") == ("engines.join=true",)
-    assert placement.implied(1, "loopback") == ("engines.join=true",)
+    assert placement.implied(job(3), "loopback") == ("engines.join=true", "cluster.network=hostname")
+    assert placement.implied(job(3), "ib0") == ("engines.join=true",)
+    assert placement.implied(job(1), "loopback") == ("engines.join=true",)
+
+
+def test_a_job_that_starts_again_resumes_its_own_run() -> None:
+    assert placement.implied(replace(job(1), restarts=1), "loopback") == ("engines.join=true", "run.resume=true")
 
 
 @given(st.integers(1, 10**8), st.integers(0, 3))

@@ -38,7 +38,7 @@ def test_ranks_that_meet_a_mistake_of_the_user_end_the_step_with_its_status(tmp_
     printed = process.communicate(timeout=120)[0]
     said = (tmp_path / "trainer.n7.log").read_text()
     assert process.returncode == 2, said
-    assert f"error: {tmp_path / 'none.yaml'}: got no such file" in said
+    assert f"error: trainer.0 on n7: {tmp_path / 'none.yaml'}: got no such file" in said
     assert printed == ""
 
 

@@ -11,12 +11,12 @@ import signal
 import socket
 import sys
 
-from torch.distributed import run as torchrun
+from torch.distributed import run as agent
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from asyncmoe.errors import AsyncmoeError
-from asyncmoe.launch.local import TRAINER_ENVIRONMENT
-from asyncmoe.process import ERROR_PREFIX
+from asyncmoe.launch.torchrun import TRAINER_ENVIRONMENT, torchrun
+from asyncmoe.process import KILLED, say
 
 _ENVIRONMENT = {**TRAINER_ENVIRONMENT, "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
 """The last one so that Megatron's tensor-parallel collectives begin before the products they overlap with (megatron-core's
@@ -34,22 +34,15 @@ def run(node: int, nodes: int, ranks: int, address: str, port: int, config: str)
     try:
         if node == 0:
             check_free(port)
-        torchrun.main(command(node, nodes, ranks, address, port, config))
+        agent.main(torchrun(ranks, (address, port), "asyncmoe.trainer", config, node=node, nodes=nodes)[2:])
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         if failure.exitcode < 0:
-            name = signal.Signals(-failure.exitcode).name
-            print(f"{ERROR_PREFIX}rank {rank} was ended by {name}; was it the node's memory? (dmesg)", file=sys.stderr, flush=True)
+            say(AsyncmoeError(f"{KILLED} {signal.Signals(-failure.exitcode).name}, as when memory runs out: rank {rank}"))
         sys.exit(status(failure.exitcode))
     except AsyncmoeError as error:
-        print(f"{ERROR_PREFIX}{error}", file=sys.stderr, flush=True)
+        say(error)
         sys.exit(error.exit_code)
-
-
-def command(node: int, nodes: int, ranks: int, address: str, port: int, config: str) -> list[str]:
-    """torchrun's arguments."""
-    shape = ["--nnodes", str(nodes), "--node-rank", str(node), "--nproc-per-node", str(ranks), "--max-restarts", "0"]
-    return [*shape, "--master-addr", address, "--master-port", str(port), "-m", "asyncmoe.trainer", config]
 
 
 def status(exitcode: int) -> int:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 from asyncmoe.errors import AsyncmoeError
 from asyncmoe.launch.slurm.signals import Stop
-from asyncmoe.process import ERROR_PREFIX
+from asyncmoe.process import say
 
 
 def main(run: Callable[[Sequence[str], Stop], None]) -> None:
@@ -18,5 +18,5 @@ def main(run: Callable[[Sequence[str], Stop], None]) -> None:
     try:
         run(sys.argv[1:], stop)
     except AsyncmoeError as error:
-        print(f"{ERROR_PREFIX}{error}", file=sys.stderr, flush=True)
+        say(error)
         sys.exit(error.exit_code)

@@ -14,8 +14,8 @@ from pathlib import Path
 
 from asyncmoe import config as configuration
 from asyncmoe.config import Config
-from asyncmoe.errors import AsyncmoeError, ConfigError, UserError, WaitTimeout
-from asyncmoe.launch.slurm import allocation, control, parts, steps, verdict
+from asyncmoe.errors import ConfigError, UserError, WaitTimeout
+from asyncmoe.launch.slurm import allocation, control, parts, steps
 from asyncmoe.launch.slurm.allocation import Allocation
 from asyncmoe.launch.slurm.command import main
 from asyncmoe.launch.slurm.parts import Part
@@ -35,7 +35,7 @@ def run(arguments: Sequence[str], stop: Stop) -> None:
     Raises:
         UserError: what was given is no run, or one that nobody can join.
         WaitTimeout: the training did not appear.
-        AsyncmoeError: an engine failed, the first cause.
+        AsyncmoeError: an engine failed, the first cause of all.
     """
     if not 1 <= len(arguments) <= 2:
         cure = "sbatch slurm/rollout.sbatch RUN_DIR [ENGINES_PER_NODE]"
@@ -52,7 +52,7 @@ def run(arguments: Sequence[str], stop: Stop) -> None:
     finally:
         parts.end_all(started)
     if any(part.failed for part in started):
-        raise AsyncmoeError(str(verdict.first_cause([part.ended() for part in started if part.failed])))
+        raise parts.first_cause(started)
 
 
 def plan(where: Allocation, config: Config, resolved: Path, each: int, program: steps.Container) -> list[steps.Step]:

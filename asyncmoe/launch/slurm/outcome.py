@@ -6,9 +6,9 @@ from pathlib import Path
 
 import msgspec
 
-from asyncmoe import checkpoints
+from asyncmoe import checkpoints, storage
 from asyncmoe.config import Config
-from asyncmoe.errors import AsyncmoeError, UserError
+from asyncmoe.errors import AsyncmoeError
 from asyncmoe.launch.slurm import control, verdict
 from asyncmoe.launch.slurm.allocation import Allocation
 from asyncmoe.launch.slurm.signals import Stop
@@ -25,7 +25,7 @@ class Lost(msgspec.Struct, frozen=True):
     count: int
 
 
-def conclude(where: Allocation, config: Config, before: Path | None, cause: verdict.Ended | None, stop: Stop) -> None:
+def conclude(where: Allocation, config: Config, before: Path | None, cause: AsyncmoeError | None, stop: Stop) -> None:
     """Report a finished run; put an unfinished one back into the queue where that can help.
 
     Args:
@@ -44,8 +44,9 @@ def conclude(where: Allocation, config: Config, before: Path | None, cause: verd
     elif stop.save and not _is_finished(config, newest):
         _stopped(where, before, newest, stop)
     else:
-        write_summary(config.run.dir)
-        report(config.run.dir)
+        with storage.writing("summary and report of the run", config.run.dir):
+            write_summary(config.run.dir)
+            report(config.run.dir)
         _say(f"finished; the report is {config.run.dir / 'report.html'}")
 
 
@@ -77,7 +78,7 @@ def _is_finished(config: Config, newest: Path | None) -> bool:
     return newest is not None and bool(checkpoints.facts(newest)["step"] >= config.warmup.steps + config.run.steps)
 
 
-def _lost(where: Allocation, config: Config, cause: verdict.Ended) -> None:
+def _lost(where: Allocation, config: Config, cause: AsyncmoeError) -> None:
     """Put the job back into the queue, or end it with what was the matter.
 
     Raises:
@@ -85,15 +86,15 @@ def _lost(where: Allocation, config: Config, cause: verdict.Ended) -> None:
     """
     path, limit = config.run.dir / _LOST, config.cluster.requeues
     count = lost_before(path, where.name)
-    if verdict.decide(cause, count, limit) == "requeue":
-        path.write_bytes(msgspec.json.encode(Lost(where.name, count + 1)))
+    if verdict.decide(cause.exit_code, count, limit) == "requeue":
+        with storage.writing("count of the job's losses", path):
+            path.write_bytes(msgspec.json.encode(Lost(where.name, count + 1)))
         _say(f"{cause}; job {where.name} goes back into the queue, {count + 1} of at most {limit} times (cluster.requeues)")
         control.requeue(where.name)
         return
-    often = "" if cause.mistake or not limit else f"; the job was lost {count + 1} times, cluster.requeues allows {limit}"
-    error = AsyncmoeError(f"{cause}{often}")
-    error.exit_code = UserError.exit_code if cause.mistake else AsyncmoeError.exit_code
-    raise error
+    if cause.exit_code == AsyncmoeError.exit_code and limit:
+        raise AsyncmoeError(f"{cause}; the job was lost {count + 1} times, cluster.requeues allows {limit}")
+    raise cause
 
 
 def lost_before(path: Path, job: str) -> int:

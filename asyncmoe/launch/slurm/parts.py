@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from asyncmoe.errors import AsyncmoeError
+from asyncmoe.launch import watch
 from asyncmoe.launch.slurm import control, verdict
 from asyncmoe.launch.slurm.steps import Step
 from asyncmoe.process import Child
@@ -53,7 +54,7 @@ class Part:
         written = {node: self._since_start(self.step.logs[node]) for node in first}
         files = [self.step.logs.get(nodes), *self.step.logs.values(), self.step.output]
         file = next((file for file in files if file is not None and file.exists()), self.step.output)
-        return verdict.Ended(self.step.name, nodes, status, verdict.reason(written, output), str(file))
+        return verdict.Ended(self.step.name, nodes, status, verdict.reason(written, output), file)
 
     def end(self) -> None:
         """End srun, which ends its tasks."""
@@ -81,10 +82,10 @@ def ask_to_stop(parts: Sequence[Part]) -> bool:
     return len(known) == len(parts)
 
 
-def first_cause(parts: Sequence[Part]) -> verdict.Ended:
+def first_cause(parts: Sequence[Part]) -> AsyncmoeError:
     """What the first end was, when at least one part has failed."""
     time.sleep(_SETTLE_S)
-    return verdict.first_cause([part.ended() for part in parts if part.failed])
+    return watch.failure([part.ended() for part in parts if part.failed])
 
 
 def end_all(parts: Sequence[Part]) -> None:

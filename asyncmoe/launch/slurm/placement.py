@@ -88,10 +88,11 @@ def spread(nodes: Sequence[str], count: int) -> tuple[tuple[str, tuple[int, ...]
     return tuple((node, tuple(range(*edges[place : place + 2]))) for place, node in enumerate(nodes))
 
 
-def implied(nodes: int, network: str) -> tuple[str, ...]:
-    """Overrides of the configuration that an allocation of so many nodes implies."""
-    several = nodes > 1 and network == "loopback"
-    return ("engines.join=true", *(["cluster.network=hostname"] if several else []))
+def implied(allocation: Allocation, network: str) -> tuple[str, ...]:
+    """Overrides of the configuration that an allocation implies: of several nodes, and of a job that went back into the queue."""
+    several = len(allocation.nodes) > 1 and network == "loopback"
+    again = ["run.resume=true"] if allocation.restarts else []
+    return ("engines.join=true", *(["cluster.network=hostname"] if several else []), *again)
 
 
 def master_port(job: int, restarts: int) -> int:

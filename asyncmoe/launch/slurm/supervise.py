@@ -13,7 +13,7 @@ from asyncmoe import config as configuration
 from asyncmoe.config import Config
 from asyncmoe.errors import AsyncmoeError
 from asyncmoe.launch import local
-from asyncmoe.launch.slurm import allocation, control, outcome, parts, placement, steps, verdict
+from asyncmoe.launch.slurm import allocation, control, outcome, parts, placement, steps
 from asyncmoe.launch.slurm.allocation import Allocation
 from asyncmoe.launch.slurm.parts import Part
 from asyncmoe.launch.slurm.signals import Stop
@@ -21,8 +21,12 @@ from asyncmoe.telemetry.live import LiveView
 
 _POLL_S = 0.25
 _END_GRACE_S = 60.0
-"""Between the end of the first part of a finished run and that of the last."""
+"""Between the ends of controller and trainer."""
+_LEAVE_S = 20.0
+"""For engines, after those two."""
 _ASK_AGAIN_S = 2.0
+_SIGNALLED_S = 300.0
+"""How long before the time limit slurm/train.sbatch wants to hear of it."""
 _KEPT_S = 45.0
 """Of the time before the limit, kept to end what did not stop by itself and to requeue."""
 _UNLIMITED_S = 3600.0
@@ -42,7 +46,7 @@ def run(path: Path, overrides: Sequence[str], stop: Stop) -> None:
     """
     where = allocation.read(os.environ, control.hostnames)
     config = configuration.load(path, overrides)
-    config = configuration.load(path, [*overrides, *placement.implied(len(where.nodes), config.cluster.network)])
+    config = configuration.load(path, [*overrides, *placement.implied(where, config.cluster.network)])
     placed = placement.place(where, config)
     with local.claim(config.run.dir):
         resolved = local.prepare(config)
@@ -66,7 +70,7 @@ def _describe(where: Allocation, placed: placement.Placement, config: Config, ne
     )
 
 
-def _supervise(where: Allocation, config: Config, planned: Sequence[steps.Step], stop: Stop) -> verdict.Ended | None:
+def _supervise(where: Allocation, config: Config, planned: Sequence[steps.Step], stop: Stop) -> AsyncmoeError | None:
     """Start and watch all steps; the first cause of a failure, or None when all ended well or as asked."""
     started: list[Part] = []
     try:
@@ -77,11 +81,11 @@ def _supervise(where: Allocation, config: Config, planned: Sequence[steps.Step],
         parts.end_all(started)
 
 
-def _watch(where: Allocation, started: Mapping[str, Part], view: LiveView, stop: Stop) -> verdict.Ended | None:
+def _watch(where: Allocation, started: Mapping[str, Part], view: LiveView, stop: Stop) -> AsyncmoeError | None:
     controller, trainer, everyone = started[steps.CONTROLLER], started[steps.TRAINER], list(started.values())
     saving: _Saving | None = None
     end_by = float("inf")
-    while any(part.status is None for part in everyone):
+    while controller.status is None or trainer.status is None:
         view.refresh()
         now = time.monotonic()
         if stop.now:
@@ -98,11 +102,16 @@ def _watch(where: Allocation, started: Mapping[str, Part], view: LiveView, stop:
         if now > end_by:
             if saving is not None:
                 return None
-            late = ", ".join(f"{part.step.name} on {','.join(part.step.nodes)}" for part in everyone if part.status is None)
-            raise AsyncmoeError(f"{late}: did not end within {_END_GRACE_S:.0f} s of the others; logs: {controller.step.output.parent}")
+            late = trainer if trainer.status is None else controller
+            what = f"{late.step.name} on {','.join(late.step.nodes)} did not end within {_END_GRACE_S:.0f} s of the others"
+            raise AsyncmoeError(f"{what}; its log is {late.step.logs[late.step.nodes[0]]}")
         time.sleep(_POLL_S)
     view.refresh()
-    return parts.first_cause(everyone) if any(_bad(part, stop) for part in everyone) else None
+    if any(_bad(part, stop) for part in (controller, trainer)):
+        return parts.first_cause(everyone)
+    # The controller has told the engines that have joined; one that has not would wait for it.
+    parts.wait_until(lambda: all(part.status is not None for part in everyone), _LEAVE_S)
+    return None
 
 
 class _Saving:
@@ -120,7 +129,11 @@ class _Saving:
         """Tell the controller, once; true when the time is over."""
         # A second time would tell it to end at once. SLURM may not have started it yet.
         if not self._told and now > self._next and self._controller.status is None:
-            self._told, self._next = parts.ask_to_stop([self._controller]), now + _ASK_AGAIN_S
+            self._next = now + _ASK_AGAIN_S
+            try:
+                self._told = parts.ask_to_stop([self._controller])
+            except AsyncmoeError as error:
+                print(f"the controller is told again in {_ASK_AGAIN_S:.0f} s: {error}", flush=True)
         return now > self.by
 
 
@@ -130,5 +143,9 @@ def _bad(part: Part, stop: Stop) -> bool:
 
 
 def _time_to_save(where: Allocation) -> float:
-    left = control.seconds_left(where.name)
+    try:
+        left = control.seconds_left(where.name)
+    except AsyncmoeError as error:
+        print(f"the time limit is taken for {_SIGNALLED_S:.0f} s away: {error}", flush=True)
+        left = _SIGNALLED_S
     return _UNLIMITED_S if left is None else min(max(left - _KEPT_S, _POLL_S), _UNLIMITED_S)

@@ -12,14 +12,21 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from asyncmoe.errors import AsyncmoeError
 from asyncmoe.launch.slurm.steps import log_of
+from asyncmoe.process import say
+from asyncmoe.storage import writing
 
 
 def main() -> None:
     """Become the part that was asked for; never returns but by its end."""
     logs, step, role, *arguments = sys.argv[1:]
     node = os.environ["SLURMD_NODENAME"]
-    _write_to(log_of(Path(logs), step, node))
+    try:
+        _write_to(log_of(Path(logs), step, node), step)
+    except AsyncmoeError as error:
+        say(error)
+        sys.exit(error.exit_code)
     roles: dict[str, Callable[[str, list[str]], None]] = {"rollout": _rollout, "engine": _engine, "trainer": _trainer}
     roles[role](node, arguments)
 
@@ -55,10 +62,11 @@ def stop_as(number: signal.Signals) -> None:
     signal.signal(signal.SIGURG, lambda *_: signal.raise_signal(number))
 
 
-def _write_to(log: Path) -> None:
+def _write_to(log: Path, step: str) -> None:
     """Standard output and error of this process and all that it starts are appended there."""
-    log.parent.mkdir(parents=True, exist_ok=True)
-    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    with writing(f"log of {step}", log):
+        log.parent.mkdir(parents=True, exist_ok=True)
+        file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
         os.dup2(file, stream.fileno())

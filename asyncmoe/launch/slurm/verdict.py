@@ -1,4 +1,4 @@
-"""How a step ended, and which end was the cause of the others. Pure."""
+"""How a step ended, from what srun printed and its tasks wrote. Pure."""
 
 from __future__ import annotations
 
@@ -6,51 +6,50 @@ import re
 import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
+from asyncmoe.errors import UserError
 from asyncmoe.process import ERROR_PREFIX
 
 Action = Literal["requeue", "fail"]
 _ENDED = re.compile(r"srun: error: (?P<nodes>\S+): tasks? (?P<tasks>[\d,-]+): (?P<how>[^\r\n]+)")
 _OURS = re.compile(r"srun: (launch/slurm: )?.*(Terminating|Force Terminated|forcing job termination|Job step aborted)")
-_WAITED = re.compile(r"^waited \d")
+_NAMED = re.compile(r"[\w.-]+ on \S+: ")
+"""How an error begins that says itself which part met it, on which node (`asyncmoe.process.named`)."""
 
 
 @dataclass(frozen=True)
 class Ended:
-    """A step that ended badly.
+    """A step that ended badly; an `asyncmoe.launch.watch.Ended`.
 
     Attributes:
         name: of the step.
         node: where it began; a list as SLURM writes it where several nodes ended alike.
-        status: of the process, above 128 when a signal ended it.
+        returncode: of the process, negative when a signal ended it.
         reason: what the process said of it, if it said anything.
         log: where more is to be found.
     """
 
     name: str
     node: str
-    status: int
+    returncode: int
     reason: str | None
-    log: str
+    log: Path
 
-    @property
-    def mistake(self) -> bool:
-        """The user's, who alone can mend it."""
-        return self.status == 2
-
-    def __str__(self) -> str:
-        where = f"{self.name} on {self.node}: "
+    def why(self) -> str:
+        """The reason, or else where to look; part and node in either case."""
         if self.reason is not None:
-            return f"{where}{self.reason} (log: {self.log})"
-        if self.status > 128:
-            how = f"was ended by {_signal_name(self.status - 128)}, which may be the node's memory that ran out"
-            return f"{where}{how}; look at `sacct -j` for the job's memory, the node's dmesg, and {self.log}"
-        return f"{where}ended with status {self.status}; its log is {self.log}"
+            named = _NAMED.match(self.reason) is not None
+            return f"{self.reason if named else f'{self.name} on {self.node}: {self.reason}'} (log: {self.log})"
+        if self.returncode < 0:
+            how = f"was ended by {_signal_name(-self.returncode)}, as when memory runs out"
+            return f"{self.name} on {self.node}: {how}; look at `sacct -j` for the job's memory, the node's dmesg, and {self.log}"
+        return f"{self.name} on {self.node}: ended with status {self.returncode}; its log is {self.log}"
 
 
 def first_end(output: str, nodes: Sequence[str], status: int) -> tuple[str, int]:
-    """The node and status of the first task of a step that ended badly, from srun's own messages.
+    """The node and status, negative for a signal, of the first task of a step that ended badly, from srun's own messages.
 
     srun ends with the highest status of all tasks, so one that was ended because of another would hide it.
 
@@ -64,8 +63,8 @@ def first_end(output: str, nodes: Sequence[str], status: int) -> tuple[str, int]
             break
         match = _ENDED.match(line)
         if match is not None:
-            return match["nodes"], _status(match["how"], status)
-    return ",".join(nodes), status if status >= 0 else 128 - status
+            return match["nodes"], _signed(_status(match["how"], status))
+    return ",".join(nodes), _signed(status)
 
 
 def reason(logs: Mapping[str, str], output: str) -> str | None:
@@ -83,30 +82,15 @@ def reason(logs: Mapping[str, str], output: str) -> str | None:
     return complaints[-1] if complaints else None
 
 
-def first_cause(ended: Sequence[Ended]) -> Ended:
-    """Of several ends close to each other the one that the others follow from: a user's mistake, then a process that was killed, then one
-    with a reason of its own, then one that waited for another."""
-    return min(ended, key=_rank)
-
-
-def decide(cause: Ended, lost: int, requeues: int) -> Action:
+def decide(exit_code: int, lost: int, requeues: int) -> Action:
     """What becomes of the job.
 
     Args:
+        exit_code: of the first cause.
         lost: how often it went back into the queue because of a lost process.
         requeues: how often it may.
     """
-    return "fail" if cause.mistake or lost >= requeues else "requeue"
-
-
-def _rank(ended: Ended) -> int:
-    if ended.mistake:
-        return 0
-    if ended.status > 128:
-        return 1
-    if ended.reason is None:
-        return 3
-    return 4 if _WAITED.match(ended.reason) else 2
+    return "fail" if exit_code == UserError.exit_code or lost >= requeues else "requeue"
 
 
 def _complaint(line: str) -> bool:
@@ -121,6 +105,11 @@ def _status(how: str, otherwise: int) -> int:
         return int(match[1])
     word = how.split()[0].rstrip(",")
     return 128 + _WORDS[word] if word in _WORDS else max(otherwise, 1)
+
+
+def _signed(status: int) -> int:
+    """A shell's 128 + n is the end by signal n."""
+    return 128 - status if status > 128 else status
 
 
 def _signal_name(number: int) -> str:

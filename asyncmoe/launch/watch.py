@@ -29,12 +29,14 @@ from asyncmoe.telemetry.summary import write_summary
 STOP_GRACE_S = 20.0
 """Between asking a process to end and ending it."""
 _POLL_S = 0.25
-_SETTLE_S = 1.0
-"""After the first failure: the others say what they think of it."""
+_SETTLE_S, _UNEXPLAINED_S = 1.0, 6.0
+"""After the first failure: the others say what they think of it, and have longer for it where none has said why."""
 _INTERRUPTED = 130
 """Status of a command that Ctrl-C reached before it had set itself up to be asked."""
 _FOLLOWS = ("waited", "was given up")
 """Words of those who lost another process."""
+_UNEXPLAINED = 3
+"""Rank of a failure that nobody has given a reason for."""
 
 
 class Ended(Protocol):
@@ -83,6 +85,11 @@ class Processes:
         return (self.controller, *self.trainers, *self.engines)
 
     @property
+    def failed(self) -> list[Process]:
+        """Those that have ended otherwise than well."""
+        return [process for process in self.all if process.returncode not in (None, 0)]
+
+    @property
     def finished(self) -> bool:
         """Controller and trainer have ended well; what becomes of an engine after that does not matter."""
         return all(process.returncode == 0 for process in (self.controller, *self.trainers))
@@ -127,9 +134,9 @@ def _watch(processes: Processes, view: LiveView, stop: StopOnSignal) -> None:
         if stop.count and controller.returncode in (0, _INTERRUPTED):  # all was said, or there was no trainer yet to say it to
             _late(trainers)
             break
-        if any(process.returncode not in (None, 0) for process in processes.all):
-            time.sleep(_SETTLE_S)
-            raise failure([process for process in processes.all if process.returncode not in (None, 0)])
+        if processes.failed:
+            _settle(processes)
+            raise failure(processes.failed)
         if all(trainer.returncode == 0 for trainer in trainers) and not controller.wait(STOP_GRACE_S):
             raise AsyncmoeError(f"the controller did not end within {STOP_GRACE_S:.0f} s of the trainer; its log is {controller.log}")
         if controller.returncode == 0 and _late(trainers):
@@ -144,6 +151,14 @@ def _late(processes: tuple[Process, ...]) -> list[Process]:
     """Those that have not ended when the time that they have for it together is over."""
     until = time.monotonic() + STOP_GRACE_S
     return [process for process in processes if not process.wait(max(0.0, until - time.monotonic()))]
+
+
+def _settle(processes: Processes) -> None:
+    begin = time.monotonic()
+    while (waited := time.monotonic() - begin) < _UNEXPLAINED_S:
+        if waited > _SETTLE_S and min(map(_rank, processes.failed)) < _UNEXPLAINED:
+            return
+        time.sleep(_POLL_S)
 
 
 def failure(failed: Sequence[Ended]) -> AsyncmoeError:
@@ -165,7 +180,7 @@ def _rank(ended: Ended) -> int:
     if (status is not None and status < 0) or (reason or "").startswith(KILLED):
         return 1
     if reason is None:
-        return 3
+        return _UNEXPLAINED
     return 4 if any(words in reason for words in _FOLLOWS) else 2
 
 

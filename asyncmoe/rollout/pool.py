@@ -204,11 +204,15 @@ class Pool:
             EngineError: no engine is left.
         """
         while True:
-            for member in self.present:
-                if (why := member.engine.died) is not None:
-                    self.fence(member, why)
+            self.fence_dead()
             self._any()
             await asyncio.sleep(_WATCH_S)
+
+    def fence_dead(self) -> None:
+        """Fence engines whose process has ended."""
+        for member in self.present:
+            if (why := member.engine.died) is not None:
+                self.fence(member, why)
 
     def note_busy(self) -> None:
         """Record what engines have been generating until now, without waiting for them to fall idle."""

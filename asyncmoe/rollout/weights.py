@@ -182,6 +182,7 @@ class Conductor:
             await asyncio.wait_for(self.wait_started(), wait_s)
         except TimeoutError:
             raise WaitTimeout("the engines", "start", wait_s) from None
+        self._pool.fence_dead()
         roster = self._roster = self._roster.now(self._pool)
         infos = tuple(
             EngineInfo(m.engine.name, m.engine.tp, m.engine.ep, offset, m.version, m.engine.host)

@@ -43,6 +43,8 @@ from asyncmoe.wire.client import Client
 from asyncmoe.wire.messages import Committed, Reply, Request, WeightsAbort, WeightsCommit, WeightsStage
 
 log = logging.getLogger(__name__)
+_NOTICED_S = 2.0
+"""For a server to end after one of its processes has."""
 
 
 class Direct:
@@ -132,7 +134,8 @@ class Direct:
     def _lost_one(self) -> bool:
         """Whether the engines are others than those that the version was for. The controller may take a while to see one's end."""
         assert self._met is not None
-        wait_s = self._config.cluster.silence_s + GRACE_S
+        # Of an engine on its own machine the controller knows nearly at once.
+        wait_s = self._config.cluster.silence_s + GRACE_S if self._config.engines.join else _NOTICED_S
         return changed(self._config, self._model, self._client, self._met.roster, wait_s)
 
     def _disperse(self) -> None:

@@ -261,8 +261,8 @@ def test_the_engine_generates_while_it_stages_and_says_which_token_is_whose(stag
         while stage.asked[WeightsStage] < stage.asked[WeightsCommit]:
             await asyncio.sleep(0.01)
         while stage.asked[WeightsCommit] < stage.asked[WeightsStage]:
-            # Answers of about a second, of which the last is cut by the new version.
-            short.append(await generate(stage, 300))
+            # Answers of half a second and more, of which the last is cut by the new version.
+            short.append(await generate(stage, 150))
         return await publishing, await generate(stage), short
 
     found, later, during = stage.rig.run(across())
@@ -298,7 +298,7 @@ def test_what_goes_wrong_while_staging_costs_one_update_and_says_the_same_on_eve
     )
     assert stall.startswith("waited")
     assert "trainer rank 1" in stall
-    assert zero[1]["seconds"] < timeout_s + 2.5
+    assert zero[1]["seconds"] < timeout_s + 6.0
     assert again is None
     assert sorted(found.arrived) == [versions[0], versions[3]]
     assert not any(wrong(found.arrived[versions[3]], stage.expected(b)))
@@ -336,7 +336,7 @@ def test_a_receiver_that_stands_still_costs_one_update(stages: Stages) -> None:
     assert [outcome["error"] for outcome in zero] == [outcome["error"] for outcome in one]
     assert zero[0]["error"] is None
     assert "engine.0 rank 0" in zero[1]["error"]
-    assert zero[1]["seconds"] < 4.0 + timeout_s + 2.5
+    assert zero[1]["seconds"] < 4.0 + timeout_s + 6.0
     assert zero[2]["error"] is None
     assert sorted(found.arrived) == [kept, again]
     assert not any(wrong(stage.held(), stage.expected(b)))
@@ -377,15 +377,15 @@ def test_an_engine_of_another_shape_is_refused_before_a_byte_moves(stages: Stage
     assert stage.rig.run(generate(stage)).generation.tokens
 
 
-def test_two_engines_swap_at_once_and_one_that_dies_ends_the_update(stages: Stages) -> None:
+def test_two_engines_swap_at_once_and_where_one_dies_the_other_gets_the_next_version(stages: Stages) -> None:
     stage = stages.pair
     _, a, b = stage.checkpoints
-    both, lost = stage.versions(2)
+    both, lost, after = stage.versions(3)
     leader = stage.rig.engines[1]._child._process.pid
     scheduler = next(pid for pid in in_session(leader) if "scheduler" in command_of(pid))
 
     async def kill_in_the_middle() -> Published:
-        publishing = asyncio.create_task(stage.publish(1, {"tp=1": [(a, both), (b, lost)]}, {1: (0, "slow")}))
+        publishing = asyncio.create_task(stage.publish(1, {"tp=1": [(a, both), (b, lost), (b, after)]}, {1: (0, "slow")}))
         while stage.rig.pool.version < both:
             await asyncio.sleep(0.01)
         while stage.asked[WeightsStage] < stage.asked[WeightsCommit]:
@@ -394,9 +394,12 @@ def test_two_engines_swap_at_once_and_one_that_dies_ends_the_update(stages: Stag
         return await publishing
 
     found = stage.rig.run(kill_in_the_middle())
-    fine, broken = found.outcomes[0]
+    assert not found.failed, found.failed
+    fine, broken, again = found.outcomes[0]
     assert fine["error"] is None
-    assert "gone" in broken["error"]
+    assert broken["left_out"]
     assert broken["seconds"] < 15.0
-    assert [member.version for member in stage.rig.pool.members] == [both, both]
-    assert not any(wrong(stage.held(), stage.expected(a)))
+    assert again["error"] is None
+    assert [member.version for member in stage.rig.pool.members] == [after, both]
+    assert [member.engine.name for member in stage.rig.pool.serving] == ["engine.0"]
+    assert not any(wrong(stage.held(), stage.expected(b)))

@@ -69,7 +69,7 @@ def test_a_model_that_cannot_be_loaded_is_one_line(model: Path, tmp_path: Path) 
     output, _ = controller.process.communicate(timeout=300)
     said = [line for line in output.splitlines() if line.startswith("error: ")]
     assert len(said) == 1
-    assert said[0].startswith("error: engine.0 did not start: ")
+    assert said[0].startswith(f"error: controller on {socket.gethostname()}: engine.0 did not start: ")
     assert "SafetensorError" in said[0]
     assert str(tmp_path / "run" / "logs" / "engine-0.log") in said[0]
     assert "Traceback" not in output

@@ -175,6 +175,9 @@ def test_containers_come_from_the_environment() -> None:
 def test_engines_that_join_have_names_no_other_job_gives() -> None:
     planned = join.plan(job(2), config("engines.count=4", "cluster.engine_nodes=2"), Path("c"), 2, OUTSIDE)
     assert [step.name for step in planned] == [f"engine.job12.{node}.{index}" for node in ("n1", "n2") for index in (0, 1)]
+    assert join.number("8") == 8
+    with pytest.raises(UserError, match=r"ENGINES_PER_NODE: got 'many', expected a number of at least 1"):
+        join.number("many")
     assert join.engines_each(config("engines.count=5", "cluster.engine_nodes=2")) == 3
 
 

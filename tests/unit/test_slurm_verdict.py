@@ -48,6 +48,8 @@ def test_a_task_that_was_ended_because_of_another_is_not_the_first() -> None:
 def test_a_reason_is_a_line_of_ours_or_the_complaint_of_srun() -> None:
     assert verdict.reason({"n2": "loading\nerror: no room\nerror: later\n", "n3": "error: other\n"}, KILLED) == "no room"
     assert verdict.reason({"n2": "loading\n"}, KILLED) is None
+    told = {"n2": "error: trainer.0 on n2: closed by peer\nerror: a rank was ended by SIGKILL, as when memory runs out: rank 1\n"}
+    assert verdict.reason(told, "") == "a rank was ended by SIGKILL, as when memory runs out: rank 1"
     assert verdict.reason({}, NOT_STARTED) == NOT_STARTED.strip()
     execve = "slurmstepd: error: execve(): nowhere: No such file or directory\nsrun: error: n1: task 0: Exited with exit code 2\n"
     assert verdict.reason({"n1": ""}, execve) == "slurmstepd: error: execve(): nowhere: No such file or directory"
@@ -99,7 +101,10 @@ def test_a_cause_names_part_node_and_log_once() -> None:
     assert SILENT.why() == "trainer on n2: ended with status 1; its log is logs/trainer.n2.log"
 
 
-def test_the_status_of_an_agent_is_that_of_its_rank() -> None:
+def test_the_status_of_an_agent_is_that_of_the_rank_that_failed_first() -> None:
+    assert agent.first({0: 1, 1: -9}) == (1, -9)
+    assert agent.first({0: -9, 1: 1, 3: 2}) == (3, 2)
+    assert agent.first({2: 1, 1: 1}) == (1, 1)
     assert agent.status(2) == 2
     assert agent.status(-signal.SIGKILL) == 137
 

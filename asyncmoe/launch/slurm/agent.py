@@ -1,4 +1,4 @@
-"""torchrun on one node of several, ending with the status of the rank that failed first.
+"""torchrun on one node of several, ending with the status of its rank that failed first.
 
 torchrun itself ends with 1 whatever its ranks end with, and a job that failed by a mistake of the user must not go back into the queue.
 """
@@ -10,11 +10,12 @@ import os
 import signal
 import socket
 import sys
+from collections.abc import Mapping
 
 from torch.distributed import run as agent
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-from asyncmoe.errors import AsyncmoeError
+from asyncmoe.errors import AsyncmoeError, UserError
 from asyncmoe.launch.torchrun import TRAINER_ENVIRONMENT, torchrun
 from asyncmoe.process import KILLED, say
 
@@ -36,13 +37,19 @@ def run(node: int, nodes: int, ranks: int, address: str, port: int, config: str)
             check_free(port)
         agent.main(torchrun(ranks, (address, port), "asyncmoe.trainer", config, node=node, nodes=nodes)[2:])
     except ChildFailedError as error:
-        rank, failure = error.get_first_failure()
-        if failure.exitcode < 0:
-            say(AsyncmoeError(f"{KILLED} {signal.Signals(-failure.exitcode).name}, as when memory runs out: rank {rank}"))
-        sys.exit(status(failure.exitcode))
+        rank, exitcode = first({rank: failure.exitcode for rank, failure in error.failures.items()})
+        if exitcode < 0:
+            say(AsyncmoeError(f"{KILLED} {signal.Signals(-exitcode).name}, as when memory runs out: rank {rank}"))
+        sys.exit(status(exitcode))
     except AsyncmoeError as error:
         say(error)
         sys.exit(error.exit_code)
+
+
+def first(failed: Mapping[int, int]) -> tuple[int, int]:
+    """Of ranks that failed at the same time, by what they ended with, the one that the others follow from: a user's mistake, then one
+    that a signal ended."""
+    return min(failed.items(), key=lambda end: (end[1] != UserError.exit_code, end[1] > 0, end[0]))
 
 
 def status(exitcode: int) -> int:

@@ -22,8 +22,8 @@ from asyncmoe.launch.slurm.parts import Part
 from asyncmoe.launch.slurm.signals import Stop
 
 _POLL_S = 0.5
-_LEAVE_S = 60.0
-"""For engines to give what they do to others; then they are ended."""
+_LEAVE_S = 90.0
+"""For engines to finish what they do; then they are ended. slurm/rollout.sbatch wants to hear of the time limit 120 s before it."""
 _ASK_AGAIN_S = 2.0
 _APPEARS_S = 180.0
 """For the run directory's configuration, where that alone is known."""
@@ -42,7 +42,7 @@ def run(arguments: Sequence[str], stop: Stop) -> None:
         raise UserError("arguments", got=len(arguments), expected="a run directory, and perhaps a number of engines", cure=cure)
     where = allocation.read(os.environ, control.hostnames)
     config, resolved = _resolved(Path(arguments[0]), stop)
-    each = int(arguments[1]) if len(arguments) == 2 else engines_each(config)
+    each = number(arguments[1]) if len(arguments) == 2 else engines_each(config)
     planned = plan(where, config, resolved, each, steps.container(os.environ, sys.executable))
     print(f"job {where.name}: {each} engine(s) on each of {', '.join(where.nodes)} join {config.run.dir}", flush=True)
     started: list[Part] = []
@@ -67,6 +67,17 @@ def plan(where: Allocation, config: Config, resolved: Path, each: int, program: 
             name = f"engine.job{where.job}.{node}.{index}"
             planned.append(steps.srun(where, name, [node], config.run.dir / "logs", program, steps.engine(resolved, name, index)))
     return planned
+
+
+def number(text: str) -> int:
+    """Engines of a node, as the user says it.
+
+    Raises:
+        UserError: no number.
+    """
+    if not text.isdigit() or int(text) == 0:
+        raise UserError("ENGINES_PER_NODE", got=repr(text), expected="a number of at least 1")
+    return int(text)
 
 
 def engines_each(config: Config) -> int:

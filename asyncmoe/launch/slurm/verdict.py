@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 from asyncmoe.errors import UserError
-from asyncmoe.process import ERROR_PREFIX
+from asyncmoe.process import ERROR_PREFIX, KILLED
 
 Action = Literal["requeue", "fail"]
 _ENDED = re.compile(r"srun: error: (?P<nodes>\S+): tasks? (?P<tasks>[\d,-]+): (?P<how>[^\r\n]+)")
@@ -68,16 +68,17 @@ def first_end(output: str, nodes: Sequence[str], status: int) -> tuple[str, int]
 
 
 def reason(logs: Mapping[str, str], output: str) -> str | None:
-    """What a step said of its end: the first line of an error of ours on any node, or srun's last complaint.
+    """What a step said of its end: that a signal ended a rank, which others only suffer from, or the first line of an error of ours, or
+    srun's last complaint.
 
     Args:
-        logs: what each node's task wrote.
+        logs: what each node's task wrote, the one first where the end began.
         output: what srun wrote, and tasks that could not open their log.
     """
-    for text in (*logs.values(), output):
-        for line in text.splitlines():
-            if line.startswith(ERROR_PREFIX):
-                return line.removeprefix(ERROR_PREFIX)
+    lines = [line for text in (*logs.values(), output) for line in text.splitlines()]
+    errors = [line.removeprefix(ERROR_PREFIX) for line in lines if line.startswith(ERROR_PREFIX)]
+    if errors:
+        return next((error for error in errors if error.startswith(KILLED)), errors[0])
     complaints = [line for line in output.splitlines() if _complaint(line)]
     return complaints[-1] if complaints else None
 

@@ -10,7 +10,7 @@ from typing import Any
 from asyncmoe.config import Config
 from asyncmoe.config.generation import EngineSection
 from asyncmoe.errors import ConfigError, DataError, UserError
-from asyncmoe.models import qwen3, qwen3_moe
+from asyncmoe.models import mixtral, qwen3, qwen3_moe
 from asyncmoe.models.family import Family
 from asyncmoe.models.lora import halves
 from asyncmoe.models.lora.adapter import kind_of
@@ -18,6 +18,7 @@ from asyncmoe.models.parallel import EngineParallel, MegatronParallel
 from asyncmoe.record import Recording, Routing
 
 __all__ = [
+    "FAMILIES",
     "EngineParallel",
     "Family",
     "MegatronParallel",
@@ -30,7 +31,8 @@ __all__ = [
     "trainer_parallel",
 ]
 
-_FAMILIES = {family.name: family for family in (qwen3.FAMILY, qwen3_moe.FAMILY)}
+FAMILIES: Mapping[Any, Family] = {family.name: family for family in (mixtral.FAMILY, qwen3.FAMILY, qwen3_moe.FAMILY)}
+"""Those that are supported, by `model_type`."""
 
 
 def family_of(hf: Mapping[str, Any]) -> Family:
@@ -40,9 +42,9 @@ def family_of(hf: Mapping[str, Any]) -> Family:
         UserError: a `model_type` that is not supported.
     """
     kind = hf.get("model_type")
-    if kind not in _FAMILIES:
-        raise UserError("model_type in config.json", got=repr(kind), expected=" or ".join(sorted(_FAMILIES)))
-    return _FAMILIES[kind]
+    if kind not in FAMILIES:
+        raise UserError("model_type in config.json", got=repr(kind), expected=" or ".join(sorted(FAMILIES)))
+    return FAMILIES[kind]
 
 
 def load_hf_config(path: Path) -> dict[str, Any]:

@@ -26,26 +26,44 @@ CREDIT = {"process": {"weight": 0.7}, "distill": {"weight": 0.4, "clip": 0.5}}
 OBJECTIVE = {"clip_low": 0.1, "clip_high": 0.15, "correction": {"cap": 1.1}, "aggregation": "sequence_mean", "updates_per_batch": 2}
 
 
-VARIANTS: dict[str, dict[str, Any]] = {
-    "plain": {},
-    # The output layer is the embedding (the last pipeline stage has a copy), one layer is dense, chosen experts' weights do not sum to 1.
-    "tied": {"tie_word_embeddings": True, "mlp_only_layers": [1], "norm_topk_prob": False},
-    "dense": {"model_type": "qwen3"},
-    "dense-tied": {"model_type": "qwen3", "tie_word_embeddings": True},
+_SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+    "attn_implementation": "eager",
 }
-_OF_EXPERTS = (
-    "moe_intermediate_size",
-    "num_experts",
-    "num_experts_per_tok",
-    "norm_topk_prob",
-    "output_router_logits",
-    "router_aux_loss_coef",
-)
+_QWEN3: dict[str, Any] = {**_SIZES, "model_type": "qwen3", "head_dim": 32}  # which is not hidden / heads
+_QWEN3_MOE: dict[str, Any] = {
+    **_QWEN3,
+    "model_type": "qwen3_moe",
+    "moe_intermediate_size": 48,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "norm_topk_prob": True,
+    "output_router_logits": False,
+    "router_aux_loss_coef": 0.0,
+}
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "plain": _QWEN3_MOE,
+    # The output layer is the embedding (the last pipeline stage has a copy), one layer is dense, chosen experts' weights do not sum to 1.
+    "tied": {**_QWEN3_MOE, "tie_word_embeddings": True, "mlp_only_layers": [1], "norm_topk_prob": False},
+    "dense": _QWEN3,
+    "dense-tied": {**_QWEN3, "tie_word_embeddings": True},
+    "mixtral": {**_SIZES, "model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2},
+}
+"""Models that layouts are tried on; every family is among them."""
 
 
 def variants(sizes: Mapping[str, int]) -> list[str]:
     """Those that a layout can be tried on: a model without experts cannot be spread over expert-parallel ranks."""
-    return [name for name, changes in VARIANTS.items() if sizes.get("ep", 1) == 1 or changes.get("model_type") != "qwen3"]
+    return [name for name, model in VARIANTS.items() if sizes.get("ep", 1) == 1 or model["model_type"] != "qwen3"]
 
 
 def sizes_of(layout: str) -> dict[str, int]:
@@ -54,32 +72,11 @@ def sizes_of(layout: str) -> dict[str, int]:
 
 
 def hf_config(variant: str) -> Any:
-    """Qwen3-MoE, or its dense sibling, with a head dimension that is not hidden / heads."""
+    """Its configuration."""
     from transformers import AutoConfig
 
-    sizes = {
-        "model_type": "qwen3_moe",
-        "vocab_size": VOCAB,
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "moe_intermediate_size": 48,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 32,
-        "num_experts": 8,
-        "num_experts_per_tok": 2,
-        "norm_topk_prob": True,
-        "max_position_embeddings": 256,
-        "rope_theta": 10000.0,
-        "tie_word_embeddings": False,
-        "output_router_logits": False,
-        "router_aux_loss_coef": 0.0,
-        "attn_implementation": "eager",
-    }
-    wanted = sizes | VARIANTS[variant]
-    kind = wanted.pop("model_type")
-    return AutoConfig.for_model(kind, **{k: v for k, v in wanted.items() if kind == "qwen3_moe" or k not in _OF_EXPERTS})
+    model = VARIANTS[variant]
+    return AutoConfig.for_model(model["model_type"], **{key: value for key, value in model.items() if key != "model_type"})
 
 
 def tokens() -> list[np.ndarray]:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from asyncmoe import models
 from tests.ranks import case, launch, oracle
 
 pytestmark = pytest.mark.ranks
@@ -30,7 +31,10 @@ COMBINED = {"dp2", "pp2-uneven", "pp2xtp2", "pp2xvpp2xep2"}
 layouts = pytest.mark.parametrize(
     "layout", [pytest.param(name, marks=pytest.mark.thorough) if name in COMBINED else name for name in LAYOUTS]
 )
-VARIED = {("tp2", "tied"), ("pp2", "tied"), ("pp2xep2", "tied"), ("1", "dense"), ("tp2", "dense-tied"), ("pp2", "dense-tied")}
+FAMILIES = {variant for variant, model in case.VARIANTS.items() if model["model_type"] not in ("qwen3", "qwen3_moe")}
+VARIED = {("tp2", "tied"), ("pp2", "tied"), ("pp2xep2", "tied"), ("1", "dense"), ("tp2", "dense-tied"), ("pp2", "dense-tied")} | {
+    ("1", variant) for variant in FAMILIES
+}
 """Variants of the model in every layout in which they are something else; in all others only in a thorough test."""
 
 
@@ -123,10 +127,14 @@ def test_weights_after_three_steps(found: dict[str, dict[str, Any]], kind: str) 
 
 
 @pytest.mark.parametrize(("layout", "variant"), varied())
-def test_tied_embeddings_and_layers_without_experts(layout: str, variant: str, worlds: Worlds) -> None:
+def test_variants_of_the_model(layout: str, variant: str, worlds: Worlds) -> None:
     found = worlds.of(layout)[variant]
     check_parity(found["packed"])
     check_training(found["plain"])
+
+
+def test_every_family_is_tried() -> None:
+    assert {model["model_type"] for model in case.VARIANTS.values()} == set(models.FAMILIES)
 
 
 def check_training(errors: dict[str, Any]) -> None:

@@ -8,13 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_models_layouts import DENSE
-from test_models_layouts import HF as WITH_A_DENSE_LAYER
+from model_cases import MODELS
+from model_cases import QWEN3 as DENSE
+from model_cases import QWEN3_MOE as WITH_A_DENSE_LAYER
 
 from asyncmoe import models
 from asyncmoe.config import Config, parse
 from asyncmoe.errors import ConfigError, DataError, UserError
 from asyncmoe.models import EngineParallel, MegatronParallel
+from asyncmoe.models.lora import halves
+from asyncmoe.models.lora.adapter import Kind
 
 HF = {**WITH_A_DENSE_LAYER, "mlp_only_layers": []}
 
@@ -91,6 +94,32 @@ def test_impossible_for_a_dense_model(trainer: dict[str, int], engines: dict[str
     refused(lambda: models.check(config(trainer, engines), {**DENSE, **changes}), words)
 
 
+@pytest.mark.parametrize(
+    ("engines", "changes", "words"),
+    [
+        ({}, {"head_dim": 8}, ["head_dim", "got 8", "expected 4", "mixtral is carried over"]),
+        ({}, {"hidden_size": 36, "head_dim": None}, ["hidden_size", "got 36", "expected 32"]),
+        ({}, {"hidden_size": 24, "head_dim": None}, ["head_dim", "got 3", "even"]),
+        ({}, {"sliding_window": 4096}, ["sliding_window", "got 4096", "None"]),
+        ({}, {"tie_word_embeddings": True}, ["tie_word_embeddings"]),
+        ({}, {"router_jitter_noise": 0.1}, ["router_jitter_noise", "got 0.1"]),
+        ({}, {"num_local_experts": None}, ["num_local_experts", "nothing"]),
+        ({"dp": 2, "tp": 4}, {}, ["engines.dp: got 2", "mixtral knows no data-parallel attention"]),
+    ],
+)
+def test_impossible_for_mixtral(engines: dict[str, int], changes: dict[str, Any], words: list[str]) -> None:
+    hf = {**MODELS["mixtral"], **changes}
+    refused(lambda: models.family_of(hf).check(hf, MegatronParallel(), EngineParallel(**engines)), words)
+
+
+def test_layers_that_cannot_have_adapters_are_named() -> None:
+    def check(*targets: str) -> None:
+        halves.check(Kind(targets, 2, 4.0), models.family_of(MODELS["mixtral"]).shape_of(MODELS["mixtral"]))
+
+    check("q_proj", "o_proj")
+    refused(lambda: check("q_proj", "up_proj", "down_proj"), ["lora.targets: got up_proj, down_proj", "some of q_proj, k_proj"])
+
+
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_dense_model_may_share_its_embedding(tied: bool) -> None:
     models.check(config({"ranks": 4, "tp": 2, "pp": 2}, {"tp": 8}), {**DENSE, "tie_word_embeddings": tied})
@@ -136,7 +165,7 @@ def refused(what: Callable[[], None], words: list[str]) -> None:
 
 @pytest.mark.parametrize("kind", ["llama", None])
 def test_unknown_family(kind: str | None) -> None:
-    with pytest.raises(UserError, match=f"model_type.*{kind}.*expected qwen3 or qwen3_moe"):
+    with pytest.raises(UserError, match=f"model_type.*{kind}.*expected .*mixtral or qwen3 or qwen3_moe"):
         models.family_of({"model_type": kind})
 
 

@@ -104,7 +104,9 @@ def test_json_and_table(tmp_path: Path) -> None:
     assert written["trainer"] == {
         "tp": 2, "pp": 1, "ep": 1, "etp": 1, "dp": 2, "te": False, "vpp": 1, "first_layers": None, "last_layers": None,
     }  # fmt: skip
-    assert written["engine"] == {"tp": 2, "ep": 1, "pp": 1, "dp": 1, "dp_lm_head": False, "redundant": 0}
+    assert written["engine"] == {
+        "tp": 2, "ep": 1, "pp": 1, "dp": 1, "dp_lm_head": False, "redundant": 0, "dense_tp1": False, "a2a": False, "fused_shared": False,
+    }  # fmt: skip
     assert written["ways"]["relay"]["sent"]["most"] == found.ways["relay"].sent.most
     console = Console(record=True, width=120)
     show(found, console)

@@ -1,0 +1,31 @@
+"""A small model of every family. What is tried on all families is tried on these: a new family has one more entry here."""
+
+from __future__ import annotations
+
+from typing import Any
+
+_SIZES: dict[str, Any] = {
+    "vocab_size": 72,
+    "hidden_size": 24,
+    "intermediate_size": 32,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 6,
+    "num_experts_per_tok": 2,
+}
+QWEN3_MOE: dict[str, Any] = {
+    **_SIZES, "model_type": "qwen3_moe", "num_experts": 8, "moe_intermediate_size": 16, "norm_topk_prob": True, "mlp_only_layers": [1],
+    "decoder_sparse_step": 1, "rope_theta": 10000.0,
+}  # fmt: skip
+QWEN3: dict[str, Any] = {key: value for key, value in QWEN3_MOE.items() if "experts" not in key and "moe" not in key} | {
+    "model_type": "qwen3"
+}
+
+MODELS: dict[str, dict[str, Any]] = {
+    "qwen3": QWEN3,
+    "qwen3-tied": {**QWEN3, "tie_word_embeddings": True},
+    "qwen3_moe": QWEN3_MOE,
+    "qwen3_moe-tied": {**QWEN3_MOE, "tie_word_embeddings": True},
+    "mixtral": {**_SIZES, "model_type": "mixtral", "hidden_size": 32, "head_dim": 4, "intermediate_size": 16, "num_local_experts": 8},
+}

@@ -39,6 +39,11 @@ class TrainerSection(Section):
     pack: bool = Field(True, description="Pack sequences of a micro-batch into one row; false: one sequence a micro-batch.")
     tokens_per_microbatch: Positive = Field(4096, description="Upper bound of a packed micro-batch; a longer sequence gets its own.")
     recompute: Literal["none", "full"] = "none"
+    router_bias_rate: NonNegativeFloat = Field(
+        0.0,
+        description="How far a step moves the bias by which a router prefers an expert, of models that have such biases: up where the "
+        "expert got fewer of the step's tokens than the mean, down where more. 0: biases stay as they are.",
+    )
     optimizer: OptimizerSection = OptimizerSection()
     checkpoint_every: NonNegative = Field(0, description="Steps between checkpoints; 0: only at the end and on Ctrl-C.")
     keep_checkpoints: Positive = 2

@@ -46,6 +46,21 @@ def check_features(family: str, m: Shape, wanted: Iterable[Wanted]) -> None:
         raise ConfigError("num_experts_per_tok in config.json", got=m.experts_per_token, expected=f"at most num_experts = {m.experts}")
 
 
+def check_trained_layers(hf: HfConfig) -> None:
+    """Refuse a model with layers that would be left as they are while the others are trained.
+
+    Raises:
+        ConfigError: it has layers of multi-token prediction.
+    """
+    if extra := hf.get("num_nextn_predict_layers"):
+        raise ConfigError(
+            "num_nextn_predict_layers in config.json",
+            got=extra,
+            expected="0, as layers of multi-token prediction are neither trained nor sent to engines, and would soon predict another model",
+            cure="set it to 0: the model is then trained, served and exported without them",
+        )
+
+
 def check_trainer(family: str, m: Shape, parallel: MegatronParallel) -> None:
     """Refuse sizes of Megatron's grid.
 
@@ -87,7 +102,9 @@ def check_engine(family: str, m: Shape, engine: EngineClass, parallel: EnginePar
         slots = "num_experts" + (" + redundant experts" if parallel.redundant else "")
         check_divides("engines.ep", parallel.ep, slots, m.experts + parallel.redundant)
         check_divides("engines.tp / engines.ep", parallel.moe_tp, "moe_intermediate_size", m.expert_width)
-        if not parallel.a2a:
+        if parallel.fused_shared and m.shared_width != m.expert_width:
+            raise ConfigError("engines.fused_shared", got=True, expected=f"False, as {family} has no single shared expert")
+        if not (parallel.a2a or parallel.fused_shared):
             check_divides("engines.tp", parallel.tp, "moe_intermediate_size * n_shared_experts", m.shared_width)
     elif parallel.ep > 1 or parallel.redundant:
         key, got, neutral = ("engines.ep", parallel.ep, 1) if parallel.ep > 1 else ("engines.redundant", parallel.redundant, 0)

@@ -86,7 +86,7 @@ def transformer_arguments(hf: HfConfig, m: Shape) -> dict[str, Any]:
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,
         "moe_router_enable_expert_bias": m.router_bias,
-        "moe_router_bias_update_rate": 0.0,  # `asyncmoe.trainer.balance` moves it, after the optimizer
+        "moe_router_bias_update_rate": 0.0,  # the trainer has this rule itself
         "moe_shared_expert_intermediate_size": m.shared_width or None,
     }
     return {

@@ -16,6 +16,7 @@ TEMPERATURE = 0.8
 STEPS = 3
 LR = 1e-3
 EPS = 1e-6
+BIAS_RATE = 0.01
 CLIP_GRAD = 0.5
 VOCAB = 96
 LENGTHS = (5, 17, 9, 12, 4, 21, 30)
@@ -49,6 +50,19 @@ _QWEN3_MOE: dict[str, Any] = {
     "output_router_logits": False,
     "router_aux_loss_coef": 0.0,
 }
+_GLM4_MOE: dict[str, Any] = {
+    **_QWEN3,
+    "model_type": "glm4_moe",
+    "moe_intermediate_size": 48,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 2.5,
+    "attention_bias": True,
+    "use_qk_norm": True,
+    "partial_rotary_factor": 0.5,
+}
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": _QWEN3_MOE,
@@ -56,6 +70,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "tied": {**_QWEN3_MOE, "tie_word_embeddings": True, "mlp_only_layers": [1], "norm_topk_prob": False},
     "dense": _QWEN3,
     "dense-tied": {**_QWEN3, "tie_word_embeddings": True},
+    "glm": _GLM4_MOE,
+    "glm-air": {**_GLM4_MOE, "use_qk_norm": False, "n_shared_experts": 2, "first_k_dense_replace": 0, "routed_scaling_factor": 1.0},
     "mixtral": {**_SIZES, "model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2},
 }
 """Models that layouts are tried on; every family is among them."""

@@ -131,6 +131,23 @@ def test_variants_of_the_model(layout: str, variant: str, worlds: Worlds) -> Non
     found = worlds.of(layout)[variant]
     check_parity(found["packed"])
     check_training(found["plain"])
+    if "balanced" in found:
+        assert found["balanced"]["biases"] < 1e-7
+
+
+STORED = {1: "tp=1", 2: "tp=2", 4: "pp=2,ep=2"}
+"""Layouts by ranks."""
+
+
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.thorough), pytest.param(4, marks=pytest.mark.thorough)])
+def test_float32_weights_among_others_are_kept(references: Path, thorough: bool, ranks: int) -> None:
+    """Loaded, moved by a step, saved, exported, and sent to an engine, bit by bit."""
+    layout, tried = STORED[ranks], sorted(FAMILIES) if thorough else ["glm"]
+    for variant, found in launch.run("stored", ranks, references, str(references), f"{layout}:{'+'.join(tried)}").items():
+        for what in ("loaded", "resumed", "exported", "engine"):
+            assert found[what] == [], (variant, what)
+        assert found["biases_wide"]
+        assert found["moved"] == (found["biases"] > 0) == (variant != "mixtral")
 
 
 def test_every_family_is_tried() -> None:

@@ -22,10 +22,18 @@ QWEN3: dict[str, Any] = {key: value for key, value in QWEN3_MOE.items() if "expe
     "model_type": "qwen3"
 }
 
+GLM4_MOE: dict[str, Any] = {
+    **_SIZES, "model_type": "glm4_moe", "head_dim": 8, "n_routed_experts": 8, "moe_intermediate_size": 16, "n_shared_experts": 1,
+    "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1, "norm_topk_prob": True, "routed_scaling_factor": 2.5,
+    "attention_bias": True, "use_qk_norm": True,
+}  # fmt: skip
+
 MODELS: dict[str, dict[str, Any]] = {
     "qwen3": QWEN3,
     "qwen3-tied": {**QWEN3, "tie_word_embeddings": True},
     "qwen3_moe": QWEN3_MOE,
     "qwen3_moe-tied": {**QWEN3_MOE, "tie_word_embeddings": True},
+    "glm4_moe": GLM4_MOE,
+    "glm4_moe-air": {**GLM4_MOE, "use_qk_norm": False, "attention_bias": False, "n_shared_experts": 2, "first_k_dense_replace": 0},
     "mixtral": {**_SIZES, "model_type": "mixtral", "hidden_size": 32, "head_dim": 4, "intermediate_size": 16, "num_local_experts": 8},
 }

@@ -112,11 +112,56 @@ def test_impossible_for_mixtral(engines: dict[str, int], changes: dict[str, Any]
     refused(lambda: models.family_of(hf).check(hf, MegatronParallel(), EngineParallel(**engines)), words)
 
 
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"norm_topk_prob": False}, ["norm_topk_prob", "got False", "expected True"]),
+        ({"num_experts_per_tok": 1}, ["num_experts_per_tok", "got 1", "2 or more"]),
+        ({"n_group": 3}, ["n_group", "got 3", "n_routed_experts = 8"]),
+        ({"n_group": 4, "topk_group": 2, "num_experts_per_tok": 2}, ["num_experts_per_tok // topk_group", "got 1", "expected 2"]),
+        ({"first_k_dense_replace": 5}, ["first_k_dense_replace", "got 5", "at most 4"]),
+        ({"n_shared_experts": -1}, ["n_shared_experts", "got -1"]),
+        ({"moe_layer_freq": 2}, ["moe_layer_freq", "got 2"]),
+        ({"tie_word_embeddings": True}, ["tie_word_embeddings"]),
+        ({"head_dim": 6}, ["head_dim", "got 6, of which 0.5 rotate", "even"]),
+        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, ["rope_type", "'yarn'"]),
+        ({"num_nextn_predict_layers": 1}, ["num_nextn_predict_layers", "got 1", "expected 0", "set it to 0"]),
+    ],
+)
+def test_impossible_for_glm(changes: dict[str, Any], words: list[str]) -> None:
+    models.check(config(), MODELS["glm4_moe"])
+    refused(lambda: models.check(config(), {**MODELS["glm4_moe"], **changes}), words)
+
+
+@pytest.mark.parametrize(
+    ("engine", "words"),
+    [
+        (EngineParallel(tp=2, ep=2, redundant=4), ["engines.redundant: got 4", "glm4_moe has no room"]),
+        (EngineParallel(tp=32, ep=1), ["engines.tp: got 32"]),
+        (EngineParallel(tp=2, fused_shared=True), ["engines.fused_shared", "no single shared expert"]),
+    ],
+    ids=str,
+)
+def test_impossible_engines_for_glm(engine: EngineParallel, words: list[str]) -> None:
+    hf = {**MODELS["glm4_moe"], "n_shared_experts": 2}
+    refused(lambda: models.family_of(hf).check(hf, MegatronParallel(), engine), words)
+
+
+@pytest.mark.parametrize(("model", "train", "word"), [("qwen3_moe", "full", "no selection bias"), ("glm4_moe", "lora", "train is lora")])
+def test_a_rule_for_biases_that_there_are_not(model: str, train: str, word: str) -> None:
+    values = {"run": {"dir": "r", "steps": 1}, "model": {"path": "m"}, "task": {"kind": "arithmetic"}, "trainer": {"router_bias_rate": 0.1}}
+    models.check(parse(values), MODELS["glm4_moe"])
+    hf = {**MODELS[model], "mlp_only_layers": []}
+    chosen = parse({**values, "train": train, "lora": {"targets": ["q_proj"], "rank": 2}})
+    refused(lambda: models.check(chosen, hf), ["trainer.router_bias_rate: got 0.1", "expected 0", word])
+
+
 def test_layers_that_cannot_have_adapters_are_named() -> None:
     def check(*targets: str) -> None:
         halves.check(Kind(targets, 2, 4.0), models.family_of(MODELS["mixtral"]).shape_of(MODELS["mixtral"]))
 
     check("q_proj", "o_proj")
+    halves.check(Kind(("k_proj",), 2, 4.0), models.family_of(MODELS["glm4_moe"]).shape_of(MODELS["glm4_moe"]))
     refused(lambda: check("q_proj", "up_proj", "down_proj"), ["lora.targets: got up_proj, down_proj", "some of q_proj, k_proj"])
 
 
@@ -165,7 +210,7 @@ def refused(what: Callable[[], None], words: list[str]) -> None:
 
 @pytest.mark.parametrize("kind", ["llama", None])
 def test_unknown_family(kind: str | None) -> None:
-    with pytest.raises(UserError, match=f"model_type.*{kind}.*expected .*mixtral or qwen3 or qwen3_moe"):
+    with pytest.raises(UserError, match=f"model_type.*{kind}.*expected .*qwen3 or qwen3_moe"):
         models.family_of({"model_type": kind})
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from asyncmoe.config import Config
 from asyncmoe.config.generation import EngineSection
 from asyncmoe.errors import ConfigError, DataError, UserError
-from asyncmoe.models import checks, glm4_moe, mixtral, qwen3, qwen3_moe
+from asyncmoe.models import checks, deepseek_v3, glm4_moe, mixtral, qwen3, qwen3_moe
 from asyncmoe.models.family import Family
 from asyncmoe.models.lora import halves
 from asyncmoe.models.lora.adapter import kind_of
@@ -32,7 +32,11 @@ __all__ = [
     "trainer_parallel",
 ]
 
-FAMILIES: Mapping[str, Family] = {family.name: family for family in (glm4_moe.FAMILY, mixtral.FAMILY, qwen3.FAMILY, qwen3_moe.FAMILY)}
+FAMILIES: Mapping[str, Family] = {
+    model_type: family
+    for family in (deepseek_v3.FAMILY, glm4_moe.FAMILY, mixtral.FAMILY, qwen3.FAMILY, qwen3_moe.FAMILY)
+    for model_type in (family.name, *family.also)
+}
 """Those that are supported, by `model_type`."""
 
 

@@ -20,6 +20,7 @@ class Family:
 
     Attributes:
         name: Hugging Face's `model_type`.
+        also: other model types that are the same.
         shape_of: the sizes in a configuration; raises ConfigError where a key is missing.
         features: (key of config.json, value there, the values that are carried over), beyond those common to all families or in
             place of one of them.
@@ -34,6 +35,7 @@ class Family:
     router: Callable[[HfConfig], dict[str, Any]]
     engine: EngineClass
     hf_names: Mapping[str, str] = field(default_factory=dict)
+    also: tuple[str, ...] = ()
 
     def check(self, hf: HfConfig, trainer: MegatronParallel, engine: EngineParallel) -> None:
         """Refuse a model with a feature that is not carried over, and parallel sizes that do not divide it.
@@ -67,6 +69,12 @@ class Family:
     def sglang_layout(self, hf: HfConfig, parallel: EngineParallel, rank: int, dtype: str) -> RankLayout:
         """An engine rank's parameters, by SGLang's names."""
         return sglang.sglang_layout(self.shape_of(hf), self.engine, parallel, rank, dtype)
+
+    def glued(self, hf: HfConfig) -> frozenset[str]:
+        """Tensors on disk that an engine takes only together with the one before them."""
+        m = self.shape_of(hf)
+        there = [name for name in shape.tensors(m) if name.split(".", 2)[-1] in self.engine.glued]
+        return frozenset(checkpoint.hf_name(m, self.hf_names, name) for name in there)
 
     def megatron_config(self, hf: HfConfig) -> tuple[dict[str, Any], dict[str, Any]]:
         """Keyword arguments of TransformerConfig and of GPTModel that follow from the model; parallel sizes, dtypes and fusions

@@ -29,6 +29,7 @@ class EngineClass:
         redundant: it has room for --ep-num-redundant-experts.
         dp_attention: it knows data-parallel attention; else it divides attention over all tensor ranks all the same, which SGLang's
             scheduler does not expect.
+        glued: tensors, as named within a layer, that its loader takes only in one call with the one before them on disk.
     """
 
     shares_tied_head: bool
@@ -37,6 +38,7 @@ class EngineClass:
     replicates_dense: bool = False
     redundant: bool = True
     dp_attention: bool = True
+    glued: tuple[str, ...] = ()
 
 
 def sglang_layout(m: Shape, engine: EngineClass, parallel: EngineParallel, rank: int, dtype: str) -> RankLayout:

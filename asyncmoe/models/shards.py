@@ -34,6 +34,12 @@ def put_whole(builder: LayoutBuilder, shapes: Shapes, storage: str, tensor: str,
     builder.stack(storage, [(tensor, whole(shapes[tensor]))], dtype)
 
 
+def put_rows(builder: LayoutBuilder, shapes: Shapes, storage: str, tensor: str, parts: int, index: int) -> None:
+    """A storage that is a row shard of a tensor."""
+    shape = shapes[tensor]
+    builder.stack(storage, [(tensor, rows(shape, *shard(shape[0], parts, index)))])
+
+
 def put_columns(builder: LayoutBuilder, shapes: Shapes, storage: str, tensor: str, parts: int, index: int) -> None:
     """A storage that is a column shard of a tensor."""
     shape = shapes[tensor]

@@ -34,7 +34,7 @@ class Gatherer:
         payload, dtype = Payload(model.hf, kind), str(model.dtype).removeprefix("torch.")
         self._model, self._timeout_s, self._adapter = model, timeout_s, adapter
         self._transport = TorchTransport(device=str(model.mesh.device))
-        self.buckets: list[Bucket] = buckets(payload.whole(dtype), bucket_bytes)
+        self.buckets: list[Bucket] = buckets(payload.whole(dtype), bucket_bytes, payload.glued())
         megatron = payload.trainer(model.parallel, dtype)
         self._plans = plan_each(payload.tensors(), megatron, [[bucket.layout] for bucket in self.buckets], ranks=[model.mesh.rank])
 

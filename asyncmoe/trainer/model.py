@@ -27,11 +27,13 @@ megatron.prepare()
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads  # noqa: E402
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec  # noqa: E402
 from megatron.core.models.gpt.gpt_model import GPTModel  # noqa: E402
+from megatron.core.transformer.identity_op import IdentityOp  # noqa: E402
 from megatron.core.transformer.module import Float16Module  # noqa: E402
-from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig  # noqa: E402
 
 from asyncmoe.trainer.attention import PackedAttention  # noqa: E402
 from asyncmoe.trainer.balance import Balance  # noqa: E402
+from asyncmoe.trainer.latent import LatentAttention, set_norm_eps  # noqa: E402
 from asyncmoe.trainer.norm import RMSNorm  # noqa: E402
 
 
@@ -85,8 +87,11 @@ def build(hf: Mapping[str, Any], config: Config, mesh: Mesh) -> Model:
         ).to(mesh.device)
         for chunk in range(mesh.vpp)
     )
+    shape = family_of(hf).shape_of(hf)
+    if (eps := shape.attention.norm_eps) is not None:
+        set_norm_eps(chunks, eps)
     if config.adapter is not None:
-        attach.attach(chunks, megatron_config, family_of(hf).shape_of(hf), config.adapter, mesh.parallel(te), mesh.rank, config.run.seed)
+        attach.attach(chunks, megatron_config, shape, config.adapter, mesh.parallel(te), mesh.rank, config.run.seed)
     ddp_config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         overlap_grad_reduce=False,
@@ -99,7 +104,7 @@ def build(hf: Mapping[str, Any], config: Config, mesh: Mesh) -> Model:
     ddp = tuple(DistributedDataParallel(megatron_config, ddp_config, chunk) for chunk in inner)
     for chunk in ddp:
         chunk.train()
-    shape, rate = family_of(hf).shape_of(hf), config.trainer.router_bias_rate
+    rate = config.trainer.router_bias_rate
     balance = Balance(chunks, shape.layers, rate, (mesh.tp_rank, mesh.tp)) if shape.router_bias and rate else None
     return Model(megatron_config, chunks, ddp, dtype, hf, mesh.parallel(te), mesh, config.adapter, balance)
 
@@ -219,7 +224,8 @@ def _transformer_config(family: Mapping[str, Any], config: Config, mesh: Mesh, d
         "persist_layer_norm": False,
         **(recompute if config.trainer.recompute == "full" else {}),
     }
-    return TransformerConfig(**{**family, **switches})
+    kind = MLATransformerConfig if family.get("multi_latent_attention") else TransformerConfig
+    return kind(**{**family, **switches})
 
 
 def _spec(config: TransformerConfig, te: bool, chunk: int | None) -> Any:
@@ -232,7 +238,10 @@ def _spec(config: TransformerConfig, te: bool, chunk: int | None) -> Any:
         submodules.input_layernorm = submodules.pre_mlp_layernorm = RMSNorm
         attention = submodules.self_attention.submodules
         attention.core_attention = PackedAttention
-        if config.qk_layernorm:
+        if config.multi_latent_attention:
+            submodules.self_attention.module = LatentAttention
+            attention.q_layernorm, attention.kv_layernorm = IdentityOp if config.q_lora_rank is None else RMSNorm, RMSNorm
+        elif config.qk_layernorm:
             attention.q_layernorm = attention.k_layernorm = RMSNorm
     block.layer_norm = RMSNorm
     return block

@@ -25,6 +25,11 @@ CASES = {
         "tp4_deepep_red4", "tp2_pp2",
     ),
     "check_qwen3_moe": ("tp2",),
+    "deepseek_v3": (
+        "tp1", "tp2", "tp4", "tp8", "tp4_ep4", "tp4_ep2", "tp4_ep4_red4", "tp4_dpattn2", "tp4_dpattn4_ep4", "tp4_dpattn4_deepep",
+        "tp4_dpattn4_ep4_dplmhead_dense1", "tp2_fusedshared", "tp4_fusedshared", "tp2_pp2",
+    ),
+    "check_deepseek_v3": ("tp2", "tp4_ep4"),
     "glm4_moe": (
         "tp1", "tp2", "tp4", "tp8", "tp4_ep4", "tp4_ep2", "tp4_dpattn2", "tp4_dpattn4_ep4", "tp4_dpattn4_deepep",
         "tp4_dpattn4_ep4_dplmhead_dense1", "tp2_fusedshared", "tp4_fusedshared", "tp2_pp2",

@@ -19,6 +19,7 @@ from asyncmoe.models import EngineParallel, MegatronParallel
 from asyncmoe.models.lora import halves
 from asyncmoe.models.lora.adapter import Kind
 
+YARN = MODELS["deepseek_v3"]["rope_parameters"]
 HF = {**WITH_A_DENSE_LAYER, "mlp_only_layers": []}
 
 
@@ -147,6 +148,35 @@ def test_impossible_engines_for_glm(engine: EngineParallel, words: list[str]) ->
     refused(lambda: models.family_of(hf).check(hf, MegatronParallel(), engine), words)
 
 
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}}, ["rope_type", "'linear'", "'default' or 'yarn'"]),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}, "rope_parameters": None}, ["rope_type", "'dynamic'"]),
+        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}}, ["original_max_position_embeddings", "nothing"]),
+        ({"rope_parameters": {"rope_type": "yarn", "original_max_position_embeddings": 9}}, ["rope_parameters.factor", "a number"]),
+        ({"rope_parameters": {**YARN, "mscale": None}}, ["mscale and mscale_all_dim", "'one'", "'both' or 'neither'"]),
+        ({"rope_parameters": {**YARN, "attention_factor": 1.1}}, ["attention_factor", "got 1.1"]),
+        ({"rope_parameters": {**YARN, "truncate": False}}, ["truncate", "got False"]),
+        ({"rope_interleave": False}, ["rope_interleave", "got False"]),
+        ({"num_key_value_heads": 4}, ["num_key_value_heads", "got 4", "expected 8"]),
+        ({"qk_rope_head_dim": 3}, ["qk_rope_head_dim", "got 3", "even"]),
+        ({"kv_lora_rank": None}, ["kv_lora_rank", "nothing"]),
+        ({"attention_bias": True}, ["attention_bias"]),
+        ({"tie_word_embeddings": True}, ["tie_word_embeddings"]),
+        ({"scoring_func": "softmax"}, ["scoring_func", "'softmax'", "'sigmoid'"]),
+        ({"topk_method": None}, ["topk_method", "got None", "'noaux_tc'"]),
+        ({"quantization_config": {"quant_method": "fp8"}}, ["quantization_config"]),
+        ({"num_nextn_predict_layers": 1}, ["num_nextn_predict_layers", "got 1"]),
+    ],
+)
+def test_impossible_for_deepseek(changes: dict[str, Any], words: list[str]) -> None:
+    for model in ("deepseek_v3", "moonlight"):
+        models.check(config(), MODELS[model])
+        models.check(config(), {**MODELS[model], "model_type": "kimi_k2"})
+    refused(lambda: models.check(config(), {**MODELS["deepseek_v3"], **changes}), words)
+
+
 @pytest.mark.parametrize(("model", "train", "word"), [("qwen3_moe", "full", "no selection bias"), ("glm4_moe", "lora", "train is lora")])
 def test_a_rule_for_biases_that_there_are_not(model: str, train: str, word: str) -> None:
     values = {"run": {"dir": "r", "steps": 1}, "model": {"path": "m"}, "task": {"kind": "arithmetic"}, "trainer": {"router_bias_rate": 0.1}}
@@ -162,6 +192,8 @@ def test_layers_that_cannot_have_adapters_are_named() -> None:
 
     check("q_proj", "o_proj")
     halves.check(Kind(("k_proj",), 2, 4.0), models.family_of(MODELS["glm4_moe"]).shape_of(MODELS["glm4_moe"]))
+    deepseek = models.family_of(MODELS["deepseek_v3"]).shape_of(MODELS["deepseek_v3"])
+    refused(lambda: halves.check(Kind(("o_proj",), 2, 4.0), deepseek), ["lora.targets: got o_proj", "train: full", "cannot have adapters"])
     refused(lambda: check("q_proj", "up_proj", "down_proj"), ["lora.targets: got up_proj, down_proj", "some of q_proj, k_proj"])
 
 

@@ -18,7 +18,7 @@ import asyncmoe.models
 from asyncmoe.errors import ConfigError
 from asyncmoe.models import EngineParallel, MegatronParallel, family_of
 from asyncmoe.models.checkpoint import hf_name
-from asyncmoe.reshard import LocalTransport, exchange, plan
+from asyncmoe.reshard import LocalTransport, buckets, exchange, plan
 
 HF, DENSE = QWEN3_MOE, QWEN3
 FAMILY = family_of(HF)
@@ -30,7 +30,7 @@ def variant(model: dict[str, Any] = HF, **changes: object) -> dict[str, Any]:
 
 
 def test_every_family_has_a_model_that_all_is_tried_on() -> None:
-    assert {hf["model_type"] for hf in MODELS.values()} == set(asyncmoe.models.FAMILIES)
+    assert {hf["model_type"] for hf in MODELS.values()} == {family.name for family in asyncmoe.models.FAMILIES.values()}
 
 
 GRIDS = [
@@ -97,7 +97,8 @@ def derived(hf: dict[str, Any], grid: MegatronParallel, rank: int, weights: dict
             out[f"{back}output_layer.weight"] = weights["model.embed_tokens.weight" if tied else "lm_head.weight"].chunk(grid.tp)[tp]
     for name, layer in dealt(grid, hf["num_hidden_layers"])[pp]:
         w = {k.removeprefix(f"model.layers.{layer}."): v for k, v in weights.items() if k.startswith(f"model.layers.{layer}.")}
-        made = grouped_attention(hf, grid, tp, w) | mlp(grid, rank, renamed(w))
+        attention = latent_attention if "kv_lora_rank" in hf else grouped_attention
+        made = attention(hf, grid, tp, w) | mlp(grid, rank, renamed(w))
         out |= {f"{name}.{inner}": value for inner, value in made.items()}
     return out
 
@@ -117,6 +118,21 @@ def grouped_attention(hf: dict[str, Any], grid: MegatronParallel, tp: int, w: di
     out["self_attention.linear_proj.weight"] = w["self_attn.o_proj.weight"].chunk(grid.tp, 1)[tp]
     out |= {f"self_attention.{x}_layernorm.weight": w[f"self_attn.{x}_norm.weight"] for x in "qk" if f"self_attn.{x}_norm.weight" in w}
     out["self_attention.linear_qkv.layer_norm_weight" if grid.te else "input_layernorm.weight"] = w["input_layernorm.weight"]
+    return out
+
+
+def latent_attention(hf: dict[str, Any], grid: MegatronParallel, tp: int, w: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    out = {"input_layernorm.weight": w["input_layernorm.weight"]}
+    out["self_attention.linear_proj.weight"] = w["self_attn.o_proj.weight"].chunk(grid.tp, 1)[tp]
+    sources = {"q": ("q_a_proj", "q_a_layernorm", "q_b_proj"), "kv": ("kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj")}
+    for part, (down, norm, up) in sources.items():
+        if part == "q" and hf["q_lora_rank"] is None:
+            out["self_attention.linear_q_proj.weight"] = w["self_attn.q_proj.weight"].chunk(grid.tp)[tp]
+            continue
+        out[f"self_attention.linear_{part}_down_proj.weight"] = w[f"self_attn.{down}.weight"]
+        name = f"linear_{part}_up_proj.layer_norm_weight" if grid.te else f"{part}_layernorm.weight"
+        out[f"self_attention.{name}"] = w[f"self_attn.{norm}.weight"]
+        out[f"self_attention.linear_{part}_up_proj.weight"] = w[f"self_attn.{up}.weight"].chunk(grid.tp)[tp]
     return out
 
 
@@ -294,6 +310,19 @@ def test_checkpoint_names_are_those_transformers_writes(tmp_path: Path, hf: dict
         written = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118 (not a mapping)
     saved = json.loads((tmp_path / "config.json").read_text())
     assert {name: storage.shape for name, storage in family_of(saved).hf_layout(saved, "float32").storages.items()} == written
+
+
+def test_what_an_engine_takes_only_together_is_in_one_bucket() -> None:
+    """SGLang's loader puts q_a_proj and kv_a_proj_with_mqa into one parameter, and forgets half of it when a call has only one of them."""
+    hf = MODELS["deepseek_v3"]
+    family = family_of(hf)
+    glued = family.glued(hf)
+    assert glued == {f"model.layers.{i}.self_attn.kv_a_proj_with_mqa.weight" for i in range(4)}
+    made = buckets(family.hf_layout(hf, "bfloat16"), 1, glued)
+    assert {bucket.names for bucket in made if set(bucket.names) & glued} == {
+        tuple(f"model.layers.{i}.self_attn.{name}.weight" for name in ("q_a_proj", "kv_a_proj_with_mqa")) for i in range(4)
+    }
+    assert all(not family_of(other).glued(other) for name, other in MODELS.items() if name not in ("deepseek_v3", "moonlight"))
 
 
 def test_names_of_tensors() -> None:

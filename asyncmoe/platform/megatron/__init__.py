@@ -11,6 +11,7 @@ is patched.
         names        parameters that are not of "torch.cuda" types
     without Transformer Engine
         moe          a name the router reads
+        mla          what latent attention believes
         adam         the distributed optimizer's state around torch's Adam
 """
 
@@ -35,7 +36,7 @@ def prepare() -> None:
     cuda, engine = torch.cuda.is_available(), importlib.util.find_spec("transformer_engine") is not None
     if _prepared or (cuda and engine):
         return
-    from asyncmoe.platform.megatron import adam, collectives, device, moe, names, rng
+    from asyncmoe.platform.megatron import adam, collectives, device, mla, moe, names, rng
     from asyncmoe.platform.megatron.patch import require_megatron
 
     if not cuda:
@@ -48,6 +49,7 @@ def prepare() -> None:
         names.install()
     if not engine:
         moe.install()
+        mla.install()
         adam.install()
     _prepared = True
 

@@ -18,6 +18,7 @@ from rich.table import Table as Grid
 
 from asyncmoe.config.lora import LoraSection
 from asyncmoe.errors import ConfigError, DataError
+from asyncmoe.launch.memory import TrainerMemory, engine_weights, trainer_memory
 from asyncmoe.models import EngineParallel, MegatronParallel, family_of, load_hf_config
 from asyncmoe.models.lora import halves
 from asyncmoe.models.lora.adapter import Kind, kind_of
@@ -94,6 +95,7 @@ class Forecast:
     Attributes:
         adapter: what is moved in place of the weights, if anything is.
         model_bytes: the checkpoint's, or the adapter's.
+        trainer_memory, engine_weights: bytes of the ranks that have the most; None where an adapter is moved.
         lower_bound: bytes that have to reach the engines: every rank's distinct elements, once.
         ways: "direct": from the trainer to every engine; with several engines also "relay": engines pass on to their replicas.
     """
@@ -109,6 +111,8 @@ class Forecast:
     dtype: str
     bucket_bytes: int
     speeds: Speeds
+    trainer_memory: TrainerMemory | None
+    engine_weights: int | None
     lower_bound: int
     ways: Mapping[str, Way]
 
@@ -210,6 +214,8 @@ def forecast(
         dtype=dtype,
         bucket_bytes=bucket_bytes,
         speeds=speeds,
+        trainer_memory=None if adapter else trainer_memory(case.payload.trainer(grid, dtype), grid),
+        engine_weights=None if adapter else engine_weights(case.payload.engines(engine, dtype)),
         lower_bound=bound,
         ways={name: replace(way, ratio=way.bytes_wire / bound) for name, way in ways.items()},
     )
@@ -314,7 +320,17 @@ def show(found: Forecast, console: Console) -> None:
     for label, values in _lines(found):
         grid.add_row(label, *values)
     console.print(grid)
+    if found.trainer_memory is not None and found.engine_weights is not None:
+        console.print(_memory(found.trainer_memory, found.engine_weights), highlight=False)
     console.print("Times are those of the wire alone: the busiest rank's bytes at that speed, in both directions at once.")
+
+
+def _memory(trainer: TrainerMemory, engine: int) -> str:
+    return (
+        f"memory of a trainer rank: weights {_size(trainer.weights)}, gradients {_size(trainer.gradients)}, "
+        f"Adam {_size(trainer.optimizer)}, or {_size(trainer.optimizer_distributed)} shared out over data-parallel ranks\n"
+        f"memory of an engine rank: weights {_size(engine)}, and as much again to receive the next version in"
+    )
 
 
 def _title(found: Forecast) -> str:

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from real_models import REAL
 from rich.console import Console
-from test_models_plan import MODELS, SMALL
+from test_models_plan import SMALL
 
 from asyncmoe.errors import ConfigError, DataError, UserError
 from asyncmoe.launch.planning import Forecast, Speeds, forecast, parse_engines, parse_trainer, show, write
@@ -58,6 +59,37 @@ def test_figures_are_those_of_the_plan(tmp_path: Path) -> None:
     assert passed.sent.most == max(rounds[0].egress.get(rank, 0) for rank in range(8))
     assert passed.passed_on.most == max(rounds[1].egress.get(rank, 0) for rank in range(8, 14))
     assert passed.sent.mean * 3 == way.sent.mean
+
+
+def test_memory_of_the_ranks(tmp_path: Path) -> None:
+    """By hand: two layers of experts, of which a rank has two of four in each; all else is divided over two ranks or whole on each."""
+    found = of(config(tmp_path), "tp=2,ep=2,dp=4", "2xtp2ep2")
+    hidden, width, vocab = SMALL["hidden_size"], SMALL["moe_intermediate_size"], SMALL["vocab_size"]
+    heads = 4 * 2 * hidden + 2 * 2 * 2 * hidden + 4 * 2 * hidden  # q, k and v, o
+    whole = 2 * (2 * hidden + 2 * 2 + 4 * hidden) + hidden  # norms and routers
+    others, experts = 2 * heads // 2 + 2 * vocab * hidden // 2 + whole, 2 * 2 * 3 * width * hidden
+    memory = found.trainer_memory
+    assert memory is not None
+    assert (memory.weights, memory.gradients) == (2 * (others + experts), 4 * (others + experts))
+    assert (memory.optimizer, memory.optimizer_distributed) == (12 * (others + experts), 12 * others // 4 + 12 * experts // 4)
+    layout = family_of(json.loads(config(tmp_path).read_text())).sglang_layout(SMALL | {"mlp_only_layers": []}, found.engine, 0, "bfloat16")
+    assert found.engine_weights == sum(storage.nbytes for storage in layout.storages.values())
+    console = Console(record=True, width=200)
+    show(found, console)
+    assert "memory of a trainer rank: weights" in console.export_text()
+    assert of(config(tmp_path), "dp=2", "1xtp1", dtype="float32").trainer_memory.optimizer == 8 * (found.model_bytes // 2)
+    assert of(config(tmp_path), "dp=2", "1xtp1", lora="rank=2").trainer_memory is None
+
+
+@pytest.mark.parametrize("model", ["DeepSeek-V3", "Kimi-K2", "GLM-4.5", "GLM-4.5-Air", "Mixtral-8x22B"])
+def test_families_can_be_planned(tmp_path: Path, model: str) -> None:
+    """As their configurations are, layers of multi-token prediction included: what is moved are the others."""
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(REAL[model]))
+    found = of(file, "tp=4,ep=8,dp=8", "1xtp8ep8", bucket_bytes=256 << 20)
+    assert found.ways["direct"].ratio == 1.0
+    assert found.engine_weights is not None
+    assert found.model_bytes < 8 * found.engine_weights < 1.1 * found.model_bytes
 
 
 def test_one_engine_has_nobody_to_relay_to(tmp_path: Path) -> None:
@@ -201,7 +233,7 @@ def command(*arguments: object) -> tuple[int, str, str]:
 
 
 def test_the_command(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(MODELS["Qwen3-30B-A3B"]))
+    (tmp_path / "config.json").write_text(json.dumps(REAL["Qwen3-30B-A3B"]))
     file = tmp_path / "plan.json"
     code, out, _ = command("--model", tmp_path, "--trainer", "tp=2,ep=8,dp=8", "--engines", "2xtp4ep4", "--nic", 25, "--json", file)
     assert code == 0
@@ -236,7 +268,7 @@ def test_a_mistake_is_one_line(tmp_path: Path, model: str, trainer: str, word: s
 def test_an_adapter_of_a_real_model(tmp_path: Path, experts: str, billions: float) -> None:
     """Sizes at rank 32 as published for this model; one engine of one rank needs every byte once, and nothing else travels."""
     file = tmp_path / "config.json"
-    file.write_text(json.dumps(MODELS["Qwen3-30B-A3B"]))
+    file.write_text(json.dumps(REAL["Qwen3-30B-A3B"]))
     found = of(file, "tp=2,pp=2,ep=8,dp=4", "1xtp1", lora=f"rank=32,experts={experts}")
     assert found.model_bytes == pytest.approx(billions * 1e9, rel=0.01)
     assert found.ways["direct"].bytes_wire == found.lower_bound == found.model_bytes

@@ -25,11 +25,12 @@ def _shape_of(hf: HfConfig) -> Shape:
 
 
 def _features(hf: HfConfig) -> list[Wanted]:
-    """SGLang's class reads scoring_func and topk_method, and cannot do without."""
+    """SGLang's class reads three keys that transformers has no names for, and cannot do without."""
     return [
         *sigmoid.features(hf),
         *latent.features(hf),
         ("scoring_func", hf.get("scoring_func"), ("sigmoid",)),
+        ("moe_layer_freq", hf.get("moe_layer_freq"), (1,)),
         ("topk_method", hf.get("topk_method"), ("noaux_tc",)),
         ("tie_word_embeddings", bool(hf.get("tie_word_embeddings")), (False,)),
     ]

@@ -30,8 +30,8 @@ GLM4_MOE: dict[str, Any] = {
 DEEPSEEK_V3: dict[str, Any] = {
     **_SIZES, "model_type": "deepseek_v3", "num_key_value_heads": 8, "n_routed_experts": 8, "moe_intermediate_size": 16,
     "n_shared_experts": 1, "first_k_dense_replace": 1, "n_group": 4, "topk_group": 2, "num_experts_per_tok": 4, "norm_topk_prob": True,
-    "routed_scaling_factor": 2.5, "scoring_func": "sigmoid", "topk_method": "noaux_tc", "q_lora_rank": 10, "kv_lora_rank": 9,
-    "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 5,
+    "routed_scaling_factor": 2.5, "scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1, "q_lora_rank": 10,
+    "kv_lora_rank": 9, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 5,
     "rope_parameters": {
         "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 512, "beta_fast": 32, "beta_slow": 1,
         "mscale": 0.8, "mscale_all_dim": 1.0,

@@ -12,7 +12,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 import torch
 
-from asyncmoe.platform.sglang import cpu_lora
+from asyncmoe.platform.sglang import cpu_latent, cpu_lora
 from asyncmoe.platform.sglang.standin import PatchTargetGone, decorate, provide, refuse
 
 VERSION = "0.5.23"
@@ -51,6 +51,7 @@ def install() -> None:
     _torchvision()
     _pinned_host_memory()
     cpu_lora.install()
+    cpu_latent.install()
 
 
 def _check_version() -> None:

@@ -13,7 +13,7 @@ NEXT   := .venv-next
 PEERS  := .venv-peers
 PIP    := -m pip install --quiet --disable-pip-version-check
 
-.PHONY: setup bench-peers demo test test-thorough test-unit test-megatron-next sanitize lint clean
+.PHONY: setup bench-peers demo docs test test-thorough test-unit test-megatron-next sanitize lint clean
 .DELETE_ON_ERROR:
 
 setup: $(TRAIN)/.installed $(TRAIN)/.built $(ENGINE)/.installed
@@ -25,17 +25,21 @@ bench-peers: setup
 demo: setup
 	$(TRAIN)/bin/asyncmoe run examples/demo.yaml $(OVERRIDES)
 
+# docs/config.md, from the schema of the configuration.
+docs: setup
+	$(TRAIN)/bin/python docs/generate.py
+
 # Unit tests take one core each; all others start many processes of their own.
-test: setup lint
+test: setup lint $(TRAIN)/.system
 	$(TRAIN)/bin/python -m pytest -n 2 --dist loadfile tests/unit
 	$(TRAIN)/bin/python -m pytest tests/ranks tests/gpu tests/engine tests/system
 
 # Every layout in every way, and other random cases in every run: for a change to the trainer's parallelism or to the resharding.
-test-thorough: setup lint
+test-thorough: setup lint $(TRAIN)/.system
 	$(TRAIN)/bin/python -m pytest --thorough -n 2 --dist loadfile tests/unit
 	$(TRAIN)/bin/python -m pytest --thorough tests/ranks tests/gpu tests/engine tests/system
 
-test-unit: setup lint
+test-unit: setup lint $(TRAIN)/.system
 	$(TRAIN)/bin/python -m pytest -n 2 --dist loadfile tests/unit
 
 # The extension under AddressSanitizer and UndefinedBehaviorSanitizer, in a build of its own.
@@ -61,6 +65,11 @@ $(TRAIN)/.installed: requirements/train.txt requirements/dev.txt requirements/to
 
 $(TRAIN)/.built: $(TRAIN)/.installed pyproject.toml setup.py $(wildcard csrc/* csrc/record/*)
 	$(TRAIN)/bin/python $(PIP) --no-build-isolation --no-deps --editable .
+	@touch $@
+
+# Debian packages that some tests want; without them these are skipped.
+$(TRAIN)/.system: $(TRAIN)/.installed requirements/system.sh
+	requirements/system.sh
 	@touch $@
 
 # SGLang pins other versions than the trainer wants, so it has an environment of its own; the .pth file shows it this checkout.

@@ -8,6 +8,7 @@ ASYNCMOE_CXXFLAGS are further flags of the C++ compiler and linker (sanitizers).
 from __future__ import annotations
 
 import os
+import runpy
 import shutil
 import subprocess
 import sys
@@ -23,6 +24,10 @@ ARCHS = ("90", "100")
 RESHARD = "asyncmoe.reshard._C"
 CUDA_SOURCES = ["csrc/copy.cu", "csrc/device.cu"]
 EXTRA_FLAGS = os.environ.get("ASYNCMOE_CXXFLAGS", "").split()
+
+
+digest = runpy.run_path("asyncmoe/launch/doctor/gathering/sources.py")["digest"]
+"""Of the sources in a folder: the extension keeps it, and `asyncmoe doctor` compares it with the sources that are there."""
 
 
 def nvcc() -> Path | None:
@@ -107,6 +112,7 @@ def extension(name: str, folder: str, depends: list[str]) -> Pybind11Extension:
         sorted(glob(f"{folder}/*.cpp")),
         depends=[*sorted(glob(f"{folder}/*.h")), *depends],
         cxx_std=17,
+        define_macros=[("ASYNCMOE_SOURCES", f'"{digest(Path(folder))}"')],
         extra_compile_args=["-O3", "-Wall", "-Wextra", "-Werror", "-pthread", *EXTRA_FLAGS],
         extra_link_args=["-pthread", "-lrt", "-ldl", *EXTRA_FLAGS],
     )

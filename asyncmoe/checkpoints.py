@@ -14,6 +14,7 @@ from typing import Any
 from asyncmoe.errors import DataError
 
 _PREFIX = "step-"
+_WRITING = ".writing"
 _FACTS = "asyncmoe.json"
 
 
@@ -30,13 +31,19 @@ def newest(run_dir: Path) -> Path | None:
 
 def temporary(run_dir: Path, step: int) -> Path:
     """Where the checkpoint of `step` is written before it is complete."""
-    return directory(run_dir, step).with_suffix(".writing")
+    return directory(run_dir, step).with_suffix(_WRITING)
 
 
 def start(run_dir: Path, step: int) -> None:
-    """Make the temporary directory of `step`, empty."""
-    shutil.rmtree(temporary(run_dir, step), ignore_errors=True)
+    """Make the temporary directory of `step`, empty; what a killed save has left goes."""
+    give_up(run_dir)
     temporary(run_dir, step).mkdir(parents=True)
+
+
+def give_up(run_dir: Path) -> None:
+    """Remove what was written of a checkpoint that will not be complete."""
+    for half in (run_dir / "checkpoints").glob(f"{_PREFIX}*{_WRITING}"):
+        shutil.rmtree(half, ignore_errors=True)
 
 
 def finish(run_dir: Path, step: int, facts: dict[str, Any], keep: int) -> Path:

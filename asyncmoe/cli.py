@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from asyncmoe.errors import AsyncmoeError
-from asyncmoe.process import ERROR_PREFIX
+from asyncmoe.process import say
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -32,12 +32,18 @@ Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...",
 
 @app.command()
 def run(config: ConfigPath, overrides: Overrides = None) -> None:
-    """Everything on this machine: engines, queue, trainer, live view, report. The same command resumes a stopped run."""
+    """Everything on this machine: engines, queue, trainer, live view, report. The same command resumes a stopped run.
+
+    With launch=ray everything on the nodes of a Ray cluster.
+    """
     from rich.console import Console
 
+    from asyncmoe import config as configuration
     from asyncmoe.launch import local
+    from asyncmoe.launch.ray import driver
 
-    summary = local.run(config, overrides or ())
+    loaded = configuration.load(config, overrides or ())
+    summary = driver.run(loaded) if loaded.launch == "ray" else local.run(loaded)
     Console().print_json(data=summary)
 
 
@@ -45,10 +51,28 @@ def run(config: ConfigPath, overrides: Overrides = None) -> None:
 def rollout(config: ConfigPath, overrides: Overrides = None) -> None:
     """The controller alone: engines, episodes, scoring and the queue; waits for a trainer."""
     from asyncmoe import config as configuration
+    from asyncmoe.launch import local
     from asyncmoe.rollout import controller
 
     loaded = configuration.load(config, overrides or ())
+    if config.resolve() != local.resolved(loaded).resolve():  # or whoever starts us has prepared it
+        local.prepare(loaded)
     controller.run(loaded, loaded.run.dir)
+
+
+@app.command()
+def engine(
+    config: ConfigPath,
+    overrides: Overrides = None,
+    name: Annotated[str | None, typer.Option(help="What the run calls it; default: from the host, the SLURM job and --index.")] = None,
+    index: Annotated[int, typer.Option(help="Number of this engine among those of this machine: which GPUs it takes.")] = 0,
+) -> None:
+    """One engine that joins a run with engines.join=true, before or while it goes on; it leaves on Ctrl-C or SIGTERM."""
+    from asyncmoe import config as configuration
+    from asyncmoe.rollout import joining
+
+    loaded = configuration.load(config, overrides or ())
+    joining.run(loaded, loaded.run.dir, name or joining.default_name(index), index)
 
 
 @app.command("make-model")
@@ -82,22 +106,48 @@ def export(
 
 
 @app.command()
+def doctor(
+    arguments: Annotated[
+        list[str] | None, typer.Argument(metavar="[CONFIG] [KEY=VALUE]...", help="YAML file of the run to prepare for, and keys to change.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON document on standard output, nothing else.")] = False,
+    compare: Annotated[
+        bool,
+        typer.Option(
+            "--compare", help="In place of CONFIG, files with what `srun --output=doctor-%N.json asyncmoe doctor --json` printed."
+        ),
+    ] = False,
+) -> None:
+    """What of this machine would stop a run or slow it down, each line with its cure; --compare: what differs between nodes."""
+    from asyncmoe.launch.doctor import command
+
+    raise typer.Exit(command.run(arguments or (), as_json=as_json, compare=compare))
+
+
+@app.command()
 def plan(
-    model: Annotated[Path, typer.Option(help="config.json of a Hugging Face model, or its directory. No weights are needed.")],
+    model: Annotated[
+        Path | None, typer.Option(help="config.json of a Hugging Face model, or its directory. No weights are needed.")
+    ] = None,
     trainer: Annotated[
-        str,
+        str | None,
         typer.Option(
             help="Megatron's parallel sizes: tp=4,pp=2,ep=32,dp=32; also etp=, vpp= (model chunks a stage), first= and last= (layers of "
             "the outer stages), and te for its names."
         ),
-    ],
+    ] = None,
     engines: Annotated[
-        str,
+        str | None,
         typer.Option(
             help="SGLang engines: 16xtp8ep8 is 16 of tensor parallel 8, experts over 8; 2xtp8ep8dp4pp2 also has data-parallel attention of "
             "4 and 2 pipeline stages."
         ),
-    ],
+    ] = None,
+    nodes: Annotated[int | None, typer.Option(help="Instead of --trainer and --engines: suggest a split of so many nodes.")] = None,
+    gpus_per_node: Annotated[int, typer.Option(help="With --nodes.")] = 8,
+    gpu_gb: Annotated[float | None, typer.Option(help="Memory of a GPU; default: 80.")] = None,
+    context: Annotated[int, typer.Option(help="Tokens of the longest conversation, and of a micro-batch.")] = 8192,
+    config: Annotated[Path | None, typer.Option(metavar="FILE", help="Instead: sizes and model of a run's YAML.")] = None,
     nvlink: Annotated[float, typer.Option(help="GB/s a rank sends over NVLink while it receives as much.")] = 450.0,
     nic: Annotated[float, typer.Option(help="GB/s a rank sends over its NIC while it receives as much.")] = 50.0,
     bucket_bytes: Annotated[int, typer.Option(help="Size of a bucket.")] = 1 << 28,
@@ -108,16 +158,26 @@ def plan(
     ] = None,
     json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Also write the figures there.")] = None,
 ) -> None:
-    """What moving a model's weights from a trainer to its engines takes: bytes per rank, balance, buckets, time."""
+    """Memory of every GPU, and what moving a model's weights from a trainer to its engines takes; with --nodes, how to split a cluster.
+
+    asyncmoe plan --model config.json --nodes 16
+
+    asyncmoe plan --model config.json --trainer tp=4,pp=2,ep=32,dp=32 --engines 16xtp8ep8
+
+    asyncmoe plan --config examples/demo.yaml
+    """
     from rich.console import Console
 
-    from asyncmoe.launch import planning
+    from asyncmoe.launch import plan_command, planned
+    from asyncmoe.launch.planning import Speeds
 
-    speeds = planning.Speeds(nvlink, nic)
-    found = planning.forecast(model, trainer, engines, dtype=dtype, bucket_bytes=bucket_bytes, speeds=speeds, lora=lora)
+    speeds = Speeds(nvlink, nic)
+    asked = plan_command.Asked(
+        model, trainer, engines, nodes, config, gpus_per_node, gpu_gb, context, dtype, bucket_bytes, speeds=speeds, lora=lora
+    )
+    found = plan_command.run(asked, Console())
     if json_file is not None:
-        planning.write(found, json_file)
-    planning.show(found, Console())
+        planned.write(found, json_file)
 
 
 @app.command("simulate")
@@ -343,8 +403,9 @@ def _show(results: dict[str, Any], path: Path | None) -> None:
 def main() -> None:
     """Run the command; errors meant for the user are one line, everything else keeps its traceback."""
     logging.basicConfig(format="%(asctime)s %(name)s: %(message)s", level=logging.INFO)
+    sys.path.insert(0, "")  # as with `python -m`: a scorer or an environment of the user's is found where they are
     try:
         app()
     except AsyncmoeError as error:
-        print(f"{ERROR_PREFIX}{error}", file=sys.stderr)
+        say(error)
         sys.exit(error.exit_code)

@@ -11,6 +11,8 @@ class AsyncmoeError(Exception):
     """Root of all errors raised on purpose by asyncmoe."""
 
     exit_code = 1
+    where = ""
+    """Role and node of the process that met it, in a run of several; see `asyncmoe.process.named`."""
 
 
 class UserError(AsyncmoeError):
@@ -45,6 +47,12 @@ class LayoutError(UserError):
 
 class ProtocolError(AsyncmoeError):
     """A message on one of our sockets that is malformed, too large or out of turn."""
+
+
+class StorageError(AsyncmoeError):
+    """A file that could not be written: a full disk, a used-up quota, a file system that is read-only or broken. See `asyncmoe.storage`."""
+
+    exit_code = 2
 
 
 class EngineError(AsyncmoeError):

@@ -4,18 +4,45 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 import signal
+import socket
 import subprocess
+import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from signal import Signals
 
+from asyncmoe.errors import AsyncmoeError
+from asyncmoe.storage import writing
+
 ERROR_PREFIX = "error: "
+KILLED = "a rank was ended by"
+"""How the reason of a torchrun begins of which a signal ended a rank."""
+_KILLED = re.compile(r"Signal \d+ \((SIG[A-Z]+)\) received by PID")
 _PR_SET_PDEATHSIG = 1
 _YIELDING = 10
 """Niceness: about a tenth of the time that a thread of 0 gets beside it."""
+
+
+@contextmanager
+def named(role: str) -> Iterator[None]:
+    """Within the block, this process is `role` of a run ("trainer.3"): an error that leaves it says so, and on which node."""
+    try:
+        yield
+    except AsyncmoeError as error:
+        # SLURM may call a node otherwise than it calls itself.
+        error.where = error.where or f"{role} on {os.environ.get('SLURMD_NODENAME') or socket.gethostname()}"
+        raise
+
+
+def say(error: AsyncmoeError) -> None:
+    """Print the one line that is meant for the user; nothing where standard error is a log on a full disk."""
+    with suppress(OSError):
+        print(f"{ERROR_PREFIX}{error.where}{': ' if error.where else ''}{error}", file=sys.stderr, flush=True)
 
 
 def die_with_parent() -> None:
@@ -37,13 +64,18 @@ class Child:
         command: program and arguments.
         log: file its output is appended to.
         environment: variables set on top of ours.
+
+    Raises:
+        StorageError: the log cannot be opened.
     """
 
     def __init__(self, name: str, command: Sequence[str], log: Path, environment: Mapping[str, str] | None = None) -> None:
         self.name, self.log = name, log
-        log.parent.mkdir(parents=True, exist_ok=True)
-        self._log_start = log.stat().st_size if log.exists() else 0
-        with log.open("ab") as output:
+        with writing(f"log of {name}", log):
+            log.parent.mkdir(parents=True, exist_ok=True)
+            self._log_start = log.stat().st_size if log.exists() else 0
+            opened = log.open("ab")
+        with opened as output:
             self._process = subprocess.Popen(
                 list(command),
                 stdin=subprocess.DEVNULL,
@@ -83,14 +115,21 @@ class Child:
             if not self._signal_session(number) or self._session_gone(seconds):
                 return
 
+    @property
+    def reason(self) -> str | None:
+        """What it has given as the reason for its end: its first line `error: ...`, or that a signal ended one of torchrun's ranks."""
+        with self.log.open("rb") as log:
+            log.seek(self._log_start)
+            text = log.read().decode(errors="replace")
+        for line in text.splitlines():
+            if line.startswith(ERROR_PREFIX):
+                return line.removeprefix(ERROR_PREFIX)
+        killed = _KILLED.search(text)
+        return killed and f"{KILLED} {killed[1]}, as when memory runs out; its log is {self.log}"
+
     def why(self) -> str:
         """The reason it gave for ending, or else where to look."""
-        with self.log.open("rb") as lines:
-            lines.seek(self._log_start)
-            for line in lines.read().decode(errors="replace").splitlines():
-                if line.startswith(ERROR_PREFIX):
-                    return line.removeprefix(ERROR_PREFIX)
-        return f"{self.name} ended with status {self.returncode}; its log is {self.log}"
+        return self.reason or f"{self.name} ended with status {self.returncode}; its log is {self.log}"
 
     def _signal_session(self, number: Signals) -> bool:
         try:

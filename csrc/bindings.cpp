@@ -147,6 +147,7 @@ PYBIND11_MODULE(_C, module) {
     module.doc() = "Compiled half of asyncmoe.reshard: strided copies and digests over raw addresses.";
     module.attr("COLUMNS") = static_cast<int>(asyncmoe::kColumns);
     module.attr("MAX_DIMS") = asyncmoe::kMaxDims;
+    module.attr("SOURCES") = ASYNCMOE_SOURCES;
     asyncmoe::bind_plan(module);
     module.def("copy", &copy, py::arg("rows").noconvert(), py::arg("sources").noconvert(),
                py::arg("destinations").noconvert(), py::arg("threads") = 0, py::arg("float_to_bfloat") = false,

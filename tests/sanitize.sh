@@ -31,5 +31,7 @@ export ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 TSAN_OPTIONS
 export OMP_NUM_THREADS=1 PYTHONPATH="$folder"
 "$python" -c 'import asyncmoe.reshard._C as c, os; assert c.__file__.startswith(os.getcwd()), c.__file__'
 cd tests/unit
-"$python" -m pytest -q -p no:cacheprovider -c ../../pyproject.toml --rootdir ../.. $(printf 'test_%s.py ' $tests)
+files=()
+for name in $tests; do files+=("test_$name.py"); done
+"$python" -m pytest -q -p no:cacheprovider -c ../../pyproject.toml --rootdir ../.. "${files[@]}"
 echo "$kind: clean"

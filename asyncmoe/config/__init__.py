@@ -7,6 +7,7 @@ key, what was got, and what was expected. Combinations that need the model's sha
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -14,6 +15,7 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import BaseModel, Field, ValidationError, model_validator
 
+from asyncmoe.config.cluster import ClusterSection
 from asyncmoe.config.environment import EnvironmentSection
 from asyncmoe.config.evaluation import EvaluationSection
 from asyncmoe.config.fields import NonNegative, Positive, Section, Switch
@@ -46,9 +48,11 @@ class RunSection(Section):
 class TelemetrySection(Section):
     """What a run shows."""
 
-    live: Annotated[Literal["auto", "on", "off"], Switch] = "auto"
-    tensorboard: bool = True
-    prometheus_port: Annotated[Positive, Field(le=65535)] | None = None
+    live: Annotated[Literal["auto", "on", "off"], Switch] = Field("auto", description="The live view; auto: on a terminal.")
+    tensorboard: bool = Field(True, description="Write TensorBoard files to run.dir/tensorboard.")
+    prometheus_port: Annotated[Positive, Field(le=65535)] | None = Field(
+        None, description="Loopback port at which Prometheus finds the run's gauges; null: none."
+    )
 
 
 class Config(Section):
@@ -72,6 +76,10 @@ class Config(Section):
     verify: VerifySection = VerifySection()
     evaluation: EvaluationSection = EvaluationSection()
     telemetry: TelemetrySection = TelemetrySection()
+    cluster: ClusterSection = ClusterSection()
+    launch: Literal["local", "ray"] = Field(
+        "local", description="What `asyncmoe run` uses. local: this machine; ray: placement groups of a Ray cluster."
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -165,8 +173,8 @@ class Config(Section):
 
     @property
     def digest(self) -> str:
-        """SHA-256 of every value in hex; two processes with the same one run the same configuration."""
-        return hashlib.sha256(self.model_dump_json().encode()).hexdigest()
+        """SHA-256 in hex of every value but paths, which may differ between machines; with the same one two processes do the same."""
+        return hashlib.sha256(json.dumps(_without_paths(self.model_dump()), sort_keys=True).encode()).hexdigest()
 
     @property
     def trainer_data_parallel(self) -> int:
@@ -178,6 +186,12 @@ _IMPLIED: Mapping[str, Mapping[tuple[str, ...], Any]] = {
     "one_step_off": {("queue", "staleness", "eta"): 1, ("rollout", "interruption"): "drain"},
 }
 """By `run.mode`, the keys it decides."""
+
+
+def _without_paths(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Nested values without those that are paths."""
+    kept = {key: _without_paths(value) if isinstance(value, dict) else value for key, value in values.items()}
+    return {key: value for key, value in kept.items() if not isinstance(value, Path)}
 
 
 def _imply(section: Any, path: Sequence[str], implied: Any, key: str, mode: str) -> Any:

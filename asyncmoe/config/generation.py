@@ -16,15 +16,15 @@ Unit = Literal["group", "trajectory"]
 class MadeModel(Section):
     """A tiny random model to write at `model.path` when nothing is there yet (`asyncmoe make-model` writes the same)."""
 
-    layers: Positive = 2
-    hidden: Positive = 64
-    heads: Positive = 4
-    kv_heads: Positive = 2
-    head_dim: Positive = 32
-    experts: Positive = 8
-    experts_per_token: Positive = 2
-    expert_hidden: Positive = 64
-    context: Positive = 2048
+    layers: Positive = Field(2, description="Decoder layers, each with experts.")
+    hidden: Positive = Field(64, description="Entries of a hidden state.")
+    heads: Positive = Field(4, description="Query heads.")
+    kv_heads: Positive = Field(2, description="Key and value heads; a divisor of heads.")
+    head_dim: Positive = Field(32, description="Entries of a head.")
+    experts: Positive = Field(8, description="Experts of a layer.")
+    experts_per_token: Positive = Field(2, description="Experts a token goes through.")
+    expert_hidden: Positive = Field(64, description="Rows of an expert's gate and up.")
+    context: Positive = Field(2048, description="Positions.")
 
 
 class ModelSection(Section):
@@ -37,7 +37,9 @@ class ModelSection(Section):
 class TaskSection(Section):
     """What is asked."""
 
-    kind: Literal["arithmetic", "jsonl"]
+    kind: Literal["arithmetic", "jsonl"] = Field(
+        description="arithmetic: calculations drawn at random, without end; jsonl: the questions of a file."
+    )
     operations: tuple[Literal["+", "-", "*"], ...] = Field(("+",), description="arithmetic: operators drawn from.")
     difficulty: Positive = Field(1, description="arithmetic: decimal digits of each operand.")
     path: Path | None = Field(None, description='jsonl: file with one {"question": ..., "answer": ...} a line, as GSM8K.')
@@ -62,8 +64,8 @@ class RolloutSection(Section):
 
     groups_per_step: Positive = Field(16, description="Prompts in a training step.")
     group_size: Positive = Field(8, description="Responses to each prompt.")
-    max_new_tokens: Positive = 16
-    temperature: PositiveFloat = 1.0
+    max_new_tokens: Positive = Field(16, description="Tokens of a response at most.")
+    temperature: PositiveFloat = Field(1.0, description="Logits are divided by it, in engine and trainer alike.")
     top_p: Share = Field(1.0, description="Sample from the fewest tokens whose probabilities add up to it; 1: from all.")
     top_k: Positive | None = Field(None, description="Sample from the most probable tokens only; null: from all.")
     min_p: Annotated[Real, Field(ge=0, lt=1)] = Field(0.0, description="Leave out tokens below this share of the most probable one's.")
@@ -81,7 +83,9 @@ class RolloutSection(Section):
         description="Which request goes next where max_concurrent are in flight; what continues an episode goes before what is new. "
         "fifo: first come, first served; longest_first: prompts with long responses so far first.",
     )
-    request_timeout_s: PositiveFloat = 300.0
+    request_timeout_s: PositiveFloat = Field(
+        300.0, description="How long an engine may take for a response; one that takes longer is rejected and its group started over."
+    )
     interruption: Interruption = Field(
         "in_place",
         description="What becomes of responses under way when a version lands. in_place: they stand still and go on; retract: their keys "
@@ -136,18 +140,28 @@ class KeepSection(Section):
 class EngineSection(Section):
     """The SGLang servers."""
 
-    count: Positive = 1
-    tp: Positive = 1
-    ep: Positive = 1
-    dtype: Literal["float32", "bfloat16", "auto"] = "auto"
+    count: Positive = Field(1, description="Servers; where they join, how many the run waits for before it begins.")
+    join: bool = Field(
+        False,
+        description="Engines are started by `asyncmoe engine`, on any machine and at any time, and join the run. Otherwise the controller "
+        "starts them on its own.",
+    )
+    tp: Positive = Field(1, description="Tensor-parallel ranks of each.")
+    ep: Positive = Field(1, description="Ranks its experts are spread over; a divisor of tp.")
+    dtype: Literal["float32", "bfloat16", "auto"] = Field("auto", description="Of its weights; auto: SGLang's choice from the checkpoint.")
     python: Path | None = Field(
         None, description="Python that has SGLang; default: `.venv-engine` beside this environment, else this Python."
     )
-    host: str = "127.0.0.1"
-    port: Port = Field(0, description="First port; engine i takes port + i. 0: any free ports.")
-    max_running: Positive = 16
-    max_total_tokens: Positive | None = None
-    start_timeout_s: PositiveFloat = 180.0
+    host: str = Field("127.0.0.1", description="Address it listens at; one that joins has that of cluster.network.")
+    port: Port = Field(0, description="First port; engine i of a machine takes port + i. 0: any free ports.")
+    first_gpu: NonNegative = Field(
+        0, description="The first GPU that engines take on a machine: engine i has tp of them from first_gpu + i * tp on."
+    )
+    max_running: Positive = Field(16, description="Requests one server runs at once; the others wait in it.")
+    max_total_tokens: Positive | None = Field(
+        None, description="Tokens whose keys and values one server has room for; null: what SGLang finds room for."
+    )
+    start_timeout_s: PositiveFloat = Field(180.0, description="How long processes of a run wait for each other to start.")
     args: tuple[str, ...] = Field((), description="Further arguments for sglang.launch_server.")
 
 

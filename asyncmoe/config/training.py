@@ -12,14 +12,14 @@ from asyncmoe.config.fields import Decay, NonNegative, NonNegativeFloat, Positiv
 class OptimizerSection(Section):
     """Adam, its schedule and gradient clipping."""
 
-    lr: PositiveFloat = 1e-6
-    min_lr: NonNegativeFloat = 0.0
-    warmup_steps: NonNegative = 0
-    decay: Literal["constant", "linear", "cosine"] = "constant"
-    betas: tuple[Decay, Decay] = (0.9, 0.95)
-    eps: PositiveFloat = 1e-8
-    weight_decay: NonNegativeFloat = 0.0
-    clip_grad: PositiveFloat = 1.0
+    lr: PositiveFloat = Field(1e-6, description="Learning rate, after warmup_steps.")
+    min_lr: NonNegativeFloat = Field(0.0, description="What it decays to at run.steps.")
+    warmup_steps: NonNegative = Field(0, description="Steps in which it grows from 0.")
+    decay: Literal["constant", "linear", "cosine"] = Field("constant", description="How it goes from lr to min_lr; constant: not at all.")
+    betas: tuple[Decay, Decay] = Field((0.9, 0.95), description="Adam's decay of the mean gradient and of its square.")
+    eps: PositiveFloat = Field(1e-8, description="Adam's epsilon.")
+    weight_decay: NonNegativeFloat = Field(0.0, description="AdamW's, times the learning rate.")
+    clip_grad: PositiveFloat = Field(1.0, description="Norm of the gradient at most.")
     distributed: bool = Field(False, description="Shard the optimizer's state over data-parallel ranks (Megatron's distributed optimizer).")
 
 
@@ -27,9 +27,9 @@ class TrainerSection(Section):
     """The Megatron process group."""
 
     ranks: Positive = Field(1, description="Processes torchrun starts on this machine.")
-    tp: Positive = 1
-    pp: Positive = 1
-    ep: Positive = 1
+    tp: Positive = Field(1, description="Tensor parallelism; its ranks also share the sequence between the layers.")
+    pp: Positive = Field(1, description="Pipeline stages.")
+    ep: Positive = Field(1, description="Ranks the experts of a layer are spread over.")
     cp: Positive = Field(1, description="Context parallelism; only 1.")
     vpp: Positive = Field(1, description="Model chunks a pipeline stage holds: Megatron's interleaved schedule.")
     first_stage_layers: Positive | None = Field(None, description="Layers of the first pipeline stage; default: an equal share.")
@@ -38,7 +38,9 @@ class TrainerSection(Section):
     dtype: Literal["float32", "bfloat16", "auto"] = Field("auto", description="auto: float32 on CPU, bfloat16 on GPU.")
     pack: bool = Field(True, description="Pack sequences of a micro-batch into one row; false: one sequence a micro-batch.")
     tokens_per_microbatch: Positive = Field(4096, description="Upper bound of a packed micro-batch; a longer sequence gets its own.")
-    recompute: Literal["none", "full"] = "none"
+    recompute: Literal["none", "full"] = Field(
+        "none", description="full: keep a layer's input only and compute the rest again in the backward pass: less memory, more time."
+    )
     router_bias_rate: NonNegativeFloat = Field(
         0.0,
         description="How far a step moves the bias by which a router prefers an expert, of models that have such biases: up where the "
@@ -46,7 +48,7 @@ class TrainerSection(Section):
     )
     optimizer: OptimizerSection = OptimizerSection()
     checkpoint_every: NonNegative = Field(0, description="Steps between checkpoints; 0: only at the end and on Ctrl-C.")
-    keep_checkpoints: Positive = 2
+    keep_checkpoints: Positive = Field(2, description="So many of the newest stay on disk.")
     timeout_s: PositiveFloat = Field(600.0, description="Collectives that wait longer than this end the run.")
 
     @property
@@ -83,9 +85,9 @@ class TrainerSection(Section):
 class WarmupSection(Section):
     """Supervised steps on the task's own demonstrations before reinforcement learning."""
 
-    steps: NonNegative = 0
-    batch: Positive = 64
-    lr: PositiveFloat = 1e-3
+    steps: NonNegative = Field(0, description="Optimizer steps; 0: none.")
+    batch: Positive = Field(64, description="Demonstrations in a step.")
+    lr: PositiveFloat = Field(1e-3, description="Learning rate, constant.")
     wrong_share: float = Field(
         0.0, ge=0, lt=1, description="arithmetic: share of demonstrations with a wrong answer, an imperfect teacher to improve on."
     )
@@ -112,7 +114,7 @@ class SyncSection(Section):
     every: Positive = Field(1, description="Optimizer steps between versions.")
     bucket_bytes: Positive = Field(256 << 20, description="Bound of a rank's messages under way; there are two such buckets.")
     verify_every: NonNegative = Field(0, description="Compare the engines' checksums with the trainer's weights every n updates; 0: never.")
-    timeout_s: PositiveFloat = 300.0
+    timeout_s: PositiveFloat = Field(300.0, description="How long each part of an update may take.")
 
 
 class VerifySection(Section):

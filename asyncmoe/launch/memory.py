@@ -1,62 +1,244 @@
-"""What a model takes of the memory of a rank, from layouts alone: weights and what belongs to them, not activations."""
+"""What a GPU of the trainer, and one of an engine, has to hold: arithmetic over layouts, from a configuration alone.
+
+Parameters are counted in the layouts that weights are loaded and moved by (`asyncmoe.models`), so they are exact. Gradients and the
+optimizer's state are what Megatron keeps of them (`asyncmoe.trainer.model`, `asyncmoe.trainer.optimizer`); a test holds them against the
+real ones. Activations are a formula (`asyncmoe.launch.activations`), an engine's working memory is SGLang's own estimate, and what drivers,
+communicators and the allocator take besides is left to the part of a GPU that is not planned for (`USABLE`). No figure has been
+measured on a GPU.
+
+Bytes; 1 GB is 1e9 of them. A GPU that is sold as one of 80 GB has 85.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any
 
-from asyncmoe.models import MegatronParallel
-from asyncmoe.reshard.layout import ITEM_BYTES, RankLayout, Storage
+from asyncmoe.launch import activations
+from asyncmoe.launch.activations import Microbatch
+from asyncmoe.models import EngineParallel, MegatronParallel, family_of
+from asyncmoe.models.lora.adapter import Kind
+from asyncmoe.models.lora.halves import layer_halves
+from asyncmoe.models.payload import Payload
+from asyncmoe.models.shape import Shape
+from asyncmoe.reshard.layout import ITEM_BYTES, RankLayout
+from asyncmoe.rollout.adapters import SLOTS
 
-_GRADIENT, _MOMENTS, _MASTER = 4, 8, 4
-"""Bytes an entry: a float32 gradient, Adam's two moments in float32, and the float32 copy of a weight of another dtype."""
+USABLE = 0.95
+"""Share of a GPU's memory that is planned for. The rest is for CUDA's context, NCCL's channels, and memory that is free in pieces."""
+GRADIENT = 4
+"""Bytes of a parameter's gradient: they are summed in float32 (`grad_reduce_in_fp32`), whatever the model is in."""
+BUFFERS = 2
+"""Buckets of messages under way (`asyncmoe.reshard.exchange`)."""
+_EXPERTS = ".experts."
+_MB = 1 << 20
+
+Hf = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
-class TrainerMemory:
-    """Bytes of the trainer's rank that has the most.
+class Memory:
+    """Bytes on one GPU, by what they are for."""
+
+    parts: Mapping[str, int]
+
+    @property
+    def total(self) -> int:
+        return sum(self.parts.values())
+
+    def fits(self, gpu_gb: float) -> bool:
+        """It is no more than is planned for on a GPU."""
+        return self.total <= usable(gpu_gb)
+
+
+def usable(gpu_gb: float) -> int:
+    """Bytes of a GPU that are planned for."""
+    return int(USABLE * gpu_gb * 1e9)
+
+
+@dataclass(frozen=True)
+class Training:
+    """What of a run decides how much a trainer's GPU holds, besides the model and its sizes.
 
     Attributes:
-        weights: in the trainer's dtype.
-        gradients: all of them, in float32.
-        optimizer: Adam's state, and float32 copies of weights that are in another dtype; the same on all data-parallel ranks.
-        optimizer_distributed: the same where data-parallel ranks share it out (`trainer.optimizer.distributed`).
+        microbatch: see there.
+        distributed: the optimizer's state is shared out over data-parallel ranks.
+        reference: there is a reference policy.
+        bucket_bytes: `sync.bucket_bytes`.
     """
 
-    weights: int
-    gradients: int
-    optimizer: int
-    optimizer_distributed: int
+    microbatch: Microbatch
+    distributed: bool = True
+    reference: bool = False
+    bucket_bytes: int = 256 << 20
 
 
-def trainer_memory(layouts: Iterable[RankLayout], parallel: MegatronParallel) -> TrainerMemory:
-    """Of a trainer whose ranks hold these layouts.
+@dataclass(frozen=True)
+class Serving:
+    """The same of an engine.
+
+    Attributes:
+        tokens: of the KV cache.
+        staging: a version is received into memory of its own.
+        prefill: tokens of a prefill at once (--chunked-prefill-size).
+        running: requests at once.
+        adapter: what is trained in place of the weights.
+        gpu: it runs on one; else it is given no working memory, which SGLang estimates of GPUs only.
+    """
+
+    tokens: int
+    staging: bool = True
+    prefill: int = 8192
+    running: int = 256
+    dtype: str = "bfloat16"
+    adapter: Kind | None = None
+    bucket_bytes: int = 256 << 20
+    gpu: bool = True
+
+
+@dataclass(frozen=True)
+class Held:
+    """Parameters of a rank.
+
+    Attributes:
+        dense: those that data-parallel ranks have equal copies of.
+        experts: those that expert-data-parallel ranks have.
+        nbytes: all of them, in the dtypes they are in.
+    """
+
+    dense: int = 0
+    experts: int = 0
+    nbytes: int = 0
+
+    @property
+    def all(self) -> int:
+        return self.dense + self.experts
+
+
+def trainer(hf: Hf, parallel: MegatronParallel, training: Training) -> tuple[Memory, ...]:
+    """What a rank of each pipeline stage holds; ranks of a stage hold equally much.
 
     Raises:
-        ValueError: there are none.
+        ConfigError: sizes that do not divide the model.
     """
-    expert_dp = parallel.tp * parallel.dp // (parallel.ep * parallel.etp)
-    ranks = []
-    for storages in _distinct(layouts):
-        of_experts = [one for name, one in storages.items() if ".mlp.experts." in name]
-        others = [one for name, one in storages.items() if ".mlp.experts." not in name]
-        state = [sum(one.size * _state(one) for one in part) for part in (others, of_experts)]
-        shared = -(-state[0] // parallel.dp) + -(-state[1] // expert_dp)
-        weights = sum(one.nbytes for one in storages.values())
-        ranks.append(TrainerMemory(weights, _GRADIENT * sum(one.size for one in storages.values()), sum(state), shared))
-    return max(ranks, key=lambda rank: rank.weights + rank.gradients + rank.optimizer)
+    return tuple(_stage(hf, parallel, training, stage) for stage in range(parallel.pp))
 
 
-def engine_weights(layouts: Iterable[RankLayout]) -> int:
-    """Bytes of the engine's rank that has the most. Staging memory is as much again."""
-    return max(sum(one.nbytes for one in storages.values()) for storages in _distinct(layouts))
+def _stage(hf: Hf, parallel: MegatronParallel, training: Training, stage: int) -> Memory:
+    m, pass_ = family_of(hf).shape_of(hf), training.microbatch
+    rank = stage * parallel.tp * parallel.dp
+    weights = weights_of(hf, parallel, rank, pass_.dtype)
+    adapters = Held() if pass_.adapter is None else adapters_of(m, pass_.adapter, parallel, rank, pass_.dtype)
+    trained = weights if pass_.adapter is None else adapters
+    parts = {
+        "weights": weights.nbytes,
+        "adapters": adapters.nbytes,
+        "gradients": trained.all * GRADIENT,
+        "optimizer": optimizer_bytes(trained, parallel, training),
+        # `SecondCopy.in_place`: a second copy of the weights, on the host but for the time of its forward passes
+        "reference": weights.nbytes if training.reference and pass_.adapter is None else 0,
+        "activations": activations.kept(m, parallel, stage, pass_),
+        "working set": activations.working(m, parallel, stage, pass_),
+        # of adapters a copy is sent (`Snapshot`)
+        "weight sync": BUFFERS * training.bucket_bytes + adapters.nbytes,
+    }
+    return Memory({name: nbytes for name, nbytes in parts.items() if nbytes})
 
 
-def _state(storage: Storage) -> int:
-    return _MOMENTS + (_MASTER if ITEM_BYTES[storage.dtype] < ITEM_BYTES["float32"] else 0)
+def optimizer_bytes(trained: Held, parallel: MegatronParallel, training: Training) -> int:
+    """Adam's two moments in float32, and in float32 the weights themselves where the model is not: 12 or 8 bytes a parameter."""
+    each = 8 + (0 if training.microbatch.dtype == "float32" else 4)
+    if not training.distributed:
+        return trained.all * each
+    return (-(-trained.dense // parallel.dp) + -(-trained.experts // expert_data_parallel(parallel))) * each
 
 
-def _distinct(layouts: Iterable[RankLayout]) -> Sequence[dict[str, Storage]]:
-    """The storages of ranks that hold different ones; those made by `RankLayout.at` of one are one."""
-    found = {id(layout.storages): layout.storages for layout in layouts}
-    return [dict(storages) for storages in found.values()]
+def expert_data_parallel(parallel: MegatronParallel) -> int:
+    """Ranks with the same experts."""
+    return parallel.dp if parallel.ep == 1 else parallel.tp * parallel.dp // (parallel.ep * parallel.etp)
+
+
+def whole(hf: Hf) -> Held:
+    """The parameters of the model, each once; bytes are not counted."""
+    sizes = {name: prod(shape) for name, shape in family_of(hf).tensors(hf).items()}
+    experts = sum(size for name, size in sizes.items() if _EXPERTS in name)
+    return Held(sum(sizes.values()) - experts, experts)
+
+
+def weights_of(hf: Hf, parallel: MegatronParallel, rank: int, dtype: str) -> Held:
+    """A trainer rank's weights. Megatron reduces those of experts apart only where they are divided over ranks."""
+    layout = family_of(hf).megatron_layout(hf, parallel, rank, dtype)
+    experts = sum(size for name, size in _sizes(layout) if _EXPERTS in name and parallel.ep > 1)
+    return Held(sum(size for _, size in _sizes(layout)) - experts, experts, _nbytes(layout))
+
+
+def adapters_of(m: Shape, kind: Kind, parallel: MegatronParallel, rank: int, dtype: str) -> Held:
+    """A trainer rank's adapters."""
+    counted = {True: 0, False: 0}
+    for _, layers in m.runs(range(m.layers)):
+        held = [layer for chunk in parallel.chunk_layers(m.layers, rank) for layer in chunk if layer in layers]
+        for half in layer_halves(m, kind, parallel, rank, layers[0] in m.dense_layers):
+            counted[half.expert_data] += len(held) * prod(half.shape)
+    return Held(counted[False], counted[True], sum(counted.values()) * ITEM_BYTES[dtype])
+
+
+def engine(hf: Hf, parallel: EngineParallel, serving: Serving) -> Memory:
+    """What the engine's rank with the most holds.
+
+    Raises:
+        ConfigError: sizes that do not divide the model.
+    """
+    return max((_engine_stage(hf, parallel, serving, stage) for stage in range(parallel.pp)), key=lambda memory: memory.total)
+
+
+def _engine_stage(hf: Hf, parallel: EngineParallel, serving: Serving, stage: int) -> Memory:
+    rank = stage * parallel.tp
+    weights = _nbytes(family_of(hf).sglang_layout(hf, parallel, rank, serving.dtype))
+    slot = 0 if serving.adapter is None else _nbytes(Payload(hf, serving.adapter).engines(parallel, serving.dtype)[rank])
+    parts = {
+        "weights": weights,
+        "adapters": SLOTS * slot,
+        "staging": 0 if not serving.staging else weights if serving.adapter is None else slot,
+        "KV cache": serving.tokens * kv_bytes(hf, parallel, serving.dtype, rank),
+        "working set": _working(parallel, serving),
+        "weight sync": BUFFERS * serving.bucket_bytes,
+    }
+    return Memory({name: nbytes for name, nbytes in parts.items() if nbytes})
+
+
+def kv_bytes(hf: Hf, parallel: EngineParallel, dtype: str, rank: int = 0) -> int:
+    """Bytes of the KV cache that a token takes on an engine's rank; ranks beyond the number of key heads have copies."""
+    m = family_of(hf).shape_of(hf)
+    heads = max(1, m.kv_heads // parallel.attention_tp)
+    return len(parallel.layers(m.layers, rank)) * 2 * heads * m.head_dim * ITEM_BYTES[dtype]
+
+
+def kv_room(hf: Hf, parallel: EngineParallel, serving: Serving, gpu_gb: float) -> int:
+    """Tokens of KV cache that there is room for beside everything else, whatever `serving.tokens` says; 0: none."""
+    left = usable(gpu_gb) - engine(hf, parallel, replace(serving, tokens=0)).total
+    return max(0, left) // max(kv_bytes(hf, parallel, serving.dtype, stage * parallel.tp) for stage in range(parallel.pp))
+
+
+def engine_filled(hf: Hf, parallel: EngineParallel, serving: Serving, gpu_gb: float) -> tuple[Memory, int]:
+    """An engine whose KV cache is all that is left of its GPUs, and the cache's tokens."""
+    tokens = kv_room(hf, parallel, serving, gpu_gb)
+    return engine(hf, parallel, replace(serving, tokens=tokens)), tokens
+
+
+def _working(parallel: EngineParallel, serving: Serving) -> int:
+    """SGLang 0.5.23's own estimate for activations of a prefill and graphs of decoding (arg_groups/memory_hook.py)."""
+    if not serving.gpu:
+        return 0
+    return int((512 + 1.5 * max(serving.prefill, 2048) + parallel.world / 8 * 1024 + 2 * serving.running) * _MB)
+
+
+def _sizes(layout: RankLayout) -> Iterator[tuple[str, int]]:
+    """Names within their layer, and elements in all layers that are alike."""
+    for block in layout.blocks:
+        yield from ((name, storage.size * len(block.prefixes)) for name, storage in block.storages.items())
+
+
+def _nbytes(layout: RankLayout) -> int:
+    return sum(storage.nbytes * len(block.prefixes) for block in layout.blocks for storage in block.storages.values())

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import math
-import re
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -12,16 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from pydantic import ValidationError
-from rich.console import Console
-from rich.table import Table as Grid
 
-from asyncmoe.config.lora import LoraSection
-from asyncmoe.errors import ConfigError, DataError
-from asyncmoe.launch.memory import TrainerMemory, engine_weights, trainer_memory
+from asyncmoe.errors import ConfigError
+from asyncmoe.launch.sizes import parse_adapter, parse_engines, parse_trainer
 from asyncmoe.models import EngineParallel, MegatronParallel, family_of, load_hf_config
 from asyncmoe.models.lora import halves
-from asyncmoe.models.lora.adapter import Kind, kind_of
+from asyncmoe.models.lora.adapter import Kind
 from asyncmoe.models.payload import Payload
 from asyncmoe.reshard.layout import ITEM_BYTES, RankLayout
 from asyncmoe.reshard.match import Match, Sources
@@ -29,10 +23,6 @@ from asyncmoe.reshard.plan import assemble
 from asyncmoe.reshard.relay import relay_matches
 from asyncmoe.reshard.table import DTYPE, DTYPE_BYTES, EXTENT, NO_TENSOR, START, TENSOR, Table, enumerate_tensors, tabulate
 
-_TRAINER = {key: key for key in ("tp", "pp", "ep", "etp", "dp", "vpp")} | {"first": "first_layers", "last": "last_layers"}
-"""Field of MegatronParallel by what it is called here."""
-_ENGINES = re.compile(r"(?P<engines>\d+)xtp(?P<tp>\d+)(?:ep(?P<ep>\d+))?(?:dp(?P<dp>\d+))?(?:pp(?P<pp>\d+))?", re.ASCII)
-_ENGINE = ("tp", "ep", "dp", "pp")
 _MOST_RANKS = 1 << 16
 
 
@@ -95,7 +85,6 @@ class Forecast:
     Attributes:
         adapter: what is moved in place of the weights, if anything is.
         model_bytes: the checkpoint's, or the adapter's.
-        trainer_memory, engine_weights: bytes of the ranks that have the most; None where an adapter is moved.
         lower_bound: bytes that have to reach the engines: every rank's distinct elements, once.
         ways: "direct": from the trainer to every engine; with several engines also "relay": engines pass on to their replicas.
     """
@@ -111,60 +100,8 @@ class Forecast:
     dtype: str
     bucket_bytes: int
     speeds: Speeds
-    trainer_memory: TrainerMemory | None
-    engine_weights: int | None
     lower_bound: int
     ways: Mapping[str, Way]
-
-
-def parse_trainer(text: str) -> MegatronParallel:
-    """`tp=2,pp=2,ep=8,dp=4`; what is left out is 1. `vpp=2`: two model chunks a stage. `first=3`, `last=5`: layers of the first and the
-    last pipeline stage. `te` alone: parameter names as Transformer Engine has them.
-
-    Raises:
-        ConfigError: anything else, and sizes that do not fit each other.
-    """
-    sizes: dict[str, Any] = {}
-    te = False
-    for part in text.split(","):
-        key, _, value = part.strip().partition("=")
-        if key == "te" and not value:
-            te = True
-        elif key not in _TRAINER or _TRAINER[key] in sizes or not (value.isascii() and value.isdigit()):
-            raise ConfigError("--trainer", got=repr(part), expected=f"sizes like tp=2,pp=2,ep=8,dp=4 (each of {', '.join(_TRAINER)} once)")
-        else:
-            sizes[_TRAINER[key]] = int(value)
-    return MegatronParallel(te=te, **sizes)
-
-
-def parse_engines(text: str) -> tuple[int, EngineParallel]:
-    """`4xtp8` or `4xtp8ep2dp2pp2`: number of engines, and the sizes of each: tensor, expert, data-parallel attention, pipeline.
-
-    Raises:
-        ConfigError: anything else, and sizes that do not fit each other.
-    """
-    found = _ENGINES.fullmatch(text.strip())
-    if not found or int(found["engines"]) < 1:
-        raise ConfigError("--engines", got=repr(text), expected="engines x sizes, like 4xtp8, 16xtp8ep8 or 2xtp8ep8dp8pp2")
-    sizes: dict[str, Any] = {key: int(found[key] or 1) for key in _ENGINE}
-    return int(found["engines"]), EngineParallel(**sizes)
-
-
-def parse_adapter(text: str) -> Kind:
-    """`rank=32`, `rank=32,experts=shared_outer,targets=q_proj+v_proj`; without targets: all.
-
-    Raises:
-        ConfigError: anything else.
-    """
-    given = dict(part.strip().partition("=")[::2] for part in text.split(","))
-    if not given.keys() <= {"rank", "experts", "targets"} or "rank" not in given:
-        raise ConfigError("--lora", got=repr(text), expected="rank=32, and experts=shared_outer or targets=q_proj+v_proj if wanted")
-    values: dict[str, Any] = {**given, "targets": given["targets"].split("+")} if "targets" in given else given
-    try:
-        section = LoraSection.model_validate(values)
-    except ValidationError as error:
-        raise ConfigError("--lora", got=repr(text), expected=error.errors()[0]["msg"]) from None
-    return kind_of(section)
 
 
 def forecast(
@@ -182,18 +119,42 @@ def forecast(
         DataError: no readable configuration.
         UserError: a model family that is not supported.
     """
+    grid, (count, engine) = parse_trainer(trainer), parse_engines(engines)
+    adapter = None if lora is None else parse_adapter(lora)
+    return foresee(
+        str(model), load_hf_config(model), grid, engine, count, dtype=dtype, bucket_bytes=bucket_bytes, speeds=speeds, adapter=adapter
+    )
+
+
+def foresee(
+    model: str,
+    hf: Mapping[str, Any],
+    grid: MegatronParallel,
+    engine: EngineParallel,
+    count: int,
+    *,
+    dtype: str = "bfloat16",
+    bucket_bytes: int = 256 << 20,
+    speeds: Speeds = Speeds(),
+    adapter: Kind | None = None,
+) -> Forecast:
+    """The same as `forecast`, of sizes that have been read.
+
+    Args:
+        model: what it is called.
+        hf: its configuration.
+
+    Raises: as `forecast`.
+    """
     if bucket_bytes < 1:
         raise ConfigError("--bucket-bytes", got=bucket_bytes, expected="a positive number of bytes")
     if dtype not in ITEM_BYTES:
         raise ConfigError("--dtype", got=repr(dtype), expected=f"one of {', '.join(ITEM_BYTES)}")
-    grid, (count, engine) = parse_trainer(trainer), parse_engines(engines)
     if grid.world + count * engine.world > _MOST_RANKS:
         raise ConfigError(
             "--trainer and --engines", got=f"{grid.world + count * engine.world} ranks in all", expected=f"at most {_MOST_RANKS}"
         )
-    hf = load_hf_config(model)
     family_of(hf).check(hf, grid, engine)
-    adapter = None if lora is None else parse_adapter(lora)
     if adapter is not None:
         halves.check(adapter, family_of(hf).shape_of(hf))
     case = _Case(Payload(hf, adapter), grid, engine, count, dtype)
@@ -203,7 +164,7 @@ def forecast(
         ways["relay"] = case.way(*case.relay(), bucket_bytes, speeds)
     bound = sum(case.needed(direct[0][0]))
     return Forecast(
-        model=str(model),
+        model=model,
         adapter=adapter,
         model_bytes=sum(math.prod(shape) for shape in case.payload.tensors().values()) * ITEM_BYTES[dtype],
         trainer=grid,
@@ -214,8 +175,6 @@ def forecast(
         dtype=dtype,
         bucket_bytes=bucket_bytes,
         speeds=speeds,
-        trainer_memory=None if adapter else trainer_memory(case.payload.trainer(grid, dtype), grid),
-        engine_weights=None if adapter else engine_weights(case.payload.engines(engine, dtype)),
         lower_bound=bound,
         ways={name: replace(way, ratio=way.bytes_wire / bound) for name, way in ways.items()},
     )
@@ -308,84 +267,3 @@ def _distinct_bytes(table: Table) -> int:
 
 def _spread(nbytes: np.ndarray) -> Spread:
     return Spread(int(nbytes.min()), float(nbytes.mean()), int(nbytes.max()))
-
-
-def show(found: Forecast, console: Console) -> None:
-    """Print a forecast as a table."""
-    console.print(_title(found), highlight=False)
-    grid = Grid(show_edge=False)
-    grid.add_column("")
-    for name in found.ways:
-        grid.add_column(name, justify="right")
-    for label, values in _lines(found):
-        grid.add_row(label, *values)
-    console.print(grid)
-    if found.trainer_memory is not None and found.engine_weights is not None:
-        console.print(_memory(found.trainer_memory, found.engine_weights), highlight=False)
-    console.print("Times are those of the wire alone: the busiest rank's bytes at that speed, in both directions at once.")
-
-
-def _memory(trainer: TrainerMemory, engine: int) -> str:
-    return (
-        f"memory of a trainer rank: weights {_size(trainer.weights)}, gradients {_size(trainer.gradients)}, "
-        f"Adam {_size(trainer.optimizer)}, or {_size(trainer.optimizer_distributed)} shared out over data-parallel ranks\n"
-        f"memory of an engine rank: weights {_size(engine)}, and as much again to receive the next version in"
-    )
-
-
-def _title(found: Forecast) -> str:
-    trainer = _sizes(found.trainer, {name: field for field, name in _TRAINER.items()}, ("tp", "pp", "ep", "etp", "dp"))
-    engine = _sizes(found.engine, {name: name for name in _ENGINE}, ("tp", "ep"))
-    return (
-        f"{found.model}: {_size(found.model_bytes)} of {found.dtype}{_adapter(found.adapter)}\n"
-        f"trainer {found.trainer_ranks} ranks ({trainer}) -> {found.engines} engines, {found.engine_ranks} ranks ({engine} each)\n"
-        f"lower bound {_size(found.lower_bound)}"
-    )
-
-
-def _adapter(kind: Kind | None) -> str:
-    return "" if kind is None else f", an adapter of rank {kind.rank} ({kind.experts}: {', '.join(kind.targets)})"
-
-
-def _sizes(parallel: MegatronParallel | EngineParallel, called: Mapping[str, str], always: Sequence[str]) -> str:
-    """The sizes of a grid under the names they are `called`; those not in `always` only where they are not the default."""
-    plain = type(parallel)()
-    shown = [field for field in called if field in always or getattr(parallel, field) != getattr(plain, field)]
-    return ", ".join(f"{called[field]} {getattr(parallel, field)}" for field in shown)
-
-
-def _lines(found: Forecast) -> list[tuple[str, list[str]]]:
-    ways = list(found.ways.values())
-    return [
-        ("bytes on the wire", [_size(way.bytes_wire) for way in ways]),
-        ("over the lower bound", [f"{way.ratio:.3f}" for way in ways]),
-        ("sent by a trainer rank, mean", [_size(way.sent.mean) for way in ways]),
-        ("sent by a trainer rank, most", [_size(way.sent.most) for way in ways]),
-        ("imbalance of the trainer ranks", [f"{way.imbalance:.3f}" for way in ways]),
-        ("received by an engine rank, most", [_size(way.received.most) for way in ways]),
-        ("passed on by an engine rank, most", [_size(way.passed_on.most) for way in ways]),
-        (f"buckets of {_size(found.bucket_bytes)} of the busiest rank", [str(way.buckets) for way in ways]),
-        ("messages of the busiest rank", [str(way.messages) for way in ways]),
-        ("plan time per rank", [f"{way.plan_seconds:.2f} s" for way in ways]),
-        (f"expected at {found.speeds.nic:g} GB/s (NIC)", [f"{way.nic_seconds:.3g} s" for way in ways]),
-        (f"expected at {found.speeds.nvlink:g} GB/s (NVLink)", [f"{way.nvlink_seconds:.3g} s" for way in ways]),
-    ]
-
-
-def _size(nbytes: float) -> str:
-    for unit, scale in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if nbytes >= scale:
-            return f"{nbytes / scale:.3g} {unit}"
-    return f"{nbytes:.0f} B"
-
-
-def write(found: Forecast, file: Path) -> None:
-    """Write a forecast as JSON.
-
-    Raises:
-        DataError: the file cannot be written.
-    """
-    try:
-        file.write_text(json.dumps(asdict(found), indent=2) + "\n")
-    except OSError as error:
-        raise DataError(str(file), got=error.strerror, expected="a file that can be written") from error

@@ -14,6 +14,7 @@ from asyncmoe.models.parallel import EngineParallel, MegatronParallel
 from asyncmoe.models.qwen3_moe import FAMILY
 from asyncmoe.models.sglang import VOCAB_MULTIPLE
 from asyncmoe.models.shards import padded
+from asyncmoe.storage import writing
 
 SPECIALS = ("<pad>", "<bos>", "<eos>", "<unk>", "<|im_start|>", "<|im_end|>")
 """Tokens 0, 1, ... of the tokenizer; one token for every byte follows, then unused ones up to the padded vocabulary."""
@@ -38,16 +39,19 @@ def make_model(out: Path, shape: MadeModel, seed: int) -> None:
     Raises:
         DataError: `out` exists.
         ConfigError: a shape that cannot be, such as more experts a token than experts.
+        StorageError: it could not be written.
     """
     if out.exists():
         raise DataError(str(out), got="something is there already", expected="a path where nothing is")
-    settings = _settings(shape)
-    FAMILY.check(settings, MegatronParallel(), EngineParallel())
-    out.parent.mkdir(parents=True, exist_ok=True)
-    scratch = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
+    written = settings(shape)
+    FAMILY.check(written, MegatronParallel(), EngineParallel())
+    with writing("model", out):
+        out.parent.mkdir(parents=True, exist_ok=True)
+        scratch = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
     try:
-        _write_model(scratch, settings, seed)
-        _write_tokenizer(scratch, shape.context)
+        with writing("model", out):
+            _write_model(scratch, written, seed)
+            _write_tokenizer(scratch, shape.context)
         scratch.chmod(0o755)
         os.rename(scratch, out)  # fails if another process was first
     except BaseException:
@@ -55,7 +59,7 @@ def make_model(out: Path, shape: MadeModel, seed: int) -> None:
         raise
 
 
-def _settings(shape: MadeModel) -> dict[str, Any]:
+def settings(shape: MadeModel) -> dict[str, Any]:
     """The Hugging Face configuration."""
     return {
         "model_type": FAMILY.name,
@@ -82,11 +86,11 @@ def _settings(shape: MadeModel) -> dict[str, Any]:
     }
 
 
-def _write_model(folder: Path, settings: dict[str, Any], seed: int) -> None:
+def _write_model(folder: Path, values: dict[str, Any], seed: int) -> None:
     import torch
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-    arguments = {key: value for key, value in settings.items() if key != "model_type"}
+    arguments = {key: value for key, value in values.items() if key != "model_type"}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**arguments, dtype="float32")).float()

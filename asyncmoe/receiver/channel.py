@@ -16,15 +16,23 @@ from asyncmoe.reshard.shm_transport import ShmTransport
 from asyncmoe.reshard.torch_transport import TorchTransport
 
 
-def transport_for(wanted: Literal["auto", "shm", "gloo", "nccl", "ipc"], gpu: bool) -> Literal["shm", "gloo", "nccl", "ipc"]:
+def transport_for(
+    wanted: Literal["auto", "shm", "gloo", "nccl", "ipc"], gpu: bool, together: bool = True
+) -> Literal["shm", "gloo", "nccl", "ipc"]:
     """How messages travel, from `sync.transport` and where the weights are.
+
+    Args:
+        together: all ranks share one machine's memory.
 
     Raises:
         ConfigError: a way that does not go there.
     """
+    if not together and wanted in ("shm", "ipc"):
+        cure = "leave it out, or keep the trainer and all engines on one machine"
+        raise ConfigError("sync.transport", got=wanted, expected="auto, gloo or nccl between several machines", cure=cure)
     possible = ("nccl", "ipc") if gpu else ("shm", "gloo")
     if wanted == "auto":
-        return "nccl" if gpu else "shm"
+        return "nccl" if gpu else ("shm" if together else "gloo")
     if wanted not in possible:
         where = "GPUs" if gpu else "CPUs"
         raise ConfigError("sync.transport", got=wanted, expected=f"auto, {possible[0]} or {possible[1]} between {where}")

@@ -27,6 +27,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from asyncmoe.errors import AsyncmoeError, TransferError, WaitTimeout, WeightSyncError
+from asyncmoe.wire.address import towards
 
 T = TypeVar("T", bound=msgspec.Struct)
 _POLL_S = 0.002
@@ -130,6 +131,7 @@ class Store:
 
     def __init__(self, group: str, rank: int, host: str, port: int, timeout_s: float, listener: socket.socket | None = None) -> None:
         self.rank, self._group, self._peer = rank, group, f"the trainer's rank 0 at {host}:{port}"
+        self._at = host, port
         mine: dict[str, Any] = {} if listener is None else {"is_master": True, "master_listen_fd": listener.detach()}
         try:
             store = cast(Any, dist).TCPStore(host, port, timeout=timedelta(seconds=timeout_s), wait_for_workers=False, **mine)
@@ -209,9 +211,14 @@ class Store:
             WeightSyncError: one that had come is gone.
         """
         began = time.monotonic()
+        gloo = _c10d.ProcessGroupGloo
         try:
             store = _c10d.PrefixStore(f"group{epoch}", self._store)
-            group: dist.ProcessGroup = _c10d.ProcessGroupGloo(store, self.rank, world, timeout=timedelta(seconds=timeout_s))
+            options = gloo._Options()
+            # By default the one that the host's name stands for, which other machines often cannot reach.
+            options._devices = [gloo.create_device(hostname=towards(*self._at))]
+            options._timeout = timedelta(seconds=timeout_s)
+            group: dist.ProcessGroup = gloo(store, self.rank, world, options)
         except RuntimeError as error:
             waited = time.monotonic() - began
             if waited < timeout_s:

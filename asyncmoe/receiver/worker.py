@@ -91,7 +91,8 @@ class Receiver(threading.Thread):
             if not outcome.failure:
                 self._serve(store, terms, plan)
         except AsyncmoeError as error:
-            log.warning("the weight receiver of rank %d ends: %s", self._join.rank, error)
+            level = logging.INFO if self._left.is_set() else logging.WARNING  # a sender that meets others lets this one go
+            log.log(level, "the weight receiver of rank %d ends: %s", self._join.rank, error)
 
     def leave(self) -> None:
         """Receive nothing more."""

@@ -3,6 +3,7 @@ import numpy as np
 COLUMNS: int
 MAX_DIMS: int
 CUDA: bool
+SOURCES: str
 PIECE_COLUMNS: int
 COPY_COLUMNS: int
 

@@ -1,4 +1,4 @@
-"""The controller: starts the engines, fills the queue, and answers the trainer until it says goodbye."""
+"""The controller: starts the engines or lets them join, fills the queue, and answers the trainer until it says goodbye."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import Any
 from asyncmoe import models
 from asyncmoe.config import Config
 from asyncmoe.errors import AsyncmoeError, ProtocolError
+from asyncmoe.process import named
 from asyncmoe.queue.bounded import BoundedQueue
 from asyncmoe.queue.service import QueueService
 from asyncmoe.rollout import adapters, environments, episode, scoring, tasks
@@ -22,6 +23,7 @@ from asyncmoe.rollout.environment import Environment, Teacher
 from asyncmoe.rollout.environments.tools import WithTools
 from asyncmoe.rollout.episode import Stage, Teaching
 from asyncmoe.rollout.evaluation import Evaluator
+from asyncmoe.rollout.membership import Membership, MembershipRequest
 from asyncmoe.rollout.pool import Pool
 from asyncmoe.rollout.producer import Producer, demonstrate
 from asyncmoe.rollout.recorder import Recorder
@@ -30,8 +32,10 @@ from asyncmoe.rollout.tasks import Task
 from asyncmoe.rollout.tokenizer import Tokenizer
 from asyncmoe.rollout.weights import Conductor, WeightsRequest
 from asyncmoe.trajectory import Buffer, Trajectory
-from asyncmoe.wire import keys
-from asyncmoe.wire.messages import Goodbye, Hello, Reply, Request
+from asyncmoe.wire import address, keys
+from asyncmoe.wire.environment import Given, given
+from asyncmoe.wire.messages import EngineOrder, Goodbye, Hello, Reply, Request
+from asyncmoe.wire.peers import check, facts
 from asyncmoe.wire.server import Server
 
 log = logging.getLogger(__name__)
@@ -40,6 +44,7 @@ _LAST_WORDS_S = 1.0
 """How long requests are still answered after a failure, so that the trainer hears what it was."""
 
 
+@named("controller")
 def run(config: Config, run_dir: Path) -> None:
     """Serve one run, from the start of the engines to the trainer's goodbye.
 
@@ -47,27 +52,38 @@ def run(config: Config, run_dir: Path) -> None:
     the second time, it is as SIGTERM. Every process this one started has ended when it returns or raises.
 
     Raises:
-        UserError: the task, the scorer, the tokenizer, a port or the engines' Python cannot be used; nothing was started.
+        UserError: the task, the scorer, the tokenizer, a port or the engines' Python cannot be used, the environment is wrong, or the run
+            has another controller; nothing was started.
         EngineError: an engine did not start, or none is left.
         AsyncmoeError: what else ended the run early.
     """
+    keys.refuse_another(run_dir)
+    at = given()
     tokenizer = Tokenizer(config.model.path)
     task, environment = tasks.load(config, tokenizer), environments.load(config)
     evaluated = tasks.load_evaluation(config, tokenizer, task)
     scorer = scoring.load(config.scoring, config.task, tokenizer.decode, config.run.seed)
-    asyncio.run(_serve(config, run_dir, tokenizer, task, evaluated, scorer, environment))
+    asyncio.run(_serve(config, run_dir, at, tokenizer, task, evaluated, scorer, environment))
 
 
 async def _serve(
-    config: Config, run_dir: Path, tokenizer: Tokenizer, task: Task, evaluated: Task, scorer: Scorer, environment: Environment
+    config: Config,
+    run_dir: Path,
+    at: Given | None,
+    tokenizer: Tokenizer,
+    task: Task,
+    evaluated: Task,
+    scorer: Scorer,
+    environment: Environment,
 ) -> None:
     engines: list[Engine] = []
     recorder = Recorder(run_dir)
     try:
-        for index in range(config.engines.count):
+        for index in range(0 if config.engines.join else config.engines.count):
             engines.append(Engine(f"engine.{index}", config, index, run_dir))
         controller = Controller(config, engines, recorder, tokenizer, task, evaluated, scorer, environment)
-        async with Server(controller.answer) as server:
+        host = address.reachable(config.cluster.network)
+        async with Server(controller.answer, host=host, port=config.cluster.port, given=at) as server:
             rendezvous = await server.start()
             keys.write(run_dir, rendezvous)
             try:
@@ -139,6 +155,7 @@ class Controller:
         self._conductor = Conductor(
             self._pool, config.sync.timeout_s, self._published, recorder.paused, rollout.interruption, self._unfinished
         )
+        self._membership = Membership(config, self._pool, self._conductor.updating)
         self._queue: BoundedQueue | None = None
         self._service: QueueService | None = None
         self._met = asyncio.Event()
@@ -150,6 +167,10 @@ class Controller:
         """Answer one request of the trainer."""
         if isinstance(request, WeightsRequest):
             return await self._conductor.handle(request)
+        if isinstance(request, MembershipRequest):
+            return await self._membership.handle(request)
+        if isinstance(request, Hello) and request.facts is not None:
+            check(facts("controller"), request.facts, self._config.cluster.clock_s)
         if self._service is None:
             return await self._meet(request)
         reply = await self._service(request)
@@ -174,10 +195,11 @@ class Controller:
         await _cancel(working)
         self._write_record()
         if self._failure is not None:
-            await asyncio.sleep(_LAST_WORDS_S)
+            order = EngineOrder(why=f"the run has failed: {self._failure}")
+            await asyncio.gather(asyncio.sleep(_LAST_WORDS_S), self._membership.end(order))
         else:
             # The trainer's other ranks say goodbye meanwhile.
-            await asyncio.gather(*(engine.stop() for engine in self._engines))
+            await asyncio.gather(self._membership.end(EngineOrder(finished=True)), *(engine.stop() for engine in self._engines))
         await _cancel([serving])
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.remove_signal_handler(number)
@@ -198,9 +220,12 @@ class Controller:
             raise
 
     async def _start_engines(self) -> None:
-        await asyncio.gather(*(engine.wait_ready() for engine in self._engines))
+        if self._config.engines.join:
+            await self._membership.wait_joined(self._config.engines.start_timeout_s)
+        else:
+            await asyncio.gather(*(engine.wait_ready() for engine in self._engines))
         self._conductor.engines_started()
-        log.info("%d engine(s) ready", len(self._engines))
+        log.info("%d engine(s) ready", len(self._pool.present))
 
     async def _watch_engines(self) -> None:
         # Until then `wait_ready` watches, and says better why one did not start.
@@ -245,7 +270,7 @@ class Controller:
     def _write_record(self) -> None:
         self._pool.note_busy()
         if self._queue is not None:
-            names, tools = [engine.name for engine in self._engines], self._stage.environment
+            names, tools = [member.engine.name for member in self._pool.members], self._stage.environment
             counts = tools.counts if isinstance(tools, WithTools) else {}
             self._recorder.write(self._queue.stats(), names, self._pool, scoring.stats(self._scorer), counts)
 

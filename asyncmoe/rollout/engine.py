@@ -7,7 +7,6 @@ import os
 import re
 import signal
 import socket
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,13 +16,17 @@ from asyncmoe.config import Config
 from asyncmoe.errors import EngineError, UserError, WaitTimeout
 from asyncmoe.models import family_of
 from asyncmoe.models.lora.adapter import kind_of
-from asyncmoe.platform.sglang.lifetime import PARENT
+from asyncmoe.platform.sglang.lifetime import API_KEY, PARENT
 from asyncmoe.process import Child
 from asyncmoe.receiver.command import LOADER
 from asyncmoe.rollout import adapters
 from asyncmoe.rollout.engine_client import KEEP_ALIVE_S, EngineClient
+from asyncmoe.rollout.interpreter import engine_python
+from asyncmoe.wire import address
 
 _POLL_S = 0.2
+_SEEDS = 1 << 31
+_GPUS = Path("/dev/nvidiactl")
 _STOP_GRACE_S = 8.0
 """SGLang looks for SIGTERM every 5 s."""
 
@@ -33,22 +36,31 @@ class Engine:
 
     Attributes:
         name: "engine.0"; what records and messages call it.
-        rank_offset: its first rank in the weight group; rank 0 there is the sender.
+        host: the machine, as `asyncmoe.wire.address.host_id`.
         client: its endpoints.
     """
 
-    def __init__(self, name: str, config: Config, index: int, run_dir: Path) -> None:
+    def __init__(
+        self, name: str, config: Config, index: int, run_dir: Path, *, host: str | None = None, key: str = "", seed: int | None = None
+    ) -> None:
         """Start the process. Call from the main thread: Linux ends the server when the thread that started it ends.
+
+        Args:
+            index: of this engine among those of its machine.
+            host: address to listen on; default: engines.host.
+            key: what it wants to be shown with every request; empty: nothing.
+            seed: added to the run's, so that no two engines draw the same; default: `index`.
 
         Raises:
             UserError: the port is taken.
         """
         section = config.engines
         self.name, self.tp, self.ep = name, section.tp, section.ep
-        self.rank_offset = 1 + index * section.tp
+        self.host = address.host_id()
         self._ready_by = time.monotonic() + section.start_timeout_s
         self._start_timeout_s = section.start_timeout_s
-        self._reserved = _reserve(section.host, section.port + index if section.port else 0)
+        host = section.host if host is None else host
+        self._reserved = _reserve(host, section.port + index if section.port else 0)
         port = int(self._reserved.getsockname()[1])
         log = run_dir / "logs" / f"{name.replace('.', '-')}.log"
         self._log_start = log.stat().st_size if log.exists() else 0
@@ -57,8 +69,11 @@ class Engine:
         if config.adapter is not None and adapters.in_memory(config):
             self._adapter = family_of(hf).shape_of(hf), kind_of(config.adapter), models.engine_dtype(hf, section)
         keeps_routing = models.kept_routing(config, hf) is not None
-        self._child = Child(name, command(config, index, port, keeps_routing), log, environment(config, index))
-        self.client = EngineClient(name, f"http://{section.host}:{port}")
+        arguments = command(config, index, host, port, keeps_routing, index if seed is None else seed)
+        # Not an argument: those can be read by everyone on this machine.
+        secret = {API_KEY: key} if key else {}
+        self._child = Child(name, arguments, log, environment(config, index) | secret)
+        self.client = EngineClient(name, f"http://{host}:{port}", key)
 
     @property
     def died(self) -> str | None:
@@ -100,7 +115,7 @@ class Engine:
         self._child.end(0.0)
 
 
-def command(config: Config, index: int, port: int, keeps_routing: bool) -> list[str]:
+def command(config: Config, index: int, host: str, port: int, keeps_routing: bool, seed: int) -> list[str]:
     """The command line of engine `index`; what only a CPU needs is added there by `asyncmoe.platform.sglang`.
 
     - Overlapped scheduling is off: with it, a request paused in place has a token sampled by the old weights that SGLang has not
@@ -112,16 +127,18 @@ def command(config: Config, index: int, port: int, keeps_routing: bool) -> list[
     section = config.engines
     flags: dict[str, object] = {
         "model-path": config.model.path,
-        "host": section.host,
+        "host": host,
         "port": port,
         "dtype": section.dtype,
         "tp": section.tp,
         "ep": section.ep,
         "max-running-requests": section.max_running,
-        "random-seed": config.run.seed + index,
+        "random-seed": (config.run.seed + seed) % _SEEDS,
         "weight-version": "0",
         "log-level-http": "warning",
     }
+    if _GPUS.exists():
+        flags["base-gpu-id"] = section.first_gpu + index * section.tp
     if section.max_total_tokens is not None:
         flags["max-total-tokens"] = section.max_total_tokens
     switches = ["--skip-tokenizer-init", "--disable-overlap-schedule", "--disable-shared-experts-fusion", "--custom-weight-loader", LOADER]
@@ -130,7 +147,7 @@ def command(config: Config, index: int, port: int, keeps_routing: bool) -> list[
     if config.adapter is not None:
         switches += adapters.flags(kind_of(config.adapter), adapters.limit_in(section.args))
     named = [word for flag, value in flags.items() for word in (f"--{flag}", str(value))]
-    return [str(_python(section.python)), "-m", "asyncmoe.platform.sglang", *named, *switches, *section.args]
+    return [str(engine_python(section.python)), "-m", "asyncmoe.platform.sglang", *named, *switches, *section.args]
 
 
 def environment(config: Config, index: int) -> dict[str, str]:
@@ -155,14 +172,6 @@ def reason_in(log: str) -> str | None:
 
 _RAISED = re.compile(r"(\[[^]]*\] )?[\w.]*(Error|Exception|Gone|Interrupt|Exit)\b: .+")
 _CONSEQUENCE = re.compile(r"ConnectionRefused|Connection refused|BrokenPipe|EOFError|died during initialization|HTTPConnectionPool")
-
-
-def _python(configured: Path | None) -> Path:
-    beside = Path(sys.prefix).parent / ".venv-engine" / "bin" / "python"
-    python = configured or (beside if beside.exists() else Path(sys.executable))
-    if not python.exists():
-        raise UserError("engines.python", got=python, expected="a Python that has SGLang", cure="run: make setup")
-    return python
 
 
 def _reserve(host: str, wanted: int) -> socket.socket:

@@ -138,13 +138,15 @@ class EngineClient:
     Args:
         name: what errors call it.
         url: "http://host:port".
+        key: what the engine wants to be shown; empty: nothing.
         timeout_s: bound of every call that is not given its own.
     """
 
-    def __init__(self, name: str, url: str, timeout_s: float = 60.0) -> None:
+    def __init__(self, name: str, url: str, key: str = "", timeout_s: float = 60.0) -> None:
         self.name, self.url, self._timeout_s = name, url, timeout_s
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
         # The engine queues what it cannot run, so a bound on connections would only hide requests from it.
-        self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S))
+        self._session = aiohttp.ClientSession(headers=headers, connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S))
 
     async def close(self) -> None:
         """Drop the connections; what is in flight is cancelled at the engine."""

@@ -5,9 +5,9 @@
 - While a weight update runs the gate is closed: a request that is already at an engine stands still there, a new one waits here, so
   it is never filed under a version that is about to change.
 - An engine that ends or does not answer is *fenced*: killed with all it spawned, so it can never serve a mixed version. What it
-  was generating fails with `TrajectoryRejected("engine_died")`; the producer starts those groups again. It is not
-  restarted: weights travel in a group of fixed membership, so the next weight update is refused and the run ends there, to be
-  resumed by the same command. `watch` raises as soon as no engine is left.
+  was generating fails with `TrajectoryRejected("engine_died")`; the producer starts those groups again, on the engines that are left.
+  The next version goes to those. `watch` raises as soon as no engine is left.
+- An engine that joins waits for its first version, and one that leaves takes no new requests and finishes what it has.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Server(Protocol):
     name: str
     tp: int
     ep: int
-    rank_offset: int
+    host: str
     client: EngineClient
 
     @property
@@ -48,7 +48,7 @@ class Server(Protocol):
     def kill(self) -> None: ...
 
 
-@dataclass
+@dataclass(eq=False)
 class Member:
     """An engine and what the pool knows of it.
 
@@ -58,6 +58,8 @@ class Member:
         version: what the engine serves.
         in_flight: requests sent and not answered.
         fenced: why it takes no more requests, or None.
+        waiting: it has joined and not yet got a version.
+        leaving: it finishes what it has.
         busy_since: Unix seconds since which it has been generating and that is not recorded yet, or None.
     """
 
@@ -67,6 +69,8 @@ class Member:
     version: int = 0
     in_flight: int = 0
     fenced: str | None = None
+    waiting: bool = False
+    leaving: bool = False
     busy_since: float | None = None
 
     def serving(self) -> AbstractContextManager[Serving]:
@@ -112,16 +116,22 @@ class Pool:
         adapter: str | None = None,
         slots: bool = False,
     ) -> None:
-        self.members = [Member(engine, adapter, TwoSlots(engine.client, timeout_s) if slots else None) for engine in engines]
+        self._adapter, self._has_slots = adapter, slots
         self.generated_tokens = self.lost_tokens = self.recomputed_tokens = 0
         self._timeout_s, self._record = timeout_s, record
+        self.members = [self._member(engine) for engine in engines]
         self._balance, self._slack = balance, slack
         self._lengths, self._homes = Lengths(), Homes()
         self._gate = Gate(limit, Waiting(order, _PATIENCE * limit, self._lengths))
 
     @property
     def serving(self) -> list[Member]:
-        """The engines that are not fenced."""
+        """The engines that requests go to."""
+        return [member for member in self.present if not (member.waiting or member.leaving)]
+
+    @property
+    def present(self) -> list[Member]:
+        """The engines that are not fenced; those that new versions go to, unless they are about to leave."""
         return [member for member in self.members if member.fenced is None]
 
     @property
@@ -141,12 +151,25 @@ class Pool:
             EngineError: no engine is left.
         """
         async with self._gate.place(request):
+            await self._some()
             member = self._choose(request)
             answer = await self._ask(member, tokens, sampling, held)
         self._homes.note(request.conversation, member.engine.name)
         if answer.generation.finish != ABORTED:
             self._lengths.note(request.prompt, request.sampled + len(answer.generation.tokens))
         return answer
+
+    def join(self, engine: Server) -> Member:
+        """Take in an engine; requests go to it after its first version."""
+        member = self._member(engine)
+        member.waiting = True
+        self.members.append(member)
+        return member
+
+    def remove(self, member: Member) -> None:
+        """Forget an engine that has left."""
+        self._leave_idle(member)
+        self.members.remove(member)
 
     def close(self) -> None:
         """Close the gate; what is at the engines goes on."""
@@ -181,7 +204,7 @@ class Pool:
             EngineError: no engine is left.
         """
         while True:
-            for member in self.serving:
+            for member in self.present:
                 if (why := member.engine.died) is not None:
                     self.fence(member, why)
             self._any()
@@ -194,6 +217,23 @@ class Pool:
             if member.busy_since is not None:
                 self._record(member.engine.name, member.busy_since, now)
                 member.busy_since = now
+
+    def _member(self, engine: Server) -> Member:
+        return Member(engine, self._adapter, TwoSlots(engine.client, self._timeout_s) if self._has_slots else None)
+
+    async def _some(self) -> None:
+        """Return when requests can go somewhere: all engines may be waiting for their first version.
+
+        Raises:
+            EngineError: no engine is left.
+            TrajectoryRejected: "engine_timeout".
+        """
+        until = time.monotonic() + self._timeout_s
+        while not self.serving:
+            self._any()
+            if time.monotonic() > until:
+                raise TrajectoryRejected("engine_timeout", f"no engine has got a version within {self._timeout_s:g} s")
+            await asyncio.sleep(_WATCH_S)
 
     async def _ask(self, member: Member, tokens: Sequence[int], sampling: Sampling, held: int) -> Answer:
         self._enter(member)
@@ -216,16 +256,15 @@ class Pool:
         return Answer(generation, salt)
 
     def _choose(self, request: Request) -> Member:
-        members = {member.engine.name: member for member in self._any()}
+        members = {member.engine.name: member for member in self.serving}
         loads = {name: member.in_flight for name, member in members.items()}
         return members[choose(loads, request.prompt, self._balance, self._slack, self._homes.of(request.conversation))]
 
-    def _any(self) -> list[Member]:
-        serving = self.serving
-        if not serving:
-            reasons = "; ".join(f"{member.engine.name}: {member.fenced}" for member in self.members)
-            raise EngineError(f"no engine is left: {reasons}")
-        return serving
+    def _any(self) -> None:
+        """Raises EngineError when none is left."""
+        if not any(not member.leaving for member in self.present):
+            reasons = "; ".join(f"{member.engine.name}: {member.fenced or 'it is leaving'}" for member in self.members)
+            raise EngineError(f"no engine is left: {reasons or 'all have left'}")
 
     def _enter(self, member: Member) -> None:
         if member.in_flight == 0:
@@ -234,6 +273,10 @@ class Pool:
 
     def _leave(self, member: Member) -> None:
         member.in_flight -= 1
-        if member.in_flight == 0 and member.busy_since is not None:
+        if member.in_flight == 0:
+            self._leave_idle(member)
+
+    def _leave_idle(self, member: Member) -> None:
+        if member.busy_since is not None:
             self._record(member.engine.name, member.busy_since, time.time())
             member.busy_since = None

@@ -16,6 +16,9 @@ Adapters, as files that SGLang loads (`asyncmoe.rollout.adapter_slots`):
 
     WeightsAdapter  every engine at once: the version before the last is unloaded, this one loaded; nothing stands still
 
+Every version goes to the *roster*: the engines there were when the sender last asked (`EnginesAsk`), in an order that says which ranks of
+the weight group are whose. One that joins or leaves makes it another, and the sender meets those again.
+
 All or nothing: an engine that refused, fell silent or differs is fenced, and one that may hold a part of a version never goes on.
 When loading a bucket fails all engines are fenced, because those in the broadcast wait for the one that is not. A sender that
 fails or falls silent before the first bucket, or while it stages, costs nothing: the engines go on with the version they had.
@@ -27,6 +30,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +59,32 @@ _ENDING_S = 0.02
 """Between two looks whether responses have ended."""
 _NAMED = 8
 """Differing parameters an error names; the rest are counted."""
+
+
+@dataclass(frozen=True)
+class Roster:
+    """The engines that versions go to.
+
+    Attributes:
+        number: of this roster among those there have been.
+        offsets: of each member its first rank in the weight group; rank 0 there is the sender.
+    """
+
+    number: int
+    members: tuple[Member, ...]
+
+    @property
+    def offsets(self) -> list[int]:
+        return list(accumulate((m.engine.tp for m in self.members[:-1]), initial=1))
+
+    @property
+    def world(self) -> int:
+        return 1 + sum(m.engine.tp for m in self.members)
+
+    def now(self, pool: Pool) -> Roster:
+        """The same, or the next one if the engines that are to stay are others."""
+        members = tuple(m for m in pool.present if not m.leaving)
+        return self if members == self.members else Roster(self.number + 1, members)
 
 
 @dataclass
@@ -96,6 +126,7 @@ class Conductor:
         self._pool, self._timeout_s, self._published, self._record = pool, timeout_s, published, record
         self._started: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._group = ""
+        self._roster = Roster(0, ())
         self._update: _Update | None = None
         self._silence: asyncio.TimerHandle | None = None
         self._ending: asyncio.Future[None] | None = None
@@ -151,19 +182,22 @@ class Conductor:
             await asyncio.wait_for(self.wait_started(), wait_s)
         except TimeoutError:
             raise WaitTimeout("the engines", "start", wait_s) from None
-        members = self._whole()
-        infos = tuple(EngineInfo(m.engine.name, m.engine.tp, m.engine.ep, m.engine.rank_offset, m.version) for m in members)
-        return Engines(infos, world=1 + sum(m.engine.tp for m in members))
+        roster = self._roster = self._roster.now(self._pool)
+        infos = tuple(
+            EngineInfo(m.engine.name, m.engine.tp, m.engine.ep, offset, m.version, m.engine.host)
+            for m, offset in zip(roster.members, roster.offsets, strict=True)
+        )
+        return Engines(infos, roster.world, roster.number)
 
     async def _join(self, request: WeightsJoin) -> None:
-        world = 1 + sum(m.engine.tp for m in self._whole())
+        members, world = self._whole(), self._roster.world
         self._group = request.group
 
         async def join(member: Member) -> None:
-            offset = member.engine.rank_offset
+            offset = self._offset(member)
             await member.engine.client.join(request.host, request.port, offset, world, request.group, request.backend, self._timeout_s)
 
-        _raise(await _on_each(self._whole(), join), f"joining the weight group {request.group}")
+        _raise(await _on_each(members, join), f"joining the weight group {request.group}")
 
     async def _start_receivers(self, request: WeightsJoin) -> None:
         """In an update that changes nothing: SGLang lets a call into its workers only then."""
@@ -171,7 +205,7 @@ class Conductor:
         await self._stand_still(update)
 
         async def start(member: Member) -> None:
-            first = request.senders + member.engine.rank_offset - 1
+            first = request.senders + self._offset(member) - 1
             joins = [command.Join(request.host, request.port, request.group, first + rank) for rank in range(member.engine.tp)]
             await member.engine.client.tell(joins, self._timeout_s)
 
@@ -274,15 +308,15 @@ class Conductor:
                 await member.engine.client.set_version(update.version)
             await member.engine.client.go_on()
             pauses[member.engine.name] = self._standing_ends(update, member)
-            member.version = update.version
+            member.version, member.waiting = update.version, False
 
         failed += await self._fencing(update, go_on)
         self._close(update)
-        _raise(failed, f"publishing version {update.version}")
+        # An engine whose process has ended is fenced and has got nothing; the others have the version.
+        _raise([(m, error) for m, error in failed if not isinstance(error, EngineLost)], f"publishing version {update.version}")
         if not pauses:
             raise WeightSyncError(f"publishing version {update.version}: no engine is left; {update.members[0].fenced}")
         await self._published(update.version)
-        # An engine whose process ended meanwhile has been fenced, and has got nothing.
         return Committed(update.version, tuple(1e3 * seconds for seconds in pauses.values()))
 
     async def _adapter(self, request: WeightsAdapter) -> Committed:
@@ -293,7 +327,7 @@ class Conductor:
             if member.slots is None:
                 raise WeightSyncError(f"{member.engine.name} was not started for adapters that are loaded (sync.method broadcast)")
             await member.slots.publish(request.version, Path(request.folder))
-            member.version = request.version
+            member.version, member.waiting = request.version, False
 
         failed = await _on_each(members, load)
         for member, error in failed:
@@ -383,11 +417,20 @@ class Conductor:
                 self._pool.release()
 
     def _whole(self) -> list[Member]:
-        """All engines; weights travel in a group that none may leave."""
-        lost = [f"{m.engine.name}: {m.fenced}" for m in self._pool.members if m.fenced is not None]
+        """The roster, none of which may be gone: weights travel in a group of all of them."""
+        if not self._roster.number:
+            self._roster = self._roster.now(self._pool)
+        lost = [f"{m.engine.name}: {m.fenced}" for m in self._roster.members if m.fenced is not None]
         if lost:
-            raise WeightSyncError(f"an engine of the weight group is gone ({'; '.join(lost)}); start the run again to go on without loss")
-        return self._pool.members
+            raise WeightSyncError(f"an engine of the weight group is gone ({'; '.join(lost)})")
+        return list(self._roster.members)
+
+    def _offset(self, member: Member) -> int:
+        return self._roster.offsets[self._roster.members.index(member)]
+
+    def updating(self, member: Member) -> bool:
+        """Whether a version that is under way goes to an engine."""
+        return self._update is not None and member in self._update.members
 
 
 async def _on_each(members: Sequence[Member], action: Callable[[Member], Awaitable[None]]) -> list[tuple[Member, AsyncmoeError]]:

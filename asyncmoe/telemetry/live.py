@@ -6,11 +6,13 @@ from collections import deque
 from contextlib import ExitStack
 from dataclasses import replace
 from itertools import chain
+from types import TracebackType
 
 from rich.console import Console
 from rich.live import Live
 
 from asyncmoe.config import Config
+from asyncmoe.errors import StorageError
 from asyncmoe.telemetry.follow import Followed, Follower, Sink
 from asyncmoe.telemetry.prometheus import Prometheus
 from asyncmoe.telemetry.records import sessions
@@ -50,8 +52,12 @@ class LiveView:
             self._stack = stack.pop_all()
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self._stack.close()
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        try:
+            self._stack.close()
+        except StorageError:
+            if error is None:  # else that one came first
+                raise
 
     def refresh(self) -> None:
         """Read what is new and show it.
@@ -61,8 +67,8 @@ class LiveView:
         """
         new = self._follower.poll()
         self._take(new)
-        for sink in self._sinks:
-            sink.feed(new)
+        for sink in tuple(self._sinks):
+            self._feed(sink, new)
         if self._live:
             self._live.update(panel(self._view), refresh=True)
             return
@@ -71,6 +77,14 @@ class LiveView:
                 self._print(line(self._view, record))
             elif isinstance(record, Evaluation):
                 self._print(f"evaluated {evaluated(record)}")
+
+    def _feed(self, sink: Sink, new: list[Followed]) -> None:
+        """A sink that cannot be written to is done without: whether the run can go on is for the run's own processes to say."""
+        try:
+            sink.feed(new)
+        except StorageError as error:
+            self._sinks.remove(sink)
+            self.say(str(error))
 
     def say(self, text: str) -> None:
         """Show a sentence below the panel's rows, or print it."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
@@ -12,28 +14,45 @@ from typing import Any, TypeVar
 import msgspec
 
 from asyncmoe.errors import DataError
+from asyncmoe.storage import writing
 from asyncmoe.telemetry.schema import Evaluation, Record, Resume, Rollout, Span, Step, What
 
 R = TypeVar("R", Step, Resume, Rollout, Evaluation, Span)
 
 
 class JsonLines:
-    """Appends one JSON object a line and flushes it, so that a reader sees every record at once.
+    """Appends one JSON object a line, so that a reader sees every record at once.
 
     A line that a killed writer left without its end is cut off before anything is appended. Numbers that are not finite are
     written as null. One writer for each file; its `write` may be called from several threads.
+
+    Raises:
+        StorageError: the file cannot be opened or written. A record is written whole or not at all.
     """
 
     def __init__(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        _cut_torn_line(path)
-        self.path = path
-        self._file = path.open("ab")
+        self.path, self._lock = path, threading.Lock()
+        with writing("records of the run", path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            _cut_torn_line(path)
+            # Without a buffer: what could not be written would be tried again when it is closed.
+            self._file = path.open("ab", buffering=0)
 
     def write(self, record: Mapping[str, Any] | Record) -> None:
         """Append a record: a mapping or one of the structs of `schema`; NumPy and torch scalars are taken as numbers."""
-        self._file.write(msgspec.json.encode(record, enc_hook=_number) + b"\n")
-        self._file.flush()
+        line = msgspec.json.encode(record, enc_hook=_number) + b"\n"
+        with self._lock, writing("records of the run", self.path):
+            self._append(line)
+
+    def _append(self, line: bytes) -> None:
+        left = line
+        try:
+            while left:
+                left = left[self._file.write(left) :]
+        except OSError:
+            with suppress(OSError):
+                os.truncate(self._file.fileno(), os.fstat(self._file.fileno()).st_size - len(line) + len(left))
+            raise
 
     def close(self) -> None:
         self._file.close()

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from asyncmoe.errors import StorageError
+from asyncmoe.storage import writing
 from asyncmoe.telemetry.follow import Followed
 from asyncmoe.telemetry.numbers import numbers
 from asyncmoe.telemetry.records import sessions
@@ -25,9 +28,25 @@ class TensorBoard:
         self._directory = directory
         self._writer: SummaryWriter | None = None
         self._step = 0
+        self._closed = False
         self._evaluations: list[Evaluation] = []
 
     def feed(self, records: list[Followed]) -> None:
+        """Write what is new.
+
+        Raises:
+            StorageError: it could not be written; nothing is written from now on.
+        """
+        try:
+            with writing("TensorBoard's files", self._directory):
+                self._feed(records)
+        except StorageError:
+            self._closed, self._writer = True, None
+            raise
+
+    def _feed(self, records: list[Followed]) -> None:
+        if self._closed:
+            return
         for session in sessions(record for record in records if isinstance(record, Step | Resume)):
             for step in session:
                 self._write(step)
@@ -42,7 +61,8 @@ class TensorBoard:
 
     def close(self) -> None:
         if self._writer is not None:
-            self._writer.close()
+            with writing("TensorBoard's files", self._directory):
+                self._writer.close()
 
     def _write(self, record: Step) -> None:
         writer = self._writer_from(record.step)
@@ -73,8 +93,18 @@ class TensorBoard:
 
         if self._writer is not None:
             self._writer.close()
+        threading.excepthook = _told_by_the_next_call
         self._writer = SummaryWriter(str(self._directory), purge_step=step)
         return self._writer
+
+
+_others = threading.excepthook
+
+
+def _told_by_the_next_call(args: threading.ExceptHookArgs) -> None:
+    """The event writer's thread hands its error to whoever calls next; printed as well, it would be a traceback for a full disk."""
+    if not (type(args.thread).__name__ == "_AsyncWriterThread" and isinstance(args.exc_value, OSError)):
+        _others(args)
 
 
 def _tag(group: str, name: str, key: str | None) -> str:

@@ -5,6 +5,9 @@ engines generate and the trainer goes on with its next step; only what changes t
 bytes have arrived as they were sent, the controller has every engine stand still and swap (`asyncmoe.rollout.weights`). Until
 then no parameter has been written, so whatever fails leaves the engines with the version they serve.
 
+Each version goes to the engines there are when it begins: where they are others than before, all meet anew. When one dies while a
+version is on its way, that version is left out, and the others get the next one.
+
 Without staging memory (`sync.staging: false`) the engines stand still from the beginning, and one that holds a part of a version
 that failed is fenced.
 
@@ -31,7 +34,7 @@ from asyncmoe.receiver import channel, meeting
 from asyncmoe.receiver.channel import SideStream, transport_for
 from asyncmoe.receiver.meeting import Header, Outcome
 from asyncmoe.reshard import Exchanger
-from asyncmoe.trainer.direct_group import GRACE_S, Meeting, heed, meet
+from asyncmoe.trainer.direct_group import GRACE_S, Meeting, changed, heed, meet
 from asyncmoe.trainer.gather import Gatherer, tensors_in
 from asyncmoe.trainer.lora.snapshot import Snapshot
 from asyncmoe.trainer.model import Model
@@ -62,7 +65,8 @@ class Direct:
         self._snapshot = None if model.adapter is None else Snapshot(model.chunks, model.adapter.scale)
         self._met: Meeting | None = None
         self._exchanger: Exchanger | None = None
-        self._updates = self._epoch = 0
+        self._updates = self._number = self._epoch = 0  # of all meetings, of the present one, of its channels
+        self._left_out = False
         self._side = SideStream(model.mesh.device) if model.mesh.device.type == "cuda" else None
         # Sending has a whole step's time; the step itself has not.
         self._thread = ThreadPoolExecutor(1, "weights", initializer=yield_cores if config.sync.staging else None)
@@ -71,9 +75,12 @@ class Direct:
         self._sent.set()  # nothing is under way
 
     def begin(self, version: int) -> None:
+        if self._met is not None and changed(self._config, self._model, self._client, self._met.roster):
+            log.info("the engines are others than before; meeting them")
+            self._disperse()
         if self._met is None:
             self._met = meet(self._config, self._model, self._client)
-        self._updates += 1
+        self._updates, self._number = self._updates + 1, self._number + 1
         if self._exchanger is None:
             self._epoch += 1
         expected = self._gathered_checksums() if self._verifies else ()
@@ -87,7 +94,7 @@ class Direct:
         self._running = self._thread.submit(self._publish, self._met, version, expected)
 
     def check(self) -> None:
-        if self._running is not None and self._running.done():
+        if self._running is not None and self._running.done() and not self._may_be_left_out:
             self._running.result()
 
     def wait_sent(self) -> None:
@@ -105,14 +112,37 @@ class Direct:
         if not wait([self._running], limit).done:
             raise WaitTimeout("this rank's sender of weights", "all engines to serve the new version", limit)
         running, self._running = self._running, None
-        return running.result()
+        try:
+            published = running.result()
+        except WeightSyncError as error:
+            if not (self._may_be_left_out and self._lost_one()):
+                raise
+            self._left_out = True
+            log.warning("this version is left out, the next one goes to the engines that are left: %s", error)
+            return None
+        self._left_out = False
+        return published
 
     def close(self) -> None:
         self._thread.shutdown(wait=False, cancel_futures=True)
+        self._disperse()
+
+    @property
+    def _may_be_left_out(self) -> bool:
+        """Without a version the capacity law lets one batch less start: with an eta of at least 1 the next batch comes all the same."""
+        return self._config.queue.staleness.eta > 0 and not self._left_out
+
+    def _lost_one(self) -> bool:
+        """Whether the engines are others than those that the version was for. The controller may take a while to see one's end."""
+        assert self._met is not None
+        wait_s = self._config.cluster.silence_s + GRACE_S
+        return changed(self._config, self._model, self._client, self._met.roster, wait_s)
+
+    def _disperse(self) -> None:
         self._leave()
         if self._met is not None:
             self._part(self._met)
-        self._met = None
+        self._met, self._number = None, 0
 
     def _part(self, met: Meeting) -> None:
         """The store is rank 0's: it stays until all ranks have read what they wait for there."""
@@ -146,7 +176,7 @@ class Direct:
 
     def _lead(self, met: Meeting, version: int, expected: Checksums) -> float:
         """Rank 0's part; the longest pause in milliseconds."""
-        store, number = met.store, self._updates
+        store, number = met.store, self._number
         if number > 2:
             store.forget(number - 2, met.terms)
         told = "header"
@@ -168,7 +198,7 @@ class Direct:
 
     def _follow(self, met: Meeting) -> float:
         """The part of every other rank."""
-        store, number, wait_s = met.store, self._updates, self._sync.timeout_s + GRACE_S
+        store, number, wait_s = met.store, self._number, self._sync.timeout_s + GRACE_S
         header = store.get(f"{number}/header", Header, wait_s)
         heed(Outcome(header.failure))
         self._send(met)
@@ -177,7 +207,7 @@ class Direct:
 
     def _send(self, met: Meeting) -> None:
         """Send this rank's part, and say that it is sent or why not; what fails here is raised when rank 0 has heard of all."""
-        key, timeout_s = f"{self._updates}/sent/{self._rank}", met.terms.timeout_s
+        key, timeout_s = f"{self._number}/sent/{self._rank}", met.terms.timeout_s
         try:
             if self._exchanger is None:
                 self._exchanger = channel.connect(met.store, met.terms, met.plan, self._epoch, self._side)
@@ -185,7 +215,7 @@ class Direct:
             self._exchanger.run(timeout_s)
         except AsyncmoeError as error:
             self._leave()
-            met.store.fail(self._updates, key, meeting.in_words(error, met.terms))
+            met.store.fail(self._number, key, meeting.in_words(error, met.terms))
         else:
             met.store.put(key, Outcome())
         finally:
@@ -198,7 +228,7 @@ class Direct:
             WeightSyncError: something did not arrive, or not as it was sent; naming between whom.
             WaitTimeout: naming who was not heard of.
         """
-        number, until = self._updates, time.monotonic() + met.terms.timeout_s
+        number, until = self._number, time.monotonic() + met.terms.timeout_s
         self._send(met)
         keys = meeting.moved_keys(number, met.terms)
         found = met.store.get_all(keys, Outcome, until - time.monotonic(), failed=f"{number}/failed")

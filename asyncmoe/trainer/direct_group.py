@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import secrets
+import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
@@ -17,20 +19,27 @@ from asyncmoe.receiver.channel import transport_for
 from asyncmoe.receiver.meeting import AdapterTerms, EngineRanks, Outcome, Ready, Store, Terms
 from asyncmoe.reshard import Plan
 from asyncmoe.trainer.model import Model
+from asyncmoe.wire import address
 from asyncmoe.wire.client import Client
 from asyncmoe.wire.messages import Engines, EnginesAsk, WeightsJoin
 
-_HOST = "127.0.0.1"
 _GROUP = "asyncmoe_weights"
-_WORDS, _PORT = 2048, 4
+_WORDS = 2048
+_POLL_S = 0.5
+_OTHERS, _THE_SAME = "others", "the same"
 GRACE_S = 10.0
 """By how much ranks wait longer for rank 0 than rank 0 for them, so that all hear its reason."""
 
 
 @dataclass(frozen=True, eq=False)
 class Meeting:
-    """What the ranks have agreed on, and where they go on talking."""
+    """What the ranks have agreed on, and where they go on talking.
 
+    Attributes:
+        roster: of the engines (`asyncmoe.wire.messages.Engines`), on rank 0.
+    """
+
+    roster: int
     store: Store
     terms: Terms
     plan: Plan
@@ -47,7 +56,7 @@ def meet(config: Config, model: Model, client: Client) -> Meeting:
         WeightSyncError: naming each parameter that differs, or who has not come; with the same words on every rank.
     """
     rank, wait_s = model.mesh.rank, config.sync.timeout_s
-    store = _open(config, model, client)
+    store, roster = _open(config, model, client)
     terms = store.get("terms", Terms, wait_s)
     failure = ""
     plan: Plan | None = None
@@ -62,7 +71,7 @@ def meet(config: Config, model: Model, client: Client) -> Meeting:
         store.put(f"ready/{rank}", mine)
     heed(store.get("verdict", Outcome, 2 * wait_s))
     assert plan is not None
-    return Meeting(store, terms, plan)
+    return Meeting(roster, store, terms, plan)
 
 
 def heed(outcome: Outcome) -> None:
@@ -71,43 +80,80 @@ def heed(outcome: Outcome) -> None:
         raise WeightSyncError(outcome.failure)
 
 
-def _open(config: Config, model: Model, client: Client) -> Store:
+def changed(config: Config, model: Model, client: Client, roster: int, wait_s: float = 0.0) -> bool:
+    """Whether the engines are others than those of `roster`. Collective over the trainer's ranks; they all wait for rank 0's answer.
+
+    Args:
+        client: used on rank 0 only, as is `roster`.
+        wait_s: how long rank 0 waits for them to be others.
+
+    Raises:
+        WeightSyncError, WaitTimeout: rank 0 could not ask; on the others too, with the same words.
+    """
+    if model.mesh.rank != 0:
+        word, failure = _tell()
+        if not word:
+            raise WeightSyncError(failure)
+        return word == _OTHERS
+    word, failure = "", "rank 0 has failed"
+    try:
+        until = time.monotonic() + wait_s
+        while (now := _ask_engines(config, client).roster) == roster and time.monotonic() < until:
+            time.sleep(_POLL_S)
+        word = _OTHERS if now != roster else _THE_SAME
+    except AsyncmoeError as error:
+        failure = str(error)
+        raise
+    finally:
+        _tell(word, failure)
+    return word == _OTHERS
+
+
+def _open(config: Config, model: Model, client: Client) -> tuple[Store, int]:
     """Rank 0 makes the store and has the engines' receivers come to it; every rank gets its own way into it."""
     rank, wait_s = model.mesh.rank, config.sync.timeout_s
     if rank == 0:
-        number, failure = 0, "rank 0 has failed"
+        place, failure = "", "rank 0 has failed"
         try:
-            store, number = _keep(config, model, client)
+            store, roster, place = _keep(config, model, client)
         except AsyncmoeError as error:
             failure = str(error)
             raise
         finally:
-            _tell(number, failure)
-        return store
-    number, failure = _tell()
-    if not number:
+            _tell(place, failure)
+        return store, roster
+    place, failure = _tell()
+    if not place:
         raise WeightSyncError(failure)
-    return Store(_GROUP, rank, _HOST, number, wait_s)
+    host, _, port = place.rpartition(":")
+    return Store(_GROUP, rank, host, int(port), wait_s), 0
 
 
-def _tell(port: int = 0, failure: str = "") -> tuple[int, str]:
-    """From rank 0 to all: the store's port, or why there is none, so that every rank ends with the same words."""
-    words = failure.encode()[: _WORDS - _PORT]
+def _tell(word: str = "", failure: str = "") -> tuple[str, str]:
+    """From rank 0 to all: a word, or why there is none, so that every rank ends with the same words."""
+    words = f"{word}\n{failure}".encode()[:_WORDS]
     told = torch.zeros(_WORDS, dtype=torch.uint8)
-    told[:_PORT] = torch.tensor(list(port.to_bytes(_PORT, "little")), dtype=torch.uint8)
-    told[_PORT : _PORT + len(words)] = torch.tensor(list(words), dtype=torch.uint8)
+    told[: len(words)] = torch.tensor(list(words), dtype=torch.uint8)
     dist.broadcast(told, src=0)
-    got = bytes(told.tolist())
-    return int.from_bytes(got[:_PORT], "little"), got[_PORT:].rstrip(b"\0").decode(errors="replace")
+    word, _, failure = bytes(told.tolist()).rstrip(b"\0").decode(errors="replace").partition("\n")
+    return word, failure
 
 
-def _keep(config: Config, model: Model, client: Client) -> tuple[Store, int]:
-    world, sync, start_s = model.mesh.world, config.sync, config.engines.start_timeout_s
+def _ask_engines(config: Config, client: Client) -> Engines:
+    start_s = config.engines.start_timeout_s
     engines = client.ask(EnginesAsk(start_s), start_s + GRACE_S)[0]
     assert isinstance(engines, Engines)
-    listener = meeting.listen(_HOST)
+    return engines
+
+
+def _keep(config: Config, model: Model, client: Client) -> tuple[Store, int, str]:
+    """The store, for which engines, and where it is."""
+    world, sync = model.mesh.world, config.sync
+    engines = _ask_engines(config, client)
+    host = address.reachable(config.cluster.network)
+    listener = meeting.listen(host)
     port = int(listener.getsockname()[1])
-    store = Store(_GROUP, 0, _HOST, port, sync.timeout_s, listener)
+    store = Store(_GROUP, 0, host, port, sync.timeout_s, listener)
     ranks = tuple(EngineRanks(e.name, e.tp, e.ep, world + e.rank_offset - 1) for e in engines.engines)
     terms = Terms(
         hf=dict(model.hf),
@@ -116,15 +162,21 @@ def _keep(config: Config, model: Model, client: Client) -> tuple[Store, int]:
         engines=ranks,
         dtype=str(model.dtype).removeprefix("torch."),
         engine_dtype=engine_dtype(model.hf, config.engines),
-        transport=transport_for(sync.transport, model.mesh.backend == "nccl"),
+        transport=transport_for(sync.transport, model.mesh.backend == "nccl", _together(engines)),
         session=secrets.token_hex(8),
         staging=sync.staging,
         bucket_bytes=sync.bucket_bytes,
         timeout_s=sync.timeout_s,
     )
     store.put("terms", terms)
-    client.ask(WeightsJoin(_HOST, port, _GROUP, "gloo", "reshard", world), sync.timeout_s + GRACE_S)
-    return store, port
+    client.ask(WeightsJoin(host, port, _GROUP, "gloo", "reshard", world), sync.timeout_s + GRACE_S)
+    return store, engines.roster, f"{host}:{port}"
+
+
+def _together(engines: Engines) -> bool:
+    """Whether all ranks of the trainer and of the engines share this machine's memory. torchrun says how many of ours do."""
+    ours = os.environ.get("LOCAL_WORLD_SIZE", "1") == os.environ.get("WORLD_SIZE", "1")
+    return ours and all(engine.host == address.host_id() for engine in engines.engines)
 
 
 def _adapter(model: Model) -> AdapterTerms | None:

@@ -16,14 +16,14 @@ megatron.prepare()
 
 from safetensors.torch import save_file  # noqa: E402  the platform comes before everything that may import Megatron
 
-from asyncmoe import checkpoints, models  # noqa: E402
+from asyncmoe import checkpoints, models, storage  # noqa: E402
 from asyncmoe import config as configuration  # noqa: E402
 from asyncmoe.config import Config  # noqa: E402
-from asyncmoe.errors import AsyncmoeError, DataError  # noqa: E402
+from asyncmoe.errors import AsyncmoeError, DataError, StorageError  # noqa: E402
 from asyncmoe.models import family_of  # noqa: E402
 from asyncmoe.models.lora import peft  # noqa: E402
 from asyncmoe.models.lora.adapter import expanded, kind_of  # noqa: E402
-from asyncmoe.process import ERROR_PREFIX, die_with_parent  # noqa: E402
+from asyncmoe.process import die_with_parent, named, say  # noqa: E402
 from asyncmoe.trainer import mesh, model, state  # noqa: E402
 from asyncmoe.trainer.gather import Gatherer, tensors_in  # noqa: E402
 from asyncmoe.trainer.lora.files import gathered  # noqa: E402
@@ -43,6 +43,7 @@ def export(config: Config, out: Path, adapter: bool) -> None:
     Raises:
         DataError: the run has no complete checkpoint.
         UserError: an adapter that PEFT has no form for.
+        StorageError: it could not be written.
     """
     newest = checkpoints.newest(config.run.dir)
     if newest is None:
@@ -50,14 +51,21 @@ def export(config: Config, out: Path, adapter: bool) -> None:
     place = mesh.start(config.trainer, config.run.seed)
     built = model.build(models.load_hf_config(config.model.path), config, place)
     state.load(newest, config, built, None)
-    if adapter:
-        write_adapter(built, config.model.path, out, config.trainer.timeout_s)
-    else:
-        if built.adapter is not None:
-            model.load_hf(built, config.model.path)
-            merge(built.chunks)
-        write_hf(built, config.model.path, out, config.trainer.timeout_s)
+    if built.adapter is not None and not adapter:
+        model.load_hf(built, config.model.path)
+        merge(built.chunks)
+    write = write_adapter if adapter else write_hf
+    try:
+        with storage.writing("exported model", out):
+            write(built, config.model.path, out, config.trainer.timeout_s)
+    except StorageError:
+        shutil.rmtree(_unfinished(out), ignore_errors=True)
+        raise
     mesh.stop()
+
+
+def _unfinished(out: Path) -> Path:
+    return out.with_name(out.name + ".writing")
 
 
 def write_adapter(built: Model, origin: Path, out: Path, timeout_s: float) -> None:
@@ -75,7 +83,7 @@ def write_adapter(built: Model, origin: Path, out: Path, timeout_s: float) -> No
     whole = gathered(built, Gatherer(built, _SHARD_BYTES, timeout_s, adapter=True))
     if whole is None:
         return
-    writing = out.with_name(out.name + ".writing")
+    writing = _unfinished(out)
     shutil.rmtree(writing, ignore_errors=True)
     writing.mkdir(parents=True)
     peft.write(writing, peft.to_peft(shape, expanded(shape, whole), str(origin)))
@@ -84,7 +92,7 @@ def write_adapter(built: Model, origin: Path, out: Path, timeout_s: float) -> No
 
 def write_hf(built: Model, origin: Path, out: Path, timeout_s: float) -> None:
     """Write the current weights as safetensors shards with an index, and everything but weights from `origin`."""
-    writing = out.with_name(out.name + ".writing")
+    writing = _unfinished(out)
     gatherer = Gatherer(built, _SHARD_BYTES, timeout_s)
     if built.mesh.rank == 0:
         shutil.rmtree(writing, ignore_errors=True)
@@ -113,9 +121,10 @@ def main() -> None:
     """The command; an error meant for the user is one line."""
     die_with_parent()
     try:
-        export(configuration.load(Path(sys.argv[1])), Path(sys.argv[2]), sys.argv[3:] == ["adapter"])
+        with named(f"export.{os.environ.get('RANK', '0')}"):
+            export(configuration.load(Path(sys.argv[1])), Path(sys.argv[2]), sys.argv[3:] == ["adapter"])
     except AsyncmoeError as error:
-        print(f"{ERROR_PREFIX}{error}", file=sys.stderr, flush=True)
+        say(error)
         os._exit(error.exit_code)  # other ranks may wait in a collective for this one
 
 

@@ -35,6 +35,7 @@ from asyncmoe.trainer.verify import engine_checksums
 from asyncmoe.wire import keys
 from asyncmoe.wire.client import Client
 from asyncmoe.wire.messages import Commit, Goodbye, Hello, Leased, Phase, Saved
+from asyncmoe.wire.peers import facts
 
 if TYPE_CHECKING:
     from megatron.core.optimizer import MegatronOptimizer
@@ -91,7 +92,8 @@ class Trainer:
     def run(self) -> None:
         """Until all steps are done or a lease says stop."""
         config = self._config
-        self._client.ask(Hello(self._mesh.rank, self._mesh.world, config.digest, self._step), ANSWER_S)
+        ours = facts(f"trainer.{self._mesh.rank}")
+        self._client.ask(Hello(self._mesh.rank, self._mesh.world, config.digest, self._step, ours), ANSWER_S)
         if self._metrics is not None:
             self._metrics.write(Resume(resumed_at=self._step, time=time.time()))
         if config.warmup.steps <= self._step < self._total:

@@ -99,7 +99,8 @@ def start(trainer: TrainerSection, seed: int = 0) -> Mesh:
     backend = "nccl" if cuda else "gloo"
     timeout = timedelta(seconds=trainer.timeout_s)
     if not dist.is_initialized() and "WORLD_SIZE" in os.environ:
-        dist.init_process_group(backend, timeout=timeout)
+        # Ranks tell each other short texts in a CPU's memory, on GPUs too.
+        dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else backend, timeout=timeout)
     elif not dist.is_initialized():
         dist.init_process_group(backend, timeout=timeout, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
     groups.initialize_model_parallel(

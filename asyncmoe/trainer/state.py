@@ -13,20 +13,56 @@ from typing import Any
 
 import torch.distributed as dist
 
-from asyncmoe import checkpoints
+from asyncmoe import checkpoints, storage
 from asyncmoe.config import Config
-from asyncmoe.errors import DataError
+from asyncmoe.errors import DataError, StorageError
 from asyncmoe.platform import megatron
+from asyncmoe.platform.megatron import writer
 from asyncmoe.trainer.model import Model
 
 megatron.prepare()
 
 from megatron.core import dist_checkpointing, parallel_state  # noqa: E402
 from megatron.core.optimizer import MegatronOptimizer  # noqa: E402
+from torch.distributed.checkpoint.api import CheckpointException  # noqa: E402
+
+writer.install()
 
 
 def save(config: Config, step: int, model: Model, optimizer: MegatronOptimizer) -> Path:
-    """Write the checkpoint of `step`; collective over all ranks. Returns its final place."""
+    """Write the checkpoint of `step`; collective over all ranks. Returns its final place.
+
+    Raises:
+        StorageError: a rank could not write its part; the same on every rank that learns of it. Nothing of the checkpoint is left, and the
+            ones before it are as they were.
+    """
+    writer.results.failure = None
+    try:
+        return _write(config, step, model, optimizer)
+    except (Exception, CheckpointException) as error:  # which is a BaseException
+        failure = _explain(config, step, error)
+        if model.mesh.rank == 0:
+            checkpoints.give_up(config.run.dir)
+        if failure is None:
+            raise
+        raise failure from error
+
+
+def _explain(config: Config, step: int, error: BaseException) -> StorageError | None:
+    """The error for the user, where storage is to blame. Before anything is removed: torch gives no reason, so the disk is asked."""
+    newest = checkpoints.newest(config.run.dir)
+    then = f"the run goes on from {newest.name}" if newest else "the run begins anew"
+    path = checkpoints.temporary(config.run.dir, step)
+    own = storage.explain(writer.results.failure or error, f"checkpoint of step {step}", path, then)
+    if not isinstance(error, CheckpointException):  # only this rank knows of it
+        return own
+    lines: list[str] = [""] * dist.get_world_size()
+    dist.all_gather_object(lines, "" if own is None else str(own))
+    line = next(filter(None, lines), "")
+    return StorageError(line) if line else None
+
+
+def _write(config: Config, step: int, model: Model, optimizer: MegatronOptimizer) -> Path:
     directory = config.run.dir
     first = model.mesh.rank == 0
     if first:

@@ -24,6 +24,7 @@ from asyncmoe.trainer.gather import Gatherer, tensors_in
 from asyncmoe.trainer.mesh import Mesh
 from asyncmoe.trainer.published import Checksums, Published
 from asyncmoe.trajectory import Buffer
+from asyncmoe.wire import address
 from asyncmoe.wire.client import Client
 from asyncmoe.wire.messages import (
     Committed,
@@ -57,6 +58,8 @@ class Broadcast:
         self._checksums = checksums
         self._start_timeout_s = config.engines.start_timeout_s
         self._group: dist.ProcessGroup | None = None
+        self._roster = 0
+        self._network = config.cluster.network
         self._updates = 0
         self._threads = ThreadPoolExecutor(2, "weights")
         self._asked: Future[tuple[Reply, list[Buffer]]] | None = None
@@ -90,10 +93,9 @@ class Broadcast:
             for _ in self._gatherer.run():
                 pass
             return Published(version, time.perf_counter() - begin, 0.0)
-        if self._group is None:
-            self._group = self._join()
+        group = self._join()
         try:
-            committed = self._send(version, self._group)
+            committed = self._send(version, group)
         except AsyncmoeError as error:
             # While a question is open nothing else can be asked; the controller notices the silence.
             if self._asked is None or self._asked.done():
@@ -120,18 +122,23 @@ class Broadcast:
         return reply
 
     def _join(self) -> dist.ProcessGroup:
+        """The group of us and the engines there are now; where they are others than before, another."""
         engines = self._client.ask(EnginesAsk(self._start_timeout_s), self._start_timeout_s + 10)[0]
         assert isinstance(engines, Engines)
+        if self._group is not None and engines.roster == self._roster:
+            return self._group
         backend: Literal["gloo", "nccl"] = "nccl" if self._mesh.backend == "nccl" else "gloo"
-        listener = weight_group.listen("127.0.0.1")
+        host, name = address.reachable(self._network), f"{_GROUP}.{engines.roster}"
+        listener = weight_group.listen(host)
         port = listener.getsockname()[1]
         joined: list[dist.ProcessGroup] = []
 
         def join() -> None:
-            joined.append(weight_group.join(listener, engines.world, _GROUP, backend, self._sync.timeout_s))
+            joined.append(weight_group.join(listener, engines.world, name, backend, self._sync.timeout_s))
 
-        self._ask_while(WeightsJoin("127.0.0.1", port, _GROUP, backend), join)
-        return joined[0]
+        self._ask_while(WeightsJoin(host, port, name, backend), join)
+        self._group, self._roster = joined[0], engines.roster
+        return self._group
 
     def _ask_while(self, request: Request, act: Callable[[], None]) -> Reply:
         """Ask the controller, and do our part of what it asks the engines while the request is open.

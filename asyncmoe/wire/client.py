@@ -32,7 +32,7 @@ class Client:
 
     def __init__(self, rendezvous: Rendezvous, name: str) -> None:
         self.name = name
-        self._peer = f"the controller at {rendezvous.address} (process {rendezvous.pid} on {rendezvous.host})"
+        self._peer = rendezvous.controller
         self._connection = Connection(rendezvous)
         self._asked = 0
 
@@ -96,7 +96,7 @@ class Client:
         elif connection.refused:
             why = "it refused our key"
         elif not connection.up:
-            why = "no connection; it does not run, or not with this rendezvous file's keys"
+            why = "no connection; it does not run, or not with our keys"
         else:
             why = "no reply"
         raise WaitTimeout(self._peer, f"{self.name} asked {name}: {why}", waited)

@@ -15,6 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from asyncmoe.errors import UserError
+from asyncmoe.storage import writing
 
 PREFIX, SOCKET = "asyncmoe-wire-", "socket"
 USER = "asyncmoe"
@@ -29,6 +30,7 @@ def make() -> Path:
 
     Raises:
         UserError: the path of the directory for temporary files is too long for a socket's.
+        StorageError: nothing can be made there.
     """
     folder = tempfile.gettempdir()
     if len(os.fsencode(folder)) > _MAX_FOLDER:
@@ -38,7 +40,8 @@ def make() -> Path:
     for old in Path(folder).glob(f"{PREFIX}*"):
         if is_private(old) and _is_left_behind(old / SOCKET):
             remove(old)
-    return Path(tempfile.mkdtemp(prefix=PREFIX))
+    with writing("the controller's socket", Path(folder)):
+        return Path(tempfile.mkdtemp(prefix=PREFIX))
 
 
 def remove(directory: Path) -> None:

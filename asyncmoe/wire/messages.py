@@ -13,6 +13,8 @@ from typing import Literal
 
 import msgspec
 
+from asyncmoe.wire.peers import Facts
+
 Phase = Literal["warmup", "rl"]
 
 
@@ -31,6 +33,8 @@ class Hello(Message, frozen=True):
     config_digest: str
     step: int
     """Optimizer steps the trainer has already taken (not 0 after a resume)."""
+    facts: Facts | None = None
+    """Of its machine, where it may be another."""
 
 
 class Lease(Message, frozen=True):
@@ -145,9 +149,42 @@ class WeightsAbort(Message, frozen=True):
 
 
 class EnginesAsk(Message, frozen=True):
-    """Ask which engines there are; waits until all have started or `wait_s` is over."""
+    """Ask which engines there are now; waits until the run's have started or `wait_s` is over. From the reply on they are the roster."""
 
     wait_s: float
+
+
+# ---------------------------------------------------------------- requests: engines of other machines
+
+
+class EngineJoin(Message, frozen=True):
+    """An engine that takes requests wants to be one of the run's. It gets its first ones with the next version."""
+
+    name: str
+    url: str
+    """"http://10.1.0.3:30000"."""
+    key: str
+    """What its server wants to be shown."""
+    host: str
+    """`asyncmoe.wire.address.host_id` of its machine."""
+    tp: int
+    ep: int
+    config_digest: str
+    facts: Facts | None = None
+
+
+class EngineAlive(Message, frozen=True):
+    """It is still there. Answered when there is something to do, or after `wait_s`."""
+
+    name: str
+    wait_s: float
+
+
+class EngineLeave(Message, frozen=True):
+    """It wants to go; answered when it has nothing to do any more. With `why` it is gone already."""
+
+    name: str
+    why: str = ""
 
 
 # ---------------------------------------------------------------- replies
@@ -211,6 +248,8 @@ class EngineInfo(Message, frozen=True):
     ep: int
     rank_offset: int
     version: int
+    host: str = ""
+    """`asyncmoe.wire.address.host_id` of its machine."""
 
 
 class Engines(Message, frozen=True):
@@ -218,6 +257,15 @@ class Engines(Message, frozen=True):
 
     engines: tuple[EngineInfo, ...]
     world: int
+    roster: int
+    """Another number whenever the engines are others than before."""
+
+
+class EngineOrder(Message, frozen=True):
+    """Reply to `EngineAlive`: go on, or end because the run is over (`finished`) or for a reason of `why`."""
+
+    finished: bool = False
+    why: str = ""
 
 
 class Committed(Message, frozen=True):
@@ -254,5 +302,8 @@ Request = (
     | WeightsAdapter
     | WeightsAbort
     | EnginesAsk
+    | EngineJoin
+    | EngineAlive
+    | EngineLeave
 )
-Reply = Welcome | Leased | Fetched | Engines | Committed | Done | Refused
+Reply = Welcome | Leased | Fetched | Engines | EngineOrder | Committed | Done | Refused

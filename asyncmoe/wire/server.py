@@ -24,8 +24,9 @@ from zmq.auth.asyncio import AsyncioAuthenticator
 from asyncmoe import errors
 from asyncmoe.errors import AsyncmoeError, InvariantBroken, ProtocolError, UserError
 from asyncmoe.trajectory import Buffer
-from asyncmoe.wire import keys, local
+from asyncmoe.wire import environment, keys, local
 from asyncmoe.wire.codec import MAX_FRAME_BYTES, decode_request, encode
+from asyncmoe.wire.environment import ANY, CONTROLLER, Given
 from asyncmoe.wire.messages import Refused, Reply, Request
 
 Handler = Callable[[Request], Awaitable[Reply | tuple[Reply, list[Buffer]]]]
@@ -43,6 +44,7 @@ class Server:
         host: address to listen on; loopback unless the trainer is on another machine.
         port: 0 takes any free port.
         advertise: host name that clients connect to; by default `host`, or this machine's name when `host` is 0.0.0.0.
+        given: address and secret by the environment, in place of `host`, `port`, `advertise` and random keys.
         max_frame_bytes: a client that sends a larger frame is disconnected before it is read.
     """
 
@@ -53,12 +55,15 @@ class Server:
         host: str = "127.0.0.1",
         port: int = 0,
         advertise: str | None = None,
+        given: Given | None = None,
         max_frame_bytes: int = MAX_FRAME_BYTES,
     ) -> None:
-        self._handler, self._host, self._port = handler, host, port
-        self._advertise = advertise or (socket.gethostname() if host in ("0.0.0.0", "*") else host)
+        self._handler, self._host, self._port, self._given = handler, host, port, given
+        self._advertise = advertise or (socket.gethostname() if host in (ANY, "*") else host)
         self._max_frame_bytes = max_frame_bytes
-        self._keys = keys.generate()
+        self._keys = keys.generate() if given is None else keys.derive(given.secret)
+        if given is not None:
+            self._host, self._port, self._advertise = environment.listen_on(given.host), given.port, given.host
         # The handler of ZeroMQ's authentication protocol is one a context, so the server has a context of its own.
         self._context = zmq.asyncio.Context(_IO_THREADS)
         self._sockets: list[zmq.asyncio.Socket] = []
@@ -83,7 +88,7 @@ class Server:
             remote.bind(f"tcp://{self._host}:{self._port}")
         except zmq.ZMQError as error:
             await self.close()
-            raise _explain(error, self._host, self._port) from error
+            raise _explain(error, self._host, self._port, self._given) from error
         self._port = int(remote.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
         self._local_dir = local.make()
         here.bind(local.address(self._local_dir))
@@ -181,7 +186,14 @@ def _refused(error: AsyncmoeError) -> Refused:
     return Refused(known.__name__, str(error)[:_MAX_ERROR_TEXT])
 
 
-def _explain(error: zmq.ZMQError, host: str, port: int) -> UserError:
+def _explain(error: zmq.ZMQError, host: str, port: int, given: Given | None) -> UserError:
+    if given is not None:
+        where = f"{given.address} ({host} on {socket.gethostname()})"
+        if error.errno == errno.EADDRINUSE:
+            cure = "if another controller of this run has it, end that one; else choose another port"
+            return UserError(CONTROLLER, got=f"{where}, which is in use", expected="a free port", cure=cure)
+        cure = "start the controller on the machine it names"
+        return UserError(CONTROLLER, got=f"{where}: {error.strerror}", expected="an address of this machine", cure=cure)
     if error.errno == errno.EADDRINUSE:
         return UserError(f"port {port}", got=f"in use on {host}", expected="a free port", cure="choose another, or 0 for any free one")
     return UserError(f"address {host}:{port}", got=str(error.strerror), expected="an address of this machine and a port it may open")

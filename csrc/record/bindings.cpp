@@ -119,6 +119,7 @@ uint32_t crc_of(const py::buffer& buffer, uint32_t before) {
 }  // namespace
 
 PYBIND11_MODULE(_C, module) {
+    module.attr("SOURCES") = ASYNCMOE_SOURCES;
     module.def("crc32c", &crc_of<asyncmoe::record::crc32c>, py::arg("buffer"), py::arg("before") = 0);
     module.def("crc32c_by_table", &crc_of<asyncmoe::record::crc32c_by_table>, py::arg("buffer"), py::arg("before") = 0);
     module.def("decode_base64", &decode_base64, py::arg("text"));

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 REPOSITORY = Path(__file__).parents[2]
-_MARK = "ASYNCMOE_TEST_MARK"
+MARK = "ASYNCMOE_TESTMARK"
 # The smallest run that has every part: a warm-up, one engine, two expert-parallel ranks.
 SMALL = (
     "warmup.steps=4",
@@ -26,16 +26,24 @@ SMALL = (
 
 
 class Command:
-    """One `asyncmoe` command; every process it starts inherits a mark to be found by."""
+    """One `asyncmoe` command; every process it starts inherits a mark to be found by.
 
-    def __init__(self, *arguments: str, cwd: Path | None = None) -> None:
+    Args:
+        module: another one than asyncmoe.
+        log: file that its output goes to, so that it can be read meanwhile.
+    """
+
+    def __init__(
+        self, *arguments: str, cwd: Path | None = None, module: str = "asyncmoe", log: Path | None = None, **environment: str
+    ) -> None:
         self.mark = uuid.uuid4().hex
+        output = log.open("w") if log else subprocess.PIPE
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "asyncmoe", *arguments],
+            [sys.executable, "-m", module, *arguments],
             cwd=cwd or REPOSITORY,
-            env={**os.environ, _MARK: self.mark},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
+            env={**os.environ, **environment, MARK: self.mark},
+            stdout=output,
+            stderr=output,
             text=True,
         )
 
@@ -51,29 +59,34 @@ class Command:
 
     def alive(self) -> list[str]:
         """Command lines of marked processes that still run."""
-        found = []
-        for entry in Path("/proc").iterdir():
-            if not entry.name.isdigit() or int(entry.name) == os.getpid():
-                continue
-            try:
-                if self.mark.encode() in (entry / "environ").read_bytes():
-                    found.append((entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace"))
-            except OSError:
-                continue
-        return [line for line in found if line]
+        return marked(self.mark)
 
     def gone(self, within_s: float = 20.0) -> bool:
         """True when every process it started has ended within that time."""
         return wait_for(lambda: not self.alive(), within_s)
 
 
-def wait_for(condition: Callable[[], bool], seconds: float) -> bool:
+def marked(mark: str) -> list[str]:
+    """Command lines of running processes that inherited a mark in the variable `MARK`."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit() or int(entry.name) == os.getpid():
+            continue
+        try:
+            if mark.encode() in (entry / "environ").read_bytes():
+                found.append((entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace"))
+        except OSError:
+            continue
+    return [line for line in found if line]
+
+
+def wait_for(condition: Callable[[], bool], seconds: float, poll_s: float = 0.1) -> bool:
     """Poll until `condition` holds; False when `seconds` were over first."""
     until = time.monotonic() + seconds
     while time.monotonic() < until:
         if condition():
             return True
-        time.sleep(0.1)
+        time.sleep(poll_s)
     return False
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import socket
 from pathlib import Path
 
 import pytest
 
+from tests.disks import mounted
 from tests.system.runs import SMALL, refused
 
 pytestmark = pytest.mark.system
@@ -64,6 +66,27 @@ def test_an_engine_that_dies_at_start_says_why(tmp_path: Path) -> None:
     line = refused(*arguments(tmp_path, "engines.args=['--no-such-argument']"))
     assert "no-such-argument" in line
     assert "engine" in line
+
+
+def test_a_full_disk_names_role_node_reason_and_cure_and_leaves_the_checkpoint_before(tmp_path: Path) -> None:
+    node = socket.gethostname()
+    with mounted(tmp_path / "disk", "8m") as disk:  # for two checkpoints of the small run, not for three
+        line = refused(*arguments(tmp_path, f"run.dir={disk / 'run'}", "trainer.checkpoint_every=1"))
+        role, _, what = line.partition(": ")
+        assert re.fullmatch(rf"(trainer\.[01]|controller) on {node}", role), line
+        assert re.search(rf"cannot write {disk}\S+ on {node}: No space left on device \(ENOSPC\), .* GiB free; make room", what), line
+        complete = [path for path in (disk / "run" / "checkpoints").iterdir() if not path.suffix]
+        assert complete
+        assert all((path / "asyncmoe.json").is_file() for path in complete)
+
+
+@pytest.mark.parametrize("command", ["run", "make-model"])
+def test_a_path_below_a_file_is_named(tmp_path: Path, command: str) -> None:
+    (tmp_path / "file").write_text("")
+    place = str(tmp_path / "file" / "x")
+    line = refused(command, place) if command == "make-model" else refused(*arguments(tmp_path, f"run.dir={place}"))
+    assert f"cannot write {place} on {socket.gethostname()}: " in line
+    assert "choose a path of which no part is a file" in line
 
 
 def test_a_broken_line_of_a_data_file_is_named(tmp_path: Path) -> None:

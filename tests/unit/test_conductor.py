@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from asyncmoe.errors import WeightSyncError
+from asyncmoe.rollout.engine_client import EngineLost
 from asyncmoe.rollout.pool import Pool
 from asyncmoe.rollout.weights import Conductor
 from asyncmoe.wire.messages import Committed, WeightsCommit, WeightsStage
@@ -25,9 +26,7 @@ class Client:
 
 
 def engine(number: int) -> Any:
-    return SimpleNamespace(
-        name=f"engine.{number}", tp=1, ep=1, rank_offset=1 + number, died="the process ended", kill=lambda: None, client=Client()
-    )
+    return SimpleNamespace(name=f"engine.{number}", tp=1, ep=1, host="", died="the process ended", kill=lambda: None, client=Client())
 
 
 def publish(engines: int, dead: int) -> tuple[Pool, list[int], Committed]:
@@ -60,6 +59,29 @@ def test_the_others_take_the_version() -> None:
     assert [member.version for member in pool.members] == [1, 1, 0]
     assert [member.engine.name for member in pool.serving] == ["engine.0", "engine.1"]
     assert published == [1]
+
+
+def test_one_whose_connection_is_lost_in_the_swap_is_left_behind() -> None:
+    async def run() -> tuple[Pool, Committed]:
+        pool = Pool([engine(number) for number in range(2)], 8, 5.0, lambda *_: None)
+
+        async def lost(*_: Any) -> None:
+            raise EngineLost("engine.1 does not answer")
+
+        async def publishing(version: int) -> None:
+            pass
+
+        client: Any = pool.members[1].engine.client
+        client.tell = lost
+        conductor = Conductor(pool, 5.0, publishing, lambda *_: None)
+        await conductor.handle(WeightsStage(1))
+        committed = await conductor.handle(WeightsCommit(1, update=1))
+        assert isinstance(committed, Committed)
+        return pool, committed
+
+    pool, committed = asyncio.run(run())
+    assert len(committed.pause_ms) == 1
+    assert [(m.engine.name, m.version) for m in pool.serving] == [("engine.0", 1)]
 
 
 def test_a_version_that_no_engine_takes_is_not_published() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,11 @@ from rich.console import Console
 from test_models_plan import SMALL
 
 from asyncmoe.errors import ConfigError, DataError, UserError
-from asyncmoe.launch.planning import Forecast, Speeds, forecast, parse_engines, parse_trainer, show, write
+from asyncmoe.launch import memory
+from asyncmoe.launch.memory import Serving
+from asyncmoe.launch.planned import show, write
+from asyncmoe.launch.planning import Forecast, Speeds, forecast
+from asyncmoe.launch.sizes import engines_text, parse_engines, parse_trainer, trainer_text
 from asyncmoe.models import EngineParallel, MegatronParallel, family_of
 from asyncmoe.reshard import PADDING, plan, relay
 from asyncmoe.simulate.command import sync_seconds
@@ -61,26 +66,6 @@ def test_figures_are_those_of_the_plan(tmp_path: Path) -> None:
     assert passed.sent.mean * 3 == way.sent.mean
 
 
-def test_memory_of_the_ranks(tmp_path: Path) -> None:
-    """By hand: two layers of experts, of which a rank has two of four in each; all else is divided over two ranks or whole on each."""
-    found = of(config(tmp_path), "tp=2,ep=2,dp=4", "2xtp2ep2")
-    hidden, width, vocab = SMALL["hidden_size"], SMALL["moe_intermediate_size"], SMALL["vocab_size"]
-    heads = 4 * 2 * hidden + 2 * 2 * 2 * hidden + 4 * 2 * hidden  # q, k and v, o
-    whole = 2 * (2 * hidden + 2 * 2 + 4 * hidden) + hidden  # norms and routers
-    others, experts = 2 * heads // 2 + 2 * vocab * hidden // 2 + whole, 2 * 2 * 3 * width * hidden
-    memory = found.trainer_memory
-    assert memory is not None
-    assert (memory.weights, memory.gradients) == (2 * (others + experts), 4 * (others + experts))
-    assert (memory.optimizer, memory.optimizer_distributed) == (12 * (others + experts), 12 * others // 4 + 12 * experts // 4)
-    layout = family_of(json.loads(config(tmp_path).read_text())).sglang_layout(SMALL | {"mlp_only_layers": []}, found.engine, 0, "bfloat16")
-    assert found.engine_weights == sum(storage.nbytes for storage in layout.storages.values())
-    console = Console(record=True, width=200)
-    show(found, console)
-    assert "memory of a trainer rank: weights" in console.export_text()
-    assert of(config(tmp_path), "dp=2", "1xtp1", dtype="float32").trainer_memory.optimizer == 8 * (found.model_bytes // 2)
-    assert of(config(tmp_path), "dp=2", "1xtp1", lora="rank=2").trainer_memory is None
-
-
 @pytest.mark.parametrize("model", ["DeepSeek-V3", "Kimi-K2", "GLM-4.5", "GLM-4.5-Air", "Mixtral-8x22B"])
 def test_families_can_be_planned(tmp_path: Path, model: str) -> None:
     """As their configurations are, layers of multi-token prediction included: what is moved are the others."""
@@ -88,8 +73,8 @@ def test_families_can_be_planned(tmp_path: Path, model: str) -> None:
     file.write_text(json.dumps(REAL[model]))
     found = of(file, "tp=4,ep=8,dp=8", "1xtp8ep8", bucket_bytes=256 << 20)
     assert found.ways["direct"].ratio == 1.0
-    assert found.engine_weights is not None
-    assert found.model_bytes < 8 * found.engine_weights < 1.1 * found.model_bytes
+    held = memory.engine(REAL[model], found.engine, Serving(0)).parts["weights"]
+    assert found.model_bytes < 8 * held < 1.1 * found.model_bytes
 
 
 def test_one_engine_has_nobody_to_relay_to(tmp_path: Path) -> None:
@@ -131,7 +116,7 @@ def test_dense_models_chunks_and_uneven_stages(tmp_path: Path, trainer: str, eng
 
 def test_json_and_table(tmp_path: Path) -> None:
     found = of(config(tmp_path), "tp=2,dp=2", "2xtp2")
-    write(found, tmp_path / "plan.json")
+    write(asdict(found), tmp_path / "plan.json")
     written = json.loads((tmp_path / "plan.json").read_text())
     assert written["trainer"] == {
         "tp": 2, "pp": 1, "ep": 1, "etp": 1, "dp": 2, "te": False, "vpp": 1, "first_layers": None, "last_layers": None,
@@ -146,7 +131,7 @@ def test_json_and_table(tmp_path: Path) -> None:
     for words in ("trainer 4 ranks (tp 2, pp 1, ep 1, etp 1, dp 2)", "2 engines, 4 ranks (tp 2, ep 1 each)", "direct", "relay", "1.000"):
         assert words in text
     with pytest.raises(DataError, match="No such file"):
-        write(found, tmp_path / "none" / "plan.json")
+        write(asdict(found), tmp_path / "none" / "plan.json")
 
 
 def test_sizes_that_are_not_the_default_are_shown(tmp_path: Path) -> None:
@@ -166,6 +151,10 @@ def test_arguments() -> None:
     assert parse_trainer("dp=2") == MegatronParallel(dp=2)
     assert parse_engines("16xtp8ep4") == (16, EngineParallel(8, 4))
     assert parse_engines("1xtp2") == (1, EngineParallel(2))
+    for text in ("pp=2,vpp=4,first=8", "tp=2,pp=3,ep=4,etp=2,dp=8,te", "tp=1"):
+        assert trainer_text(parse_trainer(text)) == text
+    for text in ("2xtp8ep4dp2pp3", "2xtp8pp3", "1xtp2"):
+        assert engines_text(*parse_engines(text)) == text
 
 
 @pytest.mark.parametrize(
@@ -282,7 +271,7 @@ def test_an_adapter_of_a_real_model(tmp_path: Path, experts: str, billions: floa
 def test_the_simulator_takes_its_seconds_from_a_plan(tmp_path: Path) -> None:
     file, plan_file = config(tmp_path), tmp_path / "plan.json"
     found = of(file, "tp=2,pp=2,ep=2,dp=2", "2xtp2", lora="rank=4,targets=q_proj+down_proj")
-    write(found, plan_file)
+    write(asdict(found), plan_file)
     assert sync_seconds(0.0, plan_file) == min(way.nic_seconds for way in found.ways.values())
     assert sync_seconds(3.0, None) == 3.0
     with pytest.raises(ConfigError, match="--sync-s and --sync-plan: got both"):

@@ -24,7 +24,9 @@ def option(command: list[str], name: str) -> str:
 
 
 def test_each_engine_has_its_own_port_and_seed_and_the_users_arguments_last() -> None:
-    command = engine.command(config(count=2, tp=2, ep=2, dtype="bfloat16", max_running=7, args=["--log-level", "debug"]), 1, 31000, False)
+    command = engine.command(
+        config(count=2, tp=2, ep=2, dtype="bfloat16", max_running=7, args=["--log-level", "debug"]), 1, "127.0.0.1", 31000, False, 1
+    )
     assert option(command, "--port") == "31000"
     assert option(command, "--random-seed") == "41"
     assert option(command, "--tp") == option(command, "--ep") == "2"
@@ -32,7 +34,7 @@ def test_each_engine_has_its_own_port_and_seed_and_the_users_arguments_last() ->
     assert option(command, "--max-running-requests") == "7"
     assert "--disable-overlap-schedule" in command
     assert "--enable-return-routed-experts" not in command
-    assert "--enable-return-routed-experts" in engine.command(config(), 0, 31000, True)
+    assert "--enable-return-routed-experts" in engine.command(config(), 0, "127.0.0.1", 31000, True, 0)
     assert command[-2:] == ["--log-level", "debug"]
 
 

@@ -228,7 +228,8 @@ class Client:
 
 
 class Server:
-    tp = ep = rank_offset = 1
+    tp = ep = 1
+    host = ""
     died: str | None = None
 
     def __init__(self, name: str) -> None:

@@ -1,8 +1,8 @@
 """megatron-core on a machine without CUDA, over gloo; and what it lacks wherever Transformer Engine is not installed.
 
 `prepare()` installs a small set of patches; each names the place of Megatron it answers and raises `ConfigError` when that place
-has gone, so an upgrade that needs another answer is noticed at start and not as wrong numbers. With CUDA and Transformer Engine nothing
-is patched.
+has gone, so an upgrade that needs another answer is noticed at start and not as wrong numbers. With CUDA and Transformer Engine it patches
+nothing.
 
     without CUDA
         device       where "cuda" means this machine's processor: devices, streams, events
@@ -13,6 +13,8 @@ is patched.
         moe          a name the router reads
         mla          what latent attention believes
         adam         the distributed optimizer's state around torch's Adam
+    everywhere, by whoever saves checkpoints (`asyncmoe.trainer.state`)
+        writer       checkpoints are written without processes that outlive a rank
 """
 
 from __future__ import annotations

@@ -84,11 +84,15 @@ def wrap(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
     replace(owner, name, make(getattr(owner, name, None)))
 
 
-def gone(what: str) -> ConfigError:
-    """The error for a patch whose target is missing."""
+def gone(what: str, everywhere: bool = False) -> ConfigError:
+    """The error for a patch whose target is missing.
+
+    Args:
+        everywhere: a machine with CUDA and Transformer Engine has the patch too.
+    """
     return ConfigError(
         "megatron-core",
         got=f"version {version()} without {what}",
         expected=f"{SUPPORTED}, whose {what} asyncmoe replaces on this machine",
-        cure="install a supported version, or run with CUDA and Transformer Engine",
+        cure="install a supported version" + ("" if everywhere else ", or run with CUDA and Transformer Engine"),
     )

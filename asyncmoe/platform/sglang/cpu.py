@@ -7,12 +7,15 @@ No file of SGLang is edited, and none of this is installed where there is a CUDA
 from __future__ import annotations
 
 import importlib
+import multiprocessing
 import os
 from importlib.metadata import PackageNotFoundError, version
+from typing import Any
 
 import torch
 
 from asyncmoe.platform.sglang import cpu_latent, cpu_lora
+from asyncmoe.platform.sglang.lifetime import end_with_parent
 from asyncmoe.platform.sglang.standin import PatchTargetGone, decorate, provide, refuse
 
 VERSION = "0.5.23"
@@ -52,6 +55,28 @@ def install() -> None:
     _pinned_host_memory()
     cpu_lora.install()
     cpu_latent.install()
+
+
+def fork_children() -> None:
+    """Have the server fork its scheduler and detokenizer, which saves each the seconds in which it would import torch and SGLang again.
+
+    sglang.srt.entrypoints.engine._set_envs_and_config says that they are spawned, which CUDA needs: a forked process cannot use a device
+    that its parent has opened. Call after the import of all that they need, before anything is computed.
+
+    Raises:
+        PatchTargetGone: that place is gone.
+    """
+    module = importlib.import_module("sglang.srt.entrypoints.engine")
+    configure = getattr(module, "_set_envs_and_config", None)
+    if not callable(configure):
+        raise PatchTargetGone(f"sglang {VERSION}: {module.__name__}._set_envs_and_config is gone")
+
+    def configured(*arguments: Any, **named: Any) -> None:
+        configure(*arguments, **named)
+        multiprocessing.set_start_method("fork", force=True)
+
+    module._set_envs_and_config = configured  # type: ignore[attr-defined]
+    os.register_at_fork(after_in_child=end_with_parent)
 
 
 def _check_version() -> None:

@@ -10,6 +10,9 @@ import sys
 PARENT = "ASYNCMOE_PARENT_PID"
 """Environment variable by which the starter of a server says who it is."""
 
+API_KEY = "ASYNCMOE_ENGINE_KEY"
+"""Environment variable with what a server wants to be shown (its --api-key)."""
+
 _PR_SET_PDEATHSIG = 1
 
 

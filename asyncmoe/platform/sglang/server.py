@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from asyncmoe.platform.sglang.lifetime import end_with_parent
+from asyncmoe.platform.sglang.lifetime import API_KEY, end_with_parent
 
 end_with_parent()
 
@@ -26,9 +26,13 @@ def main(arguments: Sequence[str]) -> None:
     from sglang.srt.server_args import prepare_server_args
     from sglang.srt.utils import kill_process_tree
 
+    if not _CUDA:
+        cpu.fork_children()
     load_plugins()
+    key = os.environ.get(API_KEY)
+    secret = ["--api-key", key] if key else []
     try:
-        run_server(prepare_server_args([*arguments] if _CUDA else [*cpu.ARGUMENTS, *arguments]))
+        run_server(prepare_server_args([*([] if _CUDA else cpu.ARGUMENTS), *arguments, *secret]))
     finally:
         kill_process_tree(os.getpid(), include_parent=False)
 

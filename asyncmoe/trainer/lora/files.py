@@ -38,7 +38,6 @@ class AdapterFiles:
         self._config, self._model, self._client = config, model, client
         self._gatherer = Gatherer(model, config.sync.bucket_bytes, config.sync.timeout_s, adapter=True)
         self._published: Published | None = None
-        self._met = False
 
     def begin(self, version: int) -> None:
         """Make `version` what all engines sample new requests with. Returns when they do.
@@ -67,11 +66,11 @@ class AdapterFiles:
         pass
 
     def _send(self, version: int, adapter: Adapter) -> None:
-        if not self._met:
-            start_s = self._config.engines.start_timeout_s
-            self._client.ask(EnginesAsk(start_s), start_s + _GRACE_S)
-            self._met = True
-        with TemporaryDirectory(prefix="asyncmoe-adapter-", dir=_MEMORY if _MEMORY.is_dir() else None) as folder:
+        start_s = self._config.engines.start_timeout_s
+        self._client.ask(EnginesAsk(start_s), start_s + _GRACE_S)
+        # Engines of other machines see the run's directory.
+        place = self._config.run.dir if self._config.engines.join else _MEMORY if _MEMORY.is_dir() else None
+        with TemporaryDirectory(prefix="asyncmoe-adapter-", dir=place) as folder:
             peft.write_served(Path(folder), family_of(self._model.hf).shape_of(self._model.hf), adapter)
             # It waits for responses, and then for the engine.
             limit = self._config.rollout.request_timeout_s + self._config.sync.timeout_s

@@ -1,0 +1,89 @@
+"""What was found in a Python environment: plain data, part of `facts`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Apex:
+    """The package that `import apex` finds.
+
+    Attributes:
+        nvidia: it has the parts NVIDIA's has; the package of that name on PyPI is a web toolkit.
+        kernels: its CUDA extensions were built.
+    """
+
+    nvidia: bool
+    kernels: bool
+
+
+@dataclass(frozen=True)
+class Extension:
+    """The compiled half of asyncmoe as a Python sees it.
+
+    Attributes:
+        package: the directory of asyncmoe; None: it is not importable.
+        trouble: why an extension cannot be imported.
+        cuda: whether the CUDA kernels are in it.
+        built_from: digests of the sources of `asyncmoe.reshard._C` and `asyncmoe.record._C`; empty: a build that does not say.
+    """
+
+    package: str | None
+    trouble: str | None = None
+    cuda: bool = False
+    built_from: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Nccl:
+    """libnccl as `asyncmoe.reshard` opens it.
+
+    Attributes:
+        version: as ncclGetVersion has it, e.g. 22703; None: it cannot be used.
+    """
+
+    library: str
+    version: int | None
+    trouble: str | None = None
+
+
+@dataclass(frozen=True)
+class Torch:
+    """An imported torch.
+
+    Attributes:
+        cuda: the CUDA version it was built for; None: a CPU build.
+        devices: GPUs it sees.
+        trouble: why it cannot use CUDA although it was built for it.
+    """
+
+    version: str
+    cuda: str | None = None
+    devices: int = 0
+    trouble: str | None = None
+
+
+@dataclass(frozen=True)
+class Python:
+    """One Python environment: the trainer's and the controller's, or the engines'.
+
+    Attributes:
+        version: None: it could not be run, and `unfinished` says why.
+        packages: versions of those of the declared requirements that are installed.
+        cuda_driver: the newest CUDA version the driver takes, as cuDriverGetVersion has it (12080 is 12.8); None: no driver.
+        transformer_engine: it was imported.
+        unfinished: at which step the look inside broke off, and why.
+    """
+
+    executable: str
+    version: str | None = None
+    packages: Mapping[str, str] = field(default_factory=dict)
+    apex: Apex | None = None
+    extension: Extension | None = None
+    nccl: Nccl | None = None
+    cuda_driver: int | None = None
+    torch: Torch | None = None
+    transformer_engine: bool = False
+    unfinished: str | None = None

@@ -1,0 +1,117 @@
+"""What one Python environment has. The text of this file is run by that Python: only the standard library may be imported at its top.
+
+It prints a JSON object a line, each a field of `environment.Python`, as soon as it is known: an import may crash or hang the process.
+The field `step` says what it is about to do.
+
+usage: python - PACKAGE...      (the packages whose versions are wanted)
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.metadata
+import importlib.util
+import json
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+
+def main(names: Iterable[str]) -> None:
+    """Say everything, what can break last."""
+    packages = installed(names)
+    say(version=".".join(map(str, sys.version_info[:3])), packages=packages, apex=apex())
+    say(step="loading asyncmoe's extension")
+    say(extension=extension())
+    say(step="opening NCCL")
+    say(nccl=nccl())
+    say(step="opening libcuda")
+    say(cuda_driver=cuda_driver())
+    if "torch" in packages:
+        say(step="importing torch")
+        say(torch=torch())
+    if "transformer-engine" in packages:
+        say(step="importing transformer_engine.pytorch")
+        importlib.import_module("transformer_engine.pytorch")
+        say(transformer_engine=True)
+    say(step=None)
+
+
+def say(**fields: Any) -> None:
+    print(json.dumps(fields), flush=True)
+
+
+def installed(names: Iterable[str]) -> dict[str, str]:
+    """Versions of those that are installed."""
+    found = {}
+    for name in names:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def apex() -> dict[str, bool] | None:
+    """Whose apex `import apex` would find, without importing it."""
+    spec = importlib.util.find_spec("apex")
+    if spec is None or spec.origin is None:
+        return None
+    folders = [Path(folder) for folder in spec.submodule_search_locations or ()]
+    nvidia = any((folder / "optimizers").is_dir() and (folder / "multi_tensor_apply").is_dir() for folder in folders)
+    return {"nvidia": nvidia, "kernels": importlib.util.find_spec("amp_C") is not None}
+
+
+def extension() -> dict[str, Any]:
+    """asyncmoe and its extensions."""
+    spec = importlib.util.find_spec("asyncmoe")
+    if spec is None or spec.origin is None:
+        return {"package": None}
+    found: dict[str, Any] = {"package": str(Path(spec.origin).resolve().parent)}
+    try:
+        record, reshard = (importlib.import_module(f"asyncmoe.{part}._C") for part in ("record", "reshard"))
+    except ImportError as error:
+        return {**found, "trouble": str(error)}
+    built = [digest for digest in (getattr(reshard, "SOURCES", None), getattr(record, "SOURCES", None)) if digest]
+    return {**found, "cuda": reshard.CUDA, "built_from": built}
+
+
+def nccl() -> dict[str, Any] | None:
+    """libnccl, opened as a transport opens it."""
+    try:
+        reshard, transport = (importlib.import_module(f"asyncmoe.reshard.{part}") for part in ("_C", "nccl_transport"))
+    except ImportError:
+        return None
+    library = transport.find_nccl()
+    try:
+        return {"library": library, "version": reshard.nccl_version(library)}
+    except RuntimeError as error:
+        return {"library": library, "version": None, "trouble": str(error)}
+
+
+def cuda_driver() -> int | None:
+    """The newest CUDA version that the driver takes."""
+    version = ctypes.c_int()
+    try:
+        library = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return None
+    return version.value if library.cuDriverGetVersion(ctypes.byref(version)) == 0 else None
+
+
+def torch() -> dict[str, Any]:
+    """Its build, and what it sees. A CPU build is not asked for GPUs."""
+    module = importlib.import_module("torch")
+    found = {"version": module.__version__, "cuda": module.version.cuda}
+    if module.version.cuda is None:
+        return found
+    try:
+        module.cuda.init()
+    except (RuntimeError, AssertionError) as error:
+        return {**found, "trouble": str(error).strip().split("\n")[0]}
+    return {**found, "devices": module.cuda.device_count()}
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,41 @@
+"""Work that may hang: a file system that does not answer, a name server that is gone."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+from asyncmoe.errors import WaitTimeout
+
+T = TypeVar("T")
+
+
+class Later(Generic[T]):
+    """Starts `work` in a thread of its own, which does not keep the process from ending."""
+
+    def __init__(self, work: Callable[[], T]) -> None:
+        self._work = work
+        self._result: T | None = None
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def result(self, whom: str, what: str, seconds: float) -> T:
+        """What it returned; what it raised is raised here.
+
+        Raises:
+            WaitTimeout: it is not done in time.
+        """
+        self._thread.join(seconds)
+        if self._thread.is_alive():
+            raise WaitTimeout(whom, what, seconds)
+        if self._error is not None:
+            raise self._error
+        return self._result  # type: ignore[return-value]
+
+    def _run(self) -> None:
+        try:
+            self._result = self._work()
+        except BaseException as error:  # noqa: BLE001  raised again by `result`
+            self._error = error

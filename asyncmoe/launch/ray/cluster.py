@@ -1,0 +1,169 @@
+"""Finding a Ray cluster, and reserving a placement group of it for the time of a run."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from asyncmoe.errors import AsyncmoeError, UserError, WaitTimeout
+from asyncmoe.launch.ray import planning
+from asyncmoe.launch.ray.planning import Bundle
+
+_ANSWER_S = 5.0
+_POLL_S = 0.25
+_MOST = 400
+"""Characters of a message of Ray's."""
+_START = "ray start --head on one node and ray start --address=HEAD:6379 on the others, or set RAY_ADDRESS=HEAD:PORT"
+
+
+@contextmanager
+def connected() -> Iterator[Any]:
+    """The `ray` module, connected to the cluster of RAY_ADDRESS, or else to that of this machine.
+
+    Raises:
+        UserError: Ray is not installed, no cluster answers, or this process cannot be one of its drivers.
+    """
+    ray = _module()
+    address = _address(os.environ)
+    if address is not None:
+        _check_answers(*address)
+    where = "auto" if address is None else f"{address[0]}:{address[1]}"
+    try:
+        ray.init(address=where, log_to_driver=False, logging_level=logging.ERROR)
+    except (ConnectionError, RuntimeError, ValueError, AssertionError) as error:
+        cure = "run this on a node of the cluster, with the Python and the Ray that its nodes have"
+        found = where != "auto"
+        raise UserError(
+            f"Ray cluster at {where}" if found else "Ray cluster",
+            got=_in_one_line(error) if found else "none on this machine",
+            expected="one to run on",
+            cure=cure if found else _START,
+        ) from error
+    try:
+        yield ray
+    finally:
+        ray.shutdown()
+
+
+def has_gpus(ray: Any) -> bool:
+    """Any node of the cluster has a GPU."""
+    return bool(ray.cluster_resources().get("GPU"))
+
+
+@contextmanager
+def reserved(ray: Any, wanted: Sequence[Bundle], wait_s: float, say: Callable[[str], None]) -> Iterator[Any]:
+    """A placement group with these bundles, given back at the end.
+
+    Args:
+        wait_s: for nodes to come or to become free.
+        say: told when there is something to wait for.
+
+    Raises:
+        UserError: they did not; says what there is and what is missing.
+    """
+    group = ray.util.placement_group([bundle.resources for bundle in wanted], strategy=planning.strategy(wanted))
+    try:
+        if not _comes(ray, group, min(_ANSWER_S, wait_s)):
+            say(f"waiting {wait_s:.0f} s for Ray: {planning.wanted_words(wanted)}; there is {_there(ray)}")
+            if not _comes(ray, group, wait_s - _ANSWER_S):
+                cure = "add nodes, end what runs there (ray status), or change cluster.trainer_nodes and cluster.engine_nodes"
+                raise UserError("Ray cluster", got=_there(ray), expected=planning.wanted_words(wanted), cure=cure)
+        yield group
+    finally:
+        ray.util.remove_placement_group(group)
+
+
+class Unreachable(AsyncmoeError):
+    """A node cannot be reached, for now or for good."""
+
+
+def result(ray: Any, reference: Any, whom: str, what: str, waited_s: float, wait_s: float) -> Any:
+    """What a call on a node returns.
+
+    Args:
+        whom, what: that is waited for.
+        waited_s: so far.
+        wait_s: from now on.
+
+    Raises:
+        WaitTimeout: it returned nothing in that time.
+        Unreachable: the node cannot be reached, for now or for good.
+        AsyncmoeError: the call failed, or Ray's worker there has ended.
+    """
+    try:
+        return ray.get(reference, timeout=max(0.0, wait_s))
+    except ray.exceptions.GetTimeoutError as error:
+        raise WaitTimeout(whom, f"{what}; see that node, and `ray status`", waited_s + wait_s) from error
+    except ray.exceptions.ActorUnavailableError as error:
+        raise Unreachable(f"{whom}: it cannot be reached any more; see that node, and `ray status`") from error
+    except ray.exceptions.RayError as error:
+        raise AsyncmoeError(f"{whom}: {_in_one_line(getattr(error, 'cause', None) or error)}") from error
+
+
+def _comes(ray: Any, group: Any, seconds: float) -> bool:
+    """In steps, so that a signal is heard meanwhile."""
+    until = time.monotonic() + seconds
+    while not group.wait(_POLL_S):
+        if time.monotonic() > until:
+            return False
+    return True
+
+
+def _there(ray: Any) -> str:
+    alive = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    return planning.nodes_words(alive, ray.available_resources())
+
+
+def _module() -> Any:
+    try:
+        import ray
+        import ray.util.placement_group
+        import ray.util.scheduling_strategies
+    except ImportError as error:
+        python = sys.executable
+        raise UserError("launch: ray", got=f"no Ray in {python} ({error})", expected="the package ray", cure='pip install "ray"') from error
+    return ray
+
+
+def _address(environment: Mapping[str, str]) -> tuple[str, int] | None:
+    """Of the cluster's head: RAY_ADDRESS, or what `ray start` has left here; None where it has left nothing.
+
+    Raises:
+        UserError: RAY_ADDRESS is none that a driver can be at.
+    """
+    given = environment.get("RAY_ADDRESS", "auto") or "auto"
+    if given == "auto":
+        file = Path(environment.get("RAY_TMPDIR") or environment.get("TMPDIR") or "/tmp") / "ray" / "ray_current_cluster"
+        if not file.is_file():
+            return None
+        given = file.read_text().strip()
+    if given.startswith("ray://"):
+        cure = "start asyncmoe on a node of the cluster, for instance with ray job submit"
+        raise UserError("RAY_ADDRESS", got=given, expected="HOST:PORT of the head", cure=cure)
+    matched = re.fullmatch(r"\[?([^\s\[\]/]+?)\]?:(\d{1,5})", given)
+    if matched is None or not 0 < int(matched[2]) < 1 << 16:
+        raise UserError("RAY_ADDRESS", got=repr(given), expected="HOST:PORT of the head, or auto", cure=_START)
+    return matched[1], int(matched[2])
+
+
+def _check_answers(host: str, port: int) -> None:
+    """Ray itself tries for minutes."""
+    try:
+        socket.create_connection((host, port), _ANSWER_S).close()
+    except OSError as error:
+        got = f"no answer ({error.strerror or error})"
+        raise UserError(f"Ray's head at {host}:{port}", got=got, expected="one that listens", cure=_START) from error
+
+
+def _in_one_line(error: BaseException) -> str:
+    """Ray's messages have many lines, of which the last says most; not so where memory ran out, which is followed by advice."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    return next((line for line in lines if "running low on memory" in line), lines[-1])[:_MOST]

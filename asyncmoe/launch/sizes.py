@@ -1,0 +1,82 @@
+"""Sizes of a trainer, of engines and of an adapter, as they are written on the command line."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from pydantic import ValidationError
+
+from asyncmoe.config.lora import LoraSection
+from asyncmoe.errors import ConfigError
+from asyncmoe.models import EngineParallel, MegatronParallel
+from asyncmoe.models.lora.adapter import Kind, kind_of
+
+TRAINER = {key: key for key in ("tp", "pp", "ep", "etp", "dp", "vpp")} | {"first": "first_layers", "last": "last_layers"}
+"""Field of MegatronParallel by what it is called here."""
+_ENGINES = re.compile(r"(?P<engines>\d+)xtp(?P<tp>\d+)(?:ep(?P<ep>\d+))?(?:dp(?P<dp>\d+))?(?:pp(?P<pp>\d+))?", re.ASCII)
+ENGINE = ("tp", "ep", "dp", "pp")
+"""Fields of EngineParallel, in the order they are written."""
+
+
+def parse_trainer(text: str) -> MegatronParallel:
+    """`tp=2,pp=2,ep=8,dp=4`; what is left out is 1. `vpp=2`: two model chunks a stage. `first=3`, `last=5`: layers of the first and the
+    last pipeline stage. `te` alone: parameter names as Transformer Engine has them.
+
+    Raises:
+        ConfigError: anything else, and sizes that do not fit each other.
+    """
+    sizes: dict[str, Any] = {}
+    te = False
+    for part in text.split(","):
+        key, _, value = part.strip().partition("=")
+        if key == "te" and not value:
+            te = True
+        elif key not in TRAINER or TRAINER[key] in sizes or not (value.isascii() and value.isdigit()):
+            raise ConfigError("--trainer", got=repr(part), expected=f"sizes like tp=2,pp=2,ep=8,dp=4 (each of {', '.join(TRAINER)} once)")
+        else:
+            sizes[TRAINER[key]] = int(value)
+    return MegatronParallel(te=te, **sizes)
+
+
+def parse_engines(text: str) -> tuple[int, EngineParallel]:
+    """`4xtp8` or `4xtp8ep2dp2pp2`: number of engines, and the sizes of each: tensor, expert, data-parallel attention, pipeline.
+
+    Raises:
+        ConfigError: anything else, and sizes that do not fit each other.
+    """
+    found = _ENGINES.fullmatch(text.strip())
+    if not found or int(found["engines"]) < 1:
+        raise ConfigError("--engines", got=repr(text), expected="engines x sizes, like 4xtp8, 16xtp8ep8 or 2xtp8ep8dp8pp2")
+    sizes: dict[str, Any] = {key: int(found[key] or 1) for key in ENGINE}
+    return int(found["engines"]), EngineParallel(**sizes)
+
+
+def trainer_text(parallel: MegatronParallel) -> str:
+    """What `parse_trainer` reads; sizes that are their default are left out."""
+    plain = MegatronParallel()
+    sizes = [f"{key}={getattr(parallel, field)}" for key, field in TRAINER.items() if getattr(parallel, field) != getattr(plain, field)]
+    return ",".join([*sizes, *(["te"] if parallel.te else [])]) or "tp=1"
+
+
+def engines_text(count: int, parallel: EngineParallel) -> str:
+    """What `parse_engines` reads."""
+    sizes = [f"{key}{getattr(parallel, key)}" for key in ENGINE if key == "tp" or getattr(parallel, key) > 1]
+    return f"{count}x{''.join(sizes)}"
+
+
+def parse_adapter(text: str) -> Kind:
+    """`rank=32`, `rank=32,experts=shared_outer,targets=q_proj+v_proj`; without targets: all.
+
+    Raises:
+        ConfigError: anything else.
+    """
+    given = dict(part.strip().partition("=")[::2] for part in text.split(","))
+    if not given.keys() <= {"rank", "experts", "targets"} or "rank" not in given:
+        raise ConfigError("--lora", got=repr(text), expected="rank=32, and experts=shared_outer or targets=q_proj+v_proj if wanted")
+    values: dict[str, Any] = {**given, "targets": given["targets"].split("+")} if "targets" in given else given
+    try:
+        section = LoraSection.model_validate(values)
+    except ValidationError as error:
+        raise ConfigError("--lora", got=repr(text), expected=error.errors()[0]["msg"]) from None
+    return kind_of(section)

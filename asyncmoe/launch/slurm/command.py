@@ -1,0 +1,22 @@
+"""What the commands of this package have in common: signals first, and one line for what went wrong."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable, Sequence
+
+from asyncmoe.errors import AsyncmoeError
+from asyncmoe.launch.slurm.signals import Stop
+from asyncmoe.process import say
+
+
+def main(run: Callable[[Sequence[str], Stop], None]) -> None:
+    """Call `run` with the arguments of the command; the status of an error says whether the user can mend it."""
+    stop = Stop()
+    logging.basicConfig(format="%(asctime)s %(name)s: %(message)s", level=logging.INFO)
+    try:
+        run(sys.argv[1:], stop)
+    except AsyncmoeError as error:
+        say(error)
+        sys.exit(error.exit_code)

@@ -1,0 +1,111 @@
+"""Engines of another allocation join a running training: `python -m asyncmoe.launch.slurm.join RUN_DIR_OR_CONFIG [ENGINES_PER_NODE]`.
+
+One step for each engine, on every node of this allocation. They leave when they are asked to (SIGTERM, SIGINT or SIGUSR1 to the batch
+script), and end by themselves when the run is over. One that fails leaves the others alone.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from asyncmoe import config as configuration
+from asyncmoe.config import Config
+from asyncmoe.errors import ConfigError, UserError, WaitTimeout
+from asyncmoe.launch.slurm import allocation, control, parts, steps
+from asyncmoe.launch.slurm.allocation import Allocation
+from asyncmoe.launch.slurm.command import main
+from asyncmoe.launch.slurm.parts import Part
+from asyncmoe.launch.slurm.signals import Stop
+
+_POLL_S = 0.5
+_LEAVE_S = 60.0
+"""For engines to give what they do to others; then they are ended."""
+_ASK_AGAIN_S = 2.0
+_APPEARS_S = 180.0
+"""For the run directory's configuration, where that alone is known."""
+
+
+def run(arguments: Sequence[str], stop: Stop) -> None:
+    """Run engines until the training is over or they are asked to leave.
+
+    Raises:
+        UserError: what was given is no run, or one that nobody can join.
+        WaitTimeout: the training did not appear.
+        AsyncmoeError: an engine failed, the first cause of all.
+    """
+    if not 1 <= len(arguments) <= 2:
+        cure = "sbatch slurm/rollout.sbatch RUN_DIR [ENGINES_PER_NODE]"
+        raise UserError("arguments", got=len(arguments), expected="a run directory, and perhaps a number of engines", cure=cure)
+    where = allocation.read(os.environ, control.hostnames)
+    config, resolved = _resolved(Path(arguments[0]), stop)
+    each = int(arguments[1]) if len(arguments) == 2 else engines_each(config)
+    planned = plan(where, config, resolved, each, steps.container(os.environ, sys.executable))
+    print(f"job {where.name}: {each} engine(s) on each of {', '.join(where.nodes)} join {config.run.dir}", flush=True)
+    started: list[Part] = []
+    try:
+        parts.start(planned, started)
+        _watch(started, stop)
+    finally:
+        parts.end_all(started)
+    if any(part.failed for part in started):
+        raise parts.first_cause(started)
+
+
+def plan(where: Allocation, config: Config, resolved: Path, each: int, program: steps.Container) -> list[steps.Step]:
+    """A step for every engine, with names that no other job's have.
+
+    Args:
+        each: engines on a node.
+    """
+    planned = []
+    for node in where.nodes:
+        for index in range(each):
+            name = f"engine.job{where.job}.{node}.{index}"
+            planned.append(steps.srun(where, name, [node], config.run.dir / "logs", program, steps.engine(resolved, name, index)))
+    return planned
+
+
+def engines_each(config: Config) -> int:
+    """As many as the run's own nodes have."""
+    return -(-config.engines.count // config.cluster.engine_nodes)
+
+
+def _resolved(given: Path, stop: Stop) -> tuple[Config, Path]:
+    """The configuration that the processes of the run read, once it is there."""
+    begin = time.monotonic()
+    directory, limit_s = given, _APPEARS_S
+    if given.is_file():
+        asked = configuration.load(given)
+        directory, limit_s = asked.run.dir, asked.engines.start_timeout_s
+    resolved = directory / "config.yaml"
+    while not resolved.is_file():
+        waited = time.monotonic() - begin
+        if waited > limit_s or stop.save or stop.now:
+            raise WaitTimeout("the training", f"{resolved} does not exist; submit slurm/train.sbatch with run.dir={directory}", waited)
+        time.sleep(_POLL_S)
+    config = configuration.load(resolved)
+    if not config.engines.join:
+        cure = "start it with slurm/train.sbatch, or with engines.join=true"
+        raise ConfigError(f"{resolved}: engines.join", got="false", expected="true: a run that engines may join", cure=cure)
+    return config, resolved
+
+
+def _watch(started: Sequence[Part], stop: Stop) -> None:
+    leave_by, asked, ask_at = float("inf"), False, 0.0
+    while any(part.status is None for part in started):
+        now = time.monotonic()
+        if now > leave_by:
+            return
+        if stop.save or stop.now:
+            leave_by = min(leave_by, now + _LEAVE_S)
+            if not asked and now > ask_at:
+                asked, ask_at = parts.ask_to_stop([part for part in started if part.status is None]), now + _ASK_AGAIN_S
+        time.sleep(_POLL_S)
+
+
+if __name__ == "__main__":
+    main(run)

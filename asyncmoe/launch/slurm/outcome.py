@@ -1,0 +1,110 @@
+"""What becomes of a job whose steps have ended: a report, a place in the queue, or an error."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from asyncmoe import checkpoints, storage
+from asyncmoe.config import Config
+from asyncmoe.errors import AsyncmoeError
+from asyncmoe.launch.slurm import control, verdict
+from asyncmoe.launch.slurm.allocation import Allocation
+from asyncmoe.launch.slurm.signals import Stop
+from asyncmoe.telemetry.report import report
+from asyncmoe.telemetry.summary import write_summary
+
+_LOST = "slurm-lost.json"
+
+
+class Lost(msgspec.Struct, frozen=True):
+    """Kept in the run directory from one start of a job to the next: how often it went back into the queue after a loss."""
+
+    job: str
+    count: int
+
+
+def conclude(where: Allocation, config: Config, before: Path | None, cause: AsyncmoeError | None, stop: Stop) -> None:
+    """Report a finished run; put an unfinished one back into the queue where that can help.
+
+    Args:
+        before: the newest checkpoint when the job started.
+        cause: of its end, if that was a failure.
+
+    Raises:
+        AsyncmoeError: the run has ended unfinished, and not to go on by itself.
+    """
+    # A job that is cancelled hears of it after its steps, and must not go back into the queue.
+    if stop.now or (cause is not None and _cancelled(where)):
+        raise told_to_end(where)
+    newest = checkpoints.newest(config.run.dir)
+    if cause is not None:
+        _lost(where, config, cause)
+    elif stop.save and not _is_finished(config, newest):
+        _stopped(where, before, newest, stop)
+    else:
+        with storage.writing("summary and report of the run", config.run.dir):
+            write_summary(config.run.dir)
+            report(config.run.dir)
+        _say(f"finished; the report is {config.run.dir / 'report.html'}")
+
+
+def _stopped(where: Allocation, before: Path | None, newest: Path | None, stop: Stop) -> None:
+    at = "no checkpoint" if newest is None else newest.name
+    if not stop.requeue:
+        raise AsyncmoeError(f"stopped at {at}; the same command goes on from there")
+    if newest == before:
+        cure = "raise sbatch --time, or lower the seconds of --signal=B:USR1@SECONDS, which are those before the time limit"
+        raise AsyncmoeError(f"job {where.name} made no step before it had to stop, at {at}: it would do so for ever; {cure}")
+    _say(f"job {where.name} goes back into the queue with {at}: its time is nearly over")
+    control.requeue(where.name)
+
+
+def _cancelled(where: Allocation) -> bool:
+    try:
+        return not control.running(where.name)
+    except AsyncmoeError as error:
+        _say(f"taken for running: {error}")
+        return False
+
+
+def told_to_end(where: Allocation) -> AsyncmoeError:
+    """What a cancelled job says."""
+    return AsyncmoeError(f"job {where.name} was told to end; what was not in a checkpoint is lost")
+
+
+def _is_finished(config: Config, newest: Path | None) -> bool:
+    return newest is not None and bool(checkpoints.facts(newest)["step"] >= config.warmup.steps + config.run.steps)
+
+
+def _lost(where: Allocation, config: Config, cause: AsyncmoeError) -> None:
+    """Put the job back into the queue, or end it with what was the matter.
+
+    Raises:
+        AsyncmoeError: it ends. `exit_code` is 2 for a mistake of the user.
+    """
+    path, limit = config.run.dir / _LOST, config.cluster.requeues
+    count = lost_before(path, where.name)
+    if verdict.decide(cause.exit_code, count, limit) == "requeue":
+        with storage.writing("count of the job's losses", path):
+            path.write_bytes(msgspec.json.encode(Lost(where.name, count + 1)))
+        _say(f"{cause}; job {where.name} goes back into the queue, {count + 1} of at most {limit} times (cluster.requeues)")
+        control.requeue(where.name)
+        return
+    if cause.exit_code == AsyncmoeError.exit_code and limit:
+        raise AsyncmoeError(f"{cause}; the job was lost {count + 1} times, cluster.requeues allows {limit}")
+    raise cause
+
+
+def lost_before(path: Path, job: str) -> int:
+    """How often this job lost a process so far; another job's count is not its own."""
+    try:
+        kept = msgspec.json.decode(path.read_bytes(), type=Lost)
+    except (FileNotFoundError, msgspec.DecodeError):
+        return 0
+    return kept.count if kept.job == job else 0
+
+
+def _say(text: str) -> None:
+    print(text, flush=True)

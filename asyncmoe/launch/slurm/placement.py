@@ -1,0 +1,100 @@
+"""Which part of a run lives on which node."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from asyncmoe.config import Config
+from asyncmoe.errors import ConfigError, UserError
+from asyncmoe.launch.slurm.allocation import Allocation
+
+_PORTS = range(20000, 32000)
+"""Below what Linux gives to connections by itself (32768 and above)."""
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Nodes by part. The controller lives on `engines[0]`.
+
+    Attributes:
+        engines: nodes of engines, each with those of its numbers that it runs: ("n1", (0, 1)).
+        trainers: nodes of the trainer, in the order of its ranks.
+        ranks: trainer ranks on each of them.
+        unused: nodes of the allocation without a part.
+    """
+
+    engines: tuple[tuple[str, tuple[int, ...]], ...]
+    trainers: tuple[str, ...]
+    ranks: int
+    unused: tuple[str, ...] = ()
+
+    @property
+    def controller(self) -> str:
+        return self.engines[0][0]
+
+
+def place(allocation: Allocation, config: Config) -> Placement:
+    """Engines on the first nodes and the trainer on those after them; of a heterogeneous job, engines on the first component and the
+    trainer on the second. One node is shared by both.
+
+    Raises:
+        UserError: too few nodes, or a number of components that is not two.
+        ConfigError: ranks or engines that cannot be spread over their nodes.
+    """
+    cluster = config.cluster
+    if config.trainer.ranks % cluster.trainer_nodes:
+        raise ConfigError(
+            "cluster.trainer_nodes",
+            got=cluster.trainer_nodes,
+            expected=f"a divisor of trainer.ranks = {config.trainer.ranks}",
+            cure="each node runs as many ranks as the others",
+        )
+    if config.engines.count < cluster.engine_nodes:
+        raise ConfigError("cluster.engine_nodes", got=cluster.engine_nodes, expected=f"at most engines.count = {config.engines.count}")
+    engines, trainers, unused = _split(allocation, cluster.engine_nodes, cluster.trainer_nodes)
+    return Placement(spread(engines, config.engines.count), trainers, config.trainer.ranks // cluster.trainer_nodes, unused)
+
+
+def _split(allocation: Allocation, engines: int, trainers: int) -> tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]:
+    groups = allocation.groups
+    if len(groups) == 1:
+        nodes = groups[0].nodes
+        if len(nodes) == 1 and (engines, trainers) == (1, 1):
+            return nodes, nodes, ()
+        wanted = f"{engines + trainers} = cluster.engine_nodes {engines} + cluster.trainer_nodes {trainers}"
+        cure = f"sbatch --nodes={engines + trainers} ..., or lower cluster.engine_nodes or cluster.trainer_nodes"
+        _check(f"nodes of job {allocation.name}", nodes, engines + trainers, wanted, cure)
+        return nodes[:engines], nodes[engines : engines + trainers], nodes[engines + trainers :]
+    if len(groups) != 2:
+        raise UserError(
+            f"components of heterogeneous job {allocation.name}", got=len(groups), expected="2: the engines' and then the trainer's"
+        )
+    for group, what, number in zip(groups, ("engine", "trainer"), (engines, trainers), strict=True):
+        cure = f"raise --nodes of that component, or lower cluster.{what}_nodes"
+        _check(f"nodes of component {group.index} of job {allocation.name}", group.nodes, number, f"cluster.{what}_nodes {number}", cure)
+    first, second = groups
+    return first.nodes[:engines], second.nodes[:trainers], (*first.nodes[engines:], *second.nodes[trainers:])
+
+
+def _check(what: str, nodes: Sequence[str], wanted: int, expected: str, cure: str) -> None:
+    if len(nodes) < wanted:
+        raise UserError(what, got=f"{len(nodes)} ({', '.join(nodes)})", expected=f"at least {expected}", cure=cure)
+
+
+def spread(nodes: Sequence[str], count: int) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    """`count` numbers over nodes in order, as evenly as they go: 5 over two nodes are 0, 1, 2 and 3, 4."""
+    edges = [-(-count * place // len(nodes)) for place in range(len(nodes) + 1)]
+    return tuple((node, tuple(range(*edges[place : place + 2]))) for place, node in enumerate(nodes))
+
+
+def implied(allocation: Allocation, network: str) -> tuple[str, ...]:
+    """Overrides of the configuration that an allocation implies: of several nodes, and of a job that went back into the queue."""
+    several = len(allocation.nodes) > 1 and network == "loopback"
+    again = ["run.resume=true"] if allocation.restarts else []
+    return ("engines.join=true", *(["cluster.network=hostname"] if several else []), *again)
+
+
+def master_port(job: int, restarts: int) -> int:
+    """Where the trainer's ranks meet: jobs that share a node take different ones, and so does a job that starts again."""
+    return _PORTS[(job * 7 + restarts * 1009) % len(_PORTS)]

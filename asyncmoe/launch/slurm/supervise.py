@@ -1,0 +1,151 @@
+"""One run in one allocation: all parts started as steps, watched, and ended whatever happens."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from asyncmoe import checkpoints
+from asyncmoe import config as configuration
+from asyncmoe.config import Config
+from asyncmoe.errors import AsyncmoeError
+from asyncmoe.launch import local
+from asyncmoe.launch.slurm import allocation, control, outcome, parts, placement, steps
+from asyncmoe.launch.slurm.allocation import Allocation
+from asyncmoe.launch.slurm.parts import Part
+from asyncmoe.launch.slurm.signals import Stop
+from asyncmoe.telemetry.live import LiveView
+
+_POLL_S = 0.25
+_END_GRACE_S = 60.0
+"""Between the ends of controller and trainer."""
+_LEAVE_S = 20.0
+"""For engines, after those two."""
+_ASK_AGAIN_S = 2.0
+_SIGNALLED_S = 300.0
+"""How long before the time limit slurm/train.sbatch wants to hear of it."""
+_KEPT_S = 45.0
+"""Of the time before the limit, kept to end what did not stop by itself and to requeue."""
+_UNLIMITED_S = 3600.0
+"""For a last step and its checkpoint in a job whose limit is far."""
+_INTERRUPTED = 130
+"""Status of a command that SIGINT reached before it had set itself up to be asked."""
+
+
+def run(path: Path, overrides: Sequence[str], stop: Stop) -> None:
+    """Run a configuration in this allocation, or go on with it where its newest checkpoint is.
+
+    Returns when the run is finished, or when the job goes back into the queue.
+
+    Raises:
+        UserError: the configuration, the model, the allocation or the run directory cannot be used.
+        AsyncmoeError: a part failed, the first cause; or the run was stopped.
+    """
+    where = allocation.read(os.environ, control.hostnames)
+    config = configuration.load(path, overrides)
+    config = configuration.load(path, [*overrides, *placement.implied(where, config.cluster.network)])
+    placed = placement.place(where, config)
+    with local.claim(config.run.dir):
+        resolved = local.prepare(config)
+        port = placement.master_port(where.job, where.restarts)
+        master = (control.address(placed.trainers[0]), port)
+        program = steps.container(os.environ, sys.executable)
+        planned = steps.all_steps(where, placed, config, resolved, master, program)
+        before = checkpoints.newest(config.run.dir)
+        print(_describe(where, placed, config, before), flush=True)
+        cause = _supervise(where, config, planned, stop)
+        outcome.conclude(where, config, before, cause, stop)
+
+
+def _describe(where: Allocation, placed: placement.Placement, config: Config, newest: Path | None) -> str:
+    start = "begins" if newest is None else f"goes on from {newest.name}"
+    engines = ", ".join(f"{node} ({len(numbers)})" for node, numbers in placed.engines)
+    unused = f"; not used: {', '.join(placed.unused)}" if placed.unused else ""
+    return (
+        f"job {where.name} {start}: controller on {placed.controller}; engines on {engines}; {placed.ranks} trainer rank(s) on each of "
+        f"{', '.join(placed.trainers)}{unused}; logs in {config.run.dir / 'logs'}"
+    )
+
+
+def _supervise(where: Allocation, config: Config, planned: Sequence[steps.Step], stop: Stop) -> AsyncmoeError | None:
+    """Start and watch all steps; the first cause of a failure, or None when all ended well or as asked."""
+    started: list[Part] = []
+    try:
+        with LiveView(config) as view:
+            parts.start(planned, started)
+            return _watch(where, {part.step.name: part for part in started}, view, stop)
+    finally:
+        parts.end_all(started)
+
+
+def _watch(where: Allocation, started: Mapping[str, Part], view: LiveView, stop: Stop) -> AsyncmoeError | None:
+    controller, trainer, everyone = started[steps.CONTROLLER], started[steps.TRAINER], list(started.values())
+    saving: _Saving | None = None
+    end_by = float("inf")
+    while controller.status is None or trainer.status is None:
+        view.refresh()
+        now = time.monotonic()
+        if stop.now:
+            raise outcome.told_to_end(where)
+        if any(_bad(part, stop) for part in everyone):
+            return parts.first_cause(everyone)
+        if stop.save and saving is None:
+            saving = _Saving(controller, now + _time_to_save(where))
+            view.say(f"stopping: {saving.by - now:.0f} s for a checkpoint")
+        if saving is not None and saving.over(now):
+            return None
+        if controller.status is not None or trainer.status is not None:
+            end_by = min(end_by, now + _END_GRACE_S)
+        if now > end_by:
+            if saving is not None:
+                return None
+            late = trainer if trainer.status is None else controller
+            what = f"{late.step.name} on {','.join(late.step.nodes)} did not end within {_END_GRACE_S:.0f} s of the others"
+            raise AsyncmoeError(f"{what}; its log is {late.step.logs[late.step.nodes[0]]}")
+        time.sleep(_POLL_S)
+    view.refresh()
+    if any(_bad(part, stop) for part in (controller, trainer)):
+        return parts.first_cause(everyone)
+    # The controller has told the engines that have joined; one that has not would wait for it.
+    parts.wait_until(lambda: all(part.status is not None for part in everyone), _LEAVE_S)
+    return None
+
+
+class _Saving:
+    """A stop that was asked for.
+
+    Attributes:
+        by: when whatever still runs is ended, in time.monotonic's seconds.
+    """
+
+    def __init__(self, controller: Part, by: float) -> None:
+        self.by = by
+        self._controller, self._told, self._next = controller, False, 0.0
+
+    def over(self, now: float) -> bool:
+        """Tell the controller, once; true when the time is over."""
+        # A second time would tell it to end at once. SLURM may not have started it yet.
+        if not self._told and now > self._next and self._controller.status is None:
+            self._next = now + _ASK_AGAIN_S
+            try:
+                self._told = parts.ask_to_stop([self._controller])
+            except AsyncmoeError as error:
+                print(f"the controller is told again in {_ASK_AGAIN_S:.0f} s: {error}", flush=True)
+        return now > self.by
+
+
+def _bad(part: Part, stop: Stop) -> bool:
+    """It failed. A controller that was told to stop before it had set itself up for that did not."""
+    return part.failed and not (stop.save and part.step.name == steps.CONTROLLER and part.status == _INTERRUPTED)
+
+
+def _time_to_save(where: Allocation) -> float:
+    try:
+        left = control.seconds_left(where.name)
+    except AsyncmoeError as error:
+        print(f"the time limit is taken for {_SIGNALLED_S:.0f} s away: {error}", flush=True)
+        left = _SIGNALLED_S
+    return _UNLIMITED_S if left is None else min(max(left - _KEPT_S, _POLL_S), _UNLIMITED_S)

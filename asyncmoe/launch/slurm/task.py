@@ -1,0 +1,77 @@
+"""What runs in a step, on each of its nodes: `python -m asyncmoe.launch.slurm.task LOGS STEP ROLE CONFIG ...`.
+
+Its output goes to a file of the step and the node. SIGURG, which SLURM brings to every process of a step and only this one heeds,
+becomes the signal by which the part is asked to stop.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from asyncmoe.errors import AsyncmoeError
+from asyncmoe.launch.slurm.steps import log_of
+from asyncmoe.process import say
+from asyncmoe.storage import writing
+
+
+def main() -> None:
+    """Become the part that was asked for; never returns but by its end."""
+    logs, step, role, *arguments = sys.argv[1:]
+    node = os.environ["SLURMD_NODENAME"]
+    try:
+        _write_to(log_of(Path(logs), step, node), step)
+    except AsyncmoeError as error:
+        say(error)
+        sys.exit(error.exit_code)
+    roles: dict[str, Callable[[str, list[str]], None]] = {"rollout": _rollout, "engine": _engine, "trainer": _trainer}
+    roles[role](node, arguments)
+
+
+def _rollout(node: str, arguments: list[str]) -> None:
+    stop_as(signal.SIGINT)
+    _asyncmoe("rollout", arguments)
+
+
+def _engine(node: str, arguments: list[str]) -> None:
+    stop_as(signal.SIGTERM)
+    _asyncmoe("engine", arguments)
+
+
+def _trainer(node: str, arguments: list[str]) -> None:
+    from asyncmoe.launch.slurm import agent
+
+    config, nodes, ranks, address, port = arguments
+    names = nodes.split(",")
+    # SLURM sorts the nodes of a step by itself, and the ranks must meet on the first one that they were told of.
+    agent.run(names.index(node), len(names), int(ranks), address, int(port), config)
+
+
+def _asyncmoe(command: str, arguments: list[str]) -> None:
+    from asyncmoe import cli
+
+    sys.argv = ["asyncmoe", command, *arguments]
+    cli.main()
+
+
+def stop_as(number: signal.Signals) -> None:
+    """Take SIGURG for `number`."""
+    signal.signal(signal.SIGURG, lambda *_: signal.raise_signal(number))
+
+
+def _write_to(log: Path, step: str) -> None:
+    """Standard output and error of this process and all that it starts are appended there."""
+    with writing(f"log of {step}", log):
+        log.parent.mkdir(parents=True, exist_ok=True)
+        file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+        os.dup2(file, stream.fileno())
+    os.close(file)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,124 @@
+"""What becomes of an error in writing a file: one line that names what, where, on which node, why, how much is free, and the cure."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import shutil
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from asyncmoe.errors import AsyncmoeError, StorageError
+
+_ROOM = "make room there, or write to another file system"
+_CURES = {
+    errno.ENOSPC: _ROOM,
+    errno.EDQUOT: "make room there, ask for a larger quota, or write to another file system",
+    errno.EFBIG: "raise the limit of a file's size (ulimit -f), or write to another file system",
+    errno.EROFS: "mount it for writing, or write to another file system",
+    errno.EIO: "the device or its server fails: see the node's kernel log, or write to another file system",
+    errno.ESTALE: "mount it again on this node: its server has forgotten it",
+    errno.EACCES: "write where this user may, or change the permissions",
+    errno.EPERM: "write where this user may, or change the permissions",
+    errno.ENOTDIR: "choose a path of which no part is a file",
+    errno.EEXIST: "choose a path of which no part is a file",
+}
+"""All that can be wrong with storage itself; any other errno is a mistake of ours."""
+_RUST = re.compile(r"\(os error (\d+)\)")
+"""How safetensors and tokenizers, written in Rust, end the text of an I/O error."""
+_TORCH = ("inline_container", "iostream error", "PytorchStreamWriter")
+"""Parts of what torch.save says when it cannot write to a path; the reason is not among it."""
+_PROBE_BYTES = 64 << 10
+_GIB = 1 << 30
+
+
+@contextmanager
+def writing(what: str, path: Path, then: str = "") -> Iterator[None]:
+    """Make an error in storage within the block a `StorageError`; all others pass.
+
+    Args:
+        what: what is being written, as the user knows it ("the checkpoint of step 8").
+        path: the file or directory.
+        then: what to do after the cure, where it is more than to start again.
+
+    Raises:
+        StorageError: it could not be written.
+    """
+    try:
+        yield
+    except Exception as error:
+        failure = explain(error, what, path, then)
+        if failure is None:
+            raise
+        raise failure from error
+
+
+def explain(error: BaseException, what: str, path: Path, then: str = "") -> StorageError | None:
+    """The error for the user where `error` comes from storage, else None. Arguments as for `writing`."""
+    if isinstance(error, AsyncmoeError):
+        return error if isinstance(error, StorageError) else None
+    number = _errno(error, path)
+    if number is None:
+        return None
+    name, reason = errno.errorcode.get(number, str(number)), os.strerror(number)
+    cure = f"{_CURES[number]}; {then}" if then else _CURES[number]
+    return StorageError(f"{what}: cannot write {path} on {socket.gethostname()}: {reason} ({name}), {_free(path)}; {cure}")
+
+
+def probe(directory: Path) -> OSError | None:
+    """Why nothing can be written in `directory` now; None when something can."""
+    path = directory / f".probe-{os.getpid()}"
+    try:
+        with path.open("wb", buffering=0) as file:
+            left = bytes(_PROBE_BYTES)
+            while left:
+                left = left[file.write(left) :]
+            os.fsync(file.fileno())
+    except OSError as error:
+        return error
+    finally:
+        with suppress(OSError):
+            path.unlink()
+    return None
+
+
+def _errno(error: BaseException, path: Path) -> int | None:
+    """The first of an error and what it was raised from that storage is to blame for."""
+    each: BaseException | None = error
+    seen: set[int] = set()
+    while each is not None and id(each) not in seen:
+        seen.add(id(each))
+        found = each.errno if isinstance(each, OSError) else _in_text(str(each), path)
+        if found in _CURES:
+            return found
+        each = each.__cause__ or each.__context__
+    return None
+
+
+def _in_text(text: str, path: Path) -> int | None:
+    written = _RUST.search(text)
+    if written is not None:
+        return int(written[1])
+    if any(part in text for part in _TORCH):
+        refused = probe(_existing(path))
+        return None if refused is None else refused.errno
+    return None
+
+
+def _free(path: Path) -> str:
+    place = _existing(path)
+    try:
+        usage, nodes = shutil.disk_usage(place), os.statvfs(place)
+    except OSError as error:
+        return f"free space unknown ({error.strerror})"
+    if nodes.f_files and not nodes.f_favail:
+        return f"no file is free of {nodes.f_files}"
+    return f"{usage.free / _GIB:.3f} of {usage.total / _GIB:.3f} GiB free"
+
+
+def _existing(path: Path) -> Path:
+    """The directory nearest to `path` that there is."""
+    return next(place for place in (path, *path.absolute().parents) if place.is_dir())

@@ -1,0 +1,163 @@
+"""Write docs/config.md from the schema of the configuration. `make docs` runs it.
+
+The page is a function of `asyncmoe.config.Config` alone: sections and keys in the order of the schema, types and bounds in words,
+defaults, and the descriptions that stand beside the keys in `asyncmoe/config`. tests/unit/test_docs.py compares it with the file.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import types
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from asyncmoe.config import Config
+
+OUT = Path(__file__).parent / "config.md"
+HEAD = """\
+# Configuration
+
+<!-- Made by docs/generate.py from asyncmoe/config. Do not edit: change the descriptions there, then run `make docs`. -->
+
+One YAML file describes a run, and every process of the run reads the same one. Any key can also be given on the command line, as its path
+and a YAML value: `asyncmoe run examples/demo.yaml run.steps=20 queue.staleness.eta=2`. What is given there wins.
+
+Keys that are not in this list, wrong types, values out of bounds and combinations that cannot work are refused before anything starts, in
+one line that names the key, what was got and what was expected. Sizes that must divide the model (`trainer.tp`, `engines.ep` ...) are
+checked against its `config.json`. The values of a run, defaults included, are in `config.yaml` in its directory.
+
+`null` means that nothing is given. A section marked *optional* is absent unless the file has it.
+"""
+_WORDS = {int: "whole number", float: "number", bool: "`true` or `false`", str: "text", Path: "path", type(None): "`null`", Any: "anything"}
+
+
+@dataclass(frozen=True)
+class Group:
+    """A section: its path, what it is, its own keys by their paths, and the sections in it, all in the schema's order."""
+
+    path: str
+    text: str
+    optional: bool
+    keys: tuple[tuple[str, FieldInfo], ...]
+    inner: tuple[Group, ...]
+
+
+def groups() -> list[Group]:
+    """What stands at the top of a file; a key that is in no section is a group of its own."""
+    whole = _group("", Config, False)
+    found = {group.path: group for group in whole.inner}
+    found |= {path: Group(path, "", False, ((path, field),), ()) for path, field in whole.keys}
+    return [found[name] for name in Config.model_fields]
+
+
+def every_key() -> dict[str, FieldInfo]:
+    """All keys by their paths, in reading order."""
+    found: dict[str, FieldInfo] = {}
+    waiting = groups()
+    while waiting:
+        group, *waiting = waiting
+        found |= dict(group.keys)
+        waiting = [*group.inner, *waiting]
+    return found
+
+
+def _group(path: str, section: type[BaseModel], optional: bool) -> Group:
+    keys: list[tuple[str, FieldInfo]] = []
+    inner: list[Group] = []
+    for name, field in section.model_fields.items():
+        full = f"{path}.{name}" if path else name
+        options = [option for option in (field.annotation, *get_args(field.annotation)) if isinstance(option, type)]
+        sections = [option for option in options if issubclass(option, BaseModel)]
+        if sections:
+            inner.append(_group(full, sections[0], field.default is None))
+        else:
+            keys.append((full, field))
+    return Group(path, " ".join((section.__doc__ or "").split()), optional, tuple(keys), tuple(inner))
+
+
+def kind(annotation: Any, metadata: Sequence[Any] = ()) -> str:
+    """A type and its bounds in words."""
+    origin, inner = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return kind(inner[0], [*metadata, *inner[1:]])
+    if origin in (Union, types.UnionType):
+        return ", or ".join(kind(part) for part in inner)
+    if origin is Literal:
+        return "one of " + ", ".join(f"`{value}`" for value in inner)
+    if origin is tuple and inner[-1] is ...:
+        return f"list of: {kind(inner[0])}"
+    if origin is tuple:
+        return f"list of {len(inner)}: {'; '.join(dict.fromkeys(map(kind, inner)))}"
+    if origin is dict:
+        return "mapping" if inner[1] is Any else f"mapping to: {kind(inner[1])}"
+    return _WORDS[annotation] + _bounds(metadata, whole=annotation is int)
+
+
+def _bounds(metadata: Sequence[Any], whole: bool) -> str:
+    marks = [mark for part in metadata for mark in (part.metadata if isinstance(part, FieldInfo) else [part])]
+    found = []
+    for name, word in (("gt", "above"), ("ge", "at least"), ("lt", "below"), ("le", "at most")):
+        for bound in [getattr(mark, name) for mark in marks if getattr(mark, name, None) is not None]:
+            found.append(f"at least {bound + 1}" if whole and name == "gt" else f"{word} {bound:g}")
+    return f", {' and '.join(found)}" if found else ""
+
+
+def default(field: FieldInfo) -> str:
+    """A default as YAML would have it."""
+    if field.is_required():
+        return "**required**"
+    value = field.default
+    if value in ("", (), {}):
+        return "none"
+    if isinstance(value, float):
+        return f"`{value:g}`"
+    return f"`{value if isinstance(value, str | Path) else json.dumps(value)}`"
+
+
+def plain(text: str) -> str:
+    """Text in which Markdown finds nothing of its own."""
+    return re.sub(r"([|<>*])", r"\\\1", text)
+
+
+def anchor(heading: str) -> str:
+    """What GitHub makes of a heading for a link to it."""
+    return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+
+
+def _contents(found: Sequence[Group]) -> Iterator[str]:
+    for group in found:
+        inner = ", ".join(f"[{one.path.rpartition('.')[2]}](#{anchor(one.path)})" for one in group.inner)
+        yield f"- [{group.path}](#{anchor(group.path)})" + (f": {inner}" if inner else "")
+
+
+def _section(group: Group, level: int) -> Iterator[str]:
+    yield f"{'#' * level} {group.path}\n"
+    if group.text:
+        yield plain(group.text) + (" *Optional.*" if group.optional else "") + "\n"
+    if group.keys:
+        yield "| key | what it may be | default | what it does |\n|---|---|---|---|"
+        for path, field in group.keys:
+            words = kind(field.annotation, field.metadata)
+            yield f"| `{path}` | {words} | {default(field)} | {plain(field.description or '')} |"
+        yield ""
+    for inner in group.inner:
+        yield from _section(inner, level + 1)
+
+
+def generate() -> str:
+    """The whole page."""
+    found = groups()
+    parts = [HEAD, *_contents(found), ""]
+    for group in found:
+        parts += _section(group, 2)
+    return "\n".join(parts)
+
+
+if __name__ == "__main__":
+    OUT.write_text(generate())

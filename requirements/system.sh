@@ -1,0 +1,22 @@
+#!/usr/bin/env bash
+# What tests want of Debian's packages: a SLURM to run batch scripts on, and a checker of shell scripts. Installs what is missing where it
+# may; otherwise says which tests will be skipped. Never fails.
+set -uo pipefail
+declare -A packages=([slurmctld]=slurm-wlm [munged]=munge [shellcheck]=shellcheck)
+declare -A skipped=([slurmctld]="tests/system/test_slurm.py" [munged]="tests/system/test_slurm.py" [shellcheck]="shellcheck in tests/unit/test_shell.py")
+PATH=$PATH:/usr/sbin:/sbin
+missing=()
+for program in "${!packages[@]}"; do command -v "$program" > /dev/null || missing+=("$program"); done
+[ ${#missing[@]} -eq 0 ] && exit 0
+if [ "$(id -u)" = 0 ] && command -v apt-get > /dev/null; then
+    wanted=()
+    for program in "${missing[@]}"; do wanted+=("${packages[$program]}"); done
+    export DEBIAN_FRONTEND=noninteractive
+    log=$(mktemp)
+    { apt-get update --quiet && apt-get install --yes --quiet --no-install-recommends "${wanted[@]}"; } > "$log" 2>&1 || tail -n 5 "$log" >&2
+    rm -f "$log"
+fi
+for program in "${missing[@]}"; do
+    command -v "$program" > /dev/null || echo "no $program (Debian's ${packages[$program]}): skipped are ${skipped[$program]}" >&2
+done
+exit 0

@@ -1,0 +1,131 @@
+"""Worker: what Megatron holds on every rank, and what a layer keeps for its backward pass, next to what `asyncmoe.launch.memory` says of
+them. `memory.py RESULT LAYOUT...`
+
+A layout is a list of the trainer's keys, and of those in `SPECIAL`, such as "tp=2,ep=2,distributed=true" or "ep=2,lora=true".
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import yaml
+
+from asyncmoe.config import Config, parse
+from asyncmoe.launch import activations, budget, memory
+from asyncmoe.models import family_of, trainer_parallel
+from asyncmoe.platform import megatron
+from asyncmoe.trainer import mesh, model, optimizer
+from asyncmoe.trainer.lora import attach
+
+megatron.prepare()
+
+from megatron.core.packed_seq_params import PackedSeqParams  # noqa: E402  only after the platform is prepared
+
+ROWS = 256
+SPECIAL = ("distributed", "lora")
+PARTS = ("weights", "adapters", "gradients", "optimizer")
+HF: dict[str, Any] = {
+    "model_type": "qwen3_moe", "vocab_size": 512, "hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 8,
+    "num_key_value_heads": 2, "head_dim": 64, "num_experts": 8, "num_experts_per_tok": 4, "moe_intermediate_size": 128,
+    "intermediate_size": 384, "norm_topk_prob": True, "mlp_only_layers": [1],
+}  # fmt: skip
+
+
+def main(result: Path, layouts: list[str]) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    mine = {layout: compare(configured(layout, dist.get_world_size())) for layout in layouts}
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, mine)
+    if dist.get_rank() == 0:
+        result.write_text(json.dumps({layout: [one[layout] for one in every] for layout in layouts}))
+    dist.destroy_process_group()
+
+
+def configured(layout: str, ranks: int) -> Config:
+    given = {key: yaml.safe_load(value) for key, value in (one.split("=") for one in layout.split(","))}
+    special = {key: given.pop(key, False) for key in SPECIAL}
+    trainer = {"ranks": ranks, "tokens_per_microbatch": ROWS, "optimizer": {"distributed": special["distributed"]}, **given}
+    return parse(
+        {
+            "run": {"dir": "unused", "steps": 1},
+            "model": {"path": "unused"},
+            "task": {"kind": "arithmetic"},
+            "train": "lora" if special["lora"] else "full",
+            "lora": {"rank": 8},
+            "trainer": trainer,
+        }
+    )
+
+
+def compare(config: Config) -> dict[str, Any]:
+    """Bytes of this rank: {"held": by what they are for, "said": the same as planned for}; and of a pass of one micro-batch {"kept":
+    for the backward pass, "angles": of these the rotary ones, "foreseen": what is planned for}."""
+    place = mesh.start(config.trainer)
+    built = model.build(HF, config, place)
+    stepped = optimizer.build(config, built)
+    for chunk in built.ddp:
+        chunk.zero_grad_buffer()
+    stepped.step()
+    parallel, training = trainer_parallel(config), budget.training(config, cpu=True)
+    said = memory.trainer(HF, parallel, training)[place.pp_rank].parts
+    found: dict[str, Any] = {"held": held(built, stepped), "said": {name: said.get(name, 0) for name in PARTS}}
+    if place.world == 1:
+        m = family_of(HF).shape_of(HF)
+        angles = built.chunks[0].rotary_pos_emb(ROWS)  # type: ignore[operator]
+        foreseen = activations.kept(m, parallel, 0, training.microbatch)
+        found |= {"kept": kept(built, angles), "angles": angles.nbytes, "foreseen": foreseen}
+    mesh.leave()
+    return found
+
+
+def held(built: model.Model, stepped: Any) -> dict[str, int]:
+    every = [parameter for chunk in built.chunks for parameter in chunk.parameters()]
+    adapters = [] if built.adapter is None else list(attach.parameters(built.chunks).values())
+    of_model = {tensor.untyped_storage().data_ptr() for tensor in every}
+    state = {tensor.data_ptr(): tensor.nbytes for tensor in _state(stepped) if tensor.untyped_storage().data_ptr() not in of_model}
+    in_adapters = sum(parameter.nbytes for parameter in adapters)
+    return {
+        "weights": sum(parameter.nbytes for parameter in every) - in_adapters,
+        "adapters": in_adapters,
+        "gradients": sum(parameter.main_grad.nbytes for parameter in every if parameter.requires_grad),
+        "optimizer": sum(state.values()),
+    }
+
+
+def _state(stepped: Any) -> Iterator[torch.Tensor]:
+    """What the optimizers step, which may be masters or the model's own parameters, and what they keep of each."""
+    for one in getattr(stepped, "chained_optimizers", [stepped]):
+        yield from (parameter for group in one.optimizer.param_groups for parameter in group["params"])
+        for state in one.optimizer.state.values():
+            yield from (value for value in state.values() if isinstance(value, torch.Tensor) and value.ndim)
+
+
+def kept(built: model.Model, angles: torch.Tensor) -> int:
+    """Bytes that a forward pass keeps for the backward pass, without the parameters and what comes after the last layer."""
+    saved: dict[int, torch.Tensor] = {}
+    parameters = {parameter.untyped_storage().data_ptr() for chunk in built.chunks for parameter in chunk.parameters()}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.untyped_storage().data_ptr() not in parameters:
+            saved[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    decoder: Any = built.chunks[0].decoder
+    hidden = torch.randn(ROWS, 1, HF["hidden_size"], dtype=built.dtype, requires_grad=True)
+    starts = torch.tensor([0, ROWS // 2, ROWS], dtype=torch.int32)
+    packed = PackedSeqParams("thd", starts, starts, max_seqlen_q=ROWS // 2, max_seqlen_kv=ROWS // 2)
+    decoder.final_layernorm = None
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        decoder(hidden_states=hidden, attention_mask=None, rotary_pos_emb=angles, packed_seq_params=packed)
+    return sum(tensor.untyped_storage().nbytes() for tensor in saved.values())
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2:])

@@ -1,0 +1,43 @@
+"""The memory that is planned for is what Megatron takes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.ranks import launch
+
+pytestmark = pytest.mark.ranks
+
+SPREAD = {
+    2: ("tp=2,dtype=bfloat16", "pp=2,dtype=bfloat16,lora=true", "ep=2,dtype=bfloat16,distributed=true"),
+    4: (
+        "tp=2,pp=2,dtype=bfloat16",
+        "tp=2,ep=4,dtype=bfloat16,distributed=true,lora=true",
+        "tp=2,ep=2,etp=2,dtype=float32,distributed=true",
+    ),
+}
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.thorough)])
+def test_weights_gradients_and_optimizer_of_every_rank(ranks: int, tmp_path: Path) -> None:
+    """To the byte. State that is shared out is cut at whole blocks, so that one rank may have a few elements more than another."""
+    found: dict[str, list[dict[str, Any]]] = launch.run("memory", ranks, tmp_path, *SPREAD[ranks])
+    for layout, every in found.items():
+        for rank, one in enumerate(every):
+            for name, nbytes in one["said"].items():
+                blocks = 0.01 * nbytes if name == "optimizer" and "distributed" in layout else 0
+                assert one["held"][name] == pytest.approx(nbytes, abs=blocks), f"{layout}, rank {rank}: {name}"
+        held, said = (sum(one[which]["optimizer"] for one in every) for which in ("held", "said"))
+        assert held == pytest.approx(said, rel=1e-3), layout
+
+
+def test_what_is_kept_for_the_backward_pass(tmp_path: Path) -> None:
+    """To a hundredth; a recomputed layer is also given the rotary angles, and layers whose weights are frozen keep less than is said."""
+    plain, again, adapted = "dtype=float32", "dtype=float32,recompute=full", "dtype=float32,lora=true"
+    found = {layout: one for layout, (one,) in launch.run("memory", 1, tmp_path, plain, again, adapted).items()}
+    assert found[plain]["kept"] == pytest.approx(found[plain]["foreseen"], rel=0.01)
+    assert found[again]["kept"] - found[again]["angles"] == found[again]["foreseen"]
+    assert 0.8 * found[adapted]["foreseen"] < found[adapted]["kept"] < found[adapted]["foreseen"]

@@ -1,0 +1,113 @@
+"""A run started by hand on several "machines" of this one: two torchrun agents, a controller, and engines that join, die and leave."""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from asyncmoe.launch.local import TRAINER_ENVIRONMENT
+from tests.system.runs import SMALL, Command, logs, metrics, wait_for
+
+pytestmark = pytest.mark.system
+OVERRIDES = ("run.steps=2000", "engines.join=true", "trainer.timeout_s=120", "cluster.silence_s=4")
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class Nodes:
+    """Processes of one run, each with the same configuration under a directory of its own name for it."""
+
+    def __init__(self, tmp: Path) -> None:
+        self.run, self._tmp = tmp / "shared" / "run", tmp
+        self._started: dict[str, Command] = {}
+        (tmp / "shared").mkdir()
+        assert Command("make-model", str(tmp / "shared" / "model")).finish()[0] == 0
+
+    def start(self, node: str, *command: str, module: str = "asyncmoe", options: tuple[str, ...] = ()) -> Command:
+        """A command on `node`, which has the shared directory at a path of its own."""
+        shared, log = self._tmp / node, self._tmp / f"{node}.log"
+        shared.symlink_to(self._tmp / "shared", target_is_directory=True)
+        places = (f"run.dir={shared / 'run'}", f"model.path={shared / 'model'}")
+        arguments = (*command, "examples/demo.yaml", *places, *SMALL, *OVERRIDES, *options)
+        self._started[node] = Command(*arguments, module=module, log=log, **TRAINER_ENVIRONMENT)
+        return self._started[node]
+
+    def said(self, node: str) -> str:
+        """What a node's process has printed."""
+        return (self._tmp / f"{node}.log").read_text()
+
+    def agent(self, rank: int, port: int) -> Command:
+        """A torchrun agent with one rank."""
+        torchrun = ("--nnodes=2", f"--node-rank={rank}", "--nproc-per-node=1", "--master-addr=127.0.0.1", f"--master-port={port}")
+        return self.start(f"trainer{rank}", *torchrun, "-m", "asyncmoe.trainer", module="torch.distributed.run")
+
+    def generated(self) -> set[str]:
+        """Engines that have generated."""
+        path = self.run / "spans-controller.jsonl"
+        lines = path.read_text().splitlines() if path.exists() else []
+        return {json.loads(line)["who"] for line in lines if line.endswith("}")}
+
+    def wait(self, what: str, seconds: float, done: Callable[[], bool]) -> None:
+        """Until something has come; no process may fail meanwhile but by a signal of ours."""
+
+        def failed() -> list[str]:
+            return [node for node, command in self._started.items() if (command.process.poll() or 0) > 0]
+
+        came = wait_for(lambda: bool(done() or failed()), seconds)
+        said = "\n".join(f"== {node}\n{self.said(node)[-3000:]}" for node in self._started)
+        assert came, f"{what} did not come\n{said}\n{logs(self.run)}"
+        assert not failed(), said + logs(self.run)
+
+    def end(self) -> None:
+        for command in self._started.values():
+            command.process.kill()
+            command.process.wait(10)
+
+
+@pytest.fixture
+def nodes(tmp_path: Path) -> Iterator[Nodes]:
+    made = Nodes(tmp_path)
+    yield made
+    made.end()
+
+
+def test_two_agents_train_with_engines_that_join_die_and_leave(nodes: Nodes) -> None:
+    port = free_port()
+    # In an order that no launcher would choose: everybody waits for who is not there yet.
+    agents = [nodes.agent(1, port), nodes.agent(0, port)]
+    first = nodes.start("a", "engine", options=("--name", "engine.a"))
+    controller = nodes.start("controller", "rollout")
+    nodes.wait("the first step", 180, lambda: len(metrics(nodes.run)) > 4)
+    second = nodes.start("b", "engine", options=("--name", "engine.b"))
+    nodes.wait("the second engine", 120, lambda: "engine.b" in nodes.generated())
+    first.process.send_signal(signal.SIGKILL)  # with it its server ends; nobody says so
+    nodes.wait("the end of the first engine", 60, lambda: "engine.a is fenced" in nodes.said("controller"))
+    steps = len(metrics(nodes.run))
+    nodes.wait("steps with the second engine alone", 60, lambda: len(metrics(nodes.run)) > steps + 5)
+    controller.process.send_signal(signal.SIGINT)
+    for command in (controller, *agents, second):
+        assert command.process.wait(60) == 0, logs(nodes.run)
+        assert command.gone(), command.alive()
+    assert first.gone(), first.alive()
+    steps = len(metrics(nodes.run))
+    assert [record["step"] for record in metrics(nodes.run)] == list(range(1, steps + 1))
+    assert nodes.generated() == {"engine.a", "engine.b"}
+
+
+def test_what_does_not_come_is_named(nodes: Nodes) -> None:
+    options = ("engines.start_timeout_s=4", "engines.count=2")
+    engine, controller = nodes.start("a", "engine", options=options), nodes.start("controller", "rollout", options=options)
+    assert (engine.process.wait(60), controller.process.wait(60)) == (1, 1)
+    assert "error: waited" in nodes.said("a")
+    assert "for engines: join: 2 of 2 are missing, here is none" in nodes.said("controller")
+    assert engine.gone()
+    assert controller.gone()

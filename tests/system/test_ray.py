@@ -1,0 +1,169 @@
+"""`launch: ray` on a Ray cluster of three nodes, each with an address of this machine's for itself."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import socket
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.system.runs import SMALL, Command, logs, metrics, refused, run, start, wait_for
+
+pytestmark = pytest.mark.system
+HEAD, *OTHERS = "127.0.0.2", "127.0.0.3", "127.0.0.4"
+ON_RAY = ("launch=ray", "cluster.trainer_nodes=2")
+
+
+class Nodes:
+    """A Ray cluster that is started in the foreground: it ends with its processes, and no other Ray of this machine is touched."""
+
+    def __init__(self, logs: Path) -> None:
+        self._logs = logs
+        self._nodes: dict[str, Command] = {}
+        self._directory = Path(tempfile.mkdtemp(prefix="ray-", dir="/tmp"))  # a Unix socket's path has 107 characters at most
+        with socket.socket() as probe:
+            probe.bind((HEAD, 0))
+            self.address = f"{HEAD}:{probe.getsockname()[1]}"
+
+    def start(self) -> None:
+        """A head with two CPUs, and two other nodes with one."""
+        own = (f"--temp-dir={self._directory}", "--include-dashboard=false", "--disable-usage-stats", "--num-cpus=2")
+        self._start(HEAD, "--head", f"--port={self.address.partition(':')[2]}", *own)
+        for address in OTHERS:
+            self._start(address, f"--address={self.address}", "--num-cpus=1")
+
+    def lose(self, address: str) -> None:
+        """End a node as a power cut does: all of its processes at once."""
+        node = self._nodes.pop(address)
+        for process in psutil.Process(node.process.pid).children(recursive=True):
+            process.kill()
+        node.process.kill()
+
+    def end(self) -> None:
+        for node in reversed(self._nodes.values()):
+            node.process.terminate()
+        left = [line for node in self._nodes.values() if not node.gone() for line in node.alive()]
+        shutil.rmtree(self._directory)
+        assert not left
+
+    def _start(self, address: str, *arguments: str) -> None:
+        """With no port that is always the same. One after the other: two that share a directory take the same names in it otherwise."""
+        free = ("--min-worker-port=0", "--max-worker-port=0", "--dashboard-agent-listen-port=0", "--object-store-memory=80000000")
+        words = ("start", "--block", f"--node-ip-address={address}", *free, *arguments)
+        environment = {"RAY_USAGE_STATS_ENABLED": "0", "PYTHONUNBUFFERED": "1"}
+        log = self._logs / address
+        node = self._nodes[address] = Command(*words, module="ray.scripts.scripts", log=log, **environment)
+        assert wait_for(lambda: "Ray runtime started." in log.read_text() or node.process.poll() is not None, 120), log.read_text()
+        assert node.process.poll() is None, log.read_text()
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
+    """What runs meanwhile finds a cluster by RAY_ADDRESS."""
+    nodes = Nodes(tmp_path_factory.mktemp("ray"))
+    try:
+        nodes.start()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("RAY_ADDRESS", nodes.address)
+            yield nodes
+    finally:
+        nodes.end()
+
+
+def test_too_few_nodes_are_counted(cluster: Nodes, tmp_path: Path) -> None:
+    arguments = ("run", "examples/demo.yaml", f"run.dir={tmp_path / 'run'}", f"model.path={tmp_path / 'model'}", *SMALL, "launch=ray")
+    line = refused(*arguments, "trainer.ranks=4", "cluster.trainer_nodes=4", "engines.start_timeout_s=0.1")
+    assert line.startswith("Ray cluster: got 1 node with 2 CPUs, 2 nodes with 1 CPU; free: 4 CPUs, expected 5 nodes: 1 CPU for controller")
+
+
+def test_a_part_that_fails_is_named_with_its_node(cluster: Nodes, tmp_path: Path) -> None:
+    command = start(tmp_path / "run", *ON_RAY, "engines.args=[--nonsense]")
+    status, out, error = command.finish()
+    lines = [line for line in error.splitlines() if line.startswith("error: ")]
+    assert status == 1, out + error
+    assert len(lines) == 1, error
+    assert lines[0].startswith("error: engine.0 on 127.0.0."), error
+    assert "unrecognized arguments: --nonsense" in lines[0]
+    assert "Traceback" not in out + error
+    assert command.gone(), command.alive()
+
+
+def test_a_run_on_three_nodes_is_the_run_on_one(cluster: Nodes, tmp_path: Path) -> None:
+    run(tmp_path / "here", "run.steps=1")
+    # Nodes of the run before are free again, or this one would have none.
+    command = start(tmp_path / "ray", *ON_RAY)
+    status, out, error = command.finish()
+    assert status == 0, out + error + logs(tmp_path / "ray")
+    assert command.gone(), command.alive()
+    assert all(f"trainer rank {rank} on 127.0.0." in out for rank in (0, 1)), out
+    assert all(f" on {address} (" in out for address in (HEAD, *OTHERS)), out
+    here, there = metrics(tmp_path / "here"), metrics(tmp_path / "ray")
+    assert [step["step"] for step in there] == list(range(1, 8))
+    assert [step["loss"] for step in there[:4]] == pytest.approx([step["loss"] for step in here[:4]], abs=1e-6)
+    assert all(0 <= step["reward_mean"] <= 1 for step in there[4:])
+    assert (tmp_path / "ray" / "report.html").exists()
+
+
+def test_ctrl_c_reaches_the_trainer_on_other_nodes(cluster: Nodes, tmp_path: Path) -> None:
+    command = start(tmp_path / "run", *ON_RAY, "run.steps=2000")
+    assert wait_for(lambda: len(metrics(tmp_path / "run")) > 5 or command.process.poll() is not None, 180)
+    command.process.send_signal(signal.SIGINT)
+    status, out, error = command.finish()
+    assert status == 1, out + error
+    assert "error: stopped at a checkpoint; the same command goes on from" in error, error + logs(tmp_path / "run")
+    assert command.gone(), command.alive()
+    assert len(list((tmp_path / "run" / "checkpoints").glob("step-*"))) == 1
+
+
+def rank(number: int, command: Command) -> int:
+    """Process of a trainer's rank, on whichever node it is."""
+
+    def is_it(process: psutil.Process) -> bool:
+        try:
+            environment, words = process.environ(), process.cmdline()
+        except psutil.Error:
+            return False
+        ours = command.mark in environment.values() and environment.get("RANK") == str(number)
+        return ours and "asyncmoe.trainer" in words and "torch.distributed.run" not in words
+
+    return next(process.pid for process in psutil.process_iter() if is_it(process))
+
+
+@pytest.mark.thorough
+def test_a_rank_that_is_killed_is_named_with_its_node(cluster: Nodes, tmp_path: Path) -> None:
+    command = start(tmp_path / "run", *ON_RAY, "run.steps=2000")
+    assert wait_for(lambda: len(metrics(tmp_path / "run")) > 4, 240), logs(tmp_path / "run")
+    os.kill(rank(1, command), signal.SIGKILL)
+    status, _, error = command.finish()
+    assert status == 1
+    assert re.search(r"^error: trainer\.1 on 127\.0\.0\..*: a rank was ended by SIGKILL", error, re.MULTILINE), error
+    assert error.count("error: ") == 1, error
+    assert command.gone(), command.alive()
+
+
+@pytest.mark.thorough
+def test_a_node_that_is_lost_is_the_cause(cluster: Nodes, tmp_path: Path) -> None:
+    command = start(tmp_path / "run", *ON_RAY, "run.steps=2000", "cluster.silence_s=20")
+    assert wait_for(lambda: len(metrics(tmp_path / "run")) > 4, 240), logs(tmp_path / "run")
+    cluster.lose(OTHERS[1])
+    status, _, error = command.finish()
+    assert status == 1
+    assert re.search(rf"^error: trainer rank \d on {OTHERS[1]} ", error, re.MULTILINE), error
+    assert command.gone(), command.alive()
+
+
+def test_a_head_that_does_not_answer_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as bound:  # and does not listen
+        bound.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{bound.getsockname()[1]}"
+        monkeypatch.setenv("RAY_ADDRESS", address)
+        line = refused("run", "examples/demo.yaml", f"run.dir={tmp_path / 'run'}", f"model.path={tmp_path / 'model'}", "launch=ray")
+    assert line.startswith(f"Ray's head at {address}: got no answer (Connection refused), expected one that listens; ray start --head")
+    assert not (tmp_path / "run").exists()

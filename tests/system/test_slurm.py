@@ -1,0 +1,187 @@
+"""Batch scripts on a real SLURM of three nodes on this machine: whole runs, lost processes, engines that come and go, mistakes."""
+
+from __future__ import annotations
+
+import json
+import sys
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from asyncmoe import checkpoints
+from tests.system.runs import MARK, SMALL, Command, logs, marked, metrics, wait_for
+from tests.system.slurm_cluster import Cluster, cluster, missing
+
+pytestmark = [pytest.mark.system, pytest.mark.skipif(missing() is not None, reason=missing() or "")]
+TRAIN = "slurm/train.sbatch"
+OVER_THREE = ("cluster.trainer_nodes=2",)
+START_S = 300.0
+"""For a run to start: some twenty seconds on cores of its own, minutes on cores of many."""
+
+
+@pytest.fixture(scope="module")
+def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    with cluster(tmp_path_factory.mktemp("slurm") / "cluster") as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("model") / "tiny"
+    assert Command("make-model", str(out)).finish()[0] == 0
+    return out
+
+
+class Jobs:
+    """Jobs of one run, and what they leave behind."""
+
+    def __init__(self, slurm: Cluster, model: Path, tmp: Path) -> None:
+        self.slurm, self.model, self.tmp, self.run = slurm, model, tmp, tmp / "run"
+        self.mark = uuid.uuid4().hex
+
+    def submit(self, nodes: int, script: str, *arguments: str) -> int:
+        """A job that leaves its story in `story`."""
+        options = (f"--nodes={nodes}", f"--output={self.tmp}/%j.log")
+        return self.slurm.submit(*options, script, *arguments, **{MARK: self.mark, "ASYNCMOE_PYTHON": sys.executable})
+
+    def train(self, nodes: int, *overrides: str) -> int:
+        """The demo's configuration with `SMALL` sizes."""
+        places = (f"run.dir={self.run}", f"model.path={self.model}")
+        return self.submit(nodes, TRAIN, "examples/demo.yaml", *places, *SMALL, *overrides)
+
+    def story(self, job: int) -> str:
+        """What the batch script of a job has printed."""
+        path = self.tmp / f"{job}.log"
+        return path.read_text() if path.exists() else ""
+
+    def wait(self, job: int, what: str, seconds: float, done: Callable[[], bool]) -> None:
+        """Until something has come, while the job is in the queue."""
+        left = ("FAILED", "COMPLETED", "CANCELLED")
+        wait_for(lambda: done() or self.slurm.state(job) in left, seconds, 0.5)
+        assert done(), f"{what} did not come; job {job} is {self.slurm.state(job)}\n{self.everything()}"
+
+    def ended(self, job: int, within_s: float = START_S) -> str:
+        """Its final state, when nothing of any job is left: no process, and no job in the queue."""
+        state = self.slurm.ended(job, within_s)
+        assert wait_for(lambda: not self.slurm.queue(), 30.0), self.slurm.queue()
+        assert wait_for(lambda: not marked(self.mark), 20.0), marked(self.mark)
+        assert wait_for(self.slurm.idle, 20.0)
+        return state
+
+    def everything(self) -> str:
+        """All logs."""
+        stories = "\n".join(f"== {path.name}\n{path.read_text()[-3000:]}" for path in sorted(self.tmp.glob("*.log")))
+        return f"{stories}\n{logs(self.run)}"
+
+    def generated(self) -> set[str]:
+        """Engines that have generated."""
+        path = self.run / "spans-controller.jsonl"
+        lines = path.read_text().splitlines() if path.exists() else []
+        return {json.loads(line)["who"] for line in lines if line.endswith("}")}
+
+    def sessions(self) -> list[tuple[int, list[int]]]:
+        """For each start of the trainer: the step it began at, and the steps it recorded."""
+        found: list[tuple[int, list[int]]] = []
+        for line in (self.run / "metrics.jsonl").read_text().splitlines():
+            record = json.loads(line)
+            if "resumed_at" in record:
+                found.append((record["resumed_at"], []))
+            else:
+                found[-1][1].append(record["step"])
+        return found
+
+    def errors(self, job: int) -> list[str]:
+        """Lines by which a job says what was wrong."""
+        assert "Traceback" not in self.story(job), self.everything()
+        return [line.removeprefix("error: ") for line in self.story(job).splitlines() if line.startswith("error: ")]
+
+
+@pytest.fixture
+def jobs(slurm: Cluster, model: Path, tmp_path: Path) -> Jobs:
+    return Jobs(slurm, model, tmp_path)
+
+
+def test_a_training_runs_to_its_end_over_three_nodes(jobs: Jobs) -> None:
+    job = jobs.train(3, *OVER_THREE)
+    assert jobs.ended(job) == "COMPLETED", jobs.everything()
+    assert [record["step"] for record in metrics(jobs.run)] == list(range(1, 8))
+    assert json.loads((jobs.run / "summary.json").read_text())["steps"] == 3
+    assert (jobs.run / "report.html").exists()
+    assert jobs.generated() == {"engine.0"}
+    found = {path.name for path in (jobs.run / "logs").glob("*.n?.log")}
+    assert found == {"controller.n1.log", "engine.0.n1.log", "trainer.n2.log", "trainer.n3.log"}
+    assert "controller on n1; engines on n1 (1); 1 trainer rank(s) on each of n2, n3" in jobs.story(job)
+
+
+def test_a_job_whose_trainer_is_killed_goes_on_from_its_checkpoint(jobs: Jobs) -> None:
+    steps = 20
+    job = jobs.train(3, *OVER_THREE, f"run.steps={steps}", "trainer.checkpoint_every=10", "cluster.requeues=1")
+    jobs.wait(job, "a checkpoint", START_S, lambda: checkpoints.newest(jobs.run) is not None)
+    kept = checkpoints.newest(jobs.run)
+    assert kept is not None
+    jobs.slurm.call("scancel", "--signal=KILL", jobs.slurm.steps(job)["trainer"])
+    assert jobs.ended(job) == "COMPLETED", jobs.everything()
+    assert jobs.slurm.fact(job, "Restarts") == "1"
+    story = jobs.story(job)
+    assert "trainer on n" in story
+    assert "SIGKILL" in story
+    assert "goes back into the queue, 1 of at most 1 times" in story
+    (start, before), (again, after) = jobs.sessions()
+    assert start == 0
+    assert again >= int(kept.name.removeprefix("step-"))
+    assert f"goes on from {checkpoints.directory(jobs.run, again).name}" in story
+    assert before == list(range(1, len(before) + 1))
+    assert again <= len(before)
+    assert after == list(range(again + 1, steps + 5))
+
+
+def test_engines_of_another_job_join_and_leave_and_the_time_limit_requeues(jobs: Jobs) -> None:
+    job = jobs.train(2, "run.steps=4000")
+    jobs.wait(job, "a step", START_S, lambda: len(metrics(jobs.run)) > 4)
+    more = jobs.submit(1, "slurm/rollout.sbatch", str(jobs.run))
+    name = f"engine.job{more}.n3.0"
+    jobs.wait(more, "the other engine", START_S, lambda: name in jobs.generated())
+    jobs.slurm.call("scancel", "--batch", "--signal=TERM", str(more))
+    assert jobs.slurm.ended(more, 60) == "COMPLETED", jobs.everything()
+    assert f"{name} has left" in (jobs.run / "logs" / "controller.n1.log").read_text()
+    steps = len(metrics(jobs.run))
+    jobs.wait(job, "steps without it", 60, lambda: len(metrics(jobs.run)) > steps + 5)
+    # What SLURM sends to the script before the time limit.
+    jobs.slurm.call("scancel", "--batch", "--signal=USR1", str(job))
+    jobs.wait(job, "a second start", START_S, lambda: jobs.story(job).count(f"job {job} ") > 2)
+    kept = checkpoints.newest(jobs.run)
+    assert kept is not None
+    assert kept == checkpoints.directory(jobs.run, metrics(jobs.run)[-1]["step"])
+    assert f"job {job} goes back into the queue with {kept.name}" in jobs.story(job)
+    assert f"job {job} goes on from {kept.name}" in jobs.story(job)
+    jobs.slurm.call("scancel", str(job))
+    assert jobs.ended(job) == "CANCELLED", jobs.everything()
+
+
+def test_too_few_nodes_are_named_and_the_job_fails(jobs: Jobs) -> None:
+    job = jobs.train(2, *OVER_THREE)
+    assert jobs.ended(job) == "FAILED"
+    assert jobs.slurm.fact(job, "ExitCode") == "2:0"
+    assert jobs.errors(job) == [
+        f"nodes of job {job}: got 2 (n1, n2), expected at least 3 = cluster.engine_nodes 1 + cluster.trainer_nodes 2; sbatch --nodes=3 "
+        "..., or lower cluster.engine_nodes or cluster.trainer_nodes"
+    ]
+    assert not jobs.run.exists()
+
+
+def test_a_mistake_that_only_a_part_can_see_is_named_with_its_node_and_never_requeued(jobs: Jobs) -> None:
+    job = jobs.train(3, *OVER_THREE, "scoring.scorer=nowhere.module:reward")
+    assert jobs.ended(job) == "FAILED"
+    assert jobs.slurm.fact(job, "ExitCode") == "2:0"
+    assert jobs.slurm.fact(job, "Restarts") == "0"
+    [line] = jobs.errors(job)
+    assert line.startswith("controller on n1: "), line
+    assert "nowhere.module" in line
+
+
+def test_a_wrong_partition_is_refused_by_slurm(jobs: Jobs) -> None:
+    done = jobs.slurm.call("sbatch", "--partition=nowhere", TRAIN, "examples/demo.yaml", check=False)
+    assert done.returncode != 0
+    assert "invalid partition specified: nowhere" in done.stderr

@@ -1,0 +1,289 @@
+"""The documentation says what is there: keys, commands, files, links, messages and figures."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import importlib.util
+import json
+import re
+import shlex
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Annotated, Any
+from xml.etree import ElementTree
+
+import pytest
+import typer
+import yaml
+from pydantic import TypeAdapter
+from typer.main import get_command
+
+from asyncmoe import cli
+from asyncmoe import config as configuration
+from asyncmoe.config import Config
+from asyncmoe.errors import ConfigError
+from tests.unit.doc_pages import PAGES, ROOT, blocks, prose, read, spans, tables
+
+USAGE: Any = typer.BadParameter.__base__
+COMING: set[str] = set()
+"""Commands, keys and folders that docs/cluster.md names and that are built beside it."""
+pages = pytest.mark.parametrize("page", PAGES, ids=[str(path.relative_to(ROOT)) for path in PAGES])
+
+
+@functools.cache
+def generator() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("docs_generate", ROOT / "docs" / "generate.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@functools.cache
+def keys() -> Mapping[str, Any]:
+    found: Mapping[str, Any] = generator().every_key()
+    return found
+
+
+def sections() -> set[str]:
+    return {".".join(key.split(".")[:n]) for key in keys() for n in range(1, key.count(".") + 1)}
+
+
+def code(page: Path, *words: str) -> str:
+    """All that is set as code on a page: spans, and the blocks of some words."""
+    text = page.read_text()
+    return "\n".join([*spans(text), *(block.text for block in blocks(text) if block.word in words)])
+
+
+def coming(name: str) -> bool:
+    return name in COMING or name.split(".")[0] in COMING
+
+
+def test_what_was_coming_has_not_come() -> None:
+    commanded: Any = get_command(cli.app)
+    names = {*commanded.commands, *sections(), *keys(), *(path.name for path in ROOT.iterdir())}
+    assert not COMING & names, "it is there now: take it out of COMING, so that the pages are held to it"
+
+
+# ---------------------------------------------------------------- the configuration
+
+
+def test_the_reference_is_what_the_schema_says() -> None:
+    assert read("config.md") == generator().generate(), "run: make docs"
+
+
+def test_every_key_and_every_section_is_described() -> None:
+    assert [path for path, field in keys().items() if not field.description] == []
+    groups = list(generator().groups())
+    while groups:
+        group = groups.pop()
+        assert group.text or len(group.keys) == 1, group.path
+        assert not group.text.startswith("!!! abstract"), f"{group.path}: the docstring is pydantic's, not ours"
+        groups += group.inner
+
+
+def test_bounds_are_in_words() -> None:
+    words = {path: generator().kind(field.annotation, field.metadata) for path, field in keys().items()}
+    assert words["run.steps"] == "whole number, at least 1"
+    assert words["engines.port"] == "whole number, at least 0 and at most 65535"
+    assert words["rollout.top_p"] == "number, above 0 and at most 1"
+    assert words["rollout.top_k"] == "whole number, at least 1, or `null`"
+    assert words["objective.correction.veto"] == "list of 2: number, at least 0; number, above 0, or `null`"
+    assert words["task.operations"] == "list of: one of `+`, `-`, `*`"
+
+
+def accepts(key: str, value: Any) -> None:
+    """Raises unless the key exists and takes the value."""
+    if coming(key):
+        return
+    field = keys()[key]
+    TypeAdapter(Annotated[(field.annotation, *field.metadata)] if field.metadata else field.annotation).validate_python(value)
+
+
+def leaves(values: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in values.items():
+        full = f"{path}.{name}" if path else name
+        if isinstance(value, dict) and full not in keys() and not coming(full):
+            yield from leaves(value, full)
+        else:
+            yield full, value
+
+
+@pages
+def test_keys_exist_and_take_their_values(page: Path) -> None:
+    for key, value in re.findall(r"(?<![\w./:-])([a-z_]+(?:\.[a-z_]+)+|train|launch)(?:=([^\s'`]+))?", code(page, "", "message")):
+        if key.split(".")[0] not in Config.model_fields or key.rpartition(".")[2] in ("jsonl", "json", "yaml"):
+            continue
+        assert coming(key) or key in keys() or key in sections(), f"{key} is no key"
+        if value and value[0] not in "[{" and key in keys():  # lists and mappings: with the commands
+            accepts(key, yaml.safe_load(value.rstrip(":.,;")))
+    for block in blocks(page.read_text(), "yaml"):
+        for key, value in leaves(yaml.safe_load(block.text)):
+            accepts(key, value)
+
+
+# ---------------------------------------------------------------- commands
+
+
+def commands(page: Path) -> Iterator[list[str]]:
+    """Arguments of `asyncmoe` wherever a page writes a command."""
+    text = page.read_text()
+    lines = [line for block in blocks(text) if block.word in ("", "sh") for line in block.text.replace("\\\n", " ").splitlines()]
+    for line in [*lines, *(span for span in spans(text) if "asyncmoe " in span)]:
+        if not re.search(r"(^|[\s/])asyncmoe\s", line):
+            continue
+        for part in re.split(r"&&|[;|>]|\s&(?:\s|$)", line.partition(" #")[0]):
+            words = shlex.split(part)
+            named = [n for n, word in enumerate(words) if word.rpartition("/")[2] == "asyncmoe"]
+            if named:
+                yield [word for word in words[named[0] + 1 :] if not re.search(r"^\[.*|^\.\.\.\]?$|\]$", word) or "=" in word]
+
+
+def check(arguments: Sequence[str]) -> None:
+    """Refuse a command, an option or an override that does not exist; one that is named without all that it needs may pass."""
+    command: Any = get_command(cli.app)
+    context = command.make_context("asyncmoe", ["--help"], resilient_parsing=True)
+    rest = list(arguments)
+    while hasattr(command, "commands"):
+        if not rest or rest[0] == "--help":
+            return
+        name = rest.pop(0)
+        command = command.get_command(context, name)
+        assert command is not None or name in COMING, f"asyncmoe has no command {name}"
+        if command is None:
+            return
+    try:
+        command.make_context(name, list(rest), parent=context)
+    except USAGE as error:
+        if type(error).__name__ != "MissingParameter":
+            raise AssertionError(str(error)) from error
+    if name in ("run", "rollout", "engine") and rest and (ROOT / rest[0]).is_file():
+        configuration.load(ROOT / rest[0], rest[1:])
+
+
+@pages
+def test_commands_are_those_of_the_command_line(page: Path) -> None:
+    for arguments in commands(page):
+        check(arguments)
+    for module in re.findall(r"-m (asyncmoe[\w.]*)", code(page, "", "sh")):
+        assert importlib.util.find_spec(module) is not None, module
+    targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    for target in re.findall(r"\bmake ([a-z][a-z-]+)", code(page, "", "sh")):
+        assert target in targets, f"make {target}"
+
+
+def test_the_check_of_commands_finds_what_is_wrong() -> None:
+    for wrong in (["no-such"], ["plan", "--no-such", "1"], ["run", "examples/demo.yaml", "run.stepz=3"], ["bench", "no-such"]):
+        with pytest.raises((AssertionError, ConfigError)):
+            check(wrong)
+    check(["run", "examples/demo.yaml", "run.steps=3"])
+
+
+# ---------------------------------------------------------------- files and links
+
+
+@pages
+def test_files_that_are_named_exist(page: Path) -> None:
+    folders = "asyncmoe|docs|examples|tests|slurm|csrc|requirements"
+    for name in re.findall(rf"(?<![\w:./*-])((?:{folders})/[\w./*-]*)", code(page, "", "sh")):
+        if name.split("/")[0] not in COMING:
+            assert list(ROOT.glob(name.rstrip("./"))), name
+
+
+@pages
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)\s]+)\)", prose(page.read_text())):
+        if target.startswith(("http://", "https://")):
+            continue
+        name, _, anchor = target.partition("#")
+        file = (page.parent / name).resolve() if name else page
+        assert file.exists(), target
+        if anchor:
+            headings = re.findall(r"^#+ (.*)$", prose(file.read_text()), re.MULTILINE)
+            assert anchor in map(generator().anchor, headings), target
+
+
+def test_the_picture_is_one() -> None:
+    picture = ElementTree.parse(ROOT / "docs" / "architecture.svg").getroot()
+    assert picture.tag == "{http://www.w3.org/2000/svg}svg"
+    used = {name for element in picture.iter() for name in element.get("class", "").split()}
+    light, dark = (set(re.findall(r"\.([\w-]+) \{", part)) for part in picture.find("{*}style").text.split("@media"))  # type: ignore[union-attr]
+    assert used <= light
+    assert used - {"name"} <= dark, "every colour has one for the dark"
+
+
+# ---------------------------------------------------------------- messages and figures
+
+
+@functools.cache
+def said() -> str:
+    """Every text in the code, one a line, with "…" for what is filled in; and the sources in C++ as they are."""
+    found = [path.read_text() for path in (ROOT / "csrc").rglob("*.cpp")]
+    for path in (ROOT / "asyncmoe").rglob("*.py"):
+        tree = ast.parse(path.read_text())
+        docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.JoinedStr):
+                found.append("".join(str(part.value) if isinstance(part, ast.Constant) else "…" for part in node.values))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docstrings:
+                found.append(node.value)
+    return "\n".join(found)
+
+
+def pieces(message: str) -> list[str]:
+    """What of a message the code must hold: the parts between those that `UserError` and `WaitTimeout` put there."""
+    return [piece.strip("… ") for piece in re.split(r": got |, expected |; |: | s for ", message) if piece.strip("… .,()")]
+
+
+def is_said(piece: str) -> bool:
+    return re.search(".*?".join(map(re.escape, piece.split("…"))), said()) is not None
+
+
+def test_messages_are_those_of_the_code() -> None:
+    messages = [line for block in blocks(read("troubleshooting.md"), "message") for line in block.text.splitlines()]
+    assert len(messages) > 40
+    unknown = {piece: message for message in messages for piece in pieces(message) if piece not in keys() and not is_said(piece)}
+    assert not unknown, "nothing in the code says this any more"
+    assert not is_said("took … bytes of /dev/shm")
+
+
+def test_reasons_are_those_of_the_code() -> None:
+    reasons = re.findall(r"`((?:scorer|environment|tool|agent|engine|token|bad|empty|episode)_\w+)`", read("troubleshooting.md"))
+    assert {"scorer_timeout", "tool_flood", "engine_died"} <= set(reasons)
+    for reason in reasons:
+        assert f"\n{reason}\n" in f"\n{said()}\n", reason
+
+
+def at(document: Any, place: str) -> float:
+    """The number at a place like `cases[0].seconds.total`."""
+    for name, index in re.findall(r"([\w-]+)|\[(\d+)\]", place):
+        document = document[name] if name else document[int(index)]
+    return float(document)
+
+
+def test_figures_are_those_of_the_results() -> None:
+    page = read("measurements.md")
+    named = re.findall(r"^File: `(asyncmoe/bench/results/[\w.-]+)`$", page, re.MULTILINE)
+    results = {str(path.relative_to(ROOT)) for path in (ROOT / "asyncmoe" / "bench" / "results").glob("*.json")}
+    assert set(named) == results, "docs/measurements.md has a table of every result, and of nothing else"
+    units = {"%": 1e-2, "MB": 1e6, "GB": 1e9}
+    for file, rows in zip(named, tables(page), strict=False):
+        document = json.loads((ROOT / file).read_text())
+        for what, figure, place in rows:
+            shown, _, unit = figure.partition(" ")
+            found = at(document, place.strip("`")) / units.get(unit, 1.0)
+            digits = len(shown.partition(".")[2])
+            assert round(found, digits) == float(shown), f"{file}: {what}: {figure}, but the file says {found}"
+
+
+def test_the_comparison_cites_results_and_commands() -> None:
+    rows = [row for table in tables(read("comparison.md")) for row in table if row[0] == "asyncmoe"]
+    assert len(rows) == 9
+    for row in rows:
+        measured = re.findall(r"asyncmoe/bench/results/[\w.-]+", row[-1])
+        assert bool(measured) == ("asyncmoe bench" in row[-1]), row
+        assert measured or "measured" in " ".join(row) or "no test of a GPU" in row[1], row

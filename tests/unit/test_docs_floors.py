@@ -1,0 +1,61 @@
+"""Imports point from a higher floor of docs/architecture.md to a lower one, or stay on theirs."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from tests.unit.doc_pages import ROOT, read, tables
+
+APART = ("asyncmoe.rollout", "asyncmoe.trainer")
+"""On one floor, and yet they do not know each other."""
+
+
+def floors() -> dict[str, int]:
+    """Module prefix -> floor."""
+    rows = next(table for table in tables(read("architecture.md")) if table[0][0] == "1")
+    return {
+        name.rstrip("/").removesuffix(".py").replace("/", "."): int(floor)
+        for floor, folders in rows
+        for name in re.findall(r"`(asyncmoe/[\w./]+)`", folders)
+    }
+
+
+def where(module: str, known: dict[str, int]) -> str | None:
+    """What of the page a module belongs to."""
+    parts = module.split(".")
+    return next((name for n in range(len(parts), 0, -1) if (name := ".".join(parts[:n])) in known), None)
+
+
+def imported(path: Path) -> Iterator[str]:
+    """Modules of ours that a file imports when it is imported; what it imports only for types or inside a function is not among them."""
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module is not None:
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def test_imports_point_down() -> None:
+    known = floors()
+    assert set(known.values()) == {1, 2, 3, 4, 5}
+    seen, wrong = set(), []
+    for path in (ROOT / "asyncmoe").rglob("*.py"):
+        here = where(".".join(path.relative_to(ROOT).with_suffix("").parts), known)
+        if here is None:
+            continue
+        for module in imported(path):
+            there = where(module, known)
+            seen.add((here, there))
+            if there is not None and (known[there] > known[here] or {here, there} == set(APART)):
+                wrong.append(f"{path.relative_to(ROOT)} imports {module}")
+    assert not wrong
+    assert ("asyncmoe.cli", "asyncmoe.errors") in seen, "imports are found"
+
+
+def test_every_folder_has_a_floor() -> None:
+    known = floors()
+    folders = {path.name for path in (ROOT / "asyncmoe").iterdir() if (path / "__init__.py").is_file()}
+    assert {f"asyncmoe.{name}" for name in folders} <= set(known)

@@ -1,0 +1,191 @@
+"""The examples in docs/guides do what the pages say."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+
+from asyncmoe.config import parse
+from asyncmoe.config.generation import TaskSection
+from asyncmoe.config.scoring import ScoringSection
+from asyncmoe.rollout import episode, scoring, tools
+from asyncmoe.rollout.engine_client import Generation, Sampling, Span
+from asyncmoe.rollout.environment import Bounds, Environment
+from asyncmoe.rollout.environments import load
+from asyncmoe.rollout.episode import Stage, Teaching
+from asyncmoe.rollout.openai_endpoint.environment import OpenAIEnvironment
+from asyncmoe.rollout.pool import Answer
+from asyncmoe.rollout.scoring import Exact, Sample
+from asyncmoe.rollout.tasks import Prompt
+from asyncmoe.rollout.tokenizer import Tokenizer
+from asyncmoe.rollout.tools.tool import ToolError
+from asyncmoe.rollout.turns import Place
+from asyncmoe.trajectory import Trajectory
+from tests.unit import doc_pages, openai_policy
+
+GUIDES = ("reward", "environment", "model-family")
+QUESTION, ANSWER = "12+7=", "19"
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return openai_policy.tokenizer(tmp_path_factory.mktemp("guides"))
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A user's directory with the files of all guides, and a process started in it."""
+    names = []
+    for guide in GUIDES:
+        for name, text in doc_pages.files(doc_pages.read(f"guides/{guide}.md")).items():
+            (tmp_path / name).write_text(text)
+            names.append(name.removesuffix(".py"))
+    assert len(names) == len(set(names)) == 7
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(tmp_path), str(doc_pages.ROOT))))
+    yield tmp_path
+    for name in names:
+        sys.modules.pop(name, None)
+
+
+def test_rewards_are_those_of_the_page(here: Path) -> None:
+    rows = next(table for table in doc_pages.tables(doc_pages.read("guides/reward.md")) if table[0][0].startswith("`my_rewards:"))
+    assert {row[0] for row in rows} == {f"`my_rewards:{name}`" for name in ("close", "Brief", "asked", "lines")}
+
+    async def worth(target: str, responses: list[str]) -> list[scoring.Score]:
+        section = ScoringSection(scorer=target, timeout_s=20.0, step_separator="\n" if target.endswith(":lines") else None, concurrency=1)
+        made = scoring.load(section, TaskSection(kind="arithmetic"), lambda tokens: "".join(map(chr, tokens)))
+        try:
+            tokens = [tuple(map(ord, QUESTION + response)) for response in responses]
+            sampled = [tuple(i >= len(QUESTION) for i in range(len(one))) for one in tokens]
+            samples = [Sample(QUESTION, *rest) for rest in zip(responses, [ANSWER] * len(responses), tokens, sampled, strict=True)]
+            return [await made.score(sample) for sample in samples]
+        finally:
+            await made.close()
+
+    for target in {row[0] for row in rows}:
+        mine = [(response, expected) for name, response, expected in rows if name == target]
+        # A code span of Markdown keeps blanks but not a line's end.
+        found = asyncio.run(worth(target.strip("`"), [response.strip("`").replace("\\n", "\n") for response, _ in mine]))
+        for score, (response, expected) in zip(found, mine, strict=True):
+            reward, _, steps = expected.partition(", steps ")
+            assert score.reward == pytest.approx(float(reward), abs=1e-4), (target, response)
+            told = [] if score.rewards is None else score.rewards[~np.isnan(score.rewards)].tolist()
+            assert told == [float(step) for step in steps.split()], (target, response)
+
+
+def test_a_judge_behind_http_is_whole(here: Path) -> None:
+    import judge_server  # type: ignore[import-not-found]  # a file of the guide
+
+    server = judge_server.ThreadingHTTPServer(("127.0.0.1", 0), judge_server.Judge)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+
+    async def ask() -> list[float]:
+        section = ScoringSection(scorer=f"http://127.0.0.1:{server.server_address[1]}/score")
+        made = scoring.load(section, TaskSection(kind="arithmetic"), lambda tokens: "")
+        try:
+            return [(await made.score(Sample(QUESTION, response, ANSWER, (1,), (True,)))).reward for response in ("19", "18")]
+        finally:
+            await made.close()
+
+    try:
+        assert asyncio.run(ask()) == [1.0, 0.0]
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+@dataclass
+class Says:
+    """A pool whose engine says some texts, one after the other."""
+
+    tokenizer: Tokenizer
+    texts: list[str]
+    lost_tokens: int = field(default=0)
+    recomputed_tokens: int = field(default=0)
+
+    async def generate(self, tokens: Sequence[int], sampling: Sampling, held: int = 0, **_: object) -> Answer:
+        said = (*self.tokenizer.encode(self.texts.pop(0)), self.tokenizer.eos)
+        return Answer(Generation(said, (-0.5,) * len(said), (Span("1", 0, len(said)),), "stop", 0), 1)
+
+
+def play(environment: Environment, tokenizer: Tokenizer, texts: list[str]) -> Trajectory:
+    pool: Any = Says(tokenizer, texts)
+    stage = Stage(pool, Sampling(1.0, 16, (tokenizer.eos,)), tokenizer, Exact(), environment, seed=3)
+    (made,) = asyncio.run(episode.run(stage, Prompt(QUESTION, tokenizer.encode(QUESTION), ANSWER), Place(0, 0, 0)))
+    assert not pool.texts
+    return made
+
+
+def test_an_environment_plays_as_the_page_says(here: Path, tokenizer: Tokenizer) -> None:
+    page = doc_pages.read("guides/environment.md")
+    (block,) = doc_pages.blocks(page, "yaml")
+    config = parse(yaml.safe_load(block.text))
+    environment = load(config)
+    rows = next(table for table in doc_pages.tables(page) if table[0][0] == "`19`")
+    assert len(rows) == 3
+    for says, reward, text in rows:
+        texts = [part.strip("` ") for part in says.split(",")]
+        made = play(environment, tokenizer, list(texts))
+        assert made.reward == float(reward)
+        assert tokenizer.decode(made.tokens.tolist()) == text.strip("`")
+        assert tokenizer.decode(made.tokens[made.loss_mask].tolist()) == "".join(texts)
+    teaching = Teaching(environment, environment, tokenizer, tokenizer.eos, Bounds(), 0)
+    shown = [asyncio.run(teaching.episode(i, Prompt(QUESTION, tokenizer.encode(QUESTION), ANSWER)))[0] for i in range(20)]
+    said = [tokenizer.decode(one.tokens[one.loss_mask].tolist()) for one in shown]
+    assert all(text.endswith(ANSWER) for text in said)
+    assert len(set(said)) > 2, "the teacher is sometimes wrong at first"
+
+
+def test_a_tool_and_what_it_raises(here: Path) -> None:
+    async def ask() -> list[str]:
+        (runner,) = tools.load(["my_tools:capital"]).values()
+        answers = []
+        try:
+            for country in ("Japan", "Spain"):
+                try:
+                    answers.append(await runner.call(country))
+                except ToolError as error:
+                    answers.append(error.detail)
+        finally:
+            await runner.close()
+        return [runner.name, *answers]
+
+    assert asyncio.run(ask()) == ["capital", "Tokyo", "error: KeyError: 'Spain'"]
+    assert "`error: KeyError: 'Spain'`" in doc_pages.read("guides/environment.md")
+
+
+@pytest.mark.parametrize(("says", "reward"), [("2", 1.0), ("3", 0.0)])
+def test_an_agent_of_openais_client(here: Path, tokenizer: Tokenizer, says: str, reward: float) -> None:
+    policy = openai_policy.Policy(openai_policy.text(tokenizer, says))
+
+    async def run() -> Any:
+        environment = OpenAIEnvironment("my_agent:twice")
+        try:
+            return await environment.run(policy.episode(tokenizer))
+        finally:
+            await environment.close()
+
+    assert asyncio.run(run()) == reward
+    assert [name for name, _, _ in policy.asked] == ["policy", "policy"]
+
+
+def test_a_family_says_what_the_page_says(here: Path) -> None:
+    made = subprocess.run([sys.executable, "try_my_moe.py"], cwd=here, capture_output=True, text=True, timeout=60, check=False)
+    assert (made.returncode, made.stderr) == (0, "")
+    (block,) = doc_pages.blocks(doc_pages.read("guides/model-family.md"), "output")
+    assert made.stdout == block.text

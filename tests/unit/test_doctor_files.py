@@ -1,0 +1,151 @@
+"""What the doctor sees of run directories and models: disks that are full, files that are cut short, what a configuration asks for."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import struct
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import asyncmoe
+from asyncmoe import config as configuration
+from asyncmoe.launch.doctor.gathering import asked, disk, model
+
+ROOT = Path(asyncmoe.__file__).resolve().parent.parent
+
+
+def test_a_directory_that_is_not_there_yet(tmp_path: Path) -> None:
+    found = disk.look(tmp_path / "runs" / "new", 2)
+    assert (found.probed, found.checkpoints, found.trouble) == (str(tmp_path), 2, None)
+    assert found.free_bytes > 0
+    assert found.kind != "unknown"
+    assert found.ahead_s is not None
+    assert abs(found.ahead_s) < 60
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_directory_that_cannot_be_written() -> None:
+    found = disk.look(Path("/proc/asyncmoe"), 0)
+    assert found.kind == "proc"
+    assert str(found.trouble).startswith("making a directory: ")
+
+
+def test_the_last_of_the_longest_mount_points_wins() -> None:
+    mounts = "/dev/a / ext4 rw 0 0\nfs /share lustre rw 0 0\nfs /sharp nfs4 rw 0 0\nx /a\\040b tmpfs rw 0 0\ny /share overlay rw 0 0\n"
+    kinds = {path: disk.kind_of(Path(path), mounts) for path in ("/home", "/share", "/share/run", "/sharp", "/a b/c", "/shared")}
+    assert kinds == {"/home": "ext4", "/share": "overlay", "/share/run": "overlay", "/sharp": "nfs4", "/a b/c": "tmpfs", "/shared": "ext4"}
+
+
+LOOK = """
+import json, sys
+from dataclasses import asdict
+from pathlib import Path
+from asyncmoe.launch.doctor.gathering import disk
+print(json.dumps(asdict(disk.look(Path(sys.argv[1]), 0))))
+"""
+MOUNT = """
+d=$(mktemp -d)
+trap 'umount "$d" 2>/dev/null; rmdir "$d"' EXIT
+mount -t tmpfs -o "$2" tmpfs "$d" || exit 77
+(cd "$d" && $3)
+"$0" -c "$1" "$d"
+"""
+
+
+def on_a_disk_of_its_own(options: str, fill: str) -> dict[str, object]:
+    """`disk.look` on a new file system in a mount namespace, where the system lets us make one."""
+    done = subprocess.run(
+        ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", MOUNT, sys.executable, LOOK, options, fill],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    if done.returncode == 77 or "unshare" in done.stderr:
+        pytest.skip("no namespace to mount in")
+    assert done.returncode == 0, done.stderr
+    return dict(json.loads(done.stdout))
+
+
+@pytest.mark.skipif(shutil.which("unshare") is None, reason="no unshare")
+def test_a_full_disk_and_one_that_is_read_only() -> None:
+    full = on_a_disk_of_its_own("size=256k", "dd if=/dev/zero of=full bs=4k count=60")
+    assert full["trouble"] == "writing a file: No space left on device"
+    assert full["kind"] == "tmpfs"
+    assert int(str(full["free_bytes"])) <= 1 << 18
+    assert on_a_disk_of_its_own("ro", "true")["trouble"] == "making a directory: Read-only file system"
+
+
+def safetensors(file: Path, nbytes: int = 16) -> None:
+    header = json.dumps({"__metadata__": {}, "a": {"dtype": "F32", "shape": [nbytes // 4], "data_offsets": [0, nbytes]}}).encode()
+    file.write_bytes(struct.pack("<Q", len(header)) + header + bytes(nbytes))
+
+
+def test_files_of_a_model_that_are_missing_or_cut_short(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text("{}")
+    assert "no model.safetensors" in next(model.broken(tmp_path))
+    safetensors(tmp_path / "model.safetensors")
+    assert list(model.broken(tmp_path)) == []
+    (tmp_path / "tokenizer.json").unlink()
+    assert "no tokenizer.json" in next(model.broken(tmp_path))
+    (tmp_path / "tokenizer_config.json").write_text("{}")
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"a": "one.safetensors", "b": "two.safetensors"}}))
+    safetensors(tmp_path / "one.safetensors")
+    assert list(model.broken(tmp_path)) == [f"{tmp_path}: no two.safetensors"]
+    safetensors(tmp_path / "two.safetensors")
+    assert list(model.broken(tmp_path)) == []
+    whole = (tmp_path / "two.safetensors").read_bytes()
+    for content, why in (
+        (whole[:-1], "its header says"),
+        (whole[:20], "cut short"),
+        (whole[:3], "cut short"),
+        (b"version https://git-lfs", "does not begin"),
+    ):
+        (tmp_path / "two.safetensors").write_bytes(content)
+        assert why in next(model.broken(tmp_path)), content
+    index.write_text("[]")
+    assert "no index" in next(model.broken(tmp_path))
+
+
+DEMO = ROOT / "examples" / "demo.yaml"
+
+
+def test_what_a_configuration_asks(tmp_path: Path) -> None:
+    from asyncmoe.config.generation import MadeModel
+    from asyncmoe.models.make import make_model
+
+    shape = MadeModel(layers=2, hidden=64, experts=8, experts_per_token=2, expert_hidden=64)
+    make_model(tmp_path / "model", shape, seed=0)
+    settings = [f"model.path={tmp_path / 'model'}", f"run.dir={tmp_path / 'run'}", "engines.count=2", "rollout.max_concurrent=8"]
+    config = configuration.load(DEMO, settings)
+    found = model.look(config)
+    stored = (tmp_path / "model" / "model.safetensors").stat().st_size
+    assert (found.trouble, found.family) == (None, "qwen3_moe")
+    assert found.weights_bytes is not None
+    assert found.parameters is not None
+    assert 0 <= stored - found.weights_bytes < 0.1 * stored, "all that the file holds but its header"
+    assert found.parameters == found.weights_bytes // 4
+    adapted = model.look(configuration.load(DEMO, [*settings, "train=lora"]))
+    assert adapted.parameters is not None
+    assert 0 < adapted.parameters < found.parameters
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        _, run = asked.read(DEMO, [*settings, f"engines.port={port}"])
+    assert run is not None
+    assert (run.connections, run.keep_checkpoints, run.network) == (8, 2, "loopback")
+    assert [(entry.key, entry.number) for entry in run.ports] == [("engines.port", port), ("engines.port", port + 1)]
+    assert run.ports[0].trouble == "Address already in use"
+    run = asked.with_files(run, config)
+    assert run.checkpoint_bytes == 16 * found.parameters
+    assert run.shm_bytes == 2 * 2 * found.weights_bytes
+    assert run.disk is not None
+    assert run.disk.trouble is None
+    broken = configuration.load(DEMO, [*settings, "trainer.tp=2", "trainer.ep=1", "engines.tp=3", "engines.ep=1"])
+    assert "engines.tp: got 3" in str(model.look(broken).trouble)

@@ -1,0 +1,271 @@
+"""What the doctor sees of real things: commands that fail and hang, ports that are taken, disks that are full, packages that are broken."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+import asyncmoe
+from asyncmoe.errors import WaitTimeout
+from asyncmoe.launch.doctor.environment import Apex
+from asyncmoe.launch.doctor.facts import Port
+from asyncmoe.launch.doctor.gathering import inside, network, nvidia, pythons, requirements, shell, sources, system
+from asyncmoe.launch.doctor.gathering.later import Later
+
+ROOT = Path(asyncmoe.__file__).resolve().parent.parent
+
+
+def test_a_command_that_is_missing_fails_or_dies() -> None:
+    assert shell.run(["no-such-program"], 5).trouble == "there is no no-such-program"
+    assert shell.run(["sh", "-c", "echo a; echo b >&2; exit 3"], 5) == shell.Output("a\n", "b\n", "sh ended with status 3")
+    assert shell.run(["sh", "-c", "kill -SEGV $$"], 5).trouble == "sh was ended by SIGSEGV"
+    assert shell.run(["cat"], 5, "given") == shell.Output("given")
+
+
+def test_a_command_that_hangs_is_ended_with_its_children(tmp_path: Path) -> None:
+    pid = tmp_path / "pid"
+    output = shell.run(["sh", "-c", f"echo said; sleep 600 & echo $! > {pid}; wait"], 1.0)
+    assert output.trouble == "sh did not end within 1 s"
+    assert output.text == "said\n"
+    until = time.monotonic() + 10
+    while (stat := Path(f"/proc/{pid.read_text().strip()}/stat")).exists() and stat.read_text().split()[2] != "Z":
+        assert time.monotonic() < until, "the child lives on"
+        time.sleep(0.02)
+
+
+def test_work_that_hangs_or_fails_is_told() -> None:
+    release = threading.Event()
+    with pytest.raises(WaitTimeout, match="the file system"):
+        Later(release.wait).result("the file system of run.dir", "an answer", 0.05)
+    release.set()
+    with pytest.raises(PermissionError, match="no"):
+        Later(lambda: (_ for _ in ()).throw(PermissionError("no"))).result("x", "y", 5)
+    assert Later(lambda: 7).result("x", "y", 5) == 7
+
+
+def test_a_port_in_use_is_seen() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        taken = server.getsockname()[1]
+        on_loopback, on_any = network.try_ports([("engines.port", "127.0.0.1", taken), ("cluster.port", "", taken)])
+    assert (on_loopback.key, on_loopback.number, on_loopback.trouble) == ("engines.port", taken, "Address already in use")
+    assert on_any.trouble == "Address already in use"
+    (free,) = network.try_ports([("engines.port", "127.0.0.1", taken)])
+    assert free.trouble is None
+    (elsewhere,) = network.try_ports([("engines.port", "192.0.2.1", taken)])  # TEST-NET-1
+    assert elsewhere.trouble == "Cannot assign requested address"
+
+
+def test_names() -> None:
+    assert network.resolve("127.0.0.1") == (("127.0.0.1",), None)
+    addresses, trouble = network.resolve("no-such-host.invalid")
+    assert addresses == ()
+    assert trouble
+
+
+def test_the_system() -> None:
+    found = system.limits()
+    assert found.shm_bytes is None or found.shm_free is not None
+    assert 0 < found.open_files <= found.open_files_hard
+    assert system.memory() > 1 << 28
+    assert system.limits(Path("/no/such/place")).shm_bytes is None
+    assert system.clock().told_by
+
+
+def test_infiniband_ports_are_read(tmp_path: Path) -> None:
+    port = tmp_path / "class/infiniband/mlx5_0/ports/1"
+    port.mkdir(parents=True)
+    for name, text in (("state", "4: ACTIVE\n"), ("rate", "400 Gb/sec (4X NDR)\n"), ("link_layer", "InfiniBand\n")):
+        (port / name).write_text(text)
+    (tmp_path / "module/nvidia_peermem").mkdir(parents=True)
+    found = system.fabric(tmp_path)
+    assert found.ports == (Port("mlx5_0", 1, "ACTIVE", "400 Gb/sec (4X NDR)", "InfiniBand"),)
+    assert found.peer_memory
+    assert system.fabric(tmp_path / "nothing").ports == ()
+
+
+SMI = """#!/bin/sh
+case "$1" in
+  --query-gpu=*) echo '0, NVIDIA H100 80GB HBM3, 81559, 4, Default, 9.0, Disabled, 570.86.15'
+                 echo '1, NVIDIA H100 80GB HBM3, 81559, 70000, Exclusive_Process, 9.0, [N/A], 570.86.15' ;;
+  topo) printf '\\t\\033[4mGPU0\\tGPU1\\tNIC0\\tCPU Affinity\\033[0m\\n'
+        printf 'GPU0\\t X \\tNV18\\tPIX\\t0-51\\nGPU1\\tNV18\\t X \\tSYS\\t52-103\\n'
+        printf 'NIC0\\tPIX\\tSYS\\t X \\n\\nLegend:\\n  X    = Self\\n' ;;
+esac
+"""
+
+
+@pytest.fixture
+def nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A program of that name, first on PATH."""
+    program = tmp_path / "bin" / "nvidia-smi"
+    program.parent.mkdir()
+    program.write_text(SMI)
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
+    return program
+
+
+def test_nvidia_smi_is_read(nvidia_smi: Path, tmp_path: Path) -> None:
+    for name, vendor, kind in (("0", "0x10de", "0x030200"), ("1", "0x10de", "0x040300"), ("2", "0x8086", "0x030000")):
+        (tmp_path / "pci" / name).mkdir(parents=True)
+        (tmp_path / "pci" / name / "vendor").write_text(vendor + "\n")
+        (tmp_path / "pci" / name / "class").write_text(kind + "\n")
+    found = nvidia.look(tmp_path / "pci")
+    assert (found.on_bus, found.driver, found.trouble) == (1, "570.86.15", None)
+    assert [(gpu.index, gpu.memory_mib, gpu.used_mib, gpu.compute_mode, gpu.mig) for gpu in found.gpus] == [
+        (0, 81559, 4, "Default", False),
+        (1, 81559, 70000, "Exclusive_Process", False),
+    ]
+    assert found.links == (("X", "NV18"), ("NV18", "X"))
+
+
+def test_an_nvidia_smi_that_fails_is_told(nvidia_smi: Path) -> None:
+    nvidia_smi.write_text("#!/bin/sh\necho 'NVIDIA-SMI has failed because it could not communicate with the driver.'; exit 9\n")
+    found = nvidia.look()
+    assert found.driver is None
+    assert "ended with status 9: NVIDIA-SMI has failed" in str(found.trouble)
+    nvidia_smi.write_text("#!/bin/sh\necho 'No devices were found'\n")
+    assert nvidia.look().trouble == "nvidia-smi says: No devices were found"
+    assert nvidia.read_links("", 2) == nvidia.read_links("GPU0\t X \tNV18\n", 2) == ()
+
+
+def package(folder: Path, name: str, version: str, code: str) -> Path:
+    """A package with its metadata, for a Python with `folder` on its path."""
+    (folder / name).mkdir(parents=True)
+    (folder / name / "__init__.py").write_text(code)
+    metadata = folder / f"{name}-{version}.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+    return folder / name
+
+
+@pytest.fixture
+def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder that another Python looks into before all others, and a torch in it that imports at once."""
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path / 'site'}:{ROOT}")
+    torch = package(tmp_path / "site", "torch", "2.9.0", "from torch import version, cuda\n__version__ = '2.9.0+cu128'\n")
+    (torch / "version.py").write_text("cuda = '12.8'\n")
+    (torch / "cuda.py").write_text("init = lambda: None\ndevice_count = lambda: 3\n")
+    return tmp_path / "site"
+
+
+def test_a_python_is_looked_into(site: Path) -> None:
+    found = pythons.look(sys.executable, ["torch", "no-such-package", "msgspec"], 60)
+    assert found.version == ".".join(map(str, sys.version_info[:3]))
+    assert found.packages["torch"] == "2.9.0"
+    assert set(found.packages) == {"torch", "msgspec"}
+    assert found.extension is not None
+    assert found.extension.package == str(ROOT / "asyncmoe")
+    assert found.torch is not None
+    assert (found.torch.version, found.torch.cuda, found.torch.devices, found.torch.trouble) == ("2.9.0+cu128", "12.8", 3, None)
+    assert found.unfinished is None
+
+
+def test_the_apex_on_pypi_is_told_from_nvidias(site: Path) -> None:
+    impostor = package(site, "apex", "0.9.10.dev0", "raise ImportError('UnencryptedCookieSessionFactoryConfig')")
+    found = pythons.look(sys.executable, ["apex"], 60)
+    assert found.packages == {"apex": "0.9.10.dev0"}
+    assert found.apex == Apex(nvidia=False, kernels=False)
+    for part in ("optimizers", "multi_tensor_apply"):
+        (impostor / part).mkdir()
+    assert pythons.look(sys.executable, ["apex"], 60).apex == Apex(nvidia=True, kernels=False)
+    (site / "amp_C.py").touch()
+    assert pythons.look(sys.executable, ["apex"], 60).apex == Apex(nvidia=True, kernels=True)
+
+
+@pytest.mark.parametrize(
+    ("code", "why"),
+    [
+        ("import os; os.kill(os.getpid(), 11)", f"{sys.executable} was ended by SIGSEGV"),
+        ("raise OSError('libcudart.so.13: cannot open shared object file')", "OSError: libcudart.so.13: cannot open shared object file"),
+        ("import os; os._exit(7)", f"{sys.executable} ended with status 7"),
+    ],
+)
+def test_an_import_that_ends_the_process_is_named_and_what_came_before_is_kept(site: Path, code: str, why: str) -> None:
+    (site / "torch" / "__init__.py").write_text(f"print('{{noise}}')\nprint('[1]')\n{code}\n")
+    found = pythons.look(sys.executable, ["torch"], 60)
+    assert found.packages == {"torch": "2.9.0"}
+    assert found.extension is not None
+    assert found.torch is None
+    assert found.unfinished == f"importing torch: {why}"
+
+
+def test_an_import_that_hangs_is_named() -> None:
+    said = '{"version": "3.11.7", "packages": {}}\n{"step": "opening NCCL"}\n{"nccl": null}\n{"step": "importing torch"}\n{"nc'
+    found = pythons.read("python", shell.Output(said, "a warning", "python did not end within 180 s"))
+    assert (found.version, found.unfinished) == ("3.11.7", "importing torch: python did not end within 180 s")
+
+
+def test_a_transformer_engine_that_breaks_leaves_torch_standing(site: Path) -> None:
+    package(site, "transformer_engine", "2.8.0", "")
+    (site / "transformer_engine" / "pytorch.py").write_text("raise ImportError('undefined symbol: _ZN3c10')")
+    found = pythons.look(sys.executable, ["torch", "transformer-engine"], 60)
+    assert found.torch is not None
+    assert not found.transformer_engine
+    assert found.unfinished == "importing transformer_engine.pytorch: ImportError: undefined symbol: _ZN3c10"
+
+
+def test_cuda_that_cannot_be_used_says_why(site: Path) -> None:
+    (site / "torch" / "cuda.py").write_text("def init(): raise RuntimeError('The NVIDIA driver on your system is too old.\\nPlease')\n")
+    found = pythons.look(sys.executable, ["torch"], 60)
+    assert found.torch is not None
+    assert found.torch.trouble == "The NVIDIA driver on your system is too old."
+
+
+def test_a_python_that_is_none() -> None:
+    assert pythons.look("/no/such/python", []).unfinished == "there is no /no/such/python"
+    found = pythons.look("/bin/false", [])
+    assert (found.version, found.unfinished) == (None, "/bin/false ended with status 1")
+
+
+@pytest.mark.skipif(shutil.which("gcc") is None, reason="no gcc to build the stand-in with")
+def test_nccl_is_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from asyncmoe.reshard import nccl_transport
+
+    library = tmp_path / "libnccl.so.2"
+    subprocess.run(["gcc", "-shared", "-fPIC", "-o", library, Path(__file__).with_name("fake_nccl.c")], check=True, timeout=60)
+    monkeypatch.setattr(nccl_transport, "find_nccl", lambda: str(library))
+    found = inside.nccl()
+    assert found is not None
+    assert found["library"] == str(library)
+    assert isinstance(found["version"], int)
+    library.write_bytes(b"no library")
+    monkeypatch.setattr(nccl_transport, "find_nccl", lambda: str(tmp_path / "none.so"))
+    missing = inside.nccl()
+    assert missing is not None
+    assert missing["version"] is None
+    assert "none.so" in missing["trouble"]
+
+
+def test_requirements_are_those_of_pyproject(tmp_path: Path) -> None:
+    here, installed = requirements.declared(ROOT), requirements.declared(tmp_path)
+    assert here.specifiers["megatron-core"] in (">=0.16.1,<0.20", "<0.20,>=0.16.1")
+    assert (here.specifiers["sglang"], here.specifiers["python"]) == ("==0.5.23", ">=3.11")
+    assert {"torch", "msgspec"} <= set(here.train)
+    assert not {"sglang", "asyncmoe", "pytest", "transformer-engine"} & set(here.train)
+    assert "pytest" not in here.specifiers
+    assert installed.specifiers["sglang"] == "==0.5.23"
+    assert "pytest" not in installed.specifiers
+
+
+def test_sources_that_change_are_other_sources(tmp_path: Path) -> None:
+    assert sources.present(tmp_path) == ()
+    (tmp_path / "csrc/record").mkdir(parents=True)
+    (tmp_path / "csrc/plan.cpp").write_text("int a;")
+    (tmp_path / "csrc/record/bits.h").write_text("int b;")
+    before = sources.present(tmp_path)
+    (tmp_path / "csrc/notes.txt").write_text("no source")
+    assert sources.present(tmp_path) == before
+    (tmp_path / "csrc/record/bits.h").write_text("int c;")
+    after = sources.present(tmp_path)
+    assert (after[0] == before[0], after[1] == before[1]) == (True, False)
+    (tmp_path / "csrc/plan.cpp").rename(tmp_path / "csrc/plain.cpp")
+    assert sources.present(tmp_path)[0] != before[0]

@@ -1,0 +1,152 @@
+"""Every YAML that comes with asyncmoe can be started: it loads, suits its model, plans, fits, and its comments say what is so."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncmoe import models
+from asyncmoe.config import Config, load
+from asyncmoe.errors import ConfigError
+from asyncmoe.launch import budget, planning, split
+from asyncmoe.launch.sizes import parse_adapter
+from asyncmoe.models import EngineParallel
+
+REPOSITORY = Path(__file__).parents[2]
+YAMLS = sorted(path.relative_to(REPOSITORY) for folder in ("examples", "slurm") for path in (REPOSITORY / folder).rglob("*.yaml"))
+CLUSTER = [path for path in YAMLS if path.parent.name == "cluster"]
+GPUS = 8
+"""Of a node."""
+LONG = {"qwen3-235b-a22b-lora.yaml"}
+"""Whose plans take seconds, and are those of another model that is planned for anyway."""
+every = pytest.mark.parametrize("path", YAMLS, ids=str)
+clusters = pytest.mark.parametrize("path", CLUSTER, ids=str)
+
+
+def configured(path: Path) -> tuple[Config, Mapping[str, Any]]:
+    """A configuration, and its model's. One that a YAML's head says how to make is the demo's."""
+    config = load(REPOSITORY / path)
+    shipped = REPOSITORY / "examples" / "cluster" / "models" / f"{config.model.path.name}.json"
+    if config.model.path == Path("runs/models/base"):
+        return config, budget.hf_of(load(REPOSITORY / "examples" / "demo.yaml"))
+    return config, budget.hf_of(config, shipped if config.model.make is None else None)
+
+
+def test_there_are_some() -> None:
+    assert {"demo.yaml", "gsm8k.yaml", "lora.yaml", "tools.yaml", "tiny.yaml"} < {path.name for path in YAMLS}
+    assert len(CLUSTER) >= 5
+
+
+@every
+def test_it_suits_its_model(path: Path) -> None:
+    models.check(*configured(path))
+
+
+@every
+def test_it_fits_and_its_comments_say_what_it_holds(path: Path) -> None:
+    text = (REPOSITORY / path).read_text()
+    config, hf = configured(path)
+    gpu_gb, cpu = budget.stated(text, str(path))
+    found = budget.of_run(config, hf, gpu_gb, cpu)
+    said = [line for line in text.splitlines() if line.startswith("# memory")]
+    true = [*found.sums, found.line] if path in CLUSTER or len(said) > 1 else [found.line]
+    assert said == true, f"{path} says\n" + "\n".join(said) + "\nwhere it is\n" + "\n".join(true)
+    assert found.fits, f"{path}: {found.line}"
+    if cpu:
+        assert budget.for_cpu(config) or config.model.path == Path("runs/models/base")
+
+
+@pytest.mark.parametrize("path", [pytest.param(p, marks=pytest.mark.thorough) if p.name in LONG else p for p in YAMLS], ids=str)
+def test_its_weights_can_be_moved(path: Path) -> None:
+    """Every byte that an engine needs travels once."""
+    config, hf = configured(path)
+    found = planning.foresee(
+        str(path),
+        hf,
+        models.trainer_parallel(config),
+        EngineParallel(config.engines.tp, config.engines.ep),
+        config.engines.count,
+        dtype=models.engine_dtype(hf, config.engines),
+        bucket_bytes=config.sync.bucket_bytes,
+        adapter=budget.serving(config, hf).adapter,
+    )
+    assert found.trainer_ranks == config.trainer.ranks
+    assert found.ways["direct"].ratio == 1.0
+
+
+@every
+def test_nodes_hold_equally_many_ranks_and_engines(path: Path) -> None:
+    config, _ = configured(path)
+    ranks, over = divmod(config.trainer.ranks, config.cluster.trainer_nodes)
+    engines, left = divmod(config.engines.count, config.cluster.engine_nodes)
+    assert (over, left) == (0, 0)
+    if not budget.for_cpu(config) and path in CLUSTER:
+        assert ranks == GPUS
+        assert engines * config.engines.tp == GPUS
+
+
+@clusters
+def test_its_head_says_how_it_is_started(path: Path) -> None:
+    config, _ = configured(path)
+    head = (REPOSITORY / path).read_text().replace("\\\n#", " ")
+    (sbatch,) = re.findall(r"# +(sbatch .*)", head)
+    nodes = config.cluster.trainer_nodes + config.cluster.engine_nodes
+    assert f"--nodes={nodes} " in sbatch
+    assert sbatch.split()[-2:] == ["slurm/train.sbatch", str(path)]
+    (torchrun,) = re.findall(r"(torchrun .*)", head)
+    words = shlex.split(torchrun)
+    said = dict(zip(words[1::2], words[2::2], strict=False))
+    assert int(said["--nnodes"]) == config.cluster.trainer_nodes
+    assert int(said["--nproc-per-node"]) * config.cluster.trainer_nodes == config.trainer.ranks
+    assert said["-m"] == "asyncmoe.trainer"
+    commands = [torchrun, *re.findall(r"(asyncmoe (?:rollout|engine) .*)", head)]
+    assert len(commands) >= 3
+    assert all(str(path) in command for command in commands)
+
+
+def suggested(path: Path) -> list[list[str]]:
+    """The words behind `asyncmoe plan`, where a YAML's head says that its sizes are from there."""
+    return [shlex.split(words) for words in re.findall(r"asyncmoe plan (--model [^`\n]*)", (REPOSITORY / path).read_text())]
+
+
+@pytest.mark.parametrize("path", [path for path in CLUSTER if suggested(path)], ids=str)
+def test_its_sizes_are_those_that_are_suggested(path: Path) -> None:
+    config, hf = configured(path)
+    (words,) = suggested(path)
+    given = dict(zip(words[::2], words[1::2], strict=True))
+    assert (REPOSITORY / given["--model"]).is_file()
+    adapter = parse_adapter(given["--lora"]) if "--lora" in given else None
+    cluster = split.Cluster(int(given["--nodes"]), context=int(given.get("--context", 8192)), adapter=adapter)
+    sizes = [
+        (one.trainer_nodes, one.engine_nodes, one.trainer.parallel, one.trainer.recompute, one.engines, one.engine.parallel)
+        for one in split.suggest(hf, cluster)
+    ]
+    mine = (
+        config.cluster.trainer_nodes,
+        config.cluster.engine_nodes,
+        models.trainer_parallel(config),
+        config.trainer.recompute == "full",
+        config.engines.count,
+        EngineParallel(config.engines.tp, config.engines.ep),
+    )
+    assert mine in sizes
+    assert cluster.context == config.trainer.tokens_per_microbatch == config.environment.max_tokens
+    assert budget.serving(config, hf).adapter == adapter
+
+
+def test_every_large_model_is_there_with_all_weights_and_with_adapters() -> None:
+    found = {(configured(path)[0].model.path.name, configured(path)[0].train) for path in CLUSTER}
+    assert found >= {(name, train) for name in ("Qwen3-30B-A3B", "Qwen3-235B-A22B") for train in ("full", "lora")}
+
+
+@pytest.mark.parametrize("lines", ["", "# memory: plenty\n", 2 * "# memory: trainer 1 GB, engine 1 GB of 80\n"])
+def test_a_yaml_that_does_not_say_what_it_holds_says_what_to_do(lines: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        budget.stated(f"# A run.\n{lines}run: {{}}\n", "examples/mine.yaml")
+    assert "asyncmoe plan --config examples/mine.yaml prints it" in str(caught.value)
+    assert "`# memory: trainer 72.8 GB, engine 70 GB of 80`" in str(caught.value)

@@ -1,0 +1,203 @@
+"""Which nodes a run asks of Ray, what is started on each, which failure is told, and what is said without a cluster."""
+
+from __future__ import annotations
+
+import builtins
+import socket
+import sys
+from pathlib import Path
+from signal import Signals
+from typing import Any
+
+import pytest
+
+from asyncmoe.config import Config, parse
+from asyncmoe.errors import ConfigError, UserError
+from asyncmoe.launch.ray import cluster
+from asyncmoe.launch.ray.planning import bundles, environment, joining, launches, nodes_words, spread, strategy, wanted_words
+from asyncmoe.launch.watch import failure
+from asyncmoe.process import Child
+
+
+def config(**sections: dict[str, Any]) -> Config:
+    values: dict[str, dict[str, Any]] = {"run": {"dir": "/shared/run", "steps": 1}, "model": {"path": "/m"}, "task": {"kind": "arithmetic"}}
+    return parse({**values, **sections})
+
+
+SPREAD = config(
+    engines={"count": 3, "tp": 2}, trainer={"ranks": 8, "tp": 1, "ep": 2}, cluster={"engine_nodes": 2, "trainer_nodes": 2, "network": "ib0"}
+)
+
+
+def test_ranks_and_engines_are_spread_over_their_nodes() -> None:
+    found = bundles(SPREAD, gpus=True)
+    assert [(b.part, b.node, b.numbers) for b in found] == [
+        ("engines", 0, (0, 1)),
+        ("engines", 1, (2,)),
+        ("trainer", 0, (0, 1, 2, 3)),
+        ("trainer", 1, (4, 5, 6, 7)),
+    ]
+    assert [b.resources for b in found] == [{"CPU": n, "GPU": n} for n in (4, 2, 4, 4)]
+    assert [b.resources for b in bundles(SPREAD, gpus=False)] == [{"CPU": n} for n in (4, 2, 4, 4)]
+    assert strategy(found) == "STRICT_SPREAD"
+    assert strategy(bundles(config(trainer={"ranks": 2}), gpus=True)) == "PACK"
+
+
+@pytest.mark.parametrize("count", range(1, 9))
+@pytest.mark.parametrize("nodes", range(1, 5))
+def test_a_spread_is_complete_in_order_and_even(count: int, nodes: int) -> None:
+    found = spread(count, nodes)
+    assert [number for numbers in found for number in numbers] == list(range(count))
+    assert len(found) == nodes
+    assert max(map(len, found)) - min(map(len, found)) <= 1
+
+
+@pytest.mark.parametrize(
+    ("sections", "words"),
+    [
+        (
+            {"trainer": {"ranks": 3}, "cluster": {"trainer_nodes": 2}},
+            "cluster.trainer_nodes: got 2, expected a divisor of trainer.ranks = 3",
+        ),
+        ({"cluster": {"engine_nodes": 2}}, "cluster.engine_nodes: got 2, expected at most engines.count = 1"),
+        ({"engines": {"first_gpu": 4}}, "engines.first_gpu: got 4, expected 0 with launch: ray"),
+    ],
+)
+def test_what_cannot_be_spread_is_refused(sections: dict[str, dict[str, Any]], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        bundles(config(**sections), gpus=False)
+
+
+def test_every_node_starts_the_processes_of_its_part() -> None:
+    file, master = Path("/shared/run/config.yaml"), ("10.0.0.3", 4000)
+    first, second, trainer, other = (
+        launches(SPREAD, file, bundle, master, {"NCCL_DEBUG": "INFO"}) for bundle in bundles(SPREAD, gpus=True)
+    )
+    assert [launch.name for launch in first] == ["controller", "engine.0", "engine.1"]
+    assert [launch.arguments[2:] for launch in first] == [
+        ("rollout", str(file)),
+        ("engine", str(file), "--name", "engine.0", "--index", "0"),
+        ("engine", str(file), "--name", "engine.1", "--index", "1"),
+    ]
+    # Of this node it is the first again, and takes the first of the GPUs that Ray shows it.
+    assert second[0].arguments[2:] == ("engine", str(file), "--name", "engine.2", "--index", "0")
+    words = " ".join(other[0].arguments)
+    assert "--nnodes 2 --node-rank 1 --nproc-per-node 4 --master-addr 10.0.0.3 --master-port 4000 --max-restarts 0" in words
+    assert words.endswith(f"-m asyncmoe.trainer {file}")
+    assert [launch.name for launch in (*trainer, *other)] == ["trainer.0", "trainer.1"]
+    every = [*first, *second, *trainer, *other]
+    # What the server of an engine writes has a file of its own, engine-0.log.
+    logs = {"controller", "engine-0-joins", "engine-1-joins", "engine-2-joins", "trainer-0", "trainer-1"}
+    assert {launch.log for launch in every} == {Path(f"/shared/run/logs/{name}.log") for name in logs}
+    assert all(launch.environment["NCCL_DEBUG"] == "INFO" for launch in every)
+
+
+def test_processes_of_several_machines_do_not_meet_on_loopback() -> None:
+    one, two = ["10.0.0.3", "10.0.0.3"], ["10.0.0.3", "10.0.0.4"]
+    plain = config()
+    assert [joining(plain, addresses).cluster.network for addresses in ([], one, two)] == ["loopback", "loopback", "hostname"]
+    assert joining(plain).engines.join
+    assert joining(SPREAD, two).cluster.network == "ib0"
+    ours = {"PATH": "/bin", "NCCL_SOCKET_IFNAME": "ib0", "ASYNCMOE_HOST": "10.0.0.9"}
+    assert environment(plain, "10.0.0.4", one, ours) == {"NCCL_SOCKET_IFNAME": "ib0"}
+    assert environment(plain, "10.0.0.4", two, ours) == {"NCCL_SOCKET_IFNAME": "ib0", "ASYNCMOE_HOST": "10.0.0.4"}
+    assert environment(SPREAD, "10.0.0.4", two, ours) == {"NCCL_SOCKET_IFNAME": "ib0"}
+
+
+def test_what_is_there_and_what_is_missing_is_said_in_words() -> None:
+    there = [{"CPU": 4.0, "memory": 1e9}, {"CPU": 4.0, "memory": 2e9}, {"CPU": 1.0, "GPU": 8.0}]
+    assert nodes_words(there[:1], {"CPU": 3.0}) == "1 node with 4 CPUs; free: 3 CPUs"
+    assert nodes_words(there, {}) == "1 node with 1 CPU and 8 GPUs, 2 nodes with 4 CPUs; free: 0 CPUs"
+    assert nodes_words([], {}) == "no node; free: 0 CPUs"
+    small = config(trainer={"ranks": 2}, cluster={"trainer_nodes": 2})
+    expected = "3 nodes: 1 CPU for controller and engine 0, 1 CPU for trainer rank 0, 1 CPU for trainer rank 1"
+    assert wanted_words(bundles(small, gpus=False)) == expected
+    assert wanted_words(bundles(config(), gpus=True)).startswith("1 node, or 2: 1 CPU and 1 GPU for controller and engine 0, ")
+
+
+class Ended:
+    """A process that has ended."""
+
+    log = Path("log")
+
+    def __init__(self, name: str, returncode: int, reason: str | None) -> None:
+        self.name, self.returncode, self.reason = name, returncode, reason
+
+    def signal(self, number: Signals) -> None:
+        raise AssertionError
+
+    def wait(self, seconds: float) -> bool:
+        return True
+
+    def why(self) -> str:
+        return f"{self.name}: {self.reason or self.returncode}"
+
+
+def test_the_first_cause_is_told_and_a_mistake_of_the_user_is_marked() -> None:
+    silent = Ended("trainer.0", 1, None)
+    waited = Ended("trainer.1", 1, "waited 30.0 s for the controller: ask")
+    given_up = Ended("engine.0", 1, "engine.0 was given up: the run has failed: no engine is left")
+    mistake = Ended("controller", 2, "port 30000: got in use, expected a free port")
+    assert str(failure([silent, waited, given_up, mistake])) == "controller: port 30000: got in use, expected a free port"
+    assert failure([silent, mistake]).exit_code == UserError.exit_code
+    assert str(failure([silent, waited])) == "trainer.0: 1"
+    assert failure([silent, waited]).exit_code == 1
+    lost, killed = Ended("trainer.0", 1, "from rank 0 to rank 1: lost"), Ended("trainer.1", 1, "a rank was ended by SIGKILL")
+    assert str(failure([silent, lost, killed, waited])) == "trainer.1: a rank was ended by SIGKILL"
+    assert str(failure([lost, Ended("engine.0", -9, None)])) == "engine.0: -9"
+    assert str(failure([silent, lost])) == "trainer.0: from rank 0 to rank 1: lost"
+
+
+def test_without_ray_the_cure_is_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = builtins.__import__
+
+    def absent(name: str, *arguments: Any, **options: Any) -> Any:
+        if name.partition(".")[0] == "ray":
+            raise ModuleNotFoundError("No module named 'ray'", name="ray")
+        return real(name, *arguments, **options)
+
+    monkeypatch.setattr(builtins, "__import__", absent)
+    with pytest.raises(UserError, match=r'launch: ray: got no Ray in .*; pip install "ray"$'), cluster.connected():
+        pass
+
+
+@pytest.mark.parametrize(
+    ("address", "words"),
+    [
+        ("ray://head:10001", "RAY_ADDRESS: got ray://head:10001, expected HOST:PORT of the head; start asyncmoe on a node"),
+        ("head", "RAY_ADDRESS: got 'head', expected HOST:PORT"),
+        ("head:0", "RAY_ADDRESS: got 'head:0', expected HOST:PORT"),
+        (
+            "localhost:{free}",
+            "Ray's head at localhost:{free}: got no answer .Connection refused., expected one that listens; ray start --head",
+        ),
+    ],
+)
+def test_a_cluster_that_cannot_be_reached_is_named_at_once(monkeypatch: pytest.MonkeyPatch, address: str, words: str) -> None:
+    with socket.socket() as bound:  # and does not listen
+        bound.bind(("127.0.0.1", 0))
+        free = bound.getsockname()[1]
+        monkeypatch.setenv("RAY_ADDRESS", address.format(free=free))
+        with pytest.raises(UserError, match=words.format(free=free)), cluster.connected():
+            pass
+
+
+def test_what_ray_start_has_left_here_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    (tmp_path / "ray").mkdir()
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        (tmp_path / "ray" / "ray_current_cluster").write_text(f"127.0.0.1:{bound.getsockname()[1]}")
+        with pytest.raises(UserError, match=f"Ray's head at 127.0.0.1:{bound.getsockname()[1]}: got no answer"), cluster.connected():
+            pass
+
+
+def test_a_rank_that_a_signal_ended_is_the_reason_of_its_torchrun(tmp_path: Path) -> None:
+    ended = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
+    (tmp_path / "rank.py").write_text(ended)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts", "0", str(tmp_path / "rank.py")]
+    child = Child("trainer", torchrun, tmp_path / "log")
+    assert child.wait(60)
+    assert child.returncode == 1
+    assert child.why() == f"a rank was ended by SIGKILL, as when memory runs out; its log is {tmp_path / 'log'}"

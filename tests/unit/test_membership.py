@@ -1,0 +1,273 @@
+"""Engines that join, stay and leave: what the controller answers; real ones are in tests/system/test_nodes.py and test_slurm.py."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncmoe import config as configuration
+from asyncmoe.config import Config
+from asyncmoe.errors import AsyncmoeError, ConfigError, EngineError, ProtocolError, UserError, WaitTimeout
+from asyncmoe.rollout import membership
+from asyncmoe.rollout.membership import Membership, RemoteEngine
+from asyncmoe.rollout.pool import Member, Pool
+from asyncmoe.rollout.weights import Conductor
+from asyncmoe.wire.messages import (
+    Committed,
+    EngineAlive,
+    EngineJoin,
+    EngineLeave,
+    EngineOrder,
+    Engines,
+    EnginesAsk,
+    WeightsCommit,
+    WeightsStage,
+)
+from asyncmoe.wire.peers import Facts
+
+
+class Client:
+    """An engine that answers everything at once."""
+
+    there = True
+
+    def __init__(self, name: str, url: str, key: str) -> None:
+        self.name, self.url, self.key = name, url, key
+
+    async def ready(self) -> bool:
+        return self.there
+
+    def __getattr__(self, name: str) -> Any:
+        async def call(*_: Any, **__: Any) -> None:
+            pass
+
+        return call
+
+
+class Rig:
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.pool = Pool([], 8, 5.0, lambda *_: None)
+        self.published: list[int] = []
+        self.conductor = Conductor(self.pool, 5.0, self._published, lambda *_: None)
+        self.conductor.engines_started()
+        self.membership = Membership(config, self.pool, self.conductor.updating)
+
+    async def _published(self, version: int) -> None:
+        self.published.append(version)
+
+    async def join(self, name: str, **changed: Any) -> Member:
+        values = {"url": "http://10.0.0.1:1", "key": "k", "host": "h", "tp": 1, "ep": 1, "config_digest": self.config.digest}
+        await self.membership.handle(EngineJoin(name, **{**values, **changed}))
+        return self.pool.members[-1]
+
+    async def roster(self) -> Engines:
+        reply = await self.conductor.handle(EnginesAsk(1.0))
+        assert isinstance(reply, Engines)
+        return reply
+
+    async def publish(self, version: int) -> Committed:
+        await self.roster()
+        await self.conductor.handle(WeightsStage(version))
+        reply = await self.conductor.handle(WeightsCommit(version, update=1))
+        assert isinstance(reply, Committed)
+        return reply
+
+
+@pytest.fixture
+def rig(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Rig], Awaitable[None]]], None]:
+    monkeypatch.setattr(membership, "EngineClient", Client)
+    demo = Path(__file__).parents[2] / "examples" / "demo.yaml"
+    settings = ("engines.join=true", "engines.count=2", f"run.dir={tmp_path}", "cluster.silence_s=0.4", "rollout.request_timeout_s=5")
+    config = configuration.load(demo, settings)
+
+    def play(scene: Callable[[Rig], Awaitable[None]]) -> None:
+        async def main() -> None:
+            await scene(Rig(config))
+
+        asyncio.run(main())
+
+    return play
+
+
+Play = Callable[[Callable[[Rig], Awaitable[None]]], None]
+
+
+def test_one_that_joins_serves_from_its_first_version_on(rig: Play) -> None:
+    async def scene(it: Rig) -> None:
+        await it.join("a")
+        await it.publish(1)
+        late = await it.join("b")
+        assert [m.engine.name for m in it.pool.serving] == ["a"]
+        assert late.waiting
+        await it.publish(2)
+        assert [(m.engine.name, m.version) for m in it.pool.serving] == [("a", 2), ("b", 2)]
+        assert it.published == [1, 2]
+
+    rig(scene)
+
+
+def test_every_change_makes_another_roster_and_nothing_else_does(rig: Play) -> None:
+    async def scene(it: Rig) -> None:
+        await it.join("a", tp=2)
+        first = await it.roster()
+        assert first == await it.roster()
+        await it.join("b")
+        second = await it.roster()
+        assert (second.roster, second.world) == (first.roster + 1, 4)
+        assert [(e.name, e.rank_offset) for e in second.engines] == [("a", 1), ("b", 3)]
+        it.pool.fence(it.pool.members[0], "it fell silent")
+        third = await it.roster()
+        assert [(e.name, e.rank_offset) for e in third.engines] == [("b", 1)]
+        assert third.roster == second.roster + 1
+
+    rig(scene)
+
+
+def test_one_that_leaves_finishes_what_it_has(rig: Play) -> None:
+    async def scene(it: Rig) -> None:
+        await it.join("a")
+        member = await it.join("b")
+        await it.publish(1)
+        member.in_flight = 1
+        asked = asyncio.create_task(it.membership.handle(EngineAlive("b", 5.0)))
+        leaving = asyncio.create_task(it.membership.handle(EngineLeave("b")))
+        await asyncio.sleep(0.25)
+        assert [m.engine.name for m in it.pool.serving] == ["a"]
+        assert not leaving.done()
+        member.in_flight = 0
+        await asyncio.wait_for(leaving, 2)
+        assert [m.engine.name for m in it.pool.members] == ["a"]
+        assert (await asked) in (EngineOrder(), EngineOrder(finished=True))
+        assert [e.name for e in (await it.roster()).engines] == ["a"]
+
+    rig(scene)
+
+
+def test_one_that_falls_silent_is_dead(rig: Play) -> None:
+    async def scene(it: Rig) -> None:
+        await it.join("a")
+        silent = await it.join("b")
+        watching = asyncio.create_task(it.pool.watch())
+        for _ in range(12):
+            await it.membership.handle(EngineAlive("a", 0.1))
+        assert silent.fenced is not None
+        assert "not heard of" in silent.fenced
+        assert it.pool.members[0].fenced is None
+        watching.cancel()
+        order = await it.membership.handle(EngineAlive("b", 5.0))  # it was only slow
+        assert isinstance(order, EngineOrder)
+        assert order.why
+
+    rig(scene)
+
+
+def test_one_that_says_it_died_is_fenced_with_its_reason_and_may_come_again(rig: Play) -> None:
+    async def scene(it: Rig) -> None:
+        await it.join("a")
+        await it.join("b")
+        await it.membership.handle(EngineLeave("b", "out of memory"))
+        assert it.pool.members[1].fenced == "out of memory"
+        again = await it.join("b")
+        assert [m.engine.name for m in it.pool.members] == ["a", "b"]
+        assert again.fenced is None
+
+    rig(scene)
+
+
+def test_the_end_is_told_to_all(rig: Play) -> None:
+    async def scene(it: Rig) -> None:
+        await it.join("a")
+        asked = asyncio.create_task(it.membership.handle(EngineAlive("a", 5.0)))
+        await asyncio.sleep(0)
+        await it.membership.end(EngineOrder(why="the trainer has gone"))
+        assert await asked == EngineOrder(why="the trainer has gone")
+
+    rig(scene)
+
+
+@pytest.mark.parametrize(
+    ("changed", "error", "words"),
+    [
+        ({"config_digest": "0" * 64}, ConfigError, "configuration of b: got digest 000000000000"),
+        (
+            {"facts": Facts("n7", "engine.b", {"msgspec": "0.1"}, time.time())},
+            UserError,
+            "engine.b on n7: got msgspec 0.1, expected msgspec",
+        ),
+        ({"facts": Facts("n7", "engine.b", {}, time.time() - 99)}, UserError, "engine.b on n7: got a clock \\d.* s behind"),
+        ({"name": "a"}, UserError, "engine a: got a name that is taken"),
+    ],
+)
+def test_who_may_not_join(rig: Play, changed: dict[str, Any], error: type[AsyncmoeError], words: str) -> None:
+    async def scene(it: Rig) -> None:
+        await it.join("a")
+        name = changed.pop("name", "b")
+        with pytest.raises(error, match=words):
+            await it.join(name, **changed)
+        assert len(it.pool.members) == 1
+
+    rig(scene)
+
+
+def test_one_that_cannot_be_reached_is_refused(rig: Play, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scene(it: Rig) -> None:
+        monkeypatch.setattr(Client, "there", False)
+        with pytest.raises(EngineError, match=r"b: the controller does not reach it at http://10\.0\.0\.1:1; see cluster\.network"):
+            await it.join("b")
+
+    rig(scene)
+
+
+def test_a_run_that_takes_none_says_so(rig: Play) -> None:
+    async def scene(it: Rig) -> None:
+        alone = it.config.model_copy(update={"engines": it.config.engines.model_copy(update={"join": False})})
+        with pytest.raises(ConfigError, match=r"engines\.join: got false at the controller, expected true, so that b can join"):
+            await Rig(alone).join("b")
+
+    rig(scene)
+
+
+def test_strangers_and_the_missing_are_named(rig: Play) -> None:
+    async def scene(it: Rig) -> None:
+        with pytest.raises(ProtocolError, match="b: no engine of that name"):
+            await it.membership.handle(EngineAlive("b", 1.0))
+        await it.join("a")
+        with pytest.raises(WaitTimeout, match=r"for engines: join: 1 of 2 are missing, here is a"):
+            await it.membership.wait_joined(0.2)
+        await it.join("c")
+        await it.membership.wait_joined(0.2)
+
+    rig(scene)
+
+
+def test_a_request_waits_while_all_engines_wait_for_a_version(rig: Play) -> None:
+    async def scene(it: Rig) -> None:
+        member = await it.join("a")
+        waiting = asyncio.create_task(it.pool._some())
+        await asyncio.sleep(0.1)
+        assert not waiting.done()
+        member.waiting = False
+        await asyncio.wait_for(waiting, 2)
+        await asyncio.sleep(0.5)
+        it.pool.fence(member, "gone")
+        with pytest.raises(EngineError, match="no engine is left: a: not heard of"):
+            await it.pool._some()
+
+    rig(scene)
+
+
+def test_a_remote_engine_is_killed_by_an_order() -> None:
+    async def scene() -> None:
+        engine = RemoteEngine(EngineJoin("a", "http://10.0.0.1:1", "k", "h", 1, 1, ""), 5.0)
+        engine.kill()
+        assert "given it up" in (await engine.ask(1.0)).why
+        assert engine.told
+        await engine.client.close()
+
+    asyncio.run(scene())

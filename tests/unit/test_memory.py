@@ -1,0 +1,277 @@
+"""Memory of a GPU: closed forms for a real model, worked out by hand, and laws over all small sizes."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from real_models import REAL
+from test_models_plan import SMALL, small_trainers
+
+from asyncmoe.config import Config, parse
+from asyncmoe.config.lora import TARGETS
+from asyncmoe.errors import UserError
+from asyncmoe.launch import activations, budget, memory
+from asyncmoe.launch.activations import Microbatch
+from asyncmoe.launch.memory import Memory, Serving, Training
+from asyncmoe.models import EngineParallel, MegatronParallel, family_of
+from asyncmoe.models.lora.adapter import Kind, halves
+from asyncmoe.trainer.logprobs import _ROWS
+
+HF = REAL["Qwen3-30B-A3B"]
+L, H, V, Q, KV, D, E, K, F = 48, 2048, 151936, 4096, 512, 128, 128, 8, 768
+EXPERT = 3 * H * F
+DIVIDED = H * (Q + 2 * KV) + Q * H
+"""Of a layer's attention, over tensor-parallel ranks."""
+COPIED = 2 * H + 2 * D + E * H
+"""Norms and router of a layer."""
+ALL = 2 * V * H + L * (DIVIDED + COPIED + E * EXPERT) + H
+NODE = MegatronParallel(tp=4, ep=8, dp=2)
+PASS = Microbatch(8192, recompute=True)
+KIND = Kind(TARGETS, 32, 32.0)
+SHARED = replace(KIND, experts="shared_outer")
+
+
+def of(parallel: MegatronParallel, training: Training, stage: int = 0) -> dict[str, int]:
+    return dict(memory.trainer(HF, parallel, training)[stage].parts)
+
+
+# ---------------------------------------------------------------- the trainer
+
+
+def test_all_weights_of_a_real_model_on_one_node() -> None:
+    assert ALL == 30_532_122_624  # as published, 30.5 B
+    assert memory.whole(HF) == memory.Held(ALL - L * E * EXPERT, L * E * EXPERT)
+    dense = 2 * V * H // 4 + L * (DIVIDED // 4 + COPIED) + H
+    experts = L * 16 * EXPERT
+    assert of(NODE, Training(PASS)) == {
+        "weights": 2 * (dense + experts),
+        "gradients": 4 * (dense + experts),
+        "optimizer": 12 * (dense // 2 + experts),
+        "activations": L * 2 * H * 8192 // 4,
+        "working set": activations.working(family_of(HF).shape_of(HF), NODE, 0, PASS),
+        "weight sync": 2 * (256 << 20),
+    }
+    assert of(NODE, Training(PASS, distributed=False))["optimizer"] == 12 * (dense + experts)
+    float32 = of(NODE, Training(replace(PASS, dtype="float32"), bucket_bytes=1 << 20))
+    assert (float32["weights"], float32["gradients"]) == (4 * (dense + experts), 4 * (dense + experts))
+    assert float32["optimizer"] == 8 * (dense // 2 + experts)
+    assert float32["weight sync"] == 2 << 20
+
+
+def test_the_first_and_the_last_stage_have_the_embedding_and_the_output_layer() -> None:
+    sizes = MegatronParallel(tp=4, pp=3, ep=4, dp=1, first_layers=14, last_layers=16)
+    layer = DIVIDED // 4 + COPIED + 32 * EXPERT
+    stages = [stage.parts["weights"] for stage in memory.trainer(HF, sizes, Training(PASS))]
+    assert stages == [2 * (14 * layer + V * H // 4), 2 * 18 * layer, 2 * (16 * layer + V * H // 4 + H)]
+
+
+def test_a_reference_policy_is_a_second_copy_of_the_weights_but_not_under_adapters() -> None:
+    plain = of(NODE, Training(PASS))
+    assert of(NODE, Training(PASS, reference=True))["reference"] == plain["weights"]
+    assert "reference" not in of(NODE, Training(replace(PASS, adapter=KIND), reference=True))
+
+
+def test_adapters_are_all_that_has_gradients() -> None:
+    """Rank 32 on all targets; 16 experts a rank, attention over 4 ranks with its undivided halves on each."""
+    found = of(NODE, Training(replace(PASS, adapter=KIND)))
+    r = 32
+    attention = r * (3 * H + Q // 4) + r * ((Q + 2 * KV) // 4 + H)  # A of q, k, v and o; B of them
+    experts = 16 * 3 * r * (H + F)
+    assert found["weights"] == of(NODE, Training(PASS))["weights"]
+    assert found["adapters"] == 2 * L * (attention + experts)
+    assert found["gradients"] == 4 * L * (attention + experts)
+    assert found["optimizer"] == 12 * L * (attention // 2 + experts)
+    assert found["weight sync"] == 2 * (256 << 20) + found["adapters"]  # a copy of them is sent
+
+
+@pytest.mark.parametrize("kind", [KIND, SHARED], ids=["per_expert", "shared_outer"])
+def test_all_ranks_together_hold_an_adapter_as_often_as_there_are_replicas(kind: Kind) -> None:
+    m = family_of(HF).shape_of(HF)
+    parallel = MegatronParallel(pp=2, ep=8, dp=16)
+    sizes = {name: math.prod(shape) for name, shape in halves(m, kind).items()}
+    of_experts = sum(size for name, size in sizes.items() if ".experts." in name and ".shared." not in name)
+    held = [memory.adapters_of(m, kind, parallel, rank, "bfloat16") for rank in range(parallel.world)]
+    assert sum(one.experts for one in held) == of_experts * 2
+    assert sum(one.dense for one in held) == (sum(sizes.values()) - of_experts) * 16
+    assert sum(one.nbytes for one in held) == 2 * sum(one.all for one in held)
+
+
+TIED = {**{key: value for key, value in SMALL.items() if "experts" not in key}, "model_type": "qwen3", "tie_word_embeddings": True}
+
+
+@pytest.mark.parametrize("hf", [SMALL, TIED], ids=["experts", "dense, tied"])
+def test_all_ranks_together_hold_the_model_as_often_as_there_are_replicas(hf: dict[str, Any]) -> None:
+    tensors = {name: math.prod(shape) for name, shape in family_of(hf).tensors(hf).items()}
+    seen = 0
+    for parallel in small_trainers():
+        if hf is TIED and parallel.ep * parallel.etp > 1:
+            continue
+        tp, dp, world = parallel.tp, parallel.dp, parallel.tp * parallel.dp
+        experts = copied = divided = 0
+        for name, size in tensors.items():
+            if ".experts." in name:
+                experts += size
+            elif "norm" in name or "router" in name:
+                copied += size
+            else:
+                divided += size
+        if hf is TIED and parallel.pp > 1:
+            divided += tensors["embed"]  # the last stage's output layer
+        held = [memory.weights_of(hf, parallel, rank, "bfloat16") for rank in range(parallel.world)]
+        replicas = world // (parallel.ep * parallel.etp)
+        assert sum(one.all for one in held) == divided * dp + copied * tp * dp + experts * replicas
+        assert all(one.nbytes == 2 * one.all for one in held)
+        if parallel.ep > 1:
+            assert sum(one.experts for one in held) == experts * memory.expert_data_parallel(parallel)
+        # Moments and masters of what is not copied are there once, were it not for tensor-parallel copies, and etp where ep is 1.
+        if parallel.ep > 1 or parallel.etp == tp:
+            shared_out = sum(memory.optimizer_bytes(one, parallel, Training(PASS)) for one in held)
+            once = 12 * (divided + copied * tp + experts)
+            assert once <= shared_out <= once + 12 * 2 * parallel.world
+        seen += 1
+    assert seen == (80 if hf is SMALL else 22)
+
+
+# ---------------------------------------------------------------- activations
+
+
+def test_what_a_layer_keeps() -> None:
+    """By the terms of the docstring; with tensor parallelism 4 a rank has a fourth of it, but for the rotary angles."""
+    m = family_of(HF).shape_of(HF)
+    attention = 3 * H + (Q + 2 * KV) + (2 * Q + KV) + (Q + KV) + 2 * Q
+    experts = 3 * H + K * (H + 6 * F)
+    router = 5 * E + 20 * K
+    alone = Microbatch(1000, recompute=False)
+    assert activations.layer(m, MegatronParallel(), alone, dense=False) == 1000 * (2 * (attention + 4 * D + experts) + router)
+    quarter = activations.layer(m, MegatronParallel(tp=4), alone, dense=False)
+    assert quarter == 250 * (2 * (attention + 16 * D + experts) + router)
+    spread = activations.layer(m, MegatronParallel(ep=8, dp=8), alone, dense=False)
+    assert spread - activations.layer(m, MegatronParallel(), alone, dense=False) == 1000 * K * (H + 6 * F)  # half more, at 2 bytes
+
+
+def test_stages_keep_micro_batches_as_the_published_schedules_do() -> None:
+    """The first of p stages p of them; with m chunks p (1 + (p - 1) / (p m)) (arXiv 2205.05198, section 4.2.3); the last stage one."""
+    m = family_of(HF).shape_of(HF)
+    one = activations.kept(m, MegatronParallel(), 0, PASS)
+    assert one == L * 2 * H * 8192
+    for p in (2, 4):
+        stages = [activations.kept(m, MegatronParallel(pp=p), stage, PASS) for stage in range(p)]
+        assert stages == [one // p * (p - stage) for stage in range(p)]
+    for p, chunks in ((2, 2), (4, 3), (4, 12)):
+        first = activations.kept(m, MegatronParallel(pp=p, vpp=chunks), 0, PASS)
+        assert first == pytest.approx(one * (1 + (p - 1) / (p * chunks)))
+
+
+def test_the_logits_are_the_last_stages_and_count_once_for_each_use() -> None:
+    assert activations._FLOAT_ROWS == _ROWS
+    m = family_of(HF).shape_of(HF)
+    slices, weight, given = 3 * 4 * 1024 * V // 4, V // 4 * H * 2, 8192 * 2 * H
+    logits = 8192 * 2 * V // 4
+    small = replace(PASS, recompute=False)
+    parallel = MegatronParallel(tp=4, pp=2, ep=8, dp=2)
+    assert activations.working(m, parallel, 1, small) == 2 * logits + given + slices + weight
+    assert activations.working(m, parallel, 1, replace(small, unmasked=True)) == 3 * logits + given + slices + weight
+    assert activations.working(m, parallel, 1, replace(small, adapter=KIND)) == 2 * logits + given + slices
+    first = activations.working(m, parallel, 0, small)
+    assert first == activations.layer(m, parallel, small, dense=False) + 16 * 2 * F * H * 2
+    again = activations.working(m, parallel, 0, PASS)
+    assert again - first == activations.layer(m, parallel, small, dense=False)
+
+
+# ---------------------------------------------------------------- engines
+
+
+def test_an_engine_of_a_real_model() -> None:
+    dense = 2 * V * H // 4 + L * ((Q + 2 * KV) * H // 4 + Q * H // 4 + COPIED) + H
+    weights = 2 * (dense + L * 32 * EXPERT)
+    found = memory.engine(HF, EngineParallel(4, 4), Serving(1_000_000))
+    mib = 512 + 1.5 * 8192 + 4 / 8 * 1024 + 2 * 256
+    assert dict(found.parts) == {
+        "weights": weights,
+        "staging": weights,
+        "KV cache": 1_000_000 * L * 2 * 1 * D * 2,
+        "working set": int(mib * (1 << 20)),
+        "weight sync": 2 * (256 << 20),
+    }
+    bare = memory.engine(HF, EngineParallel(4, 4), Serving(1_000_000, staging=False, gpu=False)).parts
+    assert bare.keys() == {"weights", "KV cache", "weight sync"}
+
+
+def test_key_heads_are_divided_until_each_rank_has_one() -> None:
+    assert [memory.kv_bytes(HF, EngineParallel(tp), "bfloat16") for tp in (1, 2, 4, 8)] == [L * 2 * n * D * 2 for n in (4, 2, 1, 1)]
+    assert memory.kv_bytes(HF, EngineParallel(8, dp=4), "bfloat16") == L * 2 * 2 * D * 2
+    assert memory.kv_bytes(HF, EngineParallel(4, pp=2), "float32") == L // 2 * 2 * 1 * D * 4
+
+
+@pytest.mark.parametrize(("experts", "billions"), [("per_expert", 3.38), ("shared_outer", 0.98)])
+def test_adapters_of_an_engine_are_in_two_slots_and_a_third_place(experts: str, billions: float) -> None:
+    """Sizes at rank 32 as published for this model."""
+    kind = KIND if experts == "per_expert" else SHARED
+    found = memory.engine(HF, EngineParallel(), Serving(0, adapter=kind)).parts
+    assert found["adapters"] == pytest.approx(2 * billions * 1e9, rel=0.01)
+    assert found["adapters"] == 2 * found["staging"]
+    assert "staging" not in memory.engine(HF, EngineParallel(), Serving(0, adapter=kind, staging=False)).parts
+
+
+def test_the_kv_cache_gets_what_is_left() -> None:
+    parallel, serving = EngineParallel(4, 4), Serving(5)
+    filled, tokens = memory.engine_filled(HF, parallel, serving, 80.0)
+    assert filled.fits(80.0)
+    assert not memory.engine(HF, parallel, replace(serving, tokens=tokens + 1)).fits(80.0)
+    assert memory.kv_room(HF, EngineParallel(), serving, 80.0) == 0  # twice 61 GB
+
+
+def test_what_is_planned_for_is_a_share_of_the_gpu() -> None:
+    assert memory.usable(80.0) == 76_000_000_000
+    assert Memory({"weights": 76_000_000_000}).fits(80.0)
+    assert not Memory({"weights": 76_000_000_000, "gradients": 1}).fits(80.0)
+
+
+# ---------------------------------------------------------------- of a configuration
+
+
+def config(**sections: Any) -> Config:
+    base: dict[str, Any] = {"run": {"dir": "r", "steps": 1}, "model": {"path": "m"}, "task": {"kind": "arithmetic"}}
+    return parse(base | sections)
+
+
+def test_a_configuration_is_read_as_the_trainer_and_the_engines_read_it() -> None:
+    plain = config()
+    assert budget.training(plain) == Training(Microbatch(4096, recompute=False), distributed=False)
+    assert budget.training(plain, cpu=True).microbatch.dtype == "float32"
+    rich = config(
+        train="lora",
+        lora={"rank": 8, "experts": "shared_outer"},
+        trainer={"tokens_per_microbatch": 512, "recompute": "full", "dtype": "float32", "optimizer": {"distributed": True}},
+        environment={"max_tokens": 2000},
+        rollout={"top_k": 20},
+        objective={"kl": {"coefficient": 0.1}},
+        sync={"bucket_bytes": 1000},
+        engines={"max_running": 3, "dtype": "float32", "args": ["--chunked-prefill-size", "64", "--chunked-prefill-size=2048"]},
+    )
+    kind = Kind(TARGETS, 8, 32.0, "shared_outer")
+    assert budget.training(rich) == Training(Microbatch(2000, True, "float32", kind, unmasked=True), True, True, 1000)
+    assert budget.serving(rich, HF) == Serving(6000, True, 2048, 3, "float32", kind, 1000)
+    assert budget.serving(plain, {**HF, "max_position_embeddings": 100}).tokens == 1600
+    assert budget.serving(config(engines={"max_total_tokens": 7}), HF).tokens == 7
+    for sync in ({"staging": False}, {"method": "broadcast"}):
+        assert not budget.serving(config(sync=sync), HF).staging
+
+
+@pytest.mark.parametrize("args", [["--chunked-prefill-size"], ["--chunked-prefill-size", "-1"], ["--chunked-prefill-size=x"]])
+def test_an_argument_that_is_no_number_is_refused(args: list[str]) -> None:
+    with pytest.raises(UserError, match="--chunked-prefill-size"):
+        budget.serving(config(engines={"args": args}), HF)
+
+
+def test_the_line_of_a_budget_is_read_back() -> None:
+    found = budget.Budget(Memory({"weights": 61_234_000_000}), Memory({"weights": 5_000_000, "KV cache": 2_000_000}), 80.0)
+    assert found.line == "# memory: trainer 61.2 GB, engine 0.007 GB of 80"
+    assert found.sums[1] == "# memory of an engine: weights 0.005 + KV cache 0.002"
+    assert budget.stated(f"# x\n{found.line}\nrun:\n", "a.yaml") == (80.0, False)
+    assert budget.stated(replace(found, gpu_gb=0.5, cpu=True).line, "a.yaml") == (0.5, True)
+    assert found.fits
+    assert not replace(found, gpu_gb=64.0).fits

@@ -1,0 +1,107 @@
+"""What becomes of a job whose steps have ended. SLURM's answers are made up here; tests/system/test_slurm.py has the real ones."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from asyncmoe import checkpoints
+from asyncmoe import config as configuration
+from asyncmoe.config import Config
+from asyncmoe.errors import AsyncmoeError, ConfigError
+from asyncmoe.launch.slurm import control, outcome
+from asyncmoe.launch.slurm.allocation import Allocation, Group
+
+WHERE = Allocation(12, "12_3", 0, (Group("12_3", ("n1",)),))
+DEAD = AsyncmoeError("trainer on n3: was ended by SIGKILL")
+MISTAKE = ConfigError("controller on n1: scoring.scorer", got="x", expected="y")
+
+
+class Asked:
+    """What signals asked for."""
+
+    def __init__(self, requeue: bool = False, save: bool = False, now: bool = False) -> None:
+        self.requeue, self.save, self.now = requeue, requeue or save, now
+
+
+class Job:
+    """A run directory, and the requeues of its job."""
+
+    def __init__(self, tmp: Path) -> None:
+        overrides = [f"run.dir={tmp}", "warmup.steps=2", "run.steps=10", "cluster.requeues=2"]
+        self.config: Config = configuration.load(Path(__file__).parents[2] / "examples" / "demo.yaml", overrides)
+        self.requeued: list[str] = []
+        self.running = True
+
+    def save(self, step: int) -> Path:
+        checkpoints.start(self.config.run.dir, step)
+        return checkpoints.finish(self.config.run.dir, step, {"step": step}, keep=2)
+
+    def conclude(self, asked: Asked, cause: AsyncmoeError | None = None, before: Path | None = None) -> None:
+        outcome.conclude(WHERE, self.config, before, cause, asked)  # type: ignore[arg-type]  # it installs no signal handlers
+
+
+@pytest.fixture
+def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Job:
+    made = Job(tmp_path)
+    monkeypatch.setattr(control, "requeue", made.requeued.append)
+    monkeypatch.setattr(control, "running", lambda name: made.running)
+    return made
+
+
+def test_before_the_time_limit_it_goes_back_into_the_queue(job: Job, capsys: pytest.CaptureFixture[str]) -> None:
+    before, _ = job.save(4), job.save(7)
+    job.conclude(Asked(requeue=True), before=before)
+    assert job.requeued == ["12_3"]
+    assert "job 12_3 goes back into the queue with step-00000007" in capsys.readouterr().out
+
+
+def test_a_time_limit_that_leaves_no_step_is_named_instead_of_tried_for_ever(job: Job) -> None:
+    before = job.save(4)
+    with pytest.raises(AsyncmoeError, match=r"job 12_3 made no step .*at step-00000004.*raise sbatch --time"):
+        job.conclude(Asked(requeue=True), before=before)
+    assert job.requeued == []
+
+
+def test_a_user_who_stops_it_is_told_where(job: Job) -> None:
+    job.save(7)
+    with pytest.raises(AsyncmoeError, match="stopped at step-00000007; the same command goes on"):
+        job.conclude(Asked(save=True))
+    assert job.requeued == []
+
+
+def test_a_loss_is_requeued_so_often_as_allowed(job: Job, capsys: pytest.CaptureFixture[str]) -> None:
+    for count in (1, 2):
+        job.conclude(Asked(), DEAD)
+        assert f"goes back into the queue, {count} of at most 2 times" in capsys.readouterr().out
+    with pytest.raises(AsyncmoeError, match=r"trainer on n3: .*SIGKILL.*lost 3 times, cluster.requeues allows 2") as raised:
+        job.conclude(Asked(), DEAD)
+    assert raised.value.exit_code == 1
+    assert job.requeued == ["12_3", "12_3"]
+
+
+def test_a_mistake_ends_it_with_its_own_status(job: Job) -> None:
+    with pytest.raises(AsyncmoeError, match=r"^controller on n1: scoring.scorer: got x") as raised:
+        job.conclude(Asked(), MISTAKE)
+    assert raised.value.exit_code == 2
+    assert job.requeued == []
+
+
+def test_a_cancelled_job_stays_out_of_the_queue_however_its_steps_end(job: Job) -> None:
+    with pytest.raises(AsyncmoeError, match="job 12_3 was told to end"):
+        job.conclude(Asked(now=True), DEAD)
+    job.running = False  # the signal has not come yet
+    with pytest.raises(AsyncmoeError, match="job 12_3 was told to end"):
+        job.conclude(Asked(), DEAD)
+    assert job.requeued == []
+
+
+def test_losses_of_another_job_do_not_count(tmp_path: Path) -> None:
+    path = tmp_path / "lost.json"
+    assert outcome.lost_before(path, "12") == 0
+    path.write_bytes(msgspec.json.encode(outcome.Lost("12", 2)))
+    assert (outcome.lost_before(path, "12"), outcome.lost_before(path, "13")) == (2, 0)
+    path.write_bytes(b'{"job": "12"')
+    assert outcome.lost_before(path, "12") == 0

@@ -1,0 +1,87 @@
+"""What runs inside a step: its log, the signal by which it is asked to stop, and the status of torchrun's ranks."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from asyncmoe.errors import AsyncmoeError
+from asyncmoe.launch.slurm import agent, task
+from asyncmoe.launch.slurm.signals import Stop
+
+ROOT = Path(__file__).parents[2]
+
+
+def start(tmp: Path, *arguments: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "asyncmoe.launch.slurm.task", str(tmp), *arguments],
+        cwd=ROOT,
+        env={**os.environ, "SLURMD_NODENAME": "n7"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def test_ranks_that_meet_a_mistake_of_the_user_end_the_step_with_its_status(tmp_path: Path) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    process = start(tmp_path, "trainer", "trainer", str(tmp_path / "none.yaml"), "n7", "1", "127.0.0.1", str(port))
+    printed = process.communicate(timeout=120)[0]
+    said = (tmp_path / "trainer.n7.log").read_text()
+    assert process.returncode == 2, said
+    assert f"error: trainer.0 on n7: {tmp_path / 'none.yaml'}: got no such file" in said
+    assert printed == ""
+
+
+def test_a_part_that_fails_says_so_in_the_log_of_its_node(tmp_path: Path) -> None:
+    process = start(tmp_path, "controller", "rollout", str(tmp_path / "none.yaml"))
+    assert (process.wait(60), process.communicate()[0]) == (2, "")
+    assert "error: " in (tmp_path / "controller.n7.log").read_text()
+
+
+def test_a_port_that_is_taken_is_named() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(AsyncmoeError, match=f"port {port}, where the trainer's ranks meet: got one in use"):
+            agent.check_free(port)
+    agent.check_free(port)
+
+
+def test_sigurg_becomes_the_signal_that_a_part_stops_at() -> None:
+    before = {number: signal.getsignal(number) for number in (signal.SIGURG, signal.SIGINT)}
+    heard: list[int] = []
+    try:
+        signal.signal(signal.SIGINT, lambda number, _: heard.append(number))
+        task.stop_as(signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGURG)
+        time.sleep(0)
+        assert heard == [signal.SIGINT]
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@pytest.mark.parametrize(
+    ("number", "wanted"),
+    [(signal.SIGUSR1, (True, True, False)), (signal.SIGINT, (False, True, False)), (signal.SIGTERM, (False, False, True))],
+)
+def test_what_signals_ask_of_a_batch_script(number: signal.Signals, wanted: tuple[bool, bool, bool]) -> None:
+    before = {other: signal.getsignal(other) for other in (signal.SIGUSR1, signal.SIGINT, signal.SIGTERM)}
+    try:
+        stop = Stop()
+        signal.raise_signal(number)
+        assert (stop.requeue, stop.save, stop.now) == wanted
+    finally:
+        for other, handler in before.items():
+            signal.signal(other, handler)

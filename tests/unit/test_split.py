@@ -1,0 +1,212 @@
+"""Splits of a cluster: they fit, they follow the rule, and what does not fit is refused with what would."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from real_models import REAL
+from rich.console import Console
+from test_memory import KIND
+from test_models_plan import SMALL
+
+from asyncmoe import models
+from asyncmoe.config import parse
+from asyncmoe.errors import AsyncmoeError, ConfigError
+from asyncmoe.launch import budget, memory, planned, planning, split
+from asyncmoe.launch.plan_command import Asked, run
+from asyncmoe.launch.split import Cluster
+from asyncmoe.models import EngineParallel, MegatronParallel, family_of
+
+HF = REAL["Qwen3-30B-A3B"]
+LARGE = REAL["Qwen3-235B-A22B"]
+DENSE = {key: value for key, value in HF.items() if "experts" not in key and "moe" not in key} | {"model_type": "qwen3"}
+REPOSITORY = Path(__file__).parents[2]
+
+
+def test_two_nodes_for_all_weights_of_a_real_model() -> None:
+    (only,) = split.suggest(HF, Cluster(2))
+    assert (only.trainer_nodes, only.engine_nodes) == (1, 1)
+    assert (only.trainer.parallel, only.trainer.recompute) == (MegatronParallel(tp=4, ep=8, dp=2), True)
+    assert (only.engines, only.engine.parallel, only.engine.serving.staging) == (2, EngineParallel(4, 4), True)
+    assert only.conversations(8192) == 2 * (only.engine.serving.tokens // 8192) > 2 * split.LEAST
+
+
+@pytest.mark.parametrize(
+    ("hf", "cluster"),
+    [
+        (HF, Cluster(3)),
+        (HF, Cluster(16, context=32768)),
+        (HF, Cluster(16, gpus=4)),
+        (HF, Cluster(5, adapter=KIND)),
+        (HF, Cluster(12, gpu_gb=40.0)),
+        (DENSE, Cluster(4, context=4096)),
+        (DENSE, Cluster(6, gpus=6)),
+        (LARGE, Cluster(32, gpu_gb=141.0)),
+    ],
+    ids=str,
+)
+def test_what_is_suggested_fits_and_follows_the_rule(hf: dict[str, Any], cluster: Cluster) -> None:
+    found = split.suggest(hf, cluster)
+    first = found[0].trainer_nodes
+    assert all(split.best_trainer(hf, cluster, nodes) is None for nodes in range(1, first))
+    assert [one.trainer_nodes for one in found] == sorted({one.trainer_nodes for one in found} & {first, 2 * first, 4 * first})
+    for one in found:
+        assert one.trainer_nodes + one.engine_nodes == cluster.nodes
+        assert one.trainer_nodes == first or one.trainer_nodes <= one.engine_nodes
+        assert one.trainer.parallel.world == one.trainer_nodes * cluster.gpus
+        assert one.engines * one.engine.parallel.world <= one.engine_nodes * cluster.gpus
+        assert one.trainer.memory.fits(cluster.gpu_gb)
+        assert one.engine.memory.fits(cluster.gpu_gb)
+        family_of(hf).check(hf, one.trainer.parallel, one.engine.parallel)
+
+
+@pytest.mark.parametrize("hf", [HF, LARGE, DENSE], ids=["30B", "235B", "dense"])
+@pytest.mark.parametrize("gpus", [4, 6, 8])
+def test_all_sizes_that_are_tried_suit_the_model(hf: dict[str, Any], gpus: int) -> None:
+    m = family_of(hf).shape_of(hf)
+    tried = [sizes for nodes in (1, 2, 3) for sizes in split._sizes(m, Cluster(4, gpus), nodes)]
+    assert len(set(tried)) == len(tried) > 10
+    for sizes in tried:
+        family_of(hf).check(hf, sizes, EngineParallel())
+    for engine in split._engines(m, gpus):
+        family_of(hf).check(hf, MegatronParallel(), engine)
+
+
+def test_what_is_left_out_at_once_could_not_have_fitted() -> None:
+    m, whole = family_of(SMALL).shape_of(SMALL), memory.whole(SMALL)
+    for nodes in (1, 2, 3):
+        cluster = Cluster(4, 4, context=64)
+        for sizes in split._sizes(m, cluster, nodes):
+            stages = memory.trainer(SMALL, sizes, split._training(cluster, recompute=True))
+            held = [sum(stage.parts[name] for name in ("weights", "gradients", "optimizer")) for stage in stages]
+            assert split._least(whole, sizes, cluster) <= max(held)
+
+
+def test_stages_that_do_not_divide_the_layers_have_shorter_ends() -> None:
+    assert split._stages(94, 8) == (11, 11)
+    assert split._stages(94, 4) == (23, 23)
+    assert split._stages(48, 4) == (None, None)
+    assert split._stages(7, 2) == (3, 4)
+    assert split._stages(5, 4) is None
+    for layers in range(1, 40):
+        for pp in range(1, 20):
+            ends = split._stages(layers, pp)
+            if ends is not None:
+                assert MegatronParallel(pp=pp, first_layers=ends[0], last_layers=ends[1]).stage_layers(layers) is not None
+
+
+def test_too_few_nodes_say_how_many_would_do() -> None:
+    with pytest.raises(ConfigError, match="take at least 9 nodes, or train adapters") as caught:
+        split.suggest(LARGE, Cluster(8))
+    assert caught.value.got == 8
+    assert split.suggest(LARGE, Cluster(9))[0].trainer_nodes == 8
+    assert split.suggest(LARGE, Cluster(8, adapter=KIND))
+
+
+def test_a_node_without_room_for_an_engine_is_refused() -> None:
+    with pytest.raises(ConfigError, match="room for an engine with 8 conversations of 8192 tokens within a node"):
+        split.suggest(LARGE, Cluster(64, gpus=4))
+
+
+@pytest.mark.parametrize(
+    ("changes", "key"),
+    [
+        ({"nodes": 1}, "--nodes"),
+        ({"nodes": 4096}, "--nodes"),
+        ({"gpus": 0}, "--gpus"),
+        ({"context": 0}, "--context"),
+        ({"gpu_gb": 0}, "--gpu-gb"),
+    ],
+)
+def test_a_cluster_that_cannot_be_is_refused(changes: dict[str, Any], key: str) -> None:
+    with pytest.raises(ConfigError, match=key):
+        Cluster(**{"nodes": 2, **changes})
+
+
+@pytest.mark.parametrize("cluster", [Cluster(2), Cluster(9), Cluster(4, adapter=KIND)], ids=str)
+def test_the_keys_that_are_printed_make_the_run_that_is_meant(cluster: Cluster) -> None:
+    hf = LARGE if cluster.nodes == 9 else HF
+    one = split.suggest(hf, cluster)[0]
+    base: dict[str, Any] = {"run": {"dir": "r", "steps": 1}, "model": {"path": "m"}, "task": {"kind": "arithmetic"}}
+    config = parse(base | yaml.safe_load("\n".join(planned.yaml_keys(one))))
+    models.check(config, hf)
+    assert models.trainer_parallel(config) == one.trainer.parallel
+    found = budget.of_run(config, hf)
+    assert (found.trainer, found.engine) == (one.trainer.memory, one.engine.memory)
+    assert config.cluster.trainer_nodes + config.cluster.engine_nodes == cluster.nodes
+
+
+def test_a_table_of_splits() -> None:
+    cluster = Cluster(4)
+    found = [(one, planning.foresee("m", HF, one.trainer.parallel, one.engine.parallel, one.engines)) for one in split.suggest(HF, cluster)]
+    console = Console(record=True, width=160)
+    planned.show_splits(found, cluster, console)
+    text = console.export_text()
+    for words in ("split 2", "tp=4,ep=8,dp=2", "6xtp4ep4", "while they generate", "72.8 GB", "simulate --sweep", "staging", "fits"):
+        assert words in text
+    assert "does not fit" not in text
+
+
+def plan(*arguments: object) -> tuple[int, str, str]:
+    line = [sys.executable, "-m", "asyncmoe", "plan", *map(str, arguments)]
+    done = subprocess.run(line, capture_output=True, text=True, timeout=120, check=False, cwd=REPOSITORY)
+    return done.returncode, done.stdout, done.stderr
+
+
+def test_the_command(tmp_path: Path) -> None:
+    file = tmp_path / "plan.json"
+    code, out, _ = plan("--model", "examples/cluster/models/Qwen3-30B-A3B.json", "--nodes", 2, "--json", file)
+    assert code == 0
+    assert "cluster: {trainer_nodes: 1, engine_nodes: 1}" in out
+    (written,) = json.loads(file.read_text())["splits"]
+    assert written["trainer"]["memory"]["parts"]["gradients"] == 2 * written["trainer"]["memory"]["parts"]["weights"]
+    assert written["sync"]["ways"]["direct"]["ratio"] == 1.0
+
+
+def test_the_command_says_what_a_yaml_is_to_say() -> None:
+    code, out, _ = plan("--config", "examples/demo.yaml")
+    assert code == 0
+    line = out.strip().splitlines()[-1]
+    assert line.startswith("# memory: trainer ")
+    assert line in (REPOSITORY / "examples" / "demo.yaml").read_text()
+
+
+def asked(**given: Any) -> Asked:
+    return Asked(**{**dict.fromkeys(("model", "trainer", "engines", "nodes", "config")), **given})
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({}, "got none of them, expected one of --trainer and --engines; --nodes; --config"),
+        ({"nodes": 2, "trainer": "tp=1"}, "got --trainer and --engines and --nodes"),
+        ({"nodes": 2}, "--model: got nothing"),
+        ({"model": Path("none"), "trainer": "tp=1"}, "--engines: got nothing"),
+        ({"config": Path("none.yaml")}, "no such file"),
+        ({"config": REPOSITORY / "examples/cluster/qwen3-30b-a3b.yaml"}, "no such directory"),
+    ],
+)
+def test_a_mistake_is_named(given: dict[str, Any], words: str) -> None:
+    with pytest.raises(AsyncmoeError) as caught:
+        run(asked(**given), Console(quiet=True))
+    assert words in str(caught.value)
+
+
+def test_sizes_that_are_given_are_shown_with_their_memory() -> None:
+    model = REPOSITORY / "examples/cluster/models/Qwen3-30B-A3B.json"
+    console = Console(record=True, width=160)
+    found = run(asked(model=model, trainer="tp=4,ep=8,dp=2", engines="2xtp4ep4", context=4096), console)
+    assert found["memory"].keys() == {"trainer", "trainer, recomputing", "engine", "engine, not staging"}
+    assert found["memory"]["engine"]["staging"] == found["memory"]["engine"]["weights"]
+    assert found["memory"]["engine, not staging"]["KV cache"] > found["memory"]["engine"]["KV cache"]
+    assert found["memory"]["trainer"]["activations"] > 50 * found["memory"]["trainer, recomputing"]["activations"]
+    assert found["ways"]["direct"]["ratio"] == 1.0
+    text = console.export_text()
+    for words in ("does not fit", "of 76 planned for (95% of 80)", "Micro-batches of 4096 tokens"):
+        assert words in text

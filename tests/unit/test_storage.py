@@ -1,0 +1,178 @@
+"""Files that cannot be written: the one line, on real disks that are full."""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import save_file
+
+from asyncmoe import storage
+from asyncmoe.config.generation import MadeModel
+from asyncmoe.errors import AsyncmoeError, StorageError, UserError
+from asyncmoe.launch import watch
+from asyncmoe.models.make import make_model
+from asyncmoe.process import Child, named, say
+from asyncmoe.telemetry.records import JsonLines, read
+from asyncmoe.wire import keys
+from tests.disks import mounted
+
+NODE = socket.gethostname()
+BIG = np.zeros(1 << 20, np.float32)
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 1 MiB."""
+    with mounted(tmp_path / "disk", "1m") as place:
+        yield place
+
+
+def fill(disk: Path) -> None:
+    with pytest.raises(OSError, match="No space left"):
+        (disk / "filler").write_bytes(bytes(2 << 20))
+
+
+@pytest.mark.parametrize(
+    ("number", "words"),
+    [
+        (errno.ENOSPC, "No space left on device (ENOSPC)"),
+        (errno.EDQUOT, "(EDQUOT)"),
+        (errno.EROFS, "Read-only file system (EROFS)"),
+        (errno.EIO, "Input/output error (EIO)"),
+        (errno.ESTALE, "(ESTALE)"),
+        (errno.EACCES, "Permission denied (EACCES)"),
+    ],
+)
+def test_the_line_names_what_where_node_reason_free_space_and_cure(tmp_path: Path, number: int, words: str) -> None:
+    path = tmp_path / "not yet" / "there"
+    with pytest.raises(StorageError) as caught, storage.writing("model", path, "start again"):
+        raise OSError(number, os.strerror(number))
+    line = str(caught.value)
+    assert line.startswith(f"model: cannot write {path} on {NODE}: ")
+    assert words in line
+    assert " GiB free; " in line
+    assert line.endswith("; start again")
+    assert "\n" not in line
+    assert caught.value.exit_code == 2
+
+
+@pytest.mark.parametrize("error", [FileNotFoundError(errno.ENOENT, "x"), ConnectionResetError(errno.ECONNRESET, "x"), KeyError("x")])
+def test_other_errors_pass_as_they_are(tmp_path: Path, error: Exception) -> None:
+    with pytest.raises(type(error)) as caught, storage.writing("model", tmp_path):
+        raise error
+    assert caught.value is error
+
+
+def test_an_error_of_ours_passes_even_if_storage_was_its_cause(tmp_path: Path) -> None:
+    ours = UserError("x", got="a file of another user", expected="ours")
+    with pytest.raises(UserError, match="a file of another user"), storage.writing("model", tmp_path):
+        raise ours from PermissionError(errno.EACCES, "denied")
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda place: (place / "a").write_bytes(bytes(2 << 20)),
+        lambda place: torch.save(torch.from_numpy(BIG), place / "a"),
+        lambda place: torch.save(torch.from_numpy(BIG), (place / "a").open("wb")),
+        lambda place: save_file({"a": BIG}, place / "a"),
+        lambda place: make_model(place / "a", MadeModel(hidden=256), seed=0),
+    ],
+    ids=["python", "torch by path", "torch by file", "safetensors", "make_model"],
+)
+def test_every_way_of_writing_says_that_the_disk_is_full(disk: Path, write: Callable[[Path], object]) -> None:
+    full = r"No space left on device \(ENOSPC\), .* of 0\.001 GiB free; make room there"
+    with pytest.raises(StorageError, match=full), storage.writing("model", disk):
+        write(disk)
+    assert not [path for path in disk.iterdir() if path.is_dir()]
+
+
+def test_torchs_errors_on_a_disk_with_room_are_not_explained_by_it(tmp_path: Path) -> None:
+    assert storage.explain(RuntimeError("[enforce fail at inline_container.cc:1] unexpected pos 1 vs 2"), "model", tmp_path) is None
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_record_is_written_whole_or_not_at_all_and_closing_is_quiet(disk: Path) -> None:
+    lines = JsonLines(disk / "x.jsonl")
+    lines.write({"a": 1})
+    fill(disk)
+    for _ in range(2):
+        with pytest.raises(StorageError, match=r"records of the run: cannot write .*x\.jsonl on "):
+            lines.write({"b": "x" * 8192})
+    assert (disk / "x.jsonl").read_bytes() == b'{"a":1}\n'
+    (disk / "filler").unlink()
+    lines.write({"c": 3})
+    lines.close()
+    assert read(disk / "x.jsonl") == [{"a": 1}, {"c": 3}]
+
+
+def test_the_rendezvous_file_is_whole_or_not_there(disk: Path) -> None:
+    fill(disk)
+    with pytest.raises(StorageError, match="the controller's address: cannot write"):
+        keys.write(disk, keys.rendezvous("tcp://127.0.0.1:1", keys.generate()))
+    assert [path.name for path in disk.iterdir()] == ["filler"]
+
+
+FEED = """
+import sys
+from pathlib import Path
+from asyncmoe.errors import StorageError
+from asyncmoe.telemetry.schema import Step
+from asyncmoe.telemetry.tensorboard import TensorBoard
+disk = Path(sys.argv[1])
+sink = TensorBoard(disk / "tensorboard")
+if sys.argv[2] == "later":
+    sink.feed([Step(step=1, phase="rl", time=1.0, loss=1.0)])
+(disk / "tensorboard").mkdir(exist_ok=True)
+try:
+    (disk / "filler").write_bytes(bytes(2 << 20))
+except OSError:
+    pass
+said = 0
+for step in range(2, 400):
+    try:
+        sink.feed([Step(step=step, phase="rl", time=1.0, loss=1.0)])
+    except StorageError as error:
+        said += 1
+        print(error)
+sink.close()
+assert said == 1
+"""
+
+
+@pytest.mark.parametrize("full", ["first", "later"])
+def test_tensorboard_stops_with_one_line_and_no_traceback_of_its_thread(disk: Path, full: str) -> None:
+    done = subprocess.run([sys.executable, "-c", FEED, str(disk), full], capture_output=True, text=True, timeout=120, check=False)
+    assert "Traceback" not in done.stderr, done.stderr
+    assert done.returncode == 0
+    assert done.stdout.startswith(f"TensorBoard's files: cannot write {disk / 'tensorboard'} on {NODE}: No space left on device (ENOSPC)")
+
+
+def test_a_process_whose_log_takes_no_reason_is_explained_by_the_disk(disk: Path) -> None:
+    program = "import sys; print('error: ' + 'x' * 9000, file=sys.stderr); sys.exit(1)"
+    (disk / "logs").mkdir()
+    fill(disk)
+    child = Child("trainer", [sys.executable, "-c", program], disk / "logs" / "trainer.log")
+    assert child.wait(30)
+    error = watch.failure([child])
+    assert isinstance(error, StorageError)
+    assert str(error).startswith(
+        f"log of trainer, which ended with status {child.returncode}: cannot write {child.log} on {NODE}: No space"
+    )
+
+
+def test_an_error_says_which_role_of_which_node_met_it_once(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(AsyncmoeError) as caught, named("controller"), named("trainer.3"):
+        raise UserError("key", got=1, expected=2)
+    say(caught.value)
+    say(UserError("key", got=1, expected=2))
+    assert capsys.readouterr().err == f"error: trainer.3 on {NODE}: key: got 1, expected 2\nerror: key: got 1, expected 2\n"

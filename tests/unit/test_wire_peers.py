@@ -1,0 +1,74 @@
+"""Which processes of other machines fit into a run."""
+
+from __future__ import annotations
+
+import math
+import socket
+import time
+
+import msgspec
+import pytest
+
+from asyncmoe.errors import UserError
+from asyncmoe.wire.peers import Facts, check, facts
+
+VERSIONS = {"asyncmoe": "0.1.0", "torch": "2.13.0"}
+OURS = Facts("node1", "controller", VERSIONS, 1_000.0)
+
+
+def refuse(ours: Facts, theirs: Facts, clock_s: float) -> str:
+    """Why the other is refused, or nothing."""
+    try:
+        check(ours, theirs, clock_s)
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+def other(versions: dict[str, str] | None = None, seconds: float = 0.0) -> Facts:
+    return Facts("node7", "trainer.3", VERSIONS if versions is None else versions, OURS.time + seconds)
+
+
+@pytest.mark.parametrize("seconds", [0.0, 9.9, -9.9, 10.0, -10.0])
+def test_equal_versions_and_clocks_not_too_far_apart_are_fine(seconds: float) -> None:
+    assert refuse(OURS, other(seconds=seconds), 10.0) == ""
+
+
+def test_packages_that_only_one_has_do_not_matter() -> None:
+    assert refuse(OURS, other({"asyncmoe": "0.1.0", "sglang": "0.5.23"}), 10.0) == ""
+    assert refuse(OURS, other({}), 10.0) == ""
+
+
+def test_builds_of_one_version_are_alike() -> None:
+    assert refuse(OURS, other({"torch": "2.13.0+cu126"}), 10.0) == ""
+
+
+def test_every_version_that_differs_is_named_on_both_nodes_with_the_cure() -> None:
+    assert refuse(OURS, other({"asyncmoe": "0.2.0", "torch": "2.12.1"}), 10.0) == (
+        "trainer.3 on node7: got asyncmoe 0.2.0, torch 2.12.1, expected asyncmoe 0.1.0, torch 2.13.0 as controller on node1 has; "
+        "install the same versions on both nodes"
+    )
+
+
+@pytest.mark.parametrize(("seconds", "words"), [(12.34, "12.3 s ahead of"), (-3600.0, "3600.0 s behind")])
+def test_a_clock_apart_is_named_with_the_limit_and_the_cure(seconds: float, words: str) -> None:
+    line = refuse(OURS, other(seconds=seconds), 10.0)
+    assert line.startswith(
+        f"trainer.3 on node7: got a clock {words} that of controller on node1, expected at most 10 s (cluster.clock_s); "
+    )
+    assert "chronyc" in line
+
+
+@pytest.mark.parametrize("seconds", [math.nan, math.inf, -math.inf])
+def test_a_time_that_is_none_is_refused(seconds: float) -> None:
+    assert refuse(OURS, other(seconds=seconds), 10.0) != ""
+
+
+def test_our_own_facts_cross_the_wire_and_fit_ourselves() -> None:
+    made = facts("trainer.0")
+    assert (made.host, made.role) == (socket.gethostname(), "trainer.0")
+    assert {"torch", "msgspec"} <= made.versions.keys()
+    assert abs(made.time - time.time()) < 60
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(made), type=Facts) == made
+    assert refuse(made, facts("trainer.1"), 60.0) == ""
+    assert facts("x", ["no-such-package"]).versions == {}

@@ -38,6 +38,12 @@ MODELS: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 
+ELSEWHERE = {
+    "qwen3": "tests/engine/test_direct.py",
+    "qwen3_moe": "what `asyncmoe.models.make` makes, in all other tests of engines and runs",
+}
+"""Families that are not here, and where they meet an engine."""
+
 
 def write(folder: Path, name: str) -> Path:
     """Write one of `MODELS` into `folder`, in float32; the biases that routers choose by are as large as to matter."""

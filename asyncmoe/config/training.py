@@ -41,6 +41,11 @@ class TrainerSection(Section):
     recompute: Literal["none", "full"] = Field(
         "none", description="full: keep a layer's input only and compute the rest again in the backward pass: less memory, more time."
     )
+    router_bias_rate: NonNegativeFloat = Field(
+        0.0,
+        description="How far a step moves the bias by which a router prefers an expert, of models that have such biases: up where the "
+        "expert got fewer of the step's tokens than the mean, down where more. 0: biases stay as they are.",
+    )
     optimizer: OptimizerSection = OptimizerSection()
     checkpoint_every: NonNegative = Field(0, description="Steps between checkpoints; 0: only at the end and on Ctrl-C.")
     keep_checkpoints: Positive = Field(2, description="So many of the newest stay on disk.")

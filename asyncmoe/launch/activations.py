@@ -5,10 +5,14 @@ Large Transformer Models" (arXiv 2205.05198): their layer keeps 34 s b h / t byt
 scores (eq. 4; attention kernels that keep no scores leave it at that), 2 s b h / t where whole layers are recomputed, and the first of p
 stages has p micro-batches under way (section 4.2.3). Theirs is one of heads without groups, a MLP of 4 h, and dropout. Here:
 
-- s b is the rows of one micro-batch, packed; attention has grouped queries, norms of them and rotary angles; nothing is dropped;
+- s b is the rows of one micro-batch, packed; attention has grouped queries, norms of them where the model has those, and rotary angles of
+  the dimensions that rotate; nothing is dropped;
+- latent attention keeps a small vector three times, as a norm does, the part of the key that all heads share once, and of each head its
+  query, its key, its value, and twice what comes of them; what leads down to the small vectors is given what the norm before it gives;
 - a gated MLP of width f keeps 5 f a row: gate and up, silu of the gate, up as it is multiplied, and the product;
 - a mixture of experts keeps, for a row and each of its k experts, the h that the expert is given and 6 f, the product once before and
-  once after the router's weight; it multiplies by the experts' share of rows, which is not even;
+  once after the router's weight; it multiplies by the experts' share of rows, which is not even; experts that all tokens pass are a MLP
+  that is given the same h;
 - adapters keep their low-rank rows.
 
 The terms are those of Megatron's unfused layers, and a test holds them against what torch saves. Fused kernels keep less.
@@ -17,9 +21,12 @@ The terms are those of Megatron's unfused layers, and a test holds them against 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 
 from asyncmoe.config.lora import ATTENTION, MLP
 from asyncmoe.models import MegatronParallel
+from asyncmoe.models.attention import Grouped
+from asyncmoe.models.latent import Latent
 from asyncmoe.models.lora.adapter import Kind
 from asyncmoe.models.shape import Shape
 from asyncmoe.reshard.layout import ITEM_BYTES
@@ -80,15 +87,28 @@ def layer(m: Shape, parallel: MegatronParallel, pass_: Microbatch, dense: bool) 
 
 
 def _attention(m: Shape, tp: int, pass_: Microbatch) -> int:
-    q, kv = m.heads * m.head_dim, m.kv_heads * m.head_dim
     norm = 3 * m.hidden  # what it is given, that divided by its size, what it gives
+    heads, angles = _latent(m, m.attention) if isinstance(m.attention, Latent) else _grouped(m)
+    low_rank = _ranks(pass_, ATTENTION)
+    return pass_.rows * pass_.item * (norm + heads + (angles + low_rank) * tp) // tp
+
+
+def _grouped(m: Shape) -> tuple[int, int]:
+    """Entries a row that tensor-parallel ranks share, and sines and cosines of queries and keys, which every rank has."""
+    q, kv = m.heads * m.head_dim, m.kv_heads * m.head_dim
+    kind = m.attention if isinstance(m.attention, Grouped) else Grouped()
     joint = q + 2 * kv
-    normed = 2 * q + kv  # the keys' input is a part of `joint`
+    normed = 2 * q + kv if kind.qk_norm else 0  # the keys' input is a part of `joint`
     rotated = q + kv
     given = 2 * q  # by the kernel, which keeps its output, and to the output projection
-    angles = 4 * m.head_dim  # sines and cosines of queries and keys, on every rank
-    low_rank = _ranks(pass_, ATTENTION)
-    return pass_.rows * pass_.item * (norm + joint + normed + rotated + given + (angles + low_rank) * tp) // tp
+    return joint + normed + rotated + given, int(4 * m.head_dim * kind.rotary)
+
+
+def _latent(m: Shape, kind: Latent) -> tuple[int, int]:
+    """The same. Queries and keys are put together of their two parts, values are cut off from the keys: the kernel has copies of all."""
+    small = 3 * (kind.q_rank or 0) + 3 * kind.kv_rank + kind.rope
+    each = 2 * (kind.nope + kind.rope) + kind.value + 2 * kind.value  # the last two as in `_grouped`
+    return small + m.heads * each, 4 * kind.rope
 
 
 def _mlp(m: Shape, tp: int, pass_: Microbatch) -> int:
@@ -98,8 +118,11 @@ def _mlp(m: Shape, tp: int, pass_: Microbatch) -> int:
 def _experts(m: Shape, parallel: MegatronParallel, pass_: Microbatch) -> int:
     here = pass_.rows // parallel.tp
     router = 5 * m.experts + 20 * m.experts_per_token  # bytes: float32 scores, a mark for each expert, places and weights of the chosen
+    if m.router_bias:
+        router += 4 * m.experts  # sigmoid scores besides those they are of
     row = m.hidden + 6 * m.expert_width // parallel.etp + _ranks(pass_, MLP)
-    return here * (3 * m.hidden * pass_.item + router) + int(expert_rows(m, parallel, pass_) * row * pass_.item)
+    shared = 5 * m.shared_width
+    return here * ((3 * m.hidden + shared) * pass_.item + router) + int(expert_rows(m, parallel, pass_) * row * pass_.item)
 
 
 def expert_rows(m: Shape, parallel: MegatronParallel, pass_: Microbatch) -> float:
@@ -123,9 +146,17 @@ def working(m: Shape, parallel: MegatronParallel, stage: int, pass_: Microbatch)
 def _layer_backward(m: Shape, parallel: MegatronParallel, pass_: Microbatch, dense: bool) -> int:
     """Gradients of all that the layer keeps, what it keeps itself where it is computed again, and gradients of its largest weight before
     they are added to those of the step."""
-    weight = 2 * m.hidden * (m.dense_width // parallel.tp if dense else m.experts // parallel.ep * m.expert_width // parallel.etp)
-    of_weights = 0 if pass_.adapter is not None else weight * pass_.item
+    of_weights = 0 if pass_.adapter is not None else _largest_weight(m, parallel, dense) * pass_.item
     return layer(m, parallel, pass_, dense) * (2 if pass_.recompute else 1) + of_weights
+
+
+def _largest_weight(m: Shape, parallel: MegatronParallel, dense: bool) -> int:
+    """Entries on a rank; the experts' weights count as one, as they are multiplied."""
+    attention = max(prod(shape) for shape in m.attention.shapes(m).values()) // parallel.tp
+    if dense:
+        return max(attention, 2 * m.hidden * m.dense_width // parallel.tp)
+    experts = m.experts // parallel.ep * m.expert_width // parallel.etp
+    return max(attention, 2 * m.hidden * experts, 2 * m.hidden * m.shared_width // parallel.tp)
 
 
 def _logits(m: Shape, parallel: MegatronParallel, pass_: Microbatch) -> int:

@@ -19,6 +19,7 @@ from typing import Any
 from asyncmoe.launch import activations
 from asyncmoe.launch.activations import Microbatch
 from asyncmoe.models import EngineParallel, MegatronParallel, family_of
+from asyncmoe.models.latent import Latent
 from asyncmoe.models.lora.adapter import Kind
 from asyncmoe.models.lora.halves import layer_halves
 from asyncmoe.models.payload import Payload
@@ -33,6 +34,8 @@ GRADIENT = 4
 BUFFERS = 2
 """Buckets of messages under way (`asyncmoe.reshard.exchange`)."""
 _EXPERTS = ".experts."
+_BIAS = ("router_bias", "router.expert_bias")
+"""Ends of the names, as tensors and Megatron's, of what routers choose by: float32 and without gradients."""
 _MB = 1 << 20
 
 Hf = Mapping[str, Any]
@@ -105,12 +108,14 @@ class Held:
     Attributes:
         dense: those that data-parallel ranks have equal copies of.
         experts: those that expert-data-parallel ranks have.
-        nbytes: all of them, in the dtypes they are in.
+        nbytes: all of them, in the dtypes they are in, and what has no gradient.
+        copies: bytes of those that are sent to engines in another dtype than they are in.
     """
 
     dense: int = 0
     experts: int = 0
     nbytes: int = 0
+    copies: int = 0
 
     @property
     def all(self) -> int:
@@ -141,8 +146,8 @@ def _stage(hf: Hf, parallel: MegatronParallel, training: Training, stage: int) -
         "reference": weights.nbytes if training.reference and pass_.adapter is None else 0,
         "activations": activations.kept(m, parallel, stage, pass_),
         "working set": activations.working(m, parallel, stage, pass_),
-        # of adapters a copy is sent (`Snapshot`)
-        "weight sync": BUFFERS * training.bucket_bytes + adapters.nbytes,
+        # of adapters a copy is sent (`Snapshot`), and of weights in other dtypes (`Sources`)
+        "weight sync": BUFFERS * training.bucket_bytes + (weights.copies if pass_.adapter is None else adapters.nbytes),
     }
     return Memory({name: nbytes for name, nbytes in parts.items() if nbytes})
 
@@ -162,7 +167,7 @@ def expert_data_parallel(parallel: MegatronParallel) -> int:
 
 def whole(hf: Hf) -> Held:
     """The parameters of the model, each once; bytes are not counted."""
-    sizes = {name: prod(shape) for name, shape in family_of(hf).tensors(hf).items()}
+    sizes = {name: prod(shape) for name, shape in family_of(hf).tensors(hf).items() if not name.endswith(_BIAS)}
     experts = sum(size for name, size in sizes.items() if _EXPERTS in name)
     return Held(sum(sizes.values()) - experts, experts)
 
@@ -170,8 +175,16 @@ def whole(hf: Hf) -> Held:
 def weights_of(hf: Hf, parallel: MegatronParallel, rank: int, dtype: str) -> Held:
     """A trainer rank's weights. Megatron reduces those of experts apart only where they are divided over ranks."""
     layout = family_of(hf).megatron_layout(hf, parallel, rank, dtype)
-    experts = sum(size for name, size in _sizes(layout) if _EXPERTS in name and parallel.ep > 1)
-    return Held(sum(size for _, size in _sizes(layout)) - experts, experts, _nbytes(layout))
+    dense = experts = biases = copies = 0
+    for name, size, sent in _sizes(layout):
+        if name.endswith(_BIAS):
+            biases += size * ITEM_BYTES[sent]
+        elif _EXPERTS in name and parallel.ep > 1:
+            experts += size
+        else:
+            dense += size
+            copies += size * ITEM_BYTES[sent] if sent != dtype else 0
+    return Held(dense, experts, (dense + experts) * ITEM_BYTES[dtype] + biases, copies)
 
 
 def adapters_of(m: Shape, kind: Kind, parallel: MegatronParallel, rank: int, dtype: str) -> Held:
@@ -200,6 +213,7 @@ def _engine_stage(hf: Hf, parallel: EngineParallel, serving: Serving, stage: int
     parts = {
         "weights": weights,
         "adapters": SLOTS * slot,
+        "derived": _derived(hf, parallel, serving.dtype, rank),
         "staging": 0 if not serving.staging else weights if serving.adapter is None else slot,
         "KV cache": serving.tokens * kv_bytes(hf, parallel, serving.dtype, rank),
         "working set": _working(parallel, serving),
@@ -209,10 +223,23 @@ def _engine_stage(hf: Hf, parallel: EngineParallel, serving: Serving, stage: int
 
 
 def kv_bytes(hf: Hf, parallel: EngineParallel, dtype: str, rank: int = 0) -> int:
-    """Bytes of the KV cache that a token takes on an engine's rank; ranks beyond the number of key heads have copies."""
+    """Bytes of the KV cache that a token takes on an engine's rank; ranks beyond the number of key heads have copies. Of latent attention
+    every rank has the small vector and the part of the key that all heads share, once."""
     m = family_of(hf).shape_of(hf)
-    heads = max(1, m.kv_heads // parallel.attention_tp)
-    return len(parallel.layers(m.layers, rank)) * 2 * heads * m.head_dim * ITEM_BYTES[dtype]
+    if isinstance(m.attention, Latent):
+        entries = m.attention.kv_rank + m.attention.rope
+    else:
+        entries = 2 * max(1, m.kv_heads // parallel.attention_tp) * m.head_dim
+    return len(parallel.layers(m.layers, rank)) * entries * ITEM_BYTES[dtype]
+
+
+def _derived(hf: Hf, parallel: EngineParallel, dtype: str, rank: int) -> int:
+    """What SGLang 0.5.23 keeps of weights besides them: both parts of kv_b_proj, laid out otherwise (`post_load_weights`)."""
+    m = family_of(hf).shape_of(hf)
+    if not isinstance(m.attention, Latent):
+        return 0
+    up = prod(m.attention.shapes(m)["kv_b"]) // parallel.attention_tp
+    return len(parallel.layers(m.layers, rank)) * up * ITEM_BYTES[dtype]
 
 
 def kv_room(hf: Hf, parallel: EngineParallel, serving: Serving, gpu_gb: float) -> int:
@@ -234,10 +261,10 @@ def _working(parallel: EngineParallel, serving: Serving) -> int:
     return int((512 + 1.5 * max(serving.prefill, 2048) + parallel.world / 8 * 1024 + 2 * serving.running) * _MB)
 
 
-def _sizes(layout: RankLayout) -> Iterator[tuple[str, int]]:
-    """Names within their layer, and elements in all layers that are alike."""
+def _sizes(layout: RankLayout) -> Iterator[tuple[str, int, str]]:
+    """Names within their layer, elements in all layers that are alike, and the dtype they are sent in."""
     for block in layout.blocks:
-        yield from ((name, storage.size * len(block.prefixes)) for name, storage in block.storages.items())
+        yield from ((name, storage.size * len(block.prefixes), storage.dtype) for name, storage in block.storages.items())
 
 
 def _nbytes(layout: RankLayout) -> int:

@@ -179,7 +179,11 @@ def _sizes(m: Shape, cluster: Cluster, nodes: int) -> Iterator[MegatronParallel]
     """All that divide the model and the GPUs."""
     gpus = nodes * cluster.gpus
     for tp, pp in product(_divisors(cluster.gpus), _divisors(gpus)):
-        if gpus % (tp * pp) or any(total % tp for total in (m.heads, m.kv_heads, m.vocab)) or (m.dense_layers and m.dense_width % tp):
+        if (
+            gpus % (tp * pp)
+            or any(total % tp for total in (m.heads, m.kv_heads, m.vocab, m.shared_width))
+            or (m.dense_layers and m.dense_width % tp)
+        ):
             continue
         stages = _stages(m.layers, pp)
         dp = gpus // (tp * pp)
@@ -227,6 +231,8 @@ def _engines(m: Shape, gpus: int) -> Iterator[EngineParallel]:
     for tp in _divisors(gpus):
         ep = tp if m.experts and m.experts % tp == 0 else 1
         width = m.expert_width if m.experts else m.dense_width
+        if m.shared_width % tp or (m.dense_layers and m.dense_width % tp):
+            continue
         if m.heads % tp == 0 and (m.kv_heads % tp == 0 or tp % m.kv_heads == 0) and width % (tp // ep) == 0:
             yield EngineParallel(tp, ep)
 

@@ -10,14 +10,16 @@ from typing import Any
 from asyncmoe.config import Config
 from asyncmoe.config.generation import EngineSection
 from asyncmoe.errors import ConfigError, DataError, UserError
-from asyncmoe.models import qwen3, qwen3_moe
+from asyncmoe.models import checks, deepseek_v3, glm4_moe, mixtral, qwen3, qwen3_moe
 from asyncmoe.models.family import Family
 from asyncmoe.models.lora import halves
 from asyncmoe.models.lora.adapter import kind_of
 from asyncmoe.models.parallel import EngineParallel, MegatronParallel
+from asyncmoe.models.shape import Shape
 from asyncmoe.record import Recording, Routing
 
 __all__ = [
+    "FAMILIES",
     "EngineParallel",
     "Family",
     "MegatronParallel",
@@ -30,7 +32,12 @@ __all__ = [
     "trainer_parallel",
 ]
 
-_FAMILIES = {family.name: family for family in (qwen3.FAMILY, qwen3_moe.FAMILY)}
+FAMILIES: Mapping[str, Family] = {
+    model_type: family
+    for family in (deepseek_v3.FAMILY, glm4_moe.FAMILY, mixtral.FAMILY, qwen3.FAMILY, qwen3_moe.FAMILY)
+    for model_type in (family.name, *family.also)
+}
+"""Those that are supported, by `model_type`."""
 
 
 def family_of(hf: Mapping[str, Any]) -> Family:
@@ -40,9 +47,9 @@ def family_of(hf: Mapping[str, Any]) -> Family:
         UserError: a `model_type` that is not supported.
     """
     kind = hf.get("model_type")
-    if kind not in _FAMILIES:
-        raise UserError("model_type in config.json", got=repr(kind), expected=" or ".join(sorted(_FAMILIES)))
-    return _FAMILIES[kind]
+    if not isinstance(kind, str) or kind not in FAMILIES:
+        raise UserError("model_type in config.json", got=repr(kind), expected=" or ".join(sorted(FAMILIES)))
+    return FAMILIES[kind]
 
 
 def load_hf_config(path: Path) -> dict[str, Any]:
@@ -73,10 +80,19 @@ def check(config: Config, hf: Mapping[str, Any]) -> None:
         UserError: a model family that is not supported.
     """
     family = family_of(hf)
+    checks.check_trained_layers(hf)
     family.check(hf, trainer_parallel(config), EngineParallel(config.engines.tp, config.engines.ep))
     if config.adapter is not None:
         halves.check(kind_of(config.adapter), family.shape_of(hf))
+    _check_router_bias(config, family.shape_of(hf))
     kept_routing(config, hf)
+
+
+def _check_router_bias(config: Config, m: Shape) -> None:
+    why = "train is lora, and nothing but adapters is sent to engines" if config.adapter is not None else None
+    why = "the model's routers have no selection bias" if not m.router_bias else why
+    if config.trainer.router_bias_rate and why:
+        raise ConfigError("trainer.router_bias_rate", got=config.trainer.router_bias_rate, expected=f"0 because {why}", cure="leave it out")
 
 
 def trainer_parallel(config: Config) -> MegatronParallel:

@@ -2,38 +2,52 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from asyncmoe.models.shape import Shape, tensors
+from asyncmoe.models.shards import dtype_of
 from asyncmoe.reshard.layout import LayoutBuilder, RankLayout, whole
 
 _TOP = {"embed": "model.embed_tokens.weight", "final_norm": "model.norm.weight", "head": "lm_head.weight"}
+_PARTS = ("gate", "up", "down")
 _IN_LAYER = {
-    "attn_norm": "input_layernorm",
-    "mlp_norm": "post_attention_layernorm",
-    "q": "self_attn.q_proj",
-    "k": "self_attn.k_proj",
-    "v": "self_attn.v_proj",
-    "o": "self_attn.o_proj",
-    "q_norm": "self_attn.q_norm",
-    "k_norm": "self_attn.k_norm",
-    "router": "mlp.gate",
-    "gate": "mlp.gate_proj",
-    "up": "mlp.up_proj",
-    "down": "mlp.down_proj",
+    "attn_norm": "input_layernorm.weight",
+    "mlp_norm": "post_attention_layernorm.weight",
+    "router": "mlp.gate.weight",
+    "router_bias": "mlp.gate.e_score_correction_bias",
+    **{part: f"mlp.{part}_proj.weight" for part in _PARTS},
+    **{f"shared.{part}": f"mlp.shared_experts.{part}_proj.weight" for part in _PARTS},
+    **{f"experts.{part}": f"mlp.experts.{{}}.{part}_proj.weight" for part in _PARTS},
 }
+"""What most families call their tensors; {} is the expert's number."""
 
 
-def hf_layout(m: Shape, dtype: str) -> RankLayout:
-    """The checkpoint on disk, as rank 0."""
-    builder = LayoutBuilder(0, dtype)
+def hf_layout(m: Shape, own: Mapping[str, str], dtype: str) -> RankLayout:
+    """The checkpoint on disk, as rank 0.
+
+    Args:
+        own: as of `hf_name`.
+    """
+    builder, names = LayoutBuilder(0, dtype), {**_IN_LAYER, **m.attention.hf_names, **own}
     for tensor, shape in tensors(m).items():
-        builder.stack(hf_name(tensor), [(tensor, whole(shape))])
+        builder.stack(_name(tensor, names), [(tensor, whole(shape))], dtype_of(m, tensor.split(".", 2)[-1]))
     return builder.build()
 
 
-def hf_name(tensor: str) -> str:
-    """On-disk name of a canonical tensor."""
+def hf_name(m: Shape, own: Mapping[str, str], tensor: str) -> str:
+    """On-disk name of a canonical tensor.
+
+    Args:
+        own: the family's names of tensors in a layer, where they are not what most families call them.
+    """
+    return _name(tensor, {**_IN_LAYER, **m.attention.hf_names, **own})
+
+
+def _name(tensor: str, names: Mapping[str, str]) -> str:
     if tensor in _TOP:
         return _TOP[tensor]
-    _, layer, *rest = tensor.split(".")
-    inner = f"mlp.experts.{rest[1]}.{rest[2]}_proj" if rest[0] == "experts" else _IN_LAYER[rest[0]]
-    return f"model.layers.{layer}.{inner}.weight"
+    _, layer, inner = tensor.split(".", 2)
+    if inner.startswith("experts."):
+        _, expert, part = inner.split(".")
+        return f"model.layers.{layer}.{names[f'experts.{part}'].format(expert)}"
+    return f"model.layers.{layer}.{names[inner]}"

@@ -7,43 +7,58 @@ from dataclasses import replace
 from math import gcd
 
 from asyncmoe.errors import ConfigError
-from asyncmoe.models.megatron import rope
 from asyncmoe.models.parallel import EngineParallel, MegatronParallel
-from asyncmoe.models.sglang import VOCAB_MULTIPLE
-from asyncmoe.models.shape import HfConfig, Shape
+from asyncmoe.models.sglang import VOCAB_MULTIPLE, EngineClass
+from asyncmoe.models.shape import HfConfig, Shape, rope
 from asyncmoe.models.shards import padded
 
-Wanted = tuple[str, object, object]
-"""(key of config.json, value there, the only value that is carried over)."""
+Wanted = tuple[str, object, tuple[object, ...]]
+"""(key of config.json, value there, the values that are carried over)."""
 
 
 def common_features(hf: HfConfig) -> list[Wanted]:
     """Features that no family carries over: every one would train another model than the engine serves."""
     return [
-        ("hidden_act", hf.get("hidden_act", "silu"), "silu"),
-        ("attention_bias", bool(hf.get("attention_bias", False)), False),
-        ("attention_dropout", hf.get("attention_dropout") or 0, 0),
-        ("use_sliding_window", bool(hf.get("use_sliding_window", False)), False),
-        ("rope_parameters.rope_type", rope(hf).get("rope_type"), "default"),
-        ("quantization_config", hf.get("quantization_config"), None),
+        ("hidden_act", hf.get("hidden_act", "silu"), ("silu",)),
+        ("attention_bias", bool(hf.get("attention_bias", False)), (False,)),
+        ("attention_dropout", hf.get("attention_dropout") or 0, (0,)),
+        ("use_sliding_window", bool(hf.get("use_sliding_window", False)), (False,)),
+        ("rope_parameters.rope_type", rope(hf).get("rope_type"), ("default",)),
+        ("quantization_config", hf.get("quantization_config"), (None,)),
     ]
 
 
 def check_features(family: str, m: Shape, wanted: Iterable[Wanted]) -> None:
     """Refuse a model with a feature that is not carried over, or whose sizes contradict each other.
 
+    Args:
+        wanted: of two about one key, the later counts.
+
     Raises:
         ConfigError: the first one.
     """
-    for key, got, expected in wanted:
-        if got != expected:
-            raise ConfigError(
-                f"{key} in config.json", got=repr(got), expected=f"{expected!r} ({family} is carried over without this feature)"
-            )
-    if m.heads % m.kv_heads:
-        raise ConfigError("num_attention_heads in config.json", got=m.heads, expected=f"a multiple of num_key_value_heads = {m.kv_heads}")
+    for key, got, carried in {one[0]: one for one in wanted}.values():
+        if got not in carried:
+            expected = f"{' or '.join(map(repr, carried))} ({family} is carried over without this feature)"
+            raise ConfigError(f"{key} in config.json", got=repr(got), expected=expected)
+    m.attention.check(m)
     if m.experts_per_token > m.experts:
         raise ConfigError("num_experts_per_tok in config.json", got=m.experts_per_token, expected=f"at most num_experts = {m.experts}")
+
+
+def check_trained_layers(hf: HfConfig) -> None:
+    """Refuse a model with layers that would be left as they are while the others are trained.
+
+    Raises:
+        ConfigError: it has layers of multi-token prediction.
+    """
+    if extra := hf.get("num_nextn_predict_layers"):
+        raise ConfigError(
+            "num_nextn_predict_layers in config.json",
+            got=extra,
+            expected="0, as layers of multi-token prediction are neither trained nor sent to engines, and would soon predict another model",
+            cure="set it to 0: the model is then trained, served and exported without them",
+        )
 
 
 def check_trainer(family: str, m: Shape, parallel: MegatronParallel) -> None:
@@ -59,13 +74,14 @@ def check_trainer(family: str, m: Shape, parallel: MegatronParallel) -> None:
     if m.experts:
         check_divides("trainer.ep", parallel.ep, "num_experts", m.experts)
         check_divides("trainer.etp", parallel.etp, "moe_intermediate_size", m.expert_width)
+        check_divides("trainer.tp", parallel.tp, "moe_intermediate_size * n_shared_experts", m.shared_width)
     elif parallel.ep > 1:
         raise ConfigError("trainer.ep", got=parallel.ep, expected=f"1, as {family} has no experts")
     if m.dense_layers:
         check_divides("trainer.tp", parallel.tp, "intermediate_size", m.dense_width)
 
 
-def check_engine(family: str, m: Shape, parallel: EngineParallel) -> None:
+def check_engine(family: str, m: Shape, engine: EngineClass, parallel: EngineParallel) -> None:
     """Refuse sizes of an engine.
 
     Raises:
@@ -78,14 +94,22 @@ def check_engine(family: str, m: Shape, parallel: EngineParallel) -> None:
     check_divides("engines.tp", parallel.tp, "padded vocab_size", padded(m.vocab, VOCAB_MULTIPLE))
     if parallel.pp > m.layers:
         raise ConfigError("engines.pp", got=parallel.pp, expected=f"at most the model's num_hidden_layers = {m.layers}")
+    if parallel.dp > 1 and not engine.dp_attention:
+        raise ConfigError("engines.dp", got=parallel.dp, expected=f"1, as SGLang's {family} knows no data-parallel attention")
+    if parallel.redundant and not engine.redundant:
+        raise ConfigError("engines.redundant", got=parallel.redundant, expected=f"0, as SGLang's {family} has no room for them")
     if m.experts:
         slots = "num_experts" + (" + redundant experts" if parallel.redundant else "")
         check_divides("engines.ep", parallel.ep, slots, m.experts + parallel.redundant)
         check_divides("engines.tp / engines.ep", parallel.moe_tp, "moe_intermediate_size", m.expert_width)
+        if parallel.fused_shared and m.shared_width != m.expert_width:
+            raise ConfigError("engines.fused_shared", got=True, expected=f"False, as {family} has no single shared expert")
+        if not (parallel.a2a or parallel.fused_shared):
+            check_divides("engines.tp", parallel.tp, "moe_intermediate_size * n_shared_experts", m.shared_width)
     elif parallel.ep > 1 or parallel.redundant:
         key, got, neutral = ("engines.ep", parallel.ep, 1) if parallel.ep > 1 else ("engines.redundant", parallel.redundant, 0)
         raise ConfigError(key, got=got, expected=f"{neutral}, as {family} has no experts")
-    if m.dense_layers:
+    if m.dense_layers and not (engine.replicates_dense and parallel.dense_tp1):
         check_divides("engines.tp", parallel.tp, "intermediate_size", m.dense_width)
 
 

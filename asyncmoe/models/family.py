@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from asyncmoe.models import checkpoint, checks, megatron, sglang, shape
@@ -20,10 +20,13 @@ class Family:
 
     Attributes:
         name: Hugging Face's `model_type`.
+        also: other model types that are the same.
         shape_of: the sizes in a configuration; raises ConfigError where a key is missing.
-        features: (key of config.json, value there, the only value that is carried over), beyond those common to all families.
+        features: (key of config.json, value there, the values that are carried over), beyond those common to all families or in
+            place of one of them.
         router: keyword arguments of TransformerConfig that say how tokens choose experts.
         engine: what SGLang's class for it does.
+        hf_names: names on disk within a layer that are its own (see `checkpoint.hf_name`).
     """
 
     name: str
@@ -31,6 +34,8 @@ class Family:
     features: Callable[[HfConfig], list[checks.Wanted]]
     router: Callable[[HfConfig], dict[str, Any]]
     engine: EngineClass
+    hf_names: Mapping[str, str] = field(default_factory=dict)
+    also: tuple[str, ...] = ()
 
     def check(self, hf: HfConfig, trainer: MegatronParallel, engine: EngineParallel) -> None:
         """Refuse a model with a feature that is not carried over, and parallel sizes that do not divide it.
@@ -41,7 +46,7 @@ class Family:
         m = self.shape_of(hf)
         checks.check_features(self.name, m, checks.common_features(hf) + self.features(hf))
         checks.check_trainer(self.name, m, trainer)
-        checks.check_engine(self.name, m, engine)
+        checks.check_engine(self.name, m, self.engine, engine)
 
     def tensors(self, hf: HfConfig) -> Shapes:
         """Canonical tensors and their shapes."""
@@ -55,7 +60,7 @@ class Family:
 
     def hf_layout(self, hf: HfConfig, dtype: str) -> RankLayout:
         """The checkpoint on disk, as rank 0; storages have the names in the safetensors files."""
-        return checkpoint.hf_layout(self.shape_of(hf), dtype)
+        return checkpoint.hf_layout(self.shape_of(hf), self.hf_names, dtype)
 
     def megatron_layout(self, hf: HfConfig, parallel: MegatronParallel, rank: int, dtype: str) -> RankLayout:
         """A trainer rank's parameters, by their names on that rank (`megatron.chunk_prefix` before those of several chunks)."""
@@ -64,6 +69,12 @@ class Family:
     def sglang_layout(self, hf: HfConfig, parallel: EngineParallel, rank: int, dtype: str) -> RankLayout:
         """An engine rank's parameters, by SGLang's names."""
         return sglang.sglang_layout(self.shape_of(hf), self.engine, parallel, rank, dtype)
+
+    def glued(self, hf: HfConfig) -> frozenset[str]:
+        """Tensors on disk that an engine takes only together with the one before them."""
+        m = self.shape_of(hf)
+        there = [name for name in shape.tensors(m) if name.split(".", 2)[-1] in self.engine.glued]
+        return frozenset(checkpoint.hf_name(m, self.hf_names, name) for name in there)
 
     def megatron_config(self, hf: HfConfig) -> tuple[dict[str, Any], dict[str, Any]]:
         """Keyword arguments of TransformerConfig and of GPTModel that follow from the model; parallel sizes, dtypes and fusions

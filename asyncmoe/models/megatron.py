@@ -5,13 +5,12 @@ Source: megatron/core 0.16 (models/gpt, transformer, the local and the Transform
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 from asyncmoe.models.parallel import MegatronParallel
 from asyncmoe.models.shape import HfConfig, Shape, layer_shapes
-from asyncmoe.models.shards import put_columns, put_gated_mlp, put_whole, shard, span
-from asyncmoe.reshard.layout import Box, LayoutBuilder, RankLayout, rows, whole
+from asyncmoe.models.shards import dtype_of, put_gated_mlp, put_whole, shard, span
+from asyncmoe.reshard.layout import LayoutBuilder, RankLayout, rows, whole
 
 
 def chunk_prefix(chunk: int, chunks: int) -> str:
@@ -52,19 +51,19 @@ def _layer(m: Shape, parallel: MegatronParallel, rank: int, dtype: str, dense: b
     """One layer; tensors and parameters are named within it."""
     builder, shapes = LayoutBuilder(rank, dtype), layer_shapes(m, dense)
     tp, tp_rank = parallel.tp, parallel.tp_rank(rank)
-    attention = "self_attention"
-    put_whole(builder, shapes, f"{attention}.linear_qkv.layer_norm_weight" if parallel.te else "input_layernorm.weight", "attn_norm")
-    builder.stack(f"{attention}.linear_qkv.weight", list(_qkv_by_group(m, *shard(m.kv_heads, tp, tp_rank))))
-    put_whole(builder, shapes, f"{attention}.q_layernorm.weight", "q_norm")
-    put_whole(builder, shapes, f"{attention}.k_layernorm.weight", "k_norm")
-    put_columns(builder, shapes, f"{attention}.linear_proj.weight", "o", tp, tp_rank)
+    m.attention.put_megatron(builder, m, parallel)
     # The norm before a mixture of experts has no linear layer to fuse with: the router and the dispatcher come first.
     fused = "mlp.linear_fc1.layer_norm_weight"
     put_whole(builder, shapes, fused if parallel.te and dense else "pre_mlp_layernorm.weight", "mlp_norm")
     if dense:
         put_gated_mlp(builder, shapes, "", "mlp.linear_fc1.weight", "mlp.linear_fc2.weight", tp, tp_rank)
         return builder.build()
-    put_whole(builder, shapes, "mlp.router.weight", "router")
+    put_whole(builder, shapes, "mlp.router.weight", "router", dtype_of(m, "router"))
+    if m.router_bias:
+        put_whole(builder, shapes, "mlp.router.expert_bias", "router_bias", dtype_of(m, "router_bias"))
+    if m.shared_width:
+        fc1, fc2 = ("mlp.shared_experts.linear_fc1.weight", "mlp.shared_experts.linear_fc2.weight")
+        put_gated_mlp(builder, shapes, "shared.", fc1, fc2, tp, tp_rank)
     for local, e in enumerate(span(m.experts, parallel.ep, parallel.ep_rank(rank))):
         fc1, fc2 = (
             f"mlp.experts.linear_{fc}.weight{local}" if parallel.te else f"mlp.experts.local_experts.{local}.linear_{fc}.weight"
@@ -72,15 +71,6 @@ def _layer(m: Shape, parallel: MegatronParallel, rank: int, dtype: str, dense: b
         )
         put_gated_mlp(builder, shapes, f"experts.{e}.", fc1, fc2, parallel.etp, parallel.etp_rank(rank))
     return builder.build()
-
-
-def _qkv_by_group(m: Shape, first: int, count: int) -> Iterator[tuple[str, Box]]:
-    """Rows of linear_qkv: for each query group its query heads, its key head, its value head."""
-    d, r = m.head_dim, m.heads_per_group
-    for group in range(first, first + count):
-        yield "q", rows((m.heads * d, m.hidden), group * r * d, r * d)
-        yield "k", rows((m.kv_heads * d, m.hidden), group * d, d)
-        yield "v", rows((m.kv_heads * d, m.hidden), group * d, d)
 
 
 def transformer_arguments(hf: HfConfig, m: Shape) -> dict[str, Any]:
@@ -95,15 +85,14 @@ def transformer_arguments(hf: HfConfig, m: Shape) -> dict[str, Any]:
         "moe_router_dtype": "fp32",
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,
+        "moe_router_enable_expert_bias": m.router_bias,
+        "moe_router_bias_update_rate": 0.0,  # the trainer has this rule itself
+        "moe_shared_expert_intermediate_size": m.shared_width or None,
     }
     return {
         "num_layers": m.layers,
         "hidden_size": m.hidden,
         "num_attention_heads": m.heads,
-        "num_query_groups": m.kv_heads,
-        "kv_channels": m.head_dim,
-        "qk_layernorm": True,
-        "add_qkv_bias": False,
         "add_bias_linear": False,
         "ffn_hidden_size": m.dense_width,
         "gated_linear_unit": True,
@@ -115,23 +104,15 @@ def transformer_arguments(hf: HfConfig, m: Shape) -> dict[str, Any]:
         "attention_softmax_in_fp32": True,
         "moe_token_dispatcher_type": "alltoall",  # Megatron refuses rows of different lengths with its default, experts or not
         **(experts if m.experts else {}),
+        **m.attention.transformer_arguments(hf, m),
     }
 
 
 def gpt_arguments(hf: HfConfig, m: Shape) -> dict[str, Any]:
     """Keyword arguments of GPTModel."""
     return {
-        "position_embedding_type": "rope",
-        "rotary_base": rope(hf)["rope_theta"],
-        "rotary_percent": 1.0,
         "share_embeddings_and_output_weights": m.tied,
         "vocab_size": m.vocab,
         "max_sequence_length": hf.get("max_position_embeddings", 32768),
+        **m.attention.gpt_arguments(hf),
     }
-
-
-def rope(hf: HfConfig) -> dict[str, Any]:
-    """Rotary parameters under transformers 5's names. Version 4 wrote rope_theta and rope_scaling, whose kind was once called type."""
-    scaling = hf.get("rope_scaling") or {}
-    old = {"rope_theta": hf.get("rope_theta", 10000.0), "rope_type": scaling.get("type", "default"), **scaling}
-    return {**old, **(hf.get("rope_parameters") or {})}

@@ -116,6 +116,10 @@ class EngineParallel:
         dp_lm_head: the output layer too (`--enable-dp-lm-head`).
         redundant: expert slots beyond the model's experts (`--ep-num-redundant-experts`), as they are filled at the start: slot s has
             expert s modulo the number of experts. An engine that rebalances its experts fills them differently later.
+        dense_tp1: layers without experts are whole on every rank (`--moe-dense-tp-size 1`).
+        a2a: tokens go to experts by an all-to-all (`--moe-a2a-backend`): shared experts are whole on every rank.
+        fused_shared: the one shared expert is one more expert of every rank (unless `--disable-shared-experts-fusion`, SGLang does so on
+            GPUs for some models, where ep is 1).
     """
 
     tp: int = 1
@@ -124,6 +128,9 @@ class EngineParallel:
     dp: int = 1
     dp_lm_head: bool = False
     redundant: int = 0
+    dense_tp1: bool = False
+    a2a: bool = False
+    fused_shared: bool = False
 
     def __post_init__(self) -> None:
         if self.tp < 1 or self.ep < 1 or self.tp % self.ep:
@@ -136,6 +143,8 @@ class EngineParallel:
             raise ConfigError("engine's redundant experts", got=self.redundant, expected="0 or more")
         if self.dp_lm_head and self.dp == 1:
             raise ConfigError("engine's dp_lm_head", got=True, expected="False, as there is no data-parallel attention (dp is 1)")
+        if self.fused_shared and (self.ep > 1 or self.a2a):
+            raise ConfigError("engine's fused_shared", got=True, expected="False, as SGLang fuses shared experts only where ep is 1")
 
     @property
     def world(self) -> int:

@@ -41,6 +41,10 @@ class Payload:
             return self._family.hf_layout(self.hf, dtype)
         return megatron.canonical_layout(self._shape, self.adapter, dtype)
 
+    def glued(self) -> frozenset[str]:
+        """Storages of `whole` that an engine takes only together with the one before them."""
+        return self._family.glued(self.hf) if self.adapter is None else frozenset()
+
     def trainer(self, parallel: MegatronParallel, dtype: str) -> list[RankLayout]:
         """That of every trainer rank, from 0 on."""
         if self.adapter is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from asyncmoe.models.attention import Grouped
 from asyncmoe.models.checks import Wanted
 from asyncmoe.models.family import Family
 from asyncmoe.models.sglang import EngineClass
@@ -13,6 +14,7 @@ from asyncmoe.models.shape import HfConfig, Shape, decoder, positive
 def _shape_of(hf: HfConfig) -> Shape:
     return decoder(
         hf,
+        Grouped(),
         experts=positive(hf, "num_experts", "num_local_experts"),
         expert_width=positive(hf, "moe_intermediate_size"),
         experts_per_token=positive(hf, "num_experts_per_tok"),
@@ -31,8 +33,8 @@ def _dense_layers(hf: HfConfig) -> frozenset[int]:
 def _features(hf: HfConfig) -> list[Wanted]:
     """SGLang's class neither shares nor loads a tied output layer, and has experts in every layer whatever the configuration says."""
     return [
-        ("tie_word_embeddings", bool(hf.get("tie_word_embeddings")), False),
-        ("layers without experts (mlp_only_layers, decoder_sparse_step)", sorted(_dense_layers(hf)), []),
+        ("tie_word_embeddings", bool(hf.get("tie_word_embeddings")), (False,)),
+        ("layers without experts (mlp_only_layers, decoder_sparse_step)", sorted(_dense_layers(hf)), ([],)),
     ]
 
 

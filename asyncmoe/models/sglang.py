@@ -1,16 +1,16 @@
 """SGLang's layout of an engine rank's parameters.
 
 Source: sglang 0.5.23 (layers/linear.py, layers/moe/fused_moe_triton/layer.py, layers/vocab_parallel_embedding.py,
-models/qwen3.py, models/qwen3_moe.py, models/qwen2_moe.py, runtime_context.py).
+runtime_context.py, the model classes).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from asyncmoe.models.parallel import EngineParallel
 from asyncmoe.models.shape import Shape, Shapes, layer_shapes
-from asyncmoe.models.shards import put_columns, put_gated_mlp, put_padded_rows, put_whole, shard
+from asyncmoe.models.shards import dtype_of, put_gated_mlp, put_padded_rows, put_whole, shard
 from asyncmoe.reshard.layout import Box, LayoutBuilder, RankLayout, columns, rows
 
 VOCAB_MULTIPLE = 64
@@ -24,10 +24,21 @@ class EngineClass:
     Attributes:
         shares_tied_head: with one pipeline stage, a tied model's output layer is the embedding, one parameter; else it has its own.
         head_on_every_stage: pipeline stages before the last hold and load an output layer too, unused.
+        experts: what it calls the part of a layer that has experts.
+        replicates_dense: it heeds --moe-dense-tp-size 1.
+        redundant: it has room for --ep-num-redundant-experts.
+        dp_attention: it knows data-parallel attention; else it divides attention over all tensor ranks all the same, which SGLang's
+            scheduler does not expect.
+        glued: tensors, as named within a layer, that its loader takes only in one call with the one before them on disk.
     """
 
     shares_tied_head: bool
     head_on_every_stage: bool
+    experts: str = "mlp"
+    replicates_dense: bool = False
+    redundant: bool = True
+    dp_attention: bool = True
+    glued: tuple[str, ...] = ()
 
 
 def sglang_layout(m: Shape, engine: EngineClass, parallel: EngineParallel, rank: int, dtype: str) -> RankLayout:
@@ -39,13 +50,15 @@ def sglang_layout(m: Shape, engine: EngineClass, parallel: EngineParallel, rank:
     top: Shapes = {"embed": (m.vocab, m.hidden), "head": (m.vocab, m.hidden), "final_norm": (m.hidden,)}
     first, last = parallel.pp_rank(rank) == 0, parallel.pp_rank(rank) == parallel.pp - 1
     builder = LayoutBuilder(rank, dtype)
+    if not engine.dp_attention:
+        parallel = replace(parallel, dp=1, dp_lm_head=False)
     if first:
         vocab = parallel.attention_tp, parallel.attention_tp_rank(rank)
         put_padded_rows(builder, top, "model.embed_tokens.weight", "embed", VOCAB_MULTIPLE, *vocab)
     layer: dict[bool, RankLayout] = {}
     for dense, run in m.runs(parallel.layers(m.layers, rank)):
         if dense not in layer:
-            layer[dense] = _layer(m, parallel, rank, dtype, dense)
+            layer[dense] = _layer(m, engine, parallel, rank, dtype, dense)
         builder.repeat(layer[dense], [(f"layers.{i}.", f"model.layers.{i}.") for i in run])
     if last:
         put_whole(builder, top, "model.norm.weight", "final_norm")
@@ -56,46 +69,43 @@ def sglang_layout(m: Shape, engine: EngineClass, parallel: EngineParallel, rank:
     return builder.build()
 
 
-def _layer(m: Shape, parallel: EngineParallel, rank: int, dtype: str, dense: bool) -> RankLayout:
+def _layer(m: Shape, engine: EngineClass, parallel: EngineParallel, rank: int, dtype: str, dense: bool) -> RankLayout:
     """One layer; tensors and parameters are named within it."""
     builder, shapes = LayoutBuilder(rank, dtype), layer_shapes(m, dense)
-    attention = parallel.attention_tp, parallel.attention_tp_rank(rank)
-    builder.stack("self_attn.qkv_proj.weight", _qkv_stacked(m, *attention))
-    put_columns(builder, shapes, "self_attn.o_proj.weight", "o", *attention)
-    for part in ("q_norm", "k_norm"):
-        put_whole(builder, shapes, f"self_attn.{part}.weight", part)
+    m.attention.put_sglang(builder, m, parallel)
     put_whole(builder, shapes, "input_layernorm.weight", "attn_norm")
     put_whole(builder, shapes, "post_attention_layernorm.weight", "mlp_norm")
+    all_ranks, one_rank = (parallel.tp, parallel.tp_rank(rank)), (1, 0)
     if dense:
-        # These classes do not look at --moe-dense-tp-size: a dense MLP is always divided over all tensor ranks.
-        put_gated_mlp(builder, shapes, "", "mlp.gate_up_proj.weight", "mlp.down_proj.weight", parallel.tp, parallel.tp_rank(rank))
-    else:
-        put_whole(builder, shapes, "mlp.gate.weight", "router")
-        _stacked_experts(builder, m, parallel, "mlp.experts")
+        place = one_rank if engine.replicates_dense and parallel.dense_tp1 else all_ranks
+        put_gated_mlp(builder, shapes, "", "mlp.gate_up_proj.weight", "mlp.down_proj.weight", *place)
+        return builder.build()
+    part = engine.experts
+    put_whole(builder, shapes, f"{part}.gate.weight", "router", dtype_of(m, "router"))
+    if m.router_bias:
+        put_whole(builder, shapes, f"{part}.gate.e_score_correction_bias", "router_bias", dtype_of(m, "router_bias"))
+    if m.shared_width and not parallel.fused_shared:
+        place = one_rank if parallel.a2a else all_ranks
+        names = [f"{part}.shared_experts.{linear}.weight" for linear in ("gate_up_proj", "down_proj")]
+        put_gated_mlp(builder, shapes, "shared.", names[0], names[1], *place)
+    _stacked_experts(builder, m, parallel, f"{part}.experts")
     return builder.build()
 
 
-def _qkv_stacked(m: Shape, tp: int, rank: int) -> list[tuple[str, Box]]:
-    """This rank's query heads, then its key heads, then its value heads; with fewer key heads than ranks, neighbours share one."""
-    d = m.head_dim
-    q_first, q_count = shard(m.heads, tp, rank)
-    kv_first, kv_count = shard(m.kv_heads, tp, rank) if m.kv_heads >= tp else (rank // (tp // m.kv_heads), 1)
-    kv = rows((m.kv_heads * d, m.hidden), kv_first * d, kv_count * d)
-    q = rows((m.heads * d, m.hidden), q_first * d, q_count * d)
-    return [("q", q), ("k", kv), ("v", kv)]
-
-
 def _stacked_experts(builder: LayoutBuilder, m: Shape, parallel: EngineParallel, name: str) -> None:
-    """w13 [slots here, gate rows then up rows, hidden] and w2 [slots here, hidden, columns of down]."""
+    """w13 [slots here, gate rows then up rows, hidden] and w2 [slots here, hidden, columns of down]; fused shared experts have the last
+    slot of every rank."""
     first, count = shard(m.experts + parallel.redundant, parallel.ep, parallel.ep_rank(builder.rank))
     begin, width = shard(m.expert_width, parallel.moe_tp, parallel.moe_tp_rank(builder.rank))
     up = rows((m.expert_width, m.hidden), begin, width)
     down = columns((m.hidden, m.expert_width), begin, width)
+    held = [f"experts.{(first + local) % m.experts}" for local in range(count)]
+    if m.shared_width and parallel.fused_shared:
+        held.append("shared")
     w13: list[tuple[str, Box, tuple[int, ...]]] = []
     w2: list[tuple[str, Box, tuple[int, ...]]] = []
-    for local in range(count):
-        expert = f"experts.{(first + local) % m.experts}"
+    for local, expert in enumerate(held):
         w13 += [(f"{expert}.gate", up, (local, 0, 0)), (f"{expert}.up", up, (local, width, 0))]
         w2.append((f"{expert}.down", down, (local, 0, 0)))
-    builder.place(f"{name}.w13_weight", (count, 2 * width, m.hidden), w13)
-    builder.place(f"{name}.w2_weight", (count, m.hidden, width), w2)
+    builder.place(f"{name}.w13_weight", (len(held), 2 * width, m.hidden), w13)
+    builder.place(f"{name}.w2_weight", (len(held), m.hidden, width), w2)

@@ -5,9 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from asyncmoe.config.lora import TARGETS
 from asyncmoe.errors import ConfigError
+
+if TYPE_CHECKING:
+    from asyncmoe.models.attention import Attention
 
 HfConfig = Mapping[str, Any]
 """The contents of a Hugging Face `config.json`."""
@@ -18,14 +22,19 @@ Shapes = dict[str, tuple[int, ...]]
 
 @dataclass(frozen=True)
 class Shape:
-    """The sizes of a model of grouped-query attention with query and key norms, and of gated MLPs or mixtures of them.
+    """The sizes of a model of attention of some kind, and of gated MLPs or mixtures of them.
 
     Attributes:
         layers: decoder layers.
+        attention: its kind.
         dense_width: rows of gate and up of a layer without experts.
         experts, expert_width, experts_per_token: of a layer with experts; 0 in a model without any.
         tied: the output layer is the embedding.
         dense_layers: those without experts.
+        shared_width: rows of gate and up of what all tokens pass beside their experts; 0: there is none.
+        router_bias: routers choose by scores to which a bias of each expert is added, a tensor without gradient.
+        wide: tensors, as named within a layer, that are float32 whatever the others are.
+        adapters: linear layers that can have an adapter, as `lora.targets` calls them.
     """
 
     layers: int
@@ -40,6 +49,11 @@ class Shape:
     expert_width: int
     experts_per_token: int
     dense_layers: frozenset[int]
+    attention: Attention
+    shared_width: int = 0
+    router_bias: bool = False
+    wide: frozenset[str] = frozenset()
+    adapters: tuple[str, ...] = TARGETS
 
     @property
     def heads_per_group(self) -> int:
@@ -52,12 +66,23 @@ class Shape:
 
 
 def decoder(
-    hf: HfConfig, *, experts: int = 0, expert_width: int = 0, experts_per_token: int = 0, dense_layers: frozenset[int] | None = None
+    hf: HfConfig,
+    attention: Attention,
+    *,
+    experts: int = 0,
+    expert_width: int = 0,
+    experts_per_token: int = 0,
+    dense_layers: frozenset[int] | None = None,
+    shared_width: int = 0,
+    router_bias: bool = False,
+    wide: frozenset[str] = frozenset(),
+    adapters: tuple[str, ...] = TARGETS,
 ) -> Shape:
     """The sizes in a configuration, whose keys may be those of transformers 4 or 5.
 
     Args:
         dense_layers: those without experts; None: all.
+        experts, expert_width, experts_per_token, attention, shared_width, router_bias, wide, adapters: as of `Shape`.
 
     Raises:
         ConfigError: a key is missing.
@@ -76,6 +101,11 @@ def decoder(
         expert_width=expert_width,
         experts_per_token=experts_per_token,
         dense_layers=frozenset(range(layers)) if dense_layers is None else dense_layers,
+        attention=attention,
+        shared_width=shared_width,
+        router_bias=router_bias,
+        wide=wide,
+        adapters=adapters,
     )
 
 
@@ -94,6 +124,17 @@ def positive(hf: HfConfig, *names: str) -> int:
     raise ConfigError(f"{names[0]} in config.json", got="nothing", expected="a positive integer")
 
 
+def rope(hf: HfConfig, theta: float = 10000.0) -> dict[str, Any]:
+    """Rotary parameters under transformers 5's names. Version 4 wrote rope_theta and rope_scaling, whose kind was once called type.
+
+    Args:
+        theta: the family's rope_theta where the configuration has none.
+    """
+    scaling = hf.get("rope_scaling") or {}
+    old = {"rope_theta": hf.get("rope_theta", theta), "rope_type": scaling.get("type", "default"), **scaling}
+    return {**old, **(hf.get("rope_parameters") or {})}
+
+
 def tensors(m: Shape) -> Shapes:
     """Canonical tensors and their shapes."""
     layer = {dense: layer_shapes(m, dense) for dense in {i in m.dense_layers for i in range(m.layers)}}
@@ -109,12 +150,14 @@ def tensors(m: Shape) -> Shapes:
 
 def layer_shapes(m: Shape, dense: bool) -> Shapes:
     """The tensors of one layer, named within it."""
-    q, kv = m.heads * m.head_dim, m.kv_heads * m.head_dim
-    found: Shapes = {"attn_norm": (m.hidden,), "q": (q, m.hidden), "k": (kv, m.hidden), "v": (kv, m.hidden), "o": (m.hidden, q)}
-    found |= {"q_norm": (m.head_dim,), "k_norm": (m.head_dim,), "mlp_norm": (m.hidden,)}
+    found: Shapes = {"attn_norm": (m.hidden,), **m.attention.shapes(m), "mlp_norm": (m.hidden,)}
     if dense:
         return found | _mlp_shapes("", m.dense_width, m.hidden)
     found["router"] = (m.experts, m.hidden)
+    if m.router_bias:
+        found["router_bias"] = (m.experts,)
+    if m.shared_width:
+        found |= _mlp_shapes("shared.", m.shared_width, m.hidden)
     for e in range(m.experts):
         found |= _mlp_shapes(f"experts.{e}.", m.expert_width, m.hidden)
     return found

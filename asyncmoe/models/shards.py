@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from asyncmoe.errors import ConfigError
-from asyncmoe.models.shape import Shapes
+from asyncmoe.models.shape import Shape, Shapes
 from asyncmoe.reshard.layout import PADDING, Box, LayoutBuilder, columns, rows, whole
 
 
@@ -24,9 +24,20 @@ def span(total: int, parts: int, index: int) -> range:
     return range(first, first + count)
 
 
-def put_whole(builder: LayoutBuilder, shapes: Shapes, storage: str, tensor: str) -> None:
-    """A storage that is one whole tensor."""
-    builder.stack(storage, [(tensor, whole(shapes[tensor]))])
+def dtype_of(m: Shape, tensor: str) -> str | None:
+    """The dtype of a tensor, as named within a layer, where it is not that of the others."""
+    return "float32" if tensor in m.wide else None
+
+
+def put_whole(builder: LayoutBuilder, shapes: Shapes, storage: str, tensor: str, dtype: str | None = None) -> None:
+    """A storage that is one whole tensor, of the layout's dtype unless another is named."""
+    builder.stack(storage, [(tensor, whole(shapes[tensor]))], dtype)
+
+
+def put_rows(builder: LayoutBuilder, shapes: Shapes, storage: str, tensor: str, parts: int, index: int) -> None:
+    """A storage that is a row shard of a tensor."""
+    shape = shapes[tensor]
+    builder.stack(storage, [(tensor, rows(shape, *shard(shape[0], parts, index)))])
 
 
 def put_columns(builder: LayoutBuilder, shapes: Shapes, storage: str, tensor: str, parts: int, index: int) -> None:

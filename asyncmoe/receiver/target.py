@@ -56,7 +56,8 @@ class Weights:
         return {name: parameter.data for name, parameter in self._model.named_parameters()}
 
     def room(self, dtype: torch.dtype) -> Tensors:
-        return {name: torch.empty(tensor.shape, dtype=dtype, device=tensor.device) for name, tensor in self.tensors().items()}
+        # Of its own dtype each: the meeting has found it to be the layout's, in which some tensors are float32 whatever the others are.
+        return {name: torch.empty_like(tensor) for name, tensor in self.tensors().items()}
 
     def received(self, staged: Tensors) -> None:
         pass

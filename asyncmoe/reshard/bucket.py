@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import dataclass
 
 from asyncmoe.errors import LayoutError
@@ -31,10 +31,13 @@ class Bucket:
     layout: RankLayout
 
 
-def buckets(layout: RankLayout, bucket_bytes: int) -> list[Bucket]:
+def buckets(layout: RankLayout, bucket_bytes: int, glued: Container[str] = ()) -> list[Bucket]:
     """Cut a layout's storages into buckets of at most `bucket_bytes`.
 
     Storages stay in order, those of one dtype after those of another; one that is larger than a bucket gets its own.
+
+    Args:
+        glued: storages that go into the bucket of the one of their dtype before them.
 
     Raises:
         LayoutError: `bucket_bytes` is not positive.
@@ -44,22 +47,30 @@ def buckets(layout: RankLayout, bucket_bytes: int) -> list[Bucket]:
     pieces: dict[str, list[Piece]] = {name: [] for name in layout.storages}
     for piece in layout.pieces:
         pieces[piece.storage].append(piece)
-    return [_bucket(layout, names, pieces) for names in _groups(layout, bucket_bytes)]
+    return [_bucket(layout, names, pieces) for names in _groups(layout, bucket_bytes, glued)]
 
 
-def _groups(layout: RankLayout, bucket_bytes: int) -> Iterator[list[str]]:
+def _groups(layout: RankLayout, bucket_bytes: int, glued: Container[str]) -> Iterator[list[str]]:
     for dtype in dict.fromkeys(storage.dtype for storage in layout.storages.values()):
         group: list[str] = []
         filled = 0
-        for name, storage in layout.storages.items():
-            if storage.dtype != dtype:
-                continue
-            if group and filled + storage.nbytes > bucket_bytes:
+        for names, nbytes in _inseparable(layout, dtype, glued):
+            if group and filled + nbytes > bucket_bytes:
                 yield group
                 group, filled = [], 0
-            group.append(name)
-            filled += storage.nbytes
+            group += names
+            filled += nbytes
         yield group
+
+
+def _inseparable(layout: RankLayout, dtype: str, glued: Container[str]) -> list[tuple[list[str], int]]:
+    """The storages of a dtype, each with those that are glued to it: (names, bytes in all)."""
+    found: list[tuple[list[str], int]] = []
+    for name, storage in layout.storages.items():
+        if storage.dtype == dtype:
+            names, nbytes = found.pop() if name in glued and found else ([], 0)
+            found.append(([*names, name], nbytes + storage.nbytes))
+    return found
 
 
 def _bucket(layout: RankLayout, names: list[str], pieces: dict[str, list[Piece]]) -> Bucket:

@@ -241,14 +241,14 @@ class LayoutBuilder:
             offset = sum(c * s for c, s in zip(corner, steps, strict=True))
             self._pieces.append(Piece(tensor, box, storage, offset, steps[first:]))
 
-    def stack(self, storage: str, parts: Sequence[tuple[str, Box]]) -> None:
+    def stack(self, storage: str, parts: Sequence[tuple[str, Box]], dtype: str | None = None) -> None:
         """Add a storage that holds the boxes one under the other, along the first dimension."""
         placed, row = [], 0
         rest = parts[0][1].extent[1:]
         for tensor, box in parts:
             placed.append((tensor, box, (row, *(0 for _ in rest))))
             row += box.extent[0]
-        self.place(storage, (row, *rest), placed)
+        self.place(storage, (row, *rest), placed, dtype)
 
     def repeat(self, part: RankLayout, prefixes: Sequence[tuple[str, str]]) -> None:
         """Add what `part` holds once under each pair of prefixes (of its tensors, of its storages).

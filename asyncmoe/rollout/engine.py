@@ -122,6 +122,7 @@ def command(config: Config, index: int, host: str, port: int, keeps_routing: boo
       counted yet and attributes to the new version (`Scheduler.record_weight_version_change`).
     - The tokenizer is not loaded: token ids go in and come out.
     - The version "0" is the checkpoint's weights.
+    - Shared experts stay by themselves on every device, as weights are sent; else a GPU makes them one more expert of some models.
     """
     section = config.engines
     flags: dict[str, object] = {
@@ -140,7 +141,7 @@ def command(config: Config, index: int, host: str, port: int, keeps_routing: boo
         flags["base-gpu-id"] = section.first_gpu + index * section.tp
     if section.max_total_tokens is not None:
         flags["max-total-tokens"] = section.max_total_tokens
-    switches = ["--skip-tokenizer-init", "--disable-overlap-schedule", "--custom-weight-loader", LOADER]
+    switches = ["--skip-tokenizer-init", "--disable-overlap-schedule", "--disable-shared-experts-fusion", "--custom-weight-loader", LOADER]
     if keeps_routing:
         switches.append("--enable-return-routed-experts")
     if config.adapter is not None:

@@ -37,8 +37,9 @@ from asyncmoe.reshard import Exchanger
 from asyncmoe.trainer.direct_group import GRACE_S, Meeting, changed, heed, meet
 from asyncmoe.trainer.gather import Gatherer, tensors_in
 from asyncmoe.trainer.lora.snapshot import Snapshot
-from asyncmoe.trainer.model import Model, parameters
+from asyncmoe.trainer.model import Model
 from asyncmoe.trainer.published import Checksums, Published
+from asyncmoe.trainer.sources import Sources
 from asyncmoe.wire.client import Client
 from asyncmoe.wire.messages import Committed, Reply, Request, WeightsAbort, WeightsCommit, WeightsStage
 
@@ -87,6 +88,8 @@ class Direct:
         expected = self._gathered_checksums() if self._verifies else ()
         if self._snapshot is not None:
             self._snapshot.take()
+        else:
+            self._sources.refresh()
         if self._side is not None:
             self._side.follow()
         self._sent.clear()
@@ -211,7 +214,7 @@ class Direct:
         try:
             if self._exchanger is None:
                 self._exchanger = channel.connect(met.store, met.terms, met.plan, self._epoch, self._side)
-                self._exchanger.bind(parameters(self._model) if self._snapshot is None else self._snapshot.tensors)
+                self._exchanger.bind(self._sources.tensors if self._snapshot is None else self._snapshot.tensors)
             self._exchanger.run(timeout_s)
         except AsyncmoeError as error:
             self._leave()
@@ -240,6 +243,10 @@ class Direct:
     def _verifies(self) -> bool:
         """SGLang has checksums of its weights, none of its adapter memory; of what arrives there each message's digest is checked."""
         return self._snapshot is None and self._sync.verify_every > 0 and (self._updates - 1) % self._sync.verify_every == 0
+
+    @cached_property
+    def _sources(self) -> Sources:
+        return Sources(self._model)
 
     @cached_property
     def _gatherer(self) -> Gatherer:

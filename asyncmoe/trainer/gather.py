@@ -6,6 +6,7 @@ What weight sync over `broadcast` and the export of a checkpoint have in common.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cached_property
 
 import torch
 
@@ -14,7 +15,8 @@ from asyncmoe.models.payload import Payload
 from asyncmoe.reshard import Bucket, buckets, exchange, plan_each
 from asyncmoe.reshard.torch_transport import TorchTransport
 from asyncmoe.trainer.lora import attach
-from asyncmoe.trainer.model import Model, parameters
+from asyncmoe.trainer.model import Model
+from asyncmoe.trainer.sources import Sources
 
 
 class Gatherer:
@@ -32,20 +34,29 @@ class Gatherer:
         payload, dtype = Payload(model.hf, kind), str(model.dtype).removeprefix("torch.")
         self._model, self._timeout_s, self._adapter = model, timeout_s, adapter
         self._transport = TorchTransport(device=str(model.mesh.device))
-        self.buckets: list[Bucket] = buckets(payload.whole(dtype), bucket_bytes)
+        self.buckets: list[Bucket] = buckets(payload.whole(dtype), bucket_bytes, payload.glued())
         megatron = payload.trainer(model.parallel, dtype)
         self._plans = plan_each(payload.tensors(), megatron, [[bucket.layout] for bucket in self.buckets], ranks=[model.mesh.rank])
 
     def run(self) -> Iterator[tuple[Bucket, torch.Tensor | None]]:
         """Collective over all trainer ranks: each bucket with its flat tensor (on rank 0; None elsewhere), in a fixed order."""
-        mine = attach.values(self._model.chunks) if self._adapter else parameters(self._model)
+        if self._adapter:
+            mine = attach.values(self._model.chunks)
+        else:
+            self._sources.refresh()
+            mine = self._sources.tensors
         for bucket, plan in zip(self.buckets, self._plans, strict=True):
             flat = self._empty(bucket) if self._model.mesh.rank == 0 else None
             exchange(plan, self._transport, mine, None if flat is None else {"bucket": flat}, timeout_s=self._timeout_s)
             yield bucket, flat
 
     def _empty(self, bucket: Bucket) -> torch.Tensor:
-        return torch.empty(bucket.layout.storages["bucket"].shape, dtype=self._model.dtype, device=self._model.mesh.device)
+        flat = bucket.layout.storages["bucket"]
+        return torch.empty(flat.shape, dtype=getattr(torch, flat.dtype), device=self._model.mesh.device)
+
+    @cached_property
+    def _sources(self) -> Sources:
+        return Sources(self._model)
 
 
 def tensors_in(bucket: Bucket, flat: torch.Tensor) -> dict[str, torch.Tensor]:

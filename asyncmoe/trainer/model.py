@@ -27,10 +27,13 @@ megatron.prepare()
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads  # noqa: E402
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec  # noqa: E402
 from megatron.core.models.gpt.gpt_model import GPTModel  # noqa: E402
+from megatron.core.transformer.identity_op import IdentityOp  # noqa: E402
 from megatron.core.transformer.module import Float16Module  # noqa: E402
-from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig  # noqa: E402
 
 from asyncmoe.trainer.attention import PackedAttention  # noqa: E402
+from asyncmoe.trainer.balance import Balance  # noqa: E402
+from asyncmoe.trainer.latent import LatentAttention, set_norm_eps  # noqa: E402
 from asyncmoe.trainer.norm import RMSNorm  # noqa: E402
 
 
@@ -48,6 +51,7 @@ class Model:
         parallel: the sizes it is spread over.
         mesh: this rank's place.
         adapter: what is trained in place of the weights, if anything is.
+        balance: trains the biases that routers choose by, if they are trained.
     """
 
     config: TransformerConfig
@@ -58,6 +62,7 @@ class Model:
     parallel: MegatronParallel
     mesh: Mesh
     adapter: LoraSection | None
+    balance: Balance | None = None
 
 
 def build(hf: Mapping[str, Any], config: Config, mesh: Mesh) -> Model:
@@ -82,18 +87,26 @@ def build(hf: Mapping[str, Any], config: Config, mesh: Mesh) -> Model:
         ).to(mesh.device)
         for chunk in range(mesh.vpp)
     )
+    shape = family_of(hf).shape_of(hf)
+    if (eps := shape.attention.norm_eps) is not None:
+        set_norm_eps(chunks, eps)
     if config.adapter is not None:
-        attach.attach(chunks, megatron_config, family_of(hf).shape_of(hf), config.adapter, mesh.parallel(te), mesh.rank, config.run.seed)
+        attach.attach(chunks, megatron_config, shape, config.adapter, mesh.parallel(te), mesh.rank, config.run.seed)
     ddp_config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         overlap_grad_reduce=False,
         use_distributed_optimizer=config.trainer.optimizer.distributed,
     )
     inner = [Float16Module(megatron_config, chunk) if dtype == torch.bfloat16 else chunk for chunk in chunks]
+    for chunk in chunks:
+        for _, bias in _selection_biases(chunk):
+            bias.data = bias.data.float()  # from what Float16Module has made of it; Megatron does so too, but only in a forward pass
     ddp = tuple(DistributedDataParallel(megatron_config, ddp_config, chunk) for chunk in inner)
     for chunk in ddp:
         chunk.train()
-    return Model(megatron_config, chunks, ddp, dtype, hf, mesh.parallel(te), mesh, config.adapter)
+    rate = config.trainer.router_bias_rate
+    balance = Balance(chunks, shape.layers, rate, (mesh.tp_rank, mesh.tp)) if shape.router_bias and rate else None
+    return Model(megatron_config, chunks, ddp, dtype, hf, mesh.parallel(te), mesh, config.adapter, balance)
 
 
 def has_transformer_engine() -> bool:
@@ -102,16 +115,24 @@ def has_transformer_engine() -> bool:
 
 
 def parameters(model: Model) -> dict[str, torch.Tensor]:
-    """This rank's weights by local Megatron name, as `Family.megatron_layout` names its storages; they are the weights themselves."""
-    return {name: parameter.data for name, parameter in named_parameters(model)}
+    """This rank's weights by local Megatron name, as `Family.megatron_layout` names its storages; they are the weights themselves.
+
+    A weight may have another dtype than its storage in the layout: see `asyncmoe.trainer.sources`.
+    """
+    return {name: tensor.data for name, tensor in named_tensors(model)}
 
 
-def named_parameters(model: Model) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """This rank's parameters under the names of `parameters`; adapters, which are no weights of the model, are not among them."""
+def named_tensors(model: Model) -> Iterator[tuple[str, torch.Tensor]]:
+    """This rank's weights under the names of `parameters`: those that are trained, and the biases that routers choose by, which are
+    buffers. Adapters, which are no weights of the model, are not among them."""
     for number, chunk in enumerate(model.chunks):
         front = chunk_prefix(number, len(model.chunks))
-        named = ((name, parameter) for name, parameter in chunk.named_parameters() if not name.startswith(ADAPTERS))
-        yield from ((front + name, parameter) for name, parameter in named)
+        yield from ((front + name, parameter) for name, parameter in chunk.named_parameters() if not name.startswith(ADAPTERS))
+        yield from ((front + name, bias) for name, bias in _selection_biases(chunk))
+
+
+def _selection_biases(chunk: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from ((name, buffer) for name, buffer in chunk.named_buffers() if name.endswith(".router.expert_bias"))
 
 
 def load_hf(model: Model, path: Path) -> None:
@@ -128,15 +149,15 @@ def load_hf(model: Model, path: Path) -> None:
 
 
 def local_tensors(model: Model, checkpoint: HFCheckpoint) -> Iterator[tuple[str, torch.Tensor]]:
-    """This rank's weights, by local Megatron name, as a Hugging Face checkpoint has them; on the host, in the model's dtype."""
+    """This rank's weights, by local Megatron name, as a Hugging Face checkpoint has them; on the host, in the layout's dtypes."""
     family, dtype = family_of(model.hf), str(model.dtype).removeprefix("torch.")
     source = family.hf_layout(model.hf, dtype).at(0)
     local = family.megatron_layout(model.hf, model.parallel, model.mesh.rank, dtype).at(0)
     _check_layout(local, parameters(model))
     plans = plan_each(family.tensors(model.hf), [source], [[part] for part in _each_storage(local)])
     for name, steps in zip(local.storages, plans, strict=True):
-        arrays = {n: checkpoint.read(n, storage.shape, model.dtype) for n, storage in steps.sources.get(0, {}).items()}
-        value = torch.empty(local.storages[name].shape, dtype=model.dtype)
+        arrays = {n: checkpoint.read(n, one.shape, getattr(torch, one.dtype)) for n, one in steps.sources.get(0, {}).items()}
+        value = torch.empty(local.storages[name].shape, dtype=getattr(torch, local.storages[name].dtype))
         exchange(steps, LocalTransport(), arrays, {name: value})
         yield name, value
 
@@ -203,7 +224,8 @@ def _transformer_config(family: Mapping[str, Any], config: Config, mesh: Mesh, d
         "persist_layer_norm": False,
         **(recompute if config.trainer.recompute == "full" else {}),
     }
-    return TransformerConfig(**{**family, **switches})
+    kind = MLATransformerConfig if family.get("multi_latent_attention") else TransformerConfig
+    return kind(**{**family, **switches})
 
 
 def _spec(config: TransformerConfig, te: bool, chunk: int | None) -> Any:
@@ -216,13 +238,17 @@ def _spec(config: TransformerConfig, te: bool, chunk: int | None) -> Any:
         submodules.input_layernorm = submodules.pre_mlp_layernorm = RMSNorm
         attention = submodules.self_attention.submodules
         attention.core_attention = PackedAttention
-        if config.qk_layernorm:
+        if config.multi_latent_attention:
+            submodules.self_attention.module = LatentAttention
+            attention.q_layernorm, attention.kv_layernorm = IdentityOp if config.q_lora_rank is None else RMSNorm, RMSNorm
+        elif config.qk_layernorm:
             attention.q_layernorm = attention.k_layernorm = RMSNorm
     block.layer_norm = RMSNorm
     return block
 
 
 def _finalize(model: list[torch.nn.Module], num_tokens: torch.Tensor | None = None, **kwargs: Any) -> None:
-    """Megatron's reductions of gradients, without its division by the number of tokens (see `calculate_per_token_loss` above)."""
+    """Megatron's reductions of gradients, without its division by the number of tokens (see `calculate_per_token_loss` above). It also
+    applies the routers' own rule to their biases, whose rate is 0: see `asyncmoe.trainer.balance`."""
     del num_tokens
     finalize_model_grads(model, None, **kwargs)

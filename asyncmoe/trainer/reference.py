@@ -11,7 +11,7 @@ import torch
 
 from asyncmoe.trainer.hf_checkpoint import HFCheckpoint
 from asyncmoe.trainer.lora import attach
-from asyncmoe.trainer.model import Model, local_tensors, named_parameters
+from asyncmoe.trainer.model import Model, local_tensors, named_tensors
 
 
 class Reference(Protocol):
@@ -53,10 +53,10 @@ class SecondCopy:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        held: list[tuple[torch.nn.Parameter, torch.Tensor]] = []
-        for name, parameter in named_parameters(self._model):
-            held.append((parameter, parameter.data))
-            parameter.data = self._weights[name].to(parameter.device, non_blocking=True)
+        held: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for name, tensor in named_tensors(self._model):
+            held.append((tensor, tensor.data))
+            tensor.data = self._weights[name].to(tensor.device, tensor.dtype, non_blocking=True)
         yield
-        for parameter, own in held:
-            parameter.data = own
+        for tensor, own in held:
+            tensor.data = own

@@ -89,6 +89,8 @@ def train_step(
     for chunk in model.ddp:
         chunk.zero_grad_buffer()
     optimizer.zero_grad()
+    if model.balance is not None:
+        model.balance.forget()
     results, differs = _run(model, microbatches, partial(_loss_of, model.mesh, loss), forward_only=False, replay=replay)
     sums = _reduce(model.mesh, results, {**_COMMON, **loss.sums})
     value, tokens = float(sums["loss"]), int(sums["tokens"])
@@ -119,6 +121,8 @@ def _update(model: Model, optimizer: MegatronOptimizer, scale: float) -> float:
     done, norm, _ = optimizer.step()
     if not done:
         raise InvariantBroken("the optimizer skipped its step")
+    if model.balance is not None:
+        model.balance.update()
     return float(norm)
 
 
@@ -166,7 +170,8 @@ def _run(
     def forward(rows: Iterator[tuple[int, MicroBatch]], ddp: torch.nn.Module) -> tuple[torch.Tensor, Callable[[torch.Tensor], Any]]:
         chunk, batch = next(rows)
         batch = batch.to(model.mesh.device)
-        with replay.forward(chunk, batch.experts) if replay is not None else nullcontext():
+        counting = model.balance.counting(batch) if model.balance is not None and not forward_only else nullcontext()
+        with counting, replay.forward(chunk, batch.experts) if replay is not None else nullcontext():
             output = ddp(batch.tokens, batch.positions, None, packed_seq_params=_packed(batch), **kwargs)
         return output, partial(finish, batch)
 

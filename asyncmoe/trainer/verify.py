@@ -20,13 +20,13 @@ def engine_checksums(hf: Mapping[str, Any], engines: EngineSection, tensors: Map
         tensors: the whole Hugging Face checkpoint, by name, on the CPU; cast to the engine's dtype as SGLang's loader casts.
     """
     dtype = engine_dtype(hf, engines)
-    cast = {name: tensor.to(getattr(torch, dtype)) for name, tensor in tensors.items()}
     family = family_of(hf)
-    source = [family.hf_layout(hf, dtype)]
+    source = family.hf_layout(hf, dtype)
+    cast = {name: tensor.to(getattr(torch, source.storages[name].dtype)) for name, tensor in tensors.items()}
     found = []
     for rank in range(engines.tp):
         layout = family.sglang_layout(hf, EngineParallel(engines.tp, engines.ep), rank, dtype).at(0)
-        held = {name: torch.empty(storage.shape, dtype=getattr(torch, dtype)) for name, storage in layout.storages.items()}
-        exchange(plan(family.tensors(hf), source, [layout]), LocalTransport(), cast, held)
+        held = {name: torch.empty(storage.shape, dtype=getattr(torch, storage.dtype)) for name, storage in layout.storages.items()}
+        exchange(plan(family.tensors(hf), [source], [layout]), LocalTransport(), cast, held)
         found.append(checksums_of(held))
     return tuple(found)

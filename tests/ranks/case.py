@@ -16,6 +16,7 @@ TEMPERATURE = 0.8
 STEPS = 3
 LR = 1e-3
 EPS = 1e-6
+BIAS_RATE = 0.01
 CLIP_GRAD = 0.5
 VOCAB = 96
 LENGTHS = (5, 17, 9, 12, 4, 21, 30)
@@ -26,26 +27,98 @@ CREDIT = {"process": {"weight": 0.7}, "distill": {"weight": 0.4, "clip": 0.5}}
 OBJECTIVE = {"clip_low": 0.1, "clip_high": 0.15, "correction": {"cap": 1.1}, "aggregation": "sequence_mean", "updates_per_batch": 2}
 
 
-VARIANTS: dict[str, dict[str, Any]] = {
-    "plain": {},
-    # The output layer is the embedding (the last pipeline stage has a copy), one layer is dense, chosen experts' weights do not sum to 1.
-    "tied": {"tie_word_embeddings": True, "mlp_only_layers": [1], "norm_topk_prob": False},
-    "dense": {"model_type": "qwen3"},
-    "dense-tied": {"model_type": "qwen3", "tie_word_embeddings": True},
+_SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+    "attn_implementation": "eager",
 }
-_OF_EXPERTS = (
-    "moe_intermediate_size",
-    "num_experts",
-    "num_experts_per_tok",
-    "norm_topk_prob",
-    "output_router_logits",
-    "router_aux_loss_coef",
-)
+_QWEN3: dict[str, Any] = {**_SIZES, "model_type": "qwen3", "head_dim": 32}  # which is not hidden / heads
+_QWEN3_MOE: dict[str, Any] = {
+    **_QWEN3,
+    "model_type": "qwen3_moe",
+    "moe_intermediate_size": 48,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "norm_topk_prob": True,
+    "output_router_logits": False,
+    "router_aux_loss_coef": 0.0,
+}
+_GLM4_MOE: dict[str, Any] = {
+    **_QWEN3,
+    "model_type": "glm4_moe",
+    "moe_intermediate_size": 48,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 2.5,
+    "attention_bias": True,
+    "use_qk_norm": True,
+    "partial_rotary_factor": 0.5,
+}
+_DEEPSEEK_V3: dict[str, Any] = {
+    **_SIZES,
+    "model_type": "deepseek_v3",
+    "num_key_value_heads": 4,
+    "moe_intermediate_size": 48,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 4,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 2.5,
+    "n_group": 4,
+    "topk_group": 2,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 20,
+    "qk_nope_head_dim": 14,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 18,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 8.0,
+        "original_max_position_embeddings": 32,
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "mscale": 0.7,
+        "mscale_all_dim": 1.0,
+    },
+}
+_MOONLIGHT: dict[str, Any] = {
+    **_DEEPSEEK_V3,
+    "n_group": 1,
+    "topk_group": 1,
+    "n_shared_experts": 2,
+    "q_lora_rank": None,
+    "rms_norm_eps": 1e-3,  # of all norms but those of the small vectors
+    "rope_parameters": {"rope_type": "default", "rope_theta": 50000.0},
+}
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "plain": _QWEN3_MOE,
+    # The output layer is the embedding (the last pipeline stage has a copy), one layer is dense, chosen experts' weights do not sum to 1.
+    "tied": {**_QWEN3_MOE, "tie_word_embeddings": True, "mlp_only_layers": [1], "norm_topk_prob": False},
+    "dense": _QWEN3,
+    "dense-tied": {**_QWEN3, "tie_word_embeddings": True},
+    "deepseek": _DEEPSEEK_V3,
+    "moonlight": _MOONLIGHT,
+    "glm": _GLM4_MOE,
+    "glm-air": {**_GLM4_MOE, "use_qk_norm": False, "n_shared_experts": 2, "first_k_dense_replace": 0, "routed_scaling_factor": 1.0},
+    "mixtral": {**_SIZES, "model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2},
+}
+"""Models that layouts are tried on; every family is among them."""
 
 
 def variants(sizes: Mapping[str, int]) -> list[str]:
     """Those that a layout can be tried on: a model without experts cannot be spread over expert-parallel ranks."""
-    return [name for name, changes in VARIANTS.items() if sizes.get("ep", 1) == 1 or changes.get("model_type") != "qwen3"]
+    return [name for name, model in VARIANTS.items() if sizes.get("ep", 1) == 1 or model["model_type"] != "qwen3"]
 
 
 def sizes_of(layout: str) -> dict[str, int]:
@@ -54,32 +127,11 @@ def sizes_of(layout: str) -> dict[str, int]:
 
 
 def hf_config(variant: str) -> Any:
-    """Qwen3-MoE, or its dense sibling, with a head dimension that is not hidden / heads."""
+    """Its configuration."""
     from transformers import AutoConfig
 
-    sizes = {
-        "model_type": "qwen3_moe",
-        "vocab_size": VOCAB,
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "moe_intermediate_size": 48,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 32,
-        "num_experts": 8,
-        "num_experts_per_tok": 2,
-        "norm_topk_prob": True,
-        "max_position_embeddings": 256,
-        "rope_theta": 10000.0,
-        "tie_word_embeddings": False,
-        "output_router_logits": False,
-        "router_aux_loss_coef": 0.0,
-        "attn_implementation": "eager",
-    }
-    wanted = sizes | VARIANTS[variant]
-    kind = wanted.pop("model_type")
-    return AutoConfig.for_model(kind, **{k: v for k, v in wanted.items() if kind == "qwen3_moe" or k not in _OF_EXPERTS})
+    model = VARIANTS[variant]
+    return AutoConfig.for_model(model["model_type"], **{key: value for key, value in model.items() if key != "model_type"})
 
 
 def tokens() -> list[np.ndarray]:

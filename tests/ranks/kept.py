@@ -16,12 +16,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from asyncmoe.models import load_hf_config
+from asyncmoe.models import family_of, load_hf_config
 from asyncmoe.trainer import batch, losses, mesh, model, objective, optimizer, step
 from asyncmoe.trainer.replay import Replay
 from asyncmoe.trajectory import decode
 from tests.ranks import case, parity
-from tests.ranks.kept_oracle import ROUTING
 
 
 def main(result: Path, path: Path, layouts: list[str]) -> None:
@@ -45,9 +44,12 @@ def kept(path: Path, layout: str, packed: bool) -> dict[str, Any]:
         mesh.leave()
     config = case.config(path, ranks=dist.get_world_size(), pack=packed, optimizer={"clip_grad": 1e9}, **settings_of(layout))
     place = mesh.start(config.trainer)
-    built = model.build(load_hf_config(path / "hf"), config, place)
+    hf = load_hf_config(path / "hf")
+    built = model.build(hf, config, place)
     model.load_hf(built, path / "hf")
-    replay = Replay(built.chunks, built.config, ROUTING, (place.tp_rank, place.tp))
+    routing = family_of(hf).routing(hf)
+    assert routing is not None
+    replay = Replay(built.chunks, built.config, routing, (place.tp_rank, place.tp))
     job = parity.Job(path, config, place, torch.load(path / "kept.pt", weights_only=False))
     known = dict(enumerate(decode(frames) for frames in msgspec.msgpack.decode((path / "kept.msgpack").read_bytes())))
     weights = objective.token_weights([int(t.loss_mask.sum()) for t in known.values()], "token_mean")
@@ -75,7 +77,9 @@ def kept(path: Path, layout: str, packed: bool) -> dict[str, Any]:
         "loss": abs(stepped.loss - job.reference["loss"]),
         "gradients": parity.relative_error(parity.gradients(built), parity.expected(built, path / "kept")),
         "routers": sum(name.endswith("router.weight") for name in parity.gradients(built)) * 1.0,
-        "differ": max(abs(stepped.routing_differs[layer] - share) for layer, share in enumerate(job.reference["differ"])),
+        "differ": max(
+            abs(stepped.routing_differs[layer] - share) for layer, share in zip(routing.layers, job.reference["differ"], strict=True)
+        ),
         "microbatches": len(batches),
     }
 

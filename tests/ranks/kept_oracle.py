@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -12,15 +13,14 @@ import msgspec
 import numpy as np
 import torch
 
+from asyncmoe.models import family_of
 from asyncmoe.record import Masks, Routing, encode_masks, encode_routes
 from asyncmoe.trajectory import Trajectory, encode
 from tests.ranks import case
 from tests.ranks.oracle import _logits, _save_gradients
 
-ROUTING = Routing(all_layers=4, layers=(0, 1, 2, 3), top_k=2, experts=8)
 
-
-def write(path: Path) -> None:
+def write(path: Path, variant: str) -> None:
     """Write a batch and references under `path`.
 
     The batch's experts are those of a model; hf is the same model with another router, forced to them: kept.msgpack (trajectories with
@@ -31,18 +31,23 @@ def write(path: Path) -> None:
 
     torch.manual_seed(4)
     torch.set_num_threads(1)
-    model = AutoModelForCausalLM.from_config(case.hf_config("plain")).eval()
+    model = AutoModelForCausalLM.from_config(case.hf_config(variant)).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.05 * torch.randn_like(parameter))
     recorded = [routes(model, ids) for ids in case.tokens()]
     with torch.no_grad():
-        for layer in model.model.layers:
-            layer.mlp.gate.weight.add_(0.05 * torch.randn_like(layer.mlp.gate.weight))
+        for gate in gates(model):
+            gate.weight.add_(0.05 * torch.randn_like(gate.weight))
+            if hasattr(gate, "e_score_correction_bias"):
+                gate.e_score_correction_bias.normal_(std=0.1)
     model.save_pretrained(path / "hf")
 
-    batch = trajectories([chosen.numpy() for chosen in recorded])
-    logits, logprobs, differ = [], [], torch.zeros(4, dtype=torch.float64)
+    saved = json.loads((path / "hf" / "config.json").read_text())
+    routing = family_of(saved).routing(saved)
+    assert routing is not None
+    batch = trajectories([chosen.numpy() for chosen in recorded], routing)
+    logits, logprobs, differ = [], [], torch.zeros(len(routing.layers), dtype=torch.float64)
     for trajectory, chosen in zip(batch, recorded, strict=True):
         with forced(model, chosen, differ):
             logits.append(_logits(model, trajectory.tokens[:-1]))
@@ -64,10 +69,15 @@ def write(path: Path) -> None:
     torch.save(reference, path / "kept.pt")
 
 
+def gates(model: Any) -> list[Any]:
+    """Of the layers that have one, in order."""
+    return [layer.mlp.gate for layer in model.model.layers if hasattr(layer.mlp, "gate")]
+
+
 def routes(model: Any, ids: np.ndarray) -> torch.Tensor:
-    """int64[len(ids) - 1, layers, top_k]: of all tokens that have been through the model when the last is sampled."""
+    """int64[len(ids) - 1, gates, top_k]: of all tokens that have been through the model when the last is sampled."""
     chosen: list[torch.Tensor] = []
-    hooks = [layer.mlp.gate.register_forward_hook(lambda _gate, _inputs, out: chosen.append(out[2])) for layer in model.model.layers]
+    hooks = [gate.register_forward_hook(lambda _gate, _inputs, out: chosen.append(out[2])) for gate in gates(model)]
     with torch.no_grad():
         _logits(model, ids[:-1])
     for hook in hooks:
@@ -80,26 +90,35 @@ def forced(model: Any, chosen: torch.Tensor, differ: torch.Tensor) -> Iterator[N
     """Every gate gives these experts the weights that it would give them among themselves.
 
     Args:
-        chosen: int64[rows, layers, top_k].
-        differ: float64[layers]; the rows for which the gate itself would have chosen others are added.
+        chosen: int64[rows, gates, top_k].
+        differ: float64[gates]; the rows for which the gate itself would have chosen others are added.
     """
 
-    def force(layer: int) -> Any:
-        def hook(_gate: Any, _inputs: Any, out: Any) -> Any:
-            scores, _, own = out
-            ids = chosen[:, layer]
-            differ[layer] += (own.sort(1).values != ids.sort(1).values).any(1).sum()
-            return scores, scores.gather(1, ids).softmax(1), ids
+    def force(number: int) -> Any:
+        def hook(gate: Any, _inputs: Any, out: Any) -> Any:
+            logits, _, own = out
+            ids = chosen[:, number]
+            differ[number] += (own.sort(1).values != ids.sort(1).values).any(1).sum()
+            return logits, shares(gate, logits.gather(1, ids)), ids
 
         return hook
 
-    hooks = [layer.mlp.gate.register_forward_hook(force(i)) for i, layer in enumerate(model.model.layers)]
+    hooks = [gate.register_forward_hook(force(i)) for i, gate in enumerate(gates(model))]
     yield
     for hook in hooks:
         hook.remove()
 
 
-def trajectories(recorded: list[np.ndarray]) -> list[Trajectory]:
+def shares(gate: Any, logits: torch.Tensor) -> torch.Tensor:
+    """Weights of chosen experts, from their logits: softmax, or sigmoid scores divided by their sum and scaled, in which the selection bias
+    has no part."""
+    if not hasattr(gate, "e_score_correction_bias"):
+        return logits.softmax(1)
+    scores = logits.sigmoid()
+    return gate.routed_scaling_factor * scores / scores.sum(1, keepdim=True)
+
+
+def trajectories(recorded: list[np.ndarray], routing: Routing) -> list[Trajectory]:
     """The case's, with these routes, and with masks on all sampled tokens but every fifth."""
     random = np.random.default_rng(6)
     made = []
@@ -110,7 +129,9 @@ def trajectories(recorded: list[np.ndarray]) -> list[Trajectory]:
             supports.append(sorted({token, *others}) if sampled and place % 5 else [])
         offsets = np.cumsum([0, *map(len, supports)]).astype(np.int32)
         masks = Masks(offsets, np.array([x for row in supports for x in row], np.int32), case.VOCAB)
-        packed = encode_routes(np.ascontiguousarray(recorded[i].astype(np.int32)), ROUTING, plain.key)
+        reported = np.zeros((len(recorded[i]), routing.all_layers, routing.top_k), np.int32)  # as an engine does, of all layers
+        reported[:, list(routing.layers)] = recorded[i]
+        packed = encode_routes(reported, routing, plain.key)
         made.append(replace(plain, routes=packed, masks=encode_masks(masks, plain.key)))
     return made
 

@@ -1,7 +1,7 @@
 """Worker: what Megatron holds on every rank, and what a layer keeps for its backward pass, next to what `asyncmoe.launch.memory` says of
 them. `memory.py RESULT LAYOUT...`
 
-A layout is a list of the trainer's keys, and of those in `SPECIAL`, such as "tp=2,ep=2,distributed=true" or "ep=2,lora=true".
+A layout is a list of the trainer's keys, and of those in `SPECIAL`, such as "tp=2,ep=2,distributed=true", "ep=2,lora=true" or "model=glm".
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import yaml
 from asyncmoe.config import Config, parse
 from asyncmoe.launch import activations, budget, memory
 from asyncmoe.models import family_of, trainer_parallel
+from asyncmoe.models.latent import Latent
 from asyncmoe.platform import megatron
 from asyncmoe.trainer import mesh, model, optimizer
 from asyncmoe.trainer.lora import attach
@@ -28,19 +29,34 @@ megatron.prepare()
 from megatron.core.packed_seq_params import PackedSeqParams  # noqa: E402  only after the platform is prepared
 
 ROWS = 256
-SPECIAL = ("distributed", "lora")
+SPECIAL = ("distributed", "lora", "model")
 PARTS = ("weights", "adapters", "gradients", "optimizer")
-HF: dict[str, Any] = {
-    "model_type": "qwen3_moe", "vocab_size": 512, "hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 8,
-    "num_key_value_heads": 2, "head_dim": 64, "num_experts": 8, "num_experts_per_tok": 4, "moe_intermediate_size": 128,
-    "intermediate_size": 384, "norm_topk_prob": True, "mlp_only_layers": [1],
+_SIZES: dict[str, Any] = {
+    "vocab_size": 512, "hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64,
+    "num_experts_per_tok": 4, "moe_intermediate_size": 128, "intermediate_size": 384, "norm_topk_prob": True,
 }  # fmt: skip
+_SIGMOID: dict[str, Any] = {
+    **_SIZES, "n_routed_experts": 8, "n_shared_experts": 2, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1,
+    "routed_scaling_factor": 2.5,
+}  # fmt: skip
+_DEEPSEEK: dict[str, Any] = {
+    **_SIGMOID, "model_type": "deepseek_v3", "num_key_value_heads": 8, "scoring_func": "sigmoid", "topk_method": "noaux_tc",
+    "moe_layer_freq": 1, "q_lora_rank": 96, "kv_lora_rank": 80, "qk_nope_head_dim": 48, "qk_rope_head_dim": 16, "v_head_dim": 64,
+}  # fmt: skip
+MODELS: dict[str, dict[str, Any]] = {
+    "qwen": {**_SIZES, "model_type": "qwen3_moe", "num_experts": 8, "mlp_only_layers": [1]},
+    "mixtral": {**_SIZES, "model_type": "mixtral", "hidden_size": 512, "num_local_experts": 8},
+    "glm": {**_SIGMOID, "model_type": "glm4_moe", "attention_bias": True, "use_qk_norm": True, "partial_rotary_factor": 0.5},
+    "deepseek": _DEEPSEEK,
+    "moonlight": {**_DEEPSEEK, "q_lora_rank": None},
+}
+"""Values of latent attention are as wide as queries: torch's kernel for CPUs keeps all scores where they are not."""
 
 
 def main(result: Path, layouts: list[str]) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    mine = {layout: compare(configured(layout, dist.get_world_size())) for layout in layouts}
+    mine = {layout: compare(*configured(layout, dist.get_world_size())) for layout in layouts}
     every: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(every, mine)
     if dist.get_rank() == 0:
@@ -48,11 +64,11 @@ def main(result: Path, layouts: list[str]) -> None:
     dist.destroy_process_group()
 
 
-def configured(layout: str, ranks: int) -> Config:
+def configured(layout: str, ranks: int) -> tuple[Config, dict[str, Any]]:
     given = {key: yaml.safe_load(value) for key, value in (one.split("=") for one in layout.split(","))}
     special = {key: given.pop(key, False) for key in SPECIAL}
     trainer = {"ranks": ranks, "tokens_per_microbatch": ROWS, "optimizer": {"distributed": special["distributed"]}, **given}
-    return parse(
+    config = parse(
         {
             "run": {"dir": "unused", "steps": 1},
             "model": {"path": "unused"},
@@ -62,25 +78,26 @@ def configured(layout: str, ranks: int) -> Config:
             "trainer": trainer,
         }
     )
+    return config, MODELS[special["model"] or "qwen"]
 
 
-def compare(config: Config) -> dict[str, Any]:
+def compare(config: Config, hf: dict[str, Any]) -> dict[str, Any]:
     """Bytes of this rank: {"held": by what they are for, "said": the same as planned for}; and of a pass of one micro-batch {"kept":
     for the backward pass, "angles": of these the rotary ones, "foreseen": what is planned for}."""
     place = mesh.start(config.trainer)
-    built = model.build(HF, config, place)
+    built = model.build(hf, config, place)
     stepped = optimizer.build(config, built)
     for chunk in built.ddp:
         chunk.zero_grad_buffer()
     stepped.step()
     parallel, training = trainer_parallel(config), budget.training(config, cpu=True)
-    said = memory.trainer(HF, parallel, training)[place.pp_rank].parts
+    said = memory.trainer(hf, parallel, training)[place.pp_rank].parts
     found: dict[str, Any] = {"held": held(built, stepped), "said": {name: said.get(name, 0) for name in PARTS}}
     if place.world == 1:
-        m = family_of(HF).shape_of(HF)
-        angles = built.chunks[0].rotary_pos_emb(ROWS)  # type: ignore[operator]
+        m = family_of(hf).shape_of(hf)
+        angles = None if isinstance(m.attention, Latent) else built.chunks[0].rotary_pos_emb(ROWS)  # type: ignore[operator]
         foreseen = activations.kept(m, parallel, 0, training.microbatch)
-        found |= {"kept": kept(built, angles), "angles": angles.nbytes, "foreseen": foreseen}
+        found |= {"kept": kept(built, angles), "angles": 0 if angles is None else angles.nbytes, "foreseen": foreseen}
     mesh.leave()
     return found
 
@@ -92,7 +109,7 @@ def held(built: model.Model, stepped: Any) -> dict[str, int]:
     state = {tensor.data_ptr(): tensor.nbytes for tensor in _state(stepped) if tensor.untyped_storage().data_ptr() not in of_model}
     in_adapters = sum(parameter.nbytes for parameter in adapters)
     return {
-        "weights": sum(parameter.nbytes for parameter in every) - in_adapters,
+        "weights": sum(tensor.nbytes for _, tensor in model.named_tensors(built)),
         "adapters": in_adapters,
         "gradients": sum(parameter.main_grad.nbytes for parameter in every if parameter.requires_grad),
         "optimizer": sum(state.values()),
@@ -107,7 +124,7 @@ def _state(stepped: Any) -> Iterator[torch.Tensor]:
             yield from (value for value in state.values() if isinstance(value, torch.Tensor) and value.ndim)
 
 
-def kept(built: model.Model, angles: torch.Tensor) -> int:
+def kept(built: model.Model, angles: torch.Tensor | None) -> int:
     """Bytes that a forward pass keeps for the backward pass, without the parameters and what comes after the last layer."""
     saved: dict[int, torch.Tensor] = {}
     parameters = {parameter.untyped_storage().data_ptr() for chunk in built.chunks for parameter in chunk.parameters()}
@@ -118,7 +135,7 @@ def kept(built: model.Model, angles: torch.Tensor) -> int:
         return tensor
 
     decoder: Any = built.chunks[0].decoder
-    hidden = torch.randn(ROWS, 1, HF["hidden_size"], dtype=built.dtype, requires_grad=True)
+    hidden = torch.randn(ROWS, 1, built.hf["hidden_size"], dtype=built.dtype, requires_grad=True)
     starts = torch.tensor([0, ROWS // 2, ROWS], dtype=torch.int32)
     packed = PackedSeqParams("thd", starts, starts, max_seqlen_q=ROWS // 2, max_seqlen_kv=ROWS // 2)
     decoder.final_layernorm = None

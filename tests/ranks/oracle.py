@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +30,12 @@ def write(path: Path, variant: str) -> None:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(1 + 0.3 * torch.randn_like(parameter) if "norm" in name else parameter + 0.05 * torch.randn_like(parameter))
+        for name, buffer in model.named_buffers():
+            if "correction_bias" in name:
+                buffer.normal_(std=0.1)
     model.save_pretrained(path / "hf")
 
-    with torch.no_grad():
+    with torch.no_grad(), _counted(model) as experts:
         logits = [_logits(model, ids) for ids in case.tokens()]
         sampled = [_logprobs(x, ids, case.TEMPERATURE).numpy() for x, ids in zip(logits, case.tokens(), strict=True)]
     rng = np.random.default_rng(2)
@@ -39,7 +43,7 @@ def write(path: Path, variant: str) -> None:
     behaviour = [np.minimum(values + n, 0).astype(np.float32) for values, n in zip(sampled, noise, strict=True)]
     proximal = [(values + rng.normal(0, 0.1, len(values))).astype(np.float32) for values in sampled]
 
-    reference: dict[str, Any] = {"logits": logits, "logprobs": sampled, "behaviour": behaviour, "proximal": proximal}
+    reference: dict[str, Any] = {"experts": experts, "logits": logits, "logprobs": sampled, "behaviour": behaviour, "proximal": proximal}
     for name, loss_of in (("supervised", _supervised), ("policy", _policy), ("credited", _credited)):
         model.zero_grad()
         loss = loss_of(model, behaviour, proximal)
@@ -49,6 +53,27 @@ def write(path: Path, variant: str) -> None:
     reference["steps"] = _train(model, lambda: _supervised(model, behaviour, proximal))
     model.save_pretrained(path / "trained")
     torch.save(reference, path / "reference.pt")
+
+
+@contextmanager
+def _counted(model: Any) -> Iterator[dict[int, torch.Tensor]]:
+    """By layer, the tokens that go to each expert, float64[experts], of layers whose routers have a selection bias."""
+    counts: dict[int, torch.Tensor] = {}
+    gates = {i: layer.mlp.gate for i, layer in enumerate(model.model.layers) if hasattr(layer.mlp, "gate")}
+    gates = {i: gate for i, gate in gates.items() if hasattr(gate, "e_score_correction_bias")}
+
+    def count(layer: int, experts: int) -> Any:
+        counts[layer] = torch.zeros(experts, dtype=torch.float64)
+
+        def hook(_gate: Any, _inputs: Any, out: Any) -> None:
+            counts[layer] += out[2].flatten().bincount(minlength=experts)
+
+        return hook
+
+    hooks = [gate.register_forward_hook(count(i, len(gate.e_score_correction_bias))) for i, gate in gates.items()]
+    yield counts
+    for hook in hooks:
+        hook.remove()
 
 
 def _logits(model: Any, ids: np.ndarray) -> torch.Tensor:

@@ -106,11 +106,13 @@ def try_layout(path: Path, layout: str, variant: str) -> dict[str, Any]:
         "credited": lambda job: credited(job(pack=True)),
         "bfloat16": lambda job: half_precision(job),
     }
+    balanced = {"balanced": lambda job: balance(job(pack=True, recompute="full", router_bias_rate=case.BIAS_RATE))}
 
     def job(place: mesh.Mesh = place, sizes: dict[str, int] = sizes, **trainer: Any) -> Job:
         return Job(path, case.config(path, **sizes, **trainer), place, reference)
 
-    chosen = checks if variant == "plain" else {name: checks[name] for name in ("packed", "plain")}
+    others = ("packed", "plain", "balanced") if reference["experts"] else ("packed", "plain")
+    chosen = checks if variant == "plain" else {name: (checks | balanced)[name] for name in others}
     found = {name: worst(check(job)) for name, check in chosen.items()}
     mesh.leave()
     return found
@@ -175,6 +177,28 @@ def three_steps(job: Job) -> dict[str, Any]:
         "losses": max(abs(one.loss - want["loss"]) for one, want in zip(seen, wanted, strict=True)),
         "norms": max(abs(one.grad_norm / want["grad_norm"] - 1) for one, want in zip(seen, wanted, strict=True)),
     }
+
+
+def balance(job: Job) -> dict[str, Any]:
+    """Biases that routers choose by move against the tokens that Hugging Face's model sends to each expert."""
+    built = job.model()
+    before = {name: value.clone() for name, value in model.parameters(built).items() if name.endswith("expert_bias")}
+    batches, adam = job.microbatches("token_mean"), optimizer.build(job.config, built)
+    step.logprobs_only(built, batches, case.LENGTHS, case.TEMPERATURE)  # which counts for nothing
+    step.train_step(built, adam, batches, losses.SupervisedLoss(), lr=0.0)
+    errors, layers = [0.0], [layer for chunk in built.parallel.chunk_layers(built.config.num_layers, job.mesh.rank) for layer in chunk]
+    biases = [(layer, router.expert_bias) for layer, router in routers(built)]
+    assert len(biases) == len(before) == sum(layer in job.reference["experts"] for layer in layers)
+    for (layer, bias), old in zip(biases, before.values(), strict=True):
+        tokens = job.reference["experts"][layer]
+        errors.append(float((bias - old - case.BIAS_RATE * (tokens.mean() - tokens).sign()).abs().max()))
+    return {"biases": max(errors)}
+
+
+def routers(built: model.Model) -> list[tuple[int, Any]]:
+    """(number of the layer, its router) of this rank."""
+    every = (module for chunk in built.chunks for module in chunk.modules() if hasattr(module, "expert_bias"))
+    return [(module.layer_number - 1, module) for module in every]
 
 
 def not_a_number(job: Job) -> dict[str, Any]:
@@ -292,7 +316,8 @@ def logits_error(job: Job, built: model.Model, batches: list[MicroBatch]) -> flo
 
 
 def gradients(built: model.Model) -> dict[str, torch.Tensor]:
-    return {name: parameter.main_grad for name, parameter in model.named_parameters(built)}
+    """Of all weights that have one: the biases that routers choose by have none."""
+    return {name: tensor.main_grad for name, tensor in model.named_tensors(built) if isinstance(tensor, torch.nn.Parameter)}
 
 
 def expected(built: model.Model, checkpoint: Path) -> Iterator[tuple[str, torch.Tensor]]:
@@ -300,7 +325,8 @@ def expected(built: model.Model, checkpoint: Path) -> Iterator[tuple[str, torch.
 
 
 def relative_error(got: dict[str, torch.Tensor], wanted: Iterator[tuple[str, torch.Tensor]]) -> float:
-    errors = {name: float((got[name] - want).abs().max() / want.abs().max().clamp(min=1e-12)) for name, want in wanted}
+    mine = {name: want for name, want in wanted if not name.endswith("expert_bias")}
+    errors = {name: float((got[name] - want).abs().max() / want.abs().max().clamp(min=1e-12)) for name, want in mine.items()}
     assert errors.keys() == got.keys()
     return max(errors.values())
 

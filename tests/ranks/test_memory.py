@@ -37,7 +37,13 @@ def test_weights_gradients_and_optimizer_of_every_rank(ranks: int, tmp_path: Pat
 def test_what_is_kept_for_the_backward_pass(tmp_path: Path) -> None:
     """To a hundredth; a recomputed layer is also given the rotary angles, and layers whose weights are frozen keep less than is said."""
     plain, again, adapted = "dtype=float32", "dtype=float32,recompute=full", "dtype=float32,lora=true"
-    found = {layout: one for layout, (one,) in launch.run("memory", 1, tmp_path, plain, again, adapted).items()}
+    families = [f"{plain},model={name}" for name in ("mixtral", "glm", "deepseek", "moonlight")]
+    half = "dtype=bfloat16,model=glm"  # whose routers are sent in float32
+    found = {layout: one for layout, (one,) in launch.run("memory", 1, tmp_path, plain, again, adapted, *families, half).items()}
+    for layout in (*families, half):
+        assert found[layout]["held"] == found[layout]["said"], layout
+    for layout in families:
+        assert found[layout]["kept"] == pytest.approx(found[layout]["foreseen"], rel=0.01), layout
     assert found[plain]["kept"] == pytest.approx(found[plain]["foreseen"], rel=0.01)
     assert found[again]["kept"] - found[again]["angles"] == found[again]["foreseen"]
     assert 0.8 * found[adapted]["foreseen"] < found[adapted]["kept"] < found[adapted]["foreseen"]

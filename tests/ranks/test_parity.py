@@ -30,7 +30,10 @@ COMBINED = {"dp2", "pp2-uneven", "pp2xtp2", "pp2xvpp2xep2"}
 layouts = pytest.mark.parametrize(
     "layout", [pytest.param(name, marks=pytest.mark.thorough) if name in COMBINED else name for name in LAYOUTS]
 )
-VARIED = {("tp2", "tied"), ("pp2", "tied"), ("pp2xep2", "tied"), ("1", "dense"), ("tp2", "dense-tied"), ("pp2", "dense-tied")}
+FAMILIES = {variant for variant, model in case.VARIANTS.items() if model["model_type"] not in ("qwen3", "qwen3_moe")}
+VARIED = {("tp2", "tied"), ("pp2", "tied"), ("pp2xep2", "tied"), ("1", "dense"), ("tp2", "dense-tied"), ("pp2", "dense-tied")} | {
+    ("1", variant) for variant in FAMILIES
+}
 """Variants of the model in every layout in which they are something else; in all others only in a thorough test."""
 
 
@@ -123,10 +126,27 @@ def test_weights_after_three_steps(found: dict[str, dict[str, Any]], kind: str) 
 
 
 @pytest.mark.parametrize(("layout", "variant"), varied())
-def test_tied_embeddings_and_layers_without_experts(layout: str, variant: str, worlds: Worlds) -> None:
+def test_variants_of_the_model(layout: str, variant: str, worlds: Worlds) -> None:
     found = worlds.of(layout)[variant]
     check_parity(found["packed"])
     check_training(found["plain"])
+    if "balanced" in found:
+        assert found["balanced"]["biases"] < 1e-7
+
+
+STORED = {1: "tp=1", 2: "tp=2", 4: "pp=2,ep=2"}
+"""Layouts by ranks."""
+
+
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.thorough), pytest.param(4, marks=pytest.mark.thorough)])
+def test_float32_weights_among_others_are_kept(references: Path, thorough: bool, ranks: int) -> None:
+    """Loaded, moved by a step, saved, exported, and sent to an engine, bit by bit."""
+    layout, tried = STORED[ranks], sorted(FAMILIES) if thorough else ["glm"]
+    for variant, found in launch.run("stored", ranks, references, str(references), f"{layout}:{'+'.join(tried)}").items():
+        for what in ("loaded", "resumed", "exported", "engine"):
+            assert found[what] == [], (variant, what)
+        assert found["biases_wide"]
+        assert found["moved"] == (found["biases"] > 0) == (variant != "mixtral")
 
 
 def check_training(errors: dict[str, Any]) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from asyncmoe.models.attention import Grouped
 from asyncmoe.models.lora.adapter import DTYPES, Adapter, Kind, halves
 from asyncmoe.models.shape import Shape
 from asyncmoe.reshard.layout import PADDING, RankLayout
@@ -23,6 +24,7 @@ def shape(layers: int = 2, experts: int = 4, hidden: int = 8, width: int = 6, de
         expert_width=width if experts else 0,
         experts_per_token=2 if experts else 0,
         dense_layers=dense if experts else frozenset(range(layers)),
+        attention=Grouped(),
         **heads,
     )
 

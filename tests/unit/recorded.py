@@ -25,6 +25,18 @@ CASES = {
         "tp4_deepep_red4", "tp2_pp2",
     ),
     "check_qwen3_moe": ("tp2",),
+    "deepseek_v3": (
+        "tp1", "tp2", "tp4", "tp8", "tp4_ep4", "tp4_ep2", "tp4_ep4_red4", "tp4_dpattn2", "tp4_dpattn4_ep4", "tp4_dpattn4_deepep",
+        "tp4_dpattn4_ep4_dplmhead_dense1", "tp2_fusedshared", "tp4_fusedshared", "tp2_pp2",
+    ),
+    "check_deepseek_v3": ("tp2", "tp4_ep4"),
+    "glm4_moe": (
+        "tp1", "tp2", "tp4", "tp8", "tp4_ep4", "tp4_ep2", "tp4_dpattn2", "tp4_dpattn4_ep4", "tp4_dpattn4_deepep",
+        "tp4_dpattn4_ep4_dplmhead_dense1", "tp2_fusedshared", "tp4_fusedshared", "tp2_pp2",
+    ),
+    "check_glm4_moe": ("tp2",),
+    "mixtral": ("tp1", "tp2", "tp4", "tp8", "tp4_ep4", "tp4_ep2", "tp4_dpattn2", "tp4_dpattn4_ep4", "tp2_pp2"),
+    "check_mixtral": ("tp2", "tp4_ep4"),
 }  # fmt: skip
 """Those beside the project, by model."""
 
@@ -46,6 +58,9 @@ class Recorded:
             dp=arguments.get("dp_size", 1),
             dp_lm_head=arguments.get("enable_dp_lm_head", False),
             redundant=arguments.get("ep_num_redundant_experts", 0),
+            dense_tp1=arguments.get("moe_dense_tp_size") == 1,
+            a2a="moe_a2a_backend" in arguments,
+            fused_shared=self.document["options"].get("fuse_shared", False),
         )
 
     def parameters(self, rank: int) -> dict[str, dict[str, Any]]:

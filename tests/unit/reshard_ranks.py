@@ -68,7 +68,9 @@ def numbered(shapes: Mapping[str, tuple[int, ...]], dtype: type = np.int32) -> A
 
 
 def blank(layout: RankLayout, dtype: type = np.int32) -> Arrays:
-    return {name: np.full(storage.shape, -1, dtype) for name, storage in layout.storages.items()}
+    """Arrays of `dtype`; in a layout of int32, those that are float32 all the same are so here."""
+    wide = np.float32 if dtype is np.int32 else dtype
+    return {name: np.full(one.shape, -1, wide if one.dtype == "float32" else dtype) for name, one in layout.storages.items()}
 
 
 def filled(layout: RankLayout, values: Mapping[str, np.ndarray], dtype: type = np.int32) -> Arrays:

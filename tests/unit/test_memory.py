@@ -7,7 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from test_models_plan import MODELS, SMALL, small_trainers
+from real_models import REAL
+from test_models_plan import SMALL, small_trainers
 
 from asyncmoe.config import Config, parse
 from asyncmoe.config.lora import TARGETS
@@ -19,7 +20,7 @@ from asyncmoe.models import EngineParallel, MegatronParallel, family_of
 from asyncmoe.models.lora.adapter import Kind, halves
 from asyncmoe.trainer.logprobs import _ROWS
 
-HF = MODELS["Qwen3-30B-A3B"]
+HF = REAL["Qwen3-30B-A3B"]
 L, H, V, Q, KV, D, E, K, F = 48, 2048, 151936, 4096, 512, 128, 128, 8, 768
 EXPERT = 3 * H * F
 DIVIDED = H * (Q + 2 * KV) + Q * H

@@ -8,14 +8,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_models_layouts import DENSE
-from test_models_layouts import HF as WITH_A_DENSE_LAYER
+from model_cases import MODELS
+from model_cases import QWEN3 as DENSE
+from model_cases import QWEN3_MOE as WITH_A_DENSE_LAYER
 
 from asyncmoe import models
 from asyncmoe.config import Config, parse
 from asyncmoe.errors import ConfigError, DataError, UserError
 from asyncmoe.models import EngineParallel, MegatronParallel
+from asyncmoe.models.lora import halves
+from asyncmoe.models.lora.adapter import Kind
 
+YARN = MODELS["deepseek_v3"]["rope_parameters"]
 HF = {**WITH_A_DENSE_LAYER, "mlp_only_layers": []}
 
 
@@ -91,6 +95,109 @@ def test_impossible_for_a_dense_model(trainer: dict[str, int], engines: dict[str
     refused(lambda: models.check(config(trainer, engines), {**DENSE, **changes}), words)
 
 
+@pytest.mark.parametrize(
+    ("engines", "changes", "words"),
+    [
+        ({}, {"head_dim": 8}, ["head_dim", "got 8", "expected 4", "mixtral is carried over"]),
+        ({}, {"hidden_size": 36, "head_dim": None}, ["hidden_size", "got 36", "expected 32"]),
+        ({}, {"hidden_size": 24, "head_dim": None}, ["head_dim", "got 3", "even"]),
+        ({}, {"sliding_window": 4096}, ["sliding_window", "got 4096", "None"]),
+        ({}, {"tie_word_embeddings": True}, ["tie_word_embeddings"]),
+        ({}, {"router_jitter_noise": 0.1}, ["router_jitter_noise", "got 0.1"]),
+        ({}, {"num_local_experts": None}, ["num_local_experts", "nothing"]),
+        ({"dp": 2, "tp": 4}, {}, ["engines.dp: got 2", "mixtral knows no data-parallel attention"]),
+    ],
+)
+def test_impossible_for_mixtral(engines: dict[str, int], changes: dict[str, Any], words: list[str]) -> None:
+    hf = {**MODELS["mixtral"], **changes}
+    refused(lambda: models.family_of(hf).check(hf, MegatronParallel(), EngineParallel(**engines)), words)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"norm_topk_prob": False}, ["norm_topk_prob", "got False", "expected True"]),
+        ({"num_experts_per_tok": 1}, ["num_experts_per_tok", "got 1", "2 or more"]),
+        ({"n_group": 3}, ["n_group", "got 3", "n_routed_experts = 8"]),
+        ({"n_group": 4, "topk_group": 2, "num_experts_per_tok": 2}, ["num_experts_per_tok // topk_group", "got 1", "expected 2"]),
+        ({"first_k_dense_replace": 5}, ["first_k_dense_replace", "got 5", "at most 4"]),
+        ({"n_shared_experts": -1}, ["n_shared_experts", "got -1"]),
+        ({"moe_layer_freq": 2}, ["moe_layer_freq", "got 2"]),
+        ({"tie_word_embeddings": True}, ["tie_word_embeddings"]),
+        ({"head_dim": 6}, ["head_dim", "got 6, of which 0.5 rotate", "even"]),
+        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, ["rope_type", "'yarn'"]),
+        ({"num_nextn_predict_layers": 1}, ["num_nextn_predict_layers", "got 1", "expected 0", "set it to 0"]),
+    ],
+)
+def test_impossible_for_glm(changes: dict[str, Any], words: list[str]) -> None:
+    models.check(config(), MODELS["glm4_moe"])
+    refused(lambda: models.check(config(), {**MODELS["glm4_moe"], **changes}), words)
+
+
+@pytest.mark.parametrize(
+    ("engine", "words"),
+    [
+        (EngineParallel(tp=2, ep=2, redundant=4), ["engines.redundant: got 4", "glm4_moe has no room"]),
+        (EngineParallel(tp=32, ep=1), ["engines.tp: got 32"]),
+        (EngineParallel(tp=2, fused_shared=True), ["engines.fused_shared", "no single shared expert"]),
+    ],
+    ids=str,
+)
+def test_impossible_engines_for_glm(engine: EngineParallel, words: list[str]) -> None:
+    hf = {**MODELS["glm4_moe"], "n_shared_experts": 2}
+    refused(lambda: models.family_of(hf).check(hf, MegatronParallel(), engine), words)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}}, ["rope_type", "'linear'", "'default' or 'yarn'"]),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}, "rope_parameters": None}, ["rope_type", "'dynamic'"]),
+        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}}, ["original_max_position_embeddings", "nothing"]),
+        ({"rope_parameters": {"rope_type": "yarn", "original_max_position_embeddings": 9}}, ["rope_parameters.factor", "a number"]),
+        ({"rope_parameters": {**YARN, "mscale": None}}, ["mscale and mscale_all_dim", "'one'", "'both' or 'neither'"]),
+        ({"rope_parameters": {**YARN, "attention_factor": 1.1}}, ["attention_factor", "got 1.1"]),
+        ({"rope_parameters": {**YARN, "truncate": False}}, ["truncate", "got False"]),
+        ({"rope_interleave": False}, ["rope_interleave", "got False"]),
+        ({"num_key_value_heads": 4}, ["num_key_value_heads", "got 4", "expected 8"]),
+        ({"qk_rope_head_dim": 3}, ["qk_rope_head_dim", "got 3", "even"]),
+        ({"kv_lora_rank": None}, ["kv_lora_rank", "nothing"]),
+        ({"attention_bias": True}, ["attention_bias"]),
+        ({"tie_word_embeddings": True}, ["tie_word_embeddings"]),
+        ({"scoring_func": "softmax"}, ["scoring_func", "'softmax'", "'sigmoid'"]),
+        ({"moe_layer_freq": None}, ["moe_layer_freq", "got None", "expected 1"]),
+        ({"topk_method": None}, ["topk_method", "got None", "'noaux_tc'"]),
+        ({"quantization_config": {"quant_method": "fp8"}}, ["quantization_config"]),
+        ({"num_nextn_predict_layers": 1}, ["num_nextn_predict_layers", "got 1"]),
+    ],
+)
+def test_impossible_for_deepseek(changes: dict[str, Any], words: list[str]) -> None:
+    for model in ("deepseek_v3", "moonlight"):
+        models.check(config(), MODELS[model])
+        models.check(config(), {**MODELS[model], "model_type": "kimi_k2"})
+    refused(lambda: models.check(config(), {**MODELS["deepseek_v3"], **changes}), words)
+
+
+@pytest.mark.parametrize(("model", "train", "word"), [("qwen3_moe", "full", "no selection bias"), ("glm4_moe", "lora", "train is lora")])
+def test_a_rule_for_biases_that_there_are_not(model: str, train: str, word: str) -> None:
+    values = {"run": {"dir": "r", "steps": 1}, "model": {"path": "m"}, "task": {"kind": "arithmetic"}, "trainer": {"router_bias_rate": 0.1}}
+    models.check(parse(values), MODELS["glm4_moe"])
+    hf = {**MODELS[model], "mlp_only_layers": []}
+    chosen = parse({**values, "train": train, "lora": {"targets": ["q_proj"], "rank": 2}})
+    refused(lambda: models.check(chosen, hf), ["trainer.router_bias_rate: got 0.1", "expected 0", word])
+
+
+def test_layers_that_cannot_have_adapters_are_named() -> None:
+    def check(*targets: str) -> None:
+        halves.check(Kind(targets, 2, 4.0), models.family_of(MODELS["mixtral"]).shape_of(MODELS["mixtral"]))
+
+    check("q_proj", "o_proj")
+    halves.check(Kind(("k_proj",), 2, 4.0), models.family_of(MODELS["glm4_moe"]).shape_of(MODELS["glm4_moe"]))
+    deepseek = models.family_of(MODELS["deepseek_v3"]).shape_of(MODELS["deepseek_v3"])
+    refused(lambda: halves.check(Kind(("o_proj",), 2, 4.0), deepseek), ["lora.targets: got o_proj", "train: full", "cannot have adapters"])
+    refused(lambda: check("q_proj", "up_proj", "down_proj"), ["lora.targets: got up_proj, down_proj", "some of q_proj, k_proj"])
+
+
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_dense_model_may_share_its_embedding(tied: bool) -> None:
     models.check(config({"ranks": 4, "tp": 2, "pp": 2}, {"tp": 8}), {**DENSE, "tie_word_embeddings": tied})
@@ -136,7 +243,7 @@ def refused(what: Callable[[], None], words: list[str]) -> None:
 
 @pytest.mark.parametrize("kind", ["llama", None])
 def test_unknown_family(kind: str | None) -> None:
-    with pytest.raises(UserError, match=f"model_type.*{kind}.*expected qwen3 or qwen3_moe"):
+    with pytest.raises(UserError, match=f"model_type.*{kind}.*expected .*qwen3 or qwen3_moe"):
         models.family_of({"model_type": kind})
 
 

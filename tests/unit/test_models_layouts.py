@@ -11,34 +11,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from model_cases import MODELS, QWEN3, QWEN3_MOE
 from reshard_ranks import blank, filled, numbered, run_ranks
 
 from asyncmoe.errors import ConfigError
 from asyncmoe.models import EngineParallel, MegatronParallel, family_of
 from asyncmoe.models.checkpoint import hf_name
-from asyncmoe.reshard import LocalTransport, exchange, plan
+from asyncmoe.reshard import LocalTransport, buckets, exchange, plan
 
-HF: dict[str, Any] = {
-    "model_type": "qwen3_moe",
-    "vocab_size": 72,
-    "hidden_size": 24,
-    "intermediate_size": 32,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 6,
-    "num_experts": 8,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 16,
-    "norm_topk_prob": True,
-    "rope_theta": 10000.0,
-    "mlp_only_layers": [1],
-    "decoder_sparse_step": 1,
-}
-DENSE: dict[str, Any] = {key: value for key, value in HF.items() if "experts" not in key and "moe" not in key} | {"model_type": "qwen3"}
+HF, DENSE = QWEN3_MOE, QWEN3
 FAMILY = family_of(HF)
-MODELS = [(HF, False), (HF, True), (DENSE, False), (DENSE, True)]
-models = pytest.mark.parametrize(("model", "tied"), MODELS, ids=["qwen3_moe", "qwen3_moe-tied", "qwen3", "qwen3-tied"])
+models = pytest.mark.parametrize("hf", MODELS.values(), ids=MODELS)
 
 
 def variant(model: dict[str, Any] = HF, **changes: object) -> dict[str, Any]:
@@ -66,8 +49,7 @@ GRIDS = [
 
 @pytest.mark.parametrize("grid", GRIDS, ids=str)
 @models
-def test_from_checkpoint_to_megatron_and_back(grid: MegatronParallel, model: dict[str, Any], tied: bool) -> None:
-    hf = variant(model, tie_word_embeddings=tied)
+def test_from_checkpoint_to_megatron_and_back(grid: MegatronParallel, hf: dict[str, Any]) -> None:
     family = family_of(hf)
     tensors, checkpoint = family.tensors(hf), family.hf_layout(hf, "int32")
     values = numbered(tensors)
@@ -98,9 +80,7 @@ def dealt(grid: MegatronParallel, layers: int) -> list[list[tuple[str, int]]]:
 
 def derived(hf: dict[str, Any], grid: MegatronParallel, rank: int, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """A rank's Megatron parameters, by reshaping and concatenating whole Hugging Face tensors (not by boxes)."""
-    tp, etp, ep, pp = rank % grid.tp, rank % grid.etp, rank // grid.etp % grid.ep, rank // (grid.tp * grid.dp)
-    groups, d = hf["num_key_value_heads"], hf["head_dim"]
-    per_ep = hf.get("num_experts", 0) // grid.ep
+    tp, pp = rank % grid.tp, rank // (grid.tp * grid.dp)
     tied = hf.get("tie_word_embeddings", False)
     out: dict[str, torch.Tensor] = {}
     front, back = ("chunks.0.", f"chunks.{grid.vpp - 1}.") if grid.vpp > 1 else ("", "")
@@ -112,45 +92,79 @@ def derived(hf: dict[str, Any], grid: MegatronParallel, rank: int, weights: dict
             out[f"{back}output_layer.weight"] = weights["model.embed_tokens.weight" if tied else "lm_head.weight"].chunk(grid.tp)[tp]
     for name, layer in dealt(grid, hf["num_hidden_layers"])[pp]:
         w = {k.removeprefix(f"model.layers.{layer}."): v for k, v in weights.items() if k.startswith(f"model.layers.{layer}.")}
-        m = name
-        q, k, v = (w[f"self_attn.{x}_proj.weight"].unflatten(0, (groups, -1, d)) for x in "qkv")
-        out[f"{m}.self_attention.linear_qkv.weight"] = torch.cat([q, k, v], 1).flatten(0, 2).chunk(grid.tp)[tp]
-        out[f"{m}.self_attention.linear_proj.weight"] = w["self_attn.o_proj.weight"].chunk(grid.tp, 1)[tp]
-        for x in "qk":
-            out[f"{m}.self_attention.{x}_layernorm.weight"] = w[f"self_attn.{x}_norm.weight"]
-        attn_norm = "self_attention.linear_qkv.layer_norm_weight" if grid.te else "input_layernorm.weight"
-        out[f"{m}.{attn_norm}"] = w["input_layernorm.weight"]
-        dense = "mlp.gate.weight" not in w
-        mlp_norm = "mlp.linear_fc1.layer_norm_weight" if grid.te and dense else "pre_mlp_layernorm.weight"
-        out[f"{m}.{mlp_norm}"] = w["post_attention_layernorm.weight"]
-        if dense:
-            gate, up, down = (w[f"mlp.{x}_proj.weight"] for x in ("gate", "up", "down"))
-            out[f"{m}.mlp.linear_fc1.weight"] = torch.cat([gate.chunk(grid.tp)[tp], up.chunk(grid.tp)[tp]])
-            out[f"{m}.mlp.linear_fc2.weight"] = down.chunk(grid.tp, 1)[tp]
+        attention = latent_attention if "kv_lora_rank" in hf else grouped_attention
+        made = attention(hf, grid, tp, w) | mlp(grid, rank, renamed(w))
+        out |= {f"{name}.{inner}": value for inner, value in made.items()}
+    return out
+
+
+def renamed(w: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Mixtral's names as most families have them."""
+    parts = {"block_sparse_moe": "mlp", "w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
+    return {".".join(parts.get(part, part) for part in name.split(".")): value for name, value in w.items()}
+
+
+def grouped_attention(hf: dict[str, Any], grid: MegatronParallel, tp: int, w: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    out: dict[str, torch.Tensor] = {}
+    for kind in ("weight", "bias"):
+        if f"self_attn.q_proj.{kind}" in w:
+            by_group = [w[f"self_attn.{x}_proj.{kind}"].unflatten(0, (hf["num_key_value_heads"], -1, hf["head_dim"])) for x in "qkv"]
+            out[f"self_attention.linear_qkv.{kind}"] = torch.cat(by_group, 1).flatten(0, 2).chunk(grid.tp)[tp]
+    out["self_attention.linear_proj.weight"] = w["self_attn.o_proj.weight"].chunk(grid.tp, 1)[tp]
+    out |= {f"self_attention.{x}_layernorm.weight": w[f"self_attn.{x}_norm.weight"] for x in "qk" if f"self_attn.{x}_norm.weight" in w}
+    out["self_attention.linear_qkv.layer_norm_weight" if grid.te else "input_layernorm.weight"] = w["input_layernorm.weight"]
+    return out
+
+
+def latent_attention(hf: dict[str, Any], grid: MegatronParallel, tp: int, w: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    out = {"input_layernorm.weight": w["input_layernorm.weight"]}
+    out["self_attention.linear_proj.weight"] = w["self_attn.o_proj.weight"].chunk(grid.tp, 1)[tp]
+    sources = {"q": ("q_a_proj", "q_a_layernorm", "q_b_proj"), "kv": ("kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj")}
+    for part, (down, norm, up) in sources.items():
+        if part == "q" and hf["q_lora_rank"] is None:
+            out["self_attention.linear_q_proj.weight"] = w["self_attn.q_proj.weight"].chunk(grid.tp)[tp]
             continue
-        out[f"{m}.mlp.router.weight"] = w["mlp.gate.weight"]
-        for e in range(per_ep):
-            gate, up, down = (w[f"mlp.experts.{ep * per_ep + e}.{x}_proj.weight"] for x in ("gate", "up", "down"))
-            fc1, fc2 = (
-                (f"linear_fc1.weight{e}", f"linear_fc2.weight{e}")
-                if grid.te
-                else (f"local_experts.{e}.linear_fc1.weight", f"local_experts.{e}.linear_fc2.weight")
-            )
-            out[f"{m}.mlp.experts.{fc1}"] = torch.cat([gate.chunk(grid.etp)[etp], up.chunk(grid.etp)[etp]])
-            out[f"{m}.mlp.experts.{fc2}"] = down.chunk(grid.etp, 1)[etp]
+        out[f"self_attention.linear_{part}_down_proj.weight"] = w[f"self_attn.{down}.weight"]
+        name = f"linear_{part}_up_proj.layer_norm_weight" if grid.te else f"{part}_layernorm.weight"
+        out[f"self_attention.{name}"] = w[f"self_attn.{norm}.weight"]
+        out[f"self_attention.linear_{part}_up_proj.weight"] = w[f"self_attn.{up}.weight"].chunk(grid.tp)[tp]
+    return out
+
+
+def mlp(grid: MegatronParallel, rank: int, w: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    dense = "mlp.gate.weight" not in w
+    norm = "mlp.linear_fc1.layer_norm_weight" if grid.te and dense else "pre_mlp_layernorm.weight"
+    out = {norm: w["post_attention_layernorm.weight"]}
+
+    def gated(name: str, source: str, fc1: str, fc2: str, parts: int) -> None:
+        gate, up, down = (w[f"{source}{x}_proj.weight"] for x in ("gate", "up", "down"))
+        out[f"{name}{fc1}"] = torch.cat([gate.chunk(parts)[rank % parts], up.chunk(parts)[rank % parts]])
+        out[f"{name}{fc2}"] = down.chunk(parts, 1)[rank % parts]
+
+    if dense:
+        gated("mlp.", "mlp.", "linear_fc1.weight", "linear_fc2.weight", grid.tp)
+        return out
+    out["mlp.router.weight"] = w["mlp.gate.weight"]
+    if "mlp.gate.e_score_correction_bias" in w:
+        out["mlp.router.expert_bias"] = w["mlp.gate.e_score_correction_bias"]
+    if "mlp.shared_experts.up_proj.weight" in w:
+        gated("mlp.shared_experts.", "mlp.shared_experts.", "linear_fc1.weight", "linear_fc2.weight", grid.tp)
+    count = sum(name.startswith("mlp.experts.") and name.endswith("up_proj.weight") for name in w) // grid.ep
+    for e in range(count):
+        one = [f"linear_fc{i}.weight{e}" if grid.te else f"local_experts.{e}.linear_fc{i}.weight" for i in (1, 2)]
+        gated("mlp.experts.", f"mlp.experts.{rank // grid.etp % grid.ep * count + e}.", one[0], one[1], grid.etp)
     return out
 
 
 @pytest.mark.parametrize("grid", GRIDS, ids=str)
 @models
-def test_megatron_parameters_are_the_reshaped_and_concatenated_ones(grid: MegatronParallel, model: dict[str, Any], tied: bool) -> None:
-    hf = variant(model, tie_word_embeddings=tied)
+def test_megatron_parameters_are_the_reshaped_and_concatenated_ones(grid: MegatronParallel, hf: dict[str, Any]) -> None:
     family = family_of(hf)
     tensors, checkpoint = family.tensors(hf), family.hf_layout(hf, "int32")
     weights = {name: torch.from_numpy(array) for name, array in filled(checkpoint, numbered(tensors)).items()}
     for rank in range(grid.world):
         layout = family.megatron_layout(hf, grid, rank, "int32")
-        got = {name: torch.full(storage.shape, -1, dtype=torch.int32) for name, storage in layout.storages.items()}
+        got = {name: torch.full(storage.shape, -1, dtype=getattr(torch, storage.dtype)) for name, storage in layout.storages.items()}
         exchange(plan(tensors, [checkpoint.at(rank)], [layout]), LocalTransport(rank), weights, got)
         expected = derived(hf, grid, rank, weights)
         assert got.keys() == expected.keys()
@@ -263,8 +277,7 @@ def test_sizes_of_one_stage_that_cannot_be(sizes: dict[str, int]) -> None:
     ids=str,
 )
 @models
-def test_megatron_straight_to_engine(grid: MegatronParallel, engine: EngineParallel, model: dict[str, Any], tied: bool) -> None:
-    hf = variant(model, tie_word_embeddings=tied)
+def test_megatron_straight_to_engine(grid: MegatronParallel, engine: EngineParallel, hf: dict[str, Any]) -> None:
     family = family_of(hf)
     tensors = family.tensors(hf)
     values = numbered(tensors)
@@ -280,21 +293,12 @@ def test_megatron_straight_to_engine(grid: MegatronParallel, engine: EngineParal
 
 
 @pytest.mark.parametrize(
-    ("model", "changes"),
-    [
-        (HF, {}),
-        (HF, {"tie_word_embeddings": True}),
-        (HF, {"decoder_sparse_step": 2, "mlp_only_layers": [3]}),
-        (DENSE, {}),
-        (DENSE, {"tie_word_embeddings": True}),
-    ],
-    ids=str,
+    "hf", [*MODELS.values(), variant(decoder_sparse_step=2, mlp_only_layers=[3])], ids=[*MODELS, "qwen3_moe-other-dense-layers"]
 )
-def test_checkpoint_names_are_those_transformers_writes(tmp_path: Path, model: dict[str, Any], changes: dict[str, Any]) -> None:
+def test_checkpoint_names_are_those_transformers_writes(tmp_path: Path, hf: dict[str, Any]) -> None:
     from safetensors import safe_open
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    hf = variant(model, **changes)
     settings = {k: v for k, v in hf.items() if k not in ("model_type", "rope_theta")}
     AutoModelForCausalLM.from_config(AutoConfig.for_model(hf["model_type"], **settings)).save_pretrained(tmp_path)
     with safe_open(tmp_path / "model.safetensors", "pt") as file:
@@ -303,9 +307,23 @@ def test_checkpoint_names_are_those_transformers_writes(tmp_path: Path, model: d
     assert {name: storage.shape for name, storage in family_of(saved).hf_layout(saved, "float32").storages.items()} == written
 
 
+def test_what_an_engine_takes_only_together_is_in_one_bucket() -> None:
+    """SGLang's loader puts q_a_proj and kv_a_proj_with_mqa into one parameter, and forgets half of it when a call has only one of them."""
+    hf = MODELS["deepseek_v3"]
+    family = family_of(hf)
+    glued = family.glued(hf)
+    assert glued == {f"model.layers.{i}.self_attn.kv_a_proj_with_mqa.weight" for i in range(4)}
+    made = buckets(family.hf_layout(hf, "bfloat16"), 1, glued)
+    assert {bucket.names for bucket in made if set(bucket.names) & glued} == {
+        tuple(f"model.layers.{i}.self_attn.{name}.weight" for name in ("q_a_proj", "kv_a_proj_with_mqa")) for i in range(4)
+    }
+    assert all(not family_of(other).glued(other) for name, other in MODELS.items() if name not in ("deepseek_v3", "moonlight"))
+
+
 def test_names_of_tensors() -> None:
-    assert hf_name("layers.3.experts.17.up") == "model.layers.3.mlp.experts.17.up_proj.weight"
-    assert hf_name("layers.3.router") == "model.layers.3.mlp.gate.weight"
+    m = FAMILY.shape_of(HF)
+    assert hf_name(m, {}, "layers.3.experts.17.up") == "model.layers.3.mlp.experts.17.up_proj.weight"
+    assert hf_name(m, {}, "layers.3.router") == "model.layers.3.mlp.gate.weight"
 
 
 def test_megatron_config_builds_a_transformer_config() -> None:

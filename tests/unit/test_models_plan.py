@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import time
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from plan_steps import carry_out
+from real_models import REAL
 from recorded import cases, read
 from reshard_ranks import Arrays, blank, filled, numbered
 
@@ -96,37 +98,18 @@ def test_layouts_of_all_ranks_are_those_of_each() -> None:
 
 # ---------------------------------------------------------------- real sizes
 
-QWEN3 = {
-    "model_type": "qwen3_moe",
-    "vocab_size": 151936,
-    "num_key_value_heads": 4,
-    "head_dim": 128,
-    "num_experts": 128,
-    "num_experts_per_tok": 8,
-}
-MODELS: dict[str, dict[str, Any]] = {
-    "Qwen3-30B-A3B": {
-        **QWEN3, "hidden_size": 2048, "num_hidden_layers": 48, "num_attention_heads": 32, "moe_intermediate_size": 768,
-        "intermediate_size": 6144,
-    },
-    "Qwen3-235B-A22B": {
-        **QWEN3, "hidden_size": 4096, "num_hidden_layers": 94, "num_attention_heads": 64, "moe_intermediate_size": 1536,
-        "intermediate_size": 12288,
-    },
-    # Kimi-K2's layers, experts and widths (69,120 routed-expert tensors); its attention is another, here it is Qwen's.
-    "Kimi-K2's shape": {
-        "model_type": "qwen3_moe", "vocab_size": 163840, "hidden_size": 7168, "num_hidden_layers": 61, "num_attention_heads": 64,
-        "num_key_value_heads": 64, "head_dim": 128, "num_experts": 384, "num_experts_per_tok": 8, "moe_intermediate_size": 2048,
-        "intermediate_size": 18432, "mlp_only_layers": [0],
-    },
-}  # fmt: skip
-REAL = [
+SIZES = [
     ("Qwen3-30B-A3B", MegatronParallel(tp=2, pp=2, ep=8, dp=4), EngineParallel(2, 2), 4, 2.0),
     ("Qwen3-30B-A3B", MegatronParallel(tp=4, ep=4, etp=2, dp=4), EngineParallel(8, 2), 2, 2.0),
     ("Qwen3-235B-A22B", MegatronParallel(tp=4, pp=2, ep=32, dp=32, te=True), EngineParallel(8, 8), 16, 2.0),
     ("Qwen3-235B-A22B", MegatronParallel(tp=4, pp=2, ep=8, etp=2, dp=32, te=True), EngineParallel(8, 2), 16, 2.0),
-    ("Kimi-K2's shape", MegatronParallel(tp=8, ep=64, dp=64, te=True), EngineParallel(16, 16), 16, 10.0),
-    ("Kimi-K2's shape", MegatronParallel(tp=8, ep=32, etp=2, dp=64, te=True), EngineParallel(32, 8), 8, 10.0),
+    ("DeepSeek-V3", MegatronParallel(tp=8, ep=64, dp=64, te=True), EngineParallel(16, 16), 16, 10.0),
+    ("Kimi-K2", MegatronParallel(tp=8, ep=64, dp=64, te=True), EngineParallel(16, 16), 16, 10.0),
+    ("Kimi-K2", MegatronParallel(tp=8, ep=32, etp=2, dp=64, te=True), EngineParallel(32, 8), 8, 10.0),
+    ("Moonlight-16B-A3B", MegatronParallel(tp=2, ep=8, dp=8), EngineParallel(4, 4), 4, 2.0),
+    ("GLM-4.5", MegatronParallel(tp=8, ep=32, dp=32, te=True), EngineParallel(8, 8), 16, 5.0),
+    ("GLM-4.5-Air", MegatronParallel(tp=4, ep=16, dp=16), EngineParallel(8, 2), 8, 5.0),
+    ("Mixtral-8x22B", MegatronParallel(tp=4, ep=8, dp=16, te=True), EngineParallel(8), 8, 2.0),
 ]
 
 
@@ -139,11 +122,11 @@ def planned(hf: Mapping[str, Any], trainer: MegatronParallel, engine: EnginePara
     return made
 
 
-@pytest.mark.parametrize(("model", "trainer", "engine", "engines", "seconds"), REAL, ids=str)
+@pytest.mark.parametrize(("model", "trainer", "engine", "engines", "seconds"), SIZES, ids=str)
 def test_real_sizes(model: str, trainer: MegatronParallel, engine: EngineParallel, engines: int, seconds: float) -> None:
-    hf = MODELS[model]
+    hf = REAL[model]
     family = family_of(hf)
-    family.check({**hf, "mlp_only_layers": []}, trainer, engine)  # SGLang's class has experts in every layer, Kimi-K2's has not
+    family.check(hf, trainer, engine)
     began = time.process_time()
     made = planned(hf, trainer, engine, engines, 1)
     assert time.process_time() - began <= seconds
@@ -220,6 +203,24 @@ def canonical(layout: RankLayout, storage: str, element: int) -> tuple[str, tupl
     return piece.tensor, tuple(s + i for s, i in zip(piece.box.start, at, strict=True))
 
 
-def test_the_shape_of_kimi_k2() -> None:
-    hf = MODELS["Kimi-K2's shape"]
-    assert sum(".experts." in name for name in family_of(hf).tensors(hf)) == 69120
+@pytest.mark.parametrize(
+    ("model", "billions"),
+    [
+        ("Qwen3-30B-A3B", 30.5),
+        ("Qwen3-235B-A22B", 235),
+        ("DeepSeek-V3", 671),
+        ("Kimi-K2", 1000),
+        ("Moonlight-16B-A3B", 16),
+        ("GLM-4.5", 355),
+        ("GLM-4.5-Air", 106),
+        ("Mixtral-8x22B", 141),
+    ],
+)
+def test_real_models_have_as_many_weights_as_published(model: str, billions: float) -> None:
+    """Which is rounded, and with the layers of multi-token prediction."""
+    count = sum(math.prod(shape) for shape in family_of(REAL[model]).tensors(REAL[model]).values())
+    assert count / 1e9 == pytest.approx(billions, rel=0.03)
+
+
+def test_tensors_of_kimi_k2() -> None:
+    assert sum(".experts." in name for name in family_of(REAL["Kimi-K2"]).tensors(REAL["Kimi-K2"])) == 69120

@@ -10,10 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from real_models import REAL
 from rich.console import Console
-from test_models_plan import MODELS, SMALL
+from test_models_plan import SMALL
 
 from asyncmoe.errors import ConfigError, DataError, UserError
+from asyncmoe.launch import memory
+from asyncmoe.launch.memory import Serving
 from asyncmoe.launch.planned import show, write
 from asyncmoe.launch.planning import Forecast, Speeds, forecast
 from asyncmoe.launch.sizes import engines_text, parse_engines, parse_trainer, trainer_text
@@ -63,6 +66,17 @@ def test_figures_are_those_of_the_plan(tmp_path: Path) -> None:
     assert passed.sent.mean * 3 == way.sent.mean
 
 
+@pytest.mark.parametrize("model", ["DeepSeek-V3", "Kimi-K2", "GLM-4.5", "GLM-4.5-Air", "Mixtral-8x22B"])
+def test_families_can_be_planned(tmp_path: Path, model: str) -> None:
+    """As their configurations are, layers of multi-token prediction included: what is moved are the others."""
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(REAL[model]))
+    found = of(file, "tp=4,ep=8,dp=8", "1xtp8ep8", bucket_bytes=256 << 20)
+    assert found.ways["direct"].ratio == 1.0
+    held = memory.engine(REAL[model], found.engine, Serving(0)).parts["weights"]
+    assert found.model_bytes < 8 * held < 1.1 * found.model_bytes
+
+
 def test_one_engine_has_nobody_to_relay_to(tmp_path: Path) -> None:
     assert list(of(config(tmp_path), "dp=2", "1xtp2").ways) == ["direct"]
 
@@ -107,7 +121,9 @@ def test_json_and_table(tmp_path: Path) -> None:
     assert written["trainer"] == {
         "tp": 2, "pp": 1, "ep": 1, "etp": 1, "dp": 2, "te": False, "vpp": 1, "first_layers": None, "last_layers": None,
     }  # fmt: skip
-    assert written["engine"] == {"tp": 2, "ep": 1, "pp": 1, "dp": 1, "dp_lm_head": False, "redundant": 0}
+    assert written["engine"] == {
+        "tp": 2, "ep": 1, "pp": 1, "dp": 1, "dp_lm_head": False, "redundant": 0, "dense_tp1": False, "a2a": False, "fused_shared": False,
+    }  # fmt: skip
     assert written["ways"]["relay"]["sent"]["most"] == found.ways["relay"].sent.most
     console = Console(record=True, width=120)
     show(found, console)
@@ -206,7 +222,7 @@ def command(*arguments: object) -> tuple[int, str, str]:
 
 
 def test_the_command(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(MODELS["Qwen3-30B-A3B"]))
+    (tmp_path / "config.json").write_text(json.dumps(REAL["Qwen3-30B-A3B"]))
     file = tmp_path / "plan.json"
     code, out, _ = command("--model", tmp_path, "--trainer", "tp=2,ep=8,dp=8", "--engines", "2xtp4ep4", "--nic", 25, "--json", file)
     assert code == 0
@@ -241,7 +257,7 @@ def test_a_mistake_is_one_line(tmp_path: Path, model: str, trainer: str, word: s
 def test_an_adapter_of_a_real_model(tmp_path: Path, experts: str, billions: float) -> None:
     """Sizes at rank 32 as published for this model; one engine of one rank needs every byte once, and nothing else travels."""
     file = tmp_path / "config.json"
-    file.write_text(json.dumps(MODELS["Qwen3-30B-A3B"]))
+    file.write_text(json.dumps(REAL["Qwen3-30B-A3B"]))
     found = of(file, "tp=2,pp=2,ep=8,dp=4", "1xtp1", lora=f"rank=32,experts={experts}")
     assert found.model_bytes == pytest.approx(billions * 1e9, rel=0.01)
     assert found.ways["direct"].bytes_wire == found.lower_bound == found.model_bytes

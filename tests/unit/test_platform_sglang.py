@@ -11,7 +11,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from asyncmoe.platform.sglang import cpu, cpu_lora
+from asyncmoe.platform.sglang import cpu, cpu_latent, cpu_lora
 from asyncmoe.platform.sglang.standin import decorate, provide, refuse
 
 
@@ -95,6 +95,23 @@ def test_adapters_of_another_sglang_are_refused() -> None:
         cpu_lora._patch_layers(module)
     assert module.torch.tensor([1], pin_memory=True).tolist() == [1]
     assert module.torch.Tensor is torch.Tensor
+
+
+def test_latent_attention_of_another_sglang_is_refused() -> None:
+    with pytest.raises(cpu.PatchTargetGone, match=r"handler\.AttentionBackendRegistry or AttnForwardMethod\.MLA is gone"):
+        cpu_latent._absorbed(ModuleType("handler"))
+    with pytest.raises(cpu.PatchTargetGone, match=r"factory\.get_rope_cpu or get_rope is gone"):
+        cpu_latent._plain_positions(ModuleType("factory"))
+
+
+@pytest.mark.parametrize("scaling", [None, {"rope_type": "deepseek_yarn"}])
+def test_positions_that_are_not_scaled_are_plain(scaling: dict[str, str] | None) -> None:
+    module = ModuleType("factory")
+    vars(module).update(get_rope=lambda *known: ("plain", *known), get_rope_cpu=lambda *known: ("scaled", *known))
+    cpu_latent._plain_positions(module)
+    found = module.get_rope_cpu(8, 8, 512, 10000, False, scaling, device="cpu")
+    assert found[:6] == ("plain" if scaling is None else "scaled", 8, 8, 512, 10000, False)
+    assert found[6:] == ((None, None, 1.0) if scaling is None else (scaling, None, 1.0, "cpu"))
 
 
 @pytest.mark.parametrize("shared", [False, True])

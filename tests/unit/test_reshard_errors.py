@@ -331,6 +331,8 @@ def test_buckets() -> None:
     exchange(plan(tensors, [layout], [made[2].layout]), LocalTransport(), values, {"bucket": flat})
     np.testing.assert_array_equal(flat.view(np.float32), np.concatenate([values["d"], values["e"]]))
     assert [bucket.names for bucket in buckets(layout, 1 << 20)] == [("a", "c", "d", "e"), ("b",)]
+    assert [bucket.names for bucket in buckets(layout, 24, {"b", "c", "e"})] == [("a", "c"), ("d", "e"), ("b",)]
+    assert [bucket.nbytes for bucket in buckets(layout, 10, {"a", "d", "e"})] == [16, 100, 12]
     with pytest.raises(LayoutError, match="bucket_bytes"):
         buckets(layout, 0)
 

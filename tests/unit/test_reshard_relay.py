@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from plan_steps import carry_out
+from real_models import REAL
 from reshard_ranks import blank, filled, numbered
-from test_models_plan import MODELS
 from test_reshard_plan import Case
 from test_reshard_random import Shapes, cases
 
@@ -102,7 +102,7 @@ def test_different_layouts_are_sent_straight() -> None:
 
 @pytest.mark.parametrize("engines", [1, 4, 16])
 def test_egress_of_a_real_trainer_does_not_grow_with_engines(engines: int) -> None:
-    hf = MODELS["Qwen3-235B-A22B"]
+    hf = REAL["Qwen3-235B-A22B"]
     family, trainer, engine = family_of(hf), MegatronParallel(tp=4, pp=2, ep=32, dp=32, te=True), EngineParallel(8, 8)
     layouts = family.sglang_layouts(hf, engine, "bfloat16", engines, first=trainer.world)
     one = [sum(s.nbytes for s in layout.storages.values()) for layout in layouts[: engine.tp]]

@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 import yaml
+from real_models import REAL
 from rich.console import Console
 from test_memory import KIND
-from test_models_plan import MODELS, SMALL
+from test_models_plan import SMALL
 
 from asyncmoe import models
 from asyncmoe.config import parse
@@ -22,8 +23,8 @@ from asyncmoe.launch.plan_command import Asked, run
 from asyncmoe.launch.split import Cluster
 from asyncmoe.models import EngineParallel, MegatronParallel, family_of
 
-HF = MODELS["Qwen3-30B-A3B"]
-LARGE = MODELS["Qwen3-235B-A22B"]
+HF = REAL["Qwen3-30B-A3B"]
+LARGE = REAL["Qwen3-235B-A22B"]
 DENSE = {key: value for key, value in HF.items() if "experts" not in key and "moe" not in key} | {"model_type": "qwen3"}
 REPOSITORY = Path(__file__).parents[2]
 

@@ -107,6 +107,10 @@ def check(kind: Kind, m: Shape) -> None:
     Raises:
         ConfigError: naming the key.
     """
+    if refused := [target for target in kind.targets if target not in m.adapters]:
+        expected = f"some of {', '.join(m.adapters)}, which can have adapters in this model" if m.adapters else "train: full"
+        cure = "take the others out" if m.adapters else "this model's layers cannot have adapters"
+        raise ConfigError("lora.targets", got=", ".join(refused), expected=expected, cure=cure)
     if kind.experts == "shared_outer" and len(m.dense_layers) == m.layers:
         raise ConfigError("lora.experts", got="shared_outer", expected="per_expert as the model has no experts", cure="leave it out")
     for dense in sorted({layer in m.dense_layers for layer in range(m.layers)}):

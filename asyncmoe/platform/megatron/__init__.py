@@ -11,6 +11,7 @@ nothing.
         names        parameters that are not of "torch.cuda" types
     without Transformer Engine
         moe          a name the router reads
+        mla          what latent attention believes
         adam         the distributed optimizer's state around torch's Adam
     everywhere, by whoever saves checkpoints (`asyncmoe.trainer.state`)
         writer       checkpoints are written without processes that outlive a rank
@@ -37,7 +38,7 @@ def prepare() -> None:
     cuda, engine = torch.cuda.is_available(), importlib.util.find_spec("transformer_engine") is not None
     if _prepared or (cuda and engine):
         return
-    from asyncmoe.platform.megatron import adam, collectives, device, moe, names, rng
+    from asyncmoe.platform.megatron import adam, collectives, device, mla, moe, names, rng
     from asyncmoe.platform.megatron.patch import require_megatron
 
     if not cuda:
@@ -50,6 +51,7 @@ def prepare() -> None:
         names.install()
     if not engine:
         moe.install()
+        mla.install()
         adam.install()
     _prepared = True
 

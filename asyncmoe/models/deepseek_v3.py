@@ -1,0 +1,46 @@
+"""DeepSeek-V3: latent attention, and from some layer on experts, with sigmoid scores, a selection bias and groups.
+
+Kimi-K2 and Moonlight are configurations of it: both without groups, Moonlight without small vectors of queries and with plain positions.
+"""
+
+from __future__ import annotations
+
+from asyncmoe.models import latent, sigmoid
+from asyncmoe.models.checks import Wanted
+from asyncmoe.models.family import Family
+from asyncmoe.models.sglang import EngineClass
+from asyncmoe.models.shape import HfConfig, Shape, decoder, positive
+
+
+def _shape_of(hf: HfConfig) -> Shape:
+    attention = latent.latent(hf)
+    heads = {"num_key_value_heads": positive(hf, "num_attention_heads"), "head_dim": attention.nope + attention.rope}
+    return decoder(
+        {**hf, **heads},  # transformers writes other things under these keys, or nothing
+        attention,
+        **sigmoid.sizes(hf),
+        wide=frozenset({"router_bias"}),
+        adapters=(),  # there are none of its attention yet, nor of experts that all tokens pass
+    )
+
+
+def _features(hf: HfConfig) -> list[Wanted]:
+    """SGLang's class reads three keys that transformers has no names for, and cannot do without."""
+    return [
+        *sigmoid.features(hf),
+        *latent.features(hf),
+        ("scoring_func", hf.get("scoring_func"), ("sigmoid",)),
+        ("moe_layer_freq", hf.get("moe_layer_freq"), (1,)),
+        ("topk_method", hf.get("topk_method"), ("noaux_tc",)),
+        ("tie_word_embeddings", bool(hf.get("tie_word_embeddings")), (False,)),
+    ]
+
+
+FAMILY = Family(
+    name="deepseek_v3",
+    also=("kimi_k2",),
+    shape_of=_shape_of,
+    features=_features,
+    router=sigmoid.arguments,
+    engine=EngineClass(shares_tied_head=True, head_on_every_stage=False, replicates_dense=True, glued=("kv_a",)),
+)

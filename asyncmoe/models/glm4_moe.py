@@ -1,0 +1,44 @@
+"""GLM-4.5: grouped-query attention of which a part of each head rotates, with biases, and norms of queries and keys in the larger model;
+DeepSeek-V3's experts, in all layers but the first."""
+
+from __future__ import annotations
+
+from asyncmoe.config.lora import ATTENTION
+from asyncmoe.models import sigmoid
+from asyncmoe.models.attention import Grouped
+from asyncmoe.models.checks import Wanted
+from asyncmoe.models.family import Family
+from asyncmoe.models.sglang import EngineClass
+from asyncmoe.models.shape import HfConfig, Shape, decoder, rope
+
+
+def _shape_of(hf: HfConfig) -> Shape:
+    return decoder(
+        hf,
+        Grouped(qk_norm=bool(hf.get("use_qk_norm")), bias=bool(hf.get("attention_bias")), rotary=_rotary(hf)),
+        **sigmoid.sizes(hf),
+        wide=frozenset({"router", "router_bias"}),  # SGLang's class holds both in float32
+        adapters=ATTENTION,  # of experts that all tokens pass there are none
+    )
+
+
+def _rotary(hf: HfConfig) -> float:
+    """As Glm4MoeConfig of transformers, whose key is among the others or, by version 5, in rope_parameters."""
+    return float(rope(hf).get("partial_rotary_factor") or hf.get("partial_rotary_factor") or 0.5)
+
+
+def _features(hf: HfConfig) -> list[Wanted]:
+    return [
+        *sigmoid.features(hf),
+        ("attention_bias", bool(hf.get("attention_bias")), (False, True)),
+        ("tie_word_embeddings", bool(hf.get("tie_word_embeddings")), (False,)),
+    ]
+
+
+FAMILY = Family(
+    name="glm4_moe",
+    shape_of=_shape_of,
+    features=_features,
+    router=sigmoid.arguments,
+    engine=EngineClass(shares_tied_head=False, head_on_every_stage=True, replicates_dense=True, redundant=False),
+)

@@ -1,0 +1,51 @@
+"""Mixtral: grouped-query attention without norms of queries and keys, top-k softmax routing in every layer."""
+
+from __future__ import annotations
+
+from asyncmoe.config.lora import ATTENTION
+from asyncmoe.models.attention import Grouped
+from asyncmoe.models.checks import Wanted
+from asyncmoe.models.family import Family
+from asyncmoe.models.sglang import EngineClass
+from asyncmoe.models.shape import HfConfig, Shape, decoder, positive
+
+_MOE = "block_sparse_moe"
+
+
+def _shape_of(hf: HfConfig) -> Shape:
+    return decoder(
+        hf,
+        Grouped(qk_norm=False, theta=1e6),
+        experts=positive(hf, "num_local_experts", "num_experts"),
+        expert_width=positive(hf, "intermediate_size"),
+        experts_per_token=positive(hf, "num_experts_per_tok"),
+        dense_layers=frozenset(),
+        adapters=ATTENTION,  # PEFT and SGLang have names of their own for its experts
+    )
+
+
+def _features(hf: HfConfig) -> list[Wanted]:
+    """SGLang's class has an output layer of its own, and heads of hidden_size / num_attention_heads dimensions."""
+    hidden, heads = positive(hf, "hidden_size"), positive(hf, "num_attention_heads")
+    head_dim = hidden // heads
+    return [
+        ("hidden_size", hidden, (head_dim * heads,)),
+        ("head_dim", hf.get("head_dim") or head_dim, (head_dim,)),
+        ("tie_word_embeddings", bool(hf.get("tie_word_embeddings")), (False,)),
+        ("sliding_window", hf.get("sliding_window"), (None,)),
+        ("router_jitter_noise", hf.get("router_jitter_noise") or 0, (0,)),
+    ]
+
+
+FAMILY = Family(
+    name="mixtral",
+    shape_of=_shape_of,
+    features=_features,
+    # Softmax over all experts, then top-k, then renormalised, equals softmax over the chosen: Megatron's post-softmax.
+    router=lambda hf: {"moe_router_score_function": "softmax", "moe_router_pre_softmax": False},
+    engine=EngineClass(shares_tied_head=False, head_on_every_stage=True, experts=_MOE, dp_attention=False),
+    hf_names={
+        "router": f"{_MOE}.gate.weight",
+        **{f"experts.{part}": f"{_MOE}.experts.{{}}.{name}.weight" for part, name in (("gate", "w1"), ("up", "w3"), ("down", "w2"))},
+    },
+)

@@ -1,0 +1,75 @@
+"""The experts of DeepSeek-V3, which other families have too: sigmoid scores, a bias of each expert that only its selection sees, groups
+of experts of which a token sees some, weights that are scaled, and experts that all tokens pass.
+
+Source: DeepSeek-V3 (arXiv 2412.19437, section 2.1.2); `DeepseekV3TopkRouter` of transformers; transformer/moe/moe_utils.py of megatron/core
+0.16.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from asyncmoe.errors import ConfigError
+from asyncmoe.models.checks import Wanted
+from asyncmoe.models.shape import HfConfig, positive
+
+
+def sizes(hf: HfConfig) -> dict[str, Any]:
+    """Keyword arguments of `shape.decoder`: layers from `first_k_dense_replace` on have experts.
+
+    Raises:
+        ConfigError: a key is missing or not a number.
+    """
+    width = positive(hf, "moe_intermediate_size")
+    return {
+        "experts": positive(hf, "n_routed_experts", "num_local_experts"),
+        "expert_width": width,
+        "experts_per_token": positive(hf, "num_experts_per_tok"),
+        "dense_layers": frozenset(range(_count(hf, "first_k_dense_replace", positive(hf, "num_hidden_layers")))),
+        "shared_width": width * _count(hf, "n_shared_experts"),
+        "router_bias": True,
+    }
+
+
+def features(hf: HfConfig) -> list[Wanted]:
+    """What Megatron's router cannot do. It divides the chosen scores by their sum unless there is one alone, and takes as many of a group's
+    scores for the group's own as are chosen from a group; transformers and SGLang take two.
+
+    Raises:
+        ConfigError: numbers of experts or groups that it cannot do.
+    """
+    groups, experts, top_k = _groups(hf), sizes(hf)["experts"], positive(hf, "num_experts_per_tok")
+    if top_k == 1:
+        raise ConfigError("num_experts_per_tok in config.json", got=1, expected="2 or more (one score is not divided by itself)")
+    if experts % groups:
+        raise ConfigError("n_group in config.json", got=groups, expected=f"a divisor of n_routed_experts = {experts}")
+    found: list[Wanted] = [
+        ("norm_topk_prob", hf.get("norm_topk_prob", True), (True,)),
+        ("moe_layer_freq", hf.get("moe_layer_freq", 1), (1,)),
+    ]
+    if groups > 1:
+        found.append(("num_experts_per_tok // topk_group", top_k // positive(hf, "topk_group"), (2,)))
+    return found
+
+
+def arguments(hf: HfConfig) -> dict[str, Any]:
+    """Keyword arguments of TransformerConfig."""
+    grouped = {"moe_router_num_groups": _groups(hf), "moe_router_group_topk": positive(hf, "topk_group")} if _groups(hf) > 1 else {}
+    return {
+        "moe_router_score_function": "sigmoid",
+        "moe_router_pre_softmax": False,
+        "moe_router_topk_scaling_factor": hf.get("routed_scaling_factor", 1.0),
+        **grouped,
+    }
+
+
+def _groups(hf: HfConfig) -> int:
+    """Groups of experts; one, or none named, limits nothing."""
+    return positive({"n_group": 1, **{key: value for key, value in hf.items() if value is not None}}, "n_group")
+
+
+def _count(hf: HfConfig, name: str, limit: int | None = None) -> int:
+    value = hf.get(name) or 0
+    if not isinstance(value, int) or value < 0 or (limit is not None and value > limit):
+        raise ConfigError(f"{name} in config.json", got=repr(value), expected="0 or more" + (f", at most {limit}" if limit else ""))
+    return value

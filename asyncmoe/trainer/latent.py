@@ -1,0 +1,52 @@
+"""Latent attention for the local spec, and its norms in either spec."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention
+
+
+class ReplicatedLinear(torch.nn.Linear):
+    """A linear layer that every tensor-parallel rank has whole, without bias, as Transformer Engine's with parallel_mode "duplicated".
+
+    Each rank sees its own rows of the sequence; `finalize_model_grads` adds up the gradients of weights that carry the flag.
+    """
+
+    def __init__(self, inputs: int, outputs: int, config: Any) -> None:
+        super().__init__(inputs, outputs, bias=False, dtype=config.params_dtype)
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, rows: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]  # as Megatron's: (output, bias)
+        return super().forward(rows), None
+
+
+class LatentAttention(MLASelfAttention):  # type: ignore[misc]
+    """Megatron's, with what leads down to the small vectors whole on every rank.
+
+    Its local spec divides these layers by their outputs and gathers those without a reduction in the backward pass; of the part of the key
+    that all heads share, a rank then has the gradient of its own heads only (megatron-core 0.16 and 0.19).
+    """
+
+    def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
+        super().__init__(config, *args, **kwargs)
+        if config.q_lora_rank is not None:
+            self.linear_q_down_proj = ReplicatedLinear(config.hidden_size, config.q_lora_rank, config)
+        self.linear_kv_down_proj = ReplicatedLinear(config.hidden_size, config.kv_lora_rank + config.qk_pos_emb_head_dim, config)
+
+    def _resolve_qk_norm_config(self, submodules: Any) -> dict[str, Any]:
+        """megatron-core 0.19 wants a norm in front of queries that come straight from the hidden state; the model has none."""
+        names = ("linear_q_proj", "linear_q_up_proj", "linear_kv_up_proj", "q_layernorm", "kv_layernorm")
+        return {name: getattr(submodules, name) for name in names}
+
+
+def set_norm_eps(chunks: Sequence[torch.nn.Module], eps: float) -> None:
+    """Give the norms of the small vectors their eps; Megatron gives all norms the model's. With Transformer Engine they are part of the
+    layers behind them."""
+    for attention in (module for chunk in chunks for module in chunk.modules() if isinstance(module, MLASelfAttention)):
+        for name in ("q_layernorm", "kv_layernorm", "linear_q_up_proj", "linear_kv_up_proj"):
+            part: Any = getattr(attention, name, None)
+            if hasattr(part, "eps"):
+                part.eps = eps

@@ -1,0 +1,109 @@
+"""Real engines of every family: what SGLang computes is what transformers does, of the checkpoint and of what a trainer sent."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from asyncmoe.config import Config
+from asyncmoe.models import family_of, load_hf_config
+from asyncmoe.record import Recording
+from asyncmoe.rollout.engine import Engine
+from asyncmoe.rollout.engine_client import Sampling
+from asyncmoe.rollout.sampled import routed_experts
+from tests import family_models
+from tests.engine.conftest import Rig, make, settings
+from tests.engine.oracle import Oracle, perturbed
+from tests.engine.test_direct import PROMPT, Stage, difference, generate, wrong
+
+pytestmark = [pytest.mark.engine, pytest.mark.ranks]
+FEW = "deepseek"
+"""The family with the most of its own; the others in a thorough test."""
+families = [name if name == FEW else pytest.param(name, marks=pytest.mark.thorough) for name in family_models.MODELS]
+
+
+def start(runner: asyncio.Runner, config: Config) -> Rig:
+    async def started() -> Rig:
+        rig = await make(config, [Engine("engine.0", config, 0, config.run.dir)], runner.run)
+        await rig.engine.wait_ready()
+        rig.conductor.engines_started()
+        return rig
+
+    rig: Rig = runner.run(started())
+    return rig
+
+
+@pytest.fixture(params=families)
+def stage(request: pytest.FixtureRequest, runner: asyncio.Runner, tmp_path: Path) -> Iterator[Stage]:
+    first = Oracle(family_models.write(tmp_path / "first", request.param))
+    rig = start(runner, settings(first.path, tmp_path / "run", max_total_tokens=4096))
+    try:
+        checkpoints = [first, perturbed(first, tmp_path / "a", 1), perturbed(first, tmp_path / "b", 2)]
+        yield Stage(rig, checkpoints, tmp_path, runner.run(rig.engine.client.checksums(30.0)))
+    finally:
+        runner.run(rig.engine.stop())
+
+
+def test_an_engine_computes_what_it_is_sent(stage: Stage) -> None:
+    """By either path; with latent attention every token passes what SGLang derives from the weights once they are there."""
+    first, a, b = stage.checkpoints
+    assert wrong(stage.loaded, stage.expected(first)) == [[]]
+    assert difference(stage.rig.run(generate(stage)), first) < 1e-5
+    found = stage.rig.run(stage.publish(1, {"tp=1": [(a, 1), (b, 2), (a, 3)]}))
+    assert not found.failed, found.failed
+    assert [outcome["error"] for outcome in found.outcomes[0]] == [None] * 3
+    for oracle, version in ((a, 1), (b, 2), (a, 3)):
+        assert wrong(found.arrived[version], stage.expected(oracle)) == [[]]
+    assert difference(stage.rig.run(generate(stage)), a) < 1e-5
+    stage.rig.run(stage.rig.sender.publish(4, b.weights, stage.expected(b), buckets=1))
+    assert difference(stage.rig.run(generate(stage)), b) < 1e-5
+    check_routes(stage, b)
+
+
+def check_routes(stage: Stage, oracle: Oracle) -> None:
+    """The experts that the engine reports of every token are those that transformers' routers choose."""
+    hf = load_hf_config(oracle.path)
+    routing = family_of(hf).routing(hf)
+    assert routing is not None
+    sampling = Sampling(1.0, 16, (), recording=Recording(routing, masks=False, vocabulary=hf["vocab_size"]))
+    answer = stage.rig.run(stage.rig.engine.client.generate(PROMPT, sampling, "x", 60.0))
+    seen = [*PROMPT, *answer.tokens]
+    reported = routed_experts(answer.routes, routing, tokens=len(seen), held=0, key="x")[:, list(routing.layers)]
+    np.testing.assert_array_equal(np.sort(reported, 2), np.sort(chosen(oracle.model, seen[:-1]), 2))
+
+
+def chosen(model: Any, tokens: list[int]) -> np.ndarray:
+    """[tokens, layers with experts, experts per token]."""
+    found: list[torch.Tensor] = []
+    gates = [layer.mlp.gate for layer in model.model.layers if hasattr(layer.mlp, "gate")]
+    hooks = [gate.register_forward_hook(lambda _gate, _inputs, out: found.append(out[2])) for gate in gates]
+    with torch.no_grad():
+        model(torch.tensor([tokens]))
+    for hook in hooks:
+        hook.remove()
+    return torch.stack(found, 1).numpy()
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("family", family_models.MODELS)
+def test_halved_precision_and_several_ranks(family: str, runner: asyncio.Runner, tmp_path: Path) -> None:
+    """A float32 trainer of two ranks and a bfloat16 engine of two: tensors that are float32 all the same arrive unrounded."""
+    first = Oracle(family_models.write(tmp_path / "first", family))
+    rig = start(runner, settings(first.path, tmp_path / "run", max_total_tokens=4096, tp=2, ep=2, dtype="bfloat16"))
+    try:
+        a = perturbed(first, tmp_path / "a", 1)
+        stage = Stage(rig, [first, a], tmp_path, runner.run(rig.engine.client.checksums(30.0)))
+        assert wrong(stage.loaded, stage.expected(first)) == [[], []]
+        found = runner.run(stage.publish(2, {"tp=2": [(a, 1)], "pp=2,first_stage_layers=1": [(first, 2)], "ep=2": [(a, 3)]}))
+        assert not found.failed, found.failed
+        for oracle, version in ((a, 1), (first, 2), (a, 3)):
+            assert wrong(found.arrived[version], stage.expected(oracle)) == [[], []]
+        assert difference(runner.run(generate(stage)), a) < 0.2
+    finally:
+        runner.run(rig.engine.stop())

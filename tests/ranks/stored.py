@@ -1,0 +1,105 @@
+"""Worker: what a bfloat16 model makes of a family's weights that are float32, in a step, a checkpoint of the run, an export and an engine.
+`stored.py RESULT REFERENCES LAYOUT:VARIANTS`, with one folder of references a variant, as parity.py.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from asyncmoe.models import EngineParallel, family_of
+from asyncmoe.reshard import exchange, plan
+from asyncmoe.reshard.checksum import engine_checksums as checksums_of
+from asyncmoe.reshard.torch_transport import TorchTransport
+from asyncmoe.trainer import export, mesh, model, optimizer, state, step
+from asyncmoe.trainer.hf_checkpoint import HFCheckpoint
+from asyncmoe.trainer.losses import SupervisedLoss
+from asyncmoe.trainer.sources import Sources
+from asyncmoe.trainer.verify import engine_checksums
+from tests.ranks import case, parity
+
+RATE = 0.01
+
+
+def main(result: Path, path: Path, wanted: str) -> None:
+    torch.set_num_threads(1)
+    logging.disable(logging.WARNING)
+    dist.init_process_group("gloo")
+    layout, _, variants = wanted.partition(":")
+    found = {}
+    for variant in variants.split("+"):
+        sizes = {"ranks": dist.get_world_size(), **case.sizes_of(layout)}
+        out = result.parent / f"stored-{variant}-{layout.replace(',', '-')}"
+        trainer = {"dtype": "bfloat16", "router_bias_rate": RATE, "recompute": "full"}
+        config = case.config(path / variant, **sizes, **trainer)
+        config = config.model_copy(update={"run": config.run.model_copy(update={"dir": out / "run"})})
+        place = mesh.start(config.trainer)
+        job = parity.Job(path / variant, config, place, torch.load(path / variant / "reference.pt", weights_only=False))
+        found[variant] = parity.worst(stored(job, out))
+        mesh.leave()
+    if dist.get_rank() == 0:
+        result.write_text(json.dumps(found))
+    mesh.stop()
+
+
+def stored(job: parity.Job, out: Path) -> dict[str, Any]:
+    built = job.model()
+    before = snapshot(built)
+    on_disk = dict(model.local_tensors(built, HFCheckpoint(job.path / "hf")))
+    loaded = {name: torch.equal(value, on_disk[name].to(value.dtype)) for name, value in before.items()}
+    adam = optimizer.build(job.config, built)
+    step.logprobs_only(built, job.microbatches("token_mean"), case.LENGTHS, case.TEMPERATURE)  # which counts for nothing
+    step.train_step(built, adam, job.microbatches("token_mean"), SupervisedLoss(), lr=case.LR)
+    after = snapshot(built)
+    biases = [name for name in after if name.endswith("expert_bias")]
+
+    checkpoint = state.save(job.config, 1, built, adam)
+    again = job.model()
+    state.load(checkpoint, job.config, again, None)
+    export.write_hf(built, job.path / "hf", out / "export", job.config.trainer.timeout_s)
+    dist.barrier()
+    exported = model.build(built.hf, job.config, job.mesh)
+    model.load_hf(exported, out / "export")
+    return {
+        "loaded": [name for name, same in loaded.items() if not same],
+        "biases": len(biases) * 1.0,
+        "biases_wide": all(after[name].dtype == torch.float32 for name in biases),
+        "moved": any(not torch.equal(after[name], before[name]) for name in biases),
+        "resumed": [name for name, value in snapshot(again).items() if not torch.equal(value, after[name])],
+        "exported": [name for name, value in snapshot(exported).items() if not torch.equal(value, after[name])],
+        "engine": engine(job, built, out / "export"),
+    }
+
+
+def snapshot(built: model.Model) -> dict[str, torch.Tensor]:
+    return {name: value.clone() for name, value in model.parameters(built).items()}
+
+
+def engine(job: parity.Job, built: model.Model, exported: Path) -> list[str]:
+    """Names of an engine's parameters, sent from the trainer's ranks, that are not those made of the exported checkpoint."""
+    family, checkpoint = family_of(built.hf), HFCheckpoint(exported)
+    on_disk = family.hf_layout(built.hf, "bfloat16").storages
+    tensors = {name: checkpoint.read(name, one.shape, getattr(torch, one.dtype)) for name, one in on_disk.items()}
+    section = job.config.engines.model_copy(update={"tp": 2, "ep": 2, "dtype": "bfloat16"})
+    sources, wrong = Sources(built), []
+    sources.refresh()
+    for rank, expected in enumerate(engine_checksums(built.hf, section, tensors)):
+        layout = family.sglang_layout(built.hf, EngineParallel(2, 2), rank, "bfloat16").at(0)  # the trainer's rank 0 plays the engine's
+        mine = {name: torch.empty(one.shape, dtype=getattr(torch, one.dtype)) for name, one in layout.storages.items()}
+        made = plan(family.tensors(built.hf), family.megatron_layouts(built.hf, built.parallel, "bfloat16"), [layout])
+        exchange(made, TorchTransport(), sources.tensors, mine if job.mesh.rank == 0 else None, timeout_s=60)
+        if job.mesh.rank == 0:
+            wrong += [name for name, value in checksums_of(mine).items() if value != expected[name]]
+    told = [wrong]
+    dist.broadcast_object_list(told)
+    return told[0]
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3])

@@ -1,0 +1,30 @@
+"""Short whole runs of every family: a real trainer, a real engine, and at every step the two agree on every token."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests import family_models
+from tests.system.runs import metrics, run
+
+pytestmark = [pytest.mark.system, pytest.mark.thorough]
+
+
+@pytest.mark.parametrize("family", family_models.MODELS)
+def test_a_family_learns_from_an_engine_of_its_own(family: str, tmp_path: Path) -> None:
+    """The path of a checkpoint in between, and the biases that routers choose by moved by their own rule, where there are some."""
+    family_models.write(tmp_path / "model", family)
+    rate = 0.0 if family == "mixtral" else 1e-3
+    summary = run(
+        tmp_path / "run",
+        *("warmup.steps=2", "warmup.lr=1e-3", "run.steps=4", "trainer.ranks=1", "trainer.ep=1", "trainer.checkpoint_every=3"),
+        *(f"trainer.router_bias_rate={rate}", "sync.verify_every=1", "verify={logprobs_every: 1, max_logprob_diff: 1.0e-3}"),
+    )
+    assert summary["steps"] == 4
+    assert summary["max_abs_logprob_diff_same_version"] <= 1e-4
+    differ = [step["routing_differs"] for step in metrics(tmp_path / "run") if step["phase"] == "rl"]
+    assert all(shares and max(shares.values()) < 0.5 for shares in differ)
+    resumed = run(tmp_path / "run", "warmup.steps=2", "run.steps=5", "trainer.ranks=1", "trainer.ep=1", f"trainer.router_bias_rate={rate}")
+    assert resumed["steps"] == 5

@@ -1,0 +1,162 @@
+"""Memory of a GPU for models of other families: closed forms for DeepSeek-V3 and GLM-4.5, worked out by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from model_cases import MODELS
+from real_models import REAL
+
+from asyncmoe.launch import activations, memory, split
+from asyncmoe.launch.activations import Microbatch
+from asyncmoe.launch.memory import Held, Serving, Training
+from asyncmoe.launch.split import Cluster
+from asyncmoe.models import EngineParallel, MegatronParallel, family_of
+from asyncmoe.models.shape import Shape
+
+DEEPSEEK, GLM, AIR, MOONLIGHT = (REAL[name] for name in ("DeepSeek-V3", "GLM-4.5", "GLM-4.5-Air", "Moonlight-16B-A3B"))
+PASS = Microbatch(8192, recompute=True)
+ALONE = Microbatch(1000, recompute=False)
+families = pytest.mark.parametrize("hf", MODELS.values(), ids=MODELS)
+
+
+def shape(hf: dict[str, Any]) -> Shape:
+    return family_of(hf).shape_of(hf)
+
+
+# ---------------------------------------------------------------- parameters
+
+
+def test_deepseek_v3_on_a_trainers_rank() -> None:
+    """Small vectors' layers are whole on every rank; a router's bias has neither gradient nor moments, and is float32."""
+    down = 7168 * 1536 + 7168 * (512 + 64)
+    up = 128 * 192 * 1536 + 128 * 256 * 512 + 7168 * 128 * 128
+    norms = 2 * 7168 + 1536 + 512
+    expert = shared = 3 * 7168 * 2048
+    router, dense, table = 256 * 7168, 3 * 7168 * 18432, 129280 * 7168
+    experts = 58 * 256 * expert
+    others = 61 * (down + up + norms) + 3 * dense + 58 * (router + shared) + 2 * table + 7168
+    assert others + experts == 671_026_404_352
+    assert memory.whole(DEEPSEEK) == Held(others, experts)
+    parallel = MegatronParallel(tp=8, ep=64, dp=16)
+    mine = 61 * (down + up // 8 + norms) + 3 * dense // 8 + 58 * (router + shared // 8) + 2 * table // 8 + 7168
+    of_experts = 58 * 4 * expert
+    held = memory.weights_of(DEEPSEEK, parallel, 0, "bfloat16")
+    assert held == Held(mine, of_experts, 2 * (mine + of_experts) + 58 * 256 * 4)
+    parts = memory.trainer(DEEPSEEK, parallel, Training(PASS))[0].parts
+    assert parts["gradients"] == 4 * (mine + of_experts)
+    assert parts["optimizer"] == 12 * (-(-mine // 16) + of_experts // 2)
+    assert parts["activations"] == 61 * 2 * 7168 * 8192 // 8
+    assert parts["weight sync"] == 2 * (256 << 20)
+
+
+def test_glms_routers_are_sent_from_copies() -> None:
+    """In float32, as an engine has them; where the trainer has them in float32 too they are sent themselves."""
+    parallel = MegatronParallel(tp=8, ep=32, dp=4)
+    attention = 5120 * (12288 + 2 * 1024) + 12288 * 5120 + (12288 + 2 * 1024)
+    copied = 2 * 5120 + 2 * 128
+    router, expert, dense, table = 160 * 5120, 3 * 5120 * 1536, 3 * 5120 * 12288, 151552 * 5120
+    mine = 92 * (attention // 8 + copied) + 3 * dense // 8 + 89 * (router + expert // 8) + 2 * table // 8 + 5120
+    of_experts = 89 * 5 * expert
+    biases, copies = 89 * 160 * 4, 89 * router * 4
+    held = memory.weights_of(GLM, parallel, 0, "bfloat16")
+    assert held == Held(mine, of_experts, 2 * (mine + of_experts) + biases, copies)
+    assert memory.trainer(GLM, parallel, Training(PASS))[0].parts["weight sync"] == 2 * (256 << 20) + 291_635_200
+    assert copies == 291_635_200
+    assert memory.weights_of(GLM, parallel, 0, "float32") == Held(mine, of_experts, 4 * (mine + of_experts) + biases)
+
+
+@families
+def test_a_rank_alone_holds_the_model(hf: dict[str, Any]) -> None:
+    held, whole = memory.weights_of(hf, MegatronParallel(), 0, "float32"), memory.whole(hf)
+    assert held.all == whole.all
+    biases = 4 * sum(size[0] for name, size in family_of(hf).tensors(hf).items() if name.endswith("router_bias"))
+    assert held.nbytes == 4 * whole.all + biases
+
+
+# ---------------------------------------------------------------- activations
+
+
+def test_what_latent_attention_keeps() -> None:
+    m = shape(DEEPSEEK)
+    attention = 21_504 + 4_608 + 1_600 + 98_304  # norm; small vectors of queries, of keys and values; 128 heads of 2 * 192 + 3 * 128
+    experts = 21_504 + 10_240 + 155_648  # norm; the shared expert; 8 * (7168 + 6 * 2048)
+    router = 2_464  # bytes: 9 * 256 + 20 * 8
+    layer = activations.layer(m, MegatronParallel(), ALONE, dense=False)
+    assert layer == 1000 * (2 * (attention + 256 + experts) + router)
+    first = activations.layer(m, MegatronParallel(), ALONE, dense=True)
+    assert first == 1000 * 2 * (attention + 256 + 21_504 + 92_160)
+    eighth = activations.layer(m, MegatronParallel(tp=8), ALONE, dense=False)
+    assert eighth == 125 * (2 * (attention + 8 * 256 + experts) + router)
+    assert activations.kept(m, MegatronParallel(), 0, ALONE) == 3 * first + 58 * layer
+    straight = activations.layer(shape(MOONLIGHT), MegatronParallel(), ALONE, dense=True)
+    assert straight == 1000 * 2 * (6_144 + 1_600 + 12_288 + 256 + 6_144 + 56_320)
+
+
+def test_what_a_layer_of_glm_keeps() -> None:
+    """Half of each head rotates; the smaller model has no norms of queries and keys."""
+    experts = 15_360 + 7_680 + 114_688  # norm; the shared expert; 8 * (5120 + 6 * 1536)
+    layer = activations.layer(shape(GLM), MegatronParallel(), ALONE, dense=False)
+    assert layer == 1000 * (2 * (15_360 + 14_336 + 25_600 + 13_312 + 24_576 + 256 + experts) + 1_600)
+    air = activations.layer(shape(AIR), MegatronParallel(), ALONE, dense=True)
+    assert air == 1000 * 2 * (12_288 + 14_336 + 13_312 + 24_576 + 256 + 12_288 + 54_720)
+
+
+def test_the_largest_weight_may_be_of_attention_or_of_the_shared_expert() -> None:
+    m, alone = shape(DEEPSEEK), replace(ALONE, adapter=None)
+    for parallel, largest in (
+        (MegatronParallel(ep=64, dp=64), 7168 * 128 * 128),
+        (MegatronParallel(tp=8, ep=256, dp=32), 2 * 7168 * 2048),
+        (MegatronParallel(ep=8, dp=8), 32 * 2 * 7168 * 2048),
+    ):
+        backward = activations._layer_backward(m, parallel, alone, dense=False)
+        assert backward == activations.layer(m, parallel, alone, dense=False) + 2 * largest
+
+
+# ---------------------------------------------------------------- engines
+
+
+def test_a_token_in_a_cache_of_small_vectors() -> None:
+    """Which are not divided over tensor-parallel ranks: 61 layers of 512 + 64."""
+    for parallel in (EngineParallel(), EngineParallel(8, 8), EngineParallel(16, 16, dp=16)):
+        assert memory.kv_bytes(DEEPSEEK, parallel, "bfloat16") == 70_272
+    stages = [memory.kv_bytes(DEEPSEEK, EngineParallel(8, pp=2), "bfloat16", rank) for rank in (0, 8)]
+    assert sum(stages) == 70_272
+    assert memory.kv_bytes(GLM, EngineParallel(), "bfloat16") == 376_832
+    assert memory.kv_bytes(GLM, EngineParallel(8, 8), "bfloat16") == 47_104
+
+
+def test_an_engine_keeps_the_layer_that_leads_up_twice() -> None:
+    found = memory.engine(DEEPSEEK, EngineParallel(16, 16), Serving(1000)).parts
+    assert found["derived"] == 61 * 2 * 128 * 256 * 512 // 16
+    assert found["KV cache"] == 70_272_000
+    assert found["staging"] == found["weights"]
+    assert "derived" not in memory.engine(GLM, EngineParallel(8, 8), Serving(1000)).parts
+
+
+# ---------------------------------------------------------------- splits
+
+
+@pytest.mark.parametrize("hf", [DEEPSEEK, REAL["Kimi-K2"], MOONLIGHT, GLM, AIR, REAL["Mixtral-8x22B"]], ids=lambda hf: hf["model_type"])
+@pytest.mark.parametrize("gpus", [6, 8])
+def test_all_sizes_that_are_tried_suit_the_model(hf: dict[str, Any], gpus: int) -> None:
+    m = shape(hf)
+    tried = list(split._sizes(m, Cluster(4, gpus), 2))
+    assert len(tried) > 10
+    for sizes in tried:
+        family_of(hf).check(hf, sizes, EngineParallel())
+    engines = list(split._engines(m, gpus))
+    assert EngineParallel(2, 2) in engines
+    for engine in engines:
+        family_of(hf).check(hf, MegatronParallel(), engine)
+
+
+def test_a_split_for_glm_air() -> None:
+    found = split.suggest(AIR, Cluster(8, gpu_gb=141.0))
+    for one in found:
+        family_of(AIR).check(AIR, one.trainer.parallel, one.engine.parallel)
+        assert one.trainer.memory.fits(141.0)
+        assert one.engine.memory.fits(141.0)
+    assert found[0].trainer_nodes < 8

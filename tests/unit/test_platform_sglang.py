@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import sys
 from collections.abc import Iterator
@@ -11,7 +12,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from asyncmoe.platform.sglang import cpu, cpu_latent, cpu_lora
+from asyncmoe.platform.sglang import cpu, cpu_latent, cpu_lora, lifetime
 from asyncmoe.platform.sglang.standin import decorate, provide, refuse
 
 
@@ -144,3 +145,11 @@ def test_experts_with_adapters_are_their_merged_weights(shared: bool) -> None:
                 down += mine[3] @ mine[2]
             expected[token] += weights[token, choice] * (down @ (torch.nn.functional.silu(gate @ x[token]) * (up @ x[token])))
     assert torch.allclose(found, expected, atol=1e-4)
+
+
+def test_a_key_that_begins_with_a_dash_is_a_key() -> None:
+    """SGLang parses its command line with argparse."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--api-key")
+    assert parser.parse_args(lifetime.key_arguments({lifetime.API_KEY: "-dCY3"})).api_key == "-dCY3"
+    assert lifetime.key_arguments({}) == []

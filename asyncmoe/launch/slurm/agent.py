@@ -13,6 +13,7 @@ import sys
 from collections.abc import Mapping
 
 from torch.distributed import run as agent
+from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from asyncmoe.errors import AsyncmoeError, UserError
@@ -41,6 +42,8 @@ def run(node: int, nodes: int, ranks: int, address: str, port: int, config: str)
         if exitcode < 0:
             say(AsyncmoeError(f"{KILLED} {signal.Signals(-exitcode).name}, as when memory runs out: rank {rank}"))
         sys.exit(status(exitcode))
+    except SignalException as told:
+        sys.exit(status(-told.sigval))
     except AsyncmoeError as error:
         say(error)
         sys.exit(error.exit_code)

@@ -6,6 +6,7 @@ import ctypes
 import os
 import signal
 import sys
+from collections.abc import Mapping
 
 PARENT = "ASYNCMOE_PARENT_PID"
 """Environment variable by which the starter of a server says who it is."""
@@ -14,6 +15,11 @@ API_KEY = "ASYNCMOE_ENGINE_KEY"
 """Environment variable with what a server wants to be shown (its --api-key)."""
 
 _PR_SET_PDEATHSIG = 1
+
+
+def key_arguments(environ: Mapping[str, str]) -> list[str]:
+    """SGLang's argument for the key, where there is one. In one word: a key may begin with a dash."""
+    return [f"--api-key={environ[API_KEY]}"] if environ.get(API_KEY) else []
 
 
 def end_with_parent() -> None:

@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from asyncmoe.platform.sglang.lifetime import API_KEY, end_with_parent
+from asyncmoe.platform.sglang.lifetime import end_with_parent, key_arguments
 
 end_with_parent()
 
@@ -29,10 +29,8 @@ def main(arguments: Sequence[str]) -> None:
     if not _CUDA:
         cpu.fork_children()
     load_plugins()
-    key = os.environ.get(API_KEY)
-    secret = ["--api-key", key] if key else []
     try:
-        run_server(prepare_server_args([*([] if _CUDA else cpu.ARGUMENTS), *arguments, *secret]))
+        run_server(prepare_server_args([*([] if _CUDA else cpu.ARGUMENTS), *arguments, *key_arguments(os.environ)]))
     finally:
         kill_process_tree(os.getpid(), include_parent=False)
 

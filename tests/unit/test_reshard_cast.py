@@ -46,7 +46,7 @@ def with_dtypes(layout: RankLayout, dtypes: Mapping[str, str]) -> RankLayout:
 
 def contents(layout: RankLayout, values: Arrays) -> Arrays:
     """What the storages must hold, in the dtype of each."""
-    exact = filled(layout, values, np.uint32)
+    exact = filled(with_dtypes(layout, dict.fromkeys(layout.storages, "int32")), values)
     cast = filled(layout, {n: rounded(v) for n, v in values.items()}, np.int16)
     return {name: (exact if s.dtype == "float32" else cast)[name].view(RAW[s.dtype]) for name, s in layout.storages.items()}
 

@@ -55,7 +55,7 @@ class Client:
         try:
             self._connection.socket.send_multipart([asked, encode(request)], zmq.NOBLOCK)
         except zmq.Again:
-            raise WaitTimeout(self._peer, f"{self.name} could not send {name}: too many requests unanswered", 0.0) from None
+            raise WaitTimeout(self._peer, f"{self.name} could not send {name}: {self._why_unsent()}", 0.0) from None
         while True:
             self._check(name, begin, timeout_s, losses)
             if not self._connection.wait(self._patience(begin, timeout_s)):
@@ -78,6 +78,11 @@ class Client:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
+
+    def _why_unsent(self) -> str:
+        """A refused connection is gone for good, so nothing can be sent either; its event may come a moment later."""
+        self._connection.wait(1.0)
+        return "it refused our key" if self._connection.refused else "too many requests unanswered"
 
     def _patience(self, begin: float, timeout_s: float) -> float:
         limit = timeout_s if self._connection.up else min(timeout_s, CONNECT_S)

@@ -9,6 +9,7 @@ import stat
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
@@ -71,10 +72,13 @@ def test_a_client_on_the_same_host_takes_it_and_gets_the_same_frames() -> None:
     assert served(ask) == FRAMES
 
 
-def test_a_wrong_secret_is_refused() -> None:
+@pytest.mark.parametrize("after_s", [0.0, 0.5], ids=["asked-at-once", "asked-when-refused"])
+def test_a_wrong_secret_is_refused(after_s: float) -> None:
     def ask(to: keys.Rendezvous) -> None:
-        with Client(msgspec.structs.replace(to, local_secret="wrong"), "t") as client, pytest.raises(WaitTimeout, match="refused our key"):
-            client.ask(Commit(0), 20)
+        with Client(msgspec.structs.replace(to, local_secret="wrong"), "t") as client:
+            time.sleep(after_s)
+            with pytest.raises(WaitTimeout, match="refused our key"):
+                client.ask(Commit(0), 20)
 
     served(ask)
 

@@ -29,15 +29,17 @@ demo: setup
 docs: setup
 	$(TRAIN)/bin/python docs/generate.py
 
-# Unit tests take one core each; all others start many processes of their own.
+# Unit tests take one core each. All others start many processes of their own; whole runs wait more than they compute, so two go at a time.
 test: setup lint $(TRAIN)/.system
 	$(TRAIN)/bin/python -m pytest -n 2 --dist loadfile tests/unit
-	$(TRAIN)/bin/python -m pytest tests/ranks tests/gpu tests/engine tests/system
+	$(TRAIN)/bin/python -m pytest tests/ranks tests/gpu tests/engine
+	$(TRAIN)/bin/python -m pytest -n 2 --dist loadfile tests/system
 
 # Every layout in every way, and other random cases in every run: for a change to the trainer's parallelism or to the resharding.
 test-thorough: setup lint $(TRAIN)/.system
 	$(TRAIN)/bin/python -m pytest --thorough -n 2 --dist loadfile tests/unit
-	$(TRAIN)/bin/python -m pytest --thorough tests/ranks tests/gpu tests/engine tests/system
+	$(TRAIN)/bin/python -m pytest --thorough tests/ranks tests/gpu tests/engine
+	$(TRAIN)/bin/python -m pytest --thorough -n 2 --dist loadfile tests/system
 
 test-unit: setup lint $(TRAIN)/.system
 	$(TRAIN)/bin/python -m pytest -n 2 --dist loadfile tests/unit

@@ -18,7 +18,7 @@ from __future__ import annotations
 import re
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any, Literal, TypeVar, cast
 
@@ -31,6 +31,7 @@ from asyncmoe.wire.address import towards
 
 T = TypeVar("T", bound=msgspec.Struct)
 _POLL_S = 0.002
+_WATCH_S = 1.0
 _LAST_WORDS_S = 0.5
 """How long the others are listened to when one has failed: it may be a consequence of what they have to say."""
 _c10d: Any = distributed_c10d
@@ -165,19 +166,25 @@ class Store:
         except RuntimeError as error:
             raise WeightSyncError(f"{self._peer} is gone: {_first_line(error)}") from error
 
-    def get_all(self, keys: Mapping[str, str], kind: type[T], timeout_s: float, failed: str = "failed") -> dict[str, T]:
+    def get_all(
+        self, keys: Mapping[str, str], kind: type[T], timeout_s: float, failed: str = "failed", watch: Callable[[], None] = lambda: None
+    ) -> dict[str, T]:
         """The values of keys, when all are there; or those there are, soon after `failed` is.
 
         Args:
             keys: key -> who sets it.
+            watch: called every second of waiting; raises what makes waiting vain.
 
         Raises:
             WaitTimeout: naming whose are missing.
             WeightSyncError: rank 0 is gone.
         """
         until, some_failed = time.monotonic() + timeout_s, False
-        missing = dict(keys)
+        missing, look = dict(keys), time.monotonic() + _WATCH_S
         while missing:
+            if time.monotonic() > look:
+                watch()
+                look = time.monotonic() + _WATCH_S
             if not some_failed and self.has(failed):
                 some_failed, until = True, time.monotonic() + _LAST_WORDS_S
             over = time.monotonic() > until

@@ -183,12 +183,14 @@ class Conductor:
         except TimeoutError:
             raise WaitTimeout("the engines", "start", wait_s) from None
         self._pool.fence_dead()
+        concerned = self._update.members if self._update is not None else self._roster.members
+        lost = tuple(member.engine.name for member in concerned if member.fenced is not None)
         roster = self._roster = self._roster.now(self._pool)
         infos = tuple(
             EngineInfo(m.engine.name, m.engine.tp, m.engine.ep, offset, m.version, m.engine.host)
             for m, offset in zip(roster.members, roster.offsets, strict=True)
         )
-        return Engines(infos, roster.world, roster.number)
+        return Engines(infos, roster.world, roster.number, lost)
 
     async def _join(self, request: WeightsJoin) -> None:
         members, world = self._whole(), self._roster.world

@@ -34,7 +34,7 @@ from asyncmoe.receiver import channel, meeting
 from asyncmoe.receiver.channel import SideStream, transport_for
 from asyncmoe.receiver.meeting import Header, Outcome
 from asyncmoe.reshard import Exchanger
-from asyncmoe.trainer.direct_group import GRACE_S, Meeting, changed, heed, meet
+from asyncmoe.trainer.direct_group import GRACE_S, Meeting, NotMet, changed, heed, meet, part, watch
 from asyncmoe.trainer.gather import Gatherer, tensors_in
 from asyncmoe.trainer.lora.snapshot import Snapshot
 from asyncmoe.trainer.model import Model
@@ -80,8 +80,8 @@ class Direct:
         if self._met is not None and changed(self._config, self._model, self._client, self._met.roster):
             log.info("the engines are others than before; meeting them")
             self._disperse()
-        if self._met is None:
-            self._met = meet(self._config, self._model, self._client)
+        while self._met is None:
+            self._met = self._meet()
         self._updates, self._number = self._updates + 1, self._number + 1
         if self._exchanger is None:
             self._epoch += 1
@@ -135,28 +135,31 @@ class Direct:
         return self._config.queue.staleness.eta > 0 and not self._left_out
 
     def _lost_one(self) -> bool:
-        """Whether the engines are others than those that the version was for. The controller may take a while to see one's end."""
+        """Whether the engines are others than those that the version was for."""
         assert self._met is not None
+        return self._others(self._met.roster)
+
+    def _others(self, roster: int) -> bool:
+        """Whether the engines are others than those of `roster`. The controller may take a while to see one's end."""
         # Of an engine on its own machine the controller knows nearly at once.
         wait_s = self._config.cluster.silence_s + GRACE_S if self._config.engines.join else _NOTICED_S
-        return changed(self._config, self._model, self._client, self._met.roster, wait_s)
+        return changed(self._config, self._model, self._client, roster, wait_s)
+
+    def _meet(self) -> Meeting | None:
+        """None where an engine that was to come is gone: those that are left can meet."""
+        try:
+            return meet(self._config, self._model, self._client)
+        except NotMet as error:
+            if not self._others(error.roster):
+                raise
+            log.warning("the engines that are left meet: %s", error)
+            return None
 
     def _disperse(self) -> None:
         self._leave()
         if self._met is not None:
-            self._part(self._met)
+            part(self._met.store, self._model)
         self._met, self._number = None, 0
-
-    def _part(self, met: Meeting) -> None:
-        """The store is rank 0's: it stays until all ranks have read what they wait for there."""
-        others = range(1, self._model.mesh.world)
-        try:
-            if self._rank == 0:
-                met.store.get_all({f"left/{rank}": f"trainer rank {rank}" for rank in others}, Outcome, GRACE_S)
-            else:
-                met.store.put(f"left/{self._rank}", Outcome())
-        except AsyncmoeError as error:
-            log.warning("leaving the weight group: %s", error)
 
     def _publish(self, met: Meeting, version: int, expected: Checksums) -> Published:
         begin = time.perf_counter()
@@ -234,7 +237,8 @@ class Direct:
         number, until = self._number, time.monotonic() + met.terms.timeout_s
         self._send(met)
         keys = meeting.moved_keys(number, met.terms)
-        found = met.store.get_all(keys, Outcome, until - time.monotonic(), failed=f"{number}/failed")
+        look = watch(self._config, self._client)
+        found = met.store.get_all(keys, Outcome, until - time.monotonic(), failed=f"{number}/failed", watch=look)
         failures = {keys[key]: outcome.failure for key, outcome in found.items() if outcome.failure}
         if failures:
             raise WeightSyncError(meeting.cause(failures))

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 
 import torch
@@ -23,6 +24,7 @@ from asyncmoe.wire import address
 from asyncmoe.wire.client import Client
 from asyncmoe.wire.messages import Engines, EnginesAsk, WeightsJoin
 
+log = logging.getLogger(__name__)
 _GROUP = "asyncmoe_weights"
 _WORDS = 2048
 _POLL_S = 0.5
@@ -45,6 +47,18 @@ class Meeting:
     plan: Plan
 
 
+class NotMet(WeightSyncError):
+    """The ranks have not come together.
+
+    Attributes:
+        roster: of the engines that were to come, on rank 0.
+    """
+
+    def __init__(self, why: str, roster: int) -> None:
+        super().__init__(why)
+        self.roster = roster
+
+
 def meet(config: Config, model: Model, client: Client) -> Meeting:
     """Collective over the trainer's ranks: all ranks, engines' included, plan the same, and the engines' parameters are what the
     layouts say.
@@ -53,7 +67,7 @@ def meet(config: Config, model: Model, client: Client) -> Meeting:
         client: used on rank 0 only.
 
     Raises:
-        WeightSyncError: naming each parameter that differs, or who has not come; with the same words on every rank.
+        NotMet: naming each parameter that differs, or who has not come; with the same words on every rank.
     """
     rank, wait_s = model.mesh.rank, config.sync.timeout_s
     store, roster = _open(config, model, client)
@@ -66,18 +80,43 @@ def meet(config: Config, model: Model, client: Client) -> Meeting:
         failure = str(error)
     mine = Ready(failure, plan.digest if plan else "")
     if rank == 0:
-        store.put("verdict", Outcome(_disagreement(store, terms, mine, wait_s)))
+        store.put("verdict", Outcome(_disagreement(store, terms, mine, wait_s, watch(config, client))))
     else:
         store.put(f"ready/{rank}", mine)
-    heed(store.get("verdict", Outcome, 2 * wait_s))
+    verdict = store.get("verdict", Outcome, 2 * wait_s)
+    if verdict.failure:
+        part(store, model)
+        raise NotMet(verdict.failure, roster)
     assert plan is not None
     return Meeting(roster, store, terms, plan)
+
+
+def part(store: Store, model: Model) -> None:
+    """Leave a meeting. The store is rank 0's: it stays until all ranks have read what they wait for there."""
+    others = range(1, model.mesh.world)
+    try:
+        if model.mesh.rank == 0:
+            store.get_all({f"left/{rank}": f"trainer rank {rank}" for rank in others}, Outcome, GRACE_S)
+        else:
+            store.put(f"left/{model.mesh.rank}", Outcome())
+    except AsyncmoeError as error:
+        log.warning("leaving the weight group: %s", error)
 
 
 def heed(outcome: Outcome) -> None:
     """Raises WeightSyncError for an outcome that is none."""
     if outcome.failure:
         raise WeightSyncError(outcome.failure)
+
+
+def watch(config: Config, client: Client) -> Callable[[], None]:
+    """What raises WeightSyncError when an engine of the version under way, or of the meeting, is gone. For rank 0."""
+
+    def look() -> None:
+        if lost := _ask_engines(config, client).lost:
+            raise WeightSyncError(f"{', '.join(lost)} is gone")
+
+    return look
 
 
 def changed(config: Config, model: Model, client: Client, roster: int, wait_s: float = 0.0) -> bool:
@@ -113,18 +152,20 @@ def _open(config: Config, model: Model, client: Client) -> tuple[Store, int]:
     """Rank 0 makes the store and has the engines' receivers come to it; every rank gets its own way into it."""
     rank, wait_s = model.mesh.rank, config.sync.timeout_s
     if rank == 0:
-        place, failure = "", "rank 0 has failed"
+        place, failure, roster = "", "rank 0 has failed", 0
         try:
-            store, roster, place = _keep(config, model, client)
+            engines = _ask_engines(config, client)
+            roster = engines.roster
+            store, place = _keep(config, model, client, engines)
         except AsyncmoeError as error:
             failure = str(error)
-            raise
+            raise NotMet(failure, roster) from error
         finally:
             _tell(place, failure)
         return store, roster
     place, failure = _tell()
     if not place:
-        raise WeightSyncError(failure)
+        raise NotMet(failure, 0)
     host, _, port = place.rpartition(":")
     return Store(_GROUP, rank, host, int(port), wait_s), 0
 
@@ -146,10 +187,9 @@ def _ask_engines(config: Config, client: Client) -> Engines:
     return engines
 
 
-def _keep(config: Config, model: Model, client: Client) -> tuple[Store, int, str]:
-    """The store, for which engines, and where it is."""
+def _keep(config: Config, model: Model, client: Client, engines: Engines) -> tuple[Store, str]:
+    """The store, and where it is."""
     world, sync = model.mesh.world, config.sync
-    engines = _ask_engines(config, client)
     host = address.reachable(config.cluster.network)
     listener = meeting.listen(host)
     port = int(listener.getsockname()[1])
@@ -170,7 +210,7 @@ def _keep(config: Config, model: Model, client: Client) -> tuple[Store, int, str
     )
     store.put("terms", terms)
     client.ask(WeightsJoin(host, port, _GROUP, "gloo", "reshard", world), sync.timeout_s + GRACE_S)
-    return store, engines.roster, f"{host}:{port}"
+    return store, f"{host}:{port}"
 
 
 def _together(engines: Engines) -> bool:
@@ -184,12 +224,12 @@ def _adapter(model: Model) -> AdapterTerms | None:
     return None if section is None else AdapterTerms(section.targets, section.rank, section.alpha, section.experts)
 
 
-def _disagreement(store: Store, terms: Terms, mine: Ready, wait_s: float) -> str:
+def _disagreement(store: Store, terms: Terms, mine: Ready, wait_s: float, watch: Callable[[], None]) -> str:
     """Why weights cannot be sent; empty when they can."""
     engines = meeting.engine_ranks(terms)
     names = {rank: f"trainer rank {rank}" for rank in range(1, terms.engines[0].first)} | engines
     try:
-        found = store.get_all({f"ready/{rank}": whom for rank, whom in names.items()}, Ready, wait_s)
+        found = store.get_all({f"ready/{rank}": whom for rank, whom in names.items()}, Ready, wait_s, watch=watch)
     except AsyncmoeError as error:
         return str(error)
     ready = {0: mine} | {rank: found[f"ready/{rank}"] for rank in names}

@@ -260,6 +260,8 @@ class Engines(Message, frozen=True):
     world: int
     roster: int
     """Another number whenever the engines are others than before."""
+    lost: tuple[str, ...] = ()
+    """Engines of the version under way, or else of the roster before, that are gone."""
 
 
 class EngineOrder(Message, frozen=True):

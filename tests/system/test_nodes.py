@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import socket
 from collections.abc import Callable, Iterator
@@ -93,14 +94,21 @@ def test_two_agents_train_with_engines_that_join_die_and_leave(nodes: Nodes) -> 
     nodes.wait("the end of the first engine", 60, lambda: "engine.a is fenced" in nodes.said("controller"))
     steps = len(metrics(nodes.run))
     nodes.wait("steps with the second engine alone", 60, lambda: len(metrics(nodes.run)) > steps + 5)
+    third = nodes.start("c", "engine", options=("--name", "engine.c"))
+    nodes.wait("the third engine", 120, lambda: "engine.c has joined" in nodes.said("controller"))
+    third.process.send_signal(signal.SIGKILL)  # while the trainer meets it, or soon after
+    nodes.wait("the end of the third engine", 60, lambda: "engine.c is fenced" in nodes.said("controller"))
+    steps = len(metrics(nodes.run))
+    nodes.wait("steps without it", 60, lambda: len(metrics(nodes.run)) > steps + 5)
     controller.process.send_signal(signal.SIGINT)
     for command in (controller, *agents, second):
         assert command.process.wait(60) == 0, logs(nodes.run)
         assert command.gone(), command.alive()
-    assert first.gone(), first.alive()
+    for command in (first, third):
+        assert command.gone(), command.alive()
     steps = len(metrics(nodes.run))
     assert [record["step"] for record in metrics(nodes.run)] == list(range(1, steps + 1))
-    assert nodes.generated() == {"engine.a", "engine.b"}
+    assert {"engine.a", "engine.b"} <= nodes.generated() <= {"engine.a", "engine.b", "engine.c"}
 
 
 def test_what_does_not_come_is_named(nodes: Nodes) -> None:
@@ -108,8 +116,9 @@ def test_what_does_not_come_is_named(nodes: Nodes) -> None:
     engine, controller = nodes.start("a", "engine", options=options), nodes.start("controller", "rollout", options=options)
     assert (engine.process.wait(60), controller.process.wait(60)) == (1, 1)
     host = socket.gethostname()
-    assert f"error: engine.{host.partition('.')[0]}.0 on {host}: waited" in nodes.said("a")
-    assert "for the controller: " in nodes.said("a")
+    name = f"engine.{host.partition('.')[0]}.0"
+    # Whichever takes longer than that: its own server, or the controller's answer.
+    assert re.search(rf"error: {name} on {host}: waited [\d.]+ s for (the controller|{name}): ", nodes.said("a")), nodes.said("a")
     assert "for engines: join: 2 of 2 are missing, here is none" in nodes.said("controller")
     assert engine.gone()
     assert controller.gone()

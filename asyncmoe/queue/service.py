@@ -20,13 +20,14 @@ class QueueService:
         config_digest: `Config.digest` of the controller; a trainer of another configuration is refused.
 
     Attributes:
-        finished: resolves at `Goodbye`: True when the trainer is done, False when it stops early and will resume.
+        finished: resolves when every rank has said `Goodbye`: True when the trainer is done, False when it stops early and will resume.
         saved_step: the last step a checkpoint covers, None before the first.
     """
 
     def __init__(self, queue: BoundedQueue, *, run: str, config_digest: str) -> None:
         self._queue, self._run, self._digest = queue, run, config_digest
         self._world: int | None = None
+        self._left: dict[int, bool] = {}
         self.finished: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         self.saved_step: int | None = None
 
@@ -66,8 +67,10 @@ class QueueService:
         return Welcome(self._run)
 
     def _goodbye(self, goodbye: Goodbye) -> None:
-        if self.finished.done():
-            if not self.finished.cancelled() and self.finished.result() != goodbye.finished:
-                raise ProtocolError(f"goodbye: got finished={goodbye.finished} after {self.finished.result()}")
-        else:
+        if self._world is None or not 0 <= goodbye.rank < self._world:
+            raise ProtocolError(f"goodbye: got rank {goodbye.rank} of {self._world or 'a trainer that has not said hello'}")
+        self._left[goodbye.rank] = goodbye.finished
+        if len(set(self._left.values())) > 1:
+            raise ProtocolError(f"goodbye: rank {goodbye.rank} says finished={goodbye.finished}, another said otherwise")
+        if len(self._left) == self._world and not self.finished.done():
             self.finished.set_result(goodbye.finished)

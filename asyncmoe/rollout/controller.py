@@ -34,14 +34,14 @@ from asyncmoe.rollout.weights import Conductor, WeightsRequest
 from asyncmoe.trajectory import Buffer, Trajectory
 from asyncmoe.wire import address, keys
 from asyncmoe.wire.environment import Given, given
-from asyncmoe.wire.messages import EngineOrder, Goodbye, Hello, Reply, Request
+from asyncmoe.wire.messages import EngineOrder, Hello, Reply, Request
 from asyncmoe.wire.peers import check, facts
 from asyncmoe.wire.server import Server
 
 log = logging.getLogger(__name__)
 _RECORD_S = 1.0
 _LAST_WORDS_S = 1.0
-"""How long requests are still answered after a failure, so that the trainer hears what it was."""
+"""How long requests are still answered at the end, so that the trainer hears what a failure was, and each rank that it may leave."""
 
 
 @named("controller")
@@ -174,7 +174,7 @@ class Controller:
         if self._service is None:
             return await self._meet(request)
         reply = await self._service(request)
-        if isinstance(request, Goodbye):
+        if self._service.finished.done():
             self._over.set()
         return reply
 
@@ -194,12 +194,9 @@ class Controller:
         await self._over.wait()
         await _cancel(working)
         self._write_record()
-        if self._failure is not None:
-            order = EngineOrder(why=f"the run has failed: {self._failure}")
-            await asyncio.gather(asyncio.sleep(_LAST_WORDS_S), self._membership.end(order))
-        else:
-            # The trainer's other ranks say goodbye meanwhile.
-            await asyncio.gather(self._membership.end(EngineOrder(finished=True)), *(engine.stop() for engine in self._engines))
+        why = "" if self._failure is None else f"the run has failed: {self._failure}"
+        stopping = () if why else (engine.stop() for engine in self._engines)
+        await asyncio.gather(asyncio.sleep(_LAST_WORDS_S), self._membership.end(EngineOrder(finished=not why, why=why)), *stopping)
         await _cancel([serving])
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.remove_signal_handler(number)

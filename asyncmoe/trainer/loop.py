@@ -107,7 +107,7 @@ class Trainer:
         if self._saved != self._step:
             self._save()
         self._sync.settle()
-        self._client.ask(Goodbye(finished=self._step == self._total), ANSWER_S)
+        self._client.ask(Goodbye(self._mesh.rank, finished=self._step == self._total), ANSWER_S)
         self._sync.close()
 
     @property

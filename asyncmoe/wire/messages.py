@@ -72,8 +72,9 @@ class Saved(Message, frozen=True):
 
 
 class Goodbye(Message, frozen=True):
-    """The trainer is done (`finished`) or is stopping early and will resume."""
+    """A rank of the trainer leaves: all steps are done (`finished`), or the trainer stops early and will resume."""
 
+    rank: int
     finished: bool
 
 

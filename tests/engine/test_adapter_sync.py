@@ -164,10 +164,10 @@ def difference(oracle: Merged, t: Trajectory) -> float:
     logprobs = [float(value) for value in t.logprobs[t.loss_mask]]
     assert t.routes is not None
     other = (np.sort(decode_routes(t.routes, t.key)) != np.sort(routes(oracle.model, t.tokens))).any(-1)
-    if other.any() and len(logprobs) > 1:
+    if other.any():
         place = int(np.flatnonzero(other.any(0))[0])
         if gaps(oracle.model, t.tokens)[np.flatnonzero(other[:, place])[0], place] < 1e-5:
-            # A token at `place` has its experts there, and the next one's probability follows from them.
-            compared = place + 1 - len(prompt)
+            # A token at `place` has its experts there, and the next one's probability follows from them; all do from one in the prompt.
+            compared = max(0, place + 1 - len(prompt))
             sampled, logprobs = sampled[:compared], logprobs[:compared]
     return oracle.difference(prompt, sampled, logprobs, 1.0) if sampled else 0.0

@@ -17,7 +17,7 @@ from asyncmoe.record import Recording
 from asyncmoe.rollout.engine import Engine
 from asyncmoe.rollout.engine_client import Sampling
 from asyncmoe.rollout.sampled import routed_experts
-from tests import family_models
+from tests import families
 from tests.engine.conftest import Rig, make, settings
 from tests.engine.oracle import Oracle, perturbed
 from tests.engine.test_direct import PROMPT, Stage, difference, generate, wrong
@@ -25,7 +25,7 @@ from tests.engine.test_direct import PROMPT, Stage, difference, generate, wrong
 pytestmark = [pytest.mark.engine, pytest.mark.ranks]
 FEW = "deepseek"
 """The family with the most of its own; the others in a thorough test."""
-families = [name if name == FEW else pytest.param(name, marks=pytest.mark.thorough) for name in family_models.MODELS]
+every = [name if name == FEW else pytest.param(name, marks=pytest.mark.thorough) for name in families.MODELS]
 
 
 def start(runner: asyncio.Runner, config: Config) -> Rig:
@@ -39,9 +39,9 @@ def start(runner: asyncio.Runner, config: Config) -> Rig:
     return rig
 
 
-@pytest.fixture(params=families)
+@pytest.fixture(params=every)
 def stage(request: pytest.FixtureRequest, runner: asyncio.Runner, tmp_path: Path) -> Iterator[Stage]:
-    first = Oracle(family_models.write(tmp_path / "first", request.param))
+    first = Oracle(families.write(tmp_path / "first", request.param))
     rig = start(runner, settings(first.path, tmp_path / "run", max_total_tokens=4096))
     try:
         checkpoints = [first, perturbed(first, tmp_path / "a", 1), perturbed(first, tmp_path / "b", 2)]
@@ -91,10 +91,10 @@ def chosen(model: Any, tokens: list[int]) -> np.ndarray:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("family", family_models.MODELS)
+@pytest.mark.parametrize("family", families.MODELS)
 def test_halved_precision_and_several_ranks(family: str, runner: asyncio.Runner, tmp_path: Path) -> None:
     """A float32 trainer of two ranks and a bfloat16 engine of two: tensors that are float32 all the same arrive unrounded."""
-    first = Oracle(family_models.write(tmp_path / "first", family))
+    first = Oracle(families.write(tmp_path / "first", family))
     rig = start(runner, settings(first.path, tmp_path / "run", max_total_tokens=4096, tp=2, ep=2, dtype="bfloat16"))
     try:
         a = perturbed(first, tmp_path / "a", 1)

@@ -10,6 +10,7 @@ import numpy as np
 
 from asyncmoe.config import Config, parse
 from asyncmoe.trajectory import NOT_SAMPLED, Trajectory
+from tests import families
 
 VERSION = 5
 TEMPERATURE = 0.8
@@ -31,75 +32,19 @@ _SIZES: dict[str, Any] = {
     "vocab_size": VOCAB,
     "hidden_size": 64,
     "intermediate_size": 96,
+    "moe_intermediate_size": 48,
     "num_hidden_layers": 4,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
+    "num_experts_per_tok": 2,
     "max_position_embeddings": 256,
     "rope_theta": 10000.0,
     "tie_word_embeddings": False,
     "attn_implementation": "eager",
 }
-_QWEN3: dict[str, Any] = {**_SIZES, "model_type": "qwen3", "head_dim": 32}  # which is not hidden / heads
-_QWEN3_MOE: dict[str, Any] = {
-    **_QWEN3,
-    "model_type": "qwen3_moe",
-    "moe_intermediate_size": 48,
-    "num_experts": 8,
-    "num_experts_per_tok": 2,
-    "norm_topk_prob": True,
-    "output_router_logits": False,
-    "router_aux_loss_coef": 0.0,
-}
-_GLM4_MOE: dict[str, Any] = {
-    **_QWEN3,
-    "model_type": "glm4_moe",
-    "moe_intermediate_size": 48,
-    "n_routed_experts": 8,
-    "n_shared_experts": 1,
-    "num_experts_per_tok": 2,
-    "first_k_dense_replace": 1,
-    "routed_scaling_factor": 2.5,
-    "attention_bias": True,
-    "use_qk_norm": True,
-    "partial_rotary_factor": 0.5,
-}
-_DEEPSEEK_V3: dict[str, Any] = {
-    **_SIZES,
-    "model_type": "deepseek_v3",
-    "num_key_value_heads": 4,
-    "moe_intermediate_size": 48,
-    "n_routed_experts": 8,
-    "n_shared_experts": 1,
-    "num_experts_per_tok": 4,
-    "first_k_dense_replace": 1,
-    "routed_scaling_factor": 2.5,
-    "n_group": 4,
-    "topk_group": 2,
-    "q_lora_rank": 24,
-    "kv_lora_rank": 20,
-    "qk_nope_head_dim": 14,
-    "qk_rope_head_dim": 8,
-    "v_head_dim": 18,
-    "rope_parameters": {
-        "rope_type": "yarn",
-        "rope_theta": 10000.0,
-        "factor": 8.0,
-        "original_max_position_embeddings": 32,
-        "beta_fast": 32,
-        "beta_slow": 1,
-        "mscale": 0.7,
-        "mscale_all_dim": 1.0,
-    },
-}
-_MOONLIGHT: dict[str, Any] = {
-    **_DEEPSEEK_V3,
-    "n_group": 1,
-    "topk_group": 1,
-    "n_shared_experts": 2,
-    "q_lora_rank": None,
-    "rms_norm_eps": 1e-3,  # of all norms but those of the small vectors
-    "rope_parameters": {"rope_type": "default", "rope_theta": 50000.0},
-}
+_QWEN3 = families.sized(_SIZES, "qwen3")
+_QWEN3_MOE = {**families.sized(_SIZES, "qwen3_moe"), "output_router_logits": False, "router_aux_loss_coef": 0.0}
+_GLM = families.sized(_SIZES, "glm")
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": _QWEN3_MOE,
@@ -107,11 +52,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "tied": {**_QWEN3_MOE, "tie_word_embeddings": True, "mlp_only_layers": [1], "norm_topk_prob": False},
     "dense": _QWEN3,
     "dense-tied": {**_QWEN3, "tie_word_embeddings": True},
-    "deepseek": _DEEPSEEK_V3,
-    "moonlight": _MOONLIGHT,
-    "glm": _GLM4_MOE,
-    "glm-air": {**_GLM4_MOE, "use_qk_norm": False, "n_shared_experts": 2, "first_k_dense_replace": 0, "routed_scaling_factor": 1.0},
-    "mixtral": {**_SIZES, "model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2},
+    **{name: families.sized(_SIZES, name) for name in families.MODELS if name not in ("qwen3", "qwen3_moe")},
+    # An epsilon that is seen: of all norms but those of the small vectors.
+    "moonlight": {**families.sized(_SIZES, "moonlight"), "rms_norm_eps": 1e-3},
+    "glm-air": {**_GLM, "use_qk_norm": False, "n_shared_experts": 2, "first_k_dense_replace": 0, "routed_scaling_factor": 1.0},
 }
 """Models that layouts are tried on; every family is among them."""
 

@@ -1,7 +1,8 @@
 """Worker: what Megatron holds on every rank, and what a layer keeps for its backward pass, next to what `asyncmoe.launch.memory` says of
 them. `memory.py RESULT LAYOUT...`
 
-A layout is a list of the trainer's keys, and of those in `SPECIAL`, such as "tp=2,ep=2,distributed=true", "ep=2,lora=true" or "model=glm".
+A layout is a list of the trainer's keys, and of those in `SPECIAL`, such as "tp=2,ep=2,distributed=true", "ep=2,lora=true" or "model=glm";
+the model is qwen3_moe where none is named.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from asyncmoe.models.latent import Latent
 from asyncmoe.platform import megatron
 from asyncmoe.trainer import mesh, model, optimizer
 from asyncmoe.trainer.lora import attach
+from tests import families
 
 megatron.prepare()
 
@@ -32,25 +34,16 @@ ROWS = 256
 SPECIAL = ("distributed", "lora", "model")
 PARTS = ("weights", "adapters", "gradients", "optimizer")
 _SIZES: dict[str, Any] = {
-    "vocab_size": 512, "hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64,
-    "num_experts_per_tok": 4, "moe_intermediate_size": 128, "intermediate_size": 384, "norm_topk_prob": True,
+    "vocab_size": 512, "hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 2,
+    "num_experts_per_tok": 4, "moe_intermediate_size": 128, "intermediate_size": 384,
 }  # fmt: skip
-_SIGMOID: dict[str, Any] = {
-    **_SIZES, "n_routed_experts": 8, "n_shared_experts": 2, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1,
-    "routed_scaling_factor": 2.5,
-}  # fmt: skip
-_DEEPSEEK: dict[str, Any] = {
-    **_SIGMOID, "model_type": "deepseek_v3", "num_key_value_heads": 8, "scoring_func": "sigmoid", "topk_method": "noaux_tc",
-    "moe_layer_freq": 1, "q_lora_rank": 96, "kv_lora_rank": 80, "qk_nope_head_dim": 48, "qk_rope_head_dim": 16, "v_head_dim": 64,
-}  # fmt: skip
-MODELS: dict[str, dict[str, Any]] = {
-    "qwen": {**_SIZES, "model_type": "qwen3_moe", "num_experts": 8, "mlp_only_layers": [1]},
-    "mixtral": {**_SIZES, "model_type": "mixtral", "hidden_size": 512, "num_local_experts": 8},
-    "glm": {**_SIGMOID, "model_type": "glm4_moe", "attention_bias": True, "use_qk_norm": True, "partial_rotary_factor": 0.5},
-    "deepseek": _DEEPSEEK,
-    "moonlight": {**_DEEPSEEK, "q_lora_rank": None},
-}
+_LATENT = {"q_lora_rank": 96, "kv_lora_rank": 80, "qk_nope_head_dim": 48, "qk_rope_head_dim": 16, "v_head_dim": 64}
 """Values of latent attention are as wide as queries: torch's kernel for CPUs keeps all scores where they are not."""
+MODELS: dict[str, dict[str, Any]] = {
+    name: {**families.sized(_SIZES, name), **{key: value for key, value in _LATENT.items() if model.get(key)}}
+    for name, model in families.MODELS.items()
+}
+MODELS["qwen3_moe"]["mlp_only_layers"] = [1]
 
 
 def main(result: Path, layouts: list[str]) -> None:
@@ -78,7 +71,7 @@ def configured(layout: str, ranks: int) -> tuple[Config, dict[str, Any]]:
             "trainer": trainer,
         }
     )
-    return config, MODELS[special["model"] or "qwen"]
+    return config, MODELS[special["model"] or "qwen3_moe"]
 
 
 def compare(config: Config, hf: dict[str, Any]) -> dict[str, Any]:

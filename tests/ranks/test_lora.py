@@ -146,8 +146,10 @@ def test_bfloat16_follows_float32(found: dict[str, dict[str, Any]]) -> None:
 
 @pytest.mark.parametrize(
     ("ranks", "saved", "loaded"),
-    [(2, "tp=2", ["tp=2", "tp=1", "pp=2", "pp=2,vpp=2"]), (4, "tp=2,ep=2", ["ep=4", "pp=2,ep=2", "tp=2,ep=2,etp=2"])],
-    ids=["dense", "experts"],
+    [
+        pytest.param(2, "tp=2", ["tp=2", "tp=1", "pp=2", "pp=2,vpp=2"], id="dense", marks=pytest.mark.thorough),
+        pytest.param(4, "tp=2,ep=2", ["ep=4", "pp=2,ep=2", "tp=2,ep=2,etp=2"], id="experts"),
+    ],
 )
 def test_a_saved_run_goes_on_under_another_layout(references: Path, ranks: int, saved: str, loaded: list[str]) -> None:
     found = launch.run("lora_resume", ranks, references, str(references), saved, *loaded)
@@ -188,6 +190,7 @@ def apart(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> float:
     return max(float((a - b).abs().max()) for a, b in zip(ours, theirs, strict=True))
 
 
+@pytest.mark.thorough
 def test_the_layers_of_transformer_engine(references: Path) -> None:
     """As far as they can be tried without a GPU: stand-ins for its own, Megatron's around them."""
     found = launch.run("lora_grouped", 4, references, str(references), "tp=2,ep=2", "ep=2,etp=2", "tp=2,pp=2")

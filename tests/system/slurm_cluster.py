@@ -109,13 +109,13 @@ def cluster(directory: Path, nodes: int = 3) -> Iterator[Cluster]:
 
 
 def configuration(directory: Path, nodes: tuple[str, ...], ports: list[int]) -> str:
-    """slurm.conf. A requeued job waits as long as a credential is valid (slurm.conf(5), cred_expire): 2 s here instead of 120."""
+    """slurm.conf. A requeued job waits as long as a credential is valid (slurm.conf(5), cred_expire): 5 s, the least there is, not 120."""
     head = {
         "ClusterName": "test",
         "SlurmctldHost": "localhost(127.0.0.1)",
         "SlurmctldPort": ports[0],
         "AuthType": "auth/munge",
-        "AuthInfo": f"cred_expire=2,socket={directory / 'munge.socket'}",
+        "AuthInfo": f"cred_expire=5,socket={directory / 'munge.socket'}",
         "CredType": "cred/munge",
         "ProctrackType": "proctrack/linuxproc",
         "TaskPlugin": "task/none",

@@ -6,17 +6,19 @@ from pathlib import Path
 
 import pytest
 
-from tests import family_models
+from asyncmoe.models import family_of, load_hf_config
+from tests import families
 from tests.system.runs import metrics, run
 
 pytestmark = [pytest.mark.system, pytest.mark.thorough]
 
 
-@pytest.mark.parametrize("family", family_models.MODELS)
+@pytest.mark.parametrize("family", families.MODELS)
 def test_a_family_learns_from_an_engine_of_its_own(family: str, tmp_path: Path) -> None:
     """The path of a checkpoint in between, and the biases that routers choose by moved by their own rule, where there are some."""
-    family_models.write(tmp_path / "model", family)
-    rate = 0.0 if family == "mixtral" else 1e-3
+    families.write(tmp_path / "model", family)
+    hf = load_hf_config(tmp_path / "model")
+    rate = 1e-3 if family_of(hf).shape_of(hf).router_bias else 0.0
     summary = run(
         tmp_path / "run",
         *("warmup.steps=2", "warmup.lr=1e-3", "run.steps=4", "trainer.ranks=1", "trainer.ep=1", "trainer.checkpoint_every=3"),

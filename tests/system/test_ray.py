@@ -111,6 +111,7 @@ def test_a_run_on_three_nodes_is_the_run_on_one(cluster: Nodes, tmp_path: Path) 
     assert (tmp_path / "ray" / "report.html").exists()
 
 
+@pytest.mark.thorough
 def test_ctrl_c_reaches_the_trainer_on_other_nodes(cluster: Nodes, tmp_path: Path) -> None:
     command = start(tmp_path / "run", *ON_RAY, "run.steps=2000")
     assert wait_for(lambda: len(metrics(tmp_path / "run")) > 5 or command.process.poll() is not None, 180)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.system
+pytestmark = [pytest.mark.system, pytest.mark.thorough]
 SCRIPT = Path(__file__).parents[1] / "sanitize.sh"
 NO_RUNTIME = 77
 """What the script ends with where the compiler has no sanitizers."""

@@ -2,27 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any
-
-import pytest
 from model_cases import MODELS
 
 from asyncmoe.models import FAMILIES
-from tests import family_models
+from tests import families
 from tests.ranks import case
 
-LISTS: dict[str, tuple[Mapping[str, dict[str, Any]], Iterable[str]]] = {
-    "tests/unit/model_cases.py: MODELS": (MODELS, ()),
-    "tests/ranks/case.py: VARIANTS": (case.VARIANTS, ()),
-    "tests/family_models.py: MODELS": (family_models.MODELS, family_models.ELSEWHERE),
-}
+
+def test_every_family_has_a_small_model() -> None:
+    listed = {model["model_type"] for model in families.MODELS.values()}
+    assert listed == {family.name for family in FAMILIES.values()}, "add a small model of each family to tests/families.py"
 
 
-@pytest.mark.parametrize("name", LISTS)
-def test_every_family_is_tried(name: str) -> None:
-    models, elsewhere = LISTS[name]
-    listed = {model["model_type"] for model in models.values()}
-    registered = {family.name for family in FAMILIES.values()}
-    assert listed.isdisjoint(elsewhere)
-    assert listed | set(elsewhere) == registered, f"add a small model of each family to {name}"
+def test_every_small_model_is_tried_in_layouts_and_on_ranks() -> None:
+    """Tests of engines, runs and memory go over `families.MODELS` themselves."""
+    for tried in (MODELS, case.VARIANTS):
+        kinds = [model["model_type"] for model in tried.values()]
+        assert all(kinds.count(model["model_type"]) for model in families.MODELS.values())

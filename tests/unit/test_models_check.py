@@ -19,7 +19,7 @@ from asyncmoe.models import EngineParallel, MegatronParallel
 from asyncmoe.models.lora import halves
 from asyncmoe.models.lora.adapter import Kind
 
-YARN = MODELS["deepseek_v3"]["rope_parameters"]
+YARN = MODELS["deepseek"]["rope_parameters"]
 HF = {**WITH_A_DENSE_LAYER, "mlp_only_layers": []}
 
 
@@ -98,8 +98,8 @@ def test_impossible_for_a_dense_model(trainer: dict[str, int], engines: dict[str
 @pytest.mark.parametrize(
     ("engines", "changes", "words"),
     [
-        ({}, {"head_dim": 8}, ["head_dim", "got 8", "expected 4", "mixtral is carried over"]),
-        ({}, {"hidden_size": 36, "head_dim": None}, ["hidden_size", "got 36", "expected 32"]),
+        ({}, {"head_dim": 8}, ["head_dim", "got 8", "expected 6", "mixtral is carried over"]),
+        ({}, {"hidden_size": 52, "head_dim": None}, ["hidden_size", "got 52", "expected 48"]),
         ({}, {"hidden_size": 24, "head_dim": None}, ["head_dim", "got 3", "even"]),
         ({}, {"sliding_window": 4096}, ["sliding_window", "got 4096", "None"]),
         ({}, {"tie_word_embeddings": True}, ["tie_word_embeddings"]),
@@ -130,8 +130,8 @@ def test_impossible_for_mixtral(engines: dict[str, int], changes: dict[str, Any]
     ],
 )
 def test_impossible_for_glm(changes: dict[str, Any], words: list[str]) -> None:
-    models.check(config(), MODELS["glm4_moe"])
-    refused(lambda: models.check(config(), {**MODELS["glm4_moe"], **changes}), words)
+    models.check(config(), MODELS["glm"])
+    refused(lambda: models.check(config(), {**MODELS["glm"], **changes}), words)
 
 
 @pytest.mark.parametrize(
@@ -144,7 +144,7 @@ def test_impossible_for_glm(changes: dict[str, Any], words: list[str]) -> None:
     ids=str,
 )
 def test_impossible_engines_for_glm(engine: EngineParallel, words: list[str]) -> None:
-    hf = {**MODELS["glm4_moe"], "n_shared_experts": 2}
+    hf = {**MODELS["glm"], "n_shared_experts": 2}
     refused(lambda: models.family_of(hf).check(hf, MegatronParallel(), engine), words)
 
 
@@ -172,16 +172,16 @@ def test_impossible_engines_for_glm(engine: EngineParallel, words: list[str]) ->
     ],
 )
 def test_impossible_for_deepseek(changes: dict[str, Any], words: list[str]) -> None:
-    for model in ("deepseek_v3", "moonlight"):
+    for model in ("deepseek", "moonlight"):
         models.check(config(), MODELS[model])
         models.check(config(), {**MODELS[model], "model_type": "kimi_k2"})
-    refused(lambda: models.check(config(), {**MODELS["deepseek_v3"], **changes}), words)
+    refused(lambda: models.check(config(), {**MODELS["deepseek"], **changes}), words)
 
 
-@pytest.mark.parametrize(("model", "train", "word"), [("qwen3_moe", "full", "no selection bias"), ("glm4_moe", "lora", "train is lora")])
+@pytest.mark.parametrize(("model", "train", "word"), [("qwen3_moe", "full", "no selection bias"), ("glm", "lora", "train is lora")])
 def test_a_rule_for_biases_that_there_are_not(model: str, train: str, word: str) -> None:
     values = {"run": {"dir": "r", "steps": 1}, "model": {"path": "m"}, "task": {"kind": "arithmetic"}, "trainer": {"router_bias_rate": 0.1}}
-    models.check(parse(values), MODELS["glm4_moe"])
+    models.check(parse(values), MODELS["glm"])
     hf = {**MODELS[model], "mlp_only_layers": []}
     chosen = parse({**values, "train": train, "lora": {"targets": ["q_proj"], "rank": 2}})
     refused(lambda: models.check(chosen, hf), ["trainer.router_bias_rate: got 0.1", "expected 0", word])
@@ -192,8 +192,8 @@ def test_layers_that_cannot_have_adapters_are_named() -> None:
         halves.check(Kind(targets, 2, 4.0), models.family_of(MODELS["mixtral"]).shape_of(MODELS["mixtral"]))
 
     check("q_proj", "o_proj")
-    halves.check(Kind(("k_proj",), 2, 4.0), models.family_of(MODELS["glm4_moe"]).shape_of(MODELS["glm4_moe"]))
-    deepseek = models.family_of(MODELS["deepseek_v3"]).shape_of(MODELS["deepseek_v3"])
+    halves.check(Kind(("k_proj",), 2, 4.0), models.family_of(MODELS["glm"]).shape_of(MODELS["glm"]))
+    deepseek = models.family_of(MODELS["deepseek"]).shape_of(MODELS["deepseek"])
     refused(lambda: halves.check(Kind(("o_proj",), 2, 4.0), deepseek), ["lora.targets: got o_proj", "train: full", "cannot have adapters"])
     refused(lambda: check("q_proj", "up_proj", "down_proj"), ["lora.targets: got up_proj, down_proj", "some of q_proj, k_proj"])
 

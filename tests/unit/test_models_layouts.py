@@ -106,9 +106,10 @@ def renamed(w: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 def grouped_attention(hf: dict[str, Any], grid: MegatronParallel, tp: int, w: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     out: dict[str, torch.Tensor] = {}
+    head = hf.get("head_dim", hf["hidden_size"] // hf["num_attention_heads"])
     for kind in ("weight", "bias"):
         if f"self_attn.q_proj.{kind}" in w:
-            by_group = [w[f"self_attn.{x}_proj.{kind}"].unflatten(0, (hf["num_key_value_heads"], -1, hf["head_dim"])) for x in "qkv"]
+            by_group = [w[f"self_attn.{x}_proj.{kind}"].unflatten(0, (hf["num_key_value_heads"], -1, head)) for x in "qkv"]
             out[f"self_attention.linear_qkv.{kind}"] = torch.cat(by_group, 1).flatten(0, 2).chunk(grid.tp)[tp]
     out["self_attention.linear_proj.weight"] = w["self_attn.o_proj.weight"].chunk(grid.tp, 1)[tp]
     out |= {f"self_attention.{x}_layernorm.weight": w[f"self_attn.{x}_norm.weight"] for x in "qk" if f"self_attn.{x}_norm.weight" in w}
@@ -309,7 +310,7 @@ def test_checkpoint_names_are_those_transformers_writes(tmp_path: Path, hf: dict
 
 def test_what_an_engine_takes_only_together_is_in_one_bucket() -> None:
     """SGLang's loader puts q_a_proj and kv_a_proj_with_mqa into one parameter, and forgets half of it when a call has only one of them."""
-    hf = MODELS["deepseek_v3"]
+    hf = MODELS["deepseek"]
     family = family_of(hf)
     glued = family.glued(hf)
     assert glued == {f"model.layers.{i}.self_attn.kv_a_proj_with_mqa.weight" for i in range(4)}
@@ -317,7 +318,7 @@ def test_what_an_engine_takes_only_together_is_in_one_bucket() -> None:
     assert {bucket.names for bucket in made if set(bucket.names) & glued} == {
         tuple(f"model.layers.{i}.self_attn.{name}.weight" for name in ("q_a_proj", "kv_a_proj_with_mqa")) for i in range(4)
     }
-    assert all(not family_of(other).glued(other) for name, other in MODELS.items() if name not in ("deepseek_v3", "moonlight"))
+    assert all(not family_of(other).glued(other) for name, other in MODELS.items() if name not in ("deepseek", "moonlight"))
 
 
 def test_names_of_tensors() -> None:

@@ -547,7 +547,9 @@ async def test_service_over_a_real_socket() -> None:
                 with pytest.raises(ProtocolError, match="holds no lease"):
                     await ask(one, Fetch(0, ("g1.e0",)))
                 await ask(one, Saved(0))
-                await ask(one, Goodbye(False))
+                await ask(one, Goodbye(1, False))
+                assert not service.finished.done()
+                await ask(zero, Goodbye(0, False))
             assert await service.finished is False
             assert service.saved_step == 0
             serving.cancel()
@@ -568,11 +570,17 @@ async def test_hello_refuses_another_configuration_world_or_step() -> None:
 
 
 @asynchronous
-async def test_goodbye_is_said_once_and_the_same_by_all() -> None:
+async def test_the_trainer_has_left_when_every_rank_has_and_all_say_the_same() -> None:
     service = QueueService(queue(), run="r", config_digest="")
-    assert not service.finished.done()
+    with pytest.raises(ProtocolError, match="goodbye: got rank 0 of a trainer that has not said hello"):
+        await service(Goodbye(0, True))
+    await service(Hello(1, 2, "", 0))
     for _ in range(2):
-        assert await service(Goodbye(True)) == Done()
-    with pytest.raises(ProtocolError, match="goodbye"):
-        await service(Goodbye(False))
+        assert await service(Goodbye(1, True)) == Done()
+        assert not service.finished.done()
+    with pytest.raises(ProtocolError, match="goodbye: got rank 2 of 2"):
+        await service(Goodbye(2, True))
+    assert await service(Goodbye(0, True)) == Done()
     assert service.finished.result() is True
+    with pytest.raises(ProtocolError, match="says finished=False, another said otherwise"):
+        await service(Goodbye(0, False))

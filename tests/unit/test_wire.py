@@ -364,7 +364,7 @@ def test_the_last_reply_leaves_before_the_server_closes() -> None:
         to = await server.start()
         serving = asyncio.ensure_future(server.serve())
         with Client(to, "t") as client:
-            asking = asyncio.ensure_future(asyncio.to_thread(client.ask, Goodbye(True), 20))
+            asking = asyncio.ensure_future(asyncio.to_thread(client.ask, Goodbye(0, True), 20))
             await said.wait()
             await asyncio.sleep(0)
             serving.cancel()

@@ -10,6 +10,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from asyncmoe.errors import DataError
+from asyncmoe.reshard.float8 import BLOCK, SCALES, scales_shape
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -33,17 +34,25 @@ class HFCheckpoint:
             raise DataError(str(path), got="no safetensors", expected=f"{SINGLE} or {INDEX}")
 
     def read(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """A contiguous copy of one tensor, cast to `dtype`.
+        """A contiguous copy of one tensor, cast to `dtype`; one of float8 in blocks is multiplied by its scales.
 
         Raises:
-            DataError: it is missing or has another shape.
+            DataError: it is missing or has another shape, or its scales do.
         """
+        tensor = self._tensor(name, shape)
+        if tensor.dtype == torch.float8_e4m3fn:
+            scales = self._tensor(name + SCALES, scales_shape(shape)).float()
+            wide = scales.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)
+            tensor = tensor.float() * wide[: shape[0], : shape[1]]
+        return tensor.to(dtype).contiguous()
+
+    def _tensor(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         if name not in self._file_of:
             raise DataError(f"{self._path}: tensor {name}", got="nothing", expected=f"a tensor of shape {list(shape)}")
         tensor: torch.Tensor = self._open(self._file_of[name]).get_tensor(name)
         if tuple(tensor.shape) != tuple(shape):
             raise DataError(f"{self._path}: tensor {name}", got=f"shape {list(tensor.shape)}", expected=f"shape {list(shape)}")
-        return tensor.to(dtype).contiguous()
+        return tensor
 
     def _read_index(self) -> dict[str, str]:
         try:

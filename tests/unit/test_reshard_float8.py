@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import ast
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,8 +17,8 @@ from asyncmoe.errors import LayoutError
 from asyncmoe.reshard import LayoutBuilder, LocalTransport, RankLayout, exchange, plan
 from asyncmoe.reshard.float8 import BLOCK, FLOAT8, SCALES, Scaler, scales_shape, with_scale_tensors, with_scales
 from asyncmoe.reshard.layout import columns, rows, whole
+from tests import float8
 
-QUANTISATION = Path(__file__).parents[2] / ".venv-engine/lib/python3.11/site-packages/sglang/srt/layers/quantization"
 RAW = {"float32": np.float32, "bfloat16": np.uint16, FLOAT8: np.uint8}
 Shapes = dict[str, tuple[int, ...]]
 Arrays = dict[str, np.ndarray]
@@ -31,23 +28,9 @@ def chosen(name: str) -> bool:
     return name.startswith("w")
 
 
-def sglang(file: str, *names: str) -> dict[str, Callable[..., Any]]:
-    """Functions of SGLang's, without the rest of its package, which wants a GPU."""
-    path = QUANTISATION / file
-    if not path.exists():
-        pytest.skip("SGLang is not installed in .venv-engine")
-    found = [node for node in ast.parse(path.read_text()).body if isinstance(node, ast.FunctionDef) and node.name in names]
-    scope: dict[str, Any] = {"torch": torch, "Tuple": tuple, "ceil_align": lambda n, step: -(-n // step) * step}
-    exec(compile(ast.Module(found, []), str(path), "exec"), scope)
-    return scope
-
-
 def quantise(weights: torch.Tensor, *, power_of_two: bool = False) -> tuple[np.ndarray, np.ndarray]:
     """SGLang's float8 bytes and scales of a matrix."""
-    if power_of_two:
-        made, scales = sglang("fp8_utils.py", "per_block_cast_to_fp8", "ceil_to_ue8m0")["per_block_cast_to_fp8"](weights)
-    else:
-        made, scales = sglang("mxfp8_block_convert.py", "bf16_to_block_fp8_128")["bf16_to_block_fp8_128"](weights)
+    made, scales = float8.quantise(weights, power_of_two=power_of_two)
     return made.view(torch.uint8).numpy(), scales.numpy()
 
 

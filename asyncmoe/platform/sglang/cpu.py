@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from asyncmoe.platform.sglang import cpu_latent, cpu_lora
+from asyncmoe.platform.sglang import cpu_float8, cpu_latent, cpu_lora
 from asyncmoe.platform.sglang.lifetime import end_with_parent
 from asyncmoe.platform.sglang.standin import PatchTargetGone, decorate, provide, refuse
 
@@ -55,6 +55,7 @@ def install() -> None:
     _pinned_host_memory()
     cpu_lora.install()
     cpu_latent.install()
+    cpu_float8.install()
 
 
 def fork_children() -> None:

@@ -84,7 +84,7 @@ def _block_with_scales(block: Block, rank: int, tensors: Mapping[str, tuple[int,
             if not chosen(piece.tensor):
                 raise LayoutError(f"rank {rank}: storage {piece.storage}", got=f"{piece.tensor} in it", expected="only tensors of blocks")
             pieces.append(_scales(piece, block.storages[piece.storage], tensors[front + piece.tensor], rank))
-    for name in held:
+    for name in [name for name in block.storages if name in held]:  # in an order that all ranks have
         shape = storages[name].shape
         storages[name + SCALES] = Storage(scales_shape(shape), "float32")
         if quantised:

@@ -10,7 +10,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from asyncmoe.errors import DataError
-from asyncmoe.reshard.float8 import BLOCK, SCALES, scales_shape
+from asyncmoe.platform.float8 import dequantised
+from asyncmoe.reshard.float8 import SCALES, scales_shape
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -41,9 +42,7 @@ class HFCheckpoint:
         """
         tensor = self._tensor(name, shape)
         if tensor.dtype == torch.float8_e4m3fn:
-            scales = self._tensor(name + SCALES, scales_shape(shape)).float()
-            wide = scales.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)
-            tensor = tensor.float() * wide[: shape[0], : shape[1]]
+            tensor = dequantised(tensor, self._tensor(name + SCALES, scales_shape(shape)), dtype)
         return tensor.to(dtype).contiguous()
 
     def _tensor(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:

@@ -10,8 +10,10 @@ import torch
 from asyncmoe.config.generation import EngineSection
 from asyncmoe.models import EngineParallel, engine_dtype
 from asyncmoe.models.payload import Payload
+from asyncmoe.platform.float8 import dequantised
 from asyncmoe.reshard import LocalTransport, exchange, plan
 from asyncmoe.reshard.checksum import engine_checksums as checksums_of
+from asyncmoe.reshard.float8 import SCALES
 
 
 def engine_checksums(hf: Mapping[str, Any], engines: EngineSection, tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, str], ...]:
@@ -28,5 +30,8 @@ def engine_checksums(hf: Mapping[str, Any], engines: EngineSection, tensors: Map
     for layout in payload.engines(EngineParallel(engines.tp, engines.ep), dtype):
         held = {name: torch.empty(storage.shape, dtype=getattr(torch, storage.dtype)) for name, storage in layout.storages.items()}
         exchange(plan(payload.tensors(), [source], [layout.at(0)]), LocalTransport(), cast, held)
+        for name in [name for name in held if name + SCALES in held]:
+            # SGLang looks at what the numbers stand for, in bfloat16 (utils/weight_checker_comparator.py, Fp8BlockComparable).
+            held[name] = dequantised(held[name], held.pop(name + SCALES), torch.bfloat16)
         found.append(checksums_of(held))
     return tuple(found)

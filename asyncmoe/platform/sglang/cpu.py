@@ -52,10 +52,9 @@ def install() -> None:
     _triton()
     _sgl_kernel()
     _torchvision()
+    for part in (cpu_lora, cpu_latent, cpu_float8):
+        part.install()
     _pinned_host_memory()
-    cpu_lora.install()
-    cpu_latent.install()
-    cpu_float8.install()
 
 
 def fork_children() -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from asyncmoe.platform.float8 import dequantised
 from asyncmoe.platform.sglang.cpu_lora import after_import
 from asyncmoe.platform.sglang.standin import PatchTargetGone
 
@@ -31,6 +32,10 @@ def _methods(module: ModuleType) -> None:
     wanted = ("apply", "process_weights_after_loading")
     if not all(hasattr(method, name) for method in (linear, experts) for name in wanted) or not hasattr(experts, "create_moe_runner"):
         raise PatchTargetGone(f"{module.__name__}.Fp8LinearMethod or Fp8MoEMethod is not what it was")
+    if not hasattr(getattr(module, "Fp8Config", None), "get_supported_act_dtypes"):
+        raise PatchTargetGone(f"{module.__name__}.Fp8Config.get_supported_act_dtypes is gone")
+    # What is multiplied by scales here can be computed in any dtype; SGLang's kernels cannot.
+    vars(module)["Fp8Config"].get_supported_act_dtypes = classmethod(lambda _: [torch.float32, torch.bfloat16, torch.float16])
     for method in (vars(module)["Fp8LinearMethod"], vars(module)["Fp8MoEMethod"]):
         method.process_weights_after_loading = _as_loaded
     vars(module)["Fp8LinearMethod"].apply = _linear
@@ -64,13 +69,6 @@ def _experts(self: Any, layer: Any, dispatch_output: Any) -> Any:
         w2_weight=dequantised(layer.w2_weight, layer.w2_weight_scale_inv, x.dtype),
     )
     return StandardCombineInput(hidden_states=moe_forward_native(plain, x, dispatch_output.topk_output, self.moe_runner_config))
-
-
-def dequantised(weight: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The weights, [..., rows, columns], of their blocks and scales, [..., ceil(rows / 128), ceil(columns / 128)]."""
-    height, width = weight.shape[-2:]
-    wide = scales.repeat_interleave(_BLOCK[0], -2).repeat_interleave(_BLOCK[1], -1)
-    return (weight.float() * wide[..., :height, :width]).to(dtype)
 
 
 def _latent(module: ModuleType) -> None:

@@ -22,7 +22,7 @@ from setuptools.command.build_ext import build_ext
 
 ARCHS = ("90", "100")
 RESHARD = "asyncmoe.reshard._C"
-CUDA_SOURCES = ["csrc/copy.cu", "csrc/device.cu"]
+CUDA_SOURCES = ["csrc/copy.cu", "csrc/device.cu", "csrc/scales.cu"]
 EXTRA_FLAGS = os.environ.get("ASYNCMOE_CXXFLAGS", "").split()
 
 

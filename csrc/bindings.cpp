@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <optional>
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -14,6 +15,7 @@
 #include "dlpack.h"
 #include "plan_bindings.h"
 #include "program.h"
+#include "scales_bindings.h"
 #include "shm.h"
 
 namespace py = pybind11;
@@ -21,24 +23,27 @@ namespace py = pybind11;
 namespace {
 
 using Int64Array = py::array_t<int64_t, py::array::c_style>;
-using BoolArray = py::array_t<bool, py::array::c_style | py::array::forcecast>;
+using Casts = std::optional<Int64Array>;
+
+const int64_t* casts_of(const Casts& casts, int64_t rows) {
+    if (!casts) return nullptr;
+    if (casts->ndim() != 2 || casts->shape(0) != rows || casts->shape(1) != asyncmoe::kCastColumns)
+        throw std::invalid_argument("expected casts int64[n, " + std::to_string(asyncmoe::kCastColumns) + "], n rows");
+    return casts->data();
+}
 
 std::vector<asyncmoe::BoxCopy> resolve(const Int64Array& rows, const Int64Array& sources,
-                                       const Int64Array& destinations, asyncmoe::Cast cast) {
+                                       const Int64Array& destinations, const Casts& casts) {
     if (rows.ndim() != 2 || rows.shape(1) != asyncmoe::kColumns || sources.ndim() != 1 || destinations.ndim() != 1)
         throw std::invalid_argument("expected rows int64[n, " + std::to_string(asyncmoe::kColumns) +
                                     "] and addresses int64[m], int64[k]");
-    return asyncmoe::resolve(rows.data(), rows.shape(0), sources.data(), sources.shape(0), destinations.data(),
-                             destinations.shape(0), cast);
-}
-
-asyncmoe::Cast cast_named(bool float_to_bfloat) {
-    return float_to_bfloat ? asyncmoe::Cast::kFloatToBfloat : asyncmoe::Cast::kNone;
+    return asyncmoe::resolve(rows.data(), casts_of(casts, rows.shape(0)), rows.shape(0), sources.data(),
+                             sources.shape(0), destinations.data(), destinations.shape(0));
 }
 
 void copy(const Int64Array& rows, const Int64Array& sources, const Int64Array& destinations, int threads,
-          bool float_to_bfloat) {
-    const auto copies = resolve(rows, sources, destinations, cast_named(float_to_bfloat));
+          const Casts& casts) {
+    const auto copies = resolve(rows, sources, destinations, casts);
     py::gil_scoped_release released;
     asyncmoe::copy_on_cpu(copies, threads);
 }
@@ -77,17 +82,8 @@ std::vector<int64_t> numbers(const Int64Array& array) {
     return {array.data(), array.data() + array.shape(0)};
 }
 
-// One flag for all rows, or one for each.
-std::vector<asyncmoe::Cast> casts_of(const BoolArray& flags, int64_t rows) {
-    if (flags.ndim() > 1 || (flags.ndim() == 1 && flags.shape(0) != rows))
-        throw std::invalid_argument("expected float_to_bfloat bool or bool[n], n rows");
-    std::vector<asyncmoe::Cast> casts;
-    for (int64_t i = 0; i < rows; ++i) casts.push_back(cast_named(flags.data()[flags.ndim() ? i : 0]));
-    return casts;
-}
-
 asyncmoe::Program make_program(const Int64Array& rows, const Int64Array& firsts, const std::string& wire,
-                               const BoolArray& float_to_bfloat) {
+                               const Casts& casts) {
     if (rows.ndim() != 2 || rows.shape(1) != asyncmoe::kColumns)
         throw std::invalid_argument("expected rows int64[n, " + std::to_string(asyncmoe::kColumns) + "]");
     if (wire != "none" && wire != "source" && wire != "destination")
@@ -95,7 +91,7 @@ asyncmoe::Program make_program(const Int64Array& rows, const Int64Array& firsts,
     const auto side = wire == "none"     ? asyncmoe::Wire::kNone
                       : wire == "source" ? asyncmoe::Wire::kSource
                                          : asyncmoe::Wire::kDestination;
-    return {rows.data(), rows.shape(0), numbers(firsts), side, casts_of(float_to_bfloat, rows.shape(0))};
+    return {rows.data(), casts_of(casts, rows.shape(0)), rows.shape(0), numbers(firsts), side};
 }
 
 uint64_t run_program(const asyncmoe::Program& program, int64_t chunk, const Int64Array& sources,
@@ -148,13 +144,15 @@ PYBIND11_MODULE(_C, module) {
     module.attr("COLUMNS") = static_cast<int>(asyncmoe::kColumns);
     module.attr("MAX_DIMS") = asyncmoe::kMaxDims;
     module.attr("SOURCES") = ASYNCMOE_SOURCES;
+    module.attr("CAST_COLUMNS") = static_cast<int>(asyncmoe::kCastColumns);
     asyncmoe::bind_plan(module);
+    asyncmoe::bind_scales(module);
     module.def("copy", &copy, py::arg("rows").noconvert(), py::arg("sources").noconvert(),
-               py::arg("destinations").noconvert(), py::arg("threads") = 0, py::arg("float_to_bfloat") = false,
+               py::arg("destinations").noconvert(), py::arg("threads") = 0, py::arg("casts") = py::none(),
                "Run box copies on the CPU. Addresses are not checked.");
     py::class_<asyncmoe::Program>(module, "Program", "Copies prepared once, cut into chunks (csrc/program.h).")
         .def(py::init(&make_program), py::arg("rows").noconvert(), py::arg("firsts").noconvert(), py::arg("wire"),
-             py::arg("float_to_bfloat") = false)
+             py::arg("casts") = py::none())
         .def_property_readonly("chunks", &asyncmoe::Program::chunks)
         .def("bytes", &asyncmoe::Program::bytes, py::arg("chunk"))
         .def("run", &run_program, py::arg("chunk"), py::arg("sources").noconvert(), py::arg("destinations").noconvert(),

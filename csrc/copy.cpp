@@ -13,11 +13,13 @@ namespace {
 
 constexpr int64_t kGrain = int64_t{1} << 19;  // bytes of work one thread takes at a time
 
-Descriptor read_row(const int64_t* row, Cast cast) {
+Descriptor read_row(const int64_t* row, const int64_t* given) {
+    const Cast cast = given ? static_cast<Cast>(given[kCast]) : Cast::kNone;
     std::array<Dim, kMaxDims + 1> all;
     for (int k = 0; k < kMaxDims; ++k)
         all[k] = {row[kExtents + k], row[kSourceStrides + k], row[kDestinationStrides + k]};
-    BoxCopy copy{nullptr, nullptr, 0, 0, cast, {}};
+    BoxCopy copy{nullptr, nullptr, 0, 0, cast, {}, {}};
+    if (to_float8(cast)) copy.blocks = {nullptr, nullptr, given[kWidth], (given[kWidth] + kBlockSize - 1) / kBlockSize};
     // Without a cast the bytes of an element are the innermost dimension; with one, a single element is.
     all[kMaxDims] = cast == Cast::kNone ? Dim{row[kItem], 1, 1} : Dim{1, copy.source_unit(), copy.destination_unit()};
     const bool zeros = row[kSource] < 0;
@@ -38,69 +40,113 @@ Descriptor read_row(const int64_t* row, Cast cast) {
     copy.run = joined[0].extent;
     copy.count = count - 1;
     for (int k = 0; k < copy.count; ++k) copy.dims[k] = joined[count - 1 - k];
-    return {row[kSource], row[kDestination], row[kSourceOffset], row[kDestinationOffset], copy};
+    const int64_t scales = to_float8(cast) ? given[kScales] : -1;
+    return {row[kSource], row[kDestination], row[kSourceOffset], row[kDestinationOffset], scales, copy};
 }
 
-void check_row(const int64_t* row, int64_t index, Cast cast) {
+void check_row(const int64_t* row, const int64_t* given, int64_t index) {
+    const int64_t number = given ? given[kCast] : 0;
     bool good = row[kDestination] >= 0 && row[kSourceOffset] >= 0 && row[kDestinationOffset] >= 0;
-    good = good && (cast == Cast::kNone ? row[kItem] >= 1 : row[kItem] == 4);
+    good = good && number >= 0 && number < kCasts;
+    const Cast cast = good ? static_cast<Cast>(number) : Cast::kNone;
+    good = good && (cast == Cast::kNone ? row[kItem] >= 1 : row[kItem] == source_bytes(cast));
+    good = good && (!to_float8(cast) || (given[kScales] >= 0 && given[kWidth] >= 1));
     for (int k = 0; k < kMaxDims; ++k)
         good = good && row[kExtents + k] >= 0 && row[kSourceStrides + k] >= 0 && row[kDestinationStrides + k] >= 0;
     if (!good) throw std::invalid_argument("copy descriptor " + std::to_string(index) + " is malformed");
 }
 
-// Without branches, so that loops over it become vector code.
-__attribute__((always_inline)) inline uint16_t to_bfloat(uint32_t bits) {
-    const uint32_t nearest = (bits + 0x7fffu + (bits >> 16 & 1u)) >> 16;
-    const uint32_t nan = bits >> 16 | 0x40u;  // stays one, with its sign
-    return static_cast<uint16_t>((bits & 0x7fffffffu) > 0x7f800000u ? nan : nearest);
-}
+using Run = void (*)(const std::byte*, std::byte*, int64_t, float);
 
-__attribute__((always_inline)) inline void cast_elements(const std::byte* source, std::byte* destination, int64_t run) {
+// Elements of one block, where the cast has a scale.
+template <Cast kCast>
+__attribute__((always_inline)) inline void cast_elements(const std::byte* source, std::byte* destination, int64_t run,
+                                                         float scale) {
     for (int64_t i = 0; i < run; ++i) {
-        uint32_t bits;
-        std::memcpy(&bits, source + 4 * i, 4);
-        const uint16_t rounded = to_bfloat(bits);
-        std::memcpy(destination + 2 * i, &rounded, 2);
+        uint32_t bits = 0;
+        if (kCast == Cast::kBfloatToFloat8) {
+            uint16_t half;
+            std::memcpy(&half, source + 2 * i, 2);
+            bits = static_cast<uint32_t>(half) << 16;
+        } else {
+            std::memcpy(&bits, source + 4 * i, 4);
+        }
+        if (kCast == Cast::kFloatToBfloat) {
+            const auto rounded = static_cast<uint16_t>(bfloat_of(bits));
+            std::memcpy(destination + 2 * i, &rounded, 2);
+        } else {
+            destination[i] = static_cast<std::byte>(quantised(float_of(bits), scale));
+        }
     }
 }
 
+template <Cast kCast>
+void cast_anywhere(const std::byte* source, std::byte* destination, int64_t run, float scale) {
+    cast_elements<kCast>(source, destination, run, scale);
+}
+
 #if defined(__x86_64__)
-ASYNCMOE_AVX512 void cast_with_avx512(const std::byte* source, std::byte* destination, int64_t run) {
-    cast_elements(source, destination, run);
+template <Cast kCast>
+ASYNCMOE_AVX512 void cast_with_avx512(const std::byte* source, std::byte* destination, int64_t run, float scale) {
+    cast_elements<kCast>(source, destination, run, scale);
 }
 #endif
 
-void cast_run(const std::byte* source, std::byte* destination, int64_t run) {
+template <Cast kCast>
+Run run_for() {
 #if defined(__x86_64__)
-    if (has_avx512()) return cast_with_avx512(source, destination, run);
+    if (has_avx512()) return cast_with_avx512<kCast>;
 #endif
-    cast_elements(source, destination, run);
+    return cast_anywhere<kCast>;
 }
 
-using Line = void (*)(const std::byte*, std::byte*, const Dim&, int64_t);
+// A run is contiguous in memory, and may go through many blocks and rows.
+template <Cast kCast>
+void quantise_run(const BoxCopy& copy, const std::byte* source, std::byte* destination, int64_t run) {
+    const Run in_a_block = run_for<kCast>();
+    const Blocks& blocks = copy.blocks;
+    constexpr int64_t kItemBytes = source_bytes(kCast);
+    int64_t at = (source - blocks.origin) / kItemBytes;
+    while (run > 0) {
+        const int64_t row = at / blocks.width, column = at % blocks.width;
+        const int64_t count = std::min({run, blocks.width - column, kBlockSize - column % kBlockSize});
+        in_a_block(source, destination, count, blocks.scales[row / kBlockSize * blocks.columns + column / kBlockSize]);
+        at += count, run -= count, source += count * kItemBytes, destination += count;
+    }
+}
+
+using Line = void (*)(const BoxCopy&, const std::byte*, std::byte*, const Dim&, int64_t);
 
 // The loop over the innermost dimension; kRun known at compile time makes the copy of a short run a few moves.
 template <int kRun>
-void copy_line(const std::byte* source, std::byte* destination, const Dim& dim, int64_t run) {
+void copy_line(const BoxCopy&, const std::byte* source, std::byte* destination, const Dim& dim, int64_t run) {
     const size_t n = kRun ? kRun : static_cast<size_t>(run);
     for (int64_t i = 0; i < dim.extent; ++i)
         std::memcpy(destination + i * dim.destination_stride, source + i * dim.source_stride, n);
 }
 
-void zero_line(const std::byte*, std::byte* destination, const Dim& dim, int64_t run) {
+void zero_line(const BoxCopy&, const std::byte*, std::byte* destination, const Dim& dim, int64_t run) {
     for (int64_t i = 0; i < dim.extent; ++i)
         std::memset(destination + i * dim.destination_stride, 0, static_cast<size_t>(run));
 }
 
-void cast_line(const std::byte* source, std::byte* destination, const Dim& dim, int64_t run) {
+void round_line(const BoxCopy&, const std::byte* source, std::byte* destination, const Dim& dim, int64_t run) {
+    const Run round = run_for<Cast::kFloatToBfloat>();
     for (int64_t i = 0; i < dim.extent; ++i)
-        cast_run(source + i * dim.source_stride, destination + i * dim.destination_stride, run);
+        round(source + i * dim.source_stride, destination + i * dim.destination_stride, run, 1.0f);
+}
+
+template <Cast kCast>
+void quantise_line(const BoxCopy& copy, const std::byte* source, std::byte* destination, const Dim& dim, int64_t run) {
+    for (int64_t i = 0; i < dim.extent; ++i)
+        quantise_run<kCast>(copy, source + i * dim.source_stride, destination + i * dim.destination_stride, run);
 }
 
 Line line_for(const BoxCopy& copy) {
     if (!copy.source) return zero_line;
-    if (copy.cast != Cast::kNone) return cast_line;
+    if (copy.cast == Cast::kFloatToBfloat) return round_line;
+    if (copy.cast == Cast::kFloatToFloat8) return quantise_line<Cast::kFloatToFloat8>;
+    if (copy.cast == Cast::kBfloatToFloat8) return quantise_line<Cast::kBfloatToFloat8>;
     switch (copy.run) {
         case 1:
             return copy_line<1>;
@@ -125,7 +171,7 @@ void copy_dims(const BoxCopy& copy, int level, const std::byte* source, std::byt
                Line line) {
     const Dim& dim = copy.dims[level];
     if (level == copy.count - 1) {
-        line(source, destination, dim, run);
+        line(copy, source, destination, dim, run);
         return;
     }
     for (int64_t i = 0; i < dim.extent; ++i)
@@ -137,19 +183,21 @@ void copy_dims(const BoxCopy& copy, int level, const std::byte* source, std::byt
 
 BoxCopy Descriptor::at(const int64_t* sources, const int64_t* destinations) const {
     BoxCopy placed = copy;
-    if (source_index >= 0) placed.source = reinterpret_cast<const std::byte*>(sources[source_index]) + source_offset;
+    if (source_index >= 0) {
+        placed.blocks.origin = reinterpret_cast<const std::byte*>(sources[source_index]);
+        placed.source = placed.blocks.origin + source_offset;
+    }
+    if (scales_index >= 0) placed.blocks.scales = reinterpret_cast<const float*>(sources[scales_index]);
     placed.destination = reinterpret_cast<std::byte*>(destinations[destination_index]) + destination_offset;
     return placed;
 }
 
-std::vector<Descriptor> read_rows(const int64_t* rows, int64_t count, const std::vector<Cast>& casts) {
-    if (static_cast<int64_t>(casts.size()) != count)
-        throw std::invalid_argument("expected as many casts as copy descriptors");
+std::vector<Descriptor> read_rows(const int64_t* rows, const int64_t* casts, int64_t count) {
     std::vector<Descriptor> descriptors;
     descriptors.reserve(static_cast<size_t>(count));
     for (int64_t i = 0; i < count; ++i) {
-        const Cast cast = casts[static_cast<size_t>(i)];
-        check_row(rows + i * kColumns, i, cast);
+        const int64_t* cast = casts ? casts + i * kCastColumns : nullptr;
+        check_row(rows + i * kColumns, cast, i);
         descriptors.push_back(read_row(rows + i * kColumns, cast));
     }
     return descriptors;
@@ -157,13 +205,14 @@ std::vector<Descriptor> read_rows(const int64_t* rows, int64_t count, const std:
 
 void check_bases(const std::vector<Descriptor>& descriptors, int64_t sources, int64_t destinations) {
     for (size_t i = 0; i < descriptors.size(); ++i)
-        if (descriptors[i].source_index >= sources || descriptors[i].destination_index >= destinations)
+        if (std::max(descriptors[i].source_index, descriptors[i].scales_index) >= sources ||
+            descriptors[i].destination_index >= destinations)
             throw std::invalid_argument("copy descriptor " + std::to_string(i) + " is malformed: no such base");
 }
 
-std::vector<BoxCopy> resolve(const int64_t* rows, int64_t count, const int64_t* sources, int64_t source_count,
-                             const int64_t* destinations, int64_t destination_count, Cast cast) {
-    const auto descriptors = read_rows(rows, count, std::vector<Cast>(static_cast<size_t>(count), cast));
+std::vector<BoxCopy> resolve(const int64_t* rows, const int64_t* casts, int64_t count, const int64_t* sources,
+                             int64_t source_count, const int64_t* destinations, int64_t destination_count) {
+    const auto descriptors = read_rows(rows, casts, count);
     check_bases(descriptors, source_count, destination_count);
     std::vector<BoxCopy> copies;
     copies.reserve(descriptors.size());
@@ -201,7 +250,7 @@ void split(const BoxCopy& copy, int64_t bytes, std::vector<BoxCopy>& parts) {
 void copy_one(const BoxCopy& copy) {
     const Line line = line_for(copy);
     if (copy.count == 0)
-        line(copy.source, copy.destination, Dim{1, 0, 0}, copy.run);
+        line(copy, copy.source, copy.destination, Dim{1, 0, 0}, copy.run);
     else
         copy_dims(copy, 0, copy.source, copy.destination, copy.run, line);
 }

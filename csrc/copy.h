@@ -6,6 +6,8 @@
 #include <cstdint>
 #include <vector>
 
+#include "cast.h"
+
 namespace asyncmoe {
 
 constexpr int kMaxDims = 4;
@@ -24,8 +26,13 @@ enum Column : int {
     kColumns = kDestinationStrides + kMaxDims,
 };
 
-// What becomes of the elements on the way: nothing, or float32 (item size 4) to bfloat16 by round-to-nearest-even.
-enum class Cast : int { kNone, kFloatToBfloat };
+// Columns of the cast of a descriptor row, all int64.
+enum CastColumn : int {
+    kCast,    // a Cast
+    kScales,  // to float8: index of the source that holds the scales of the blocks of the matrix that begins at the
+    kWidth,   // base of this one's source, and has so many elements in a row
+    kCastColumns,
+};
 
 struct Dim {
     int64_t extent;
@@ -41,6 +48,7 @@ struct BoxCopy {
     int64_t run;
     int count;
     Cast cast;
+    Blocks blocks;  // of a cast to float8
     std::array<Dim, kMaxDims> dims;
 
     int64_t points() const {
@@ -48,8 +56,8 @@ struct BoxCopy {
         for (int k = 0; k < count; ++k) n *= dims[k].extent;
         return n;
     }
-    int64_t source_unit() const { return cast == Cast::kNone ? 1 : 4; }
-    int64_t destination_unit() const { return cast == Cast::kNone ? 1 : 2; }
+    int64_t source_unit() const { return source_bytes(cast); }
+    int64_t destination_unit() const { return destination_bytes(cast); }
     // Bytes it writes.
     int64_t bytes() const { return run * destination_unit() * points(); }
 };
@@ -61,22 +69,23 @@ struct Descriptor {
     int64_t destination_index;
     int64_t source_offset;
     int64_t destination_offset;
+    int64_t scales_index;  // negative: none
     BoxCopy copy;
 
     BoxCopy at(const int64_t* sources, const int64_t* destinations) const;
 };
 
-// Reads rows, each with its cast; empty boxes stay, with a run or an extent of 0. Throws std::invalid_argument for an
-// index below what it may be, a negative extent, offset or stride, an item size that is not positive (not 4, where
-// there is a cast), or another number of casts than of rows.
-std::vector<Descriptor> read_rows(const int64_t* rows, int64_t count, const std::vector<Cast>& casts);
+// Reads rows, and their casts (null: none); empty boxes stay, with a run or an extent of 0. Throws
+// std::invalid_argument for an index below what it may be, an unknown cast, a negative extent, offset or stride, an
+// item size that is not positive (not the cast's, where there is one), or a cast to float8 without scales or width.
+std::vector<Descriptor> read_rows(const int64_t* rows, const int64_t* casts, int64_t count);
 
 // Throws std::invalid_argument for a descriptor that names a base that is not there.
 void check_bases(const std::vector<Descriptor>& descriptors, int64_t sources, int64_t destinations);
 
 // Rows against base addresses, empty boxes left out. Throws as `read_rows` and `check_bases`.
-std::vector<BoxCopy> resolve(const int64_t* rows, int64_t count, const int64_t* sources, int64_t source_count,
-                             const int64_t* destinations, int64_t destination_count, Cast cast);
+std::vector<BoxCopy> resolve(const int64_t* rows, const int64_t* casts, int64_t count, const int64_t* sources,
+                             int64_t source_count, const int64_t* destinations, int64_t destination_count);
 
 // Appends parts of a copy that write at most about `bytes` each, in row-major order of its box: each part is
 // contiguous wherever the whole box is.

@@ -1,5 +1,6 @@
 #include "copy_table.h"
 
+#include <algorithm>
 #include <limits>
 #include <stdexcept>
 
@@ -16,7 +17,10 @@ Job job_of(const Descriptor& descriptor, int64_t at) {
     job.source = descriptor.source_index < 0 ? -1 : static_cast<int32_t>(descriptor.source_index);
     job.destination = static_cast<int32_t>(descriptor.destination_index);
     job.count = static_cast<int16_t>(copy.count);
-    job.cast = copy.cast != Cast::kNone;
+    job.cast = copy.cast;
+    job.scales = static_cast<int32_t>(std::max<int64_t>(descriptor.scales_index, -1));
+    job.width = copy.blocks.width;
+    job.columns = copy.blocks.columns;
     job.small = job.bytes < int64_t{1} << 31;
     if (job.small) job.run_divider = divider_of(job.run);
     for (int k = 0; k < copy.count; ++k) {

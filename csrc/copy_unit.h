@@ -50,10 +50,13 @@ struct Job {
     int64_t destination_offset;
     int32_t source;  // index of a base; negative: zeros
     int32_t destination;
-    int16_t count;  // of dims
-    bool cast;      // float32 to bfloat16
-    bool small;     // fewer than 2^31 bytes
+    int32_t scales;  // index of a base, of a cast to float8
+    int16_t count;   // of dims
+    Cast cast;
+    bool small;  // fewer than 2^31 bytes
     Divider run_divider;
+    int64_t width;    // of a cast to float8: elements of a row of the source, and
+    int64_t columns;  // blocks of it
     JobDim dims[kMaxDims];
 };
 
@@ -91,8 +94,8 @@ template <typename Index>
 ASYNCMOE_BOTH inline Place locate_as(const Job& job, int64_t position) {
     Index rest = divide(static_cast<Index>(position), job.run_divider, job.run);
     const int64_t inner = position - static_cast<int64_t>(rest) * job.run;
-    Place place{job.source_offset + (job.cast ? inner / 2 * 4 : inner), job.destination_offset + inner,
-                job.run - inner};
+    Place place{job.source_offset + inner / destination_bytes(job.cast) * source_bytes(job.cast),
+                job.destination_offset + inner, job.run - inner};
     for (int k = job.count - 1; k >= 0; --k) {
         const JobDim& dim = job.dims[k];
         const Index above = k > 0 ? divide(rest, dim.divider, dim.extent) : Index{0};
@@ -226,14 +229,29 @@ ASYNCMOE_BOTH inline void store_bytes(const Unit& unit, int offset, int bytes, s
     }
 }
 
-// float32 to bfloat16 as bits: to the nearest, ties to even, and a NaN stays one.
-ASYNCMOE_BOTH inline uint32_t bfloat_of(uint32_t bits) {
-    if ((bits & 0x7fffffffu) > 0x7f800000u) return bits >> 16 | 0x40u;
-    return (bits + 0x7fffu + (bits >> 16 & 1u)) >> 16;
+// The scale of the block that an element is in, `at` bytes from the base of its source.
+ASYNCMOE_BOTH inline float scale_at(const Job& job, const int64_t* sources, int64_t at) {
+    const int64_t element = at / source_bytes(job.cast), row = element / job.width, column = element - row * job.width;
+    const auto* scales = reinterpret_cast<const std::byte*>(sources[job.scales]);
+    const int64_t number = row / kBlockSize * job.columns + column / kBlockSize;
+    return float_of(load_as<uint32_t>(scales + 4 * number));
 }
 
-// As load_bytes, of elements that are cast; `half`: the first byte is the second one of its element.
-ASYNCMOE_BOTH inline void cast_bytes(Unit& unit, int offset, int bytes, const std::byte* from, int half) {
+// As load_bytes, of elements that are quantised, `at` bytes from the base of their source.
+ASYNCMOE_BOTH inline void quantise_bytes(Unit& unit, int offset, int bytes, const Job& job, const int64_t* sources,
+                                         int64_t at) {
+    const auto* base = reinterpret_cast<const std::byte*>(sources[job.source]);
+    const auto item = static_cast<int>(source_bytes(job.cast));
+    for (int i = 0; i < bytes; ++i, at += item) {
+        Unit element{0, 0};
+        load_bytes(element, 0, item, base + at);
+        const auto bits = static_cast<uint32_t>(element.low) << (item == 2 ? 16 : 0);
+        insert(unit, offset + i, quantised(float_of(bits), scale_at(job, sources, at)));
+    }
+}
+
+// As load_bytes, of elements that are rounded; `half`: the first byte is the second one of its element.
+ASYNCMOE_BOTH inline void round_bytes(Unit& unit, int offset, int bytes, const std::byte* from, int half) {
     while (bytes > 0) {
         Unit element{0, 0};
         load_bytes(element, 0, 4, from);
@@ -248,7 +266,40 @@ ASYNCMOE_BOTH inline uint64_t two_bfloats(uint64_t floats) {
     return bfloat_of(static_cast<uint32_t>(floats)) | bfloat_of(static_cast<uint32_t>(floats >> 32)) << 16;
 }
 
-ASYNCMOE_BOTH inline Unit load_unit_cast(const std::byte* from) {
+// Two float32 to float8.
+ASYNCMOE_BOTH inline uint64_t two_float8(uint64_t floats, float scale) {
+    return quantised(float_of(static_cast<uint32_t>(floats)), scale) |
+           quantised(float_of(static_cast<uint32_t>(floats >> 32)), scale) << 8;
+}
+
+// Four bfloat16 to float8.
+ASYNCMOE_BOTH inline uint64_t four_float8(uint64_t bfloats, float scale) {
+    uint64_t made = 0;
+    for (int i = 0; i < 4; ++i) {
+        const auto bits = static_cast<uint32_t>(bfloats >> 16 * i) << 16;
+        made |= uint64_t{quantised(float_of(bits), scale)} << 8 * i;
+    }
+    return made;
+}
+
+// 16 elements of one block.
+ASYNCMOE_BOTH inline Unit load_unit_quantised(const std::byte* from, Cast cast, float scale) {
+    Unit made{0, 0};
+    if (cast == Cast::kBfloatToFloat8) {
+        const Unit first = load_unit(from), second = load_unit(from + kUnit);
+        made.low = four_float8(first.low, scale) | four_float8(first.high, scale) << 32;
+        made.high = four_float8(second.low, scale) | four_float8(second.high, scale) << 32;
+        return made;
+    }
+    for (int i = 0; i < 4; ++i) {
+        const Unit four = load_unit(from + i * kUnit);
+        const uint64_t word = two_float8(four.low, scale) | two_float8(four.high, scale) << 16;
+        (i < 2 ? made.low : made.high) |= word << 32 * (i % 2);
+    }
+    return made;
+}
+
+ASYNCMOE_BOTH inline Unit load_unit_rounded(const std::byte* from) {
     const Unit first = load_unit(from), second = load_unit(from + kUnit);
     return {two_bfloats(first.low) | two_bfloats(first.high) << 32, two_bfloats(second.low) | two_bfloats(second.high)
                                                                                                   << 32};
@@ -263,27 +314,43 @@ ASYNCMOE_BOTH inline uint64_t terms_of_unit(const Unit& unit, int64_t number, in
 struct Straight {
     const std::byte* source;  // null: zeros
     std::byte* destination;
-    bool cast;
+    Cast cast;
+    float scale;
 };
+
+ASYNCMOE_BOTH inline Unit load_straight(const Straight& found) {
+    if (!found.source) return Unit{0, 0};
+    if (found.cast == Cast::kNone) return load_unit(found.source);
+    if (found.cast == Cast::kFloatToBfloat) return load_unit_rounded(found.source);
+    return load_unit_quantised(found.source, found.cast, found.scale);
+}
 
 template <Wire kWire>
 ASYNCMOE_BOTH inline Straight straight(const ChunkView& chunk, int64_t unit, int first, int last) {
     const int64_t at = unit * kUnit;
     const Job& job = chunk.jobs[job_at(chunk.jobs, first, last, at)];
     const int64_t position = at - job.at;
-    if (position + kUnit > job.bytes) return {nullptr, nullptr, false};
+    if (position + kUnit > job.bytes) return {nullptr, nullptr, Cast::kNone, 1.0f};
     const Place place = locate(job, position);
-    Straight found{chunk.message + at, chunk.message + at, false};
+    Straight found{chunk.message + at, chunk.message + at, Cast::kNone, 1.0f};
     if (kWire != Wire::kSource) {
         const bool zeros = job.source < 0;
         found.source = zeros ? nullptr : reinterpret_cast<const std::byte*>(chunk.sources[job.source]) + place.source;
-        found.cast = job.cast && !zeros;
+        if (!zeros) found.cast = job.cast;
     }
     if (kWire != Wire::kDestination)
         found.destination = reinterpret_cast<std::byte*>(chunk.destinations[job.destination]) + place.destination;
-    const auto bits = reinterpret_cast<uintptr_t>(found.source) | reinterpret_cast<uintptr_t>(found.destination) |
-                      static_cast<uintptr_t>(found.cast ? position % 2 : 0);
-    if (place.left < kUnit || bits % kUnit != 0) found.destination = nullptr;
+    const bool halves = found.cast == Cast::kFloatToBfloat && position % 2 != 0;
+    const auto bits = reinterpret_cast<uintptr_t>(found.source) | reinterpret_cast<uintptr_t>(found.destination);
+    if (place.left < kUnit || bits % kUnit != 0 || halves) found.destination = nullptr;
+    if (found.destination && to_float8(found.cast)) {
+        // All 16 are in one block where rows are multiples of 16 and the first of them is one.
+        const int64_t element = place.source / source_bytes(job.cast);
+        if (element % kUnit != 0 || job.width % kUnit != 0)
+            found.destination = nullptr;
+        else
+            found.scale = scale_at(job, chunk.sources, place.source);
+    }
     return found;
 }
 
@@ -304,8 +371,10 @@ ASYNCMOE_BOTH uint64_t copy_in_pieces(const ChunkView& chunk, int64_t unit, int 
         const int bytes = static_cast<int>(place.left < end - at ? place.left : end - at);
         if (kWire != Wire::kSource && job.source >= 0) {
             const auto* from = reinterpret_cast<const std::byte*>(chunk.sources[job.source]) + place.source;
-            if (job.cast)
-                cast_bytes(value, offset, bytes, from, static_cast<int>(position % 2));
+            if (to_float8(job.cast))
+                quantise_bytes(value, offset, bytes, job, chunk.sources, place.source);
+            else if (job.cast == Cast::kFloatToBfloat)
+                round_bytes(value, offset, bytes, from, static_cast<int>(position % 2));
             else
                 load_bytes(value, offset, bytes, from);
         }
@@ -338,10 +407,8 @@ ASYNCMOE_BOTH inline uint64_t copy_tile(const ChunkView& chunk, int64_t tile, in
         to[j] = found.destination;
         if (!found.destination)
             uneven |= 1u << j;
-        else if (!found.source)
-            values[j] = Unit{0, 0};
         else
-            values[j] = found.cast ? load_unit_cast(found.source) : load_unit(found.source);
+            values[j] = load_straight(found);
     }
 #ifdef __CUDA_ARCH__
 #pragma unroll

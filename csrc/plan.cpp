@@ -35,11 +35,12 @@ void pour(int64_t amount, const std::vector<int32_t>& holders, std::vector<int64
 
 }  // namespace
 
-Matching::Matching(const Holdings& holdings, Side wanted, std::vector<int64_t> item_bytes, CastPair cast, bool in_place)
+Matching::Matching(const Holdings& holdings, Side wanted, std::vector<int64_t> item_bytes, std::vector<DtypeCast> casts,
+                   bool in_place)
     : holdings_(holdings),
       wanted_(std::move(wanted)),
       item_bytes_(std::move(item_bytes)),
-      cast_(cast),
+      casts_(std::move(casts)),
       in_place_(in_place) {
     needs_.resize(wanted_.tables.size());
     for (size_t t = 0; t < needs_.size() && !fault_; ++t) find_needs(static_cast<int32_t>(t));
@@ -47,6 +48,13 @@ Matching::Matching(const Holdings& holdings, Side wanted, std::vector<int64_t> i
     for (int64_t rank : wanted_.ranks) as_source_.push_back(holdings_.side().find(rank));
     gather_demands();
     divide();
+}
+
+int64_t Matching::cast_of(int64_t from, int64_t to) const {
+    if (from == to) return 0;
+    for (const auto& known : casts_)
+        if (known.from == from && known.to == to) return known.cast;
+    return -1;
 }
 
 void Matching::find_needs(int32_t number) {
@@ -70,8 +78,7 @@ void Matching::find_needs(int32_t number) {
             for (int64_t h = holdings_.cell(cell).first_holder; h < holdings_.last_holder(cell) && !fault_; ++h) {
                 const auto& holder = holdings_.holders()[h];
                 const int64_t held = holdings_.side().tables[holder.table][holder.row][kDtype];
-                if (held != piece[kDtype] && !(held == cast_.from && piece[kDtype] == cast_.to))
-                    fault_ = Fault{true, number, row, holder.table, holder.row};
+                if (cast_of(held, piece[kDtype]) < 0) fault_ = Fault{true, number, row, holder.table, holder.row};
             }
         });
         if (missing != 0 && !fault_) fault_ = Fault{false, number, row, -1, -1};

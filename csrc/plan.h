@@ -21,7 +21,7 @@ enum CopyColumn : int {
     kCopyExtents,
     kFromStrides = kCopyExtents + kMaxDims,
     kToStrides = kFromStrides + kMaxDims,
-    kCopyCast = kToStrides + kMaxDims,  // 1: the element changes its dtype on the way, see CastPair
+    kCopyCast = kToStrides + kMaxDims,  // a Cast: what becomes of the element on the way
     kCopyColumns,
 };
 
@@ -49,10 +49,11 @@ struct Transfers {
     std::vector<Pair> pairs;  // by source, then destination
 };
 
-// The one change of dtype a copy may make, as numbers of dtypes.
-struct CastPair {
+// A change of dtype that a copy may make, as numbers of dtypes.
+struct DtypeCast {
     int64_t from;
     int64_t to;
+    int64_t cast;  // a Cast
 };
 
 // Which rank sends what to whom. A destination rank that holds an element itself copies it. The rest of a group, over
@@ -62,7 +63,8 @@ class Matching {
   public:
     // `in_place`: a rank on both sides has the same storages there; what lies where it is wanted already, and padding,
     // is left alone. Bytes are counted in the dtype of the destination.
-    Matching(const Holdings& holdings, Side wanted, std::vector<int64_t> item_bytes, CastPair cast, bool in_place);
+    Matching(const Holdings& holdings, Side wanted, std::vector<int64_t> item_bytes, std::vector<DtypeCast> casts,
+             bool in_place);
 
     const std::optional<Fault>& fault() const { return fault_; }
 
@@ -108,6 +110,8 @@ class Matching {
     };
     struct Emitter;
 
+    // Negative: none that a copy may make.
+    int64_t cast_of(int64_t from, int64_t to) const;
     void find_needs(int32_t table);
     void gather_demands();
     void divide();
@@ -118,7 +122,7 @@ class Matching {
     const Holdings& holdings_;
     Side wanted_;
     std::vector<int64_t> item_bytes_;
-    CastPair cast_;
+    std::vector<DtypeCast> casts_;
     bool in_place_;
     std::optional<Fault> fault_;
     std::vector<Needs> needs_;        // by table

@@ -71,16 +71,15 @@ uint64_t copy_part(const Part& part, const std::byte* message) {
 
 }  // namespace
 
-Program::Program(const int64_t* rows, int64_t count, std::vector<int64_t> firsts, Wire wire,
-                 const std::vector<Cast>& casts)
-    : descriptors_(read_rows(rows, count, casts)), firsts_(std::move(firsts)), wire_(wire) {
+Program::Program(const int64_t* rows, const int64_t* casts, int64_t count, std::vector<int64_t> firsts, Wire wire)
+    : descriptors_(read_rows(rows, casts, count)), firsts_(std::move(firsts)), wire_(wire) {
     if (firsts_.empty() || firsts_.front() != 0 || firsts_.back() != count ||
         !std::is_sorted(firsts_.begin(), firsts_.end()))
         throw std::invalid_argument("chunks do not divide the rows");
     for (const auto& descriptor : descriptors_) {
         if (wire == Wire::kSource && descriptor.copy.cast != Cast::kNone)
             throw std::invalid_argument("a cast belongs to packing");
-        sources_ = std::max(sources_, descriptor.source_index + 1);
+        sources_ = std::max({sources_, descriptor.source_index + 1, descriptor.scales_index + 1});
         destinations_ = std::max(destinations_, descriptor.destination_index + 1);
     }
     for (size_t c = 0; c + 1 < firsts_.size(); ++c) {

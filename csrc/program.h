@@ -17,7 +17,7 @@ class Program {
     // Chunk c is the rows firsts[c] <= i < firsts[c + 1]; firsts has chunks + 1 ascending entries, from 0 to count.
     // Where there is a message, the boxes of a chunk lie in it row-major, one after the other, from offset 0 of base 0
     // on. Throws std::invalid_argument where they do not, as `read_rows` does, and for a cast while unpacking.
-    Program(const int64_t* rows, int64_t count, std::vector<int64_t> firsts, Wire wire, const std::vector<Cast>& casts);
+    Program(const int64_t* rows, const int64_t* casts, int64_t count, std::vector<int64_t> firsts, Wire wire);
 
     int64_t chunks() const { return static_cast<int64_t>(firsts_.size()) - 1; }
     // Bytes that a chunk writes.

@@ -76,7 +76,7 @@ struct Matching::Emitter {
             c[kToStrides + k] = to[kStrides + k] * item;
             c[kFromStrides + k] = from ? from[kStrides + k] * from_item : 0;
         }
-        c[kCopyCast] = from && from[kDtype] != to[kDtype];
+        c[kCopyCast] = from ? matching.cast_of(from[kDtype], to[kDtype]) : 0;
         copies.push_back(copy);
     }
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from asyncmoe.reshard import Plan
 from asyncmoe.reshard.chunks import chunk_limits, cut_transfer
-from asyncmoe.reshard.exchange import message_program
+from asyncmoe.reshard.programs import message_program
 
 _RAW = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 

@@ -18,9 +18,9 @@ from asyncmoe.models import family_of
 from asyncmoe.models.parallel import EngineParallel, MegatronParallel
 from asyncmoe.reshard import Plan, plan
 from asyncmoe.reshard.chunks import Chunks, chunk_limits, cut_transfer
-from asyncmoe.reshard.exchange import message_program
 from asyncmoe.reshard.gpu import Gpu
 from asyncmoe.reshard.memory import DeviceBuffer
+from asyncmoe.reshard.programs import message_program
 
 TRAINER, ENGINE = MegatronParallel(tp=2, ep=4, dp=2), EngineParallel(tp=4)
 """A rank of either holds a quarter of the experts: about 15 GiB of bfloat16."""

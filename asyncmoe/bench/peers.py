@@ -16,8 +16,8 @@ import torch.distributed as dist
 import asyncmoe.reshard._C as _C
 from asyncmoe.reshard import Bucket, Plan, RankLayout, buckets, plan, plan_each
 from asyncmoe.reshard.chunks import cut_transfer
-from asyncmoe.reshard.exchange import local_rows, message_program
 from asyncmoe.reshard.memory import memory_of
+from asyncmoe.reshard.programs import local_rows, message_program
 from asyncmoe.reshard.torch_transport import TorchTransport
 
 Shapes = Mapping[str, tuple[int, ...]]

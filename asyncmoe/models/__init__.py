@@ -9,12 +9,15 @@ from typing import Any
 
 from asyncmoe.config import Config
 from asyncmoe.config.generation import EngineSection
-from asyncmoe.errors import ConfigError, DataError, UserError
-from asyncmoe.models import checks, deepseek_v3, glm4_moe, mixtral, qwen3, qwen3_moe
+from asyncmoe.errors import ConfigError, DataError, LayoutError
+from asyncmoe.models import checks
+from asyncmoe.models.families import FAMILIES, family_of
 from asyncmoe.models.family import Family
 from asyncmoe.models.lora import halves
 from asyncmoe.models.lora.adapter import kind_of
 from asyncmoe.models.parallel import EngineParallel, MegatronParallel
+from asyncmoe.models.payload import Payload
+from asyncmoe.models.quantised import float8_of
 from asyncmoe.models.shape import Shape
 from asyncmoe.record import Recording, Routing
 
@@ -31,25 +34,6 @@ __all__ = [
     "recording",
     "trainer_parallel",
 ]
-
-FAMILIES: Mapping[str, Family] = {
-    model_type: family
-    for family in (deepseek_v3.FAMILY, glm4_moe.FAMILY, mixtral.FAMILY, qwen3.FAMILY, qwen3_moe.FAMILY)
-    for model_type in (family.name, *family.also)
-}
-"""Those that are supported, by `model_type`."""
-
-
-def family_of(hf: Mapping[str, Any]) -> Family:
-    """The family of a model.
-
-    Raises:
-        UserError: a `model_type` that is not supported.
-    """
-    kind = hf.get("model_type")
-    if not isinstance(kind, str) or kind not in FAMILIES:
-        raise UserError("model_type in config.json", got=repr(kind), expected=" or ".join(sorted(FAMILIES)))
-    return FAMILIES[kind]
 
 
 def load_hf_config(path: Path) -> dict[str, Any]:
@@ -82,10 +66,28 @@ def check(config: Config, hf: Mapping[str, Any]) -> None:
     family = family_of(hf)
     checks.check_trained_layers(hf)
     family.check(hf, trainer_parallel(config), EngineParallel(config.engines.tp, config.engines.ep))
+    _check_float8(config, hf)
     if config.adapter is not None:
         halves.check(kind_of(config.adapter), family.shape_of(hf))
     _check_router_bias(config, family.shape_of(hf))
     kept_routing(config, hf)
+
+
+def _check_float8(config: Config, hf: Mapping[str, Any]) -> None:
+    if float8_of(hf) is None:
+        return
+    if config.adapter is not None:
+        cure = "take the checkpoint in bfloat16"
+        raise ConfigError("train", got="lora", expected="full because the model's checkpoint is of float8", cure=cure)
+    payload, engines = Payload(hf), EngineParallel(config.engines.tp, config.engines.ep)
+    what = "trainer"
+    try:
+        payload.trainer(trainer_parallel(config), "bfloat16")
+        what = "engines"
+        payload.engines(engines, "bfloat16")
+    except LayoutError as error:
+        cure = f"lower tp of the {what}, or take the checkpoint in bfloat16"
+        raise ConfigError(f"{what} of a checkpoint of float8", got=str(error), expected="shards of whole blocks", cure=cure) from error
 
 
 def _check_router_bias(config: Config, m: Shape) -> None:

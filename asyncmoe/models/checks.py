@@ -24,7 +24,6 @@ def common_features(hf: HfConfig) -> list[Wanted]:
         ("attention_dropout", hf.get("attention_dropout") or 0, (0,)),
         ("use_sliding_window", bool(hf.get("use_sliding_window", False)), (False,)),
         ("rope_parameters.rope_type", rope(hf).get("rope_type"), ("default",)),
-        ("quantization_config", hf.get("quantization_config"), (None,)),
     ]
 
 

@@ -9,6 +9,7 @@ import torch
 from asyncmoe.models import EngineParallel
 from asyncmoe.receiver.meeting import EngineRanks, Parameter, Ready
 from asyncmoe.reshard import RankLayout
+from asyncmoe.reshard.float8 import SCALES
 from asyncmoe.reshard.layout import contiguous_strides
 
 _NAMED = 20
@@ -35,8 +36,14 @@ def obstacles(model: torch.nn.Module) -> list[str]:
     from sglang.srt.runtime_context import get_server_args
 
     found = []
-    if (quantization := get_server_args().quantization) is not None:
+    in_blocks = any(name.endswith(SCALES) for name, _ in model.named_parameters())
+    if (quantization := get_server_args().quantization) is not None and not in_blocks:
         found.append(f"it quantises its weights ({quantization})")
+    if in_blocks:
+        from sglang.srt.layers import deep_gemm_wrapper
+
+        if deep_gemm_wrapper.DEEPGEMM_SCALE_UE8M0:
+            found.append("its DeepGEMM packs the scales of float8 in another form than they are loaded in")
     backend = get_moe_runner_backend().value
     if backend not in _RAW_BACKENDS and any(name.endswith("w13_weight") for name, _ in model.named_parameters()):
         found.append(f"its MoE runner {backend} rearranges expert weights; give it --moe-runner-backend triton")

@@ -12,6 +12,7 @@ from asyncmoe.receiver.meeting import Parameter
 
 Tensors = dict[str, torch.Tensor]
 _NOTIFIED = "on_lora_slots_updated"
+_CACHES = (".k_scale", ".v_scale")
 
 
 class Target(Protocol):
@@ -53,7 +54,7 @@ class Weights:
         return found
 
     def tensors(self) -> Tensors:
-        return {name: parameter.data for name, parameter in self._model.named_parameters()}
+        return {name: parameter.data for name, parameter in _weights(self._model)}
 
     def room(self, dtype: torch.dtype) -> Tensors:
         # Of its own dtype each: the meeting has found it to be the layout's, in which some tensors are float32 whatever the others are.
@@ -152,7 +153,7 @@ def _replace(model: torch.nn.Module, staged: Mapping[str, torch.Tensor]) -> Tens
     """
     free: Tensors = {}
     viewed = _viewed(model)
-    for name, parameter in model.named_parameters():
+    for name, parameter in _weights(model):
         new, old = staged[name], parameter.data
         if old.device.type == "cpu" and old.untyped_storage().data_ptr() not in viewed:
             parameter.data, free[name] = new, old
@@ -160,6 +161,12 @@ def _replace(model: torch.nn.Module, staged: Mapping[str, torch.Tensor]) -> Tens
             old.copy_(new)
             free[name] = new
     return free
+
+
+def _weights(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    """Parameters, but for the scales of a cache of keys and values, which a model of float8 has whatever its cache is (sglang 0.5.23,
+    layers/quantization/kv_cache.py)."""
+    return ((name, parameter) for name, parameter in model.named_parameters() if not name.endswith(_CACHES))
 
 
 def _refresh(model: torch.nn.Module) -> None:

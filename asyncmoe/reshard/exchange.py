@@ -9,30 +9,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Literal, Self
+from typing import Self
 
 import numpy as np
 
 import asyncmoe.reshard._C as _C
 from asyncmoe.errors import InvariantBroken, LayoutError, TransferError
-from asyncmoe.reshard.chunks import Chunks, chunk_limits, cut_transfer, message_strides, trailer_offset
+from asyncmoe.reshard.chunks import Chunks, chunk_limits, cut_transfer, trailer_offset
 from asyncmoe.reshard.gpu import GpuCopies
-from asyncmoe.reshard.layout import ITEM_BYTES, Storage
+from asyncmoe.reshard.layout import Storage
 from asyncmoe.reshard.memory import Array, Memory, memory_of, storage_memory
-from asyncmoe.reshard.plan import (
-    CAST,
-    COLUMNS,
-    DESTINATION,
-    DESTINATION_OFFSET,
-    DESTINATION_STRIDES,
-    EXTENTS,
-    ITEM,
-    SOURCE,
-    SOURCE_OFFSET,
-    SOURCE_STRIDES,
-    WIRE_OFFSET,
-    Plan,
-)
+from asyncmoe.reshard.plan import Plan
+from asyncmoe.reshard.programs import local_program, message_program, scales_of
 from asyncmoe.reshard.transport import Buffer, Lane, Link, MessageLink, SharedTransport, Transport
 
 BUCKET_BYTES = 64 << 20
@@ -106,9 +94,11 @@ class Exchanger:
         cut = [cut_transfer(plan, t, limits[t.source, t.destination]) for t in mine if t.source != t.destination]
         self._outgoing = [chunks for chunks in cut if chunks.source == self.rank]
         self._incoming = [chunks for chunks in cut if chunks.destination == self.rank]
-        self._packs = [message_program(chunks, "destination") for chunks in self._outgoing]
+        sent = [t.copies for t in mine if t.source == self.rank]
+        self._scales = scales_of(plan.sources.get(self.rank, {}), sent)
+        self._packs = [message_program(chunks, "destination", self._scales) for chunks in self._outgoing]
         self._unpacks = [message_program(chunks, "source") for chunks in self._incoming]
-        self._local = _local_program([t.copies for t in mine if t.source == t.destination])
+        self._local = local_program([t.copies for t in mine if t.source == t.destination], self._scales)
         self._sources = self._destinations = _addresses(())
         self._gpu: GpuCopies | None = None
         self._bound: object = None
@@ -124,7 +114,8 @@ class Exchanger:
         """Say where the storages lie, for all runs to come. The arrays are kept alive until the next `bind`.
 
         Args:
-            source_arrays: by storage name, at least those of `plan.sources[rank]`; None where this rank is no source.
+            source_arrays: by storage name, at least those of `plan.sources[rank]`, and for those that are quantised on the way their
+                scales (`asyncmoe.reshard.float8`); None where this rank is no source.
             destination_arrays: the same for `plan.destinations[rank]`; they are written.
 
         Arrays and messages must all be in host memory or all on one GPU.
@@ -133,7 +124,8 @@ class Exchanger:
             LayoutError: an array is missing or is not what its storage says.
         """
         rank = self.rank
-        sources = _memories(self._plan.sources.get(rank, {}), source_arrays or {}, f"rank {rank}: source", write=False)
+        read = {**self._plan.sources.get(rank, {}), **self._scales.storages}
+        sources = _memories(read, source_arrays or {}, f"rank {rank}: source", write=False)
         wanted = self._plan.destinations.get(rank, {})
         destinations = _memories(wanted, destination_arrays or {}, f"rank {rank}: destination", write=True)
         self._prepare(_device([*sources, *destinations, *self._message_memories()]))
@@ -322,48 +314,3 @@ def _damaged(chunks: Chunks, number: int) -> TransferError:
 
 def _lane(chunks: Chunks, peer: int) -> Lane:
     return Lane(peer, tuple(chunks.message_bytes(i) for i in range(len(chunks))), chunks.slot_bytes)
-
-
-Side = tuple[np.ndarray, np.ndarray, np.ndarray]
-"""One side of some copies: number of the array, byte offset in it, byte strides."""
-
-
-def message_program(chunks: Chunks, message: Literal["source", "destination"]) -> _C.Program:
-    """Copies between storages and the messages of a transfer."""
-    copies = chunks.copies
-    wire = (np.zeros(len(copies), np.int64), copies[:, WIRE_OFFSET], message_strides(copies))
-    if message == "source":
-        return _C.Program(_rows(copies[:, ITEM], copies, wire, _destination(copies)), chunks.firsts, message)
-    rows = _rows(_source_items(copies), copies, _source(copies), wire)
-    return _C.Program(rows, chunks.firsts, message, copies[:, CAST] != 0)
-
-
-def _local_program(parts: Sequence[np.ndarray]) -> _C.Program | None:
-    """Copies from storages to storages of one rank, zeros for padding included."""
-    rows, casts = local_rows(parts)
-    return _C.Program(rows, np.array([0, len(rows)], np.int64), "none", casts) if len(rows) else None
-
-
-def local_rows(parts: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-    """Descriptor rows (csrc/copy.h) of copies within one rank, given as columns of `Transfer.copies`; and which of them cast."""
-    copies = np.concatenate([np.empty((0, COLUMNS), np.int64), *parts])
-    return _rows(_source_items(copies), copies, _source(copies), _destination(copies)), copies[:, CAST] != 0
-
-
-def _source(copies: np.ndarray) -> Side:
-    return copies[:, SOURCE], copies[:, SOURCE_OFFSET], copies[:, SOURCE_STRIDES]
-
-
-def _destination(copies: np.ndarray) -> Side:
-    return copies[:, DESTINATION], copies[:, DESTINATION_OFFSET], copies[:, DESTINATION_STRIDES]
-
-
-def _source_items(copies: np.ndarray) -> np.ndarray:
-    items: np.ndarray = np.where(copies[:, CAST] != 0, ITEM_BYTES["float32"], copies[:, ITEM])
-    return items
-
-
-def _rows(items: np.ndarray, copies: np.ndarray, source: Side, destination: Side) -> np.ndarray:
-    """Descriptor rows in the column order of csrc/copy.h."""
-    columns = [*source[:2], *destination[:2], items, copies[:, EXTENTS], source[2], destination[2]]
-    return np.ascontiguousarray(np.column_stack(columns))

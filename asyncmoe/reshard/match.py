@@ -18,8 +18,12 @@ RULES = "asyncmoe.reshard 3"
 """Part of every digest; another name for every way to share and to cut."""
 
 
-_CAST = (DTYPES.index("float32"), DTYPES.index("bfloat16"))
-"""The one dtype that may become another on the way."""
+_CASTS = [
+    (DTYPES.index("float32"), DTYPES.index("bfloat16"), 1),
+    (DTYPES.index("float32"), DTYPES.index("float8_e4m3fn"), 2),
+    (DTYPES.index("bfloat16"), DTYPES.index("float8_e4m3fn"), 3),
+]
+"""The dtypes that may become another on the way, and by which cast of csrc/cast.h."""
 
 
 class Sources:
@@ -48,7 +52,7 @@ class Match:
 
     Raises:
         LayoutError: destination pieces that overlap in their storage or leave holes, an element that no source has, or a tensor
-            with different dtypes other than float32 to bfloat16; naming rank, tensor and box.
+            with other dtypes in source and destination than may become one another; naming rank, tensor and box.
     """
 
     def __init__(self, sources: Sources, side: Side, *, covered: bool = True, in_place: bool = False) -> None:
@@ -56,7 +60,7 @@ class Match:
         for table in side.tables if covered else ():
             check_destination(sources.tensors, table)
         pieces = [table.pieces for table in side.tables]
-        self._matching = _C.Matching(sources.holdings, pieces, side.ranks, side.table_of, DTYPE_BYTES, _CAST, in_place)
+        self._matching = _C.Matching(sources.holdings, pieces, side.ranks, side.table_of, DTYPE_BYTES, _CASTS, in_place)
         if self._matching.fault is not None:
             raise self._error(*self._matching.fault)
 
@@ -103,7 +107,7 @@ class Match:
         return LayoutError(
             wanted.describe(row, tensors),
             got=got,
-            expected="one dtype for a tensor in source and destination, or float32 there and bfloat16 here",
+            expected="one dtype for a tensor in source and destination, float32 there and bfloat16 here, or either there and float8 here",
         )
 
     def _hole(self, table: int, row: int) -> LayoutError:

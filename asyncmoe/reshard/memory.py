@@ -16,6 +16,8 @@ Array = Any
 
 _KINDS = {0: "int", 1: "uint", 2: "float", 4: "bfloat", 6: "bool"}
 """DLPack's type codes (dlpack.h, DLDataTypeCode)."""
+_FLOAT8 = {10: "float8_e4m3fn", 12: "float8_e5m2"}
+"""Of those that are one dtype each."""
 _DEVICES = {1: "cpu", 2: "cuda", 3: "cpu", 13: "cuda"}
 """DLPack's device types (dlpack.h, DLDeviceType); pinned memory is as good as any other of the host, managed as any of a GPU."""
 
@@ -66,7 +68,7 @@ def memory_of(array: Array, what: str, *, write: bool = False) -> Memory:
     if device not in _DEVICES:
         raise LayoutError(what, got=f"DLPack device type {device}", expected="memory of the CPU or of a CUDA device")
     kind = _KINDS.get(code, f"code{code}_")
-    dtype = "bool" if kind == "bool" else f"{kind}{bits}"
+    dtype = _FLOAT8.get(code) or ("bool" if kind == "bool" else f"{kind}{bits}")
     name = _DEVICES[device]
     return Memory(address, elements * bits // 8, dtype, name if name == "cpu" else f"{name}:{index}")
 

@@ -35,8 +35,8 @@ class Transfer:
         nbytes: bytes on the wire, 0 within one rank.
         copies: int64[n, COLUMNS]. Columns SOURCE and DESTINATION are positions in `Plan.sources[source]` and
             `Plan.destinations[destination]`; WIRE_OFFSET is where the copied box lies, row-major, in the message; ITEM is the
-            size of an element in the destination and in the message; CAST is 1 where it is float32 in the source and bfloat16 from
-            there on; offsets and strides are in bytes.
+            size of an element in the destination and in the message; CAST is what becomes of it on the way there, as csrc/cast.h
+            numbers it; offsets and strides are in bytes.
         check: a 64-bit value of what is copied from where to where; both ends compute the same.
     """
 
@@ -110,8 +110,9 @@ def plan(
     Raises:
         LayoutError: an unknown tensor or storage, a box out of bounds, destination pieces that overlap in their storage or leave
             holes, an element that no source has, or a tensor with different dtypes; naming rank, tensor and box.
-            The one difference allowed is float32 in the source and bfloat16 in the destination: elements are rounded to the nearest
-            (ties to even) as they are packed or copied, and all bytes are counted in bfloat16.
+            The differences allowed are float32 in the source and bfloat16 in the destination, and either of them in the source and
+            float8 in the destination (`asyncmoe.reshard.float8`): elements are rounded to the nearest (ties to even) as they are
+            packed or copied, and all bytes are counted in the destination's dtype.
     """
     return plan_each(tensors, source, [destination], ranks=ranks)[0]
 

@@ -254,7 +254,7 @@ class Direct:
 
     @cached_property
     def _gatherer(self) -> Gatherer:
-        return Gatherer(self._model, self._sync.bucket_bytes, self._sync.timeout_s)
+        return Gatherer(self._model, self._sync.bucket_bytes, self._sync.timeout_s, quantised=True)
 
     def _gathered_checksums(self) -> Checksums:
         """Collective over the trainer's ranks: what the engines should report; nothing on ranks other than 0."""

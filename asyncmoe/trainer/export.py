@@ -23,6 +23,7 @@ from asyncmoe.errors import AsyncmoeError, DataError, StorageError  # noqa: E402
 from asyncmoe.models import family_of  # noqa: E402
 from asyncmoe.models.lora import peft  # noqa: E402
 from asyncmoe.models.lora.adapter import expanded, kind_of  # noqa: E402
+from asyncmoe.models.quantised import KEY, without  # noqa: E402
 from asyncmoe.process import die_with_parent, named, say  # noqa: E402
 from asyncmoe.trainer import mesh, model, state  # noqa: E402
 from asyncmoe.trainer.gather import Gatherer, tensors_in  # noqa: E402
@@ -114,6 +115,8 @@ def write_hf(built: Model, origin: Path, out: Path, timeout_s: float) -> None:
     for path in origin.iterdir():
         if path.is_file() and not any(path.name.endswith(suffix) for suffix in _WEIGHTS):
             shutil.copy2(path, writing / path.name)
+    if KEY in built.hf:  # the weights are no longer quantised
+        (writing / "config.json").write_text(json.dumps(without(built.hf), indent=2))
     writing.rename(out)
 
 

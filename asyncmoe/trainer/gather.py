@@ -12,6 +12,7 @@ import torch
 
 from asyncmoe.models.lora.adapter import kind_of
 from asyncmoe.models.payload import Payload
+from asyncmoe.models.quantised import without
 from asyncmoe.reshard import Bucket, buckets, exchange, plan_each
 from asyncmoe.reshard.torch_transport import TorchTransport
 from asyncmoe.trainer.lora import attach
@@ -25,13 +26,15 @@ class Gatherer:
     Args:
         model: this rank's part; all ranks make a gatherer of theirs.
         adapter: gather its halves, under their canonical names; otherwise its weights, under Hugging Face's.
+        quantised: gather weights as engines of float8 take them, with their scales, where the model is one of theirs.
         bucket_bytes: upper bound of a bucket; one larger tensor gets a bucket of its own.
         timeout_s: how long a rank waits for another.
     """
 
-    def __init__(self, model: Model, bucket_bytes: int, timeout_s: float, *, adapter: bool = False) -> None:
+    def __init__(self, model: Model, bucket_bytes: int, timeout_s: float, *, adapter: bool = False, quantised: bool = False) -> None:
         kind = kind_of(model.adapter) if adapter and model.adapter is not None else None
-        payload, dtype = Payload(model.hf, kind), str(model.dtype).removeprefix("torch.")
+        payload = Payload(model.hf if quantised else without(model.hf), kind)
+        dtype = str(model.dtype).removeprefix("torch.")
         self._model, self._timeout_s, self._adapter = model, timeout_s, adapter
         self._transport = TorchTransport(device=str(model.mesh.device))
         self.buckets: list[Bucket] = buckets(payload.whole(dtype), bucket_bytes, payload.glued())

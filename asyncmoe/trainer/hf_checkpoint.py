@@ -10,6 +10,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from asyncmoe.errors import DataError
+from asyncmoe.platform.float8 import dequantised
+from asyncmoe.reshard.float8 import SCALES, scales_shape
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -33,17 +35,23 @@ class HFCheckpoint:
             raise DataError(str(path), got="no safetensors", expected=f"{SINGLE} or {INDEX}")
 
     def read(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """A contiguous copy of one tensor, cast to `dtype`.
+        """A contiguous copy of one tensor, cast to `dtype`; one of float8 in blocks is multiplied by its scales.
 
         Raises:
-            DataError: it is missing or has another shape.
+            DataError: it is missing or has another shape, or its scales do.
         """
+        tensor = self._tensor(name, shape)
+        if tensor.dtype == torch.float8_e4m3fn:
+            tensor = dequantised(tensor, self._tensor(name + SCALES, scales_shape(shape)), dtype)
+        return tensor.to(dtype).contiguous()
+
+    def _tensor(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         if name not in self._file_of:
             raise DataError(f"{self._path}: tensor {name}", got="nothing", expected=f"a tensor of shape {list(shape)}")
         tensor: torch.Tensor = self._open(self._file_of[name]).get_tensor(name)
         if tuple(tensor.shape) != tuple(shape):
             raise DataError(f"{self._path}: tensor {name}", got=f"shape {list(tensor.shape)}", expected=f"shape {list(shape)}")
-        return tensor.to(dtype).contiguous()
+        return tensor
 
     def _read_index(self) -> dict[str, str]:
         try:

@@ -198,5 +198,5 @@ def publisher(config: Config, built: model.Model, client: Client) -> Publisher:
         return Direct(config, built, client, checksums)
     if built.adapter is not None:
         return AdapterFiles(config, built, client)
-    gatherer = Gatherer(built, config.sync.bucket_bytes, config.sync.timeout_s)
+    gatherer = Gatherer(built, config.sync.bucket_bytes, config.sync.timeout_s, quantised=True)
     return Broadcast(config, gatherer, client, built.mesh, checksums)

@@ -8,25 +8,30 @@ from typing import Any
 import torch
 
 from asyncmoe.config.generation import EngineSection
-from asyncmoe.models import EngineParallel, engine_dtype, family_of
+from asyncmoe.models import EngineParallel, engine_dtype
+from asyncmoe.models.payload import Payload
+from asyncmoe.platform.float8 import dequantised
 from asyncmoe.reshard import LocalTransport, exchange, plan
 from asyncmoe.reshard.checksum import engine_checksums as checksums_of
+from asyncmoe.reshard.float8 import SCALES
 
 
 def engine_checksums(hf: Mapping[str, Any], engines: EngineSection, tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, str], ...]:
     """Expected checksums of each rank of an engine, by SGLang's parameter names.
 
     Args:
-        tensors: the whole Hugging Face checkpoint, by name, on the CPU; cast to the engine's dtype as SGLang's loader casts.
+        tensors: the whole Hugging Face checkpoint, by name, on the CPU; cast to the engine's dtype as SGLang's loader casts. Of an engine
+            of float8 its weights are quantised already, and their scales with them.
     """
-    dtype = engine_dtype(hf, engines)
-    family = family_of(hf)
-    source = family.hf_layout(hf, dtype)
+    dtype, payload = engine_dtype(hf, engines), Payload(hf)
+    source = payload.whole(dtype)
     cast = {name: tensor.to(getattr(torch, source.storages[name].dtype)) for name, tensor in tensors.items()}
     found = []
-    for rank in range(engines.tp):
-        layout = family.sglang_layout(hf, EngineParallel(engines.tp, engines.ep), rank, dtype).at(0)
+    for layout in payload.engines(EngineParallel(engines.tp, engines.ep), dtype):
         held = {name: torch.empty(storage.shape, dtype=getattr(torch, storage.dtype)) for name, storage in layout.storages.items()}
-        exchange(plan(family.tensors(hf), [source], [layout]), LocalTransport(), cast, held)
+        exchange(plan(payload.tensors(), [source], [layout.at(0)]), LocalTransport(), cast, held)
+        for name in [name for name in held if name + SCALES in held]:
+            # SGLang looks at what the numbers stand for, in bfloat16 (utils/weight_checker_comparator.py, Fp8BlockComparable).
+            held[name] = dequantised(held[name], held.pop(name + SCALES), torch.bfloat16)
         found.append(checksums_of(held))
     return tuple(found)

@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
 
 from reshard_ranks import filled, numbered  # noqa: E402
 from test_reshard_copy import check_box  # noqa: E402
-from test_reshard_program import message_rows, rounded, swapped  # noqa: E402
+from test_reshard_program import casts, message_rows, rounded, swapped  # noqa: E402
 
 import asyncmoe.reshard._C as _C  # noqa: E402
 from asyncmoe.errors import TransferError  # noqa: E402
@@ -141,7 +141,7 @@ def test_casts_round_as_torch_does() -> None:
     ties = np.concatenate([(np.arange(1 << 16, dtype=np.uint32) << 16) | low for low in (0x0000, 0x7FFF, 0x8000, 0x8001, 0xFFFF)])
     values = np.concatenate([bits, ties]).view(np.float32)
     row = np.array([[0, 0, 0, 0, 4, 1, 1, 1, len(values), 0, 0, 0, 4, 0, 0, 0, 2]], np.int64)
-    program = _C.Program(row, np.array([0, 1], np.int64), "none", float_to_bfloat=True)
+    program = _C.Program(row, np.array([0, 1], np.int64), "none", casts(1))
     back = poisoned(2 * len(values))
     _C.DeviceProgram(program, 0).run(0, at(gpu(values.view(np.uint8))), at(back), 0, stream())
     got, number = back.cpu().numpy().view(np.uint16), ~np.isnan(values)

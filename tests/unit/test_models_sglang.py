@@ -7,12 +7,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from recorded import BESIDE, CASES, Recorded, cases, read
+from recorded import BESIDE, CASES, QUANTISED, Recorded, cases, read
 from reshard_ranks import blank, filled, numbered
 
 from asyncmoe.errors import ConfigError
 from asyncmoe.models import EngineParallel, family_of
+from asyncmoe.models.quantised import quantised
 from asyncmoe.reshard import LocalTransport, exchange, plan
+from asyncmoe.reshard.float8 import FLOAT8, with_scale_tensors, with_scales
 from asyncmoe.reshard.layout import contiguous_strides
 
 
@@ -33,6 +35,30 @@ def test_engine_parameters_are_those_sglang_loads(model: str, case: str) -> None
         for name, array in expected.items():
             np.testing.assert_array_equal(got[name], array, err_msg=name)
             assert tuple(known.parameters(rank)[name]["stride"]) == contiguous_strides(array.shape)
+
+
+@pytest.mark.parametrize(("model", "case"), [(model, case) for model, names in QUANTISED.items() for case in names])
+def test_engine_parameters_of_float8_and_their_scales_are_those_sglang_loads(model: str, case: str) -> None:
+    known = read(model, case)
+    family = family_of(known.hf)
+    shapes = family.tensors(known.hf)
+    checkpoint = with_scales(family.hf_layout(known.hf, "int32"), shapes, quantised, quantised=False)
+    tensors = with_scale_tensors(shapes, quantised)
+    on_disk = filled(checkpoint, numbered(tensors))
+    assert {name: list(array.shape) for name, array in on_disk.items()} == dict(known.document["hf_tensors"])
+    for rank in range(known.engine.world):
+        plain = family.sglang_layout(known.hf, known.engine, rank, "int32")
+        layout = with_scales(plain, shapes, quantised, quantised=False)
+        got = blank(layout)
+        exchange(plan(tensors, [checkpoint.at(rank)], [layout]), LocalTransport(rank), on_disk, got)
+        expected = known.loaded(rank, on_disk)
+        assert got.keys() == expected.keys()
+        for name, array in expected.items():
+            np.testing.assert_array_equal(got[name], array, err_msg=name)
+        held = with_scales(plain, shapes, quantised, quantised=True).storages
+        assert {name for name, one in held.items() if one.dtype == FLOAT8} == {
+            name for name, entry in known.parameters(rank).items() if entry["dtype"] == FLOAT8
+        }
 
 
 @pytest.mark.parametrize(("model", "case"), cases())

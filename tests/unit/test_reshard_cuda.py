@@ -46,12 +46,12 @@ def architectures(content: bytes) -> set[int]:
     return found
 
 
-@pytest.mark.parametrize("number", range(2))
+@pytest.mark.parametrize("number", range(3))
 def test_the_kernels_compile_for_hopper_and_blackwell(build: ModuleType, number: int, tmp_path: Path) -> None:
     compiler = build.nvcc()
     if obstacle := build.cuda_obstacle(compiler):
         pytest.skip(obstacle)
-    assert len(build.CUDA_SOURCES) == 2
+    assert len(build.CUDA_SOURCES) == 3
     target = tmp_path / "kernels.o"
     command = build.cuda_command(compiler, ROOT / build.CUDA_SOURCES[number], target)
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_reshard_program import Extent, address, message_rows, rounded, swapped
+from test_reshard_program import Extent, address, casts, message_rows, rounded, swapped
 
 import asyncmoe.reshard._C as _C
 from asyncmoe.reshard import digest
@@ -87,7 +87,7 @@ def test_casts(boxes: list[tuple[int, Extent]], shifts: tuple[int, int]) -> None
     rows, held = message_rows(boxes, 4)
     rows[:, 3] //= 2
     rows[:, 13:] //= 2
-    program = _C.Program(rows, np.array([0, len(rows)], np.int64), "destination", float_to_bfloat=True)
+    program = _C.Program(rows, np.array([0, len(rows)], np.int64), "destination", casts(*[1] * len(rows)))
     both(program, random(held, shifts[0]), (program.bytes(0), shifts[1]), 1)
 
 
@@ -96,7 +96,7 @@ def test_casts_behind_some_bytes(odd: int) -> None:
     elements, begin = 64, 32 + odd % 4 * 4
     raw = [0, 0, 0, 0, 1, 1, 1, 1, odd, 0, 0, 0, 1, 0, 0, 0, 1]
     cast = [0, begin, 0, odd, 4, 1, 1, 1, elements, 0, 0, 0, 4, 0, 0, 0, 2]
-    program = _C.Program(np.array([raw, cast], np.int64), np.array([0, 2], np.int64), "destination", np.array([False, True]))
+    program = _C.Program(np.array([raw, cast], np.int64), np.array([0, 2], np.int64), "destination", casts(0, 1))
     for shift in range(0, 16, 4):
         both(program, random(begin + 4 * elements, shift), (odd + 2 * elements, 0), 1)
 
@@ -107,7 +107,7 @@ def test_every_kind_of_number_is_rounded_as_torch_does() -> None:
     ties = [upper | low for low in (0x0000, 0x7FFF, 0x8000, 0x8001, 0xFFFF)]
     values = np.concatenate([generator.integers(0, 1 << 32, 1 << 16, np.uint32), *ties]).view(np.float32)
     row = np.array([[0, 0, 0, 0, 4, 1, 1, 1, len(values), 0, 0, 0, 4, 0, 0, 0, 2]], np.int64)
-    program = _C.Program(row, np.array([0, 1], np.int64), "destination", float_to_bfloat=True)
+    program = _C.Program(row, np.array([0, 1], np.int64), "destination", casts(1))
     source = aligned(values.nbytes, 0)
     source[:] = values.view(np.uint8)
     got = both(program, source, (values.nbytes // 2, 0), 2).view(np.uint16)

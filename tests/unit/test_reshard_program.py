@@ -33,6 +33,11 @@ def message_rows(boxes: list[tuple[int, Extent]], item: int) -> tuple[np.ndarray
     return np.array(rows, np.int64), offset
 
 
+def casts(*kinds: int, scales: int = 0, width: int = 0) -> np.ndarray:
+    """Casts of rows (csrc/cast.h): 0 is none, 1 rounds float32 to bfloat16, 2 and 3 quantise float32 and bfloat16."""
+    return np.array([[kind, scales, width] for kind in kinds], np.int64)
+
+
 def swapped(rows: np.ndarray) -> np.ndarray:
     return rows[:, [2, 3, 0, 1, 4, 5, 6, 7, 8, 13, 14, 15, 16, 9, 10, 11, 12]].copy()
 
@@ -124,7 +129,7 @@ def test_malformed_programs_are_refused() -> None:
         program.run(0, np.empty(0, np.int64), address(rows))
     rows, _ = message_rows([(1, (1, 1, 2, 3)), (0, (1, 1, 1, 4))], 4)
     with pytest.raises(ValueError, match="packing"):
-        _C.Program(swapped(rows), all_rows, "source", float_to_bfloat=True)
+        _C.Program(swapped(rows), all_rows, "source", casts(1, 1))
 
 
 def rounded(values: np.ndarray) -> np.ndarray:
@@ -140,7 +145,7 @@ def test_cast_rounds_as_torch_does() -> None:
     values = np.concatenate([bits, ties]).view(np.float32)
     got = np.empty(len(values), np.uint16)
     row = [0, 0, 0, 0, 4, 1, 1, 1, len(values), 0, 0, 0, 4, 0, 0, 0, 2]
-    _C.copy(np.array([row], np.int64), address(values), address(got), 2, True)
+    _C.copy(np.array([row], np.int64), address(values), address(got), 2, casts(1))
     number = ~np.isnan(values)
     np.testing.assert_array_equal(got[number], rounded(values)[number])
     assert ((got[~number] & 0x7F80) == 0x7F80).all()
@@ -155,11 +160,11 @@ def test_cast_of_strided_boxes(extent: tuple[int, int, int], gap: int, order: li
     got = np.zeros([extent[k] for k in order], np.uint16)
     strides = [got.strides[order.index(k)] for k in range(3)]
     row = np.array([[0, 0, 0, 0, 4, 1, *extent, 0, *larger.strides, 0, *strides]], np.int64)
-    _C.copy(row, address(larger), address(got), 1, True)
+    _C.copy(row, address(larger), address(got), 1, casts(1))
     np.testing.assert_array_equal(got.transpose(np.argsort(order)), rounded(np.ascontiguousarray(box)))
     if order == [0, 1, 2]:
         message = np.zeros_like(got)
-        program = _C.Program(row, np.array([0, 1], np.int64), "destination", float_to_bfloat=True)
+        program = _C.Program(row, np.array([0, 1], np.int64), "destination", casts(1))
         assert program.bytes(0) == got.nbytes
         assert program.run(0, address(larger), address(message), 1) == digest(got)
         np.testing.assert_array_equal(message, got)

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from asyncmoe.platform.sglang import cpu_latent, cpu_lora
+from asyncmoe.platform.sglang import cpu_float8, cpu_latent, cpu_lora
 from asyncmoe.platform.sglang.lifetime import end_with_parent
 from asyncmoe.platform.sglang.standin import PatchTargetGone, decorate, provide, refuse
 
@@ -52,9 +52,9 @@ def install() -> None:
     _triton()
     _sgl_kernel()
     _torchvision()
+    for part in (cpu_lora, cpu_latent, cpu_float8):
+        part.install()
     _pinned_host_memory()
-    cpu_lora.install()
-    cpu_latent.install()
 
 
 def fork_children() -> None:

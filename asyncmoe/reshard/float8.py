@@ -1,0 +1,170 @@
+"""Weights that an engine holds as float8 in blocks of 128 x 128, each with a scale: quantised as they are packed.
+
+The canonical tensor stays what it is. Beside it comes another one, of its scales: `<tensor>_scale_inv`, float32, one for each block. A
+storage that holds some of the tensor has a storage of scales beside it, named alike (as SGLang names its own, quantization/fp8.py):
+blocks of the storage are blocks of the tensor, so scales are shards like any other. A source's scales are written from its weights
+(`Scaler`) before an exchange; every element is divided by its block's as it is packed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from math import prod
+
+import numpy as np
+
+import asyncmoe.reshard._C as _C
+from asyncmoe.errors import LayoutError
+from asyncmoe.reshard.layout import (
+    ITEM_BYTES,
+    PADDING,
+    Block,
+    BlockPieces,
+    BlockStorages,
+    Box,
+    Piece,
+    RankLayout,
+    Storage,
+    contiguous_strides,
+)
+from asyncmoe.reshard.memory import Array, storage_memory
+
+BLOCK = 128
+"""Rows and columns that share a scale."""
+SCALES = "_scale_inv"
+"""Behind the name of a tensor or storage: its scales. The stored number times the scale is the weight."""
+FLOAT8 = "float8_e4m3fn"
+
+Chosen = Callable[[str], bool]
+"""Whether a tensor is quantised, by its name; the same with and without the prefix of a layer."""
+
+
+def scales_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """One scale for every block of the last two dimensions."""
+    return (*shape[:-2], *(-(-n // BLOCK) for n in shape[-2:]))
+
+
+def with_scale_tensors(tensors: Mapping[str, tuple[int, ...]], chosen: Chosen) -> dict[str, tuple[int, ...]]:
+    """Canonical tensors, and behind them the scales of those that are chosen.
+
+    Raises:
+        LayoutError: a chosen tensor that is not a matrix.
+    """
+    made = dict(tensors)
+    for name, shape in tensors.items():
+        if chosen(name):
+            if len(shape) != 2:
+                raise LayoutError(f"tensor {name}", got=f"shape {shape}", expected="a matrix, to be quantised block by block")
+            made[name + SCALES] = scales_shape(shape)
+    return made
+
+
+def with_scales(layout: RankLayout, tensors: Mapping[str, tuple[int, ...]], chosen: Chosen, *, quantised: bool) -> RankLayout:
+    """A layout with the scales of chosen tensors beside them.
+
+    Args:
+        tensors: shapes of the canonical tensors, at least of those that are chosen and held.
+        quantised: the storages of chosen tensors hold float8, as an engine's do; else they stay as they are, and are what is read.
+
+    Raises:
+        LayoutError: a storage in which blocks of 128 x 128 of the tensor are not blocks of the storage, or that holds other tensors
+            too; names rank, storage and tensor.
+    """
+    blocks = tuple(_block_with_scales(block, layout.rank, tensors, chosen, quantised) for block in layout.blocks)
+    return RankLayout(layout.rank, BlockStorages(blocks), BlockPieces(blocks))
+
+
+def _block_with_scales(block: Block, rank: int, tensors: Mapping[str, tuple[int, ...]], chosen: Chosen, quantised: bool) -> Block:
+    storages, pieces = dict(block.storages), list(block.pieces)
+    held = {piece.storage for piece in pieces if piece.tensor != PADDING and chosen(piece.tensor)}
+    front = block.prefixes[0][0]
+    for piece in block.pieces:
+        if piece.storage in held:
+            if not chosen(piece.tensor):
+                raise LayoutError(f"rank {rank}: storage {piece.storage}", got=f"{piece.tensor} in it", expected="only tensors of blocks")
+            pieces.append(_scales(piece, block.storages[piece.storage], tensors[front + piece.tensor], rank))
+    for name in [name for name in block.storages if name in held]:  # in an order that all ranks have
+        shape = storages[name].shape
+        storages[name + SCALES] = Storage(scales_shape(shape), "float32")
+        if quantised:
+            storages[name] = Storage(shape, FLOAT8)
+    return replace(block, storages=storages, pieces=tuple(pieces))
+
+
+def _scales(piece: Piece, storage: Storage, tensor: tuple[int, ...], rank: int) -> Piece:
+    """Where the scales of a piece lie among those of its storage."""
+    steps = contiguous_strides(storage.shape)
+    corner = [piece.offset // step % extent for step, extent in zip(steps, storage.shape, strict=True)]
+    box = piece.box
+    whole = all(
+        start % BLOCK == at % BLOCK == 0 and (extent % BLOCK == 0 or (start + extent == size and at + extent == room))
+        for start, extent, size, at, room in zip(box.start, box.extent, tensor, corner[-2:], storage.shape[-2:], strict=True)
+    )
+    if not whole or piece.strides != steps[-2:]:
+        raise LayoutError(
+            f"rank {rank}: tensor {piece.tensor} box {box} in storage {piece.storage}",
+            got=f"row {corner[-2]} and column {corner[-1]} of {storage.shape}",
+            expected=f"blocks of {BLOCK} x {BLOCK}, or what is left of the tensor at its end",
+            cure="parallel sizes that divide it at multiples of a block",
+        )
+    corner[-2:] = [at // BLOCK for at in corner[-2:]]
+    shape = scales_shape(storage.shape)
+    among = Box(tuple(start // BLOCK for start in box.start), scales_shape(box.extent))
+    offset = sum(at * step for at, step in zip(corner, contiguous_strides(shape), strict=True))
+    return Piece(piece.tensor + SCALES, among, piece.storage + SCALES, offset, contiguous_strides(shape)[-2:])
+
+
+@dataclass(frozen=True)
+class _Matrix:
+    """A row of csrc/scales.h, and what keeps its addresses valid."""
+
+    row: tuple[int, int, int, int, int]
+    held: tuple[Array, Array]
+
+
+class Scaler:
+    """Writes the scales of a source's storages.
+
+    A block's scale is its largest magnitude, at least 1e-4, divided by 448, the largest float8 (as SGLang's
+    quantization/mxfp8_block_convert.py `bf16_to_block_fp8_128` has it); with `power_of_two` the next power of two, as scales of the
+    format UE8M0 are (quantization/fp8_utils.py `per_block_cast_to_fp8`).
+
+    Args:
+        layout: the source's, of `with_scales`.
+        arrays: its storages, those of scales among them, which are written; all in host memory or all on one GPU.
+
+    Raises:
+        LayoutError: an array is missing or is not what its storage says.
+    """
+
+    def __init__(self, layout: RankLayout, arrays: Mapping[str, Array], *, power_of_two: bool = False) -> None:
+        names = [name for name in layout.storages if name + SCALES in layout.storages]
+        self._power_of_two = power_of_two
+        made = [_matrix(layout, arrays, name) for name in names]
+        self._rows = np.array([matrix.row for matrix, _ in made], np.int64).reshape(-1, 5)
+        self._held = [matrix.held for matrix, _ in made]
+        self._device = next(iter({device for _, device in made}), "cpu")
+        if len({device for _, device in made}) > 1:
+            raise LayoutError(f"rank {layout.rank}: arrays with scales", got="several devices", expected="one")
+
+    def write(self, *, threads: int = 0, stream: int = 0) -> None:
+        """Write all scales; on a GPU, enqueue that on `stream`."""
+        if self._device == "cpu":
+            _C.scale_blocks(self._rows, self._power_of_two, threads)
+        else:
+            _C.scale_blocks_on_gpu(self._rows, self._power_of_two, int(self._device.partition(":")[2]), stream)
+
+
+def _matrix(layout: RankLayout, arrays: Mapping[str, Array], name: str) -> tuple[_Matrix, str]:
+    where = f"rank {layout.rank}: array"
+    for wanted in (name, name + SCALES):
+        if wanted not in arrays:
+            raise LayoutError(f"{where} {wanted}", got="nothing", expected="one for each storage with scales, and for its scales")
+    storage, scales = layout.storages[name], layout.storages[name + SCALES]
+    weights = storage_memory(arrays[name], storage, f"{where} {name}", write=False)
+    written = storage_memory(arrays[name + SCALES], scales, f"{where} {name + SCALES}", write=True)
+    if weights.device != written.device:
+        raise LayoutError(f"{where} {name + SCALES}", got=written.device, expected=weights.device)
+    row = (weights.address, ITEM_BYTES[storage.dtype], prod(storage.shape[:-1]), storage.shape[-1], written.address)
+    return _Matrix(row, (arrays[name], arrays[name + SCALES])), weights.device

@@ -1,0 +1,90 @@
+"""Checkpoints of float8: which are carried over, and what is refused in which words."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from test_models_check import config, refused
+
+from asyncmoe import models
+from asyncmoe.errors import DataError
+from asyncmoe.models import EngineParallel, MegatronParallel, family_of
+from asyncmoe.models.payload import Payload
+from asyncmoe.models.quantised import Float8, float8_of, quantised, without
+from asyncmoe.reshard import plan
+from asyncmoe.trainer.hf_checkpoint import HFCheckpoint
+from tests import families, float8
+
+LARGE = {
+    "vocab_size": 320, "hidden_size": 256, "intermediate_size": 512, "moe_intermediate_size": 256, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "num_experts_per_tok": 2,
+}  # fmt: skip
+QWEN = {**families.sized(LARGE, "qwen3_moe"), "head_dim": 128, "quantization_config": float8.CONFIG}
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (None, None),
+        (float8.CONFIG, Float8(power_of_two=False)),
+        ({**float8.CONFIG, "scale_fmt": "ue8m0"}, Float8(power_of_two=True)),
+        ({"quant_method": "fp8", "weight_block_size": [128, 128]}, Float8(power_of_two=False)),
+        (
+            {**float8.CONFIG, "modules_to_not_convert": ["lm_head", "model.layers.0.input_layernorm", "model.layers.0.mlp.gate"]},
+            Float8(False),
+        ),
+    ],
+)
+def test_how_published_checkpoints_are_quantised(given: dict[str, Any] | None, expected: Float8 | None) -> None:
+    assert float8_of({"quantization_config": given} if given else {}) == expected
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"quant_method": "awq"}, ["quantization_config.quant_method", "got 'awq'", "expected 'fp8'"]),
+        ({"weight_block_size": None}, ["quantization_config.weight_block_size", "got None", "expected [128, 128]"]),
+        ({"weight_block_size": [1, 128]}, ["weight_block_size", "got [1, 128]"]),
+        ({"fmt": "e5m2"}, ["quantization_config.fmt", "'e5m2'"]),
+        ({"activation_scheme": "static"}, ["activation_scheme", "'static'", "'dynamic'"]),
+        ({"ignored_layers": ["model.layers.0.mlp.down_proj"]}, ["model.layers.0.mlp.down_proj left as it is"]),
+    ],
+)
+def test_other_ways_are_refused(changes: dict[str, Any], words: list[str]) -> None:
+    models.check(config(), QWEN)
+    refused(lambda: models.check(config(), {**QWEN, "quantization_config": {**float8.CONFIG, **changes}}), words)
+
+
+def test_sizes_that_cut_blocks_are_refused() -> None:
+    models.check(config({"ranks": 2, "tp": 2}, {"tp": 2}), QWEN)
+    words = ["of a checkpoint of float8", "blocks of 128 x 128", "lower tp of the"]
+    refused(lambda: models.check(config({"ranks": 4, "tp": 4, "expert_tp": 4}, {}), QWEN), ["trainer", *words])
+    refused(lambda: models.check(config({}, {"tp": 4}), QWEN), ["engines", *words])
+
+
+def test_half_as_many_bytes_go_to_engines() -> None:
+    """But for embeddings, the output layer, routers and norms."""
+
+    def bytes_of(hf: dict[str, Any]) -> int:
+        payload = Payload(hf)
+        engines = payload.engines(EngineParallel(2), "bfloat16", first=1)
+        return plan(payload.tensors(), payload.trainer(MegatronParallel(), "bfloat16"), engines).wire_bytes
+
+    shapes = family_of(QWEN).tensors(QWEN)
+    large = sum(shape[0] * shape[1] for name, shape in shapes.items() if quantised(name))
+    assert bytes_of(without(QWEN)) - bytes_of(QWEN) == large - 4 * large // 128**2
+
+
+def test_a_trainer_reads_what_the_numbers_stand_for(tmp_path: Any) -> None:
+    weight = torch.randn(200, 300)
+    made, scales = float8.quantise(weight)
+    save_file({"w": made, "w_scale_inv": scales, "lonely": made}, tmp_path / "model.safetensors")
+    checkpoint = HFCheckpoint(tmp_path)
+    expected = float8.dequantised_weights({"w": made, "w_scale_inv": scales})["w"]
+    torch.testing.assert_close(checkpoint.read("w", (200, 300), torch.float32), expected, rtol=0, atol=0)
+    assert checkpoint.read("w", (200, 300), torch.bfloat16).equal(expected.bfloat16())
+    with pytest.raises(DataError, match="lonely_scale_inv: got nothing"):
+        checkpoint.read("lonely", (200, 300), torch.float32)

@@ -87,7 +87,7 @@ def _check_float8(config: Config, hf: Mapping[str, Any]) -> None:
         payload.engines(engines, "bfloat16")
     except LayoutError as error:
         cure = f"lower tp of the {what}, or take the checkpoint in bfloat16"
-        raise ConfigError(f"{what} of a checkpoint of float8", got=str(error), expected="shards of whole blocks", cure=cure) from error
+        raise ConfigError("shards of float8", got=str(error), expected="whole blocks in every rank", cure=cure) from error
 
 
 def _check_router_bias(config: Config, m: Shape) -> None:

@@ -74,25 +74,25 @@ def perturbed(oracle: Oracle, path: Path, seed: int, scale: float = 0.05) -> Ora
 
 def routes(model: Any, tokens: np.ndarray) -> np.ndarray:
     """The experts that the layers of a transformers model choose for each of the tokens but the last, [layers, tokens - 1, top_k]."""
-    return np.stack([logits.topk(top_k).indices.numpy() for logits, top_k in _router_logits(model, tokens)])
+    return np.stack([chosen.numpy() for _, chosen in _routed(model, tokens)])
 
 
 def gaps(model: Any, tokens: np.ndarray) -> np.ndarray:
     """Between the router's logit of the last expert it chose and of the first it did not, [layers, tokens - 1]."""
-    ranked = [(logits.sort(descending=True).values, top_k) for logits, top_k in _router_logits(model, tokens)]
+    ranked = [(logits.sort(descending=True).values, chosen.shape[1]) for logits, chosen in _routed(model, tokens)]
     return np.stack([(logits[:, top_k - 1] - logits[:, top_k]).numpy() for logits, top_k in ranked])
 
 
-def _router_logits(model: Any, tokens: np.ndarray) -> list[tuple[torch.Tensor, int]]:
-    """Of each layer with experts: [tokens - 1, experts], and how many are chosen."""
-    found: list[tuple[torch.Tensor, int]] = []
-
-    def note(gate: Any, inputs: tuple[torch.Tensor, ...], _: object) -> None:
-        found.append((inputs[0].reshape(-1, gate.weight.shape[1]) @ gate.weight.T, gate.top_k))
-
-    hooks = [layer.mlp.gate.register_forward_hook(note) for layer in model.model.layers]
+def _routed(model: Any, tokens: np.ndarray) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Of each layer with experts: the router's logits, [tokens - 1, experts], and what it chose, [tokens - 1, top_k]. In a forward pass
+    like that of `Oracle.logprobs`: a near tie that is decided one way there is decided the same way here."""
+    found: list[tuple[torch.Tensor, torch.Tensor]] = []
+    hooks = [
+        layer.mlp.gate.register_forward_hook(lambda _gate, _inputs, out: found.append((out[0][:-1], out[2][:-1])))
+        for layer in model.model.layers
+    ]
     with torch.no_grad():
-        model(torch.from_numpy(tokens[:-1]).long()[None])
+        model(torch.from_numpy(tokens).long()[None], use_cache=True)
     for hook in hooks:
         hook.remove()
     return found

@@ -24,7 +24,11 @@ def main(result: Path) -> None:
     model: Any = SimpleNamespace(mesh=SimpleNamespace(rank=rank))
     said: list[Any] = [None] * dist.get_world_size()
     ended = ""
-    with mock.patch.object(direct_group, "_keep", side_effect=EngineError(WHY)):
+    engines = SimpleNamespace(roster=1)
+    with (
+        mock.patch.object(direct_group, "_ask_engines", return_value=engines),
+        mock.patch.object(direct_group, "_keep", side_effect=EngineError(WHY)),
+    ):
         try:
             direct_group._open(config, model, mock.Mock())
         except AsyncmoeError as error:

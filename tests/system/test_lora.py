@@ -38,6 +38,7 @@ def learn(base: Path, directory: Path, *overrides: str) -> dict[str, Any]:
     return summary
 
 
+@pytest.mark.thorough
 def test_adapters_learn_the_task_and_leave_the_weights_alone(base: Path, tmp_path: Path) -> None:
     """The exported adapter is small, PEFT loads it, and merged into the weights it is what the run's own export has."""
     from peft import PeftModel

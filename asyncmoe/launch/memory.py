@@ -208,7 +208,7 @@ def engine(hf: Hf, parallel: EngineParallel, serving: Serving) -> Memory:
 
 def _engine_stage(hf: Hf, parallel: EngineParallel, serving: Serving, stage: int) -> Memory:
     rank = stage * parallel.tp
-    weights = _nbytes(Payload(hf).engines(parallel, serving.dtype)[rank])
+    weights = _nbytes(Payload(hf).weights_of_engine(parallel, rank, serving.dtype))
     slot = 0 if serving.adapter is None else _nbytes(Payload(hf, serving.adapter).engines(parallel, serving.dtype)[rank])
     parts = {
         "weights": weights,

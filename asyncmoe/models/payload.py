@@ -15,7 +15,7 @@ from asyncmoe.models.parallel import EngineParallel, MegatronParallel
 from asyncmoe.models.quantised import Float8, float8_of, quantised
 from asyncmoe.models.shape import Shape, Shapes
 from asyncmoe.reshard import RankLayout
-from asyncmoe.reshard.float8 import with_scale_tensors, with_scales
+from asyncmoe.reshard.float8 import SCALES, with_scale_tensors, with_scales
 
 
 @dataclass(frozen=True)
@@ -50,13 +50,24 @@ class Payload:
 
     def glued(self) -> frozenset[str]:
         """Storages of `whole` that an engine takes only together with the one before them."""
-        return self._family.glued(self.hf) if self.adapter is None else frozenset()
+        if self.adapter is not None:
+            return frozenset()
+        weights = self._family.glued(self.hf)
+        return weights | {name + SCALES for name in weights} if self.float8 else weights
 
     def trainer(self, parallel: MegatronParallel, dtype: str) -> list[RankLayout]:
         """That of every trainer rank, from 0 on."""
         if self.adapter is None:
             return self._scaled(self._family.megatron_layouts(self.hf, parallel, dtype), there=False)
         return megatron.rank_layouts(self._shape, self.adapter, parallel, dtype)
+
+    def weights_of_trainer(self, parallel: MegatronParallel, rank: int, dtype: str) -> RankLayout:
+        """The weights of one trainer rank."""
+        return self._scaled([self._family.megatron_layout(self.hf, parallel, rank, dtype)], there=False)[0]
+
+    def weights_of_engine(self, parallel: EngineParallel, rank: int, dtype: str) -> RankLayout:
+        """The weights of one rank of an engine."""
+        return self._scaled([self._family.sglang_layout(self.hf, parallel, rank, dtype)], there=True)[0]
 
     def engines(self, parallel: EngineParallel, dtype: str, count: int = 1, first: int = 0) -> list[RankLayout]:
         """That of every rank of equal engines, from `first` on: parameters, or adapter memory."""

@@ -23,7 +23,7 @@ class Sources:
     def __init__(self, model: Model) -> None:
         live, dtype = parameters(model), str(model.dtype).removeprefix("torch.")
         payload = Payload(model.hf)
-        layout = payload.trainer(model.parallel, dtype)[model.mesh.rank]
+        layout = payload.weights_of_trainer(model.parallel, model.mesh.rank, dtype)
         wanted = {name: getattr(torch, storage.dtype) for name, storage in layout.storages.items()}
         self._copied = {name: tensor for name, tensor in live.items() if tensor.dtype != wanted[name]}
         self.tensors = live | {name: torch.empty_like(tensor, dtype=wanted[name]) for name, tensor in self._copied.items()}

@@ -13,12 +13,12 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from asyncmoe.models import load_hf_config
 from asyncmoe.models.make import VOCAB, _write_tokenizer
-from asyncmoe.rollout.engine import Engine
 from asyncmoe.trainer.verify import engine_checksums
 from tests import float8
-from tests.engine.conftest import Rig, make, settings
+from tests.engine.conftest import settings
 from tests.engine.oracle import Oracle, perturbed
 from tests.engine.test_direct import Checksums, Stage, difference, generate, wrong
+from tests.engine.test_families import start
 
 pytestmark = [pytest.mark.engine, pytest.mark.ranks]
 
@@ -90,15 +90,7 @@ def test_an_engine_holds_what_sglang_would_have_quantised(kind: str, tp: int, ru
 @contextmanager
 def started(served: Path, runner: asyncio.Runner, folder: Path, tp: int, first: Oracle) -> Iterator[Stage]:
     """One engine."""
-    config = settings(served, folder / "run", max_total_tokens=4096, tp=tp)
-
-    async def start() -> Rig:
-        rig = await make(config, [Engine("engine.0", config, 0, config.run.dir)], runner.run)
-        await rig.engine.wait_ready()
-        rig.conductor.engines_started()
-        return rig
-
-    rig = runner.run(start())
+    rig = start(runner, settings(served, folder / "run", max_total_tokens=4096, tp=tp))
     try:
         checkpoints = [first, perturbed(first, folder / "a", 1), perturbed(first, folder / "b", 2)]
         yield Stage(rig, checkpoints, folder, runner.run(rig.engine.client.checksums(30.0)))

@@ -14,7 +14,7 @@ from asyncmoe.errors import DataError
 from asyncmoe.models import EngineParallel, MegatronParallel, family_of
 from asyncmoe.models.payload import Payload
 from asyncmoe.models.quantised import Float8, float8_of, quantised, without
-from asyncmoe.reshard import plan
+from asyncmoe.reshard import buckets, plan
 from asyncmoe.trainer.hf_checkpoint import HFCheckpoint
 from tests import families, float8
 
@@ -76,6 +76,16 @@ def test_half_as_many_bytes_go_to_engines() -> None:
     shapes = family_of(QWEN).tensors(QWEN)
     large = sum(shape[0] * shape[1] for name, shape in shapes.items() if quantised(name))
     assert bytes_of(without(QWEN)) - bytes_of(QWEN) == large - 4 * large // 128**2
+
+
+def test_scales_that_an_engine_takes_only_together_are_in_one_bucket() -> None:
+    """As the weights they belong to: SGLang's loader forgets half of a fused parameter's scales when a call has only one of them."""
+    sizes = {"q_lora_rank": 128, "kv_lora_rank": 128, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
+    payload = Payload({**families.sized(LARGE, "deepseek"), **sizes, "quantization_config": float8.CONFIG})
+    made = {bucket.names for bucket in buckets(payload.whole("bfloat16"), 1, payload.glued())}
+    for end in ("weight", "weight_scale_inv"):
+        pairs = {tuple(f"model.layers.{i}.self_attn.{name}.{end}" for name in ("q_a_proj", "kv_a_proj_with_mqa")) for i in range(2)}
+        assert pairs <= made
 
 
 def test_a_trainer_reads_what_the_numbers_stand_for(tmp_path: Any) -> None:

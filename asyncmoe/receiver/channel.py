@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal
 
 import msgspec
 import torch
 
-from asyncmoe.errors import ConfigError
-from asyncmoe.receiver.meeting import Store, Terms
+from asyncmoe.errors import AsyncmoeError, ConfigError
+from asyncmoe.receiver import meeting
+from asyncmoe.receiver.meeting import Outcome, Store, Terms
 from asyncmoe.reshard import Exchanger, Plan, SharedTransport, Transport
 from asyncmoe.reshard.ipc_transport import IpcTransport
 from asyncmoe.reshard.nccl_transport import NcclTransport, make_unique_id
 from asyncmoe.reshard.shm_transport import ShmTransport
 from asyncmoe.reshard.torch_transport import TorchTransport
+
+_GROUP_S = 30.0
+"""For ranks that have all come to make a process group, which looks after nobody while it is made."""
+_GRACE_S = 5.0
 
 
 def transport_for(
@@ -58,21 +64,60 @@ class _UniqueId(msgspec.Struct, frozen=True):
     value: bytes
 
 
-def connect(store: Store, terms: Terms, plan: Plan, epoch: int, side: SideStream | None = None) -> Exchanger:
-    """This rank's end of channel `epoch`; returns when the others' are there. A channel in which anything failed is not used again.
+def connect(
+    store: Store, terms: Terms, plan: Plan, epoch: int, side: SideStream | None = None, watch: Callable[[], None] = lambda: None
+) -> Exchanger:
+    """This rank's end of channel `epoch`; returns when all ends are there, so that from then on whoever waits for a rank also sees it end.
+    A channel in which anything failed is not used again.
 
     Args:
         side: where to enqueue copies, if the weights are on GPUs.
+        watch: on rank 0, called every second of waiting; raises when a rank will not come.
 
     Raises:
         WaitTimeout: the others did not come in time.
-        WeightSyncError: one that had come is gone, or there is no memory for the messages.
-        UserError: no usable NCCL or GPU.
+        WeightSyncError: one is gone, or could not make its end (no memory for the messages, no usable NCCL or GPU); all ranks say the same.
     """
     device, stream = (side.stream.device.index, side.stream.cuda_stream) if side else (0, 0)
-    transport = _transport(store, terms, epoch, device, stream)
-    # One thread: the step, and the engine, go on meanwhile.
-    return Exchanger(plan, transport, bucket_bytes=terms.bucket_bytes, timeout_s=terms.timeout_s, threads=1, stream=stream)
+    _assemble(store, terms, f"channel/{epoch}/come", watch)
+    exchanger, failure = None, ""
+    try:
+        transport = _transport(store, terms, epoch, device, stream)
+        # One thread: the step, and the engine, go on meanwhile.
+        exchanger = Exchanger(plan, transport, bucket_bytes=terms.bucket_bytes, timeout_s=terms.timeout_s, threads=1, stream=stream)
+    except AsyncmoeError as error:
+        failure = meeting.in_words(error, terms)
+    try:
+        _assemble(store, terms, f"channel/{epoch}/made", watch, failure)
+    except AsyncmoeError:
+        if exchanger is not None:
+            exchanger.close()
+        raise
+    assert exchanger is not None
+    return exchanger
+
+
+def _assemble(store: Store, terms: Terms, key: str, watch: Callable[[], None], failure: str = "") -> None:
+    """Return when all ranks have come here without a failure.
+
+    Raises:
+        WaitTimeout, WeightSyncError: see `connect`.
+    """
+    if store.rank != 0:
+        store.put(f"{key}/{store.rank}", Outcome(failure))
+        meeting.heed(store.get(f"{key}/all", Outcome, terms.timeout_s + _GRACE_S))
+        return
+    others = meeting.names(terms)
+    ours = others.pop(0)
+    try:
+        said = store.get_all({f"{key}/{rank}": whom for rank, whom in others.items()}, Outcome, terms.timeout_s, watch=watch)
+        failures = {whom: said[f"{key}/{rank}"].failure for rank, whom in others.items()} | {ours: failure}
+        failures = {whom: why for whom, why in failures.items() if why}
+        meeting.heed(Outcome(meeting.cause(failures) if failures else ""))
+    except AsyncmoeError as error:
+        store.put(f"{key}/all", Outcome(str(error)))
+        raise
+    store.put(f"{key}/all", Outcome())
 
 
 def _transport(store: Store, terms: Terms, epoch: int, device: int, stream: int) -> Transport | SharedTransport:
@@ -89,4 +134,4 @@ def _transport(store: Store, terms: Terms, epoch: int, device: int, stream: int)
             unique = store.get(key, _UniqueId, terms.timeout_s).value
             return NcclTransport(store.rank, terms.world, unique, device, stream=stream, timeout_s=terms.timeout_s)
         case "gloo":
-            return TorchTransport(store.connect(terms.world, epoch, terms.timeout_s))
+            return TorchTransport(store.connect(terms.world, epoch, min(_GROUP_S, terms.timeout_s)))

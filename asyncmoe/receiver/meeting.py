@@ -6,6 +6,10 @@ receiver waits for its next update without touching the process group, and a sen
     terms               rank 0      what there is: both sides plan from it, each rank alone
     ready/R             others      R has planned, and what parameters it has; or why not
     verdict             rank 0      whether all agree
+    channel/E/come/R, channel/E/made/R
+                        others      R makes, has made, its end of channel E; or why not
+    channel/E/come/all, channel/E/made/all
+                        rank 0      all ranks do, have; or why not
     N/header            rank 0      update N begins, over channel `epoch`
     N/sent/S, N/staged/R            trainer rank S has sent, engine rank R has received and verified, everything; or why not
     N/failed            anyone      set with the former when it says why not, so that nobody has to wait for the others
@@ -252,6 +256,17 @@ def moved_keys(number: int, terms: Terms) -> dict[str, str]:
     return senders | {f"{number}/staged/{rank}": whom for rank, whom in engine_ranks(terms).items()}
 
 
+def heed(outcome: Outcome) -> None:
+    """Raises WeightSyncError for an outcome that is none."""
+    if outcome.failure:
+        raise WeightSyncError(outcome.failure)
+
+
+def names(terms: Terms) -> dict[int, str]:
+    """Every rank and what messages call it."""
+    return {rank: f"trainer rank {rank}" for rank in range(terms.engines[0].first)} | engine_ranks(terms)
+
+
 def engine_ranks(terms: Terms) -> dict[int, str]:
     """Every engine rank and what messages call it."""
     return {engine.first + tp: f"{engine.name} rank {tp}" for engine in terms.engines for tp in range(engine.tp)}
@@ -275,12 +290,12 @@ def cause(failures: Mapping[str, str]) -> str:
 
 def in_words(error: AsyncmoeError, terms: Terms) -> str:
     """An error of the transfer, with its ranks called by what they are."""
-    names = {rank: f"trainer rank {rank}" for rank in range(terms.engines[0].first)} | engine_ranks(terms)
+    who = names(terms)
     if isinstance(error, TransferError):
-        what = re.sub(r"\brank (\d+)\b", lambda found: names[int(found[1])], error.what)
-        return f"from {names[error.source]} to {names[error.destination]}: {what}"
+        what = re.sub(r"\brank (\d+)\b", lambda found: who[int(found[1])], error.what)
+        return f"from {who[error.source]} to {who[error.destination]}: {what}"
     if isinstance(error, WaitTimeout) and (found := re.fullmatch(r"rank (\d+)", error.whom)):
-        return str(WaitTimeout(names[int(found[1])], error.what, error.seconds))
+        return str(WaitTimeout(who[int(found[1])], error.what, error.seconds))
     return str(error)
 
 

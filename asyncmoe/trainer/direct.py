@@ -34,7 +34,7 @@ from asyncmoe.receiver import channel, meeting
 from asyncmoe.receiver.channel import SideStream, transport_for
 from asyncmoe.receiver.meeting import Header, Outcome
 from asyncmoe.reshard import Exchanger
-from asyncmoe.trainer.direct_group import GRACE_S, Meeting, NotMet, changed, heed, meet, part, watch
+from asyncmoe.trainer.direct_group import GRACE_S, Meeting, NotMet, changed, meet, part, watch
 from asyncmoe.trainer.gather import Gatherer, tensors_in
 from asyncmoe.trainer.lora.snapshot import Snapshot
 from asyncmoe.trainer.model import Model
@@ -64,6 +64,7 @@ class Direct:
         self._config, self._sync, self._model, self._client, self._checksums = config, config.sync, model, client, checksums
         self._rank = model.mesh.rank
         _check(config, model)
+        self._watch = watch(config, client)
         self._snapshot = None if model.adapter is None else Snapshot(model.chunks, model.adapter.scale)
         self._met: Meeting | None = None
         self._exchanger: Exchanger | None = None
@@ -206,9 +207,9 @@ class Direct:
         """The part of every other rank."""
         store, number, wait_s = met.store, self._number, self._sync.timeout_s + GRACE_S
         header = store.get(f"{number}/header", Header, wait_s)
-        heed(Outcome(header.failure))
+        meeting.heed(Outcome(header.failure))
         self._send(met)
-        heed(store.get(f"{number}/end", Outcome, 3 * wait_s))
+        meeting.heed(store.get(f"{number}/end", Outcome, 3 * wait_s))
         return 0.0
 
     def _send(self, met: Meeting) -> None:
@@ -216,7 +217,7 @@ class Direct:
         key, timeout_s = f"{self._number}/sent/{self._rank}", met.terms.timeout_s
         try:
             if self._exchanger is None:
-                self._exchanger = channel.connect(met.store, met.terms, met.plan, self._epoch, self._side)
+                self._exchanger = channel.connect(met.store, met.terms, met.plan, self._epoch, self._side, self._watch)
                 self._exchanger.bind(self._sources.tensors if self._snapshot is None else self._snapshot.tensors)
             self._exchanger.run(timeout_s)
         except AsyncmoeError as error:
@@ -237,8 +238,7 @@ class Direct:
         number, until = self._number, time.monotonic() + met.terms.timeout_s
         self._send(met)
         keys = meeting.moved_keys(number, met.terms)
-        look = watch(self._config, self._client)
-        found = met.store.get_all(keys, Outcome, until - time.monotonic(), failed=f"{number}/failed", watch=look)
+        found = met.store.get_all(keys, Outcome, until - time.monotonic(), failed=f"{number}/failed", watch=self._watch)
         failures = {keys[key]: outcome.failure for key, outcome in found.items() if outcome.failure}
         if failures:
             raise WeightSyncError(meeting.cause(failures))

@@ -103,12 +103,6 @@ def part(store: Store, model: Model) -> None:
         log.warning("leaving the weight group: %s", error)
 
 
-def heed(outcome: Outcome) -> None:
-    """Raises WeightSyncError for an outcome that is none."""
-    if outcome.failure:
-        raise WeightSyncError(outcome.failure)
-
-
 def watch(config: Config, client: Client) -> Callable[[], None]:
     """What raises WeightSyncError when an engine of the version under way, or of the meeting, is gone. For rank 0."""
 

@@ -18,7 +18,16 @@ import msgspec
 import pytest
 import torch
 
-from asyncmoe.errors import ConfigError, InvariantBroken, LayoutError, ProtocolError, TransferError, WaitTimeout, WeightSyncError
+from asyncmoe.errors import (
+    AsyncmoeError,
+    ConfigError,
+    InvariantBroken,
+    LayoutError,
+    ProtocolError,
+    TransferError,
+    WaitTimeout,
+    WeightSyncError,
+)
 from asyncmoe.models import EngineParallel, MegatronParallel, family_of
 from asyncmoe.models.lora.adapter import Kind, halves
 from asyncmoe.receiver import channel, command, handshake, meeting, route, worker
@@ -295,7 +304,7 @@ def together(*calls: Callable[[], Any]) -> list[Any]:
     def attempt(call: Callable[[], Any]) -> Any:
         try:
             return call()
-        except (WaitTimeout, WeightSyncError) as error:
+        except AsyncmoeError as error:
             return error
 
     with ThreadPoolExecutor(len(calls)) as threads:
@@ -350,6 +359,40 @@ def test_a_group_that_is_not_complete_is_given_up(ranks: Ranks) -> None:
     (zero,) = ranks(1)
     with pytest.raises(WaitTimeout, match="the other ranks: join weight group test"):
         zero.connect(2, 1, 0.5)
+
+
+def test_a_channel_waits_for_nobody_who_is_gone(ranks: Ranks) -> None:
+    zero, one, two = ranks(3)
+    agreed = terms((EngineRanks("engine.a", 1, 1, 1), EngineRanks("engine.b", 1, 1, 2)))
+
+    def gone() -> None:
+        raise WeightSyncError("engine.b is gone")
+
+    def channels(epoch: int) -> list[Any]:
+        route_of = [route.route(agreed, rank) for rank in (0, 1)]
+        return together(
+            lambda: channel.connect(zero, agreed, route_of[0], epoch, watch=gone),
+            lambda: channel.connect(one, agreed, route_of[1], epoch),
+        )
+
+    begin = time.monotonic()
+    assert [str(end) for end in channels(1)] == ["engine.b is gone"] * 2
+    two.put("channel/2/come/2", Outcome())  # it ends while the others make theirs
+    assert [str(end) for end in channels(2)] == ["engine.b is gone"] * 2
+    assert time.monotonic() - begin < 10
+
+
+def test_an_end_of_a_channel_that_cannot_be_made_ends_the_others(ranks: Ranks) -> None:
+    zero, one = ranks(2)
+    agreed = terms((EngineRanks("engine.a", 1, 1, 1),))
+    wrong = msgspec.structs.replace(agreed, session="no/name")
+    ends = together(
+        lambda: channel.connect(zero, agreed, route.route(agreed, 0), 1),
+        lambda: channel.connect(one, wrong, route.route(wrong, 1), 1),
+    )
+    assert [type(end) for end in ends] == [WeightSyncError] * 2
+    assert str(ends[0]) == str(ends[1])
+    assert "session of shared memory: got 'no/name-1'" in str(ends[0])
 
 
 # ---------------------------------------------------------------- the receiver

@@ -16,8 +16,7 @@ from asyncmoe import config as configuration
 from asyncmoe.bench import sync
 from asyncmoe.config import Config
 from asyncmoe.config.generation import MadeModel
-from asyncmoe.models import EngineParallel, load_hf_config, trainer_parallel
-from asyncmoe.models.lora.adapter import kind_of
+from asyncmoe.models import EngineParallel, adapter_of, load_hf_config, trainer_parallel
 from asyncmoe.models.make import make_model
 from asyncmoe.models.payload import Payload
 from asyncmoe.reshard import plan
@@ -84,7 +83,8 @@ def run(updates: int = 20, trainer: Mapping[str, int] | None = None, engine: Map
 
 def moved(config: Config) -> dict[str, int | None]:
     """Bytes of what is published, and of what travels for it."""
-    payload = Payload(load_hf_config(config.model.path), None if config.adapter is None else kind_of(config.adapter))
+    hf = load_hf_config(config.model.path)
+    payload = Payload(hf, adapter_of(config, hf))
     source = payload.trainer(trainer_parallel(config), "float32")
     target = payload.engines(EngineParallel(config.engines.tp, config.engines.ep), "float32", first=len(source))
     transfers = plan(payload.tensors(), source, target).transfers

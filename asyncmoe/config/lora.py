@@ -9,10 +9,12 @@ from pydantic import Field, field_validator, model_validator
 
 from asyncmoe.config.fields import Decay, Positive, PositiveFloat, Section
 
-ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+GROUPED = ("q_proj", "k_proj", "v_proj", "o_proj")
+LATENT = ("q_a_proj", "kv_a_proj_with_mqa", "q_b_proj", "kv_b_proj", "o_proj")
+ATTENTION = (*GROUPED[:-1], *LATENT)
 MLP = ("gate_proj", "up_proj", "down_proj")
 TARGETS = ATTENTION + MLP
-"""Linear layers that can have an adapter, by the names of Hugging Face's modules."""
+"""Linear layers that can have an adapter, by the names of Hugging Face's modules; which of them there are is the model's."""
 
 _FUSED = {"linear_qkv": "q_proj, k_proj, v_proj", "linear_proj": "o_proj", "linear_fc1": "gate_proj, up_proj", "linear_fc2": "down_proj"}
 """Megatron's names, and what they hold."""
@@ -24,10 +26,11 @@ class LoraSection(Section):
     rank: Positive = Field(32, description="Rows of A and columns of B.")
     alpha: PositiveFloat = Field(32.0, description="What B A x is multiplied by, divided by the rank.")
     dropout: Decay = Field(0.0, description="Share of the entries of x that A does not see while training.")
-    targets: tuple[str, ...] = Field(
-        TARGETS,
-        description="Linear layers with an adapter: q_proj, k_proj, v_proj, o_proj (attention); "
-        "gate_proj, up_proj, down_proj (of every expert, and of layers without experts).",
+    targets: tuple[str, ...] | None = Field(
+        None,
+        description="Linear layers with an adapter: q_proj, k_proj, v_proj, o_proj (attention); q_a_proj, kv_a_proj_with_mqa, q_b_proj, "
+        "kv_b_proj, o_proj (latent attention); gate_proj, up_proj, down_proj (of every expert, of those that all tokens pass, and of "
+        "layers without experts). null: all that the model has.",
     )
     experts: Literal["per_expert", "shared_outer"] = Field(
         "per_expert",
@@ -49,6 +52,8 @@ class LoraSection(Section):
     @classmethod
     def _names(cls, value: Any) -> Any:
         """Known ones, each once, in the order of `TARGETS`, so that two ways of writing a set are one configuration."""
+        if value is None:
+            return None
         if not isinstance(value, list | tuple):
             raise ValueError(f"lora.targets: got {value!r}, expected a list of {', '.join(TARGETS)}")
         for name in value:
@@ -63,7 +68,7 @@ class LoraSection(Section):
 
     @model_validator(mode="after")
     def _check(self) -> LoraSection:
-        if self.experts == "shared_outer" and not set(self.targets) & set(MLP):
+        if self.experts == "shared_outer" and self.targets is not None and not set(self.targets) & set(MLP):
             raise ValueError(
                 f"lora.experts: got shared_outer, expected per_expert because lora.targets has none of {', '.join(MLP)}; leave it out, or "
                 "add one"

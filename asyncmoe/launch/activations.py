@@ -121,7 +121,7 @@ def _experts(m: Shape, parallel: MegatronParallel, pass_: Microbatch) -> int:
     if m.router_bias:
         router += 4 * m.experts  # sigmoid scores besides those they are of
     row = m.hidden + 6 * m.expert_width // parallel.etp + _ranks(pass_, MLP)
-    shared = 5 * m.shared_width
+    shared = 5 * m.shared_width + _ranks(pass_, MLP) * parallel.tp if m.shared_width else 0
     return here * ((3 * m.hidden + shared) * pass_.item + router) + int(expert_rows(m, parallel, pass_) * row * pass_.item)
 
 

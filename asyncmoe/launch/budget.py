@@ -13,8 +13,7 @@ from asyncmoe.errors import ConfigError, UserError
 from asyncmoe.launch import memory
 from asyncmoe.launch.activations import Microbatch
 from asyncmoe.launch.memory import Memory, Serving, Training
-from asyncmoe.models import EngineParallel, engine_dtype, load_hf_config, make, trainer_parallel
-from asyncmoe.models.lora.adapter import kind_of
+from asyncmoe.models import EngineParallel, adapter_of, engine_dtype, load_hf_config, make, trainer_parallel
 
 CPU_GB = 2.0
 """What each process of a run without GPUs is given."""
@@ -61,7 +60,7 @@ def of_run(config: Config, hf: Mapping[str, Any], gpu_gb: float = 80.0, cpu: boo
         ConfigError: they do not.
         UserError: an argument for engines that is no number.
     """
-    stages = memory.trainer(hf, trainer_parallel(config), training(config, cpu))
+    stages = memory.trainer(hf, trainer_parallel(config), training(config, hf, cpu))
     engine = memory.engine(hf, EngineParallel(config.engines.tp, config.engines.ep), serving(config, hf, cpu))
     return Budget(max(stages, key=lambda stage: stage.total), engine, gpu_gb, cpu)
 
@@ -85,7 +84,7 @@ def for_cpu(config: Config) -> bool:
     return config.model.make is not None or config.trainer.dtype == "float32"
 
 
-def training(config: Config, cpu: bool = False) -> Training:
+def training(config: Config, hf: Mapping[str, Any], cpu: bool = False) -> Training:
     """What of a configuration decides. A micro-batch is as large as a packed one may be, or as the longest conversation."""
     trainer, objective = config.trainer, config.objective
     dtype = ("float32" if cpu else "bfloat16") if trainer.dtype == "auto" else trainer.dtype
@@ -93,7 +92,7 @@ def training(config: Config, cpu: bool = False) -> Training:
         rows=max(trainer.tokens_per_microbatch, config.environment.max_tokens or 0),
         recompute=trainer.recompute == "full",
         dtype=dtype,
-        adapter=None if config.adapter is None else kind_of(config.adapter),
+        adapter=adapter_of(config, hf),
         unmasked=objective.kl.coefficient > 0 and config.keeps_sampling_mask,
     )
     return Training(microbatch, trainer.optimizer.distributed, objective.kl.coefficient > 0, config.sync.bucket_bytes)
@@ -113,7 +112,7 @@ def serving(config: Config, hf: Mapping[str, Any], cpu: bool = False) -> Serving
         prefill=_number(section.args, _PREFILL, 8192),
         running=section.max_running,
         dtype=engine_dtype(hf, section),
-        adapter=None if config.adapter is None else kind_of(config.adapter),
+        adapter=adapter_of(config, hf),
         bucket_bytes=config.sync.bucket_bytes,
         gpu=not cpu,
     )

@@ -114,7 +114,7 @@ def _check_adapter(config: Config, hf: Mapping[str, Any]) -> None:
     section = config.adapter
     if section is None:
         return
-    kind, limit = kind_of(section), adapters.limit_in(config.engines.args)
+    kind, limit = kind_of(section, models.family_of(hf).shape_of(hf)), adapters.limit_in(config.engines.args)
     check_rank(kind, kind.rank if limit is None else limit)
     if section.start is not None:
         peft.start_from(section.start, models.family_of(hf).shape_of(hf), kind, str(config.model.path), kind.rank)

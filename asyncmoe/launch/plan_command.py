@@ -96,7 +96,7 @@ def _memory(asked: Asked, found: Forecast, hf: dict[str, Any]) -> dict[str, Memo
 
 def _of_cluster(asked: Asked, model: Path, nodes: int, console: Console) -> dict[str, Any]:
     hf = models.load_hf_config(model)
-    adapter = None if asked.lora is None else parse_adapter(asked.lora)
+    adapter = None if asked.lora is None else parse_adapter(asked.lora, models.family_of(hf).shape_of(hf))
     cluster = Cluster(nodes, asked.gpus_per_node, asked.gb, asked.context, adapter, asked.dtype, asked.bucket_bytes)
     found = []
     for split in suggest(hf, cluster):

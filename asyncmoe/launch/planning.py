@@ -14,7 +14,6 @@ import numpy as np
 from asyncmoe.errors import ConfigError
 from asyncmoe.launch.sizes import parse_adapter, parse_engines, parse_trainer
 from asyncmoe.models import EngineParallel, MegatronParallel, family_of, load_hf_config
-from asyncmoe.models.lora import halves
 from asyncmoe.models.lora.adapter import Kind
 from asyncmoe.models.payload import Payload
 from asyncmoe.reshard.layout import ITEM_BYTES, RankLayout
@@ -120,10 +119,9 @@ def forecast(
         UserError: a model family that is not supported.
     """
     grid, (count, engine) = parse_trainer(trainer), parse_engines(engines)
-    adapter = None if lora is None else parse_adapter(lora)
-    return foresee(
-        str(model), load_hf_config(model), grid, engine, count, dtype=dtype, bucket_bytes=bucket_bytes, speeds=speeds, adapter=adapter
-    )
+    hf = load_hf_config(model)
+    adapter = None if lora is None else parse_adapter(lora, family_of(hf).shape_of(hf))
+    return foresee(str(model), hf, grid, engine, count, dtype=dtype, bucket_bytes=bucket_bytes, speeds=speeds, adapter=adapter)
 
 
 def foresee(
@@ -155,8 +153,6 @@ def foresee(
             "--trainer and --engines", got=f"{grid.world + count * engine.world} ranks in all", expected=f"at most {_MOST_RANKS}"
         )
     family_of(hf).check(hf, grid, engine)
-    if adapter is not None:
-        halves.check(adapter, family_of(hf).shape_of(hf))
     case = _Case(Payload(hf, adapter), grid, engine, count, dtype)
     direct = case.direct()
     ways = {"direct": case.way(direct[0], direct[1], bucket_bytes, speeds)}

@@ -10,7 +10,9 @@ from pydantic import ValidationError
 from asyncmoe.config.lora import LoraSection
 from asyncmoe.errors import ConfigError
 from asyncmoe.models import EngineParallel, MegatronParallel
+from asyncmoe.models.lora import halves
 from asyncmoe.models.lora.adapter import Kind, kind_of
+from asyncmoe.models.shape import Shape
 
 TRAINER = {key: key for key in ("tp", "pp", "ep", "etp", "dp", "vpp")} | {"first": "first_layers", "last": "last_layers"}
 """Field of MegatronParallel by what it is called here."""
@@ -65,8 +67,8 @@ def engines_text(count: int, parallel: EngineParallel) -> str:
     return f"{count}x{''.join(sizes)}"
 
 
-def parse_adapter(text: str) -> Kind:
-    """`rank=32`, `rank=32,experts=shared_outer,targets=q_proj+v_proj`; without targets: all.
+def parse_adapter(text: str, m: Shape) -> Kind:
+    """`rank=32`, `rank=32,experts=shared_outer,targets=q_proj+v_proj`; without targets: all of the model's.
 
     Raises:
         ConfigError: anything else.
@@ -79,4 +81,6 @@ def parse_adapter(text: str) -> Kind:
         section = LoraSection.model_validate(values)
     except ValidationError as error:
         raise ConfigError("--lora", got=repr(text), expected=error.errors()[0]["msg"]) from None
-    return kind_of(section)
+    kind = kind_of(section, m)
+    halves.check(kind, m)
+    return kind

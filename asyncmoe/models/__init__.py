@@ -14,7 +14,7 @@ from asyncmoe.models import checks
 from asyncmoe.models.families import FAMILIES, family_of
 from asyncmoe.models.family import Family
 from asyncmoe.models.lora import halves
-from asyncmoe.models.lora.adapter import kind_of
+from asyncmoe.models.lora.adapter import Kind, kind_of
 from asyncmoe.models.parallel import EngineParallel, MegatronParallel
 from asyncmoe.models.payload import Payload
 from asyncmoe.models.quantised import float8_of
@@ -26,6 +26,7 @@ __all__ = [
     "EngineParallel",
     "Family",
     "MegatronParallel",
+    "adapter_of",
     "check",
     "engine_dtype",
     "family_of",
@@ -68,9 +69,19 @@ def check(config: Config, hf: Mapping[str, Any]) -> None:
     family.check(hf, trainer_parallel(config), EngineParallel(config.engines.tp, config.engines.ep))
     _check_float8(config, hf)
     if config.adapter is not None:
-        halves.check(kind_of(config.adapter), family.shape_of(hf))
+        halves.check(kind_of(config.adapter, family.shape_of(hf)), family.shape_of(hf))
     _check_router_bias(config, family.shape_of(hf))
     kept_routing(config, hf)
+
+
+def adapter_of(config: Config, hf: Mapping[str, Any]) -> Kind | None:
+    """What a run trains of a model in place of its weights, if anything is.
+
+    Raises:
+        ConfigError: a key of the model's configuration is missing.
+        UserError: a model family that is not supported.
+    """
+    return None if config.adapter is None else kind_of(config.adapter, family_of(hf).shape_of(hf))
 
 
 def _check_float8(config: Config, hf: Mapping[str, Any]) -> None:

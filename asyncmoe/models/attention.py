@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from asyncmoe.config.lora import GROUPED
 from asyncmoe.errors import ConfigError
 from asyncmoe.models.parallel import EngineParallel, MegatronParallel
 from asyncmoe.models.shape import HfConfig, Shape, Shapes, rope
@@ -28,6 +29,10 @@ class Attention(Protocol):
     @property
     def norm_eps(self) -> float | None:
         """Of its own norms, where it is not the model's."""
+
+    @property
+    def adapters(self) -> tuple[str, ...]:
+        """Its linear layers that can have an adapter, as `lora.targets` calls them."""
 
     def check(self, m: Shape) -> None:
         """Refuse sizes that cannot be.
@@ -77,6 +82,10 @@ class Grouped:
     @property
     def norm_eps(self) -> float | None:
         return None
+
+    @property
+    def adapters(self) -> tuple[str, ...]:
+        return GROUPED
 
     def check(self, m: Shape) -> None:
         if m.heads % m.kv_heads:

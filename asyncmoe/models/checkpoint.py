@@ -17,9 +17,8 @@ _IN_LAYER = {
     "router_bias": "mlp.gate.e_score_correction_bias",
     **{part: f"mlp.{part}_proj.weight" for part in _PARTS},
     **{f"shared.{part}": f"mlp.shared_experts.{part}_proj.weight" for part in _PARTS},
-    **{f"experts.{part}": f"mlp.experts.{{}}.{part}_proj.weight" for part in _PARTS},
 }
-"""What most families call their tensors; {} is the expert's number."""
+"""What most families call their tensors."""
 
 
 def hf_layout(m: Shape, own: Mapping[str, str], dtype: str) -> RankLayout:
@@ -28,7 +27,7 @@ def hf_layout(m: Shape, own: Mapping[str, str], dtype: str) -> RankLayout:
     Args:
         own: as of `hf_name`.
     """
-    builder, names = LayoutBuilder(0, dtype), {**_IN_LAYER, **m.attention.hf_names, **own}
+    builder, names = LayoutBuilder(0, dtype), _names(m, own)
     for tensor, shape in tensors(m).items():
         builder.stack(_name(tensor, names), [(tensor, whole(shape))], dtype_of(m, tensor.split(".", 2)[-1]))
     return builder.build()
@@ -40,7 +39,14 @@ def hf_name(m: Shape, own: Mapping[str, str], tensor: str) -> str:
     Args:
         own: the family's names of tensors in a layer, where they are not what most families call them.
     """
-    return _name(tensor, {**_IN_LAYER, **m.attention.hf_names, **own})
+    return _name(tensor, _names(m, own))
+
+
+def _names(m: Shape, own: Mapping[str, str]) -> dict[str, str]:
+    """Of the tensors of a layer; {} is an expert's number."""
+    front, *parts = m.expert_names
+    experts = {f"experts.{part}": f"{front}.{{}}.{name}.weight" for part, name in zip(_PARTS, parts, strict=True)}
+    return {**_IN_LAYER, **experts, **m.attention.hf_names, **own}
 
 
 def _name(tensor: str, names: Mapping[str, str]) -> str:

@@ -20,7 +20,6 @@ def _shape_of(hf: HfConfig) -> Shape:
         attention,
         **sigmoid.sizes(hf),
         wide=frozenset({"router_bias"}),
-        adapters=(),  # there are none of its attention yet, nor of experts that all tokens pass
     )
 
 

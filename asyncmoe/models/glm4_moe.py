@@ -3,7 +3,6 @@ DeepSeek-V3's experts, in all layers but the first."""
 
 from __future__ import annotations
 
-from asyncmoe.config.lora import ATTENTION
 from asyncmoe.models import sigmoid
 from asyncmoe.models.attention import Grouped
 from asyncmoe.models.checks import Wanted
@@ -18,7 +17,6 @@ def _shape_of(hf: HfConfig) -> Shape:
         Grouped(qk_norm=bool(hf.get("use_qk_norm")), bias=bool(hf.get("attention_bias")), rotary=_rotary(hf)),
         **sigmoid.sizes(hf),
         wide=frozenset({"router", "router_bias"}),  # SGLang's class holds both in float32
-        adapters=ATTENTION,  # of experts that all tokens pass there are none
     )
 
 

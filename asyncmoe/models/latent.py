@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from asyncmoe.config.lora import LATENT
 from asyncmoe.errors import ConfigError
 from asyncmoe.models.checks import Wanted
 from asyncmoe.models.parallel import EngineParallel, MegatronParallel
@@ -45,6 +46,12 @@ class Latent:
     def norm_eps(self) -> float | None:
         """transformers builds these norms without the model's eps. SGLang gives them the model's."""
         return 1e-6
+
+    @property
+    def adapters(self) -> tuple[str, ...]:
+        """SGLang looks for adapters of q_proj in qkv_proj, and for those of kv_a_proj_with_mqa where it is one with q_a_proj
+        (`get_normalized_target_modules` of lora/utils.py)."""
+        return LATENT if self.q_rank is not None else ("kv_b_proj", "o_proj")
 
     def check(self, m: Shape) -> None:
         if self.rope % 2:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from asyncmoe.config.lora import ATTENTION
 from asyncmoe.models.attention import Grouped
 from asyncmoe.models.checks import Wanted
 from asyncmoe.models.family import Family
@@ -20,7 +19,7 @@ def _shape_of(hf: HfConfig) -> Shape:
         expert_width=positive(hf, "intermediate_size"),
         experts_per_token=positive(hf, "num_experts_per_tok"),
         dense_layers=frozenset(),
-        adapters=ATTENTION,  # PEFT and SGLang have names of their own for its experts
+        expert_names=(f"{_MOE}.experts", "w1", "w3", "w2"),
     )
 
 
@@ -44,8 +43,5 @@ FAMILY = Family(
     # Softmax over all experts, then top-k, then renormalised, equals softmax over the chosen: Megatron's post-softmax.
     router=lambda hf: {"moe_router_score_function": "softmax", "moe_router_pre_softmax": False},
     engine=EngineClass(shares_tied_head=False, head_on_every_stage=True, experts=_MOE, dp_attention=False),
-    hf_names={
-        "router": f"{_MOE}.gate.weight",
-        **{f"experts.{part}": f"{_MOE}.experts.{{}}.{name}.weight" for part, name in (("gate", "w1"), ("up", "w3"), ("down", "w2"))},
-    },
+    hf_names={"router": f"{_MOE}.gate.weight"},
 )

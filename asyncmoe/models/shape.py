@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
-from asyncmoe.config.lora import TARGETS
+from asyncmoe.config.lora import MLP
 from asyncmoe.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ class Shape:
         shared_width: rows of gate and up of what all tokens pass beside their experts; 0: there is none.
         router_bias: routers choose by scores to which a bias of each expert is added, a tensor without gradient.
         wide: tensors, as named within a layer, that are float32 whatever the others are.
-        adapters: linear layers that can have an adapter, as `lora.targets` calls them.
+        expert_names: on disk, of the module of a layer's experts, and of gate, up and down of one.
     """
 
     layers: int
@@ -53,7 +53,12 @@ class Shape:
     shared_width: int = 0
     router_bias: bool = False
     wide: frozenset[str] = frozenset()
-    adapters: tuple[str, ...] = TARGETS
+    expert_names: tuple[str, str, str, str] = ("mlp.experts", *MLP)
+
+    @property
+    def adapters(self) -> tuple[str, ...]:
+        """Linear layers that can have an adapter, as `lora.targets` calls them."""
+        return (*self.attention.adapters, *MLP)
 
     @property
     def heads_per_group(self) -> int:
@@ -76,13 +81,13 @@ def decoder(
     shared_width: int = 0,
     router_bias: bool = False,
     wide: frozenset[str] = frozenset(),
-    adapters: tuple[str, ...] = TARGETS,
+    expert_names: tuple[str, str, str, str] = ("mlp.experts", *MLP),
 ) -> Shape:
     """The sizes in a configuration, whose keys may be those of transformers 4 or 5.
 
     Args:
         dense_layers: those without experts; None: all.
-        experts, expert_width, experts_per_token, attention, shared_width, router_bias, wide, adapters: as of `Shape`.
+        experts, expert_width, experts_per_token, attention, shared_width, router_bias, wide, expert_names: as of `Shape`.
 
     Raises:
         ConfigError: a key is missing.
@@ -105,7 +110,7 @@ def decoder(
         shared_width=shared_width,
         router_bias=router_bias,
         wide=wide,
-        adapters=adapters,
+        expert_names=expert_names,
     )
 
 

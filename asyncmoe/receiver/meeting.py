@@ -14,6 +14,7 @@ receiver waits for its next update without touching the process group, and a sen
     N/sent/S, N/staged/R            trainer rank S has sent, engine rank R has received and verified, everything; or why not
     N/failed            anyone      set with the former when it says why not, so that nobody has to wait for the others
     N/end               rank 0      how the update ended
+    N/over              rank 0      the trainer goes on to the next, or N's weights are sent again
     left/S              others      trainer rank S needs the store no more
 """
 
@@ -125,6 +126,13 @@ class Outcome(msgspec.Struct, frozen=True):
     failure: str = ""
 
 
+class Over(msgspec.Struct, frozen=True):
+    """An update that all engines have is over, or its weights are to be sent again; or rank 0 cannot tell."""
+
+    again: bool = False
+    failure: str = ""
+
+
 class Store:
     """The store, with typed values. One thread at a time.
 
@@ -208,7 +216,7 @@ class Store:
     def forget(self, number: int, terms: Terms) -> None:
         """Drop what is left of an update that all ranks have done with."""
         # Headers stay: a receiver that slept finds the newest by them.
-        names = [f"{number}/{name}" for name in ("failed", "end")]
+        names = [f"{number}/{name}" for name in ("failed", "end", "over")]
         for key in (*names, *moved_keys(number, terms)):
             self._store.delete_key(key)
 

@@ -15,7 +15,7 @@ from asyncmoe import models
 from asyncmoe.config import Config
 from asyncmoe.errors import EngineError, UserError, WaitTimeout
 from asyncmoe.models import family_of
-from asyncmoe.models.lora.adapter import kind_of
+from asyncmoe.models.lora.adapter import Kind
 from asyncmoe.platform.sglang.lifetime import API_KEY, PARENT
 from asyncmoe.process import Child
 from asyncmoe.receiver.command import LOADER
@@ -66,10 +66,11 @@ class Engine:
         self._log_start = log.stat().st_size if log.exists() else 0
         hf = models.load_hf_config(config.model.path)
         self._adapter = None
-        if config.adapter is not None and adapters.in_memory(config):
-            self._adapter = family_of(hf).shape_of(hf), kind_of(config.adapter), models.engine_dtype(hf, section)
+        kind = models.adapter_of(config, hf)
+        if kind is not None and adapters.in_memory(config):
+            self._adapter = family_of(hf).shape_of(hf), kind, models.engine_dtype(hf, section)
         keeps_routing = models.kept_routing(config, hf) is not None
-        arguments = command(config, index, host, port, keeps_routing, index if seed is None else seed)
+        arguments = command(config, index, host, port, keeps_routing, index if seed is None else seed, kind)
         # Not an argument: those can be read by everyone on this machine.
         secret = {API_KEY: key} if key else {}
         self._child = Child(name, arguments, log, environment(config, index) | secret)
@@ -115,7 +116,7 @@ class Engine:
         self._child.end(0.0)
 
 
-def command(config: Config, index: int, host: str, port: int, keeps_routing: bool, seed: int) -> list[str]:
+def command(config: Config, index: int, host: str, port: int, keeps_routing: bool, seed: int, adapter: Kind | None) -> list[str]:
     """The command line of engine `index`; what only a CPU needs is added there by `asyncmoe.platform.sglang`.
 
     - Overlapped scheduling is off: with it, a request paused in place has a token sampled by the old weights that SGLang has not
@@ -144,8 +145,8 @@ def command(config: Config, index: int, host: str, port: int, keeps_routing: boo
     switches = ["--skip-tokenizer-init", "--disable-overlap-schedule", "--disable-shared-experts-fusion", "--custom-weight-loader", LOADER]
     if keeps_routing:
         switches.append("--enable-return-routed-experts")
-    if config.adapter is not None:
-        switches += adapters.flags(kind_of(config.adapter), adapters.limit_in(section.args))
+    if adapter is not None:
+        switches += adapters.flags(adapter, adapters.limit_in(section.args))
     named = [word for flag, value in flags.items() for word in (f"--{flag}", str(value))]
     return [str(engine_python(section.python)), "-m", "asyncmoe.platform.sglang", *named, *switches, *section.args]
 

@@ -6,7 +6,9 @@ bytes have arrived as they were sent, the controller has every engine stand stil
 then no parameter has been written, so whatever fails leaves the engines with the version they serve.
 
 Each version goes to the engines there are when it begins: where they are others than before, all meet anew. When one dies while a
-version is on its way, that version is left out, and the others get the next one.
+version is on its way, the others are sent it again. So are those that have joined, when none is left of those that got it: without a
+version they generate nothing, and nothing else would make the trainer publish one. Only when the next optimizer step is changing the
+weights by then the version is given up: the next one, which follows that step, goes to all there are.
 
 Without staging memory (`sync.staging: false`) the engines stand still from the beginning, and one that holds a part of a version
 that failed is fenced.
@@ -21,10 +23,12 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
+from datetime import timedelta
 from functools import cached_property
 
 import torch
+import torch.distributed as dist
 
 from asyncmoe.config import Config
 from asyncmoe.errors import AsyncmoeError, ConfigError, WaitTimeout, WeightSyncError
@@ -32,9 +36,9 @@ from asyncmoe.models import engine_dtype
 from asyncmoe.process import yield_cores
 from asyncmoe.receiver import channel, meeting
 from asyncmoe.receiver.channel import SideStream, transport_for
-from asyncmoe.receiver.meeting import Header, Outcome
+from asyncmoe.receiver.meeting import Header, Outcome, Over
 from asyncmoe.reshard import Exchanger
-from asyncmoe.trainer.direct_group import GRACE_S, Meeting, NotMet, changed, meet, part, watch
+from asyncmoe.trainer.direct_group import GRACE_S, Meeting, NotMet, changed, in_all, meet, part, starving, watch
 from asyncmoe.trainer.gather import Gatherer, tensors_in
 from asyncmoe.trainer.lora.snapshot import Snapshot
 from asyncmoe.trainer.model import Model
@@ -46,6 +50,8 @@ from asyncmoe.wire.messages import Committed, Reply, Request, WeightsAbort, Weig
 log = logging.getLogger(__name__)
 _NOTICED_S = 2.0
 """For a server to end after one of its processes has."""
+_LOOK_S = 1.0
+_PATIENCE_S = 60.0
 
 
 class Direct:
@@ -69,23 +75,20 @@ class Direct:
         self._met: Meeting | None = None
         self._exchanger: Exchanger | None = None
         self._updates = self._number = self._epoch = 0  # of all meetings, of the present one, of its channels
-        self._left_out = False
+        # Of the sending thread alone: the trainer's own talk at the same time in other groups.
+        wait_s = config.engines.start_timeout_s + 2 * self._limit
+        self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=wait_s))
         self._side = SideStream(model.mesh.device) if model.mesh.device.type == "cuda" else None
-        # Sending has a whole step's time; the step itself has not.
-        self._thread = ThreadPoolExecutor(1, "weights", initializer=yield_cores if config.sync.staging else None)
-        self._running: Future[Published] | None = None
+        self._running: Future[Published | None] | None = None
+        self._tried = 0.0  # when the version under way was last begun to be sent, or waited for
+        self._settling = threading.Event()  # the version under way is to be the last of its weights
+        self._hold = threading.Lock()
+        self._changing = False  # the weights may change: it cannot be sent again
         self._sent = threading.Event()
         self._sent.set()  # nothing is under way
 
     def begin(self, version: int) -> None:
-        if self._met is not None and changed(self._config, self._model, self._client, self._met.roster):
-            log.info("the engines are others than before; meeting them")
-            self._disperse()
-        while self._met is None:
-            self._met = self._meet()
-        self._updates, self._number = self._updates + 1, self._number + 1
-        if self._exchanger is None:
-            self._epoch += 1
+        self._updates += 1
         expected = self._gathered_checksums() if self._verifies else ()
         if self._snapshot is not None:
             self._snapshot.take()
@@ -93,63 +96,137 @@ class Direct:
             self._sources.refresh()
         if self._side is not None:
             self._side.follow()
+        self._changing, self._tried = False, time.monotonic()
         self._sent.clear()
-        self._running = self._thread.submit(self._publish, self._met, version, expected)
+        self._settling.clear()
+        self._running = Future()
+        threading.Thread(target=self._run, args=(self._running, version, expected), name="weights", daemon=True).start()
 
     def check(self) -> None:
-        if self._running is not None and self._running.done() and not self._may_be_left_out:
+        if self._running is not None and self._running.done():
             self._running.result()
 
     def wait_sent(self) -> None:
         if self._snapshot is not None:
             return
-        # Sending is bounded, and `_publish` sets this however it ends: this time-out says that the bound was broken.
-        limit = 4 * (self._sync.timeout_s + GRACE_S)
-        if not self._sent.wait(limit):
-            raise WaitTimeout("this rank's sender of weights", "its part of the version under way to be sent", limit)
+        while True:
+            # Sending is bounded, and `_publish` sets this however it ends: this time-out says that the bound was broken.
+            while not self._sent.wait(_LOOK_S):
+                self._bounded("its part of the version under way to be sent")
+            with self._hold:
+                if self._sent.is_set():
+                    self._changing = True
+                    return
 
     def settle(self) -> Published | None:
         if self._running is None:
             return None
-        limit = 4 * (self._sync.timeout_s + GRACE_S)
-        if not wait([self._running], limit).done:
-            raise WaitTimeout("this rank's sender of weights", "all engines to serve the new version", limit)
+        self._tried = time.monotonic()
+        self._settling.set()
+        while not wait([self._running], _LOOK_S).done:
+            self._bounded("all engines to serve the new version")
         running, self._running = self._running, None
-        try:
-            published = running.result()
-        except WeightSyncError as error:
-            if not (self._may_be_left_out and self._lost_one()):
-                raise
-            self._left_out = True
-            log.warning("this version is left out, the next one goes to the engines that are left: %s", error)
-            return None
-        self._left_out = False
-        return published
+        return running.result()
 
     def close(self) -> None:
-        self._thread.shutdown(wait=False, cancel_futures=True)
         self._disperse()
 
     @property
-    def _may_be_left_out(self) -> bool:
-        """Without a version the capacity law lets one batch less start: with an eta of at least 1 the next batch comes all the same."""
-        return self._config.queue.staleness.eta > 0 and not self._left_out
+    def _limit(self) -> float:
+        """Of one attempt to publish a version, and of one to meet."""
+        return 4 * (self._sync.timeout_s + GRACE_S)
 
-    def _lost_one(self) -> bool:
-        """Whether the engines are others than those that the version was for."""
-        assert self._met is not None
-        return self._others(self._met.roster)
+    def _bounded(self, what: str) -> None:
+        limit = self._config.engines.start_timeout_s + 2 * self._limit
+        if time.monotonic() - self._tried > limit:
+            raise WaitTimeout("this rank's sender of weights", what, limit)
+
+    def _run(self, result: Future[Published | None], version: int, expected: Checksums) -> None:
+        if self._sync.staging:
+            yield_cores()  # sending has a whole step's time; the step itself has not
+        try:
+            result.set_result(self._publish(version, expected))
+        except AsyncmoeError as error:
+            result.set_exception(error if isinstance(error, WeightSyncError) else WeightSyncError(str(error)))
+        except BaseException as error:
+            result.set_exception(error)
+            raise
+        finally:
+            self._sent.set()
+
+    def _publish(self, version: int, expected: Checksums) -> Published | None:
+        """What was published when there is nothing left to do for the version; None: it is left out."""
+        published: Published | None = None
+        while True:
+            self._tried = time.monotonic()
+            met = self._together()
+            begin = time.perf_counter()
+            try:
+                pause_ms = self._lead(met, version, expected) if self._rank == 0 else self._follow(met)
+                published, why = Published(version, time.perf_counter() - begin, pause_ms), "they have all gone"
+                if not self._needed_again(met):
+                    return published
+            except AsyncmoeError as error:
+                self._leave()
+                if not self._others(met.roster):
+                    raise
+                why = str(error)
+            again = self._still_has()
+            then = "those there are now are sent it" if again else "those there are now get the next one"
+            log.warning("the engines are others than those that version %d was for; %s: %s", version, then, why)
+            if not again:
+                return published
+
+    def _needed_again(self, met: Meeting) -> bool:
+        """Wait until the version is settled: False; or until engines wait for it, and none of those that got it is left: True."""
+        store, key = met.store, f"{self._number}/over"
+        if self._rank == 0:
+            try:
+                while not (over := self._settling.wait(_LOOK_S)) and not starving(self._config, self._client, met):
+                    pass
+            except AsyncmoeError as error:
+                store.put(key, Over(failure=str(error)))
+                raise
+            store.put(key, Over(not over))
+            return not over
+        while True:
+            try:
+                told = store.get(key, Over, _PATIENCE_S)
+            except WaitTimeout:
+                continue
+            meeting.heed(Outcome(told.failure))
+            return told.again
+
+    def _still_has(self) -> bool:
+        """Whether all ranks still have the weights of the version under way; then they keep them, until they are sent."""
+        with self._hold:
+            here = not self._changing
+            if here:
+                self._sent.clear()
+        return in_all(self._group, here)
+
+    def _together(self) -> Meeting:
+        """With the engines there are now."""
+        if self._met is not None and changed(self._config, self._model, self._client, self._group, self._met.roster):
+            log.info("the engines are others than before; meeting them")
+            self._disperse()
+        while self._met is None:
+            self._met = self._meet()
+        self._number += 1
+        if self._exchanger is None:
+            self._epoch += 1
+        return self._met
 
     def _others(self, roster: int) -> bool:
         """Whether the engines are others than those of `roster`. The controller may take a while to see one's end."""
         # Of an engine on its own machine the controller knows nearly at once.
         wait_s = self._config.cluster.silence_s + GRACE_S if self._config.engines.join else _NOTICED_S
-        return changed(self._config, self._model, self._client, roster, wait_s)
+        return changed(self._config, self._model, self._client, self._group, roster, wait_s)
 
     def _meet(self) -> Meeting | None:
         """None where an engine that was to come is gone: those that are left can meet."""
         try:
-            return meet(self._config, self._model, self._client)
+            return meet(self._config, self._model, self._client, self._group)
         except NotMet as error:
             if not self._others(error.roster):
                 raise
@@ -161,19 +238,6 @@ class Direct:
         if self._met is not None:
             part(self._met.store, self._model)
         self._met, self._number = None, 0
-
-    def _publish(self, met: Meeting, version: int, expected: Checksums) -> Published:
-        begin = time.perf_counter()
-        try:
-            pause_ms = self._lead(met, version, expected) if self._rank == 0 else self._follow(met)
-        except AsyncmoeError as error:
-            self._leave()
-            if isinstance(error, WeightSyncError):
-                raise
-            raise WeightSyncError(str(error)) from error
-        finally:
-            self._sent.set()
-        return Published(version, time.perf_counter() - begin, pause_ms)
 
     def _leave(self) -> None:
         """The next update takes another channel."""
@@ -224,9 +288,8 @@ class Direct:
             self._leave()
             met.store.fail(self._number, key, meeting.in_words(error, met.terms))
         else:
-            met.store.put(key, Outcome())
-        finally:
             self._sent.set()
+            met.store.put(key, Outcome())
 
     def _send_and_collect(self, met: Meeting) -> None:
         """Send, and wait until all have sent, received and verified.

@@ -59,18 +59,19 @@ class NotMet(WeightSyncError):
         self.roster = roster
 
 
-def meet(config: Config, model: Model, client: Client) -> Meeting:
+def meet(config: Config, model: Model, client: Client, group: dist.ProcessGroup) -> Meeting:
     """Collective over the trainer's ranks: all ranks, engines' included, plan the same, and the engines' parameters are what the
     layouts say.
 
     Args:
         client: used on rank 0 only.
+        group: of the trainer's ranks, between CPUs.
 
     Raises:
         NotMet: naming each parameter that differs, or who has not come; with the same words on every rank.
     """
     rank, wait_s = model.mesh.rank, config.sync.timeout_s
-    store, roster = _open(config, model, client)
+    store, roster = _open(config, model, client, group)
     terms = store.get("terms", Terms, wait_s)
     failure = ""
     plan: Plan | None = None
@@ -103,6 +104,13 @@ def part(store: Store, model: Model) -> None:
         log.warning("leaving the weight group: %s", error)
 
 
+def in_all(group: dist.ProcessGroup, here: bool) -> bool:
+    """Whether something is so on every rank of a group. Collective over them."""
+    found = torch.tensor(int(here), dtype=torch.int32)
+    dist.all_reduce(found, dist.ReduceOp.MIN, group)
+    return bool(found)
+
+
 def watch(config: Config, client: Client) -> Callable[[], None]:
     """What raises WeightSyncError when an engine of the version under way, or of the meeting, is gone. For rank 0."""
 
@@ -113,18 +121,25 @@ def watch(config: Config, client: Client) -> Callable[[], None]:
     return look
 
 
-def changed(config: Config, model: Model, client: Client, roster: int, wait_s: float = 0.0) -> bool:
+def starving(config: Config, client: Client, met: Meeting) -> bool:
+    """Whether there are engines, and none of those that have met: nobody generates. For rank 0."""
+    now = {engine.name for engine in _ask_engines(config, client).engines}
+    return bool(now) and now.isdisjoint(engine.name for engine in met.terms.engines)
+
+
+def changed(config: Config, model: Model, client: Client, group: dist.ProcessGroup, roster: int, wait_s: float = 0.0) -> bool:
     """Whether the engines are others than those of `roster`. Collective over the trainer's ranks; they all wait for rank 0's answer.
 
     Args:
         client: used on rank 0 only, as is `roster`.
+        group: of the trainer's ranks, between CPUs.
         wait_s: how long rank 0 waits for them to be others.
 
     Raises:
         WeightSyncError, WaitTimeout: rank 0 could not ask; on the others too, with the same words.
     """
     if model.mesh.rank != 0:
-        word, failure = _tell()
+        word, failure = _tell(group)
         if not word:
             raise WeightSyncError(failure)
         return word == _OTHERS
@@ -138,11 +153,11 @@ def changed(config: Config, model: Model, client: Client, roster: int, wait_s: f
         failure = str(error)
         raise
     finally:
-        _tell(word, failure)
+        _tell(group, word, failure)
     return word == _OTHERS
 
 
-def _open(config: Config, model: Model, client: Client) -> tuple[Store, int]:
+def _open(config: Config, model: Model, client: Client, group: dist.ProcessGroup) -> tuple[Store, int]:
     """Rank 0 makes the store and has the engines' receivers come to it; every rank gets its own way into it."""
     rank, wait_s = model.mesh.rank, config.sync.timeout_s
     if rank == 0:
@@ -150,26 +165,28 @@ def _open(config: Config, model: Model, client: Client) -> tuple[Store, int]:
         try:
             engines = _ask_engines(config, client)
             roster = engines.roster
+            if not engines.engines:
+                raise WeightSyncError("no engine is left")
             store, place = _keep(config, model, client, engines)
         except AsyncmoeError as error:
             failure = str(error)
             raise NotMet(failure, roster) from error
         finally:
-            _tell(place, failure)
+            _tell(group, place, failure)
         return store, roster
-    place, failure = _tell()
+    place, failure = _tell(group)
     if not place:
         raise NotMet(failure, 0)
     host, _, port = place.rpartition(":")
     return Store(_GROUP, rank, host, int(port), wait_s), 0
 
 
-def _tell(word: str = "", failure: str = "") -> tuple[str, str]:
+def _tell(group: dist.ProcessGroup, word: str = "", failure: str = "") -> tuple[str, str]:
     """From rank 0 to all: a word, or why there is none, so that every rank ends with the same words."""
     words = f"{word}\n{failure}".encode()[:_WORDS]
     told = torch.zeros(_WORDS, dtype=torch.uint8)
     told[: len(words)] = torch.tensor(list(words), dtype=torch.uint8)
-    dist.broadcast(told, src=0)
+    dist.broadcast(told, src=0, group=group)
     word, _, failure = bytes(told.tolist()).rstrip(b"\0").decode(errors="replace").partition("\n")
     return word, failure
 
@@ -214,8 +231,8 @@ def _together(engines: Engines) -> bool:
 
 
 def _adapter(model: Model) -> AdapterTerms | None:
-    section = model.adapter
-    return None if section is None else AdapterTerms(section.targets, section.rank, section.alpha, section.experts)
+    kind = model.adapter
+    return None if kind is None else AdapterTerms(kind.targets, kind.rank, kind.alpha, kind.experts)
 
 
 def _disagreement(store: Store, terms: Terms, mine: Ready, wait_s: float, watch: Callable[[], None]) -> str:

@@ -22,7 +22,7 @@ from asyncmoe.config import Config  # noqa: E402
 from asyncmoe.errors import AsyncmoeError, DataError, StorageError  # noqa: E402
 from asyncmoe.models import family_of  # noqa: E402
 from asyncmoe.models.lora import peft  # noqa: E402
-from asyncmoe.models.lora.adapter import expanded, kind_of  # noqa: E402
+from asyncmoe.models.lora.adapter import expanded  # noqa: E402
 from asyncmoe.models.quantised import KEY, without  # noqa: E402
 from asyncmoe.process import die_with_parent, named, say  # noqa: E402
 from asyncmoe.trainer import mesh, model, state  # noqa: E402
@@ -79,7 +79,7 @@ def write_adapter(built: Model, origin: Path, out: Path, timeout_s: float) -> No
         UserError: see `asyncmoe.models.lora.peft.check_expressible`.
     """
     assert built.adapter is not None
-    shape, kind = family_of(built.hf).shape_of(built.hf), kind_of(built.adapter)
+    shape, kind = family_of(built.hf).shape_of(built.hf), built.adapter
     peft.check_expressible(shape, replace(kind, experts="per_expert"))
     whole = gathered(built, Gatherer(built, _SHARD_BYTES, timeout_s, adapter=True))
     if whole is None:

@@ -10,7 +10,6 @@ from functools import cached_property
 
 import torch
 
-from asyncmoe.models.lora.adapter import kind_of
 from asyncmoe.models.payload import Payload
 from asyncmoe.models.quantised import without
 from asyncmoe.reshard import Bucket, buckets, exchange, plan_each
@@ -32,7 +31,7 @@ class Gatherer:
     """
 
     def __init__(self, model: Model, bucket_bytes: int, timeout_s: float, *, adapter: bool = False, quantised: bool = False) -> None:
-        kind = kind_of(model.adapter) if adapter and model.adapter is not None else None
+        kind = model.adapter if adapter else None
         payload = Payload(model.hf if quantised else without(model.hf), kind)
         dtype = str(model.dtype).removeprefix("torch.")
         self._model, self._timeout_s, self._adapter = model, timeout_s, adapter

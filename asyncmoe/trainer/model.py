@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from asyncmoe.config import Config
-from asyncmoe.config.lora import LoraSection
 from asyncmoe.errors import InvariantBroken
-from asyncmoe.models import MegatronParallel, family_of
+from asyncmoe.models import MegatronParallel, adapter_of, family_of
+from asyncmoe.models.lora.adapter import Kind
 from asyncmoe.models.lora.halves import PREFIX as ADAPTERS
 from asyncmoe.models.megatron import chunk_prefix
 from asyncmoe.platform import megatron
@@ -61,7 +61,7 @@ class Model:
     hf: Mapping[str, Any]
     parallel: MegatronParallel
     mesh: Mesh
-    adapter: LoraSection | None
+    adapter: Kind | None
     balance: Balance | None = None
 
 
@@ -106,7 +106,7 @@ def build(hf: Mapping[str, Any], config: Config, mesh: Mesh) -> Model:
         chunk.train()
     rate = config.trainer.router_bias_rate
     balance = Balance(chunks, shape.layers, rate, (mesh.tp_rank, mesh.tp)) if shape.router_bias and rate else None
-    return Model(megatron_config, chunks, ddp, dtype, hf, mesh.parallel(te), mesh, config.adapter, balance)
+    return Model(megatron_config, chunks, ddp, dtype, hf, mesh.parallel(te), mesh, adapter_of(config, hf), balance)
 
 
 def has_transformer_engine() -> bool:

@@ -122,5 +122,7 @@ def _of_layers(routes: Routes, routing: Routing, key: str) -> np.ndarray:
         raise InvariantBroken(f"routes of {key}: got {detail}, expected {routing}")
     if routes.layers == routing.layers:
         return decode_routes(routes, key)
+    if not routing.layers:  # a pipeline stage of layers without experts
+        return decode_routes(routes.part(0, 1), key)[:0]
     parts = [routes.part(place[layer], place[layer] + 1) for layer in routing.layers]
     return np.concatenate([decode_routes(part, key) for part in parts])

@@ -90,6 +90,7 @@ def _routed(model: Any, tokens: np.ndarray) -> list[tuple[torch.Tensor, torch.Te
     hooks = [
         layer.mlp.gate.register_forward_hook(lambda _gate, _inputs, out: found.append((out[0][:-1], out[2][:-1])))
         for layer in model.model.layers
+        if hasattr(layer.mlp, "gate")
     ]
     with torch.no_grad():
         model(torch.from_numpy(tokens).long()[None], use_cache=True)

@@ -15,12 +15,10 @@ import pytest
 import torch
 
 from asyncmoe import config as configuration
-from asyncmoe.config.lora import TARGETS
 from asyncmoe.models import family_of, load_hf_config
 from asyncmoe.models.lora.adapter import Adapter, Kind
-from asyncmoe.models.make import VOCAB
 from asyncmoe.models.shape import Shape
-from asyncmoe.record import Recording, Routing, decode_routes
+from asyncmoe.record import Recording, decode_routes
 from asyncmoe.rollout import episode, scoring
 from asyncmoe.rollout.engine import Engine
 from asyncmoe.rollout.engine_client import Sampling
@@ -33,6 +31,7 @@ from asyncmoe.validity import validate
 from asyncmoe.wire import keys
 from asyncmoe.wire.messages import Reply, Request, WeightsCommit
 from asyncmoe.wire.server import Server
+from tests import families
 from tests.engine.conftest import Rig, make, settings
 from tests.engine.oracle import Merged, gaps, routes
 from tests.ranks import launch
@@ -40,17 +39,18 @@ from tests.unit.adapters import random_adapter
 
 pytestmark = [pytest.mark.engine, pytest.mark.ranks]
 
+QWEN = "qwen3_moe"
 LAYOUTS = {1: ["tp=1"], 2: ["tp=2", "pp=2", "ep=2"], 4: ["tp=2,ep=2", "pp=2,ep=2"]}
+OF_OTHERS = {1: ["tp=1"], 2: ["tp=2", "pp=2,first_stage_layers=1"]}
 ADAPTED = {"rank": 4, "alpha": 10.0}
-RECORDING = Recording(Routing(all_layers=4, layers=(0, 1, 2, 3), top_k=2, experts=8), vocabulary=VOCAB)
 RESPONSES = 12
-NAMED = "{0[0]}-tp{0[1]}".format
-ENGINES = [
-    ("per_expert", 1),
-    pytest.param(("shared_outer", 2), marks=pytest.mark.thorough),
-    pytest.param(("per_expert", 2), marks=pytest.mark.thorough),
-    pytest.param(("shared_outer", 1), marks=pytest.mark.thorough),
+NAMED = "{0[0]}-{0[1]}-tp{0[2]}".format
+OTHERS = [
+    *((QWEN, experts, tp) for experts, tp in (("shared_outer", 2), ("per_expert", 2), ("shared_outer", 1))),
+    *((family, "per_expert", 1) for family in ("mixtral", "glm", "deepseek", "moonlight")),
+    *((family, "shared_outer", 2) for family in ("mixtral", "deepseek")),
 ]
+ENGINES = [(QWEN, "per_expert", 1), *(pytest.param(one, marks=pytest.mark.thorough) for one in OTHERS)]
 
 
 @dataclass
@@ -58,18 +58,21 @@ class Dock:
     """An engine that trainers of adapters can reach, and two adapters by turns."""
 
     rig: Rig
+    model: Path
     m: Shape
+    recording: Recording
     tokenizer: Tokenizer
     adapters: list[Adapter]
     files: list[Path]
     folder: Path
+    layouts: dict[int, list[str]]
 
     async def sampled(self, version: int) -> list[Trajectory]:
         config = self.rig.config.rollout
         task, scorer = Arithmetic(self.tokenizer, ("+",), 2, seed=version), scoring.Exact()
 
         async def one(group: int) -> Trajectory:
-            sampling = Sampling(config.temperature, 10 + 5 * (group % 4), (self.tokenizer.eos,), recording=RECORDING)
+            sampling = Sampling(config.temperature, 10 + 5 * (group % 4), (self.tokenizer.eos,), recording=self.recording)
             stage = Stage(self.rig.pool, sampling, self.tokenizer, scorer)
             (record,) = await episode.run(stage, task.prompt(group), Place(group, 0, 0))
             return record
@@ -108,14 +111,18 @@ class Dock:
 def dock(
     request: pytest.FixtureRequest, model: Path, tokenizer: Tokenizer, runner: asyncio.Runner, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Dock]:
-    experts, tp = request.param
+    family, experts, tp = request.param
     folder = tmp_path_factory.mktemp("adapter-sync")
+    if family != QWEN:
+        model = families.write(folder / "model", family)
+        tokenizer = Tokenizer(model)
     values = settings(model, folder, tp=tp).model_dump(mode="json")
     sync = {"bucket_bytes": 40_000, "timeout_s": 60.0}
     config = configuration.parse({**values, "train": "lora", "lora": {**ADAPTED, "experts": experts}, "sync": sync})
     hf = load_hf_config(model)
     m = family_of(hf).shape_of(hf)
-    adapters = [random_adapter(m, Kind(TARGETS, experts=experts, **ADAPTED), seed) for seed in (1, 2)]
+    recording = Recording(family_of(hf).routing(hf), vocabulary=hf["vocab_size"])
+    adapters = [random_adapter(m, Kind(m.adapters, experts=experts, **ADAPTED), seed) for seed in (1, 2)]
     files = [folder / f"{number}.pt" for number in range(2)]
     for file, adapter in zip(files, adapters, strict=True):
         torch.save({name: torch.from_numpy(value) for name, value in adapter.values.items()}, file)
@@ -128,17 +135,17 @@ def dock(
 
     rig = runner.run(start())
     try:
-        yield Dock(rig, m, tokenizer, adapters, files, folder)
+        yield Dock(rig, model, m, recording, tokenizer, adapters, files, folder, LAYOUTS if family == QWEN else OF_OTHERS)
     finally:
         runner.run(rig.engine.stop())
 
 
-def test_engine_trainer_and_merged_weights_agree(dock: Dock, model: Path) -> None:
+def test_engine_trainer_and_merged_weights_agree(dock: Dock) -> None:
     """On every token, at each of two versions a layout publishes, and by the base model before."""
-    base = Merged(model, dock.m, None)
+    base = Merged(dock.model, dock.m, None)
     worst = {"base": max(difference(base, t) for t in dock.rig.run(dock.sampled(0)))}
-    merged, version = [Merged(model, dock.m, adapter) for adapter in dock.adapters], 0
-    for ranks, layouts in LAYOUTS.items():
+    merged, version = [Merged(dock.model, dock.m, adapter) for adapter in dock.adapters], 0
+    for ranks, layouts in dock.layouts.items():
         several = {layout: [(0, version + 2 * at + 1), (1, version + 2 * at + 2)] for at, layout in enumerate(layouts)}
         version += 2 * len(layouts)
         outcomes, seen = dock.rig.run(dock.publish(ranks, several))
@@ -146,7 +153,7 @@ def test_engine_trainer_and_merged_weights_agree(dock: Dock, model: Path) -> Non
         for layout, published in several.items():
             for which, number in published:
                 for trajectory in seen[number]:
-                    validate(trajectory, RECORDING, newest_version=number)
+                    validate(trajectory, dock.recording, newest_version=number)
                     assert trajectory.is_pure
                     assert trajectory.oldest_version == number
                 worst[f"{layout} engine"] = max(difference(merged[which], t) for t in seen[number])

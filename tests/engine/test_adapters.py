@@ -15,7 +15,7 @@ import pytest
 
 from asyncmoe.errors import EngineError
 from asyncmoe.models import load_hf_config, qwen3_moe
-from asyncmoe.models.lora.adapter import TARGETS, Adapter, Experts, Kind
+from asyncmoe.models.lora.adapter import Adapter, Experts, Kind
 from asyncmoe.models.lora.peft import write_served
 from asyncmoe.models.make import VOCAB
 from asyncmoe.models.shape import Shape
@@ -28,7 +28,7 @@ from asyncmoe.rollout.turns import Place, Turn, assemble
 from asyncmoe.validity import validate
 from tests.engine.conftest import settings
 from tests.engine.oracle import Merged, routes
-from tests.unit.adapters import random_adapter
+from tests.unit.adapters import ALL, random_adapter
 
 pytestmark = pytest.mark.engine
 
@@ -47,7 +47,7 @@ class Rig:
     m: Shape
     run: Callable[..., Any]
 
-    def kind(self, targets: tuple[str, ...] = TARGETS, rank: int = 4) -> Kind:
+    def kind(self, targets: tuple[str, ...] = ALL, rank: int = 4) -> Kind:
         return Kind(targets, rank, 8.0, self.experts)
 
     def message(self, adapter: Adapter) -> Message:
@@ -63,7 +63,7 @@ NAMED = "{0[0]}-tp{0[1]}".format
 @pytest.fixture(scope="module", params=[("per_expert", 1), pytest.param(("shared_outer", 2), marks=pytest.mark.thorough)], ids=NAMED)
 def rig(request: pytest.FixtureRequest, model: Path, runner: asyncio.Runner, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
     experts, tp = request.param
-    told = flags(Kind(TARGETS, 4, 8.0, experts), LIMIT)
+    told = flags(Kind(ALL, 4, 8.0, experts), LIMIT)
 
     async def start() -> Engine:
         config = settings(model, tmp_path_factory.mktemp("adapters"), tp=tp, args=told)

@@ -46,13 +46,16 @@ _QWEN3 = families.sized(_SIZES, "qwen3")
 _QWEN3_MOE = {**families.sized(_SIZES, "qwen3_moe"), "output_router_logits": False, "router_aux_loss_coef": 0.0}
 _GLM = families.sized(_SIZES, "glm")
 
+FAMILIES = [name for name in families.MODELS if name not in ("qwen3", "qwen3_moe")]
+"""Those besides Qwen's, of which there are more variants."""
+
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": _QWEN3_MOE,
     # The output layer is the embedding (the last pipeline stage has a copy), one layer is dense, chosen experts' weights do not sum to 1.
     "tied": {**_QWEN3_MOE, "tie_word_embeddings": True, "mlp_only_layers": [1], "norm_topk_prob": False},
     "dense": _QWEN3,
     "dense-tied": {**_QWEN3, "tie_word_embeddings": True},
-    **{name: families.sized(_SIZES, name) for name in families.MODELS if name not in ("qwen3", "qwen3_moe")},
+    **{name: families.sized(_SIZES, name) for name in FAMILIES},
     # An epsilon that is seen: of all norms but those of the small vectors.
     "moonlight": {**families.sized(_SIZES, "moonlight"), "rms_norm_eps": 1e-3},
     "glm-air": {**_GLM, "use_qk_norm": False, "n_shared_experts": 2, "first_k_dense_replace": 0, "routed_scaling_factor": 1.0},

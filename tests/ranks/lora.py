@@ -53,7 +53,7 @@ class Job(parity.Job):
     def expected(self, built: model.Model, halves: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """The part of whole halves that this rank has."""
         shape = family_of(built.hf).shape_of(built.hf)
-        return canonical.local(shape, kind_of(self.section), built.parallel, self.mesh.rank, halves, torch.float32)
+        return canonical.local(shape, kind_of(self.section, shape), built.parallel, self.mesh.rank, halves, torch.float32)
 
 
 def main(result: Path, path: Path, wanted: list[str]) -> None:
@@ -145,7 +145,7 @@ def start(job: Job) -> dict[str, Any]:
     shape = family_of(built.hf).shape_of(built.hf)
     whole: dict[str, torch.Tensor] = {}
     for i in range(shape.layers):
-        for half in layer_halves(shape, kind_of(job.section), MegatronParallel(), 0, i in shape.dense_layers):
+        for half in layer_halves(shape, kind_of(job.section, shape), MegatronParallel(), 0, i in shape.dense_layers):
             value = values.initial(half, i, SEED)
             each = value.unbind() if half.experts is not None else [value]
             whole |= {f"layers.{i}.{name}": one for name, one in zip(half.canonical, each, strict=True)}

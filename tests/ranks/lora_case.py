@@ -22,6 +22,9 @@ ADAPTERS: dict[str, tuple[str, dict[str, Any]]] = {
     # These two are what PEFT can express: its pairs on experts are of gate and up together.
     "attention": ("plain", {"targets": _ATTENTION}),
     "dense": ("dense", {}),
+    # Small vectors and what leads down to them and up from them; what all tokens pass; a first layer without experts.
+    **{name: (name, {}) for name in case.FAMILIES},
+    "deepseek shared-outer": ("deepseek", {"targets": ["q_a_proj", "kv_b_proj", "up_proj", "down_proj"], "experts": "shared_outer"}),
 }
 """By name: (variant of the model, keys of the section)."""
 
@@ -32,7 +35,7 @@ IN_PEFT = ("attention", "dense")
 def tried(sizes: Mapping[str, int]) -> list[str]:
     """Adapters that a layout is tried with. Pipeline stages do not care for targets, but for an output layer that is the embedding; and a
     model without experts cannot be spread over expert-parallel ranks."""
-    wanted = ADAPTERS if sizes.get("pp", 1) == 1 else (*BOTH, "tied")
+    wanted = ADAPTERS if sizes.get("pp", 1) == 1 else (*BOTH, "tied", *case.FAMILIES)
     return [name for name in wanted if ADAPTERS[name][0] in case.variants(sizes)]
 
 

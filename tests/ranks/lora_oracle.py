@@ -10,6 +10,8 @@ import torch
 from torch.func import functional_call
 
 from asyncmoe.config.lora import LoraSection
+from asyncmoe.models import family_of, load_hf_config
+from asyncmoe.models.lora.adapter import kind_of
 from tests.ranks import case, lora_case, oracle
 
 
@@ -44,6 +46,8 @@ class Adapted:
         self.model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager").eval().requires_grad_(False)
         self.halves: dict[str, torch.Tensor] = {}
         self._section, self._generator = section, torch.Generator().manual_seed(7)
+        hf = load_hf_config(path)
+        self._targets = kind_of(section, family_of(hf).shape_of(hf)).targets
         self._changed: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {}
         for i, layer in enumerate(self.model.model.layers):
             self._adapt_layer(f"layers.{i}", layer)
@@ -60,11 +64,13 @@ class Adapted:
         return functional_call(self.model, {name: change(weights[name]) for name, change in self._changed.items()}, (ids,))
 
     def _adapt_layer(self, name: str, layer: Any) -> None:
-        for projection in self._section.targets:
-            owner, place = (layer.self_attn, "self_attn") if hasattr(layer.self_attn, projection) else (layer.mlp, "mlp")
-            if hasattr(owner, projection):
-                out, into = getattr(owner, projection).weight.shape
-                add = self._pair(f"{name}.{projection}", out, into)
+        for projection in self._targets:
+            for place, front in (("self_attn", ""), ("mlp", ""), ("mlp.shared_experts", "shared.")):
+                try:
+                    out, into = layer.get_submodule(f"{place}.{projection}").weight.shape
+                except AttributeError:
+                    continue
+                add = self._pair(f"{name}.{front}{projection}", out, into)
                 self._changed[f"model.{name}.{place}.{projection}.weight"] = lambda weight, add=add: weight + add()
         if hasattr(layer.mlp, "experts"):
             self._adapt_experts(name, layer.mlp.experts)
@@ -76,7 +82,7 @@ class Adapted:
         add = {
             projection: [self._pair(f"{name}.experts.{e}.{projection}", *shape) for e in range(count)]
             for projection, shape in shapes.items()
-            if projection in self._section.targets
+            if projection in self._targets
         }
 
         def stacked(projection: str) -> torch.Tensor:

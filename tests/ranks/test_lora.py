@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from asyncmoe.models import family_of, load_hf_config
+from asyncmoe.models.lora.adapter import kind_of
 from tests.ranks import case, launch, lora_case, lora_oracle, oracle
 
 pytestmark = pytest.mark.ranks
@@ -30,7 +32,7 @@ layouts = pytest.mark.parametrize(
     "layout", [pytest.param(name, marks=pytest.mark.thorough) if name in COMBINED else name for name in LAYOUTS]
 )
 both = pytest.mark.parametrize("adapter", lora_case.BOTH)
-VARIED = {("1", "dense"), ("1", "attention"), ("tp2", "some"), ("ep2", "experts"), ("pp2", "tied")}
+VARIED = {("1", "dense"), ("1", "attention"), ("tp2", "some"), ("tp2", "deepseek"), ("ep2", "experts"), ("pp2", "tied")}
 """Targets and models in a layout in which they are something else; in all others only in a thorough test."""
 
 
@@ -44,11 +46,13 @@ def others() -> list[Any]:
 
 
 @pytest.fixture(scope="session")
-def references(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def references(tmp_path_factory: pytest.TempPathFactory, thorough: bool) -> Path:
     path = tmp_path_factory.mktemp("lora")
-    for variant in sorted({variant for variant, _ in lora_case.ADAPTERS.values()}):
+    wanted = sorted(lora_case.ADAPTERS if thorough else {*lora_case.BOTH, *lora_case.IN_PEFT, *(name for _, name in VARIED)})
+    variants = {name: lora_case.ADAPTERS[name][0] for name in wanted}
+    for variant in sorted(set(variants.values())):
         oracle.write(path / variant, variant)
-    for name, (variant, _) in lora_case.ADAPTERS.items():
+    for name, variant in variants.items():
         lora_oracle.write(path / variant, name)
     return path
 
@@ -208,7 +212,9 @@ def test_the_oracle_is_peft(references: Path, name: str) -> None:
     path, section = references / lora_case.ADAPTERS[name][0], lora_case.section(name)
     found, known = (torch.load(path / file, weights_only=False) for file in (f"{name}.pt", "reference.pt"))
     base = AutoModelForCausalLM.from_pretrained(path / "hf", attn_implementation="eager").eval()
-    model = get_peft_model(base, LoraConfig(r=section.rank, lora_alpha=section.alpha, target_modules=list(section.targets))).eval()
+    hf = load_hf_config(path / "hf")
+    targets = list(kind_of(section, family_of(hf).shape_of(hf)).targets)
+    model = get_peft_model(base, LoraConfig(r=section.rank, lora_alpha=section.alpha, target_modules=targets)).eval()
     halves = {canonical(key): p for key, p in model.named_parameters() if p.requires_grad}
     assert halves.keys() == found["halves"].keys()
     with torch.no_grad():

@@ -89,8 +89,9 @@ def test_two_agents_train_with_engines_that_join_die_and_leave(nodes: Nodes) -> 
     controller = nodes.start("controller", "rollout")
     nodes.wait("the first step", 180, lambda: len(metrics(nodes.run)) > 4)
     second = nodes.start("b", "engine", options=("--name", "engine.b"))
-    nodes.wait("the second engine", 120, lambda: "engine.b" in nodes.generated())
-    first.process.send_signal(signal.SIGKILL)  # with it its server ends; nobody says so
+    nodes.wait("the second engine", 120, lambda: "engine.b has joined" in nodes.said("controller"))
+    # It waits for its first version, and the one that generates dies: with it its server ends; nobody says so.
+    first.process.send_signal(signal.SIGKILL)
     nodes.wait("the end of the first engine", 60, lambda: "engine.a is fenced" in nodes.said("controller"))
     steps = len(metrics(nodes.run))
     nodes.wait("steps with the second engine alone", 60, lambda: len(metrics(nodes.run)) > steps + 5)

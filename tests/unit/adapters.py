@@ -8,13 +8,27 @@ from typing import Any
 
 import numpy as np
 
-from asyncmoe.models.attention import Grouped
+from asyncmoe.config.lora import ATTENTION, GROUPED, MLP
+from asyncmoe.models.attention import Attention, Grouped
+from asyncmoe.models.latent import Latent
 from asyncmoe.models.lora.adapter import DTYPES, Adapter, Kind, halves
 from asyncmoe.models.shape import Shape
 from asyncmoe.reshard.layout import PADDING, RankLayout
 
+ALL = GROUPED + MLP
+"""Targets of models of grouped-query attention."""
+LATENT = Latent(q_rank=6, kv_rank=5, nope=3, rope=2, value=4)
 
-def shape(layers: int = 2, experts: int = 4, hidden: int = 8, width: int = 6, dense: frozenset[int] = frozenset()) -> Shape:
+
+def shape(
+    layers: int = 2,
+    experts: int = 4,
+    hidden: int = 8,
+    width: int = 6,
+    dense: frozenset[int] = frozenset(),
+    shared: int = 0,
+    attention: Attention | None = None,
+) -> Shape:
     heads = {"heads": 4, "kv_heads": 2, "head_dim": 4, "vocab": 32, "tied": False}
     return Shape(
         layers=layers,
@@ -24,7 +38,8 @@ def shape(layers: int = 2, experts: int = 4, hidden: int = 8, width: int = 6, de
         expert_width=width if experts else 0,
         experts_per_token=2 if experts else 0,
         dense_layers=dense if experts else frozenset(range(layers)),
-        attention=Grouped(),
+        attention=attention or Grouped(),
+        shared_width=shared if experts else 0,
         **heads,
     )
 
@@ -37,9 +52,13 @@ def random_adapter(m: Shape, kind: Kind, seed: int, dtype: str = "float32", scal
     return Adapter(kind, dtype, {name: np.ascontiguousarray(value.astype(DTYPES[dtype])) for name, value in values.items()})
 
 
-def half(adapter: Adapter, layer: int, expert: int | None, target: str, side: str) -> np.ndarray:
-    """By its canonical name, or that of the shared half where there is one."""
-    front = f"layers.{layer}."
+def half(adapter: Adapter, layer: int, expert: int | None, target: str, side: str, place: str = "") -> np.ndarray:
+    """By its canonical name, or that of the shared half where there is one.
+
+    Args:
+        place: "shared": of what all tokens pass beside their experts.
+    """
+    front = f"layers.{layer}." + (f"{place}." if place else "")
     names = [f"{front}{target}"] if expert is None else [f"{front}experts.{expert}.{target}", f"{front}experts.shared.{target}"]
     (found,) = [adapter.values[f"{name}.{side}"] for name in names if f"{name}.{side}" in adapter.values]
     return found
@@ -62,25 +81,30 @@ def merge(model: Any, m: Shape, adapter: Adapter) -> Any:
 
     parameters: Mapping[str, Any] = dict(model.named_parameters())
 
-    def delta(layer: int, expert: int | None, target: str) -> torch.Tensor:
-        a, b = (torch.from_numpy(np.array(half(adapter, layer, expert, target, side))).double() for side in "ab")
+    def delta(layer: int, expert: int | None, target: str, place: str = "") -> torch.Tensor:
+        a, b = (torch.from_numpy(np.array(half(adapter, layer, expert, target, side, place))).double() for side in "ab")
         return (adapter.kind.alpha / adapter.kind.rank * (b @ a)).float()
+
+    def add_to_experts(front: str, layer: int, target: str) -> None:
+        for expert in range(m.experts):
+            if target == "down_proj":
+                parameters[f"{front}mlp.experts.down_proj"][expert] += delta(layer, expert, target)
+            else:
+                first = 0 if target == "gate_proj" else m.expert_width
+                parameters[f"{front}mlp.experts.gate_up_proj"][expert, first : first + m.expert_width] += delta(layer, expert, target)
 
     with torch.no_grad():
         for layer in range(m.layers):
             front = f"model.layers.{layer}."
             for target in adapter.kind.targets:
-                if target in ("q_proj", "k_proj", "v_proj", "o_proj"):
+                if target in ATTENTION:
                     parameters[f"{front}self_attn.{target}.weight"] += delta(layer, None, target)
-                    continue
-                for expert in range(m.experts):
-                    if target == "down_proj":
-                        parameters[f"{front}mlp.experts.down_proj"][expert] += delta(layer, expert, target)
-                    else:
-                        first = 0 if target == "gate_proj" else m.expert_width
-                        parameters[f"{front}mlp.experts.gate_up_proj"][expert, first : first + m.expert_width] += delta(
-                            layer, expert, target
-                        )
+                elif layer in m.dense_layers:
+                    parameters[f"{front}mlp.{target}.weight"] += delta(layer, None, target)
+                else:
+                    add_to_experts(front, layer, target)
+                    if m.shared_width:
+                        parameters[f"{front}mlp.shared_experts.{target}.weight"] += delta(layer, None, target, "shared")
     return model
 
 

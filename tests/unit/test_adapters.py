@@ -9,10 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from asyncmoe.config.lora import GROUPED
 from asyncmoe.errors import UserError
+from asyncmoe.models.attention import Grouped
 from asyncmoe.models.lora import adapter as adapters
-from asyncmoe.models.lora.adapter import ATTENTION, MLP, TARGETS, Adapter, Kind
-from tests.unit.adapters import half, random_adapter, shape
+from asyncmoe.models.lora.adapter import ATTENTION, MLP, Adapter, Kind
+from asyncmoe.models.shape import Shape
+from tests.unit.adapters import LATENT, half, random_adapter, shape
 
 SHAPES = st.builds(
     shape,
@@ -21,14 +24,24 @@ SHAPES = st.builds(
     hidden=st.sampled_from([8, 12]),
     width=st.sampled_from([4, 6]),
     dense=st.sampled_from([frozenset(), frozenset({0})]),
+    shared=st.sampled_from([0, 12]),
+    attention=st.sampled_from([Grouped(), LATENT, dataclasses.replace(LATENT, q_rank=None)]),
 )
-KINDS = st.builds(
-    Kind,
-    targets=st.sets(st.sampled_from(TARGETS), min_size=1).map(tuple),
-    rank=st.integers(1, 3),
-    alpha=st.sampled_from([1, 2.5, 8]),
-    experts=st.sampled_from(["per_expert", "shared_outer"]),
-)
+
+
+def kinds(m: Shape) -> st.SearchStrategy[Kind]:
+    """Of adapters of a model."""
+    return st.builds(
+        Kind,
+        targets=st.sets(st.sampled_from(m.adapters), min_size=1).map(tuple),
+        rank=st.integers(1, 3),
+        alpha=st.sampled_from([1, 2.5, 8]),
+        experts=st.sampled_from(["per_expert", "shared_outer"]),
+    )
+
+
+MODELS = SHAPES.flatmap(lambda m: st.tuples(st.just(m), kinds(m)))
+"""Models, and a kind of adapter of each."""
 
 
 def test_names_and_shapes_of_a_layer() -> None:
@@ -62,14 +75,15 @@ def test_sizes_are_those_of_the_closed_form() -> None:
     assert count(Kind(MLP, r, 32.0)) == 3 * layers * e * r * (d + f)
     assert count(Kind(MLP, r, 32.0, "shared_outer")) == layers * r * (3 * d + 3 * e * f)
     q, kv = 32 * 128, 4 * 128
-    assert count(Kind(ATTENTION, r, 32.0)) == layers * r * ((d + q) + 2 * (d + kv) + (q + d))
+    assert count(Kind(GROUPED, r, 32.0)) == layers * r * ((d + q) + 2 * (d + kv) + (q + d))
     assert len(adapters.halves(m, Kind(MLP, r, 32.0))) == 36_864
     assert len(adapters.served_shapes(m, Kind(MLP, r, 32.0))) == 6 * layers
 
 
-@given(SHAPES, KINDS, st.integers(0, 99))
+@given(MODELS, st.integers(0, 99))
 @settings(max_examples=50, deadline=None)
-def test_what_engines_are_given_holds_every_half_in_its_place(m, kind, seed) -> None:  # type: ignore[no-untyped-def]
+def test_what_engines_are_given_holds_every_half_in_its_place(model, seed) -> None:  # type: ignore[no-untyped-def]
+    m, kind = model
     adapter = random_adapter(m, kind, seed)
     given = adapters.served(m, adapter)
     assert {name: value.shape for name, value in given.items()} == adapters.served_shapes(m, kind)
@@ -84,6 +98,10 @@ def test_what_engines_are_given_holds_every_half_in_its_place(m, kind, seed) -> 
                     expected = half(adapter, layer, None, target, side) if target in kind.targets else np.zeros_like(value)
                     assert np.array_equal(value, expected)
                     continue
+                if m.shared_width:
+                    value = given[f"{front}mlp.shared_experts.{target}.lora_{side.upper()}.weight"]
+                    beside = half(adapter, layer, None, target, side, "shared") if target in kind.targets else np.zeros_like(value)
+                    assert np.array_equal(value, beside)
                 stack = given[f"{front}mlp.experts.{target}.lora_{side.upper()}.weight"]
                 outer = side == ("b" if target == "down_proj" else "a")
                 assert len(stack) == (1 if kind.experts == "shared_outer" and outer else m.experts)
@@ -93,16 +111,21 @@ def test_what_engines_are_given_holds_every_half_in_its_place(m, kind, seed) -> 
                     assert np.array_equal(value, expected)
 
 
-@given(SHAPES, KINDS, st.integers(0, 99))
+@given(MODELS, st.integers(0, 99))
 @settings(max_examples=50, deadline=None)
-def test_sharing_is_undone_and_found_again(m, kind, seed) -> None:  # type: ignore[no-untyped-def]
+def test_sharing_is_undone_and_found_again(model, seed) -> None:  # type: ignore[no-untyped-def]
+    m, kind = model
     adapter = random_adapter(m, kind, seed)
     own = adapters.expanded(m, adapter)
     own.check(m)
     assert own.kind.experts == "per_expert"
     for pair in adapters.pairs(m, own.kind):
-        assert np.array_equal(own.values[pair.a], half(adapter, pair.layer, pair.expert, pair.target, "a"))
-        assert np.array_equal(own.values[pair.b], half(adapter, pair.layer, pair.expert, pair.target, "b"))
+        assert np.array_equal(
+            own.values[pair.a], half(adapter, pair.layer, pair.expert, pair.target, "a", pair.place if pair.expert is None else "")
+        )
+        assert np.array_equal(
+            own.values[pair.b], half(adapter, pair.layer, pair.expert, pair.target, "b", pair.place if pair.expert is None else "")
+        )
     if kind.experts == "shared_outer":
         again = adapters.shared(m, own)
         assert again.kind == kind
@@ -118,6 +141,7 @@ def test_experts_that_differ_cannot_share() -> None:
 def test_a_stack_is_never_given_in_part() -> None:
     assert adapters.served_targets(Kind(("v_proj",), 1, 1.0)) == ("q_proj", "k_proj", "v_proj")
     assert adapters.served_targets(Kind(("o_proj",), 1, 1.0)) == ("o_proj",)
+    assert adapters.served_targets(Kind(("q_a_proj", "q_b_proj"), 1, 1.0)) == ("q_a_proj", "kv_a_proj_with_mqa", "q_b_proj")
     assert adapters.served_targets(Kind(("down_proj", "o_proj"), 1, 1.0)) == ("o_proj", "gate_proj", "up_proj", "down_proj")
 
 
@@ -139,6 +163,11 @@ def test_what_is_wrong_is_said_by_name() -> None:
     )
     refused({}, "got int8, expected float32 or bfloat16 or float16", "int8")
     refused({}, "got float32 .*, expected float16", "float16")
+    latent = shape(attention=LATENT)
+    with pytest.raises(
+        UserError, match="adapter's targets: got q_proj, expected some of the model's q_a_proj, kv_a_proj_with_mqa, q_b_proj"
+    ):
+        adapter.check(latent)
     adapters.check_rank(kind, 2)
     with pytest.raises(UserError, match=r"adapter's rank: got 2, expected at most the engines' 1; .*--max-lora-rank"):
         adapters.check_rank(kind, 1)

@@ -8,16 +8,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncmoe.models.lora import adapter as adapters
-from asyncmoe.models.lora.adapter import TARGETS, Kind
+from asyncmoe.models.lora.adapter import Kind
 from asyncmoe.models.lora.sglang import memory_layout, served_layout
 from asyncmoe.models.parallel import EngineParallel
-from tests.unit.adapters import copied, random_adapter, shape
-from tests.unit.test_adapters import KINDS, SHAPES
+from tests.unit.adapters import ALL, LATENT, copied, random_adapter, shape
+from tests.unit.test_adapters import MODELS
 
 
-@given(SHAPES, KINDS, st.integers(0, 99))
+@given(MODELS, st.integers(0, 99))
 @settings(max_examples=50, deadline=None)
-def test_the_tensors_engines_are_given(m, kind, seed) -> None:  # type: ignore[no-untyped-def]
+def test_the_tensors_engines_are_given(model, seed) -> None:  # type: ignore[no-untyped-def]
+    m, kind = model
     adapter = random_adapter(m, kind, seed)
     expected = adapters.served(m, adapter)
     found = copied(served_layout(m, kind, "float32"), adapter)
@@ -25,9 +26,10 @@ def test_the_tensors_engines_are_given(m, kind, seed) -> None:  # type: ignore[n
     assert [value.shape for value in found.values()] == [value.shape for value in expected.values()]
 
 
-@given(SHAPES, KINDS, st.sampled_from([EngineParallel(), EngineParallel(tp=2), EngineParallel(tp=2, ep=2), EngineParallel(tp=4)]))
+@given(MODELS, st.sampled_from([EngineParallel(), EngineParallel(tp=2), EngineParallel(tp=2, ep=2), EngineParallel(tp=4)]))
 @settings(max_examples=50, deadline=None)
-def test_the_ranks_of_an_engine_hold_every_element_of_a_half(m, kind, parallel) -> None:  # type: ignore[no-untyped-def]
+def test_the_ranks_of_an_engine_hold_every_element_of_a_half(model, parallel) -> None:  # type: ignore[no-untyped-def]
+    m, kind = model
     if (m.experts and (m.experts % parallel.ep or m.expert_width % parallel.moe_tp)) or (m.dense_layers and m.dense_width % parallel.tp):
         return
     held = {name: np.zeros(size, int) for name, size in adapters.halves(m, kind).items()}
@@ -45,7 +47,7 @@ def test_the_ranks_of_an_engine_hold_every_element_of_a_half(m, kind, parallel) 
 def test_a_rank_of_a_real_size() -> None:
     """Shapes as `LoRAMemoryPool.get_lora_A_shape` and `get_lora_B_shape` have them, without the first dimension."""
     m = shape(layers=1, experts=4, hidden=8, width=6)
-    kind = Kind(TARGETS, 3, 6.0, "shared_outer")
+    kind = Kind(ALL, 3, 6.0, "shared_outer")
     layout = memory_layout(m, kind, EngineParallel(tp=2), 1, "float32")
     assert {name: storage.shape for name, storage in layout.storages.items()} == {
         "layers.0.qkv_proj.a": (9, 8),
@@ -59,3 +61,35 @@ def test_a_rank_of_a_real_size() -> None:
     }
     with pytest.raises(KeyError):
         layout.storages["layers.1.qkv_proj.a"]
+
+
+def test_a_rank_of_latent_attention_and_of_what_all_tokens_pass() -> None:
+    m = shape(layers=2, experts=4, hidden=8, width=6, dense=frozenset({0}), shared=12, attention=LATENT)
+    layout = memory_layout(m, Kind(m.adapters, 3, 6.0), EngineParallel(tp=2), 1, "float32")
+    shapes = {name: storage.shape for name, storage in layout.storages.items()}
+    attention = {
+        "fused_qkv_a_proj_with_mqa.a": (6, 8),
+        "fused_qkv_a_proj_with_mqa.b": (6 + 5 + 2, 3),
+        "q_b_proj.a": (3, 6),
+        "q_b_proj.b": (2 * (3 + 2), 3),
+        "kv_b_proj.a": (3, 5),
+        "kv_b_proj.b": (2 * (3 + 4), 3),
+        "o_proj.a": (3, 2 * 4),
+        "o_proj.b": (8, 3),
+    }
+    assert shapes == {f"layers.{layer}.{name}": shape for layer in (0, 1) for name, shape in attention.items()} | {
+        "layers.0.gate_up_proj.a": (6, 8),
+        "layers.0.gate_up_proj.b": (10, 3),
+        "layers.0.down_proj.a": (3, 5),
+        "layers.0.down_proj.b": (8, 3),
+        "layers.1.gate_up_proj.a": (6, 8),
+        "layers.1.gate_up_proj.b": (12, 3),
+        "layers.1.down_proj.a": (3, 6),
+        "layers.1.down_proj.b": (8, 3),
+        "layers.1.gate_up_proj_moe.a": (4, 6, 8),
+        "layers.1.gate_up_proj_moe.b": (4, 6, 3),
+        "layers.1.down_proj_moe.a": (4, 3, 3),
+        "layers.1.down_proj_moe.b": (4, 8, 3),
+    }
+    whole = memory_layout(m, Kind(("up_proj",), 3, 6.0), EngineParallel(tp=2, dense_tp1=True), 1, "float32")
+    assert whole.storages["layers.0.gate_up_proj.b"].shape == (20, 3)

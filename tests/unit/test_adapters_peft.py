@@ -13,14 +13,16 @@ from hypothesis import strategies as st
 
 from asyncmoe.config.generation import MadeModel
 from asyncmoe.errors import DataError, UserError
-from asyncmoe.models import load_hf_config, qwen3_moe
+from asyncmoe.models import family_of, load_hf_config, qwen3_moe
 from asyncmoe.models.lora import adapter as adapters
 from asyncmoe.models.lora import peft
-from asyncmoe.models.lora.adapter import DTYPES, TARGETS, Adapter, Kind
+from asyncmoe.models.lora.adapter import DTYPES, Adapter, Kind
 from asyncmoe.models.make import make_model
 from asyncmoe.models.shape import Shape
+from tests import families
+from tests.unit.adapters import ALL as TARGETS
 from tests.unit.adapters import load, merge, random_adapter, shape
-from tests.unit.test_adapters import KINDS, SHAPES
+from tests.unit.test_adapters import MODELS
 
 ALL = Kind(TARGETS, 3, 6.0)
 
@@ -35,9 +37,10 @@ def expressible(m: Shape, kind: Kind) -> bool:
     return not m.experts or not of_experts or (kind.experts == "per_expert" and (len(of_experts) == 3 or of_experts == {"down_proj"}))
 
 
-@given(SHAPES, KINDS, st.integers(0, 99), st.sampled_from(sorted(DTYPES)))
+@given(MODELS, st.integers(0, 99), st.sampled_from(sorted(DTYPES)))
 @settings(max_examples=40, deadline=None)
-def test_what_is_written_is_read_again(tmp_path_factory, m, kind, seed, dtype) -> None:  # type: ignore[no-untyped-def]
+def test_what_is_written_is_read_again(tmp_path_factory, model, seed, dtype) -> None:  # type: ignore[no-untyped-def]
+    m, kind = model
     kind = Kind(kind.targets, kind.rank, kind.alpha) if not set(kind.targets) & set(adapters.MLP) or not m.experts else kind
     adapter = random_adapter(m, kind, seed, dtype)
     if not expressible(m, kind):
@@ -180,10 +183,21 @@ def logits(model: Any) -> np.ndarray:
 
 @pytest.mark.parametrize("targets", [TARGETS, ("q_proj", "down_proj"), ("k_proj", "o_proj")])
 def test_peft_computes_what_the_merged_weights_do(model: tuple[Path, Shape], tmp_path: Path, targets: tuple[str, ...]) -> None:
+    path, m = model
+    same_by_peft(path, m, random_adapter(m, Kind(targets, 3, 6.0), 0), tmp_path)
+
+
+@pytest.mark.parametrize("family", ["mixtral", "glm", "deepseek", "moonlight"])
+def test_peft_computes_what_the_merged_weights_of_every_family_do(tmp_path: Path, family: str) -> None:
+    path = families.write(tmp_path / "model", family)
+    hf = load_hf_config(path)
+    m = family_of(hf).shape_of(hf)
+    same_by_peft(path, m, random_adapter(m, Kind(m.adapters, 3, 6.0), 0), tmp_path)
+
+
+def same_by_peft(path: Path, m: Shape, adapter: Adapter, tmp_path: Path) -> None:
     from peft import PeftModel
 
-    path, m = model
-    adapter = random_adapter(m, Kind(targets, 3, 6.0), 0)
     peft.write(tmp_path, peft.to_peft(m, adapter, str(path)))
     theirs = PeftModel.from_pretrained(load(path), tmp_path)
     merged = logits(merge(load(path), m, adapter))

@@ -120,7 +120,7 @@ def test_its_sizes_are_those_that_are_suggested(path: Path) -> None:
     (words,) = suggested(path)
     given = dict(zip(words[::2], words[1::2], strict=True))
     assert (REPOSITORY / given["--model"]).is_file()
-    adapter = parse_adapter(given["--lora"]) if "--lora" in given else None
+    adapter = parse_adapter(given["--lora"], models.family_of(hf).shape_of(hf)) if "--lora" in given else None
     cluster = split.Cluster(int(given["--nodes"]), context=int(given.get("--context", 8192)), adapter=adapter)
     sizes = [
         (one.trainer_nodes, one.engine_nodes, one.trainer.parallel, one.trainer.recompute, one.engines, one.engine.parallel)

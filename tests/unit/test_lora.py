@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from reshard_ranks import blank, filled, numbered
 
 from asyncmoe import config
-from asyncmoe.config.lora import TARGETS, LoraSection
+from asyncmoe.config.lora import LoraSection
 from asyncmoe.errors import ConfigError
 from asyncmoe.models import MegatronParallel, family_of
 from asyncmoe.models.lora.adapter import Kind, halves, kind_of
@@ -23,6 +23,8 @@ from asyncmoe.models.lora.megatron import canonical_layout, rank_layouts
 from asyncmoe.models.shape import Shape
 from asyncmoe.reshard import plan
 from asyncmoe.trainer.lora import values
+from tests.unit.adapters import ALL, LATENT
+from tests.unit.adapters import shape as shape_with
 
 SMALL: dict[str, Any] = {
     "model_type": "qwen3_moe", "vocab_size": 68, "hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 4,
@@ -31,11 +33,15 @@ SMALL: dict[str, Any] = {
 }  # fmt: skip
 MOE = family_of(SMALL).shape_of(SMALL)
 DENSE = family_of({"model_type": "qwen3"}).shape_of({**SMALL, "model_type": "qwen3"})
-KINDS = [
-    Kind(TARGETS, 2, 4.0),
-    Kind(TARGETS, 2, 4.0, "shared_outer"),
-    Kind(("v_proj", "down_proj"), 1, 1.0, "shared_outer"),
-]
+LATENT_MOE = shape_with(layers=4, experts=4, hidden=8, width=4, dense=frozenset({1}), shared=6, attention=LATENT)
+CASES = {
+    "per_expert": (MOE, Kind(ALL, 2, 4.0)),
+    "shared_outer": (MOE, Kind(ALL, 2, 4.0, "shared_outer")),
+    "some": (MOE, Kind(("v_proj", "down_proj"), 1, 1.0, "shared_outer")),
+    "latent": (LATENT_MOE, Kind(LATENT_MOE.adapters, 2, 4.0)),
+    "latent shared_outer": (LATENT_MOE, Kind(("q_a_proj", "kv_b_proj", "up_proj"), 2, 4.0, "shared_outer")),
+}
+cases = pytest.mark.parametrize(("m", "kind"), CASES.values(), ids=CASES)
 
 
 def section_of(**values: Any) -> LoraSection:
@@ -74,7 +80,9 @@ def test_what_cannot_be_is_refused_with_its_cure(values: dict[str, Any], said: s
 
 def test_the_order_of_targets_makes_no_difference() -> None:
     assert section_of(targets=["down_proj", "q_proj"]) == section_of(targets=["q_proj", "down_proj"])
-    assert section_of().targets == TARGETS
+    assert section_of(targets=None) == section_of()
+    assert kind_of(section_of(), MOE).targets == ALL
+    assert kind_of(section_of(), LATENT_MOE).targets == LATENT_MOE.adapters
     assert section_of(rank=8, alpha=16).scale == 2
 
 
@@ -88,12 +96,14 @@ def test_the_order_of_targets_makes_no_difference() -> None:
         ),
         (LoraSection(rank=5), MOE, r"lora\.rank: got 5, expected at most 4, the smaller side of [kg].*lower it"),
         (LoraSection(rank=9, targets=("q_proj",)), MOE, r"lora\.rank: got 9, expected at most 8, the smaller side of q_proj"),
+        (LoraSection(rank=6), LATENT_MOE, r"lora\.rank: got 6, expected at most 5, the smaller side of kv_b_proj"),
+        (LoraSection(rank=5, targets=("up_proj",)), LATENT_MOE, r"lora\.rank: got 5, expected at most 4, the smaller side of up_proj"),
     ],
 )
 def test_what_the_model_cannot_have_is_refused(section: LoraSection, shape: Shape, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
-        check(kind_of(section), shape)
-    check(kind_of(section.model_copy(update={"rank": 1, "experts": "per_expert"})), shape)
+        check(kind_of(section, shape), shape)
+    check(kind_of(section.model_copy(update={"rank": 1, "experts": "per_expert"}), shape), shape)
 
 
 def grids() -> Iterator[MegatronParallel]:
@@ -102,15 +112,15 @@ def grids() -> Iterator[MegatronParallel]:
             yield MegatronParallel(tp, pp, ep, etp, dp, vpp=vpp)
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=["per_expert", "shared_outer", "some"])
-def test_out_to_every_rank_and_back(kind: Kind) -> None:
+@cases
+def test_out_to_every_rank_and_back(m: Shape, kind: Kind) -> None:
     """Whole halves reach every rank, whose parameters have the shapes of the plan, and come back from any of them."""
-    tensors = halves(MOE, kind)
+    tensors = halves(m, kind)
     given = numbered(tensors)
-    whole = canonical_layout(MOE, kind, "int32")
+    whole = canonical_layout(m, kind, "int32")
     seen = 0
     for grid in grids():
-        ranks = rank_layouts(MOE, kind, grid, "int32")
+        ranks = rank_layouts(m, kind, grid, "int32")
         held = {one.rank: blank(one) for one in ranks}
         carry_out(plan(tensors, [whole.at(0)], ranks), {0: filled(whole, given)}, held)
         back = blank(whole)
@@ -118,34 +128,34 @@ def test_out_to_every_rank_and_back(kind: Kind) -> None:
         for name, value in filled(whole, given).items():
             np.testing.assert_array_equal(back[name], value, err_msg=f"{grid} {name}")
         for rank, arrays in held.items():
-            assert sorted(array.shape for array in arrays.values()) == sorted(half.shape for _, half in of_rank(kind, grid, rank))
+            assert sorted(array.shape for array in arrays.values()) == sorted(half.shape for _, half in of_rank(m, kind, grid, rank))
         seen += 1
     assert seen > 20
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=["per_expert", "shared_outer", "some"])
-def test_every_value_counts_once_in_a_norm(kind: Kind) -> None:
+@cases
+def test_every_value_counts_once_in_a_norm(m: Shape, kind: Kind) -> None:
     """Over the ranks of one replica: the first data-parallel one, or the first expert-data-parallel one of halves reduced there."""
-    total = sum(int(np.prod(shape)) for shape in halves(MOE, kind).values())
+    total = sum(int(np.prod(shape)) for shape in halves(m, kind).values())
     for grid in grids():
         counted = sum(
             int(np.prod(half.shape))
             for rank in range(grid.world)
-            for _, half in of_rank(kind, grid, rank)
+            for _, half in of_rank(m, kind, grid, rank)
             if half.counted and (grid.expert_dp_rank(rank) if half.expert_data else grid.dp_rank(rank)) == 0
         )
         assert counted == total, grid
 
 
 def test_initial_values_are_cut_from_the_same_whole() -> None:
-    for kind in KINDS:
+    for m, kind in CASES.values():
         whole: dict[str, torch.Tensor] = {}
-        for layer, half in of_rank(kind, MegatronParallel(), 0):
+        for layer, half in of_rank(m, kind, MegatronParallel(), 0):
             each = values.initial(half, layer, seed=3)
             whole |= zip((f"layers.{layer}.{n}" for n in half.canonical), each if half.experts is not None else [each], strict=True)
-        assert {name: tuple(half.shape) for name, half in whole.items()} == halves(MOE, kind)
+        assert {name: tuple(half.shape) for name, half in whole.items()} == halves(m, kind)
         for grid in grids():
-            for layer, half in of_rank(kind, grid, grid.world - 1):
+            for layer, half in of_rank(m, kind, grid, grid.world - 1):
                 parts = [whole[f"layers.{layer}.{name}"][half.box] for name in half.canonical]
                 assert torch.equal(values.initial(half, layer, seed=3), torch.stack(parts) if half.experts is not None else parts[0])
 
@@ -158,8 +168,8 @@ def test_another_seed_another_start() -> None:
     assert float(values.initial(half, 0, seed=1).abs().max()) <= 8**-0.5
 
 
-def of_rank(kind: Kind, grid: MegatronParallel, rank: int) -> Iterator[tuple[int, Half]]:
+def of_rank(m: Shape, kind: Kind, grid: MegatronParallel, rank: int) -> Iterator[tuple[int, Half]]:
     """(layer of the model, half)."""
-    for layers in grid.chunk_layers(MOE.layers, rank):
+    for layers in grid.chunk_layers(m.layers, rank):
         for layer in layers:
-            yield from ((layer, half) for half in layer_halves(MOE, kind, grid, rank, layer in MOE.dense_layers))
+            yield from ((layer, half) for half in layer_halves(m, kind, grid, rank, layer in m.dense_layers))

@@ -11,7 +11,7 @@ from real_models import REAL
 from test_models_plan import SMALL, small_trainers
 
 from asyncmoe.config import Config, parse
-from asyncmoe.config.lora import TARGETS
+from asyncmoe.config.lora import GROUPED, MLP
 from asyncmoe.errors import UserError
 from asyncmoe.launch import activations, budget, memory
 from asyncmoe.launch.activations import Microbatch
@@ -30,7 +30,7 @@ COPIED = 2 * H + 2 * D + E * H
 ALL = 2 * V * H + L * (DIVIDED + COPIED + E * EXPERT) + H
 NODE = MegatronParallel(tp=4, ep=8, dp=2)
 PASS = Microbatch(8192, recompute=True)
-KIND = Kind(TARGETS, 32, 32.0)
+KIND = Kind(GROUPED + MLP, 32, 32.0)
 SHARED = replace(KIND, experts="shared_outer")
 
 
@@ -240,8 +240,8 @@ def config(**sections: Any) -> Config:
 
 def test_a_configuration_is_read_as_the_trainer_and_the_engines_read_it() -> None:
     plain = config()
-    assert budget.training(plain) == Training(Microbatch(4096, recompute=False), distributed=False)
-    assert budget.training(plain, cpu=True).microbatch.dtype == "float32"
+    assert budget.training(plain, HF) == Training(Microbatch(4096, recompute=False), distributed=False)
+    assert budget.training(plain, HF, cpu=True).microbatch.dtype == "float32"
     rich = config(
         train="lora",
         lora={"rank": 8, "experts": "shared_outer"},
@@ -252,8 +252,8 @@ def test_a_configuration_is_read_as_the_trainer_and_the_engines_read_it() -> Non
         sync={"bucket_bytes": 1000},
         engines={"max_running": 3, "dtype": "float32", "args": ["--chunked-prefill-size", "64", "--chunked-prefill-size=2048"]},
     )
-    kind = Kind(TARGETS, 8, 32.0, "shared_outer")
-    assert budget.training(rich) == Training(Microbatch(2000, True, "float32", kind, unmasked=True), True, True, 1000)
+    kind = Kind(GROUPED + MLP, 8, 32.0, "shared_outer")
+    assert budget.training(rich, HF) == Training(Microbatch(2000, True, "float32", kind, unmasked=True), True, True, 1000)
     assert budget.serving(rich, HF) == Serving(6000, True, 2048, 3, "float32", kind, 1000)
     assert budget.serving(plain, {**HF, "max_position_embeddings": 100}).tokens == 1600
     assert budget.serving(config(engines={"max_total_tokens": 7}), HF).tokens == 7

@@ -188,14 +188,17 @@ def test_a_rule_for_biases_that_there_are_not(model: str, train: str, word: str)
 
 
 def test_layers_that_cannot_have_adapters_are_named() -> None:
-    def check(*targets: str) -> None:
-        halves.check(Kind(targets, 2, 4.0), models.family_of(MODELS["mixtral"]).shape_of(MODELS["mixtral"]))
+    def check(model: str, *targets: str) -> None:
+        halves.check(Kind(targets, 2, 4.0), models.family_of(MODELS[model]).shape_of(MODELS[model]))
 
-    check("q_proj", "o_proj")
-    halves.check(Kind(("k_proj",), 2, 4.0), models.family_of(MODELS["glm"]).shape_of(MODELS["glm"]))
-    deepseek = models.family_of(MODELS["deepseek"]).shape_of(MODELS["deepseek"])
-    refused(lambda: halves.check(Kind(("o_proj",), 2, 4.0), deepseek), ["lora.targets: got o_proj", "train: full", "cannot have adapters"])
-    refused(lambda: check("q_proj", "up_proj", "down_proj"), ["lora.targets: got up_proj, down_proj", "some of q_proj, k_proj"])
+    check("mixtral", "q_proj", "o_proj", "up_proj")
+    check("deepseek", "q_b_proj", "o_proj", "up_proj")
+    check("moonlight", "kv_b_proj", "o_proj", "up_proj")
+    refused(lambda: check("deepseek", "q_proj", "o_proj"), ["lora.targets: got q_proj", "some of q_a_proj, kv_a_proj_with_mqa, q_b_proj"])
+    refused(
+        lambda: check("moonlight", "q_proj", "kv_a_proj_with_mqa"), ["got q_proj, kv_a_proj_with_mqa", "some of kv_b_proj, o_proj, gate"]
+    )
+    refused(lambda: check("glm", "q_b_proj", "k_proj"), ["lora.targets: got q_b_proj", "some of q_proj, k_proj"])
 
 
 @pytest.mark.parametrize("tied", [False, True])

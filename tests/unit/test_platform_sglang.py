@@ -7,7 +7,7 @@ import importlib
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -85,6 +85,8 @@ def test_a_module_is_patched_when_it_is_imported(tmp_path: Path, monkeypatch: py
     assert not seen
     assert importlib.import_module("patched_later").value == 2
     assert seen == [1]
+    with pytest.raises(cpu.PatchTargetGone, match="patched_later was imported before it could be patched"):
+        cpu_lora.after_import("patched_later", lambda module: None)
 
 
 def test_adapters_of_another_sglang_are_refused() -> None:
@@ -103,6 +105,32 @@ def test_latent_attention_of_another_sglang_is_refused() -> None:
         cpu_latent._absorbed(ModuleType("handler"))
     with pytest.raises(cpu.PatchTargetGone, match=r"factory\.get_rope_cpu or get_rope is gone"):
         cpu_latent._plain_positions(ModuleType("factory"))
+    with pytest.raises(cpu.PatchTargetGone, match=r"correction\.apply_q_correction is gone"):
+        cpu_latent._corrections(ModuleType("correction"))
+
+
+def test_an_adapter_of_what_is_absorbed_is_that_of_the_merged_weight() -> None:
+    """Queries times the keys' rows of kv_b_proj, and what was attended to times the values' rows."""
+    draw = torch.Generator().manual_seed(0)
+    heads, nope, value, small, rank = 3, 4, 5, 6, 2
+    a, b = (torch.randn(3, *size, generator=draw) for size in ((4, small), (heads * (nope + value), 4)))
+    batch = SimpleNamespace(
+        weight_indices_cpu=torch.tensor([1, 0, 2]),
+        seg_lens_cpu=torch.tensor([2, 1, 3]),
+        lora_ranks_cpu=torch.tensor([0, rank, 4]),
+        scalings_cpu=torch.tensor([0.0, 0.5, 2.0]),
+    )
+    layer = SimpleNamespace(set_lora=True, lora_backend=SimpleNamespace(batch_info=batch), A_buffer=a, B_buffer=b)
+    attention = SimpleNamespace(kv_b_proj=layer, num_local_heads=heads, qk_nope_head_dim=nope, v_head_dim=value)
+    queries, attended = (torch.randn(6, heads, size, generator=draw) for size in (nope, small))
+    found = cpu_latent._apply_q_correction(attention, queries, torch.zeros(6, heads, small))
+    out = cpu_latent._apply_v_correction(attention, attended, torch.zeros(6, heads * value)).view(6, heads, value)
+    for token, slot in enumerate([1, 1, 0, 2, 2, 2]):
+        r, scale = int(batch.lora_ranks_cpu[slot]), float(batch.scalings_cpu[slot])
+        delta = (scale * b[slot, :, :r] @ a[slot, :r]).view(heads, nope + value, small)
+        for head in range(heads):
+            torch.testing.assert_close(found[token, head], queries[token, head] @ delta[head, :nope])
+            torch.testing.assert_close(out[token, head], delta[head, nope:] @ attended[token, head])
 
 
 @pytest.mark.parametrize("scaling", [None, {"rope_type": "deepseek_yarn"}])

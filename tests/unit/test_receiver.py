@@ -330,7 +330,7 @@ def test_values_wait_and_time_out_by_name(ranks: Ranks) -> None:
 def test_what_an_update_leaves_is_dropped_but_for_its_header(ranks: Ranks) -> None:
     (zero,) = ranks(1)
     agreed = terms((EngineRanks("engine.0", 2, 1, 1),))
-    keys = ["4/header", "4/end", *meeting.moved_keys(4, agreed)]
+    keys = ["4/header", "4/end", "4/over", *meeting.moved_keys(4, agreed)]
     assert sorted(meeting.moved_keys(4, agreed)) == ["4/sent/0", "4/staged/1", "4/staged/2"]
     for key in keys:
         zero.put(key, Outcome())

@@ -3,6 +3,7 @@
 A pair is A [rank, in] and B [out, rank] of one linear layer, y = W x + (alpha / rank) B A x. A *half* is one of the two:
 
     layers.3.q_proj.a                    attention, and the MLP of a layer without experts
+    layers.3.shared.gate_proj.b          of what all tokens pass beside their experts
     layers.3.experts.7.gate_proj.b       of one expert
     layers.3.experts.shared.gate_proj.a  of all experts of the layer (`shared_outer`: the halves on the side of the hidden states)
 
@@ -60,9 +61,27 @@ class Kind:
         return self.alpha / self.rank
 
 
-def kind_of(section: LoraSection) -> Kind:
-    """What a run trains."""
-    return Kind(section.targets, section.rank, section.alpha, section.experts)
+def kind_of(section: LoraSection, m: Shape) -> Kind:
+    """What a run trains of a model."""
+    return Kind(m.adapters if section.targets is None else section.targets, section.rank, section.alpha, section.experts)
+
+
+Place = Literal["", "shared", "experts"]
+"""Whose a linear layer is: the attention's or the only MLP's, that of what all tokens pass beside their experts, or each expert's."""
+
+
+def places(m: Shape, target: str, dense: bool) -> tuple[Place, ...]:
+    """Where a layer has linear layers of a name; `dense`: one without experts."""
+    if dense or target in ATTENTION:
+        return ("",)
+    return ("shared", "experts") if m.shared_width else ("experts",)
+
+
+def sizes(m: Shape, target: str, dense: bool, place: Place) -> tuple[int, int]:
+    """(out, in) of a linear layer."""
+    front = {"": "", "shared": "shared.", "experts": "experts.0."}[place]
+    out, into = layer_shapes(m, dense)[front + target.partition("_proj")[0]]
+    return out, into
 
 
 @dataclass(frozen=True)
@@ -70,12 +89,13 @@ class Pair:
     """Two halves.
 
     Attributes:
-        layer, expert, target: of the linear layer; expert None: not an expert's.
+        layer, place, expert, target: of the linear layer; expert None: not an expert's.
         a, b: canonical names of the halves; of a shared one, the same for all experts.
         inputs, outputs: columns and rows of the layer's weight.
     """
 
     layer: int
+    place: Place
     expert: int | None
     target: str
     a: str
@@ -85,16 +105,14 @@ class Pair:
 
 
 def pairs(m: Shape, kind: Kind) -> Iterator[Pair]:
-    """All pairs: layer by layer, attention first, then expert by expert."""
-    shapes = {dense: layer_shapes(m, dense) for dense in {layer in m.dense_layers for layer in range(m.layers)}}
+    """All pairs: layer by layer, attention first, then what all tokens pass, then expert by expert."""
+    linears = {dense: _linears(m, kind, dense) for dense in {layer in m.dense_layers for layer in range(m.layers)}}
     for layer in range(m.layers):
-        dense = layer in m.dense_layers
-        for expert, target in _linears(m, kind, dense):
-            front = "" if expert is None else f"experts.{expert}."
-            outputs, inputs = shapes[dense][front + target.removesuffix("_proj")]
+        for place, expert, target, (outputs, inputs) in linears[layer in m.dense_layers]:
+            front = place and f"{place}." if expert is None else f"experts.{expert}."
             shared = f"experts.shared.{target}" if expert is not None and kind.experts == "shared_outer" else ""
             names = {half: f"layers.{layer}.{shared if shared and OUTER[target] == half else front + target}.{half}" for half in "ab"}
-            yield Pair(layer, expert, target, names["a"], names["b"], inputs, outputs)
+            yield Pair(layer, place, expert, target, names["a"], names["b"], inputs, outputs)
 
 
 def halves(m: Shape, kind: Kind) -> Shapes:
@@ -127,6 +145,8 @@ class Adapter:
         """
         if self.dtype not in DTYPES:
             raise UserError("adapter's dtype", got=self.dtype, expected=" or ".join(DTYPES))
+        if other := [target for target in self.kind.targets if target not in m.adapters]:
+            raise UserError("adapter's targets", got=", ".join(other), expected=f"some of the model's {', '.join(m.adapters)}")
         expected = halves(m, self.kind)
         for name in self.values.keys() - expected.keys():
             raise UserError("adapter", got=name, expected=f"halves of a model of {_sizes(m)} for {', '.join(self.kind.targets)} only")
@@ -183,25 +203,27 @@ def shared(m: Shape, adapter: Adapter) -> Adapter:
     return Adapter(kind, adapter.dtype, found)
 
 
-_STACKS = (frozenset(("q_proj", "k_proj", "v_proj")), frozenset(MLP))
+_STACKS = (frozenset(("q_proj", "k_proj", "v_proj")), frozenset(("q_a_proj", "kv_a_proj_with_mqa")), frozenset(MLP))
 
 
 def served_targets(kind: Kind) -> tuple[str, ...]:
     """The targets an engine is told, and given: those of the adapter and what SGLang cannot have them without.
 
-    It stacks q, k and v, and gate and up, and fails at the first request when one of a stack is missing (`LoRAAdapter.normalize_qkv_proj`,
-    `get_target_module_name`); experts it adapts only when told of all three of their layers (`LoRAManager.init_lora_modules`).
+    It stacks q, k and v, what leads down to the small vectors, and gate and up, and fails at the first request when one of a stack is
+    missing (`LoRAAdapter.normalize_qkv_proj`, `get_target_module_name`); experts it adapts only when told of all three of their layers
+    (`LoRAManager.init_lora_modules`).
     """
     wanted = set(kind.targets).union(*(stack for stack in _STACKS if stack & set(kind.targets)))
     return tuple(target for target in TARGETS if target in wanted)
 
 
-def served_name(layer: int, target: str, half: str = "", of_experts: bool = False) -> str:
-    """SGLang's name of a tensor; of all that are in a layer, without a target, what their names begin with."""
+def served_name(layer: int, target: str, half: str = "", place: Place = "") -> str:
+    """SGLang's name of a tensor, which it knows by the words in it; of all that are in a layer, without a target, what their names begin
+    with."""
     front = f"base_model.model.model.layers.{layer}."
     if not target:
         return front
-    inner = "self_attn" if target in ATTENTION else "mlp.experts" if of_experts else "mlp"
+    inner = "self_attn" if target in ATTENTION else {"": "mlp", "shared": "mlp.shared_experts", "experts": "mlp.experts"}[place]
     return f"{front}{inner}.{target}.lora_{half.upper()}.weight"
 
 
@@ -213,15 +235,20 @@ def served_shapes(m: Shape, kind: Kind) -> Shapes:
     tensors for adapters of either kind, so a layer has six tensors and not six for each expert.
     """
     found: Shapes = {}
+    layer_of = {dense: _served_layer(m, kind, dense) for dense in {layer in m.dense_layers for layer in range(m.layers)}}
     for layer in range(m.layers):
-        dense = layer in m.dense_layers
-        shapes = layer_shapes(m, dense)
-        for target in served_targets(kind):
-            of_experts = target in MLP and not dense
-            outputs, inputs = shapes[("experts.0." if of_experts else "") + target.removesuffix("_proj")]
-            for half, shape in (("a", (kind.rank, inputs)), ("b", (outputs, kind.rank))):
-                stack = () if not of_experts else (1,) if kind.experts == "shared_outer" and OUTER[target] == half else (m.experts,)
-                found[served_name(layer, target, half, of_experts)] = (*stack, *shape)
+        found |= {served_name(layer, *which): shape for which, shape in layer_of[layer in m.dense_layers].items()}
+    return found
+
+
+def _served_layer(m: Shape, kind: Kind, dense: bool) -> dict[tuple[str, str, Place], tuple[int, ...]]:
+    found: dict[tuple[str, str, Place], tuple[int, ...]] = {}
+    at = [(target, place) for target in served_targets(kind) for place in places(m, target, dense)]
+    for target, place in at:
+        outputs, inputs = sizes(m, target, dense, place)
+        for half, shape in (("a", (kind.rank, inputs)), ("b", (outputs, kind.rank))):
+            each = (1,) if kind.experts == "shared_outer" and OUTER.get(target) == half else (m.experts,)
+            found[target, half, place] = (*(each if place == "experts" else ()), *shape)
     return found
 
 
@@ -235,7 +262,7 @@ def served(m: Shape, adapter: Adapter) -> dict[str, np.ndarray]:
     found = {name: np.zeros(shape, DTYPES[adapter.dtype]) for name, shape in served_shapes(m, adapter.kind).items()}
     for pair in pairs(m, adapter.kind):
         for half, name in (("a", pair.a), ("b", pair.b)):
-            stack = found[served_name(pair.layer, pair.target, half, pair.expert is not None)]
+            stack = found[served_name(pair.layer, pair.target, half, pair.place)]
             if pair.expert is None:
                 stack[...] = adapter.values[name]
             elif len(stack) > 1 or pair.expert == 0:
@@ -248,15 +275,14 @@ def served_config(kind: Kind) -> dict[str, Any]:
     return {"peft_type": "LORA", "r": kind.rank, "lora_alpha": kind.alpha, "target_modules": list(served_targets(kind)), "bias": "none"}
 
 
-def _linears(m: Shape, kind: Kind, dense: bool) -> Iterator[tuple[int | None, str]]:
-    """(expert or None, target) of a layer."""
-    mlp = [target for target in kind.targets if target in MLP]
-    for target in kind.targets:
-        if dense or target in ATTENTION:
-            yield None, target
-    for expert in range(0 if dense else m.experts):
-        for target in mlp:
-            yield expert, target
+def _linears(m: Shape, kind: Kind, dense: bool) -> list[tuple[Place, int | None, str, tuple[int, int]]]:
+    """(place, expert or None, target, (out, in)) of the linear layers of a layer."""
+    at = [(place, target) for target in kind.targets for place in places(m, target, dense)]
+    found: list[tuple[Place, int | None, str, tuple[int, int]]] = [
+        (place, None, target, sizes(m, target, dense, place)) for place, target in at if place != "experts"
+    ]
+    each = [(target, sizes(m, target, dense, place)) for place, target in at if place == "experts"]
+    return found + [("experts", expert, target, size) for expert in range(m.experts) for target, size in each]
 
 
 def _sizes(m: Shape) -> str:

@@ -1,11 +1,11 @@
 """Which halves of pairs a layer has, and how each is spread over the ranks.
 
-A linear layer of Megatron's is divided by its output (column-parallel: q, k, v, gate, up) or by its input (row-parallel: o, down), and its
-pair with it: the half on the divided side is divided, the other is copied. A copy is the same on all ranks of the group, but each rank
-computes only part of its gradient:
+A linear layer of Megatron's is divided by its output (column-parallel: q, k, v, what leads up from small vectors, gate, up), by its input
+(row-parallel: o, down) or not at all (what leads down to small vectors), and its pair with it: the half on the divided side is divided, the
+other is copied. A copy is the same on all ranks of the group, but each rank computes only part of its gradient:
 
-- Dense layers run under sequence parallelism. A of a column-parallel layer and B of a row-parallel one see a rank's own rows of the
-  sequence. Megatron adds such gradients over tensor-parallel ranks where a parameter says `sequence_parallel`.
+- Dense layers run under sequence parallelism. A of a column-parallel layer, B of a row-parallel one and both of one that is whole see a
+  rank's own rows of the sequence. Megatron adds such gradients over tensor-parallel ranks where a parameter says `sequence_parallel`.
 - An expert's layers neither gather their input nor reduce their output: the token dispatcher does (`explicit_expert_comm` in
   megatron/core/tensor_parallel/layers.py). All expert-tensor-parallel ranks see the same rows; the gradient of what A puts out (column) and
   the input of B (row) are sums of which each rank has one term, and so are the gradients of A and of B. Megatron has no name for that.
@@ -19,11 +19,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from asyncmoe.config.lora import ATTENTION
 from asyncmoe.errors import ConfigError
-from asyncmoe.models.lora.adapter import Kind
+from asyncmoe.models.lora.adapter import Kind, Place, places, sizes
 from asyncmoe.models.parallel import MegatronParallel
-from asyncmoe.models.shape import Shape, layer_shapes
+from asyncmoe.models.shape import Shape
 from asyncmoe.models.shards import shard, span
 
 PREFIX = "adapters."
@@ -34,12 +33,25 @@ _LINEAR = {
     "q_proj": "linear_qkv",
     "k_proj": "linear_qkv",
     "v_proj": "linear_qkv",
+    "q_a_proj": "linear_q_down_proj",
+    "kv_a_proj_with_mqa": "linear_kv_down_proj",
+    "q_b_proj": "linear_q_up_proj",
+    "kv_b_proj": "linear_kv_up_proj",
     "o_proj": "linear_proj",
     "gate_proj": "linear_fc1",
     "up_proj": "linear_fc1",
     "down_proj": "linear_fc2",
 }
+_SHARED = {"gate_proj": "shared_fc1", "up_proj": "shared_fc1", "down_proj": "shared_fc2"}
 _ROW_PARALLEL = ("o_proj", "down_proj")
+_WHOLE = ("q_a_proj", "kv_a_proj_with_mqa")
+
+LINEARS = {
+    **{name: f"self_attention.{name}" for name in _LINEAR.values() if "fc" not in name},
+    **{name: f"mlp.{name}" for name in _LINEAR.values() if "fc" in name},
+    **{name: f"mlp.shared_experts.{name.replace('shared', 'linear')}" for name in _SHARED.values()},
+}
+"""Where Megatron's linear layers, but those of experts, are in a layer, by `Half.linear`."""
 
 
 @dataclass(frozen=True)
@@ -48,11 +60,11 @@ class Half:
 
     Attributes:
         projection, side: which half of which pair.
-        linear: Megatron's linear layer that it belongs to, by its name.
+        linear: Megatron's linear layer that it belongs to: its name, or a name made for it where there are several of one (`LINEARS`).
         whole: the shape of one pair's half, before it is divided.
         axis, parts, index: the dimension of `whole` that is divided equally, into how many, and this rank's part; None, 1, 0: a copy.
         experts: those in it, by their number in the layer; None: it is not one expert's.
-        shared: the experts of the layer share it.
+        front: what its canonical name begins with within the layer, where it is not one expert's.
         expert_data: its gradient is summed over expert-data-parallel ranks, not all data-parallel ones (Megatron's `allreduce` = False).
         partial: the ranks with copies of it that each have one term of its gradient.
         counted: this rank's values count in a norm over the model; copies must count once.
@@ -66,7 +78,7 @@ class Half:
     parts: int = 1
     index: int = 0
     experts: range | None = None
-    shared: bool = False
+    front: Literal["", "shared.", "experts.shared."] = ""
     expert_data: bool = False
     partial: Literal["tp", "etp"] | None = None
     counted: bool = True
@@ -98,7 +110,7 @@ class Half:
         """Names within the layer of the canonical halves in it, in order."""
         if self.experts is not None:
             return [f"experts.{e}.{self.projection}.{self.side}" for e in self.experts]
-        return [f"{'experts.shared.' if self.shared else ''}{self.projection}.{self.side}"]
+        return [f"{self.front}{self.projection}.{self.side}"]
 
 
 def check(kind: Kind, m: Shape) -> None:
@@ -108,14 +120,13 @@ def check(kind: Kind, m: Shape) -> None:
         ConfigError: naming the key.
     """
     if refused := [target for target in kind.targets if target not in m.adapters]:
-        expected = f"some of {', '.join(m.adapters)}, which can have adapters in this model" if m.adapters else "train: full"
-        cure = "take the others out" if m.adapters else "this model's layers cannot have adapters"
-        raise ConfigError("lora.targets", got=", ".join(refused), expected=expected, cure=cure)
+        expected = f"some of {', '.join(m.adapters)}, which can have adapters in this model"
+        raise ConfigError("lora.targets", got=", ".join(refused), expected=expected, cure="take the others out")
     if kind.experts == "shared_outer" and len(m.dense_layers) == m.layers:
         raise ConfigError("lora.experts", got="shared_outer", expected="per_expert as the model has no experts", cure="leave it out")
     for dense in sorted({layer in m.dense_layers for layer in range(m.layers)}):
         for projection in kind.targets:
-            least = min(sizes(m, projection, dense))
+            least = min(size for place in places(m, projection, dense) for size in sizes(m, projection, dense, place))
             if kind.rank > least:
                 raise ConfigError(
                     "lora.rank",
@@ -125,33 +136,27 @@ def check(kind: Kind, m: Shape) -> None:
                 )
 
 
-def sizes(m: Shape, projection: str, dense: bool) -> tuple[int, int]:
-    """(out, in) of a linear layer; `dense`: of a layer without experts."""
-    front = "experts.0." if projection not in ATTENTION and not dense else ""
-    out, into = layer_shapes(m, dense)[front + projection.removesuffix("_proj")]
-    return out, into
-
-
 def layer_halves(m: Shape, kind: Kind, parallel: MegatronParallel, rank: int, dense: bool) -> tuple[Half, ...]:
     """The halves that a rank has of a layer, A before B, in the order of `lora.targets`.
 
     Raises:
         ConfigError: parallel sizes that do not divide the model.
     """
-    return tuple(half for projection in kind.targets for half in _pair(m, kind, parallel, rank, dense, projection))
+    found = ((projection, place) for projection in kind.targets for place in places(m, projection, dense))
+    return tuple(half for projection, place in found for half in _pair(m, kind, parallel, rank, dense, projection, place))
 
 
-def _pair(m: Shape, kind: Kind, parallel: MegatronParallel, rank: int, dense: bool, projection: str) -> Iterator[Half]:
-    out, into = sizes(m, projection, dense)
-    for_experts = projection not in ATTENTION and not dense
-    row_parallel = projection in _ROW_PARALLEL
-    a = Half(projection, "a", _LINEAR[projection], (kind.rank, into), axis=1 if row_parallel else None)
-    b = Half(projection, "b", _LINEAR[projection], (out, kind.rank), axis=None if row_parallel else 0)
+def _pair(m: Shape, kind: Kind, parallel: MegatronParallel, rank: int, dense: bool, projection: str, place: Place) -> Iterator[Half]:
+    out, into = sizes(m, projection, dense, place)
+    linear = (_SHARED if place == "shared" else _LINEAR)[projection]
+    inputs, outputs = (1, None) if projection in _ROW_PARALLEL else (None, None) if projection in _WHOLE else (None, 0)
+    a = Half(projection, "a", linear, (kind.rank, into), axis=inputs)
+    b = Half(projection, "b", linear, (out, kind.rank), axis=outputs)
     for half in (a, b):
-        if not for_experts:
-            yield _spread(half, "tp", parallel.tp, parallel.tp_rank(rank))
+        if place != "experts":
+            yield _spread(replace(half, front="shared." if place else ""), "tp", parallel.tp, parallel.tp_rank(rank))
         elif half.axis is None and kind.experts == "shared_outer":
-            yield _spread(replace(half, shared=True), "tp", parallel.tp, parallel.tp_rank(rank))
+            yield _spread(replace(half, front="experts.shared."), "tp", parallel.tp, parallel.tp_rank(rank))
         else:
             own = replace(half, experts=span(m.experts, parallel.ep, parallel.ep_rank(rank)), expert_data=parallel.ep > 1)
             yield _spread(own, "etp", parallel.etp, parallel.etp_rank(rank))

@@ -30,7 +30,7 @@ from safetensors import SafetensorError
 
 from asyncmoe.config.lora import ATTENTION, MLP, TARGETS
 from asyncmoe.errors import DataError, UserError
-from asyncmoe.models.lora.adapter import DTYPES, Adapter, Arrays, Kind, check_rank, pairs, served, served_config, shared
+from asyncmoe.models.lora.adapter import DTYPES, Adapter, Arrays, Kind, Pair, check_rank, pairs, served, served_config, shared
 from asyncmoe.models.shape import Shape, Shapes
 
 CONFIG, MODEL = "adapter_config.json", "adapter_model.safetensors"
@@ -38,7 +38,7 @@ _raw: Any = safetensors
 """Its functions on bytes, which have no types."""
 _STORED = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 _NAME = re.compile(r"base_model\.model\.model\.layers\.(\d+)\.(.+)\.lora_([AB])\.weight")
-_INNER = re.compile(rf"self_attn\.({'|'.join(ATTENTION)})|mlp\.(?:experts\.(\d+)\.)?({'|'.join(MLP)})")
+_INNER = re.compile(rf"(?:self_attn|mlp|mlp\.(shared)_experts)\.({'|'.join(TARGETS)})")
 _STACKED = ("mlp.experts.base_layer", "mlp.experts")
 _PLAIN = {
     "bias": "none",
@@ -101,8 +101,7 @@ def to_peft(m: Shape, adapter: Adapter, base: str) -> Files:
     check_expressible(m, kind)
     tensors = {}
     for pair in pairs(m, kind):
-        inner = f"self_attn.{pair.target}" if pair.target in ATTENTION else f"mlp.{pair.target}"
-        inner = inner if pair.expert is None else f"mlp.experts.{pair.expert}.{pair.target}"
+        inner = _inner(m, pair)
         for half, name in (("A", pair.a), ("B", pair.b)):
             tensors[f"base_model.model.model.layers.{pair.layer}.{inner}.lora_{half}.weight"] = adapter.values[name]
     config = {
@@ -112,10 +111,12 @@ def to_peft(m: Shape, adapter: Adapter, base: str) -> Files:
         "r": kind.rank,
         "lora_alpha": int(kind.alpha) if kind.alpha == int(kind.alpha) else kind.alpha,
         "lora_dropout": 0.0,
-        "target_modules": list(kind.targets),
+        "target_modules": sorted({_inner(m, pair).rsplit(".", 1)[-1] for pair in pairs(m, kind)}),
         "inference_mode": True,
         **_PLAIN,
     }
+    if beside := _beside_experts(m, kind):
+        config["target_parameters"] = beside
     return Files(config, adapter.dtype, tensors)
 
 
@@ -134,11 +135,8 @@ def from_peft(m: Shape, files: Files) -> Adapter:
         layer, inner, half = f"layers.{match[1]}.", match[2], match[3].lower()
         if inner in _STACKED:
             values |= {layer + rest: part for rest, part in _unstacked(m, files.config, inner, half, name, value)}
-        elif (found := _INNER.fullmatch(inner)) is None:
-            raise _unknown(name)
         else:
-            expert = "" if found[2] is None else f"experts.{found[2]}."
-            values[f"{layer}{expert}{found[1] or found[3]}.{half}"] = value
+            values[f"{layer}{_canonical(m, inner, name)}.{half}"] = value
     targets = tuple(target for target in TARGETS if any(name.split(".")[-2] == target for name in values))
     if not targets:
         raise UserError(MODEL, got="no tensors", expected="an adapter")
@@ -146,6 +144,37 @@ def from_peft(m: Shape, files: Files) -> Adapter:
     adapter = Adapter(kind, files.dtype, {name: np.ascontiguousarray(value) for name, value in values.items()})
     adapter.check(m)
     return adapter
+
+
+def _beside_experts(m: Shape, kind: Kind) -> list[str]:
+    """Weights of a model of experts that have adapters as gate_proj, up_proj and down_proj do, and are not theirs. PEFT takes each of these
+    names among target_modules to mean the experts' parameters and nothing else (`_convert_peft_config_moe`)."""
+    if not m.experts:
+        return []
+    return sorted({f"{_inner(m, pair)}.weight" for pair in pairs(m, kind) if pair.expert is None and pair.target in MLP})
+
+
+def _inner(m: Shape, pair: Pair) -> str:
+    """The module of a pair's linear layer, within its layer."""
+    if pair.expert is not None:
+        experts, *names = m.expert_names
+        return f"{experts}.{pair.expert}.{names[MLP.index(pair.target)]}"
+    owner = "self_attn" if pair.target in ATTENTION else "mlp.shared_experts" if pair.place == "shared" else "mlp"
+    return f"{owner}.{pair.target}"
+
+
+def _canonical(m: Shape, inner: str, name: str) -> str:
+    """The inverse, without the half.
+
+    Raises:
+        UserError: a module that cannot have an adapter.
+    """
+    experts, *names = m.expert_names
+    if found := re.fullmatch(rf"{re.escape(experts)}\.(\d+)\.({'|'.join(names)})", inner):
+        return f"experts.{found[1]}.{MLP[names.index(found[2])]}"
+    if found := _INNER.fullmatch(inner):
+        return f"{found[1]}.{found[2]}" if found[1] else found[2]
+    raise _unknown(name)
 
 
 def start_from(path: Path, m: Shape, kind: Kind, base: str, limit: int) -> Adapter:
@@ -265,7 +294,7 @@ def _unstacked(
     m: Shape, config: Mapping[str, Any], inner: str, half: str, name: str, value: np.ndarray
 ) -> Iterator[tuple[str, np.ndarray]]:
     """(canonical name within the layer, value) of what one tensor of the stacked form holds."""
-    parameters = {str(target).rsplit(".", 1)[-1] for target in config.get("target_parameters") or ()}
+    parameters = {str(target).rsplit(".", 1)[-1] for target in config.get("target_parameters") or ()} - {"weight"}
     unknown = parameters - {"gate_up_proj", "down_proj"}
     if unknown or not parameters:
         got = ", ".join(sorted(unknown)) or "none"

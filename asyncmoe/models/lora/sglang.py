@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from asyncmoe.config.lora import ATTENTION, MLP
-from asyncmoe.models.lora.adapter import OUTER, Kind, pairs, served_name, served_shapes, served_targets
+from asyncmoe.config.lora import ATTENTION
+from asyncmoe.models.lora.adapter import OUTER, Kind, Place, pairs, places, served_name, served_shapes, served_targets, sizes
 from asyncmoe.models.parallel import EngineParallel
 from asyncmoe.models.shape import Shape
 from asyncmoe.models.shards import shard, span
@@ -16,6 +16,9 @@ from asyncmoe.reshard.layout import PADDING, Box, LayoutBuilder, RankLayout, col
 
 _STACKS = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+    "fused_qkv_a_proj_with_mqa": ("q_a_proj", "kv_a_proj_with_mqa"),
+    "q_b_proj": ("q_b_proj",),
+    "kv_b_proj": ("kv_b_proj",),
     "o_proj": ("o_proj",),
     "gate_up_proj": ("gate_proj", "up_proj"),
     "down_proj": ("down_proj",),
@@ -64,7 +67,7 @@ def _served_layer(m: Shape, kind: Kind, dense: bool, dtype: str) -> RankLayout:
         for half, name, shape in (("a", pair.a, (kind.rank, pair.inputs)), ("b", pair.b, (pair.outputs, kind.rank))):
             shared = kind.experts == "shared_outer" and OUTER.get(pair.target) == half
             stack = () if pair.expert is None else (0 if shared else pair.expert,)
-            held = parts.setdefault(served_name(0, pair.target, half, pair.expert is not None), {})
+            held = parts.setdefault(served_name(0, pair.target, half, pair.place), {})
             held[name] = (name.removeprefix("layers.0."), whole(shape), (*stack, 0, 0))
     builder = LayoutBuilder(0, dtype)
     for name, size in served_shapes(one, kind).items():
@@ -77,24 +80,43 @@ def _memory_layer(slot: _Slot, dense: bool, dtype: str) -> RankLayout:
     """One layer; halves and storages are named within it."""
     builder = LayoutBuilder(slot.rank, dtype)
     told = served_targets(slot.kind)
-    for module, targets in _STACKS.items():
-        if targets[0] not in told:
-            continue
-        of_experts = targets[0] in MLP and not dense
-        for half in "ab":
-            shared = of_experts and slot.kind.experts == "shared_outer" and OUTER[targets[0]] == half
-            here = ["experts.shared."] if shared else [f"experts.{e}." for e in slot.experts] if of_experts else [""]
-            boxes = [slot.box(target, half, of_experts) for target in targets]
-            parts = []
-            for at, front in enumerate(here):
-                row = 0
-                for target, box in zip(targets, boxes, strict=True):
-                    held = (f"{front}{target}.{half}", box) if target in slot.kind.targets else (PADDING, whole(box.extent))
-                    parts.append((*held, (at, row, 0) if of_experts else (row, 0)))
-                    row += box.extent[0]
-            stacked = (sum(box.extent[0] for box in boxes), boxes[0].extent[1])
-            builder.place(f"{module}{'_moe' if of_experts else ''}.{half}", (len(here), *stacked) if of_experts else stacked, parts)
+    modules = [(module, targets) for module, targets in _STACKS.items() if targets[0] in told]
+    for module, targets in modules:
+        for place in places(slot.m, targets[0], dense):
+            for half in "ab":
+                _put(builder, slot, _Module(f"{module}{'_moe' if place == 'experts' else ''}", targets, dense, place), half)
     return builder.build()
+
+
+@dataclass(frozen=True)
+class _Module:
+    """One of SGLang's modules in a layer, and the linear layers it stacks."""
+
+    name: str
+    targets: tuple[str, ...]
+    dense: bool
+    place: Place
+
+
+def _put(builder: LayoutBuilder, slot: _Slot, module: _Module, half: str) -> None:
+    """That half of all that a module stacks."""
+    of_experts = module.place == "experts"
+    if not of_experts:
+        here = [f"{module.place}." if module.place else ""]
+    elif slot.kind.experts == "shared_outer" and OUTER[module.targets[0]] == half:
+        here = ["experts.shared."]
+    else:
+        here = [f"experts.{e}." for e in slot.experts]
+    boxes = [slot.box(target, half, module) for target in module.targets]
+    parts = []
+    for at, front in enumerate(here):
+        row = 0
+        for target, box in zip(module.targets, boxes, strict=True):
+            held = (f"{front}{target}.{half}", box) if target in slot.kind.targets else (PADDING, whole(box.extent))
+            parts.append((*held, (at, row, 0) if of_experts else (row, 0)))
+            row += box.extent[0]
+    stacked = (sum(box.extent[0] for box in boxes), boxes[0].extent[1])
+    builder.place(f"{module.name}.{half}", (len(here), *stacked) if of_experts else stacked, parts)
 
 
 @dataclass(frozen=True)
@@ -111,24 +133,25 @@ class _Slot:
         """Those of the rank."""
         return span(self.m.experts, self.parallel.ep, self.parallel.ep_rank(self.rank))
 
-    def box(self, target: str, half: str, of_experts: bool) -> Box:
+    def box(self, target: str, half: str, module: _Module) -> Box:
         """The rank's part of a half: the side of a layer that is divided over the ranks is that of its weight, the other one is whole."""
-        total, first, count = self._divided(target, of_experts)
-        r, of_input = self.kind.rank, target in ("o_proj", "down_proj")
-        if half == "a":
-            return columns((r, total), first, count) if of_input else whole((r, self.m.hidden))
-        return whole((self.m.hidden, r)) if of_input else rows((total, r), first, count)
+        outputs, inputs = sizes(self.m, target, module.dense, module.place)
+        shape = (self.kind.rank, inputs) if half == "a" else (outputs, self.kind.rank)
+        of_input = target in ("o_proj", "down_proj")
+        if target in _STACKS["fused_qkv_a_proj_with_mqa"] or of_input != (half == "a"):
+            return whole(shape)
+        return columns(shape, *self._divided(target, inputs, module)) if of_input else rows(shape, *self._divided(target, outputs, module))
 
-    def _divided(self, target: str, of_experts: bool) -> tuple[int, int, int]:
-        """(all, first, count) of the rows or columns that are divided over the ranks."""
+    def _divided(self, target: str, total: int, module: _Module) -> tuple[int, int]:
+        """(first, count) of the rank's rows or columns."""
         m, parallel, rank = self.m, self.parallel, self.rank
-        if of_experts:
-            return (m.expert_width, *shard(m.expert_width, parallel.moe_tp, parallel.moe_tp_rank(rank)))
+        if module.place == "experts":
+            return shard(total, parallel.moe_tp, parallel.moe_tp_rank(rank))
         if target not in ATTENTION:
-            return (m.dense_width, *shard(m.dense_width, parallel.tp, parallel.tp_rank(rank)))
+            alone = parallel.a2a if module.place else parallel.dense_tp1
+            return (0, total) if alone else shard(total, parallel.tp, parallel.tp_rank(rank))
         tp, at = parallel.attention_tp, parallel.attention_tp_rank(rank)
-        if target in ("k_proj", "v_proj"):
+        if target in ("k_proj", "v_proj") and m.kv_heads < tp:
             # With fewer key heads than ranks, neighbours share one.
-            first, count = shard(m.kv_heads, tp, at) if m.kv_heads >= tp else (at // (tp // m.kv_heads), 1)
-            return m.kv_heads * m.head_dim, first * m.head_dim, count * m.head_dim
-        return (m.heads * m.head_dim, *shard(m.heads * m.head_dim, tp, at))
+            return at // (tp // m.kv_heads) * m.head_dim, m.head_dim
+        return shard(total, tp, at)

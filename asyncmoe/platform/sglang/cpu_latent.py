@@ -5,20 +5,25 @@ The modules in question are imported by servers of such models, so each is patch
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
+
+import torch
 
 from asyncmoe.platform.sglang.cpu_lora import after_import
 from asyncmoe.platform.sglang.standin import PatchTargetGone
 
 HANDLERS = "sglang.srt.models.deepseek_common.attention_backend_handler"
 ROPE = "sglang.srt.layers.rotary_embedding.factory"
+CORRECTIONS = "sglang.srt.lora.deepseek_mla_correction"
 
 
 def install() -> None:
     """Have the modules patched as soon as they are imported."""
     after_import(HANDLERS, _absorbed)
     after_import(ROPE, _plain_positions)
+    after_import(CORRECTIONS, _corrections)
 
 
 def _absorbed(module: ModuleType) -> None:
@@ -52,3 +57,41 @@ def _plain_positions(module: ModuleType) -> None:
         return plain(*known) if rope_scaling is None else scaled(*known, device)
 
     vars(module)["get_rope_cpu"] = get_rope_cpu
+
+
+def _corrections(module: ModuleType) -> None:
+    """What an adapter of kv_b_proj adds, where the layer itself is never called, is computed by Triton kernels only."""
+    for name, ours in (("apply_q_correction", _apply_q_correction), ("apply_v_correction", _apply_v_correction)):
+        if not hasattr(module, name):
+            raise PatchTargetGone(f"{module.__name__}.{name} is gone")
+        vars(module)[name] = ours
+
+
+def _apply_q_correction(attention: Any, q_nope: torch.Tensor, q_nope_out: torch.Tensor) -> torch.Tensor:
+    """q_nope_out [tokens, heads, kv_lora_rank] += scale * q_nope [tokens, heads, qk_nope_head_dim] B_k A."""
+    for rows, a, b, scale in _adapters(attention):
+        q_nope_out[rows] += scale * torch.einsum("thn,hnr->thr", q_nope[rows], b[:, : attention.qk_nope_head_dim]) @ a
+    return q_nope_out
+
+
+def _apply_v_correction(attention: Any, attended: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
+    """output [tokens, heads * v_head_dim] += scale * attended [tokens, heads, kv_lora_rank] A^T B_v^T."""
+    values = output.view(len(output), attention.num_local_heads, attention.v_head_dim)
+    for rows, a, b, scale in _adapters(attention):
+        values[rows] += scale * torch.einsum("thr,hvr->thv", attended[rows] @ a.t(), b[:, attention.qk_nope_head_dim :])
+    return output
+
+
+def _adapters(attention: Any) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor, float]]:
+    """For each run of tokens with an adapter: where they are, A [rank, kv_lora_rank], B [heads, rows of a head, rank] and the scale."""
+    layer = attention.kv_b_proj
+    batch = layer.lora_backend.batch_info
+    if not getattr(layer, "set_lora", False) or batch is None:
+        return
+    begin = 0
+    for slot, count in zip(batch.weight_indices_cpu.tolist(), batch.seg_lens_cpu.tolist(), strict=True):
+        rank = int(batch.lora_ranks_cpu[slot])
+        if rank:
+            b = layer.B_buffer[slot, :, :rank].unflatten(0, (attention.num_local_heads, -1))
+            yield slice(begin, begin + count), layer.A_buffer[slot, :rank], b, float(batch.scalings_cpu[slot])
+        begin += count

@@ -30,7 +30,13 @@ def install() -> None:
 
 
 def after_import(name: str, patch: Callable[[ModuleType], None]) -> None:
-    """Call `patch` with the module of that name, once, when it has been imported."""
+    """Call `patch` with the module of that name, once, when it has been imported.
+
+    Raises:
+        PatchTargetGone: it has been imported already.
+    """
+    if name in sys.modules:
+        raise PatchTargetGone(f"{name} was imported before it could be patched")
     sys.meta_path.insert(0, _After(name, patch))
 
 
@@ -81,7 +87,8 @@ def _patch_layers(module: ModuleType) -> None:
 
 
 def _forward_with_lora(self: Any, hidden_states: torch.Tensor, topk_output: Any, lora_info: Any, **_: Any) -> Any:
-    """As FusedMoEWithLoRA._forward_with_lora; the sum over tensor-parallel ranks is left to the model, as there."""
+    """As FusedMoEWithLoRA._forward_with_lora. The sum over tensor-parallel ranks is left to the model, as there; so is the factor of routed
+    experts, as it is on CPU for experts without adapters (`DeepseekV2MoE.forward_normal`, `Glm4MoeSparseMoeBlock.forward_normal`)."""
     from sglang.srt.layers.moe.token_dispatcher import StandardCombineInput
 
     layer, config = self.base_layer, self.base_layer.moe_runner_config
@@ -99,8 +106,6 @@ def _forward_with_lora(self: Any, hidden_states: torch.Tensor, topk_output: Any,
         (layer.w13_weight, info.gate_up_lora_a_weights, info.gate_up_lora_b_weights),
         (layer.w2_weight, info.down_lora_a_weights, info.down_lora_b_weights),
     )
-    if config.routed_scaling_factor not in (None, 1.0) and not self.should_fuse_routed_scaling_factor_in_topk:
-        output = output * config.routed_scaling_factor
     return layer.dispatcher.combine(combine_input=StandardCombineInput(hidden_states=output))
 
 

@@ -15,14 +15,14 @@ import torch
 from asyncmoe.config.lora import LoraSection
 from asyncmoe.errors import InvariantBroken
 from asyncmoe.models.lora import halves as planned
-from asyncmoe.models.lora.adapter import kind_of
+from asyncmoe.models.lora.adapter import Kind, kind_of
 from asyncmoe.models.lora.halves import PREFIX, Half
 from asyncmoe.models.megatron import chunk_prefix
 from asyncmoe.models.parallel import MegatronParallel
 from asyncmoe.models.shape import Shape
 from asyncmoe.trainer.lora import gradients, hooks
 from asyncmoe.trainer.lora.module import Adapters
-from asyncmoe.trainer.lora.pairs import DensePairs, ExpertPairs, Fused, Pairs, gate_up, qkv, single
+from asyncmoe.trainer.lora.pairs import DensePairs, ExpertPairs, Pairs, gate_up, qkv, single
 
 
 def attach(
@@ -38,13 +38,14 @@ def attach(
     Raises:
         ConfigError: an adapter that the model cannot have, or layers of a kind that cannot have adapters.
     """
-    planned.check(kind_of(section), m)
+    kind = kind_of(section, m)
+    planned.check(kind, m)
     if parallel.tp > 1 and not config.sequence_parallel:
         raise InvariantBroken("adapters: tensor parallelism without sequence parallelism")
     made: list[Adapters] = []
     for chunk, layers in zip(chunks, parallel.chunk_layers(m.layers, rank), strict=True):
         chunk.requires_grad_(False)
-        adapters = Adapters([_layer_pairs(m, section, parallel, rank, layer, seed) for layer in layers])
+        adapters = Adapters([_layer_pairs(m, kind, section.dropout, parallel, rank, layer, seed) for layer in layers])
         adapters.to(device=next(chunk.parameters()).device, dtype=config.params_dtype)
         for _, _, half, parameter in adapters.halves():
             gradients.mark(parameter, half)
@@ -114,21 +115,18 @@ def without_dropout(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
             one.train(training)
 
 
-def _layer_pairs(m: Shape, section: LoraSection, parallel: MegatronParallel, rank: int, layer: int, seed: int) -> dict[str, Pairs]:
+def _layer_pairs(m: Shape, kind: Kind, dropout: float, parallel: MegatronParallel, rank: int, layer: int, seed: int) -> dict[str, Pairs]:
     dense = layer in m.dense_layers
     by_linear: dict[str, list[Half]] = {}
-    for half in planned.layer_halves(m, kind_of(section), parallel, rank, dense):
+    for half in planned.layer_halves(m, kind, parallel, rank, dense):
         by_linear.setdefault(half.linear, []).append(half)
-    width = m.dense_width // parallel.tp if dense else m.expert_width // parallel.etp
-    fused: dict[str, Fused] = {
-        "linear_qkv": qkv(m.kv_heads // parallel.tp, m.heads_per_group, m.head_dim),
-        "linear_proj": single("o_proj", m.hidden),
-        "linear_fc1": gate_up(width),
-        "linear_fc2": single("down_proj", m.hidden),
-    }
-    return {
-        linear: (DensePairs if dense or linear in ("linear_qkv", "linear_proj") else ExpertPairs)(
-            halves, fused[linear], layer, section.scale, section.dropout, seed
-        )
-        for linear, halves in by_linear.items()
-    }
+    made: dict[str, Pairs] = {}
+    for linear, halves in by_linear.items():
+        rows = next(half.part[0] for half in halves if half.side == "b")
+        if linear == "linear_qkv":
+            fused = qkv(m.kv_heads // parallel.tp, m.heads_per_group, m.head_dim)
+        else:
+            fused = gate_up(rows) if linear.endswith("fc1") else single(halves[0].projection, rows)
+        of_experts = linear in ("linear_fc1", "linear_fc2") and not dense
+        made[linear] = (ExpertPairs if of_experts else DensePairs)(halves, fused, layer, kind.scale, dropout, seed)
+    return made

@@ -11,7 +11,7 @@ import torch
 from asyncmoe.errors import DataError
 from asyncmoe.models import family_of
 from asyncmoe.models.lora import peft
-from asyncmoe.models.lora.adapter import Kind, kind_of
+from asyncmoe.models.lora.adapter import Kind
 from asyncmoe.models.lora.adapter import halves as halves_of
 from asyncmoe.models.lora.megatron import canonical_layout, rank_layout
 from asyncmoe.models.parallel import MegatronParallel
@@ -31,7 +31,7 @@ def write(model: Model, halves: Mapping[str, torch.Tensor]) -> None:
     """
     assert model.adapter is not None
     mine, shape = values(model.chunks), family_of(model.hf).shape_of(model.hf)
-    for name, value in local(shape, kind_of(model.adapter), model.parallel, model.mesh.rank, halves, model.dtype).items():
+    for name, value in local(shape, model.adapter, model.parallel, model.mesh.rank, halves, model.dtype).items():
         mine[name].copy_(value)
 
 
@@ -45,7 +45,7 @@ def start_from(model: Model, adapter: Path, base: Path) -> None:
         DataError, UserError: see `asyncmoe.models.lora.peft.start_from`.
     """
     assert model.adapter is not None
-    kind = kind_of(model.adapter)
+    kind = model.adapter
     found = peft.start_from(adapter, family_of(model.hf).shape_of(model.hf), kind, str(base), kind.rank)
     stored = getattr(torch, found.dtype)
     write(model, {name: torch.from_numpy(np.ascontiguousarray(value)).view(stored) for name, value in found.values.items()})

@@ -16,7 +16,7 @@ import torch
 from asyncmoe.config import Config
 from asyncmoe.models import family_of
 from asyncmoe.models.lora import peft
-from asyncmoe.models.lora.adapter import Adapter, kind_of
+from asyncmoe.models.lora.adapter import Adapter
 from asyncmoe.trainer.gather import Gatherer, tensors_in
 from asyncmoe.trainer.model import Model
 from asyncmoe.trainer.published import Published
@@ -88,7 +88,7 @@ def gathered(model: Model, gatherer: Gatherer) -> Adapter | None:
     for bucket, flat in gatherer.run():
         if flat is not None:
             halves |= {name: _array(tensor) for name, tensor in tensors_in(bucket, flat.cpu()).items()}
-    return None if model.mesh.rank else Adapter(kind_of(model.adapter), str(model.dtype).removeprefix("torch."), halves)
+    return None if model.mesh.rank else Adapter(model.adapter, str(model.dtype).removeprefix("torch."), halves)
 
 
 def _array(tensor: torch.Tensor) -> np.ndarray:

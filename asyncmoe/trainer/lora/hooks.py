@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from asyncmoe.errors import ConfigError
+from asyncmoe.models.lora.halves import LINEARS
 from asyncmoe.platform import megatron
 from asyncmoe.trainer.lora.module import Adapters
 from asyncmoe.trainer.lora.pairs import DensePairs, ExpertPair, ExpertPairs
@@ -20,7 +21,7 @@ megatron.prepare()
 
 from megatron.core.transformer.moe.experts import SequentialMLP, TEGroupedMLP  # noqa: E402
 
-_PLAIN = {"ColumnParallelLinear", "RowParallelLinear", "TEColumnParallelLinear", "TERowParallelLinear"}
+_PLAIN = {"ColumnParallelLinear", "RowParallelLinear", "ReplicatedLinear", "TEColumnParallelLinear", "TERowParallelLinear", "TELinear"}
 _NORMED = {"TELayerNormColumnParallelLinear"}
 """Classes that have the norm before the layer in them: what they are given is not what they multiply."""
 
@@ -35,7 +36,7 @@ def hook_layer(layer: Any, linears: torch.nn.ModuleDict, adapters: Adapters) -> 
         if isinstance(pairs, ExpertPairs):
             _hook_experts(layer.mlp.experts, name, pairs, adapters)
         elif isinstance(pairs, DensePairs):
-            linear = getattr(layer.self_attention if name in ("linear_qkv", "linear_proj") else layer.mlp, name)
+            linear = layer.get_submodule(LINEARS[name])
             linear.register_forward_hook(_adding(linear, name, pairs, adapters))
 
 

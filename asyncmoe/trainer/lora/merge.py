@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from asyncmoe.models.lora.halves import LINEARS
 from asyncmoe.trainer.lora.attach import adapters_of
 from asyncmoe.trainer.lora.pairs import ExpertPairs, Pairs
 
@@ -30,8 +31,7 @@ def merge(chunks: Sequence[torch.nn.Module]) -> None:
 def _weights(layer: Any, name: str, pairs: Pairs) -> Iterator[torch.Tensor]:
     """Of a linear layer of Megatron's; of one of experts, those of the rank's experts in turn."""
     if not isinstance(pairs, ExpertPairs):
-        owner = layer.self_attention if name in ("linear_qkv", "linear_proj") else layer.mlp
-        yield getattr(owner, name).weight
+        yield layer.get_submodule(LINEARS[name]).weight
     elif hasattr(layer.mlp.experts, "local_experts"):
         yield from (getattr(expert, name).weight for expert in layer.mlp.experts.local_experts)
     else:

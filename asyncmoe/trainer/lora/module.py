@@ -59,9 +59,5 @@ def _sharded(layer: int, half: Half, parameter: torch.nn.Parameter) -> Any:
         tensor, data = groups.get_tensor_model_parallel_rank(), groups.get_data_parallel_rank()
     else:
         tensor, data = groups.get_expert_tensor_parallel_rank(), groups.get_expert_data_parallel_rank()
-    key = f"{PREFIX}layers.{layer}.{_kind(half)}{half.projection}.{half.side}"
+    key = f"{PREFIX}layers.{layer}.{half.front if half.experts is None else 'experts.'}{half.projection}.{half.side}"
     return ShardedTensor.from_rank_offsets(key, parameter, *offsets, replica_id=(0, 0 if half.axis is not None else tensor, data))
-
-
-def _kind(half: Half) -> str:
-    return "experts." if half.experts is not None else "experts.shared." if half.shared else ""

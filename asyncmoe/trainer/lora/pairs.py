@@ -117,15 +117,15 @@ class Pairs(torch.nn.Module):
 
 
 class DensePairs(Pairs):
-    """Of a layer that is divided over tensor-parallel ranks, under sequence parallelism where there are several."""
+    """Of a layer that is divided over tensor-parallel ranks, or whole on each, under sequence parallelism where there are several."""
 
     def add(self, x: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
-        row_parallel = any(half.axis == 1 for half in self.halves.values())
+        axes = {half.axis for half in self.halves.values()}
         hidden = self.scale * (self._dropped(x, get_cuda_rng_tracker().fork) @ torch.cat(self._of("a")).t())
         group: dist.ProcessGroup = groups.get_tensor_model_parallel_group()
-        if group.size() > 1:
+        if group.size() > 1 and axes != {None}:
             # What travels between the ranks has `rank` columns, not those of the layer.
-            move = reduce_scatter_to_sequence_parallel_region if row_parallel else gather_from_sequence_parallel_region
+            move = reduce_scatter_to_sequence_parallel_region if 1 in axes else gather_from_sequence_parallel_region
             hidden = move(hidden, group=group)
         return self._sum(output, hidden, self._of("b"))
 

@@ -24,7 +24,6 @@ def look(config: Config) -> Model:
         ImportError: asyncmoe's extension is not there, without which layouts cannot be made.
     """
     from asyncmoe import models
-    from asyncmoe.models.lora.adapter import kind_of
     from asyncmoe.models.payload import Payload
     from asyncmoe.reshard.layout import ITEM_BYTES
 
@@ -37,7 +36,7 @@ def look(config: Config) -> Model:
     except UserError as error:
         return Model(str(path), trouble=str(error))
     weights = _elements(Payload(hf).tensors().values())
-    adapter = config.adapter and _elements(Payload(hf, kind_of(config.adapter)).tensors().values())
+    adapter = config.adapter and _elements(Payload(hf, models.adapter_of(config, hf)).tensors().values())
     return Model(
         path=str(path),
         family=str(hf["model_type"]),

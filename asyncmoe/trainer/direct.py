@@ -34,24 +34,20 @@ from asyncmoe.config import Config
 from asyncmoe.errors import AsyncmoeError, ConfigError, WaitTimeout, WeightSyncError
 from asyncmoe.models import engine_dtype
 from asyncmoe.process import yield_cores
-from asyncmoe.receiver import channel, meeting
 from asyncmoe.receiver.channel import SideStream, transport_for
-from asyncmoe.receiver.meeting import Header, Outcome, Over
-from asyncmoe.reshard import Exchanger
-from asyncmoe.trainer.direct_group import GRACE_S, Meeting, NotMet, changed, in_all, meet, part, starving, watch
+from asyncmoe.trainer.direct_group import GRACE_S, Meeting, NotMet, changed, in_all, meet, part
+from asyncmoe.trainer.direct_send import Sender
 from asyncmoe.trainer.gather import Gatherer, tensors_in
 from asyncmoe.trainer.lora.snapshot import Snapshot
 from asyncmoe.trainer.model import Model
 from asyncmoe.trainer.published import Checksums, Published
 from asyncmoe.trainer.sources import Sources
 from asyncmoe.wire.client import Client
-from asyncmoe.wire.messages import Committed, Reply, Request, WeightsAbort, WeightsCommit, WeightsStage
 
 log = logging.getLogger(__name__)
 _NOTICED_S = 2.0
 """For a server to end after one of its processes has."""
 _LOOK_S = 1.0
-_PATIENCE_S = 60.0
 
 
 class Direct:
@@ -70,11 +66,9 @@ class Direct:
         self._config, self._sync, self._model, self._client, self._checksums = config, config.sync, model, client, checksums
         self._rank = model.mesh.rank
         _check(config, model)
-        self._watch = watch(config, client)
         self._snapshot = None if model.adapter is None else Snapshot(model.chunks, model.adapter.scale)
-        self._met: Meeting | None = None
-        self._exchanger: Exchanger | None = None
-        self._updates = self._number = self._epoch = 0  # of all meetings, of the present one, of its channels
+        self._sender: Sender | None = None
+        self._updates = 0
         # Of the sending thread alone: the trainer's own talk at the same time in other groups.
         wait_s = config.engines.start_timeout_s + 2 * self._limit
         self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=wait_s))
@@ -159,16 +153,16 @@ class Direct:
         published: Published | None = None
         while True:
             self._tried = time.monotonic()
-            met = self._together()
+            sender = self._together()
             begin = time.perf_counter()
             try:
-                pause_ms = self._lead(met, version, expected) if self._rank == 0 else self._follow(met)
+                pause_ms = sender.send(version, expected)
                 published, why = Published(version, time.perf_counter() - begin, pause_ms), "they have all gone"
-                if not self._needed_again(met):
+                if not sender.needed_again(self._settling):
                     return published
             except AsyncmoeError as error:
-                self._leave()
-                if not self._others(met.roster):
+                sender.leave()
+                if not self._others(sender.met.roster):
                     raise
                 why = str(error)
             again = self._still_has()
@@ -176,26 +170,6 @@ class Direct:
             log.warning("the engines are others than those that version %d was for; %s: %s", version, then, why)
             if not again:
                 return published
-
-    def _needed_again(self, met: Meeting) -> bool:
-        """Wait until the version is settled: False; or until engines wait for it, and none of those that got it is left: True."""
-        store, key = met.store, f"{self._number}/over"
-        if self._rank == 0:
-            try:
-                while not (over := self._settling.wait(_LOOK_S)) and not starving(self._config, self._client, met):
-                    pass
-            except AsyncmoeError as error:
-                store.put(key, Over(failure=str(error)))
-                raise
-            store.put(key, Over(not over))
-            return not over
-        while True:
-            try:
-                told = store.get(key, Over, _PATIENCE_S)
-            except WaitTimeout:
-                continue
-            meeting.heed(Outcome(told.failure))
-            return told.again
 
     def _still_has(self) -> bool:
         """Whether all ranks still have the weights of the version under way; then they keep them, until they are sent."""
@@ -205,17 +179,15 @@ class Direct:
                 self._sent.clear()
         return in_all(self._group, here)
 
-    def _together(self) -> Meeting:
+    def _together(self) -> Sender:
         """With the engines there are now."""
-        if self._met is not None and changed(self._config, self._model, self._client, self._group, self._met.roster):
+        if self._sender is not None and changed(self._config, self._model, self._client, self._group, self._sender.met.roster):
             log.info("the engines are others than before; meeting them")
             self._disperse()
-        while self._met is None:
-            self._met = self._meet()
-        self._number += 1
-        if self._exchanger is None:
-            self._epoch += 1
-        return self._met
+        while self._sender is None:
+            if (met := self._meet()) is not None:
+                self._sender = Sender(self._config, self._model, self._client, met, self._tensors, self._side, self._sent)
+        return self._sender
 
     def _others(self, roster: int) -> bool:
         """Whether the engines are others than those of `roster`. The controller may take a while to see one's end."""
@@ -234,77 +206,14 @@ class Direct:
             return None
 
     def _disperse(self) -> None:
-        self._leave()
-        if self._met is not None:
-            part(self._met.store, self._model)
-        self._met, self._number = None, 0
+        if self._sender is not None:
+            self._sender.leave()
+            part(self._sender.met.store, self._model)
+        self._sender = None
 
-    def _leave(self) -> None:
-        """The next update takes another channel."""
-        if self._exchanger is not None:
-            self._exchanger.close()
-        self._exchanger = None
-
-    def _lead(self, met: Meeting, version: int, expected: Checksums) -> float:
-        """Rank 0's part; the longest pause in milliseconds."""
-        store, number = met.store, self._number
-        if number > 2:
-            store.forget(number - 2, met.terms)
-        told = "header"
-        try:
-            self._ask(WeightsStage(version, in_place=not self._sync.staging))
-            store.put(f"{number}/header", Header(version, self._epoch))
-            told = "end"
-            self._send_and_collect(met)
-            committed = self._ask(WeightsCommit(version, expected, number))
-        except AsyncmoeError as error:
-            failure = str(error)
-            store.put(f"{number}/{told}", Header(version, self._epoch, failure) if told == "header" else Outcome(failure))
-            if told != "header":
-                self._ask(WeightsAbort(version, failure))
-            raise
-        store.put(f"{number}/end", Outcome())
-        assert isinstance(committed, Committed)
-        return max(committed.pause_ms)
-
-    def _follow(self, met: Meeting) -> float:
-        """The part of every other rank."""
-        store, number, wait_s = met.store, self._number, self._sync.timeout_s + GRACE_S
-        header = store.get(f"{number}/header", Header, wait_s)
-        meeting.heed(Outcome(header.failure))
-        self._send(met)
-        meeting.heed(store.get(f"{number}/end", Outcome, 3 * wait_s))
-        return 0.0
-
-    def _send(self, met: Meeting) -> None:
-        """Send this rank's part, and say that it is sent or why not; what fails here is raised when rank 0 has heard of all."""
-        key, timeout_s = f"{self._number}/sent/{self._rank}", met.terms.timeout_s
-        try:
-            if self._exchanger is None:
-                self._exchanger = channel.connect(met.store, met.terms, met.plan, self._epoch, self._side, self._watch)
-                self._exchanger.bind(self._sources.tensors if self._snapshot is None else self._snapshot.tensors)
-            self._exchanger.run(timeout_s)
-        except AsyncmoeError as error:
-            self._leave()
-            met.store.fail(self._number, key, meeting.in_words(error, met.terms))
-        else:
-            self._sent.set()
-            met.store.put(key, Outcome())
-
-    def _send_and_collect(self, met: Meeting) -> None:
-        """Send, and wait until all have sent, received and verified.
-
-        Raises:
-            WeightSyncError: something did not arrive, or not as it was sent; naming between whom.
-            WaitTimeout: naming who was not heard of.
-        """
-        number, until = self._number, time.monotonic() + met.terms.timeout_s
-        self._send(met)
-        keys = meeting.moved_keys(number, met.terms)
-        found = met.store.get_all(keys, Outcome, until - time.monotonic(), failed=f"{number}/failed", watch=self._watch)
-        failures = {keys[key]: outcome.failure for key, outcome in found.items() if outcome.failure}
-        if failures:
-            raise WeightSyncError(meeting.cause(failures))
+    @property
+    def _tensors(self) -> Mapping[str, torch.Tensor]:
+        return self._sources.tensors if self._snapshot is None else self._snapshot.tensors
 
     @property
     def _verifies(self) -> bool:
@@ -326,9 +235,6 @@ class Direct:
             if flat is not None:
                 kept.update(tensors_in(bucket, flat.cpu()))
         return self._checksums(kept) if self._rank == 0 else ()
-
-    def _ask(self, request: Request) -> Reply:
-        return self._client.ask(request, self._sync.timeout_s + GRACE_S)[0]
 
 
 def _check(config: Config, model: Model) -> None:

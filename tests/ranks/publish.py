@@ -17,7 +17,7 @@ import signal
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -26,37 +26,37 @@ from asyncmoe import config as configuration
 from asyncmoe.errors import WeightSyncError
 from asyncmoe.models import load_hf_config
 from asyncmoe.reshard import Exchanger
-from asyncmoe.trainer import mesh, model
+from asyncmoe.trainer import direct, mesh, model
 from asyncmoe.trainer.direct import Direct
-from asyncmoe.trainer.direct_group import Meeting
+from asyncmoe.trainer.direct_send import Sender
 from asyncmoe.trainer.verify import engine_checksums
 from asyncmoe.wire import keys
 from asyncmoe.wire.client import Client
 from tests.ranks.kept import settings_of
 
 
-class Faulty(Direct):
+class Faulty(Sender):
     """A sender on one rank of which something goes wrong while it sends."""
 
-    fault: str | None = None
+    fault: ClassVar[str | None] = None
 
-    def _send(self, met: Meeting) -> None:
-        getattr(self, self.fault or "_nothing")(met)
+    def _send(self) -> None:
+        getattr(self, self.fault or "_nothing")()
 
-    def _nothing(self, met: Meeting) -> None:
-        super()._send(met)
+    def _nothing(self) -> None:
+        super()._send()
 
-    def slow(self, met: Meeting) -> None:
+    def slow(self) -> None:
         """It takes its time, but not too much."""
         time.sleep(4.0)
-        super()._send(met)
+        super()._send()
 
-    def stall(self, met: Meeting) -> None:
+    def stall(self) -> None:
         """It is not heard of within the time an update has."""
         time.sleep(self._sync.timeout_s + 2.0)
-        super()._send(met)
+        super()._send()
 
-    def killed(self, met: Meeting) -> None:
+    def killed(self) -> None:
         """It dies with a part of its messages sent."""
         real, calls = Exchanger._pack_round, 0
 
@@ -68,9 +68,9 @@ class Faulty(Direct):
             real(exchanger, number, moved)
 
         Exchanger._pack_round = pack_round  # type: ignore[method-assign]
-        super()._send(met)
+        super()._send()
 
-    def corrupt(self, met: Meeting) -> None:
+    def corrupt(self) -> None:
         """A bit of a message is another when it arrives."""
         real = Exchanger._sealed
 
@@ -79,7 +79,7 @@ class Faulty(Direct):
 
         Exchanger._sealed = sealed  # type: ignore[method-assign]
         try:
-            super()._send(met)
+            super()._send()
         finally:
             Exchanger._sealed = real  # type: ignore[method-assign]
 
@@ -88,6 +88,7 @@ def main(result: Path, job: dict[str, Any]) -> None:
     torch.set_num_threads(1)
     logging.disable(logging.WARNING)
     dist.init_process_group("gloo")
+    direct.Sender = Faulty  # type: ignore[misc]
     rank, world = dist.get_rank(), dist.get_world_size()
     found: list[dict[str, Any]] = []
     for layout in job["layouts"]:
@@ -95,10 +96,10 @@ def main(result: Path, job: dict[str, Any]) -> None:
         hf = load_hf_config(config.model.path)
         built = model.build(hf, config, mesh.start(config.trainer))
         with Client(keys.read(config.run.dir, wait_s=10), f"trainer.{rank}") as client:
-            sender = Faulty(config, built, client, lambda tensors, hf=hf, config=config: engine_checksums(hf, config.engines, tensors))
+            sender = Direct(config, built, client, lambda tensors, hf=hf, config=config: engine_checksums(hf, config.engines, tensors))
             for path, version in job["publications"][layout]:
                 faulty, kind = job.get("faults", {}).get(str(len(found)), (None, None))
-                sender.fault = kind if faulty == rank else None
+                Faulty.fault = kind if faulty == rank else None
                 model.load_hf(built, Path(path))
                 found.append({"layout": layout, "version": version, **publish(sender, version)})
                 Path(f"{result}.{rank}").write_text(json.dumps(found))

@@ -83,7 +83,7 @@ def compare(config: Config, hf: dict[str, Any]) -> dict[str, Any]:
     for chunk in built.ddp:
         chunk.zero_grad_buffer()
     stepped.step()
-    parallel, training = trainer_parallel(config), budget.training(config, cpu=True)
+    parallel, training = trainer_parallel(config), budget.training(config, hf, cpu=True)
     said = memory.trainer(hf, parallel, training)[place.pp_rank].parts
     found: dict[str, Any] = {"held": held(built, stepped), "said": {name: said.get(name, 0) for name in PARTS}}
     if place.world == 1:

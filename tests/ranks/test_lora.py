@@ -152,7 +152,7 @@ def test_bfloat16_follows_float32(found: dict[str, dict[str, Any]]) -> None:
     ("ranks", "saved", "loaded"),
     [
         pytest.param(2, "tp=2", ["tp=2", "tp=1", "pp=2", "pp=2,vpp=2"], id="dense", marks=pytest.mark.thorough),
-        pytest.param(4, "tp=2,ep=2", ["ep=4", "pp=2,ep=2", "tp=2,ep=2,etp=2"], id="experts"),
+        pytest.param(4, "tp=2,ep=2", ["ep=4", "pp=2,ep=2", "tp=2,ep=2,etp=2"], id="experts", marks=pytest.mark.thorough),
     ],
 )
 def test_a_saved_run_goes_on_under_another_layout(references: Path, ranks: int, saved: str, loaded: list[str]) -> None:

@@ -67,7 +67,8 @@ class Worlds:
         if ranks not in self._found:
             names = [name for name, (count, _) in LAYOUTS.items() if count == ranks and (self._thorough or name not in COMBINED)]
             wanted = [f"{LAYOUTS[name][1]}:{'+'.join(self._variants(name))}" for name in names]
-            self._found[ranks] = launch.run("parity", ranks, self._references, str(self._references), *wanted)
+            limit_s = 1800.0 if self._thorough else 240.0
+            self._found[ranks] = launch.run("parity", ranks, self._references, str(self._references), *wanted, timeout_s=limit_s)
         return self._found[ranks][sizes]
 
     def _variants(self, layout: str) -> list[str]:

@@ -62,7 +62,7 @@ class Quantised:
         return engine_checksums(self._hf, stage.rig.config.engines, self.weights)
 
 
-ENGINES = [("qwen3_moe", 2), *(pytest.param(kind, 1, marks=pytest.mark.thorough) for kind in MODELS)]
+ENGINES = [pytest.param(*one, marks=pytest.mark.thorough) for one in (("qwen3_moe", 2), *((kind, 1) for kind in MODELS))]
 
 
 @pytest.mark.parametrize(("kind", "tp"), ENGINES)

@@ -47,7 +47,7 @@ class Controller:
         wait_until(lambda: len([line for line in self.others() if "spawn_main" in line or "sglang::" in line]) >= 2, 180, "the scheduler")
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.thorough)])
 def test_no_engine_outlives_its_controller(model: Path, tmp_path: Path, number: signal.Signals) -> None:
     controller = Controller(model, tmp_path)
     try:

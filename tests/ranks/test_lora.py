@@ -26,7 +26,7 @@ LAYOUTS = {
     "ep2xetp2": (4, "ep=2,etp=2"),
     "pp2xep2": (4, "pp=2,ep=2"),
 }
-COMBINED = {"dp2", "pp2xvpp2", "ep2xetp2"}
+COMBINED = {"dp2", "pp2xvpp2", "ep2xetp2", "pp2xep2"}
 """Of parts that other layouts have too."""
 layouts = pytest.mark.parametrize(
     "layout", [pytest.param(name, marks=pytest.mark.thorough) if name in COMBINED else name for name in LAYOUTS]
@@ -166,7 +166,10 @@ def test_a_saved_run_goes_on_under_another_layout(references: Path, ranks: int, 
     assert len(found) == 2 * (len(loaded) + 1)
 
 
-@pytest.mark.parametrize(("ranks", "layout"), [(4, "tp=2,pp=2,ep=2"), (2, "ep=2")], ids=["tp2xpp2xep2", "ep2"])
+@pytest.mark.parametrize(
+    ("ranks", "layout"),
+    [pytest.param(4, "tp=2,pp=2,ep=2", id="tp2xpp2xep2"), pytest.param(2, "ep=2", id="ep2", marks=pytest.mark.thorough)],
+)
 def test_what_is_exported_gives_the_same_logits(references: Path, tmp_path: Path, ranks: int, layout: str) -> None:
     """In PEFT, as an adapter; in transformers, merged into the weights; and in the trainer, merged."""
     from peft import PeftModel

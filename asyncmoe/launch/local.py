@@ -24,7 +24,7 @@ from asyncmoe.launch.torchrun import TRAINER_ENVIRONMENT as TRAINER_ENVIRONMENT
 from asyncmoe.launch.torchrun import free_port, torchrun
 from asyncmoe.launch.watch import STOP_GRACE_S, Processes, supervise
 from asyncmoe.models.lora import peft
-from asyncmoe.models.lora.adapter import check_rank, kind_of
+from asyncmoe.models.lora.adapter import check_rank
 from asyncmoe.models.make import make_model
 from asyncmoe.process import Child
 from asyncmoe.rollout import adapters
@@ -111,10 +111,10 @@ def _start(config: Config, file: Path, ending: ExitStack) -> Processes:
 
 def _check_adapter(config: Config, hf: Mapping[str, Any]) -> None:
     """Refuse an adapter that the engines have no room for, and one to start from that is another's."""
-    section = config.adapter
-    if section is None:
+    section, kind = config.adapter, models.adapter_of(config, hf)
+    if section is None or kind is None:
         return
-    kind, limit = kind_of(section, models.family_of(hf).shape_of(hf)), adapters.limit_in(config.engines.args)
+    limit = adapters.limit_in(config.engines.args)
     check_rank(kind, kind.rank if limit is None else limit)
     if section.start is not None:
         peft.start_from(section.start, models.family_of(hf).shape_of(hf), kind, str(config.model.path), kind.rank)

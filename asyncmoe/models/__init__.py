@@ -68,8 +68,8 @@ def check(config: Config, hf: Mapping[str, Any]) -> None:
     checks.check_trained_layers(hf)
     family.check(hf, trainer_parallel(config), EngineParallel(config.engines.tp, config.engines.ep))
     _check_float8(config, hf)
-    if config.adapter is not None:
-        halves.check(kind_of(config.adapter, family.shape_of(hf)), family.shape_of(hf))
+    if (kind := adapter_of(config, hf)) is not None:
+        halves.check(kind, family.shape_of(hf))
     _check_router_bias(config, family.shape_of(hf))
     kept_routing(config, hf)
 

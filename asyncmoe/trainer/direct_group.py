@@ -237,14 +237,14 @@ def _adapter(model: Model) -> AdapterTerms | None:
 
 def _disagreement(store: Store, terms: Terms, mine: Ready, wait_s: float, watch: Callable[[], None]) -> str:
     """Why weights cannot be sent; empty when they can."""
-    engines = meeting.engine_ranks(terms)
-    names = {rank: f"trainer rank {rank}" for rank in range(1, terms.engines[0].first)} | engines
+    everyone = meeting.names(terms)
+    names = {rank: whom for rank, whom in everyone.items() if rank != 0}
     try:
         found = store.get_all({f"ready/{rank}": whom for rank, whom in names.items()}, Ready, wait_s, watch=watch)
     except AsyncmoeError as error:
         return str(error)
     ready = {0: mine} | {rank: found[f"ready/{rank}"] for rank in names}
-    failures = [f"{({0: 'trainer rank 0'} | names)[rank]}: {one.failure}" for rank, one in ready.items() if one.failure]
+    failures = [f"{everyone[rank]}: {one.failure}" for rank, one in ready.items() if one.failure]
     return handshake.refusal(failures or _differences(terms, ready, names))
 
 

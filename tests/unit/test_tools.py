@@ -230,7 +230,7 @@ class Slow:
     async def call(self, argument: str) -> str:
         self.running += 1
         self.most = max(self.most, self.running)
-        await asyncio.sleep(0.01)
+        await asyncio.sleep(0.06)
         self.running -= 1
         if argument == "break":
             raise KeyError("broken")
@@ -243,15 +243,15 @@ def test_concurrency_is_bounded_and_waiting_is_no_time_out() -> None:
     slow = Slow()
 
     async def run() -> Runner:
-        runner = Runner(slow, Limits(timeout_s=0.2, concurrency=2))
-        await asyncio.gather(*(runner.call("") for _ in range(60)))
+        runner = Runner(slow, Limits(timeout_s=1.0, concurrency=2))
+        await asyncio.gather(*(runner.call("") for _ in range(40)))
         with pytest.raises(ToolError, match="tool_crash"):
             await runner.call("break")
         return runner
 
     runner = asyncio.run(run())
     assert slow.most == 2
-    assert (runner.counts.calls, dict(runner.counts.failures)) == (61, {"tool_crash": 1})
+    assert (runner.counts.calls, dict(runner.counts.failures)) == (41, {"tool_crash": 1})
 
 
 def test_a_cancelled_call_frees_its_place() -> None:

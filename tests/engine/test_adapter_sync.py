@@ -40,7 +40,9 @@ from tests.unit.adapters import random_adapter
 pytestmark = [pytest.mark.engine, pytest.mark.ranks]
 
 QWEN = "qwen3_moe"
-LAYOUTS = {1: ["tp=1"], 2: ["tp=2", "pp=2", "ep=2"], 4: ["tp=2,ep=2", "pp=2,ep=2"]}
+FEW = {1: ["tp=1"], 4: ["tp=2,ep=2", "pp=2,ep=2"]}
+LAYOUTS = {**FEW, 2: ["tp=2", "pp=2", "ep=2"]}
+"""In a thorough test; in others only `FEW`, which have each of them in a combination."""
 OF_OTHERS = {1: ["tp=1"], 2: ["tp=2", "pp=2,first_stage_layers=1"]}
 ADAPTED = {"rank": 4, "alpha": 10.0}
 RESPONSES = 12
@@ -109,7 +111,12 @@ class Dock:
 
 @pytest.fixture(scope="module", params=ENGINES, ids=NAMED)
 def dock(
-    request: pytest.FixtureRequest, model: Path, tokenizer: Tokenizer, runner: asyncio.Runner, tmp_path_factory: pytest.TempPathFactory
+    request: pytest.FixtureRequest,
+    model: Path,
+    tokenizer: Tokenizer,
+    runner: asyncio.Runner,
+    tmp_path_factory: pytest.TempPathFactory,
+    thorough: bool,
 ) -> Iterator[Dock]:
     family, experts, tp = request.param
     folder = tmp_path_factory.mktemp("adapter-sync")
@@ -135,7 +142,8 @@ def dock(
 
     rig = runner.run(start())
     try:
-        yield Dock(rig, model, m, recording, tokenizer, adapters, files, folder, LAYOUTS if family == QWEN else OF_OTHERS)
+        layouts = OF_OTHERS if family != QWEN else LAYOUTS if thorough else FEW
+        yield Dock(rig, model, m, recording, tokenizer, adapters, files, folder, layouts)
     finally:
         runner.run(rig.engine.stop())
 

@@ -6,9 +6,11 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
 import uuid
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -101,9 +103,26 @@ def run(directory: Path, *overrides: str, timeout_s: float = 240.0) -> dict[str,
 
 
 def start(directory: Path, *overrides: str) -> Command:
-    """Start a run of the demo's configuration with `SMALL` sizes in `directory`."""
+    """Start a run of the demo's configuration with `SMALL` sizes in `directory`; beside it lies the model, the demo's own if none does."""
     model = directory.parent / "model"
+    if not model.exists() and not any(override.startswith("model.") for override in overrides):
+        provide(model)
     return Command("run", "examples/demo.yaml", f"run.dir={directory}", f"model.path={model}", *SMALL, *overrides)
+
+
+def provide(path: Path) -> Path:
+    """Have the demo's model at `path`; runs only read it."""
+    path.symlink_to(Path(_made().name) / "model", target_is_directory=True)
+    return path
+
+
+@cache
+def _made() -> tempfile.TemporaryDirectory[str]:
+    """Once for all runs that do not try how a model is made: it takes as long as all else before a process starts."""
+    folder = tempfile.TemporaryDirectory(prefix="asyncmoe-model-")
+    status, _, error = Command("make-model", folder.name + "/model").finish()
+    assert status == 0, error
+    return folder
 
 
 def refused(*arguments: str) -> str:

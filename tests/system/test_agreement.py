@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.system.runs import metrics, refused, run
+from tests.system.runs import metrics, provide, refused, run
 
 pytestmark = pytest.mark.system
 
@@ -68,7 +68,7 @@ def test_interleaved_stages_and_resumed_responses_agree_too(tmp_path: Path) -> N
 
 def test_too_large_a_mismatch_is_refused_before_anything_is_trained(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
-    model = f"model.path={tmp_path / 'model'}"
+    model = f"model.path={provide(tmp_path / 'model')}"
     verify = "verify={logprobs_every: 1, max_logprob_diff: 1.0e-12}"
     small = ("rollout.groups_per_step=4", "rollout.group_size=4", "telemetry.live=off")
     line = refused("run", "examples/demo.yaml", f"run.dir={run_dir}", model, *small, *STILL, "engines.dtype=bfloat16", verify)

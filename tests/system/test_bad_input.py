@@ -9,14 +9,15 @@ from pathlib import Path
 import pytest
 
 from tests.disks import mounted
-from tests.system.runs import SMALL, refused
+from tests.system.runs import SMALL, provide, refused
 
 pytestmark = pytest.mark.system
 DEMO = "examples/demo.yaml"
 
 
-def arguments(tmp_path: Path, *overrides: str) -> tuple[str, ...]:
-    return ("run", DEMO, f"run.dir={tmp_path / 'run'}", f"model.path={tmp_path / 'model'}", *SMALL, *overrides)
+def arguments(tmp_path: Path, *overrides: str, model: Path | None = None) -> tuple[str, ...]:
+    path = provide(tmp_path / "model") if model is None else model
+    return ("run", DEMO, f"run.dir={tmp_path / 'run'}", f"model.path={path}", *SMALL, *overrides)
 
 
 @pytest.mark.parametrize(
@@ -30,7 +31,7 @@ def arguments(tmp_path: Path, *overrides: str) -> tuple[str, ...]:
     ],
 )
 def test_a_wrong_key_value_or_combination_is_named(tmp_path: Path, override: str, words: list[str]) -> None:
-    line = refused(*arguments(tmp_path, override))
+    line = refused(*arguments(tmp_path, override, model=tmp_path / "model"))
     assert all(word in line for word in words), line
     assert not (tmp_path / "model").exists()
 
@@ -43,7 +44,7 @@ def test_tensor_parallelism_must_divide_the_heads(tmp_path: Path) -> None:
 
 
 def test_a_missing_model_is_named(tmp_path: Path) -> None:
-    line = refused(*arguments(tmp_path, "model.make=null"))
+    line = refused(*arguments(tmp_path, "model.make=null", model=tmp_path / "model"))
     assert str(tmp_path / "model") in line
     assert "expected" in line
 

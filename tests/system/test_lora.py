@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.system.runs import SMALL, Command, metrics, refused, run
+from tests.system.runs import SMALL, Command, metrics, provide, refused, run
 
 pytestmark = pytest.mark.system
 
@@ -107,7 +107,7 @@ def test_a_run_of_adapters_resumes_and_is_not_mistaken_for_another(tmp_path: Pat
     ],
 )
 def test_what_cannot_be_is_refused_before_anything_starts(tmp_path: Path, override: str, said: str) -> None:
-    model = tmp_path / "model"
+    model = provide(tmp_path / "model")
     line = refused("run", "examples/demo.yaml", f"run.dir={tmp_path / 'run'}", f"model.path={model}", *SMALL, *LORA, override)
     assert said in line
     assert not (tmp_path / "run" / "logs").exists() or not list((tmp_path / "run" / "logs").glob("engine*"))

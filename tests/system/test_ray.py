@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.system.runs import SMALL, Command, logs, metrics, refused, run, start, wait_for
+from tests.system.runs import SMALL, Command, logs, metrics, provide, refused, run, start, wait_for
 
 pytestmark = pytest.mark.system
 HEAD, *OTHERS = "127.0.0.2", "127.0.0.3", "127.0.0.4"
@@ -78,7 +78,8 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
 
 
 def test_too_few_nodes_are_counted(cluster: Nodes, tmp_path: Path) -> None:
-    arguments = ("run", "examples/demo.yaml", f"run.dir={tmp_path / 'run'}", f"model.path={tmp_path / 'model'}", *SMALL, "launch=ray")
+    model = provide(tmp_path / "model")
+    arguments = ("run", "examples/demo.yaml", f"run.dir={tmp_path / 'run'}", f"model.path={model}", *SMALL, "launch=ray")
     line = refused(*arguments, "trainer.ranks=4", "cluster.trainer_nodes=4", "engines.start_timeout_s=0.1")
     assert line.startswith("Ray cluster: got 1 node with 2 CPUs, 2 nodes with 1 CPU; free: 4 CPUs, expected 5 nodes: 1 CPU for controller")
 

@@ -110,8 +110,9 @@ class Child:
         return True
 
     def end(self, grace_s: float) -> None:
-        """SIGTERM, then after `grace_s` SIGKILL, to the whole session it leads."""
-        for number, seconds in ((signal.SIGTERM, grace_s), (signal.SIGKILL, 10.0)):
+        """SIGTERM, then after `grace_s` SIGKILL, to the whole session it leads; without a grace it is not asked first."""
+        asked = [(signal.SIGTERM, grace_s)] if grace_s else []
+        for number, seconds in (*asked, (signal.SIGKILL, 10.0)):
             if not self._signal_session(number) or self._session_gone(seconds):
                 return
 

@@ -9,6 +9,8 @@ from typing import Any
 
 from asyncmoe.errors import DataError
 
+_PLAIN = "TokenizersBackend"
+"""What transformers from 5.0 on writes where a tokenizer is all in its tokenizer.json."""
 _SAID = "said"
 """Stands for what an assistant said where only what follows it matters."""
 
@@ -25,11 +27,8 @@ class Tokenizer:
     """
 
     def __init__(self, path: Path) -> None:
-        # transformers takes seconds to import; the command line must not wait for it.
-        from transformers import AutoTokenizer
-
         try:
-            self._tokenizer: Any = AutoTokenizer.from_pretrained(path, local_files_only=True)
+            self._tokenizer: Any = _loader(path).from_pretrained(path, local_files_only=True)
         except (OSError, ValueError) as error:
             raise DataError("model.path", got=" ".join(str(error).split())[:300], expected=f"a tokenizer in {path}") from error
         if self._tokenizer.eos_token_id is None:
@@ -99,6 +98,21 @@ class Tokenizer:
         if tokens and max(tokens) >= self.vocabulary:
             raise DataError("tokenizer", got=f"token {max(tokens)}", expected=f"ids below the model's vocab_size {self.vocabulary}")
         return tuple(tokens)
+
+
+def _loader(path: Path) -> Any:
+    """The class that reads a tokenizer: the one it names where that is the plain one, else AutoTokenizer finds it.
+
+    AutoTokenizer comes with torch and all of generation: seconds that the engines' start would wait for.
+    """
+    import transformers
+
+    try:
+        said = json.loads((path / "tokenizer_config.json").read_text())
+        plain = said.get("tokenizer_class") == _PLAIN and "auto_map" not in said
+    except (OSError, ValueError, AttributeError):
+        plain = False  # AutoTokenizer knows where else to look, or what to say
+    return transformers.PreTrainedTokenizerFast if plain else transformers.AutoTokenizer
 
 
 def _vocabulary(path: Path) -> int:

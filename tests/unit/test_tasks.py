@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -160,3 +162,31 @@ def test_a_tokenizer_larger_than_the_model_is_refused(model: Path, tmp_path: Pat
 def test_a_directory_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="tokenizer in"):
         Tokenizer(tmp_path)
+
+
+def test_a_plain_tokenizer_is_the_one_that_transformers_would_find_and_needs_no_torch(model: Path, tokenizer: Tokenizer) -> None:
+    from transformers import AutoTokenizer
+
+    code = f"import sys; from asyncmoe.rollout.tokenizer import *; Tokenizer(Path({str(model)!r})); sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
+    found = AutoTokenizer.from_pretrained(model)
+    text = "<|im_start|>user\n12 + 7 = é<|im_end|>"
+    assert list(tokenizer.encode(text)) == found.encode(text, add_special_tokens=False)
+    assert tokenizer.eos == found.eos_token_id
+
+
+@pytest.mark.parametrize("change", [{"tokenizer_class": "Qwen2Tokenizer"}, {"auto_map": {"AutoTokenizer": [None, "remote.Code"]}}], ids=str)
+def test_any_other_tokenizer_is_left_to_transformers(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: dict[str, object]
+) -> None:
+    from transformers import AutoTokenizer
+
+    for file in model.glob("*.json*"):
+        (tmp_path / file.name).write_text(file.read_text())
+    said = tmp_path / "tokenizer_config.json"
+    said.write_text(json.dumps({**json.loads(said.read_text()), **change}))
+    asked: list[Path] = []
+    found = AutoTokenizer.from_pretrained(model)
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda path, **_: asked.append(path) or found)
+    Tokenizer(tmp_path)
+    assert asked == [tmp_path]

@@ -11,8 +11,7 @@ TRAIN  := .venv
 ENGINE := .venv-engine
 NEXT   := .venv-next
 PEERS  := .venv-peers
-# Of the packages' Python files few are ever imported: those are compiled then, and not all of them here (a minute for each environment).
-PIP    := -m pip install --quiet --disable-pip-version-check --no-compile
+PIP    := -m pip install --quiet --disable-pip-version-check
 # Both environments are installed side by side, and the trainer's is linted while the engine's still is.
 MAKEFLAGS += --jobs=2
 

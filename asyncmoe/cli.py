@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from asyncmoe.errors import AsyncmoeError
+from asyncmoe.errors import AsyncmoeError, UserError
 from asyncmoe.process import say
 
 app = typer.Typer(
@@ -98,11 +98,14 @@ def export(
     run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="Run directory with a checkpoint.")],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="Directory to write; must not exist.")],
     adapter: Annotated[bool, typer.Option("--adapter", help="Of a run with train: lora, the adapter alone, as PEFT loads it.")] = False,
+    float8: Annotated[bool, typer.Option("--float8", help="Of a model of float8, in float8; else in the trainer's dtype.")] = False,
 ) -> None:
     """Write the newest checkpoint of a run as a Hugging Face checkpoint; an adapter is merged into the weights."""
     from asyncmoe.launch import export as launcher
 
-    launcher.export(run_dir, out, adapter)
+    if adapter and float8:
+        raise UserError("asyncmoe export", got="--adapter and --float8", expected="one of them; an adapter is not in float8")
+    launcher.export(run_dir, out, "adapter" if adapter else "float8" if float8 else "weights")
 
 
 @app.command()

@@ -11,13 +11,42 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from asyncmoe.models import family_of
+from asyncmoe.models.make import VOCAB, _write_tokenizer
 from asyncmoe.models.quantised import quantised
 
 QUANTISATION = Path(__file__).parents[1] / ".venv-engine/lib/python3.11/site-packages/sglang/srt/layers/quantization"
 CONFIG = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 SCALE = "_scale_inv"
+SIZES = {
+    "vocab_size": VOCAB, "hidden_size": 256, "intermediate_size": 256, "moe_intermediate_size": 256, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "max_position_embeddings": 512, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+MODELS = {
+    "qwen3_moe": {**SIZES, "num_key_value_heads": 2, "head_dim": 128, "num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": True},
+    "deepseek_v3": {
+        **SIZES, "num_key_value_heads": 4, "n_routed_experts": 4, "n_shared_experts": 1, "first_k_dense_replace": 1,
+        "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1, "routed_scaling_factor": 2.5, "norm_topk_prob": True,
+        "scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1,
+        "q_lora_rank": 128, "kv_lora_rank": 128, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    },
+}  # fmt: skip
+"""Of which every shard is whole blocks; the last block of DeepSeek's small vectors of keys is not."""
+
+
+def plain_model(folder: Path, kind: str) -> Path:
+    """A random model that is not quantised, with a tokenizer."""
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **MODELS[kind]))
+        for name, value in model.named_parameters():
+            value.add_((0.2 if "norm" in name else 0.05) * torch.randn_like(value))
+        model.save_pretrained(folder)
+    _write_tokenizer(folder, 512)
+    return folder
 
 
 def sglang(file: str, *names: str) -> dict[str, Callable[..., Any]]:

@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
-from asyncmoe import checkpoints
+from asyncmoe import checkpoints, models
 from asyncmoe import config as configuration
 from asyncmoe.errors import AsyncmoeError, DataError, UserError
 from asyncmoe.launch.local import TRAINER_ENVIRONMENT, trainer_command
+from asyncmoe.models.quantised import float8_of
 from asyncmoe.process import Child
 
 
-def export(run_dir: Path, out: Path, adapter: bool = False, timeout_s: float = 3600.0) -> None:
+def export(run_dir: Path, out: Path, form: Literal["weights", "adapter", "float8"] = "weights", timeout_s: float = 3600.0) -> None:
     """Write the checkpoint; `out` is complete or does not exist.
 
     Args:
-        adapter: of a run that trains one, the adapter alone.
+        form: weights in the trainer's dtype; of a run that trains one, the adapter alone; of a model that was published in float8, its
+            weights in float8.
 
     Raises:
         DataError: no checkpoint in `run_dir`, or `out` exists.
-        UserError: an adapter of a run that trains none.
+        UserError: a form that this run has nothing for.
         AsyncmoeError: the exporting processes failed or took longer than `timeout_s`.
     """
     if checkpoints.newest(run_dir) is None:
@@ -28,9 +31,11 @@ def export(run_dir: Path, out: Path, adapter: bool = False, timeout_s: float = 3
         raise DataError(str(out), got="an existing path", expected="a new directory")
     resolved = run_dir / "config.yaml"
     config = configuration.load(resolved)
-    if adapter and config.adapter is None:
+    if form == "adapter" and config.adapter is None:
         raise UserError("--adapter", got=f"a run with train = {config.train}", expected="one with train = lora")
-    command = trainer_command(config, resolved, "asyncmoe.trainer.export", str(out), *(["adapter"] if adapter else []))
+    if form == "float8" and float8_of(models.load_hf_config(config.model.path)) is None:
+        raise UserError("--float8", got=f"{config.model.path} without quantization_config", expected="a run of a model of float8")
+    command = trainer_command(config, resolved, "asyncmoe.trainer.export", str(out), form)
     child = Child("export", command, run_dir / "logs" / "export.log", TRAINER_ENVIRONMENT)
     try:
         if not child.wait(timeout_s):

@@ -1,5 +1,5 @@
-"""`torchrun ... -m asyncmoe.trainer.export CONFIG OUT [adapter]`: the newest checkpoint of a run as a Hugging Face checkpoint, adapters
-merged into the weights; or the adapter alone, as PEFT takes it."""
+"""`torchrun ... -m asyncmoe.trainer.export CONFIG OUT [FORM]`: the newest checkpoint of a run as a Hugging Face checkpoint, adapters merged
+into the weights; or in another form, see `export`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ import json
 import os
 import shutil
 import sys
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from asyncmoe.platform import megatron
@@ -35,11 +37,12 @@ _SHARD_BYTES = 4 << 30
 _WEIGHTS = {".safetensors", ".bin", ".pt", ".index.json"}
 
 
-def export(config: Config, out: Path, adapter: bool) -> None:
+def export(config: Config, out: Path, form: str = "weights") -> None:
     """Gather the newest checkpoint and write it; collective over torchrun's ranks. `out` is complete or does not exist.
 
     Args:
-        adapter: of a run that trains one, the adapter alone.
+        form: "weights" in the trainer's dtype; of a run that trains one, the "adapter" alone; of a model that was published in float8,
+            its weights in "float8".
 
     Raises:
         DataError: the run has no complete checkpoint.
@@ -52,13 +55,17 @@ def export(config: Config, out: Path, adapter: bool) -> None:
     place = mesh.start(config.trainer, config.run.seed)
     built = model.build(models.load_hf_config(config.model.path), config, place)
     state.load(newest, config, built, None)
-    if built.adapter is not None and not adapter:
+    if built.adapter is not None and form != "adapter":
         model.load_hf(built, config.model.path)
         merge(built.chunks)
-    write = write_adapter if adapter else write_hf
+    writers: dict[str, Callable[[Model, Path, Path, float], None]] = {
+        "weights": write_hf,
+        "adapter": write_adapter,
+        "float8": partial(write_hf, quantised=True),
+    }
     try:
         with storage.writing("exported model", out):
-            write(built, config.model.path, out, config.trainer.timeout_s)
+            writers[form](built, config.model.path, out, config.trainer.timeout_s)
     except StorageError:
         shutil.rmtree(_unfinished(out), ignore_errors=True)
         raise
@@ -91,10 +98,14 @@ def write_adapter(built: Model, origin: Path, out: Path, timeout_s: float) -> No
     writing.rename(out)
 
 
-def write_hf(built: Model, origin: Path, out: Path, timeout_s: float) -> None:
-    """Write the current weights as safetensors shards with an index, and everything but weights from `origin`."""
+def write_hf(built: Model, origin: Path, out: Path, timeout_s: float, *, quantised: bool = False) -> None:
+    """Write the current weights as safetensors shards with an index, and everything but weights from `origin`.
+
+    Args:
+        quantised: of a checkpoint of float8, as that one has them.
+    """
     writing = _unfinished(out)
-    gatherer = Gatherer(built, _SHARD_BYTES, timeout_s)
+    gatherer = Gatherer(built, _SHARD_BYTES, timeout_s, quantised=quantised)
     if built.mesh.rank == 0:
         shutil.rmtree(writing, ignore_errors=True)
         writing.mkdir(parents=True)
@@ -115,7 +126,7 @@ def write_hf(built: Model, origin: Path, out: Path, timeout_s: float) -> None:
     for path in origin.iterdir():
         if path.is_file() and not any(path.name.endswith(suffix) for suffix in _WEIGHTS):
             shutil.copy2(path, writing / path.name)
-    if KEY in built.hf:  # the weights are no longer quantised
+    if KEY in built.hf and not quantised:
         (writing / "config.json").write_text(json.dumps(without(built.hf), indent=2))
     writing.rename(out)
 
@@ -125,7 +136,7 @@ def main() -> None:
     die_with_parent()
     try:
         with named(f"export.{os.environ.get('RANK', '0')}"):
-            export(configuration.load(Path(sys.argv[1])), Path(sys.argv[2]), sys.argv[3:] == ["adapter"])
+            export(configuration.load(Path(sys.argv[1])), Path(sys.argv[2]), *sys.argv[3:])
     except AsyncmoeError as error:
         say(error)
         os._exit(error.exit_code)  # other ranks may wait in a collective for this one

@@ -8,11 +8,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-import torch
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from asyncmoe.models import load_hf_config
-from asyncmoe.models.make import VOCAB, _write_tokenizer
 from asyncmoe.trainer.verify import engine_checksums
 from tests import float8
 from tests.engine.conftest import settings
@@ -21,33 +18,6 @@ from tests.engine.test_direct import Checksums, Stage, difference, generate, wro
 from tests.engine.test_families import start
 
 pytestmark = [pytest.mark.engine, pytest.mark.ranks]
-
-SIZES = {
-    "vocab_size": VOCAB, "hidden_size": 256, "intermediate_size": 256, "moe_intermediate_size": 256, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "max_position_embeddings": 512, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
-}  # fmt: skip
-MODELS = {
-    "qwen3_moe": {**SIZES, "num_key_value_heads": 2, "head_dim": 128, "num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": True},
-    "deepseek_v3": {
-        **SIZES, "num_key_value_heads": 4, "n_routed_experts": 4, "n_shared_experts": 1, "first_k_dense_replace": 1,
-        "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1, "routed_scaling_factor": 2.5, "norm_topk_prob": True,
-        "scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1,
-        "q_lora_rank": 128, "kv_lora_rank": 128, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
-    },
-}  # fmt: skip
-"""Of which every shard is whole blocks; the last block of DeepSeek's small vectors of keys is not."""
-
-
-def plain_model(folder: Path, kind: str) -> Path:
-    with torch.random.fork_rng(devices=[]), torch.no_grad():
-        torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **MODELS[kind]))
-        for name, value in model.named_parameters():
-            value.add_((0.2 if "norm" in name else 0.05) * torch.randn_like(value))
-        model.save_pretrained(folder)
-    _write_tokenizer(folder, 512)
-    return folder
 
 
 class Quantised:
@@ -62,13 +32,13 @@ class Quantised:
         return engine_checksums(self._hf, stage.rig.config.engines, self.weights)
 
 
-ENGINES = [pytest.param(*one, marks=pytest.mark.thorough) for one in (("qwen3_moe", 2), *((kind, 1) for kind in MODELS))]
+ENGINES = [pytest.param(*one, marks=pytest.mark.thorough) for one in (("qwen3_moe", 2), *((kind, 1) for kind in float8.MODELS))]
 
 
 @pytest.mark.parametrize(("kind", "tp"), ENGINES)
 def test_an_engine_holds_what_sglang_would_have_quantised(kind: str, tp: int, runner: asyncio.Runner, tmp_path: Path) -> None:
     """Under every layout of the trainer, and by the other path too; and it computes with them what transformers does."""
-    first = Oracle(plain_model(tmp_path / "plain", kind))
+    first = Oracle(float8.plain_model(tmp_path / "plain", kind))
     float8.write(first.path, tmp_path / "served")
     with started(tmp_path / "served", runner, tmp_path, tp, first) as stage:
         kept = [Quantised(one, tmp_path / "served", tmp_path / f"back-{n}") for n, one in enumerate(stage.checkpoints)]

@@ -1,0 +1,44 @@
+"""Worker: what is exported of a checkpoint of float8 after its weights have changed. `quantised.py RESULT FOLDER LAYOUT...`
+
+FOLDER has the checkpoint in "hf"; of every layout, "LAYOUT-plain" and "LAYOUT-float8" are written beside it.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from asyncmoe.models import load_hf_config
+from asyncmoe.trainer import export, mesh, model
+from tests.ranks import case
+
+CHANGED = 1.01
+
+
+def main(result: Path, path: Path, layouts: list[str]) -> None:
+    torch.set_num_threads(1)
+    logging.disable(logging.WARNING)
+    dist.init_process_group("gloo")
+    for layout in layouts:
+        config = case.config(path, ranks=dist.get_world_size(), **case.sizes_of(layout))
+        place = mesh.start(config.trainer)
+        built = model.build(load_hf_config(path / "hf"), config, place)
+        model.load_hf(built, path / "hf")
+        with torch.no_grad():
+            for chunk in built.chunks:
+                for parameter in chunk.parameters():
+                    parameter.mul_(CHANGED)
+        for form, quantised in (("plain", False), ("float8", True)):
+            export.write_hf(built, path / "hf", path / f"{layout}-{form}", 60.0, quantised=quantised)
+        mesh.leave()
+    if dist.get_rank() == 0:
+        result.write_text("{}")
+    mesh.stop()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:])

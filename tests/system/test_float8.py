@@ -1,0 +1,46 @@
+"""Whole runs on checkpoints of float8, as DeepSeek-V3 is published: engines of float8, a trainer in its own dtype."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from asyncmoe.models import load_hf_config
+from tests import float8
+from tests.system.runs import Command, metrics, refused, run
+
+pytestmark = [pytest.mark.system, pytest.mark.thorough]
+TRAINER = ("trainer.ranks=1", "trainer.ep=1", "warmup.steps=2", "warmup.lr=1e-3", "sync.verify_every=1", "verify.logprobs_every=1")
+
+
+@pytest.mark.parametrize("kind", float8.MODELS)
+def test_a_model_of_float8_is_trained_resumed_exported_and_trained_again(kind: str, tmp_path: Path) -> None:
+    """Both ways to the engines, which check every version; each sampled token is the engine's own, whatever its weights were rounded to."""
+    model, directory = tmp_path / "model", tmp_path / "run"
+    float8.write(float8.plain_model(tmp_path / "plain", kind), model)
+    run(directory, *TRAINER, "run.steps=3")
+    summary = run(directory, *TRAINER, "run.steps=5", "sync.method=broadcast")
+    assert summary["steps"] == 5
+    assert [step["step"] for step in metrics(directory)] == list(range(1, 8))
+    # Engines compute with weights rounded to 3 bits of mantissa: apart, but about the same tokens.
+    assert 0 < summary["kl_engine_mean"] < 0.1
+    for form, out in ((), tmp_path / "weights"), (("--float8",), tmp_path / "model-again"):
+        status, _, error = Command("export", str(directory), str(out), *form).finish()
+        assert status == 0, error
+    hf, weights = load_hf_config(model), load_file(tmp_path / "weights/model.safetensors")
+    wanted, found = float8.quantised_weights(hf, weights), {}
+    for file in (tmp_path / "model-again").glob("*.safetensors"):
+        found |= load_file(file)
+    assert found.keys() == wanted.keys()
+    assert all((found[name].float() == value.float()).all() for name, value in wanted.items())
+    again = ("warmup.steps=0", "run.steps=1", f"model.path={tmp_path / 'model-again'}")
+    assert run(tmp_path / "again", *TRAINER, *again)["steps"] == 1
+
+
+def test_a_run_of_a_plain_model_has_nothing_in_float8(tmp_path: Path) -> None:
+    run(tmp_path / "run", "warmup.steps=1", "run.steps=1")
+    assert "without quantization_config" in refused("export", str(tmp_path / "run"), str(tmp_path / "out"), "--float8")
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["steps"] == 1

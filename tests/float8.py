@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 from collections.abc import Callable, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,7 @@ def plain_model(folder: Path, kind: str) -> Path:
     return folder
 
 
+@cache
 def sglang(file: str, *names: str) -> dict[str, Callable[..., Any]]:
     """Functions of one of its files; skips the test where SGLang is not installed."""
     path = QUANTISATION / file

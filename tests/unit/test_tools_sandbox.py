@@ -117,6 +117,25 @@ def test_a_flood_is_cut(namespaces: bool) -> None:
     assert gone(mine)
 
 
+@BOTH
+def test_nobody_waits_for_a_flood_to_be_read(namespaces: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More output than asyncio keeps lies unread when the program is ended; a wait for its end alone never ends."""
+    monkeypatch.setattr(sandbox, "_GRACE_S", 3600.0)
+
+    async def flood() -> None:
+        python = Python(PythonLimits(namespaces=namespaces, output_bytes=3000))
+        with pytest.raises(ToolError, match="cut at 3000 bytes"):
+            await python.call("import os\nwhile True: os.write(1, b'x' * 65536)")
+        await python.close()
+
+    async def floods() -> None:
+        async with asyncio.timeout(60):
+            for _ in range(8):
+                await flood()
+
+    asyncio.run(floods())
+
+
 FORK = 57 if platform.machine() == "x86_64" else 220
 PROCESSES = [
     "import os\nwhile True: os.fork()",

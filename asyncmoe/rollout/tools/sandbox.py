@@ -240,12 +240,19 @@ async def _ended_for_sure(process: asyncio.subprocess.Process, handle: int | Non
                     signal.pidfd_send_signal(handle, number)
             with suppress(TimeoutError):
                 async with asyncio.timeout(_GRACE_S):
-                    await process.wait()
+                    await asyncio.gather(process.wait(), _drained(process.stdout), _drained(process.stderr))
                     return
         raise WaitTimeout("the guard of the python tool", "end", _GRACE_S)
     finally:
         if handle is not None:
             os.close(handle)
+
+
+async def _drained(stream: asyncio.StreamReader | None) -> None:
+    """Nobody wants the rest; but `wait` returns only at the end of both streams, and one whose buffer is full is not read to its end."""
+    assert stream is not None
+    while await stream.read(65536):
+        pass
 
 
 def _said(text: str, error: str) -> str:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import logging
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
+from asyncmoe.bench.commands import bench
 from asyncmoe.errors import AsyncmoeError, UserError
 from asyncmoe.process import say
 
@@ -285,122 +286,7 @@ def report(run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="Run dire
     typer.echo(write_report(run_dir))
 
 
-bench = typer.Typer(no_args_is_help=True, help="Measure on this machine.")
 app.add_typer(bench, name="bench")
-
-
-@bench.command("reshard")
-def bench_reshard(
-    json_path: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the results there too.")] = None,
-) -> None:
-    """Weights from four trainer ranks to two engine ranks, in real processes: shard to shard against gather-and-broadcast."""
-    from asyncmoe.bench import reshard
-
-    _show(reshard.run(), json_path)
-
-
-@bench.command("sync")
-def bench_sync(
-    json_path: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the results there too.")] = None,
-    updates: Annotated[int, typer.Option(help="Weight updates of each case.", min=3)] = 30,
-) -> None:
-    """Weight updates of a real engine while it generates: how long it stands still, and how fast it is while it stages."""
-    from asyncmoe.bench import sync
-
-    _show(sync.run(updates), json_path)
-
-
-@bench.command("lora")
-def bench_lora(
-    json_path: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the results there too.")] = None,
-    updates: Annotated[int, typer.Option(help="Weight updates in each way.", min=3)] = 20,
-) -> None:
-    """What an update of the adapters costs an engine that generates, next to one of all weights of the same model."""
-    from asyncmoe.bench import lora
-
-    results = lora.run(updates)
-    _show(results, json_path)
-    typer.echo(lora.table(results))
-
-
-@bench.command("gpu")
-def bench_gpu(
-    scale: Annotated[float, typer.Option(metavar="X", min=0.01, max=1.0, help="Share of the model's layers.")] = 1.0,
-    bucket_mib: Annotated[int, typer.Option(metavar="MIB", min=1, help="Messages of all lanes of a rank together.")] = 512,
-    json_path: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Where to write the results.")] = None,
-) -> None:
-    """Pack and unpack of a shard of Qwen3-30B-A3B's shape on this machine's first GPU, next to plain device-to-device copies."""
-    from asyncmoe.bench import gpu
-
-    results = gpu.run(scale, bucket_mib << 20)
-    _show(results, json_path or gpu.results_path(results))
-
-
-@bench.command("routes")
-def bench_routes(
-    json_path: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the results there too.")] = None,
-    tokens: Annotated[int, typer.Option(help="Of the trajectory.", min=1)] = 8192,
-) -> None:
-    """Expert routes of Qwen3-30B-A3B's shape: bit-packed against base64 in JSON; what recording costs an engine and replay a trainer."""
-    from asyncmoe.bench import routes
-
-    results = routes.everything(tokens)
-    _show(results, json_path)
-    typer.echo(routes.table(results))
-
-
-@bench.command("queue")
-def bench_queue(
-    json_path: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the results there too.")] = None,
-    steps: Annotated[int, typer.Option(help="Of 256 trajectories, in each measurement.", min=1)] = 4,
-    rounds: Annotated[int, typer.Option(help="Measurements of each way, in turn.", min=1)] = 3,
-    peers: Annotated[bool, typer.Option(help="Redis and Ray too, where they are installed (make bench-peers).")] = True,
-) -> None:
-    """Trajectories with routes from the controller to two trainer ranks: its Unix socket and TCP with CURVE, next to Redis and Ray."""
-    from asyncmoe.bench import queue
-
-    results = queue.run(queue.Sizes(steps=steps), rounds, peers=peers)
-    _show(results, json_path)
-    typer.echo(queue.table(results))
-
-
-@bench.command("async")
-def bench_async(
-    json_path: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the results there too.")] = None,
-    workload: Annotated[list[str] | None, typer.Option(help="lognormal, math or search; default: all.")] = None,
-    eta: Annotated[int, typer.Option(help="Versions a trained token may be behind, in mode async.", min=0)] = 4,
-    step_ms: Annotated[float, typer.Option(help="What an engine sleeps in every step.", min=0.0)] = 75.0,
-) -> None:
-    """Asynchronous, one-step-off and synchronous runs on the same engine and trainer: the speed-up, next to the laws and the simulator."""
-    from asyncmoe.bench import async_case, asynchrony
-
-    results = asynchrony.run(workload or tuple(async_case.WORKLOADS), async_case.Sizes(eta=eta, step_s=step_ms / 1e3))
-    _show(results, json_path)
-    typer.echo(asynchrony.table(results))
-
-
-@bench.command("interruption")
-def bench_interruption(
-    json_path: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the results there too.")] = None,
-    updates: Annotated[int, typer.Option(help="Weight updates in each way.", min=5)] = 20,
-) -> None:
-    """What becomes of responses when a version lands, in each way: how long an engine stands still, tokens lost and computed again."""
-    from asyncmoe.bench import interruption
-
-    results = interruption.run(updates)
-    _show(results, json_path)
-    typer.echo(interruption.table(results))
-
-
-def _show(results: dict[str, Any], path: Path | None) -> None:
-    """Print results, and write them where they are wanted."""
-    import json
-
-    from rich.console import Console
-
-    if path is not None:
-        path.write_text(json.dumps(results, indent=1) + "\n")
-    Console().print_json(data=results)
 
 
 def main() -> None:

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "cast.h"
+#include "search.h"
 
 namespace asyncmoe {
 
@@ -41,15 +42,7 @@ ScaleJobs scale_jobs(const int64_t* matrices, int64_t count, int64_t columns);
 
 // The last job that begins at or before a block.
 ASYNCMOE_BOTH inline int64_t job_of_block(const ScaleJob* jobs, int64_t count, int64_t block) {
-    int64_t first = 0, last = count - 1;
-    while (first < last) {
-        const int64_t middle = first + (last - first + 1) / 2;
-        if (jobs[middle].first <= block)
-            first = middle;
-        else
-            last = middle - 1;
-    }
-    return first;
+    return last_from<&ScaleJob::first>(jobs, int64_t{0}, count - 1, block);
 }
 
 // Bits of the largest magnitude among the elements of a row of a block that `lane` of `lanes` looks at. As integers

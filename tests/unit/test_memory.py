@@ -7,9 +7,9 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from real_models import REAL
 from test_models_plan import SMALL, small_trainers
 
+from asyncmoe.bench.published import REAL
 from asyncmoe.config import Config, parse
 from asyncmoe.config.lora import GROUPED, MLP
 from asyncmoe.errors import UserError

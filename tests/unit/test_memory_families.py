@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 from model_cases import MODELS
-from real_models import REAL
 
+from asyncmoe.bench.published import REAL
 from asyncmoe.launch import activations, memory, split
 from asyncmoe.launch.activations import Microbatch
 from asyncmoe.launch.memory import Held, Serving, Training

@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 from plan_steps import carry_out
-from real_models import REAL
 from recorded import cases, read
 from reshard_ranks import Arrays, blank, filled, numbered
 
+from asyncmoe.bench.published import REAL
 from asyncmoe.models import EngineParallel, MegatronParallel, family_of
 from asyncmoe.reshard import Piece, Plan, RankLayout, plan
 from asyncmoe.reshard.plan import (

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from real_models import REAL
 from rich.console import Console
 from test_models_plan import SMALL
 
+from asyncmoe.bench.published import REAL
 from asyncmoe.errors import ConfigError, DataError, UserError
 from asyncmoe.launch import memory
 from asyncmoe.launch.memory import Serving

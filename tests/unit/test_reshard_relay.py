@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from plan_steps import carry_out
-from real_models import REAL
 from reshard_ranks import blank, filled, numbered
 from test_reshard_plan import Case
 from test_reshard_random import Shapes, cases
 
+from asyncmoe.bench.published import REAL
 from asyncmoe.models import EngineParallel, MegatronParallel, family_of
 from asyncmoe.reshard import PADDING, LayoutBuilder, RankLayout, relay
 from asyncmoe.reshard.layout import rows, whole

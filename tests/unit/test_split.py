@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 import yaml
-from real_models import REAL
 from rich.console import Console
 from test_memory import KIND
 from test_models_plan import SMALL
 
 from asyncmoe import models
+from asyncmoe.bench.published import REAL
 from asyncmoe.config import parse
 from asyncmoe.errors import AsyncmoeError, ConfigError
 from asyncmoe.launch import budget, memory, planned, planning, split

@@ -23,6 +23,8 @@ _GLM: dict[str, Any] = {
     "attention_bias": True, "rope_theta": 1000000, "rms_norm_eps": 1e-5, "tie_word_embeddings": False, "num_nextn_predict_layers": 1,
 }  # fmt: skip
 
+FLOAT8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+"""`quantization_config` of DeepSeek-V3 and Kimi-K2, which `REAL` leaves out."""
 REAL: dict[str, dict[str, Any]] = {
     "Qwen3-30B-A3B": {
         **_QWEN3, "hidden_size": 2048, "num_hidden_layers": 48, "num_attention_heads": 32, "moe_intermediate_size": 768,

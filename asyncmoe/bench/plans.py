@@ -1,0 +1,96 @@
+"""Plans of published models from 256 trainer ranks to 128 engine ranks: what a rank needs to plan its own part. No weights are needed."""
+
+from __future__ import annotations
+
+import os
+import platform
+import time
+from collections.abc import Mapping
+from concurrent.futures import ProcessPoolExecutor
+from datetime import UTC, datetime
+from multiprocessing import get_context
+from statistics import median
+from typing import Any
+
+from asyncmoe.bench.memory import Growth
+from asyncmoe.bench.published import FLOAT8, REAL
+from asyncmoe.launch.sizes import parse_engines, parse_trainer
+from asyncmoe.models import family_of
+from asyncmoe.models.payload import Payload
+from asyncmoe.reshard import plan
+
+SIZES = {
+    "Qwen3-235B-A22B": ("tp=4,pp=8,ep=8,dp=8,first=11,last=11", "8xtp16ep16"),
+    "DeepSeek-V3": ("tp=4,pp=8,ep=8,dp=8,first=5", "8xtp16ep16"),
+    "Kimi-K2": ("tp=4,pp=8,ep=8,dp=8,first=5", "8xtp16ep16"),
+    "GLM-4.5": ("tp=4,pp=8,ep=8,dp=8,first=10,last=10", "8xtp16ep16"),
+    "GLM-4.5-Air": ("tp=4,pp=8,ep=8,dp=8,first=5,last=5", "8xtp16ep16"),
+    "Mixtral-8x22B": ("tp=4,pp=8,ep=8,dp=8", "16xtp8ep8"),
+}
+"""Of trainer and engines, as `asyncmoe plan` takes them."""
+_FLOAT8 = ("DeepSeek-V3", "Kimi-K2")
+"""Published in float8; planned in bfloat16 too."""
+
+
+def run(rounds: int = 3) -> dict[str, Any]:
+    """Plan for a trainer rank and for an engine rank, each in a process of its own, `rounds` times.
+
+    Returns:
+        {"date", "machine", "load", "rounds", "cases"}; a case has "model", "trainer", "engines", "dtype" (of what travels), "tensors",
+        and of either rank "trainer_rank" and "engine_rank": "layouts_seconds" (those of all ranks), "plan_seconds" (its own part,
+        medians), "peak_bytes" (by how much its memory rose at most, layouts included) and "bytes" (that it sends or receives).
+    """
+    cases = [(name, False) for name in SIZES] + [(name, True) for name in _FLOAT8]
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn"), max_tasks_per_child=1) as pool:
+        found = [_case(pool, name, float8, rounds) for name, float8 in sorted(cases, key=lambda case: list(SIZES).index(case[0]))]
+    return {
+        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
+        "machine": f"{os.cpu_count()} cores, {platform.machine()}, {platform.system()}",
+        "load": os.getloadavg()[0],
+        "rounds": rounds,
+        "cases": found,
+    }
+
+
+def table(results: Mapping[str, Any]) -> str:
+    """One line a model."""
+    lines = [f"{'':<18}{'travels as':>11}{'tensors':>9}{'layouts s':>11}{'plan s':>8}{'MB':>6}   slowest and largest of both ranks"]
+    for case in results["cases"]:
+        ranks = case["trainer_rank"], case["engine_rank"]
+        layouts, seconds, peak = (max(rank[key] for rank in ranks) for key in ("layouts_seconds", "plan_seconds", "peak_bytes"))
+        lines.append(f"{case['model']:<18}{case['dtype']:>11}{case['tensors']:>9}{layouts:>11.2f}{seconds:>8.2f}{peak / 1e6:>6.0f}")
+    return "\n".join(lines)
+
+
+def _case(pool: ProcessPoolExecutor, name: str, float8: bool, rounds: int) -> dict[str, Any]:
+    trainer, engines = SIZES[name]
+    first = parse_trainer(trainer).world
+    ranks = {
+        kind: _merged([pool.submit(_planned, name, float8, rank).result() for _ in range(rounds)])
+        for kind, rank in (("trainer_rank", 0), ("engine_rank", first))
+    }
+    tensors = len(Payload(_configuration(name, float8)).tensors())
+    dtype = "float8" if float8 else "bfloat16"
+    return {"model": name, "trainer": trainer, "engines": engines, "dtype": dtype, "tensors": tensors, **ranks}
+
+
+def _planned(name: str, float8: bool, rank: int) -> dict[str, float]:
+    (count, engine), grid = parse_engines(SIZES[name][1]), parse_trainer(SIZES[name][0])
+    hf = _configuration(name, float8)
+    family_of(hf).check(hf, grid, engine)
+    growth, begin = Growth(), time.perf_counter()
+    payload = Payload(hf)
+    source, destination = payload.trainer(grid, "bfloat16"), payload.engines(engine, "bfloat16", count, first=grid.world)
+    tensors, middle = payload.tensors(), time.perf_counter()
+    made = plan(tensors, source, destination, ranks=[rank])
+    end = time.perf_counter()
+    moved = sum(transfer.nbytes for transfer in made.transfers if rank in (transfer.source, transfer.destination))
+    return {"layouts_seconds": middle - begin, "plan_seconds": end - middle, "peak_bytes": growth.peak_bytes(), "bytes": moved}
+
+
+def _configuration(name: str, float8: bool) -> dict[str, Any]:
+    return {**REAL[name], "num_nextn_predict_layers": 0, **({"quantization_config": FLOAT8} if float8 else {})}
+
+
+def _merged(several: list[dict[str, float]]) -> dict[str, float]:
+    return {key: median(one[key] for one in several) for key in several[0]}

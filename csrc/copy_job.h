@@ -1,0 +1,100 @@
+// Boxes of a chunk as the copy kernel reads them: where each byte comes from and goes.
+#pragma once
+
+#include "copy.h"
+#include "search.h"
+
+namespace asyncmoe {
+
+// Division of 0 <= n < 2^31 by 1 <= divisor <= 2^31 without dividing (Granlund, Montgomery: Division by invariant
+// integers using multiplication, 1994): with 2^(l-1) < d <= 2^l, n / d = n * ceil(2^(31+l) / d) >> (31 + l).
+struct Divider {
+    uint32_t multiplier;
+    uint32_t shift;
+};
+
+inline Divider divider_of(int64_t divisor) {
+    uint32_t shift = 31;
+    while (int64_t{1} << (shift - 31) < divisor) ++shift;
+    const auto d = static_cast<uint64_t>(divisor);
+    return {static_cast<uint32_t>(((uint64_t{1} << shift) + d - 1) / d), shift};
+}
+
+struct JobDim {
+    int64_t extent;
+    int64_t source_stride;
+    int64_t destination_stride;
+    Divider divider;  // by extent, where `small`
+};
+
+// A box: runs of `run` bytes as they are written, at every point of the loops over dims, outermost first.
+struct Job {
+    int64_t at;     // its first byte in the chunk
+    int64_t bytes;  // that it writes
+    int64_t run;
+    int64_t source_offset;
+    int64_t destination_offset;
+    int32_t source;  // index of a base; negative: zeros
+    int32_t destination;
+    int32_t scales;  // index of a base, of a cast to float8
+    int16_t count;   // of dims
+    Cast cast;
+    bool small;  // fewer than 2^31 bytes
+    Divider run_divider;
+    int64_t width;    // of a cast to float8: elements of a row of the source, and
+    int64_t columns;  // blocks of it
+    JobDim dims[kMaxDims];
+};
+
+// One chunk's part of the tables. Tile t begins in job tile_jobs[t] and ends at latest in tile_jobs[t + 1].
+struct ChunkView {
+    const Job* jobs;
+    const int32_t* tile_jobs;
+    const int64_t* sources;       // addresses; of the message's side not used
+    const int64_t* destinations;  // addresses; of the message's side not used
+    std::byte* message;
+    int64_t bytes;
+};
+
+// Where a byte of a box is read and written, relative to the bases; and how many bytes go on from there in its run.
+struct Place {
+    int64_t source;
+    int64_t destination;
+    int64_t left;
+};
+
+ASYNCMOE_BOTH inline uint32_t divide(uint32_t n, const Divider& by, int64_t) {
+    return static_cast<uint32_t>(uint64_t{n} * by.multiplier >> by.shift);
+}
+
+ASYNCMOE_BOTH inline uint64_t divide(uint64_t n, const Divider&, int64_t divisor) {
+    return n / static_cast<uint64_t>(divisor);
+}
+
+template <typename Index>
+ASYNCMOE_BOTH inline Place locate_as(const Job& job, int64_t position) {
+    Index rest = divide(static_cast<Index>(position), job.run_divider, job.run);
+    const int64_t inner = position - static_cast<int64_t>(rest) * job.run;
+    Place place{job.source_offset + inner / destination_bytes(job.cast) * source_bytes(job.cast),
+                job.destination_offset + inner, job.run - inner};
+    for (int k = job.count - 1; k >= 0; --k) {
+        const JobDim& dim = job.dims[k];
+        const Index above = k > 0 ? divide(rest, dim.divider, dim.extent) : Index{0};
+        const int64_t i = static_cast<int64_t>(rest) - static_cast<int64_t>(above) * dim.extent;
+        place.source += i * dim.source_stride;
+        place.destination += i * dim.destination_stride;
+        rest = above;
+    }
+    return place;
+}
+
+ASYNCMOE_BOTH inline Place locate(const Job& job, int64_t position) {
+    return job.small ? locate_as<uint32_t>(job, position) : locate_as<uint64_t>(job, position);
+}
+
+// The last job of first .. last that begins at or before a byte of the chunk.
+ASYNCMOE_BOTH inline int job_at(const Job* jobs, int first, int last, int64_t byte) {
+    return last_from<&Job::at>(jobs, first, last, byte);
+}
+
+}  // namespace asyncmoe

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 from hypothesis import settings
 
@@ -23,6 +25,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if item.get_closest_marker("thorough"):
             item.add_marker(pytest.mark.skip(reason="only with --thorough (make test-thorough)"))
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Tests of ranks compare with transformers, which in one process with what is patched for Megatron computes something else."""
+    if "asyncmoe.platform.megatron" in sys.modules and any(item.get_closest_marker("ranks") for item in session.items):
+        raise pytest.UsageError("a test module imports Megatron; only the scripts that tests/ranks/launch.py starts may")
 
 
 @pytest.fixture(scope="session")

@@ -1,6 +1,7 @@
-"""Worker: what is exported of a checkpoint of float8 after its weights have changed. `quantised.py RESULT FOLDER LAYOUT...`
+"""Worker: what is exported of a checkpoint of float8 after its weights have changed. `quantised.py RESULT FOLDER CHANGE LAYOUT...`
 
-FOLDER has the checkpoint in "hf"; of every layout, "LAYOUT-plain" and "LAYOUT-float8" are written beside it.
+FOLDER has the checkpoint in "hf". All of its parameters are multiplied by CHANGE; then, under every layout, "LAYOUT-plain" and
+"LAYOUT-float8" are written beside it.
 """
 
 from __future__ import annotations
@@ -16,10 +17,8 @@ from asyncmoe.models import load_hf_config
 from asyncmoe.trainer import export, mesh, model
 from tests.ranks import case
 
-CHANGED = 1.01
 
-
-def main(result: Path, path: Path, layouts: list[str]) -> None:
+def main(result: Path, path: Path, change: float, layouts: list[str]) -> None:
     torch.set_num_threads(1)
     logging.disable(logging.WARNING)
     dist.init_process_group("gloo")
@@ -31,7 +30,7 @@ def main(result: Path, path: Path, layouts: list[str]) -> None:
         with torch.no_grad():
             for chunk in built.chunks:
                 for parameter in chunk.parameters():
-                    parameter.mul_(CHANGED)
+                    parameter.mul_(change)
         for form, quantised in (("plain", False), ("float8", True)):
             export.write_hf(built, path / "hf", path / f"{layout}-{form}", 60.0, quantised=quantised)
         mesh.leave()
@@ -41,4 +40,4 @@ def main(result: Path, path: Path, layouts: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:])
+    main(Path(sys.argv[1]), Path(sys.argv[2]), float(sys.argv[3]), sys.argv[4:])

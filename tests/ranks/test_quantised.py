@@ -12,10 +12,10 @@ from safetensors.torch import load_file
 from asyncmoe.models import load_hf_config
 from tests import float8
 from tests.ranks import launch
-from tests.ranks.quantised import CHANGED
 
 pytestmark = pytest.mark.ranks
 
+CHANGED = 1.01
 LAYOUTS = {1: ["tp=1"], 2: ["tp=2", "pp=2", "ep=2"]}
 
 
@@ -27,7 +27,7 @@ def test_what_is_exported_is_what_the_checkpoint_stood_for_or_its_like(tmp_path:
     """Weights that a trainer has changed, in its dtype; and bit for bit what SGLang's own code quantises them to."""
     plain, served = float8.plain_model(tmp_path / "origin", kind), tmp_path / "hf"
     before = float8.dequantised_weights(float8.write(plain, served))
-    launch.run("quantised", ranks, tmp_path, str(tmp_path), *LAYOUTS[ranks])
+    launch.run("quantised", ranks, tmp_path, str(tmp_path), str(CHANGED), *LAYOUTS[ranks])
     hf = load_hf_config(served)
     for layout in LAYOUTS[ranks]:
         found = read(tmp_path / f"{layout}-plain")

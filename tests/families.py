@@ -11,6 +11,7 @@ from asyncmoe.models.make import VOCAB, _write_tokenizer
 
 _SIGMOID: dict[str, Any] = {
     "n_routed_experts": 8, "n_shared_experts": 1, "first_k_dense_replace": 1, "routed_scaling_factor": 2.5, "norm_topk_prob": True,
+    "num_nextn_predict_layers": 0,
 }  # fmt: skip
 _DEEPSEEK: dict[str, Any] = {
     **_SIGMOID, "model_type": "deepseek_v3", "num_key_value_heads": None, "n_group": 4, "topk_group": 2, "num_experts_per_tok": 4,

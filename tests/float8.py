@@ -14,12 +14,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from asyncmoe.bench.published import FLOAT8 as CONFIG
 from asyncmoe.models import family_of
 from asyncmoe.models.make import VOCAB, _write_tokenizer
 from asyncmoe.models.quantised import quantised
 
 QUANTISATION = Path(__file__).parents[1] / ".venv-engine/lib/python3.11/site-packages/sglang/srt/layers/quantization"
-CONFIG = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 SCALE = "_scale_inv"
 SIZES = {
     "vocab_size": VOCAB, "hidden_size": 256, "intermediate_size": 256, "moe_intermediate_size": 256, "num_hidden_layers": 2,
@@ -114,3 +114,13 @@ def write_plain(like: Path, folder: Path, weights: Mapping[str, torch.Tensor]) -
             (folder / file.name).write_bytes(file.read_bytes())
     save_file(dict(weights), folder / "model.safetensors", metadata={"format": "pt"})
     return folder
+
+
+def read(folder: Path) -> dict[str, torch.Tensor]:
+    """All tensors of a checkpoint, however many files it has."""
+    return {name: value for file in folder.glob("*.safetensors") for name, value in load_file(file).items()}
+
+
+def same(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
+    """Bit for bit."""
+    return ours.dtype == theirs.dtype and ours.shape == theirs.shape and torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8))

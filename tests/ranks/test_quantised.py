@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from asyncmoe.models import load_hf_config
 from tests import float8
@@ -17,8 +16,6 @@ pytestmark = pytest.mark.ranks
 
 CHANGED = 1.01
 LAYOUTS = {1: ["tp=1"], 2: ["tp=2", "pp=2", "ep=2"]}
-
-
 OTHERS = [pytest.param(*one, marks=pytest.mark.thorough) for one in (("deepseek_v3", 1), ("qwen3_moe", 2))]
 
 
@@ -30,22 +27,14 @@ def test_what_is_exported_is_what_the_checkpoint_stood_for_or_its_like(tmp_path:
     launch.run("quantised", ranks, tmp_path, str(tmp_path), str(CHANGED), *LAYOUTS[ranks])
     hf = load_hf_config(served)
     for layout in LAYOUTS[ranks]:
-        found = read(tmp_path / f"{layout}-plain")
+        found = float8.read(tmp_path / f"{layout}-plain")
         assert found.keys() == before.keys()
         biases = [name for name in found if name.endswith("correction_bias")]  # no parameters, so not changed
         for name, value in found.items():
             torch.testing.assert_close(value, before[name] * (1.0 if name in biases else CHANGED), rtol=1e-6, atol=0)
-        wanted, again = float8.quantised_weights(hf, found), read(tmp_path / f"{layout}-float8")
+        wanted, again = float8.quantised_weights(hf, found), float8.read(tmp_path / f"{layout}-float8")
         assert again.keys() == wanted.keys()
-        assert [name for name, value in wanted.items() if not same(again[name], value)] == []
+        assert [name for name, value in wanted.items() if not float8.same(again[name], value)] == []
         settings = {form: json.loads((tmp_path / f"{layout}-{form}" / "config.json").read_text()) for form in ("plain", "float8")}
         assert "quantization_config" not in settings["plain"]
         assert settings["float8"]["quantization_config"] == float8.CONFIG
-
-
-def same(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
-    return ours.dtype == theirs.dtype and ours.shape == theirs.shape and torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8))
-
-
-def read(folder: Path) -> dict[str, torch.Tensor]:
-    return {name: value for file in folder.glob("*.safetensors") for name, value in load_file(file).items()}

@@ -27,10 +27,6 @@ class Attention(Protocol):
         """Names on disk."""
 
     @property
-    def norm_eps(self) -> float | None:
-        """Of its own norms, where it is not the model's."""
-
-    @property
     def adapters(self) -> tuple[str, ...]:
         """Its linear layers that can have an adapter, as `lora.targets` calls them."""
 
@@ -78,10 +74,6 @@ class Grouped:
         names = {tensor: f"self_attn.{tensor}_proj.weight" for tensor in ("q", "k", "v", "o")}
         names |= {f"{tensor}_bias": f"self_attn.{tensor}_proj.bias" for tensor in _BIASED}
         return names | {norm: f"self_attn.{norm}.weight" for norm in ("q_norm", "k_norm")}
-
-    @property
-    def norm_eps(self) -> float | None:
-        return None
 
     @property
     def adapters(self) -> tuple[str, ...]:

@@ -1,6 +1,7 @@
 """Multi-head latent attention: keys and values of all heads come from one small vector a token, and queries may too.
 
-Each head has two parts: one without position, and one that rotates, whose key all heads share.
+Each head has two parts: one without position, and one that rotates, whose key all heads share. The norms of the small vectors have the
+model's eps, as they do in SGLang: what is trained is what is sampled. transformers builds them with 1e-6 whatever the model's is.
 
 Source: DeepSeek-V2 (arXiv 2405.04434, section 2.1); transformer/multi_latent_attention.py and models/gpt/gpt_layer_specs.py of
 megatron/core 0.16; `DeepseekV3Attention` of transformers; `DeepseekV2AttentionMLA` of sglang 0.5.23.
@@ -41,11 +42,6 @@ class Latent:
     @property
     def hf_names(self) -> Mapping[str, str]:
         return {tensor: f"self_attn.{name}.weight" for tensor, name in (_HF | _HF_NORMS).items()}
-
-    @property
-    def norm_eps(self) -> float | None:
-        """transformers builds these norms without the model's eps. SGLang gives them the model's."""
-        return 1e-6
 
     @property
     def adapters(self) -> tuple[str, ...]:

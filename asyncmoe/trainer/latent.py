@@ -1,8 +1,7 @@
-"""Latent attention for the local spec, and its norms in either spec."""
+"""Latent attention for the local spec."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -40,13 +39,3 @@ class LatentAttention(MLASelfAttention):  # type: ignore[misc]
         """megatron-core 0.19 wants a norm in front of queries that come straight from the hidden state; the model has none."""
         names = ("linear_q_proj", "linear_q_up_proj", "linear_kv_up_proj", "q_layernorm", "kv_layernorm")
         return {name: getattr(submodules, name) for name in names}
-
-
-def set_norm_eps(chunks: Sequence[torch.nn.Module], eps: float) -> None:
-    """Give the norms of the small vectors their eps; Megatron gives all norms the model's. With Transformer Engine they are part of the
-    layers behind them."""
-    for attention in (module for chunk in chunks for module in chunk.modules() if isinstance(module, MLASelfAttention)):
-        for name in ("q_layernorm", "kv_layernorm", "linear_q_up_proj", "linear_kv_up_proj"):
-            part: Any = getattr(attention, name, None)
-            if hasattr(part, "eps"):
-                part.eps = eps

@@ -33,7 +33,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 
 from asyncmoe.trainer.attention import PackedAttention  # noqa: E402
 from asyncmoe.trainer.balance import Balance  # noqa: E402
-from asyncmoe.trainer.latent import LatentAttention, set_norm_eps  # noqa: E402
+from asyncmoe.trainer.latent import LatentAttention  # noqa: E402
 from asyncmoe.trainer.norm import RMSNorm  # noqa: E402
 
 
@@ -88,8 +88,6 @@ def build(hf: Mapping[str, Any], config: Config, mesh: Mesh) -> Model:
         for chunk in range(mesh.vpp)
     )
     shape = family_of(hf).shape_of(hf)
-    if (eps := shape.attention.norm_eps) is not None:
-        set_norm_eps(chunks, eps)
     if config.adapter is not None:
         attach.attach(chunks, megatron_config, shape, config.adapter, mesh.parallel(te), mesh.rank, config.run.seed)
     ddp_config = DistributedDataParallelConfig(

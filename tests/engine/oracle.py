@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from asyncmoe.models.lora.adapter import Adapter
 from asyncmoe.models.shape import Shape
+from tests import families
 from tests.unit.adapters import merge
 
 
@@ -25,7 +26,7 @@ class Oracle:
         assert "asyncmoe.trainer.model" not in sys.modules
         self.path = path
         self.weights: dict[str, torch.Tensor] = load_file(path / "model.safetensors")
-        self.model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+        self.model = families.with_one_eps(AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval())
 
     def logprobs(
         self, prompt: Sequence[int], response: Sequence[int], temperature: float, cut: int | None = None, after: Oracle | None = None

@@ -56,7 +56,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "dense": _QWEN3,
     "dense-tied": {**_QWEN3, "tie_word_embeddings": True},
     **{name: families.sized(_SIZES, name) for name in FAMILIES},
-    # An epsilon that is seen: of all norms but those of the small vectors.
+    # An epsilon that is seen, see `families.with_one_eps`.
     "moonlight": {**families.sized(_SIZES, "moonlight"), "rms_norm_eps": 1e-3},
     "glm-air": {**_GLM, "use_qk_norm": False, "n_shared_experts": 2, "first_k_dense_replace": 0, "routed_scaling_factor": 1.0},
 }

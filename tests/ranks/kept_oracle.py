@@ -16,6 +16,7 @@ import torch
 from asyncmoe.models import family_of
 from asyncmoe.record import Masks, Routing, encode_masks, encode_routes
 from asyncmoe.trajectory import Trajectory, encode
+from tests import families
 from tests.ranks import case
 from tests.ranks.oracle import _logits, _save_gradients
 
@@ -31,7 +32,7 @@ def write(path: Path, variant: str) -> None:
 
     torch.manual_seed(4)
     torch.set_num_threads(1)
-    model = AutoModelForCausalLM.from_config(case.hf_config(variant)).eval()
+    model = families.with_one_eps(AutoModelForCausalLM.from_config(case.hf_config(variant)).eval())
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.05 * torch.randn_like(parameter))

@@ -12,6 +12,7 @@ from torch.func import functional_call
 from asyncmoe.config.lora import LoraSection
 from asyncmoe.models import family_of, load_hf_config
 from asyncmoe.models.lora.adapter import kind_of
+from tests import families
 from tests.ranks import case, lora_case, oracle
 
 
@@ -43,7 +44,8 @@ class Adapted:
     def __init__(self, path: Path, section: LoraSection) -> None:
         from transformers import AutoModelForCausalLM
 
-        self.model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager").eval().requires_grad_(False)
+        base = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager").eval().requires_grad_(False)
+        self.model = families.with_one_eps(base)
         self.halves: dict[str, torch.Tensor] = {}
         self._section, self._generator = section, torch.Generator().manual_seed(7)
         hf = load_hf_config(path)

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from asyncmoe.trainer import objective
+from tests import families
 from tests.ranks import case
 
 
@@ -26,7 +27,7 @@ def write(path: Path, variant: str) -> None:
 
     torch.manual_seed(0)
     torch.set_num_threads(1)
-    model = AutoModelForCausalLM.from_config(case.hf_config(variant)).eval()
+    model = families.with_one_eps(AutoModelForCausalLM.from_config(case.hf_config(variant)).eval())
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(1 + 0.3 * torch.randn_like(parameter) if "norm" in name else parameter + 0.05 * torch.randn_like(parameter))

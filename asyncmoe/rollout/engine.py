@@ -26,7 +26,6 @@ from asyncmoe.wire import address
 _POLL_S = 0.2
 _SEEDS = 1 << 31
 _GPUS = Path("/dev/nvidiactl")
-"""SGLang looks for SIGTERM every 5 s."""
 
 
 class Engine:

@@ -70,7 +70,9 @@ def check_routes(stage: Stage, oracle: Oracle) -> None:
     """The experts that the engine reports of every token are those that transformers' routers choose."""
     hf = load_hf_config(oracle.path)
     routing = family_of(hf).routing(hf)
-    assert routing is not None
+    assert (routing is None) == (hf["model_type"] == "qwen3")
+    if routing is None:
+        return
     sampling = Sampling(1.0, 16, (), recording=Recording(routing, masks=False, vocabulary=hf["vocab_size"]))
     answer = stage.rig.run(stage.rig.engine.client.generate(PROMPT, sampling, "x", 60.0))
     seen = [*PROMPT, *answer.tokens]
@@ -90,20 +92,32 @@ def chosen(model: Any, tokens: list[int]) -> np.ndarray:
     return torch.stack(found, 1).numpy()
 
 
+PARALLEL = ("tp2xep2-bfloat16", 2, 2, "bfloat16"), ("tp4", 4, 1, "float32"), ("tp4xep4", 4, 4, "float32")
+
+
 @pytest.mark.thorough
-@pytest.mark.parametrize("family", families.MODELS)
-def test_halved_precision_and_several_ranks(family: str, runner: asyncio.Runner, tmp_path: Path) -> None:
-    """A float32 trainer of two ranks and a bfloat16 engine of two: tensors that are float32 all the same arrive unrounded."""
+@pytest.mark.parametrize(
+    ("family", "tp", "ep", "dtype"),
+    [pytest.param(name, *how, id=f"{name}-{where}") for name in families.MODELS for where, *how in PARALLEL],
+)
+def test_engines_of_several_ranks(family: str, tp: int, ep: int, dtype: str, runner: asyncio.Runner, tmp_path: Path) -> None:
+    """From a float32 trainer of two ranks; to a bfloat16 engine, tensors that are float32 all the same go unrounded."""
     first = Oracle(families.write(tmp_path / "first", family))
-    rig = start(runner, settings(first.path, tmp_path / "run", max_total_tokens=4096, tp=2, ep=2, dtype="bfloat16"))
+    if family_of(hf := load_hf_config(first.path)).routing(hf) is None:
+        ep = 1
+    rig = start(runner, settings(first.path, tmp_path / "run", max_total_tokens=4096, tp=tp, ep=ep, dtype=dtype))
     try:
         a = perturbed(first, tmp_path / "a", 1)
         stage = Stage(rig, [first, a], tmp_path, runner.run(rig.engine.client.checksums(30.0)))
-        assert wrong(stage.loaded, stage.expected(first)) == [[], []]
-        found = runner.run(stage.publish(2, {"tp=2": [(a, 1)], "pp=2,first_stage_layers=1": [(first, 2)], "ep=2": [(a, 3)]}))
+        assert wrong(stage.loaded, stage.expected(first)) == [[]] * tp
+        layouts = {"tp=2": [(a, 1)], "pp=2,first_stage_layers=1": [(first, 2)], **({"ep=2": [(a, 3)]} if ep > 1 else {})}
+        found = runner.run(stage.publish(2, layouts))
         assert not found.failed, found.failed
-        for oracle, version in ((a, 1), (first, 2), (a, 3)):
-            assert wrong(found.arrived[version], stage.expected(oracle)) == [[], []]
-        assert difference(runner.run(generate(stage)), a) < 0.2
+        for oracle, version in (one for published in layouts.values() for one in published):
+            assert wrong(found.arrived[version], stage.expected(oracle)) == [[]] * tp
+        # In bfloat16 routers choose otherwise where two experts are almost as good.
+        assert difference(runner.run(generate(stage)), oracle) < (1e-5 if dtype == "float32" else 0.5)
+        if dtype == "float32":
+            check_routes(stage, oracle)
     finally:
         runner.run(rig.engine.stop())

@@ -8,11 +8,12 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
+from typing import NamedTuple
 
 import pytest
 import torch
 
-from asyncmoe.platform.sglang import cpu, cpu_latent, cpu_lora, lifetime
+from asyncmoe.platform.sglang import cpu, cpu_experts, cpu_latent, cpu_lora, lifetime, patching
 from asyncmoe.platform.sglang.standin import decorate, provide, refuse
 
 
@@ -81,12 +82,12 @@ def test_a_module_is_patched_when_it_is_imported(tmp_path: Path, monkeypatch: py
     (tmp_path / "patched_later.py").write_text("value = 1\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     seen = []
-    cpu_lora.after_import("patched_later", lambda module: seen.append(module.value) or setattr(module, "value", 2))
+    patching.after_import("patched_later", lambda module: seen.append(module.value) or setattr(module, "value", 2))
     assert not seen
     assert importlib.import_module("patched_later").value == 2
     assert seen == [1]
     with pytest.raises(cpu.PatchTargetGone, match="patched_later was imported before it could be patched"):
-        cpu_lora.after_import("patched_later", lambda module: None)
+        patching.after_import("patched_later", lambda module: None)
 
 
 def test_adapters_of_another_sglang_are_refused() -> None:
@@ -98,6 +99,35 @@ def test_adapters_of_another_sglang_are_refused() -> None:
         cpu_lora._patch_layers(module)
     assert module.torch.tensor([1], pin_memory=True).tolist() == [1]
     assert module.torch.Tensor is torch.Tensor
+
+
+def test_an_expert_of_another_rank_adds_nothing() -> None:
+    module = ModuleType("native")
+    with pytest.raises(cpu.PatchTargetGone, match=r"native\.moe_forward_native is gone"):
+        cpu_experts._native(module)
+    outputs = torch.tensor([1.0, 10.0, 100.0])
+
+    def native(_layer: object, x: torch.Tensor, topk_output: TopK, _config: object) -> torch.Tensor:
+        assert (topk_output.topk_ids >= 0).all()
+        assert len(x)
+        return x * (outputs[topk_output.topk_ids] * topk_output.topk_weights).sum(1, keepdim=True)
+
+    vars(module)["moe_forward_native"] = native
+    cpu_experts._native(module)
+    x, weights = torch.tensor([[1.0], [2.0], [1.0]]), torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]])
+    for ids, wanted in (
+        ([[0, 2], [2, 1], [1, 0]], [201, 680, 56]),
+        ([[0, 2], [-1, 1], [-1, -1]], [201, 80, 0]),
+        ([[-1, -1], [-1, -1], [-1, -1]], [0, 0, 0]),
+    ):
+        assert module.moe_forward_native(None, x, TopK(weights, torch.tensor(ids)), None).flatten().tolist() == wanted
+
+
+class TopK(NamedTuple):
+    """As `StandardTopKOutput` of SGLang."""
+
+    topk_weights: torch.Tensor
+    topk_ids: torch.Tensor
 
 
 def test_latent_attention_of_another_sglang_is_refused() -> None:

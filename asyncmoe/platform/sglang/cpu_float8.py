@@ -13,8 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from asyncmoe.platform.float8 import dequantised
-from asyncmoe.platform.sglang.cpu_lora import after_import
-from asyncmoe.platform.sglang.standin import PatchTargetGone
+from asyncmoe.platform.sglang.patching import PatchTargetGone, after_import
 
 METHODS = "sglang.srt.layers.quantization.fp8"
 LATENT = "sglang.srt.models.deepseek_common.deepseek_weight_loader"

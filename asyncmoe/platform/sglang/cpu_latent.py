@@ -11,8 +11,7 @@ from typing import Any
 
 import torch
 
-from asyncmoe.platform.sglang.cpu_lora import after_import
-from asyncmoe.platform.sglang.standin import PatchTargetGone
+from asyncmoe.platform.sglang.patching import PatchTargetGone, after_import
 
 HANDLERS = "sglang.srt.models.deepseek_common.attention_backend_handler"
 ROPE = "sglang.srt.layers.rotary_embedding.factory"

@@ -5,18 +5,13 @@ The modules in question are imported by servers with adapters only, so each is p
 
 from __future__ import annotations
 
-import importlib.util
-import sys
-from collections.abc import Callable, Sequence
-from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from asyncmoe.platform.sglang.standin import PatchTargetGone
+from asyncmoe.platform.sglang.patching import PatchTargetGone, after_import
 
 LAYERS = "sglang.srt.lora.layers"
 BACKEND = "sglang.srt.lora.backend.torch_backend"
@@ -27,37 +22,6 @@ def install() -> None:
     torch.Tensor.pin_memory = lambda self, *_, **__: self  # type: ignore[method-assign]
     after_import(LAYERS, _patch_layers)
     after_import(BACKEND, _unpin)
-
-
-def after_import(name: str, patch: Callable[[ModuleType], None]) -> None:
-    """Call `patch` with the module of that name, once, when it has been imported.
-
-    Raises:
-        PatchTargetGone: it has been imported already.
-    """
-    if name in sys.modules:
-        raise PatchTargetGone(f"{name} was imported before it could be patched")
-    sys.meta_path.insert(0, _After(name, patch))
-
-
-class _After(MetaPathFinder):
-    def __init__(self, name: str, patch: Callable[[ModuleType], None]) -> None:
-        self._name, self._patch = name, patch
-
-    def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        if fullname != self._name:
-            return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(fullname)
-        if spec is not None and spec.loader is not None:
-            run: Callable[[ModuleType], None] = spec.loader.exec_module
-
-            def exec_module(module: ModuleType) -> None:
-                run(module)
-                self._patch(module)
-
-            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
-        return spec
 
 
 class _Unpinned:

@@ -17,10 +17,6 @@ from typing import Any
 Call = Callable[..., Any]
 
 
-class PatchTargetGone(RuntimeError):
-    """SGLang is another than the one the patches for CPU were written for."""
-
-
 class StandIn(ModuleType):
     """A module in which every name is found; calling it is `call(its dotted name, ...)`."""
 

@@ -1,0 +1,39 @@
+"""What experts that are spread over the ranks of an engine (--ep-size) need on a machine without CUDA; see `cpu`."""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from asyncmoe.platform.sglang.patching import PatchTargetGone, after_import
+
+NATIVE = "sglang.srt.layers.moe.fused_moe_native"
+
+
+def install() -> None:
+    """Have the module patched as soon as it is imported."""
+    after_import(NATIVE, _native)
+
+
+def _native(module: ModuleType) -> None:
+    """`moe_forward_native` counts the tokens of each expert by its number, and an expert of another rank has number -1 here. Let it see the
+    choices of this rank's experts only, each as a token with one expert."""
+    native = getattr(module, "moe_forward_native", None)
+    if native is None:
+        raise PatchTargetGone(f"{module.__name__}.moe_forward_native is gone")
+
+    def moe_forward_native(layer: Any, x: torch.Tensor, topk_output: Any, moe_runner_config: Any) -> torch.Tensor:
+        token, choice = torch.where(topk_output.topk_ids >= 0)
+        if len(token) == topk_output.topk_ids.numel():
+            whole: torch.Tensor = native(layer, x, topk_output, moe_runner_config)
+            return whole
+        output = torch.zeros_like(x, dtype=torch.float32)
+        if len(token):
+            weights, ids = (part[token, choice, None] for part in (topk_output.topk_weights, topk_output.topk_ids))
+            here = topk_output._replace(topk_weights=weights, topk_ids=ids)
+            output.index_add_(0, token, native(layer, x[token], here, moe_runner_config).float())
+        return output.to(x.dtype)
+
+    vars(module)["moe_forward_native"] = moe_forward_native

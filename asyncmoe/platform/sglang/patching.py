@@ -1,0 +1,45 @@
+"""Changing SGLang's modules when they are imported, and not before: most servers import only some of them."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Callable, Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+
+
+class PatchTargetGone(RuntimeError):
+    """SGLang is another than the one the patches for CPU were written for."""
+
+
+def after_import(name: str, patch: Callable[[ModuleType], None]) -> None:
+    """Call `patch` with the module of that name, once, when it has been imported.
+
+    Raises:
+        PatchTargetGone: it has been imported already.
+    """
+    if name in sys.modules:
+        raise PatchTargetGone(f"{name} was imported before it could be patched")
+    sys.meta_path.insert(0, _After(name, patch))
+
+
+class _After(MetaPathFinder):
+    def __init__(self, name: str, patch: Callable[[ModuleType], None]) -> None:
+        self._name, self._patch = name, patch
+
+    def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+        if fullname != self._name:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(fullname)
+        if spec is not None and spec.loader is not None:
+            run: Callable[[ModuleType], None] = spec.loader.exec_module
+
+            def exec_module(module: ModuleType) -> None:
+                run(module)
+                self._patch(module)
+
+            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec

@@ -31,6 +31,9 @@ class ModelSection(Section):
     """The Hugging Face checkpoint that training starts from."""
 
     path: Path = Field(description="Directory with config.json, safetensors and a tokenizer.")
+    trust_remote_code: bool = Field(
+        False, description="Run the Python that lies beside the checkpoint, which tokenizers such as Kimi-K2's and Moonlight's need."
+    )
     make: MadeModel | None = Field(None, description="Write a tiny random Qwen3-MoE at `path` when it does not exist.")
 
 

@@ -59,7 +59,7 @@ def run(config: Config, run_dir: Path) -> None:
     """
     keys.refuse_another(run_dir)
     at = given()
-    tokenizer = Tokenizer(config.model.path)
+    tokenizer = Tokenizer(config.model.path, config.model.trust_remote_code)
     task, environment = tasks.load(config, tokenizer), environments.load(config)
     evaluated = tasks.load_evaluation(config, tokenizer, task)
     scorer = scoring.load(config.scoring, config.task, tokenizer.decode, config.run.seed)

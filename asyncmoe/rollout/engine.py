@@ -141,6 +141,8 @@ def command(config: Config, index: int, host: str, port: int, keeps_routing: boo
     if section.max_total_tokens is not None:
         flags["max-total-tokens"] = section.max_total_tokens
     switches = ["--skip-tokenizer-init", "--disable-overlap-schedule", "--disable-shared-experts-fusion", "--custom-weight-loader", LOADER]
+    if config.model.trust_remote_code:
+        switches.append("--trust-remote-code")
     if keeps_routing:
         switches.append("--enable-return-routed-experts")
     if adapter is not None:

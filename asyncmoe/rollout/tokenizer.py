@@ -23,14 +23,23 @@ class Tokenizer:
         vocabulary: number of token ids the model knows.
 
     Raises:
-        DataError: no tokenizer at `path`, or one without an end-of-sequence token.
+        DataError: no tokenizer at `path`, one that is Python of its own where `trust_remote_code` is false, one that needs a package that
+            is not installed, or one without an end-of-sequence token.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, trust_remote_code: bool = False) -> None:
+        import transformers
+
+        settings = _settings(path)
+        # AutoTokenizer comes with torch and all of generation: seconds that the engines' start would wait for.
+        plain = settings.get("tokenizer_class") == _PLAIN and "auto_map" not in settings
+        loader = transformers.PreTrainedTokenizerFast if plain else transformers.AutoTokenizer
         try:
-            self._tokenizer: Any = _loader(path).from_pretrained(path, local_files_only=True)
-        except (OSError, ValueError) as error:
-            raise DataError("model.path", got=" ".join(str(error).split())[:300], expected=f"a tokenizer in {path}") from error
+            self._tokenizer: Any = loader.from_pretrained(path, local_files_only=True, trust_remote_code=trust_remote_code)
+        except (OSError, ValueError, ImportError) as error:
+            untrusted = "auto_map" in settings and not trust_remote_code
+            cure = "model.trust_remote_code=true runs the Python that lies beside it, which is yours to read first" if untrusted else None
+            raise DataError("model.path", got=" ".join(str(error).split())[:300], expected=f"a tokenizer in {path}", cure=cure) from error
         if self._tokenizer.eos_token_id is None:
             raise DataError(f"tokenizer in {path}", got="no eos_token", expected="an end-of-sequence token; responses end with it")
         self.eos: int = self._tokenizer.eos_token_id
@@ -100,19 +109,13 @@ class Tokenizer:
         return tuple(tokens)
 
 
-def _loader(path: Path) -> Any:
-    """The class that reads a tokenizer: the one it names where that is the plain one, else AutoTokenizer finds it.
-
-    AutoTokenizer comes with torch and all of generation: seconds that the engines' start would wait for.
-    """
-    import transformers
-
+def _settings(path: Path) -> dict[str, Any]:
+    """tokenizer_config.json; nothing where there is none to read: transformers knows where else to look, or what to say."""
     try:
-        said = json.loads((path / "tokenizer_config.json").read_text())
-        plain = said.get("tokenizer_class") == _PLAIN and "auto_map" not in said
-    except (OSError, ValueError, AttributeError):
-        plain = False  # AutoTokenizer knows where else to look, or what to say
-    return transformers.PreTrainedTokenizerFast if plain else transformers.AutoTokenizer
+        settings = json.loads((path / "tokenizer_config.json").read_text())
+    except (OSError, ValueError):
+        return {}
+    return settings if isinstance(settings, dict) else {}
 
 
 def _vocabulary(path: Path) -> int:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
 from asyncmoe.models import family_of, load_hf_config
 from tests import families
-from tests.system.runs import metrics, run
+from tests.system.runs import Command, metrics, run
 
 pytestmark = [pytest.mark.system, pytest.mark.thorough]
 
@@ -31,3 +32,49 @@ def test_a_family_learns_from_an_engine_of_its_own(family: str, tmp_path: Path) 
     assert all(max(shares.values()) < 0.5 if routed else shares is None for shares in differ)
     resumed = run(tmp_path / "run", "warmup.steps=2", "run.steps=5", "trainer.ranks=1", "trainer.ep=1", f"trainer.router_bias_rate={rate}")
     assert resumed["steps"] == 5
+
+
+CONFIGURATION = """
+from transformers import DeepseekV3Config
+
+class KimiConfig(DeepseekV3Config):
+    model_type = "kimi_k2"
+"""
+TOKENIZATION = """
+from transformers import PreTrainedTokenizerFast
+
+class KimiTokenizer(PreTrainedTokenizerFast):
+    pass
+"""
+
+
+def test_a_checkpoint_with_python_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Kimi-K2 is published: transformers knows neither its model_type nor its tokenizer, the Python beside it does."""
+    monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "cache"))
+    model = families.write(tmp_path / "model", "deepseek")
+    (model / "configuration_kimi.py").write_text(CONFIGURATION)
+    (model / "tokenization_kimi.py").write_text(TOKENIZATION)
+    for name, change in (
+        (
+            "config.json",
+            {"model_type": "kimi_k2", "n_group": 1, "topk_group": 1, "auto_map": {"AutoConfig": "configuration_kimi.KimiConfig"}},
+        ),
+        (
+            "tokenizer_config.json",
+            {"tokenizer_class": "KimiTokenizer", "auto_map": {"AutoTokenizer": [None, "tokenization_kimi.KimiTokenizer"]}},
+        ),
+    ):
+        said = json.loads((model / name).read_text())
+        (model / name).write_text(json.dumps({**said, **change}))
+    summary = run(
+        tmp_path / "run",
+        *("warmup.steps=2", "warmup.lr=1e-3", "run.steps=2", "trainer.ranks=1", "trainer.ep=1", "trainer.checkpoint_every=2"),
+        "model.trust_remote_code=true",
+        *("sync.verify_every=1", "verify={logprobs_every: 1, max_logprob_diff: 1.0e-3}"),
+    )
+    assert summary["steps"] == 2
+    assert summary["max_abs_logprob_diff_same_version"] <= 1e-4
+    status, out, error = Command("export", str(tmp_path / "run"), str(tmp_path / "exported")).finish()
+    assert status == 0, out + error
+    for kept in ("configuration_kimi.py", "tokenization_kimi.py", "config.json", "tokenizer_config.json"):
+        assert (tmp_path / "exported" / kept).read_bytes() == (model / kept).read_bytes()

@@ -164,6 +164,54 @@ def test_a_directory_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
         Tokenizer(tmp_path)
 
 
+REMOTE = """
+from transformers import PreTrainedTokenizer
+
+class Digits(PreTrainedTokenizer):
+    vocab_size = 12
+    def __init__(self, **kwargs):
+        super().__init__(eos_token="$", **kwargs)
+    def get_vocab(self):
+        return {sign: i for i, sign in enumerate("0123456789+$")}
+    def _tokenize(self, text):
+        return list(text)
+    def _convert_token_to_id(self, token):
+        return self.get_vocab()[token]
+    def _convert_id_to_token(self, index):
+        return "0123456789+$"[index]
+    def convert_tokens_to_string(self, tokens):
+        return "".join(tokens)
+"""
+
+
+@pytest.fixture
+def remote(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A model whose tokenizer is Python of its own."""
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "cache"))
+    folder = tmp_path / "remote"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({"model_type": "kimi_k2", "vocab_size": 12}))
+    (folder / "tokenization_digits.py").write_text(REMOTE)
+    said = {"tokenizer_class": "Digits", "auto_map": {"AutoTokenizer": ["tokenization_digits.Digits", None]}}
+    (folder / "tokenizer_config.json").write_text(json.dumps(said))
+    return folder
+
+
+def test_a_tokenizer_of_its_own_python_is_run_when_trusted(remote: Path) -> None:
+    with pytest.raises(DataError, match=r"model\.path: .*; model\.trust_remote_code=true runs the Python"):
+        Tokenizer(remote)
+    found = Tokenizer(remote, trust_remote_code=True)
+    assert found.encode("12+7") == (1, 2, 10, 7)
+    assert found.decode((1, 9, 11)) == "19"
+    assert found.eos == 11
+
+
+def test_what_its_python_needs_is_named(remote: Path) -> None:
+    (remote / "tokenization_digits.py").write_text("import not_installed_anywhere\n" + REMOTE)
+    with pytest.raises(DataError, match="not_installed_anywhere"):
+        Tokenizer(remote, trust_remote_code=True)
+
+
 def test_a_plain_tokenizer_is_the_one_that_transformers_would_find_and_needs_no_torch(model: Path, tokenizer: Tokenizer) -> None:
     from transformers import AutoTokenizer
 

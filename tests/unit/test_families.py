@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import ast
+from pathlib import Path
+
 from model_cases import MODELS
 
+import asyncmoe
 from asyncmoe.models import FAMILIES
 from tests import families
 from tests.ranks import case
@@ -19,3 +23,17 @@ def test_every_small_model_is_tried_in_layouts_and_on_ranks() -> None:
     for tried in (MODELS, case.VARIANTS):
         kinds = [model["model_type"] for model in tried.values()]
         assert all(kinds.count(model["model_type"]) for model in families.MODELS.values())
+
+
+def test_nothing_asks_for_a_family_by_its_name() -> None:
+    """Only its own file has it, and what makes models or lists published ones."""
+    package = Path(asyncmoe.__file__).parent
+    made = [*package.glob("bench/*.py"), package / "models" / "make.py"]
+    said = {
+        (path.name, node.value)
+        for path in package.rglob("*.py")
+        if path not in made
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Constant) and node.value in FAMILIES
+    }
+    assert said == {(f"{family.name}.py", name) for name, family in FAMILIES.items()}

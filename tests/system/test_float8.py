@@ -39,3 +39,4 @@ def test_a_model_of_float8_is_trained_resumed_exported_and_trained_again(kind: s
 def test_a_run_of_a_plain_model_has_nothing_in_float8(tmp_path: Path) -> None:
     run(tmp_path / "run", "warmup.steps=1", "run.steps=1")
     assert "without quantization_config" in refused("export", str(tmp_path / "run"), str(tmp_path / "out"), "--float8")
+    assert "one of them" in refused("export", str(tmp_path / "run"), str(tmp_path / "out"), "--float8", "--adapter")

@@ -8,12 +8,9 @@ two pools has them. Everything else is `asyncmoe run` as it is.
 from __future__ import annotations
 
 import math
-import os
-import platform
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, astuple, replace
-from datetime import UTC, datetime
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -24,6 +21,7 @@ from asyncmoe.bench import async_live
 from asyncmoe.bench.async_case import MOST_TOKENS, SCALES, WORKLOADS, Sizes, config
 from asyncmoe.bench.async_live import Rates
 from asyncmoe.bench.cores import Cores
+from asyncmoe.bench.provenance import here
 from asyncmoe.config.generation import MadeModel
 from asyncmoe.models.make import make_model
 from asyncmoe.simulate import laws
@@ -45,14 +43,13 @@ def run(names: Sequence[str] = tuple(WORKLOADS), sizes: Sizes | None = None) -> 
         EngineError: a run failed.
         WaitTimeout: it did not end.
     """
+    measured_at = here()
     sizes = sizes or Sizes()
     with tempfile.TemporaryDirectory() as folder:
         make_model(Path(folder, "model"), MadeModel(layers=5, hidden=128, experts=8, expert_hidden=128), seed=0)
         found = {name: _workload(name, Path(folder), sizes) for name in names}
     return {
-        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
-        "machine": f"{os.cpu_count()} cores, {platform.machine()}, {platform.system()}",
-        "load": os.getloadavg()[0],
+        **measured_at,
         "pools": {
             "engines": 1,
             "slots": sizes.slots,

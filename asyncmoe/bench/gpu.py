@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable
-from datetime import UTC, datetime
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -13,6 +12,7 @@ from typing import Any
 import numpy as np
 
 import asyncmoe.reshard._C as _C
+from asyncmoe.bench.provenance import today
 from asyncmoe.errors import InvariantBroken, WaitTimeout
 from asyncmoe.models import family_of
 from asyncmoe.models.parallel import EngineParallel, MegatronParallel
@@ -78,8 +78,7 @@ def run(scale: float = 1.0, bucket_bytes: int = 512 << 20) -> dict[str, Any]:
     made = shard_plan(hf)
     sides = {name: _measured(gpu, made, rank, bucket_bytes) for name, rank in (("pack", 0), ("unpack", TRAINER.world))}
     shown = {key: hf[key] for key in ("hidden_size", "num_hidden_layers", "num_experts", "moe_intermediate_size", "vocab_size")}
-    date = datetime.now(UTC).strftime("%Y-%m-%d")
-    return {"date": date, "card": _C.cuda_device_name(0), "model": shown, "bucket_bytes": bucket_bytes, **sides}
+    return {"date": today(), "card": _C.cuda_device_name(0), "model": shown, "bucket_bytes": bucket_bytes, **sides}
 
 
 def shard_plan(hf: dict[str, Any]) -> Plan:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import platform
 import tempfile
-from datetime import UTC, datetime
 from pathlib import Path
 from statistics import median
 from typing import Any, get_args
@@ -13,6 +10,7 @@ from typing import Any, get_args
 from asyncmoe import config as configuration
 from asyncmoe.bench import async_case, async_live
 from asyncmoe.bench.async_case import Sizes
+from asyncmoe.bench.provenance import here
 from asyncmoe.config import Config
 from asyncmoe.config.generation import Interruption, MadeModel
 from asyncmoe.models.make import make_model
@@ -30,6 +28,7 @@ def run(updates: int = 20) -> dict[str, Any]:
         EngineError: a run failed.
         WaitTimeout: it did not end.
     """
+    measured_at = here()
     sizes = Sizes(groups=8, slots=32, step_s=0.0, steps={"async": updates})
     ways = {}
     with tempfile.TemporaryDirectory() as folder:
@@ -49,13 +48,7 @@ def run(updates: int = 20) -> dict[str, Any]:
                 "tokens_per_s": round(async_live.measured(found, sizes)["sampled_per_s"], 1),
                 "keeps_routing": config.keep.routing != "off",
             }
-    return {
-        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
-        "machine": f"{os.cpu_count()} cores, {platform.machine()}, {platform.system()}",
-        "load": os.getloadavg()[0],
-        "slots": sizes.slots,
-        "ways": ways,
-    }
+    return {**measured_at, "slots": sizes.slots, "ways": ways}
 
 
 def _config(way: Interruption, folder: Path, sizes: Sizes) -> Config:

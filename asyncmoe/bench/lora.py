@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import math
-import os
-import platform
 import tempfile
 from collections.abc import Mapping
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from asyncmoe import config as configuration
 from asyncmoe.bench import sync
+from asyncmoe.bench.provenance import here
 from asyncmoe.config import Config
 from asyncmoe.config.generation import MadeModel
 from asyncmoe.models import EngineParallel, adapter_of, load_hf_config, trainer_parallel
@@ -51,6 +49,7 @@ def run(updates: int = 20, trainer: Mapping[str, int] | None = None, engine: Map
         WaitTimeout: they did not finish.
     """
     trainer = trainer or {"ranks": 2, "tp": 1, "pp": 1, "ep": 2}
+    measured_at = here()
     cases = []
     with tempfile.TemporaryDirectory() as folder:
         make_model(Path(folder, "model"), MODEL, seed=0)
@@ -71,9 +70,7 @@ def run(updates: int = 20, trainer: Mapping[str, int] | None = None, engine: Map
     for case in cases:
         case["faster"] = cases[0]["sync_seconds"] / case["sync_seconds"]
     return {
-        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
-        "machine": f"{os.cpu_count()} cores, {platform.machine()}, {platform.system()}",
-        "load": os.getloadavg()[0],
+        **measured_at,
         "rank": RANK,
         "trainer": dict(trainer),
         "engine": dict(engine or {"tp": 1}),

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import os
-import platform
 import time
 from collections.abc import Mapping
 from concurrent.futures import ProcessPoolExecutor
-from datetime import UTC, datetime
 from multiprocessing import get_context
 from statistics import median
 from typing import Any
 
 from asyncmoe.bench.memory import Growth
+from asyncmoe.bench.provenance import here
 from asyncmoe.bench.published import FLOAT8, REAL
 from asyncmoe.launch.sizes import parse_engines, parse_trainer
 from asyncmoe.models import family_of
@@ -40,16 +38,11 @@ def run(rounds: int = 3) -> dict[str, Any]:
         and of either rank "trainer_rank" and "engine_rank": "layouts_seconds" (those of all ranks), "plan_seconds" (its own part,
         medians), "peak_bytes" (by how much its memory rose at most, layouts included) and "bytes" (that it sends or receives).
     """
+    measured_at = here()
     cases = [(name, False) for name in SIZES] + [(name, True) for name in _FLOAT8]
     with ProcessPoolExecutor(1, mp_context=get_context("spawn"), max_tasks_per_child=1) as pool:
         found = [_case(pool, name, float8, rounds) for name, float8 in sorted(cases, key=lambda case: list(SIZES).index(case[0]))]
-    return {
-        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
-        "machine": f"{os.cpu_count()} cores, {platform.machine()}, {platform.system()}",
-        "load": os.getloadavg()[0],
-        "rounds": rounds,
-        "cases": found,
-    }
+    return {**measured_at, "rounds": rounds, "cases": found}
 
 
 def table(results: Mapping[str, Any]) -> str:

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import platform
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime
 from statistics import median
 from typing import Any
 
@@ -17,6 +14,7 @@ import msgspec
 import numpy as np
 
 from asyncmoe.bench import queue_floor
+from asyncmoe.bench.provenance import here
 from asyncmoe.bench.queue_rank import RANKS, Job, Took
 from asyncmoe.errors import InvariantBroken, WaitTimeout
 from asyncmoe.queue.bounded import BoundedQueue
@@ -69,9 +67,7 @@ def run(sizes: Sizes | None = None, rounds: int = 3, shapes: Sequence[str] = tup
 
     sizes = sizes or Sizes()
     results: dict[str, Any] = {
-        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
-        "machine": f"{os.cpu_count()} cores, {platform.machine()}, {platform.system()}",
-        "load": os.getloadavg()[0],
+        **here(),
         **{name: getattr(sizes, name) for name in ("steps", "batch", "tokens", "ask")},
         "ranks": RANKS,
         "rounds": rounds,

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import platform
 import secrets
 import tempfile
 import time
 from collections.abc import Callable
-from datetime import UTC, datetime, timedelta
+from datetime import timedelta
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -19,6 +18,7 @@ import numpy as np
 from asyncmoe.bench.copies import copy_rates
 from asyncmoe.bench.memory import Growth
 from asyncmoe.bench.others import obstacles
+from asyncmoe.bench.provenance import here
 from asyncmoe.errors import InvariantBroken, TransferError, WaitTimeout
 from asyncmoe.models import family_of
 from asyncmoe.models.parallel import EngineParallel, MegatronParallel
@@ -100,19 +100,15 @@ def run(hf: dict[str, Any] | None = None, rounds: int = ROUNDS) -> dict[str, Any
         TransferError: a process that died.
         WaitTimeout: processes that did not finish.
     """
+    measured_at = here()
     hf = hf or MODEL
-    machine = f"{os.cpu_count()} cores, {platform.machine()}, {platform.system()}"
-    before = os.getloadavg()[0]
     cases = [found for name in CASES for found in case(hf, name, rounds)]
     source, destination = layouts(hf, *CASES["tp2xep2 -> tp2"])
     made = plan(family_of(hf).tensors(hf), source, destination)
     copies = copy_rates(made, 0, destination[0].rank, BUCKET_BYTES, rounds)
-    date = datetime.now(UTC).strftime("%Y-%m-%d")
     keys = ("hidden_size", "num_hidden_layers", "num_experts", "moe_intermediate_size", "vocab_size")
     return {
-        "date": date,
-        "machine": machine,
-        "load": before,
+        **measured_at,
         "rounds": rounds,
         "model": {key: hf[key] for key in keys},
         "copies": copies,

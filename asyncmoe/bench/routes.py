@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import base64
 import json
-import os
-import platform
 import time
 from collections.abc import Callable
-from datetime import UTC, datetime
 from statistics import median
 from typing import Any
 
 import numpy as np
 
+from asyncmoe.bench.provenance import here
 from asyncmoe.errors import InvariantBroken
 from asyncmoe.record import Routing, decode_routes, encode_routes
 
@@ -32,13 +30,9 @@ def everything(tokens: int = 8192) -> dict[str, Any]:
     """
     from asyncmoe.bench import recording, replay
 
-    about = {
-        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
-        "machine": f"{os.cpu_count()} cores, {platform.machine()}, {platform.system()}",
-        "load": os.getloadavg()[0],
-    }
+    measured_at = here()
     codec, answer = run(tokens), recording.answer(drawn(tokens), ROUTING)
-    return {**about, **codec, "answer": answer, "replay": replay.run(), "recording": recording.run()}
+    return {**measured_at, **codec, "answer": answer, "replay": replay.run(), "recording": recording.run()}
 
 
 def run(tokens: int = 8192, rounds: int = 15) -> dict[str, Any]:

@@ -5,13 +5,11 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import platform
 import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -19,6 +17,7 @@ from typing import Any
 import aiohttp
 
 from asyncmoe import config as configuration
+from asyncmoe.bench.provenance import here
 from asyncmoe.config import Config
 from asyncmoe.config.generation import MadeModel
 from asyncmoe.errors import EngineError, WaitTimeout
@@ -76,6 +75,7 @@ def run(updates: int = 30, trainer: Mapping[str, int] | None = None, engine: Map
         WaitTimeout: they did not finish.
     """
     trainer = trainer or {"ranks": 2, "tp": 1, "pp": 1, "ep": 2}
+    measured_at = here()
     cases = []
     for size, made in SIZES.items():
         with tempfile.TemporaryDirectory() as folder:
@@ -93,9 +93,7 @@ def run(updates: int = 30, trainer: Mapping[str, int] | None = None, engine: Map
                 nbytes = sum(file.stat().st_size for file in config.model.path.glob("*.safetensors"))
                 cases.append({"model": size, "bytes": nbytes, "method": name, **asyncio.run(measure(config, updates))})
     return {
-        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
-        "machine": f"{os.cpu_count()} cores, {platform.machine()}, {platform.system()}",
-        "load": os.getloadavg()[0],
+        **measured_at,
         "trainer": dict(trainer),
         "engine": dict(engine or {"tp": 1}),
         "streams": STREAMS,

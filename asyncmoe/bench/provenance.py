@@ -1,0 +1,23 @@
+"""When and where something was measured."""
+
+from __future__ import annotations
+
+import os
+import platform
+from datetime import UTC, datetime
+from typing import Any
+
+
+def today() -> str:
+    """The day, in UTC."""
+    return datetime.now(UTC).strftime("%Y-%m-%d")
+
+
+def here() -> dict[str, Any]:
+    """What results of this machine begin with; call before anything is measured.
+
+    Returns:
+        {"date", "machine", "load"}; load: processes that ran or wanted to, on average over the last minute.
+    """
+    machine = f"{os.cpu_count()} cores, {platform.machine()}, {platform.system()}"
+    return {"date": today(), "machine": machine, "load": os.getloadavg()[0]}

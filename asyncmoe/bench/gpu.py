@@ -13,6 +13,7 @@ import numpy as np
 
 import asyncmoe.reshard._C as _C
 from asyncmoe.bench.provenance import today
+from asyncmoe.bench.published import REAL
 from asyncmoe.errors import InvariantBroken, WaitTimeout
 from asyncmoe.models import family_of
 from asyncmoe.models.parallel import EngineParallel, MegatronParallel
@@ -31,29 +32,7 @@ _WORTH_A_COPY = 1 << 20
 _TIMEOUT_S = 120.0
 _SEAL = 0x5EA1
 
-MODEL: dict[str, Any] = {
-    "model_type": "qwen3_moe",
-    "hidden_size": 2048,
-    "num_hidden_layers": 48,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 4,
-    "head_dim": 128,
-    "vocab_size": 151936,
-    "num_experts": 128,
-    "num_experts_per_tok": 8,
-    "moe_intermediate_size": 768,
-    "intermediate_size": 6144,
-    "tie_word_embeddings": False,
-    "decoder_sparse_step": 1,
-    "mlp_only_layers": [],
-    "rms_norm_eps": 1e-6,
-    "hidden_act": "silu",
-    "norm_topk_prob": True,
-    "rope_theta": 1e6,
-    "max_position_embeddings": 40960,
-    "attention_bias": False,
-}
-"""config.json of Qwen/Qwen3-30B-A3B, as far as layouts depend on it."""
+MODEL = REAL["Qwen3-30B-A3B"]
 
 
 def run(scale: float = 1.0, bucket_bytes: int = 512 << 20) -> dict[str, Any]:

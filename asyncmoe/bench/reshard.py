@@ -19,6 +19,7 @@ from asyncmoe.bench.copies import copy_rates
 from asyncmoe.bench.memory import Growth
 from asyncmoe.bench.others import obstacles
 from asyncmoe.bench.provenance import here
+from asyncmoe.bench.published import REAL
 from asyncmoe.errors import InvariantBroken, TransferError, WaitTimeout
 from asyncmoe.models import family_of
 from asyncmoe.models.parallel import EngineParallel, MegatronParallel
@@ -42,28 +43,7 @@ _TIMEOUT_S = 300.0
 
 Arrays = dict[str, np.ndarray]
 
-MODEL: dict[str, Any] = {
-    "model_type": "qwen3_moe",
-    "hidden_size": 2048,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 4,
-    "head_dim": 128,
-    "vocab_size": 16384,
-    "num_experts": 24,
-    "num_experts_per_tok": 8,
-    "moe_intermediate_size": 768,
-    "intermediate_size": 6144,
-    "tie_word_embeddings": False,
-    "decoder_sparse_step": 1,
-    "mlp_only_layers": [],
-    "rms_norm_eps": 1e-6,
-    "hidden_act": "silu",
-    "norm_topk_prob": True,
-    "rope_theta": 1e6,
-    "max_position_embeddings": 4096,
-    "attention_bias": False,
-}
+MODEL: dict[str, Any] = {**REAL["Qwen3-30B-A3B"], "num_hidden_layers": 4, "num_experts": 24, "vocab_size": 16384}
 """Qwen3-30B-A3B's widths with fewer layers, experts and tokens: about 1.1 GB in bfloat16."""
 
 CASES = {

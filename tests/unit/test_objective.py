@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 
 from asyncmoe.config.objective import ObjectiveSection
 from asyncmoe.errors import InvariantBroken
-from asyncmoe.trainer.logprobs import target_logprobs
 from asyncmoe.trainer.objective import SUMS, Rows, Sums, policy_loss, scale, segments, supervised_loss, token_weights
 from tests.unit.objective_reference import Sequence, Setting, Token, evaluate
 
@@ -297,36 +296,3 @@ def test_supervised_loss_is_the_weighted_likelihood() -> None:
     assert logprobs.grad.tolist() == [-0.5, -0.25, 0.0]
     assert int(sums["tokens"]) == 2
     assert scale(sums) == 1
-
-
-@pytest.mark.parametrize("temperature", [1.0, 0.6, 1.7])
-@pytest.mark.parametrize("rows_", [1, 5, 1500])
-def test_target_logprobs_are_those_of_log_softmax(temperature: float, rows_: int) -> None:
-    torch.manual_seed(0)
-    logits = (torch.randn(rows_, 37) * 6).requires_grad_()
-    targets = torch.randint(0, 37, (rows_,))
-    upstream = torch.randn(rows_)
-    before = logits.detach().clone()
-    got, entropy = target_logprobs(logits, targets, temperature, None, entropy=True)
-    (gradient,) = torch.autograd.grad(got, logits, upstream)
-    full = torch.log_softmax(logits / temperature, dim=1)
-    expected = full.gather(1, targets[:, None]).squeeze(1)
-    (reference,) = torch.autograd.grad(expected, logits, upstream)
-    assert torch.equal(logits.detach(), before)
-    torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(gradient, reference, atol=1e-5, rtol=1e-4)
-    assert entropy is not None
-    torch.testing.assert_close(entropy, -(full.exp() * full).sum(dim=1).detach(), atol=1e-5, rtol=1e-5)
-
-
-def test_bfloat16_logits_are_normalised_in_float32() -> None:
-    logits = (torch.randn(8, 4096) * 3).bfloat16().requires_grad_()
-    targets = torch.randint(0, 4096, (8,))
-    got, entropy = target_logprobs(logits, targets, 1.0, None)
-    expected = torch.log_softmax(logits.float(), dim=1).gather(1, targets[:, None]).squeeze(1)
-    assert entropy is None
-    assert got.dtype == torch.float32
-    torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
-    got.sum().backward()
-    assert logits.grad is not None
-    assert logits.grad.dtype == torch.bfloat16

@@ -44,3 +44,30 @@ class Publisher(Protocol):
 
     def close(self) -> None:
         """Leave the weight group."""
+
+
+class AtOnce:
+    """A `Publisher` whose `begin` does it all: when it returns, every engine serves the version and nothing is left to wait for."""
+
+    def __init__(self) -> None:
+        self._published: Published | None = None
+
+    def publish(self, version: int) -> Published:
+        """Make `version` what all engines serve."""
+        raise NotImplementedError
+
+    def begin(self, version: int) -> None:
+        self._published = self.publish(version)
+
+    def check(self) -> None:
+        pass
+
+    def wait_sent(self) -> None:
+        pass
+
+    def settle(self) -> Published | None:
+        published, self._published = self._published, None
+        return published
+
+    def close(self) -> None:
+        pass

@@ -22,7 +22,7 @@ from asyncmoe.trainer import weight_group
 from asyncmoe.trainer.feed import ANSWER_S
 from asyncmoe.trainer.gather import Gatherer, tensors_in
 from asyncmoe.trainer.mesh import Mesh
-from asyncmoe.trainer.published import Checksums, Published
+from asyncmoe.trainer.published import AtOnce, Checksums, Published
 from asyncmoe.trajectory import Buffer
 from asyncmoe.wire import address
 from asyncmoe.wire.client import Client
@@ -42,8 +42,8 @@ from asyncmoe.wire.messages import (
 _GROUP = "asyncmoe_weights"
 
 
-class Broadcast:
-    """See `asyncmoe.trainer.published.Publisher`; `begin` does it all.
+class Broadcast(AtOnce):
+    """See `AtOnce`.
 
     Args:
         gatherer: gathers the weights to rank 0.
@@ -54,6 +54,7 @@ class Broadcast:
     def __init__(
         self, config: Config, gatherer: Gatherer, client: Client, mesh: Mesh, checksums: Callable[[Mapping[str, torch.Tensor]], Checksums]
     ) -> None:
+        super().__init__()
         self._sync, self._gatherer, self._client, self._mesh = config.sync, gatherer, client, mesh
         self._checksums = checksums
         self._start_timeout_s = config.engines.start_timeout_s
@@ -63,31 +64,17 @@ class Broadcast:
         self._updates = 0
         self._threads = ThreadPoolExecutor(2, "weights")
         self._asked: Future[tuple[Reply, list[Buffer]]] | None = None
-        self._published: Published | None = None
 
-    def begin(self, version: int) -> None:
-        """Make `version` what all engines serve. Returns when every engine goes on with it.
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def publish(self, version: int) -> Published:
+        """Returns when every engine goes on with it.
 
         Raises:
             WeightSyncError: an engine refused or differs; engines that hold a part of the version are fenced.
             WaitTimeout: an engine or the controller did not answer in time.
         """
-        self._published = self._publish(version)
-
-    def check(self) -> None:
-        pass
-
-    def wait_sent(self) -> None:
-        pass
-
-    def settle(self) -> Published | None:
-        published, self._published = self._published, None
-        return published
-
-    def close(self) -> None:
-        self._threads.shutdown(wait=False, cancel_futures=True)
-
-    def _publish(self, version: int) -> Published:
         begin = time.perf_counter()
         if self._mesh.rank != 0:
             for _ in self._gatherer.run():

@@ -19,7 +19,7 @@ from asyncmoe.models.lora import peft
 from asyncmoe.models.lora.adapter import Adapter
 from asyncmoe.trainer.gather import Gatherer, tensors_in
 from asyncmoe.trainer.model import Model
-from asyncmoe.trainer.published import Published
+from asyncmoe.trainer.published import AtOnce, Published
 from asyncmoe.wire.client import Client
 from asyncmoe.wire.messages import EnginesAsk, WeightsAdapter
 
@@ -27,19 +27,19 @@ _MEMORY = Path("/dev/shm")
 _GRACE_S = 10.0
 
 
-class AdapterFiles:
-    """See `asyncmoe.trainer.published.Publisher`; `begin` does it all.
+class AdapterFiles(AtOnce):
+    """See `AtOnce`.
 
     Args:
         client: connection to the controller; used on rank 0 only.
     """
 
     def __init__(self, config: Config, model: Model, client: Client) -> None:
+        super().__init__()
         self._config, self._model, self._client = config, model, client
         self._gatherer = Gatherer(model, config.sync.bucket_bytes, config.sync.timeout_s, adapter=True)
-        self._published: Published | None = None
 
-    def begin(self, version: int) -> None:
+    def publish(self, version: int) -> Published:
         """Make `version` what all engines sample new requests with. Returns when they do.
 
         Raises:
@@ -50,20 +50,7 @@ class AdapterFiles:
         adapter = gathered(self._model, self._gatherer)
         if adapter is not None:
             self._send(version, adapter)
-        self._published = Published(version, time.perf_counter() - begin, 0.0)
-
-    def check(self) -> None:
-        pass
-
-    def wait_sent(self) -> None:
-        pass
-
-    def settle(self) -> Published | None:
-        published, self._published = self._published, None
-        return published
-
-    def close(self) -> None:
-        pass
+        return Published(version, time.perf_counter() - begin, 0.0)
 
     def _send(self, version: int, adapter: Adapter) -> None:
         start_s = self._config.engines.start_timeout_s

@@ -129,6 +129,8 @@ def test_weights_after_three_steps(found: dict[str, dict[str, Any]], kind: str) 
 @pytest.mark.parametrize(("layout", "variant"), varied())
 def test_variants_of_the_model(layout: str, variant: str, worlds: Worlds) -> None:
     found = worlds.of(layout)[variant]
+    gradients = max(found["packed"][f"{loss}_gradients"] for loss in ("supervised", "policy"))
+    print(f"{variant} {layout}: logits {found['packed']['logits']:.1e}, gradients {gradients:.1e}, weights {found['plain']['weights']:.1e}")
     check_parity(found["packed"])
     check_training(found["plain"])
     if "balanced" in found:

@@ -114,7 +114,7 @@ class Engine:
         self._child.end(0.0)
 
 
-def command(config: Config, index: int, host: str, port: int, keeps_routing: bool, seed: int, adapter: Kind | None = None) -> list[str]:
+def command(config: Config, index: int, host: str, port: int, keeps_routing: bool, seed: int, adapter: Kind | None) -> list[str]:
     """The command line of engine `index`; what only a CPU needs is added there by `asyncmoe.platform.sglang`.
 
     - Overlapped scheduling is off: with it, a request paused in place has a token sampled by the old weights that SGLang has not

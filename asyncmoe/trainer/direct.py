@@ -36,7 +36,7 @@ from asyncmoe.models import engine_dtype
 from asyncmoe.process import yield_cores
 from asyncmoe.receiver.channel import SideStream, transport_for
 from asyncmoe.trainer.direct_group import GRACE_S, Meeting, NotMet, changed, in_all, meet, part
-from asyncmoe.trainer.direct_send import Sender
+from asyncmoe.trainer.direct_send import LOOK_S, Sender
 from asyncmoe.trainer.gather import Gatherer, tensors_in
 from asyncmoe.trainer.lora.snapshot import Snapshot
 from asyncmoe.trainer.model import Model
@@ -47,7 +47,6 @@ from asyncmoe.wire.client import Client
 log = logging.getLogger(__name__)
 _NOTICED_S = 2.0
 """For a server to end after one of its processes has."""
-_LOOK_S = 1.0
 
 
 class Direct:
@@ -105,7 +104,7 @@ class Direct:
             return
         while True:
             # Sending is bounded, and `_publish` sets this however it ends: this time-out says that the bound was broken.
-            while not self._sent.wait(_LOOK_S):
+            while not self._sent.wait(LOOK_S):
                 self._bounded("its part of the version under way to be sent")
             with self._hold:
                 if self._sent.is_set():
@@ -117,7 +116,7 @@ class Direct:
             return None
         self._tried = time.monotonic()
         self._settling.set()
-        while not wait([self._running], _LOOK_S).done:
+        while not wait([self._running], LOOK_S).done:
             self._bounded("all engines to serve the new version")
         running, self._running = self._running, None
         return running.result()

@@ -20,7 +20,8 @@ from asyncmoe.trainer.published import Checksums
 from asyncmoe.wire.client import Client
 from asyncmoe.wire.messages import Committed, Reply, Request, WeightsAbort, WeightsCommit, WeightsStage
 
-_LOOK_S = 1.0
+LOOK_S = 1.0
+"""Between two looks at what goes on meanwhile."""
 _PATIENCE_S = 60.0
 
 
@@ -73,7 +74,7 @@ class Sender:
         store, key = self.met.store, f"{self._number}/over"
         if self._rank == 0:
             try:
-                while not (over := settling.wait(_LOOK_S)) and not starving(self._config, self._client, self.met):
+                while not (over := settling.wait(LOOK_S)) and not starving(self._config, self._client, self.met):
                     pass
             except AsyncmoeError as error:
                 store.put(key, Over(failure=str(error)))

@@ -14,8 +14,9 @@ from asyncmoe.config import Config
 from asyncmoe.rollout import engine, engine_client
 
 
-def config(**engines: object) -> Config:
-    values = {"run": {"dir": "/tmp/x", "steps": 1, "seed": 40}, "model": {"path": "/tmp/m"}, "task": {"kind": "arithmetic"}}
+def config(trust: bool = False, **engines: object) -> Config:
+    model = {"path": "/tmp/m", "trust_remote_code": trust}
+    values = {"run": {"dir": "/tmp/x", "steps": 1, "seed": 40}, "model": model, "task": {"kind": "arithmetic"}}
     return configuration.parse({**values, "engines": engines})
 
 
@@ -25,7 +26,7 @@ def option(command: list[str], name: str) -> str:
 
 def test_each_engine_has_its_own_port_and_seed_and_the_users_arguments_last() -> None:
     command = engine.command(
-        config(count=2, tp=2, ep=2, dtype="bfloat16", max_running=7, args=["--log-level", "debug"]), 1, "127.0.0.1", 31000, False, 1
+        config(count=2, tp=2, ep=2, dtype="bfloat16", max_running=7, args=["--log-level", "debug"]), 1, "127.0.0.1", 31000, False, 1, None
     )
     assert option(command, "--port") == "31000"
     assert option(command, "--random-seed") == "41"
@@ -34,8 +35,13 @@ def test_each_engine_has_its_own_port_and_seed_and_the_users_arguments_last() ->
     assert option(command, "--max-running-requests") == "7"
     assert "--disable-overlap-schedule" in command
     assert "--enable-return-routed-experts" not in command
-    assert "--enable-return-routed-experts" in engine.command(config(), 0, "127.0.0.1", 31000, True, 0)
+    assert "--enable-return-routed-experts" in engine.command(config(), 0, "127.0.0.1", 31000, True, 0, None)
     assert command[-2:] == ["--log-level", "debug"]
+
+
+def test_python_beside_a_checkpoint_runs_in_engines_only_when_it_is_trusted() -> None:
+    for trust in (False, True):
+        assert ("--trust-remote-code" in engine.command(config(trust), 0, "127.0.0.1", 31000, False, 0, None)) == trust
 
 
 def test_the_users_variables_win_and_the_parent_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

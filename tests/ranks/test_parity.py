@@ -19,13 +19,14 @@ LAYOUTS = {
     "pp2-uneven": (2, "pp=2,first_stage_layers=1"),
     "pp2xvpp2": (2, "pp=2,vpp=2"),
     "ep2": (2, "ep=2"),
+    "tp2xetp2": (2, "tp=2,etp=2"),
     "tp2xep2": (4, "tp=2,ep=2"),
     "tp2xep2xetp2": (4, "tp=2,ep=2,etp=2"),
     "pp2xep2": (4, "pp=2,ep=2"),
     "pp2xtp2": (4, "tp=2,pp=2"),
     "pp2xvpp2xep2": (4, "pp=2,vpp=2,ep=2"),
 }
-COMBINED = {"dp2", "pp2-uneven", "pp2xtp2", "pp2xvpp2xep2"}
+COMBINED = {"dp2", "pp2-uneven", "tp2xetp2", "pp2xtp2", "pp2xvpp2xep2"}
 """Of parts that other layouts have too."""
 layouts = pytest.mark.parametrize(
     "layout", [pytest.param(name, marks=pytest.mark.thorough) if name in COMBINED else name for name in LAYOUTS]

@@ -1,0 +1,105 @@
+"""Where nvcc is, and why it cannot build the CUDA kernels. setup.py and the Makefile run this file by its path: only the standard library.
+
+usage: python toolchain.py      (prints the compiler that will be taken; without one a line that says why, and the status is 1)
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+ARCHS = ("90", "100")
+"""Compute capabilities, times 10, that the kernels are built for unless ASYNCMOE_CUDA_ARCHS says otherwise."""
+CURE = "run: make setup GPU=1, which installs NVIDIA's package of it, or put nvcc on PATH, or set CUDA_HOME"
+_PROBE_S = 120.0
+_STATIC = "libcudart_static.a"
+
+
+def compilers() -> list[Path]:
+    """Every nvcc there is, in the order of choice: in CUDA_HOME, in the packages of this Python, on PATH, in /usr/local/cuda.
+
+    The one of the packages comes before others of the machine, as it has the CUDA version that torch has.
+    """
+    home = os.environ.get("CUDA_HOME")
+    found = [*([shutil.which("nvcc", path=f"{home}/bin")] if home else []), *map(str, _packaged())]
+    found += [shutil.which("nvcc"), shutil.which("nvcc", path="/usr/local/cuda/bin")]
+    return list(dict.fromkeys(Path(path) for path in found if path))
+
+
+def nvcc() -> Path | None:
+    """The first compiler that can build the kernels, else the first of all, else None."""
+    found = compilers()
+    return next((compiler for compiler in found if obstacle(compiler) is None), found[0] if found else None)
+
+
+def architectures(compiler: Path) -> list[str]:
+    """Those of ASYNCMOE_CUDA_ARCHS, else those of ARCHS that `compiler` knows."""
+    if "ASYNCMOE_CUDA_ARCHS" in os.environ:
+        return os.environ["ASYNCMOE_CUDA_ARCHS"].split(";")
+    listing = _run([str(compiler), "--list-gpu-arch"]).stdout.split()
+    return [arch for arch in ARCHS if f"compute_{arch}" in listing]
+
+
+def command(compiler: Path, source: Path, target: Path) -> list[str]:
+    """What compiles a .cu file of the extension."""
+    codes = [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in architectures(compiler)]
+    host = "-Xcompiler=-fPIC,-Wall,-Wextra,-Werror"
+    return [str(compiler), "-c", str(source), "-o", str(target), "-std=c++17", "-O3", "-DASYNCMOE_CUDA", "-Icsrc", *codes, host]
+
+
+def libraries(compiler: Path) -> Path | None:
+    """The directory of the static CUDA runtime of the toolkit `compiler` belongs to; NVIDIA's packages have it in `lib`."""
+    listing = _run([str(compiler), "--dryrun", "-x", "cu", "/dev/null"]).stderr
+    top = next((line.split("TOP=", 1)[1].strip() for line in listing.splitlines() if "TOP=" in line), str(compiler.resolve().parent.parent))
+    candidates = [Path(top) / part for part in ("lib64", "lib", "targets/x86_64-linux/lib", "targets/sbsa-linux/lib")]
+    return next((path for path in candidates if (path / _STATIC).exists()), None)
+
+
+@functools.cache
+def obstacle(compiler: Path | None) -> str | None:
+    """Why the kernels cannot be built, or None when a small file compiles and the runtime is there."""
+    if compiler is None:
+        return "no nvcc in CUDA_HOME, in this Python's packages, on PATH or in /usr/local/cuda"
+    try:
+        if libraries(compiler) is None:
+            return f"{compiler} has no {_STATIC}"
+        if not architectures(compiler):
+            return f"{compiler} knows none of the architectures {', '.join(ARCHS)}"
+        with tempfile.TemporaryDirectory() as folder:
+            source = Path(folder) / "probe.cu"
+            source.write_text("#include <cuda_runtime.h>\n__global__ void probe() {}\n")
+            done = _run(command(compiler, source, Path(folder) / "probe.o"))
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"{compiler} cannot be run: {error}"
+    return None if done.returncode == 0 else f"{compiler} cannot compile a small file: {(done.stderr or done.stdout).strip()[-600:]}"
+
+
+def _packaged() -> list[Path]:
+    """Those of the package nvidia-cuda-nvcc, the newest CUDA first."""
+    folders = [folder for entry in sys.path for folder in (Path(entry) / "nvidia").glob("cu*") if re.fullmatch(r"cu\d+", folder.name)]
+    folders.sort(key=lambda folder: int(folder.name[2:]), reverse=True)
+    return [folder / "bin" / "nvcc" for folder in folders if os.access(folder / "bin" / "nvcc", os.X_OK)]
+
+
+def _run(arguments: Sequence[str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(arguments, capture_output=True, text=True, check=False, timeout=_PROBE_S)
+
+
+def main() -> None:
+    """Say which compiler is taken, or in one line why there is none."""
+    found = nvcc()
+    trouble = obstacle(found)
+    if trouble is not None:
+        sys.exit(f"nvcc: got none that builds the CUDA kernels ({' '.join(trouble.split())}), expected one of CUDA 12 or newer; {CURE}")
+    print(f"CUDA kernels are built with {found}")
+
+
+if __name__ == "__main__":
+    main()

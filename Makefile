@@ -1,24 +1,39 @@
 # Two commands do everything on a fresh Debian or Ubuntu machine with Python 3.11+ and g++:
 #   make demo    install, then train the tiny model asynchronously until it can add (runs/demo)
 #   make test    install, then run the tests
-# On a machine with an NVIDIA GPU:  make demo GPU=1   (CUDA builds of torch and SGLang)
+# On a machine with NVIDIA GPUs:  make demo GPU=1   (CUDA 13 builds of torch, SGLang, Transformer Engine; driver 580 or newer)
 PYTHON ?= python3
-GPU    ?= 0
-# Keys of the demo's configuration to change, e.g. OVERRIDES="run.dir=runs/mine run.steps=20"
-OVERRIDES ?=
-TORCH  := 2.13.0
 TRAIN  := .venv
 ENGINE := .venv-engine
+# 1: builds for CUDA. Unless it is said, what is installed.
+GPU    ?= $(if $(wildcard $(TRAIN)/.begun-gpu1),1,0)
+# Keys of the demo's configuration to change, e.g. OVERRIDES="run.dir=runs/mine run.steps=20"
+OVERRIDES ?=
 NEXT   := .venv-next
 PEERS  := .venv-peers
 PIP    := -m pip install --quiet --disable-pip-version-check
 # Both environments are installed side by side, and the trainer's is linted while the engine's still is.
 MAKEFLAGS += --jobs=2
 
-.PHONY: setup bench-peers demo docs test test-thorough test-unit test-megatron-next sanitize lint clean
+$(if $(filter-out 0 1,$(GPU)),$(error GPU: got $(GPU), expected 0 or 1))
+# Stamps say for which of both was installed: the other one installs anew, into an empty environment.
+INSTALLED := .installed-gpu$(GPU)
+OTHER     := $(if $(filter 1,$(GPU)),0,1)
+BEGUN     := $(TRAIN)/.begun-gpu$(GPU)
+BUILT     := $(TRAIN)/.built-gpu$(GPU)
+TE        := $(TRAIN)/.transformer-engine
+# Versions that both environments share, and with GPU=1 what pip made of them when it was last asked (requirements/resolve.py).
+PINS      := requirements/$(if $(filter 1,$(GPU)),gpu,cpu).txt
+ifeq ($(GPU),1)
+TAG       := $(shell $(PYTHON) -c 'import sys; print("cp%d%d" % sys.version_info[:2])')
+endif
+resolved   = $(if $(filter 1,$(GPU)),$(addprefix -c ,$(wildcard requirements/resolved/$(1)-gpu-$(TAG).txt)))
+emptied    = $(if $(wildcard $(1)-gpu$(OTHER)),--clear )
+
+.PHONY: setup transformer-engine bench-peers demo docs test test-thorough test-unit test-megatron-next sanitize lint clean
 .DELETE_ON_ERROR:
 
-setup: $(TRAIN)/.installed $(TRAIN)/.built $(ENGINE)/.installed
+setup: $(TRAIN)/$(INSTALLED) $(BUILT) $(ENGINE)/$(INSTALLED) $(if $(filter 1,$(GPU)),$(TE))
 
 # Redis (the server is the system's redis-server) and Ray, for PYTHONPATH=.venv-peers/site .venv/bin/asyncmoe bench queue
 bench-peers: setup
@@ -50,7 +65,7 @@ test-unit: setup lint $(TRAIN)/.system
 sanitize: setup
 	PYTHON=$(TRAIN)/bin/python tests/sanitize.sh
 
-lint: $(TRAIN)/.built
+lint: $(BUILT)
 	$(TRAIN)/bin/ruff check .
 	$(TRAIN)/bin/ruff format --check .
 	$(TRAIN)/bin/mypy
@@ -60,37 +75,68 @@ lint: $(TRAIN)/.built
 test-megatron-next: setup $(NEXT)/.installed
 	PYTHONPATH=$(CURDIR)/$(NEXT)/site $(TRAIN)/bin/python -m pytest tests/ranks
 
-$(TRAIN)/.installed: requirements/train.txt requirements/dev.txt requirements/torch.sh
+# What this machine lacks is said in one line before anything large is fetched: both environments wait for this.
+$(BEGUN): requirements/check_python.py requirements/check_gpu.py requirements/nvcc.sh requirements/nvcc.txt $(PINS)
 	@$(PYTHON) requirements/check_python.py
-	$(PYTHON) -m venv $(TRAIN)
-	GPU=$(GPU) requirements/torch.sh $(TRAIN)/bin/python $(TORCH)
-	$(TRAIN)/bin/python $(PIP) -r requirements/train.txt -r requirements/dev.txt
+ifeq ($(GPU),1)
+	@$(PYTHON) requirements/check_gpu.py
+endif
+	$(PYTHON) -m venv $(call emptied,$(TRAIN)/.begun)$(TRAIN)
+ifeq ($(GPU),1)
+	@requirements/nvcc.sh $(TRAIN)/bin/python $(call resolved,trainer)
+endif
 	@touch $@
 
-$(TRAIN)/.built: $(TRAIN)/.installed pyproject.toml setup.py $(wildcard csrc/* csrc/record/*)
-	$(TRAIN)/bin/python $(PIP) --no-build-isolation --no-deps --editable .
+$(TRAIN)/$(INSTALLED): requirements/train.txt requirements/dev.txt requirements/torch.sh $(PINS) | $(BEGUN)
+ifeq ($(GPU),1)
+	@requirements/torch.sh $(TRAIN)/bin/python gpu $(call resolved,trainer)
+	$(TRAIN)/bin/python $(PIP) -c $(PINS) $(call resolved,trainer) -r requirements/train.txt -r requirements/dev.txt
+	@$(TRAIN)/bin/python requirements/check_torch.py
+else
+	requirements/torch.sh $(TRAIN)/bin/python cpu
+	$(TRAIN)/bin/python $(PIP) -r requirements/train.txt -r requirements/dev.txt
+endif
+	@touch $@
+
+$(BUILT): $(TRAIN)/$(INSTALLED) pyproject.toml setup.py $(wildcard csrc/* csrc/record/*)
+	$(if $(filter 1,$(GPU)),ASYNCMOE_CUDA=1 )$(TRAIN)/bin/python $(PIP) --no-build-isolation --no-deps --editable .
+	@touch $@
+
+# Without it the trainer is slower; that it cannot be had stops nothing. By its name it is tried again.
+ifeq ($(GPU),1)
+transformer-engine: $(TRAIN)/$(INSTALLED)
+	@rm -f $(TE)
+	@$(MAKE) --no-print-directory GPU=1 $(TE)
+else
+transformer-engine:
+	@echo "Transformer Engine: got GPU=0, expected an installation for GPUs; run: make setup GPU=1" >&2; exit 1
+endif
+
+$(TE): requirements/transformer-engine.txt requirements/transformer_engine.sh $(TRAIN)/$(INSTALLED) | $(BUILT)
+	@requirements/transformer_engine.sh $(TRAIN)/bin/python $(TRAIN)/transformer-engine.log $(call resolved,trainer)
 	@touch $@
 
 # Debian packages that some tests want; without them these are skipped.
-$(TRAIN)/.system: $(TRAIN)/.installed requirements/system.sh
+$(TRAIN)/.system: $(TRAIN)/$(INSTALLED) requirements/system.sh
 	requirements/system.sh
 	@touch $@
 
 # SGLang pins other versions than the trainer wants, so it has an environment of its own; the .pth file shows it this checkout.
-$(ENGINE)/.installed: requirements/engine-cpu.txt requirements/engine-cpu-nodeps.txt requirements/torch.sh
-	@$(PYTHON) requirements/check_python.py
-	$(PYTHON) -m venv $(ENGINE)
+$(ENGINE)/$(INSTALLED): requirements/engine-$(if $(filter 1,$(GPU)),gpu,cpu).txt requirements/engine-cpu-nodeps.txt requirements/torch.sh $(PINS) | $(BEGUN)
+	$(PYTHON) -m venv $(call emptied,$(ENGINE)/.installed)$(ENGINE)
 ifeq ($(GPU),1)
-	$(ENGINE)/bin/python $(PIP) sglang==0.5.23
+	@requirements/torch.sh $(ENGINE)/bin/python gpu $(call resolved,engine)
+	$(ENGINE)/bin/python $(PIP) -c $(PINS) $(call resolved,engine) -r requirements/engine-gpu.txt
+	@$(ENGINE)/bin/python requirements/check_torch.py
 else
-	GPU=0 requirements/torch.sh $(ENGINE)/bin/python $(TORCH)
+	requirements/torch.sh $(ENGINE)/bin/python cpu
 	$(ENGINE)/bin/python $(PIP) -r requirements/engine-cpu.txt
 	$(ENGINE)/bin/python $(PIP) --no-deps -r requirements/engine-cpu-nodeps.txt
 endif
 	echo $(CURDIR) > $$($(ENGINE)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/asyncmoe.pth
 	@touch $@
 
-$(NEXT)/.installed: $(TRAIN)/.installed
+$(NEXT)/.installed: $(TRAIN)/$(INSTALLED)
 	$(TRAIN)/bin/python $(PIP) --no-deps --ignore-requires-python --target $(NEXT)/site megatron-core==0.19.2 triton
 	@touch $@
 

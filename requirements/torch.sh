@@ -1,9 +1,30 @@
 #!/usr/bin/env bash
-# Install torch VERSION into the environment of PYTHON: the CPU build wherever pip can get one, unless GPU=1.
+# Install the torch of KIND.txt into the environment of PYTHON. cpu: the CPU build wherever pip can get one. gpu: a CUDA build or nothing.
+# usage: torch.sh PYTHON cpu|gpu [FURTHER ARGUMENTS OF PIP...]
 set -euo pipefail
-python=$1 version=$2
-install() { "$python" -m pip install --quiet --disable-pip-version-check "$1"; }
-if [ "${GPU:-0}" != 1 ] && install "torch==$version+cpu" 2>/dev/null; then
-  exit 0
+python=$1 kind=$2
+shift 2
+folder=$(cd "$(dirname "$0")" && pwd)
+version=$(sed -n 's/^torch==//p' "$folder/$kind.txt")
+pip() { "$python" -m pip install --quiet --disable-pip-version-check "$@"; }
+# The version that pip would take for a requirement, with its local part; nothing where there is none.
+offered() {
+  pip --dry-run --no-deps --ignore-installed --report - "$1" 2> /dev/null \
+    | "$python" -c 'import json, sys; print(json.load(sys.stdin)["install"][0]["metadata"]["version"])' 2> /dev/null || true
+}
+
+if [ "$kind" = cpu ]; then
+  pip "$@" "torch==$version+cpu" 2> /dev/null || pip "$@" "torch==$version"
+  exit
 fi
-install "torch==$version"
+# `==` prefers local versions, so a second index with CPU builds would win; `===` leaves those out.
+wanted="torch===$version"
+if [ -z "$(offered "$wanted")" ]; then
+  wanted="torch==$version"
+  found=$(offered "$wanted")
+  if [[ $found == *+cpu* ]]; then
+    "$python" -c 'import runpy, sys; sys.exit(runpy.run_path(sys.argv[1])["offered"](sys.argv[2]))' "$folder/check_torch.py" "$found"
+  fi
+fi
+pip -c "$folder/gpu.txt" "$@" "$wanted"
+"$python" "$folder/check_torch.py"

@@ -221,9 +221,9 @@ def test_the_picture_is_one() -> None:
 
 @functools.cache
 def said() -> str:
-    """Every text in the code, one a line, with "…" for what is filled in; and the sources in C++ as they are."""
-    found = [path.read_text() for path in (ROOT / "csrc").rglob("*.cpp")]
-    for path in (ROOT / "asyncmoe").rglob("*.py"):
+    """Every text in the code, one a line, with "…" for what is filled in; and the sources in C++ and of the shell as they are."""
+    found = [path.read_text() for path in [*(ROOT / "csrc").rglob("*.cpp"), *(ROOT / "requirements").glob("*.sh")]]
+    for path in [*(ROOT / "asyncmoe").rglob("*.py"), *(ROOT / "requirements").glob("*.py")]:
         tree = ast.parse(path.read_text())
         docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
         for node in ast.walk(tree):

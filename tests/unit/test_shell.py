@@ -26,7 +26,7 @@ SCRIPTS = [
 
 
 def test_all_of_them_are_found() -> None:
-    assert {"slurm/train.sbatch", "slurm/environment.sh", "requirements/torch.sh", ".ci/run"} <= set(SCRIPTS)
+    assert {"slurm/train.sbatch", "slurm/environment.sh", "requirements/torch.sh", "requirements/nvcc.sh", ".ci/run"} <= set(SCRIPTS)
 
 
 @pytest.mark.parametrize("script", SCRIPTS)

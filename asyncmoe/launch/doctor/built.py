@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from asyncmoe.launch.doctor import verdict, versions
+from asyncmoe.launch.doctor import drivers, verdict, versions
 from asyncmoe.launch.doctor.environment import Python
 from asyncmoe.launch.doctor.facts import Machine
 from asyncmoe.launch.doctor.verdict import Verdict
 
-REBUILD = "build it again: rm -f .venv/.built; make setup"
+REBUILD = "build it again: rm -f .venv/.built*; make setup"
 
 
 def extension(machine: Machine) -> Verdict:
@@ -20,7 +20,7 @@ def extension(machine: Machine) -> Verdict:
     if machine.nvidia.present and not found.cuda:
         return verdict.error(
             "built without CUDA kernels, on a machine with GPUs",
-            "put nvcc on PATH or set CUDA_HOME, then " + REBUILD.replace("make", "ASYNCMOE_CUDA=1 make"),
+            f"{REBUILD} GPU=1, which brings nvcc and insists on the kernels",
         )
     kernels = "with CUDA kernels" if found.cuda else "without CUDA kernels, as there is no GPU"
     if machine.sources and not found.built_from:
@@ -48,7 +48,7 @@ def nccl(machine: Machine) -> Verdict:
         told = ", ".join(f"{versions.nccl(number)} in {who}" for who, number in versions_of.items())
         return verdict.error(
             f"{told}; NCCL refuses ranks of different versions",
-            "install the same nvidia-nccl package in both, or take sync.transport: gloo or ipc",
+            "run: make setup GPU=1, which installs the same in both (requirements/gpu.txt)",
         )
     library = machine.trainer.nccl
     return verdict.ok(f"{versions.nccl(next(iter(versions_of.values())))} ({library.library if library else ''})")
@@ -75,11 +75,11 @@ def _suits(who: str, side: Python, newest: int) -> Verdict:
     if side.torch is None:
         return verdict.warning(f"unknown: {who} torch cannot be imported", "see the lines torch and engine-python")
     if side.torch.cuda is None:
-        return verdict.error(f"{who} torch {side.torch.version} is a build for the CPU", "run: make clean; make setup GPU=1")
+        return verdict.error(f"{who} torch {side.torch.version} is a build for the CPU", "run: make setup GPU=1")
     built, driver = versions.cuda_number(side.torch.cuda), versions.cuda(newest)
     told = f"{who} torch is built for CUDA {side.torch.cuda}, the driver takes up to {driver}"
     if built // 1000 > newest // 1000 and not side.torch.devices:
-        return verdict.error(told, f"update NVIDIA's driver, or install a torch for CUDA {newest // 1000}")
+        return verdict.error(told, drivers.cure(built // 1000))
     if side.torch.trouble is not None:
         return verdict.error(f"{who} torch cannot use the GPUs: {side.torch.trouble}", "mend that first; nvidia-smi and dmesg say more")
     if built > newest:

@@ -9,6 +9,8 @@ from asyncmoe.launch.doctor.verdict import Verdict
 
 _OWN_LINE = frozenset({"torch", "megatron-core"})
 """Requirements of the trainer with a check of their own."""
+_BUILD_TE = "run: make transformer-engine GPU=1"
+"""Not pip alone: it would build the part for torch against another torch than the one that is installed."""
 
 
 def python(machine: Machine) -> Verdict:
@@ -39,16 +41,17 @@ def transformer_engine(machine: Machine) -> Verdict:
         if not machine.nvidia.present:
             return verdict.absent("not installed; without a GPU it is not used")
         return verdict.warning(
-            "not installed: layers and optimizer are Megatron's slower ones", f"install it: {_pip(machine, name, '[pytorch]')}"
+            "not installed: layers and optimizer are Megatron's slower ones",
+            f"{_BUILD_TE}; .venv/transformer-engine.log says why it failed",
         )
-    if found := declared(machine, machine.trainer, name, _pip(machine, name, "[pytorch]")):
+    if found := declared(machine, machine.trainer, name, _BUILD_TE):
         return found
     version = machine.trainer.packages[name]
     if not machine.nvidia.present:
         return verdict.ok(f"{version}; without a GPU it is not used")
     if not machine.trainer.transformer_engine:
         why = machine.trainer.unfinished or "torch could not be imported before it"
-        return verdict.error(f"{version} cannot be imported: {why}", "install one that was built for this torch and CUDA, or uninstall it")
+        return verdict.error(f"{version} cannot be imported: {why}", f"{_BUILD_TE} to build it for this torch and CUDA, or uninstall it")
     return verdict.ok(version)
 
 
@@ -137,8 +140,8 @@ def _imported(where: Python) -> Verdict:
     return verdict.ok(where.torch.version + (f" for CUDA {where.torch.cuda}" if where.torch.cuda else ", for the CPU"))
 
 
-def _pip(machine: Machine, name: str, extra: str = "") -> str:
-    return f'{machine.trainer.executable} -m pip install "{name}{extra}{machine.requirements.get(name, "")}"'
+def _pip(machine: Machine, name: str) -> str:
+    return f'{machine.trainer.executable} -m pip install "{name}{machine.requirements.get(name, "")}"'
 
 
 def _gpu(machine: Machine) -> str:

@@ -1,0 +1,62 @@
+"""Say in one line when the torch of the Python that runs this is not the CUDA build, or NCCL not the version, of gpu.txt."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import re
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+CURE = (
+    "look for an index of other builds in `pip config list` and in PIP_INDEX_URL, PIP_EXTRA_INDEX_URL and PIP_FIND_LINKS; without it "
+    "(PIP_CONFIG_FILE=/dev/null leaves out pip's files) run: make setup GPU=1"
+)
+
+
+def pins() -> dict[str, str]:
+    """Versions by name."""
+    text = (Path(__file__).resolve().parent / "gpu.txt").read_text()
+    return dict(re.findall(r"^([\w-]+)==([\w.]+)$", text, re.MULTILINE))
+
+
+def refusal(version: str, cuda: str | None, nccl: str | None, wanted: Mapping[str, str]) -> str | None:
+    """What is wrong with an installed torch.
+
+    Args:
+        version: of torch, with the local part (2.14.1+cpu).
+        cuda: what it was built for (13.0); None: a CPU build.
+        nccl: the version of the installed package nvidia-nccl-cu13.
+        wanted: the pins.
+    """
+    major = wanted["cuda-toolkit"].split(".")[0]
+    if version.split("+")[0] != wanted["torch"] or cuda is None or cuda.split(".")[0] != major:
+        return (
+            f"torch: got {version}, built for {f'CUDA {cuda}' if cuda else 'the CPU'}, expected {wanted['torch']} for CUDA {major}; {CURE}"
+        )
+    if nccl != wanted["nvidia-nccl-cu13"]:
+        return f"nvidia-nccl-cu13: got {nccl or 'none'}, expected {wanted['nvidia-nccl-cu13']}, as in both environments; {CURE}"
+    return None
+
+
+def offered(version: str) -> str | None:
+    """What is wrong with a torch that pip would install, before it is fetched."""
+    return refusal(version, None, None, pins())
+
+
+def main() -> None:
+    try:
+        import torch
+    except (ImportError, OSError) as error:
+        why = str(error).splitlines()[0]
+        sys.exit(f"torch: got one that cannot be imported ({why}), expected a CUDA build; run: make clean; make setup GPU=1")
+    try:
+        nccl = importlib.metadata.version("nvidia-nccl-cu13")
+    except importlib.metadata.PackageNotFoundError:
+        nccl = None
+    if why := refusal(torch.__version__, torch.version.cuda, nccl, pins()):
+        sys.exit(why)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,319 @@
+"""What `make setup GPU=1` does, in which order, and what it refuses: with stand-ins for driver, nvcc, pip's index and torch."""
+
+from __future__ import annotations
+
+import os
+import runpy
+import shutil
+import subprocess
+import sys
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncmoe.launch.doctor.gathering import toolchain
+
+ROOT = Path(__file__).parents[2]
+FOLDER = ROOT / "requirements"
+GPU: dict[str, Any] = runpy.run_path(str(FOLDER / "check_gpu.py"))
+TORCH: dict[str, Any] = runpy.run_path(str(FOLDER / "check_torch.py"))
+PINS = TORCH["pins"]()
+VERSION = PINS["torch"]
+
+
+def run(*command: object, cwd: Path = ROOT, env: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    whole = {name: value for name, value in os.environ.items() if not name.startswith(("PIP_", "MAKE", "MFLAGS", "GPU"))} | dict(env or {})
+    return subprocess.run(list(map(str, command)), cwd=cwd, env=whole, capture_output=True, text=True, timeout=120, check=False)
+
+
+def program(path: Path, text: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"#!/bin/bash\n{text}\n")
+    path.chmod(0o755)
+    return path
+
+
+# ---------------------------------------------------------------- the order of commands
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    """A checkout in which nothing is installed."""
+    for name in ("Makefile", "pyproject.toml", "setup.py"):
+        shutil.copy(ROOT / name, tmp_path / name)
+    shutil.copytree(FOLDER, tmp_path / "requirements")
+    return tmp_path
+
+
+def commands(tree: Path, *arguments: str) -> list[str]:
+    done = run("make", "--dry-run", "--no-print-directory", "setup", *arguments, cwd=tree)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+def installed(tree: Path, gpu: int) -> None:
+    """As after a whole `make setup`."""
+    stamps = [f".venv/.begun-gpu{gpu}", f".venv/.installed-gpu{gpu}", f".venv-engine/.installed-gpu{gpu}", f".venv/.built-gpu{gpu}"]
+    for stamp in [*stamps, *([".venv/.transformer-engine"] if gpu else [])]:
+        (tree / stamp).parent.mkdir(exist_ok=True)
+        (tree / stamp).touch()
+
+
+def place(lines: list[str], *words: str) -> int:
+    """Of the one line that has all the words."""
+    (found,) = [index for index, line in enumerate(lines) if all(word in line for word in words)]
+    return found
+
+
+@pytest.mark.parametrize("before", ["fresh", "for the CPU"])
+def test_all_that_can_be_missing_is_looked_for_before_anything_large_is_fetched(tree: Path, before: str) -> None:
+    if before != "fresh":
+        installed(tree, 0)
+    lines = commands(tree, "GPU=1")
+    checks = [
+        place(lines, "check_python.py"),
+        place(lines, "check_gpu.py"),
+        [line.endswith(" .venv") for line in lines].index(True),
+        place(lines, "nvcc.sh"),
+    ]
+    large = [place(lines, "torch.sh .venv/"), place(lines, "torch.sh .venv-engine/"), place(lines, "engine-gpu.txt")]
+    assert checks == sorted(checks)
+    assert max(checks) < min(large)
+    assert large[1] < large[2] < place(lines, ".venv-engine/bin/python requirements/check_torch.py")
+    built = place(lines, "--editable .")
+    assert lines[built].startswith("ASYNCMOE_CUDA=1 .venv/bin/python")
+    assert large[0] < place(lines, "train.txt") < place(lines, ".venv/bin/python requirements/check_torch.py") < built
+    assert built < place(lines, "transformer_engine.sh")
+    assert [("--clear" in line) for line in lines if "-m venv" in line] == [before != "fresh"] * 2, "CPU builds do not stay beside others"
+
+
+def test_both_environments_are_held_to_the_same_pins_and_to_what_pip_resolved(tree: Path) -> None:
+    tag = f"cp{sys.version_info[0]}{sys.version_info[1]}"
+    lines = commands(tree, "GPU=1", f"PYTHON={sys.executable}")
+    for environment, words in (("trainer", ("train.txt",)), ("engine", ("engine-gpu.txt",))):
+        line = lines[place(lines, *words)]
+        assert "-c requirements/gpu.txt" in line
+        assert f"-c requirements/resolved/{environment}-gpu-{tag}.txt" in line
+    assert not [line for line in lines if "cpu.txt" in line or ("torch.sh" in line and " gpu" not in line)]
+
+
+def test_what_is_installed_stays_and_is_remembered(tree: Path) -> None:
+    for gpu in (0, 1):
+        installed(tree, gpu)
+        for arguments in ((), (f"GPU={gpu}",)):
+            assert not [line for line in commands(tree, *arguments) if "pip" in line or ".sh" in line or "venv" in line]
+
+
+def test_without_a_word_about_gpus_builds_for_the_cpu_are_installed(tree: Path) -> None:
+    lines = commands(tree)
+    assert not [line for line in lines if "gpu.txt" in line or "ASYNCMOE_CUDA=1" in line or "check_gpu" in line]
+    assert place(lines, "torch.sh .venv/bin/python cpu") < place(lines, "train.txt")
+
+
+def test_another_word_about_gpus_is_refused(tree: Path) -> None:
+    done = run("make", "--dry-run", "setup", "GPU=yes", cwd=tree)
+    assert done.returncode == 2
+    assert "GPU: got yes, expected 0 or 1" in done.stderr
+
+
+# ---------------------------------------------------------------- the driver
+
+
+def preflight(folder: Path, smi: str | None, cuda: int) -> subprocess.CompletedProcess[str]:
+    """check_gpu.py on a machine whose nvidia-smi is a script, and whose libcuda takes a CUDA version."""
+    if smi is not None:
+        program(folder / "bin" / "nvidia-smi", smi)
+    source = folder / "cuda.c"
+    source.write_text(f"int cuDriverGetVersion(int *version) {{ *version = {cuda}; return 0; }}\n")
+    built = run("gcc", "-shared", "-fPIC", "-o", folder / "libcuda.so.1", source)
+    assert built.returncode == 0, built.stderr
+    return run(sys.executable, FOLDER / "check_gpu.py", env={"PATH": str(folder / "bin"), "LD_LIBRARY_PATH": str(folder)})
+
+
+def test_a_driver_too_old_is_refused_in_one_line(tmp_path: Path) -> None:
+    done = preflight(tmp_path, "echo 550.54.15; echo 550.54.15", 12040)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith("NVIDIA's driver: got 550.54.15, for CUDA 12.4, expected 580 or newer: GPU=1 installs CUDA 13 only")
+    assert "cuda-compat-13-0" in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(("smi", "cuda"), [("echo 580.65.06", 13000), ("echo 615.10", 13050), ("echo 550.54.15", 13000)])
+def test_a_driver_that_does_is_not_mentioned(tmp_path: Path, smi: str, cuda: int) -> None:
+    done = preflight(tmp_path, smi, cuda)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+@pytest.mark.parametrize("smi", [None, "echo 'NVIDIA-SMI has failed because ...' >&2; exit 9"])
+def test_a_machine_without_a_driver_prepares_for_others_and_says_so(tmp_path: Path, smi: str | None) -> None:
+    done = preflight(tmp_path, smi, 0)
+    assert done.returncode == 0
+    assert ("nvidia-smi" in done.stderr, "has failed because" in done.stderr) == (smi is None, smi is not None)
+    assert done.stderr.startswith("GPU=1: no driver of NVIDIA's answers here (")
+    assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("driver", "newest", "refused"),
+    [("535.183.01", 12020, True), ("535.183.01", None, True), ("580.1", None, False), ("575.57", 12090, True), (None, None, False)],
+)
+def test_which_drivers_are_refused(driver: str | None, newest: int | None, refused: bool) -> None:
+    assert (GPU["refusal"](GPU["Facts"](driver, "", newest), 13) is not None) == refused
+
+
+# ---------------------------------------------------------------- nvcc
+
+
+def test_nvcc_is_found_in_the_packages_of_this_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for cuda in ("cu12", "cu13"):
+        program(tmp_path / "site" / "nvidia" / cuda / "bin" / "nvcc", "true")
+    on_path = program(tmp_path / "bin" / "nvcc", "true")
+    monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path / "site")])
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    monkeypatch.delenv("CUDA_HOME", raising=False)
+    packaged = [path for path in toolchain.compilers() if tmp_path in path.parents]
+    assert packaged == [tmp_path / "site/nvidia/cu13/bin/nvcc", tmp_path / "site/nvidia/cu12/bin/nvcc", on_path]
+    chosen = program(tmp_path / "cuda" / "bin" / "nvcc", "true")
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path / "cuda"))
+    assert toolchain.compilers()[0] == chosen
+
+
+def test_the_runtime_is_found_in_the_packages(tmp_path: Path) -> None:
+    top = tmp_path / "nvidia" / "cu13"
+    compiler = program(top / "bin" / "nvcc", f'echo "#\\$ TOP={top}/bin/.." >&2')
+    assert toolchain.libraries(compiler) is None
+    (top / "lib").mkdir()
+    (top / "lib" / "libcudart_static.a").touch()
+    assert toolchain.libraries(compiler) == top / "bin" / ".." / "lib"
+
+
+def test_a_broken_nvcc_gives_way_to_one_that_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    broken, works = tmp_path / "broken", tmp_path / "works"
+    monkeypatch.setattr(toolchain, "compilers", lambda: [broken, works])
+    monkeypatch.setattr(toolchain, "obstacle", lambda compiler: None if compiler == works else "cannot")
+    assert toolchain.nvcc() == works
+
+
+@pytest.mark.parametrize("there", [False, True])
+def test_without_an_nvcc_that_works_one_line_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, there: bool) -> None:
+    compiler = program(tmp_path / "nvcc", "echo 'unsupported GNU version' >&2; exit 1")
+    monkeypatch.setattr(toolchain, "compilers", lambda: [compiler] if there else [])
+    with pytest.raises(SystemExit) as refused:
+        toolchain.main()
+    text = str(refused.value)
+    assert text.startswith("nvcc: got none that builds the CUDA kernels (" + (f"{compiler} has no libcudart" if there else "no nvcc in"))
+    assert "make setup GPU=1" in text
+    assert "\n" not in text
+
+
+# ---------------------------------------------------------------- torch
+
+
+def wheel(folder: Path, name: str, version: str, files: Mapping[str, str], needs: str | None = None) -> None:
+    stem = f"{name.replace('-', '_')}-{version}"
+    about = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n" + (f"Requires-Dist: {needs}\n" if needs else "")
+    with zipfile.ZipFile(folder / f"{stem}-py3-none-any.whl", "w") as archive:
+        for path, text in files.items():
+            archive.writestr(path, text)
+        archive.writestr(f"{stem}.dist-info/METADATA", about)
+        archive.writestr(f"{stem}.dist-info/WHEEL", "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        archive.writestr(f"{stem}.dist-info/RECORD", "")
+
+
+def torch_wheel(folder: Path, version: str, cuda: str | None) -> None:
+    text = f"class version:\n    cuda = {cuda!r}\n__version__ = {version!r}\n"
+    nccl = PINS["nvidia-nccl-cu13"]
+    wheel(folder, "nvidia-nccl-cu13", nccl, {})
+    wheel(folder, "torch", version, {"torch/__init__.py": text}, f"nvidia-nccl-cu13=={nccl}" if cuda else None)
+
+
+def install_torch(folder: Path) -> tuple[subprocess.CompletedProcess[str], Path]:
+    """requirements/torch.sh with pip's index in a folder; what it installs goes into another, never into an environment."""
+    target = folder / "site"
+    pip = {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(folder), "PIP_TARGET": str(target), "PIP_CONFIG_FILE": os.devnull}
+    done = run(FOLDER / "torch.sh", sys.executable, "gpu", env={**pip, "PYTHONPATH": str(target), "PIP_NO_CACHE_DIR": "1"})
+    return done, target
+
+
+def test_of_builds_for_cuda_and_cpu_the_one_for_cuda_is_installed(tmp_path: Path) -> None:
+    torch_wheel(tmp_path, VERSION, "13.0")
+    torch_wheel(tmp_path, f"{VERSION}+cpu", None)
+    done, target = install_torch(tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "cuda = '13.0'" in (target / "torch" / "__init__.py").read_text()
+
+
+def test_an_index_that_has_cpu_builds_only_is_refused_before_anything_is_fetched(tmp_path: Path) -> None:
+    torch_wheel(tmp_path, f"{VERSION}+cpu", None)
+    done, target = install_torch(tmp_path)
+    assert done.returncode == 1
+    assert done.stderr.startswith(f"torch: got {VERSION}+cpu, built for the CPU, expected {VERSION} for CUDA 13; look for an index")
+    assert done.stderr.count("\n") == 1
+    assert not target.exists()
+
+
+def test_a_cpu_build_without_a_name_is_refused_when_it_is_there(tmp_path: Path) -> None:
+    torch_wheel(tmp_path, VERSION, None)
+    done, _ = install_torch(tmp_path)
+    assert done.returncode == 1
+    assert done.stderr.startswith(f"torch: got {VERSION}, built for the CPU, expected {VERSION} for CUDA 13")
+    assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("version", "cuda", "nccl", "told"),
+    [
+        (f"{VERSION}+cu130", "13.0", PINS["nvidia-nccl-cu13"], None),
+        (f"{VERSION}+cu126", "12.6", PINS["nvidia-nccl-cu13"], "built for CUDA 12.6"),
+        ("2.13.0+cu130", "13.0", PINS["nvidia-nccl-cu13"], "got 2.13.0+cu130"),
+        (VERSION, "13.0", "2.29.7", f"nvidia-nccl-cu13: got 2.29.7, expected {PINS['nvidia-nccl-cu13']}"),
+        (VERSION, "13.0", None, "nvidia-nccl-cu13: got none"),
+    ],
+)
+def test_which_torch_is_refused(version: str, cuda: str | None, nccl: str | None, told: str | None) -> None:
+    why = TORCH["refusal"](version, cuda, nccl, PINS)
+    assert why is None if told is None else told in why
+
+
+# ---------------------------------------------------------------- Transformer Engine
+
+
+def build_te(folder: Path, fails: str) -> tuple[subprocess.CompletedProcess[str], list[str]]:
+    """transformer_engine.sh with a Python that writes down what it is asked, and fails at one thing."""
+    record = folder / "asked"
+    python = program(
+        folder / "bin" / "python",
+        f'echo "$NVTE_PYTORCH_FORCE_BUILD $NVTE_BUILD_USE_NVIDIA_WHEELS jobs=$MAX_JOBS home=$CUDA_HOME $*" >> {record}\n'
+        f"case \"$*\" in *{fails}*) echo 'error: cudnn.h: No such file' >&2; exit 1;; esac",
+    )
+    done = run(FOLDER / "transformer_engine.sh", python, folder / "log", "-c", "more.txt", env={"CUDA_HOME": "/elsewhere"})
+    return done, record.read_text().splitlines()
+
+
+def test_transformer_engine_is_built_against_the_torch_that_is_there(tmp_path: Path) -> None:
+    done, asked = build_te(tmp_path, "nothing")
+    assert done.returncode == 0
+    wheels, source, check = asked
+    assert "-c more.txt" in wheels
+    assert wheels.endswith("transformer-engine.txt")
+    assert "--no-build-isolation --no-deps transformer-engine-torch" in source
+    assert f"-c {FOLDER}/gpu.txt" in source
+    assert source.startswith("TRUE 1 jobs=")
+    assert 1 <= int(source.split("jobs=")[1].split()[0]) <= (os.cpu_count() or 1)
+    assert "home= " in source, "the CUDA of the packages, not another one"
+    assert check.endswith("check_transformer_engine.py")
+
+
+@pytest.mark.parametrize("fails", ["transformer-engine.txt", "transformer-engine-torch", "check_transformer_engine"])
+def test_without_transformer_engine_the_setup_goes_on_and_nothing_of_it_stays(tmp_path: Path, fails: str) -> None:
+    done, asked = build_te(tmp_path, fails)
+    assert done.returncode == 0
+    told = done.stderr.splitlines()[-1]
+    assert told.startswith(
+        f"Transformer Engine: got none (error: cudnn.h: No such file), expected {PINS['transformer-engine']}; the trainer uses"
+    )
+    assert f"{tmp_path / 'log'} says and run: make transformer-engine GPU=1" in told
+    assert "uninstall --quiet --yes transformer-engine transformer-engine-cu13 transformer-engine-torch" in asked[-1]

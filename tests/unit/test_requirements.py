@@ -1,0 +1,94 @@
+"""What GPU=1 installs: pip's answers that are checked in agree with each other, with the pins, and with what SGLang asks for."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import re
+import runpy
+from pathlib import Path
+from typing import Any
+
+import pytest
+from packaging.requirements import Requirement
+
+ROOT = Path(__file__).parents[2]
+FOLDER = ROOT / "requirements"
+RESOLVE: dict[str, Any] = runpy.run_path(str(FOLDER / "resolve.py"))
+PYTHONS = ("cp311", "cp312")
+LISTS = [f"{name}-gpu-{tag}" for name in ("trainer", "engine") for tag in PYTHONS]
+ONLY_SOURCE = {"transformer-engine-torch"}
+"""pip resolves wheels only, and this package has none: requirements/transformer_engine.sh builds it."""
+
+
+def versions(path: Path) -> dict[str, str]:
+    """Those of a list or of constraints."""
+    return dict(re.findall(r"^([\w.-]+)==(\S+)$", path.read_text(), re.MULTILINE))
+
+
+def resolved(name: str) -> dict[str, str]:
+    return versions(FOLDER / "resolved" / f"{name}.txt")
+
+
+def names(file: str) -> set[str]:
+    """Packages that a file of requirements asks for."""
+    lines = [line for line in (FOLDER / file).read_text().splitlines() if line and not line.startswith("#")]
+    return {RESOLVE["normalised"](Requirement(line).name) for line in lines}
+
+
+PINS = versions(FOLDER / "gpu.txt")
+
+
+@pytest.mark.parametrize("name", LISTS)
+def test_a_list_holds_all_that_is_asked_for_at_the_pinned_versions(name: str) -> None:
+    found = resolved(name)
+    files = RESOLVE["ENVIRONMENTS"][name.split("-")[0]]
+    assert {package for file in files for package in names(file)} <= set(found)
+    assert {package: found[package] for package in PINS if package in found} == {p: v for p, v in PINS.items() if p in found}
+    for file in files:
+        exact = {RESOLVE["normalised"](package): version for package, version in versions(FOLDER / file).items()}
+        assert {package: found[package] for package in exact} == exact, file
+    absent = set(PINS) - set(found)
+    assert absent <= (ONLY_SOURCE if name.startswith("trainer") else {p for p in PINS if p.startswith("transformer-engine")})
+
+
+def test_all_lists_have_the_same_torch_nccl_and_cuda() -> None:
+    """NCCL refuses ranks of two versions, and torch loads the one of its own package. CUTLASS's Python may differ."""
+    lists = [resolved(name) for name in LISTS]
+    shared = set.intersection(*map(set, lists))
+    stack = {name for name in shared if name in ("torch", "triton", "cuda-toolkit") or re.match("nvidia-(?!cutlass)", name)}
+    assert {"torch", "triton", "nvidia-nccl-cu13", "nvidia-cuda-runtime", "nvidia-cublas", "nvidia-cudnn-cu13", "nvidia-cuda-nvcc"} <= stack
+    assert {name: {found[name] for found in lists} for name in stack} == {name: {lists[0][name]} for name in stack}
+
+
+def test_nothing_of_another_cuda_is_in_a_list() -> None:
+    for name in LISTS:
+        found = resolved(name)
+        assert not [package for package in found if re.search(r"cu1[12]\b", package) and not package.startswith("nvidia-cutlass")]
+        assert not [package for package, version in found.items() if "+" in version], "a local build is of one machine"
+
+
+def test_the_pins_are_those_sglang_asks_for() -> None:
+    """The SGLang that is installed here, on the CPU, declares the same as on a GPU: this torch, and CUDA 13 in several packages."""
+    site = next((ROOT / ".venv-engine").glob("lib/python3*/site-packages"), None)
+    if site is None:
+        pytest.skip("no .venv-engine")
+    (sglang,) = importlib.metadata.distributions(name="sglang", path=[str(site)])
+    assert f"sglang=={sglang.version}" in (FOLDER / "engine-gpu.txt").read_text().splitlines()
+    asked = [Requirement(line) for line in sglang.requires or []]
+    here = [wanted for wanted in asked if wanted.marker is None or wanted.marker.evaluate({"extra": ""})]
+    assert [str(wanted.specifier) for wanted in here if wanted.name == "torch"] == [f"=={PINS['torch']}"]
+    only_13 = {wanted.name for wanted in here if "cu13" in wanted.extras or wanted.name.endswith("-cu13")}
+    assert len(only_13) >= 3, "there may be a set for CUDA 12 now: see requirements/gpu.txt and docs/troubleshooting.md"
+
+
+def test_one_sglang_is_asked_for_everywhere() -> None:
+    said = [line for file in FOLDER.glob("engine-*.txt") for line in file.read_text().splitlines() if line.startswith("sglang")]
+    assert set(said) == {"sglang==0.5.23"}
+    assert 'engine = ["sglang==0.5.23"]' in (ROOT / "pyproject.toml").read_text()
+
+
+def test_torch_is_in_no_other_file() -> None:
+    for file in FOLDER.glob("*.txt"):
+        if file.name not in ("cpu.txt", "gpu.txt"):
+            assert not names(file.name) & {"torch", "nvidia-nccl-cu13"}, file
+    assert not re.search(r"torch==|nccl-cu13==", (ROOT / "Makefile").read_text())

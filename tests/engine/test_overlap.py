@@ -291,7 +291,7 @@ def test_a_write_during_a_step_and_a_step_processed_unnoticed_end_the_server(sta
     load = start(how)
 
     def use() -> None:
-        load.rig.run(load.updates(30))
+        load.rig.run(load.updates(5))
         alive(load)
 
     with pytest.raises((AsyncmoeError, RuntimeError)):  # of the engine, or of the broadcast to it

@@ -146,7 +146,7 @@ def test_with_another_sglang_the_schedule_is_off_and_the_log_says_so(
     assert overlap.checked(["--tp", "2"]) == ["--tp", "2", "--disable-overlap-schedule"]
     said = capsys.readouterr().out
     assert said.count("\n") == 1
-    assert said.startswith("the overlap schedule is off: scheduler.py of sglang has others than 0.5.23")
+    assert said.startswith("the overlap schedule is off: sglang's scheduler.py differs from 0.5.23's in Scheduler._advance")
     assert "Scheduler.pause_generation" in said
     assert overlap.checked(["--disable-overlap-schedule"]) == ["--disable-overlap-schedule"]
     assert capsys.readouterr().out == ""

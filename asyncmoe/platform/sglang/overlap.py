@@ -58,7 +58,7 @@ KNOWN: Mapping[str, str] = {
     "Scheduler.run_event_loop": "02edf60f593a",
     "_dispatch_event_loop_once": "4220153895a2",
 }
-"""Function -> its fingerprint in the releases (0.5.23) that `settle` was written for."""
+"""Function -> its fingerprint in sglang 0.5.23, for which `settle` was written."""
 
 
 @lru_cache
@@ -72,7 +72,7 @@ def obstacle() -> str:
         differs = differences(fingerprints(path.read_text()))
     except (OSError, SyntaxError, UnicodeDecodeError) as error:
         return f"{path.name} of sglang cannot be read: {error}"
-    return f"{path.name} of sglang has others than 0.5.23, which settling a step was written for: {', '.join(differs)}" if differs else ""
+    return f"sglang's {path.name} differs from 0.5.23's in {', '.join(differs)}" if differs else ""
 
 
 def checked(arguments: Sequence[str]) -> list[str]:
@@ -128,7 +128,8 @@ def settle(scheduler: Any) -> None:
     scheduler.device_module.current_stream().wait_stream(scheduler.forward_stream)
 
 
-# `Scheduler._reqs_finishing_inflight` takes the requests of an entry for one token short of what they have been given.
+# No requests: `Scheduler._reqs_finishing_inflight` counts a token more than they have for those of an entry, and leaves them out for ever
+# when that is their last.
 _SETTLED = (SimpleNamespace(reqs=[], has_grammar=False), SimpleNamespace(grammar_advanced=True))
 
 

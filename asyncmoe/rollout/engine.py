@@ -117,8 +117,6 @@ class Engine:
 def command(config: Config, index: int, host: str, port: int, keeps_routing: bool, seed: int, adapter: Kind | None) -> list[str]:
     """The command line of engine `index`; what only a CPU needs is added there by `asyncmoe.platform.sglang`.
 
-    - Overlapped scheduling is off: with it, a request paused in place has a token sampled by the old weights that SGLang has not
-      counted yet and attributes to the new version (`Scheduler.record_weight_version_change`).
     - The tokenizer is not loaded: token ids go in and come out.
     - The version "0" is the checkpoint's weights.
     - Shared experts stay by themselves on every device, as weights are sent; else a GPU makes them one more expert of some models.
@@ -140,7 +138,7 @@ def command(config: Config, index: int, host: str, port: int, keeps_routing: boo
         flags["base-gpu-id"] = section.first_gpu + index * section.tp
     if section.max_total_tokens is not None:
         flags["max-total-tokens"] = section.max_total_tokens
-    switches = ["--skip-tokenizer-init", "--disable-overlap-schedule", "--disable-shared-experts-fusion", "--custom-weight-loader", LOADER]
+    switches = ["--skip-tokenizer-init", "--disable-shared-experts-fusion", "--custom-weight-loader", LOADER]
     if config.model.trust_remote_code:
         switches.append("--trust-remote-code")
     if keeps_routing:

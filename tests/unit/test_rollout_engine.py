@@ -33,7 +33,7 @@ def test_each_engine_has_its_own_port_and_seed_and_the_users_arguments_last() ->
     assert option(command, "--tp") == option(command, "--ep") == "2"
     assert option(command, "--dtype") == "bfloat16"
     assert option(command, "--max-running-requests") == "7"
-    assert "--disable-overlap-schedule" in command
+    assert "--disable-overlap-schedule" not in command
     assert "--enable-return-routed-experts" not in command
     assert "--enable-return-routed-experts" in engine.command(config(), 0, "127.0.0.1", 31000, True, 0, None)
     assert command[-2:] == ["--log-level", "debug"]

@@ -12,7 +12,10 @@ end_with_parent()
 
 import torch  # noqa: E402  it takes seconds, in which the parent may end
 
+from asyncmoe.platform.sglang import overlap  # noqa: E402
+
 _CUDA = torch.cuda.is_available()
+overlap.install()
 if not _CUDA:
     from asyncmoe.platform.sglang import cpu
 
@@ -29,8 +32,9 @@ def main(arguments: Sequence[str]) -> None:
     if not _CUDA:
         cpu.fork_children()
     load_plugins()
+    words = [*([] if _CUDA else cpu.ARGUMENTS), *arguments, *key_arguments(os.environ)]
     try:
-        run_server(prepare_server_args([*([] if _CUDA else cpu.ARGUMENTS), *arguments, *key_arguments(os.environ)]))
+        run_server(prepare_server_args(overlap.checked(words)))
     finally:
         kill_process_tree(os.getpid(), include_parent=False)
 

@@ -34,7 +34,9 @@ from asyncmoe.config import Config
 from asyncmoe.errors import AsyncmoeError, ConfigError, WaitTimeout, WeightSyncError
 from asyncmoe.models import engine_dtype
 from asyncmoe.process import yield_cores
+from asyncmoe.receiver import failing
 from asyncmoe.receiver.channel import SideStream, transport_for
+from asyncmoe.reshard import device_threads
 from asyncmoe.trainer.direct_group import GRACE_S, Meeting, NotMet, changed, in_all, meet, part
 from asyncmoe.trainer.direct_send import LOOK_S, Sender
 from asyncmoe.trainer.gather import Gatherer, tensors_in
@@ -93,7 +95,13 @@ class Direct:
         self._sent.clear()
         self._settling.clear()
         self._running = Future()
-        threading.Thread(target=self._run, args=(self._running, version, expected), name="weights", daemon=True).start()
+        result = self._running
+
+        def failed(error: Exception) -> None:
+            self._sent.set()
+            result.set_exception(self._in_words(error))
+
+        device_threads.start(str(self._model.mesh.device), "weights", lambda: self._run(result, version, expected), failed)
 
     def check(self) -> None:
         if self._running is not None and self._running.done():
@@ -137,15 +145,19 @@ class Direct:
     def _run(self, result: Future[Published | None], version: int, expected: Checksums) -> None:
         if self._sync.staging:
             yield_cores()  # sending has a whole step's time; the step itself has not
-        try:
-            result.set_result(self._publish(version, expected))
-        except AsyncmoeError as error:
-            result.set_exception(error if isinstance(error, WeightSyncError) else WeightSyncError(str(error)))
-        except BaseException as error:
-            result.set_exception(error)
-            raise
-        finally:
-            self._sent.set()
+        published = self._publish(version, expected)
+        self._sent.set()
+        result.set_result(published)
+
+    def _in_words(self, error: Exception) -> WeightSyncError:
+        """What ended the sending thread, for the trainer's own."""
+        if isinstance(error, WeightSyncError):
+            return error
+        if not isinstance(error, AsyncmoeError):
+            log.error("sending weights", exc_info=error)
+        made = WeightSyncError(f"{failing.in_one_line(error)} (trainer rank {self._rank} on {failing.where(self._model.mesh.device)})")
+        made.__cause__ = error
+        return made
 
     def _publish(self, version: int, expected: Checksums) -> Published | None:
         """What was published when there is nothing left to do for the version; None: it is left out."""

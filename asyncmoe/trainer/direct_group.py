@@ -15,9 +15,10 @@ import torch.distributed as dist
 from asyncmoe.config import Config
 from asyncmoe.errors import AsyncmoeError, WeightSyncError
 from asyncmoe.models import engine_dtype
-from asyncmoe.receiver import handshake, meeting, route
+from asyncmoe.receiver import failing, handshake, meeting, route
+from asyncmoe.receiver.card import card_of
 from asyncmoe.receiver.channel import transport_for
-from asyncmoe.receiver.meeting import AdapterTerms, EngineRanks, Outcome, Ready, Store, Terms
+from asyncmoe.receiver.meeting import AdapterTerms, Card, EngineRanks, Outcome, Ready, Store, Terms
 from asyncmoe.reshard import Plan
 from asyncmoe.trainer.model import Model
 from asyncmoe.wire import address
@@ -75,11 +76,13 @@ def meet(config: Config, model: Model, client: Client, group: dist.ProcessGroup)
     terms = store.get("terms", Terms, wait_s)
     failure = ""
     plan: Plan | None = None
+    card: Card | None = None
     try:
         plan = route.route(terms, rank)
-    except AsyncmoeError as error:
-        failure = str(error)
-    mine = Ready(failure, plan.digest if plan else "")
+        card = card_of(model.mesh.device, 0)
+    except Exception as error:  # noqa: BLE001  said to all ranks
+        failure = failing.in_one_line(error, terms)
+    mine = Ready(failure, plan.digest if plan else "", card=card)
     if rank == 0:
         store.put("verdict", Outcome(_disagreement(store, terms, mine, wait_s, watch(config, client))))
     else:
@@ -241,6 +244,8 @@ def _disagreement(store: Store, terms: Terms, mine: Ready, wait_s: float, watch:
     names = {rank: whom for rank, whom in everyone.items() if rank != 0}
     try:
         found = store.get_all({f"ready/{rank}": whom for rank, whom in names.items()}, Ready, wait_s, watch=watch)
+        if resigned := store.resigned():
+            return resigned
     except AsyncmoeError as error:
         return str(error)
     ready = {0: mine} | {rank: found[f"ready/{rank}"] for rank in names}
@@ -255,4 +260,15 @@ def _differences(terms: Terms, ready: Mapping[int, Ready], names: Mapping[int, s
         for tp in range(engine.tp):
             rank = engine.first + tp
             wrong += handshake.differences(ready[rank], engine, tp, layouts[rank])
+    cards = {whom: card for rank, whom in names.items() if (card := ready[rank].card) is not None}
+    for whom, card in cards.items():
+        wrong += handshake.shortage(whom, card)
+    if terms.transport == "ipc":
+        wrong += _unreachable(terms, {rank: one.card for rank, one in ready.items() if one.card is not None})
     return wrong
+
+
+def _unreachable(terms: Terms, cards: Mapping[int, Card]) -> list[str]:
+    names, first = meeting.names(terms), terms.engines[0].first
+    writers = {names[rank]: card for rank, card in cards.items() if rank < first}
+    return handshake.unreachable({names[rank]: card for rank, card in cards.items() if rank >= first}, writers)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from functools import partial
 from typing import Any, Literal
 
@@ -18,6 +18,8 @@ import torch.distributed as dist
 
 from asyncmoe.config import Config
 from asyncmoe.errors import AsyncmoeError, WaitTimeout, WeightSyncError
+from asyncmoe.receiver import failing
+from asyncmoe.reshard import device_threads
 from asyncmoe.trainer import weight_group
 from asyncmoe.trainer.feed import ANSWER_S
 from asyncmoe.trainer.gather import Gatherer, tensors_in
@@ -62,7 +64,7 @@ class Broadcast(AtOnce):
         self._roster = 0
         self._network = config.cluster.network
         self._updates = 0
-        self._threads = ThreadPoolExecutor(2, "weights")
+        self._threads = device_threads.pool(str(mesh.device), 2, "weights")
         self._asked: Future[tuple[Reply, list[Buffer]]] | None = None
 
     def close(self) -> None:
@@ -83,11 +85,15 @@ class Broadcast(AtOnce):
         group = self._join()
         try:
             committed = self._send(version, group)
-        except AsyncmoeError as error:
+        except Exception as error:
+            where = f"(trainer rank {self._mesh.rank} on {failing.where(self._mesh.device)})"
+            why = str(error) if isinstance(error, AsyncmoeError) else f"{failing.in_one_line(error)} {where}"
             # While a question is open nothing else can be asked; the controller notices the silence.
             if self._asked is None or self._asked.done():
-                self._client.ask(WeightsAbort(version, str(error)), self._sync.timeout_s)
-            raise
+                self._client.ask(WeightsAbort(version, why), self._sync.timeout_s)
+            if isinstance(error, AsyncmoeError):
+                raise
+            raise WeightSyncError(why) from error
         self._updates += 1
         return Published(version, time.perf_counter() - begin, max(committed.pause_ms, default=0.0))
 

@@ -124,7 +124,7 @@ def _numpy_memory(array: Array, what: str, write: bool) -> Memory:
 def _torch_memory(array: Array, what: str) -> Memory:
     """Without DLPack, by which torch exports only what is on the thread's current device (torch/_tensor.py, `Tensor.__dlpack__`)."""
     if str(array.layout) != "torch.strided" or array.is_conj() or array.is_neg():
-        raise LayoutError(what, got=f"{array.layout}, or values to be conjugated or negated", expected="a plain array")
+        raise LayoutError(what, got=f"{array.layout}, or values to be conjugated or negated", expected="an array as DLPack has them")
     if not array.is_contiguous():
         raise LayoutError(what, got="an array with gaps or transposed", expected="a contiguous, row-major array")
     if array.device.type not in ("cpu", "cuda"):

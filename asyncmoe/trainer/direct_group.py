@@ -21,6 +21,7 @@ from asyncmoe.receiver.channel import transport_for
 from asyncmoe.receiver.meeting import AdapterTerms, Card, EngineRanks, Outcome, Ready, Store, Terms
 from asyncmoe.reshard import Plan
 from asyncmoe.trainer.model import Model
+from asyncmoe.trainer.published import device_of
 from asyncmoe.wire import address
 from asyncmoe.wire.client import Client
 from asyncmoe.wire.messages import Engines, EnginesAsk, WeightsJoin
@@ -40,12 +41,14 @@ class Meeting:
 
     Attributes:
         roster: of the engines (`asyncmoe.wire.messages.Engines`), on rank 0.
+        device: what the engines say they compute on, on rank 0 of a run that verifies them.
     """
 
     roster: int
     store: Store
     terms: Terms
     plan: Plan
+    device: str = ""
 
 
 class NotMet(WeightSyncError):
@@ -72,7 +75,7 @@ def meet(config: Config, model: Model, client: Client, group: dist.ProcessGroup)
         NotMet: naming each parameter that differs, or who has not come; with the same words on every rank.
     """
     rank, wait_s = model.mesh.rank, config.sync.timeout_s
-    store, roster = _open(config, model, client, group)
+    store, roster, device = _open(config, model, client, group)
     terms = store.get("terms", Terms, wait_s)
     failure = ""
     plan: Plan | None = None
@@ -92,7 +95,7 @@ def meet(config: Config, model: Model, client: Client, group: dist.ProcessGroup)
         part(store, model)
         raise NotMet(verdict.failure, roster)
     assert plan is not None
-    return Meeting(roster, store, terms, plan)
+    return Meeting(roster, store, terms, plan, device)
 
 
 def part(store: Store, model: Model) -> None:
@@ -160,14 +163,14 @@ def changed(config: Config, model: Model, client: Client, group: dist.ProcessGro
     return word == _OTHERS
 
 
-def _open(config: Config, model: Model, client: Client, group: dist.ProcessGroup) -> tuple[Store, int]:
+def _open(config: Config, model: Model, client: Client, group: dist.ProcessGroup) -> tuple[Store, int, str]:
     """Rank 0 makes the store and has the engines' receivers come to it; every rank gets its own way into it."""
     rank, wait_s = model.mesh.rank, config.sync.timeout_s
     if rank == 0:
         place, failure, roster = "", "rank 0 has failed", 0
         try:
-            engines = _ask_engines(config, client)
-            roster = engines.roster
+            engines = _ask_engines(config, client, devices=config.sync.verify_every > 0)
+            roster, device = engines.roster, device_of(engines)
             if not engines.engines:
                 raise WeightSyncError("no engine is left")
             store, place = _keep(config, model, client, engines)
@@ -176,12 +179,12 @@ def _open(config: Config, model: Model, client: Client, group: dist.ProcessGroup
             raise NotMet(failure, roster) from error
         finally:
             _tell(group, place, failure)
-        return store, roster
+        return store, roster, device
     place, failure = _tell(group)
     if not place:
         raise NotMet(failure, 0)
     host, _, port = place.rpartition(":")
-    return Store(_GROUP, rank, host, int(port), wait_s), 0
+    return Store(_GROUP, rank, host, int(port), wait_s), 0, ""
 
 
 def _tell(group: dist.ProcessGroup, word: str = "", failure: str = "") -> tuple[str, str]:
@@ -194,9 +197,9 @@ def _tell(group: dist.ProcessGroup, word: str = "", failure: str = "") -> tuple[
     return word, failure
 
 
-def _ask_engines(config: Config, client: Client) -> Engines:
+def _ask_engines(config: Config, client: Client, devices: bool = False) -> Engines:
     start_s = config.engines.start_timeout_s
-    engines = client.ask(EnginesAsk(start_s), start_s + GRACE_S)[0]
+    engines = client.ask(EnginesAsk(start_s, devices), start_s + GRACE_S)[0]
     assert isinstance(engines, Engines)
     return engines
 

@@ -17,7 +17,7 @@ from asyncmoe.receiver.meeting import Header, Outcome, Over
 from asyncmoe.reshard import Exchanger
 from asyncmoe.trainer.direct_group import GRACE_S, Meeting, starving, watch
 from asyncmoe.trainer.model import Model
-from asyncmoe.trainer.published import Checksums
+from asyncmoe.trainer.published import Expected
 from asyncmoe.wire.client import Client
 from asyncmoe.wire.messages import Committed, Reply, Request, WeightsAbort, WeightsCommit, WeightsStage
 
@@ -53,11 +53,11 @@ class Sender:
         self._exchanger: Exchanger | None = None
         self._number = self._epoch = 0  # of the update, and of the channel
 
-    def send(self, version: int, expected: Checksums) -> float:
+    def send(self, version: int, expected: Expected) -> float:
         """Return when every engine serves a version.
 
         Args:
-            expected: checksums to hold the engines to.
+            expected: checksums to hold the engines to; asked on rank 0, while nothing is under way.
 
         Returns:
             The longest that an engine stood still, in milliseconds; 0 on ranks other than 0.
@@ -103,7 +103,7 @@ class Sender:
             self._exchanger.close()
         self._exchanger = None
 
-    def _lead(self, version: int, expected: Checksums) -> float:
+    def _lead(self, version: int, expected: Expected) -> float:
         """Rank 0's part; the longest pause in milliseconds."""
         store, number = self.met.store, self._number
         if number > 2:
@@ -114,7 +114,7 @@ class Sender:
             store.put(f"{number}/header", Header(version, self._epoch))
             told = "end"
             self._send_and_collect()
-            committed = self._ask(WeightsCommit(version, expected, number))
+            committed = self._ask(WeightsCommit(version, expected(self.met.device), number))
         except Exception as error:
             failure = str(error) if isinstance(error, AsyncmoeError) else failing.said(error, self.met.terms, self._rank, self._device)
             store.put(f"{number}/{told}", Header(version, self._epoch, failure) if told == "header" else Outcome(failure))

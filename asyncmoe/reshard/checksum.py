@@ -75,7 +75,7 @@ def gpu_hash(name: str, content: np.ndarray) -> int:
 
 def _sha256(name: str, content: np.ndarray) -> int:
     """The first 8 bytes of SHA-256, big-endian."""
-    return int.from_bytes(hashlib.sha256(memoryview(content)).digest()[:8], "big")
+    return int.from_bytes(hashlib.sha256(content.data).digest()[:8], "big")
 
 
 _HASHES = {"cpu": _sha256, "cuda": gpu_hash}

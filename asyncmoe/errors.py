@@ -63,6 +63,32 @@ class WeightSyncError(AsyncmoeError):
     """A weight version that could not be published; the engines still serve the version before it, or are fenced."""
 
 
+class OutOfDeviceMemory(UserError):
+    """A device that has no memory left for something.
+
+    Args:
+        device: "cuda:1".
+        what: what it was wanted for.
+        nbytes: how much; None where that is not known.
+        free, total: bytes that are free on the device, and all it has; None where that is not known.
+    """
+
+    CURE = (
+        "leave more of the device free: engines.max_total_tokens, or --mem-fraction-static in engines.args, "
+        "a smaller sync.bucket_bytes, or sync.staging=false"
+    )
+
+    def __init__(self, device: str, what: str, nbytes: int | None = None, free: int | None = None, total: int | None = None) -> None:
+        wanted = "as much as it needs" if nbytes is None else gibibytes(nbytes)
+        got = "no memory left" if free is None else f"{gibibytes(free)} free" + (f" of {gibibytes(total)}" if total is not None else "")
+        super().__init__(f"memory of {device} for {what}", got=got, expected=wanted, cure=self.CURE)
+
+
+def gibibytes(nbytes: int) -> str:
+    """A number of bytes, to be read."""
+    return f"{nbytes / (1 << 30):.2f} GiB" if nbytes >= 10 << 20 else f"{nbytes / (1 << 20):.2f} MiB"
+
+
 class TransferError(WeightSyncError):
     """A message between two ranks that arrived damaged, or a rank that went away while it was exchanged with.
 

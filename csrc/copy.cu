@@ -150,11 +150,8 @@ DeviceProgram::DeviceProgram(const Program& program, int device)
 }
 
 DeviceProgram::~DeviceProgram() {
-    int before = 0;
-    cudaGetDevice(&before);
-    cudaSetDevice(device_);
+    const DestructorScope scope(device_);
     delete memory_;  // cudaFree waits for kernels that still use it
-    cudaSetDevice(before);
 }
 
 void DeviceProgram::run(int64_t number, const std::vector<int64_t>& sources, const std::vector<int64_t>& destinations,

@@ -93,6 +93,8 @@ void define_device(py::module_& module) {
             py::arg("stream"), "Enqueue a chunk as one kernel launch. Addresses are not checked.")
         .def("take_mismatch", &DeviceProgram::take_mismatch);
     module.def("swap_device", &swap_device, py::arg("device"));
+    module.def("restore_device", &restore_device, py::arg("device"));
+    module.def("device_memory", &device_memory, py::arg("device"), "(free, total) in bytes.");
     module.def("cuda_device_name", &cuda_device_name, py::arg("device"));
     module.def("copy_plainly", &copy_plainly, py::arg("device"), py::arg("destination"), py::arg("source"),
                py::arg("nbytes"), py::arg("stream"),

@@ -10,7 +10,34 @@ cudaStream_t stream_of(uintptr_t handle) { return reinterpret_cast<cudaStream_t>
 
 cudaEvent_t event_of(void* event) { return static_cast<cudaEvent_t>(event); }
 
+// cuDevicePrimaryCtxGetState of the driver (cuda.h): CUresult (CUdevice, unsigned int* flags, int* active).
+using PrimaryContextState = int (*)(int, unsigned int*, int*);
+
+PrimaryContextState primary_context_state() {
+    void* found = nullptr;
+    cudaDriverEntryPointQueryResult result = cudaDriverEntryPointSymbolNotFound;
+    constexpr unsigned int kSince = 7000;  // CUDA 7.0
+#if CUDART_VERSION >= 12050
+    const auto status =
+        cudaGetDriverEntryPointByVersion("cuDevicePrimaryCtxGetState", &found, kSince, cudaEnableDefault, &result);
+#else
+    const auto status = cudaGetDriverEntryPoint("cuDevicePrimaryCtxGetState", &found, cudaEnableDefault, &result);
+    static_cast<void>(kSince);
+#endif
+    if (status == cudaSuccess && result == cudaDriverEntryPointSuccess)
+        return reinterpret_cast<PrimaryContextState>(found);
+    cudaGetLastError();
+    return nullptr;
+}
+
 }  // namespace
+
+bool has_context(int device) {
+    static const PrimaryContextState state = primary_context_state();
+    unsigned int flags = 0;
+    int active = 0;
+    return state != nullptr && state(device, &flags, &active) == 0 && active != 0;
+}
 
 int cuda_device_count() {
     int count = 0;
@@ -26,6 +53,17 @@ int swap_device(int device) {
     return before;
 }
 
+void restore_device(int device) {
+    if (has_context(device)) check(cudaSetDevice(device), "cudaSetDevice " + std::to_string(device));
+}
+
+std::pair<int64_t, int64_t> device_memory(int device) {
+    const DeviceScope scope(device);
+    size_t free = 0, total = 0;
+    check(cudaMemGetInfo(&free, &total), "cudaMemGetInfo");
+    return {static_cast<int64_t>(free), static_cast<int64_t>(total)};
+}
+
 std::string cuda_device_name(int device) {
     cudaDeviceProp properties;
     check(cudaGetDeviceProperties(&properties, device), "cudaGetDeviceProperties");
@@ -39,7 +77,10 @@ DeviceStream::DeviceStream(int device) : device_(device) {
     handle_ = reinterpret_cast<uintptr_t>(stream);
 }
 
-DeviceStream::~DeviceStream() { cudaStreamDestroy(stream_of(handle_)); }
+DeviceStream::~DeviceStream() {
+    const DestructorScope scope(device_);
+    cudaStreamDestroy(stream_of(handle_));
+}
 
 DeviceEvent::DeviceEvent(int device) : device_(device) {
     const DeviceScope scope(device);
@@ -48,7 +89,10 @@ DeviceEvent::DeviceEvent(int device) : device_(device) {
     event_ = event;
 }
 
-DeviceEvent::~DeviceEvent() { cudaEventDestroy(event_of(event_)); }
+DeviceEvent::~DeviceEvent() {
+    const DestructorScope scope(device_);
+    cudaEventDestroy(event_of(event_));
+}
 
 void DeviceEvent::record(uintptr_t stream) {
     const DeviceScope scope(device_);
@@ -56,6 +100,7 @@ void DeviceEvent::record(uintptr_t stream) {
 }
 
 bool DeviceEvent::done() const {
+    const DeviceScope scope(device_);
     const cudaError_t status = cudaEventQuery(event_of(event_));
     if (status == cudaErrorNotReady) {
         cudaGetLastError();
@@ -86,14 +131,11 @@ DeviceMemory::DeviceMemory(int device, int64_t nbytes, const std::string& handle
 }
 
 DeviceMemory::~DeviceMemory() {
-    int before = 0;
-    cudaGetDevice(&before);
-    cudaSetDevice(device_);
+    const DestructorScope scope(device_);
     if (foreign_)
         cudaIpcCloseMemHandle(start_);
     else
         cudaFree(start_);
-    cudaSetDevice(before);
 }
 
 std::string DeviceMemory::handle() const {

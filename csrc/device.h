@@ -1,9 +1,11 @@
 // The little of the CUDA runtime that is needed beside kernels, without its headers. Streams are cudaStream_t as
-// integers. Everything throws std::runtime_error with CUDA's message.
+// integers. Everything throws std::runtime_error with CUDA's message, and std::bad_alloc with it where a device has no
+// memory left.
 #pragma once
 
 #include <cstdint>
 #include <string>
+#include <utility>
 
 namespace asyncmoe {
 
@@ -12,6 +14,12 @@ int cuda_device_count();
 
 // Makes a device current for this thread, and returns the one before.
 int swap_device(int device);
+
+// Makes a device current for this thread that was so before, unless that would be this process's first use of it.
+void restore_device(int device);
+
+// Bytes that are free on a device, and all it has.
+std::pair<int64_t, int64_t> device_memory(int device);
 
 // As the driver names the card.
 std::string cuda_device_name(int device);

@@ -3,30 +3,65 @@
 
 #include <cuda_runtime.h>
 
+#include <new>
 #include <stdexcept>
 #include <string>
+#include <utility>
 
 namespace asyncmoe {
+
+// A device has no memory left; Python sees a MemoryError.
+class OutOfMemory : public std::bad_alloc {
+  public:
+    explicit OutOfMemory(std::string what) : what_(std::move(what)) {}
+    const char* what() const noexcept override { return what_.c_str(); }
+
+  private:
+    std::string what_;
+};
 
 inline void check(cudaError_t status, const std::string& what) {
     if (status == cudaSuccess) return;
     cudaGetLastError();  // so that the next call does not report this error again
-    throw std::runtime_error(what + ": " + cudaGetErrorString(status));
+    const std::string text = what + ": " + cudaGetErrorString(status);
+    if (status == cudaErrorMemoryAllocation) throw OutOfMemory(text);
+    throw std::runtime_error(text);
 }
 
-// Makes a device current, and the one before it again at the end of the scope.
+// Whether this process uses a device already: its primary context is active. Creates none. Where the driver cannot be
+// asked the answer is no.
+bool has_context(int device);
+
+// Makes a device current for a scope, and the one before it again at the end, unless this process has no context there:
+// since CUDA 12 cudaSetDevice creates one, some 500 MB on a card that the process was not given. A thread that had
+// chosen no device, which CUDA reports as 0, therefore keeps this one.
 class DeviceScope {
   public:
-    explicit DeviceScope(int device) {
-        check(cudaGetDevice(&before_), "cudaGetDevice");
-        check(cudaSetDevice(device), "cudaSetDevice " + std::to_string(device));
+    explicit DeviceScope(int device) { check(enter(device), "cudaSetDevice " + std::to_string(device)); }
+    ~DeviceScope() {
+        if (changed_ && has_context(before_)) cudaSetDevice(before_);
     }
-    ~DeviceScope() { cudaSetDevice(before_); }
     DeviceScope(const DeviceScope&) = delete;
     DeviceScope& operator=(const DeviceScope&) = delete;
 
+  protected:
+    DeviceScope() = default;
+    cudaError_t enter(int device) {
+        const cudaError_t status = cudaGetDevice(&before_);
+        if (status != cudaSuccess || before_ == device) return status;
+        changed_ = true;
+        return cudaSetDevice(device);
+    }
+
   private:
     int before_ = 0;
+    bool changed_ = false;
+};
+
+// The same where nothing may be thrown.
+class DestructorScope : public DeviceScope {
+  public:
+    explicit DestructorScope(int device) { enter(device); }
 };
 
 }  // namespace asyncmoe

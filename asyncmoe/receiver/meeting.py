@@ -6,6 +6,7 @@ receiver waits for its next update without touching the process group, and a sen
     terms               rank 0      what there is: both sides plan from it, each rank alone
     ready/R             others      R has planned, and what parameters it has; or why not
     verdict             rank 0      whether all agree
+    failed              anyone      a rank is gone for good, and why: nothing of this meeting can go on
     channel/E/come/R, channel/E/made/R
                         others      R makes, has made, its end of channel E; or why not
     channel/E/come/all, channel/E/made/all
@@ -39,7 +40,13 @@ _POLL_S = 0.002
 _WATCH_S = 1.0
 _LAST_WORDS_S = 0.5
 """How long the others are listened to when one has failed: it may be a consequence of what they have to say."""
+_OF_A_PEER = ("is gone", "remote process exited or there was a network error")
+"""Words of transports for a peer that has ended; the latter are NCCL's (ncclRemoteError)."""
 _c10d: Any = distributed_c10d
+
+
+class StoreGone(WeightSyncError):
+    """The trainer's rank 0 has ended, or does not keep the store any more: nobody is left to talk to."""
 
 
 class EngineRanks(msgspec.Struct, frozen=True):
@@ -99,6 +106,26 @@ class Parameter(msgspec.Struct, frozen=True):
     shares: str = ""
 
 
+class Card(msgspec.Struct, frozen=True):
+    """A rank's GPU.
+
+    Attributes:
+        device: "cuda:1", as its process calls it.
+        uuid: what every process calls it.
+        free, total: bytes that can be had, and all it has.
+        wanted: bytes that are going to be taken for receiving.
+        unreachable: GPUs of this host, by uuid, whose memory it cannot read (`cudaDeviceCanAccessPeer`).
+    """
+
+    host: str
+    device: str
+    uuid: str
+    free: int
+    total: int
+    wanted: int
+    unreachable: tuple[str, ...] = ()
+
+
 class Ready(msgspec.Struct, frozen=True):
     """A rank has planned. What only engines have is empty of a trainer's rank."""
 
@@ -110,6 +137,8 @@ class Ready(msgspec.Struct, frozen=True):
     """SGLang's own "tp_rank", "moe_ep_rank"."""
     obstacles: tuple[str, ...] = ()
     """Why weights must not be written into its parameters."""
+    card: Card | None = None
+    """None of a CPU."""
 
 
 class Header(msgspec.Struct, frozen=True):
@@ -157,7 +186,7 @@ class Store:
         try:
             self._store.set(key, msgspec.msgpack.encode(value))
         except RuntimeError as error:
-            raise WeightSyncError(f"{self._peer} is gone: {_first_line(error)}") from error
+            raise StoreGone(f"{self._peer} is gone: {_first_line(error)}") from error
 
     def get(self, key: str, kind: type[T], timeout_s: float, whom: str = "") -> T:
         """The value of a key, when it is there.
@@ -176,12 +205,12 @@ class Store:
         except dist.DistStoreError as error:
             raise WaitTimeout(whom or self._peer, key, time.monotonic() - begin) from error
         except RuntimeError as error:
-            raise WeightSyncError(f"{self._peer} is gone: {_first_line(error)}") from error
+            raise StoreGone(f"{self._peer} is gone: {_first_line(error)}") from error
 
     def get_all(
         self, keys: Mapping[str, str], kind: type[T], timeout_s: float, failed: str = "failed", watch: Callable[[], None] = lambda: None
     ) -> dict[str, T]:
-        """The values of keys, when all are there; or those there are, soon after `failed` is.
+        """The values of keys, when all are there; or those there are, soon after `failed` is, or a rank has resigned.
 
         Args:
             keys: key -> who sets it.
@@ -197,7 +226,7 @@ class Store:
             if time.monotonic() > look:
                 watch()
                 look = time.monotonic() + _WATCH_S
-            if not some_failed and self.has(failed):
+            if not some_failed and (self.has(failed) or self.has("failed")):
                 some_failed, until = True, time.monotonic() + _LAST_WORDS_S
             over = time.monotonic() > until
             missing = {key: whom for key, whom in missing.items() if not self.has(key)}
@@ -212,6 +241,16 @@ class Store:
         """Say under `key` why an update cannot go on."""
         self.put(key, Outcome(why))
         self.put(f"{number}/failed", Outcome())
+
+    def resign(self, number: int, why: str) -> None:
+        """Say that this rank takes part in nothing any more, whatever the others wait for: the meeting, a channel, or update `number`."""
+        self.put("failed", Outcome(why))
+        for key in (f"{number}/sent/{self.rank}", f"{number}/staged/{self.rank}"):
+            self.fail(number, key, why)
+
+    def resigned(self) -> str:
+        """Why a rank takes part in nothing any more; empty while all do."""
+        return self.get("failed", Outcome, 1.0).failure if self.has("failed") else ""
 
     def forget(self, number: int, terms: Terms) -> None:
         """Drop what is left of an update that all ranks have done with."""
@@ -250,7 +289,7 @@ class Store:
         try:
             return bool(self._store.check([key]))
         except RuntimeError as error:
-            raise WeightSyncError(f"{self._peer} is gone: {_first_line(error)}") from error
+            raise StoreGone(f"{self._peer} is gone: {_first_line(error)}") from error
 
 
 def listen(host: str) -> socket.socket:
@@ -291,7 +330,7 @@ def cause(failures: Mapping[str, str]) -> str:
         waited = re.match(r"waited [\d.]+ s for (.*?):", text)
         if waited:
             return 1 if waited[1] not in failures else 3
-        return 2 if "is gone" in text else 0
+        return 2 if any(words in text for words in _OF_A_PEER) else 0
 
     return min(failures.values(), key=is_consequence)
 

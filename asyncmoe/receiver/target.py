@@ -25,7 +25,10 @@ class Target(Protocol):
         """Themselves, to be written while the worker stands still."""
 
     def room(self, dtype: torch.dtype) -> Tensors:
-        """Memory for an update of all of them while the worker goes on."""
+        """Memory for an update of all of them while the worker goes on, in the calling thread's current stream."""
+
+    def room_bytes(self, dtype: torch.dtype) -> int:
+        """How much memory `room` takes, in bytes."""
 
     def received(self, staged: Tensors) -> None:
         """All of `staged`, which `room` or `commit` gave, has come: do what needs no standstill. In the receiving thread."""
@@ -59,6 +62,9 @@ class Weights:
     def room(self, dtype: torch.dtype) -> Tensors:
         # Of its own dtype each: the meeting has found it to be the layout's, in which some tensors are float32 whatever the others are.
         return {name: torch.empty_like(tensor) for name, tensor in self.tensors().items()}
+
+    def room_bytes(self, dtype: torch.dtype) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors().values())
 
     def received(self, staged: Tensors) -> None:
         pass
@@ -97,6 +103,11 @@ class AdapterMemory:
             return {name: torch.empty_like(slot, dtype=dtype) for name, slot in self.tensors().items()}
         self._next = {name: torch.empty_like(buffer, dtype=dtype) for name, buffer in self._buffers.items()}
         return _slot(0, self._next)
+
+    def room_bytes(self, dtype: torch.dtype) -> int:
+        on_cpu = all(buffer.device.type == "cpu" for buffer in self._buffers.values())
+        taken = self._buffers if on_cpu else self.tensors()
+        return sum(tensor.numel() * dtype.itemsize for tensor in taken.values())
 
     def received(self, staged: Tensors) -> None:
         if self._next:

@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
 import weakref
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
 
 from asyncmoe.errors import AsyncmoeError, InvariantBroken, WaitTimeout
 from asyncmoe.process import yield_cores
-from asyncmoe.receiver import channel, command, handshake, meeting, route
+from asyncmoe.receiver import channel, command, failing, handshake, meeting, route
+from asyncmoe.receiver.card import card_of, wait_idle
 from asyncmoe.receiver.channel import SideStream
 from asyncmoe.receiver.command import Commit, Join
-from asyncmoe.receiver.meeting import Header, Outcome, Ready, Store, Terms
+from asyncmoe.receiver.meeting import Header, Outcome, Ready, Store, StoreGone, Terms
 from asyncmoe.receiver.target import AdapterMemory, Target, Weights
-from asyncmoe.reshard import Exchanger, Plan
+from asyncmoe.reshard import Exchanger, Plan, device_threads
 
 log = logging.getLogger(__name__)
 _MEET_S = 60.0
+_COMMIT_S = 60.0
+"""For a copy of all of a worker's weights within its device, and for the forward pass before it."""
 _IDLE_S = 3600.0
 _FIRST = 1
 
@@ -57,8 +62,8 @@ class _Staged:
     tensors: dict[str, torch.Tensor] | None
 
 
-class Receiver(threading.Thread):
-    """Receives one update after the other until the sender is gone.
+class Receiver:
+    """Receives one update after the other until the sender is gone, in a thread of its own.
 
     Args:
         model: the worker's. What updates write of it (`target`) is written by `commit` only, or, without staging memory, while the worker
@@ -66,7 +71,6 @@ class Receiver(threading.Thread):
     """
 
     def __init__(self, model: torch.nn.Module, join: Join) -> None:
-        super().__init__(name="weights", daemon=True)
         self._model, self._join = model, join
         self._target: Target = Weights(model)
         self._places, self._obstacles = handshake.places(), tuple(handshake.obstacles(model))
@@ -76,23 +80,40 @@ class Receiver(threading.Thread):
         self._left = threading.Event()
         self._device = next(model.parameters()).device
         self._side = SideStream(self._device) if self._device.type == "cuda" else None
+        self._store: Store | None = None
+        self._terms: Terms | None = None
+        self._number = _FIRST  # of the update under way, or awaited
 
-    def run(self) -> None:
-        """Meet the sender, then receive what it sends."""
+    def start(self) -> None:
+        """Meet the sender, then receive what it sends; returns at once."""
+        device_threads.start(str(self._device), "weights", self._run, self._ends)
+
+    def _run(self) -> None:
+        store = self._store = Store(self._join.group, self._join.rank, self._join.host, self._join.port, _MEET_S)
+        terms = store.get("terms", Terms, _MEET_S)
+        self._terms = terms
+        if terms.adapter is not None:
+            self._target, self._obstacles = AdapterMemory(self._model), ()
+        if terms.staging:
+            yield_cores()  # to the worker, which generates meanwhile
+        plan = self._plan(store, terms)
+        # The trainer waits as long for whoever comes last.
+        outcome = store.get("verdict", Outcome, 2 * terms.timeout_s)
+        if not outcome.failure:
+            self._serve(store, terms, plan)
+
+    def _ends(self, error: Exception) -> None:
+        """Of whatever ends the thread, at its edge: nobody is to wait for this rank in vain."""
+        level = logging.INFO if self._left.is_set() else logging.WARNING  # a sender that meets others lets this one go
+        why = failing.in_one_line(error, self._terms)
+        log.log(level, "the weight receiver of rank %d ends: %s", self._join.rank, why, exc_info=not isinstance(error, AsyncmoeError))
+        if self._left.is_set() or self._store is None or isinstance(error, StoreGone):
+            return
         try:
-            store = Store(self._join.group, self._join.rank, self._join.host, self._join.port, _MEET_S)
-            terms = store.get("terms", Terms, _MEET_S)
-            if terms.adapter is not None:
-                self._target, self._obstacles = AdapterMemory(self._model), ()
-            if terms.staging:
-                yield_cores()  # to the worker, which generates meanwhile
-            plan = self._plan(store, terms)
-            outcome = store.get("verdict", Outcome, terms.timeout_s)
-            if not outcome.failure:
-                self._serve(store, terms, plan)
-        except AsyncmoeError as error:
-            level = logging.INFO if self._left.is_set() else logging.WARNING  # a sender that meets others lets this one go
-            log.log(level, "the weight receiver of rank %d ends: %s", self._join.rank, error)
+            whom = f"rank {self._join.rank}" if self._terms is None else meeting.names(self._terms)[self._join.rank]
+            self._store.resign(self._number, f"{why} ({whom} on {failing.where(self._device)})")
+        except AsyncmoeError as gone:
+            log.info("nobody is left to hear of it: %s", gone)
 
     def leave(self) -> None:
         """Receive nothing more."""
@@ -109,7 +130,11 @@ class Receiver(threading.Thread):
             if staged is None or (staged.version, staged.update) != (version, update):
                 what = "nothing" if staged is None else f"version {staged.version} of update {staged.update}"
                 raise InvariantBroken(f"rank {self._join.rank}: staged is {what}, to be committed version {version} of update {update}")
+            # Behind every forward pass that reads the weights, on whichever stream; and over when this returns, so that the engine's
+            # standstill is as long as it is said to be.
+            wait_idle(self._device, _COMMIT_S)
             self._spare = self._target.commit(staged.tensors)
+            wait_idle(self._device, _COMMIT_S)
             if staged.tensors is not None and self._side is not None:
                 self._side.follow()
 
@@ -117,16 +142,27 @@ class Receiver(threading.Thread):
         key = f"ready/{self._join.rank}"
         try:
             plan = route.route(terms, self._join.rank)
-        except AsyncmoeError as error:
-            store.put(key, Ready(failure=str(error)))
+            ready = Ready(
+                "", plan.digest, self._target.described(), self._places, self._obstacles, card_of(self._device, self._wanted(terms))
+            )
+        except Exception as error:
+            store.put(key, Ready(failure=failing.in_one_line(error, terms)))
             raise
-        store.put(key, Ready("", plan.digest, self._target.described(), self._places, self._obstacles))
+        store.put(key, ready)
         return plan
+
+    def _wanted(self, terms: Terms) -> int:
+        """Bytes that receiving takes beside the worker's own: messages, of which IPC keeps those of both sides at the sender's, and staging
+        memory. At most: what is sent may be less than fills the buckets."""
+        room = self._target.room_bytes(getattr(torch, terms.engine_dtype))
+        messages = 2 * terms.bucket_bytes if terms.transport == "nccl" else 0
+        return min(messages, 2 * room) + (room if terms.staging else 0)
 
     def _serve(self, store: Store, terms: Terms, plan: Plan) -> None:
         number, epoch = _FIRST, 0
         exchanger: Exchanger | None = None
         while not self._left.is_set():
+            self._number = number
             try:
                 header = store.get(f"{number}/header", Header, _IDLE_S)
             except WaitTimeout:
@@ -148,17 +184,21 @@ class Receiver(threading.Thread):
         key = f"{number}/staged/{self._join.rank}"
         try:
             if exchanger is None:
-                exchanger = channel.connect(store, terms, plan, header.epoch, self._side)
-            tensors = self._staging(terms) if terms.staging else self._target.tensors()
-            exchanger.bind(None, tensors)
+                arrays = functools.partial(self._arrays, terms)
+                exchanger = channel.connect(store, terms, plan, header.epoch, self._side, arrays=arrays)
+            else:
+                exchanger.bind(*self._arrays(terms))
+            tensors = self._arrays(terms)[1]
             exchanger.run(terms.timeout_s)
-        except AsyncmoeError as error:
+            if terms.staging:
+                self._target.received(tensors)
+        except Exception as error:
+            store.fail(number, key, failing.said(error, terms, self._join.rank, self._device))
+            if not isinstance(error, AsyncmoeError):
+                log.exception("update %d of rank %d", number, self._join.rank)
             if exchanger is not None:
                 exchanger.close()  # its end tells those that wait for us
-            store.fail(number, key, meeting.in_words(error, terms))
             return None
-        if terms.staging:
-            self._target.received(tensors)
         with self._lock:
             self._staged, self._spare = _Staged(header.version, number, tensors if terms.staging else None), {}
         store.put(key, Outcome())
@@ -171,9 +211,13 @@ class Receiver(threading.Thread):
             if staged is not None and staged.tensors is not None:
                 self._spare = staged.tensors
 
+    def _arrays(self, terms: Terms) -> tuple[None, dict[str, torch.Tensor]]:
+        """What is read here, and what is written."""
+        return None, self._staging(terms) if terms.staging else self._target.tensors()
+
     def _staging(self, terms: Terms) -> dict[str, torch.Tensor]:
         """Memory for all that is written: of parameters, once they have been swapped, what they were in before."""
-        with self._lock:
+        with self._lock, nullcontext() if self._side is None else self._side.allocating():
             if not self._spare:
                 self._spare = self._target.room(getattr(torch, terms.engine_dtype))
             return self._spare

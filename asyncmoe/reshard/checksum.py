@@ -1,4 +1,8 @@
-"""The checksums an engine reports of its weights, computed from arrays of ours."""
+"""The checksums an engine reports of its weights, computed from arrays of ours.
+
+SGLang hashes a tensor where it is (sglang 0.5.23: `_hash_tensor` in srt/utils/weight_checker.py, `tensor_hash` in
+srt/managers/mm_utils.py): with SHA-256 on a CPU, on a GPU with kernels of its own.
+"""
 
 from __future__ import annotations
 
@@ -6,28 +10,121 @@ import ctypes
 import hashlib
 from collections.abc import Mapping
 
+import numpy as np
+
 from asyncmoe.errors import LayoutError
 from asyncmoe.reshard.memory import Array, memory_of
 
+_MIX = (0x85EBCA6B, 0xC2B2AE35)
+_PLACE = (0x27D4EB2D, 0x165667B1)
+_SEED = 0x243F6A88
+_TILE = 8192
+"""Words that are summed up together."""
+_AT_A_TIME = 16 * _TILE
+"""Words whose intermediate values stay in a core's cache."""
+_MOST_WORDS = 1 << 31
+"""SGLang's kernel counts words in 32 bits with a sign."""
 
-def engine_checksums(parameters: Mapping[str, Array]) -> dict[str, str]:
-    """What SGLang's `/weights_checker {"action": "checksum"}` reports for parameters in host memory.
 
-    The first 8 bytes, big-endian, as 16 hexadecimal digits, of the SHA-256 of a parameter's contiguous bytes (sglang 0.5.23:
-    `tensor_hash` in managers/mm_utils.py, `_hash_tensor` in utils/weight_checker.py). Engines on a GPU hash otherwise.
+def engine_checksums(parameters: Mapping[str, Array], device: str = "cpu") -> dict[str, str]:
+    """What SGLang's `/weights_checker {"action": "checksum"}` reports for parameters, as 16 hexadecimal digits each.
 
     Args:
-        parameters: by SGLang's name, row-major, in the engine's dtype.
+        parameters: by SGLang's name, row-major, in the engine's dtype, in host memory.
+        device: where the engine has them, as it says itself: "cpu" or "cuda".
 
     Raises:
-        LayoutError: something that is not a row-major array in host memory.
+        LayoutError: something that is not a row-major array in host memory, or an engine's device whose hash is not known.
     """
-    return {name: _checksum(name, array) for name, array in parameters.items()}
+    if device not in _HASHES:
+        expected = " or ".join(_HASHES)
+        raise LayoutError("device of an engine whose weights are verified", got=device, expected=expected, cure="set sync.verify_every=0")
+    return {name: f"{_HASHES[device](name, _content(name, array)):016x}" for name, array in parameters.items()}
 
 
-def _checksum(name: str, array: Array) -> str:
+def gpu_hash(name: str, content: np.ndarray) -> int:
+    """64-bit hash of bytes as SGLang's kernels make it on a GPU (sglang 0.5.23, kernels/ops/memory/gpu_tensor_hash.py).
+
+    Little-endian words of 32 bits, filled up with zeros, are mixed with their place in two ways and summed up in tiles of 8192, modulo
+    2^32; each tile's two sums are mixed into the halves of a word of 64 bits, whose sum modulo 2^64 is mixed once more. Of nothing it is 0.
+
+    Args:
+        content: uint8[n].
+
+    Raises:
+        LayoutError: more than the kernel can count.
+    """
+    count = -(-len(content) // 4)
+    if count >= _MOST_WORDS:
+        most = "less than 8 GiB, as far as SGLang's kernel counts"
+        raise LayoutError(f"checksum of {name}", got=f"{len(content)} bytes", expected=most, cure="set sync.verify_every=0")
+    if count == 0:
+        return 0
+    seeds = _SEED, (_SEED * 0x9E3779B1 ^ 0xDEADBEEF) & 0xFFFFFFFF
+    total = 0
+    for first in range(0, count, _AT_A_TIME):
+        words = _words(content[4 * first : 4 * (first + _AT_A_TIME)])
+        places = np.arange(first, first + len(words), dtype=np.uint32)
+        high, low = (
+            _tile_sums(words, places, multiplier, seed, turn, 4 * count & 0xFFFFFFFF)
+            for multiplier, seed, turn in zip(_PLACE, seeds, (15, 13), strict=True)
+        )
+        total += int((high.astype(np.uint64) << np.uint64(32) | low).sum(dtype=np.uint64))
+    return _finish(total)
+
+
+def _sha256(name: str, content: np.ndarray) -> int:
+    """The first 8 bytes of SHA-256, big-endian."""
+    return int.from_bytes(hashlib.sha256(content.data).digest()[:8], "big")
+
+
+_HASHES = {"cpu": _sha256, "cuda": gpu_hash}
+
+
+def _words(content: np.ndarray) -> np.ndarray:
+    """uint32[ceil(n / 4)] of uint8[n]."""
+    missing = -len(content) % 4
+    filled = np.concatenate([content, np.zeros(missing, np.uint8)]) if missing else content
+    return filled.view("<u4")
+
+
+def _tile_sums(words: np.ndarray, places: np.ndarray, multiplier: int, seed: int, turn: int, nbytes: int) -> np.ndarray:
+    """Of words that begin at a tile: uint32[tiles]."""
+    mixed = places * np.uint32(multiplier)
+    mixed += np.uint32(seed)
+    mixed ^= places << np.uint32(turn)
+    mixed ^= places >> np.uint32(32 - turn)  # the two have no bit in common, so this is the rotated place
+    mixed ^= words
+    _mix(mixed)
+    sums = np.add.reduceat(mixed, np.arange(0, len(mixed), _TILE), dtype=np.uint32)
+    sums ^= np.uint32(nbytes)
+    return _mix(sums)
+
+
+def _mix(values: np.ndarray) -> np.ndarray:
+    """MurmurHash3's finaliser of 32 bits, in place."""
+    for shift, multiplier in zip((16, 13), _MIX, strict=True):
+        values ^= values >> np.uint32(shift)
+        values *= np.uint32(multiplier)
+    values ^= values >> np.uint32(16)
+    return values
+
+
+def _finish(total: int) -> int:
+    """SplitMix64's finaliser."""
+    word = (1 << 64) - 1
+    total &= word
+    for shift, multiplier in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        total = (total ^ total >> shift) * multiplier & word
+    return total ^ total >> 31
+
+
+def _content(name: str, array: Array) -> np.ndarray:
+    """An array's bytes, uint8[n]; valid as long as it is."""
     memory = memory_of(array, name)
     if memory.device != "cpu":
         raise LayoutError(name, got=memory.device, expected="cpu")
-    content = (ctypes.c_ubyte * memory.nbytes).from_address(memory.address) if memory.nbytes else b""
-    return hashlib.sha256(content).hexdigest()[:16]
+    if not memory.nbytes:
+        return np.empty(0, np.uint8)
+    found: np.ndarray = np.ctypeslib.as_array((ctypes.c_uint8 * memory.nbytes).from_address(memory.address))
+    return found

@@ -16,7 +16,7 @@ import numpy as np
 import asyncmoe.reshard._C as _C
 from asyncmoe.errors import InvariantBroken, LayoutError, TransferError
 from asyncmoe.reshard.chunks import Chunks, chunk_limits, cut_transfer, trailer_offset
-from asyncmoe.reshard.gpu import GpuCopies
+from asyncmoe.reshard.gpu import GpuCopies, Relieve, nothing_to_give
 from asyncmoe.reshard.layout import Storage
 from asyncmoe.reshard.memory import Array, Memory, memory_of, storage_memory
 from asyncmoe.reshard.plan import Plan
@@ -68,6 +68,7 @@ class Exchanger:
         stream: of copies on a GPU, a cudaStream_t as an integer; 0 is the default stream. A run is ordered behind what was
             enqueued on it before, so sources may be written there without waiting; when `run` returns, all copies are done. The
             transport has to send and receive in the order of this stream (`TorchTransport`: torch's current stream).
+        relieve: see `asyncmoe.reshard.gpu.Relieve`.
 
     Raises:
         LayoutError: a bucket smaller than an element for every peer.
@@ -84,7 +85,9 @@ class Exchanger:
         timeout_s: float = 300.0,
         threads: int = 0,
         stream: int = 0,
+        relieve: Relieve = nothing_to_give,
     ) -> None:
+        self._relieve = relieve
         if bucket_bytes < 1 or buffers < 1:
             raise LayoutError("bucket_bytes and buffers", got=f"{bucket_bytes} and {buffers}", expected="positive numbers")
         self.rank, self._plan = transport.rank, plan
@@ -234,7 +237,7 @@ class Exchanger:
             self._gpu = None
         elif self._gpu is None or self._gpu.device != device:
             programs = [*self._packs, *self._unpacks, *([self._local] if self._local else [])]
-            self._gpu = GpuCopies(device, self._stream, programs)
+            self._gpu = GpuCopies(device, self._stream, programs, self._relieve)
 
     def _check_gpu(self) -> None:
         """Wait for the copies of a GPU, and look at what it found of the digests."""

@@ -6,15 +6,23 @@ import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Protocol
+from functools import partial
+from typing import Protocol, TypeVar
 
 import numpy as np
 
 import asyncmoe.reshard._C as _C
-from asyncmoe.errors import LayoutError, UserError, WaitTimeout
+from asyncmoe.errors import LayoutError, OutOfDeviceMemory, UserError, WaitTimeout
 from asyncmoe.reshard.memory import DeviceBuffer
 
+T = TypeVar("T")
+Relieve = Callable[[], None]
+"""What makes an array library of this process give back the memory of a device that it only keeps for later."""
 _EAGER_S, _PAUSE_S = 0.0005, 0.00005
+
+
+def nothing_to_give() -> None:
+    """For a process without such a library."""
 
 
 class Event(Protocol):
@@ -31,18 +39,21 @@ class Event(Protocol):
 class Gpu:
     """A device by its CUDA number. Streams are cudaStream_t as integers; 0 is the default stream.
 
+    Args:
+        relieve: tried once before memory is said to be short.
+
     Raises:
         UserError: this build has no CUDA kernels, or there is no such device.
     """
 
-    def __init__(self, index: int) -> None:
+    def __init__(self, index: int, relieve: Relieve = nothing_to_give) -> None:
         if not _C.CUDA:
             cure = "build asyncmoe where nvcc is, with ASYNCMOE_CUDA=1"
             raise UserError(f"GPU {index}", got="a build without CUDA kernels", expected="one with them", cure=cure)
         count = _C.cuda_device_count()
         if not 0 <= index < count:
             raise UserError(f"GPU {index}", got=f"{count} visible devices", expected="a device of that number")
-        self.index, self.device = index, f"cuda:{index}"
+        self.index, self.device, self._relieve = index, f"cuda:{index}", relieve
 
     def event(self) -> Event:
         return _C.DeviceEvent(self.index)
@@ -58,11 +69,15 @@ class Gpu:
         try:
             yield
         finally:
-            _C.swap_device(before)
+            _C.restore_device(before)
 
     def allocate(self, nbytes: int) -> DeviceBuffer:
-        """Memory of its own, a multiple of 256 in address."""
-        owner = _C.DeviceMemory(self.index, nbytes)
+        """Memory of its own, a multiple of 256 in address.
+
+        Raises:
+            OutOfDeviceMemory: the device has none left.
+        """
+        owner = with_room(self.index, "messages", nbytes, self._relieve, lambda: _C.DeviceMemory(self.index, nbytes))
         return DeviceBuffer(owner, owner.address, nbytes, self.device)
 
     def share(self, buffer: DeviceBuffer) -> bytes:
@@ -80,16 +95,21 @@ class GpuCopies:
 
     Raises:
         LayoutError: this build has no CUDA kernels.
+        OutOfDeviceMemory: the device has none left for the tables.
     """
 
-    def __init__(self, device: str, stream: int, programs: Sequence[_C.Program]) -> None:
+    def __init__(self, device: str, stream: int, programs: Sequence[_C.Program], relieve: Relieve = nothing_to_give) -> None:
         number = re.fullmatch(r"cuda:(\d+)", device)
         if number is None or not _C.CUDA:
             cure = "build asyncmoe where nvcc is, with ASYNCMOE_CUDA=1"
             raise LayoutError("arrays of an exchange", got=device, expected="cpu, as this build has no CUDA kernels", cure=cure)
         self.device, self._stream = device, stream
-        self._programs = {id(program): _C.DeviceProgram(program, int(number[1])) for program in programs}
-        self._end = _C.DeviceEvent(int(number[1]))
+        index = int(number[1])
+        self._programs = {
+            id(program): with_room(index, "tables of copies", None, relieve, partial(_C.DeviceProgram, program, index))
+            for program in programs
+        }
+        self._end = _C.DeviceEvent(index)
 
     def run(self, program: _C.Program, chunk: int, sources: np.ndarray, destinations: np.ndarray, seal: int) -> None:
         """Enqueue a chunk of one of the programs; its digest, xor `seal`, is written behind the message or compared there."""
@@ -108,6 +128,22 @@ class GpuCopies:
     def mismatch(self, program: _C.Program) -> int:
         """The first chunk since the last call whose digest was not what lay behind its message, or -1. Call `finish` first."""
         return self._programs[id(program)].take_mismatch()
+
+
+def with_room(index: int, what: str, nbytes: int | None, relieve: Relieve, take: Callable[[], T]) -> T:
+    """What `take` allocates; when there is no memory left, once more after `relieve`.
+
+    Raises:
+        OutOfDeviceMemory: there was still none.
+    """
+    try:
+        return take()
+    except MemoryError:
+        relieve()
+    try:
+        return take()
+    except MemoryError as error:
+        raise OutOfDeviceMemory(f"cuda:{index}", what, nbytes, *_C.device_memory(index)) from error
 
 
 def poll(done: Callable[[], bool], timeout_s: float) -> bool:

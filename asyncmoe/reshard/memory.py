@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +22,8 @@ _FLOAT8 = {10: "float8_e4m3fn", 12: "float8_e5m2"}
 """Of those that are one dtype each."""
 _DEVICES = {1: "cpu", 2: "cuda", 3: "cpu", 13: "cuda"}
 """DLPack's device types (dlpack.h, DLDeviceType); pinned memory is as good as any other of the host, managed as any of a GPU."""
+
+_SOMEWHERE = "memory of the CPU or of a CUDA device"
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +55,8 @@ def memory_of(array: Array, what: str, *, write: bool = False) -> Memory:
     """The memory of an array.
 
     Args:
-        array: see `Array`. Gradients are not tracked: a torch parameter is taken as its detached data.
+        array: see `Array`. Gradients are not tracked: a torch parameter is taken as its detached data. It may be on any device,
+            whichever is the calling thread's current one.
         what: name of the array in errors.
         write: whether it will be written.
 
@@ -62,11 +67,13 @@ def memory_of(array: Array, what: str, *, write: bool = False) -> Memory:
         return Memory(array.address, array.nbytes, "uint8", array.device)
     if isinstance(array, np.ndarray) or not hasattr(array, "__dlpack__"):
         return _numpy_memory(array, what, write)
+    if hasattr(array, "data_ptr") and hasattr(array, "layout"):
+        return _torch_memory(array, what)
     address, elements, device, index, code, bits, row_major = _C.inspect(_capsule(array, what))
     if not row_major:
         raise LayoutError(what, got="an array with gaps or transposed", expected="a contiguous, row-major array")
     if device not in _DEVICES:
-        raise LayoutError(what, got=f"DLPack device type {device}", expected="memory of the CPU or of a CUDA device")
+        raise LayoutError(what, got=f"DLPack device type {device}", expected=_SOMEWHERE)
     kind = _KINDS.get(code, f"code{code}_")
     dtype = _FLOAT8.get(code) or ("bool" if kind == "bool" else f"{kind}{bits}")
     name = _DEVICES[device]
@@ -114,9 +121,38 @@ def _numpy_memory(array: Array, what: str, write: bool) -> Memory:
     return Memory(view.__array_interface__["data"][0], view.nbytes, view.dtype.name, "cpu")
 
 
+def _torch_memory(array: Array, what: str) -> Memory:
+    """Without DLPack, by which torch exports only what is on the thread's current device (torch/_tensor.py, `Tensor.__dlpack__`)."""
+    if str(array.layout) != "torch.strided" or array.is_conj() or array.is_neg():
+        raise LayoutError(what, got=f"{array.layout}, or values to be conjugated or negated", expected="an array as DLPack has them")
+    if not array.is_contiguous():
+        raise LayoutError(what, got="an array with gaps or transposed", expected="a contiguous, row-major array")
+    if array.device.type not in ("cpu", "cuda"):
+        raise LayoutError(what, got=f"device {array.device}", expected=_SOMEWHERE)
+    try:
+        address = int(array.data_ptr())
+    except RuntimeError as error:  # of tensors without memory: functional, fake
+        raise LayoutError(what, got=str(error), expected="an array that has memory") from error
+    return Memory(address, array.numel() * array.element_size(), str(array.dtype).removeprefix("torch."), str(array.device))
+
+
+@contextmanager
+def _current(index: int) -> Iterator[None]:
+    before = _C.swap_device(index)
+    try:
+        yield
+    finally:
+        _C.restore_device(before)
+
+
 def _capsule(array: Array, what: str) -> object:
     detached = array.detach() if hasattr(array, "detach") else array
     try:
-        return detached.__dlpack__()
+        kind, index = detached.__dlpack_device__()
+        if _DEVICES.get(int(kind)) != "cuda":
+            return detached.__dlpack__()
+        there: AbstractContextManager[None] = _current(int(index)) if _C.CUDA else nullcontext()
+        with there:
+            return detached.__dlpack__(stream=-1)  # only the address is wanted: nobody has to wait for anybody
     except (BufferError, RuntimeError, TypeError, ValueError) as error:
         raise LayoutError(what, got=str(error), expected="an array that DLPack can export") from error

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 
 from asyncmoe.errors import InvariantBroken, LayoutError
+from asyncmoe.reshard import device_threads
 from asyncmoe.reshard.chunks import Chunks
-from asyncmoe.reshard.exchange import BUCKET_BYTES, Exchanger, Moved
+from asyncmoe.reshard.exchange import BUCKET_BYTES, Exchanger, Moved, _device
 from asyncmoe.reshard.layout import Storage
 from asyncmoe.reshard.memory import Array
 from asyncmoe.reshard.plan import (
@@ -63,14 +63,14 @@ class RelayExchanger:
             raise LayoutError(
                 "transports of a relay", got=f"{len(transports)} for {len(plans)} plans", expected="one for each plan, 1 or 2"
             )
-        numbers = {"bucket_bytes": bucket_bytes, "buffers": buffers, "threads": threads, "stream": stream}
+        numbers: dict[str, Any] = {"bucket_bytes": bucket_bytes, "buffers": buffers, "threads": threads, "stream": stream}
         self._first = _Receiving(plans[0], transports[0], timeout_s=timeout_s, **numbers)
         self._first.progress = _Progress()
         self._second: _Forwarding | None = None
         if len(plans) == 2:
             self._second = _Forwarding(plans[1], transports[1], timeout_s=timeout_s, **numbers)
             self._second.needs = needed_rounds(plans, self._first.rank, self._first.incoming, self._second.outgoing)
-        self._thread = ThreadPoolExecutor(1, "relay") if self._second else None
+        self._thread = device_threads.pool(_device(self._second._message_memories()), 1, "relay") if self._second else None
         self.rank = self._first.rank
         self.buffer_bytes = self._first.buffer_bytes + (self._second.buffer_bytes if self._second else 0)
         """Bytes of this rank's message buffers."""

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
 from asyncmoe.errors import InvariantBroken
+from asyncmoe.reshard import device_threads
+from asyncmoe.reshard.memory import memory_of
 
 Buffer = Any
 """Bytes in the transport's kind of memory, as its `empty` returns them; can be sliced."""
@@ -123,13 +125,17 @@ class MessageLink:
         self._transport, self._outgoing, self._incoming, self._slots = transport, outgoing, incoming, slots
         self._out = [[transport.empty(lane.slot_bytes) for _ in range(min(slots, len(lane.message_bytes)))] for lane in outgoing]
         self._in = [[transport.empty(lane.slot_bytes) for _ in range(min(slots, len(lane.message_bytes)))] for lane in incoming]
-        self._thread = ThreadPoolExecutor(1, "exchange") if threaded and (outgoing or incoming) else None
+        self._thread = device_threads.pool(self._device(), 1, "exchange") if threaded and (outgoing or incoming) else None
         self._rounds: dict[int, Future[None]] = {}
 
     @property
     def buffers(self) -> list[Buffer]:
         """All message buffers."""
         return [buffer for lane in (*self._out, *self._in) for buffer in lane]
+
+    def _device(self) -> str:
+        """Where the message buffers are."""
+        return memory_of(self.buffers[0], "message buffer").device if self.buffers else "cpu"
 
     def pack_into(self, lane: int, number: int, timeout_s: float) -> Buffer:
         self._wait(number - self._slots)

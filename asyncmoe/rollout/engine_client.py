@@ -105,6 +105,12 @@ class _CheckedRank(msgspec.Struct, frozen=True):
     checksums: dict[str, str]
 
 
+class _ServerInfo(msgspec.Struct):
+    """A part of `/server_info` (sglang 0.5.23, srt/entrypoints/http_server.py `server_info`)."""
+
+    device: str
+
+
 class _Checked(msgspec.Struct, frozen=True):
     ranks: list[_CheckedRank]
 
@@ -144,6 +150,7 @@ class EngineClient:
 
     def __init__(self, name: str, url: str, key: str = "", timeout_s: float = 60.0) -> None:
         self.name, self.url, self._timeout_s = name, url, timeout_s
+        self._device = ""  # as it says, once it was asked
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         # The engine queues what it cannot run, so a bound on connections would only hide requests from it.
         self._session = aiohttp.ClientSession(headers=headers, connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S))
@@ -290,6 +297,16 @@ class EngineClient:
         checked = await self._post("/weights_checker", {"action": "checksum"}, _Checked, timeout_s)
         return tuple(rank.checksums for rank in checked.ranks)
 
+    async def device(self) -> str:
+        """What it computes on: "cpu", "cuda"."""
+        if not self._device:
+            text = await self._send("/server_info", None, self._timeout_s)
+            try:
+                self._device = msgspec.json.decode(text, type=_ServerInfo).device
+            except msgspec.DecodeError as error:
+                raise EngineError(f"{self.name}: /server_info: unexpected answer: {error}") from error
+        return self._device
+
     def _generation(self, reply: Generated, recording: Recording) -> Generation:
         meta = reply.meta_info
         if meta.finish_reason.type == ABORTED and meta.finish_reason.status_code is not None:
@@ -323,11 +340,13 @@ class EngineClient:
         except msgspec.DecodeError as error:
             raise EngineError(f"{self.name}: {path}: unexpected answer: {error}") from error
 
-    async def _send(self, path: str, body: Mapping[str, Any], seconds: float) -> bytes:
+    async def _send(self, path: str, body: Mapping[str, Any] | None, seconds: float) -> bytes:
+        """POST a body, or GET."""
         headers = {"Content-Type": "application/json"}
+        method, data = ("GET", None) if body is None else ("POST", msgspec.json.encode(body))
         try:
-            async with self._session.post(
-                self.url + path, data=msgspec.json.encode(body), headers=headers, timeout=aiohttp.ClientTimeout(seconds)
+            async with self._session.request(
+                method, self.url + path, data=data, headers=headers, timeout=aiohttp.ClientTimeout(seconds)
             ) as reply:
                 status, text = reply.status, await reply.read()
         except TimeoutError as error:

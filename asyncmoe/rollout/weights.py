@@ -159,7 +159,7 @@ class Conductor:
         """
         match request:
             case EnginesAsk():
-                return await self._engines(request.wait_s)
+                return await self._engines(request)
             case WeightsAbort():
                 return await self._abort(request)
             case WeightsJoin():
@@ -177,18 +177,19 @@ class Conductor:
                 return await self._commit(request)
         return Done()
 
-    async def _engines(self, wait_s: float) -> Engines:
+    async def _engines(self, request: EnginesAsk) -> Engines:
         try:
-            await asyncio.wait_for(self.wait_started(), wait_s)
+            await asyncio.wait_for(self.wait_started(), request.wait_s)
         except TimeoutError:
-            raise WaitTimeout("the engines", "start", wait_s) from None
+            raise WaitTimeout("the engines", "start", request.wait_s) from None
         self._pool.fence_dead()
         concerned = self._update.members if self._update is not None else self._roster.members
         lost = tuple(member.engine.name for member in concerned if member.fenced is not None)
         roster = self._roster = self._roster.now(self._pool)
+        devices = [await m.engine.client.device() if request.devices else "" for m in roster.members]
         infos = tuple(
-            EngineInfo(m.engine.name, m.engine.tp, m.engine.ep, offset, m.version, m.engine.host)
-            for m, offset in zip(roster.members, roster.offsets, strict=True)
+            EngineInfo(m.engine.name, m.engine.tp, m.engine.ep, offset, m.version, m.engine.host, device)
+            for m, offset, device in zip(roster.members, roster.offsets, devices, strict=True)
         )
         return Engines(infos, roster.world, roster.number, lost)
 

@@ -22,10 +22,10 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future, wait
 from datetime import timedelta
-from functools import cached_property
+from functools import cache, cached_property
 
 import torch
 import torch.distributed as dist
@@ -34,13 +34,15 @@ from asyncmoe.config import Config
 from asyncmoe.errors import AsyncmoeError, ConfigError, WaitTimeout, WeightSyncError
 from asyncmoe.models import engine_dtype
 from asyncmoe.process import yield_cores
+from asyncmoe.receiver import failing
 from asyncmoe.receiver.channel import SideStream, transport_for
+from asyncmoe.reshard import device_threads
 from asyncmoe.trainer.direct_group import GRACE_S, Meeting, NotMet, changed, in_all, meet, part
 from asyncmoe.trainer.direct_send import LOOK_S, Sender
 from asyncmoe.trainer.gather import Gatherer, tensors_in
 from asyncmoe.trainer.lora.snapshot import Snapshot
 from asyncmoe.trainer.model import Model
-from asyncmoe.trainer.published import Checksums, Published
+from asyncmoe.trainer.published import Expected, Published, Verifier, unverified
 from asyncmoe.trainer.sources import Sources
 from asyncmoe.wire.client import Client
 
@@ -54,14 +56,13 @@ class Direct:
 
     Args:
         client: connection to the controller, of this sender alone; used on rank 0 only.
-        checksums: expected engine checksums from the whole Hugging Face checkpoint {name: tensor}; called when a version is to be
-            verified.
+        checksums: called when a version is to be verified.
 
     Raises:
         ConfigError: what this path cannot do.
     """
 
-    def __init__(self, config: Config, model: Model, client: Client, checksums: Callable[[Mapping[str, torch.Tensor]], Checksums]) -> None:
+    def __init__(self, config: Config, model: Model, client: Client, checksums: Verifier) -> None:
         self._config, self._sync, self._model, self._client, self._checksums = config, config.sync, model, client, checksums
         self._rank = model.mesh.rank
         _check(config, model)
@@ -82,7 +83,7 @@ class Direct:
 
     def begin(self, version: int) -> None:
         self._updates += 1
-        expected = self._gathered_checksums() if self._verifies else ()
+        expected = self._gathered() if self._verifies else unverified
         if self._snapshot is not None:
             self._snapshot.take()
         else:
@@ -93,7 +94,13 @@ class Direct:
         self._sent.clear()
         self._settling.clear()
         self._running = Future()
-        threading.Thread(target=self._run, args=(self._running, version, expected), name="weights", daemon=True).start()
+        result = self._running
+
+        def failed(error: Exception) -> None:
+            self._sent.set()
+            result.set_exception(self._in_words(error))
+
+        device_threads.start(str(self._model.mesh.device), "weights", lambda: self._run(result, version, expected), failed)
 
     def check(self) -> None:
         if self._running is not None and self._running.done():
@@ -134,20 +141,24 @@ class Direct:
         if time.monotonic() - self._tried > limit:
             raise WaitTimeout("this rank's sender of weights", what, limit)
 
-    def _run(self, result: Future[Published | None], version: int, expected: Checksums) -> None:
+    def _run(self, result: Future[Published | None], version: int, expected: Expected) -> None:
         if self._sync.staging:
             yield_cores()  # sending has a whole step's time; the step itself has not
-        try:
-            result.set_result(self._publish(version, expected))
-        except AsyncmoeError as error:
-            result.set_exception(error if isinstance(error, WeightSyncError) else WeightSyncError(str(error)))
-        except BaseException as error:
-            result.set_exception(error)
-            raise
-        finally:
-            self._sent.set()
+        published = self._publish(version, expected)
+        self._sent.set()
+        result.set_result(published)
 
-    def _publish(self, version: int, expected: Checksums) -> Published | None:
+    def _in_words(self, error: Exception) -> WeightSyncError:
+        """What ended the sending thread, for the trainer's own."""
+        if isinstance(error, WeightSyncError):
+            return error
+        if not isinstance(error, AsyncmoeError):
+            log.error("sending weights", exc_info=error)
+        made = WeightSyncError(f"{failing.in_one_line(error)} (trainer rank {self._rank} on {failing.where(self._model.mesh.device)})")
+        made.__cause__ = error
+        return made
+
+    def _publish(self, version: int, expected: Expected) -> Published | None:
         """What was published when there is nothing left to do for the version; None: it is left out."""
         published: Published | None = None
         while True:
@@ -227,13 +238,13 @@ class Direct:
     def _gatherer(self) -> Gatherer:
         return Gatherer(self._model, self._sync.bucket_bytes, self._sync.timeout_s, quantised=True)
 
-    def _gathered_checksums(self) -> Checksums:
-        """Collective over the trainer's ranks: what the engines should report; nothing on ranks other than 0."""
+    def _gathered(self) -> Expected:
+        """Collective over the trainer's ranks: what the engines should report, for rank 0 to ask."""
         kept: dict[str, torch.Tensor] = {}
         for bucket, flat in self._gatherer.run():
             if flat is not None:
                 kept.update(tensors_in(bucket, flat.cpu()))
-        return self._checksums(kept) if self._rank == 0 else ()
+        return cache(lambda device: self._checksums(kept, device))
 
 
 def _check(config: Config, model: Model) -> None:

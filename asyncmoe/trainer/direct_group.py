@@ -15,11 +15,13 @@ import torch.distributed as dist
 from asyncmoe.config import Config
 from asyncmoe.errors import AsyncmoeError, WeightSyncError
 from asyncmoe.models import engine_dtype
-from asyncmoe.receiver import handshake, meeting, route
+from asyncmoe.receiver import failing, handshake, meeting, route
+from asyncmoe.receiver.card import card_of
 from asyncmoe.receiver.channel import transport_for
-from asyncmoe.receiver.meeting import AdapterTerms, EngineRanks, Outcome, Ready, Store, Terms
+from asyncmoe.receiver.meeting import AdapterTerms, Card, EngineRanks, Outcome, Ready, Store, Terms
 from asyncmoe.reshard import Plan
 from asyncmoe.trainer.model import Model
+from asyncmoe.trainer.published import device_of
 from asyncmoe.wire import address
 from asyncmoe.wire.client import Client
 from asyncmoe.wire.messages import Engines, EnginesAsk, WeightsJoin
@@ -39,12 +41,14 @@ class Meeting:
 
     Attributes:
         roster: of the engines (`asyncmoe.wire.messages.Engines`), on rank 0.
+        device: what the engines say they compute on, on rank 0 of a run that verifies them.
     """
 
     roster: int
     store: Store
     terms: Terms
     plan: Plan
+    device: str = ""
 
 
 class NotMet(WeightSyncError):
@@ -71,15 +75,17 @@ def meet(config: Config, model: Model, client: Client, group: dist.ProcessGroup)
         NotMet: naming each parameter that differs, or who has not come; with the same words on every rank.
     """
     rank, wait_s = model.mesh.rank, config.sync.timeout_s
-    store, roster = _open(config, model, client, group)
+    store, roster, device = _open(config, model, client, group)
     terms = store.get("terms", Terms, wait_s)
     failure = ""
     plan: Plan | None = None
+    card: Card | None = None
     try:
         plan = route.route(terms, rank)
-    except AsyncmoeError as error:
-        failure = str(error)
-    mine = Ready(failure, plan.digest if plan else "")
+        card = card_of(model.mesh.device, 0)
+    except Exception as error:  # noqa: BLE001  said to all ranks
+        failure = failing.in_one_line(error, terms)
+    mine = Ready(failure, plan.digest if plan else "", card=card)
     if rank == 0:
         store.put("verdict", Outcome(_disagreement(store, terms, mine, wait_s, watch(config, client))))
     else:
@@ -89,7 +95,7 @@ def meet(config: Config, model: Model, client: Client, group: dist.ProcessGroup)
         part(store, model)
         raise NotMet(verdict.failure, roster)
     assert plan is not None
-    return Meeting(roster, store, terms, plan)
+    return Meeting(roster, store, terms, plan, device)
 
 
 def part(store: Store, model: Model) -> None:
@@ -157,14 +163,14 @@ def changed(config: Config, model: Model, client: Client, group: dist.ProcessGro
     return word == _OTHERS
 
 
-def _open(config: Config, model: Model, client: Client, group: dist.ProcessGroup) -> tuple[Store, int]:
+def _open(config: Config, model: Model, client: Client, group: dist.ProcessGroup) -> tuple[Store, int, str]:
     """Rank 0 makes the store and has the engines' receivers come to it; every rank gets its own way into it."""
     rank, wait_s = model.mesh.rank, config.sync.timeout_s
     if rank == 0:
         place, failure, roster = "", "rank 0 has failed", 0
         try:
-            engines = _ask_engines(config, client)
-            roster = engines.roster
+            engines = _ask_engines(config, client, devices=config.sync.verify_every > 0)
+            roster, device = engines.roster, device_of(engines)
             if not engines.engines:
                 raise WeightSyncError("no engine is left")
             store, place = _keep(config, model, client, engines)
@@ -173,12 +179,12 @@ def _open(config: Config, model: Model, client: Client, group: dist.ProcessGroup
             raise NotMet(failure, roster) from error
         finally:
             _tell(group, place, failure)
-        return store, roster
+        return store, roster, device
     place, failure = _tell(group)
     if not place:
         raise NotMet(failure, 0)
     host, _, port = place.rpartition(":")
-    return Store(_GROUP, rank, host, int(port), wait_s), 0
+    return Store(_GROUP, rank, host, int(port), wait_s), 0, ""
 
 
 def _tell(group: dist.ProcessGroup, word: str = "", failure: str = "") -> tuple[str, str]:
@@ -191,9 +197,9 @@ def _tell(group: dist.ProcessGroup, word: str = "", failure: str = "") -> tuple[
     return word, failure
 
 
-def _ask_engines(config: Config, client: Client) -> Engines:
+def _ask_engines(config: Config, client: Client, devices: bool = False) -> Engines:
     start_s = config.engines.start_timeout_s
-    engines = client.ask(EnginesAsk(start_s), start_s + GRACE_S)[0]
+    engines = client.ask(EnginesAsk(start_s, devices), start_s + GRACE_S)[0]
     assert isinstance(engines, Engines)
     return engines
 
@@ -241,6 +247,8 @@ def _disagreement(store: Store, terms: Terms, mine: Ready, wait_s: float, watch:
     names = {rank: whom for rank, whom in everyone.items() if rank != 0}
     try:
         found = store.get_all({f"ready/{rank}": whom for rank, whom in names.items()}, Ready, wait_s, watch=watch)
+        if resigned := store.resigned():
+            return resigned
     except AsyncmoeError as error:
         return str(error)
     ready = {0: mine} | {rank: found[f"ready/{rank}"] for rank in names}
@@ -255,4 +263,15 @@ def _differences(terms: Terms, ready: Mapping[int, Ready], names: Mapping[int, s
         for tp in range(engine.tp):
             rank = engine.first + tp
             wrong += handshake.differences(ready[rank], engine, tp, layouts[rank])
+    cards = {whom: card for rank, whom in names.items() if (card := ready[rank].card) is not None}
+    for whom, card in cards.items():
+        wrong += handshake.shortage(whom, card)
+    if terms.transport == "ipc":
+        wrong += _unreachable(terms, {rank: one.card for rank, one in ready.items() if one.card is not None})
     return wrong
+
+
+def _unreachable(terms: Terms, cards: Mapping[int, Card]) -> list[str]:
+    names, first = meeting.names(terms), terms.engines[0].first
+    writers = {names[rank]: card for rank, card in cards.items() if rank < first}
+    return handshake.unreachable({names[rank]: card for rank, card in cards.items() if rank >= first}, writers)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Mapping
@@ -10,16 +11,17 @@ import torch
 
 from asyncmoe.config import Config
 from asyncmoe.errors import AsyncmoeError, WaitTimeout, WeightSyncError
-from asyncmoe.receiver import channel, meeting
+from asyncmoe.receiver import channel, failing, meeting
 from asyncmoe.receiver.channel import SideStream
 from asyncmoe.receiver.meeting import Header, Outcome, Over
 from asyncmoe.reshard import Exchanger
 from asyncmoe.trainer.direct_group import GRACE_S, Meeting, starving, watch
 from asyncmoe.trainer.model import Model
-from asyncmoe.trainer.published import Checksums
+from asyncmoe.trainer.published import Expected
 from asyncmoe.wire.client import Client
 from asyncmoe.wire.messages import Committed, Reply, Request, WeightsAbort, WeightsCommit, WeightsStage
 
+log = logging.getLogger(__name__)
 LOOK_S = 1.0
 """Between two looks at what goes on meanwhile."""
 _PATIENCE_S = 60.0
@@ -45,17 +47,17 @@ class Sender:
         side: SideStream | None,
         sent: threading.Event,
     ) -> None:
-        self.met, self._rank, self._is_sent = met, model.mesh.rank, sent
+        self.met, self._rank, self._is_sent, self._device = met, model.mesh.rank, sent, model.mesh.device
         self._config, self._sync, self._client, self._tensors, self._side = config, config.sync, client, tensors, side
         self._watch = watch(config, client)
         self._exchanger: Exchanger | None = None
         self._number = self._epoch = 0  # of the update, and of the channel
 
-    def send(self, version: int, expected: Checksums) -> float:
+    def send(self, version: int, expected: Expected) -> float:
         """Return when every engine serves a version.
 
         Args:
-            expected: checksums to hold the engines to.
+            expected: checksums to hold the engines to; asked on rank 0, while nothing is under way.
 
         Returns:
             The longest that an engine stood still, in milliseconds; 0 on ranks other than 0.
@@ -66,7 +68,13 @@ class Sender:
         self._number += 1
         if self._exchanger is None:
             self._epoch += 1
-        return self._lead(version, expected) if self._rank == 0 else self._follow()
+        try:
+            return self._lead(version, expected) if self._rank == 0 else self._follow()
+        except AsyncmoeError:
+            raise  # the others have been told, or have told us
+        except Exception as error:
+            self.met.store.resign(self._number, failing.said(error, self.met.terms, self._rank, self._device))
+            raise
 
     def needed_again(self, settling: threading.Event) -> bool:
         """Stay with the version that was sent: until it is settled, which is False; or until engines wait for it and none of those that
@@ -95,7 +103,7 @@ class Sender:
             self._exchanger.close()
         self._exchanger = None
 
-    def _lead(self, version: int, expected: Checksums) -> float:
+    def _lead(self, version: int, expected: Expected) -> float:
         """Rank 0's part; the longest pause in milliseconds."""
         store, number = self.met.store, self._number
         if number > 2:
@@ -106,9 +114,9 @@ class Sender:
             store.put(f"{number}/header", Header(version, self._epoch))
             told = "end"
             self._send_and_collect()
-            committed = self._ask(WeightsCommit(version, expected, number))
-        except AsyncmoeError as error:
-            failure = str(error)
+            committed = self._ask(WeightsCommit(version, expected(self.met.device), number))
+        except Exception as error:
+            failure = str(error) if isinstance(error, AsyncmoeError) else failing.said(error, self.met.terms, self._rank, self._device)
             store.put(f"{number}/{told}", Header(version, self._epoch, failure) if told == "header" else Outcome(failure))
             if told != "header":
                 self._ask(WeightsAbort(version, failure))
@@ -131,12 +139,15 @@ class Sender:
         met, key = self.met, f"{self._number}/sent/{self._rank}"
         try:
             if self._exchanger is None:
-                self._exchanger = channel.connect(met.store, met.terms, met.plan, self._epoch, self._side, self._watch)
-                self._exchanger.bind(self._tensors)
+                self._exchanger = channel.connect(
+                    met.store, met.terms, met.plan, self._epoch, self._side, self._watch, arrays=lambda: (self._tensors, None)
+                )
             self._exchanger.run(met.terms.timeout_s)
-        except AsyncmoeError as error:
+        except Exception as error:
+            met.store.fail(self._number, key, failing.said(error, met.terms, self._rank, self._device))
+            if not isinstance(error, AsyncmoeError):
+                log.exception("update %d of trainer rank %d", self._number, self._rank)
             self.leave()
-            met.store.fail(self._number, key, meeting.in_words(error, met.terms))
         else:
             self._is_sent.set()
             met.store.put(key, Outcome())
@@ -154,6 +165,8 @@ class Sender:
         keys = meeting.moved_keys(number, met.terms)
         found = met.store.get_all(keys, Outcome, until - time.monotonic(), failed=f"{number}/failed", watch=self._watch)
         failures = {keys[key]: outcome.failure for key, outcome in found.items() if outcome.failure}
+        if resigned := met.store.resigned():
+            failures[""] = resigned
         if failures:
             raise WeightSyncError(meeting.cause(failures))
 

@@ -191,8 +191,8 @@ def publisher(config: Config, built: model.Model, client: Client) -> Publisher:
         ConfigError: what the method cannot do.
     """
 
-    def checksums(tensors: Mapping[str, torch.Tensor]) -> Checksums:
-        return engine_checksums(built.hf, config.engines, tensors)
+    def checksums(tensors: Mapping[str, torch.Tensor], device: str) -> Checksums:
+        return engine_checksums(built.hf, config.engines, tensors, device)
 
     if config.sync.method == "reshard":
         return Direct(config, built, client, checksums)

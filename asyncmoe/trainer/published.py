@@ -2,11 +2,40 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
+
+from asyncmoe.errors import WeightSyncError
+from asyncmoe.wire.messages import Engines
+
 Checksums = tuple[dict[str, str], ...]
 """For each rank of an engine {SGLang parameter: checksum}."""
+
+Verifier = Callable[[Mapping[str, torch.Tensor], str], Checksums]
+"""Makes the checksums that engines should report, from the whole Hugging Face checkpoint {name: tensor} and the engines' device."""
+Expected = Callable[[str], Checksums]
+"""Makes the checksums that engines on a device ("cpu", "cuda") should report; of a version that is not verified none."""
+
+
+def unverified(device: str) -> Checksums:
+    """`Expected` of a version that is not verified."""
+    return ()
+
+
+def device_of(engines: Engines) -> str:
+    """What the engines say they compute on, of engines that were asked; empty where they were not.
+
+    Raises:
+        WeightSyncError: they say different things.
+    """
+    said = {engine.device for engine in engines.engines}
+    if len(said) > 1:
+        listed = ", ".join(f"{engine.name} {engine.device}" for engine in engines.engines)
+        raise WeightSyncError(f"sync.verify_every: got engines on different devices ({listed}), expected one kind; set it to 0")
+    return next(iter(said), "")
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,8 @@ engines (`asyncmoe.rollout.weights`); this side only moves bytes.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
-from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from collections.abc import Callable
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from functools import partial
 from typing import Any, Literal
 
@@ -18,11 +18,13 @@ import torch.distributed as dist
 
 from asyncmoe.config import Config
 from asyncmoe.errors import AsyncmoeError, WaitTimeout, WeightSyncError
+from asyncmoe.receiver import failing
+from asyncmoe.reshard import device_threads
 from asyncmoe.trainer import weight_group
 from asyncmoe.trainer.feed import ANSWER_S
 from asyncmoe.trainer.gather import Gatherer, tensors_in
 from asyncmoe.trainer.mesh import Mesh
-from asyncmoe.trainer.published import AtOnce, Checksums, Published
+from asyncmoe.trainer.published import AtOnce, Published, Verifier, device_of
 from asyncmoe.trajectory import Buffer
 from asyncmoe.wire import address
 from asyncmoe.wire.client import Client
@@ -48,21 +50,26 @@ class Broadcast(AtOnce):
     Args:
         gatherer: gathers the weights to rank 0.
         client: connection to the controller; used on rank 0 only.
-        checksums: expected engine checksums from all gathered buckets {name: tensor}; called when a version is to be verified.
+        checksums: called when a version is to be verified.
     """
 
     def __init__(
-        self, config: Config, gatherer: Gatherer, client: Client, mesh: Mesh, checksums: Callable[[Mapping[str, torch.Tensor]], Checksums]
+        self,
+        config: Config,
+        gatherer: Gatherer,
+        client: Client,
+        mesh: Mesh,
+        checksums: Verifier,
     ) -> None:
         super().__init__()
         self._sync, self._gatherer, self._client, self._mesh = config.sync, gatherer, client, mesh
         self._checksums = checksums
         self._start_timeout_s = config.engines.start_timeout_s
         self._group: dist.ProcessGroup | None = None
-        self._roster = 0
+        self._roster, self._device = 0, ""
         self._network = config.cluster.network
         self._updates = 0
-        self._threads = ThreadPoolExecutor(2, "weights")
+        self._threads = device_threads.pool(str(mesh.device), 2, "weights")
         self._asked: Future[tuple[Reply, list[Buffer]]] | None = None
 
     def close(self) -> None:
@@ -83,11 +90,15 @@ class Broadcast(AtOnce):
         group = self._join()
         try:
             committed = self._send(version, group)
-        except AsyncmoeError as error:
+        except Exception as error:
+            where = f"(trainer rank {self._mesh.rank} on {failing.where(self._mesh.device)})"
+            why = str(error) if isinstance(error, AsyncmoeError) else f"{failing.in_one_line(error)} {where}"
             # While a question is open nothing else can be asked; the controller notices the silence.
             if self._asked is None or self._asked.done():
-                self._client.ask(WeightsAbort(version, str(error)), self._sync.timeout_s)
-            raise
+                self._client.ask(WeightsAbort(version, why), self._sync.timeout_s)
+            if isinstance(error, AsyncmoeError):
+                raise
+            raise WeightSyncError(why) from error
         self._updates += 1
         return Published(version, time.perf_counter() - begin, max(committed.pause_ms, default=0.0))
 
@@ -104,14 +115,15 @@ class Broadcast(AtOnce):
                 paused = True
             message = WeightsBucket(version, bucket.names, bucket.dtypes, bucket.shapes)
             self._ask_while(message, partial(_broadcast, flat.view(torch.uint8), group))
-        reply = self._client.ask(WeightsCommit(version, self._checksums(kept) if verify else ()), self._sync.timeout_s)[0]
+        reply = self._client.ask(WeightsCommit(version, self._checksums(kept, self._device) if verify else ()), self._sync.timeout_s)[0]
         assert isinstance(reply, Committed)
         return reply
 
     def _join(self) -> dist.ProcessGroup:
         """The group of us and the engines there are now; where they are others than before, another."""
-        engines = self._client.ask(EnginesAsk(self._start_timeout_s), self._start_timeout_s + 10)[0]
+        engines = self._client.ask(EnginesAsk(self._start_timeout_s, self._sync.verify_every > 0), self._start_timeout_s + 10)[0]
         assert isinstance(engines, Engines)
+        self._device = device_of(engines)
         if self._group is not None and engines.roster == self._roster:
             return self._group
         backend: Literal["gloo", "nccl"] = "nccl" if self._mesh.backend == "nccl" else "gloo"

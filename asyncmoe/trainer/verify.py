@@ -16,12 +16,15 @@ from asyncmoe.reshard.checksum import engine_checksums as checksums_of
 from asyncmoe.reshard.float8 import SCALES
 
 
-def engine_checksums(hf: Mapping[str, Any], engines: EngineSection, tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, str], ...]:
+def engine_checksums(
+    hf: Mapping[str, Any], engines: EngineSection, tensors: Mapping[str, torch.Tensor], device: str = "cpu"
+) -> tuple[dict[str, str], ...]:
     """Expected checksums of each rank of an engine, by SGLang's parameter names.
 
     Args:
         tensors: the whole Hugging Face checkpoint, by name, on the CPU; cast to the engine's dtype as SGLang's loader casts. Of an engine
             of float8 its weights are quantised already, and their scales with them.
+        device: what the engine says it computes on; it hashes otherwise on a GPU.
     """
     dtype, payload = engine_dtype(hf, engines), Payload(hf)
     source = payload.whole(dtype)
@@ -33,5 +36,5 @@ def engine_checksums(hf: Mapping[str, Any], engines: EngineSection, tensors: Map
         for name in [name for name in held if name + SCALES in held]:
             # SGLang looks at what the numbers stand for, in bfloat16 (utils/weight_checker_comparator.py, Fp8BlockComparable).
             held[name] = dequantised(held[name], held.pop(name + SCALES), torch.bfloat16)
-        found.append(checksums_of(held))
+        found.append(checksums_of(held, device))
     return tuple(found)

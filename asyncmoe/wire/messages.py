@@ -153,6 +153,8 @@ class EnginesAsk(Message, frozen=True):
     """Ask which engines there are now; waits until the run's have started or `wait_s` is over. From the reply on they are the roster."""
 
     wait_s: float
+    devices: bool = False
+    """Ask each what device it computes on, too."""
 
 
 # ---------------------------------------------------------------- requests: engines of other machines
@@ -251,6 +253,8 @@ class EngineInfo(Message, frozen=True):
     version: int
     host: str = ""
     """`asyncmoe.wire.address.host_id` of its machine."""
+    device: str = ""
+    """What its server says it computes on, "cpu" or "cuda"; empty where that was not asked."""
 
 
 class Engines(Message, frozen=True):

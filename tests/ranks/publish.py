@@ -16,6 +16,8 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -23,12 +25,14 @@ import torch
 import torch.distributed as dist
 
 from asyncmoe import config as configuration
+from asyncmoe.config import Config
 from asyncmoe.errors import WeightSyncError
 from asyncmoe.models import load_hf_config
 from asyncmoe.reshard import Exchanger
 from asyncmoe.trainer import direct, mesh, model
 from asyncmoe.trainer.direct import Direct
 from asyncmoe.trainer.direct_send import Sender
+from asyncmoe.trainer.published import Checksums
 from asyncmoe.trainer.verify import engine_checksums
 from asyncmoe.wire import keys
 from asyncmoe.wire.client import Client
@@ -96,7 +100,7 @@ def main(result: Path, job: dict[str, Any]) -> None:
         hf = load_hf_config(config.model.path)
         built = model.build(hf, config, mesh.start(config.trainer))
         with Client(keys.read(config.run.dir, wait_s=10), f"trainer.{rank}") as client:
-            sender = Direct(config, built, client, lambda tensors, hf=hf, config=config: engine_checksums(hf, config.engines, tensors))
+            sender = Direct(config, built, client, partial(expected, hf, config))
             for path, version in job["publications"][layout]:
                 faulty, kind = job.get("faults", {}).get(str(len(found)), (None, None))
                 Faulty.fault = kind if faulty == rank else None
@@ -108,6 +112,10 @@ def main(result: Path, job: dict[str, Any]) -> None:
     if rank == 0:
         result.write_text(json.dumps(found))
     dist.destroy_process_group()
+
+
+def expected(hf: dict[str, Any], config: Config, tensors: Mapping[str, torch.Tensor], device: str) -> Checksums:
+    return engine_checksums(hf, config.engines, tensors, device)
 
 
 def publish(sender: Direct, version: int) -> dict[str, Any]:

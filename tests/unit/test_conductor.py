@@ -12,7 +12,8 @@ from asyncmoe.errors import WeightSyncError
 from asyncmoe.rollout.engine_client import EngineLost
 from asyncmoe.rollout.pool import Pool
 from asyncmoe.rollout.weights import Conductor
-from asyncmoe.wire.messages import Committed, WeightsCommit, WeightsStage
+from asyncmoe.trainer.published import device_of
+from asyncmoe.wire.messages import Committed, Engines, EnginesAsk, WeightsCommit, WeightsStage
 
 
 class Client:
@@ -87,3 +88,39 @@ def test_one_whose_connection_is_lost_in_the_swap_is_left_behind() -> None:
 def test_a_version_that_no_engine_takes_is_not_published() -> None:
     with pytest.raises(WeightSyncError, match="publishing version 1: no engine is left; the process ended"):
         publish(engines=2, dead=2)
+
+
+def asked(said: list[str], devices: bool) -> Engines:
+    """What the conductor says of engines that say what they compute on."""
+
+    async def run() -> Engines:
+        pool = Pool([engine(number) for number in range(len(said))], 8, 5.0, lambda *_: None)
+        for member, device in zip(pool.members, said, strict=True):
+            client: Any = member.engine.client
+
+            async def tell(device: str = device) -> str:
+                return device
+
+            client.device = tell
+            member.engine.died = None  # type: ignore[misc]
+
+        async def published(version: int) -> None:
+            pass
+
+        conductor = Conductor(pool, 5.0, published, lambda *_: None)
+        conductor.wait_started = published_at_once  # type: ignore[method-assign]
+        reply = await conductor.handle(EnginesAsk(1.0, devices))
+        assert isinstance(reply, Engines)
+        return reply
+
+    async def published_at_once() -> None:
+        pass
+
+    return asyncio.run(run())
+
+
+def test_engines_are_asked_what_they_compute_on_when_it_matters() -> None:
+    assert device_of(asked(["cuda", "cuda"], devices=True)) == "cuda"
+    assert device_of(asked(["cuda", "cuda"], devices=False)) == ""
+    with pytest.raises(WeightSyncError, match=r"sync\.verify_every: got engines on different devices \(engine\.0 cuda, engine\.1 cpu\)"):
+        device_of(asked(["cuda", "cpu"], devices=True))

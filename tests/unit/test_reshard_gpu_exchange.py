@@ -7,7 +7,7 @@ import itertools
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
@@ -27,7 +27,7 @@ class EmulatedCopies:
 
     device = "cuda:0"
 
-    def __init__(self, device: str, stream: int, programs: Sequence[_C.Program]) -> None:
+    def __init__(self, device: str, stream: int, programs: Sequence[_C.Program], relieve: Callable[[], None]) -> None:
         self._sizes = {id(program): program for program in programs}
         self._found: dict[int, int] = {}
         self.stalled = False

@@ -7,6 +7,8 @@ from asyncmoe.launch.doctor.environment import Python
 from asyncmoe.launch.doctor.facts import Machine
 from asyncmoe.launch.doctor.verdict import Verdict
 
+_DRIVERS = {12: 525, 13: 580}
+"""The first driver on Linux for a major version of CUDA (CUDA Compatibility, table "Minor version compatibility")."""
 REBUILD = "build it again: rm -f .venv/.built; make setup"
 
 
@@ -46,9 +48,11 @@ def nccl(machine: Machine) -> Verdict:
         return verdict.error("; ".join(missing), cure)
     if len(set(versions_of.values())) > 1:
         told = ", ".join(f"{versions.nccl(number)} in {who}" for who, number in versions_of.items())
-        return verdict.error(
+        over_nccl = machine.run is None or machine.run.on_gpus is None or machine.run.on_gpus.way == "nccl"
+        judge = verdict.error if over_nccl else verdict.warning
+        return judge(
             f"{told}; NCCL refuses ranks of different versions",
-            "install the same nvidia-nccl package in both, or take sync.transport: gloo or ipc",
+            "install the same nvidia-nccl package in both, or, where the run has one machine, take sync.transport: ipc",
         )
     library = machine.trainer.nccl
     return verdict.ok(f"{versions.nccl(next(iter(versions_of.values())))} ({library.library if library else ''})")
@@ -79,12 +83,17 @@ def _suits(who: str, side: Python, newest: int) -> Verdict:
     built, driver = versions.cuda_number(side.torch.cuda), versions.cuda(newest)
     told = f"{who} torch is built for CUDA {side.torch.cuda}, the driver takes up to {driver}"
     if built // 1000 > newest // 1000 and not side.torch.devices:
-        return verdict.error(told, f"update NVIDIA's driver, or install a torch for CUDA {newest // 1000}")
+        return verdict.error(told, f"update NVIDIA's driver{_at_least(built)}, or install a torch for CUDA {newest // 1000}")
     if side.torch.trouble is not None:
         return verdict.error(f"{who} torch cannot use the GPUs: {side.torch.trouble}", "mend that first; nvidia-smi and dmesg say more")
     if built > newest:
         return verdict.warning(f"{told}: kernels compiled at run time may fail", "update NVIDIA's driver")
     return verdict.ok(told)
+
+
+def _at_least(built: int) -> str:
+    driver = _DRIVERS.get(built // 1000)
+    return "" if driver is None else f" to R{driver} or newer"
 
 
 def _torches(machine: Machine) -> list[tuple[str, Python]]:

@@ -126,7 +126,7 @@ def too_large(config: Config, trainer: Memory, engine: Memory, gpu_gb: float) ->
     if config.engines.share_gpus:
         got = f"{_gb(trainer.total + engine.total)} GB = {_gb(trainer.total)} of the trainer + {_gb(engine.total)} of an engine"
         ways = [*staging, "engines.share_gpus=false on more GPUs", fewer]
-        return ConfigError("memory of a GPU", got=got, expected=usable, cure=f"set {', or '.join(ways)}")
+        return ConfigError("memory of a GPU", got=got, expected=usable, cure=f"take {', or '.join(ways)}")
     if trainer.total > memory.usable(gpu_gb):
         ways = ["more trainer.ranks with a larger trainer.tp, ep or pp", "trainer.recompute=full", "fewer trainer.tokens_per_microbatch"]
         got = f"{_gb(trainer.total)} GB ({_largest(trainer)})"

@@ -10,6 +10,7 @@ from asyncmoe.errors import UserError
 from asyncmoe.launch.doctor.examination import CHECKS
 from asyncmoe.launch.doctor.facts import Machine
 from asyncmoe.launch.doctor.gathering.machine import gather_for
+from asyncmoe.launch.doctor.placement import seen
 from asyncmoe.launch.doctor.verdict import Verdict
 
 STOPS = (
@@ -55,6 +56,10 @@ def judge(machine: Machine) -> tuple[str, ...]:
     for name, verdict in found.items():
         if verdict.state == "error":
             raise UserError(f"{name} of {machine.host}", got=verdict.found, expected="what a run on GPUs needs", cure=verdict.cure)
+    if seen(machine) == 0:
+        why = machine.nvidia.trouble or "CUDA shows none"
+        cure = "look at nvidia-smi and CUDA_VISIBLE_DEVICES; in a container, start it with GPUs (--gpus all, --nv)"
+        raise UserError(f"GPUs of {machine.host}", got=f"none, though its driver is loaded ({why})", expected="at least one", cure=cure)
     return tuple(_line(name, verdict) for name, verdict in found.items() if verdict.state == "warning")
 
 

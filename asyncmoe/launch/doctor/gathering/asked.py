@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from asyncmoe import checkpoints
 from asyncmoe import config as configuration
@@ -66,8 +66,8 @@ def with_files(run: Run, config: Config) -> Run:
     """With its directory and its model, and what follows from the model's size."""
     found_disk, disk_trouble = _answer(lambda: _disk(config), "run.dir")
     found_model, model_trouble = _answer(lambda: model.look(config), "model.path")
-    on_gpus, _ = _answer(lambda: _on_gpus(config), "model.path")
-    run = replace(run, disk=found_disk, disk_trouble=disk_trouble, model=found_model, model_trouble=model_trouble, on_gpus=on_gpus)
+    asked_of_gpus, _ = _answer(lambda: _on_gpus(config), "model.path")
+    run = replace(run, disk=found_disk, disk_trouble=disk_trouble, model=found_model, model_trouble=model_trouble, on_gpus=asked_of_gpus)
     if found_model is None or found_model.parameters is None or found_model.weights_bytes is None:
         return run
     item = 2 if config.trainer.dtype == "bfloat16" else 4
@@ -79,15 +79,25 @@ def with_files(run: Run, config: Config) -> Run:
 def _on_gpus(config: Config) -> OnGpus | None:
     """What a configuration asks of GPUs; None: the check `model` says why that cannot be told."""
     # The layouts need asyncmoe's extension, which the doctor looks for.
-    from asyncmoe import models
     from asyncmoe.launch import budget
 
     try:
-        hf = budget.hf_of(config)
-        models.check(config, hf)
-        trainer, engine = budget.least(config, hf)
+        return on_gpus(config, budget.hf_of(config))
     except UserError:
         return None
+
+
+def on_gpus(config: Config, hf: Mapping[str, Any]) -> OnGpus:
+    """What it asks of GPUs, of the model with this config.json.
+
+    Raises:
+        UserError: sizes that do not suit the model.
+    """
+    from asyncmoe import models
+    from asyncmoe.launch import budget
+
+    models.check(config, hf)
+    trainer, engine = budget.least(config, hf)
     several = address.several(config.cluster.network)
     over_ipc = config.sync.method == "reshard" and (config.sync.transport == "ipc" or config.engines.share_gpus)
     float32 = models.engine_dtype(hf, config.engines) == "float32" and not TAKES_FLOAT32 & set(_attention(config.engines.args))

@@ -12,8 +12,8 @@ from doctor_machines import ENGINE, GPUS, NODE, but
 
 from asyncmoe.config import Config, devices, load
 from asyncmoe.errors import ConfigError, UserError
-from asyncmoe.launch import budget, gpus, preflight
-from asyncmoe.launch.doctor.facts import Gpu, Machine, Run
+from asyncmoe.launch import budget, gpus, local, preflight
+from asyncmoe.launch.doctor.facts import Gpu, Machine, Nvidia, Run
 from asyncmoe.launch.doctor.gathering import asked
 from asyncmoe.receiver.channel import transport_for
 from asyncmoe.rollout import engine
@@ -314,3 +314,41 @@ def test_kernels_begin_in_order_where_tensor_parallelism_counts_on_it(caplog: py
     assert not caplog.records
     assert environment(2, **{connections.VARIABLE: "8"}) == {connections.VARIABLE: "8"}
     assert "unset it" in caplog.text
+
+
+def test_an_engine_is_bounded_by_the_smallest_gpu_of_its_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    config, hf = configured("demo-gpu.yaml")
+    found = Nvidia(2, "580.65", (GPUS[0], replace(GPUS[1], memory_mib=40960)))
+    monkeypatch.setattr(gpus.nvidia, "look", lambda: found)
+    monkeypatch.setattr(gpus.models, "load_hf_config", lambda path: hf)
+    monkeypatch.setattr("torch.version.cuda", None)
+    assert gpus.engine_arguments(config) == (), "this environment computes on the CPU"
+    monkeypatch.setattr("torch.version.cuda", "13.0")
+    assert gpus.engine_arguments(config) == budget.engine_arguments(config, hf, 40960 * 2**20 / 1e9)
+    assert gpus.engine_arguments(config) != budget.engine_arguments(config, hf, 81559 * 2**20 / 1e9)
+    monkeypatch.setattr(gpus.nvidia, "look", Nvidia)
+    assert gpus.engine_arguments(config) == ()
+
+
+def test_a_run_that_is_refused_has_written_and_started_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    refused = UserError("placement of node01", got="nothing", expected="a GPU")
+
+    def check(config: Config) -> tuple[str, ...]:
+        raise refused
+
+    monkeypatch.setattr(local.preflight, "check", check)
+    monkeypatch.setattr(local, "supervise", lambda *_: pytest.fail("it started"))
+    with pytest.raises(UserError) as caught:
+        local.run(configured("demo-gpu.yaml", f"run.dir={tmp_path / 'run'}", f"model.path={tmp_path / 'model'}")[0])
+    assert caught.value is refused
+    assert [path.name for path in tmp_path.rglob("*")] == ["run", ".lock"]
+
+
+def test_a_shared_gpu_holds_both_by_the_planner() -> None:
+    config, hf = configured("demo-gpu.yaml")
+    found = budget.of_run(config, hf, 15.5)
+    assert found.trainer.fits(15.5)
+    assert found.engine.fits(15.5)
+    assert not found.fits
+    assert found.line == "# memory: trainer 0.603 GB, engine 14.3 GB of 15.5 together"
+    assert budget.stated(found.line, "a.yaml") == (15.5, False)

@@ -39,8 +39,12 @@ setup: $(TRAIN)/$(INSTALLED) $(BUILT) $(ENGINE)/$(INSTALLED) $(if $(filter 1,$(G
 bench-peers: setup
 	$(TRAIN)/bin/python $(PIP) --no-deps --upgrade --target $(PEERS)/site -r requirements/bench.txt
 
+# With GPU=1 the demo for as many GPUs as a process is shown: make prints which.
+SHOWN = $(shell $(TRAIN)/bin/python -c 'import torch; print(torch.cuda.device_count())')
+DEMO  = examples/demo$(if $(filter 1,$(GPU)),$(if $(filter 0 1,$(SHOWN)),-gpu,-gpus)).yaml
+
 demo: setup
-	$(TRAIN)/bin/asyncmoe run examples/demo.yaml $(OVERRIDES)
+	$(TRAIN)/bin/asyncmoe run $(DEMO) $(OVERRIDES)
 
 # docs/config.md, from the schema of the configuration.
 docs: setup

@@ -52,13 +52,13 @@ def run(config: ConfigPath, overrides: Overrides = None) -> None:
 def rollout(config: ConfigPath, overrides: Overrides = None) -> None:
     """The controller alone: engines, episodes, scoring and the queue; waits for a trainer."""
     from asyncmoe import config as configuration
-    from asyncmoe.launch import local
+    from asyncmoe.launch import gpus, local
     from asyncmoe.rollout import controller
 
     loaded = configuration.load(config, overrides or ())
     if config.resolve() != local.resolved(loaded).resolve():  # or whoever starts us has prepared it
         local.prepare(loaded)
-    controller.run(loaded, loaded.run.dir)
+    controller.run(loaded, loaded.run.dir, () if loaded.engines.join else gpus.engine_arguments(loaded))
 
 
 @app.command()
@@ -70,10 +70,11 @@ def engine(
 ) -> None:
     """One engine that joins a run with engines.join=true, before or while it goes on; it leaves on Ctrl-C or SIGTERM."""
     from asyncmoe import config as configuration
+    from asyncmoe.launch import gpus
     from asyncmoe.rollout import joining
 
     loaded = configuration.load(config, overrides or ())
-    joining.run(loaded, loaded.run.dir, name or joining.default_name(index), index)
+    joining.run(loaded, loaded.run.dir, name or joining.default_name(index), index, gpus.engine_arguments(loaded, index))
 
 
 @app.command("make-model")

@@ -32,6 +32,5 @@ fi
 # The address of our own sockets and of the engines is not NCCL's: cluster.network of the configuration. `slurm` runs of several nodes
 # take that of the host's name unless the configuration says ib0 or 10.1.0.0/16.
 #
-# CUDA_DEVICE_MAX_CONNECTIONS=1 is set for trainer ranks alone, by asyncmoe.launch.slurm.agent: Megatron counts on kernels running in the
-# order they were issued, so that its tensor-parallel collectives begin before the products they overlap with
-# (megatron/core/tensor_parallel/layers.py). In an engine it would only serialize streams.
+# CUDA_DEVICE_MAX_CONNECTIONS=1 is set by trainer ranks for themselves where trainer.tp > 1 (asyncmoe/trainer/connections.py), however they
+# are started. In an engine it would only serialize streams: do not export it here.

@@ -156,6 +156,27 @@ class Config(Section):
             )
         return self
 
+    @model_validator(mode="after")
+    def _check_sharing(self) -> Config:
+        """What sharing GPUs rules out: NCCL, which refuses two ranks on one, and a run of several machines."""
+        if not self.engines.share_gpus:
+            return self
+        because = "because engines.share_gpus is true"
+        refused = {
+            "sync.method": (self.sync.method, "broadcast", f"reshard {because}: NCCL refuses two ranks on one GPU"),
+            "sync.transport": (self.sync.transport, "nccl", f"auto or ipc {because}: NCCL refuses two ranks on one GPU"),
+            "launch": (self.launch, "ray", f"local {because}: Ray gives every process GPUs of its own"),
+        }
+        for key, (got, bad, expected) in refused.items():
+            if got == bad:
+                raise ValueError(f"{key}: got {got}, expected {expected}; change it, or set engines.share_gpus to false")
+        if self.cluster.network != "loopback":
+            raise ValueError(
+                f"cluster.network: got {self.cluster.network}, expected loopback {because}: the trainer and all engines are on one "
+                "machine; leave it out, or set engines.share_gpus to false"
+            )
+        return self
+
     @property
     def adapter(self) -> LoraSection | None:
         """What is trained in place of the weights, if anything is."""

@@ -157,8 +157,16 @@ class EngineSection(Section):
     )
     host: str = Field("127.0.0.1", description="Address it listens at; one that joins has that of cluster.network.")
     port: Port = Field(0, description="First port; engine i of a machine takes port + i. 0: any free ports.")
-    first_gpu: NonNegative = Field(
-        0, description="The first GPU that engines take on a machine: engine i has tp of them from first_gpu + i * tp on."
+    first_gpu: NonNegative | None = Field(
+        None,
+        description="The first GPU that engines take on a machine: engine i has tp of them from first_gpu + i * tp on. null: the one "
+        "behind the trainer's where the run has one machine, else 0.",
+    )
+    share_gpus: bool = Field(
+        False,
+        description="Engines and trainer of one machine compute on the same GPUs, from 0 on: the memory of each is divided between them by "
+        "the arithmetic of `asyncmoe plan`, and weights travel over CUDA IPC. Without it a run in which they would meet on a GPU is "
+        "refused.",
     )
     max_running: Positive = Field(16, description="Requests one server runs at once; the others wait in it.")
     max_total_tokens: Positive | None = Field(

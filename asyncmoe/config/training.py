@@ -104,7 +104,7 @@ class SyncSection(Section):
     transport: Literal["auto", "shm", "gloo", "nccl", "ipc"] = Field(
         "auto",
         description="How reshard's messages travel. Between CPUs, shm: memory that processes of one host share; gloo: TCP. Between GPUs, "
-        "nccl; ipc: memory of GPUs of one host. auto: shm, or nccl.",
+        "nccl; ipc: memory of GPUs of one host. auto: shm; or nccl, and ipc with engines.share_gpus.",
     )
     staging: bool = Field(
         True,

@@ -20,6 +20,7 @@ import yaml
 from asyncmoe import checkpoints, models, storage
 from asyncmoe.config import Config
 from asyncmoe.errors import ConfigError, UserError
+from asyncmoe.launch import preflight
 from asyncmoe.launch.torchrun import TRAINER_ENVIRONMENT as TRAINER_ENVIRONMENT
 from asyncmoe.launch.torchrun import free_port, torchrun
 from asyncmoe.launch.watch import STOP_GRACE_S, Processes, supervise
@@ -34,10 +35,12 @@ def run(config: Config) -> dict[str, object]:
     """Run a configuration from start to end and return its summary.
 
     Raises:
-        UserError: the configuration, the model or the run directory cannot be used.
+        UserError: the configuration, the model, the run directory or this machine's GPUs cannot be used.
         AsyncmoeError: a process failed; the message is the one it gave.
     """
     with claim(config.run.dir):
+        for line in preflight.check(config):
+            print(f"warning: {line}", file=sys.stderr, flush=True)
         return supervise(config, partial(_start, config, prepare(config)))
 
 

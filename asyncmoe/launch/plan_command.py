@@ -129,6 +129,8 @@ def _of_run(asked: Asked, path: Path, console: Console) -> dict[str, Any]:
         adapter=kind,
     )
     columns = {"trainer": found.trainer, "engine": found.engine}
+    if found.shared:
+        columns["both on a GPU"] = Memory({f"the {name}": one.total for name, one in columns.items()})
     planned.show(forecast, console)
     planned.show_memory(columns, found.gpu_gb, console)
     console.print("\n".join((*found.sums, found.line)), highlight=False, soft_wrap=True)

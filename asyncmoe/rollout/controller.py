@@ -45,8 +45,11 @@ _LAST_WORDS_S = 1.0
 
 
 @named("controller")
-def run(config: Config, run_dir: Path) -> None:
+def run(config: Config, run_dir: Path, memory: Sequence[str] = ()) -> None:
     """Serve one run, from the start of the engines to the trainer's goodbye.
+
+    Args:
+        memory: of each engine that is started here; see `asyncmoe.rollout.engine.command`.
 
     Returns when the trainer has said goodbye, or after SIGTERM. SIGINT asks the trainer to save and say goodbye; without a trainer, or
     the second time, it is as SIGTERM. Every process this one started has ended when it returns or raises.
@@ -63,7 +66,7 @@ def run(config: Config, run_dir: Path) -> None:
     task, environment = tasks.load(config, tokenizer), environments.load(config)
     evaluated = tasks.load_evaluation(config, tokenizer, task)
     scorer = scoring.load(config.scoring, config.task, tokenizer.decode, config.run.seed)
-    asyncio.run(_serve(config, run_dir, at, tokenizer, task, evaluated, scorer, environment))
+    asyncio.run(_serve(config, run_dir, at, tokenizer, task, evaluated, scorer, environment, memory))
 
 
 async def _serve(
@@ -75,12 +78,13 @@ async def _serve(
     evaluated: Task,
     scorer: Scorer,
     environment: Environment,
+    memory: Sequence[str],
 ) -> None:
     engines: list[Engine] = []
     recorder = Recorder(run_dir)
     try:
         for index in range(0 if config.engines.join else config.engines.count):
-            engines.append(Engine(f"engine.{index}", config, index, run_dir))
+            engines.append(Engine(f"engine.{index}", config, index, run_dir, memory=memory))
         controller = Controller(config, engines, recorder, tokenizer, task, evaluated, scorer, environment)
         host = address.reachable(config.cluster.network)
         async with Server(controller.answer, host=host, port=config.cluster.port, given=at) as server:

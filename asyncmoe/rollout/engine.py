@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from asyncmoe import models
-from asyncmoe.config import Config
+from asyncmoe.config import Config, devices
 from asyncmoe.errors import EngineError, UserError, WaitTimeout
 from asyncmoe.models import family_of
 from asyncmoe.models.lora.adapter import Kind
@@ -38,7 +38,16 @@ class Engine:
     """
 
     def __init__(
-        self, name: str, config: Config, index: int, run_dir: Path, *, host: str | None = None, key: str = "", seed: int | None = None
+        self,
+        name: str,
+        config: Config,
+        index: int,
+        run_dir: Path,
+        *,
+        host: str | None = None,
+        key: str = "",
+        seed: int | None = None,
+        memory: Sequence[str] = (),
     ) -> None:
         """Start the process. Call from the main thread: Linux ends the server when the thread that started it ends.
 
@@ -47,6 +56,7 @@ class Engine:
             host: address to listen on; default: engines.host.
             key: what it wants to be shown with every request; empty: nothing.
             seed: added to the run's, so that no two engines draw the same; default: `index`.
+            memory: see `command`.
 
         Raises:
             UserError: the port is taken.
@@ -67,7 +77,7 @@ class Engine:
         if kind is not None and adapters.in_memory(config):
             self._adapter = family_of(hf).shape_of(hf), kind, models.engine_dtype(hf, section)
         keeps_routing = models.kept_routing(config, hf) is not None
-        arguments = command(config, index, host, port, keeps_routing, index if seed is None else seed, kind)
+        arguments = command(config, index, host, port, keeps_routing, index if seed is None else seed, kind, memory)
         # Not an argument: those can be read by everyone on this machine.
         secret = {API_KEY: key} if key else {}
         self._child = Child(name, arguments, log, environment(config, index) | secret)
@@ -114,12 +124,24 @@ class Engine:
         self._child.end(0.0)
 
 
-def command(config: Config, index: int, host: str, port: int, keeps_routing: bool, seed: int, adapter: Kind | None) -> list[str]:
+def command(
+    config: Config,
+    index: int,
+    host: str,
+    port: int,
+    keeps_routing: bool,
+    seed: int,
+    adapter: Kind | None,
+    memory: Sequence[str] = (),
+) -> list[str]:
     """The command line of engine `index`; what only a CPU needs is added there by `asyncmoe.platform.sglang`.
 
     - The tokenizer is not loaded: token ids go in and come out.
     - The version "0" is the checkpoint's weights.
     - Shared experts stay by themselves on every device, as weights are sent; else a GPU makes them one more expert of some models.
+
+    Args:
+        memory: arguments that bound its GPU memory (`asyncmoe.launch.budget.engine_arguments`); the user's own, which follow, win.
     """
     section = config.engines
     flags: dict[str, object] = {
@@ -135,7 +157,7 @@ def command(config: Config, index: int, host: str, port: int, keeps_routing: boo
         "log-level-http": "warning",
     }
     if _GPUS.exists():
-        flags["base-gpu-id"] = section.first_gpu + index * section.tp
+        flags["base-gpu-id"] = devices.first_gpu(config, address.several(config.cluster.network)) + index * section.tp
     if section.max_total_tokens is not None:
         flags["max-total-tokens"] = section.max_total_tokens
     switches = ["--skip-tokenizer-init", "--disable-shared-experts-fusion", "--custom-weight-loader", LOADER]
@@ -146,7 +168,7 @@ def command(config: Config, index: int, host: str, port: int, keeps_routing: boo
     if adapter is not None:
         switches += adapters.flags(adapter, adapters.limit_in(section.args))
     named = [word for flag, value in flags.items() for word in (f"--{flag}", str(value))]
-    return [str(engine_python(section.python)), "-m", "asyncmoe.platform.sglang", *named, *switches, *section.args]
+    return [str(engine_python(section.python)), "-m", "asyncmoe.platform.sglang", *named, *switches, *memory, *section.args]
 
 
 def environment(config: Config, index: int) -> dict[str, str]:

@@ -11,7 +11,7 @@ import signal
 import socket
 import time
 import zlib
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -38,11 +38,12 @@ def default_name(index: int) -> str:
     return ".".join(["engine", *([f"job{job}"] if job else []), node, str(index)])
 
 
-def run(config: Config, run_dir: Path, name: str, index: int) -> None:
+def run(config: Config, run_dir: Path, name: str, index: int, memory: Sequence[str] = ()) -> None:
     """Serve until the run is over, or until SIGTERM or SIGINT.
 
     Args:
         index: of this engine among those of its machine.
+        memory: see `asyncmoe.rollout.engine.command`.
 
     Raises:
         UserError: this machine has no such address, or a port is taken.
@@ -51,15 +52,15 @@ def run(config: Config, run_dir: Path, name: str, index: int) -> None:
         WaitTimeout: the controller did not come, or is gone.
     """
     with named(name):
-        asyncio.run(_serve(config, run_dir, name, index))
+        asyncio.run(_serve(config, run_dir, name, index, memory))
 
 
-async def _serve(config: Config, run_dir: Path, name: str, index: int) -> None:
+async def _serve(config: Config, run_dir: Path, name: str, index: int, memory: Sequence[str]) -> None:
     host, key = address.reachable(config.cluster.network), secrets.token_urlsafe(32)
     stop = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    engine = Engine(name, config, index, run_dir, host=host, key=key, seed=zlib.crc32(name.encode()) >> 1)
+    engine = Engine(name, config, index, run_dir, host=host, key=key, seed=zlib.crc32(name.encode()) >> 1, memory=memory)
     try:
         ready = await _unless(stop, _ready(engine, run_dir, config.engines.start_timeout_s))
         if ready is not None:

@@ -7,14 +7,11 @@ import traceback
 from contextlib import suppress
 from pathlib import Path
 
+from asyncmoe import config as configuration
+from asyncmoe.errors import AsyncmoeError
 from asyncmoe.platform import megatron
-
-megatron.prepare()
-
-from asyncmoe import config as configuration  # noqa: E402  Megatron must not be imported before the platform is prepared
-from asyncmoe.errors import AsyncmoeError  # noqa: E402
-from asyncmoe.process import die_with_parent, named, say  # noqa: E402
-from asyncmoe.trainer import loop  # noqa: E402
+from asyncmoe.process import die_with_parent, named, say
+from asyncmoe.trainer import connections
 
 
 def main() -> None:
@@ -24,7 +21,12 @@ def main() -> None:
     logging.basicConfig(format=f"%(asctime)s rank {rank} %(name)s: %(message)s", level=logging.INFO)
     try:
         with named(f"trainer.{rank}"):
-            loop.run(configuration.load(Path(sys.argv[1]), sys.argv[2:]))
+            config = configuration.load(Path(sys.argv[1]), sys.argv[2:])
+            connections.in_order(config.trainer, os.environ)  # before `prepare`, which asks CUDA for devices
+            megatron.prepare()
+            from asyncmoe.trainer import loop  # Megatron must not be imported before the platform is prepared
+
+            loop.run(config)
     except AsyncmoeError as error:
         say(error)
         _leave(error.exit_code)

@@ -248,7 +248,7 @@ class Direct:
 
 
 def _check(config: Config, model: Model) -> None:
-    transport_for(config.sync.transport, model.mesh.backend == "nccl")
+    transport_for(config.sync.transport, model.mesh.backend == "nccl", shared=config.engines.share_gpus)
     ours, theirs = str(model.dtype).removeprefix("torch."), engine_dtype(model.hf, config.engines)
     if theirs not in (ours, "bfloat16"):
         cure = f"set engines.dtype={ours} or sync.method=broadcast"

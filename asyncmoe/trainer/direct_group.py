@@ -219,7 +219,7 @@ def _keep(config: Config, model: Model, client: Client, engines: Engines) -> tup
         engines=ranks,
         dtype=str(model.dtype).removeprefix("torch."),
         engine_dtype=engine_dtype(model.hf, config.engines),
-        transport=transport_for(sync.transport, model.mesh.backend == "nccl", _together(engines)),
+        transport=transport_for(sync.transport, model.mesh.backend == "nccl", _together(engines), config.engines.share_gpus),
         session=secrets.token_hex(8),
         staging=sync.staging,
         bucket_bytes=sync.bucket_bytes,

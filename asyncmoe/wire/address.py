@@ -29,6 +29,11 @@ def reachable(network: str) -> str:
     return choose(network, interfaces())
 
 
+def several(network: str) -> bool:
+    """Whether processes of other machines are to reach this one: the run is not on one machine alone."""
+    return network != "loopback" or bool(os.environ.get(VARIABLE))
+
+
 def resolve(what: str, host: str) -> str:
     """The IPv4 address a name stands for.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from asyncmoe.config.devices import Wanted
 from asyncmoe.launch.doctor.environment import Extension, Nccl, Python, Torch
 from asyncmoe.launch.doctor.facts import (
     Clock,
@@ -16,6 +17,7 @@ from asyncmoe.launch.doctor.facts import (
     Model,
     Network,
     Nvidia,
+    OnGpus,
     Port,
     Run,
 )
@@ -52,6 +54,7 @@ TRAINER = Python(
 ENGINE = replace(TRAINER, executable="/engine/bin/python", packages={"sglang": "0.5.23", "torch": "2.9.0+cu128"}, transformer_engine=False)
 GPUS = tuple(Gpu(index, "NVIDIA H100 80GB HBM3", 81559, 4, "Default", "9.0") for index in range(8))
 LINKS = tuple(tuple("X" if i == j else "NV18" for j in range(8)) for i in range(8))
+ON_GPUS = OnGpus((Wanted(ranks=4, engines=2, tp=2, first=4),), "nccl", trainer_bytes=70 * 10**9, engine_bytes=60 * 10**9)
 DISK = Disk("/share/run", "/share", "lustre", 10**14, 10**9, checkpoints=0, ahead_s=0.1)
 RUN = Run(
     config="run.yaml",
@@ -61,6 +64,7 @@ RUN = Run(
     keep_checkpoints=2,
     disk=DISK,
     model=Model("/share/model", family="qwen3_moe", parameters=30 * 10**9, weights_bytes=60 * 10**9),
+    on_gpus=ON_GPUS,
 )
 
 NODE = Machine(

@@ -12,6 +12,7 @@ from doctor_machines import DISK, GPUS, LAPTOP, LINKS, NODE, SOURCES, but
 from rich.console import Console
 
 import asyncmoe
+from asyncmoe.config.devices import Wanted
 from asyncmoe.launch.doctor import versions
 from asyncmoe.launch.doctor.environment import Apex, Torch
 from asyncmoe.launch.doctor.examination import CHECKS, examine, failed
@@ -24,6 +25,9 @@ DEMO = Path(asyncmoe.__file__).resolve().parent.parent / "examples" / "demo.yaml
 
 TMPFS = replace(DISK, kind="tmpfs")
 DOWN = Port("mlx5_1", 1, "DOWN", "10 Gb/sec (4X SDR)", "InfiniBand")
+OVERLAP = (Wanted(ranks=4, engines=2, tp=2, first=2),)
+SHARED = (replace(OVERLAP[0], share=True),)
+APART = (Wanted(ranks=4, engines=0, tp=4, first=0), Wanted(ranks=0, engines=2, tp=4, first=0))
 A100 = Gpu(0, "NVIDIA A100-SXM4-80GB", 81920, 4, "Default", "8.0")
 
 
@@ -37,16 +41,32 @@ def test_a_healthy_node_has_nothing_to_mend() -> None:
 
 def test_a_laptop_is_fine_without_what_it_does_not_have() -> None:
     states = {finding.name: finding.state for finding in examine(LAPTOP)}
-    missing = ["transformer-engine", "apex", "driver", "cuda", "gpus", "nvlink", "nccl", "infiniband"]
+    missing = ["transformer-engine", "apex", "driver", "cuda", "gpus", "nvlink", "nccl", "infiniband", "placement", "gpu-memory"]
     without_config = ["configuration", "ports", "run-dir", "model"]
     assert states == dict.fromkeys(CHECKS, "ok") | dict.fromkeys(missing + without_config, "not here")
-    assert all("GPU" in line(LAPTOP, name).found for name in ("driver", "cuda", "gpus", "nvlink", "nccl"))
+    assert all("GPU" in line(LAPTOP, name).found for name in ("driver", "cuda", "gpus", "nvlink", "nccl", "placement"))
 
 
 Case = tuple[str, Machine, dict[str, Any], str, str, str]
 """Line, machine, what is changed on it, state, part of what is found, part of the cure."""
 
 CASES: list[Case] = [
+    ("placement", NODE, {"trainer__torch__devices": 7}, "error", "got 7, expected 8: 2 x engines.tp 2 from GPU 4 on and 4", "share_gpus"),
+    ("placement", NODE, {"trainer__torch__devices": 3}, "error", "trainer.ranks: got 4 on a machine with 3 GPUs", "trainer.tp"),
+    ("placement", NODE, {"run__on_gpus__places": OVERLAP}, "error", "got 2: an engine and the trainer on GPUs 2, 3", "share_gpus=true"),
+    ("placement", NODE, {"run__on_gpus__places": SHARED}, "ok", "GPUs 2, 3 shared on purpose", ""),
+    ("placement", NODE, {"run__on_gpus__places": APART, "trainer__torch__devices": 3}, "error", "neither", "cluster.trainer_nodes"),
+    ("placement", NODE, {"run__on_gpus__places": APART}, "ok", "trainer on GPUs 0, 1, 2, 3; or 2 engines on GPU 0-3, 4-7", ""),
+    ("placement", NODE, {"run__on_gpus__float32": "engines.dtype: got float32"}, "error", "got float32", "engines.dtype=bfloat16"),
+    ("placement", NODE, {"nvidia__gpus": (*GPUS[:7], replace(GPUS[7], used_mib=9000))}, "error", "9000 MiB of GPU 7", "nvidia-smi says"),
+    ("placement", NODE, {"nvidia__gpus": (A100, *GPUS[1:])}, "error", "the trainer would compute on NVIDIA A100", "CUDA_DEVICE_ORDER"),
+    ("placement", NODE, {"trainer__torch__apart": ((6, 0),), "run__on_gpus__way": "ipc"}, "error", "GPUs 0 and 6 do not", "=nccl"),
+    ("placement", NODE, {"trainer__torch__apart": ((6, 0),)}, "ok", "trainer on GPUs 0, 1, 2, 3, 2 engines on GPU 4-5, 6-7", ""),
+    ("gpu-memory", NODE, {"run__on_gpus__engine_bytes": 82 * 10**9}, "error", "an engine would hold 82 GB", "sync.staging=false"),
+    ("gpu-memory", NODE, {"run__on_gpus__trainer_bytes": 82 * 10**9}, "error", "the trainer would hold 82 GB", "trainer.recompute=full"),
+    ("gpu-memory", NODE, {"run__on_gpus__places": SHARED}, "error", "the trainer and an engine would hold 130 GB", "share_gpus=false"),
+    ("gpu-memory", NODE, {"run__on_gpus__trainer_bytes": None}, "not here", "the model is not known", "line model"),
+    ("nccl", NODE, {"engine__nccl__version": 23007, "run__on_gpus__way": "ipc"}, "warning", "2.30.7", "sync.transport: ipc"),
     ("python", NODE, {"trainer__version": "3.10.4"}, "error", "3.10.4, expected >=3.11", "newer Python"),
     ("python", NODE, {"trainer__version": None, "trainer__unfinished": "killed"}, "error", "could not be run: killed", "make setup"),
     ("torch", NODE, {"trainer__packages": {"torch": None}}, "error", "not installed in /env/bin/python", "make setup GPU=1"),
@@ -308,4 +328,4 @@ def test_a_configuration_that_is_wrong_is_a_line_among_others() -> None:
     assert wrong.startswith("error     configuration       ")
     assert "run.stepz: got an unknown key" in wrong
     assert lines[lines.index(wrong) + 1].strip().startswith("-> correct what is named")
-    assert lines[-1] == "laptop: ok: 14, warning: 0, error: 1, not here: 11"
+    assert lines[-1] == "laptop: ok: 14, warning: 0, error: 1, not here: 13"

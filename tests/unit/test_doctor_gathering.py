@@ -93,8 +93,8 @@ def test_infiniband_ports_are_read(tmp_path: Path) -> None:
 
 SMI = """#!/bin/sh
 case "$1" in
-  --query-gpu=*) echo '0, NVIDIA H100 80GB HBM3, 81559, 4, Default, 9.0, Disabled, 570.86.15'
-                 echo '1, NVIDIA H100 80GB HBM3, 81559, 70000, Exclusive_Process, 9.0, [N/A], 570.86.15' ;;
+  --query-gpu=*) echo '0, NVIDIA H100 80GB HBM3, 81559, 4, Default, 9.0, Disabled, 570.86.15, GPU-0aa'
+                 echo '1, NVIDIA H100 80GB HBM3, 81559, 70000, Exclusive_Process, 9.0, [N/A], 570.86.15, GPU-1bb' ;;
   topo) printf '\\t\\033[4mGPU0\\tGPU1\\tNIC0\\tCPU Affinity\\033[0m\\n'
         printf 'GPU0\\t X \\tNV18\\tPIX\\t0-51\\nGPU1\\tNV18\\t X \\tSYS\\t52-103\\n'
         printf 'NIC0\\tPIX\\tSYS\\t X \\n\\nLegend:\\n  X    = Self\\n' ;;
@@ -111,6 +111,19 @@ def nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
     return program
+
+
+@pytest.mark.parametrize(
+    ("chosen", "visible"),
+    [(None, [0, 1]), ("", []), ("1", [1]), ("1,0", [1, 0]), ("GPU-1,0", [1, 0]), ("1,7,0", [1]), ("MIG-3", []), ("-1", [])],
+)
+def test_processes_see_the_gpus_that_are_chosen(
+    nvidia_smi: Path, monkeypatch: pytest.MonkeyPatch, chosen: str | None, visible: list[int]
+) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if chosen is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", chosen)
+    assert [gpu.index for gpu in nvidia.look().visible] == visible
 
 
 def test_nvidia_smi_is_read(nvidia_smi: Path, tmp_path: Path) -> None:
@@ -153,7 +166,9 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path / 'site'}:{ROOT}")
     torch = package(tmp_path / "site", "torch", "2.9.0", "from torch import version, cuda\n__version__ = '2.9.0+cu128'\n")
     (torch / "version.py").write_text("cuda = '12.8'\n")
-    (torch / "cuda.py").write_text("init = lambda: None\ndevice_count = lambda: 3\n")
+    (torch / "cuda.py").write_text(
+        "init = lambda: None\ndevice_count = lambda: 3\ncan_device_access_peer = lambda i, j: (i, j) != (2, 1)\n"
+    )
     return tmp_path / "site"
 
 
@@ -166,6 +181,7 @@ def test_a_python_is_looked_into(site: Path) -> None:
     assert found.extension.package == str(ROOT / "asyncmoe")
     assert found.torch is not None
     assert (found.torch.version, found.torch.cuda, found.torch.devices, found.torch.trouble) == ("2.9.0+cu128", "12.8", 3, None)
+    assert found.torch.apart == ((2, 1),)
     assert found.unfinished is None
 
 

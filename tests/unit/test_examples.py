@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from asyncmoe import models
-from asyncmoe.config import Config, load
+from asyncmoe.config import Config, devices, load
 from asyncmoe.errors import ConfigError
 from asyncmoe.launch import budget, planning, split
 from asyncmoe.launch.sizes import parse_adapter
@@ -20,6 +20,7 @@ from asyncmoe.models import EngineParallel
 REPOSITORY = Path(__file__).parents[2]
 YAMLS = sorted(path.relative_to(REPOSITORY) for folder in ("examples", "slurm") for path in (REPOSITORY / folder).rglob("*.yaml"))
 CLUSTER = [path for path in YAMLS if path.parent.name == "cluster"]
+ONE_NODE = [path for path in YAMLS if path.parent.name == "one-node"]
 GPUS = 8
 """Of a node."""
 LONG = {"qwen3-235b-a22b-lora.yaml"}
@@ -38,7 +39,9 @@ def configured(path: Path) -> tuple[Config, Mapping[str, Any]]:
 
 
 def test_there_are_some() -> None:
-    assert {"demo.yaml", "gsm8k.yaml", "lora.yaml", "tools.yaml", "tiny.yaml"} < {path.name for path in YAMLS}
+    assert {"demo.yaml", "gsm8k.yaml", "lora.yaml", "tools.yaml", "tiny.yaml", "demo-gpu.yaml", "demo-gpus.yaml"} < {
+        path.name for path in YAMLS
+    }
     assert len(CLUSTER) >= 5
 
 
@@ -107,6 +110,25 @@ def test_its_head_says_how_it_is_started(path: Path) -> None:
     commands = [torchrun, *re.findall(r"(asyncmoe (?:rollout|engine) .*)", head)]
     assert len(commands) >= 3
     assert all(str(path) in command for command in commands)
+
+
+@pytest.mark.parametrize("path", ONE_NODE, ids=str)
+def test_of_one_machine_every_gpu_is_taken_by_one_process(path: Path) -> None:
+    config, _ = configured(path)
+    (wanted,) = devices.wanted(config, several=False)
+    placed = devices.place(wanted, GPUS)
+    assert placed.taken == tuple(range(GPUS))
+    assert not placed.shared
+    text = (REPOSITORY / path).read_text()
+    assert f"asyncmoe run {path}\n" in text
+    assert f"--nodes=1 --gpus-per-node={GPUS} " in text
+    assert f"{config.trainer.ranks} train, {GPUS - config.trainer.ranks} generate" in text
+    assert len([line for line in text.splitlines() if line.startswith("# memory")]) == 3
+
+
+def test_all_weights_are_for_eight_h200_and_adapters_for_eight_h100() -> None:
+    said = {configured(path)[0].train: budget.stated((REPOSITORY / path).read_text(), str(path))[0] for path in ONE_NODE}
+    assert said == {"full": 141, "lora": 80}
 
 
 def suggested(path: Path) -> list[list[str]]:

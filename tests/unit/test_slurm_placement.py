@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from asyncmoe import config as configuration
 from asyncmoe.config import Config
-from asyncmoe.errors import DataError, UserError
+from asyncmoe.errors import ConfigError, DataError, UserError
 from asyncmoe.launch.slurm import allocation, control, join, placement, steps, sweep
 from asyncmoe.launch.slurm.allocation import Allocation, Group
 
@@ -115,13 +115,33 @@ def test_engines_are_spread_evenly_and_none_is_left_out(nodes: int, count: int) 
 
 
 def test_several_nodes_are_reached_by_their_names_unless_told_otherwise() -> None:
-    assert placement.implied(job(3), "loopback") == ("engines.join=true", "cluster.network=hostname")
-    assert placement.implied(job(3), "ib0") == ("engines.join=true",)
-    assert placement.implied(job(1), "loopback") == ("engines.join=true",)
+    assert placement.implied(job(3), config()) == ("engines.join=true", "cluster.network=hostname")
+    assert placement.implied(job(3), config("cluster.network=ib0")) == ("engines.join=true",)
+    assert placement.implied(job(1), config()) == ("engines.join=true",)
+
+
+def test_on_one_node_engines_are_behind_the_trainer_also_where_others_may_join() -> None:
+    assert placement.implied(job(1), config("cluster.network=ib0")) == ("engines.join=true", "engines.first_gpu=2")
+    assert placement.implied(job(1), config("cluster.network=ib0", "engines.first_gpu=4")) == ("engines.join=true",)
+
+
+def test_a_node_has_a_gpu_for_every_process() -> None:
+    def check(nodes: int, gpus: int, *overrides: str) -> None:
+        options = config(*overrides, *placement.implied(job(nodes), config(*overrides)))
+        placement.check_gpus(placement.place(job(nodes), options), options, gpus)
+
+    check(1, 3)
+    check(2, 2)
+    with pytest.raises(ConfigError, match=r"GPUs of this machine: got 2, expected 3: 1 x engines.tp 1 from GPU 2 on and 2 of the trainer"):
+        check(1, 2)
+    with pytest.raises(ConfigError, match=r"trainer.ranks: got 2 on a machine with 1 GPU, expected at most 1"):
+        check(2, 1)
+    with pytest.raises(ConfigError, match=r"engines.first_gpu: got 1: an engine and the trainer on GPU 1, expected at least 2"):
+        check(1, 8, "engines.first_gpu=1")
 
 
 def test_a_job_that_starts_again_resumes_its_own_run() -> None:
-    assert placement.implied(replace(job(1), restarts=1), "loopback") == ("engines.join=true", "run.resume=true")
+    assert placement.implied(replace(job(1), restarts=1), config()) == ("engines.join=true", "run.resume=true")
 
 
 @given(st.integers(1, 10**8), st.integers(0, 3))

@@ -46,9 +46,11 @@ def nccl(machine: Machine) -> Verdict:
         return verdict.error("; ".join(missing), cure)
     if len(set(versions_of.values())) > 1:
         told = ", ".join(f"{versions.nccl(number)} in {who}" for who, number in versions_of.items())
-        return verdict.error(
+        over_nccl = machine.run is None or machine.run.on_gpus is None or machine.run.on_gpus.way == "nccl"
+        judge = verdict.error if over_nccl else verdict.warning
+        return judge(
             f"{told}; NCCL refuses ranks of different versions",
-            "run: make setup GPU=1, which installs the same in both (requirements/gpu.txt)",
+            "run: make setup GPU=1, which installs the same in both (requirements/gpu.txt); on one machine sync.transport=ipc does without",
         )
     library = machine.trainer.nccl
     return verdict.ok(f"{versions.nccl(next(iter(versions_of.values())))} ({library.library if library else ''})")

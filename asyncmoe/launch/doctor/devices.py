@@ -9,7 +9,7 @@ from asyncmoe.launch.doctor.verdict import Verdict
 CPU_IS_FINE = "there is no GPU; runs on the CPU work without"
 _BUILT_FOR = ("9", "10")
 """Major compute capabilities the extension's kernels are built for unless ASYNCMOE_CUDA_ARCHS says otherwise (setup.py)."""
-_IN_USE = 0.05
+IN_USE = 0.05
 """Share of a GPU's memory that an idle driver may take."""
 
 
@@ -36,7 +36,7 @@ def gpus(machine: Machine) -> Verdict:
     told = _described(machine)
     if closed := [gpu.index for gpu in nvidia.gpus if gpu.compute_mode == "Prohibited"]:
         return verdict.error(f"{told}; compute mode of {_numbers(closed)} is Prohibited", _compute_mode(closed))
-    if used := [gpu.index for gpu in nvidia.gpus if gpu.used_mib > _IN_USE * gpu.memory_mib]:
+    if used := [gpu.index for gpu in nvidia.gpus if gpu.used_mib > IN_USE * gpu.memory_mib]:
         most = max(gpu.used_mib for gpu in nvidia.gpus)
         return verdict.warning(f"{told}; others use up to {most} MiB of {_numbers(used)}", "see with nvidia-smi whose they are; end them")
     if len({(gpu.name, gpu.memory_mib) for gpu in nvidia.gpus}) > 1:

@@ -57,12 +57,14 @@ class Torch:
         cuda: the CUDA version it was built for; None: a CPU build.
         devices: GPUs it sees.
         trouble: why it cannot use CUDA although it was built for it.
+        apart: pairs of GPUs that do not reach each other's memory.
     """
 
     version: str
     cuda: str | None = None
     devices: int = 0
     trouble: str | None = None
+    apart: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from asyncmoe.launch.doctor import built, devices, host, run, software
+from asyncmoe.launch.doctor import built, devices, host, placement, run, software
 from asyncmoe.launch.doctor.facts import Machine
 from asyncmoe.launch.doctor.verdict import Finding, Verdict
 
@@ -35,6 +35,8 @@ CHECKS: Mapping[str, Callable[[Machine], Verdict]] = {
     "ports": run.ports,
     "run-dir": run.run_dir,
     "model": run.model,
+    "placement": placement.placement,
+    "gpu-memory": placement.gpu_memory,
 }
 """Each by the name of its line. Every one says something of every machine."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from asyncmoe.config.devices import Wanted
 from asyncmoe.launch.doctor.environment import Python
 
 
@@ -17,6 +18,7 @@ class Gpu:
         compute_mode: Default, Exclusive_Process or Prohibited.
         capability: e.g. 9.0.
         mig: whether it is cut into instances.
+        uuid: by which CUDA_VISIBLE_DEVICES may name it.
     """
 
     index: int
@@ -26,6 +28,7 @@ class Gpu:
     compute_mode: str
     capability: str
     mig: bool = False
+    uuid: str = ""
 
 
 @dataclass(frozen=True)
@@ -36,6 +39,7 @@ class Nvidia:
         on_bus: GPUs on the PCI bus, whether or not there is a driver.
         links: how GPU i reaches GPU j, as `nvidia-smi topo -m` names it (NV18, PIX, SYS, ...); empty: it did not say.
         trouble: why nvidia-smi did not answer.
+        chosen: entries of CUDA_VISIBLE_DEVICES; None: it is not set.
     """
 
     on_bus: int = 0
@@ -43,11 +47,26 @@ class Nvidia:
     gpus: tuple[Gpu, ...] = ()
     links: tuple[tuple[str, ...], ...] = ()
     trouble: str | None = None
+    chosen: tuple[str, ...] | None = None
 
     @property
     def present(self) -> bool:
         """There is a GPU, usable or not."""
         return bool(self.on_bus or self.gpus)
+
+    @property
+    def visible(self) -> tuple[Gpu, ...]:
+        """Those that CUDA shows a process, in its order, as far as it can be told: CUDA_VISIBLE_DEVICES may name instances of a GPU. The
+        first entry that names none ends the list (CUDA C++ Programming Guide, "CUDA Environment Variables")."""
+        if self.chosen is None:
+            return self.gpus
+        found: list[Gpu] = []
+        for entry in self.chosen:
+            gpu = next((g for g in self.gpus if entry == str(g.index) or (entry and g.uuid.startswith(entry))), None)
+            if gpu is None:
+                break
+            found.append(gpu)
+        return tuple(found)
 
 
 @dataclass(frozen=True)
@@ -180,6 +199,25 @@ class Model:
 
 
 @dataclass(frozen=True)
+class OnGpus:
+    """What a configuration puts on GPUs.
+
+    Attributes:
+        places: on its machine; of several, on one of the trainer and on one of the engines.
+        way: how weights travel between GPUs: "nccl" or "ipc".
+        float32: why engines in float32 would fail there; None: they are not, or their attention takes it.
+        trainer_bytes: on the GPU of a rank, of the stage that holds most.
+        engine_bytes: on each GPU of an engine, with a KV cache as it is configured, else of one conversation; both None: not known.
+    """
+
+    places: tuple[Wanted, ...]
+    way: str
+    float32: str | None = None
+    trainer_bytes: int | None = None
+    engine_bytes: int | None = None
+
+
+@dataclass(frozen=True)
 class Run:
     """A configuration, and what it asks of the machine.
 
@@ -192,6 +230,7 @@ class Run:
         connections: at most so many requests at once, each with a socket.
         checkpoint_bytes: at most so much for one; None: the model is not known.
         keep_checkpoints: how many are kept; one more is there while the next is written.
+        on_gpus: what it asks of GPUs, were it run on some; None: its sizes do not suit its model, or are not known.
         disk, model: None: they were not looked at, or did not answer in time (`disk_trouble`, `model_trouble`).
     """
 
@@ -209,6 +248,7 @@ class Run:
     disk_trouble: str | None = None
     model: Model | None = None
     model_trouble: str | None = None
+    on_gpus: OnGpus | None = None
 
     @property
     def several_machines(self) -> bool:

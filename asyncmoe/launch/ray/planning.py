@@ -119,7 +119,8 @@ def joining(config: Config, addresses: Sequence[str] = ()) -> Config:
     """
     several = len(set(addresses)) > 1 and config.cluster.network == "loopback"
     cluster = config.cluster.model_copy(update={"network": "hostname"}) if several else config.cluster
-    return config.model_copy(update={"engines": config.engines.model_copy(update={"join": True}), "cluster": cluster})
+    engines = config.engines.model_copy(update={"join": True, "first_gpu": 0})  # of the GPUs that Ray shows the engines of a node
+    return config.model_copy(update={"engines": engines, "cluster": cluster})
 
 
 def environment(config: Config, node: str, addresses: Sequence[str], ours: Mapping[str, str]) -> dict[str, str]:

@@ -20,10 +20,6 @@ from asyncmoe.errors import AsyncmoeError, UserError
 from asyncmoe.launch.torchrun import TRAINER_ENVIRONMENT, torchrun
 from asyncmoe.process import KILLED, say
 
-_ENVIRONMENT = {**TRAINER_ENVIRONMENT, "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
-"""The last one so that Megatron's tensor-parallel collectives begin before the products they overlap with (megatron-core's
-`LinearWithGradAccumulationAndAsyncCommunication`). The user's own values win."""
-
 
 def run(node: int, nodes: int, ranks: int, address: str, port: int, config: str) -> None:
     """Run this node's trainer ranks to their end.
@@ -32,7 +28,7 @@ def run(node: int, nodes: int, ranks: int, address: str, port: int, config: str)
         node: its number among `nodes`; 0 is where the ranks meet, at `address` and `port`.
         ranks: on this node.
     """
-    os.environ.update({name: os.environ.get(name, value) for name, value in _ENVIRONMENT.items()})
+    os.environ.update({name: os.environ.get(name, value) for name, value in TRAINER_ENVIRONMENT.items()})
     try:
         if node == 0:
             check_free(port)

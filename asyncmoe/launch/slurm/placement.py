@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from asyncmoe.config import Config
+from asyncmoe.config import Config, devices
 from asyncmoe.errors import ConfigError, UserError
 from asyncmoe.launch.slurm.allocation import Allocation
 
@@ -88,11 +88,28 @@ def spread(nodes: Sequence[str], count: int) -> tuple[tuple[str, tuple[int, ...]
     return tuple((node, tuple(range(*edges[place : place + 2]))) for place, node in enumerate(nodes))
 
 
-def implied(allocation: Allocation, network: str) -> tuple[str, ...]:
-    """Overrides of the configuration that an allocation implies: of several nodes, and of a job that went back into the queue."""
-    several = len(allocation.nodes) > 1 and network == "loopback"
+def implied(allocation: Allocation, config: Config) -> tuple[str, ...]:
+    """Overrides of the configuration that an allocation implies: of several nodes, of one whose engines are behind the trainer although
+    other machines may reach it, and of a job that went back into the queue."""
+    one, local = len(allocation.nodes) == 1, config.cluster.network == "loopback"
+    network = [] if one or not local else ["cluster.network=hostname"]
+    behind = [f"engines.first_gpu={config.trainer.ranks}"] if one and not local and config.engines.first_gpu is None else []
     again = ["run.resume=true"] if allocation.restarts else []
-    return ("engines.join=true", *(["cluster.network=hostname"] if several else []), *again)
+    return ("engines.join=true", *network, *behind, *again)
+
+
+def check_gpus(placed: Placement, config: Config, gpus: int) -> None:
+    """Refuse a run whose processes do not each find a GPU.
+
+    Args:
+        gpus: of every node.
+
+    Raises:
+        ConfigError: too few, or a GPU that an engine and the trainer would meet on.
+    """
+    several = placed.controller not in placed.trainers
+    for asked in devices.wanted(config, several):
+        devices.place(asked, gpus)
 
 
 def master_port(job: int, restarts: int) -> int:

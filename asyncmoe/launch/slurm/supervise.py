@@ -46,8 +46,10 @@ def run(path: Path, overrides: Sequence[str], stop: Stop) -> None:
     """
     where = allocation.read(os.environ, control.hostnames)
     config = configuration.load(path, overrides)
-    config = configuration.load(path, [*overrides, *placement.implied(where, config.cluster.network)])
+    config = configuration.load(path, [*overrides, *placement.implied(where, config)])
     placed = placement.place(where, config)
+    if (gpus := os.environ.get("SLURM_GPUS_ON_NODE", "")).isdecimal():
+        placement.check_gpus(placed, config, int(gpus))
     with local.claim(config.run.dir):
         resolved = local.prepare(config)
         port = placement.master_port(where.job, where.restarts)

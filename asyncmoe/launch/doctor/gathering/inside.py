@@ -110,7 +110,10 @@ def torch() -> dict[str, Any]:
         module.cuda.init()
     except (RuntimeError, AssertionError) as error:
         return {**found, "trouble": str(error).strip().split("\n")[0]}
-    return {**found, "devices": module.cuda.device_count()}
+    count = module.cuda.device_count()
+    pairs = [(i, j) for i in range(count) for j in range(i)]
+    apart = [pair for pair in pairs if not module.cuda.can_device_access_peer(*pair)]
+    return {**found, "devices": count, "apart": apart}
 
 
 if __name__ == "__main__":

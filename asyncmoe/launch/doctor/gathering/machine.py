@@ -13,7 +13,7 @@ import asyncmoe
 from asyncmoe.config import Config
 from asyncmoe.errors import UserError
 from asyncmoe.launch.doctor.environment import Python
-from asyncmoe.launch.doctor.facts import Machine
+from asyncmoe.launch.doctor.facts import Machine, Run
 from asyncmoe.launch.doctor.gathering import asked, network, nvidia, pythons, requirements, sources, system
 from asyncmoe.launch.doctor.gathering.later import Later
 from asyncmoe.rollout.interpreter import engine_python
@@ -23,10 +23,18 @@ _REST_S = 90.0
 
 def gather(path: Path | None, overrides: Sequence[str] = ()) -> Machine:
     """Look at this machine, and at what a configuration asks of it."""
+    return _gather(*((None, None) if path is None else asked.read(path, overrides)))
+
+
+def gather_for(config: Config) -> Machine:
+    """The same for a configuration that has been read."""
+    return _gather(config, asked.of(config, str(config.run.dir)))
+
+
+def _gather(config: Config | None, run: Run | None) -> Machine:
     package = Path(asyncmoe.__file__).resolve().parent
     checkout = package.parent
     declared = requirements.declared(checkout)
-    config, run = (None, None) if path is None else asked.read(path, overrides)
     packages = sorted({*declared.specifiers, "apex"} - {"python"})
     trainer = Later(lambda: pythons.look(sys.executable, packages))
     engine = Later(lambda: _engine(config, packages))

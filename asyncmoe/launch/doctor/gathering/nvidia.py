@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +13,7 @@ from asyncmoe.launch.doctor.gathering.system import says
 
 _SMI_S = 30.0
 """Without persistence mode, nvidia-smi initialises every GPU, some seconds each."""
-_FIELDS = ("index", "name", "memory.total", "memory.used", "compute_mode", "compute_cap", "mig.mode.current", "driver_version")
+_FIELDS = ("index", "name", "memory.total", "memory.used", "compute_mode", "compute_cap", "mig.mode.current", "driver_version", "uuid")
 _VENDOR, _DISPLAY_CLASS = "0x10de", "0x03"
 
 
@@ -23,7 +24,7 @@ def look(devices: Path = Path("/sys/bus/pci/devices")) -> Nvidia:
     if listed.trouble is not None:
         said = shell.last_line(listed.errors or listed.text)
         return Nvidia(on_bus, trouble=f"{listed.trouble}: {said}" if said else listed.trouble)
-    found = read_gpus(listed.text, on_bus)
+    found = replace(read_gpus(listed.text, on_bus), chosen=_chosen())
     if len(found.gpus) < 2:
         return found
     return replace(found, links=read_links(shell.run(["nvidia-smi", "topo", "-m"], _SMI_S).text, len(found.gpus)))
@@ -36,8 +37,8 @@ def read_gpus(text: str, on_bus: int) -> Nvidia:
         values = [value.strip() for value in line.split(",")]
         if len(values) != len(_FIELDS) or not values[0].isdigit():
             return Nvidia(on_bus, trouble=f"nvidia-smi says: {line[:200]}")
-        index, name, total, used, mode, capability, mig, driver = values
-        gpus.append(Gpu(int(index), name, _mib(total), _mib(used), mode, capability, mig == "Enabled"))
+        index, name, total, used, mode, capability, mig, driver, uuid = values
+        gpus.append(Gpu(int(index), name, _mib(total), _mib(used), mode, capability, mig == "Enabled", uuid))
     return Nvidia(on_bus, driver, tuple(gpus), trouble=None if gpus else "nvidia-smi lists no GPU")
 
 
@@ -46,6 +47,11 @@ def read_links(text: str, count: int) -> tuple[tuple[str, ...], ...]:
     plain = re.sub(r"\x1b\[[0-9;]*m", "", text)
     rows = [line.split()[1 : 1 + count] for line in plain.splitlines() if re.match(r"GPU\d+\s+\S*(X|NV|PIX|PXB|PHB|NODE|SYS)", line)]
     return tuple(map(tuple, rows)) if len(rows) == count and all(len(row) == count for row in rows) else ()
+
+
+def _chosen() -> tuple[str, ...] | None:
+    given = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return None if given is None else tuple(filter(None, (entry.strip() for entry in given.split(","))))
 
 
 def _mib(text: str) -> int:

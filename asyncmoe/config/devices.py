@@ -1,0 +1,127 @@
+"""Which GPUs of a machine the processes of a run take. Pure: from the configuration and a number of GPUs.
+
+A trainer's rank takes the GPU of its LOCAL_RANK (`asyncmoe.trainer.mesh`). Engine i of a machine takes `engines.tp` of them from
+`first + i * tp` on (SGLang's --base-gpu-id). Numbers are those of the GPUs that CUDA_VISIBLE_DEVICES leaves.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from asyncmoe.config import Config
+from asyncmoe.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What a run puts on one machine.
+
+    Attributes:
+        ranks: of the trainer.
+        engines: how many.
+        tp: GPUs of each engine.
+        first: the first GPU of engine 0.
+        share: engines and trainer may meet on a GPU (`engines.share_gpus`).
+    """
+
+    ranks: int
+    engines: int
+    tp: int
+    first: int
+    share: bool = False
+
+    @property
+    def devices(self) -> Devices:
+        """Of a machine with GPUs enough."""
+        engines = (range(self.first + index * self.tp, self.first + (index + 1) * self.tp) for index in range(self.engines))
+        return Devices(tuple(range(self.ranks)), tuple(map(tuple, engines)))
+
+
+@dataclass(frozen=True)
+class Devices:
+    """GPUs of one machine.
+
+    Attributes:
+        trainer: of each rank, by LOCAL_RANK.
+        engines: of each engine, by tensor-parallel rank.
+    """
+
+    trainer: tuple[int, ...]
+    engines: tuple[tuple[int, ...], ...]
+
+    @property
+    def shared(self) -> tuple[int, ...]:
+        """Those of both a trainer's rank and an engine's."""
+        return tuple(sorted(set(self.trainer) & {device for engine in self.engines for device in engine}))
+
+    @property
+    def taken(self) -> tuple[int, ...]:
+        """All of them."""
+        return tuple(sorted({*self.trainer, *(device for engine in self.engines for device in engine)}))
+
+
+def first_gpu(config: Config, several: bool) -> int:
+    """The first GPU of the engines of a machine.
+
+    Args:
+        several: the run has several machines, and this one's engines have it for themselves.
+    """
+    engines = config.engines
+    if engines.first_gpu is not None:
+        return engines.first_gpu
+    return 0 if several or engines.share_gpus else config.trainer.ranks
+
+
+def wanted(config: Config, several: bool) -> tuple[Wanted, ...]:
+    """What is put on the machine of a run; with `several`, on a machine of the trainer and on one of the engines."""
+    trainer, engines, cluster = config.trainer, config.engines, config.cluster
+    first = first_gpu(config, several)
+    if not several:
+        return (Wanted(trainer.ranks, engines.count, engines.tp, first, engines.share_gpus),)
+    return (
+        Wanted(-(-trainer.ranks // cluster.trainer_nodes), 0, engines.tp, first),
+        Wanted(0, -(-engines.count // cluster.engine_nodes), engines.tp, first),
+    )
+
+
+def place(asked: Wanted, gpus: int) -> Devices:
+    """The GPUs of every process on a machine that has `gpus` of them.
+
+    Raises:
+        ConfigError: too few, or a GPU that an engine and the trainer would meet on without `engines.share_gpus`.
+    """
+    if asked.ranks > gpus:
+        raise ConfigError(
+            "trainer.ranks",
+            got=f"{asked.ranks} on a machine with {counted(gpus)}",
+            expected=f"at most {gpus}, as NCCL refuses two ranks on one GPU",
+            cure="lower it, with trainer.tp, pp and ep, or take a machine with more GPUs; examples/demo-gpu.yaml is for one",
+        )
+    devices = asked.devices
+    if devices.shared and not asked.share:
+        raise ConfigError(
+            "engines.first_gpu",
+            got=f"{asked.first}: an engine and the trainer on {named(devices.shared)}",
+            expected=f"at least {asked.ranks}, behind those of the trainer",
+            cure="leave it out, or share them on purpose with engines.share_gpus=true",
+        )
+    end = asked.first + asked.engines * asked.tp
+    if asked.engines and end > gpus:
+        behind = f" and {asked.ranks} of the trainer" if asked.ranks else ""
+        share = ", or share those of the trainer with engines.share_gpus=true" if asked.ranks and not asked.share else ""
+        raise ConfigError(
+            "GPUs of this machine",
+            got=gpus,
+            expected=f"{end}: {asked.engines} x engines.tp {asked.tp} from GPU {asked.first} on{behind}",
+            cure=f"take fewer or smaller engines or fewer trainer ranks{share}",
+        )
+    return devices
+
+
+def counted(number: int, what: str = "GPU") -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
+
+
+def named(devices: tuple[int, ...]) -> str:
+    """`GPU 0`, `GPUs 0, 1`."""
+    return ("GPU " if len(devices) == 1 else "GPUs ") + ", ".join(map(str, devices))

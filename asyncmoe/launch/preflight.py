@@ -1,0 +1,67 @@
+"""What of a machine with GPUs would stop a run, asked before anything of the run is started."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from asyncmoe.config import Config
+from asyncmoe.errors import UserError
+from asyncmoe.launch.doctor.examination import CHECKS
+from asyncmoe.launch.doctor.facts import Machine
+from asyncmoe.launch.doctor.gathering.machine import gather_for
+from asyncmoe.launch.doctor.placement import seen
+from asyncmoe.launch.doctor.verdict import Verdict
+
+STOPS = (
+    "torch",
+    "megatron-core",
+    "packages",
+    "extension",
+    "engine-python",
+    "sglang",
+    "driver",
+    "cuda",
+    "transformer-engine",
+    "gpus",
+    "placement",
+    "gpu-memory",
+    "nccl",
+)
+"""The doctor's checks whose errors stop a run on GPUs, in the order in which one explains the next."""
+_DEVICES = Path("/dev/nvidiactl")
+
+
+def check(config: Config) -> tuple[str, ...]:
+    """Ask the doctor where the machine has a usable NVIDIA device.
+
+    Returns:
+        what makes the run slower or puts it on the CPU, a line each.
+
+    Raises:
+        UserError: what would stop it.
+    """
+    if not _DEVICES.exists() or os.environ.get("CUDA_VISIBLE_DEVICES", "all") in ("", "-1"):
+        return ()
+    return judge(gather_for(config))
+
+
+def judge(machine: Machine) -> tuple[str, ...]:
+    """The same of facts."""
+    torches = [machine.trainer.torch, machine.engine_python.torch]
+    if all(torch is not None and torch.cuda is None for torch in torches):
+        what = "torch of trainer and engines is a build for the CPU, and so is the run"
+        return (f"{machine.host} has GPUs, but {what}; make setup GPU=1 installs one for GPUs",)
+    found = {name: CHECKS[name](machine) for name in STOPS}
+    for name, verdict in found.items():
+        if verdict.state == "error":
+            raise UserError(f"{name} of {machine.host}", got=verdict.found, expected="what a run on GPUs needs", cure=verdict.cure)
+    if seen(machine) == 0:
+        why = machine.nvidia.trouble or "CUDA shows none"
+        cure = "look at nvidia-smi and CUDA_VISIBLE_DEVICES; in a container, start it with GPUs (--gpus all, --nv)"
+        raise UserError(f"GPUs of {machine.host}", got=f"none, though its driver is loaded ({why})", expected="at least one", cure=cure)
+    return tuple(_line(name, verdict) for name, verdict in found.items() if verdict.state == "warning")
+
+
+def _line(name: str, verdict: Verdict) -> str:
+    return f"{name}: {verdict.found}; {verdict.cure}" if verdict.cure else f"{name}: {verdict.found}"

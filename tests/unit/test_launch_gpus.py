@@ -1,0 +1,354 @@
+"""Runs on 1, 2, 8, 16 and 128 GPUs: which GPU every process has, what it may hold there, and what stops a run before it starts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from doctor_machines import ENGINE, GPUS, NODE, but
+
+from asyncmoe.config import Config, devices, load
+from asyncmoe.errors import ConfigError, UserError
+from asyncmoe.launch import budget, gpus, local, preflight
+from asyncmoe.launch.doctor.facts import Gpu, Machine, Nvidia, Run
+from asyncmoe.launch.doctor.gathering import asked
+from asyncmoe.receiver.channel import transport_for
+from asyncmoe.rollout import engine
+from asyncmoe.trainer import connections
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples"
+MODELS = EXAMPLES / "cluster" / "models"
+H200 = Gpu(0, "NVIDIA H200", 143771, 4, "Default", "9.0")
+GB_OF = {81559: 80.0, 143771: 141.0}
+"""What a card is sold as, by its MiB."""
+
+Setup = tuple[str, int, Gpu, tuple[int, ...]]
+"""An example, GPUs of each of its nodes, their kind, and how many processes of the run each kind of node has GPUs for."""
+SETUPS: dict[int, list[Setup]] = {
+    1: [("demo-gpu.yaml", 1, GPUS[0], (2,))],
+    2: [("demo-gpus.yaml", 2, GPUS[0], (2,))],
+    8: [("one-node/qwen3-30b-a3b.yaml", 8, H200, (8,)), ("one-node/qwen3-30b-a3b-lora.yaml", 8, GPUS[0], (8,))],
+    16: [("cluster/qwen3-30b-a3b.yaml", 8, GPUS[0], (8, 8)), ("cluster/qwen3-30b-a3b-lora-tools.yaml", 8, GPUS[0], (8, 8))],
+    128: [("cluster/qwen3-235b-a22b.yaml", 8, GPUS[0], (8, 8)), ("cluster/qwen3-235b-a22b-lora.yaml", 8, GPUS[0], (8, 8))],
+}
+EVERY = [pytest.param(total, *setup, id=f"{total}-{setup[0]}") for total, setups in SETUPS.items() for setup in setups]
+each = pytest.mark.parametrize(("total", "name", "gpus_each", "card", "processes"), EVERY)
+
+
+def configured(name: str, *overrides: str) -> tuple[Config, Mapping[str, Any]]:
+    config = load(EXAMPLES / name, overrides)
+    return config, budget.hf_of(config, None if config.model.make else MODELS / f"{config.model.path.name}.json")
+
+
+def machine(config: Config, hf: Mapping[str, Any], count: int, card: Gpu, **changes: Any) -> Machine:
+    """A healthy node with so many cards, examined for a configuration."""
+    found = tuple(replace(card, index=index) for index in range(count))
+    links = tuple(tuple("X" if i == j else "NV18" for j in range(count)) for i in range(count))
+    run = Run("run.yaml", network=config.cluster.network, on_gpus=asked.on_gpus(config, hf))
+    node = but(NODE, nvidia__gpus=found, nvidia__links=links, nvidia__on_bus=count, trainer__torch__devices=count, run=run)
+    return but(node, **changes) if changes else node
+
+
+@each
+def test_it_is_placed_fits_and_starts(total: int, name: str, gpus_each: int, card: Gpu, processes: tuple[int, ...]) -> None:
+    config, hf = configured(name)
+    several = config.cluster.network != "loopback"
+    nodes = config.cluster.trainer_nodes + config.cluster.engine_nodes if several else 1
+    assert nodes * gpus_each == total
+    placed = [devices.place(wanted, gpus_each) for wanted in devices.wanted(config, several)]
+    for found, number in zip(placed, processes, strict=True):
+        taken = [*found.trainer, *(device for one in found.engines for device in one)]
+        assert len(taken) == number
+        assert len(set(taken)) == (number if not config.engines.share_gpus else total)
+        assert bool(found.shared) == config.engines.share_gpus
+    assert budget.of_run(config, hf, GB_OF[card.memory_mib]).fits
+    assert preflight.judge(machine(config, hf, gpus_each, card)) == ()
+
+
+@each
+def test_a_gpu_too_few_is_refused_in_a_line(total: int, name: str, gpus_each: int, card: Gpu, processes: tuple[int, ...]) -> None:
+    config, hf = configured(name)
+    with pytest.raises(UserError) as caught:
+        preflight.judge(machine(config, hf, gpus_each - 1, card))
+    said = str(caught.value)
+    assert "\n" not in said
+    assert said.startswith("placement of node01: got " if total > 1 else "GPUs of node01: got none")
+
+
+LINES: list[tuple[str, Callable[[Machine], Machine], str, str]] = [
+    (
+        "an old driver",
+        lambda node: but(
+            node,
+            **{f"{who}__{key}": value for who in ("trainer", "engine") for key, value in (("cuda_driver", 12080),)},
+            **_built_for("13.0"),
+        ),
+        "cuda of node01: got the trainer's torch is built for CUDA 13.0, the driver takes up to 12.8",
+        "update NVIDIA's driver to R580 or newer",
+    ),
+    (
+        "no nvcc",
+        lambda node: but(node, trainer__extension__cuda=False),
+        "extension of node01: got built without CUDA kernels",
+        "put nvcc on",
+    ),
+    (
+        "another process",
+        lambda node: but(node, nvidia__gpus=(replace(node.nvidia.gpus[0], used_mib=60000), *node.nvidia.gpus[1:])),
+        "placement of node01: got other processes use up to 60000 MiB of GPU 0",
+        "choose others with CUDA_VISIBLE_DEVICES",
+    ),
+    (
+        "torch for the CPU on one side",
+        lambda node: but(node, engine__torch=replace(node.engine.torch, version="2.9.0+cpu", cuda=None)),
+        "cuda of node01: got the engines' torch 2.9.0+cpu is a build for the CPU",
+        "make setup GPU=1",
+    ),
+    ("a small card", lambda node: but(node, nvidia__gpus=_small(node)), "gpu-memory of node01: got ", "fewer"),
+]
+
+
+def _built_for(cuda: str) -> dict[str, Any]:
+    return {"trainer__torch__cuda": cuda, "engine__torch__cuda": cuda, "trainer__torch__devices": 0, "engine__torch__devices": 0}
+
+
+def _small(node: Machine) -> tuple[Gpu, ...]:
+    return tuple(replace(gpu, name="a small one", memory_mib=12000) for gpu in node.nvidia.gpus)
+
+
+@each
+@pytest.mark.parametrize(("change", "got", "cure"), [pytest.param(*case[1:], id=case[0]) for case in LINES])
+def test_what_stops_a_run_is_said_in_a_line(
+    total: int,
+    name: str,
+    gpus_each: int,
+    card: Gpu,
+    processes: tuple[int, ...],
+    change: Callable[[Machine], Machine],
+    got: str,
+    cure: str,
+) -> None:
+    node = change(machine(*configured(name), gpus_each, card))
+    with pytest.raises(UserError) as caught:
+        preflight.judge(node)
+    said = str(caught.value)
+    assert said.startswith(got)
+    assert cure in said
+    assert "\n" not in said
+
+
+def test_nccl_of_two_versions_stops_a_run_that_needs_it_and_is_named_to_one_that_does_not() -> None:
+    other = {"engine__nccl__version": 23007}
+    with pytest.raises(UserError, match=r"nccl of node01: got 2.27.3 in the trainer's Python, 2.30.7 in the engines' Python"):
+        preflight.judge(machine(*configured("demo-gpus.yaml"), 2, GPUS[0], **other))
+    (line,) = preflight.judge(machine(*configured("demo-gpu.yaml"), 1, GPUS[0], **other))
+    assert line.startswith("nccl: 2.27.3")
+
+
+def test_without_transformer_engine_a_run_is_slower_and_says_so() -> None:
+    node = machine(*configured("demo-gpus.yaml"), 2, GPUS[0], trainer__packages={"transformer-engine": None})
+    (line,) = preflight.judge(node)
+    assert line.startswith("transformer-engine: not installed")
+
+
+def test_an_installation_for_the_cpu_runs_on_the_cpu_of_a_machine_with_gpus_and_says_so() -> None:
+    cpu = replace(NODE.trainer.torch, version="2.9.0+cpu", cuda=None, devices=0)
+    node = machine(*configured("demo-gpu.yaml"), 1, GPUS[0], trainer__torch=cpu, engine=replace(ENGINE, torch=cpu))
+    (line,) = preflight.judge(node)
+    assert "make setup GPU=1" in line
+
+
+def test_a_machine_without_gpus_is_not_examined(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(preflight, "_DEVICES", tmp_path / "nvidiactl")
+    monkeypatch.setattr(preflight, "gather_for", lambda config: pytest.fail("it looked"))
+    config, _ = configured("demo.yaml")
+    assert preflight.check(config) == ()
+    (tmp_path / "nvidiactl").touch()
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert preflight.check(config) == ()
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides", "words"),
+    [
+        ("demo-gpu.yaml", ("sync.method=broadcast",), "sync.method: got broadcast, expected reshard because engines.share_gpus is true"),
+        ("demo-gpu.yaml", ("sync.transport=nccl",), "sync.transport: got nccl, expected auto or ipc because engines.share_gpus is true"),
+        ("demo-gpu.yaml", ("launch=ray",), "launch: got ray, expected local because engines.share_gpus is true"),
+        ("demo-gpu.yaml", ("cluster.network=hostname",), "cluster.network: got hostname, expected loopback because"),
+    ],
+)
+def test_what_sharing_rules_out_is_refused(name: str, overrides: tuple[str, ...], words: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(EXAMPLES / name, overrides)
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (("engines.first_gpu=0",), "engines.first_gpu: got 0: an engine and the trainer on GPU 0, expected at least 1, behind those of"),
+        (("engines.count=2",), "GPUs of this machine: got 2, expected 3: 2 x engines.tp 1 from GPU 1 on and 1 of the trainer"),
+        (("trainer.ranks=3",), "trainer.ranks: got 3 on a machine with 2 GPUs, expected at most 2, as NCCL refuses two ranks on one GPU"),
+    ],
+)
+def test_processes_that_would_meet_on_a_gpu_are_refused(overrides: tuple[str, ...], words: str) -> None:
+    config, _ = configured("demo-gpus.yaml", *overrides)
+    with pytest.raises(ConfigError) as caught:
+        gpus.check(config, None, 2)
+    assert words in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_an_engine_that_joins_has_gpus_of_its_machine() -> None:
+    config, _ = configured("cluster/qwen3-30b-a3b.yaml")
+    gpus.check(config, 1, 8)
+    with pytest.raises(ConfigError, match=r"engines.tp: got GPUs 8 to 11 for engine 2 of a machine with 8 GPUs, expected GPUs below 8"):
+        gpus.check(config, 2, 8)
+
+
+def test_engines_in_float32_are_for_attention_that_takes_it() -> None:
+    config, hf = configured("demo-gpus.yaml", "engines.dtype=float32")
+    with pytest.raises(UserError, match=r"engines.dtype: got float32.*expected bfloat16.*set engines.dtype=bfloat16"):
+        preflight.judge(machine(config, hf, 2, GPUS[0]))
+    for given in ('["--attention-backend","triton"]', '["--attention-backend=torch_native"]'):
+        config, hf = configured("demo-gpus.yaml", "engines.dtype=float32", f"engines.args={given}")
+        assert preflight.judge(machine(config, hf, 2, GPUS[0])) == ()
+
+
+def option(arguments: tuple[str, ...], name: str) -> float:
+    return float(arguments[arguments.index(name) + 1])
+
+
+@pytest.mark.parametrize(
+    ("name", "gpu_gb"),
+    [("demo-gpu.yaml", 24.0), ("demo-gpu.yaml", 150.8), ("one-node/qwen3-30b-a3b.yaml", 141.0), ("cluster/qwen3-30b-a3b.yaml", 80.0)],
+)
+def test_what_bounds_an_engine_leaves_room_for_what_comes_besides(name: str, gpu_gb: float) -> None:
+    config, hf = configured(name, "engines.max_total_tokens=null")
+    arguments = budget.engine_arguments(config, hf, gpu_gb)
+    tokens, fraction = int(option(arguments, "--max-total-tokens")), option(arguments, "--mem-fraction-static")
+    given = config.model_copy(update={"engines": config.engines.model_copy(update={"max_total_tokens": tokens})})
+    held = budget.of_run(given, hf, gpu_gb)
+    assert held.fits
+    trainer = held.trainer.total if config.engines.share_gpus else 0
+    static = sum(held.engine.parts.get(part, 0) for part in ("weights", "adapters", "derived", "KV cache"))
+    besides = held.engine.total - static
+    # However far a trainer on the same GPU has come when the engine starts: the cache finds its room, and so does what comes after it.
+    for free in (gpu_gb * 1e9 - trainer, gpu_gb * 1e9) if trainer else (gpu_gb * 1e9,):
+        assert static < fraction * free
+    assert fraction * (budget.memory.usable(gpu_gb) - trainer) + besides <= budget.memory.usable(gpu_gb) - trainer + 1
+    command = engine.command(config, 0, "127.0.0.1", 31000, False, 0, None, arguments)
+    assert command[-4:] == ["--max-total-tokens", str(tokens), "--mem-fraction-static", f"{fraction:g}"]
+
+
+def test_what_the_user_gives_an_engine_is_not_given_again() -> None:
+    config, hf = configured("demo-gpu.yaml", "engines.max_total_tokens=9000")
+    assert budget.engine_arguments(config, hf, 80.0)[::2] == ("--mem-fraction-static",)
+    config, hf = configured("demo-gpu.yaml", 'engines.args=["--mem-fraction-static","0.3"]')
+    assert budget.engine_arguments(config, hf, 80.0) == ("--max-total-tokens", "131072")
+    config, hf = configured("demo-gpu.yaml", 'engines.args=["--mem-fraction-static=0.3","--max-total-tokens=7000"]')
+    assert budget.engine_arguments(config, hf, 80.0) == ()
+    config, hf = configured("cluster/qwen3-235b-a22b.yaml", "engines.max_total_tokens=null")
+    assert budget.engine_arguments(config, hf, 80.0) == (), "alone, and without staging: SGLang's own choice"
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides", "gpu_gb", "words"),
+    [
+        (
+            "cluster/qwen3-30b-a3b.yaml",
+            ("engines.tp=2", "engines.ep=2"),
+            80.0,
+            ("memory of an engine's GPU: got ", "take sync.staging=false"),
+        ),
+        ("demo-gpu.yaml", (), 12.0, ("memory of a GPU: got 14.8 GB = 0.603 of the trainer + 14.2 of an engine", "expected at most 11.4")),
+    ],
+)
+def test_what_does_not_fit_is_refused_with_the_way_out(
+    name: str, overrides: tuple[str, ...], gpu_gb: float, words: tuple[str, ...]
+) -> None:
+    config, hf = configured(name, *overrides)
+    with pytest.raises(ConfigError) as caught:
+        budget.engine_arguments(config, hf, gpu_gb)
+    assert all(word in str(caught.value) for word in words)
+    assert "\n" not in str(caught.value)
+
+
+def test_engines_begin_behind_the_trainer_of_their_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def base(name: str, index: int, *overrides: str) -> int:
+        command = engine.command(configured(name, *overrides)[0], index, "127.0.0.1", 31000, False, 0, None)
+        return int(command[command.index("--base-gpu-id") + 1])
+
+    monkeypatch.setattr(engine, "_GPUS", tmp_path)
+    monkeypatch.delenv("ASYNCMOE_HOST", raising=False)
+    assert base("one-node/qwen3-30b-a3b.yaml", 0) == 6
+    assert [base("cluster/qwen3-30b-a3b.yaml", index) for index in (0, 1)] == [0, 4]
+    assert base("demo-gpu.yaml", 0) == 0
+    assert base("demo-gpus.yaml", 0) == 1
+    assert base("demo-gpus.yaml", 1, "engines.first_gpu=3") == 4
+    monkeypatch.setenv("ASYNCMOE_HOST", "10.0.0.3")
+    assert base("demo-gpus.yaml", 0) == 0, "other machines reach this one: the trainer is on one of its own"
+
+
+def test_weights_go_over_ipc_where_gpus_are_shared() -> None:
+    assert transport_for("auto", gpu=True, shared=True) == transport_for("ipc", gpu=True, shared=True) == "ipc"
+    assert transport_for("auto", gpu=True) == "nccl"
+    assert transport_for("auto", gpu=False, shared=True) == "shm"
+    with pytest.raises(ConfigError, match=r"sync.transport: got nccl, expected auto or ipc where trainer and engines share GPUs"):
+        transport_for("nccl", gpu=True, shared=True)
+    with pytest.raises(ConfigError, match=r"engines.share_gpus: got true, expected false between several machines"):
+        transport_for("auto", gpu=True, together=False, shared=True)
+
+
+def test_kernels_begin_in_order_where_tensor_parallelism_counts_on_it(caplog: pytest.LogCaptureFixture) -> None:
+    def environment(tp: int, **given: str) -> dict[str, str]:
+        connections.in_order(load(EXAMPLES / "demo.yaml", ["trainer.ep=1", f"trainer.tp={tp}"]).trainer, given)
+        return given
+
+    assert environment(1) == {}
+    assert environment(2) == {connections.VARIABLE: "1"}
+    assert not caplog.records
+    assert environment(2, **{connections.VARIABLE: "8"}) == {connections.VARIABLE: "8"}
+    assert "unset it" in caplog.text
+
+
+def test_an_engine_is_bounded_by_the_smallest_gpu_of_its_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    config, hf = configured("demo-gpu.yaml")
+    found = Nvidia(2, "580.65", (GPUS[0], replace(GPUS[1], memory_mib=40960)))
+    monkeypatch.setattr(gpus.nvidia, "look", lambda: found)
+    monkeypatch.setattr(gpus.models, "load_hf_config", lambda path: hf)
+    monkeypatch.setattr("torch.version.cuda", None)
+    assert gpus.engine_arguments(config) == (), "this environment computes on the CPU"
+    monkeypatch.setattr("torch.version.cuda", "13.0")
+    assert gpus.engine_arguments(config) == budget.engine_arguments(config, hf, 40960 * 2**20 / 1e9)
+    assert gpus.engine_arguments(config) != budget.engine_arguments(config, hf, 81559 * 2**20 / 1e9)
+    monkeypatch.setattr(gpus.nvidia, "look", Nvidia)
+    assert gpus.engine_arguments(config) == ()
+
+
+def test_a_run_that_is_refused_has_written_and_started_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    refused = UserError("placement of node01", got="nothing", expected="a GPU")
+
+    def check(config: Config) -> tuple[str, ...]:
+        raise refused
+
+    monkeypatch.setattr(local.preflight, "check", check)
+    monkeypatch.setattr(local, "supervise", lambda *_: pytest.fail("it started"))
+    with pytest.raises(UserError) as caught:
+        local.run(configured("demo-gpu.yaml", f"run.dir={tmp_path / 'run'}", f"model.path={tmp_path / 'model'}")[0])
+    assert caught.value is refused
+    assert [path.name for path in tmp_path.rglob("*")] == ["run", ".lock"]
+
+
+def test_a_shared_gpu_holds_both_by_the_planner() -> None:
+    config, hf = configured("demo-gpu.yaml")
+    found = budget.of_run(config, hf, 15.5)
+    assert found.trainer.fits(15.5)
+    assert found.engine.fits(15.5)
+    assert not found.fits
+    assert found.line == "# memory: trainer 0.603 GB, engine 14.3 GB of 15.5 together"
+    assert budget.stated(found.line, "a.yaml") == (15.5, False)

@@ -50,7 +50,7 @@ def nccl(machine: Machine) -> Verdict:
         judge = verdict.error if over_nccl else verdict.warning
         return judge(
             f"{told}; NCCL refuses ranks of different versions",
-            "run: make setup GPU=1, which installs the same in both (requirements/gpu.txt); on one machine sync.transport=ipc does without",
+            "run: make setup GPU=1, which installs the same in both (requirements/gpu.txt); on one machine take sync.transport: ipc",
         )
     library = machine.trainer.nccl
     return verdict.ok(f"{versions.nccl(next(iter(versions_of.values())))} ({library.library if library else ''})")

@@ -170,7 +170,7 @@ void DeviceProgram::run(int64_t number, const std::vector<int64_t>& sources, con
     const int64_t message = wire_ == Wire::kSource ? sources[0] : wire_ == Wire::kDestination ? destinations[0] : 0;
     const ChunkView view{
         memory_->jobs.get() + chunk.first_job, memory_->tiles.get() + chunk.first_tile, memory_->sources.get(),
-        memory_->destinations.get(),           reinterpret_cast<std::byte*>(message),       chunk.bytes};
+        memory_->destinations.get(),           reinterpret_cast<std::byte*>(message),   chunk.bytes};
     const Trailer trailer{seal, memory_->progress.get(), static_cast<volatile int64_t*>(memory_->mismatch_there),
                           number};
     const auto blocks = static_cast<unsigned>(std::min(chunk.tiles, most_blocks_));

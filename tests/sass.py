@@ -221,9 +221,9 @@ def main() -> None:
     if given.json:
         print(json.dumps([asdict(one) for one in counts]))
         return
-    print(
-        f"{'sm_' + given.arch:<22}{'instructions/16 B':>18}{'registers':>11}{'spilled':>9}{'blocks/SM':>11}{'bound by issue, TB/s (estimate)':>33}"
-    )
+    columns = f"{'instructions/16 B':>18}{'registers':>11}{'spilled':>9}{'blocks/SM':>11}"
+    heading = f"sm_{given.arch}"
+    print(f"{heading:<22}{columns}{'bound by issue, TB/s (estimate)':>33}")
     for one in counts:
         shown = f"{one.kernel:<22}{one.instructions_per_unit:>18}{one.registers:>11}{one.spilled:>9}{one.blocks:>11}"
         print(f"{shown}{one.issue_bound_tb_s:>33}")

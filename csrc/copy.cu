@@ -60,7 +60,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksAtATime)
     copy_kernel(ChunkView chunk, int64_t tiles, Trailer trailer) {
     uint64_t sum = 0;
     for (int64_t tile = blockIdx.x; tile < tiles; tile += gridDim.x)
-        sum += copy_tile<kWire>(chunk, tile, static_cast<int>(threadIdx.x));
+        sum += copy_tile<kWire>(chunk, chunk.tiles[tile], static_cast<int>(threadIdx.x));
     if (kWire == Wire::kNone) return;
     sum = sum_of_block(sum);
     if (threadIdx.x == 0) add_to_digest<kWire>(chunk, trailer, sum);
@@ -122,7 +122,7 @@ void upload(const DeviceArray<int64_t>& there, std::vector<int64_t>& known, cons
 struct DeviceProgram::Memory {
     Memory(const CopyTable& table, const Program& program)
         : jobs(table.jobs),
-          tile_jobs(table.tile_jobs),
+          tiles(table.tiles),
           sources(static_cast<size_t>(program.sources())),
           destinations(static_cast<size_t>(program.destinations())),
           progress(std::vector<Progress>(1)) {
@@ -133,7 +133,7 @@ struct DeviceProgram::Memory {
     ~Memory() { cudaFreeHost(mismatch); }
 
     DeviceArray<Job> jobs;
-    DeviceArray<int32_t> tile_jobs;
+    DeviceArray<Tile> tiles;
     DeviceArray<int64_t> sources, destinations;
     DeviceArray<Progress> progress;
     void* mismatch = nullptr;
@@ -166,8 +166,8 @@ void DeviceProgram::run(int64_t number, const std::vector<int64_t>& sources, con
         upload(memory_->destinations, destinations_, destinations, program_.destinations(), stream);
     const int64_t message = wire_ == Wire::kSource ? sources[0] : wire_ == Wire::kDestination ? destinations[0] : 0;
     const ChunkView view{
-        memory_->jobs.get() + chunk.first_job, memory_->tile_jobs.get() + chunk.first_tile, memory_->sources.get(),
-        memory_->destinations.get(),           reinterpret_cast<std::byte*>(message),       chunk.bytes};
+        memory_->jobs.get() + chunk.first_job, memory_->tiles.get() + chunk.first_tile, memory_->sources.get(),
+        memory_->destinations.get(),           reinterpret_cast<std::byte*>(message),   chunk.bytes};
     const Trailer trailer{seal, memory_->progress.get(), static_cast<volatile int64_t*>(memory_->mismatch_there),
                           number};
     const auto blocks = static_cast<unsigned>(std::min(chunk.tiles, most_blocks_));

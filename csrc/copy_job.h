@@ -27,6 +27,18 @@ struct JobDim {
     Divider divider;  // by extent, where `small`
 };
 
+// Division of units by units in a run by one multiplication: n / units = n * multiplier >> 32. With multiplier =
+// ceil(2^32 / units) the error n * (multiplier * units - 2^32) stays below 2^32 where n < 2^16 and units <= 2^15.
+constexpr int64_t kMostRunUnits = int64_t{1} << 15;
+
+// How a box goes on where one of its runs ends, as far as its units are one aligned access on both sides each.
+struct Rows {
+    uint32_t multiplier;  // 0: tiles end where runs do
+    uint32_t source_gap;  // bytes from the end of a run to the beginning of the next
+    uint32_t destination_gap;
+    bool even;  // whether units are such accesses, where the bases are multiples of 16
+};
+
 // A box: runs of `run` bytes as they are written, at every point of the loops over dims, outermost first.
 struct Job {
     int64_t at;     // its first byte in the chunk
@@ -43,13 +55,28 @@ struct Job {
     Divider run_divider;
     int64_t width;    // of a cast to float8: elements of a row of the source, and
     int64_t columns;  // blocks of it
+    Divider width_divider;
+    Rows rows;
     JobDim dims[kMaxDims];
 };
 
-// One chunk's part of the tables. Tile t begins in job tile_jobs[t] and ends at latest in tile_jobs[t + 1].
+// Units of a chunk that one block of threads copies. An even tile is of one box, and addresses within it follow from
+// where its first unit is and `Job::rows`; of any other tile each unit is looked up.
+struct Tile {
+    int64_t unit;         // its first
+    int64_t source;       // of an even tile: where that is read, and
+    int64_t destination;  // written, in bytes from the bases
+    int32_t job;          // of its first byte
+    int32_t last;         // of its last byte
+    int32_t column;       // units from the beginning of its run to its first unit; kUneven: not an even tile
+    int32_t units;
+};
+constexpr int32_t kUneven = -1;
+
+// One chunk's part of the tables.
 struct ChunkView {
     const Job* jobs;
-    const int32_t* tile_jobs;
+    const Tile* tiles;
     const int64_t* sources;       // addresses; of the message's side not used
     const int64_t* destinations;  // addresses; of the message's side not used
     std::byte* message;

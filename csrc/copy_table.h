@@ -1,6 +1,7 @@
 // A program as the copy kernel reads it: jobs and tiles of all chunks in two arrays.
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <vector>
 
@@ -18,14 +19,14 @@ struct CopyTable {
 
     struct Chunk {
         int64_t first_job;
-        int64_t first_tile;  // in tile_jobs, where every chunk has an entry more than it has tiles
+        int64_t first_tile;
         int64_t tiles;
         int64_t bytes;
     };
 
     Wire wire;
     std::vector<Job> jobs;
-    std::vector<int32_t> tile_jobs;
+    std::vector<Tile> tiles;
     std::vector<Chunk> chunks;
 };
 
@@ -34,5 +35,20 @@ struct CopyTable {
 // that is not aligned.
 uint64_t emulate(const Program& program, const CopyTable& table, int64_t chunk, const std::vector<int64_t>& sources,
                  const std::vector<int64_t>& destinations, int blocks);
+
+// How the kernel copies bytes: even tiles within one run, even tiles of several runs, and looking every unit up.
+enum class Way : int { kRun, kRows, kUneven };
+constexpr int kWays = 3;
+
+struct Share {
+    int64_t tiles;
+    int64_t bytes;
+};
+
+// What of a chunk goes which way, by `Way` and `Cast`; of uneven tiles, which may have several casts, as Cast::kNone.
+// Throws as `Program::check`.
+std::array<std::array<Share, kCasts>, kWays> ways(const Program& program, const CopyTable& table, int64_t chunk,
+                                                  const std::vector<int64_t>& sources,
+                                                  const std::vector<int64_t>& destinations);
 
 }  // namespace asyncmoe

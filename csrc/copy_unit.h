@@ -3,18 +3,15 @@
 //
 // A chunk is a row of bytes: the message where there is one, else the boxes it writes, one after the other, each from a
 // multiple of 16 on. It is cut into units of 16 bytes, whatever boxes they belong to, and a unit is one thread's.
-// So a word of the message is in exactly one thread's hands, also where boxes meet in it.
+// So a word of the message is in exactly one thread's hands, also where boxes meet in it. A block of threads takes a
+// tile of units at a time: an even one (copy_even.h), or an uneven one, of which every unit is looked up here.
 #pragma once
 
-#include "copy_job.h"
-#include "program.h"
-#include "unit.h"
+#include "copy_even.h"
 
 namespace asyncmoe {
 
-constexpr int kThreads = 256;
-constexpr int kUnitsPerThread = 4;
-constexpr int64_t kTileUnits = int64_t{kThreads} * kUnitsPerThread;
+constexpr int64_t kUnevenUnits = 4 * kThreads;
 
 // The scale of the block that an element is in, `at` bytes from the base of its source.
 ASYNCMOE_BOTH inline float scale_at(const Job& job, const int64_t* sources, int64_t at) {
@@ -81,7 +78,7 @@ ASYNCMOE_BOTH inline Straight straight(const ChunkView& chunk, int64_t unit, int
     return found;
 }
 
-// Any unit: bytes are gathered and scattered run by run. Returns the digest's terms.
+// A unit whose bytes are gathered and scattered run by run. Returns the digest's terms.
 template <Wire kWire>
 ASYNCMOE_BOTH uint64_t copy_in_pieces(const ChunkView& chunk, int64_t unit, int first, int last) {
     const int64_t begin = unit * kUnit, end = begin + kUnit < chunk.bytes ? begin + kUnit : chunk.bytes;
@@ -114,42 +111,35 @@ ASYNCMOE_BOTH uint64_t copy_in_pieces(const ChunkView& chunk, int64_t unit, int 
     return kWire == Wire::kNone ? 0 : terms_of_unit(value, unit, end - begin);
 }
 
+// Any unit. Returns the digest's terms.
+template <Wire kWire>
+ASYNCMOE_BOTH inline uint64_t copy_unit(const ChunkView& chunk, int64_t unit, int first, int last) {
+    const Straight found = straight<kWire>(chunk, unit, first, last);
+    if (!found.destination) return copy_in_pieces<kWire>(chunk, unit, first, last);
+    const Unit value = load_straight(found);
+    store_unit(found.destination, value);
+    return kWire == Wire::kNone ? 0 : terms_of_unit(value, unit, kUnit);
+}
+
+// Whether a tile is copied as an even one: where its bases are aligned.
+template <Wire kWire>
+ASYNCMOE_BOTH inline bool goes_evenly(const ChunkView& chunk, const Tile& tile) {
+    return tile.column != kUneven && ends_of<kWire>(chunk, tile, chunk.jobs[tile.job]).aligned();
+}
+
 // One thread's units of a tile. Returns the digest's terms of their words; 0 where there is no message.
 template <Wire kWire>
-ASYNCMOE_BOTH inline uint64_t copy_tile(const ChunkView& chunk, int64_t tile, int thread) {
-    const int first = chunk.tile_jobs[tile], last = chunk.tile_jobs[tile + 1];
-    const int64_t begin = tile * kTileUnits + thread;
-    Unit values[kUnitsPerThread] = {};
-    std::byte* to[kUnitsPerThread];
-    unsigned uneven = 0;
+ASYNCMOE_BOTH inline uint64_t copy_tile(const ChunkView& chunk, const Tile& tile, int thread) {
+    if (goes_evenly<kWire>(chunk, tile)) {
+        const Job& job = chunk.jobs[tile.job];
+        return copy_even_cast<kWire>(chunk, tile, job, ends_of<kWire>(chunk, tile, job), thread);
+    }
     uint64_t sum = 0;
-#ifdef __CUDA_ARCH__
-#pragma unroll
-#endif
-    for (int j = 0; j < kUnitsPerThread; ++j) {  // all loads are issued before the first is waited for
-        const int64_t unit = begin + int64_t{j} * kThreads;
-        to[j] = nullptr;
-        if (unit * kUnit >= chunk.bytes) continue;
-        const Straight found = straight<kWire>(chunk, unit, first, last);
-        to[j] = found.destination;
-        if (!found.destination)
-            uneven |= 1u << j;
-        else
-            values[j] = load_straight(found);
-    }
-#ifdef __CUDA_ARCH__
-#pragma unroll
-#endif
-    for (int j = 0; j < kUnitsPerThread; ++j) {
-        if (!to[j]) continue;
-        if (kWire != Wire::kNone) sum += terms_of_unit(values[j], begin + int64_t{j} * kThreads, kUnit);
-        store_unit(to[j], values[j]);
-    }
 #ifdef __CUDA_ARCH__
 #pragma unroll 1
 #endif
-    for (int j = 0; j < kUnitsPerThread; ++j)
-        if (uneven >> j & 1u) sum += copy_in_pieces<kWire>(chunk, begin + int64_t{j} * kThreads, first, last);
+    for (int i = thread; i < tile.units; i += kThreads)
+        sum += copy_unit<kWire>(chunk, tile.unit + i, tile.job, tile.last);
     return sum;
 }
 

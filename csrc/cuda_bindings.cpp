@@ -4,6 +4,7 @@
 #include <pybind11/stl.h>
 
 #include <algorithm>
+#include <array>
 #include <chrono>
 #include <memory>
 #include <string>
@@ -31,6 +32,20 @@ std::vector<int64_t> numbers(const Int64Array& array) {
 uint64_t emulate_cuda(const Program& program, int64_t chunk, const Int64Array& sources, const Int64Array& destinations,
                       int blocks) {
     return emulate(program, CopyTable(program), chunk, numbers(sources), numbers(destinations), std::max(1, blocks));
+}
+
+constexpr std::array<const char*, kWays> kWayNames = {"run", "rows", "uneven"};
+
+// {(way, cast): (tiles, bytes)}, of what there is.
+py::dict ways_on_cuda(const Program& program, int64_t chunk, const Int64Array& sources,
+                      const Int64Array& destinations) {
+    const auto found = ways(program, CopyTable(program), chunk, numbers(sources), numbers(destinations));
+    py::dict named;
+    for (size_t way = 0; way < kWays; ++way)
+        for (size_t cast = 0; cast < kCasts; ++cast)
+            if (const Share& share = found[way][cast]; share.tiles)
+                named[py::make_tuple(kWayNames[way], cast)] = py::make_tuple(share.tiles, share.bytes);
+    return named;
 }
 
 // (source offset, destination offset, bytes left in the run) of a byte of a box.
@@ -108,6 +123,9 @@ void bind_cuda(py::module_& module) {
     module.def("emulate_cuda", &emulate_cuda, py::arg("program"), py::arg("chunk"), py::arg("sources").noconvert(),
                py::arg("destinations").noconvert(), py::arg("blocks") = 1,
                "Run a chunk as the copy kernel would, in host memory, and return its message's digest. Slow.");
+    module.def("ways_on_cuda", &ways_on_cuda, py::arg("program"), py::arg("chunk"), py::arg("sources").noconvert(),
+               py::arg("destinations").noconvert(),
+               "How the copy kernel copies a chunk: {(\"run\", \"rows\" or \"uneven\", cast): (tiles, bytes)}.");
     module.def(
         "locate_on_cuda", &locate_on_cuda, py::arg("program"), py::arg("job"), py::arg("position"),
         "Where the copy kernel finds a byte of a box: (source offset, destination offset, bytes left in its run).");

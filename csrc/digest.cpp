@@ -16,8 +16,6 @@ namespace {
 
 static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "the digest reads words as they lie in memory");
 
-constexpr uint64_t kGolden = 0x9e3779b97f4a7c15u;
-
 // `count` words at `data`, of which the first is word `first`.
 __attribute__((always_inline)) inline uint64_t sum_of_words(const std::byte* data, int64_t count, int64_t first) {
     uint64_t sum = 0;

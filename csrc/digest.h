@@ -19,6 +19,8 @@ namespace asyncmoe {
 // cryptographic.
 uint64_t digest(const std::byte* data, int64_t nbytes, int threads);
 
+constexpr uint64_t kGolden = 0x9e3779b97f4a7c15u;
+
 ASYNCMOE_BOTH __attribute__((always_inline)) inline uint64_t mix(uint64_t z) {
     z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9u;
     z = (z ^ (z >> 27)) * 0x94d049bb133111ebu;
@@ -27,7 +29,7 @@ ASYNCMOE_BOTH __attribute__((always_inline)) inline uint64_t mix(uint64_t z) {
 
 // The term of word i.
 ASYNCMOE_BOTH __attribute__((always_inline)) inline uint64_t term_of(uint64_t word, int64_t i) {
-    return mix(word + static_cast<uint64_t>(i + 1) * 0x9e3779b97f4a7c15u);
+    return mix(word + static_cast<uint64_t>(i + 1) * kGolden);
 }
 
 // The terms of that sum for the whole words begin <= i < end.

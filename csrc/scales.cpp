@@ -96,12 +96,11 @@ void emulate_scale_blocks(const ScaleJobs& jobs, bool power_of_two) {
     const auto count = static_cast<int64_t>(jobs.jobs.size());
     for (int64_t block = 0; block < jobs.blocks; ++block) {
         const ScaleJob& job = jobs.jobs[static_cast<size_t>(job_of_block(jobs.jobs.data(), count, block))];
-        const Tile tile = tile_of(job, block);
+        const MatrixBlock place = block_of(job, block);
         uint32_t largest = 0;
-        for (int warp = 0; warp < kWarps; ++warp)
-            for (int lane = 0; lane < kLanes; ++lane)
-                largest = std::max(largest, largest_of_thread(job, tile, warp, lane));
-        job.scales[tile.number] = scale_of(largest, power_of_two);
+        for (int thread = 0; thread < kScaleThreads; ++thread)
+            largest = std::max(largest, largest_of_thread(job, place, thread));
+        job.scales[place.number] = scale_of(largest, power_of_two);
     }
 }
 

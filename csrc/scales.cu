@@ -6,22 +6,24 @@
 namespace asyncmoe {
 namespace {
 
+constexpr int kLanes = 32;
+
 // A block of threads takes a block of a matrix at a time.
-__global__ void __launch_bounds__(kLanes* kWarps)
+__global__ void __launch_bounds__(kScaleThreads)
     scale_kernel(const ScaleJob* jobs, int64_t count, int64_t blocks, bool power_of_two) {
-    __shared__ uint32_t warps[kWarps];
-    const int lane = static_cast<int>(threadIdx.x) % kLanes, warp = static_cast<int>(threadIdx.x) / kLanes;
+    __shared__ uint32_t warps[kScaleThreads / kLanes];
+    const int thread = static_cast<int>(threadIdx.x), lane = thread % kLanes, warp = thread / kLanes;
     for (int64_t block = blockIdx.x; block < blocks; block += gridDim.x) {
         const ScaleJob& job = jobs[job_of_block(jobs, count, block)];
-        const Tile tile = tile_of(job, block);
-        uint32_t largest = largest_of_thread(job, tile, warp, lane);
+        const MatrixBlock place = block_of(job, block);
+        uint32_t largest = largest_of_thread(job, place, thread);
         for (int step = kLanes / 2; step > 0; step /= 2)
             largest = max(largest, __shfl_down_sync(0xffffffffu, largest, step));
         if (lane == 0) warps[warp] = largest;
         __syncthreads();
         if (threadIdx.x == 0) {
-            for (int w = 1; w < kWarps; ++w) largest = max(largest, warps[w]);
-            job.scales[tile.number] = scale_of(largest, power_of_two);
+            for (int w = 1; w < kScaleThreads / kLanes; ++w) largest = max(largest, warps[w]);
+            job.scales[place.number] = scale_of(largest, power_of_two);
         }
         __syncthreads();
     }
@@ -41,8 +43,8 @@ void scale_blocks_on_gpu(const ScaleJobs& jobs, bool power_of_two, int device, u
     check(cudaMemcpyAsync(table, jobs.jobs.data(), bytes, cudaMemcpyHostToDevice, stream),
           "uploading the scales' table");
     const auto grid = static_cast<unsigned>(jobs.blocks < kMostBlocks ? jobs.blocks : kMostBlocks);
-    scale_kernel<<<grid, kLanes * kWarps, 0, stream>>>(
-        static_cast<const ScaleJob*>(table), static_cast<int64_t>(jobs.jobs.size()), jobs.blocks, power_of_two);
+    scale_kernel<<<grid, kScaleThreads, 0, stream>>>(static_cast<const ScaleJob*>(table),
+                                                     static_cast<int64_t>(jobs.jobs.size()), jobs.blocks, power_of_two);
     check(cudaGetLastError(), "the kernel of scales");
     check(cudaFreeAsync(table, stream), "cudaFreeAsync of the scales' table");
 }

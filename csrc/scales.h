@@ -7,6 +7,7 @@
 
 #include "cast.h"
 #include "search.h"
+#include "unit.h"
 
 namespace asyncmoe {
 
@@ -45,27 +46,27 @@ ASYNCMOE_BOTH inline int64_t job_of_block(const ScaleJob* jobs, int64_t count, i
     return last_from<&ScaleJob::first>(jobs, int64_t{0}, count - 1, block);
 }
 
-// Bits of the largest magnitude among the elements of a row of a block that `lane` of `lanes` looks at. As integers
-// they are in the order of the numbers, and a NaN is the largest.
-ASYNCMOE_BOTH inline uint32_t largest_in_row(const ScaleJob& job, int64_t row, int64_t column, int64_t count, int lane,
-                                             int lanes) {
-    uint32_t largest = 0;
-    for (int64_t i = lane; i < count; i += lanes) {
-        const std::byte* at = job.matrix + (row * job.width + column + i) * job.item;
-        uint32_t bits = 0;
-        if (job.item == 4) {
-            bits = load_bits<uint32_t>(at);
-        } else {
-            bits = static_cast<uint32_t>(load_bits<uint16_t>(at)) << 16;
-        }
-        bits &= 0x7fffffffu;
-        largest = bits > largest ? bits : largest;
-    }
-    return largest;
+// Bits of the larger one of magnitudes. As integers they are in the order of the numbers, and a NaN is the largest.
+ASYNCMOE_BOTH inline uint32_t larger(uint32_t magnitude, uint32_t bits) {
+    bits &= 0x7fffffffu;
+    return bits > magnitude ? bits : magnitude;
+}
+
+// The largest magnitude in 4 bytes of a matrix: a float32, or two bfloat16.
+ASYNCMOE_BOTH inline uint32_t largest_in_word(uint32_t largest, uint32_t word, int item) {
+    largest = larger(largest, item == 4 ? word : word & 0xffff0000u);
+    return item == 4 ? largest : larger(largest, word << 16);
+}
+
+ASYNCMOE_BOTH inline uint32_t largest_in_unit(uint32_t largest, const Unit& unit, int item) {
+    largest = largest_in_word(largest, static_cast<uint32_t>(unit.low), item);
+    largest = largest_in_word(largest, static_cast<uint32_t>(unit.low >> 32), item);
+    largest = largest_in_word(largest, static_cast<uint32_t>(unit.high), item);
+    return largest_in_word(largest, static_cast<uint32_t>(unit.high >> 32), item);
 }
 
 // A block of a matrix.
-struct Tile {
+struct MatrixBlock {
     int64_t row;
     int64_t last_row;
     int64_t column;
@@ -73,24 +74,46 @@ struct Tile {
     int64_t number;  // of its scale
 };
 
-ASYNCMOE_BOTH inline Tile tile_of(const ScaleJob& job, int64_t block) {
+ASYNCMOE_BOTH inline MatrixBlock block_of(const ScaleJob& job, int64_t block) {
     const int64_t number = block - job.first;
     const int64_t row = number / job.columns * kBlockSize, column = number % job.columns * kBlockSize;
     return {row, row + kBlockSize < job.rows ? row + kBlockSize : job.rows, column,
             column + kBlockSize < job.width ? kBlockSize : job.width - column, number};
 }
 
-constexpr int kLanes = 32;
-constexpr int kWarps = 8;
+constexpr int kScaleThreads = 256;
 
-// What one thread of a GPU finds in a block: its warp takes every eighth row, and it every 32nd element of them.
-ASYNCMOE_BOTH inline uint32_t largest_of_thread(const ScaleJob& job, const Tile& tile, int warp, int lane) {
+// Whether the rows of a block consist of whole units.
+ASYNCMOE_BOTH inline bool rows_are_units(const ScaleJob& job) {
+    return (reinterpret_cast<uintptr_t>(job.matrix) | static_cast<uintptr_t>(job.width * job.item)) % kUnit == 0;
+}
+
+// What one thread of a GPU finds in a block. Threads next to each other look at units next to each other, and where
+// rows are no units at elements.
+template <bool kUnits>
+ASYNCMOE_BOTH inline uint32_t largest_of_thread(const ScaleJob& job, const MatrixBlock& block, int thread) {
+    const int step = kUnits ? static_cast<int>(kUnit) : job.item, item = job.item;
+    const int wide = static_cast<int>(kBlockSize) * item / step;  // a power of two
+    const int64_t last = block.width * item, at = thread % wide * step;
+    const std::byte* row = job.matrix + ((block.row + thread / wide) * job.width + block.column) * item + at;
+    const int64_t rows_at_a_time = kScaleThreads / wide, pitch = rows_at_a_time * job.width * item;
     uint32_t largest = 0;
-    for (int64_t row = tile.row + warp; row < tile.last_row; row += kWarps) {
-        const uint32_t found = largest_in_row(job, row, tile.column, tile.width, lane, kLanes);
-        largest = found > largest ? found : largest;
+    if (at >= last) return largest;
+#ifdef __CUDA_ARCH__
+#pragma unroll 4
+#endif
+    for (int64_t i = block.row + thread / wide; i < block.last_row; i += rows_at_a_time, row += pitch) {
+        if (kUnits)
+            largest = largest_in_unit(largest, load_unit(row), item);
+        else
+            largest = larger(largest, static_cast<uint32_t>(load_word(row, item)) << (item == 4 ? 0 : 16));
     }
     return largest;
+}
+
+ASYNCMOE_BOTH inline uint32_t largest_of_thread(const ScaleJob& job, const MatrixBlock& block, int thread) {
+    return rows_are_units(job) ? largest_of_thread<true>(job, block, thread)
+                               : largest_of_thread<false>(job, block, thread);
 }
 
 // What the GPU's kernel does, done by this thread. Slow.

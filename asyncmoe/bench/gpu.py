@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -18,19 +19,24 @@ from asyncmoe.errors import InvariantBroken, WaitTimeout
 from asyncmoe.models import family_of
 from asyncmoe.models.parallel import EngineParallel, MegatronParallel
 from asyncmoe.reshard import Plan, plan
-from asyncmoe.reshard.chunks import Chunks, chunk_limits, cut_transfer
+from asyncmoe.reshard.chunks import Chunks, chunk_limits, cut_transfer, message_strides
 from asyncmoe.reshard.gpu import Gpu
 from asyncmoe.reshard.memory import DeviceBuffer
+from asyncmoe.reshard.plan import DESTINATION_STRIDES, EXTENTS, ITEM, SOURCE_STRIDES, Transfer
 from asyncmoe.reshard.programs import message_program
 
 TRAINER, ENGINE = MegatronParallel(tp=2, ep=4, dp=2), EngineParallel(tp=4)
 """A rank of either holds a quarter of the experts: about 15 GiB of bfloat16."""
 ROUNDS, WARM_UP = 15, 3
+WAYS = ("run", "rows", "uneven")
 _PATTERN_BYTES = 64 << 20
 _WORTH_A_COPY = 1 << 20
 """Bytes of the smallest array that the plain copies include."""
 _TIMEOUT_S = 120.0
 _SEAL = 0x5EA1
+_MOST_BASES = 1 << 17
+_UNEVEN_BYTES = 8
+"""By which a message is shifted, so that no unit of it is one aligned access."""
 
 MODEL = REAL["Qwen3-30B-A3B"]
 
@@ -46,7 +52,9 @@ def run(scale: float = 1.0, bucket_bytes: int = 512 << 20) -> dict[str, Any]:
         {"date", "card", "model", "bucket_bytes", "pack", "unpack"}; of either side "bytes", "messages" and "rate" (GB/s,
         each byte counted once) of "copy" (the kernel, digest included) and "memcpy" (cudaMemcpyAsync out of or into the same
         arrays, in pieces of the same size), medians of `ROUNDS` turns taken one after the other; and "share", the median of the
-        turns' quotients.
+        turns' quotients; and "ways": of each way the kernel copies bytes (csrc/copy_table.h: "run", "rows", "uneven") the "share" of
+        the bytes that go it, and the "rate" of messages of nothing else, None where no box goes it. Messages of "uneven" are those of
+        all boxes, beginning 8 bytes behind a multiple of 16.
 
     Raises:
         UserError: no GPU, or no kernels built.
@@ -82,7 +90,7 @@ def _measured(gpu: Gpu, made: Plan, rank: int, bucket_bytes: int) -> dict[str, A
     limits = chunk_limits(made, bucket_bytes)
     remote = [t for t in made.transfers if t.source != t.destination and rank == (t.source if packing else t.destination)]
     lanes = [cut_transfer(made, t, limits[t.source, t.destination]) for t in remote]
-    slots = [[gpu.allocate(lane.slot_bytes) for _ in range(2)] for lane in lanes]
+    slots = [[gpu.allocate(lane.slot_bytes + _UNEVEN_BYTES) for _ in range(2)] for lane in lanes]
     _fill(gpu, [*arrays, *(slot for pair in slots for slot in pair)])
     nbytes, messages = sum(t.nbytes for t in remote), sum(len(lane) for lane in lanes)
     turns = {
@@ -98,7 +106,42 @@ def _measured(gpu: Gpu, made: Plan, rank: int, bucket_bytes: int) -> dict[str, A
     if packing:
         _verify(gpu, lanes, slots, arrays)
     share = median(ours / plain for ours, plain in zip(rates["copy"], rates["memcpy"], strict=True))
-    return {"bytes": nbytes, "messages": messages, "rate": {name: median(values) for name, values in rates.items()}, "share": share}
+    shares = ways_of(message_program(lane, "destination" if packing else "source") for lane in lanes)
+    ways: dict[str, dict[str, float | None]] = {}
+    for way in WAYS:
+        parts = [boxes_of(t, way, packing) for t in remote]
+        chosen = [(cut_transfer(made, t, limits[t.source, t.destination]), pair) for t, pair in zip(parts, slots, strict=True) if t.nbytes]
+        rate = _rate_of(gpu, chosen, arrays, packing, shift=_UNEVEN_BYTES if way == "uneven" else 0) if chosen else None
+        ways[way] = {"share": shares.get(way, 0) / nbytes, "rate": rate}
+    medians = {name: median(values) for name, values in rates.items()}
+    return {"bytes": nbytes, "messages": messages, "rate": medians, "share": share, "ways": ways}
+
+
+def ways_of(programs: Iterable[_C.Program]) -> dict[str, int]:
+    """Bytes that the copy kernel copies each way, by `WAYS`, where all arrays begin at multiples of 16."""
+    bases = np.zeros(_MOST_BASES, np.int64)
+    found: dict[str, int] = {}
+    for program in programs:
+        for chunk in range(program.chunks):
+            for (way, _), (_, nbytes) in _C.ways_on_cuda(program, chunk, bases, bases).items():
+                found[way] = found.get(way, 0) + nbytes
+    return found
+
+
+def boxes_of(transfer: Transfer, way: str, packing: bool) -> Transfer:
+    """The boxes of a transfer that are one run in their storage, those that are not, or, for "uneven", all."""
+    copies = transfer.copies
+    strides = copies[:, SOURCE_STRIDES if packing else DESTINATION_STRIDES]
+    contiguous = ((strides == message_strides(copies)) | (copies[:, EXTENTS] == 1)).all(1)
+    chosen = copies[{"run": contiguous, "rows": ~contiguous, "uneven": np.ones_like(contiguous)}[way]]
+    return replace(transfer, copies=chosen, nbytes=int((chosen[:, EXTENTS].prod(1) * chosen[:, ITEM]).sum()))
+
+
+def _rate_of(gpu: Gpu, lanes: list[tuple[Chunks, list[DeviceBuffer]]], arrays: list[DeviceBuffer], packing: bool, *, shift: int) -> float:
+    """GB/s of lanes through their buffers, whose first `shift` bytes are left out."""
+    slots = [[slot[shift : slot.nbytes] for slot in pair] for _, pair in lanes]
+    enqueue, nbytes = _kernels(gpu, [lane for lane, _ in lanes], slots, arrays, packing), sum(sum(lane.nbytes) for lane, _ in lanes)
+    return median([nbytes / _timed(gpu, enqueue) / 1e9 for _ in range(WARM_UP + ROUNDS)][WARM_UP:])
 
 
 def _fill(gpu: Gpu, buffers: list[DeviceBuffer]) -> None:

@@ -86,6 +86,7 @@ MESSAGES = [
     ([(1, (1, 7, 300, 768)), (0, (1, 1, 1, 2048)), (16, (1, 1, 128, 2048))], 2),
     ([(0, (1, 1, 1, n)) for n in range(1, 400)], 2),
     ([(8, (1, 1, 4096, 4096))], 2),
+    ([(0, (1, 1, 1, 3 * 32768 + 8192 + 48)), (0, (1, 1, 1, 5)), (0, (1, 1, 1, 100_003)), (0, (1, 1, 1, 1 << 20))], 1),
 ]
 
 
@@ -121,6 +122,22 @@ def test_messages_and_their_digests_are_the_cpus(boxes: list[Any], item: int) ->
         torch.cuda.synchronize()
         assert unpacking.take_mismatch() == 0
         assert unpacking.take_mismatch() == -1
+
+
+@pytest.mark.parametrize("run", [32, 384, 4096, 40_000, 524_304])
+def test_rows_in_even_tiles(run: int) -> None:
+    """Rows 1152 bytes apart: no unit is looked up, and the message is the CPU's."""
+    height = 300_000 // run + 3
+    rows = np.array([[0, 0, 0, 0, 1, 1, 1, height, run, 0, 0, run + 1152, 1, 0, 0, run, 1]], np.int64)
+    program = _C.Program(rows, np.array([0, 1], np.int64), "destination")
+    source, expected = fresh(height * (run + 1152)), np.empty(height * run, np.uint8)
+    value = program.run(0, np.array([source.ctypes.data]), np.array([expected.ctypes.data]), 2)
+    there, message = gpu(source), poisoned(height * run + 16)
+    assert "uneven" not in {way for way, _ in _C.ways_on_cuda(program, 0, at(there), at(message))}
+    _C.DeviceProgram(program, 0).run(0, at(there), at(message), SEAL, stream())
+    got = message.cpu().numpy()
+    np.testing.assert_array_equal(got[: height * run], expected)
+    assert int(got[height * run :][:8].view(np.uint64)[0]) == value ^ SEAL
 
 
 @pytest.mark.parametrize("shift", [0, 1, 2, 4, 8])

@@ -145,11 +145,17 @@ def test_no_weight_is_further_off_than_float8_rounds(height: int, width: int, se
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_gpus_scales_are_the_cpus(dtype: str) -> None:
-    shapes = {"a": (300, 1000), "b": (1, 1), "c": (128, 129), "d": (0, 5), "e": (256, 256)}
+@pytest.mark.parametrize("shift", [0, 4])
+def test_the_gpus_scales_are_the_cpus(dtype: str, shift: int) -> None:
+    """Of rows that are read 16 bytes at a time, and of those that cannot be: by their width, or where they begin."""
+    shapes = {"a": (300, 1000), "b": (1, 1), "c": (128, 129), "d": (0, 5), "e": (256, 256), "f": (130, 136)}
     table, kept, both = [], [], []
     for number, shape in enumerate(shapes.values()):
-        values = np.ascontiguousarray(raw(random(shape, number, dtype)))
+        plain = raw(random(shape, number, dtype))
+        room = np.zeros(plain.nbytes + 32, np.uint8)
+        start = -room.ctypes.data % 16 + shift
+        values = room[start : start + plain.nbytes].view(plain.dtype).reshape(shape)
+        values[...] = plain
         made = [np.zeros(scales_shape(shape), np.float32) for _ in range(2)]
         kept.append(values)
         both.append(made)

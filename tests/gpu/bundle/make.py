@@ -22,6 +22,8 @@ ROOT = Path(__file__).parents[3]
 _GLIBC = (5, 12, 17, 24, 26, 27, 28, 31, 34)
 _PLATFORMS = [f"manylinux_2_{minor}_x86_64" for minor in _GLIBC] + ["manylinux1_x86_64", "manylinux2010_x86_64", "manylinux2014_x86_64"]
 _DOWNLOAD_S = 900.0
+_WORTH_LZMA = 48 << 10
+"""Bytes of a file from which on it is packed so: to begin costs more than a small file gains."""
 
 
 def main() -> None:
@@ -61,10 +63,11 @@ def downloaded(folder: Path) -> list[Path]:
 def slim(wheel: Path, target: Path) -> None:
     """Copy a wheel without what `manifest.WITHOUT` names, compressed harder. pip and `zipfile` read it as any other."""
     name = manifest.normal(wheel.name.split("-")[0])
-    with zipfile.ZipFile(wheel) as whole, zipfile.ZipFile(target, "w", zipfile.ZIP_LZMA) as part:
+    with zipfile.ZipFile(wheel) as whole, zipfile.ZipFile(target, "w") as part:
         for info in whole.infolist():
             if not info.is_dir() and manifest.kept(name, info.filename):
-                part.writestr(info.filename, whole.read(info))
+                method = zipfile.ZIP_LZMA if info.file_size >= _WORTH_LZMA else zipfile.ZIP_DEFLATED
+                part.writestr(info.filename, whole.read(info), method)
 
 
 def archive(target: Path) -> str:

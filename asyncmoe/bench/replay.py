@@ -79,11 +79,12 @@ def measure(folder: Path) -> dict[str, Any]:
         return [batch.pack(known, list(known), advantages=nothing, weights=weights, grid=batch.Grid(), packed=True, routing=routing)]
 
     chosen: list[np.ndarray] = []
-    hooks = [
-        module.register_forward_hook(lambda _m, _i, out: chosen.append(torch.nonzero(out[1])[:, 1].reshape(out[1].shape[0], -1).numpy()))
-        for module in built.chunks[0].modules()
-        if type(module).__name__ == "TopKRouter"
-    ]
+
+    def remember(_module: object, _inputs: object, out: Any) -> None:
+        chosen.append(torch.nonzero(out[1])[:, 1].reshape(out[1].shape[0], -1).cpu().numpy())
+
+    routers = (module for module in built.chunks[0].modules() if type(module).__name__ == "TopKRouter")
+    hooks = [router.register_forward_hook(remember) for router in routers]
     logprobs_only(built, microbatches(False), [TOKENS] * TRAJECTORIES, 1.0)
     for hook in hooks:
         hook.remove()

@@ -1,0 +1,85 @@
+"""What the bundle carries and what it takes for granted. Only the standard library is imported here: it is read on a bare machine too."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+PYTHON = "3.12"
+LIMIT_BYTES = 60 * 1000 * 1000
+"""Of the whole folder."""
+
+ASSUMED = frozenset(
+    ("torch", "numpy", "triton", "filelock", "fsspec", "jinja2", "markupsafe", "mpmath", "networkx", "sympy")
+)  # fmt: skip
+"""Import names of what a machine with torch has: torch, what it asks for, and NumPy. Never carried: they belong to that machine's CUDA."""
+
+OPTIONAL = frozenset(("transformer_engine", "apex", "torchvision", "sgl_kernel", "flashinfer", "mpi4py", "ray"))
+"""Import names of what is used where it is, and done without where it is not."""
+
+WHEELS = (
+    # asyncmoe, its extension and its tests
+    *("hypothesis", "iniconfig", "msgspec", "packaging", "pluggy", "pybind11", "pygments", "pytest", "setuptools", "sortedcontainers"),
+    *("annotated-types", "pydantic", "pydantic-core", "typing-extensions", "typing-inspection", "pyyaml"),
+    *("annotated-doc", "click", "markdown-it-py", "mdurl", "prometheus-client", "psutil", "rich", "shellingham", "typer"),
+    # the trainer and the controller
+    *("megatron-core", "pyzmq", "math-verify", "latex2sympy2-extended", "antlr4-python3-runtime", "aiohttp", "safetensors"),
+    *("aiohappyeyeballs", "aiosignal", "attrs", "frozenlist", "idna", "multidict", "propcache", "yarl"),
+    *("tokenizers", "transformers", "huggingface-hub", "regex", "tqdm", "anyio", "certifi", "h11", "httpcore", "httpx"),
+    # the SGLang server
+    *("sglang", "xgrammar", "apache-tvm-ffi", "cffi", "charset-normalizer", "compressed-tensors", "dill", "distro", "einops", "fastapi"),
+    *("gguf", "ipython", "jiter", "jsonschema", "jsonschema-specifications", "loguru", "openai", "opentelemetry-api", "orjson"),
+    *("partial-json-parser", "pillow", "pybase64", "pycparser", "python-multipart", "referencing", "requests", "rpds-py"),
+    *("sentencepiece", "setproctitle", "sniffio", "soundfile", "starlette", "traitlets", "urllib3", "uvicorn", "uvloop"),
+)
+"""Distributions; `pins` has their versions."""
+
+WITHOUT: Mapping[str, tuple[str, ...]] = {
+    "sglang": (
+        r"sglang/multimodal_gen/", r"sglang/test/", r"sglang/benchmark/", r"sglang/kernels/jit/benchmark/",
+        r"sglang/srt/rust_extensions/_", r"sglang/srt/mem_cache/rust_tree_core/.*\.so$",
+    ),
+    "transformers": (r"transformers/models/(?!auto/|qwen3_moe/)[^/]+/(modular_|convert_|modeling_(tf|flax))",),
+    "pillow": (r"PIL/_avif", r"pillow\.libs/lib(avif|harfbuzz)", r"PIL/_imagingft"),
+}  # fmt: skip
+"""Distribution -> regular expressions of files in its wheel that nothing here imports, left out for their size."""
+
+IMPORTED_AS: Mapping[str, str] = {
+    "megatron": "megatron-core", "zmq": "pyzmq", "yaml": "pyyaml", "markdown_it": "markdown-it-py", "math_verify": "math-verify",
+    "pydantic_core": "pydantic-core", "prometheus_client": "prometheus-client", "huggingface_hub": "huggingface-hub",
+    "typing_extensions": "typing-extensions",
+}  # fmt: skip
+"""Import name -> distribution, where they differ."""
+
+_REQUIREMENTS = ("engine-cpu", "engine-cpu-nodeps", "train", "dev")
+"""Files of requirements/, the first that has a name decides: one folder serves trainer and engine, and SGLang pins the narrower."""
+
+
+def pins(root: Path) -> dict[str, str]:
+    """Normalised name -> version of every distribution in `WHEELS`, from the requirements that everything is tested with.
+
+    Raises:
+        KeyError: a distribution that no file of requirements pins.
+    """
+    found: dict[str, str] = {}
+    for file in _REQUIREMENTS:
+        for line in (root / "requirements" / f"{file}.txt").read_text().splitlines():
+            if match := re.match(r"([\w.-]+)==([^\s;]+)", line):
+                found.setdefault(normal(match[1]), match[2])
+    return {name: found[name] for name in WHEELS}
+
+
+def normal(name: str) -> str:
+    """A distribution's name as registries compare it."""
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def distribution(module: str) -> str:
+    """The distribution that a top-level import name comes from."""
+    return IMPORTED_AS.get(module, normal(module))
+
+
+def kept(distribution_name: str, file: str) -> bool:
+    """Whether a file of a distribution's wheel is carried."""
+    return not any(re.match(pattern, file) for pattern in WITHOUT.get(distribution_name, ()))

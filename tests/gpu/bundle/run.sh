@@ -1,0 +1,11 @@
+#!/usr/bin/env bash
+# On a machine with Python 3.12, CUDA 13 and torch, without a network:  ./run.sh RESULTS
+# RESULTS gets summary.json and logs.tar.gz, from the first part on. PYTHON names another Python than python3. Further arguments are run.py's.
+set -euo pipefail
+here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+results=${1:?expected a folder for the results: ./run.sh RESULTS}
+python=${PYTHON:-python3}
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
+tar -xzf "$here/asyncmoe.tar.gz" -C "$work"
+"$python" "$work/asyncmoe/tests/gpu/bundle/run.py" --wheels "$here/wheels" --commit "$(cat "$here/commit")" --work "$work" "${@:2}" "$results"

@@ -20,7 +20,51 @@ class OptimizerSection(Section):
     eps: PositiveFloat = Field(1e-8, description="Adam's epsilon.")
     weight_decay: NonNegativeFloat = Field(0.0, description="AdamW's, times the learning rate.")
     clip_grad: PositiveFloat = Field(1.0, description="Norm of the gradient at most.")
-    distributed: bool = Field(False, description="Shard the optimizer's state over data-parallel ranks (Megatron's distributed optimizer).")
+    distributed: bool | None = Field(
+        None,
+        description="Shard the optimizer's state over data-parallel ranks (Megatron's distributed optimizer). null: where there are "
+        "several, except in a run that goes on from a checkpoint that has it otherwise.",
+    )
+
+
+class MegatronSection(Section):
+    """Megatron's switches under Megatron's names. null: on where this machine has what it needs and the run lets it be right; the log
+    names each that is off, and why. true where it cannot be is refused before the model is built."""
+
+    transformer_impl: Literal["transformer_engine", "local"] | None = Field(
+        None, description="Whose layers the model is built from: Transformer Engine's, or Megatron's own. null: the former where it is."
+    )
+    moe_grouped_gemm: bool | None = Field(
+        None,
+        description="Multiply the rows of all experts of a rank in one call: Transformer Engine's, or without it torch's, "
+        "which is fast in bfloat16 on Hopper and Blackwell. false: one expert after the other.",
+    )
+    moe_permute_fusion: bool | None = Field(None, description="Sort rows by expert in one kernel; needs Transformer Engine 2.1.")
+    moe_router_fusion: bool | None = Field(
+        None, description="Choose experts in one kernel; needs Transformer Engine 2.7, and routing that is not kept."
+    )
+    apply_rope_fusion: bool | None = Field(None, description="Turn queries and keys in one kernel; needs Transformer Engine 1.4.")
+    bias_activation_fusion: bool | None = Field(
+        None, description="SwiGLU and the router's weights in one compiled kernel, which keeps its input only; needs a GPU."
+    )
+    gradient_accumulation_fusion: bool | None = Field(
+        None, description="Add gradients of weights to the step's as they are multiplied; needs Transformer Engine and all weights trained."
+    )
+    overlap_grad_reduce: bool | None = Field(
+        None, description="Add gradients over data-parallel ranks during the last backward pass. null: on GPUs with several such ranks."
+    )
+    overlap_param_gather: bool | None = Field(
+        None,
+        description="Gather new weights during the next forward pass; needs the distributed optimizer. null: not where weights are "
+        "published after every step, which reads all of them.",
+    )
+    moe_token_dispatcher_type: Literal["alltoall", "flex"] = Field(
+        "alltoall", description="What carries rows to the ranks of their experts: alltoall: NCCL; flex: DeepEP, which has to be installed."
+    )
+
+
+Recomputed = Literal["core_attn", "mla_up_proj", "layernorm", "mlp", "moe", "shared_experts", "moe_act"]
+"""Parts of a layer that Megatron can compute again by themselves."""
 
 
 class TrainerSection(Section):
@@ -38,8 +82,15 @@ class TrainerSection(Section):
     dtype: Literal["float32", "bfloat16", "auto"] = Field("auto", description="auto: float32 on CPU, bfloat16 on GPU.")
     pack: bool = Field(True, description="Pack sequences of a micro-batch into one row; false: one sequence a micro-batch.")
     tokens_per_microbatch: Positive = Field(4096, description="Upper bound of a packed micro-batch; a longer sequence gets its own.")
-    recompute: Literal["none", "full"] = Field(
-        "none", description="full: keep a layer's input only and compute the rest again in the backward pass: less memory, more time."
+    recompute: Literal["none", "selective", "full"] = Field(
+        "none",
+        description="full: keep a layer's input only and compute the rest again in the backward pass: less memory, more time; selective: "
+        "only the parts in recompute_modules (`asyncmoe plan` counts memory as for none).",
+    )
+    recompute_modules: tuple[Recomputed, ...] = Field(
+        ("moe",),
+        description="Megatron's: core_attn, mla_up_proj, layernorm, mlp (of dense layers), moe (router, experts and what travels), "
+        "shared_experts, moe_act (needs Transformer Engine's experts). For recompute: selective.",
     )
     router_bias_rate: NonNegativeFloat = Field(
         0.0,
@@ -47,6 +98,7 @@ class TrainerSection(Section):
         "expert got fewer of the step's tokens than the mean, down where more. 0: biases stay as they are.",
     )
     optimizer: OptimizerSection = OptimizerSection()
+    megatron: MegatronSection = MegatronSection()
     checkpoint_every: NonNegative = Field(0, description="Steps between checkpoints; 0: only at the end and on Ctrl-C.")
     keep_checkpoints: Positive = Field(2, description="So many of the newest stay on disk.")
     timeout_s: PositiveFloat = Field(600.0, description="Collectives that wait longer than this end the run.")
@@ -54,6 +106,16 @@ class TrainerSection(Section):
     @property
     def expert_tp(self) -> int:
         return self.etp if self.etp is not None else (1 if self.ep > 1 else self.tp)
+
+    @property
+    def dp(self) -> int:
+        """Data-parallel ranks."""
+        return self.ranks // (self.tp * self.pp)
+
+    @property
+    def distributed_optimizer(self) -> bool:
+        """Whether the optimizer's state is sharded: as `optimizer.distributed` says, or where there are several data-parallel ranks."""
+        return self.dp > 1 if self.optimizer.distributed is None else self.optimizer.distributed
 
     @model_validator(mode="after")
     def _check(self) -> TrainerSection:

@@ -178,7 +178,7 @@ def training(config: Config, hf: Mapping[str, Any], cpu: bool = False) -> Traini
         adapter=adapter_of(config, hf),
         unmasked=objective.kl.coefficient > 0 and config.keeps_sampling_mask,
     )
-    return Training(microbatch, trainer.optimizer.distributed, objective.kl.coefficient > 0, config.sync.bucket_bytes)
+    return Training(microbatch, trainer.distributed_optimizer, objective.kl.coefficient > 0, config.sync.bucket_bytes)
 
 
 def serving(config: Config, hf: Mapping[str, Any], cpu: bool = False) -> Serving:

@@ -1,11 +1,12 @@
-"""Optional kernels: NVIDIA's Transformer Engine and NVIDIA's apex, used where they are installed and there is a GPU.
+"""Optional kernels: what is installed and can be used here. `asyncmoe.platform.switches` decides what Megatron is told of it.
 
-With Transformer Engine the model is built from its layers and grouped experts; with either, Megatron takes its fused Adam. Neither
-is a requirement. The project called "apex" on the Python package index is unrelated to NVIDIA's.
+NVIDIA's Transformer Engine has layers, grouped experts and fused operations; with it or with NVIDIA's apex Megatron takes a fused Adam;
+DeepEP carries rows to their experts. None is a requirement. The project called "apex" on the Python package index is unrelated to NVIDIA's.
 """
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 from dataclasses import dataclass
 
@@ -13,21 +14,40 @@ import torch
 
 from asyncmoe.errors import UserError
 
+_ENGINE = "transformer_engine"
+
 
 @dataclass(frozen=True)
 class Kernels:
-    """What is there and will be used."""
+    """What is there and can be used.
 
-    transformer_engine: bool
-    apex: bool
+    Attributes:
+        cuda: there is a GPU; without one nothing else is.
+        capability: of the GPU, as CUDA counts (9.0 is Hopper).
+        transformer_engine: its release, such as (2, 20); () where it is not.
+        apex: its optimizers.
+        deep_ep: DeepEP.
+    """
+
+    cuda: bool = False
+    capability: tuple[int, int] = (0, 0)
+    transformer_engine: tuple[int, ...] = ()
+    apex: bool = False
+    deep_ep: bool = False
+
+    @property
+    def fused_adam(self) -> bool:
+        """Megatron takes an Adam of its own choice; elsewhere torch's."""
+        return bool(self.transformer_engine) or self.apex
 
     def __str__(self) -> str:
-        used = [name for name, there in (("Transformer Engine", self.transformer_engine), ("apex", self.apex)) if there]
-        return " and ".join(used) or "PyTorch's own kernels only"
+        engine = f"Transformer Engine {'.'.join(map(str, self.transformer_engine))}"
+        found = ((engine, self.transformer_engine), ("apex", self.apex), ("DeepEP", self.deep_ep))
+        return " and ".join(name for name, there in found if there) or "PyTorch's own kernels only"
 
 
 def detect() -> Kernels:
-    """Look for both.
+    """Look for all of them.
 
     Raises:
         UserError: a package called apex that is not NVIDIA's.
@@ -40,8 +60,32 @@ def detect() -> Kernels:
             expected="NVIDIA's apex, built from its source, or none",
             cure="run: pip uninstall apex",
         )
-    cuda = torch.cuda.is_available()
-    return Kernels(transformer_engine=cuda and _installed("transformer_engine"), apex=cuda and apex)
+    if not torch.cuda.is_available():
+        return Kernels()
+    return Kernels(
+        cuda=True,
+        capability=torch.cuda.get_device_capability(),
+        transformer_engine=release(_version(_ENGINE)) if _installed(_ENGINE) else (),
+        apex=apex,
+        deep_ep=_installed("deep_ep"),
+    )
+
+
+def release(version: str) -> tuple[int, ...]:
+    """The numbers a version begins with: "2.20.2+cu13" -> (2, 20, 2)."""
+    numbers: list[int] = []
+    for part in version.partition("+")[0].split("."):
+        if not part.isdigit():
+            break
+        numbers.append(int(part))
+    return tuple(numbers) or (0,)
+
+
+def _version(distribution: str) -> str:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return "0"
 
 
 def _installed(module: str) -> bool:

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.transformer.moe.router import TopKRouter
 
+from asyncmoe.trainer import collectives
 from asyncmoe.trainer.batch import MicroBatch
 
 
@@ -56,13 +57,11 @@ class Balance:
     def update(self) -> None:
         """Move every bias of an expert with fewer tokens than the mean of its layer up, of one with more down. Collective over all ranks:
         tensor-parallel ranks have parts of the rows, stages their layers, data-parallel ranks their micro-batches."""
-        device = torch.device("cuda") if dist.get_backend() == "nccl" else torch.device("cpu")
-        experts = torch.tensor(self._experts, device=device)
-        dist.all_reduce(experts, op=dist.ReduceOp.MAX)  # a stage may have no router
-        tokens = torch.zeros(self._layers, int(experts), dtype=torch.float64, device=device)
+        experts = collectives.total(torch.tensor(self._experts), dist.ReduceOp.MAX)  # a stage may have no router
+        tokens = torch.zeros(self._layers, int(experts), dtype=torch.float64, device=experts.device)
         for layer, counts in self._tokens.items():
-            tokens[layer] = counts.to(device, torch.float64)
-        dist.all_reduce(tokens)
+            tokens[layer] = counts.to(experts.device, torch.float64)
+        tokens = collectives.total(tokens)
         for layer, router in self._routers.items():
             step = self._rate * (tokens[layer].mean() - tokens[layer]).sign()
             router.expert_bias.add_(step.to(router.expert_bias.device, router.expert_bias.dtype))

@@ -7,14 +7,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
-import torch.distributed as dist
 
 from asyncmoe.config import Config
 from asyncmoe.errors import Disagreement
 from asyncmoe.platform import megatron
-from asyncmoe.trainer import agreement, feed, optimizer
+from asyncmoe.trainer import agreement, collectives, feed, optimizer
 from asyncmoe.trainer.advantages import token_advantages
-from asyncmoe.trainer.agreement import Agreement
 from asyncmoe.trainer.batch import MicroBatch
 from asyncmoe.trainer.feed import Update
 from asyncmoe.trainer.losses import PolicyLoss, SupervisedLoss
@@ -138,9 +136,7 @@ class Learner:
         limits = self._config.verify
         mine = trajectories if self._mesh.reports else {}
         part = agreement.compare(list(mine.values()), [ours[i] for i in mine], version, limits.show)
-        parts: list[Agreement] = [part] * self._mesh.world
-        dist.all_gather_object(parts, part)
-        whole = agreement.merge(parts, limits.show)
+        whole = agreement.merge(collectives.everyones(part), limits.show)
         if self._mesh.rank == 0:
             for line in agreement.describe(whole, version):
                 log.info("%s", line)

@@ -52,8 +52,11 @@ def run(config: Config) -> None:
     models.check(config, hf)
     if place.rank == 0:
         log.info("%d rank(s), %s", place.world, kernels.detect())
-    built = model.build(hf, config, place)
     newest = checkpoints.newest(config.run.dir)
+    built = model.build(hf, state.as_saved(config, newest), place)
+    if place.rank == 0:
+        for line in built.switches.lines:
+            log.info("%s", line)
     if newest is None or config.adapter is not None:  # whose checkpoints have the adapter alone
         model.load_hf(built, config.model.path)
     if newest is None and config.adapter is not None and config.adapter.start is not None:
@@ -97,7 +100,7 @@ class Trainer:
         if self._metrics is not None:
             self._metrics.write(Resume(resumed_at=self._step, time=time.time()))
         if config.warmup.steps <= self._step < self._total:
-            self._sync.begin(self._step)
+            self._begin_sync()
         while self._step < self._total:
             begin = time.time()
             leased = feed.lease(self._client, config, self._step, self._phase, self._sync.check)
@@ -130,11 +133,15 @@ class Trainer:
         if 0 <= rl_steps < self._config.run.steps and rl_steps % self._config.sync.every == 0:
             with self._waiting_for_sync():
                 published = self._sync.settle()
-                self._sync.begin(self._step)
+                self._begin_sync()
         self._record(leased, phase, metrics, published, (begin, got, trained))
         every = self._config.trainer.checkpoint_every
         if every and self._step % every == 0:
             self._save()
+
+    def _begin_sync(self) -> None:
+        model.gather_weights(self._model)
+        self._sync.begin(self._step)
 
     def _before_update(self) -> None:
         with self._waiting_for_sync():

@@ -14,6 +14,7 @@ from asyncmoe.config.training import TrainerSection
 from asyncmoe.errors import ConfigError
 from asyncmoe.models import MegatronParallel
 from asyncmoe.platform import megatron
+from asyncmoe.trainer import collectives
 from asyncmoe.trainer.batch import Grid
 
 megatron.prepare()
@@ -99,10 +100,10 @@ def start(trainer: TrainerSection, seed: int = 0) -> Mesh:
     backend = "nccl" if cuda else "gloo"
     timeout = timedelta(seconds=trainer.timeout_s)
     if not dist.is_initialized() and "WORLD_SIZE" in os.environ:
-        # Ranks tell each other short texts in a CPU's memory, on GPUs too.
-        dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else backend, timeout=timeout)
+        dist.init_process_group(backend, timeout=timeout)
     elif not dist.is_initialized():
         dist.init_process_group(backend, timeout=timeout, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+    collectives.start(timeout)
     groups.initialize_model_parallel(
         trainer.tp,
         trainer.pp,
@@ -136,7 +137,7 @@ def start(trainer: TrainerSection, seed: int = 0) -> Mesh:
 def stop() -> None:
     """Leave Megatron's groups and the process group."""
     leave()
-    dist.destroy_process_group()
+    collectives.stop()
 
 
 def leave() -> None:

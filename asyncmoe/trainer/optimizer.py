@@ -11,6 +11,7 @@ import torch
 from asyncmoe.config import Config
 from asyncmoe.errors import InvariantBroken
 from asyncmoe.platform import megatron
+from asyncmoe.platform.megatron import adam
 from asyncmoe.trainer.lr import lr_at as lr_at
 from asyncmoe.trainer.model import Model
 
@@ -39,13 +40,20 @@ def build(config: Config, model: Model) -> MegatronOptimizer:
             clip_grad=section.clip_grad,
             bf16=model.dtype == torch.bfloat16,
             params_dtype=model.dtype,
-            use_distributed_optimizer=section.distributed,
+            use_distributed_optimizer=model.ddp[0].ddp_config.use_distributed_optimizer,
         ),
         list(model.ddp),
     )
     # `ChainedOptimizer.step` asks for the norm, reduced over all ranks, before it clips and steps; it would go on with NaN.
     optimizer.get_grad_norm = _finite(optimizer.get_grad_norm)
+    fuse(optimizer, model)
     return optimizer
+
+
+def fuse(optimizer: MegatronOptimizer, model: Model) -> None:
+    """Use torch's fused Adam on a GPU, where it is torch's. Again after a checkpoint is loaded."""
+    if model.mesh.device.type == "cuda":
+        adam.fuse(one.optimizer for one in getattr(optimizer, "chained_optimizers", [optimizer]))
 
 
 def set_lr(optimizer: MegatronOptimizer, lr: float) -> None:

@@ -14,12 +14,12 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
 
 from asyncmoe.errors import InvariantBroken
 from asyncmoe.record import Routing
+from asyncmoe.trainer import collectives
 from asyncmoe.trainer.recorded import Experts
 
 
@@ -120,7 +120,7 @@ class Replay:
 
     Raises:
         InvariantBroken: a router in a layer that has no experts by `routing`; routers that do not ask (fused ones, Sinkhorn's), or layers
-            that engines do not record (those of multi-token prediction); recomputation of other things than whole layers.
+            that engines do not record (those of multi-token prediction).
     """
 
     def __init__(
@@ -128,9 +128,8 @@ class Replay:
     ) -> None:
         if config.moe_router_fusion or config.mtp_num_layers or config.moe_router_load_balancing_type == "sinkhorn":
             raise InvariantBroken("routing cannot be kept with a fused or Sinkhorn router or with multi-token prediction")
-        if config.recompute_granularity not in (None, "full"):
-            raise InvariantBroken(f"routing is kept with full recomputation or none, got {config.recompute_granularity!r}")
-        self._recompute = config.recompute_granularity == "full"
+        selective = config.recompute_granularity == "selective"
+        self._recompute = config.recompute_granularity == "full" or (selective and "moe" in config.recompute_modules)
         self._routing, (self._part, self._parts) = routing, sequence_parallel
         self._routers = [[_take_over(router) for router in _routers(chunk)] for chunk in chunks]
         layers = sorted(router.layer for router in self._all)
@@ -172,9 +171,9 @@ class Replay:
         Returns:
             By layer number, the share of tokens for which the live router would have chosen other experts; {} where nothing was replayed.
         """
-        counts = torch.zeros(len(self._routing.layers), 2, dtype=torch.int64)
+        counts = torch.zeros(len(self._routing.layers), 2, dtype=torch.int64, device=collectives.device())
         for router in self._all:
-            counts[self._routing.layers.index(router.layer)] = router.end().cpu()
+            counts[self._routing.layers.index(router.layer)] = router.end().to(counts.device)
         return _shares(self._routing, counts)
 
     def forget(self) -> None:
@@ -200,7 +199,5 @@ def _take_over(router: Any) -> RecordedRouter:
 def _shares(routing: Routing, counts: torch.Tensor) -> dict[int, float]:
     """Tensor-parallel ranks hold parts of the rows, stages their layers, data-parallel ranks their micro-batches: each row of a layer is
     counted once in the sum over all ranks."""
-    device = torch.device("cuda") if dist.get_backend() == "nccl" else torch.device("cpu")
-    total = counts.to(device)
-    dist.all_reduce(total)
-    return {layer: differ / rows for layer, (differ, rows) in zip(routing.layers, total.tolist(), strict=True) if rows}
+    total = collectives.total(counts).tolist()
+    return {layer: differ / rows for layer, (differ, rows) in zip(routing.layers, total, strict=True) if rows}

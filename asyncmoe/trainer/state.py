@@ -11,14 +11,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
 from asyncmoe import checkpoints, storage
 from asyncmoe.config import Config
 from asyncmoe.errors import DataError, StorageError
 from asyncmoe.platform import megatron
 from asyncmoe.platform.megatron import writer
-from asyncmoe.trainer.model import Model
+from asyncmoe.trainer import collectives
+from asyncmoe.trainer.model import Model, gather_weights
+from asyncmoe.trainer.optimizer import fuse
 
 megatron.prepare()
 
@@ -37,6 +37,7 @@ def save(config: Config, step: int, model: Model, optimizer: MegatronOptimizer) 
             ones before it are as they were.
     """
     writer.results.failure = None
+    gather_weights(model)
     try:
         return _write(config, step, model, optimizer)
     except (Exception, CheckpointException) as error:  # which is a BaseException
@@ -56,9 +57,7 @@ def _explain(config: Config, step: int, error: BaseException) -> StorageError | 
     own = storage.explain(writer.results.failure or error, f"checkpoint of step {step}", path, then)
     if not isinstance(error, CheckpointException):  # only this rank knows of it
         return own
-    lines: list[str] = [""] * dist.get_world_size()
-    dist.all_gather_object(lines, "" if own is None else str(own))
-    line = next(filter(None, lines), "")
+    line = next(filter(None, collectives.everyones("" if own is None else str(own))), "")
     return StorageError(line) if line else None
 
 
@@ -67,13 +66,22 @@ def _write(config: Config, step: int, model: Model, optimizer: MegatronOptimizer
     first = model.mesh.rank == 0
     if first:
         checkpoints.start(directory, step)
-    dist.barrier()
-    dist_checkpointing.save(_state(config, model, optimizer, loading=False), str(checkpoints.temporary(directory, step)))
-    dist.barrier()
+    collectives.barrier()
+    dist_checkpointing.save(_state(model, optimizer, loading=False), str(checkpoints.temporary(directory, step)))
+    collectives.barrier()
     if first:
-        checkpoints.finish(directory, step, {"step": step, **_kind(config)}, config.trainer.keep_checkpoints)
-    dist.barrier()
+        checkpoints.finish(directory, step, {"step": step, **_kind(config, model)}, config.trainer.keep_checkpoints)
+    collectives.barrier()
     return checkpoints.directory(directory, step)
+
+
+def as_saved(config: Config, checkpoint: Path | None) -> Config:
+    """The configuration, with the kind of optimizer that a checkpoint has where it leaves that open."""
+    if checkpoint is None or config.trainer.optimizer.distributed is not None:
+        return config
+    distributed = checkpoints.facts(checkpoint).get("distributed_optimizer")
+    optimizer = config.trainer.optimizer.model_copy(update={"distributed": distributed})
+    return config.model_copy(update={"trainer": config.trainer.model_copy(update={"optimizer": optimizer})})
 
 
 def load(checkpoint: Path, config: Config, model: Model, optimizer: MegatronOptimizer | None) -> int:
@@ -85,18 +93,19 @@ def load(checkpoint: Path, config: Config, model: Model, optimizer: MegatronOpti
     """
     facts = checkpoints.facts(checkpoint)
     if optimizer is not None:
-        _refuse_another_kind(checkpoint, facts, _kind(config))
-    state = dist_checkpointing.load(_state(config, model, optimizer, loading=True), str(checkpoint))
+        _refuse_another_kind(checkpoint, facts, _kind(config, model))
+    state = dist_checkpointing.load(_state(model, optimizer, loading=True), str(checkpoint))
     for chunk, name in zip(model.chunks, _chunk_names(model), strict=True):
         _trained(chunk).load_state_dict(state[name])
     if optimizer is not None:
         optimizer.load_state_dict(state["optimizer"])
+        fuse(optimizer, model)
     return int(facts["step"])
 
 
-def _state(config: Config, model: Model, optimizer: MegatronOptimizer | None, loading: bool) -> dict[str, Any]:
+def _state(model: Model, optimizer: MegatronOptimizer | None, loading: bool) -> dict[str, Any]:
     metadata: dict[str, Any] = {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
-    if config.trainer.optimizer.distributed:
+    if _distributed(model):
         metadata["distrib_optim_sharding_type"] = "fully_reshardable"
     chunks = [_trained(chunk) for chunk in model.chunks]
     names = _chunk_names(model)
@@ -116,12 +125,12 @@ def _chunk_names(model: Model) -> list[str]:
     return [f"model{chunk}" for chunk in range(len(model.chunks))] if len(model.chunks) > 1 else ["model"]
 
 
-def _kind(config: Config) -> dict[str, Any]:
+def _kind(config: Config, model: Model) -> dict[str, Any]:
     """What the saved names depend on."""
     trainer = config.trainer
     kind: dict[str, Any] = {
         "expert_parallel": trainer.ep > 1,
-        "distributed_optimizer": trainer.optimizer.distributed,
+        "distributed_optimizer": _distributed(model),
         "train": config.train,
     }
     if config.adapter is not None:
@@ -136,4 +145,10 @@ def _refuse_another_kind(checkpoint: Path, saved: Mapping[str, Any], now: Mappin
                 f"{checkpoint.name}: optimizer state",
                 got=f"{key} = {saved.get(key)}",
                 expected=f"{key} = {value}, as the configuration says",
+                cure=f"set trainer.optimizer.distributed to {str(saved.get(key)).lower()}" if key == "distributed_optimizer" else None,
             )
+
+
+def _distributed(model: Model) -> bool:
+    """The optimizer's state is sharded over data-parallel ranks."""
+    return bool(model.ddp[0].ddp_config.use_distributed_optimizer)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from asyncmoe.errors import InvariantBroken
 from asyncmoe.platform import megatron
-from asyncmoe.trainer import objective
+from asyncmoe.trainer import collectives, objective
 from asyncmoe.trainer.batch import MicroBatch
 from asyncmoe.trainer.logprobs import target_logprobs
 from asyncmoe.trainer.lora import attach
@@ -26,9 +26,9 @@ from asyncmoe.trainer.model import Model
 megatron.prepare()
 
 from megatron.core.optimizer import MegatronOptimizer  # noqa: E402
-from megatron.core.packed_seq_params import PackedSeqParams  # noqa: E402
 from megatron.core.pipeline_parallel import get_forward_backward_func  # noqa: E402
 
+from asyncmoe.trainer.attention import PackedSequences  # noqa: E402
 from asyncmoe.trainer.optimizer import set_lr  # noqa: E402
 from asyncmoe.trainer.replay import Replay  # noqa: E402
 
@@ -149,8 +149,7 @@ def logprobs_only(
             for index, first, count in batch.places:
                 target = int(starts[index]) + 1
                 flat[target : target + count - 1] = result["logprobs"][first : first + count - 1]
-    dist.all_reduce(flat)
-    values = flat.cpu().numpy()
+    values = collectives.total(flat).cpu().numpy()
     return {index: values[starts[index] : starts[index + 1]] for index in range(len(lengths))}
 
 
@@ -169,10 +168,11 @@ def _run(
 
     def forward(rows: Iterator[tuple[int, MicroBatch]], ddp: torch.nn.Module) -> tuple[torch.Tensor, Callable[[torch.Tensor], Any]]:
         chunk, batch = next(rows)
+        bounds = [] if batch.cu_seqlens is None else batch.cu_seqlens.tolist()
         batch = batch.to(model.mesh.device)
         counting = model.balance.counting(batch) if model.balance is not None and not forward_only else nullcontext()
         with counting, replay.forward(chunk, batch.experts) if replay is not None else nullcontext():
-            output = ddp(batch.tokens, batch.positions, None, packed_seq_params=_packed(batch), **kwargs)
+            output = ddp(batch.tokens, batch.positions, None, packed_seq_params=_packed(batch, bounds), **kwargs)
         return output, partial(finish, batch)
 
     most = max(batch.rows for batch in microbatches)
@@ -193,16 +193,8 @@ def _run(
     return results, replay.end() if replay is not None else {}
 
 
-def _packed(batch: MicroBatch) -> PackedSeqParams | None:
-    if batch.cu_seqlens is None:
-        return None
-    return PackedSeqParams(
-        qkv_format="thd",
-        cu_seqlens_q=batch.cu_seqlens,
-        cu_seqlens_kv=batch.cu_seqlens,
-        max_seqlen_q=batch.max_seqlen,
-        max_seqlen_kv=batch.max_seqlen,
-    )
+def _packed(batch: MicroBatch, bounds: list[int]) -> PackedSequences | None:
+    return None if batch.cu_seqlens is None else PackedSequences(batch.cu_seqlens, bounds, batch.max_seqlen)
 
 
 def _loss_of(mesh: Mesh, loss: Loss, batch: MicroBatch, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
@@ -251,8 +243,6 @@ def _reduce(mesh: Mesh, results: Sequence[dict[str, torch.Tensor]], shapes: Mapp
         for result in results if mesh.reports else ():
             one = torch.cat([result[name].detach().double().cpu().reshape(-1) for name in names])
             total = total + one if operation == dist.ReduceOp.SUM else torch.maximum(total, one)
-        total = total.to(mesh.device)
-        dist.all_reduce(total, op=operation)
-        parts = np.split(total.cpu().numpy(), np.cumsum(sizes)[:-1])
+        parts = np.split(collectives.total(total, operation).cpu().numpy(), np.cumsum(sizes)[:-1])
         reduced |= {name: part.reshape(shapes[name]) for name, part in zip(names, parts, strict=True)}
     return reduced

@@ -1,8 +1,9 @@
-"""With Transformer Engine or apex installed, Megatron takes them; each test runs where its package is."""
+"""With Transformer Engine or apex installed Megatron takes them, and without them torch's kernels; each computes what the others do."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -10,36 +11,105 @@ torch = pytest.importorskip("torch")
 if not torch.cuda.is_available():
     pytest.skip("no GPU here", allow_module_level=True)
 
-from asyncmoe.config import parse  # noqa: E402
+from asyncmoe.config import Config, parse  # noqa: E402
 from asyncmoe.config.generation import MadeModel  # noqa: E402
 from asyncmoe.models import load_hf_config  # noqa: E402
 from asyncmoe.models.make import make_model  # noqa: E402
 from asyncmoe.platform import kernels  # noqa: E402
 from asyncmoe.trainer import mesh, model, optimizer  # noqa: E402
+from asyncmoe.trainer.attention import PackedSequences  # noqa: E402
+
+ENGINE = kernels.detect().transformer_engine
+BOUNDS = [0, 7, 40, 64]
+LIMIT = 2e-2
+"""Of bfloat16, relative to the largest."""
 
 
 @pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> object:
-    path: Path = tmp_path_factory.mktemp("kernels")
-    make_model(path / "hf", MadeModel(), seed=0)
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made: Path = tmp_path_factory.mktemp("kernels")
+    make_model(made / "hf", MadeModel(), seed=0)
+    return made
+
+
+@pytest.fixture(scope="module")
+def place(path: Path) -> Any:
+    started = mesh.start(configured(path).trainer)
+    yield started
+    mesh.stop()
+
+
+def configured(path: Path, **trainer: Any) -> Config:
     values = {"run": {"dir": str(path), "steps": 1}, "model": {"path": str(path / "hf")}, "task": {"kind": "arithmetic"}}
-    config = parse(values)
-    place = mesh.start(config.trainer)
+    return parse({**values, "trainer": trainer})
+
+
+def build(path: Path, place: Any, **trainer: Any) -> tuple[model.Model, Any]:
+    config = configured(path, **trainer)
     made = model.build(load_hf_config(path / "hf"), config, place)
     model.load_hf(made, path / "hf")
     return made, optimizer.build(config, made)
 
 
-@pytest.mark.skipif(not kernels.detect().transformer_engine, reason="Transformer Engine is not installed")
-def test_transformer_engine_builds_the_layers_and_the_grouped_experts(built: tuple[model.Model, object]) -> None:
-    names = {type(module).__name__ for module in built[0].module.modules()}
-    assert "TEGroupedMLP" in names
-    assert "TELayerNormColumnParallelLinear" in names
+def classes(made: model.Model) -> set[str]:
+    return {type(module).__name__ for chunk in made.chunks for module in chunk.modules()}
 
 
-@pytest.mark.skipif(
-    not (kernels.detect().apex or kernels.detect().transformer_engine), reason="neither apex nor Transformer Engine is installed"
-)
-def test_the_fused_adam_is_used(built: tuple[object, optimizer.MegatronOptimizer]) -> None:
-    parts = getattr(built[1], "chained_optimizers", [built[1]])
-    assert {type(part.optimizer).__name__ for part in parts} == {"FusedAdam"}
+def gradients(made: model.Model) -> dict[str, Any]:
+    """Of the mean of the logits' squares, and the logits, by name."""
+    (ddp,) = made.ddp
+    ddp.zero_grad_buffer()
+    tokens = torch.arange(BOUNDS[-1], device="cuda")[None] % 50
+    packed = PackedSequences(torch.tensor(BOUNDS, dtype=torch.int32, device="cuda"), BOUNDS, 33)
+    logits = ddp(tokens, torch.zeros_like(tokens), None, packed_seq_params=packed)
+    logits.float().square().mean().backward()
+    found = {name: value.main_grad.float() for name, value in model.named_tensors(made) if isinstance(value, torch.nn.Parameter)}
+    return {"logits": logits.detach().float()} | {name: value.clone() for name, value in found.items()}
+
+
+def error(one: dict[str, Any], other: dict[str, Any]) -> float:
+    """Largest, relative to the largest; of what both have, as layers of other classes have other names."""
+    return max(float((one[name] - other[name]).abs().max() / other[name].abs().max()) for name in one.keys() & other.keys())
+
+
+@pytest.mark.skipif(not ENGINE, reason="Transformer Engine is not installed")
+def test_transformer_engine_builds_the_layers_and_the_grouped_experts(path: Path, place: Any) -> None:
+    made, _ = build(path, place)
+    assert {"TEGroupedMLP", "TELayerNormColumnParallelLinear"} <= classes(made)
+    assert error(gradients(made), gradients(build(path, place, megatron={"transformer_impl": "local"})[0])) < LIMIT
+
+
+@pytest.mark.skipif(not ENGINE, reason="Transformer Engine is not installed")
+@pytest.mark.parametrize("name", ["moe_permute_fusion", "apply_rope_fusion", "bias_activation_fusion", "gradient_accumulation_fusion"])
+def test_a_fused_operation_is_the_unfused_one(path: Path, place: Any, name: str) -> None:
+    made, _ = build(path, place)
+    assert getattr(made.switches, name)
+    assert error(gradients(made), gradients(build(path, place, megatron={name: False})[0])) < LIMIT
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_experts_that_torch_groups(path: Path, place: Any, dtype: str) -> None:
+    local = {"transformer_impl": "local", "bias_activation_fusion": False}
+    made, _ = build(path, place, dtype=dtype, megatron={**local, "moe_grouped_gemm": True})
+    assert "GroupedExperts" in classes(made)
+    alone, _ = build(path, place, dtype=dtype, megatron={**local, "moe_grouped_gemm": False})
+    assert "SequentialMLP" in classes(alone)
+    assert error(gradients(made), gradients(alone)) < (LIMIT if dtype == "bfloat16" else 1e-4)
+
+
+def test_flash_attention_to_packed_sequences(path: Path, place: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from asyncmoe.trainer import attention
+
+    made, _ = build(path, place, megatron={"transformer_impl": "local"})
+    flash = gradients(made)
+    monkeypatch.setattr(attention, "kernel", lambda *_: "each")
+    assert error(flash, gradients(made)) < LIMIT
+
+
+def test_adam_is_fused(path: Path, place: Any) -> None:
+    _, adam = build(path, place)
+    parts = [part.optimizer for part in getattr(adam, "chained_optimizers", [adam])]
+    if kernels.detect().fused_adam:
+        assert {type(part).__name__ for part in parts} == {"FusedAdam"}
+    else:
+        assert all(group["fused"] for part in parts for group in part.param_groups)

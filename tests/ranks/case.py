@@ -115,8 +115,8 @@ def trajectories(behaviour: Sequence[np.ndarray]) -> dict[int, Trajectory]:
 
 
 def config(path: Path, **trainer: Any) -> Config:
-    """The configuration of a trainer; `optimizer` in `trainer` is merged into the case's own."""
-    adam = {"lr": LR, "eps": EPS, "betas": [0.9, 0.95], "clip_grad": CLIP_GRAD} | trainer.pop("optimizer", {})
+    """The configuration of a trainer; `optimizer` in `trainer` is merged into the case's own, which has whole gradients on every rank."""
+    adam = {"lr": LR, "eps": EPS, "betas": [0.9, 0.95], "clip_grad": CLIP_GRAD, "distributed": False} | trainer.pop("optimizer", {})
     return parse(
         {
             "run": {"dir": str(path / "run"), "steps": STEPS},

@@ -29,6 +29,10 @@ from tests.ranks import case, lora_case, parity
 SEED = 11
 
 
+OVERLAPPED = {"overlap_grad_reduce": True, "bias_activation_fusion": True}
+GROUPED = OVERLAPPED | {"moe_grouped_gemm": True}
+
+
 @dataclass
 class Job(parity.Job):
     """One layout with one adapter."""
@@ -83,9 +87,9 @@ def try_adapter(path: Path, place: mesh.Mesh, sizes: dict[str, int], name: str) 
 
     checks: dict[str, Callable[[], dict[str, Any]]] = {
         "packed": lambda: forward_and_gradients(job(pack=True)),
-        "recompute": lambda: forward_and_gradients(job(pack=True, recompute="full")),
+        "recompute": lambda: forward_and_gradients(job(pack=True, recompute="full", megatron=GROUPED)),
         "plain": lambda: three_steps(job(pack=False)),
-        "distributed": lambda: three_steps(job(pack=True, optimizer={"distributed": True})),
+        "distributed": lambda: three_steps(job(pack=True, optimizer={"distributed": True}, megatron=OVERLAPPED)),
         "start": lambda: start(job(pack=True, start=True)),
         "gathered": lambda: gathered(job(pack=True)),
         "dropout": lambda: dropout(job),
@@ -134,7 +138,7 @@ def three_steps(job: Job) -> dict[str, Any]:
         "norms": max(abs(one.grad_norm / want["grad_norm"] - 1) for one, want in zip(seen, job.oracle["steps"], strict=True)),
         "frozen": all(torch.equal(a, b) for a, b in zip(before, parity.snapshot(built), strict=True)),
     }
-    if not job.config.trainer.optimizer.distributed and len(built.ddp) == 1:
+    if not job.config.trainer.distributed_optimizer and len(built.ddp) == 1:
         found["state"] = state == sum(sizes) == sum(value.numel() for value in mine.values())
     return found
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import logging
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -19,7 +20,8 @@ from torch.nn import functional as F
 from asyncmoe.errors import ConfigError
 from asyncmoe.models import load_hf_config
 from asyncmoe.platform import megatron
-from asyncmoe.trainer import mesh, model
+from asyncmoe.platform.switches import Switches
+from asyncmoe.trainer import layers, mesh, model
 from asyncmoe.trainer.lora import attach
 from tests.ranks import case, lora_case, parity
 from tests.ranks.lora import SEED, Job, forward_and_gradients
@@ -68,8 +70,11 @@ class RowGrouped(Grouped):
     divided = (0, 1)
 
 
-def spec(config: Any, te: bool, chunk: int | None) -> Any:
-    block = local_spec(config, False, chunk)
+ON = Switches(True, "transformer_engine", *[False] * 8)
+
+
+def spec(config: Any, on: Switches, chunk: int | None) -> Any:
+    block = local_spec(config, replace(on, transformer_engine=False, experts="sequential"), chunk)
     for layer in block.layer_specs:
         layer.submodules.input_layernorm = IdentityOp
         layer.submodules.self_attention.submodules.linear_qkv = TELayerNormColumnParallelLinear
@@ -82,9 +87,9 @@ def spec(config: Any, te: bool, chunk: int | None) -> Any:
     return block
 
 
-local_spec = model._spec
-model._spec = spec
-model.has_transformer_engine = lambda: True
+local_spec = layers.spec
+layers.spec = spec
+layers.switches = lambda *_: ON
 
 
 def main(result: Path, path: Path, layouts: list[str]) -> None:

@@ -28,7 +28,7 @@ from tests import families
 
 megatron.prepare()
 
-from megatron.core.packed_seq_params import PackedSeqParams  # noqa: E402  only after the platform is prepared
+from asyncmoe.trainer.attention import PackedSequences  # noqa: E402  only after the platform is prepared
 
 ROWS = 256
 SPECIAL = ("distributed", "lora", "model")
@@ -130,7 +130,7 @@ def kept(built: model.Model, angles: torch.Tensor | None) -> int:
     decoder: Any = built.chunks[0].decoder
     hidden = torch.randn(ROWS, 1, built.hf["hidden_size"], dtype=built.dtype, requires_grad=True)
     starts = torch.tensor([0, ROWS // 2, ROWS], dtype=torch.int32)
-    packed = PackedSeqParams("thd", starts, starts, max_seqlen_q=ROWS // 2, max_seqlen_kv=ROWS // 2)
+    packed = PackedSequences(starts, starts.tolist(), ROWS // 2)
     decoder.final_layernorm = None
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         decoder(hidden_states=hidden, attention_mask=None, rotary_pos_emb=angles, packed_seq_params=packed)

@@ -31,6 +31,11 @@ from asyncmoe.trainer.batch import MicroBatch, Schedule
 from asyncmoe.trainer.hf_checkpoint import HFCheckpoint
 from tests.ranks import case
 
+OVERLAPPED = {"overlap_grad_reduce": True, "overlap_param_gather": True, "bias_activation_fusion": True}
+"""Switches of Megatron's that work without a GPU ..."""
+SWITCHED = ("ep=2", "pp=2,vpp=2", "tp=2,ep=2,etp=2")
+"""... and the layouts they are tried in."""
+
 
 @dataclass
 class Job:
@@ -101,6 +106,8 @@ def try_layout(path: Path, layout: str, variant: str) -> dict[str, Any]:
         "recompute": lambda job: forward_and_gradients(job(pack=True, recompute="full")),
         "plain": lambda job: three_steps(job(pack=True)),
         "distributed": lambda job: three_steps(job(pack=False, optimizer={"distributed": True})),
+        "overlapped": lambda job: three_steps(job(pack=True, optimizer={"distributed": True}, megatron=OVERLAPPED)),
+        "grouped": lambda job: grouped(job),
         "guard": lambda job: not_a_number(job(pack=True)),
         "rejected": lambda job: rejected(job(pack=True)),
         "credited": lambda job: credited(job(pack=True)),
@@ -112,7 +119,9 @@ def try_layout(path: Path, layout: str, variant: str) -> dict[str, Any]:
         return Job(path, case.config(path, **sizes, **trainer), place, reference)
 
     others = ("packed", "plain", "balanced") if reference["experts"] else ("packed", "plain")
-    chosen = checks if variant == "plain" else {name: (checks | balanced)[name] for name in others}
+    chosen = {name: (checks | balanced)[name] for name in others}
+    if variant == "plain":
+        chosen = {name: check for name, check in checks.items() if layout in SWITCHED or name not in ("overlapped", "grouped")}
     found = {name: worst(check(job)) for name, check in chosen.items()}
     mesh.leave()
     return found
@@ -172,11 +181,31 @@ def three_steps(job: Job) -> dict[str, Any]:
     batches = job.microbatches("token_mean")
     seen = [step.train_step(built, adam, batches, losses.SupervisedLoss(), lr=case.LR) for _ in range(case.STEPS)]
     wanted = job.reference["steps"]
+    model.gather_weights(built)
     return {
         "weights": max(float((value - model.parameters(built)[name]).abs().max()) for name, value in expected(built, job.path / "trained")),
         "losses": max(abs(one.loss - want["loss"]) for one, want in zip(seen, wanted, strict=True)),
         "norms": max(abs(one.grad_norm / want["grad_norm"] - 1) for one, want in zip(seen, wanted, strict=True)),
     }
+
+
+def grouped(job: Callable[..., Job]) -> dict[str, Any]:
+    """Experts that torch multiplies all at once, recomputed and with gradients reduced on the way, next to one after the other."""
+    seen, norms = [], []
+    for megatron, recompute in (
+        ({"moe_grouped_gemm": False}, "none"),
+        ({"moe_grouped_gemm": True, "overlap_grad_reduce": True}, "selective"),
+    ):
+        here = job(pack=True, megatron=megatron, recompute=recompute)
+        built = here.model()
+        classes = {type(module).__name__ for chunk in built.chunks for module in chunk.modules()}
+        assert ("GroupedExperts" in classes) == megatron["moe_grouped_gemm"]
+        adam = optimizer.build(unclipped(here.config), built)
+        for _ in range(2):  # the first time Megatron reduces after the backward pass
+            metrics = step.train_step(built, adam, here.microbatches("token_mean"), losses.SupervisedLoss(), lr=0.0)
+        seen.append({name: value.clone() for name, value in gradients(built).items()})
+        norms.append(metrics.grad_norm)
+    return {"gradients": relative_error(seen[1], iter(seen[0].items())), "norm": abs(norms[1] / norms[0] - 1)}
 
 
 def balance(job: Job) -> dict[str, Any]:

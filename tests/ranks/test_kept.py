@@ -14,7 +14,7 @@ pytestmark = pytest.mark.ranks
 
 LAYOUTS = {
     1: ["tp=1", "tp=1,recompute=full"],
-    2: ["tp=2,recompute=full", "pp=2", "pp=2,vpp=2,recompute=full", "ep=2"],
+    2: ["tp=2,recompute=full", "pp=2", "pp=2,vpp=2,recompute=full", "ep=2,recompute=selective"],
     4: ["tp=2,ep=2", "pp=2,ep=2,recompute=full"],
 }
 COMBINED = {

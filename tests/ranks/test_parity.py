@@ -31,6 +31,7 @@ COMBINED = {"dp2", "pp2-uneven", "tp2xetp2", "pp2xtp2", "pp2xvpp2xep2"}
 layouts = pytest.mark.parametrize(
     "layout", [pytest.param(name, marks=pytest.mark.thorough) if name in COMBINED else name for name in LAYOUTS]
 )
+switched = pytest.mark.parametrize("layout", ["ep2", "pp2xvpp2", "tp2xep2xetp2"])
 FAMILIES = {variant for variant, model in case.VARIANTS.items() if model["model_type"] not in ("qwen3", "qwen3_moe")}
 VARIED = {("tp2", "tied"), ("pp2", "tied"), ("pp2xep2", "tied"), ("1", "dense"), ("tp2", "dense-tied"), ("pp2", "dense-tied")} | {
     ("1", variant) for variant in FAMILIES
@@ -125,6 +126,17 @@ def test_metrics_do_not_depend_on_the_layout(found: dict[str, dict[str, Any]], w
 @pytest.mark.parametrize("kind", ["plain", "distributed"])
 def test_weights_after_three_steps(found: dict[str, dict[str, Any]], kind: str) -> None:
     check_training(found[kind])
+
+
+@switched
+def test_gradients_and_weights_that_travel_while_others_are_computed(found: dict[str, dict[str, Any]]) -> None:
+    check_training(found["overlapped"])
+
+
+@switched
+def test_experts_multiplied_all_at_once(found: dict[str, dict[str, Any]]) -> None:
+    assert found["grouped"]["gradients"] < 1e-6
+    assert found["grouped"]["norm"] < 1e-6
 
 
 @pytest.mark.parametrize(("layout", "variant"), varied())

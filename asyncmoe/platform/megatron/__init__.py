@@ -2,7 +2,7 @@
 
 `prepare()` installs a small set of patches; each names the place of Megatron it answers and raises `ConfigError` when that place
 has gone, so an upgrade that needs another answer is noticed at start and not as wrong numbers. With CUDA and Transformer Engine it patches
-nothing.
+nothing by itself.
 
     without CUDA
         device       where "cuda" means this machine's processor: devices, streams, events
@@ -13,8 +13,9 @@ nothing.
         moe          a name the router reads
         mla          what latent attention believes
         adam         the distributed optimizer's state around torch's Adam
-    everywhere, by whoever saves checkpoints (`asyncmoe.trainer.state`)
+    everywhere, by whoever saves checkpoints (`asyncmoe.trainer.state`) and builds the model (`asyncmoe.trainer.layers`)
         writer       checkpoints are written without processes that outlive a rank
+        rope         rotary angles of packed sequences without waiting for the device
 """
 
 from __future__ import annotations

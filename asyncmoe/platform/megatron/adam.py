@@ -1,13 +1,13 @@
 """The distributed optimizer around torch's Adam.
 
 Without Transformer Engine and Apex it wraps torch's Adam, whose state has a `step` that `optimizer/distrib_optimizer.py` does not
-handle when it loads a checkpoint (0.16.1 and 0.19.2).
+handle when it loads a checkpoint (0.16.1 and 0.19.2). Megatron has no way to ask torch for its fused kernel: `fuse` does.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -23,6 +23,21 @@ def install() -> None:
     wrap(optimizer, "_set_main_param_and_optimizer_states", _only_given_states)
 
 
+def fuse(optimizers: Iterable[torch.optim.Optimizer]) -> None:
+    """Have torch's Adam update all parameters of a group in one kernel. Again after a checkpoint is loaded, which says how it was there.
+
+    torch keeps the choice in each group (torch/optim/adam.py, `_init_group`), and `step` where the parameter is when it is so.
+    """
+    for optimizer in optimizers:
+        if not isinstance(optimizer, torch.optim.Adam):  # of which AdamW is one
+            continue
+        for group in optimizer.param_groups:
+            group["fused"], group["foreach"] = True, False
+            for parameter in group["params"]:
+                if "step" in (state := optimizer.state.get(parameter, {})):
+                    state["step"] = state["step"].to(parameter.device, torch.float32)
+
+
 def _seeded(original: Callable[..., Any]) -> Callable[..., Any]:
     """`state_dict` asserts that every parameter has the same `step`; a fresh optimizer, about to be loaded, has none."""
 
@@ -31,7 +46,7 @@ def _seeded(original: Callable[..., Any]) -> Callable[..., Any]:
         for group in self.optimizer.param_groups:
             for parameter in group["params"]:
                 state = self.optimizer.state[parameter]
-                state.setdefault("step", torch.tensor(0.0))
+                state.setdefault("step", torch.tensor(0.0, device=parameter.device if group.get("fused") else None))
                 for name in ("exp_avg", "exp_avg_sq"):
                     if name not in state:
                         state[name] = torch.zeros_like(parameter.data)

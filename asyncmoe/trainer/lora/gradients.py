@@ -13,7 +13,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from asyncmoe.errors import InvariantBroken
 from asyncmoe.models.lora.halves import Half
 from asyncmoe.platform import megatron
 
@@ -38,17 +37,19 @@ def mark(parameter: torch.nn.Parameter, half: Half) -> None:
 
 
 def finalizing(original: Callable[..., None], copies: Callable[[], Iterator[Any]]) -> Callable[..., None]:
-    """Megatron's `finalize_model_grads_func`, preceded by the sums over expert-tensor-parallel ranks.
+    """Megatron's `finalize_model_grads_func`, followed by the sums over expert-tensor-parallel ranks.
+
+    By then gradients are sums over data-parallel ranks already, perhaps during the backward pass, and where the optimizer's state is
+    sharded each rank has them of its own shard only. Ranks that have copies of a half shard it alike, so that sums of sums are right
+    wherever they are used.
 
     Args:
         copies: of a rank, the parameters whose `Half.partial` is "etp".
     """
 
     def finalize(model: list[Any], *arguments: Any, **keywords: Any) -> None:
-        if any(chunk.ddp_config.overlap_grad_reduce for chunk in model):
-            raise InvariantBroken("adapters: gradients were reduced before their sum over expert-tensor-parallel ranks was known")
-        _sum_over_expert_tensor_ranks([parameter.main_grad for parameter in copies()])
         original(model, *arguments, **keywords)
+        _sum_over_expert_tensor_ranks([parameter.main_grad for parameter in copies()])
 
     return finalize
 

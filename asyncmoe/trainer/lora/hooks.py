@@ -21,6 +21,8 @@ megatron.prepare()
 
 from megatron.core.transformer.moe.experts import SequentialMLP, TEGroupedMLP  # noqa: E402
 
+from asyncmoe.trainer.grouped import GroupedExperts  # noqa: E402
+
 _PLAIN = {"ColumnParallelLinear", "RowParallelLinear", "ReplicatedLinear", "TEColumnParallelLinear", "TERowParallelLinear", "TELinear"}
 _NORMED = {"TELayerNormColumnParallelLinear"}
 """Classes that have the norm before the layer in them: what they are given is not what they multiply."""
@@ -55,7 +57,9 @@ def _adding(linear: torch.nn.Module, name: str, pairs: DensePairs, adapters: Ada
 
 
 def _hook_experts(experts: Any, name: str, pairs: ExpertPairs, adapters: Adapters) -> None:
-    if isinstance(experts, SequentialMLP):
+    if isinstance(experts, GroupedExperts):
+        experts.added[name] = lambda x, y, ends: pairs.add_to_all(x, y, ends) if adapters.on else y
+    elif isinstance(experts, SequentialMLP):
         _hook_each_expert(experts, name, pairs, adapters)
     elif isinstance(experts, TEGroupedMLP):
         getattr(experts, name).register_forward_hook(_adding_grouped(pairs, adapters))

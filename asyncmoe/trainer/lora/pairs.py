@@ -24,8 +24,18 @@ from megatron.core.tensor_parallel import (  # noqa: E402
     reduce_scatter_to_sequence_parallel_region,
 )
 
+from asyncmoe.trainer.grouped import multiply  # noqa: E402
+
 Join = Callable[[Sequence[torch.Tensor]], torch.Tensor]
 """[..., rows of a projection] for each projection of a fused layer -> [..., rows of the layer]."""
+
+
+Times = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""(rows, a weight) -> rows of the weight's outputs."""
+
+
+def _times(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return rows @ weight.t()
 
 
 @dataclass(frozen=True)
@@ -95,12 +105,12 @@ class Pairs(torch.nn.Module):
         ]
         return self.scale * self.fused.join(columns).t()
 
-    def _sum(self, output: torch.Tensor, hidden: torch.Tensor, b: Sequence[torch.Tensor]) -> torch.Tensor:
+    def _sum(self, output: torch.Tensor, hidden: torch.Tensor, b: Sequence[torch.Tensor], times: Times = _times) -> torch.Tensor:
         """hidden: [..., rank of each projection, one after the other]."""
         made = dict(zip(self.projections, torch.split(hidden, [half.shape[-1] for half in b], dim=-1), strict=True))
         with_b = dict(zip(self.projections, b, strict=True))
         parts = [
-            made[name] @ with_b[name].t() if name in made else output.new_zeros((*output.shape[:-1], rows))
+            times(made[name], with_b[name]) if name in made else output.new_zeros((*output.shape[:-1], rows))
             for name, rows in self.fused.outputs.items()
         ]
         return output + self.fused.join(parts)
@@ -143,6 +153,19 @@ class ExpertPairs(Pairs):
             [weight] * experts if weight.ndim == 2 else weight.unbind() for weight in (torch.cat(self._of("a"), dim=-2), *self._of("b"))
         )
         return [ExpertPair(self, first, second) for first, *second in zip(a, *b, strict=True)]
+
+    def add_to_all(self, x: torch.Tensor, output: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+        """As `add`, of the rows of all experts, one expert's after the other's.
+
+        Args:
+            ends: int32[experts]; where each expert's rows end.
+        """
+
+        def times(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+            return _times(rows, weight) if weight.ndim == 2 else multiply(rows, ends, weight)
+
+        hidden = self.scale * times(self._dropped(x, _expert_region), torch.cat(self._of("a"), dim=-2))
+        return self._sum(output, hidden, self._of("b"), times)
 
     def deltas(self) -> Iterator[torch.Tensor]:
         yield from (self._delta(pair.a, pair.b) for pair in self.each())

@@ -1,0 +1,88 @@
+"""What all ranks of the trainer say to each other goes through one module, which knows what each group can carry."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from asyncmoe.config.training import TrainerSection
+from asyncmoe.errors import InvariantBroken
+from asyncmoe.trainer import collectives, mesh
+from tests.unit.doc_pages import ROOT
+
+TRAINER = ROOT / "asyncmoe" / "trainer"
+COLLECTIVES = ("all_", "barrier", "broadcast", "gather", "reduce", "scatter", "send", "recv", "isend", "irecv", "monitored_barrier")
+
+
+@pytest.fixture
+def device_only() -> Iterator[None]:
+    """A default group that, as NCCL's, takes nothing from a host: gloo's for devices alone."""
+    dist.init_process_group("cuda:gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    collectives.stop()
+
+
+@pytest.mark.usefixtures("device_only")
+def test_words_travel_between_hosts_where_the_default_group_takes_none() -> None:
+    with pytest.raises(RuntimeError, match="device type cpu"):
+        dist.all_reduce(torch.zeros(1))
+    collectives.start(timedelta(seconds=10))
+    collectives.start(timedelta(seconds=10))
+    assert collectives.everyones({"a": 1}) == [{"a": 1}]
+    collectives.barrier()
+    with mock.patch.object(torch.cuda, "current_device", return_value=3):
+        assert collectives.device() == torch.device("cuda", 3)
+
+
+@pytest.mark.usefixtures("device_only")
+def test_before_there_is_a_group() -> None:
+    with pytest.raises(InvariantBroken, match=r"mesh\.start comes first"):
+        collectives.barrier()
+
+
+def test_between_hosts_alone_one_group_is_enough() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    with mock.patch.object(dist, "new_group", side_effect=AssertionError):
+        collectives.start(timedelta(seconds=10))
+    given = torch.tensor([2.0])
+    assert collectives.total(given) == given
+    assert collectives.total(given) is not given
+    assert collectives.device() == torch.device("cpu")
+    collectives.stop()
+
+
+@pytest.mark.parametrize(("cuda", "backend"), [(True, "nccl"), (False, "gloo")])
+def test_the_default_group_is_what_it_says(cuda: bool, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Groups made of it are of the same kind; a group of two kinds would make Megatron's all of both."""
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    made = mock.Mock(side_effect=InterruptedError)
+    with (
+        mock.patch.object(torch.cuda, "is_available", return_value=cuda),
+        mock.patch.object(torch.cuda, "set_device"),
+        mock.patch.object(dist, "init_process_group", made),
+        pytest.raises(InterruptedError),
+    ):
+        mesh.start(TrainerSection())
+    assert made.call_args.args == (backend,)
+
+
+def test_collectives_name_their_group() -> None:
+    found = [f"{path.name}:{line}" for path in TRAINER.rglob("*.py") if path.name != "collectives.py" for line in nameless(path)]
+    assert not found, "collectives of all ranks belong in asyncmoe/trainer/collectives.py"
+    assert list(nameless(TRAINER / "collectives.py")), "such calls are found"
+
+
+def nameless(path: Path) -> Iterator[int]:
+    """Lines that call a collective of torch.distributed without a group. (`reduce` and its like take it third, by position too.)"""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Call) and ast.unparse(node.func).startswith(("dist.", "torch.distributed.")):
+            name = ast.unparse(node.func).rpartition(".")[2]
+            if name.startswith(COLLECTIVES) and len(node.args) < 3 and "group" not in {word.arg for word in node.keywords}:
+                yield node.lineno

@@ -1,0 +1,196 @@
+"""Which of Megatron's switches are on, from what is configured and what there is; and that Megatron takes each of them together."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from asyncmoe.config.training import MegatronSection
+from asyncmoe.errors import ConfigError
+from asyncmoe.platform import megatron, switches
+from asyncmoe.platform.kernels import Kernels, release
+from asyncmoe.platform.switches import Run, decide
+from asyncmoe.trainer.mesh import Mesh
+
+megatron.prepare()
+
+from megatron.core.distributed import DistributedDataParallelConfig  # noqa: E402
+from megatron.core.models.common.embeddings import rope_utils  # noqa: E402
+from megatron.core.transformer import transformer_config  # noqa: E402
+from megatron.core.transformer.moe import moe_utils  # noqa: E402
+
+from asyncmoe.trainer import layers  # noqa: E402
+from tests.ranks import case  # noqa: E402
+
+NOTHING = Kernels()
+BARE = Kernels(cuda=True, capability=(9, 0))
+ENGINE = replace(BARE, transformer_engine=(2, 20, 2))
+MACHINES = {
+    "no GPU": NOTHING,
+    "bare": BARE,
+    "Volta": replace(BARE, capability=(7, 0)),
+    "apex": replace(BARE, apex=True),
+    "old engine": replace(BARE, transformer_engine=(1, 13)),
+    "engine 2.1": replace(BARE, transformer_engine=(2, 1)),
+    "engine": ENGINE,
+    "all": replace(ENGINE, apex=True, deep_ep=True),
+}
+PLAIN = Run(4, 4, (2048, 768), False, True, False, False, False, True, 1)
+RUNS = {
+    "plain": PLAIN,
+    "live routing": replace(PLAIN, keeps_routing=False),
+    "adapters": replace(PLAIN, lora=True, expert_widths=(2048, 768, 16)),
+    "latent": replace(PLAIN, latent=True),
+    "interleaved rope": replace(PLAIN, interleaved_rope=True),
+    "dense": replace(PLAIN, expert_widths=(), exchanged=1, keeps_routing=False),
+    "odd widths": replace(PLAIN, expert_widths=(2048, 764)),
+    "alone": replace(PLAIN, dp=1, exchanged=1, distributed=False),
+    "seldom published": replace(PLAIN, published_every=4),
+    "float32": replace(PLAIN, float32=True),
+}
+AUTO = MegatronSection()
+BOOLS = [name for name, field in MegatronSection.model_fields.items() if field.annotation == bool | None]
+
+
+def test_everything_is_on_where_everything_is() -> None:
+    run = replace(PLAIN, keeps_routing=False, published_every=2)
+    on = decide(MegatronSection(moe_token_dispatcher_type="flex"), MACHINES["all"], run)
+    assert on == switches.Switches(True, "transformer_engine", *[True] * 8)
+    assert on.lines == []
+
+
+def test_without_a_gpu_nothing_is_on_and_the_log_says_why_in_few_lines() -> None:
+    on = decide(AUTO, NOTHING, PLAIN)
+    assert on.experts == "sequential"
+    assert not any(getattr(on, name) for name in ("transformer_engine", "bias_activation_fusion", "overlap_grad_reduce", "flex"))
+    assert any(line.startswith("off: ") and "moe_permute_fusion" in line and line.endswith(": there is no GPU") for line in on.lines)
+    assert len(on.lines) <= 5
+
+
+@pytest.mark.parametrize(
+    ("machine", "run", "name", "why"),
+    [
+        ("bare", "plain", "transformer_impl=transformer_engine", "is not installed"),
+        ("old engine", "plain", "transformer_impl=transformer_engine", "is 1.13, older than 2.1"),
+        ("Volta", "plain", "moe_grouped_gemm", "capabilities 9 and 10, this GPU has 7.0"),
+        ("bare", "odd widths", "moe_grouped_gemm", "2048 and 764 wide, expected multiples of 8"),
+        ("engine", "plain", "moe_router_fusion", "routing is kept"),
+        ("engine 2.1", "live routing", "moe_router_fusion", "older than 2.7"),
+        ("engine", "latent", "apply_rope_fusion", "YaRN only"),
+        ("engine", "interleaved rope", "apply_rope_fusion", "does not know"),
+        ("engine", "adapters", "gradient_accumulation_fusion", "weights are frozen"),
+        ("engine", "dense", "moe_permute_fusion", "no experts"),
+        ("engine", "alone", "overlap_grad_reduce", "one data-parallel rank"),
+        ("engine", "plain", "overlap_param_gather", "published after every step"),
+        ("engine", "adapters", "overlap_param_gather", "adapters"),
+        ("bare", "seldom published", "overlap_param_gather", "read outside their layers"),
+    ],
+)
+def test_what_is_off_is_named_with_its_reason(machine: str, run: str, name: str, why: str) -> None:
+    assert why in dict(decide(AUTO, MACHINES[machine], RUNS[run]).off)[name]
+
+
+def test_experts_are_grouped_by_whoever_can() -> None:
+    who = {machine: decide(AUTO, kernels, PLAIN).experts for machine, kernels in MACHINES.items()}
+    assert who["engine"] == who["engine 2.1"] == who["all"] == "transformer_engine"
+    assert who["bare"] == who["apex"] == who["old engine"] == "torch"
+    assert who["no GPU"] == who["Volta"] == "sequential"
+    assert decide(AUTO, BARE, RUNS["adapters"]).experts == "torch"
+    assert decide(AUTO, BARE, RUNS["float32"]).experts == "sequential"
+    assert decide(MegatronSection(moe_grouped_gemm=True), BARE, RUNS["float32"]).experts == "torch"
+    assert decide(MegatronSection(moe_grouped_gemm=True), NOTHING, PLAIN).experts == "torch"
+    assert decide(MegatronSection(transformer_impl="local"), ENGINE, PLAIN).experts == "torch"
+
+
+@pytest.mark.parametrize(
+    ("wanted", "machine", "run", "said"),
+    [
+        ({"moe_router_fusion": True}, "engine", "plain", "routing is kept"),
+        ({"moe_permute_fusion": True}, "bare", "plain", "Transformer Engine is not installed"),
+        ({"transformer_impl": "transformer_engine"}, "no GPU", "plain", "there is no GPU"),
+        ({"moe_grouped_gemm": False}, "engine", "plain", "experts are grouped"),
+        ({"moe_grouped_gemm": True}, "no GPU", "dense", "no experts"),
+        ({"overlap_param_gather": True}, "engine", "adapters", "adapters"),
+        ({"overlap_param_gather": True}, "engine", "alone", "not sharded"),
+        ({"moe_token_dispatcher_type": "flex"}, "engine", "plain", "deep_ep"),
+        ({"moe_token_dispatcher_type": "flex"}, "all", "alone", "rows travel between no ranks"),
+        ({"moe_token_dispatcher_type": "flex"}, "all", "dense", "no experts"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_one_line(wanted: dict[str, Any], machine: str, run: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=rf"trainer\.megatron\.{next(iter(wanted))}: got .*{said}.*; leave it out") as caught:
+        decide(MegatronSection(**wanted), MACHINES[machine], RUNS[run])
+    assert "\n" not in str(caught.value)
+
+
+def test_every_combination_is_decided_or_refused() -> None:
+    """What is asked for is on or refused, what is forbidden is off, what is off has one reason."""
+    for kernels, run, name, value in itertools.product(MACHINES.values(), RUNS.values(), BOOLS, (True, False, None)):
+        try:
+            on = decide(MegatronSection(**{name: value}), kernels, run)
+        except ConfigError:
+            assert value is not None
+            continue
+        found = on.experts != "sequential" if name == "moe_grouped_gemm" else getattr(on, name)
+        assert value is None or found == value
+        assert [one for one, _ in on.off].count(name) == (not found)
+        assert not (run.keeps_routing and on.moe_router_fusion)
+
+
+def test_versions() -> None:
+    assert release("2.20.2+cu13") == (2, 20, 2)
+    assert release("2.7.0.dev1") == (2, 7, 0)
+    assert release("unknown") == (0,)
+
+
+def test_switches_have_megatrons_names() -> None:
+    known = {field.name for field in fields(transformer_config.TransformerConfig)} | {
+        field.name for field in fields(DistributedDataParallelConfig)
+    }
+    assert set(MegatronSection.model_fields) <= known
+    assert {field.name for field in fields(switches.Switches)} - {"transformer_engine", "experts", "flex", "off"} <= known
+
+
+@pytest.fixture
+def engine_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What Megatron's own validation looks for."""
+    for name in ("permute", "permute_with_probs", "sort_chunks_by_index", "sort_chunks_by_index_with_probs", "unpermute"):
+        assert f"fused_{name}" in Path(moe_utils.__file__).read_text()
+        monkeypatch.setattr(moe_utils, f"fused_{name}", object(), raising=False)
+    assert hasattr(rope_utils, "fused_apply_rotary_pos_emb")
+    monkeypatch.setattr(rope_utils, "fused_apply_rotary_pos_emb", object())
+    monkeypatch.setattr(transformer_config, "is_te_min_version", lambda *_, **__: True)
+
+
+@pytest.mark.usefixtures("engine_is_there")
+@pytest.mark.parametrize("variant", ["plain", "dense", *case.FAMILIES])
+def test_megatron_takes_what_is_decided(variant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hf = case.VARIANTS[variant]
+    for machine, kernels in MACHINES.items():
+        monkeypatch.setattr(layers.kernels, "detect", lambda kernels=kernels: kernels)
+        for sizes, lora, keep in itertools.product(({}, {"tp": 2}, {"ep": 2}, {"pp": 2, "vpp": 2}), (False, True), ("auto", "off")):
+            if "ep" in sizes and variant == "dense":
+                continue
+            flex = {"moe_token_dispatcher_type": "flex"} if machine == "all" and "ep" in sizes else {}
+            config = case.config(tmp_path, ranks=4, megatron=flex, optimizer={"distributed": None}, **sizes)
+            config = config.model_copy(
+                update={"train": "lora" if lora else "full", "keep": config.keep.model_copy(update={"routing": keep})}
+            )
+            place = mesh_of(config.trainer)
+            family, _ = layers.family_of(hf).megatron_config(hf)
+            on = layers.switches(hf, config, place, torch.bfloat16)
+            made = layers.transformer_config(family, config, place, torch.bfloat16, on)
+            assert made.moe_token_dispatcher_type == ("flex" if flex else "alltoall")
+            assert made.moe_grouped_gemm == (on.experts == "transformer_engine")
+            assert layers.ddp_config(config, on).overlap_grad_reduce == on.overlap_grad_reduce == (kernels.cuda and place.dp > 1)
+
+
+def mesh_of(trainer: Any) -> Mesh:
+    sizes = {name: getattr(trainer, name) for name in ("tp", "pp", "vpp", "dp", "ep")}
+    ranks = {f"{name}_rank": 0 for name in ("tp", "pp", "dp", "ep", "etp")}
+    return Mesh(rank=0, world=trainer.ranks, etp=trainer.expert_tp, device=torch.device("cpu"), backend="nccl", **sizes, **ranks)

@@ -15,7 +15,7 @@ import numpy as np
 
 import asyncmoe.reshard._C as _C
 from asyncmoe.errors import InvariantBroken, LayoutError, TransferError
-from asyncmoe.reshard.chunks import Chunks, chunk_limits, cut_transfer, trailer_offset
+from asyncmoe.reshard.chunks import Chunks, cut_transfer, cuts_of, trailer_offset
 from asyncmoe.reshard.gpu import GpuCopies
 from asyncmoe.reshard.layout import Storage
 from asyncmoe.reshard.memory import Array, Memory, memory_of, storage_memory
@@ -89,9 +89,9 @@ class Exchanger:
             raise LayoutError("bucket_bytes and buffers", got=f"{bucket_bytes} and {buffers}", expected="positive numbers")
         self.rank, self._plan = transport.rank, plan
         self._timeout_s, self._threads, self._stream, self._buffers = timeout_s, threads, stream, buffers
-        limits = chunk_limits(plan, bucket_bytes)
+        cuts = cuts_of(plan, bucket_bytes)
         mine = [t for t in plan.transfers if self.rank in (t.source, t.destination)]
-        cut = [cut_transfer(plan, t, limits[t.source, t.destination]) for t in mine if t.source != t.destination]
+        cut = [cut_transfer(plan, t, *cuts[t.source, t.destination]) for t in mine if t.source != t.destination]
         self._outgoing = [chunks for chunks in cut if chunks.source == self.rank]
         self._incoming = [chunks for chunks in cut if chunks.destination == self.rank]
         sent = [t.copies for t in mine if t.source == self.rank]

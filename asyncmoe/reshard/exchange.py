@@ -104,7 +104,8 @@ class Exchanger:
         self._bound: object = None
         self._runs = 0
         self._until = math.inf
-        self._broken = False
+        self._broken = self._closed = False
+        self._transport = transport
         out, into = [_lane(c, c.destination) for c in self._outgoing], [_lane(c, c.source) for c in self._incoming]
         self.buffer_bytes = sum(lane.slot_bytes * min(buffers, len(lane.message_bytes)) for lane in (*out, *into))
         """Bytes of this rank's message buffers."""
@@ -168,8 +169,11 @@ class Exchanger:
         return moved
 
     def close(self) -> None:
-        """Free the message buffers."""
-        self._broken = True
+        """Free the message buffers, and let go of what the transport has under way: after a run that failed it is ended."""
+        idle, self._broken = not self._broken, True
+        if not self._closed and (end := getattr(self._transport, "end", None)) is not None:
+            end(idle, self._runs)  # before its buffers go
+        self._closed = True
         self._link.close()
 
     def __enter__(self) -> Self:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import re
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -14,8 +13,6 @@ import asyncmoe.reshard._C as _C
 from asyncmoe.errors import LayoutError, UserError, WaitTimeout
 from asyncmoe.reshard.memory import DeviceBuffer
 
-_EAGER_S, _PAUSE_S = 0.0005, 0.00005
-
 
 class Event(Protocol):
     """A point in a stream."""
@@ -23,6 +20,9 @@ class Event(Protocol):
     def record(self, stream: int) -> None: ...
 
     def done(self) -> bool: ...
+
+    def wait(self, timeout_s: float) -> bool:
+        """Whether the device came past it in time; the interpreter's lock is free meanwhile."""
 
     def hold(self, stream: int) -> None:
         """What is enqueued on a stream from now on waits for it."""
@@ -108,15 +108,3 @@ class GpuCopies:
     def mismatch(self, program: _C.Program) -> int:
         """The first chunk since the last call whose digest was not what lay behind its message, or -1. Call `finish` first."""
         return self._programs[id(program)].take_mismatch()
-
-
-def poll(done: Callable[[], bool], timeout_s: float) -> bool:
-    """Whether something became true in time; looks often at first, then in pauses."""
-    started = time.monotonic()
-    while not done():
-        waited = time.monotonic() - started
-        if waited > timeout_s:
-            return False
-        if waited > _EAGER_S:
-            time.sleep(_PAUSE_S)
-    return True

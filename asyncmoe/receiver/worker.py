@@ -11,7 +11,7 @@ import torch
 
 from asyncmoe.errors import AsyncmoeError, InvariantBroken, WaitTimeout
 from asyncmoe.process import yield_cores
-from asyncmoe.receiver import channel, command, handshake, meeting, route
+from asyncmoe.receiver import channel, command, devices, handshake, meeting, route
 from asyncmoe.receiver.channel import SideStream
 from asyncmoe.receiver.command import Commit, Join
 from asyncmoe.receiver.meeting import Header, Outcome, Ready, Store, Terms
@@ -21,6 +21,7 @@ from asyncmoe.reshard import Exchanger, Plan
 log = logging.getLogger(__name__)
 _MEET_S = 60.0
 _IDLE_S = 3600.0
+_FORMER_S = 2.0
 _FIRST = 1
 
 _receivers: weakref.WeakKeyDictionary[torch.nn.Module, Receiver] = weakref.WeakKeyDictionary()
@@ -38,7 +39,7 @@ def obey(model: torch.nn.Module, text: str) -> None:
         case Join() as join:
             if receiver is not None:
                 receiver.leave()
-            _receivers[model] = Receiver(model, join)
+            _receivers[model] = Receiver(model, join, receiver)
             _receivers[model].start()
         case Commit() as commit:
             if receiver is None:
@@ -63,9 +64,10 @@ class Receiver(threading.Thread):
     Args:
         model: the worker's. What updates write of it (`target`) is written by `commit` only, or, without staging memory, while the worker
             stands still.
+        former: the receiver of the meeting before, which was told to leave.
     """
 
-    def __init__(self, model: torch.nn.Module, join: Join) -> None:
+    def __init__(self, model: torch.nn.Module, join: Join, former: Receiver | None = None) -> None:
         super().__init__(name="weights", daemon=True)
         self._model, self._join = model, join
         self._target: Target = Weights(model)
@@ -75,11 +77,17 @@ class Receiver(threading.Thread):
         self._spare: dict[str, torch.Tensor] = {}
         self._left = threading.Event()
         self._device = next(model.parameters()).device
+        self._former = former
         self._side = SideStream(self._device) if self._device.type == "cuda" else None
+        if former is not None and former._side is not None:
+            self._side = former._side  # with the communicators of the meeting before
 
     def run(self) -> None:
         """Meet the sender, then receive what it sends."""
         try:
+            if self._former is not None:
+                self._former.join(_FORMER_S)  # it may still hold what this one can go on with
+                self._former = None
             store = Store(self._join.group, self._join.rank, self._join.host, self._join.port, _MEET_S)
             terms = store.get("terms", Terms, _MEET_S)
             if terms.adapter is not None:
@@ -116,32 +124,36 @@ class Receiver(threading.Thread):
     def _plan(self, store: Store, terms: Terms) -> Plan:
         key = f"ready/{self._join.rank}"
         try:
-            plan = route.route(terms, self._join.rank)
+            plan, device = route.route(terms, self._join.rank), devices.described(self._device, terms)
         except AsyncmoeError as error:
             store.put(key, Ready(failure=str(error)))
             raise
-        store.put(key, Ready("", plan.digest, self._target.described(), self._places, self._obstacles))
+        store.put(key, Ready("", plan.digest, self._target.described(), self._places, self._obstacles, device))
         return plan
 
     def _serve(self, store: Store, terms: Terms, plan: Plan) -> None:
         number, epoch = _FIRST, 0
         exchanger: Exchanger | None = None
-        while not self._left.is_set():
-            try:
-                header = store.get(f"{number}/header", Header, _IDLE_S)
-            except WaitTimeout:
-                continue
-            if store.has(f"{number + 1}/header"):
-                number += 1  # this process slept; nobody waits for the one before any more
-                continue
-            if not header.failure:
-                self._drop()
-                if exchanger is not None and header.epoch != epoch:
-                    exchanger.close()  # the old one ends first, and with it what its ranks still wait for
-                    exchanger = None
-                exchanger = self._update(store, terms, plan, number, header, exchanger)
-                epoch = header.epoch
-            number += 1
+        try:
+            while not self._left.is_set():
+                try:
+                    header = store.get(f"{number}/header", Header, _IDLE_S)
+                except WaitTimeout:
+                    continue
+                if store.has(f"{number + 1}/header"):
+                    number += 1  # this process slept; nobody waits for the one before any more
+                    continue
+                if not header.failure:
+                    self._drop()
+                    if exchanger is not None and header.epoch != epoch:
+                        exchanger.close()  # the old one ends first, and with it what its ranks still wait for
+                        exchanger = None
+                    exchanger = self._update(store, terms, plan, number, header, exchanger)
+                    epoch = header.epoch
+                number += 1
+        finally:
+            if exchanger is not None:
+                exchanger.close()  # what it went over can be used by the receiver of the next meeting
 
     def _update(self, store: Store, terms: Terms, plan: Plan, number: int, header: Header, exchanger: Exchanger | None) -> Exchanger | None:
         """Receive one update; the channel, or None when it cannot be used any more."""

@@ -15,9 +15,10 @@ import torch.distributed as dist
 from asyncmoe.config import Config
 from asyncmoe.errors import AsyncmoeError, WeightSyncError
 from asyncmoe.models import engine_dtype
-from asyncmoe.receiver import handshake, meeting, route
+from asyncmoe.receiver import devices, handshake, meeting, route
 from asyncmoe.receiver.channel import transport_for
-from asyncmoe.receiver.meeting import AdapterTerms, EngineRanks, Outcome, Ready, Store, Terms
+from asyncmoe.receiver.communicators import max_ctas
+from asyncmoe.receiver.meeting import AdapterTerms, Device, EngineRanks, Outcome, Ready, Store, Terms
 from asyncmoe.reshard import Plan
 from asyncmoe.trainer.model import Model
 from asyncmoe.wire import address
@@ -75,11 +76,13 @@ def meet(config: Config, model: Model, client: Client, group: dist.ProcessGroup)
     terms = store.get("terms", Terms, wait_s)
     failure = ""
     plan: Plan | None = None
+    device: Device | None = None
     try:
         plan = route.route(terms, rank)
+        device = devices.described(model.mesh.device, terms)
     except AsyncmoeError as error:
         failure = str(error)
-    mine = Ready(failure, plan.digest if plan else "")
+    mine = Ready(failure, plan.digest if plan else "", device=device)
     if rank == 0:
         store.put("verdict", Outcome(_disagreement(store, terms, mine, wait_s, watch(config, client))))
     else:
@@ -218,6 +221,7 @@ def _keep(config: Config, model: Model, client: Client, engines: Engines) -> tup
         staging=sync.staging,
         bucket_bytes=sync.bucket_bytes,
         timeout_s=sync.timeout_s,
+        max_ctas=max_ctas(sync.nccl_max_ctas, len(ranks)),
     )
     store.put("terms", terms)
     client.ask(WeightsJoin(host, port, _GROUP, "gloo", "reshard", world), sync.timeout_s + GRACE_S)
@@ -255,4 +259,4 @@ def _differences(terms: Terms, ready: Mapping[int, Ready], names: Mapping[int, s
         for tp in range(engine.tp):
             rank = engine.first + tp
             wrong += handshake.differences(ready[rank], engine, tp, layouts[rank])
-    return wrong
+    return devices.differences({rank: one.device for rank, one in ready.items()}, terms) + wrong

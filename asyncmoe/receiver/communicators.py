@@ -18,11 +18,6 @@ from asyncmoe.receiver.meeting import EngineRanks, Terms
 from asyncmoe.reshard.gpu import Gpu
 from asyncmoe.reshard.nccl_transport import Communicator, Route, RoutedTransport, make_unique_id
 
-_RESIDENT = 128
-"""Kernels of all of a trainer rank's communicators have to fit onto its device together (`RoutedTransport`): an H100 has 132
-multiprocessors, and each runs one block of NCCL's at least."""
-_LEAST = 4
-
 
 class Held(msgspec.Struct, frozen=True):
     """A communicator that a rank could go on with.
@@ -46,11 +41,6 @@ class Agreed(msgspec.Struct, frozen=True):
 
     id: str
     unique_id: bytes = b""
-
-
-def max_ctas(configured: int, engines: int) -> int:
-    """Multiprocessors for a transfer of one communicator, of so many engines."""
-    return min(configured, max(_LEAST, _RESIDENT // max(1, engines)))
 
 
 def members(terms: Terms, engine: EngineRanks) -> dict[int, int]:

@@ -17,9 +17,9 @@ from asyncmoe.errors import AsyncmoeError, WeightSyncError
 from asyncmoe.models import engine_dtype
 from asyncmoe.receiver import devices, handshake, meeting, route
 from asyncmoe.receiver.channel import transport_for
-from asyncmoe.receiver.communicators import max_ctas
 from asyncmoe.receiver.meeting import AdapterTerms, Device, EngineRanks, Outcome, Ready, Store, Terms
 from asyncmoe.reshard import Plan
+from asyncmoe.reshard.nccl_room import max_ctas
 from asyncmoe.trainer.model import Model
 from asyncmoe.wire import address
 from asyncmoe.wire.client import Client

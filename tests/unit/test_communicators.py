@@ -17,10 +17,10 @@ from fake_nccl import built
 from reshard_gpu_fakes import FakeGpu
 
 from asyncmoe.errors import AsyncmoeError
-from asyncmoe.receiver import channel, communicators, meeting
+from asyncmoe.receiver import channel, meeting
 from asyncmoe.receiver.communicators import Agreed, Communicators, Held, agree, members
 from asyncmoe.receiver.meeting import EngineRanks, Store, Terms
-from asyncmoe.reshard import Box, Exchanger, LayoutBuilder, plan
+from asyncmoe.reshard import Box, Exchanger, LayoutBuilder, nccl_room, plan
 
 TRAINERS = 2
 SHAPE = (8, 16)
@@ -57,8 +57,8 @@ def test_what_all_ranks_hold_is_kept_and_the_rest_is_made() -> None:
 
 @pytest.mark.parametrize(("engines", "given"), [(1, 8), (16, 8), (32, 4), (256, 4)])
 def test_kernels_of_all_engines_fit_onto_a_device(engines: int, given: int) -> None:
-    assert communicators.max_ctas(8, engines) == given
-    assert communicators.max_ctas(2, engines) == 2
+    assert nccl_room.max_ctas(8, engines) == given
+    assert nccl_room.max_ctas(2, engines) == 2
 
 
 # ---------------------------------------------------------------- meetings

@@ -107,8 +107,8 @@ class Communicators:
         self._gpu = gpu = self._gpu or Gpu(self._device, torch.cuda.empty_cache)
         mine = [engine for engine in terms.engines if rank in members(terms, engine)]
         wanted = {engine.name: agreed[engine.name].id for engine in mine}
-        for name in [name for name, (id_, _) in self._open.items() if wanted.get(name) != id_]:
-            self._open.pop(name)[1].abort()  # its other ranks may be gone
+        for stale in [name for name, (number, _) in self._open.items() if wanted.get(name) != number]:
+            self._open.pop(stale)[1].abort()  # its other ranks may be gone
         routes = []
         for engine in mine:
             numbers = members(terms, engine)

@@ -25,7 +25,7 @@ TRAILER_BYTES = 8
 """Behind the boxes of a message, from the next multiple of 8 bytes on: their digest."""
 FLOOR_BYTES = 64 << 10
 """Messages are not made smaller than this only to have as many of them as other pairs have: each costs a launch."""
-_PARTS_PER_CHUNK = 32
+_PARTS_PER_CHUNK = 16
 """A box is cut into parts of at most this fraction of a message, so that messages are nearly equal."""
 
 

@@ -5,16 +5,15 @@
 
 #include <algorithm>
 #include <array>
-#include <chrono>
 #include <memory>
 #include <string>
-#include <thread>
 #include <vector>
 
 #include "copy_table.h"
 #ifdef ASYNCMOE_CUDA
 #include "device.h"
 #include "device_program.h"
+#include "patience.h"
 #endif
 
 namespace py = pybind11;
@@ -55,22 +54,8 @@ py::tuple locate_on_cuda(const Program& program, int64_t job, int64_t position) 
 }
 
 #ifdef ASYNCMOE_CUDA
-// Looks often at first, then in pauses, so that Ctrl-C is seen.
 bool wait_for_event(const DeviceEvent& event, double timeout_s) {
-    using Clock = std::chrono::steady_clock;
-    constexpr auto kEager = std::chrono::microseconds(500), kPause = std::chrono::microseconds(50);
-    const auto started = Clock::now();
-    const auto limit =
-        std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(std::clamp(timeout_s, 0.0, 1e9)));
-    for (int64_t looks = 1;; ++looks) {
-        {
-            py::gil_scoped_release released;
-            if (event.done()) return true;
-            if (Clock::now() - started > kEager) std::this_thread::sleep_for(kPause);
-        }
-        if (Clock::now() - started > limit) return false;
-        if (looks % 256 == 0 && PyErr_CheckSignals() != 0) throw py::error_already_set();
-    }
+    return wait_until([&] { return event.done(); }, timeout_s);
 }
 
 void define_device(py::module_& module) {

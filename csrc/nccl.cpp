@@ -2,7 +2,9 @@
 
 #include <dlfcn.h>
 
+#include <cstddef>
 #include <cstring>
+#include <limits>
 #include <stdexcept>
 
 namespace asyncmoe {
@@ -15,14 +17,33 @@ struct UniqueId {
     char bytes[kIdBytes];
 };
 
-// The first members of ncclConfig_t, as they were in version 2.14: later ones are appended, and the library goes by
-// `size` and `version`.
+// Beginnings of ncclConfig_t, as they were in versions 2.14 and 2.17: later members are appended, and the library goes
+// by `size` and `version`. NCCL_CONFIG_UNDEF_INT leaves a choice to it.
+constexpr int kUndefined = std::numeric_limits<int>::min();
+constexpr int kFirstWithCtas = 21700;
+
 struct Config {
-    size_t size = sizeof(Config);
+    size_t size;
     unsigned magic = 0xcafebeef;
-    unsigned version = 21400;
+    unsigned version;
     int blocking = 0;
+    int cga_cluster_size = kUndefined;  // from here on since 2.17
+    int min_ctas = kUndefined;
+    int max_ctas = kUndefined;
+    const char* net_name = nullptr;
 };
+constexpr size_t kConfigBytes214 = 24;
+static_assert(offsetof(Config, blocking) == 16 && offsetof(Config, max_ctas) == 28 && sizeof(Config) == 40,
+              "the layout of ncclConfig_t");
+
+Config config_of(int version, int max_ctas) {
+    Config config;
+    const bool ctas = version >= kFirstWithCtas;
+    config.size = ctas ? sizeof(Config) : kConfigBytes214;
+    config.version = ctas ? kFirstWithCtas : 21400;
+    if (max_ctas > 0) config.max_ctas = max_ctas;
+    return config;
+}
 
 }  // namespace
 
@@ -71,11 +92,21 @@ struct NcclLibrary {
     const char* (*error_string)(int);
 };
 
-int nccl_version(const std::string& library) {
-    const NcclLibrary nccl(library);
+namespace {
+
+int version_of(const NcclLibrary& nccl) {
     int version = 0;
     nccl.check(nccl.get_version(&version), "ncclGetVersion");
     return version;
+}
+
+}  // namespace
+
+NcclOrigin nccl_origin(const std::string& library) {
+    const NcclLibrary nccl(library);
+    Dl_info info = {};
+    const bool found = dladdr(reinterpret_cast<void*>(nccl.get_version), &info) != 0 && info.dli_fname;
+    return {version_of(nccl), found ? info.dli_fname : library};
 }
 
 std::string nccl_unique_id(const std::string& library) {
@@ -85,12 +116,13 @@ std::string nccl_unique_id(const std::string& library) {
     return {id.bytes, sizeof id.bytes};
 }
 
-NcclCommunicator::NcclCommunicator(const std::string& library, int rank, int world, const std::string& unique_id)
+NcclCommunicator::NcclCommunicator(const std::string& library, int rank, int world, const std::string& unique_id,
+                                   int max_ctas)
     : library_(std::make_shared<const NcclLibrary>(library)) {
     if (unique_id.size() != kIdBytes) throw std::invalid_argument("a unique id has 128 bytes");
     UniqueId id;
     std::memcpy(id.bytes, unique_id.data(), kIdBytes);
-    Config config;
+    Config config = config_of(version_of(*library_), max_ctas);
     check(library_->init(&communicator_, world, id, rank, &config), "ncclCommInitRankConfig");
 }
 
@@ -98,39 +130,48 @@ NcclCommunicator::~NcclCommunicator() { abort(); }
 
 void NcclCommunicator::check(int code, const char* what) const { library_->check(code, what); }
 
+// With `lock_` held.
+void* NcclCommunicator::open() const {
+    if (!communicator_) throw std::runtime_error("the communicator has been ended");
+    return communicator_;
+}
+
 void NcclCommunicator::exchange(const std::vector<NcclMessage>& sends, const std::vector<NcclMessage>& receives,
                                 uintptr_t stream_address) {
-    if (!communicator_) throw std::runtime_error("a communicator that was ended is used");
+    const std::lock_guard<std::mutex> held(lock_);
+    void* communicator = open();
     auto* stream = reinterpret_cast<void*>(stream_address);
     check(library_->group_start(), "ncclGroupStart");
     int code = kNcclSuccess;
     const auto fine = [&] { return code == kNcclSuccess || code == kNcclInProgress; };
     for (size_t i = 0; i < receives.size() && fine(); ++i)
         code = library_->recv(reinterpret_cast<void*>(receives[i].address), static_cast<size_t>(receives[i].nbytes),
-                              kUint8, receives[i].peer, communicator_, stream);
+                              kUint8, receives[i].peer, communicator, stream);
     for (size_t i = 0; i < sends.size() && fine(); ++i)
         code = library_->send(reinterpret_cast<const void*>(sends[i].address), static_cast<size_t>(sends[i].nbytes),
-                              kUint8, sends[i].peer, communicator_, stream);
+                              kUint8, sends[i].peer, communicator, stream);
     const int ended = library_->group_end();  // also after a failure: a group left open would swallow later calls
     check(code, "ncclSend or ncclRecv");
     check(ended, "ncclGroupEnd");
 }
 
 int NcclCommunicator::state() const {
-    if (!communicator_) throw std::runtime_error("a communicator that was ended is used");
+    const std::lock_guard<std::mutex> held(lock_);
     int state = kNcclSuccess;
-    check(library_->async_error(communicator_, &state), "ncclCommGetAsyncError");
+    check(library_->async_error(open(), &state), "ncclCommGetAsyncError");
     return state;
 }
 
 std::string NcclCommunicator::describe(int code) const { return library_->error_string(code); }
 
 void NcclCommunicator::abort() {
+    const std::lock_guard<std::mutex> held(lock_);
     if (communicator_) library_->comm_abort(communicator_);
     communicator_ = nullptr;
 }
 
 void NcclCommunicator::destroy() {
+    const std::lock_guard<std::mutex> held(lock_);
     if (communicator_) check(library_->comm_destroy(communicator_), "ncclCommDestroy");
     communicator_ = nullptr;
 }

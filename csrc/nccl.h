@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <mutex>
 #include <string>
 #include <vector>
 
@@ -13,8 +14,13 @@ constexpr int kNcclSuccess = 0, kNcclInProgress = 7;  // ncclResult_t
 
 struct NcclLibrary;
 
-// Throws std::runtime_error where the library cannot be opened or lacks a function; so does all else here.
-int nccl_version(const std::string& library);
+// What ncclGetVersion says (NCCL_VERSION_CODE), and the file that the loader took it from. Throws std::runtime_error
+// where the library cannot be opened or lacks a function; so does all else here.
+struct NcclOrigin {
+    int version;
+    std::string path;
+};
+NcclOrigin nccl_origin(const std::string& library);
 
 // What rank 0 makes and every rank of a communicator needs: 128 bytes.
 std::string nccl_unique_id(const std::string& library);
@@ -26,10 +32,13 @@ struct NcclMessage {
     int64_t nbytes;
 };
 
-// A non-blocking communicator: calls return at once, and `state` tells how far it is. On the current device.
+// A non-blocking communicator: calls return at once, and `state` tells how far it is. On the current device. Any thread
+// may end it, also while another one uses it.
 class NcclCommunicator {
   public:
-    NcclCommunicator(const std::string& library, int rank, int world, const std::string& unique_id);
+    // `max_ctas`: blocks of threads that a kernel of it takes at most, each of them on one multiprocessor; 0: as many
+    // as NCCL likes. A library before 2.17 has no such setting.
+    NcclCommunicator(const std::string& library, int rank, int world, const std::string& unique_id, int max_ctas);
     ~NcclCommunicator();
     NcclCommunicator(const NcclCommunicator&) = delete;
     NcclCommunicator& operator=(const NcclCommunicator&) = delete;
@@ -47,7 +56,9 @@ class NcclCommunicator {
 
   private:
     void check(int code, const char* what) const;
+    void* open() const;
 
+    mutable std::mutex lock_;  // of `communicator_`
     std::shared_ptr<const NcclLibrary> library_;
     void* communicator_ = nullptr;
 };

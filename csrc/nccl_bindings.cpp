@@ -1,12 +1,14 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <memory>
 #include <string>
 #include <tuple>
 #include <vector>
 
 #include "cuda_bindings.h"
 #include "nccl.h"
+#include "patience.h"
 
 namespace py = pybind11;
 
@@ -27,24 +29,46 @@ void exchange(NcclCommunicator& self, const Messages& sends, const Messages& rec
     self.exchange(out, in, stream);
 }
 
+int wait(const NcclCommunicator& self, double timeout_s) {
+    int state = kNcclInProgress;
+    wait_until([&] { return (state = self.state()) != kNcclInProgress; }, timeout_s);
+    return state;
+}
+
+// NCCL may wait for its threads as it ends, so nobody who drops one holds the interpreter's lock meanwhile.
+struct Unlocked {
+    void operator()(NcclCommunicator* communicator) const {
+        py::gil_scoped_release released;
+        delete communicator;
+    }
+};
+using Owner = std::unique_ptr<NcclCommunicator, Unlocked>;
+
 }  // namespace
 
 void bind_nccl(py::module_& module) {
-    module.def("nccl_version", &nccl_version, py::arg("library"),
-               "NCCL's version as its NCCL_VERSION_CODE, 22803 for 2.28.3.");
+    module.def(
+        "nccl_origin",
+        [](const std::string& library) {
+            const NcclOrigin origin = nccl_origin(library);
+            return py::make_tuple(origin.version, origin.path);
+        },
+        py::arg("library"), "NCCL's version as its NCCL_VERSION_CODE, 22803 for 2.28.3, and the file it came from.");
     module.def(
         "nccl_unique_id", [](const std::string& library) { return py::bytes(nccl_unique_id(library)); },
         py::arg("library"));
-    py::class_<NcclCommunicator>(module, "NcclCommunicator", "A non-blocking communicator (csrc/nccl.h).")
-        .def(py::init([](const std::string& library, int rank, int world, const py::bytes& unique_id) {
+    py::class_<NcclCommunicator, Owner>(module, "NcclCommunicator", "A non-blocking communicator (csrc/nccl.h).")
+        .def(py::init([](const std::string& library, int rank, int world, const py::bytes& unique_id, int max_ctas) {
                  const std::string id(unique_id);
                  py::gil_scoped_release released;
-                 return std::make_unique<NcclCommunicator>(library, rank, world, id);
+                 return Owner(new NcclCommunicator(library, rank, world, id, max_ctas));
              }),
-             py::arg("library"), py::arg("rank"), py::arg("world"), py::arg("unique_id"))
+             py::arg("library"), py::arg("rank"), py::arg("world"), py::arg("unique_id"), py::arg("max_ctas") = 0)
         .def("exchange", &exchange, py::arg("sends"), py::arg("receives"), py::arg("stream"),
              "Enqueue (peer, address, bytes) as one group.")
-        .def("state", &NcclCommunicator::state)
+        .def("state", &NcclCommunicator::state, py::call_guard<py::gil_scoped_release>())
+        .def("wait", &wait, py::arg("timeout_s"),
+             "Its state as soon as it is not in progress; in progress after so long.")
         .def("describe", &NcclCommunicator::describe, py::arg("code"))
         .def("abort", &NcclCommunicator::abort, py::call_guard<py::gil_scoped_release>())
         .def("destroy", &NcclCommunicator::destroy, py::call_guard<py::gil_scoped_release>());

@@ -12,7 +12,7 @@ from statistics import median
 import numpy as np
 
 from asyncmoe.reshard import Plan
-from asyncmoe.reshard.chunks import chunk_limits, cut_transfer
+from asyncmoe.reshard.chunks import cut_transfer, cuts_of
 from asyncmoe.reshard.programs import message_program
 
 _RAW = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
@@ -83,9 +83,9 @@ def _memcpy(arrays: Sequence[np.ndarray], threads: int, *, out: bool) -> tuple[i
 
 def _copier(made: Plan, rank: int, arrays: list[np.ndarray], bucket_bytes: int, threads: int, *, packing: bool) -> tuple[int, Turn]:
     """Bytes, and a function that packs all messages of a rank, or unpacks them; through two buffers for each peer."""
-    limits = chunk_limits(made, bucket_bytes)
+    cuts = cuts_of(made, bucket_bytes)
     remote = [t for t in made.transfers if t.source != t.destination and rank == (t.source if packing else t.destination)]
-    chunks = [cut_transfer(made, t, limits[t.source, t.destination]) for t in remote]
+    chunks = [cut_transfer(made, t, *cuts[t.source, t.destination]) for t in remote]
     programs = [message_program(c, "destination" if packing else "source") for c in chunks]
     slots = [[np.ones(c.slot_bytes, np.uint8) for _ in range(2)] for c in chunks]
     mine = np.array([array.ctypes.data for array in arrays], np.int64)

@@ -19,7 +19,7 @@ from asyncmoe.errors import InvariantBroken, WaitTimeout
 from asyncmoe.models import family_of
 from asyncmoe.models.parallel import EngineParallel, MegatronParallel
 from asyncmoe.reshard import Plan, plan
-from asyncmoe.reshard.chunks import Chunks, chunk_limits, cut_transfer, message_strides
+from asyncmoe.reshard.chunks import Chunks, cut_transfer, cuts_of, message_strides
 from asyncmoe.reshard.gpu import Gpu
 from asyncmoe.reshard.memory import DeviceBuffer
 from asyncmoe.reshard.plan import DESTINATION_STRIDES, EXTENTS, ITEM, SOURCE_STRIDES, Transfer
@@ -87,9 +87,9 @@ def _measured(gpu: Gpu, made: Plan, rank: int, bucket_bytes: int) -> dict[str, A
     packing = rank in made.sources
     storages = (made.sources if packing else made.destinations)[rank]
     arrays = [gpu.allocate(storage.nbytes) for storage in storages.values()]
-    limits = chunk_limits(made, bucket_bytes)
+    cuts = cuts_of(made, bucket_bytes)
     remote = [t for t in made.transfers if t.source != t.destination and rank == (t.source if packing else t.destination)]
-    lanes = [cut_transfer(made, t, limits[t.source, t.destination]) for t in remote]
+    lanes = [cut_transfer(made, t, *cuts[t.source, t.destination]) for t in remote]
     slots = [[gpu.allocate(lane.slot_bytes + _UNEVEN_BYTES) for _ in range(2)] for lane in lanes]
     _fill(gpu, [*arrays, *(slot for pair in slots for slot in pair)])
     nbytes, messages = sum(t.nbytes for t in remote), sum(len(lane) for lane in lanes)

@@ -175,6 +175,11 @@ class SyncSection(Section):
     )
     every: Positive = Field(1, description="Optimizer steps between versions.")
     bucket_bytes: Positive = Field(256 << 20, description="Bound of a rank's messages under way; there are two such buckets.")
+    nccl_max_ctas: Positive = Field(
+        8,
+        description="Multiprocessors of a GPU that NCCL may take from an engine that generates, or from the step, to move weights: it "
+        "is given to each engine's communicator as maxCTAs. With more than 16 engines each gets fewer, 4 at least.",
+    )
     verify_every: NonNegative = Field(0, description="Compare the engines' checksums with the trainer's weights every n updates; 0: never.")
     timeout_s: PositiveFloat = Field(300.0, description="How long each part of an update may take.")
 

@@ -14,6 +14,7 @@ from asyncmoe.launch import memory
 from asyncmoe.launch.activations import Microbatch
 from asyncmoe.launch.memory import Memory, Serving, Training
 from asyncmoe.models import EngineParallel, adapter_of, engine_dtype, load_hf_config, make, trainer_parallel
+from asyncmoe.reshard import nccl_room
 
 CPU_GB = 2.0
 """What each process of a run without GPUs is given."""
@@ -178,7 +179,8 @@ def training(config: Config, hf: Mapping[str, Any], cpu: bool = False) -> Traini
         adapter=adapter_of(config, hf),
         unmasked=objective.kl.coefficient > 0 and config.keeps_sampling_mask,
     )
-    return Training(microbatch, trainer.distributed_optimizer, objective.kl.coefficient > 0, config.sync.bucket_bytes)
+    distributed, reference = trainer.distributed_optimizer, objective.kl.coefficient > 0
+    return Training(microbatch, distributed, reference, config.sync.bucket_bytes, _communicators(config, cpu, config.engines.count))
 
 
 def serving(config: Config, hf: Mapping[str, Any], cpu: bool = False) -> Serving:
@@ -198,7 +200,16 @@ def serving(config: Config, hf: Mapping[str, Any], cpu: bool = False) -> Serving
         adapter=adapter_of(config, hf),
         bucket_bytes=config.sync.bucket_bytes,
         gpu=not cpu,
+        communicators=_communicators(config, cpu, 1),
     )
+
+
+def _communicators(config: Config, cpu: bool, mine: int) -> int:
+    """Bytes of a rank that has so many of NCCL's, one for each engine it exchanges weights with."""
+    sync = config.sync
+    if cpu or sync.method != "reshard" or sync.transport not in ("auto", "nccl"):
+        return 0
+    return nccl_room.nbytes(sync.nccl_max_ctas, config.engines.count, mine)
 
 
 def stated(text: str, source: str) -> tuple[float, bool]:

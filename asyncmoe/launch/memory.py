@@ -70,12 +70,14 @@ class Training:
         distributed: the optimizer's state is shared out over data-parallel ranks.
         reference: there is a reference policy.
         bucket_bytes: `sync.bucket_bytes`.
+        communicators: bytes of those by which weights travel (`asyncmoe.reshard.nccl_room`).
     """
 
     microbatch: Microbatch
     distributed: bool = True
     reference: bool = False
     bucket_bytes: int = 256 << 20
+    communicators: int = 0
 
 
 @dataclass(frozen=True)
@@ -89,6 +91,7 @@ class Serving:
         running: requests at once.
         adapter: what is trained in place of the weights.
         gpu: it runs on one; else it is given no working memory, which SGLang estimates of GPUs only.
+        communicators: as of `Training`.
     """
 
     tokens: int
@@ -99,6 +102,7 @@ class Serving:
     adapter: Kind | None = None
     bucket_bytes: int = 256 << 20
     gpu: bool = True
+    communicators: int = 0
 
 
 @dataclass(frozen=True)
@@ -147,7 +151,9 @@ def _stage(hf: Hf, parallel: MegatronParallel, training: Training, stage: int) -
         "activations": activations.kept(m, parallel, stage, pass_),
         "working set": activations.working(m, parallel, stage, pass_),
         # of adapters a copy is sent (`Snapshot`), and of weights in other dtypes (`Sources`)
-        "weight sync": BUFFERS * training.bucket_bytes + (weights.copies if pass_.adapter is None else adapters.nbytes),
+        "weight sync": BUFFERS * training.bucket_bytes
+        + training.communicators
+        + (weights.copies if pass_.adapter is None else adapters.nbytes),
     }
     return Memory({name: nbytes for name, nbytes in parts.items() if nbytes})
 
@@ -217,7 +223,7 @@ def _engine_stage(hf: Hf, parallel: EngineParallel, serving: Serving, stage: int
         "staging": 0 if not serving.staging else weights if serving.adapter is None else slot,
         "KV cache": serving.tokens * kv_bytes(hf, parallel, serving.dtype, rank),
         "working set": _working(parallel, serving),
-        "weight sync": BUFFERS * serving.bucket_bytes,
+        "weight sync": BUFFERS * serving.bucket_bytes + serving.communicators,
     }
     return Memory({name: nbytes for name, nbytes in parts.items() if nbytes})
 

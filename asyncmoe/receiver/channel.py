@@ -11,11 +11,11 @@ import torch
 
 from asyncmoe.errors import AsyncmoeError, ConfigError
 from asyncmoe.receiver import failing, meeting
+from asyncmoe.receiver.communicators import Agreed, Communicators, Held, agree
 from asyncmoe.receiver.meeting import Outcome, Store, Terms
 from asyncmoe.reshard import Exchanger, Plan, SharedTransport, Transport
-from asyncmoe.reshard.gpu import Gpu, Relieve, nothing_to_give
+from asyncmoe.reshard.gpu import Gpu, nothing_to_give
 from asyncmoe.reshard.ipc_transport import IpcTransport
-from asyncmoe.reshard.nccl_transport import NcclTransport, make_unique_id
 from asyncmoe.reshard.shm_transport import ShmTransport
 from asyncmoe.reshard.torch_transport import TorchTransport
 
@@ -62,6 +62,8 @@ class SideStream:
 
     def __init__(self, device: torch.device) -> None:
         self.stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self.communicators = Communicators(self.stream.device.index)
+        """By which messages travel from and to this device, if NCCL carries them; they outlive meetings."""
 
     def follow(self) -> None:
         """What is enqueued here from now on waits for what the calling thread has enqueued on its current stream."""
@@ -77,8 +79,26 @@ Arrays = Callable[[], tuple[Mapping[str, torch.Tensor] | None, Mapping[str, torc
 """Makes what is read and what is written by name, as `Exchanger.bind` takes it."""
 
 
-class _UniqueId(msgspec.Struct, frozen=True):
-    value: bytes
+class _Come(msgspec.Struct, frozen=True):
+    """A rank has come to make its end of a channel, or has made it; or why not.
+
+    Attributes:
+        held: communicators it could go on with (`Communicators.held`).
+    """
+
+    failure: str = ""
+    held: dict[str, Held] = {}
+
+
+class _All(msgspec.Struct, frozen=True):
+    """All have; or why not.
+
+    Attributes:
+        agreed: communicators they go on with, by engine.
+    """
+
+    failure: str = ""
+    agreed: dict[str, Agreed] = {}
 
 
 def connect(
@@ -105,9 +125,10 @@ def connect(
         WaitTimeout: the others did not come in time.
         WeightSyncError: one is gone, or could not make its end (no memory for the messages, no usable NCCL or GPU); all ranks say the same.
     """
-    device, stream = (side.stream.device.index, side.stream.cuda_stream) if side else (0, 0)
+    stream = side.stream.cuda_stream if side else 0
     place = side.stream.device if side else torch.device("cpu")
     relieve = torch.cuda.empty_cache if side else nothing_to_give
+    held = side.communicators.held() if side and terms.transport == "nccl" else {}
     exchanger, bound, failure = None, None, ""
     try:
         bound = arrays() if arrays is not None else None
@@ -115,9 +136,10 @@ def connect(
         failure = failing.said(error, terms, store.rank, place)
     if failure:
         relieve()  # of a part of the arrays
-    _assemble(store, terms, f"channel/{epoch}/come", watch, failure)
+    mine = _Come(failure, held)
+    agreed = _assemble(store, terms, f"channel/{epoch}/come", watch, mine, lambda every: _agreed(terms, every, side)).agreed
     try:
-        transport = _transport(store, terms, epoch, device, stream, relieve)
+        transport = _transport(store, terms, epoch, side, agreed)
         # One thread: the step, and the engine, go on meanwhile.
         exchanger = Exchanger(
             plan, transport, bucket_bytes=terms.bucket_bytes, timeout_s=terms.timeout_s, threads=1, stream=stream, relieve=relieve
@@ -127,7 +149,7 @@ def connect(
     except Exception as error:  # noqa: BLE001  said to all ranks
         failure = failing.said(error, terms, store.rank, place)
     try:
-        _assemble(store, terms, f"channel/{epoch}/made", watch, failure)
+        _assemble(store, terms, f"channel/{epoch}/made", watch, _Come(failure), lambda _: {})
     except AsyncmoeError:
         if exchanger is not None:
             exchanger.close()
@@ -136,45 +158,54 @@ def connect(
     return exchanger
 
 
-def _assemble(store: Store, terms: Terms, key: str, watch: Callable[[], None], failure: str = "") -> None:
-    """Return when all ranks have come here without a failure.
+def _assemble(
+    store: Store, terms: Terms, key: str, watch: Callable[[], None], mine: _Come, agreed: Callable[[Mapping[int, _Come]], dict[str, Agreed]]
+) -> _All:
+    """Return when all ranks have come here without a failure, with what they have agreed on.
 
     Raises:
         WaitTimeout, WeightSyncError: see `connect`.
     """
-    if failure:
-        store.put(f"{key}/failed", Outcome(failure))
+    if mine.failure:
+        store.put(f"{key}/failed", Outcome(mine.failure))
     if store.rank != 0:
-        store.put(f"{key}/{store.rank}", Outcome(failure))
-        meeting.heed(store.get(f"{key}/all", Outcome, terms.timeout_s + _GRACE_S))
-        return
+        store.put(f"{key}/{store.rank}", mine)
+        told = store.get(f"{key}/all", _All, terms.timeout_s + _GRACE_S)
+        meeting.heed(Outcome(told.failure))
+        return told
     others = meeting.names(terms)
     ours = others.pop(0)
     try:
-        said = store.get_all({f"{key}/{rank}": whom for rank, whom in others.items()}, Outcome, terms.timeout_s, f"{key}/failed", watch)
-        failures = {whom: said[f"{key}/{rank}"].failure for rank, whom in others.items() if f"{key}/{rank}" in said} | {ours: failure}
-        failures = {whom: why for whom, why in (failures | {"": store.resigned()}).items() if why}
+        said = store.get_all({f"{key}/{rank}": whom for rank, whom in others.items()}, _Come, terms.timeout_s, f"{key}/failed", watch)
+        come = {0: mine} | {rank: said[f"{key}/{rank}"] for rank in others if f"{key}/{rank}" in said}
+        failures = {(others | {0: ours})[rank]: one.failure for rank, one in come.items()} | {"": store.resigned()}
+        failures = {whom: why for whom, why in failures.items() if why}
         meeting.heed(Outcome(meeting.cause(failures) if failures else ""))
+        settled = _All(agreed=agreed(come))
     except AsyncmoeError as error:
-        store.put(f"{key}/all", Outcome(str(error)))
+        store.put(f"{key}/all", _All(str(error)))
         raise
-    store.put(f"{key}/all", Outcome())
+    store.put(f"{key}/all", settled)
+    return settled
 
 
-def _transport(store: Store, terms: Terms, epoch: int, device: int, stream: int, relieve: Relieve) -> Transport | SharedTransport:
+def _agreed(terms: Terms, come: Mapping[int, _Come], side: SideStream | None) -> dict[str, Agreed]:
+    if side is None or terms.transport != "nccl":
+        return {}
+    return agree(terms, {rank: one.held for rank, one in come.items()}, side.communicators.unique_id)
+
+
+def _transport(
+    store: Store, terms: Terms, epoch: int, side: SideStream | None, agreed: Mapping[str, Agreed]
+) -> Transport | SharedTransport:
     session = f"{terms.session}-{epoch}"
     match terms.transport:
         case "shm":
             return ShmTransport(store.rank, session)
-        case "ipc":
-            return IpcTransport(store.rank, session, device, stream=stream, gpu=Gpu(device, relieve))
-        case "nccl":
-            key = f"nccl/{epoch}"
-            if store.rank == 0:
-                store.put(key, _UniqueId(make_unique_id()))
-            unique = store.get(key, _UniqueId, terms.timeout_s).value
-            return NcclTransport(
-                store.rank, terms.world, unique, device, stream=stream, timeout_s=terms.timeout_s, gpu=Gpu(device, relieve)
-            )
         case "gloo":
             return TorchTransport(store.connect(terms.world, epoch, min(_GROUP_S, terms.timeout_s)))
+    assert side is not None
+    stream, device = side.stream.cuda_stream, side.stream.device.index
+    if terms.transport == "ipc":
+        return IpcTransport(store.rank, session, device, stream=stream, gpu=Gpu(device, torch.cuda.empty_cache))
+    return side.communicators.transport(store.rank, terms, agreed, stream, terms.timeout_s)

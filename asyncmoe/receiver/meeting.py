@@ -8,9 +8,9 @@ receiver waits for its next update without touching the process group, and a sen
     verdict             rank 0      whether all agree
     failed              anyone      a rank is gone for good, and why: nothing of this meeting can go on
     channel/E/come/R, channel/E/made/R
-                        others      R makes, has made, its end of channel E; or why not
+                        others      R makes, has made, its end of channel E; or why not. With the former, what it could go on with
     channel/E/come/all, channel/E/made/all
-                        rank 0      all ranks do, have; or why not
+                        rank 0      all ranks do, have; or why not. With the former, what they go on with
     N/header            rank 0      update N begins, over channel `epoch`
     N/sent/S, N/staged/R            trainer rank S has sent, engine rank R has received and verified, everything; or why not
     N/failed            anyone      set with the former when it says why not, so that nobody has to wait for the others
@@ -36,7 +36,8 @@ from asyncmoe.errors import AsyncmoeError, TransferError, WaitTimeout, WeightSyn
 from asyncmoe.wire.address import towards
 
 T = TypeVar("T", bound=msgspec.Struct)
-_POLL_S = 0.002
+_SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.002, 0.025
+"""Between two looks for others' keys: short where all is quick, and no load beside a long step."""
 _WATCH_S = 1.0
 _LAST_WORDS_S = 0.5
 """How long the others are listened to when one has failed: it may be a consequence of what they have to say."""
@@ -78,6 +79,7 @@ class Terms(msgspec.Struct, frozen=True):
         session: names this meeting among all on this host.
         staging: whether engines receive into memory of its own, or into their parameters.
         timeout_s: bound of an update's transfer, and of the meeting.
+        max_ctas: of an NCCL communicator (`asyncmoe.receiver.communicators`).
     """
 
     hf: dict[str, Any]
@@ -91,6 +93,7 @@ class Terms(msgspec.Struct, frozen=True):
     staging: bool
     bucket_bytes: int
     timeout_s: float
+    max_ctas: int = 0
 
     @property
     def world(self) -> int:
@@ -126,6 +129,23 @@ class Card(msgspec.Struct, frozen=True):
     unreachable: tuple[str, ...] = ()
 
 
+class Device(msgspec.Struct, frozen=True):
+    """A rank's GPU, and what it would use it with.
+
+    Attributes:
+        device: as torch calls it.
+        card: its name and compute capability.
+        nccl, library: version and file of the NCCL that its messages would travel by; empty where they travel otherwise.
+    """
+
+    host: str
+    device: str
+    card: str
+    torch: str
+    nccl: str = ""
+    library: str = ""
+
+
 class Ready(msgspec.Struct, frozen=True):
     """A rank has planned. What only engines have is empty of a trainer's rank."""
 
@@ -139,6 +159,7 @@ class Ready(msgspec.Struct, frozen=True):
     """Why weights must not be written into its parameters."""
     card: Card | None = None
     """None of a CPU."""
+    device: Device | None = None
 
 
 class Header(msgspec.Struct, frozen=True):
@@ -220,22 +241,32 @@ class Store:
             WaitTimeout: naming whose are missing.
             WeightSyncError: rank 0 is gone.
         """
-        until, some_failed = time.monotonic() + timeout_s, False
-        missing, look = dict(keys), time.monotonic() + _WATCH_S
-        while missing:
-            if time.monotonic() > look:
+        began = time.monotonic()
+        until, some_failed, look = began + timeout_s, False, began + _WATCH_S
+        every = list(keys)
+        # One question a sweep, however many keys: a server's `wait` would need none, but says on stderr whenever it is given up.
+        while not (complete := self._have(every)):
+            now = time.monotonic()
+            if now > until:
+                break
+            if now > look:
                 watch()
                 look = time.monotonic() + _WATCH_S
             if not some_failed and (self.has(failed) or self.has("failed")):
-                some_failed, until = True, time.monotonic() + _LAST_WORDS_S
-            over = time.monotonic() > until
-            missing = {key: whom for key, whom in missing.items() if not self.has(key)}
-            if over:
-                break
-            time.sleep(_POLL_S)
+                some_failed, until = True, now + _LAST_WORDS_S
+            time.sleep(min(_LONGEST_PAUSE_S, max(_SHORTEST_PAUSE_S, (now - began) / 32)))
+        missing = {} if complete else {key: whom for key, whom in keys.items() if not self.has(key)}
         if missing and not some_failed:
             raise WaitTimeout(", ".join(missing.values()), next(iter(missing)), timeout_s)
-        return {key: self.get(key, kind, 1.0) for key in keys if key not in missing}
+        return self._values([key for key in every if key not in missing], kind)
+
+    def _values(self, keys: list[str], kind: type[T]) -> dict[str, T]:
+        """Of keys that are set."""
+        try:
+            found = self._store.multi_get(keys) if keys else []
+        except RuntimeError as error:
+            raise StoreGone(f"{self._peer} is gone: {_first_line(error)}") from error
+        return {key: msgspec.msgpack.decode(value, type=kind) for key, value in zip(keys, found, strict=True)}
 
     def fail(self, number: int, key: str, why: str) -> None:
         """Say under `key` why an update cannot go on."""
@@ -286,8 +317,12 @@ class Store:
 
     def has(self, key: str) -> bool:
         """Raises WeightSyncError when rank 0 is gone."""
+        return self._have([key])
+
+    def _have(self, keys: list[str]) -> bool:
+        """Whether all are set."""
         try:
-            return bool(self._store.check([key]))
+            return not keys or bool(self._store.check(keys))
         except RuntimeError as error:
             raise StoreGone(f"{self._peer} is gone: {_first_line(error)}") from error
 
@@ -329,7 +364,7 @@ def cause(failures: Mapping[str, str]) -> str:
     def is_consequence(text: str) -> int:
         waited = re.match(r"waited [\d.]+ s for (.*?):", text)
         if waited:
-            return 1 if waited[1] not in failures else 3
+            return 3 if any(whom in failures for whom in waited[1].split(", ")) else 1
         return 2 if any(words in text for words in _OF_A_PEER) else 0
 
     return min(failures.values(), key=is_consequence)
@@ -338,11 +373,14 @@ def cause(failures: Mapping[str, str]) -> str:
 def in_words(error: AsyncmoeError, terms: Terms) -> str:
     """An error of the transfer, with its ranks called by what they are."""
     who = names(terms)
+
+    def called(text: str) -> str:
+        return re.sub(r"\branks? (\d+(?:, \d+)*)\b", lambda found: ", ".join(who[int(rank)] for rank in found[1].split(", ")), text)
+
     if isinstance(error, TransferError):
-        what = re.sub(r"\brank (\d+)\b", lambda found: who[int(found[1])], error.what)
-        return f"from {who[error.source]} to {who[error.destination]}: {what}"
-    if isinstance(error, WaitTimeout) and (found := re.fullmatch(r"rank (\d+)", error.whom)):
-        return str(WaitTimeout(who[int(found[1])], error.what, error.seconds))
+        return f"from {who[error.source]} to {who[error.destination]}: {called(error.what)}"
+    if isinstance(error, WaitTimeout) and re.fullmatch(r"ranks? (\d+(?:, \d+)*)", error.whom):
+        return str(WaitTimeout(called(error.whom), error.what, error.seconds))
     return str(error)
 
 

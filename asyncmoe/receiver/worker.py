@@ -13,7 +13,7 @@ import torch
 
 from asyncmoe.errors import AsyncmoeError, InvariantBroken, WaitTimeout
 from asyncmoe.process import yield_cores
-from asyncmoe.receiver import channel, command, failing, handshake, meeting, route
+from asyncmoe.receiver import channel, command, devices, failing, handshake, meeting, route
 from asyncmoe.receiver.card import card_of, wait_idle
 from asyncmoe.receiver.channel import SideStream
 from asyncmoe.receiver.command import Commit, Join
@@ -26,6 +26,7 @@ _MEET_S = 60.0
 _COMMIT_S = 60.0
 """For a copy of all of a worker's weights within its device, and for the forward pass before it."""
 _IDLE_S = 3600.0
+_FORMER_S = 2.0
 _FIRST = 1
 
 _receivers: weakref.WeakKeyDictionary[torch.nn.Module, Receiver] = weakref.WeakKeyDictionary()
@@ -43,7 +44,7 @@ def obey(model: torch.nn.Module, text: str) -> None:
         case Join() as join:
             if receiver is not None:
                 receiver.leave()
-            _receivers[model] = Receiver(model, join)
+            _receivers[model] = Receiver(model, join, receiver)
             _receivers[model].start()
         case Commit() as commit:
             if receiver is None:
@@ -68,9 +69,10 @@ class Receiver:
     Args:
         model: the worker's. What updates write of it (`target`) is written by `commit` only, or, without staging memory, while the worker
             stands still.
+        former: the receiver of the meeting before, which was told to leave.
     """
 
-    def __init__(self, model: torch.nn.Module, join: Join) -> None:
+    def __init__(self, model: torch.nn.Module, join: Join, former: Receiver | None = None) -> None:
         self._model, self._join = model, join
         self._target: Target = Weights(model)
         self._places, self._obstacles = handshake.places(), tuple(handshake.obstacles(model))
@@ -79,16 +81,28 @@ class Receiver:
         self._spare: dict[str, torch.Tensor] = {}
         self._left = threading.Event()
         self._device = next(model.parameters()).device
+        self._former = former
         self._side = SideStream(self._device) if self._device.type == "cuda" else None
+        if former is not None and former._side is not None:
+            self._side = former._side  # with the communicators of the meeting before
         self._store: Store | None = None
         self._terms: Terms | None = None
         self._number = _FIRST  # of the update under way, or awaited
+        self._thread: threading.Thread | None = None
 
     def start(self) -> None:
         """Meet the sender, then receive what it sends; returns at once."""
-        device_threads.start(str(self._device), "weights", self._run, self._ends)
+        self._thread = device_threads.start(str(self._device), "weights", self._run, self._ends)
+
+    def join(self, seconds: float) -> None:
+        """Wait for its end."""
+        if self._thread is not None:
+            self._thread.join(seconds)
 
     def _run(self) -> None:
+        if self._former is not None:
+            self._former.join(_FORMER_S)  # it may still hold what this one can go on with
+            self._former = None
         store = self._store = Store(self._join.group, self._join.rank, self._join.host, self._join.port, _MEET_S)
         terms = store.get("terms", Terms, _MEET_S)
         self._terms = terms
@@ -141,10 +155,9 @@ class Receiver:
     def _plan(self, store: Store, terms: Terms) -> Plan:
         key = f"ready/{self._join.rank}"
         try:
-            plan = route.route(terms, self._join.rank)
-            ready = Ready(
-                "", plan.digest, self._target.described(), self._places, self._obstacles, card_of(self._device, self._wanted(terms))
-            )
+            plan, device = route.route(terms, self._join.rank), devices.described(self._device, terms)
+            card = card_of(self._device, self._wanted(terms))
+            ready = Ready("", plan.digest, self._target.described(), self._places, self._obstacles, card, device)
         except Exception as error:
             store.put(key, Ready(failure=failing.in_one_line(error, terms)))
             raise
@@ -161,23 +174,27 @@ class Receiver:
     def _serve(self, store: Store, terms: Terms, plan: Plan) -> None:
         number, epoch = _FIRST, 0
         exchanger: Exchanger | None = None
-        while not self._left.is_set():
-            self._number = number
-            try:
-                header = store.get(f"{number}/header", Header, _IDLE_S)
-            except WaitTimeout:
-                continue
-            if store.has(f"{number + 1}/header"):
-                number += 1  # this process slept; nobody waits for the one before any more
-                continue
-            if not header.failure:
-                self._drop()
-                if exchanger is not None and header.epoch != epoch:
-                    exchanger.close()  # the old one ends first, and with it what its ranks still wait for
-                    exchanger = None
-                exchanger = self._update(store, terms, plan, number, header, exchanger)
-                epoch = header.epoch
-            number += 1
+        try:
+            while not self._left.is_set():
+                self._number = number
+                try:
+                    header = store.get(f"{number}/header", Header, _IDLE_S)
+                except WaitTimeout:
+                    continue
+                if store.has(f"{number + 1}/header"):
+                    number += 1  # this process slept; nobody waits for the one before any more
+                    continue
+                if not header.failure:
+                    self._drop()
+                    if exchanger is not None and header.epoch != epoch:
+                        exchanger.close()  # the old one ends first, and with it what its ranks still wait for
+                        exchanger = None
+                    exchanger = self._update(store, terms, plan, number, header, exchanger)
+                    epoch = header.epoch
+                number += 1
+        finally:
+            if exchanger is not None:
+                exchanger.close()  # what it went over can be used by the receiver of the next meeting
 
     def _update(self, store: Store, terms: Terms, plan: Plan, number: int, header: Header, exchanger: Exchanger | None) -> Exchanger | None:
         """Receive one update; the channel, or None when it cannot be used any more."""

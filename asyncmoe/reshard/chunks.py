@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -22,8 +23,22 @@ from asyncmoe.reshard.plan import (
 
 TRAILER_BYTES = 8
 """Behind the boxes of a message, from the next multiple of 8 bytes on: their digest."""
-_PARTS_PER_CHUNK = 8
-"""A box is cut into parts of at most this fraction of a chunk, so that chunks are filled to 7/8 at least."""
+FLOOR_BYTES = 64 << 10
+"""Messages are not made smaller than this only to have as many of them as other pairs have: each costs a launch."""
+_PARTS_PER_CHUNK = 16
+"""A box is cut into parts of at most this fraction of a message, so that messages are nearly equal."""
+
+
+class Cut(NamedTuple):
+    """How a transfer becomes messages.
+
+    Attributes:
+        limit: bytes of the largest, trailer included.
+        messages: how many there are.
+    """
+
+    limit: int
+    messages: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,12 +76,16 @@ def trailer_offset(nbytes: int) -> int:
     return -(-nbytes // 8) * 8
 
 
-def chunk_limits(plan: Plan, bucket_bytes: int) -> dict[tuple[int, int], int]:
-    """The largest message of every pair of ranks, such that one message of each pair a rank belongs to fit into `bucket_bytes`.
+def cuts_of(plan: Plan, bucket_bytes: int) -> dict[tuple[int, int], Cut]:
+    """How every pair's transfer is cut, such that one message of each pair a rank belongs to fit into `bucket_bytes`, and that all pairs
+    take equally many rounds.
 
-    An eighth of a bucket is left for the tables of the copies. Half of the rest is divided evenly among a rank's pairs, half by
-    their bytes; a pair gets the smaller of its two ends' shares. Depends on the traffic of the whole plan, which a part of a plan
-    knows too, so both ends find the same.
+    An eighth of a bucket is left for the tables of the copies. A quarter of the rest is divided evenly among a rank's pairs, three
+    quarters by their bytes; a pair may use the smaller of its two ends' shares. The pair that needs most messages by that says how many
+    all have: in every round each rank then moves the same part of all it has to move, and no rank waits for a busier one
+    (`asyncmoe.bench.rounds` has the figures). A pair with little to move has fewer messages, of `FLOOR_BYTES` or more.
+
+    Depends on the traffic of the whole plan, which a part of a plan knows too, so both ends find the same.
     """
     room = bucket_bytes - bucket_bytes // 8
     traffic: list[list[int]] = plan.match.traffic().tolist()
@@ -79,14 +98,25 @@ def chunk_limits(plan: Plan, bucket_bytes: int) -> dict[tuple[int, int], int]:
     limits = {}
     for source, destination, nbytes in traffic:
         ends = (source, destination)
-        even = room // (2 * max(pairs[rank] for rank in ends))
-        weighted = room * nbytes // (2 * max(total[rank] for rank in ends))
+        even = room // (4 * max(pairs[rank] for rank in ends))
+        weighted = 3 * room * nbytes // (4 * max(total[rank] for rank in ends))
         limits[ends] = (even + weighted) // 8 * 8
-    return limits
+    needed = {(s, d): -(-nbytes // _filled(limits[s, d])) for s, d, nbytes in traffic}
+    rounds = max(needed.values(), default=1)
+    return {(s, d): Cut(limits[s, d], max(needed[s, d], min(rounds, nbytes // FLOOR_BYTES))) for s, d, nbytes in traffic}
 
 
-def cut_transfer(plan: Plan, transfer: Transfer, limit: int) -> Chunks:
+def _filled(limit: int) -> int:
+    """Bytes of boxes that a message of at most `limit` bytes can always be given: its parts are not cut further."""
+    room = limit - TRAILER_BYTES
+    return max(1, room - room // _PARTS_PER_CHUNK)
+
+
+def cut_transfer(plan: Plan, transfer: Transfer, limit: int, messages: int = 1) -> Chunks:
     """Cut a transfer between two ranks into messages of at most `limit` bytes, trailer included.
+
+    Args:
+        messages: how many there are to be, of nearly equal size; there are more where they would not fit.
 
     Raises:
         LayoutError: not even one element fits; names the ranks and the storage.
@@ -102,12 +132,16 @@ def cut_transfer(plan: Plan, transfer: Transfer, limit: int) -> Chunks:
         raise LayoutError(
             where, got=f"room for {max(0, room)} bytes in a message", expected=f"at least one element of {item} bytes", cure=cure
         )
-    copies = cut_boxes(transfer.copies, max(item, room // _PARTS_PER_CHUNK))
+    total = int(_nbytes(transfer.copies).sum())
+    part = max(item, min(room, total // messages) // _PARTS_PER_CHUNK)
+    copies = cut_boxes(transfer.copies, part)
     end = np.cumsum(_nbytes(copies))
     firsts = [0]
     while firsts[-1] < len(copies):
         before = int(end[firsts[-1] - 1]) if firsts[-1] else 0
-        firsts.append(int(np.searchsorted(end, before + room, "right")))
+        goal = total * min(len(firsts), messages) // messages + part // 2  # of all messages up to here, so that errors do not add up
+        fitting = int(np.searchsorted(end, before + room, "right"))
+        firsts.append(min(fitting, max(firsts[-1] + 1, int(np.searchsorted(end, goal, "right")))))
     edges = np.concatenate([[0], end])[firsts]
     copies[:, WIRE_OFFSET] = end - _nbytes(copies) - np.repeat(edges[:-1], np.diff(firsts))
     return Chunks(transfer.source, transfer.destination, copies, np.array(firsts, np.int64), tuple(np.diff(edges).tolist()))

@@ -15,7 +15,7 @@ import numpy as np
 
 import asyncmoe.reshard._C as _C
 from asyncmoe.errors import InvariantBroken, LayoutError, TransferError
-from asyncmoe.reshard.chunks import Chunks, chunk_limits, cut_transfer, trailer_offset
+from asyncmoe.reshard.chunks import Chunks, cut_transfer, cuts_of, trailer_offset
 from asyncmoe.reshard.gpu import GpuCopies, Relieve, nothing_to_give
 from asyncmoe.reshard.layout import Storage
 from asyncmoe.reshard.memory import Array, Memory, memory_of, storage_memory
@@ -92,9 +92,9 @@ class Exchanger:
             raise LayoutError("bucket_bytes and buffers", got=f"{bucket_bytes} and {buffers}", expected="positive numbers")
         self.rank, self._plan = transport.rank, plan
         self._timeout_s, self._threads, self._stream, self._buffers = timeout_s, threads, stream, buffers
-        limits = chunk_limits(plan, bucket_bytes)
+        cuts = cuts_of(plan, bucket_bytes)
         mine = [t for t in plan.transfers if self.rank in (t.source, t.destination)]
-        cut = [cut_transfer(plan, t, limits[t.source, t.destination]) for t in mine if t.source != t.destination]
+        cut = [cut_transfer(plan, t, *cuts[t.source, t.destination]) for t in mine if t.source != t.destination]
         self._outgoing = [chunks for chunks in cut if chunks.source == self.rank]
         self._incoming = [chunks for chunks in cut if chunks.destination == self.rank]
         sent = [t.copies for t in mine if t.source == self.rank]
@@ -107,7 +107,8 @@ class Exchanger:
         self._bound: object = None
         self._runs = 0
         self._until = math.inf
-        self._broken = False
+        self._broken = self._closed = False
+        self._transport = transport
         out, into = [_lane(c, c.destination) for c in self._outgoing], [_lane(c, c.source) for c in self._incoming]
         self.buffer_bytes = sum(lane.slot_bytes * min(buffers, len(lane.message_bytes)) for lane in (*out, *into))
         """Bytes of this rank's message buffers."""
@@ -171,8 +172,11 @@ class Exchanger:
         return moved
 
     def close(self) -> None:
-        """Free the message buffers."""
-        self._broken = True
+        """Free the message buffers, and let go of what the transport has under way: after a run that failed it is ended."""
+        idle, self._broken = not self._broken, True
+        if not self._closed and (end := getattr(self._transport, "end", None)) is not None:
+            end(idle, self._runs)  # before its buffers go
+        self._closed = True
         self._link.close()
 
     def __enter__(self) -> Self:

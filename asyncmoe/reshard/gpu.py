@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -18,7 +17,6 @@ from asyncmoe.reshard.memory import DeviceBuffer
 T = TypeVar("T")
 Relieve = Callable[[], None]
 """What makes an array library of this process give back the memory of a device that it only keeps for later."""
-_EAGER_S, _PAUSE_S = 0.0005, 0.00005
 
 
 def nothing_to_give() -> None:
@@ -31,6 +29,9 @@ class Event(Protocol):
     def record(self, stream: int) -> None: ...
 
     def done(self) -> bool: ...
+
+    def wait(self, timeout_s: float) -> bool:
+        """Whether the device came past it in time; the interpreter's lock is free meanwhile."""
 
     def hold(self, stream: int) -> None:
         """What is enqueued on a stream from now on waits for it."""
@@ -144,15 +145,3 @@ def with_room(index: int, what: str, nbytes: int | None, relieve: Relieve, take:
         return take()
     except MemoryError as error:
         raise OutOfDeviceMemory(f"cuda:{index}", what, nbytes, *_C.device_memory(index)) from error
-
-
-def poll(done: Callable[[], bool], timeout_s: float) -> bool:
-    """Whether something became true in time; looks often at first, then in pauses."""
-    started = time.monotonic()
-    while not done():
-        waited = time.monotonic() - started
-        if waited > timeout_s:
-            return False
-        if waited > _EAGER_S:
-            time.sleep(_PAUSE_S)
-    return True

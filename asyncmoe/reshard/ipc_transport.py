@@ -10,7 +10,7 @@ import numpy as np
 
 import asyncmoe.reshard._C as _C
 from asyncmoe.errors import TransferError, WaitTimeout
-from asyncmoe.reshard.gpu import Event, Gpu, poll
+from asyncmoe.reshard.gpu import Event, Gpu
 from asyncmoe.reshard.memory import DeviceBuffer
 from asyncmoe.reshard.shm_transport import ShmTransport, used_slots, wait_for
 from asyncmoe.reshard.transport import Lane, Link
@@ -155,7 +155,7 @@ class _IpcLink:
     def close(self) -> None:
         deadline = time.monotonic() + _CLOSING_S
         while self._pending:
-            poll(self._pending.popleft()[0].done, max(0.0, deadline - time.monotonic()))
+            self._pending.popleft()[0].wait(max(0.0, deadline - time.monotonic()))
         # First the memory, then its ring, which tells the sender as soon as nothing refers to it any more: not even a variable of this
         # function, since senders wait for that below, and each may be the receiver of another.
         while self._into:
@@ -186,7 +186,7 @@ class _IpcLink:
 
     def _until(self, timeout_s: float) -> Callable[[Event], bool]:
         def done(event: Event) -> bool:
-            if not poll(event.done, timeout_s):
+            if not event.wait(timeout_s):
                 raise WaitTimeout(self.device, "the copies enqueued on its stream", timeout_s)
             return True
 

@@ -1,16 +1,19 @@
-"""Messages between GPUs over a communicator and a stream of their own; needs NVIDIA's NCCL at run time, and no torch."""
+"""Messages between GPUs over NCCL communicators and streams of their own; needs NVIDIA's NCCL at run time, and no torch."""
 
 from __future__ import annotations
 
 import importlib.util
+import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 import asyncmoe.reshard._C as _C
 from asyncmoe.errors import InvariantBroken, TransferError, UserError, WaitTimeout
-from asyncmoe.reshard.gpu import Gpu, poll
+from asyncmoe.reshard.gpu import Event, Gpu
 from asyncmoe.reshard.memory import DeviceBuffer
 
 if TYPE_CHECKING:
@@ -22,6 +25,30 @@ T = TypeVar("T")
 SONAME = "libnccl.so.2"
 _SUCCESS, _IN_PROGRESS = 0, 7
 """Results of `NcclCommunicator.state` (ncclResult_t)."""
+_LOOK_S = 0.25
+"""Between two looks at NCCL's own errors while messages travel."""
+
+
+@dataclass(frozen=True)
+class Origin:
+    """The NCCL that this process uses.
+
+    Attributes:
+        version: NCCL_VERSION_CODE, 22803 for 2.28.3.
+        path: the file it was loaded from.
+    """
+
+    version: int
+    path: str
+
+
+def origin(library: str | None = None) -> Origin:
+    """What communicators of this process are made with.
+
+    Raises:
+        UserError: there is no usable NCCL.
+    """
+    return Origin(*_opened(library, _C.nccl_origin))
 
 
 def find_nccl() -> str:
@@ -41,27 +68,197 @@ def make_unique_id(library: str | None = None) -> bytes:
     return _opened(library, _C.nccl_unique_id)
 
 
-class NcclTransport:
-    """See `asyncmoe.reshard.Transport`. An exchange is one group of sends and receives.
+class Communicator:
+    """One communicator: its ranks, numbered from 0, on a stream of its own. It has at most one group of messages under way.
 
-    It is ordered behind what was enqueued on `stream` when it begins, and the calling thread waits until it is over, so that a
-    peer that is gone ends it. After an error the communicator is aborted and cannot be used again.
+    Making one begins to meet the others; `joined` tells when they are there. Any thread may `abort` it.
 
     Args:
         rank, world: this process's number, and how many there are. NCCL refuses two of them on one GPU.
         unique_id: from `make_unique_id`, the same for all ranks.
-        device: number of this process's GPU.
-        stream: that of the `Exchanger`, a cudaStream_t as an integer.
-        timeout_s: how long to wait for all ranks to meet.
+        max_ctas: multiprocessors that a transfer takes at most; 0: up to 32 of them, by NCCL's own choice. The same on all ranks.
         library: path of libnccl; None: `find_nccl()`.
+
+    Attributes:
+        ended: it cannot be used any more.
+        runs: of exchangers that are closed, how many went well here; on ranks whose numbers differ, messages may lie in it untaken.
+
+    Raises:
+        UserError: there is no usable NCCL.
+        RuntimeError: NCCL failed; so does all else here.
+    """
+
+    def __init__(self, gpu: Gpu, rank: int, world: int, unique_id: bytes, *, max_ctas: int = 0, library: str | None = None) -> None:
+        origin(library)
+        self.rank, self._gpu = rank, gpu
+        self.ended, self.runs = False, 0
+        with gpu.current():
+            self._wire, self._after = gpu.stream(), gpu.event()
+            self._handle = _C.NcclCommunicator(library or find_nccl(), rank, world, unique_id, max_ctas)
+
+    def idle(self, timeout_s: float) -> bool:
+        """Whether NCCL has done, in time, what it does on the host."""
+        state = self._handle.wait(timeout_s)
+        if state not in (_SUCCESS, _IN_PROGRESS):
+            raise RuntimeError(f"NCCL: {self._handle.describe(state)}")
+        return state == _SUCCESS
+
+    def post(self, sends: Sequence[tuple[int, DeviceBuffer]], receives: Sequence[tuple[int, DeviceBuffer]], behind: Event) -> None:
+        """Enqueue messages as one group, behind an event."""
+        behind.hold(self._wire.handle)
+        self._handle.exchange(_messages(sends), _messages(receives), self._wire.handle)
+
+    def enqueued(self, timeout_s: float) -> bool:
+        """Whether what was posted is on the stream in time."""
+        if not self.idle(timeout_s):
+            return False
+        self._after.record(self._wire.handle)
+        return True
+
+    def passed(self, timeout_s: float) -> bool:
+        """Whether what was enqueued is done in time."""
+        until = time.monotonic() + timeout_s
+        while not self._after.wait(max(0.0, min(_LOOK_S, until - time.monotonic()))):
+            self.idle(0.0)  # raises what NCCL noticed
+            if time.monotonic() > until:
+                return False
+        return self.idle(max(0.0, until - time.monotonic()))
+
+    def abort(self) -> None:
+        """End it at once, with what is under way; waits for no peer."""
+        self.ended = True
+        self._handle.abort()
+
+    def close(self) -> None:
+        """End it when nothing is under way."""
+        if not self.ended:
+            self.ended = True
+            with self._gpu.current():
+                self._handle.destroy()
+
+
+@dataclass(frozen=True, eq=False)
+class Route:
+    """Peers that are reached over one communicator.
+
+    Attributes:
+        numbers: rank of a transport -> rank in the communicator.
+    """
+
+    communicator: Communicator
+    numbers: Mapping[int, int]
+
+
+class RoutedTransport:
+    """See `asyncmoe.reshard.Transport`. An exchange is one group of sends and receives on each communicator that has any.
+
+    It is ordered behind what was enqueued on `stream` when it begins, and the calling thread waits, without the interpreter's lock,
+    until it is over, so that a peer that is gone ends it. Every communicator has a stream of its own, and nothing is enqueued behind
+    messages that are under way: so kernels of one never wait for those of another, in whatever order ranks come to them, as long as
+    all of them have room on the device together (`Communicator`'s `max_ctas`). After an error all its communicators are aborted.
+
+    Args:
+        rank: this process's.
+        stream: that of the `Exchanger`, a cudaStream_t as an integer.
+        routes: every peer is in one of them. The communicators are the caller's: `end` leaves those that are idle to it.
+    """
+
+    waits = True
+
+    def __init__(self, rank: int, gpu: Gpu, routes: Sequence[Route], *, stream: int = 0) -> None:
+        self.rank, self._gpu, self._routes, self._stream = rank, gpu, tuple(routes), stream
+        self._before = gpu.event()
+        self._place = f"{gpu.device} of {socket.gethostname()}"
+        self.ended = False
+
+    def empty(self, nbytes: int) -> DeviceBuffer:
+        return self._gpu.allocate(nbytes)
+
+    def join(self, timeout_s: float) -> None:
+        """Return when the ranks of all communicators have met.
+
+        Raises:
+            TransferError: NCCL failed.
+            WaitTimeout: not all ranks were there in time.
+        """
+        until = time.monotonic() + timeout_s
+        for route in self._routes:
+            others = [rank for rank in route.numbers if rank != self.rank] or [self.rank]
+            self._wait(route.communicator.idle, others, "it to join the communicator", until)
+
+    def exchange(self, sends: Sequence[tuple[int, DeviceBuffer]], receives: Sequence[tuple[int, DeviceBuffer]], timeout_s: float) -> None:
+        """As `Transport.exchange`.
+
+        Raises:
+            TransferError: NCCL failed, or noticed that a peer is gone; names this process's device.
+            WaitTimeout: a peer made no progress in time; names all peers of this exchange over that communicator.
+        """
+        if self.ended:
+            raise InvariantBroken(f"rank {self.rank}: an NCCL communicator that had ended was used; make a new one")
+        busy = []
+        until = time.monotonic() + timeout_s
+        with self._gpu.current():
+            self._before.record(self._stream)
+            for route in self._routes:
+                out, into = _over(route, sends), _over(route, receives)
+                if not out and not into:
+                    continue
+                peers = sorted({rank for rank, _ in (*sends, *receives) if rank in route.numbers})
+                busy.append((route.communicator, peers))
+                self._attempt(partial(route.communicator.post, out, into, self._before), peers)
+            for link, peers in busy:
+                self._wait(link.enqueued, peers, "it to take part in an exchange", until)
+            for link, peers in busy:
+                self._wait(link.passed, peers, "its messages", until)
+
+    def end(self, idle: bool, runs: int = 0) -> None:
+        """Called by `Exchanger.close`, after so many runs. Unless idle, what is under way ends, and all communicators with it."""
+        if not idle:
+            self._abort()
+        if not self.ended:
+            for route in self._routes:
+                route.communicator.runs += runs
+        self.ended = True
+
+    def _wait(self, done: Callable[[float], bool], peers: Sequence[int], what: str, until: float) -> None:
+        started = time.monotonic()
+        if not self._attempt(lambda: done(max(0.0, until - started)), peers):
+            self._abort()
+            names = ", ".join(str(rank) for rank in peers)
+            raise WaitTimeout(f"rank{'s' * (len(peers) > 1)} {names}", what, time.monotonic() - started)
+
+    def _attempt(self, act: Callable[[], T], peers: Sequence[int]) -> T:
+        try:
+            return act()
+        except RuntimeError as error:
+            self._fail(peers, error)
+
+    def _fail(self, peers: Sequence[int], error: RuntimeError) -> NoReturn:
+        self._abort()
+        where = f"on {self._place}, exchanging with ranks {', '.join(map(str, peers))}"
+        raise TransferError(self.rank, peers[0], f"{error} ({where})") from error
+
+    def _abort(self) -> None:
+        self.ended = True
+        for route in self._routes:
+            if not route.communicator.ended:
+                route.communicator.abort()
+
+
+class NcclTransport(RoutedTransport):
+    """A transport with one communicator of all ranks, which it owns.
+
+    Args:
+        rank, world, unique_id, max_ctas, library: as for `Communicator`.
+        device: number of this process's GPU.
+        stream: as for `RoutedTransport`.
+        timeout_s: how long to wait for all ranks to meet.
 
     Raises:
         UserError: there is no usable NCCL, or no such GPU.
         TransferError: NCCL failed.
         WaitTimeout: not all ranks were there in time.
     """
-
-    waits = True
 
     def __init__(
         self,
@@ -72,88 +269,36 @@ class NcclTransport:
         *,
         stream: int = 0,
         timeout_s: float = 300.0,
+        max_ctas: int = 0,
         library: str | None = None,
         gpu: Gpu | None = None,
     ) -> None:
-        self.rank, self._stream = rank, stream
-        _opened(library, _C.nccl_version)
-        self._gpu = gpu or Gpu(device)
+        gpu = gpu or Gpu(device)
         others = [other for other in range(world) if other != rank] or [rank]
-        self._closed = False
-        with self._gpu.current():
-            self._wire, self._before, self._after = self._gpu.stream(), self._gpu.event(), self._gpu.event()
-            try:
-                self._communicator = _C.NcclCommunicator(library or find_nccl(), rank, world, unique_id)
-            except RuntimeError as error:
-                raise TransferError(rank, others[0], str(error)) from error
-            self._wait(lambda: True, others, "it to join the communicator", timeout_s)
+        try:
+            self._owned = Communicator(gpu, rank, world, unique_id, max_ctas=max_ctas, library=library)
+        except RuntimeError as error:
+            raise TransferError(rank, others[0], f"{error} (on {gpu.device})") from error
+        super().__init__(rank, gpu, [Route(self._owned, {other: other for other in range(world)})], stream=stream)
+        self.join(timeout_s)
 
-    def empty(self, nbytes: int) -> DeviceBuffer:
-        return self._gpu.allocate(nbytes)
-
-    def exchange(self, sends: Sequence[tuple[int, DeviceBuffer]], receives: Sequence[tuple[int, DeviceBuffer]], timeout_s: float) -> None:
-        """As `Transport.exchange`.
-
-        Raises:
-            TransferError: NCCL failed, or noticed that a peer is gone.
-            WaitTimeout: a peer made no progress in time; names all peers of this exchange.
-        """
-        if self._closed:
-            raise InvariantBroken(f"rank {self.rank}: an NCCL communicator that had ended was used; make a new one")
-        if not sends and not receives:
-            return
-        peers = sorted({rank for rank, _ in (*sends, *receives)})
-        with self._gpu.current():
-            self._before.record(self._stream)
-            self._before.hold(self._wire.handle)
-            try:
-                self._communicator.exchange(_messages(sends), _messages(receives), self._wire.handle)
-            except RuntimeError as error:
-                self._fail(peers, str(error), error)
-            started = time.monotonic()
-            self._wait(lambda: True, peers, "it to take part in an exchange", timeout_s)  # not on the stream before that
-            self._after.record(self._wire.handle)
-            self._wait(self._after.done, peers, "its messages", max(0.0, started + timeout_s - time.monotonic()))
+    def end(self, idle: bool, runs: int = 0) -> None:
+        super().end(idle, runs)
+        self._owned.close()
 
     def close(self) -> None:
         """End the communicator; after an error it has ended already."""
-        if not self._closed:
-            self._closed = True
-            with self._gpu.current():
-                self._communicator.destroy()
+        self.end(True)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.close()
+        self.end(error is None)
 
-    def _wait(self, done: Callable[[], bool], peers: Sequence[int], what: str, timeout_s: float) -> None:
-        """Until NCCL is idle and `done`."""
 
-        def over() -> bool:
-            state = self._communicator.state()
-            if state not in (_SUCCESS, _IN_PROGRESS):
-                self._fail(peers, f"NCCL: {self._communicator.describe(state)}", None)
-            return state == _SUCCESS and done()
-
-        started = time.monotonic()
-        try:
-            finished = poll(over, timeout_s)
-        except RuntimeError as error:
-            self._fail(peers, str(error), error)
-        if not finished:
-            self._abort()
-            names = ", ".join(str(rank) for rank in peers)
-            raise WaitTimeout(f"rank{'s' * (len(peers) > 1)} {names}", what, time.monotonic() - started)
-
-    def _fail(self, peers: Sequence[int], what: str, cause: Exception | None) -> None:
-        self._abort()
-        raise TransferError(self.rank, peers[0], f"{what} (exchanging with ranks {', '.join(map(str, peers))})") from cause
-
-    def _abort(self) -> None:
-        self._closed = True
-        self._communicator.abort()
+def _over(route: Route, messages: Sequence[tuple[int, DeviceBuffer]]) -> list[tuple[int, DeviceBuffer]]:
+    return [(route.numbers[rank], buffer) for rank, buffer in messages if rank in route.numbers]
 
 
 def _messages(given: Sequence[tuple[int, DeviceBuffer]]) -> list[tuple[int, int, int]]:

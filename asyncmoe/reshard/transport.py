@@ -23,6 +23,9 @@ class Transport(Protocol):
 
     One whose `exchange` waits for messages on a GPU, instead of enqueueing them in the order of the caller's stream, says so by an
     attribute `waits = True`; it is then called from a thread of its own.
+
+    One with something to end has a method `end(idle, runs)`, which `Exchanger.close` calls: not idle after a run that failed, when a peer
+    may still wait, and `exchange` may be under way in another thread; and after so many runs that went well.
     """
 
     rank: int

@@ -130,6 +130,8 @@ class Direct:
 
     def close(self) -> None:
         self._disperse()
+        if self._side is not None:
+            self._side.communicators.close()
 
     @property
     def _limit(self) -> float:

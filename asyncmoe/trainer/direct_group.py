@@ -15,11 +15,12 @@ import torch.distributed as dist
 from asyncmoe.config import Config
 from asyncmoe.errors import AsyncmoeError, WeightSyncError
 from asyncmoe.models import engine_dtype
-from asyncmoe.receiver import failing, handshake, meeting, route
+from asyncmoe.receiver import devices, failing, handshake, meeting, route
 from asyncmoe.receiver.card import card_of
 from asyncmoe.receiver.channel import transport_for
-from asyncmoe.receiver.meeting import AdapterTerms, Card, EngineRanks, Outcome, Ready, Store, Terms
+from asyncmoe.receiver.meeting import AdapterTerms, Card, Device, EngineRanks, Outcome, Ready, Store, Terms
 from asyncmoe.reshard import Plan
+from asyncmoe.reshard.nccl_room import max_ctas
 from asyncmoe.trainer.model import Model
 from asyncmoe.trainer.published import device_of
 from asyncmoe.wire import address
@@ -80,12 +81,13 @@ def meet(config: Config, model: Model, client: Client, group: dist.ProcessGroup)
     failure = ""
     plan: Plan | None = None
     card: Card | None = None
+    gpu: Device | None = None
     try:
         plan = route.route(terms, rank)
-        card = card_of(model.mesh.device, 0)
+        card, gpu = card_of(model.mesh.device, 0), devices.described(model.mesh.device, terms)
     except Exception as error:  # noqa: BLE001  said to all ranks
         failure = failing.in_one_line(error, terms)
-    mine = Ready(failure, plan.digest if plan else "", card=card)
+    mine = Ready(failure, plan.digest if plan else "", card=card, device=gpu)
     if rank == 0:
         store.put("verdict", Outcome(_disagreement(store, terms, mine, wait_s, watch(config, client))))
     else:
@@ -224,6 +226,7 @@ def _keep(config: Config, model: Model, client: Client, engines: Engines) -> tup
         staging=sync.staging,
         bucket_bytes=sync.bucket_bytes,
         timeout_s=sync.timeout_s,
+        max_ctas=max_ctas(sync.nccl_max_ctas, len(ranks)),
     )
     store.put("terms", terms)
     client.ask(WeightsJoin(host, port, _GROUP, "gloo", "reshard", world), sync.timeout_s + GRACE_S)
@@ -268,7 +271,7 @@ def _differences(terms: Terms, ready: Mapping[int, Ready], names: Mapping[int, s
         wrong += handshake.shortage(whom, card)
     if terms.transport == "ipc":
         wrong += _unreachable(terms, {rank: one.card for rank, one in ready.items() if one.card is not None})
-    return wrong
+    return devices.differences({rank: one.device for rank, one in ready.items()}, terms) + wrong
 
 
 def _unreachable(terms: Terms, cards: Mapping[int, Card]) -> list[str]:

@@ -236,6 +236,8 @@ def torch_cuda(machine: Machine) -> dict[str, Any]:
         "memory_reserved": lambda device: 0,
         "memory_allocated": lambda device: 0,
         "get_device_properties": lambda index: SimpleNamespace(uuid=f"GPU-{index}"),
+        "get_device_capability": lambda device: (9, 0),
+        "get_device_name": lambda device: "a stand-in",
         "can_device_access_peer": lambda device, peer: True,
     }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -26,6 +27,14 @@ class FakeEvent:
     def done(self) -> bool:
         self.left -= 1
         return self.left < 0
+
+    def wait(self, timeout_s: float) -> bool:
+        until = time.monotonic() + timeout_s
+        while not self.done():
+            if time.monotonic() > until:
+                return False
+            time.sleep(0.0001)
+        return True
 
     def hold(self, stream: int) -> None:
         pass

@@ -238,9 +238,13 @@ def config(**sections: Any) -> Config:
     return parse(base | sections)
 
 
+ONE = 8 * (16 << 20)
+"""Bytes of a communicator, by `asyncmoe.reshard.nccl_room`."""
+
+
 def test_a_configuration_is_read_as_the_trainer_and_the_engines_read_it() -> None:
     plain = config()
-    assert budget.training(plain, HF) == Training(Microbatch(4096, recompute=False), distributed=False)
+    assert budget.training(plain, HF) == Training(Microbatch(4096, recompute=False), distributed=False, communicators=ONE)
     assert budget.training(plain, HF, cpu=True).microbatch.dtype == "float32"
     rich = config(
         train="lora",
@@ -253,8 +257,8 @@ def test_a_configuration_is_read_as_the_trainer_and_the_engines_read_it() -> Non
         engines={"max_running": 3, "dtype": "float32", "args": ["--chunked-prefill-size", "64", "--chunked-prefill-size=2048"]},
     )
     kind = Kind(GROUPED + MLP, 8, 32.0, "shared_outer")
-    assert budget.training(rich, HF) == Training(Microbatch(2000, True, "float32", kind, unmasked=True), True, True, 1000)
-    assert budget.serving(rich, HF) == Serving(6000, True, 2048, 3, "float32", kind, 1000)
+    assert budget.training(rich, HF) == Training(Microbatch(2000, True, "float32", kind, unmasked=True), True, True, 1000, ONE)
+    assert budget.serving(rich, HF) == Serving(6000, True, 2048, 3, "float32", kind, 1000, communicators=ONE)
     assert budget.serving(plain, {**HF, "max_position_embeddings": 100}).tokens == 1600
     assert budget.serving(config(engines={"max_total_tokens": 7}), HF).tokens == 7
     for sync in ({"staging": False}, {"method": "broadcast"}):
@@ -275,3 +279,15 @@ def test_the_line_of_a_budget_is_read_back() -> None:
     assert budget.stated(replace(found, gpu_gb=0.5, cpu=True).line, "a.yaml") == (0.5, True)
     assert found.fits
     assert not replace(found, gpu_gb=64.0).fits
+
+
+def test_communicators_are_counted_where_nccl_carries_weights() -> None:
+    """One an engine on the trainer's GPUs, one on an engine's; 16 MiB for each of at most 8 CTAs."""
+    sixteen = budget.training(config(engines={"count": 16}), HF).communicators
+    assert sixteen == 16 * ONE
+    assert budget.serving(config(engines={"count": 16}), HF).communicators == ONE
+    assert budget.training(config(engines={"count": 16}), HF, cpu=True).communicators == 0
+    assert budget.training(config(engines={"count": 16}, sync={"transport": "ipc"}), HF).communicators == 0
+    assert budget.training(config(engines={"count": 64}), HF).communicators == 64 * ONE // 2
+    plain = memory.trainer(HF, NODE, Training(PASS))[0].parts["weight sync"]
+    assert memory.trainer(HF, NODE, Training(PASS, communicators=sixteen))[0].parts["weight sync"] == plain + sixteen

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import msgspec
@@ -325,6 +326,20 @@ def test_values_wait_and_time_out_by_name(ranks: Ranks) -> None:
     one.fail(1, "a", "broken")
     assert zero.get_all(keys, Outcome, 5.0, "1/failed") == {"a": Outcome("broken")}
     assert time.monotonic() - begin < 2
+
+
+def test_others_are_waited_for_with_one_question_a_look(ranks: Ranks) -> None:
+    """Rank 0 waits beside its step: 383 ranks that are late are not asked for one by one, again and again."""
+    zero, one = ranks(2)
+    keys = {f"k/{rank}": f"rank {rank}" for rank in range(383)}
+    asked = []
+    store = zero._store
+    zero._store = SimpleNamespace(check=lambda names: asked.append(len(names)) or store.check(names), multi_get=store.multi_get)
+    threading.Timer(0.5, lambda: [one.put(key, Outcome(whom)) for key, whom in keys.items()]).start()
+    found = zero.get_all(keys, Outcome, 5.0)
+    assert found == {key: Outcome(whom) for key, whom in keys.items()}
+    assert len(asked) < 600
+    assert set(asked) == {1, 383}
 
 
 def test_what_an_update_leaves_is_dropped_but_for_its_header(ranks: Ranks) -> None:

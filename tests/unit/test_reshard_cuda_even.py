@@ -15,7 +15,7 @@ from asyncmoe.bench.published import FLOAT8, REAL
 from asyncmoe.models.parallel import EngineParallel, MegatronParallel
 from asyncmoe.models.payload import Payload
 from asyncmoe.reshard import plan
-from asyncmoe.reshard.chunks import chunk_limits, cut_transfer
+from asyncmoe.reshard.chunks import cut_transfer, cuts_of
 from asyncmoe.reshard.programs import message_program, scales_of
 
 TILE = 32768
@@ -199,10 +199,10 @@ def test_nearly_all_bytes_of_published_models_go_evenly(model: str, dtype: str, 
     source = payload.trainer(trainer, dtype)
     destination = payload.engines(engine, "bfloat16", 1, first=trainer.world)
     made = plan(payload.tensors(), source, destination, ranks=[0, trainer.world])
-    limits = chunk_limits(made, 64 << 20)
+    cuts = cuts_of(made, 64 << 20)
     for packing, rank in ((True, 0), (False, trainer.world)):
         lanes = [
-            cut_transfer(made, t, limits[t.source, t.destination])
+            cut_transfer(made, t, *cuts[t.source, t.destination])
             for t in made.transfers
             if t.source != t.destination and rank == (t.source if packing else t.destination)
         ]

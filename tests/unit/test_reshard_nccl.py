@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.util
+import os
 import shutil
+import socket
 import subprocess
+import sys
+import threading
+import time
 from pathlib import Path
 
 import numpy as np
@@ -12,8 +18,8 @@ from reshard_gpu_fakes import FakeGpu, bytes_of
 
 import asyncmoe.reshard._C as _C
 from asyncmoe.errors import InvariantBroken, TransferError, UserError, WaitTimeout
-from asyncmoe.reshard import Transport
-from asyncmoe.reshard.nccl_transport import NcclTransport, make_unique_id
+from asyncmoe.reshard import Box, Exchanger, LayoutBuilder, Transport, plan
+from asyncmoe.reshard.nccl_transport import NcclTransport, Origin, make_unique_id, origin
 from asyncmoe.reshard.transport import Lane, MessageLink
 
 pytestmark = pytest.mark.skipif(shutil.which("gcc") is None, reason="no gcc to build the stand-in with")
@@ -23,7 +29,9 @@ pytestmark = pytest.mark.skipif(shutil.which("gcc") is None, reason="no gcc to b
 def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """A fresh copy for every test: what is loaded once keeps its state."""
     path = tmp_path / "libnccl.so.2"
-    subprocess.run(["gcc", "-shared", "-fPIC", "-o", str(path), str(Path(__file__).with_name("fake_nccl.c"))], check=True, timeout=60)
+    subprocess.run(
+        ["gcc", "-shared", "-fPIC", "-pthread", "-o", str(path), str(Path(__file__).with_name("fake_nccl.c"))], check=True, timeout=60
+    )
     monkeypatch.setenv("FAKE_NCCL_LOG", str(tmp_path / "log"))
     return str(path)
 
@@ -45,7 +53,7 @@ def test_an_exchange_is_one_group(library: str) -> None:
         nccl.exchange([(0, buffers[0]), (2, buffers[1])], [(0, buffers[2]), (1, buffers[3])], 5)
         assert [bytes_of(b)[0] for b in buffers] == [0, 1, 0, 1]
         nccl.exchange([], [], 5)
-    expected = ["version", "init 3 0", "start", "recv 0 40", "recv 1 24", "send 0 40", "send 2 24", "end", "destroy"]
+    expected = ["init 3 0", "start", "recv 0 40", "recv 1 24", "send 0 40", "send 2 24", "end", "destroy"]
     assert [line for line in calls(library) if line != "id"] == expected
 
 
@@ -87,7 +95,7 @@ def test_a_peer_that_is_lost(library: str, monkeypatch: pytest.MonkeyPatch, stat
 
 def test_copies_that_never_end(library: str) -> None:
     nccl = transport(library, 2)
-    nccl._after.looks = 1 << 60
+    nccl._owned._after.looks = 1 << 60
     with pytest.raises(WaitTimeout, match="rank 1: its messages"):
         nccl.exchange([(1, nccl.empty(8))], [], 0.2)
     assert calls(library)[-1] == "abort"
@@ -117,6 +125,109 @@ def test_no_library(tmp_path: Path) -> None:
 
 
 def test_the_unique_id_is_what_the_library_makes(library: str) -> None:
-    assert make_unique_id(library) == bytes([42]) * 128
+    first, second = make_unique_id(library), make_unique_id(library)
+    assert first != second
+    assert first[1:] == second[1:] == bytes([42]) * 127
     with pytest.raises(ValueError, match="128 bytes"):
         NcclTransport(0, 1, b"short", 0, library=library, gpu=FakeGpu())
+
+
+def test_what_is_said_of_the_library(library: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FAKE_NCCL_VERSION", "23007")
+    assert origin(library) == Origin(23007, library)
+
+
+@pytest.mark.parametrize(("version", "given", "logged"), [(23007, 8, ["ctas 8"]), (23007, 0, []), (21403, 8, [])])
+def test_a_library_gets_the_settings_it_knows(
+    library: str, monkeypatch: pytest.MonkeyPatch, version: int, given: int, logged: list[str]
+) -> None:
+    """The stand-in refuses a structure of another size, version or layout than its own version has."""
+    monkeypatch.setenv("FAKE_NCCL_VERSION", str(version))
+    NcclTransport(0, 1, make_unique_id(library), 0, max_ctas=given, library=library, gpu=FakeGpu()).close()
+    assert [line for line in calls(library) if line.startswith("ctas")] == logged
+
+
+def header() -> Path | None:
+    """nccl.h of an installed wheel, or of the system."""
+    spec = importlib.util.find_spec("nvidia.nccl") if importlib.util.find_spec("nvidia") else None
+    places = [*(spec.submodule_search_locations or [] if spec else []), os.environ.get("NCCL_HOME", ""), "/usr", "/usr/local/cuda"]
+    return next((path for place in places if place and (path := Path(place, "include", "nccl.h")).exists()), None)
+
+
+@pytest.mark.skipif(header() is None, reason="no nccl.h: neither an nvidia-nccl wheel nor NCCL_HOME is here")
+def test_the_settings_lie_where_the_installed_header_says(tmp_path: Path) -> None:
+    """Members of `Config` in csrc/nccl.cpp, and the numbers it gives to calls."""
+    offsets = {"size": 0, "magic": 8, "version": 12, "blocking": 16, "cgaClusterSize": 20, "minCTAs": 24, "maxCTAs": 28, "netName": 32}
+    checks = [f'_Static_assert(offsetof(ncclConfig_t, {name}) == {offset}, "{name}");' for name, offset in offsets.items()]
+    values = {"NCCL_API_MAGIC": "0xcafebeef", "NCCL_CONFIG_UNDEF_INT": "INT_MIN", "ncclInProgress": 7, "ncclUint8": 1}
+    checks += [f'_Static_assert({name} == {value}, "{name}");' for name, value in values.items()]
+    stub = tmp_path / "cuda_runtime.h"
+    stub.write_text("typedef struct CUstream_st* cudaStream_t; typedef struct CUgraph_st* cudaGraph_t;\n")
+    (tmp_path / "cuda_fp16.h").write_text("")
+    source = tmp_path / "layout.c"
+    source.write_text("\n".join(["#include <limits.h>", "#include <stddef.h>", "#include <nccl.h>", *checks]))
+    found = header()
+    assert found is not None
+    subprocess.run(["gcc", "-fsyntax-only", f"-I{tmp_path}", f"-I{found.parent}", str(source)], check=True, timeout=60)
+
+
+def test_waiting_leaves_the_interpreter_to_others(library: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For a second a peer does not come: the waiting thread runs nothing in Python but a few looks."""
+    nccl = transport(library, 2)
+    monkeypatch.setenv("FAKE_NCCL_STATE", "7")
+    counted = [0]
+
+    def count(frame: object, event: str, argument: object) -> None:
+        counted[0] += event in ("call", "c_call")
+
+    sys.setprofile(count)
+    with pytest.raises(WaitTimeout):
+        nccl.exchange([(1, nccl.empty(8))], [], 1.0)
+    sys.setprofile(None)
+    assert counted[0] < 500
+
+
+def test_the_end_of_an_exchanger_ends_the_communicator(library: str) -> None:
+    """By destroying it after runs that went well, by aborting it after one that did not: also while another thread waits in it."""
+    builder = LayoutBuilder(0, "int32")
+    builder.place("w", (4,), [("w", Box((0,), (4,)), (0,))])
+    made = plan({"w": (4,)}, [builder.build()], [builder.build().at(1)])
+    arrays = {"w": np.arange(4, dtype=np.int32)}
+    well = Exchanger(made, transport(library, 2), timeout_s=0.2)
+    well.bind(arrays)
+    well.run()
+    well.close()
+    well.close()
+    assert calls(library)[-1] == "destroy"
+    assert calls(library).count("destroy") == 1
+    os.environ["FAKE_NCCL_STATE"] = "7"
+    try:
+        nccl = transport(library, 2)
+        failing = Exchanger(made, nccl, timeout_s=60)
+        failing.bind(arrays)
+        ended: list[str] = []
+
+        def run() -> None:
+            try:
+                failing.run()
+            except TransferError as error:
+                ended.append(str(error))
+
+        running = threading.Thread(target=run)
+        running.start()
+        while calls(library)[-1] != "end":
+            time.sleep(0.01)
+        failing.close()
+        running.join(5)
+        assert "ended" in ended[0]
+    finally:
+        del os.environ["FAKE_NCCL_STATE"]
+    assert calls(library)[-1] == "abort"
+    assert calls(library).count("abort") == 1
+
+
+def test_a_failure_names_rank_host_and_device(library: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    nccl = transport(library, 2)
+    monkeypatch.setenv("FAKE_NCCL_STATE", "6")
+    with pytest.raises(TransferError, match=rf"from rank 0 to rank 1.*on cpu of {socket.gethostname()}, exchanging with ranks 1"):
+        nccl.exchange([(1, nccl.empty(8))], [], 1.0)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 import asyncmoe.reshard._C as _C
 from asyncmoe.errors import LayoutError
 from asyncmoe.reshard import Box, LayoutBuilder, RankLayout, digest, plan
-from asyncmoe.reshard.chunks import TRAILER_BYTES, chunk_limits, cut_boxes, cut_transfer
+from asyncmoe.reshard.chunks import TRAILER_BYTES, cut_boxes, cut_transfer, cuts_of
 from asyncmoe.reshard.layout import contiguous_strides
 
 Extent = tuple[int, int, int, int]
@@ -206,15 +206,16 @@ def test_cut_boxes_are_small_and_cover_what_was_cut(limit: int) -> None:
 def test_one_message_of_every_pair_fits_into_a_bucket(sources: int, destinations: int, bucket: int) -> None:
     shapes = {"w": (sources * 24, destinations * 40)}
     made = plan(shapes, *rows_to_columns(sources, destinations, shapes["w"]))
-    limits = chunk_limits(made, bucket)
+    cuts = cuts_of(made, bucket)
     held = dict.fromkeys(range(sources + destinations), 0)
     for transfer in made.transfers:
-        chunks = cut_transfer(made, transfer, limits[transfer.source, transfer.destination])
+        cut = cuts[transfer.source, transfer.destination]
+        chunks = cut_transfer(made, transfer, *cut)
         assert sum(chunks.nbytes) == transfer.nbytes
-        assert (
-            min(chunks.nbytes[:-1], default=0) * 8 >= 7 * (limits[transfer.source, transfer.destination] - TRAILER_BYTES) - 8
-            or len(chunks) == 1
-        )
+        assert chunks.slot_bytes <= cut.limit
+        assert cut.messages <= len(chunks) <= cut.messages + 1 + cut.messages // 16
+        if len(chunks) == cut.messages:
+            assert max(chunks.nbytes) - min(chunks.nbytes) <= max(8, transfer.nbytes // cut.messages // 8)
         for rank in (transfer.source, transfer.destination):
             held[rank] += chunks.slot_bytes
     assert max(held.values()) <= bucket

@@ -85,7 +85,7 @@ def nccl() -> dict[str, Any] | None:
         return None
     library = transport.find_nccl()
     try:
-        return {"library": library, "version": reshard.nccl_version(library)}
+        return {"library": library, "version": reshard.nccl_origin(library)[0]}
     except RuntimeError as error:
         return {"library": library, "version": None, "trouble": str(error)}
 

@@ -111,8 +111,8 @@ def _measured(gpu: Gpu, made: Plan, rank: int, bucket_bytes: int) -> dict[str, A
     for way in WAYS:
         parts = [boxes_of(t, way, packing) for t in remote]
         chosen = [(cut_transfer(made, t, *cuts[t.source, t.destination]), pair) for t, pair in zip(parts, slots, strict=True) if t.nbytes]
-        rate = _rate_of(gpu, chosen, arrays, packing, shift=_UNEVEN_BYTES if way == "uneven" else 0) if chosen else None
-        ways[way] = {"share": shares.get(way, 0) / nbytes, "rate": rate}
+        measured = _rate_of(gpu, chosen, arrays, packing, shift=_UNEVEN_BYTES if way == "uneven" else 0) if chosen else None
+        ways[way] = {"share": shares.get(way, 0) / nbytes, "rate": measured}
     medians = {name: median(values) for name, values in rates.items()}
     return {"bytes": nbytes, "messages": messages, "rate": medians, "share": share, "ways": ways}
 

@@ -207,7 +207,8 @@ def serving(config: Config, hf: Mapping[str, Any], cpu: bool = False) -> Serving
 def _communicators(config: Config, cpu: bool, mine: int) -> int:
     """Bytes of a rank that has so many of NCCL's, one for each engine it exchanges weights with."""
     sync = config.sync
-    if cpu or sync.method != "reshard" or sync.transport not in ("auto", "nccl"):
+    over_nccl = sync.transport == "nccl" or (sync.transport == "auto" and not config.engines.share_gpus)
+    if cpu or sync.method != "reshard" or not over_nccl:
         return 0
     return nccl_room.nbytes(sync.nccl_max_ctas, config.engines.count, mine)
 

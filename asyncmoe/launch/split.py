@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
+from asyncmoe.config.training import SyncSection
 from asyncmoe.errors import ConfigError
 from asyncmoe.launch import memory
 from asyncmoe.launch.activations import Microbatch
@@ -27,6 +28,7 @@ from asyncmoe.models import EngineParallel, MegatronParallel, family_of
 from asyncmoe.models.lora import halves
 from asyncmoe.models.lora.adapter import Kind
 from asyncmoe.models.shape import Shape
+from asyncmoe.reshard import nccl_room
 from asyncmoe.reshard.layout import ITEM_BYTES
 
 LEAST = 8
@@ -34,6 +36,7 @@ LEAST = 8
 _PREFILLS = (8192, 4096, 2048)
 _TIMES = (1, 2, 4)
 _MOST_NODES = 1 << 10
+_MAX_CTAS = SyncSection().nccl_max_ctas
 
 
 @dataclass(frozen=True)
@@ -123,43 +126,50 @@ def suggest(hf: Mapping[str, Any], cluster: Cluster) -> tuple[Split, ...]:
     if cluster.adapter is not None:
         halves.check(cluster.adapter, family_of(hf).shape_of(hf))
     engine = best_engine(hf, cluster)
-    first = _fewest_nodes(hf, cluster, cluster.nodes - 1)
+    per_node = cluster.gpus // engine.parallel.world
+    first = _fewest_nodes(hf, cluster, cluster.nodes - 1, per_node)
     if first is None:
-        enough = _fewest_nodes(hf, cluster, _MOST_NODES - 1)
+        enough = _fewest_nodes(hf, cluster, _MOST_NODES - 1, per_node)
         others = " or train adapters (--lora)" if cluster.adapter is None else " or lower --context"
         cure = None if enough is None else f"take at least {enough + 1} nodes,{others}"
         expected = f"so many that a trainer fits on all but one of them, with {cluster.gpus} GPUs of {cluster.gpu_gb:g} GB each"
         raise ConfigError("--nodes", got=cluster.nodes, expected=expected, cure=cure)
     found = []
     for nodes in sorted({first * times for times in _TIMES}):
-        chosen = best_trainer(hf, cluster, nodes) if nodes == first or nodes <= cluster.nodes - nodes else None
+        rest = cluster.nodes - nodes
+        chosen = best_trainer(hf, cluster, nodes, rest * per_node) if nodes == first or nodes <= rest else None
         if chosen is not None:
-            rest = cluster.nodes - nodes
-            found.append(Split(nodes, rest, chosen, engine, rest * (cluster.gpus // engine.parallel.world)))
+            found.append(Split(nodes, rest, chosen, engine, rest * per_node))
     return tuple(found)
 
 
-def _fewest_nodes(hf: Mapping[str, Any], cluster: Cluster, most: int) -> int | None:
-    """Nodes that the trainer needs."""
+def _fewest_nodes(hf: Mapping[str, Any], cluster: Cluster, most: int, per_node: int) -> int | None:
+    """Nodes that the trainer needs, beside so many engines on each of the others, at least one of which there is."""
     least = _least(memory.whole(hf), MegatronParallel(), cluster)
     node = memory.usable(cluster.gpu_gb) * cluster.gpus
-    return next((n for n in range(max(1, -(-least // node)), most + 1) if best_trainer(hf, cluster, n) is not None), None)
+    sizes = range(max(1, -(-least // node)), most + 1)
+    return next((n for n in sizes if best_trainer(hf, cluster, n, max(1, cluster.nodes - n) * per_node) is not None), None)
 
 
-def best_trainer(hf: Mapping[str, Any], cluster: Cluster, nodes: int) -> Trainer | None:
-    """The sizes that come first by the rule and fit, if any do."""
+def best_trainer(hf: Mapping[str, Any], cluster: Cluster, nodes: int, engines: int = 1) -> Trainer | None:
+    """The sizes that come first by the rule and fit, if any do.
+
+    Args:
+        engines: that a rank exchanges weights with.
+    """
     m, whole, room = family_of(hf).shape_of(hf), memory.whole(hf), memory.usable(cluster.gpu_gb)
     choices = product((p for p in _sizes(m, cluster, nodes) if _least(whole, p, cluster) <= room), (False, True))
     for parallel, recompute in sorted(choices, key=lambda choice: _preference(choice[0], choice[1], cluster)):
-        stages = memory.trainer(hf, parallel, _training(cluster, recompute))
+        stages = memory.trainer(hf, parallel, _training(cluster, recompute, engines))
         most = max(stages, key=lambda stage: stage.total)
         if most.fits(cluster.gpu_gb):
             return Trainer(parallel, cluster.context, recompute, most)
     return None
 
 
-def _training(cluster: Cluster, recompute: bool) -> Training:
-    return Training(Microbatch(cluster.context, recompute, cluster.dtype, cluster.adapter), bucket_bytes=cluster.bucket_bytes)
+def _training(cluster: Cluster, recompute: bool, engines: int = 1) -> Training:
+    microbatch = Microbatch(cluster.context, recompute, cluster.dtype, cluster.adapter)
+    return Training(microbatch, bucket_bytes=cluster.bucket_bytes, communicators=nccl_room.nbytes(_MAX_CTAS, engines))
 
 
 def _least(whole: Held, parallel: MegatronParallel, cluster: Cluster) -> int:
@@ -211,7 +221,12 @@ def best_engine(hf: Mapping[str, Any], cluster: Cluster) -> Engine:
     """
     m = family_of(hf).shape_of(hf)
     for staging, prefill in product((True, False), _PREFILLS):
-        serving = Serving(0, staging, prefill, dtype=cluster.dtype, adapter=cluster.adapter, bucket_bytes=cluster.bucket_bytes)
+        # Of one engine; with more than 16 of them each communicator takes less.
+        communicators = nccl_room.nbytes(_MAX_CTAS, 1)
+        serving = replace(
+            Serving(0, staging, prefill, dtype=cluster.dtype, adapter=cluster.adapter, bucket_bytes=cluster.bucket_bytes),
+            communicators=communicators,
+        )
         rooms = {parallel: memory.kv_room(hf, parallel, serving, cluster.gpu_gb) for parallel in _engines(m, cluster.gpus)}
         able = [parallel for parallel, room in rooms.items() if room >= LEAST * cluster.context]
         if able:

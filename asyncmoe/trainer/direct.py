@@ -154,8 +154,9 @@ class Direct:
         """What ended the sending thread, for the trainer's own."""
         if isinstance(error, WeightSyncError):
             return error
-        if not isinstance(error, AsyncmoeError):
-            log.error("sending weights", exc_info=error)
+        if isinstance(error, AsyncmoeError):
+            return WeightSyncError(str(error))  # the words that the other ranks were told
+        log.error("sending weights", exc_info=error)
         made = WeightSyncError(f"{failing.in_one_line(error)} (trainer rank {self._rank} on {failing.where(self._model.mesh.device)})")
         made.__cause__ = error
         return made

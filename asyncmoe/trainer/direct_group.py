@@ -8,6 +8,7 @@ import secrets
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -21,11 +22,13 @@ from asyncmoe.receiver.channel import transport_for
 from asyncmoe.receiver.meeting import AdapterTerms, Card, Device, EngineRanks, Outcome, Ready, Store, Terms
 from asyncmoe.reshard import Plan
 from asyncmoe.reshard.nccl_room import max_ctas
-from asyncmoe.trainer.model import Model
 from asyncmoe.trainer.published import device_of
 from asyncmoe.wire import address
 from asyncmoe.wire.client import Client
 from asyncmoe.wire.messages import Engines, EnginesAsk, WeightsJoin
+
+if TYPE_CHECKING:
+    from asyncmoe.trainer.model import Model
 
 log = logging.getLogger(__name__)
 _GROUP = "asyncmoe_weights"

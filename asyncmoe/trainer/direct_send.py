@@ -163,7 +163,8 @@ class Sender:
         until = time.monotonic() + met.terms.timeout_s
         self._send()
         keys = meeting.moved_keys(number, met.terms)
-        found = met.store.get_all(keys, Outcome, until - time.monotonic(), failed=f"{number}/failed", watch=self._watch)
+        left = max(LOOK_S, until - time.monotonic())
+        found = met.store.get_all(keys, Outcome, left, failed=f"{number}/failed", watch=self._watch)
         failures = {keys[key]: outcome.failure for key, outcome in found.items() if outcome.failure}
         if resigned := met.store.resigned():
             failures[""] = resigned

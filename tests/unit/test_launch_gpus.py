@@ -88,13 +88,13 @@ LINES: list[tuple[str, Callable[[Machine], Machine], str, str]] = [
             **_built_for("13.0"),
         ),
         "cuda of node01: got the trainer's torch is built for CUDA 13.0, the driver takes up to 12.8",
-        "update NVIDIA's driver to R580 or newer",
+        "update NVIDIA's driver to 580 or newer",
     ),
     (
         "no nvcc",
         lambda node: but(node, trainer__extension__cuda=False),
         "extension of node01: got built without CUDA kernels",
-        "put nvcc on",
+        "make setup GPU=1, which brings nvcc",
     ),
     (
         "another process",

@@ -222,10 +222,14 @@ def best_engine(hf: Mapping[str, Any], cluster: Cluster) -> Engine:
     m = family_of(hf).shape_of(hf)
     for staging, prefill in product((True, False), _PREFILLS):
         # Of one engine; with more than 16 of them each communicator takes less.
-        communicators = nccl_room.nbytes(_MAX_CTAS, 1)
-        serving = replace(
-            Serving(0, staging, prefill, dtype=cluster.dtype, adapter=cluster.adapter, bucket_bytes=cluster.bucket_bytes),
-            communicators=communicators,
+        serving = Serving(
+            0,
+            staging,
+            prefill,
+            dtype=cluster.dtype,
+            adapter=cluster.adapter,
+            bucket_bytes=cluster.bucket_bytes,
+            communicators=nccl_room.nbytes(_MAX_CTAS, 1),
         )
         rooms = {parallel: memory.kv_room(hf, parallel, serving, cluster.gpu_gb) for parallel in _engines(m, cluster.gpus)}
         able = [parallel for parallel, room in rooms.items() if room >= LEAST * cluster.context]

@@ -8,24 +8,42 @@ from concurrent.futures import Future
 import torch
 
 from asyncmoe.errors import WaitTimeout
-from asyncmoe.receiver.meeting import Card
+from asyncmoe.receiver.meeting import Card, Terms
 from asyncmoe.reshard import device_threads
+from asyncmoe.reshard.nccl_transport import origin
 
 
-def card_of(device: torch.device, wanted: int) -> Card | None:
+def card_of(device: torch.device, terms: Terms, wanted: int) -> Card | None:
     """None of a CPU. To be asked in a thread of that device.
 
     Args:
         wanted: bytes that are going to be allocated there.
+
+    Raises:
+        UserError: weights travel by NCCL, and there is no usable one.
     """
     if device.type != "cuda":
         return None
+    found = origin() if terms.transport == "nccl" else None
+    major, minor = torch.cuda.get_device_capability(device)
     free, total = torch.cuda.mem_get_info(device)
     # What torch keeps for later it gives back before it says that there is none; in pieces that may be too small.
     kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     uuids = {index: _uuid(index) for index in range(torch.cuda.device_count())}
     unreachable = {uuid for index, uuid in uuids.items() if index != device.index and not torch.cuda.can_device_access_peer(device, index)}
-    return Card(socket.gethostname(), str(device), uuids[device.index], free + kept, total, wanted, tuple(sorted(unreachable)))
+    return Card(
+        host=socket.gethostname(),
+        device=str(device),
+        uuid=uuids[device.index],
+        model=f"{torch.cuda.get_device_name(device)} (sm_{major}{minor})",
+        free=free + kept,
+        total=total,
+        wanted=wanted,
+        torch=str(torch.__version__),
+        nccl=found.words if found else "",
+        library=found.path if found else "",
+        unreachable=tuple(sorted(unreachable)),
+    )
 
 
 def wait_idle(device: torch.device, timeout_s: float) -> None:

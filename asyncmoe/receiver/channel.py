@@ -18,6 +18,7 @@ from asyncmoe.reshard.gpu import Gpu, nothing_to_give
 from asyncmoe.reshard.ipc_transport import IpcTransport
 from asyncmoe.reshard.shm_transport import ShmTransport
 from asyncmoe.reshard.torch_transport import TorchTransport
+from asyncmoe.reshard.transport import Watch, nothing_to_watch
 
 _GROUP_S = 30.0
 """For ranks that have all come to make a process group, which looks after nobody while it is made."""
@@ -107,8 +108,9 @@ def connect(
     plan: Plan,
     epoch: int,
     side: SideStream | None = None,
-    watch: Callable[[], None] = lambda: None,
+    watch: Watch = nothing_to_watch,
     arrays: Arrays | None = None,
+    update: Callable[[], int] = lambda: 0,
 ) -> Exchanger:
     """This rank's end of channel `epoch`; returns when all ends are there, so that from then on whoever waits for a rank also sees it end.
     A channel in which anything failed is not used again.
@@ -118,8 +120,9 @@ def connect(
 
     Args:
         side: where to enqueue copies, if the weights are on GPUs.
-        watch: on rank 0, called every second of waiting; raises when a rank will not come.
+        watch: on rank 0, called every second of waiting; raises when a rank will not come, or is gone.
         arrays: what is to be bound.
+        update: the number of the update under way, which ends for this rank too when another one fails in it.
 
     Raises:
         WaitTimeout: the others did not come in time.
@@ -130,6 +133,11 @@ def connect(
     relieve = torch.cuda.empty_cache if side else nothing_to_give
     held = side.communicators.held() if side and terms.transport == "nccl" else {}
     exchanger, bound, failure = None, None, ""
+
+    def look() -> None:
+        store.heed_others(f"channel/{epoch}/made/failed", f"{update()}/failed")
+        watch()
+
     try:
         bound = arrays() if arrays is not None else None
     except Exception as error:  # noqa: BLE001  said to all ranks
@@ -139,10 +147,17 @@ def connect(
     mine = _Come(failure, held)
     agreed = _assemble(store, terms, f"channel/{epoch}/come", watch, mine, lambda every: _agreed(terms, every, side)).agreed
     try:
-        transport = _transport(store, terms, epoch, side, agreed)
+        transport = _transport(store, terms, epoch, side, agreed, look)
         # One thread: the step, and the engine, go on meanwhile.
         exchanger = Exchanger(
-            plan, transport, bucket_bytes=terms.bucket_bytes, timeout_s=terms.timeout_s, threads=1, stream=stream, relieve=relieve
+            plan,
+            transport,
+            bucket_bytes=terms.bucket_bytes,
+            timeout_s=terms.timeout_s,
+            threads=1,
+            stream=stream,
+            relieve=relieve,
+            watch=look,
         )
         if bound is not None:
             exchanger.bind(*bound)
@@ -159,7 +174,7 @@ def connect(
 
 
 def _assemble(
-    store: Store, terms: Terms, key: str, watch: Callable[[], None], mine: _Come, agreed: Callable[[Mapping[int, _Come]], dict[str, Agreed]]
+    store: Store, terms: Terms, key: str, watch: Watch, mine: _Come, agreed: Callable[[Mapping[int, _Come]], dict[str, Agreed]]
 ) -> _All:
     """Return when all ranks have come here without a failure, with what they have agreed on.
 
@@ -196,7 +211,7 @@ def _agreed(terms: Terms, come: Mapping[int, _Come], side: SideStream | None) ->
 
 
 def _transport(
-    store: Store, terms: Terms, epoch: int, side: SideStream | None, agreed: Mapping[str, Agreed]
+    store: Store, terms: Terms, epoch: int, side: SideStream | None, agreed: Mapping[str, Agreed], watch: Watch
 ) -> Transport | SharedTransport:
     session = f"{terms.session}-{epoch}"
     match terms.transport:
@@ -208,4 +223,4 @@ def _transport(
     stream, device = side.stream.cuda_stream, side.stream.device.index
     if terms.transport == "ipc":
         return IpcTransport(store.rank, session, device, stream=stream, gpu=Gpu(device, torch.cuda.empty_cache))
-    return side.communicators.transport(store.rank, terms, agreed, stream, terms.timeout_s)
+    return side.communicators.transport(store.rank, terms, agreed, stream, terms.timeout_s, watch)

@@ -18,6 +18,7 @@ from asyncmoe.errors import TransferError
 from asyncmoe.receiver.meeting import EngineRanks, Terms
 from asyncmoe.reshard.gpu import Gpu
 from asyncmoe.reshard.nccl_transport import Communicator, Route, RoutedTransport, make_unique_id
+from asyncmoe.reshard.transport import Watch, nothing_to_watch
 
 
 class Held(msgspec.Struct, frozen=True):
@@ -95,9 +96,14 @@ class Communicators:
         """
         return make_unique_id(self._library)
 
-    def transport(self, rank: int, terms: Terms, agreed: Mapping[str, Agreed], stream: int, timeout_s: float) -> RoutedTransport:
+    def transport(
+        self, rank: int, terms: Terms, agreed: Mapping[str, Agreed], stream: int, timeout_s: float, watch: Watch = nothing_to_watch
+    ) -> RoutedTransport:
         """A transport over what was agreed on; what was not is ended, and what is new is made. When the transport ends, its communicators
         are held again.
+
+        Args:
+            watch: called twice a second while the others are waited for.
 
         Raises:
             UserError: there is no usable NCCL, or no such GPU.
@@ -117,7 +123,7 @@ class Communicators:
                 self._open[engine.name] = agreed[engine.name].id, made
             routes.append(Route(self._open[engine.name][1], numbers))
         self._lent = RoutedTransport(rank, gpu, routes, stream=stream)
-        self._lent.join(timeout_s)
+        self._lent.join(timeout_s, watch)
         return self._lent
 
     def close(self) -> None:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 
-from asyncmoe.errors import OutOfDeviceMemory, gibibytes
 from asyncmoe.models import EngineParallel
-from asyncmoe.receiver.meeting import Card, EngineRanks, Parameter, Ready
+from asyncmoe.receiver.meeting import EngineRanks, Parameter, Ready
 from asyncmoe.reshard import RankLayout
 from asyncmoe.reshard.float8 import SCALES
 from asyncmoe.reshard.layout import contiguous_strides
@@ -66,27 +65,6 @@ def differences(ready: Ready, engine: EngineRanks, tp_rank: int, layout: RankLay
         if (got := ready.parameters.get(name)) != wanted.get(name):
             wrong.append(f"{who}: {name}: got {_words(got)}, expected {_words(wanted.get(name))}")
     return wrong
-
-
-def shortage(whom: str, card: Card) -> list[str]:
-    """What keeps a card from taking what is going to be allocated there."""
-    if card.wanted <= card.free:
-        return []
-    got, expected = f"{gibibytes(card.free)} free of {gibibytes(card.total)}", gibibytes(card.wanted)
-    what = f"{whom} on {card.host}, {card.device}: memory to receive weights in"
-    return [f"{what}: got {got}, expected {expected}; {OutOfDeviceMemory.CURE}"]
-
-
-def unreachable(readers: Mapping[str, Card], writers: Mapping[str, Card]) -> list[str]:
-    """Pairs of which the first, a rank of an engine, cannot read the memory of the second, as sync.transport=ipc has to; by their names."""
-    cure = "set sync.transport=nccl, or place them on GPUs that reach each other (nvidia-smi topo -p2p r)"
-    return [
-        f"sync.transport ipc on {reader.host}: got no peer access from {whom}'s {reader.device} to {other}'s {writer.device}, "
-        f"expected it between all GPUs of the trainer and the engines; {cure}"
-        for whom, reader in readers.items()
-        for other, writer in writers.items()
-        if writer.host == reader.host and writer.uuid in reader.unreachable
-    ]
 
 
 def refusal(wrong: Sequence[str]) -> str:

@@ -41,8 +41,9 @@ _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.002, 0.025
 _WATCH_S = 1.0
 _LAST_WORDS_S = 0.5
 """How long the others are listened to when one has failed: it may be a consequence of what they have to say."""
-_OF_A_PEER = ("is gone", "remote process exited or there was a network error")
-"""Words of transports for a peer that has ended; the latter are NCCL's (ncclRemoteError)."""
+_ELSEWHERE = "another rank has failed"
+_OF_A_PEER = ("is gone", "remote process exited or there was a network error", _ELSEWHERE)
+"""Words for a peer that has ended or failed, in the first place of transports; the second are NCCL's (ncclRemoteError)."""
 _c10d: Any = distributed_c10d
 
 
@@ -110,40 +111,30 @@ class Parameter(msgspec.Struct, frozen=True):
 
 
 class Card(msgspec.Struct, frozen=True):
-    """A rank's GPU.
+    """A rank's GPU, and the libraries that the rank uses it with.
 
     Attributes:
         device: "cuda:1", as its process calls it.
         uuid: what every process calls it.
+        model: its name and compute capability.
         free, total: bytes that can be had, and all it has.
         wanted: bytes that are going to be taken for receiving.
+        torch: version.
+        nccl, library: version and file of the NCCL that its messages would travel by; empty where they travel otherwise.
         unreachable: GPUs of this host, by uuid, whose memory it cannot read (`cudaDeviceCanAccessPeer`).
     """
 
     host: str
     device: str
     uuid: str
+    model: str
     free: int
     total: int
     wanted: int
-    unreachable: tuple[str, ...] = ()
-
-
-class Device(msgspec.Struct, frozen=True):
-    """A rank's GPU, and what it would use it with.
-
-    Attributes:
-        device: as torch calls it.
-        card: its name and compute capability.
-        nccl, library: version and file of the NCCL that its messages would travel by; empty where they travel otherwise.
-    """
-
-    host: str
-    device: str
-    card: str
     torch: str
     nccl: str = ""
     library: str = ""
+    unreachable: tuple[str, ...] = ()
 
 
 class Ready(msgspec.Struct, frozen=True):
@@ -159,7 +150,6 @@ class Ready(msgspec.Struct, frozen=True):
     """Why weights must not be written into its parameters."""
     card: Card | None = None
     """None of a CPU."""
-    device: Device | None = None
 
 
 class Header(msgspec.Struct, frozen=True):
@@ -282,6 +272,11 @@ class Store:
     def resigned(self) -> str:
         """Why a rank takes part in nothing any more; empty while all do."""
         return self.get("failed", Outcome, 1.0).failure if self.has("failed") else ""
+
+    def heed_others(self, *keys: str) -> None:
+        """Raises WeightSyncError when somebody has set a key of those that say that a rank has failed, or has resigned."""
+        if any(self.has(key) for key in ("failed", *keys)):
+            raise WeightSyncError(_ELSEWHERE)
 
     def forget(self, number: int, terms: Terms) -> None:
         """Drop what is left of an update that all ranks have done with."""

@@ -13,7 +13,7 @@ import torch
 
 from asyncmoe.errors import AsyncmoeError, InvariantBroken, WaitTimeout
 from asyncmoe.process import yield_cores
-from asyncmoe.receiver import channel, command, devices, failing, handshake, meeting, route
+from asyncmoe.receiver import channel, command, failing, handshake, meeting, route
 from asyncmoe.receiver.card import card_of, wait_idle
 from asyncmoe.receiver.channel import SideStream
 from asyncmoe.receiver.command import Commit, Join
@@ -155,9 +155,9 @@ class Receiver:
     def _plan(self, store: Store, terms: Terms) -> Plan:
         key = f"ready/{self._join.rank}"
         try:
-            plan, device = route.route(terms, self._join.rank), devices.described(self._device, terms)
-            card = card_of(self._device, self._wanted(terms))
-            ready = Ready("", plan.digest, self._target.described(), self._places, self._obstacles, card, device)
+            plan = route.route(terms, self._join.rank)
+            card = card_of(self._device, terms, self._wanted(terms))
+            ready = Ready("", plan.digest, self._target.described(), self._places, self._obstacles, card)
         except Exception as error:
             store.put(key, Ready(failure=failing.in_one_line(error, terms)))
             raise
@@ -202,7 +202,7 @@ class Receiver:
         try:
             if exchanger is None:
                 arrays = functools.partial(self._arrays, terms)
-                exchanger = channel.connect(store, terms, plan, header.epoch, self._side, arrays=arrays)
+                exchanger = channel.connect(store, terms, plan, header.epoch, self._side, arrays=arrays, update=lambda: self._number)
             else:
                 exchanger.bind(*self._arrays(terms))
             tensors = self._arrays(terms)[1]

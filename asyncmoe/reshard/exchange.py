@@ -21,7 +21,7 @@ from asyncmoe.reshard.layout import Storage
 from asyncmoe.reshard.memory import Array, Memory, memory_of, storage_memory
 from asyncmoe.reshard.plan import Plan
 from asyncmoe.reshard.programs import local_program, message_program, scales_of
-from asyncmoe.reshard.transport import Buffer, Lane, Link, MessageLink, SharedTransport, Transport
+from asyncmoe.reshard.transport import Buffer, Lane, Link, MessageLink, SharedTransport, Transport, Watch, nothing_to_watch
 
 BUCKET_BYTES = 64 << 20
 _RUN_MIX = 0x9E3779B97F4A7C15
@@ -69,6 +69,8 @@ class Exchanger:
             enqueued on it before, so sources may be written there without waiting; when `run` returns, all copies are done. The
             transport has to send and receive in the order of this stream (`TorchTransport`: torch's current stream).
         relieve: see `asyncmoe.reshard.gpu.Relieve`.
+        watch: called twice a second while a `Transport` with a thread of its own (see there) exchanges messages; what it raises ends the
+            run. A `SharedTransport` notices itself when a peer ends.
 
     Raises:
         LayoutError: a bucket smaller than an element for every peer.
@@ -86,8 +88,9 @@ class Exchanger:
         threads: int = 0,
         stream: int = 0,
         relieve: Relieve = nothing_to_give,
+        watch: Watch = nothing_to_watch,
     ) -> None:
-        self._relieve = relieve
+        self._relieve, self._watch = relieve, watch
         if bucket_bytes < 1 or buffers < 1:
             raise LayoutError("bucket_bytes and buffers", got=f"{bucket_bytes} and {buffers}", expected="positive numbers")
         self.rank, self._plan = transport.rank, plan
@@ -257,7 +260,8 @@ class Exchanger:
         if isinstance(transport, SharedTransport):
             return transport.connect(out, into, self._buffers, self._timeout_s)
         device = memory_of(transport.empty(1), "message buffer").device if out or into else "cpu"
-        return MessageLink(transport, out, into, self._buffers, threaded=device == "cpu" or getattr(transport, "waits", False))
+        threaded = device == "cpu" or getattr(transport, "waits", False)
+        return MessageLink(transport, out, into, self._buffers, threaded, self._watch)
 
     def _message_memories(self) -> list[Memory]:
         if not isinstance(self._link, MessageLink):

@@ -15,6 +15,7 @@ import asyncmoe.reshard._C as _C
 from asyncmoe.errors import InvariantBroken, TransferError, UserError, WaitTimeout
 from asyncmoe.reshard.gpu import Event, Gpu
 from asyncmoe.reshard.memory import DeviceBuffer
+from asyncmoe.reshard.transport import Watch, nothing_to_watch
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -26,7 +27,7 @@ SONAME = "libnccl.so.2"
 _SUCCESS, _IN_PROGRESS = 0, 7
 """Results of `NcclCommunicator.state` (ncclResult_t)."""
 _LOOK_S = 0.25
-"""Between two looks at NCCL's own errors while messages travel."""
+"""Between two looks at NCCL's own errors, and two calls of a `Watch`."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,11 @@ class Origin:
 
     version: int
     path: str
+
+    @property
+    def words(self) -> str:
+        """The version as people write it."""
+        return f"{self.version // 10000}.{self.version // 100 % 100}.{self.version % 100}"
 
 
 def origin(library: str | None = None) -> Origin:
@@ -117,12 +123,8 @@ class Communicator:
 
     def passed(self, timeout_s: float) -> bool:
         """Whether what was enqueued is done in time."""
-        until = time.monotonic() + timeout_s
-        while not self._after.wait(max(0.0, min(_LOOK_S, until - time.monotonic()))):
-            self.idle(0.0)  # raises what NCCL noticed
-            if time.monotonic() > until:
-                return False
-        return self.idle(max(0.0, until - time.monotonic()))
+        arrived = self._after.wait(timeout_s)
+        return self.idle(0.0) and arrived  # NCCL may have noticed that a peer is gone
 
     def abort(self) -> None:
         """End it at once, with what is under way; waits for no peer."""
@@ -174,7 +176,7 @@ class RoutedTransport:
     def empty(self, nbytes: int) -> DeviceBuffer:
         return self._gpu.allocate(nbytes)
 
-    def join(self, timeout_s: float) -> None:
+    def join(self, timeout_s: float, watch: Watch = nothing_to_watch) -> None:
         """Return when the ranks of all communicators have met.
 
         Raises:
@@ -184,7 +186,7 @@ class RoutedTransport:
         until = time.monotonic() + timeout_s
         for route in self._routes:
             others = [rank for rank in route.numbers if rank != self.rank] or [self.rank]
-            self._wait(route.communicator.idle, others, "it to join the communicator", until)
+            self._wait(route.communicator.idle, others, "it to join the communicator", until, watch)
 
     def exchange(self, sends: Sequence[tuple[int, DeviceBuffer]], receives: Sequence[tuple[int, DeviceBuffer]], timeout_s: float) -> None:
         """As `Transport.exchange`.
@@ -220,12 +222,18 @@ class RoutedTransport:
                 route.communicator.runs += runs
         self.ended = True
 
-    def _wait(self, done: Callable[[float], bool], peers: Sequence[int], what: str, until: float) -> None:
+    def _wait(self, done: Callable[[float], bool], peers: Sequence[int], what: str, until: float, watch: Watch = nothing_to_watch) -> None:
         started = time.monotonic()
-        if not self._attempt(lambda: done(max(0.0, until - started)), peers):
-            self._abort()
-            names = ", ".join(str(rank) for rank in peers)
-            raise WaitTimeout(f"rank{'s' * (len(peers) > 1)} {names}", what, time.monotonic() - started)
+        while not self._attempt(lambda: done(max(0.0, min(_LOOK_S, until - time.monotonic()))), peers):
+            try:
+                watch()
+            except Exception:
+                self._abort()
+                raise
+            if (now := time.monotonic()) >= until:
+                self._abort()
+                names = ", ".join(str(rank) for rank in peers)
+                raise WaitTimeout(f"rank{'s' * (len(peers) > 1)} {names}", what, now - started)
 
     def _attempt(self, act: Callable[[], T], peers: Sequence[int]) -> T:
         try:

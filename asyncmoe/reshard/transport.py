@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -12,6 +12,17 @@ import numpy as np
 from asyncmoe.errors import InvariantBroken
 from asyncmoe.reshard import device_threads
 from asyncmoe.reshard.memory import memory_of
+
+LOOK_S = 0.5
+"""Between two calls of a `Watch`."""
+
+Watch = Callable[[], None]
+"""Called while peers are waited for, in the thread that waits: raises what makes waiting vain."""
+
+
+def nothing_to_watch() -> None:
+    """A `Watch` where nobody else knows of the peers."""
+
 
 Buffer = Any
 """Bytes in the transport's kind of memory, as its `empty` returns them; can be sliced."""
@@ -122,9 +133,21 @@ class MessageLink:
 
     Unless `threaded`, rounds are exchanged from the calling thread: transports between GPUs enqueue and return, and it is the
     caller's stream that orders them.
+
+    Args:
+        watch: called while another thread exchanges.
     """
 
-    def __init__(self, transport: Transport, outgoing: Sequence[Lane], incoming: Sequence[Lane], slots: int, threaded: bool) -> None:
+    def __init__(
+        self,
+        transport: Transport,
+        outgoing: Sequence[Lane],
+        incoming: Sequence[Lane],
+        slots: int,
+        threaded: bool,
+        watch: Watch = nothing_to_watch,
+    ) -> None:
+        self._watch = watch
         self._transport, self._outgoing, self._incoming, self._slots = transport, outgoing, incoming, slots
         self._out = [[transport.empty(lane.slot_bytes) for _ in range(min(slots, len(lane.message_bytes)))] for lane in outgoing]
         self._in = [[transport.empty(lane.slot_bytes) for _ in range(min(slots, len(lane.message_bytes)))] for lane in incoming]
@@ -174,7 +197,10 @@ class MessageLink:
     def _wait(self, number: int) -> None:
         """Until a round is over; the transport's own time-out bounds it."""
         if number in self._rounds:
-            self._rounds.pop(number).result()
+            exchanged = self._rounds.pop(number)
+            while not wait([exchanged], LOOK_S).done:
+                self._watch()
+            exchanged.result()
 
     def _messages(self, buffers: list[list[Buffer]], lanes: Sequence[Lane], number: int) -> list[tuple[int, Buffer]]:
         present = [i for i, lane in enumerate(lanes) if number < len(lane.message_bytes)]

@@ -16,10 +16,10 @@ import torch.distributed as dist
 from asyncmoe.config import Config
 from asyncmoe.errors import AsyncmoeError, WeightSyncError
 from asyncmoe.models import engine_dtype
-from asyncmoe.receiver import devices, failing, handshake, meeting, route
+from asyncmoe.receiver import cards, failing, handshake, meeting, route
 from asyncmoe.receiver.card import card_of
 from asyncmoe.receiver.channel import transport_for
-from asyncmoe.receiver.meeting import AdapterTerms, Card, Device, EngineRanks, Outcome, Ready, Store, Terms
+from asyncmoe.receiver.meeting import AdapterTerms, Card, EngineRanks, Outcome, Ready, Store, Terms
 from asyncmoe.reshard import Plan
 from asyncmoe.reshard.nccl_room import max_ctas
 from asyncmoe.trainer.published import device_of
@@ -84,13 +84,12 @@ def meet(config: Config, model: Model, client: Client, group: dist.ProcessGroup)
     failure = ""
     plan: Plan | None = None
     card: Card | None = None
-    gpu: Device | None = None
     try:
         plan = route.route(terms, rank)
-        card, gpu = card_of(model.mesh.device, 0), devices.described(model.mesh.device, terms)
+        card = card_of(model.mesh.device, terms, 0)
     except Exception as error:  # noqa: BLE001  said to all ranks
         failure = failing.in_one_line(error, terms)
-    mine = Ready(failure, plan.digest if plan else "", card=card, device=gpu)
+    mine = Ready(failure, plan.digest if plan else "", card=card)
     if rank == 0:
         store.put("verdict", Outcome(_disagreement(store, terms, mine, wait_s, watch(config, client))))
     else:
@@ -269,15 +268,5 @@ def _differences(terms: Terms, ready: Mapping[int, Ready], names: Mapping[int, s
         for tp in range(engine.tp):
             rank = engine.first + tp
             wrong += handshake.differences(ready[rank], engine, tp, layouts[rank])
-    cards = {whom: card for rank, whom in names.items() if (card := ready[rank].card) is not None}
-    for whom, card in cards.items():
-        wrong += handshake.shortage(whom, card)
-    if terms.transport == "ipc":
-        wrong += _unreachable(terms, {rank: one.card for rank, one in ready.items() if one.card is not None})
-    return devices.differences({rank: one.device for rank, one in ready.items()}, terms) + wrong
-
-
-def _unreachable(terms: Terms, cards: Mapping[int, Card]) -> list[str]:
-    names, first = meeting.names(terms), terms.engines[0].first
-    writers = {names[rank]: card for rank, card in cards.items() if rank < first}
-    return handshake.unreachable({names[rank]: card for rank, card in cards.items() if rank >= first}, writers)
+    found = {rank: one.card for rank, one in ready.items() if one.card is not None}
+    return cards.unfit(found, terms) + wrong

@@ -15,6 +15,7 @@ from asyncmoe.receiver import channel, failing, meeting
 from asyncmoe.receiver.channel import SideStream
 from asyncmoe.receiver.meeting import Header, Outcome, Over
 from asyncmoe.reshard import Exchanger
+from asyncmoe.reshard.transport import nothing_to_watch
 from asyncmoe.trainer.direct_group import GRACE_S, Meeting, starving, watch
 from asyncmoe.trainer.model import Model
 from asyncmoe.trainer.published import Expected
@@ -140,7 +141,14 @@ class Sender:
         try:
             if self._exchanger is None:
                 self._exchanger = channel.connect(
-                    met.store, met.terms, met.plan, self._epoch, self._side, self._watch, arrays=lambda: (self._tensors, None)
+                    met.store,
+                    met.terms,
+                    met.plan,
+                    self._epoch,
+                    self._side,
+                    self._watch if self._rank == 0 else nothing_to_watch,
+                    arrays=lambda: (self._tensors, None),
+                    update=lambda: self._number,
                 )
             self._exchanger.run(met.terms.timeout_s)
         except Exception as error:

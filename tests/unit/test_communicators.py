@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 import shutil
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -11,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from fake_nccl import built
@@ -24,6 +26,7 @@ from asyncmoe.reshard import Box, Exchanger, LayoutBuilder, nccl_room, plan
 
 TRAINERS = 2
 SHAPE = (8, 16)
+UPDATE = 3
 SIZES = {"A": 2, "B": 1, "C": 1}
 
 
@@ -124,7 +127,7 @@ class Met:
         self.epoch += 1
 
         def one(rank: int) -> Exchanger:
-            return channel.connect(self.stores[rank], self.terms, self.plan, self.epoch, self.sides[rank])
+            return channel.connect(self.stores[rank], self.terms, self.plan, self.epoch, self.sides[rank], update=lambda: UPDATE)
 
         with ThreadPoolExecutor(self.terms.world) as threads:
             self.exchangers = list(threads.map(one, range(self.terms.world)))
@@ -198,6 +201,30 @@ def test_a_failed_update_takes_what_it_went_over_with_it(world: World) -> None:
     assert world.counted(met.leave) == NOTHING  # those that failed have ended theirs already
     assert world.counted(lambda: met.update(9)) == {**NOTHING, "init": 4 + 3, "ctas": 4 + 3, "abort": 2 * TRAINERS}
     met.leave()
+
+
+def test_who_waits_for_a_rank_that_has_failed_elsewhere_is_told_within_a_second(world: World) -> None:
+    """NCCL notices nothing: the rank is there, and sends nothing."""
+    met = Met(world, "A", "B")
+    met.update(1)
+    began = time.monotonic()
+    met.stores[1].fail(UPDATE, f"{UPDATE}/sent/1", "out of memory")
+    ended = met.send(5, absent=[1], timeout_s=60.0)
+    assert time.monotonic() - began < 10
+    assert [str(error) for error in ended[2:]] == ["another rank has failed"] * 3
+    met.leave()
+    assert world.counted(lambda: met.update(9))["init"] == 4 + 3
+    met.leave()
+
+
+def test_who_waits_for_a_communicator_that_another_rank_cannot_make_is_told_within_a_second(world: World, tmp_path: Path) -> None:
+    met = Met(world, "A", "B")
+    met.terms = msgspec.structs.replace(met.terms, timeout_s=60.0)
+    met.sides[4].communicators = Communicators(0, gpu=FakeGpu(), library=str(tmp_path / "none.so"))
+    began = time.monotonic()
+    with pytest.raises(AsyncmoeError, match=r"none\.so.*B rank 0"):
+        met.connect()
+    assert time.monotonic() - began < 10
 
 
 def test_messages_that_a_receiver_slept_through_do_not_come_up_later(world: World) -> None:

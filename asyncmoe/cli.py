@@ -71,7 +71,7 @@ def engine(
     """One engine that joins a run with engines.join=true, before or while it goes on; it leaves on Ctrl-C or SIGTERM."""
     from asyncmoe import config as configuration
     from asyncmoe.launch import gpus
-    from asyncmoe.rollout import joining
+    from asyncmoe.rollout.engines import joining
 
     loaded = configuration.load(config, overrides or ())
     joining.run(loaded, loaded.run.dir, name or joining.default_name(index), index, gpus.engine_arguments(loaded, index))
@@ -124,7 +124,7 @@ def doctor(
     ] = False,
 ) -> None:
     """What of this machine would stop a run or slow it down, each line with its cure; --compare: what differs between nodes."""
-    from asyncmoe.launch.doctor import command
+    from asyncmoe.doctor import command
 
     raise typer.Exit(command.run(arguments or (), as_json=as_json, compare=compare))
 
@@ -173,8 +173,8 @@ def plan(
     """
     from rich.console import Console
 
-    from asyncmoe.launch import plan_command, planned
-    from asyncmoe.launch.planning import Speeds
+    from asyncmoe.plan import plan_command, planned
+    from asyncmoe.plan.planning import Speeds
 
     speeds = Speeds(nvlink, nic)
     asked = plan_command.Asked(

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-DOCTOR = HERE.parent / "asyncmoe" / "launch" / "doctor"
+DOCTOR = HERE.parent / "asyncmoe" / "doctor"
 SMI = ("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
 _SMI_S = 60.0
 

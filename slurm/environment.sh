@@ -32,5 +32,5 @@ fi
 # The address of our own sockets and of the engines is not NCCL's: cluster.network of the configuration. `slurm` runs of several nodes
 # take that of the host's name unless the configuration says ib0 or 10.1.0.0/16.
 #
-# CUDA_DEVICE_MAX_CONNECTIONS=1 is set by trainer ranks for themselves where trainer.tp > 1 (asyncmoe/trainer/connections.py), however they
+# CUDA_DEVICE_MAX_CONNECTIONS=1 is set by trainer ranks for themselves where trainer.tp > 1 (asyncmoe/trainer/model/connections.py), however they
 # are started. In an engine it would only serialize streams: do not export it here.

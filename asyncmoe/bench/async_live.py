@@ -21,15 +21,15 @@ from asyncmoe.bench.drawn import Drawn
 from asyncmoe.config import Config
 from asyncmoe.errors import EngineError, WaitTimeout
 from asyncmoe.process import Child
-from asyncmoe.rollout import episode
-from asyncmoe.rollout.engine import Engine
-from asyncmoe.rollout.engine_client import EngineClient, Sampling
-from asyncmoe.rollout.episode import Stage
-from asyncmoe.rollout.pool import Answer, Pool
+from asyncmoe.rollout.engines.engine import Engine
+from asyncmoe.rollout.engines.engine_client import EngineClient, Sampling
+from asyncmoe.rollout.engines.pool import Answer, Pool
+from asyncmoe.rollout.episodes import episode
+from asyncmoe.rollout.episodes.episode import Stage
+from asyncmoe.rollout.episodes.turns import Place
 from asyncmoe.rollout.scoring import Exact
 from asyncmoe.rollout.tasks.arithmetic import Arithmetic
 from asyncmoe.rollout.tokenizer import Tokenizer
-from asyncmoe.rollout.turns import Place
 from asyncmoe.telemetry.overlap import intersection, length
 from asyncmoe.telemetry.run import Run, load
 

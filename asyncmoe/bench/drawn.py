@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from asyncmoe.rollout.environment import Episode
+from asyncmoe.rollout.episodes.environment import Episode
 from asyncmoe.simulate.workload import Episode as Lengths
 from asyncmoe.simulate.workload import parse
 

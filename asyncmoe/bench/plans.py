@@ -12,9 +12,9 @@ from typing import Any
 from asyncmoe.bench.memory import Growth
 from asyncmoe.bench.provenance import here
 from asyncmoe.bench.published import FLOAT8, REAL
-from asyncmoe.launch.sizes import parse_engines, parse_trainer
 from asyncmoe.models import family_of
 from asyncmoe.models.payload import Payload
+from asyncmoe.plan.sizes import parse_engines, parse_trainer
 from asyncmoe.reshard import plan
 
 SIZES = {

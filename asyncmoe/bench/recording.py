@@ -25,16 +25,16 @@ from asyncmoe.config.generation import MadeModel
 from asyncmoe.errors import InvariantBroken
 from asyncmoe.models.make import make_model
 from asyncmoe.record import NOTHING, Recording, Routing, encode_routes
-from asyncmoe.rollout import episode
-from asyncmoe.rollout.engine import Engine
-from asyncmoe.rollout.engine_client import Generated, Sampling
-from asyncmoe.rollout.episode import Stage
-from asyncmoe.rollout.pool import Pool
-from asyncmoe.rollout.sampled import routed_experts
+from asyncmoe.rollout.engines.engine import Engine
+from asyncmoe.rollout.engines.engine_client import Generated, Sampling
+from asyncmoe.rollout.engines.pool import Pool
+from asyncmoe.rollout.engines.sampled import routed_experts
+from asyncmoe.rollout.episodes import episode
+from asyncmoe.rollout.episodes.episode import Stage
+from asyncmoe.rollout.episodes.turns import Place
 from asyncmoe.rollout.scoring import Sample, Score
 from asyncmoe.rollout.tasks import Prompt
 from asyncmoe.rollout.tokenizer import Tokenizer
-from asyncmoe.rollout.turns import Place
 
 SHAPE = {"layers": 4, "hidden": 256, "heads": 4, "experts": 32, "experts_per_token": 4, "expert_hidden": 128}
 EPISODES, PROMPT, NEW = 16, 16, 64

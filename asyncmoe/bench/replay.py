@@ -55,8 +55,11 @@ def measure(folder: Path) -> dict[str, Any]:
     from asyncmoe.models import load_hf_config
     from asyncmoe.models.make import make_model
     from asyncmoe.record import encode_routes
-    from asyncmoe.trainer import batch, loop, mesh, model, objective, optimizer
+    from asyncmoe.trainer import loop, objective
+    from asyncmoe.trainer.data import batch
     from asyncmoe.trainer.losses import SupervisedLoss
+    from asyncmoe.trainer.model import gpt as model
+    from asyncmoe.trainer.model import mesh, optimizer
     from asyncmoe.trainer.step import logprobs_only, train_step
 
     logging.disable(logging.WARNING)

@@ -23,10 +23,10 @@ from asyncmoe.config.generation import MadeModel
 from asyncmoe.errors import EngineError, WaitTimeout
 from asyncmoe.launch.local import trainer_command
 from asyncmoe.models.make import make_model
-from asyncmoe.rollout import adapters
-from asyncmoe.rollout.engine import Engine
-from asyncmoe.rollout.pool import Member, Pool
-from asyncmoe.rollout.weights import Conductor
+from asyncmoe.rollout.engines import adapters
+from asyncmoe.rollout.engines.engine import Engine
+from asyncmoe.rollout.engines.pool import Member, Pool
+from asyncmoe.rollout.engines.weights import Conductor
 from asyncmoe.wire import keys
 from asyncmoe.wire.messages import Reply, Request, WeightsCommit, WeightsStage
 from asyncmoe.wire.server import Server

@@ -14,8 +14,9 @@ megatron.prepare()
 from asyncmoe import config as configuration  # noqa: E402  Megatron must not be imported before the platform is prepared
 from asyncmoe.models import load_hf_config  # noqa: E402
 from asyncmoe.process import die_with_parent  # noqa: E402
-from asyncmoe.trainer import mesh, model  # noqa: E402
 from asyncmoe.trainer.loop import publisher  # noqa: E402
+from asyncmoe.trainer.model import gpt as model  # noqa: E402
+from asyncmoe.trainer.model import mesh  # noqa: E402
 from asyncmoe.wire import keys  # noqa: E402
 from asyncmoe.wire.client import Client  # noqa: E402
 

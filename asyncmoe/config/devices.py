@@ -1,6 +1,6 @@
 """Which GPUs of a machine the processes of a run take. Pure: from the configuration and a number of GPUs.
 
-A trainer's rank takes the GPU of its LOCAL_RANK (`asyncmoe.trainer.mesh`). Engine i of a machine takes `engines.tp` of them from
+A trainer's rank takes the GPU of its LOCAL_RANK (`asyncmoe.trainer.model.mesh`). Engine i of a machine takes `engines.tp` of them from
 `first + i * tp` on (SGLang's --base-gpu-id). Numbers are those of the GPUs that CUDA_VISIBLE_DEVICES leaves.
 """
 

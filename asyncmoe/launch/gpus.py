@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 from asyncmoe import models
 from asyncmoe.config import Config, devices
+from asyncmoe.doctor.facts import Gpu
+from asyncmoe.doctor.gathering import nvidia
 from asyncmoe.errors import ConfigError
-from asyncmoe.launch import budget
-from asyncmoe.launch.doctor.facts import Gpu
-from asyncmoe.launch.doctor.gathering import nvidia
+from asyncmoe.plan import budget
 from asyncmoe.wire import address
 
 _MIB = 1 << 20

@@ -28,7 +28,7 @@ from asyncmoe.models.lora import peft
 from asyncmoe.models.lora.adapter import check_rank
 from asyncmoe.models.make import make_model
 from asyncmoe.process import Child
-from asyncmoe.rollout import adapters
+from asyncmoe.rollout.engines import adapters
 
 
 def run(config: Config) -> dict[str, object]:

@@ -6,12 +6,12 @@ import os
 from pathlib import Path
 
 from asyncmoe.config import Config
+from asyncmoe.doctor.examination import CHECKS
+from asyncmoe.doctor.facts import Machine
+from asyncmoe.doctor.gathering.machine import gather_for
+from asyncmoe.doctor.placement import seen
+from asyncmoe.doctor.verdict import Verdict
 from asyncmoe.errors import UserError
-from asyncmoe.launch.doctor.examination import CHECKS
-from asyncmoe.launch.doctor.facts import Machine
-from asyncmoe.launch.doctor.gathering.machine import gather_for
-from asyncmoe.launch.doctor.placement import seen
-from asyncmoe.launch.doctor.verdict import Verdict
 
 STOPS = (
     "torch",

@@ -65,7 +65,7 @@ class Latent:
 
     def put_megatron(self, builder: LayoutBuilder, m: Shape, parallel: MegatronParallel) -> None:
         """What leads down to the small vectors is whole on every rank: so it is with Transformer Engine, and in
-        `asyncmoe.trainer.latent`."""
+        `asyncmoe.trainer.model.latent`."""
         shapes, place = self.shapes(m), (parallel.tp, parallel.tp_rank(builder.rank))
         put_whole(builder, {"attn_norm": (m.hidden,)}, "input_layernorm.weight", "attn_norm")
         for part in ("q", "kv"):

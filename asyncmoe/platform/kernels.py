@@ -1,4 +1,4 @@
-"""Optional kernels: what is installed and can be used here. `asyncmoe.platform.switches` decides what Megatron is told of it.
+"""Optional kernels: what is installed and can be used here. `asyncmoe.trainer.model.switches` decides what Megatron is told of it.
 
 NVIDIA's Transformer Engine has layers, grouped experts and fused operations; with it or with NVIDIA's apex Megatron takes a fused Adam;
 DeepEP carries rows to their experts. None is a requirement. The project called "apex" on the Python package index is unrelated to NVIDIA's.

@@ -78,7 +78,7 @@ class Weights:
 class AdapterMemory:
     """What a worker's adapters are computed from, by the names of `asyncmoe.models.lora.sglang.memory_layout`.
 
-    Every slot gets the same values: all requests name the one adapter there is (`asyncmoe.rollout.adapters`), and which slot SGLang
+    Every slot gets the same values: all requests name the one adapter there is (`asyncmoe.rollout.engines.adapters`), and which slot SGLang
     gave it is nowhere to be read. It is pinned, so SGLang never fills a slot again from what it was loaded with.
 
     On CPU all slots are staged and swapped in: a module and SGLang's pool hold the same tensor, and nothing views it. On another

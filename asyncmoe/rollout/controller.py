@@ -16,21 +16,23 @@ from asyncmoe.errors import AsyncmoeError, ProtocolError
 from asyncmoe.process import named
 from asyncmoe.queue.bounded import BoundedQueue
 from asyncmoe.queue.service import QueueService
-from asyncmoe.rollout import adapters, environments, episode, scoring, tasks
-from asyncmoe.rollout.engine import Engine
-from asyncmoe.rollout.engine_client import Sampling
-from asyncmoe.rollout.environment import Environment, Teacher
-from asyncmoe.rollout.environments.tools import WithTools
-from asyncmoe.rollout.episode import Stage, Teaching
+from asyncmoe.rollout import scoring, tasks
+from asyncmoe.rollout.engines import adapters
+from asyncmoe.rollout.engines.engine import Engine
+from asyncmoe.rollout.engines.engine_client import Sampling
+from asyncmoe.rollout.engines.membership import Membership, MembershipRequest
+from asyncmoe.rollout.engines.pool import Pool
+from asyncmoe.rollout.engines.weights import Conductor, WeightsRequest
+from asyncmoe.rollout.episodes import environments, episode
+from asyncmoe.rollout.episodes.environment import Environment, Teacher
+from asyncmoe.rollout.episodes.environments.tools import WithTools
+from asyncmoe.rollout.episodes.episode import Stage, Teaching
 from asyncmoe.rollout.evaluation import Evaluator
-from asyncmoe.rollout.membership import Membership, MembershipRequest
-from asyncmoe.rollout.pool import Pool
 from asyncmoe.rollout.producer import Producer, demonstrate
 from asyncmoe.rollout.recorder import Recorder
 from asyncmoe.rollout.scoring import Scorer
 from asyncmoe.rollout.tasks import Task
 from asyncmoe.rollout.tokenizer import Tokenizer
-from asyncmoe.rollout.weights import Conductor, WeightsRequest
 from asyncmoe.trajectory import Buffer, Trajectory
 from asyncmoe.wire import address, keys
 from asyncmoe.wire.environment import Given, given
@@ -49,7 +51,7 @@ def run(config: Config, run_dir: Path, memory: Sequence[str] = ()) -> None:
     """Serve one run, from the start of the engines to the trainer's goodbye.
 
     Args:
-        memory: of each engine that is started here; see `asyncmoe.rollout.engine.command`.
+        memory: of each engine that is started here; see `asyncmoe.rollout.engines.engine.command`.
 
     Returns when the trainer has said goodbye, or after SIGTERM. SIGINT asks the trainer to save and say goodbye; without a trainer, or
     the second time, it is as SIGTERM. Every process this one started has ended when it returns or raises.

@@ -20,11 +20,12 @@ from statistics import fmean, stdev
 from asyncmoe.config import Config
 from asyncmoe.errors import TrajectoryRejected
 from asyncmoe.record import NOTHING
-from asyncmoe.rollout import episode, scoring
-from asyncmoe.rollout.engine_client import Sampling
-from asyncmoe.rollout.episode import Stage
+from asyncmoe.rollout import scoring
+from asyncmoe.rollout.engines.engine_client import Sampling
+from asyncmoe.rollout.episodes import episode
+from asyncmoe.rollout.episodes.episode import Stage
+from asyncmoe.rollout.episodes.turns import Place
 from asyncmoe.rollout.tasks import Task
-from asyncmoe.rollout.turns import Place
 from asyncmoe.telemetry.schema import Evaluation
 from asyncmoe.trajectory import Trajectory
 

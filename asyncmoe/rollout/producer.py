@@ -21,8 +21,8 @@ from asyncmoe.errors import AsyncmoeError, TrajectoryRejected
 from asyncmoe.queue.bounded import BoundedQueue
 from asyncmoe.queue.gathering import Gathering, all_equal
 from asyncmoe.queue.line import Admit, Line, Start
+from asyncmoe.rollout.episodes.turns import Place
 from asyncmoe.rollout.tasks import Prompt, Task
-from asyncmoe.rollout.turns import Place
 from asyncmoe.trajectory import Trajectory
 
 log = logging.getLogger(__name__)

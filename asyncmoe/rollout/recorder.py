@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Protocol
 
 from asyncmoe.queue.bounded import QueueStats
+from asyncmoe.rollout.episodes.tools.runner import Counts
 from asyncmoe.rollout.scoring import Stats
-from asyncmoe.rollout.tools.runner import Counts
 from asyncmoe.telemetry.records import JsonLines, Spans
 from asyncmoe.telemetry.schema import CONTROLLER_SPANS, EVALUATION, ROLLOUT, Calls, Evaluation, Rollout, Scoring
 

@@ -11,7 +11,7 @@ from asyncmoe import config as configuration
 from asyncmoe.errors import AsyncmoeError
 from asyncmoe.platform import megatron
 from asyncmoe.process import die_with_parent, named, say
-from asyncmoe.trainer import connections
+from asyncmoe.trainer.model import connections
 
 
 def main() -> None:

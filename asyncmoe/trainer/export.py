@@ -27,11 +27,12 @@ from asyncmoe.models.lora import peft  # noqa: E402
 from asyncmoe.models.lora.adapter import expanded  # noqa: E402
 from asyncmoe.models.quantised import KEY, without  # noqa: E402
 from asyncmoe.process import die_with_parent, named, say  # noqa: E402
-from asyncmoe.trainer import mesh, model, state  # noqa: E402
-from asyncmoe.trainer.gather import Gatherer, tensors_in  # noqa: E402
 from asyncmoe.trainer.lora.files import gathered  # noqa: E402
 from asyncmoe.trainer.lora.merge import merge  # noqa: E402
-from asyncmoe.trainer.model import Model  # noqa: E402
+from asyncmoe.trainer.model import gpt as model  # noqa: E402
+from asyncmoe.trainer.model import mesh, state  # noqa: E402
+from asyncmoe.trainer.model.gpt import Model  # noqa: E402
+from asyncmoe.trainer.weight_sync.gather import Gatherer, tensors_in  # noqa: E402
 
 _SHARD_BYTES = 4 << 30
 _WEIGHTS = {".safetensors", ".bin", ".pt", ".index.json"}

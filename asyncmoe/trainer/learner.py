@@ -11,14 +11,16 @@ import numpy as np
 from asyncmoe.config import Config
 from asyncmoe.errors import Disagreement
 from asyncmoe.platform import megatron
-from asyncmoe.trainer import agreement, collectives, feed, optimizer
-from asyncmoe.trainer.advantages import token_advantages
-from asyncmoe.trainer.batch import MicroBatch
-from asyncmoe.trainer.feed import Update
+from asyncmoe.trainer import agreement
+from asyncmoe.trainer.data import feed
+from asyncmoe.trainer.data.advantages import token_advantages
+from asyncmoe.trainer.data.batch import MicroBatch
+from asyncmoe.trainer.data.feed import Update
 from asyncmoe.trainer.losses import PolicyLoss, SupervisedLoss
-from asyncmoe.trainer.model import Model
-from asyncmoe.trainer.reference import reference
-from asyncmoe.trainer.replay import Replay
+from asyncmoe.trainer.model import collectives, optimizer
+from asyncmoe.trainer.model.gpt import Model
+from asyncmoe.trainer.model.reference import reference
+from asyncmoe.trainer.model.replay import Replay
 from asyncmoe.trainer.step import StepMetrics, logprobs_only, train_step
 from asyncmoe.trajectory import Trajectory
 from asyncmoe.wire.client import Client

@@ -19,19 +19,21 @@ from asyncmoe.config import Config
 from asyncmoe.platform import kernels
 from asyncmoe.telemetry.records import JsonLines, Spans
 from asyncmoe.telemetry.schema import METRICS, TRAINER_SPANS, Resume
-from asyncmoe.trainer import feed, mesh, model, optimizer, state
-from asyncmoe.trainer.direct import Direct
-from asyncmoe.trainer.feed import ANSWER_S
-from asyncmoe.trainer.gather import Gatherer
+from asyncmoe.trainer.data import feed
+from asyncmoe.trainer.data.feed import ANSWER_S
 from asyncmoe.trainer.learner import Learner
 from asyncmoe.trainer.lora import canonical
 from asyncmoe.trainer.lora.files import AdapterFiles
-from asyncmoe.trainer.published import Checksums, Published, Publisher
+from asyncmoe.trainer.model import gpt as model
+from asyncmoe.trainer.model import mesh, optimizer, state
+from asyncmoe.trainer.model.replay import Replay
 from asyncmoe.trainer.records import step_record
-from asyncmoe.trainer.replay import Replay
 from asyncmoe.trainer.step import StepMetrics
-from asyncmoe.trainer.sync import Broadcast
-from asyncmoe.trainer.verify import engine_checksums
+from asyncmoe.trainer.weight_sync.direct import Direct
+from asyncmoe.trainer.weight_sync.gather import Gatherer
+from asyncmoe.trainer.weight_sync.published import Checksums, Published, Publisher
+from asyncmoe.trainer.weight_sync.sync import Broadcast
+from asyncmoe.trainer.weight_sync.verify import engine_checksums
 from asyncmoe.wire import keys
 from asyncmoe.wire.client import Client
 from asyncmoe.wire.messages import Commit, Goodbye, Hello, Leased, Phase, Saved

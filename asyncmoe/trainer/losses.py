@@ -10,7 +10,7 @@ import torch
 
 from asyncmoe.config.objective import ObjectiveSection
 from asyncmoe.trainer import objective
-from asyncmoe.trainer.batch import MicroBatch
+from asyncmoe.trainer.data.batch import MicroBatch
 from asyncmoe.trainer.objective import Sums
 
 _DENOMINATOR: Mapping[str, tuple[int, ...]] = {"tokens": (), "kept": (), "planned_weight": (), "kept_weight": ()}

@@ -10,9 +10,9 @@ import msgspec
 import numpy as np
 
 from asyncmoe.telemetry.schema import Step
-from asyncmoe.trainer.advantages import credit_figures
-from asyncmoe.trainer.published import Published
+from asyncmoe.trainer.data.advantages import credit_figures
 from asyncmoe.trainer.step import StepMetrics
+from asyncmoe.trainer.weight_sync.published import Published
 from asyncmoe.wire.messages import Leased, Phase
 
 _FIGURES = {

@@ -15,22 +15,23 @@ import torch.distributed as dist
 
 from asyncmoe.errors import InvariantBroken
 from asyncmoe.platform import megatron
-from asyncmoe.trainer import collectives, objective
-from asyncmoe.trainer.batch import MicroBatch
-from asyncmoe.trainer.logprobs import target_logprobs
+from asyncmoe.trainer import objective
+from asyncmoe.trainer.data.batch import MicroBatch
 from asyncmoe.trainer.lora import attach
 from asyncmoe.trainer.losses import Loss
-from asyncmoe.trainer.mesh import Mesh
-from asyncmoe.trainer.model import Model
+from asyncmoe.trainer.model import collectives
+from asyncmoe.trainer.model.gpt import Model
+from asyncmoe.trainer.model.logprobs import target_logprobs
+from asyncmoe.trainer.model.mesh import Mesh
 
 megatron.prepare()
 
 from megatron.core.optimizer import MegatronOptimizer  # noqa: E402
 from megatron.core.pipeline_parallel import get_forward_backward_func  # noqa: E402
 
-from asyncmoe.trainer.attention import PackedSequences  # noqa: E402
-from asyncmoe.trainer.optimizer import set_lr  # noqa: E402
-from asyncmoe.trainer.replay import Replay  # noqa: E402
+from asyncmoe.trainer.model.attention import PackedSequences  # noqa: E402
+from asyncmoe.trainer.model.optimizer import set_lr  # noqa: E402
+from asyncmoe.trainer.model.replay import Replay  # noqa: E402
 
 _COMMON: Mapping[str, tuple[int, ...]] = {"loss": (), "rows": (), "entropy": ()}
 """Sums that every loss has, by shape."""

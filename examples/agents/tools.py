@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from asyncmoe.rollout.environment import Agent, Episode
-from asyncmoe.rollout.environments.tools import WithTools
+from asyncmoe.rollout.episodes.environment import Agent, Episode
+from asyncmoe.rollout.episodes.environments.tools import WithTools
 
 
 class SumsWithTools(WithTools):

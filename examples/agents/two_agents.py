@@ -6,7 +6,7 @@ same agent in the other episodes of the group.
 
 from __future__ import annotations
 
-from asyncmoe.rollout.environment import Agent, Episode
+from asyncmoe.rollout.episodes.environment import Agent, Episode
 
 RIGHT, WRONG = "y", "n"
 

@@ -10,7 +10,7 @@ import torch
 
 from asyncmoe import checkpoints
 from asyncmoe.platform.megatron.adam import fuse
-from asyncmoe.trainer import mesh, state  # noqa: F401  mesh prepares the platform
+from asyncmoe.trainer.model import mesh, state  # noqa: F401  mesh prepares the platform
 from tests.ranks import case
 
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from asyncmoe.config.training import TrainerSection
 from asyncmoe.errors import InvariantBroken
-from asyncmoe.trainer import collectives, mesh
+from asyncmoe.trainer.model import collectives, mesh
 from tests.unit.doc_pages import ROOT
 
 TRAINER = ROOT / "asyncmoe" / "trainer"
@@ -75,7 +75,7 @@ def test_the_default_group_is_what_it_says(cuda: bool, backend: str, monkeypatch
 
 def test_collectives_name_their_group() -> None:
     found = [f"{path.name}:{line}" for path in TRAINER.rglob("*.py") if path.name != "collectives.py" for line in nameless(path)]
-    assert not found, "collectives of all ranks belong in asyncmoe/trainer/collectives.py"
+    assert not found, "collectives of all ranks belong in asyncmoe/trainer/model/collectives.py"
     assert list(nameless(TRAINER / "collectives.py")), "such calls are found"
 
 

@@ -12,10 +12,11 @@ import torch
 
 from asyncmoe.config.training import MegatronSection
 from asyncmoe.errors import ConfigError
-from asyncmoe.platform import megatron, switches
+from asyncmoe.platform import megatron
 from asyncmoe.platform.kernels import Kernels, release
-from asyncmoe.platform.switches import Run, decide
-from asyncmoe.trainer.mesh import Mesh
+from asyncmoe.trainer.model import switches
+from asyncmoe.trainer.model.mesh import Mesh
+from asyncmoe.trainer.model.switches import Run, decide
 
 megatron.prepare()
 
@@ -24,7 +25,7 @@ from megatron.core.models.common.embeddings import rope_utils  # noqa: E402
 from megatron.core.transformer import transformer_config  # noqa: E402
 from megatron.core.transformer.moe import moe_utils  # noqa: E402
 
-from asyncmoe.trainer import layers  # noqa: E402
+from asyncmoe.trainer.model import layers  # noqa: E402
 from tests.ranks import case  # noqa: E402
 
 NOTHING = Kernels()

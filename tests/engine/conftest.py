@@ -14,11 +14,11 @@ from asyncmoe import config as configuration
 from asyncmoe.config import Config
 from asyncmoe.config.generation import MadeModel
 from asyncmoe.models.make import make_model
-from asyncmoe.rollout.adapters import asked
-from asyncmoe.rollout.engine import Engine
-from asyncmoe.rollout.pool import Pool
+from asyncmoe.rollout.engines.adapters import asked
+from asyncmoe.rollout.engines.engine import Engine
+from asyncmoe.rollout.engines.pool import Pool
+from asyncmoe.rollout.engines.weights import Conductor
 from asyncmoe.rollout.tokenizer import Tokenizer
-from asyncmoe.rollout.weights import Conductor
 from tests.engine.sender import Sender
 
 

@@ -23,7 +23,7 @@ class Oracle:
 
     def __init__(self, path: Path) -> None:
         # With Megatron's patches for CPU in the process, transformers loads other weights than the file's.
-        assert "asyncmoe.trainer.model" not in sys.modules
+        assert "asyncmoe.trainer.model.gpt" not in sys.modules
         self.path = path
         self.weights: dict[str, torch.Tensor] = load_file(path / "model.safetensors")
         self.model = families.with_one_eps(AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval())

@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 import torch
 import torch.distributed as dist
 
-from asyncmoe.rollout.weights import Conductor
-from asyncmoe.trainer import weight_group
+from asyncmoe.rollout.engines.weights import Conductor
+from asyncmoe.trainer.weight_sync import weight_group
 from asyncmoe.wire.messages import Committed, Engines, EnginesAsk, WeightsBegin, WeightsBucket, WeightsCommit, WeightsJoin
 
 Weights = Mapping[str, torch.Tensor]

@@ -19,13 +19,14 @@ from asyncmoe.models import family_of, load_hf_config
 from asyncmoe.models.lora.adapter import Adapter, Kind
 from asyncmoe.models.shape import Shape
 from asyncmoe.record import Recording, decode_routes
-from asyncmoe.rollout import episode, scoring
-from asyncmoe.rollout.engine import Engine
-from asyncmoe.rollout.engine_client import Sampling
-from asyncmoe.rollout.episode import Stage
+from asyncmoe.rollout import scoring
+from asyncmoe.rollout.engines.engine import Engine
+from asyncmoe.rollout.engines.engine_client import Sampling
+from asyncmoe.rollout.episodes import episode
+from asyncmoe.rollout.episodes.episode import Stage
+from asyncmoe.rollout.episodes.turns import Place
 from asyncmoe.rollout.tasks.arithmetic import Arithmetic
 from asyncmoe.rollout.tokenizer import Tokenizer
-from asyncmoe.rollout.turns import Place
 from asyncmoe.trajectory import Trajectory, encode
 from asyncmoe.validity import validate
 from asyncmoe.wire import keys

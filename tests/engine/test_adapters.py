@@ -20,11 +20,11 @@ from asyncmoe.models.lora.peft import write_served
 from asyncmoe.models.make import VOCAB
 from asyncmoe.models.shape import Shape
 from asyncmoe.record import Recording, Routing, decode_routes
-from asyncmoe.rollout.adapter_slots import Serving, TwoSlots, attributed
-from asyncmoe.rollout.adapters import flags, message
-from asyncmoe.rollout.engine import Engine
-from asyncmoe.rollout.engine_client import Generation, Message, Sampling
-from asyncmoe.rollout.turns import Place, Turn, assemble
+from asyncmoe.rollout.engines.adapter_slots import Serving, TwoSlots, attributed
+from asyncmoe.rollout.engines.adapters import flags, message
+from asyncmoe.rollout.engines.engine import Engine
+from asyncmoe.rollout.engines.engine_client import Generation, Message, Sampling
+from asyncmoe.rollout.episodes.turns import Place, Turn, assemble
 from asyncmoe.validity import validate
 from tests.engine.conftest import settings
 from tests.engine.oracle import Merged, routes

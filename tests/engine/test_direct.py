@@ -21,10 +21,10 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from asyncmoe import models
 from asyncmoe.config.generation import MadeModel
 from asyncmoe.models.make import make_model
-from asyncmoe.rollout.engine import Engine
-from asyncmoe.rollout.engine_client import Sampling
-from asyncmoe.rollout.pool import Answer
-from asyncmoe.trainer.verify import engine_checksums
+from asyncmoe.rollout.engines.engine import Engine
+from asyncmoe.rollout.engines.engine_client import Sampling
+from asyncmoe.rollout.engines.pool import Answer
+from asyncmoe.trainer.weight_sync.verify import engine_checksums
 from asyncmoe.wire import keys
 from asyncmoe.wire.messages import Reply, Request, WeightsAbort, WeightsCommit, WeightsJoin, WeightsStage
 from asyncmoe.wire.server import Server

@@ -14,13 +14,14 @@ from asyncmoe.config.scoring import ScoringSection
 from asyncmoe.errors import EngineError, TrajectoryRejected
 from asyncmoe.queue.bounded import BoundedQueue
 from asyncmoe.record import Recording
-from asyncmoe.rollout import episode, scoring
-from asyncmoe.rollout.engine_client import Sampling
-from asyncmoe.rollout.episode import Stage
+from asyncmoe.rollout import scoring
+from asyncmoe.rollout.engines.engine_client import Sampling
+from asyncmoe.rollout.episodes import episode
+from asyncmoe.rollout.episodes.episode import Stage
+from asyncmoe.rollout.episodes.turns import Place
 from asyncmoe.rollout.producer import Producer
 from asyncmoe.rollout.tasks.arithmetic import Arithmetic
 from asyncmoe.rollout.tokenizer import Tokenizer
-from asyncmoe.rollout.turns import Place
 from asyncmoe.trajectory import Trajectory
 from asyncmoe.validity import validate
 from tests.engine.conftest import Rig

@@ -16,9 +16,9 @@ import torch
 from asyncmoe.config.generation import Interruption
 from asyncmoe.models.make import VOCAB
 from asyncmoe.record import Recording, Routing, decode_routes
-from asyncmoe.rollout.engine_client import Sampling
-from asyncmoe.rollout.interruption import respond
-from asyncmoe.rollout.turns import Place, assemble
+from asyncmoe.rollout.engines.engine_client import Sampling
+from asyncmoe.rollout.engines.interruption import respond
+from asyncmoe.rollout.episodes.turns import Place, assemble
 from asyncmoe.trajectory import Trajectory
 from asyncmoe.validity import validate
 from tests.engine.conftest import Rig

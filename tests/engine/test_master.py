@@ -15,12 +15,13 @@ import torch
 
 from asyncmoe.models.make import VOCAB
 from asyncmoe.record import Recording, Routing, decode_masks
-from asyncmoe.rollout import episode, scoring
-from asyncmoe.rollout.engine_client import Sampling
-from asyncmoe.rollout.episode import Stage
+from asyncmoe.rollout import scoring
+from asyncmoe.rollout.engines.engine_client import Sampling
+from asyncmoe.rollout.episodes import episode
+from asyncmoe.rollout.episodes.episode import Stage
+from asyncmoe.rollout.episodes.turns import Place
 from asyncmoe.rollout.tasks.arithmetic import Arithmetic
 from asyncmoe.rollout.tokenizer import Tokenizer
-from asyncmoe.rollout.turns import Place
 from asyncmoe.trajectory import Trajectory, encode
 from asyncmoe.validity import validate
 from tests.engine.conftest import Rig

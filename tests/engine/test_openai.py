@@ -10,13 +10,14 @@ import pytest
 import torch
 
 from asyncmoe.record import Recording, Routing, decode_masks, decode_routes
-from asyncmoe.rollout import episode, scoring
-from asyncmoe.rollout.engine_client import Sampling
-from asyncmoe.rollout.episode import Stage
-from asyncmoe.rollout.openai_endpoint.environment import OpenAIEnvironment
+from asyncmoe.rollout import scoring
+from asyncmoe.rollout.engines.engine_client import Sampling
+from asyncmoe.rollout.episodes import episode
+from asyncmoe.rollout.episodes.episode import Stage
+from asyncmoe.rollout.episodes.openai_endpoint.environment import OpenAIEnvironment
+from asyncmoe.rollout.episodes.turns import Place
 from asyncmoe.rollout.tasks import Prompt
 from asyncmoe.rollout.tokenizer import Tokenizer
-from asyncmoe.rollout.turns import Place
 from asyncmoe.trajectory import Trajectory
 from asyncmoe.validity import validate
 from tests.engine.conftest import Rig

@@ -26,11 +26,11 @@ from asyncmoe.config.generation import Interruption, MadeModel
 from asyncmoe.errors import AsyncmoeError
 from asyncmoe.models.make import VOCAB, make_model
 from asyncmoe.record import Recording, Routing, decode_masks, decode_routes
-from asyncmoe.rollout import engine as engines
-from asyncmoe.rollout.engine import Engine
-from asyncmoe.rollout.engine_client import ABORTED, Generation, Sampling
-from asyncmoe.rollout.interruption import respond
-from asyncmoe.rollout.turns import Place, Turn, assemble
+from asyncmoe.rollout.engines import engine as engines
+from asyncmoe.rollout.engines.engine import Engine
+from asyncmoe.rollout.engines.engine_client import ABORTED, Generation, Sampling
+from asyncmoe.rollout.engines.interruption import respond
+from asyncmoe.rollout.episodes.turns import Place, Turn, assemble
 from asyncmoe.trajectory import Trajectory
 from asyncmoe.validity import validate
 from tests.engine.conftest import Rig, make, settings

@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM
 
 from asyncmoe.models.make import VOCAB
 from asyncmoe.record import Recording, Routing, decode_masks, decode_routes
-from asyncmoe.rollout.engine_client import Sampling
-from asyncmoe.rollout.turns import Place, Turn, assemble, held
+from asyncmoe.rollout.engines.engine_client import Sampling
+from asyncmoe.rollout.episodes.turns import Place, Turn, assemble, held
 from asyncmoe.trajectory import Trajectory
 from asyncmoe.validity import validate
 from tests.engine.conftest import Rig

@@ -8,10 +8,10 @@ from random import Random
 import pytest
 
 from asyncmoe.config.generation import Balance
-from asyncmoe.rollout.engine import Engine
-from asyncmoe.rollout.engine_client import Sampling
-from asyncmoe.rollout.pool import Pool
-from asyncmoe.rollout.scheduling import Request
+from asyncmoe.rollout.engines.engine import Engine
+from asyncmoe.rollout.engines.engine_client import Sampling
+from asyncmoe.rollout.engines.pool import Pool
+from asyncmoe.rollout.engines.scheduling import Request
 from tests.engine.conftest import Rig
 
 pytestmark = pytest.mark.engine

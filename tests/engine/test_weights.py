@@ -15,10 +15,10 @@ import pytest
 from asyncmoe import models
 from asyncmoe.errors import EngineError, TrajectoryRejected, WeightSyncError
 from asyncmoe.record import Recording
-from asyncmoe.rollout.engine_client import Sampling
-from asyncmoe.rollout.pool import Answer
-from asyncmoe.rollout.turns import Place, Turn, assemble
-from asyncmoe.trainer.verify import engine_checksums
+from asyncmoe.rollout.engines.engine_client import Sampling
+from asyncmoe.rollout.engines.pool import Answer
+from asyncmoe.rollout.episodes.turns import Place, Turn, assemble
+from asyncmoe.trainer.weight_sync.verify import engine_checksums
 from asyncmoe.trajectory import Trajectory
 from asyncmoe.wire.messages import EnginesAsk, WeightsAbort, WeightsBegin, WeightsCommit
 from tests.engine.conftest import Rig, make

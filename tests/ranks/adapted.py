@@ -17,9 +17,10 @@ import torch.distributed as dist
 
 from asyncmoe import config as configuration
 from asyncmoe.models import load_hf_config
-from asyncmoe.trainer import mesh, model
-from asyncmoe.trainer.direct import Direct
 from asyncmoe.trainer.lora import canonical
+from asyncmoe.trainer.model import gpt as model
+from asyncmoe.trainer.model import mesh
+from asyncmoe.trainer.weight_sync.direct import Direct
 from asyncmoe.wire import keys
 from asyncmoe.wire.client import Client
 from tests.ranks.kept import settings_of

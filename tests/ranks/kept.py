@@ -17,8 +17,11 @@ import torch
 import torch.distributed as dist
 
 from asyncmoe.models import family_of, load_hf_config
-from asyncmoe.trainer import batch, losses, mesh, model, objective, optimizer, step
-from asyncmoe.trainer.replay import Replay
+from asyncmoe.trainer import losses, objective, step
+from asyncmoe.trainer.data import batch
+from asyncmoe.trainer.model import gpt as model
+from asyncmoe.trainer.model import mesh, optimizer
+from asyncmoe.trainer.model.replay import Replay
 from asyncmoe.trajectory import decode
 from tests.ranks import case, parity
 

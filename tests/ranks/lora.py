@@ -21,9 +21,11 @@ from asyncmoe.config.lora import LoraSection
 from asyncmoe.models import MegatronParallel, family_of, load_hf_config
 from asyncmoe.models.lora.adapter import kind_of
 from asyncmoe.models.lora.halves import layer_halves
-from asyncmoe.trainer import losses, mesh, model, optimizer, step
-from asyncmoe.trainer.gather import Gatherer
+from asyncmoe.trainer import losses, step
 from asyncmoe.trainer.lora import attach, canonical, values
+from asyncmoe.trainer.model import gpt as model
+from asyncmoe.trainer.model import mesh, optimizer
+from asyncmoe.trainer.weight_sync.gather import Gatherer
 from tests.ranks import case, lora_case, parity
 
 SEED = 11

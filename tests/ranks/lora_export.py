@@ -13,8 +13,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from asyncmoe.trainer import export, mesh
+from asyncmoe.trainer import export
 from asyncmoe.trainer.lora.merge import merge
+from asyncmoe.trainer.model import mesh
 from tests.ranks import case, lora_case, parity
 from tests.ranks.lora import SEED, Job, logits_error
 

@@ -20,9 +20,10 @@ from torch.nn import functional as F
 from asyncmoe.errors import ConfigError
 from asyncmoe.models import load_hf_config
 from asyncmoe.platform import megatron
-from asyncmoe.platform.switches import Switches
-from asyncmoe.trainer import layers, mesh, model
 from asyncmoe.trainer.lora import attach
+from asyncmoe.trainer.model import gpt as model
+from asyncmoe.trainer.model import layers, mesh
+from asyncmoe.trainer.model.switches import Switches
 from tests.ranks import case, lora_case, parity
 from tests.ranks.lora import SEED, Job, forward_and_gradients
 

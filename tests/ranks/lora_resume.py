@@ -14,8 +14,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from asyncmoe.trainer import losses, mesh, optimizer, state, step
+from asyncmoe.trainer import losses, step
 from asyncmoe.trainer.lora import attach
+from asyncmoe.trainer.model import mesh, optimizer, state
 from tests.ranks import case, lora_case, parity
 from tests.ranks.lora import Job
 

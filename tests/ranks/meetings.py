@@ -18,8 +18,8 @@ from unittest import mock
 import torch.distributed as dist
 
 from asyncmoe.errors import AsyncmoeError, EngineError
-from asyncmoe.trainer import direct_group
-from asyncmoe.trainer.direct import Direct
+from asyncmoe.trainer.weight_sync import direct_group
+from asyncmoe.trainer.weight_sync.direct import Direct
 
 WHY = "engine.0 did not start: unrecognized arguments: --no-such-argument " + "é" * 1500
 

@@ -1,4 +1,4 @@
-"""Worker: what Megatron holds on every rank, and what a layer keeps for its backward pass, next to what `asyncmoe.launch.memory` says of
+"""Worker: what Megatron holds on every rank, and what a layer keeps for its backward pass, next to what `asyncmoe.plan.memory` says of
 them. `memory.py RESULT LAYOUT...`
 
 A layout is a list of the trainer's keys, and of those in `SPECIAL`, such as "tp=2,ep=2,distributed=true", "ep=2,lora=true" or "model=glm";
@@ -18,17 +18,18 @@ import torch.distributed as dist
 import yaml
 
 from asyncmoe.config import Config, parse
-from asyncmoe.launch import activations, budget, memory
 from asyncmoe.models import family_of, trainer_parallel
 from asyncmoe.models.latent import Latent
+from asyncmoe.plan import activations, budget, memory
 from asyncmoe.platform import megatron
-from asyncmoe.trainer import mesh, model, optimizer
 from asyncmoe.trainer.lora import attach
+from asyncmoe.trainer.model import gpt as model
+from asyncmoe.trainer.model import mesh, optimizer
 from tests import families
 
 megatron.prepare()
 
-from asyncmoe.trainer.attention import PackedSequences  # noqa: E402  only after the platform is prepared
+from asyncmoe.trainer.model.attention import PackedSequences  # noqa: E402  only after the platform is prepared
 
 ROWS = 256
 SPECIAL = ("distributed", "lora", "model")

@@ -25,10 +25,13 @@ from asyncmoe.config.objective import CorrectionSection, ObjectiveSection
 from asyncmoe.errors import ConfigError, InvariantBroken
 from asyncmoe.models import load_hf_config
 from asyncmoe.queue.lane import describe
-from asyncmoe.trainer import batch, losses, mesh, model, objective, optimizer, step
-from asyncmoe.trainer.advantages import token_advantages
-from asyncmoe.trainer.batch import MicroBatch, Schedule
-from asyncmoe.trainer.hf_checkpoint import HFCheckpoint
+from asyncmoe.trainer import losses, objective, step
+from asyncmoe.trainer.data import batch
+from asyncmoe.trainer.data.advantages import token_advantages
+from asyncmoe.trainer.data.batch import MicroBatch, Schedule
+from asyncmoe.trainer.model import gpt as model
+from asyncmoe.trainer.model import mesh, optimizer
+from asyncmoe.trainer.model.hf_checkpoint import HFCheckpoint
 from tests.ranks import case
 
 OVERLAPPED = {"overlap_grad_reduce": True, "overlap_param_gather": True, "bias_activation_fusion": True}

@@ -29,11 +29,13 @@ from asyncmoe.config import Config
 from asyncmoe.errors import WeightSyncError
 from asyncmoe.models import load_hf_config
 from asyncmoe.reshard import Exchanger
-from asyncmoe.trainer import direct, mesh, model
-from asyncmoe.trainer.direct import Direct
-from asyncmoe.trainer.direct_send import Sender
-from asyncmoe.trainer.published import Checksums
-from asyncmoe.trainer.verify import engine_checksums
+from asyncmoe.trainer.model import gpt as model
+from asyncmoe.trainer.model import mesh
+from asyncmoe.trainer.weight_sync import direct
+from asyncmoe.trainer.weight_sync.direct import Direct
+from asyncmoe.trainer.weight_sync.direct_send import Sender
+from asyncmoe.trainer.weight_sync.published import Checksums
+from asyncmoe.trainer.weight_sync.verify import engine_checksums
 from asyncmoe.wire import keys
 from asyncmoe.wire.client import Client
 from tests.ranks.kept import settings_of

@@ -14,7 +14,9 @@ import torch
 import torch.distributed as dist
 
 from asyncmoe.models import load_hf_config
-from asyncmoe.trainer import export, mesh, model
+from asyncmoe.trainer import export
+from asyncmoe.trainer.model import gpt as model
+from asyncmoe.trainer.model import mesh
 from tests.ranks import case
 
 

@@ -19,7 +19,10 @@ import torch.distributed as dist
 
 from asyncmoe.config import Config
 from asyncmoe.models import load_hf_config
-from asyncmoe.trainer import batch, loop, mesh, model, step
+from asyncmoe.trainer import loop, step
+from asyncmoe.trainer.data import batch
+from asyncmoe.trainer.model import gpt as model
+from asyncmoe.trainer.model import mesh
 from asyncmoe.trajectory import Trajectory, decode
 from tests.ranks import case
 from tests.ranks.kept import settings_of

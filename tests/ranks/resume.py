@@ -15,10 +15,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from asyncmoe.trainer import mesh, model, optimizer, state, step
-from asyncmoe.trainer.gather import Gatherer, tensors_in
-from asyncmoe.trainer.hf_checkpoint import HFCheckpoint
+from asyncmoe.trainer import step
 from asyncmoe.trainer.losses import SupervisedLoss
+from asyncmoe.trainer.model import gpt as model
+from asyncmoe.trainer.model import mesh, optimizer, state
+from asyncmoe.trainer.model.hf_checkpoint import HFCheckpoint
+from asyncmoe.trainer.weight_sync.gather import Gatherer, tensors_in
 from tests.ranks import case
 from tests.ranks.parity import Job, expected, worst
 

@@ -11,9 +11,9 @@ import torch
 
 from asyncmoe.config import parse
 from asyncmoe.record import Routing
-from asyncmoe.trainer import mesh
-from asyncmoe.trainer.recorded import Experts
-from asyncmoe.trainer.replay import Replay
+from asyncmoe.trainer.data.recorded import Experts
+from asyncmoe.trainer.model import mesh
+from asyncmoe.trainer.model.replay import Replay
 
 ROWS, HIDDEN, EXPERTS, TOP_K, SCALE = 64, 32, 16, 4, 2.5
 KINDS: dict[str, dict[str, Any]] = {

@@ -19,7 +19,8 @@ from asyncmoe import checkpoints, models
 from asyncmoe.config import Config, parse
 from asyncmoe.errors import StorageError
 from asyncmoe.process import die_with_parent
-from asyncmoe.trainer import mesh, model, optimizer, state
+from asyncmoe.trainer.model import gpt as model
+from asyncmoe.trainer.model import mesh, optimizer, state
 
 BYTES = 64 << 10
 

@@ -17,11 +17,13 @@ from asyncmoe.models import EngineParallel, family_of
 from asyncmoe.reshard import exchange, plan
 from asyncmoe.reshard.checksum import engine_checksums as checksums_of
 from asyncmoe.reshard.torch_transport import TorchTransport
-from asyncmoe.trainer import export, mesh, model, optimizer, state, step
-from asyncmoe.trainer.hf_checkpoint import HFCheckpoint
+from asyncmoe.trainer import export, step
 from asyncmoe.trainer.losses import SupervisedLoss
-from asyncmoe.trainer.sources import Sources
-from asyncmoe.trainer.verify import engine_checksums
+from asyncmoe.trainer.model import gpt as model
+from asyncmoe.trainer.model import mesh, optimizer, state
+from asyncmoe.trainer.model.hf_checkpoint import HFCheckpoint
+from asyncmoe.trainer.weight_sync.sources import Sources
+from asyncmoe.trainer.weight_sync.verify import engine_checksums
 from tests.ranks import case, parity
 
 RATE = 0.01

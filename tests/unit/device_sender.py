@@ -14,8 +14,8 @@ import torch
 
 from asyncmoe.errors import WeightSyncError
 from asyncmoe.reshard import Box, Exchanger, LayoutBuilder, LocalTransport, plan
-from asyncmoe.trainer.direct import Direct
-from asyncmoe.trainer.published import Published
+from asyncmoe.trainer.weight_sync.direct import Direct
+from asyncmoe.trainer.weight_sync.published import Published
 
 sys.path.insert(0, str(Path(__file__).parent))
 from device_standin import Machine, on_device1

@@ -6,21 +6,8 @@ from dataclasses import replace
 from typing import Any
 
 from asyncmoe.config.devices import Wanted
-from asyncmoe.launch.doctor.environment import Extension, Nccl, Python, Torch
-from asyncmoe.launch.doctor.facts import (
-    Clock,
-    Disk,
-    Fabric,
-    Gpu,
-    Limits,
-    Machine,
-    Model,
-    Network,
-    Nvidia,
-    OnGpus,
-    Port,
-    Run,
-)
+from asyncmoe.doctor.environment import Extension, Nccl, Python, Torch
+from asyncmoe.doctor.facts import Clock, Disk, Fabric, Gpu, Limits, Machine, Model, Network, Nvidia, OnGpus, Port, Run
 
 SOURCES = ("5e" * 32, "ca" * 32)
 REQUIREMENTS = {

@@ -9,11 +9,11 @@ from pathlib import Path
 from random import Random
 
 from asyncmoe.models import make
-from asyncmoe.rollout.engine_client import Generation, Sampling, Span
-from asyncmoe.rollout.environment import Agent, Bounds, Episode
+from asyncmoe.rollout.engines.engine_client import Generation, Sampling, Span
+from asyncmoe.rollout.episodes.environment import Agent, Bounds, Episode
+from asyncmoe.rollout.episodes.turns import Place, Turn
 from asyncmoe.rollout.tasks import Prompt
 from asyncmoe.rollout.tokenizer import Tokenizer
-from asyncmoe.rollout.turns import Place, Turn
 
 IM_START, IM_END, EOS = make.SPECIALS.index("<|im_start|>"), make.SPECIALS.index("<|im_end|>"), make.SPECIALS.index("<eos>")
 SAMPLING = Sampling(temperature=0.7, max_new_tokens=100, stop=(EOS, IM_END), top_p=0.9)

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 
 from asyncmoe.errors import EngineError, UserError, WeightSyncError
 from asyncmoe.models.lora.adapter import Kind
-from asyncmoe.rollout.adapter_slots import Serving, StillInUse, TwoSlots, attributed
-from asyncmoe.rollout.adapters import flags, payload
-from asyncmoe.rollout.engine_client import Generation, Message, Span
+from asyncmoe.rollout.engines.adapter_slots import Serving, StillInUse, TwoSlots, attributed
+from asyncmoe.rollout.engines.adapters import flags, payload
+from asyncmoe.rollout.engines.engine_client import Generation, Message, Span
 
 ADAPTER = Message({}, ())
 

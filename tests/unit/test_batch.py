@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncmoe.errors import InvariantBroken
-from asyncmoe.trainer.batch import Grid, MicroBatch, Schedule, pack, schedule, split_updates
+from asyncmoe.trainer.data.batch import Grid, MicroBatch, Schedule, pack, schedule, split_updates
 from asyncmoe.trajectory import NOT_SAMPLED, Trajectory
 
 shapes = st.fixed_dictionaries(

@@ -8,8 +8,8 @@ import pytest
 
 from asyncmoe.bench import plans
 from asyncmoe.bench.published import REAL
-from asyncmoe.launch.sizes import parse_engines, parse_trainer
 from asyncmoe.models import family_of
+from asyncmoe.plan.sizes import parse_engines, parse_trainer
 
 
 @pytest.mark.parametrize("name", plans.SIZES)

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from asyncmoe.errors import WeightSyncError
-from asyncmoe.rollout.engine_client import EngineLost
-from asyncmoe.rollout.pool import Pool
-from asyncmoe.rollout.weights import Conductor
-from asyncmoe.trainer.published import device_of
+from asyncmoe.rollout.engines.engine_client import EngineLost
+from asyncmoe.rollout.engines.pool import Pool
+from asyncmoe.rollout.engines.weights import Conductor
+from asyncmoe.trainer.weight_sync.published import device_of
 from asyncmoe.wire.messages import Committed, Engines, EnginesAsk, WeightsCommit, WeightsStage
 
 

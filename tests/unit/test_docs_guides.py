@@ -19,18 +19,19 @@ import yaml
 from asyncmoe.config import parse
 from asyncmoe.config.generation import TaskSection
 from asyncmoe.config.scoring import ScoringSection
-from asyncmoe.rollout import episode, scoring, tools
-from asyncmoe.rollout.engine_client import Generation, Sampling, Span
-from asyncmoe.rollout.environment import Bounds, Environment
-from asyncmoe.rollout.environments import load
-from asyncmoe.rollout.episode import Stage, Teaching
-from asyncmoe.rollout.openai_endpoint.environment import OpenAIEnvironment
-from asyncmoe.rollout.pool import Answer
+from asyncmoe.rollout import scoring
+from asyncmoe.rollout.engines.engine_client import Generation, Sampling, Span
+from asyncmoe.rollout.engines.pool import Answer
+from asyncmoe.rollout.episodes import episode, tools
+from asyncmoe.rollout.episodes.environment import Bounds, Environment
+from asyncmoe.rollout.episodes.environments import load
+from asyncmoe.rollout.episodes.episode import Stage, Teaching
+from asyncmoe.rollout.episodes.openai_endpoint.environment import OpenAIEnvironment
+from asyncmoe.rollout.episodes.tools.tool import ToolError
+from asyncmoe.rollout.episodes.turns import Place
 from asyncmoe.rollout.scoring import Exact, Sample
 from asyncmoe.rollout.tasks import Prompt
 from asyncmoe.rollout.tokenizer import Tokenizer
-from asyncmoe.rollout.tools.tool import ToolError
-from asyncmoe.rollout.turns import Place
 from asyncmoe.trajectory import Trajectory
 from tests.unit import doc_pages, openai_policy
 

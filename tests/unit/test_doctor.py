@@ -13,13 +13,13 @@ from rich.console import Console
 
 import asyncmoe
 from asyncmoe.config.devices import Wanted
-from asyncmoe.launch.doctor import versions
-from asyncmoe.launch.doctor.environment import Apex, Torch
-from asyncmoe.launch.doctor.examination import CHECKS, examine, failed
-from asyncmoe.launch.doctor.facts import Clock, Gpu, Machine, Port, WantedPort
-from asyncmoe.launch.doctor.gathering import asked
-from asyncmoe.launch.doctor.report import Report, show
-from asyncmoe.launch.doctor.verdict import Finding
+from asyncmoe.doctor import versions
+from asyncmoe.doctor.environment import Apex, Torch
+from asyncmoe.doctor.examination import CHECKS, examine, failed
+from asyncmoe.doctor.facts import Clock, Gpu, Machine, Port, WantedPort
+from asyncmoe.doctor.gathering import asked
+from asyncmoe.doctor.report import Report, show
+from asyncmoe.doctor.verdict import Finding
 
 DEMO = Path(asyncmoe.__file__).resolve().parent.parent / "examples" / "demo.yaml"
 

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import asyncmoe
-from asyncmoe.launch.doctor.examination import CHECKS
-from asyncmoe.launch.doctor.gathering import nvidia
-from asyncmoe.launch.doctor.report import read
+from asyncmoe.doctor.examination import CHECKS
+from asyncmoe.doctor.gathering import nvidia
+from asyncmoe.doctor.report import read
 
 ROOT = Path(asyncmoe.__file__).resolve().parent.parent
 

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 from doctor_machines import LAPTOP, NODE, SOURCES, but
 
+from asyncmoe.doctor import command, report
+from asyncmoe.doctor.comparison import differences
+from asyncmoe.doctor.examination import examine
+from asyncmoe.doctor.facts import Machine
+from asyncmoe.doctor.report import Report
 from asyncmoe.errors import ConfigError, DataError
-from asyncmoe.launch.doctor import command, report
-from asyncmoe.launch.doctor.comparison import differences
-from asyncmoe.launch.doctor.examination import examine
-from asyncmoe.launch.doctor.facts import Machine
-from asyncmoe.launch.doctor.report import Report
 
 
 def nodes(**changed: Machine) -> dict[str, Report]:

@@ -15,7 +15,7 @@ import pytest
 
 import asyncmoe
 from asyncmoe import config as configuration
-from asyncmoe.launch.doctor.gathering import asked, disk, model
+from asyncmoe.doctor.gathering import asked, disk, model
 
 ROOT = Path(asyncmoe.__file__).resolve().parent.parent
 
@@ -46,7 +46,7 @@ LOOK = """
 import json, sys
 from dataclasses import asdict
 from pathlib import Path
-from asyncmoe.launch.doctor.gathering import disk
+from asyncmoe.doctor.gathering import disk
 print(json.dumps(asdict(disk.look(Path(sys.argv[1]), 0))))
 """
 MOUNT = """

@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 
 import asyncmoe
+from asyncmoe.doctor.environment import Apex
+from asyncmoe.doctor.facts import Port
+from asyncmoe.doctor.gathering import inside, network, nvidia, pythons, requirements, shell, sources, system
+from asyncmoe.doctor.gathering.later import Later
 from asyncmoe.errors import WaitTimeout
-from asyncmoe.launch.doctor.environment import Apex
-from asyncmoe.launch.doctor.facts import Port
-from asyncmoe.launch.doctor.gathering import inside, network, nvidia, pythons, requirements, shell, sources, system
-from asyncmoe.launch.doctor.gathering.later import Later
 
 ROOT = Path(asyncmoe.__file__).resolve().parent.parent
 

@@ -18,16 +18,16 @@ from asyncmoe.errors import TrajectoryRejected
 from asyncmoe.models.make import make_model
 from asyncmoe.queue.bounded import BoundedQueue
 from asyncmoe.record import Recording
-from asyncmoe.rollout import episode
-from asyncmoe.rollout.engine_client import Generation, Sampling, Span
-from asyncmoe.rollout.environment import Agent, Bounds, Environment, Episode
-from asyncmoe.rollout.episode import Stage, Teaching
-from asyncmoe.rollout.pool import Answer
+from asyncmoe.rollout.engines.engine_client import Generation, Sampling, Span
+from asyncmoe.rollout.engines.pool import Answer
+from asyncmoe.rollout.episodes import episode
+from asyncmoe.rollout.episodes.environment import Agent, Bounds, Environment, Episode
+from asyncmoe.rollout.episodes.episode import Stage, Teaching
+from asyncmoe.rollout.episodes.turns import Place
 from asyncmoe.rollout.producer import Producer
 from asyncmoe.rollout.scoring import Exact
 from asyncmoe.rollout.tasks import Prompt
 from asyncmoe.rollout.tokenizer import Tokenizer
-from asyncmoe.rollout.turns import Place
 from asyncmoe.trajectory import NOT_SAMPLED, Trajectory
 from asyncmoe.validity import validate
 

@@ -11,16 +11,16 @@ import pytest
 from asyncmoe.config.generation import MadeModel
 from asyncmoe.errors import TrajectoryRejected
 from asyncmoe.models.make import make_model
-from asyncmoe.rollout import episode
-from asyncmoe.rollout.engine_client import Generation, Sampling, Span
-from asyncmoe.rollout.environment import Bounds
-from asyncmoe.rollout.environments.tools import WithTools
-from asyncmoe.rollout.episode import Stage
-from asyncmoe.rollout.pool import Answer
+from asyncmoe.rollout.engines.engine_client import Generation, Sampling, Span
+from asyncmoe.rollout.engines.pool import Answer
+from asyncmoe.rollout.episodes import episode
+from asyncmoe.rollout.episodes.environment import Bounds
+from asyncmoe.rollout.episodes.environments.tools import WithTools
+from asyncmoe.rollout.episodes.episode import Stage
+from asyncmoe.rollout.episodes.turns import Place
 from asyncmoe.rollout.scoring import Exact
 from asyncmoe.rollout.tasks import Prompt
 from asyncmoe.rollout.tokenizer import Tokenizer
-from asyncmoe.rollout.turns import Place
 from asyncmoe.trajectory import Trajectory
 
 BOUNDS = Bounds(turns=4, tokens=512)

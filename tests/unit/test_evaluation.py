@@ -16,11 +16,11 @@ from asyncmoe.errors import ConfigError, DataError, EngineError, TrajectoryRejec
 from asyncmoe.models.make import make_model
 from asyncmoe.record import NOTHING, Recording
 from asyncmoe.rollout import tasks
-from asyncmoe.rollout.engine_client import Generation, Sampling, Span
-from asyncmoe.rollout.episode import Stage
+from asyncmoe.rollout.engines.engine_client import Generation, Sampling, Span
+from asyncmoe.rollout.engines.pool import Answer
+from asyncmoe.rollout.engines.scheduling import Request
+from asyncmoe.rollout.episodes.episode import Stage
 from asyncmoe.rollout.evaluation import Evaluator, due, measure, sampling
-from asyncmoe.rollout.pool import Answer
-from asyncmoe.rollout.scheduling import Request
 from asyncmoe.rollout.scoring import Exact
 from asyncmoe.rollout.tokenizer import Tokenizer
 from asyncmoe.telemetry.schema import Evaluation

@@ -13,9 +13,9 @@ import pytest
 from asyncmoe import models
 from asyncmoe.config import Config, devices, load
 from asyncmoe.errors import ConfigError
-from asyncmoe.launch import budget, planning, split
-from asyncmoe.launch.sizes import parse_adapter
 from asyncmoe.models import EngineParallel
+from asyncmoe.plan import budget, planning, split
+from asyncmoe.plan.sizes import parse_adapter
 
 REPOSITORY = Path(__file__).parents[2]
 YAMLS = sorted(path.relative_to(REPOSITORY) for folder in ("examples", "slurm") for path in (REPOSITORY / folder).rglob("*.yaml"))

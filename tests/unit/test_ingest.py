@@ -19,10 +19,10 @@ from asyncmoe.errors import ProtocolError
 from asyncmoe.queue.bounded import BoundedQueue
 from asyncmoe.queue.service import QueueService
 from asyncmoe.record import Recording, Routing, decode_routes, encode_routes
-from asyncmoe.rollout.engine_client import Generation, Span
+from asyncmoe.rollout.engines.engine_client import Generation, Span
+from asyncmoe.rollout.episodes.turns import Place, Turn, assemble
 from asyncmoe.rollout.producer import Producer
 from asyncmoe.rollout.tasks import Demonstration, Prompt
-from asyncmoe.rollout.turns import Place, Turn, assemble
 from asyncmoe.trajectory import Trajectory, decode, frames_in
 from asyncmoe.wire.client import Client
 from asyncmoe.wire.messages import Fetch, Fetched, Lease

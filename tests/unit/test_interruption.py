@@ -12,11 +12,11 @@ from asyncmoe.config import Config, parse
 from asyncmoe.config.generation import Interruption
 from asyncmoe.errors import ConfigError, TrajectoryRejected
 from asyncmoe.models import kept_routing
-from asyncmoe.rollout.engine_client import ABORTED, Generation, Sampling, Span
-from asyncmoe.rollout.interruption import respond
-from asyncmoe.rollout.pool import Answer
-from asyncmoe.rollout.scheduling import Request
-from asyncmoe.rollout.turns import Turn
+from asyncmoe.rollout.engines.engine_client import ABORTED, Generation, Sampling, Span
+from asyncmoe.rollout.engines.interruption import respond
+from asyncmoe.rollout.engines.pool import Answer
+from asyncmoe.rollout.engines.scheduling import Request
+from asyncmoe.rollout.episodes.turns import Turn
 
 HF = {
     "model_type": "qwen3_moe",

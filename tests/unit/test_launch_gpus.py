@@ -11,13 +11,14 @@ import pytest
 from doctor_machines import ENGINE, GPUS, NODE, but
 
 from asyncmoe.config import Config, devices, load
+from asyncmoe.doctor.facts import Gpu, Machine, Nvidia, Run
+from asyncmoe.doctor.gathering import asked
 from asyncmoe.errors import ConfigError, UserError
-from asyncmoe.launch import budget, gpus, local, preflight
-from asyncmoe.launch.doctor.facts import Gpu, Machine, Nvidia, Run
-from asyncmoe.launch.doctor.gathering import asked
+from asyncmoe.launch import gpus, local, preflight
+from asyncmoe.plan import budget
 from asyncmoe.receiver.channel import transport_for
-from asyncmoe.rollout import engine
-from asyncmoe.trainer import connections
+from asyncmoe.rollout.engines import engine
+from asyncmoe.trainer.model import connections
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"

@@ -8,8 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncmoe.trainer.logprobs import target_logprobs
-from asyncmoe.trainer.recorded import Support
+from asyncmoe.trainer.data.recorded import Support
+from asyncmoe.trainer.model.logprobs import target_logprobs
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6, 1.7])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from asyncmoe.config.training import OptimizerSection
-from asyncmoe.trainer.lr import lr_at
+from asyncmoe.trainer.model.lr import lr_at
 
 
 @pytest.mark.parametrize(

@@ -13,10 +13,10 @@ import pytest
 from asyncmoe import config as configuration
 from asyncmoe.config import Config
 from asyncmoe.errors import AsyncmoeError, ConfigError, EngineError, ProtocolError, UserError, WaitTimeout
-from asyncmoe.rollout import membership
-from asyncmoe.rollout.membership import Membership, RemoteEngine
-from asyncmoe.rollout.pool import Member, Pool
-from asyncmoe.rollout.weights import Conductor
+from asyncmoe.rollout.engines import membership
+from asyncmoe.rollout.engines.membership import Membership, RemoteEngine
+from asyncmoe.rollout.engines.pool import Member, Pool
+from asyncmoe.rollout.engines.weights import Conductor
 from asyncmoe.wire.messages import (
     Committed,
     EngineAlive,

@@ -13,12 +13,12 @@ from asyncmoe.bench.published import REAL
 from asyncmoe.config import Config, parse
 from asyncmoe.config.lora import GROUPED, MLP
 from asyncmoe.errors import UserError
-from asyncmoe.launch import activations, budget, memory
-from asyncmoe.launch.activations import Microbatch
-from asyncmoe.launch.memory import Memory, Serving, Training
 from asyncmoe.models import EngineParallel, MegatronParallel, family_of
 from asyncmoe.models.lora.adapter import Kind, halves
-from asyncmoe.trainer.logprobs import _ROWS
+from asyncmoe.plan import activations, budget, memory
+from asyncmoe.plan.activations import Microbatch
+from asyncmoe.plan.memory import Memory, Serving, Training
+from asyncmoe.trainer.model.logprobs import _ROWS
 
 HF = REAL["Qwen3-30B-A3B"]
 L, H, V, Q, KV, D, E, K, F = 48, 2048, 151936, 4096, 512, 128, 128, 8, 768

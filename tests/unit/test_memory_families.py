@@ -9,12 +9,12 @@ import pytest
 from model_cases import MODELS
 
 from asyncmoe.bench.published import REAL
-from asyncmoe.launch import activations, memory, split
-from asyncmoe.launch.activations import Microbatch
-from asyncmoe.launch.memory import Held, Serving, Training
-from asyncmoe.launch.split import Cluster
 from asyncmoe.models import EngineParallel, MegatronParallel, family_of
 from asyncmoe.models.shape import Shape
+from asyncmoe.plan import activations, memory, split
+from asyncmoe.plan.activations import Microbatch
+from asyncmoe.plan.memory import Held, Serving, Training
+from asyncmoe.plan.split import Cluster
 
 DEEPSEEK, GLM, AIR, MOONLIGHT = (REAL[name] for name in ("DeepSeek-V3", "GLM-4.5", "GLM-4.5-Air", "Moonlight-16B-A3B"))
 PASS = Microbatch(8192, recompute=True)

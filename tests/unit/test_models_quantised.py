@@ -15,7 +15,7 @@ from asyncmoe.models import EngineParallel, MegatronParallel, family_of
 from asyncmoe.models.payload import Payload
 from asyncmoe.models.quantised import Float8, float8_of, quantised, without
 from asyncmoe.reshard import buckets, plan
-from asyncmoe.trainer.hf_checkpoint import HFCheckpoint
+from asyncmoe.trainer.model.hf_checkpoint import HFCheckpoint
 from tests import families, float8
 
 LARGE = {

@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncmoe.models.make import VOCAB
-from asyncmoe.rollout.environment import Bounds
-from asyncmoe.rollout.openai_endpoint.conversation import Asked, answered, begin, extend
-from asyncmoe.rollout.openai_endpoint.protocol import Answer, Refused, chunks, completion, parse
-from asyncmoe.rollout.openai_endpoint.session import Session
+from asyncmoe.rollout.episodes.environment import Bounds
+from asyncmoe.rollout.episodes.openai_endpoint.conversation import Asked, answered, begin, extend
+from asyncmoe.rollout.episodes.openai_endpoint.protocol import Answer, Refused, chunks, completion, parse
+from asyncmoe.rollout.episodes.openai_endpoint.session import Session
 from asyncmoe.rollout.tokenizer import Tokenizer
 from tests.unit import openai_policy
 from tests.unit.openai_policy import EOS, IM_END, SAMPLING, Policy

@@ -12,11 +12,11 @@ import openai
 import pytest
 
 from asyncmoe.errors import ConfigError, TrajectoryRejected, UserError
-from asyncmoe.rollout.environment import Bounds, Episode
-from asyncmoe.rollout.openai_endpoint import threads
-from asyncmoe.rollout.openai_endpoint.environment import OpenAIEnvironment
-from asyncmoe.rollout.openai_endpoint.server import Endpoint, Limits
-from asyncmoe.rollout.openai_endpoint.session import Session
+from asyncmoe.rollout.episodes.environment import Bounds, Episode
+from asyncmoe.rollout.episodes.openai_endpoint import threads
+from asyncmoe.rollout.episodes.openai_endpoint.environment import OpenAIEnvironment
+from asyncmoe.rollout.episodes.openai_endpoint.server import Endpoint, Limits
+from asyncmoe.rollout.episodes.openai_endpoint.session import Session
 from asyncmoe.rollout.tokenizer import Tokenizer
 from tests.unit import openai_agents, openai_policy
 from tests.unit.openai_policy import IM_END, Policy

@@ -15,12 +15,12 @@ from test_models_plan import SMALL
 
 from asyncmoe.bench.published import REAL
 from asyncmoe.errors import ConfigError, DataError, UserError
-from asyncmoe.launch import memory
-from asyncmoe.launch.memory import Serving
-from asyncmoe.launch.planned import show, write
-from asyncmoe.launch.planning import Forecast, Speeds, forecast
-from asyncmoe.launch.sizes import engines_text, parse_engines, parse_trainer, trainer_text
 from asyncmoe.models import EngineParallel, MegatronParallel, family_of
+from asyncmoe.plan import memory
+from asyncmoe.plan.memory import Serving
+from asyncmoe.plan.planned import show, write
+from asyncmoe.plan.planning import Forecast, Speeds, forecast
+from asyncmoe.plan.sizes import engines_text, parse_engines, parse_trainer, trainer_text
 from asyncmoe.reshard import PADDING, plan, relay
 from asyncmoe.simulate.command import sync_seconds
 

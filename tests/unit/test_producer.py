@@ -12,11 +12,11 @@ import pytest
 from asyncmoe.errors import AsyncmoeError, EngineError, TrajectoryRejected
 from asyncmoe.queue.bounded import BoundedQueue
 from asyncmoe.record import Recording
-from asyncmoe.rollout import episode
-from asyncmoe.rollout.engine_client import Generation, Span
+from asyncmoe.rollout.engines.engine_client import Generation, Span
+from asyncmoe.rollout.episodes import episode
+from asyncmoe.rollout.episodes.turns import Place, Turn, assemble
 from asyncmoe.rollout.producer import Producer, demonstrate
 from asyncmoe.rollout.tasks import Demonstration, Prompt
-from asyncmoe.rollout.turns import Place, Turn, assemble
 from asyncmoe.trajectory import NOT_SAMPLED, Trajectory
 
 GROUP, BATCH = 4, 8

@@ -12,9 +12,9 @@ from test_queue import asynchronous, filled, group
 from asyncmoe.errors import TrajectoryRejected
 from asyncmoe.queue.bounded import BoundedQueue
 from asyncmoe.queue.line import Start
+from asyncmoe.rollout.episodes.turns import Place
 from asyncmoe.rollout.producer import Producer
 from asyncmoe.rollout.tasks import Prompt
-from asyncmoe.rollout.turns import Place
 from asyncmoe.trajectory import Trajectory
 
 

@@ -21,7 +21,7 @@ from asyncmoe.receiver.card import card_of
 from asyncmoe.receiver.cards import unfit
 from asyncmoe.receiver.meeting import Card, EngineRanks, Ready, Terms
 from asyncmoe.reshard.nccl_transport import Origin, origin
-from asyncmoe.trainer import direct_group
+from asyncmoe.trainer.weight_sync import direct_group
 
 H100 = Card(
     "host-a",

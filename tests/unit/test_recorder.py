@@ -7,9 +7,9 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from asyncmoe.queue.bounded import QueueStats
+from asyncmoe.rollout.episodes.tools.runner import Counts
 from asyncmoe.rollout.recorder import Recorder
 from asyncmoe.rollout.scoring import Stats
-from asyncmoe.rollout.tools.runner import Counts
 from asyncmoe.telemetry.records import read_rollout
 from asyncmoe.telemetry.schema import ROLLOUT
 

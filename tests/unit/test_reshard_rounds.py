@@ -7,8 +7,8 @@ import pytest
 
 from asyncmoe.bench.published import REAL
 from asyncmoe.bench.rounds import ideal_seconds, lock_step_seconds, planned_messages
-from asyncmoe.launch.sizes import parse_engines, parse_trainer
 from asyncmoe.models.payload import Payload
+from asyncmoe.plan.sizes import parse_engines, parse_trainer
 from asyncmoe.reshard import Plan, plan
 from asyncmoe.reshard.chunks import cut_transfer, cuts_of
 

@@ -11,7 +11,7 @@ from aiohttp import web
 
 from asyncmoe import config as configuration
 from asyncmoe.config import Config
-from asyncmoe.rollout import engine, engine_client
+from asyncmoe.rollout.engines import engine, engine_client
 
 
 def config(trust: bool = False, **engines: object) -> Config:
@@ -86,7 +86,7 @@ def test_the_cause_is_found_among_its_consequences(log: str, reason: str | None)
 
 def test_the_client_of_an_engine_needs_no_torch() -> None:
     """Weights are swapped by commands the controller pickles; it must not have to load torch for that."""
-    code = "import sys, asyncmoe.rollout.engine_client; sys.exit('torch' in sys.modules)"
+    code = "import sys, asyncmoe.rollout.engines.engine_client; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

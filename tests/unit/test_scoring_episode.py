@@ -11,13 +11,13 @@ import pytest
 from asyncmoe.config.generation import MadeModel
 from asyncmoe.errors import TrajectoryRejected
 from asyncmoe.models.make import make_model
-from asyncmoe.rollout import episode
-from asyncmoe.rollout.engine_client import Sampling
-from asyncmoe.rollout.episode import Stage
+from asyncmoe.rollout.engines.engine_client import Sampling
+from asyncmoe.rollout.episodes import episode
+from asyncmoe.rollout.episodes.episode import Stage
+from asyncmoe.rollout.episodes.turns import Place
 from asyncmoe.rollout.scoring import Sample, Score, Scorer, Taught
 from asyncmoe.rollout.tasks import Prompt
 from asyncmoe.rollout.tokenizer import Tokenizer
-from asyncmoe.rollout.turns import Place
 from asyncmoe.trajectory import Trajectory
 from tests.unit.test_environment import BOUNDS, Echo, Tool, Two
 

@@ -8,10 +8,10 @@ from test_producer import Numbers, respond
 from test_scoring_stage import stage, takes
 
 from asyncmoe.queue.bounded import BoundedQueue
+from asyncmoe.rollout.episodes.turns import Place
 from asyncmoe.rollout.producer import Producer
 from asyncmoe.rollout.scoring.sample import Sample
 from asyncmoe.rollout.tasks import Prompt
-from asyncmoe.rollout.turns import Place
 from asyncmoe.trajectory import Trajectory
 from tests.unit.virtual_time import run
 

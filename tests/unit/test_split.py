@@ -18,10 +18,10 @@ from asyncmoe import models
 from asyncmoe.bench.published import REAL
 from asyncmoe.config import parse
 from asyncmoe.errors import AsyncmoeError, ConfigError
-from asyncmoe.launch import budget, memory, planned, planning, split
-from asyncmoe.launch.plan_command import Asked, run
-from asyncmoe.launch.split import Cluster
 from asyncmoe.models import EngineParallel, MegatronParallel, family_of
+from asyncmoe.plan import budget, memory, planned, planning, split
+from asyncmoe.plan.plan_command import Asked, run
+from asyncmoe.plan.split import Cluster
 
 HF = REAL["Qwen3-30B-A3B"]
 LARGE = REAL["Qwen3-235B-A22B"]

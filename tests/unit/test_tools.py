@@ -12,11 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncmoe.errors import ConfigError
-from asyncmoe.rollout import tools
-from asyncmoe.rollout.tools.calculator import calculate
-from asyncmoe.rollout.tools.calls import MAX_CALLS, Call, Malformed, Style, find
-from asyncmoe.rollout.tools.runner import Limits, Runner
-from asyncmoe.rollout.tools.tool import ToolError, schema
+from asyncmoe.rollout.episodes import tools
+from asyncmoe.rollout.episodes.tools.calculator import calculate
+from asyncmoe.rollout.episodes.tools.calls import MAX_CALLS, Call, Malformed, Style, find
+from asyncmoe.rollout.episodes.tools.runner import Limits, Runner
+from asyncmoe.rollout.episodes.tools.tool import ToolError, schema
 
 FUNCTIONS = "tests.unit.tool_functions"
 

@@ -16,9 +16,9 @@ from pathlib import Path
 import pytest
 
 from asyncmoe.errors import ConfigError
-from asyncmoe.rollout.tools import sandbox, seccomp
-from asyncmoe.rollout.tools.sandbox import Python, PythonLimits
-from asyncmoe.rollout.tools.tool import ToolError
+from asyncmoe.rollout.episodes.tools import sandbox, seccomp
+from asyncmoe.rollout.episodes.tools.sandbox import Python, PythonLimits
+from asyncmoe.rollout.episodes.tools.tool import ToolError
 
 
 def possible(namespaces: bool) -> bool:
@@ -246,7 +246,7 @@ def test_a_cancelled_call_leaves_nothing(namespaces: bool) -> None:
 @BOTH
 def test_programs_end_with_the_controller(namespaces: bool) -> None:
     code = f"""import asyncio
-from asyncmoe.rollout.tools.sandbox import Python, PythonLimits
+from asyncmoe.rollout.episodes.tools.sandbox import Python, PythonLimits
 python = Python(PythonLimits(namespaces={namespaces}, wall_s=60.0))
 print("made", flush=True)
 asyncio.run(python.call("import time\\ntime.sleep(60)"))

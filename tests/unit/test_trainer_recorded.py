@@ -9,7 +9,7 @@ from kept_trajectory import ROUTING, trajectory
 
 from asyncmoe.errors import InvariantBroken
 from asyncmoe.record import Routing
-from asyncmoe.trainer.batch import Grid, MicroBatch, pack
+from asyncmoe.trainer.data.batch import Grid, MicroBatch, pack
 from asyncmoe.trajectory import Trajectory
 
 

@@ -6,7 +6,7 @@ import asyncio
 import os
 import time
 
-from asyncmoe.rollout.tools.tool import ToolError
+from asyncmoe.rollout.episodes.tools.tool import ToolError
 
 NUMBER = 3
 

@@ -2,7 +2,7 @@
 
 `models/common/embeddings/rope_utils.py` takes the angles of each sequence apart with `cu_seqlens.tolist()`, and compares a number of the
 device besides: the host waits for the device four times in every layer that has no fused kernel. Applied everywhere, by whoever builds
-the model (`asyncmoe.trainer.layers`): latent attention has no fused kernel with Transformer Engine either.
+the model (`asyncmoe.trainer.model.layers`): latent attention has no fused kernel with Transformer Engine either.
 """
 
 from __future__ import annotations

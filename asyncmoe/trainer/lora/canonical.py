@@ -1,4 +1,4 @@
-"""The adapter's whole tensors put into the ranks; `asyncmoe.trainer.gather` gathers them."""
+"""The adapter's whole tensors put into the ranks; `asyncmoe.trainer.weight_sync.gather` gathers them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from asyncmoe.models.shape import Shape
 from asyncmoe.reshard import LocalTransport, exchange
 from asyncmoe.reshard import plan as plan_of
 from asyncmoe.trainer.lora.attach import values
-from asyncmoe.trainer.model import Model
+from asyncmoe.trainer.model.gpt import Model
 
 
 def write(model: Model, halves: Mapping[str, torch.Tensor]) -> None:

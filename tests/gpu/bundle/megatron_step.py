@@ -87,8 +87,11 @@ def step(spec: str, dtype: str, target: str) -> None:
     from asyncmoe.config.generation import MadeModel
     from asyncmoe.models import load_hf_config
     from asyncmoe.models.make import make_model
-    from asyncmoe.trainer import batch, loop, mesh, model, objective, optimizer
+    from asyncmoe.trainer import loop, objective
+    from asyncmoe.trainer.data import batch
     from asyncmoe.trainer.losses import SupervisedLoss
+    from asyncmoe.trainer.model import gpt as model
+    from asyncmoe.trainer.model import mesh, optimizer
     from asyncmoe.trainer.step import logprobs_only, train_step
 
     with tempfile.TemporaryDirectory() as folder:

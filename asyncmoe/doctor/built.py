@@ -1,0 +1,109 @@
+"""Checks of what is compiled: asyncmoe's own extension, NCCL, and the CUDA that torch was built for."""
+
+from __future__ import annotations
+
+from asyncmoe.doctor import drivers, verdict, versions
+from asyncmoe.doctor.environment import Python
+from asyncmoe.doctor.facts import Machine
+from asyncmoe.doctor.verdict import Verdict
+
+REBUILD = "build it again: rm -f .venv/.built*; make setup"
+
+
+def extension(machine: Machine) -> Verdict:
+    """It imports, was built from the sources that are there, and has CUDA kernels where there are GPUs."""
+    found = machine.trainer.extension
+    if found is None or found.package is None:
+        return verdict.error(f"{machine.trainer.executable} does not find asyncmoe", "run: make setup")
+    if found.trouble is not None:
+        return verdict.error(f"cannot be imported: {found.trouble}", REBUILD)
+    if machine.nvidia.present and not found.cuda:
+        return verdict.error(
+            "built without CUDA kernels, on a machine with GPUs",
+            f"{REBUILD} GPU=1, which brings nvcc and insists on the kernels",
+        )
+    kernels = "with CUDA kernels" if found.cuda else "without CUDA kernels, as there is no GPU"
+    if machine.sources and not found.built_from:
+        return verdict.warning(f"{kernels}; the build does not say from which sources", REBUILD)
+    if machine.sources and found.built_from != machine.sources:
+        return verdict.error(f"{kernels}, but built from other sources than those in csrc", REBUILD)
+    return verdict.ok(kernels + (", built from the sources in csrc" if machine.sources else ""))
+
+
+def nccl(machine: Machine) -> Verdict:
+    """Trainer and engines open the same version: NCCL refuses a communicator of two."""
+    sides = [("the trainer's Python", machine.trainer)]
+    if machine.engine is not None:
+        sides.append(("the engines' Python", machine.engine))
+    found = {who: side.nccl for who, side in sides}
+    versions_of = {who: library.version for who, library in found.items() if library is not None and library.version is not None}
+    missing = [f"{who}: {_why_no_nccl(side)}" for who, side in sides if who not in versions_of]
+    if not machine.nvidia.present:
+        there = ", ".join(f"{versions.nccl(number)} in {who}" for who, number in versions_of.items())
+        return verdict.absent(f"no GPU; weights go over shared memory or gloo{f' ({there})' if there else ''}")
+    if missing:
+        cure = "run: make setup GPU=1, or put the directory of libnccl.so.2 on LD_LIBRARY_PATH"
+        return verdict.error("; ".join(missing), cure)
+    if len(set(versions_of.values())) > 1:
+        told = ", ".join(f"{versions.nccl(number)} in {who}" for who, number in versions_of.items())
+        over_nccl = machine.run is None or machine.run.on_gpus is None or machine.run.on_gpus.way == "nccl"
+        judge = verdict.error if over_nccl else verdict.warning
+        return judge(
+            f"{told}; NCCL refuses ranks of different versions",
+            "run: make setup GPU=1, which installs the same in both (requirements/gpu.txt); on one machine take sync.transport: ipc",
+        )
+    library = machine.trainer.nccl
+    return verdict.ok(f"{versions.nccl(next(iter(versions_of.values())))} ({library.library if library else ''})")
+
+
+def cuda(machine: Machine) -> Verdict:
+    """Both torches can use the GPUs through this driver."""
+    if not machine.nvidia.present:
+        return verdict.absent(f"no GPU; torch {_builds(machine)}")
+    newest = machine.trainer.cuda_driver
+    if newest is None:
+        return verdict.error(
+            "libcuda.so.1 cannot be opened", "install NVIDIA's driver; in a container, start it with GPUs (--gpus all, --nv)"
+        )
+    judged = [_suits(who, side, newest) for who, side in _torches(machine)]
+    for state in ("error", "warning"):
+        if bad := next((found for found in judged if found.state == state), None):
+            return bad
+    return verdict.ok(f"torch {_builds(machine)}; the driver takes up to CUDA {versions.cuda(newest)}")
+
+
+def _suits(who: str, side: Python, newest: int) -> Verdict:
+    """One torch against the newest CUDA of the driver. Within a major version an older driver does (CUDA's minor-version compatibility)."""
+    if side.torch is None:
+        return verdict.warning(f"unknown: {who} torch cannot be imported", "see the lines torch and engine-python")
+    if side.torch.cuda is None:
+        return verdict.error(f"{who} torch {side.torch.version} is a build for the CPU", "run: make setup GPU=1")
+    built, driver = versions.cuda_number(side.torch.cuda), versions.cuda(newest)
+    told = f"{who} torch is built for CUDA {side.torch.cuda}, the driver takes up to {driver}"
+    if built // 1000 > newest // 1000 and not side.torch.devices:
+        return verdict.error(told, drivers.cure(built // 1000))
+    if side.torch.trouble is not None:
+        return verdict.error(f"{who} torch cannot use the GPUs: {side.torch.trouble}", "mend that first; nvidia-smi and dmesg say more")
+    if built > newest:
+        return verdict.warning(f"{told}: kernels compiled at run time may fail", "update NVIDIA's driver")
+    return verdict.ok(told)
+
+
+def _torches(machine: Machine) -> list[tuple[str, Python]]:
+    return [("the trainer's", machine.trainer), *([("the engines'", machine.engine)] if machine.engine is not None else [])]
+
+
+def _builds(machine: Machine) -> str:
+    told = []
+    for who, side in _torches(machine):
+        build = (
+            "is unknown" if side.torch is None else f"is built for CUDA {side.torch.cuda}" if side.torch.cuda else "is built for the CPU"
+        )
+        told.append(f"of {who} Python {build}")
+    return ", ".join(told)
+
+
+def _why_no_nccl(side: Python) -> str:
+    if side.nccl is None:
+        return "it cannot be opened without asyncmoe's extension"
+    return side.nccl.trouble or "unusable"

@@ -1,0 +1,112 @@
+"""What differs between the reports of several nodes that are to work together."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+from asyncmoe.doctor import versions
+from asyncmoe.doctor.environment import Python
+from asyncmoe.doctor.facts import Machine
+from asyncmoe.doctor.report import Report
+
+_NONE = "none"
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Nodes that have something else than the others.
+
+    Attributes:
+        what: e.g. "torch of the trainer's Python".
+        nodes: those that differ, all in the same way.
+        found, expected: what they have, and what most have (of two equally frequent the newer).
+        others: how many have that.
+    """
+
+    what: str
+    nodes: tuple[str, ...]
+    found: str
+    expected: str
+    others: int
+    cure: str
+
+    def __str__(self) -> str:
+        verb = "has" if len(self.nodes) == 1 else "have"
+        most = f"{self.others} {'other' if self.others == 1 else 'others'}"
+        return f"{self.what}: {', '.join(self.nodes)} {verb} {self.found}, {most} {self.expected}; {self.cure} on {', '.join(self.nodes)}"
+
+
+def differences(reports: Mapping[str, Report]) -> list[Difference]:
+    """What is not the same on all nodes, an entry for each deviating value.
+
+    A node without a GPU's driver or NCCL, or without a configuration, does not differ in those: it may have another role.
+
+    Args:
+        reports: by name of the node.
+    """
+    told = {node: _compared(report.machine) for node, report in reports.items()}
+    aspects = {what: aspect for aspects in told.values() for what, aspect in aspects.items()}
+    found: list[Difference] = []
+    for what, (_, cure, optional) in aspects.items():
+        values = {node: aspects[what][0] if what in aspects else None for node, aspects in told.items()}
+        has = {node: value or _NONE for node, value in values.items() if value is not None or not optional}
+        found.extend(_deviations(what, has, cure))
+    return found
+
+
+_Aspect = tuple[str | None, Callable[[str], str], bool]
+"""Value on a node, the cure given the expected value, and whether a node may lack it."""
+
+
+def _compared(machine: Machine) -> dict[str, _Aspect]:
+    """Everything in which nodes must agree, by what it is called."""
+    aspects: dict[str, _Aspect] = {"asyncmoe": (machine.asyncmoe, lambda _: "check out the same commit", False)}
+    aspects |= _of_python(machine, machine.trainer, "the trainer's")
+    if machine.engine is not None:
+        aspects |= _of_python(machine, machine.engine, "the engines'")
+    digest = machine.run.digest if machine.run else None
+    aspects["NVIDIA's driver"] = machine.nvidia.driver, lambda value: f"install {value}", True
+    aspects["configuration"] = digest and digest[:12], lambda _: "use the same CONFIG, and the same KEY=VALUE", True
+    return aspects
+
+
+def _of_python(machine: Machine, side: Python, whose: str) -> Iterator[tuple[str, _Aspect]]:
+    """One environment: Python, its packages, the build of the extension, NCCL."""
+    again = "run make setup again"
+    yield f"{whose} Python", (side.version, lambda value: f"install Python {value}", False)
+    for name in machine.requirements:
+        if name != "python":
+            yield f"{name} of {whose} Python", (side.packages.get(name), lambda value, name=name: _install(name, value), False)  # type: ignore[misc]
+    if side.torch is not None:
+        cuda = f"CUDA {side.torch.cuda}" if side.torch.cuda else "the CPU"
+        yield f"build of torch in {whose} Python", (f"one for {cuda}", lambda value: f"install {value}", False)
+    if side.extension is not None:
+        built = " ".join(digest[:12] for digest in side.extension.built_from)
+        yield (
+            f"asyncmoe's extension in {whose} Python",
+            (built and f"sources {built}", lambda _: f"check out the same commit and {again}", False),
+        )
+    if side.nccl is not None and side.nccl.version is not None:
+        yield f"NCCL of {whose} Python", (versions.nccl(side.nccl.version), lambda value: f"install NCCL {value}", True)
+
+
+def _install(name: str, version: str) -> str:
+    return f"uninstall {name}" if version == _NONE else f"install {name} {version}"
+
+
+def _deviations(what: str, has: Mapping[str, str], cure: Callable[[str], str]) -> Iterator[Difference]:
+    nodes_of: dict[str, list[str]] = {}
+    for node, value in has.items():
+        nodes_of.setdefault(value, []).append(node)
+    if len(nodes_of) < 2:
+        return
+    expected = max(nodes_of, key=lambda value: (len(nodes_of[value]), _newness(value)))
+    for value, nodes in nodes_of.items():
+        if value != expected:
+            yield Difference(what, tuple(nodes), value, expected, len(nodes_of[expected]), cure(expected))
+
+
+def _newness(value: str) -> tuple[bool, list[int], str]:
+    return value != _NONE, [int(number) for number in re.findall(r"\d+", value)], value

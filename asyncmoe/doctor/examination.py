@@ -1,0 +1,52 @@
+"""All checks, in the order they are shown."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from asyncmoe.doctor import built, devices, host, placement, run, software
+from asyncmoe.doctor.facts import Machine
+from asyncmoe.doctor.verdict import Finding, Verdict
+
+CHECKS: Mapping[str, Callable[[Machine], Verdict]] = {
+    "python": software.python,
+    "torch": software.torch,
+    "megatron-core": software.megatron_core,
+    "transformer-engine": software.transformer_engine,
+    "apex": software.apex,
+    "packages": software.packages,
+    "extension": built.extension,
+    "engine-python": software.engine_python,
+    "sglang": software.sglang,
+    "driver": devices.driver,
+    "cuda": built.cuda,
+    "gpus": devices.gpus,
+    "nvlink": devices.nvlink,
+    "nccl": built.nccl,
+    "infiniband": devices.infiniband,
+    "interfaces": host.interfaces,
+    "hostname": host.hostname,
+    "loopback": host.loopback,
+    "clock": host.clock,
+    "shm": host.shm,
+    "open-files": host.open_files,
+    "memlock": host.memlock,
+    "configuration": run.configuration,
+    "ports": run.ports,
+    "run-dir": run.run_dir,
+    "model": run.model,
+    "placement": placement.placement,
+    "gpu-memory": placement.gpu_memory,
+}
+"""Each by the name of its line. Every one says something of every machine."""
+
+
+def examine(machine: Machine) -> tuple[Finding, ...]:
+    """The verdict of every check."""
+    found = ((name, check(machine)) for name, check in CHECKS.items())
+    return tuple(Finding(name, verdict.state, verdict.found, verdict.cure) for name, verdict in found)
+
+
+def failed(findings: Sequence[Finding]) -> bool:
+    """Whether there is an error among them."""
+    return any(finding.state == "error" for finding in findings)

@@ -1,0 +1,71 @@
+"""The gate in front of the engines: at most so many requests behind it, none let in while it is closed, in the order of `Waiting`."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from asyncmoe.rollout.engines.scheduling import Request, Waiting
+
+
+class Gate:
+    """Lets requests in. Open at first.
+
+    A request that is cancelled while it waits, or just when it is let in, takes no place. Places that become free while the gate is closed
+    are given away when it opens: by then, responses that the closing cut short have come back, and go first.
+
+    Attributes:
+        inside: requests that were let in and have not left; never more than `limit`.
+    """
+
+    def __init__(self, limit: int, waiting: Waiting) -> None:
+        self.inside = 0
+        self._limit, self._waiting = limit, waiting
+        self._calls: dict[int, asyncio.Future[None]] = {}
+        self._open = asyncio.Event()
+        self._open.set()
+
+    def close(self) -> None:
+        """Let nobody in until `open`; who is inside stays."""
+        self._open.clear()
+
+    def open(self) -> None:
+        self._open.set()
+        self._admit()
+
+    @asynccontextmanager
+    async def place(self, request: Request) -> AsyncIterator[None]:
+        """Wait to be let in, and leave at the end of the block. The gate is open when the block begins."""
+        await self._enter(request)
+        try:
+            # It may have closed between the call and now.
+            while not self._open.is_set():
+                await self._open.wait()
+            yield
+        finally:
+            self._leave()
+
+    async def _enter(self, request: Request) -> None:
+        ticket, call = self._waiting.come(request), asyncio.get_running_loop().create_future()
+        self._calls[ticket] = call
+        self._admit()
+        try:
+            await call
+        except asyncio.CancelledError:
+            if self._calls.pop(ticket, None) is not None:
+                self._waiting.give_up(ticket)
+            elif not call.cancelled():
+                self._leave()
+            raise
+
+    def _leave(self) -> None:
+        self.inside -= 1
+        self._admit()
+
+    def _admit(self) -> None:
+        while self._open.is_set() and self.inside < self._limit and len(self._waiting):
+            call = self._calls.pop(self._waiting.take())
+            if not call.cancelled():
+                call.set_result(None)
+                self.inside += 1

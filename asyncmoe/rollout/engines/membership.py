@@ -1,0 +1,188 @@
+"""Engines of other machines, as the controller sees them: how they join, that they are still there, and how they leave.
+
+Each is started and ended by `asyncmoe engine` (`asyncmoe.rollout.engines.joining`), which asks here. One that has joined is an engine like any
+other from its first version on. One that leaves gets no new requests and finishes what it has; one that is not heard of is fenced.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+
+from asyncmoe.config import Config
+from asyncmoe.errors import ConfigError, EngineError, ProtocolError, UserError, WaitTimeout
+from asyncmoe.rollout.engines.engine_client import EngineClient
+from asyncmoe.rollout.engines.pool import Member, Pool
+from asyncmoe.wire.messages import Done, EngineAlive, EngineJoin, EngineLeave, EngineOrder
+from asyncmoe.wire.peers import check, facts
+
+log = logging.getLogger(__name__)
+MembershipRequest = EngineJoin | EngineAlive | EngineLeave
+_POLL_S = 0.1
+_FAREWELL_S = 3.0
+"""How long engines are waited for that have not asked for their last order yet."""
+LEFT = "it has left"
+
+
+class RemoteEngine:
+    """An engine that has joined; an `asyncmoe.rollout.engines.pool.Server`.
+
+    Args:
+        silence_s: not heard of for so long, it is dead.
+    """
+
+    def __init__(self, joined: EngineJoin, silence_s: float) -> None:
+        self.name, self.tp, self.ep, self.host = joined.name, joined.tp, joined.ep, joined.host
+        self.client = EngineClient(joined.name, joined.url, joined.key)
+        self.order: asyncio.Future[EngineOrder] = asyncio.get_running_loop().create_future()
+        self.told = False
+        self._silence_s, self._heard, self._gone = silence_s, time.monotonic(), ""
+
+    @property
+    def died(self) -> str | None:
+        """Why it is taken for dead, or None."""
+        silent = time.monotonic() - self._heard
+        if not self._gone and silent > self._silence_s:
+            self._gone = f"not heard of for {silent:.0f} s (cluster.silence_s {self._silence_s:g})"
+        return self._gone or None
+
+    def kill(self) -> None:
+        """Have it end; it asks for orders all the time."""
+        self.tell(EngineOrder(why=self._gone or "the controller has given it up; its log says more"))
+
+    def gone(self, why: str) -> None:
+        """It says itself that it has ended."""
+        self._gone = why
+
+    def tell(self, order: EngineOrder) -> None:
+        """The first order is the last."""
+        if not self.order.done():
+            self.order.set_result(order)
+
+    async def ask(self, wait_s: float) -> EngineOrder:
+        """It is still there, and asks what to do."""
+        self._heard = time.monotonic()
+        await asyncio.wait([self.order], timeout=min(wait_s, self._silence_s / 2))
+        self._heard = time.monotonic()
+        self.told = self.order.done()
+        return self.order.result() if self.told else EngineOrder()
+
+
+class Membership:
+    """Answers engines of other machines.
+
+    Args:
+        pool: that they join.
+        updating: whether a version that is under way goes to an engine.
+    """
+
+    def __init__(self, config: Config, pool: Pool, updating: Callable[[Member], bool]) -> None:
+        self._config, self._pool, self._updating = config, pool, updating
+        self._ended: EngineOrder | None = None
+
+    async def handle(self, request: MembershipRequest) -> EngineOrder | Done:
+        """Answer one request.
+
+        Raises:
+            ConfigError: an engine of another configuration, or the run takes none.
+            UserError: a name that is taken, other versions than the controller's, or another time.
+            EngineError: the controller does not reach it.
+            ProtocolError: an engine that is not here.
+        """
+        match request:
+            case EngineJoin():
+                await self._join(request)
+                return Done()
+            case EngineAlive():
+                return await self._remote(self._member(request.name)).ask(request.wait_s)
+            case EngineLeave():
+                await self._leave(self._member(request.name), request.why)
+                return Done()
+
+    async def wait_joined(self, timeout_s: float) -> None:
+        """Return when as many engines have joined as `engines.count`.
+
+        Raises:
+            WaitTimeout: naming those that have.
+        """
+        count, until = self._config.engines.count, time.monotonic() + timeout_s
+        while len(self._pool.present) < count:
+            if time.monotonic() > until:
+                here = ", ".join(member.engine.name for member in self._pool.present) or "none"
+                what = (
+                    f"join: {count - len(self._pool.present)} of {count} are missing, here is {here}; start asyncmoe engine, or see its log"
+                )
+                raise WaitTimeout("engines", what, timeout_s)
+            await asyncio.sleep(_POLL_S)
+
+    async def end(self, order: EngineOrder) -> None:
+        """The run is over: tell all engines, and wait a moment for those that are just not listening."""
+        self._ended = order
+        remote = [member.engine for member in self._pool.members if isinstance(member.engine, RemoteEngine)]
+        for engine in remote:
+            engine.tell(order)
+        until = time.monotonic() + _FAREWELL_S
+        while not all(engine.told or engine.died for engine in remote) and time.monotonic() < until:
+            await asyncio.sleep(_POLL_S)
+        await asyncio.gather(*(engine.client.close() for engine in remote))
+
+    async def _join(self, request: EngineJoin) -> None:
+        _check(self._config, request)
+        for member in [m for m in self._pool.members if m.engine.name == request.name]:
+            if member.fenced is None:
+                raise UserError(f"engine {request.name}", got="a name that is taken", expected="one of its own", cure="give it --name")
+            self._pool.remove(member)
+        engine = RemoteEngine(request, self._config.cluster.silence_s)
+        if not await engine.client.ready():
+            await engine.client.close()
+            why = f"{request.name}: the controller does not reach it at {request.url}; see cluster.network, ASYNCMOE_HOST and the firewall"
+            raise EngineError(why)
+        self._pool.join(engine)
+        if self._ended is not None:
+            engine.tell(self._ended)
+        log.info("%s has joined from %s; it serves from the next version on", request.name, request.url)
+
+    async def _leave(self, member: Member, why: str) -> None:
+        remote = self._remote(member)
+        if why:
+            remote.gone(why)
+            self._pool.fence(member, why)
+            return
+        member.leaving = True
+        until = time.monotonic() + self._config.rollout.request_timeout_s
+        while (member.in_flight or self._updating(member)) and member.fenced is None and time.monotonic() < until:
+            await asyncio.sleep(_POLL_S)
+        member.fenced = member.fenced or LEFT
+        if not member.in_flight:
+            self._pool.remove(member)
+            await remote.client.close()
+        remote.tell(EngineOrder(finished=True))
+        log.info("%s has left", member.engine.name)
+
+    def _member(self, name: str) -> Member:
+        for member in self._pool.members:
+            if member.engine.name == name:
+                return member
+        raise ProtocolError(f"{name}: no engine of that name has joined this controller")
+
+    def _remote(self, member: Member) -> RemoteEngine:
+        if not isinstance(member.engine, RemoteEngine):
+            raise ProtocolError(f"{member.engine.name} is the controller's own")
+        return member.engine
+
+
+def _check(config: Config, request: EngineJoin) -> None:
+    if not config.engines.join:
+        cure = "set engines.join=true for the whole run"
+        raise ConfigError("engines.join", got="false at the controller", expected=f"true, so that {request.name} can join", cure=cure)
+    if request.config_digest != config.digest:
+        raise ConfigError(
+            f"configuration of {request.name}",
+            got=f"digest {request.config_digest[:12]}",
+            expected=f"the controller's, {config.digest[:12]}",
+            cure="start both with the same file, run.dir/config.yaml",
+        )
+    if request.facts is not None:
+        check(facts("controller"), request.facts, config.cluster.clock_s)

@@ -1,0 +1,1 @@
+"""Episodes: environments, tools and agents, and the trajectories they leave."""

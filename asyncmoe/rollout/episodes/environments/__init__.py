@@ -1,0 +1,74 @@
+"""Environments that come with asyncmoe, and how a configuration names them or yours."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+
+from asyncmoe import models
+from asyncmoe.config import Config
+from asyncmoe.errors import ConfigError, UserError
+from asyncmoe.rollout.episodes.environment import Bounds, Environment, Teacher
+from asyncmoe.rollout.episodes.environments.single_turn import SingleTurn
+from asyncmoe.rollout.episodes.environments.tools import WithTools
+from asyncmoe.rollout.episodes.openai_endpoint.environment import OpenAIEnvironment
+
+
+def bounds(config: Config) -> Bounds:
+    """How long an episode may become. A conversation fits into the model's positions."""
+    section = config.environment
+    positions = models.load_hf_config(config.model.path).get("max_position_embeddings")
+    tokens = [limit for limit in (section.max_tokens, positions) if limit is not None]
+    return Bounds(section.max_turns, min(tokens, default=1 << 20), section.max_agents)
+
+
+def load(config: Config) -> Environment:
+    """The environment a configuration names.
+
+    Raises:
+        ConfigError: no such class, or it cannot be made with `environment.options`; a warm-up without anyone to show how it is done.
+    """
+    section = config.environment
+    if section.kind == "single_turn":
+        return SingleTurn()
+    if section.kind == "tools":
+        made: Environment = WithTools(section.tools.names, section.tools.style, _chats(config), section.tools.options)
+    elif section.kind == "openai":
+        assert section.agent is not None
+        made = OpenAIEnvironment(section.agent, timeout_s=section.timeout_s)
+    else:
+        made = _own(section.kind, section.options)
+    if config.warmup.steps and not isinstance(made, Teacher):
+        raise ConfigError(
+            "warmup.steps",
+            got=config.warmup.steps,
+            expected=f"0, because {section.kind} has no method demonstrate(agent, episode) to learn from",
+            cure="write one, or start from a model that needs no warm-up",
+        )
+    return made
+
+
+def _chats(config: Config) -> bool:
+    return config.task.kind == "jsonl" and config.task.chat_template
+
+
+def _own(target: str, options: dict[str, object]) -> Environment:
+    """Make `package.module:Class` with keyword arguments."""
+    module, _, name = target.partition(":")
+    if not module or not name:
+        raise ConfigError("environment.kind", got=repr(target), expected="single_turn, tools, openai or package.module:Class")
+    try:
+        found = getattr(importlib.import_module(module), name)
+        made = found(**options)
+    except UserError:
+        raise
+    except Exception as error:
+        raise ConfigError(
+            "environment.kind",
+            got=f"{target}: {type(error).__name__}: {error}",
+            expected="a class that can be imported, and made with environment.options",
+        ) from error
+    if not inspect.iscoroutinefunction(getattr(made, "run", None)):
+        raise ConfigError("environment.kind", got=f"{target}, which has no `async def run(self, episode)`", expected="an environment")
+    environment: Environment = made
+    return environment

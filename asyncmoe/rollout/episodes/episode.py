@@ -1,0 +1,194 @@
+"""One episode: an environment, the conversations in it, what they are worth, and the trajectories they become.
+
+The trajectories of an episode stand or fall together: when one of its agents fails, the environment raises or takes too long, or a score
+cannot be had, all are rejected under that reason.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from random import Random
+
+import numpy as np
+
+from asyncmoe.config.generation import Interruption
+from asyncmoe.errors import AsyncmoeError, TrajectoryRejected
+from asyncmoe.rollout.engines.engine_client import Generation, Sampling
+from asyncmoe.rollout.engines.interruption import respond
+from asyncmoe.rollout.engines.pool import Pool
+from asyncmoe.rollout.engines.scheduling import Request
+from asyncmoe.rollout.episodes import environment
+from asyncmoe.rollout.episodes.environment import Agent, Bounds, Environment, Episode, Rewards, Teacher
+from asyncmoe.rollout.episodes.environments.single_turn import SingleTurn
+from asyncmoe.rollout.episodes.turns import Place, Turn, assemble, step_rewards
+from asyncmoe.rollout.scoring import Sample, Score, Scorer, Teaches
+from asyncmoe.rollout.scoring.together import together
+from asyncmoe.rollout.tasks import Demonstration, Prompt
+from asyncmoe.rollout.tokenizer import Tokenizer
+from asyncmoe.trajectory import NOT_SAMPLED, Trajectory
+
+_TEACHING_S = 60.0
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Everything episodes of a run have in common.
+
+    Attributes:
+        timeout_s: how long the environment may take, generation included.
+        seed: of the run; the environment's own draws are seeded by it, `stream` and the episode's place.
+        stream: what groups are numbered in; equal numbers of different streams are different prompts.
+    """
+
+    pool: Pool
+    sampling: Sampling
+    tokenizer: Tokenizer
+    scorer: Scorer
+    environment: Environment = field(default_factory=SingleTurn)
+    bounds: Bounds = field(default_factory=Bounds)
+    timeout_s: float = 600.0
+    interruption: Interruption = "in_place"
+    seed: int = 0
+    stream: str = "episode"
+
+
+async def run(stage: Stage, prompt: Prompt, place: Place) -> tuple[Trajectory, ...]:
+    """Run and score one episode.
+
+    Returns:
+        A trajectory of each agent that spoke, in the order in which the environment first asked for them.
+
+    Raises:
+        TrajectoryRejected: the environment raised ("environment_error") or took too long ("environment_timeout"), nobody spoke
+            ("empty_response"), an engine died or failed, a score could not be had, or a record is not what it should be.
+    """
+    begin = time.perf_counter()
+
+    async def speak(agent: Agent, given: tuple[int, ...], sampling: Sampling) -> list[Turn]:
+        prompt, running = f"{stage.stream} {place.group}", any(other.turns for other in made.agents.values())
+        request = Request(prompt, continues=running, conversation=f"{stage.stream} {place.key(agent.number)}")
+        return await respond(stage.pool, given, agent.turns, sampling, stage.interruption, request)
+
+    random = Random(f"{stage.seed} {stage.stream} {place.group} {place.episode} {place.attempt}")
+    made = Episode(prompt, place, stage.tokenizer, random, stage.sampling, stage.bounds, speak)
+    rewards = await _play(stage.environment, made, stage.timeout_s)
+    agents = made.spoke
+    if not agents:
+        raise TrajectoryRejected("empty_response", f"{place.key()}: no agent said anything")
+    generated = time.perf_counter()
+    worth = await _worth(rewards, agents, prompt, stage.scorer)
+    seconds = {"generate": generated - begin, "score": time.perf_counter() - generated}
+    # Routes of a long response are megabytes: beside the event loop, which other responses wait for.
+    record = partial(assemble, place=place, recording=stage.sampling.recording, seconds=seconds)
+    trajectories = []
+    for agent, score in zip(agents, worth, strict=True):
+        credited = step_rewards(agent.turns, agent.credits)
+        made_of = partial(record, agent.turns, reward=score.reward, agent=agent.number, teacher=score.teacher)
+        trajectories.append(await asyncio.to_thread(made_of, rewards=score.rewards if credited is None else credited))
+    return tuple(trajectories)
+
+
+async def _play(environment_: Environment, made: Episode, timeout_s: float) -> Rewards:
+    deadline = asyncio.timeout(timeout_s)
+    try:
+        async with deadline:
+            return await environment_.run(made)
+    except AsyncmoeError:
+        raise
+    except Exception as error:
+        if deadline.expired():
+            raise TrajectoryRejected(environment.TIMEOUT, f"the environment took longer than {timeout_s:g} s") from error
+        raise TrajectoryRejected(environment.ERROR, f"{type(error).__name__}: {error}") from error
+
+
+async def _worth(rewards: Rewards, agents: list[Agent], prompt: Prompt, scorer: Scorer) -> list[Score]:
+    """One score an agent. A teacher is asked also where the environment has the rewards."""
+    samples = [_sample(agent, prompt) for agent in agents]
+    if rewards is None:
+        return await together([scorer.score(sample) for sample in samples])
+    given = _given(rewards, agents)
+    if not isinstance(scorer, Teaches):
+        return [Score(reward) for reward in given]
+    taught = await together([scorer.teach(sample) for sample in samples])
+    return [Score(reward, teacher=teacher) for reward, teacher in zip(given, taught, strict=True)]
+
+
+def _sample(agent: Agent, prompt: Prompt) -> Sample:
+    size = sum(map(len, agent.turns))
+    said = agent.responses[-1].text
+    return Sample(prompt.text, said, prompt.answer, agent.tokens[:size], agent.sampled[:size], agent.name)
+
+
+def _given(rewards: float | Mapping[str, float], agents: list[Agent]) -> list[float]:
+    """The environment's reward of each agent."""
+    if isinstance(rewards, Mapping):
+        names = [agent.name for agent in agents]
+        if set(rewards) != set(names):
+            detail = f"rewards of {sorted(map(str, rewards))}, expected those of the agents that spoke, {sorted(names)}"
+            raise TrajectoryRejected(environment.ERROR, f"the environment returned {detail}")
+        found: list[object] = [rewards[name] for name in names]
+    else:
+        found = [rewards] * len(agents)
+    return [_finite(value) for value in found]
+
+
+def _finite(value: object) -> float:
+    if isinstance(value, bool | int | float) and math.isfinite(value):
+        return float(value)
+    raise TrajectoryRejected("bad_reward", f"the environment returned the reward {value!r}, expected a finite number")
+
+
+class Teaching:
+    """The environment as it is, with a teacher in the place of the engines.
+
+    Args:
+        teacher: the environment itself, where it can.
+        stop: the token that ends a response.
+    """
+
+    def __init__(self, environment_: Environment, teacher: Teacher, tokenizer: Tokenizer, stop: int, bounds: Bounds, seed: int) -> None:
+        self._environment, self._teacher, self._tokenizer = environment_, teacher, tokenizer
+        self._stop, self._bounds, self._seed = stop, bounds, seed
+
+    async def episode(self, index: int, prompt: Prompt) -> tuple[Trajectory, ...]:
+        """The `index`-th episode of a warm-up.
+
+        Raises:
+            TrajectoryRejected: see `run`.
+        """
+
+        async def speak(agent: Agent, given: tuple[int, ...], sampling: Sampling) -> list[Turn]:
+            said = (*self._tokenizer.encode(self._teacher.demonstrate(agent, made)), self._stop)
+            return [Turn(given, Generation(said, (0.0,) * len(said), (), "stop", 0), NOT_SAMPLED)]
+
+        sampling, random = Sampling(1.0, self._bounds.tokens, (self._stop,)), Random(f"{self._seed} demonstration {index}")
+        made = Episode(prompt, Place(index, 0, 0), self._tokenizer, random, sampling, self._bounds, speak)
+        await _play(self._environment, made, _TEACHING_S)
+        return tuple(_shown(index, agent) for agent in made.spoke)
+
+
+def _shown(index: int, agent: Agent) -> Trajectory:
+    tokens = [token for turn in agent.turns for token in (*turn.given, *turn.generation.tokens)]
+    return demonstration(index, Demonstration(tuple(tokens), agent.sampled[: len(tokens)]), agent.number)
+
+
+def demonstration(index: int, made: Demonstration, agent: int = 0) -> Trajectory:
+    """A solved question as a record that was sampled by no version."""
+    size = len(made.tokens)
+    return Trajectory(
+        key=f"d{index}.a{agent}",
+        group=index,
+        episode=0,
+        agent=agent,
+        tokens=np.array(made.tokens, dtype=np.int32),
+        loss_mask=np.array(made.loss_mask, dtype=bool),
+        logprobs=np.zeros(size, dtype=np.float32),
+        versions=np.full(size, NOT_SAMPLED, dtype=np.int32),
+        reward=0.0,
+        finish="stop",
+    )

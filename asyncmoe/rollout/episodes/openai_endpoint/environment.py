@@ -1,0 +1,84 @@
+"""Episodes driven by an agent that speaks OpenAI's chat completions API."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+from collections.abc import Callable
+from typing import cast
+
+from asyncmoe.errors import ConfigError, TrajectoryRejected
+from asyncmoe.rollout.episodes.environment import Episode, Rewards
+from asyncmoe.rollout.episodes.openai_endpoint.server import Endpoint, Limits
+from asyncmoe.rollout.episodes.openai_endpoint.threads import Threads
+
+ERROR, TIMEOUT = "agent_error", "agent_timeout"
+
+
+class OpenAIEnvironment:
+    """Runs a user's agent, every episode with an endpoint of its own.
+
+    The agent is `async def agent(base_url: str, api_key: str, prompt: str, answer: str) -> float | None`, or the same without `async`; the
+    number is the episode's reward, None leaves it to the configured scorer. It runs in a thread of its own, so it may block. With
+    `openai.AsyncOpenAI(base_url=base_url, api_key=api_key)` or any other client it asks any model by any name: all are the policy.
+
+    Args:
+        agent: `package.module:function`.
+        timeout_s: seconds the agent may take.
+
+    Raises:
+        ConfigError: no such function.
+    """
+
+    def __init__(self, agent: str, *, timeout_s: float = 600.0, limits: Limits | None = None) -> None:
+        self._function = find(agent)
+        self._timeout_s = timeout_s
+        self._endpoint, self._threads = Endpoint(limits), Threads()
+
+    async def run(self, episode: Episode) -> Rewards:
+        """See `Environment`.
+
+        Raises:
+            TrajectoryRejected: "agent_error", "agent_timeout".
+            UserError: too many agents have not ended after their time-outs.
+        """
+        self._threads.check()
+        session, url = await self._endpoint.open(episode)
+        deadline = asyncio.timeout(self._timeout_s)
+        try:
+            async with deadline:
+                reward = await self._threads.call(self._function, url, session.key, episode.prompt.text, episode.prompt.answer)
+        except Exception as error:
+            if deadline.expired():
+                raise TrajectoryRejected(TIMEOUT, f"the agent took longer than {self._timeout_s:g} s") from error
+            # An agent raises when its requests fail: why they failed says more.
+            for cause in (episode.failure, *(agent.failure for agent in episode.agents.values())):
+                if cause is not None:
+                    raise cause from error
+            raise TrajectoryRejected(ERROR, f"{type(error).__name__}: {str(error)[:1000]}") from error
+        finally:
+            await self._endpoint.end(session)
+        return cast(Rewards, reward)
+
+    async def close(self) -> None:
+        """Stop the endpoint."""
+        await self._endpoint.close()
+
+
+def find(target: str) -> Callable[..., object]:
+    """Import `package.module:function`.
+
+    Raises:
+        ConfigError: it cannot be imported or called.
+    """
+    module, _, name = target.partition(":")
+    if not module or not name:
+        raise ConfigError("environment.agent", got=repr(target), expected="package.module:function")
+    try:
+        function = getattr(importlib.import_module(module), name)
+    except Exception as error:
+        got = f"{target}: {type(error).__name__}: {error}"
+        raise ConfigError("environment.agent", got=got, expected="a function that can be imported") from error
+    if not callable(function):
+        raise ConfigError("environment.agent", got=f"{target}, a {type(function).__name__}", expected="a function")
+    return cast(Callable[..., object], function)

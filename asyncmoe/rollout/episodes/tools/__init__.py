@@ -1,0 +1,69 @@
+"""Tools a model may ask while it responds: a calculator, a sandboxed Python, a user's own functions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from typing import Any
+
+from asyncmoe.errors import ConfigError
+from asyncmoe.rollout.episodes.tools.runner import Limits, Runner
+from asyncmoe.rollout.episodes.tools.tool import Tool
+
+
+def load(names: Sequence[str], options: Mapping[str, Mapping[str, Any]] | None = None) -> dict[str, Runner]:
+    """The tools a configuration names, by the names a model calls them by.
+
+    Args:
+        names: "calculator", "python" or `package.module:function`.
+        options: by the same names; fields of `Limits`, and for "python" of `PythonLimits`.
+
+    Raises:
+        ConfigError: no such tool or option; two tools of one name; a tool that cannot work on this machine.
+    """
+    options = options or {}
+    if unknown := set(options) - set(names):
+        raise ConfigError("tools.options", got=", ".join(sorted(unknown)), expected=f"options of {', '.join(names)}")
+    runners: dict[str, Runner] = {}
+    for name in names:
+        given = dict(options.get(name, {}))
+        limits = _made(Limits, {key: given.pop(key) for key in list(given) if key in _names(Limits)}, name)
+        runner = Runner(_tool(name, given), limits)
+        if runner.name in runners:
+            raise ConfigError("tools", got=f"two tools named {runner.name}", expected="names that differ")
+        runners[runner.name] = runner
+    return runners
+
+
+def _tool(name: str, options: dict[str, Any]) -> Tool:
+    from asyncmoe.rollout.episodes.tools import function
+    from asyncmoe.rollout.episodes.tools.calculator import Calculator
+    from asyncmoe.rollout.episodes.tools.sandbox import Python, PythonLimits
+
+    if name == "python":
+        return Python(_made(PythonLimits, options, name))
+    if options:
+        raise ConfigError(f"tools.options.{name}", got=", ".join(options), expected=", ".join(_names(Limits)))
+    return Calculator() if name == "calculator" else function.load(name)
+
+
+def _names(kind: type[Any]) -> list[str]:
+    return [field.name for field in fields(kind)]
+
+
+def _made(kind: type[Any], values: dict[str, Any], name: str) -> Any:
+    """`kind` of positive numbers, or of booleans."""
+    if unknown := set(values) - set(_names(kind)):
+        expected = ", ".join(dict.fromkeys((*_names(kind), *_names(Limits))))
+        raise ConfigError(f"tools.options.{name}", got=", ".join(sorted(unknown)), expected=expected)
+    defaults = kind()
+    for key, value in values.items():
+        default = getattr(defaults, key)
+        if isinstance(default, bool):
+            right, expected = isinstance(value, bool), "true or false"
+        else:
+            right = isinstance(value, int if isinstance(default, int) else (int, float)) and not isinstance(value, bool) and value > 0
+            expected = "a positive whole number" if isinstance(default, int) else "a positive number"
+        if not right:
+            raise ConfigError(f"tools.options.{name}.{key}", got=repr(value), expected=expected)
+    return kind(**values)

@@ -1,0 +1,155 @@
+"""A user's own function as a tool: `package.module:function`, from text to text.
+
+A coroutine function runs in the controller's loop and must not block it. A plain function runs in worker processes
+(`asyncmoe.rollout.episodes.tools.function_worker`), because it may hang or hold the interpreter; a process whose call is cancelled is killed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import inspect
+import json
+import os
+import signal
+import sys
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from typing import cast
+
+from asyncmoe.errors import ConfigError, WaitTimeout
+from asyncmoe.rollout.episodes.tools.tool import CRASH, ERROR, Tool, ToolError, one_string
+
+_START_S = 60.0
+_LINE_BYTES = 16 * 2**20
+
+
+def load(target: str) -> Tool:
+    """The tool of a function; its name and docstring are the tool's.
+
+    Raises:
+        ConfigError: no such function.
+    """
+    function = find(target)
+    name = getattr(function, "__name__", target.rpartition(":")[2])
+    description = inspect.getdoc(function) or ""
+    if inspect.iscoroutinefunction(function):
+        return InLoop(name, description, function)
+    return InProcesses(name, description, target)
+
+
+def find(target: str) -> Callable[..., object]:
+    """Import `package.module:function`.
+
+    Raises:
+        ConfigError: it cannot be imported or called.
+    """
+    module, _, name = target.partition(":")
+    expected = "calculator, python or package.module:function"
+    if not module or not name:
+        raise ConfigError("tools", got=repr(target), expected=expected)
+    try:
+        function = getattr(importlib.import_module(module), name)
+    except Exception as error:
+        raise ConfigError("tools", got=f"{target}: {type(error).__name__}: {error}", expected="a function that can be imported") from error
+    if not callable(function):
+        raise ConfigError("tools", got=f"{target}, a {type(function).__name__}", expected="a function")
+    return cast(Callable[..., object], function)
+
+
+class InLoop:
+    """A coroutine function, all calls of which run concurrently."""
+
+    def __init__(self, name: str, description: str, function: Callable[..., object]) -> None:
+        self.name, self.description, self.parameters = name, description, one_string("argument", "")
+        self._function = cast(Callable[[str], Awaitable[str]], function)
+
+    async def call(self, argument: str) -> str:
+        """What the function returns.
+
+        Raises:
+            ToolError: the function's own, or `ERROR` for anything else it raises.
+        """
+        try:
+            return await self._function(argument)
+        except ToolError:
+            raise
+        except Exception as error:
+            raise ToolError(ERROR, f"error: {type(error).__name__}: {error}") from error
+
+    async def close(self) -> None:
+        """See `Tool`."""
+
+
+class InProcesses:
+    """A plain function in processes, one for each call that runs; they are kept for the next calls."""
+
+    def __init__(self, name: str, description: str, target: str) -> None:
+        self.name, self.description, self.parameters = name, description, one_string("argument", "")
+        self._target = target
+        self._idle: list[asyncio.subprocess.Process] = []
+
+    async def call(self, argument: str) -> str:
+        """What the function returns.
+
+        Raises:
+            ToolError: `ERROR`: it raised; or its own. `CRASH`: it ended its process, or what it returned is no text.
+            WaitTimeout: a process did not start.
+        """
+        process = self._idle.pop() if self._idle else await self._start()
+        try:
+            answer = await self._exchange(process, argument)
+        except BaseException:
+            # Its next answer would be taken for that of another question.
+            await _end(process)
+            raise
+        self._idle.append(process)
+        if "error" in answer:
+            raise ToolError(str(answer["reason"]), str(answer["error"]))
+        text = answer["text"]
+        if not isinstance(text, str):
+            raise ToolError(CRASH, f"error: {self.name} answered something that is not text")
+        return text
+
+    async def close(self) -> None:
+        """See `Tool`."""
+        while self._idle:
+            await _end(self._idle.pop())
+
+    async def _start(self) -> asyncio.subprocess.Process:
+        pipe = asyncio.subprocess.PIPE
+        command = (sys.executable, "-m", "asyncmoe.rollout.episodes.tools.function_worker", self._target)
+        process = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe, limit=_LINE_BYTES, start_new_session=True)
+        try:
+            async with asyncio.timeout(_START_S):
+                await self._exchange(process, None)
+        except BaseException as error:
+            await _end(process)
+            if isinstance(error, TimeoutError):
+                raise WaitTimeout(f"a process of the tool {self.name}", "start", _START_S) from error
+            raise
+        return process
+
+    async def _exchange(self, process: asyncio.subprocess.Process, argument: str | None) -> dict[str, object]:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        try:
+            if argument is not None:
+                process.stdin.write(json.dumps(argument).encode() + b"\n")
+                await process.stdin.drain()
+            line = await process.stdout.readline()
+        except ConnectionError as error:
+            raise ToolError(CRASH, f"error: the process of {self.name} has ended: {error}") from error
+        except ValueError as error:
+            raise ToolError(CRASH, f"error: {self.name} answered more than {_LINE_BYTES} bytes") from error
+        if not line:
+            raise ToolError(CRASH, f"error: {self.name} ended its process with status {await process.wait()}")
+        return cast(dict[str, object], json.loads(line))
+
+
+async def _end(process: asyncio.subprocess.Process) -> None:
+    if process.returncode is not None:
+        return
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    await process.wait()

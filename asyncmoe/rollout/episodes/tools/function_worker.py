@@ -1,0 +1,37 @@
+"""A process that runs a tool's function: `python -m asyncmoe.rollout.episodes.tools.function_worker package.module:function`, a JSON line each way.
+
+In: the argument. Out: {"text": what it returned} or {"error": text, "reason": that of a ToolError};
+first, once the function is imported, {"text": ""}. What the function prints goes to standard error.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+
+from asyncmoe.process import die_with_parent
+from asyncmoe.rollout.episodes.tools.function import find
+from asyncmoe.rollout.episodes.tools.tool import ERROR, ToolError
+
+
+def main(target: str) -> None:
+    """Answer until standard input ends."""
+    die_with_parent()
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+    function = find(target)
+    print(json.dumps({"text": ""}), file=answers)
+    for line in sys.stdin:
+        try:
+            text = function(json.loads(line))
+            answer = json.dumps({"text": text if isinstance(text, str) else None})
+        except ToolError as error:
+            answer = json.dumps({"error": error.detail, "reason": error.reason})
+        except Exception as error:  # noqa: BLE001  whatever a user's function raises is told to the controller
+            answer = json.dumps({"error": f"error: {type(error).__name__}: {error}", "reason": ERROR})
+        print(answer, file=answers)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

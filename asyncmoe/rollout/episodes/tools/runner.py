@@ -1,0 +1,105 @@
+"""A tool with bounds around it, and what its calls came to."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from asyncmoe.rollout.episodes.tools.tool import CRASH, FLOOD, TIMEOUT, Tool, ToolError
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Bounds around every call of a tool.
+
+    Attributes:
+        timeout_s: seconds one call may take, counted from when its turn has come.
+        concurrency: calls that run at once; others wait.
+        characters: of an observation.
+    """
+
+    timeout_s: float = 30.0
+    concurrency: int = 16
+    characters: int = 16384
+
+
+@dataclass
+class Counts:
+    """What the calls that ended came to.
+
+    Attributes:
+        seconds: the calls took together, without waiting for their turns.
+        failures: by `ToolError.reason`.
+    """
+
+    calls: int = 0
+    seconds: float = 0.0
+    failures: Counter[str] = field(default_factory=Counter)
+
+
+class Runner:
+    """A tool under `Limits`; a `Tool` itself.
+
+    Calls that are cancelled count neither as calls nor as failures.
+    """
+
+    def __init__(self, tool: Tool, limits: Limits) -> None:
+        self.name, self.description = tool.name, tool.description
+        self.parameters: Mapping[str, Any] = tool.parameters
+        self.counts = Counts()
+        self._tool, self._limits = tool, limits
+        self._turns = asyncio.Semaphore(limits.concurrency)
+
+    async def call(self, argument: str) -> str:
+        """The observation.
+
+        Raises:
+            ToolError: as the tool's own; "tool_timeout" after `Limits.timeout_s`, "tool_flood" beyond `Limits.characters`, "tool_crash"
+                when the tool raised anything else or answered no text.
+        """
+        async with self._turns:
+            begin = time.perf_counter()
+            try:
+                text = await self._bounded(argument)
+            except ToolError as error:
+                self._count(begin, error.reason)
+                raise
+            self._count(begin)
+            return text
+
+    async def close(self) -> None:
+        """See `Tool`."""
+        await self._tool.close()
+
+    async def _bounded(self, argument: str) -> str:
+        limits = self._limits
+        deadline = asyncio.timeout(limits.timeout_s)
+        try:
+            async with deadline:
+                text: object = await self._tool.call(argument)
+        except ToolError as error:
+            raise ToolError(error.reason, self._cut(error.detail)) from error
+        except Exception as error:
+            # A TimeoutError may as well be the tool's own.
+            if deadline.expired():
+                raise ToolError(TIMEOUT, f"error: {self.name} took longer than {limits.timeout_s:g} s") from error
+            raise ToolError(CRASH, f"error: {self.name} raised {type(error).__name__}: {error}") from error
+        if not isinstance(text, str):
+            raise ToolError(CRASH, f"error: {self.name} answered {type(text).__name__}, not text")
+        if len(text) > limits.characters:
+            raise ToolError(FLOOD, self._cut(text))
+        return text
+
+    def _cut(self, text: str) -> str:
+        most = self._limits.characters
+        return text if len(text) <= most else f"{text[:most]}\n[cut at {most} characters]"
+
+    def _count(self, begin: float, reason: str | None = None) -> None:
+        self.counts.calls += 1
+        self.counts.seconds += time.perf_counter() - begin
+        if reason is not None:
+            self.counts.failures[reason] += 1

@@ -1,0 +1,1 @@
+"""From a leased batch to the micro-batches of a rank."""

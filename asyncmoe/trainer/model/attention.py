@@ -1,0 +1,135 @@
+"""Core attention for the local spec: causal, grouped queries, packed sequences.
+
+Megatron's own local attention asserts that there are no packed sequences, and builds the full matrix of scores.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from inspect import signature
+from itertools import pairwise
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.module import MegatronModule
+
+try:
+    from torch.nn.attention.varlen import varlen_attn
+except ImportError:  # torch before 2.10
+    varlen_attn = None  # type: ignore[assignment]
+
+from asyncmoe.errors import InvariantBroken
+
+Kernel = Literal["varlen", "each"]
+_FLASH_HEAD = 256
+"""The widest head that flash attention has; widths are multiples of 8."""
+
+
+class PackedSequences(PackedSeqParams):  # type: ignore[misc]
+    """Megatron's parameters of packed sequences, with the bounds on the host too: asking the device for them stops it in every layer.
+
+    Args:
+        cu_seqlens: int32[n + 1], on the model's device; see `asyncmoe.trainer.data.batch.MicroBatch`.
+        bounds: the same numbers.
+        longest: the longest sequence.
+    """
+
+    def __init__(self, cu_seqlens: torch.Tensor, bounds: Sequence[int], longest: int) -> None:
+        super().__init__("thd", cu_seqlens, cu_seqlens, max_seqlen_q=longest, max_seqlen_kv=longest)
+        self.bounds = tuple(bounds)
+
+
+class PackedAttention(MegatronModule):  # type: ignore[misc]
+    """Takes the place of Megatron's `DotProductAttention` in a layer spec.
+
+    Without `packed_seq_params`: query [S, B, heads, d], key and value [S, B, groups, d] -> [S, B, heads * d]. With them, which are
+    `PackedSequences`: [T, heads, d] -> [T, heads * d]; rows attend within their own sequence, so the cost is the sum of the squares of the
+    lengths. Values may be narrower than keys, as those of latent attention are: zeros widen them, because no kernel but the one that
+    keeps all scores takes them as they are everywhere.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        layer_number: int,
+        attn_mask_type: Any,
+        attention_type: str,
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        **_: object,
+    ) -> None:
+        super().__init__(config=config)
+        if config.context_parallel_size != 1 or config.attention_dropout or attention_dropout or config.window_size is not None:
+            raise InvariantBroken("PackedAttention has no context parallelism, dropout or sliding window")
+        self.scale = softmax_scale
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        attn_mask_type: Any = None,
+        attention_bias: torch.Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+        **_: object,
+    ) -> torch.Tensor:
+        if attention_bias is not None or attention_mask is not None:
+            raise InvariantBroken("PackedAttention is causal only: it takes neither a mask nor a bias")
+        width = value.shape[-1]
+        if width < query.shape[-1]:
+            value = F.pad(value, (0, query.shape[-1] - width))
+        if packed_seq_params is None:
+            return self._attend(query, key, value)[..., :width].flatten(2)
+        bounds = packed_seq_params.bounds
+        if bounds[0] != 0 or bounds[-1] != query.shape[0]:
+            raise InvariantBroken(f"cu_seqlens: got {bounds[0]} to {bounds[-1]}, expected 0 to {query.shape[0]}, padding included")
+        if kernel(query.device.type, query.dtype, query.shape[-1]) == "varlen":
+            out = packed(query, key, value, packed_seq_params, self.scale)
+        else:
+            blocks = [self._attend(query[a:b, None], key[a:b, None], value[a:b, None])[:, 0] for a, b in pairwise(bounds)]
+            out = torch.cat(blocks)
+        return out[..., :width].flatten(1)
+
+    def _attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        """[S, B, heads, d] -> the same."""
+        if query.device.type == "cuda" and query.dtype == torch.float32:
+            # Of torch's kernels for float32 on a GPU only the one that keeps all scores has grouped queries.
+            key, value = (x.repeat_interleave(query.shape[2] // x.shape[2], dim=2) for x in (key, value))
+        q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale, enable_gqa=q.shape[1] != k.shape[1])
+        return out.permute(2, 0, 1, 3)
+
+
+def kernel(device: str, dtype: torch.dtype, width: int) -> Kernel:
+    """What attends to packed sequences: flash attention to all of them at once ("varlen": torch has it for 16 bits on GPUs), or torch's
+    choice to one after the other."""
+    flash = device == "cuda" and dtype in (torch.bfloat16, torch.float16) and width <= _FLASH_HEAD and width % 8 == 0
+    return "varlen" if flash and has_varlen() else "each"
+
+
+@cache
+def has_varlen() -> bool:
+    """This torch has flash attention to packed sequences, with the arguments that `packed` gives it."""
+    return varlen_attn is not None and {"scale", "window_size", "enable_gqa"} <= set(signature(varlen_attn).parameters)
+
+
+def packed(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sequences: PackedSeqParams, scale: float | None) -> torch.Tensor:
+    """[T, heads, d], [T, groups, d] twice -> [T, heads, d]; all of one width."""
+    made: Any = varlen_attn(
+        query.contiguous(),
+        key.contiguous(),
+        value.contiguous(),
+        sequences.cu_seqlens_q,
+        sequences.cu_seqlens_kv,
+        sequences.max_seqlen_q,
+        sequences.max_seqlen_kv,
+        scale=scale,
+        window_size=(-1, 0),  # causal
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+    out: torch.Tensor = made
+    return out

@@ -1,0 +1,75 @@
+"""The biases that routers choose experts by, trained by their own rule: no gradient, but a step of fixed size towards balance.
+
+Source: Wang et al., "Auxiliary-Loss-Free Load Balancing" (arXiv 2408.15664, algorithm 1); DeepSeek-V3 (arXiv 2412.19437, section 2.1.2).
+Megatron has the rule too, in `finalize_model_grads`: there it counts padding, and moves biases before anyone has seen that the loss is
+not a number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.transformer.moe.router import TopKRouter
+
+from asyncmoe.trainer.data.batch import MicroBatch
+from asyncmoe.trainer.model import collectives
+
+
+class Balance:
+    """The routers of this rank.
+
+    Args:
+        chunks: the model chunks of this pipeline stage; their routers have selection biases.
+        layers: of the whole model.
+        rate: how far a step moves each bias.
+        sequence_parallel: (rank, size) of the group that rows are split over inside the model, in equal consecutive parts.
+    """
+
+    def __init__(self, chunks: Sequence[torch.nn.Module], layers: int, rate: float, sequence_parallel: tuple[int, int] = (0, 1)) -> None:
+        self._rate, (self._part, self._parts) = rate, sequence_parallel
+        self._routers: dict[int, Any] = {}
+        for router in (module for chunk in chunks for module in chunk.modules() if isinstance(module, TopKRouter)):
+            self._routers[router.layer_number - 1] = router  # Megatron counts from 1, over all stages
+            router.register_forward_hook(self._count)
+        self._layers, self._experts = layers, max((len(router.expert_bias) for router in self._routers.values()), default=0)
+        self._real: torch.Tensor | None = None
+        self._tokens: dict[int, torch.Tensor] = {}
+
+    @contextmanager
+    def counting(self, batch: MicroBatch) -> Iterator[None]:
+        """Around the forward pass of a micro-batch that is trained on: the experts of its tokens count, those of padding do not. What a
+        backward pass computes again does not count again."""
+        real = torch.zeros(batch.rows, dtype=torch.bool, device=batch.tokens.device)
+        for _, first, count in batch.places:
+            real[first : first + count] = True
+        self._real = real.chunk(self._parts)[self._part]
+        yield
+        self._real = None
+
+    def forget(self) -> None:
+        """Count from nothing."""
+        self._tokens.clear()
+
+    def update(self) -> None:
+        """Move every bias of an expert with fewer tokens than the mean of its layer up, of one with more down. Collective over all ranks:
+        tensor-parallel ranks have parts of the rows, stages their layers, data-parallel ranks their micro-batches."""
+        experts = collectives.total(torch.tensor(self._experts), dist.ReduceOp.MAX)  # a stage may have no router
+        tokens = torch.zeros(self._layers, int(experts), dtype=torch.float64, device=experts.device)
+        for layer, counts in self._tokens.items():
+            tokens[layer] = counts.to(experts.device, torch.float64)
+        tokens = collectives.total(tokens)
+        for layer, router in self._routers.items():
+            step = self._rate * (tokens[layer].mean() - tokens[layer]).sign()
+            router.expert_bias.add_(step.to(router.expert_bias.device, router.expert_bias.dtype))
+        self.forget()
+
+    def _count(self, router: Any, _: Any, routed: tuple[torch.Tensor, torch.Tensor]) -> None:
+        """routed: (weights, whether a row goes to an expert), both [rows, experts]."""
+        if self._real is None:
+            return
+        layer, chosen = router.layer_number - 1, routed[1][self._real].sum(0)
+        self._tokens[layer] = self._tokens[layer] + chosen if layer in self._tokens else chosen

@@ -1,0 +1,145 @@
+"""The trainer's ranks and how the model is spread over them."""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from asyncmoe.config.training import TrainerSection
+from asyncmoe.errors import ConfigError
+from asyncmoe.models import MegatronParallel
+from asyncmoe.platform import megatron
+from asyncmoe.trainer.data.batch import Grid
+from asyncmoe.trainer.model import collectives
+
+megatron.prepare()
+
+from megatron.core import parallel_state as groups  # noqa: E402  only after the platform is prepared
+from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed  # noqa: E402
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """This process's place. Ranks are ordered as Megatron orders them: tensor-parallel fastest, then data, pipeline slowest; expert
+    parallelism is laid over tensor and data parallelism together. A stage holds `vpp` chunks of the model. `first_layers` and
+    `last_layers` are those of the outer pipeline stages where they are not an equal share."""
+
+    rank: int
+    world: int
+    tp: int
+    pp: int
+    vpp: int
+    dp: int
+    ep: int
+    etp: int
+    tp_rank: int
+    pp_rank: int
+    dp_rank: int
+    ep_rank: int
+    etp_rank: int
+    device: torch.device
+    backend: str
+    first_layers: int | None = None
+    last_layers: int | None = None
+
+    @property
+    def last_stage(self) -> bool:
+        """This rank holds the output layer, in its last chunk: it sees logits."""
+        return self.pp_rank == self.pp - 1
+
+    @property
+    def reports(self) -> bool:
+        """This rank counts its rows in sums over all ranks: one of those that see the same rows."""
+        return self.last_stage and self.tp_rank == 0
+
+    @property
+    def grid(self) -> Grid:
+        """What micro-batches must be like."""
+        return Grid(self.tp, self.pp if self.vpp > 1 else 1)
+
+    @property
+    def tp_group(self) -> dist.ProcessGroup:
+        group: dist.ProcessGroup = groups.get_tensor_model_parallel_group()
+        return group
+
+    def parallel(self, te: bool) -> MegatronParallel:
+        """The sizes as `asyncmoe.models` wants them; `te`: the model is built from Transformer Engine's modules."""
+        return MegatronParallel(
+            tp=self.tp,
+            pp=self.pp,
+            ep=self.ep,
+            etp=self.etp,
+            dp=self.dp,
+            te=te,
+            vpp=self.vpp,
+            first_layers=self.first_layers,
+            last_layers=self.last_layers,
+        )
+
+
+def start(trainer: TrainerSection, seed: int = 0) -> Mesh:
+    """Join the process group torchrun describes (or be a group of one) and lay Megatron's groups over it.
+
+    Uses the default process group if there is one already. Collectives that wait longer than `trainer.timeout_s` end the run.
+
+    Raises:
+        ConfigError: torchrun started another number of ranks than `trainer.ranks`.
+    """
+    world = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+    if world != trainer.ranks:
+        raise ConfigError("trainer.ranks", got=trainer.ranks, expected=f"{world}, the ranks torchrun started", cure="make them agree")
+    cuda = torch.cuda.is_available()
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
+    backend = "nccl" if cuda else "gloo"
+    timeout = timedelta(seconds=trainer.timeout_s)
+    if not dist.is_initialized() and "WORLD_SIZE" in os.environ:
+        dist.init_process_group(backend, timeout=timeout)
+    elif not dist.is_initialized():
+        dist.init_process_group(backend, timeout=timeout, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+    collectives.start(timeout)
+    groups.initialize_model_parallel(
+        trainer.tp,
+        trainer.pp,
+        trainer.vpp if trainer.vpp > 1 else None,
+        expert_model_parallel_size=trainer.ep,
+        expert_tensor_parallel_size=trainer.expert_tp,
+        distributed_timeout_minutes=max(1, math.ceil(trainer.timeout_s / 60)),
+    )
+    model_parallel_cuda_manual_seed(seed)
+    return Mesh(
+        rank=dist.get_rank(),
+        world=world,
+        tp=trainer.tp,
+        pp=trainer.pp,
+        vpp=trainer.vpp,
+        dp=groups.get_data_parallel_world_size(),
+        ep=trainer.ep,
+        etp=trainer.expert_tp,
+        tp_rank=groups.get_tensor_model_parallel_rank(),
+        pp_rank=groups.get_pipeline_model_parallel_rank(),
+        dp_rank=groups.get_data_parallel_rank(),
+        ep_rank=groups.get_expert_model_parallel_rank(),
+        etp_rank=groups.get_expert_tensor_parallel_rank(),
+        device=device,
+        backend=backend,
+        first_layers=trainer.first_stage_layers,
+        last_layers=trainer.last_stage_layers,
+    )
+
+
+def stop() -> None:
+    """Leave Megatron's groups and the process group."""
+    leave()
+    collectives.stop()
+
+
+def leave() -> None:
+    """Leave Megatron's groups only; `start` may lay others over the same processes."""
+    groups.destroy_model_parallel()

@@ -1,0 +1,62 @@
+"""The policy that training started from, to stay close to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from asyncmoe.trainer.lora import attach
+from asyncmoe.trainer.model.gpt import Model, local_tensors, named_tensors
+from asyncmoe.trainer.model.hf_checkpoint import HFCheckpoint
+
+
+class Reference(Protocol):
+    """Says what the reference policy says."""
+
+    def in_place(self) -> AbstractContextManager[None]:
+        """Forward passes within are the reference's. The trainer's own weights are not written: they may be on their way to engines."""
+
+
+def reference(model: Model, path: Path) -> Reference:
+    """The checkpoint that training starts from, after a resume too.
+
+    Raises:
+        DataError: see `model.load_hf`.
+    """
+    return SecondCopy(model, path) if model.adapter is None else WithoutAdapter(model)
+
+
+class WithoutAdapter:
+    """The model with its adapters switched off, which costs nothing."""
+
+    def __init__(self, model: Model) -> None:
+        self._model = model
+
+    def in_place(self) -> AbstractContextManager[None]:
+        return attach.switched_off(self._model.chunks)
+
+
+class SecondCopy:
+    """A second copy of this rank's weights, on the host.
+
+    Raises:
+        DataError: see `model.load_hf`.
+    """
+
+    def __init__(self, model: Model, path: Path) -> None:
+        self._model = model
+        self._weights = dict(local_tensors(model, HFCheckpoint(path)))
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        held: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for name, tensor in named_tensors(self._model):
+            held.append((tensor, tensor.data))
+            tensor.data = self._weights[name].to(tensor.device, tensor.dtype, non_blocking=True)
+        yield
+        for tensor, own in held:
+            tensor.data = own

@@ -1,0 +1,203 @@
+"""Keep routing: every token goes through the experts that the engine chose for it, with weights from the trainer's own router.
+
+Megatron's router asks its `RouterReplay` for the experts of its tokens (`transformer/moe/router_replay.py`, megatron-core 0.16), and takes
+the scores of those: softmax over them, or gathered probabilities, or normalised sigmoid scores without the selection bias, as the
+model's formula has it. So gradients reach the router, while the choice of experts is data (Rollout Routing Replay, arXiv 2510.11370;
+"Keep Routing", DeepSeek-V3.2, arXiv 2512.02556 section 3.1).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
+
+from asyncmoe.errors import InvariantBroken
+from asyncmoe.record import Routing
+from asyncmoe.trainer.data.recorded import Experts
+from asyncmoe.trainer.model import collectives
+
+
+class RecordedRouter(RouterReplay):  # type: ignore[misc]
+    """What one router is told to choose.
+
+    Forward passes are told their experts one by one; the recomputation of activations, which a backward pass does later and in the same
+    order, takes them again from the oldest on. Unlike Megatron's own, it is not in a list of all routers of the process, keeps
+    experts for the backward pass only where activations are recomputed, and counts how often the live router would have chosen otherwise.
+
+    Args:
+        layer: number of the model's layer.
+    """
+
+    def __init__(self, layer: int) -> None:
+        self.layer = layer
+        self.router_replay_action: RouterReplayAction | None = None
+        self._now: Experts | None = None
+        self._later: deque[Experts] = deque()
+        self._differ: list[torch.Tensor] = []
+
+    def forward(self, experts: Experts, recomputed: bool) -> None:
+        """The experts of the forward pass that follows.
+
+        Args:
+            recomputed: the backward pass will compute it again.
+        """
+        self._now, self.router_replay_action = experts, RouterReplayAction.REPLAY_FORWARD
+        if recomputed:
+            self._later.append(experts)
+
+    def backward(self) -> None:
+        """The forward pass is over: what asks from now on is a backward pass."""
+        self._now, self.router_replay_action = None, RouterReplayAction.REPLAY_BACKWARD
+
+    def end(self) -> torch.Tensor:
+        """No step is under way any more.
+
+        Returns:
+            int64[2]: of the rows with recorded experts since the last call, those for which the live router chose others, and all.
+
+        Raises:
+            InvariantBroken: a forward pass was not recomputed that was to be.
+        """
+        if self._later:
+            raise InvariantBroken(f"router of layer {self.layer}: {len(self._later)} micro-batches were not recomputed")
+        counts = torch.stack(self._differ).sum(0) if self._differ else torch.zeros(2, dtype=torch.int64)
+        self.forget()
+        return counts
+
+    def forget(self) -> None:
+        """Route live, whatever was under way."""
+        self._now, self.router_replay_action = None, None
+        self._later.clear()
+        self._differ.clear()
+
+    def get_replay_topk(
+        self,
+        scores: torch.Tensor,
+        topk: int,
+        num_groups: int | None = None,
+        group_topk: int | None = None,
+        default_compute_topk: Callable[..., tuple[torch.Tensor, torch.Tensor]] | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """What Megatron's router calls: scores [rows, experts] -> (scores at the chosen, chosen int64), both [rows, topk]."""
+        assert default_compute_topk is not None
+        if self.router_replay_action is None:
+            return default_compute_topk(scores, topk, num_groups, group_topk)
+        experts = self._experts(scores.shape[0], topk)
+        chosen = experts.ids[experts.layers.index(self.layer)].to(torch.int64)
+        if self._now is not None:
+            with torch.no_grad():
+                live = default_compute_topk(scores.detach(), topk, num_groups, group_topk)[1]
+            self._count(live, chosen, experts.known)
+        return scores.gather(1, chosen), chosen
+
+    def _experts(self, rows: int, topk: int) -> Experts:
+        if self._now is None and not self._later:
+            raise InvariantBroken(f"router of layer {self.layer}: a backward pass asks for experts, but all were used")
+        experts = self._now if self._now is not None else self._later.popleft()
+        if experts.ids.shape[1:] != (rows, topk):
+            raise InvariantBroken(f"router of layer {self.layer}: got {rows} rows and top {topk}, expected {list(experts.ids.shape[1:])}")
+        return experts
+
+    def _count(self, live: torch.Tensor, chosen: torch.Tensor, known: torch.Tensor) -> None:
+        differs = (live.sort(1).values != chosen.sort(1).values).any(1) & known
+        self._differ.append(torch.stack([differs.sum(), known.sum()]))
+
+
+class Replay:
+    """The routers of this rank.
+
+    Args:
+        chunks: the model chunks of this pipeline stage; their routers are told their experts by this object from now on.
+        config: Megatron's, of the model.
+        routing: of the whole model.
+        sequence_parallel: (rank, size) of the group that rows are split over inside the model, in equal consecutive parts.
+
+    Raises:
+        InvariantBroken: a router in a layer that has no experts by `routing`; routers that do not ask (fused ones, Sinkhorn's), or layers
+            that engines do not record (those of multi-token prediction).
+    """
+
+    def __init__(
+        self, chunks: Sequence[torch.nn.Module], config: Any, routing: Routing, sequence_parallel: tuple[int, int] = (0, 1)
+    ) -> None:
+        if config.moe_router_fusion or config.mtp_num_layers or config.moe_router_load_balancing_type == "sinkhorn":
+            raise InvariantBroken("routing cannot be kept with a fused or Sinkhorn router or with multi-token prediction")
+        selective = config.recompute_granularity == "selective"
+        self._recompute = config.recompute_granularity == "full" or (selective and "moe" in config.recompute_modules)
+        self._routing, (self._part, self._parts) = routing, sequence_parallel
+        self._routers = [[_take_over(router) for router in _routers(chunk)] for chunk in chunks]
+        layers = sorted(router.layer for router in self._all)
+        if not set(layers) <= set(routing.layers) or len(set(layers)) != len(layers):
+            raise InvariantBroken(f"routers of layers {layers}, expected some of {routing.layers}, each once")
+        self.layers = tuple(layers)
+        """Numbers of the layers whose routes this rank needs, ascending."""
+
+    @property
+    def routing(self) -> Routing:
+        """What this rank's routers choose from."""
+        r = self._routing
+        return Routing(r.all_layers, self.layers, r.top_k, r.experts)
+
+    @contextmanager
+    def forward(self, chunk: int, experts: Experts | None) -> Iterator[None]:
+        """Around the forward pass of a micro-batch through a chunk.
+
+        Args:
+            experts: of this rank's rows of the micro-batch, before they are split over tensor-parallel ranks; None: route live.
+        """
+        routers = self._routers[chunk]
+        if experts is None:
+            for router in routers:
+                router.forget()
+            yield
+            return
+        size = experts.known.shape[0] // self._parts
+        mine = experts.take(slice(self._part * size, (self._part + 1) * size))
+        for router in routers:
+            router.forward(mine, self._recompute and torch.is_grad_enabled())
+        yield
+        for router in routers:
+            router.backward()
+
+    def end(self) -> dict[int, float]:
+        """End of a step or a forward-only pass, on every rank: collective.
+
+        Returns:
+            By layer number, the share of tokens for which the live router would have chosen other experts; {} where nothing was replayed.
+        """
+        counts = torch.zeros(len(self._routing.layers), 2, dtype=torch.int64, device=collectives.device())
+        for router in self._all:
+            counts[self._routing.layers.index(router.layer)] = router.end().to(counts.device)
+        return _shares(self._routing, counts)
+
+    def forget(self) -> None:
+        """Route live from now on, whatever was under way."""
+        for router in self._all:
+            router.forget()
+
+    @property
+    def _all(self) -> list[RecordedRouter]:
+        return [router for chunk in self._routers for router in chunk]
+
+
+def _routers(chunk: torch.nn.Module) -> list[Any]:
+    return [module for module in chunk.modules() if isinstance(module, TopKRouter)]
+
+
+def _take_over(router: Any) -> RecordedRouter:
+    recorded = RecordedRouter(router.layer_number - 1)  # Megatron counts from 1, over all stages
+    router.router_replay = recorded
+    return recorded
+
+
+def _shares(routing: Routing, counts: torch.Tensor) -> dict[int, float]:
+    """Tensor-parallel ranks hold parts of the rows, stages their layers, data-parallel ranks their micro-batches: each row of a layer is
+    counted once in the sum over all ranks."""
+    total = collectives.total(counts).tolist()
+    return {layer: differ / rows for layer, (differ, rows) in zip(routing.layers, total, strict=True) if rows}

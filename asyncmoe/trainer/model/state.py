@@ -1,0 +1,154 @@
+"""Saving and restoring model and optimizer with Megatron's dist_checkpointing (torch_dist format), atomically.
+
+Every rank writes its own shards. A checkpoint can be loaded under another tensor or pipeline size, and with another number of model
+chunks a stage; not under another choice between ep = 1 and ep > 1, because Megatron names the optimizer's state differently then
+(KeyError on load, megatron-core 0.16 and 0.19).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from asyncmoe import checkpoints, storage
+from asyncmoe.config import Config
+from asyncmoe.errors import DataError, StorageError
+from asyncmoe.platform import megatron
+from asyncmoe.platform.megatron import writer
+from asyncmoe.trainer.model import collectives
+from asyncmoe.trainer.model.gpt import Model, gather_weights
+from asyncmoe.trainer.model.optimizer import fuse
+
+megatron.prepare()
+
+from megatron.core import dist_checkpointing, parallel_state  # noqa: E402
+from megatron.core.optimizer import MegatronOptimizer  # noqa: E402
+from torch.distributed.checkpoint.api import CheckpointException  # noqa: E402
+
+writer.install()
+
+
+def save(config: Config, step: int, model: Model, optimizer: MegatronOptimizer) -> Path:
+    """Write the checkpoint of `step`; collective over all ranks. Returns its final place.
+
+    Raises:
+        StorageError: a rank could not write its part; the same on every rank that learns of it. Nothing of the checkpoint is left, and the
+            ones before it are as they were.
+    """
+    writer.results.failure = None
+    gather_weights(model)
+    try:
+        return _write(config, step, model, optimizer)
+    except (Exception, CheckpointException) as error:  # which is a BaseException
+        failure = _explain(config, step, error)
+        if model.mesh.rank == 0:
+            checkpoints.give_up(config.run.dir)
+        if failure is None:
+            raise
+        raise failure from error
+
+
+def _explain(config: Config, step: int, error: BaseException) -> StorageError | None:
+    """The error for the user, where storage is to blame. Before anything is removed: torch gives no reason, so the disk is asked."""
+    newest = checkpoints.newest(config.run.dir)
+    then = f"the run goes on from {newest.name}" if newest else "the run begins anew"
+    path = checkpoints.temporary(config.run.dir, step)
+    own = storage.explain(writer.results.failure or error, f"checkpoint of step {step}", path, then)
+    if not isinstance(error, CheckpointException):  # only this rank knows of it
+        return own
+    line = next(filter(None, collectives.everyones("" if own is None else str(own))), "")
+    return StorageError(line) if line else None
+
+
+def _write(config: Config, step: int, model: Model, optimizer: MegatronOptimizer) -> Path:
+    directory = config.run.dir
+    first = model.mesh.rank == 0
+    if first:
+        checkpoints.start(directory, step)
+    collectives.barrier()
+    dist_checkpointing.save(_state(model, optimizer, loading=False), str(checkpoints.temporary(directory, step)))
+    collectives.barrier()
+    if first:
+        checkpoints.finish(directory, step, {"step": step, **_kind(config, model)}, config.trainer.keep_checkpoints)
+    collectives.barrier()
+    return checkpoints.directory(directory, step)
+
+
+def as_saved(config: Config, checkpoint: Path | None) -> Config:
+    """The configuration, with the kind of optimizer that a checkpoint has where it leaves that open."""
+    if checkpoint is None or config.trainer.optimizer.distributed is not None:
+        return config
+    distributed = checkpoints.facts(checkpoint).get("distributed_optimizer")
+    optimizer = config.trainer.optimizer.model_copy(update={"distributed": distributed})
+    return config.model_copy(update={"trainer": config.trainer.model_copy(update={"optimizer": optimizer})})
+
+
+def load(checkpoint: Path, config: Config, model: Model, optimizer: MegatronOptimizer | None) -> int:
+    """Restore the model and, when given, the optimizer; return the step. Collective over all ranks.
+
+    Raises:
+        DataError: the optimizer's state was written by the other kind of optimizer, or with ep = 1 where it is more now, or the reverse; or
+            what was trained is not what the configuration says.
+    """
+    facts = checkpoints.facts(checkpoint)
+    if optimizer is not None:
+        _refuse_another_kind(checkpoint, facts, _kind(config, model))
+    state = dist_checkpointing.load(_state(model, optimizer, loading=True), str(checkpoint))
+    for chunk, name in zip(model.chunks, _chunk_names(model), strict=True):
+        _trained(chunk).load_state_dict(state[name])
+    if optimizer is not None:
+        optimizer.load_state_dict(state["optimizer"])
+        fuse(optimizer, model)
+    return int(facts["step"])
+
+
+def _state(model: Model, optimizer: MegatronOptimizer | None, loading: bool) -> dict[str, Any]:
+    metadata: dict[str, Any] = {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
+    if _distributed(model):
+        metadata["distrib_optim_sharding_type"] = "fully_reshardable"
+    chunks = [_trained(chunk) for chunk in model.chunks]
+    names = _chunk_names(model)
+    state: dict[str, Any] = {name: chunk.sharded_state_dict(metadata=metadata) for name, chunk in zip(names, chunks, strict=True)}
+    if optimizer is not None:
+        state["optimizer"] = optimizer.sharded_state_dict(state, is_loading=loading, metadata=metadata)
+    return state
+
+
+def _trained(chunk: Any) -> Any:
+    """What of a chunk is saved: all of it, or its adapters where it has some. The rest of it then never changes."""
+    return getattr(chunk, "adapters", chunk)
+
+
+def _chunk_names(model: Model) -> list[str]:
+    """Where the state holds each chunk; what is written under them has the names of the whole model's layers, however it is cut."""
+    return [f"model{chunk}" for chunk in range(len(model.chunks))] if len(model.chunks) > 1 else ["model"]
+
+
+def _kind(config: Config, model: Model) -> dict[str, Any]:
+    """What the saved names depend on."""
+    trainer = config.trainer
+    kind: dict[str, Any] = {
+        "expert_parallel": trainer.ep > 1,
+        "distributed_optimizer": _distributed(model),
+        "train": config.train,
+    }
+    if config.adapter is not None:
+        kind["lora"] = config.adapter.model_dump(mode="json", include={"rank", "targets", "experts"})
+    return kind
+
+
+def _refuse_another_kind(checkpoint: Path, saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    for key, value in now.items():
+        if saved.get(key) != value:
+            raise DataError(
+                f"{checkpoint.name}: optimizer state",
+                got=f"{key} = {saved.get(key)}",
+                expected=f"{key} = {value}, as the configuration says",
+                cure=f"set trainer.optimizer.distributed to {str(saved.get(key)).lower()}" if key == "distributed_optimizer" else None,
+            )
+
+
+def _distributed(model: Model) -> bool:
+    """The optimizer's state is sharded over data-parallel ranks."""
+    return bool(model.ddp[0].ddp_config.use_distributed_optimizer)

@@ -1,0 +1,241 @@
+"""Which of Megatron's switches a run has on: from what it is configured to, what this machine has, and what the run is like.
+
+Each is on where it can be and is wise to be, unless the configuration says otherwise (`trainer.megatron`, under Megatron's names). What
+each needs is in megatron-core 0.16.1: `TransformerConfig.__post_init__`, `DistributedDataParallel`, `extensions/transformer_engine.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Literal
+
+from asyncmoe.config.training import MegatronSection
+from asyncmoe.errors import ConfigError
+from asyncmoe.platform.kernels import Kernels
+
+ENGINE = (2, 1)
+"""The oldest Transformer Engine whose layers are used: Megatron asks for it where it fuses the sorting of rows."""
+_ROUTER = (2, 7)
+_GROUPED_CAPABILITIES = (9, 10)
+_ALIGNMENT = 16
+"""Bytes that rows of matrices in torch's grouped matmul are multiples of."""
+
+Experts = Literal["transformer_engine", "torch", "sequential"]
+"""Who multiplies by the experts: one kernel for all of a rank, or one expert after the other."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """What of a run decides.
+
+    Attributes:
+        dp: data-parallel ranks.
+        exchanged: tensor-parallel times expert-parallel ranks: those that rows travel between.
+        expert_widths: columns and rows of a rank's part of an expert's matrices; () of a model without experts.
+        lora: adapters are trained, the weights are not.
+        keeps_routing: experts are those the engines chose.
+        latent: attention is DeepSeek's.
+        interleaved_rope: neighbouring dimensions turn together.
+        float32: weights are.
+        distributed: the optimizer's state is sharded.
+        published_every: optimizer steps between versions.
+    """
+
+    dp: int
+    exchanged: int
+    expert_widths: tuple[int, ...]
+    lora: bool
+    keeps_routing: bool
+    latent: bool
+    interleaved_rope: bool
+    float32: bool
+    distributed: bool
+    published_every: int
+
+
+@dataclass(frozen=True)
+class Switches:
+    """What is on, under Megatron's names but for `experts`; `off`: (name, why) of what is not."""
+
+    transformer_engine: bool
+    experts: Experts
+    moe_permute_fusion: bool
+    moe_router_fusion: bool
+    apply_rope_fusion: bool
+    bias_activation_fusion: bool
+    gradient_accumulation_fusion: bool
+    overlap_grad_reduce: bool
+    overlap_param_gather: bool
+    flex: bool
+    off: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def lines(self) -> list[str]:
+        """For the log: one for each reason, with what is off because of it."""
+        by_reason = sorted(self.off, key=lambda one: one[1])
+        return [f"off: {', '.join(name for name, _ in same)}: {why}" for why, same in groupby(by_reason, key=lambda one: one[1])]
+
+
+@dataclass(frozen=True)
+class _Rule:
+    """cannot, unwise: why a switch may not be on, or is not by itself; "" where there is no reason."""
+
+    cannot: str
+    unwise: str = ""
+
+
+def decide(wanted: MegatronSection, kernels: Kernels, run: Run) -> Switches:
+    """The switches of a run.
+
+    Raises:
+        ConfigError: the configuration asks for what cannot be.
+    """
+    lacking = _lacks_engine(kernels)
+    engine = not lacking and wanted.transformer_impl != "local"
+    if wanted.transformer_impl == "transformer_engine" and lacking:
+        raise _refusal("transformer_impl", "transformer_engine", "local", lacking)
+    off: list[tuple[str, str]] = []
+    if not engine:
+        off.append(("transformer_impl=transformer_engine", lacking or _SAID))
+    experts, why = _experts(wanted.moe_grouped_gemm, kernels, run, engine)
+    off += [("moe_grouped_gemm", why)] if why else []
+    on: dict[str, bool] = {}
+    for name, rule in _rules(kernels, run, engine, lacking or "transformer_impl is local", experts):
+        asked = getattr(wanted, name)
+        if asked and rule.cannot:
+            raise _refusal(name, "true", "false or null", rule.cannot)
+        on[name] = not rule.cannot and (not rule.unwise if asked is None else asked)
+        off += [] if on[name] else [(name, _SAID if asked is False else rule.cannot or rule.unwise)]
+    flex = wanted.moe_token_dispatcher_type == "flex"
+    if flex and (why := _lacks_flex(kernels, run)):
+        raise _refusal("moe_token_dispatcher_type", "flex", "alltoall", why)
+    return Switches(engine, experts, flex=flex, off=tuple(off), **on)
+
+
+_SAID = "the configuration says so"
+
+
+def _refusal(name: str, got: str, expected: str, why: str) -> ConfigError:
+    return ConfigError(f"trainer.megatron.{name}", got=got, expected=f"{expected} because {why}", cure="leave it out")
+
+
+def _lacks_engine(kernels: Kernels) -> str:
+    if not kernels.cuda:
+        return "there is no GPU"
+    if not kernels.transformer_engine:
+        return "Transformer Engine is not installed"
+    if kernels.transformer_engine < ENGINE:
+        return f"Transformer Engine is {_text(kernels.transformer_engine)}, older than {_text(ENGINE)}"
+    return ""
+
+
+def _lacks_flex(kernels: Kernels, run: Run) -> str:
+    if not run.expert_widths:
+        return "the model has no experts"
+    if not kernels.cuda:
+        return "there is no GPU"
+    if not kernels.deep_ep:
+        return "DeepEP (the package deep_ep) is not installed"
+    return "rows travel between no ranks: trainer.tp and trainer.ep are 1" if run.exchanged == 1 else ""
+
+
+def _experts(wanted: bool | None, kernels: Kernels, run: Run, engine: bool) -> tuple[Experts, str]:
+    """Who multiplies, and why it is one expert after the other where it is."""
+    if not run.expert_widths:
+        if wanted:
+            raise _refusal("moe_grouped_gemm", "true", "false or null", "the model has no experts")
+        return "sequential", "the model has no experts"
+    if engine:
+        if wanted is False:
+            raise _refusal("moe_grouped_gemm", "false", "true or null", "Transformer Engine's experts are grouped")
+        return "transformer_engine", ""
+    if wanted is False:
+        return "sequential", _SAID
+    if cannot := _refuses_grouped(run):
+        if wanted:
+            raise _refusal("moe_grouped_gemm", "true", "false or null", cannot)
+        return "sequential", cannot
+    slow = "" if wanted else _slow_grouped(kernels, run)
+    return ("sequential", slow) if slow else ("torch", "")
+
+
+def _refuses_grouped(run: Run) -> str:
+    """`check_valid_strides_and_return_transposed` of torch's ATen/native/GroupedMMUtils.h."""
+    multiple = _ALIGNMENT // (4 if run.float32 else 2)
+    if all(width % multiple == 0 for width in run.expert_widths):
+        return ""
+    return f"a rank's part of an expert is {' and '.join(map(str, run.expert_widths))} wide, expected multiples of {multiple}"
+
+
+def _slow_grouped(kernels: Kernels, run: Run) -> str:
+    """Where torch has no kernel (`_grouped_mm_cuda` of ATen/native/cuda/GroupedBlas.cpp) it multiplies matrix by matrix, and reads the
+    experts' rows on the host for each call: slower than an expert after the other."""
+    if not kernels.cuda:
+        return "there is no GPU"
+    if kernels.capability[0] not in _GROUPED_CAPABILITIES:
+        return f"torch's grouped kernel is for capabilities 9 and 10, this GPU has {_text(kernels.capability)}"
+    return "torch's grouped kernel takes bfloat16 only" if run.float32 else ""
+
+
+def _rules(kernels: Kernels, run: Run, engine: bool, no_engine: str, experts: Experts) -> Iterator[tuple[str, _Rule]]:
+    missing = "" if engine else no_engine
+    without_experts = "" if run.expert_widths else "the model has no experts"
+    no_gpu = "" if kernels.cuda else "there is no GPU"
+    alone = "" if run.dp > 1 else "there is one data-parallel rank"
+    yield "moe_permute_fusion", _Rule(missing or without_experts)
+    yield "moe_router_fusion", _Rule(missing or without_experts or _lacks_router(kernels, run))
+    yield "apply_rope_fusion", _Rule(missing or _lacks_rope(run))
+    yield "bias_activation_fusion", _Rule("", no_gpu)
+    yield "gradient_accumulation_fusion", _Rule(missing or ("weights are frozen: adapters are trained" if run.lora else ""))
+    yield "overlap_grad_reduce", _Rule("", alone or ("" if kernels.cuda else "a CPU's cores add and compute in turn"))
+    yield "overlap_param_gather", _Rule(_lacks_gather(run, experts), alone or _unwise_gather(run) or no_gpu)
+
+
+def _lacks_router(kernels: Kernels, run: Run) -> str:
+    if run.keeps_routing:
+        return "routing is kept: a fused router does not ask for recorded experts"
+    return "" if kernels.transformer_engine >= _ROUTER else f"Transformer Engine is older than {_text(_ROUTER)}"
+
+
+def _lacks_rope(run: Run) -> str:
+    if run.latent:
+        return "Megatron's kernel for latent attention is experimental and takes YaRN only"
+    # `fused_apply_rotary_pos_emb_thd` of megatron-core 0.16.1 does not tell Transformer Engine so, and would turn the halves.
+    return "neighbouring dimensions turn together, which Megatron's kernel for packed rows does not know" if run.interleaved_rope else ""
+
+
+def _lacks_gather(run: Run, experts: Experts) -> str:
+    """Megatron waits for weights when the layer that holds them is called: not so of adapters, which are called by hooks, nor of experts
+    that torch multiplies all at once."""
+    if not run.distributed:
+        return "the optimizer's state is not sharded"
+    if run.lora:
+        return "adapters are small, and no layers that Megatron calls"
+    return "weights of experts that torch groups are read outside their layers" if experts == "torch" else ""
+
+
+def _unwise_gather(run: Run) -> str:
+    return "weights are published after every step, which reads all of them" if run.published_every == 1 else ""
+
+
+def _text(numbers: tuple[int, ...]) -> str:
+    return ".".join(map(str, numbers))
+
+
+def megatron_arguments(switches: Switches) -> Mapping[str, object]:
+    """Keyword arguments of TransformerConfig.
+
+    `gradient_accumulation_fusion` is off in it: Megatron's own output layer, which stays beside Transformer Engine's layers, refuses it
+    without an extension of apex (tensor_parallel/layers.py); see `asyncmoe.trainer.model.layers.fuse_gradient_accumulation`.
+    """
+    return {
+        "moe_grouped_gemm": switches.experts == "transformer_engine",
+        "moe_permute_fusion": switches.moe_permute_fusion,
+        "moe_router_fusion": switches.moe_router_fusion,
+        "apply_rope_fusion": switches.apply_rope_fusion,
+        "bias_activation_fusion": switches.bias_activation_fusion,
+        "gradient_accumulation_fusion": False,
+        **({"moe_token_dispatcher_type": "flex", "moe_flex_dispatcher_backend": "deepep"} if switches.flex else {}),
+    }

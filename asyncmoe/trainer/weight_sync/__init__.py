@@ -1,0 +1,1 @@
+"""Publishing weight versions from the trainer's ranks to the engines."""

@@ -1,0 +1,68 @@
+"""Megatron's shards gathered to rank 0 as whole tensors, one bounded bucket at a time.
+
+What weight sync over `broadcast` and the export of a checkpoint have in common.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cached_property
+
+import torch
+
+from asyncmoe.models.payload import Payload
+from asyncmoe.models.quantised import without
+from asyncmoe.reshard import Bucket, buckets, exchange, plan_each
+from asyncmoe.reshard.torch_transport import TorchTransport
+from asyncmoe.trainer.lora import attach
+from asyncmoe.trainer.model.gpt import Model
+from asyncmoe.trainer.weight_sync.sources import Sources
+
+
+class Gatherer:
+    """Plans once, then gathers the current values as often as asked.
+
+    Args:
+        model: this rank's part; all ranks make a gatherer of theirs.
+        adapter: gather its halves, under their canonical names; otherwise its weights, under Hugging Face's.
+        quantised: gather weights as engines of float8 take them, with their scales, where the model is one of theirs.
+        bucket_bytes: upper bound of a bucket; one larger tensor gets a bucket of its own.
+        timeout_s: how long a rank waits for another.
+    """
+
+    def __init__(self, model: Model, bucket_bytes: int, timeout_s: float, *, adapter: bool = False, quantised: bool = False) -> None:
+        kind = model.adapter if adapter else None
+        payload = Payload(model.hf if quantised else without(model.hf), kind)
+        dtype = str(model.dtype).removeprefix("torch.")
+        self._model, self._timeout_s, self._adapter = model, timeout_s, adapter
+        self._transport = TorchTransport(device=str(model.mesh.device))
+        self.buckets: list[Bucket] = buckets(payload.whole(dtype), bucket_bytes, payload.glued())
+        megatron = payload.trainer(model.parallel, dtype)
+        self._plans = plan_each(payload.tensors(), megatron, [[bucket.layout] for bucket in self.buckets], ranks=[model.mesh.rank])
+
+    def run(self) -> Iterator[tuple[Bucket, torch.Tensor | None]]:
+        """Collective over all trainer ranks: each bucket with its flat tensor (on rank 0; None elsewhere), in a fixed order."""
+        if self._adapter:
+            mine = attach.values(self._model.chunks)
+        else:
+            self._sources.refresh()
+            mine = self._sources.tensors
+        for bucket, plan in zip(self.buckets, self._plans, strict=True):
+            flat = self._empty(bucket) if self._model.mesh.rank == 0 else None
+            exchange(plan, self._transport, mine, None if flat is None else {"bucket": flat}, timeout_s=self._timeout_s)
+            yield bucket, flat
+
+    def _empty(self, bucket: Bucket) -> torch.Tensor:
+        flat = bucket.layout.storages["bucket"]
+        return torch.empty(flat.shape, dtype=getattr(torch, flat.dtype), device=self._model.mesh.device)
+
+    @cached_property
+    def _sources(self) -> Sources:
+        return Sources(self._model)
+
+
+def tensors_in(bucket: Bucket, flat: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Views of the tensors that lie in a bucket, by name."""
+    sizes = [torch.Size(shape).numel() for shape in bucket.shapes]
+    parts = torch.split(flat, sizes)
+    return {name: part.view(shape) for name, shape, part in zip(bucket.names, bucket.shapes, parts, strict=True)}

@@ -1,7 +1,7 @@
 """Builds the extensions asyncmoe.reshard._C and asyncmoe.record._C; everything else is in pyproject.toml.
 
 ASYNCMOE_CUDA=1 insists on the CUDA kernels, 0 leaves them out; unset, they are built where a working nvcc is found
-(which nvcc: asyncmoe/doctor/gathering/toolchain.py).
+(which nvcc: asyncmoe/doctor/probes/toolchain.py).
 ASYNCMOE_CUDA_ARCHS names the architectures; by default those of 90 and 100 that nvcc knows.
 ASYNCMOE_CXXFLAGS are further flags of the C++ compiler and linker (sanitizers).
 """
@@ -24,11 +24,11 @@ CUDA_SOURCES = ["csrc/copy.cu", "csrc/device.cu", "csrc/scales.cu"]
 EXTRA_FLAGS = os.environ.get("ASYNCMOE_CXXFLAGS", "").split()
 
 
-digest = runpy.run_path("asyncmoe/doctor/gathering/sources.py")["digest"]
+digest = runpy.run_path("asyncmoe/doctor/probes/sources.py")["digest"]
 """Of the sources in a folder: the extension keeps it, and `asyncmoe doctor` compares it with the sources that are there."""
 
 
-toolchain = runpy.run_path("asyncmoe/doctor/gathering/toolchain.py")
+toolchain = runpy.run_path("asyncmoe/doctor/probes/toolchain.py")
 nvcc, cuda_obstacle, cuda_command, cuda_libraries = (toolchain[name] for name in ("nvcc", "obstacle", "command", "libraries"))
 
 

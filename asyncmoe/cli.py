@@ -71,10 +71,10 @@ def engine(
     """One engine that joins a run with engines.join=true, before or while it goes on; it leaves on Ctrl-C or SIGTERM."""
     from asyncmoe import config as configuration
     from asyncmoe.launch import gpus
-    from asyncmoe.rollout.engines import joining
+    from asyncmoe.rollout.engines import engine_agent
 
     loaded = configuration.load(config, overrides or ())
-    joining.run(loaded, loaded.run.dir, name or joining.default_name(index), index, gpus.engine_arguments(loaded, index))
+    engine_agent.run(loaded, loaded.run.dir, name or engine_agent.default_name(index), index, gpus.engine_arguments(loaded, index))
 
 
 @app.command("make-model")
@@ -173,16 +173,16 @@ def plan(
     """
     from rich.console import Console
 
-    from asyncmoe.plan import plan_command, planned
-    from asyncmoe.plan.planning import Speeds
+    from asyncmoe.plan import plan_command, render_plan
+    from asyncmoe.plan.traffic import Speeds
 
     speeds = Speeds(nvlink, nic)
-    asked = plan_command.Asked(
+    asked = plan_command.PlanArguments(
         model, trainer, engines, nodes, config, gpus_per_node, gpu_gb, context, dtype, bucket_bytes, speeds=speeds, lora=lora
     )
     found = plan_command.run(asked, Console())
     if json_file is not None:
-        planned.write(found, json_file)
+        render_plan.write(found, json_file)
 
 
 @app.command("simulate")

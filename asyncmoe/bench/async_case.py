@@ -26,7 +26,7 @@ SPARE = 8
 
 
 @dataclass(frozen=True)
-class Sizes:
+class PoolSizes:
     """The two pools and the policy, the same in every mode.
 
     Attributes:
@@ -52,7 +52,7 @@ class Sizes:
         return (self.steps or {"sync": 8, "one_step_off": 8, "async": 16})[mode]
 
 
-def config(name: str, folder: Path, mode: Mode, sizes: Sizes) -> Config:
+def config(name: str, folder: Path, mode: Mode, sizes: PoolSizes) -> Config:
     """One mode on one workload; run.dir and model.path lie in `folder`."""
     drawn = {"workload": WORKLOADS[name], "group_size": sizes.group_size, "seed": 0, "tokens": SCALES[name]}
     values: dict[str, Any] = {

@@ -15,23 +15,23 @@ import aiohttp
 import yaml
 
 from asyncmoe import models
-from asyncmoe.bench.async_case import MOST_TOKENS, SCALES, WORKLOADS, Sizes
+from asyncmoe.bench.async_case import MOST_TOKENS, SCALES, WORKLOADS, PoolSizes
 from asyncmoe.bench.cores import Cores
 from asyncmoe.bench.drawn import Drawn
 from asyncmoe.config import Config
 from asyncmoe.errors import EngineError, WaitTimeout
 from asyncmoe.process import Child
-from asyncmoe.rollout.engines.engine import Engine
 from asyncmoe.rollout.engines.engine_client import EngineClient, Sampling
-from asyncmoe.rollout.engines.pool import Answer, Pool
+from asyncmoe.rollout.engines.engine_process import Engine
+from asyncmoe.rollout.engines.pool import Pool, PooledGeneration
 from asyncmoe.rollout.episodes import episode
-from asyncmoe.rollout.episodes.episode import Stage
-from asyncmoe.rollout.episodes.turns import Place
+from asyncmoe.rollout.episodes.episode import RolloutContext
+from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId
 from asyncmoe.rollout.scoring import Exact
 from asyncmoe.rollout.tasks.arithmetic import Arithmetic
 from asyncmoe.rollout.tokenizer import Tokenizer
 from asyncmoe.telemetry.overlap import intersection, length
-from asyncmoe.telemetry.run import Run, load
+from asyncmoe.telemetry.run import RunRecords, load
 
 _TIMEOUT_S = 900.0
 _SATURATED_S = 25.0
@@ -54,13 +54,13 @@ class Rates:
     tokens: float
 
 
-def rates(config: Config, folder: Path, name: str, sizes: Sizes) -> Rates:
+def rates(config: Config, folder: Path, name: str, sizes: PoolSizes) -> Rates:
     """Measure them on an engine of its own, which writes to a new `folder`."""
     with Cores.halves().as_engine():
         return asyncio.run(_rates(config, folder, name, sizes))
 
 
-async def _rates(config: Config, folder: Path, name: str, sizes: Sizes) -> Rates:
+async def _rates(config: Config, folder: Path, name: str, sizes: PoolSizes) -> Rates:
     folder.mkdir()
     engine = Engine("engine.0", config, 0, folder)
     try:
@@ -82,7 +82,7 @@ class _Timed(Pool):
     seconds = 0.0
     responses = 0
 
-    async def _ask(self, *arguments: Any) -> Answer:
+    async def _ask(self, *arguments: Any) -> PooledGeneration:
         begin = time.monotonic()
         answer = await super()._ask(*arguments)
         self.seconds += time.monotonic() - begin
@@ -99,13 +99,13 @@ async def _rate(engine: Engine, config: Config, drawn: Drawn, slots: int) -> tup
     tokenizer = Tokenizer(config.model.path)
     pool = _Timed([engine], slots, _TIMEOUT_S, lambda *_: None)
     recording = models.recording(config, models.load_hf_config(config.model.path))
-    stage = Stage(pool, Sampling(1.0, MOST_TOKENS, (), recording=recording), tokenizer, Exact(), drawn, timeout_s=_TIMEOUT_S)
+    stage = RolloutContext(pool, Sampling(1.0, MOST_TOKENS, (), recording=recording), tokenizer, Exact(), drawn, timeout_s=_TIMEOUT_S)
     task, places = Arithmetic(tokenizer, ("+",), 1, seed=0), iter(range(1 << 30))
 
     async def play() -> None:
         while True:
             group, member = divmod(next(places), config.rollout.group_size)
-            await episode.run(stage, task.prompt(group), Place(group, member, 0))
+            await episode.run(stage, task.prompt(group), EpisodeId(group, member, 0))
 
     # Tool calls take no slot: more episodes than slots keep all slots taken.
     playing = [asyncio.create_task(play()) for _ in range(4 * slots)]
@@ -125,7 +125,7 @@ async def _rate(engine: Engine, config: Config, drawn: Drawn, slots: int) -> tup
         await asyncio.gather(*playing, return_exceptions=True)
 
 
-def run(config: Config, sizes: Sizes) -> Run:
+def run(config: Config, sizes: PoolSizes) -> RunRecords:
     """`asyncmoe run` on `Cores.halves`, with an engine that is slowed down as soon as it takes requests."""
     cores = Cores.halves()
     path = config.run.dir.with_suffix(".yaml")
@@ -163,8 +163,8 @@ async def _when_ready(config: Config, seconds: float, child: Child, cores: Cores
     await _slow_down(config, seconds)
 
 
-def measured(run: Run, sizes: Sizes) -> dict[str, Any]:
-    """A run's steady state: the steps after the first `Sizes.skip`.
+def measured(run: RunRecords, sizes: PoolSizes) -> dict[str, Any]:
+    """A run's steady state: the steps after the first `PoolSizes.skip`.
 
     Returns:
         step_s, train_s, wait_s, sync_s, pause_s: means of a step. tokens: sampled and trained in a step. sampled_per_s: by the engine.

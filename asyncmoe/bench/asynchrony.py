@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from asyncmoe.bench import async_live
-from asyncmoe.bench.async_case import MOST_TOKENS, SCALES, WORKLOADS, Sizes, config
+from asyncmoe.bench.async_case import MOST_TOKENS, SCALES, WORKLOADS, PoolSizes, config
 from asyncmoe.bench.async_live import Rates
 from asyncmoe.bench.cores import Cores
 from asyncmoe.bench.provenance import here
@@ -30,7 +30,7 @@ from asyncmoe.simulate.simulation import simulate
 from asyncmoe.simulate.workload import Quantile, parse
 
 
-def run(names: Sequence[str] = tuple(WORKLOADS), sizes: Sizes | None = None) -> dict[str, Any]:
+def run(names: Sequence[str] = tuple(WORKLOADS), sizes: PoolSizes | None = None) -> dict[str, Any]:
     """All modes on each workload.
 
     Returns:
@@ -44,7 +44,7 @@ def run(names: Sequence[str] = tuple(WORKLOADS), sizes: Sizes | None = None) -> 
         WaitTimeout: it did not end.
     """
     measured_at = here()
-    sizes = sizes or Sizes()
+    sizes = sizes or PoolSizes()
     with tempfile.TemporaryDirectory() as folder:
         make_model(Path(folder, "model"), MadeModel(layers=5, hidden=128, experts=8, expert_hidden=128), seed=0)
         found = {name: _workload(name, Path(folder), sizes) for name in names}
@@ -64,7 +64,7 @@ def run(names: Sequence[str] = tuple(WORKLOADS), sizes: Sizes | None = None) -> 
     }
 
 
-def _workload(name: str, folder: Path, sizes: Sizes) -> dict[str, Any]:
+def _workload(name: str, folder: Path, sizes: PoolSizes) -> dict[str, Any]:
     # Before and after: a machine that others share is not always as fast.
     first = async_live.rates(config(name, folder, "sync", sizes), folder / f"{name}-before", name, sizes)
     measured = {mode: async_live.measured(async_live.run(config(name, folder, mode, sizes), sizes), sizes) for mode in MODES}
@@ -97,7 +97,7 @@ def _workload(name: str, folder: Path, sizes: Sizes) -> dict[str, Any]:
     return found
 
 
-def _simulated(name: str, mode: Mode, sizes: Sizes, rates: Rates, t_train: float, sync_s: float, pause_s: float) -> float:
+def _simulated(name: str, mode: Mode, sizes: PoolSizes, rates: Rates, t_train: float, sync_s: float, pause_s: float) -> float:
     """Seconds of a step by `asyncmoe.simulate`, from nothing but what was measured apart: the engine's rates, t_train and the sync."""
     few = sizes.slots // 8
     t_few, t_all = few / rates.few, sizes.slots / rates.decoding

@@ -92,7 +92,7 @@ def queue_(
     """Trajectories with routes from the controller to two trainer ranks: its Unix socket and TCP with CURVE, next to Redis and Ray."""
     from asyncmoe.bench import queue
 
-    results = queue.run(queue.Sizes(steps=steps), rounds, peers=peers)
+    results = queue.run(queue.QueueCase(steps=steps), rounds, peers=peers)
     _show(results, json_path)
     typer.echo(queue.table(results))
 
@@ -107,7 +107,7 @@ def async_(
     """Asynchronous, one-step-off and synchronous runs on the same engine and trainer: the speed-up, next to the laws and the simulator."""
     from asyncmoe.bench import async_case, asynchrony
 
-    results = asynchrony.run(workload or tuple(async_case.WORKLOADS), async_case.Sizes(eta=eta, step_s=step_ms / 1e3))
+    results = asynchrony.run(workload or tuple(async_case.WORKLOADS), async_case.PoolSizes(eta=eta, step_s=step_ms / 1e3))
     _show(results, json_path)
     typer.echo(asynchrony.table(results))
 

@@ -9,7 +9,7 @@ from typing import Any, get_args
 
 from asyncmoe import config as configuration
 from asyncmoe.bench import async_case, async_live
-from asyncmoe.bench.async_case import Sizes
+from asyncmoe.bench.async_case import PoolSizes
 from asyncmoe.bench.provenance import here
 from asyncmoe.config import Config
 from asyncmoe.config.generation import Interruption, MadeModel
@@ -29,7 +29,7 @@ def run(updates: int = 20) -> dict[str, Any]:
         WaitTimeout: it did not end.
     """
     measured_at = here()
-    sizes = Sizes(groups=8, slots=32, step_s=0.0, steps={"async": updates})
+    sizes = PoolSizes(groups=8, slots=32, step_s=0.0, steps={"async": updates})
     ways = {}
     with tempfile.TemporaryDirectory() as folder:
         make_model(Path(folder, "model"), MadeModel(layers=2, hidden=128, experts=8, expert_hidden=128), seed=0)
@@ -51,7 +51,7 @@ def run(updates: int = 20) -> dict[str, Any]:
     return {**measured_at, "slots": sizes.slots, "ways": ways}
 
 
-def _config(way: Interruption, folder: Path, sizes: Sizes) -> Config:
+def _config(way: Interruption, folder: Path, sizes: PoolSizes) -> Config:
     values = async_case.config("lognormal", folder, "async", sizes).model_dump(mode="json")
     values["run"]["dir"] = str(folder / way)
     values["rollout"] |= {"interruption": way, "max_new_tokens": 528}

@@ -20,9 +20,9 @@ from asyncmoe.errors import InvariantBroken, WaitTimeout
 from asyncmoe.queue.bounded import BoundedQueue
 from asyncmoe.queue.service import QueueService
 from asyncmoe.record import Recording, Routing, encode_routes
+from asyncmoe.rpc.messages import Commit, Reply
+from asyncmoe.rpc.server import Server
 from asyncmoe.trajectory import Trajectory, encode
-from asyncmoe.wire.messages import Commit, Reply
-from asyncmoe.wire.server import Server
 
 GROUP = 8
 DISTINCT = 32
@@ -31,7 +31,7 @@ READY_S, WORK_S = 120.0, 300.0
 
 
 @dataclass(frozen=True)
-class Sizes:
+class QueueCase:
     """Of one case; `ask`: trajectories a rank asks for at once."""
 
     steps: int = 4
@@ -46,7 +46,7 @@ SHAPES = {
 }
 
 
-def run(sizes: Sizes | None = None, rounds: int = 3, shapes: Sequence[str] = tuple(SHAPES), peers: bool = True) -> dict[str, Any]:
+def run(sizes: QueueCase | None = None, rounds: int = 3, shapes: Sequence[str] = tuple(SHAPES), peers: bool = True) -> dict[str, Any]:
     """All ways in turn, `rounds` times, for each shape.
 
     Ways: "local", the controller's Unix socket; "local_share", the same when a rank asks for its share of a step at once and holds all of
@@ -65,7 +65,7 @@ def run(sizes: Sizes | None = None, rounds: int = 3, shapes: Sequence[str] = tup
     """
     from asyncmoe.bench import queue_peers
 
-    sizes = sizes or Sizes()
+    sizes = sizes or QueueCase()
     results: dict[str, Any] = {
         **here(),
         **{name: getattr(sizes, name) for name in ("steps", "batch", "tokens", "ask")},
@@ -133,7 +133,7 @@ def figures(took: Sequence[Took], server_s: float, put_s: float) -> dict[str, fl
     }
 
 
-def expect_all(took: Sequence[Took], sizes: Sizes) -> None:
+def expect_all(took: Sequence[Took], sizes: QueueCase) -> None:
     """Raises InvariantBroken unless everything that was put came out."""
     got = [(t.trajectories, t.tokens) for t in took]
     each = sizes.steps * sizes.batch // RANKS
@@ -191,7 +191,7 @@ class Ranks:
         return line
 
 
-async def _ours(made: list[Trajectory], routing: Routing, sizes: Sizes, local: bool) -> dict[str, float]:
+async def _ours(made: list[Trajectory], routing: Routing, sizes: QueueCase, local: bool) -> dict[str, float]:
     """The controller's own queue, service and server in this process."""
     total = sizes.steps * sizes.batch
     queue = BoundedQueue(capacity=total, batch=sizes.batch, group_size=GROUP, eta=sizes.steps, recording=Recording(routing))

@@ -17,7 +17,7 @@ from asyncmoe.errors import WaitTimeout
 from asyncmoe.trajectory import Buffer, decode
 
 if TYPE_CHECKING:
-    from asyncmoe.bench.queue import Sizes
+    from asyncmoe.bench.queue import QueueCase
 
 Frames = Sequence[Sequence[Buffer]]
 _START_S = 30.0
@@ -33,7 +33,7 @@ def absent(peer: str) -> str:
     return ""
 
 
-def through_redis(made: Frames, sizes: Sizes) -> dict[str, float]:
+def through_redis(made: Frames, sizes: QueueCase) -> dict[str, float]:
     """A stream with a consumer group, in a server without persistence; an entry has the frames as its fields."""
     import redis
 
@@ -58,7 +58,7 @@ def through_redis(made: Frames, sizes: Sizes) -> dict[str, float]:
             server.wait()
 
 
-async def _drain_redis(client: Any, port: int, sizes: Sizes, put_s: float) -> dict[str, float]:
+async def _drain_redis(client: Any, port: int, sizes: QueueCase, put_s: float) -> dict[str, float]:
     from asyncmoe.bench.queue import Ranks, expect_all, figures
 
     ranks = await Ranks.start([Job("redis", str(port), rank, sizes.steps, sizes.batch, sizes.ask) for rank in range(RANKS)])
@@ -72,7 +72,7 @@ async def _drain_redis(client: Any, port: int, sizes: Sizes, put_s: float) -> di
     return figures(took, sum(after[f"used_cpu_{kind}"] - before[f"used_cpu_{kind}"] for kind in ("user", "sys")), put_s)
 
 
-def through_ray(made: Frames, sizes: Sizes) -> dict[str, float]:
+def through_ray(made: Frames, sizes: QueueCase) -> dict[str, float]:
     """Objects of NumPy arrays in Ray's store, an actor that hands out their references, and two workers that get and decode them.
 
     The processor time is the workers' alone: Ray's own processes are not counted.

@@ -13,10 +13,10 @@ from typing import Any, Literal
 
 import msgspec
 
+from asyncmoe.rpc.client import Client
+from asyncmoe.rpc.keys import Rendezvous
+from asyncmoe.rpc.messages import Commit, Fetch, Lease, Leased
 from asyncmoe.trajectory import decode, frames_in
-from asyncmoe.wire.client import Client
-from asyncmoe.wire.keys import Rendezvous
-from asyncmoe.wire.messages import Commit, Fetch, Lease, Leased
 
 RANKS = 2
 STREAM, GROUP = "queue", "trainer"

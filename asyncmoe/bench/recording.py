@@ -25,13 +25,13 @@ from asyncmoe.config.generation import MadeModel
 from asyncmoe.errors import InvariantBroken
 from asyncmoe.models.make import make_model
 from asyncmoe.record import NOTHING, Recording, Routing, encode_routes
-from asyncmoe.rollout.engines.engine import Engine
 from asyncmoe.rollout.engines.engine_client import Generated, Sampling
+from asyncmoe.rollout.engines.engine_process import Engine
 from asyncmoe.rollout.engines.pool import Pool
-from asyncmoe.rollout.engines.sampled import routed_experts
+from asyncmoe.rollout.engines.sglang_decode import routed_experts
 from asyncmoe.rollout.episodes import episode
-from asyncmoe.rollout.episodes.episode import Stage
-from asyncmoe.rollout.episodes.turns import Place
+from asyncmoe.rollout.episodes.episode import RolloutContext
+from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId
 from asyncmoe.rollout.scoring import Sample, Score
 from asyncmoe.rollout.tasks import Prompt
 from asyncmoe.rollout.tokenizer import Tokenizer
@@ -157,9 +157,9 @@ async def _batch(pool: Pool, tokenizer: Tokenizer, recording: Recording) -> Cost
     random = np.random.default_rng(0)
     prompts = [Prompt("", tuple(row), "") for row in random.integers(10, 200, (EPISODES, PROMPT)).tolist()]
     sampling = Sampling(1.0, NEW, (), recording=recording)
-    stage = Stage(pool, sampling, tokenizer, _Unscored())
+    stage = RolloutContext(pool, sampling, tokenizer, _Unscored())
     begin, spent = time.perf_counter(), _processor_seconds()
-    records = await asyncio.gather(*(episode.run(stage, prompt, Place(0, number, 0)) for number, prompt in enumerate(prompts)))
+    records = await asyncio.gather(*(episode.run(stage, prompt, EpisodeId(0, number, 0)) for number, prompt in enumerate(prompts)))
     cost = time.perf_counter() - begin, _processor_seconds() - spent
     for (record,) in records:
         if (record.routes is None) != (recording.routing is None) or len(record) != PROMPT + NEW:

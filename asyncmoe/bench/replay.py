@@ -58,8 +58,7 @@ def measure(folder: Path) -> dict[str, Any]:
     from asyncmoe.trainer import loop, objective
     from asyncmoe.trainer.data import batch
     from asyncmoe.trainer.losses import SupervisedLoss
-    from asyncmoe.trainer.model import gpt as model
-    from asyncmoe.trainer.model import mesh, optimizer
+    from asyncmoe.trainer.model import gpt, mesh, optimizer
     from asyncmoe.trainer.step import logprobs_only, train_step
 
     logging.disable(logging.WARNING)
@@ -68,8 +67,8 @@ def measure(folder: Path) -> dict[str, Any]:
     values = {"run": {"dir": str(folder), "steps": 1}, "model": {"path": str(path)}, "task": {"kind": "arithmetic"}}
     config = parse(values)
     place = mesh.start(config.trainer)
-    built = model.build(load_hf_config(path), config, place)
-    model.load_hf(built, path)
+    built = gpt.build(load_hf_config(path), config, place)
+    gpt.load_hf(built, path)
     adam = optimizer.build(config, built)
     replay = loop.replay(config, built)
     assert replay is not None
@@ -79,7 +78,7 @@ def measure(folder: Path) -> dict[str, Any]:
     def microbatches(kept: bool) -> list[batch.MicroBatch]:
         nothing = np.zeros(TRAJECTORIES)
         routing = replay.routing if kept else None
-        return [batch.pack(known, list(known), advantages=nothing, weights=weights, grid=batch.Grid(), packed=True, routing=routing)]
+        return [batch.pack(known, list(known), advantages=nothing, weights=weights, grid=batch.BatchGrid(), packed=True, routing=routing)]
 
     chosen: list[np.ndarray] = []
 

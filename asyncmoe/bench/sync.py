@@ -24,12 +24,12 @@ from asyncmoe.errors import EngineError, WaitTimeout
 from asyncmoe.launch.local import trainer_command
 from asyncmoe.models.make import make_model
 from asyncmoe.rollout.engines import adapters
-from asyncmoe.rollout.engines.engine import Engine
+from asyncmoe.rollout.engines.engine_process import Engine
 from asyncmoe.rollout.engines.pool import Member, Pool
-from asyncmoe.rollout.engines.weights import Conductor
-from asyncmoe.wire import keys
-from asyncmoe.wire.messages import Reply, Request, WeightsCommit, WeightsStage
-from asyncmoe.wire.server import Server
+from asyncmoe.rollout.engines.weight_updates import WeightUpdateCoordinator
+from asyncmoe.rpc import keys
+from asyncmoe.rpc.messages import Reply, Request, WeightsCommit, WeightsStage
+from asyncmoe.rpc.server import Server
 
 SIZES = {
     "small": MadeModel(hidden=256, layers=4, heads=8, head_dim=32, experts=8, expert_hidden=384),
@@ -138,7 +138,7 @@ async def _publish(config: Config, engines: Sequence[Engine], seen: Seen, update
         pass
 
     pool = Pool(engines, 64, 60.0, lambda *_: None, **adapters.asked(config))
-    conductor = Conductor(pool, config.sync.timeout_s, nothing, lambda *_: None)
+    conductor = WeightUpdateCoordinator(pool, config.sync.timeout_s, nothing, lambda *_: None)
     conductor.engines_started()
     staged, ended = 0.0, 0.0
 

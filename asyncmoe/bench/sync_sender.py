@@ -14,11 +14,10 @@ megatron.prepare()
 from asyncmoe import config as configuration  # noqa: E402  Megatron must not be imported before the platform is prepared
 from asyncmoe.models import load_hf_config  # noqa: E402
 from asyncmoe.process import die_with_parent  # noqa: E402
+from asyncmoe.rpc import keys  # noqa: E402
+from asyncmoe.rpc.client import Client  # noqa: E402
 from asyncmoe.trainer.loop import publisher  # noqa: E402
-from asyncmoe.trainer.model import gpt as model  # noqa: E402
-from asyncmoe.trainer.model import mesh  # noqa: E402
-from asyncmoe.wire import keys  # noqa: E402
-from asyncmoe.wire.client import Client  # noqa: E402
+from asyncmoe.trainer.model import gpt, mesh  # noqa: E402
 
 
 def main() -> None:
@@ -26,8 +25,8 @@ def main() -> None:
     die_with_parent()
     config, result, updates, rest_s = configuration.load(Path(sys.argv[1]), []), Path(sys.argv[2]), int(sys.argv[3]), float(sys.argv[4])
     place = mesh.start(config.trainer)
-    built = model.build(load_hf_config(config.model.path), config, place)
-    model.load_hf(built, config.model.path)
+    built = gpt.build(load_hf_config(config.model.path), config, place)
+    gpt.load_hf(built, config.model.path)
     costs = []
     with Client(keys.read(config.run.dir, wait_s=config.engines.start_timeout_s), f"trainer.{place.rank}.weights") as client:
         sync = publisher(config, built, client)

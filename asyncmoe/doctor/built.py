@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from asyncmoe.doctor import drivers, verdict, versions
-from asyncmoe.doctor.environment import Python
+from asyncmoe.doctor.environment import PythonFacts
 from asyncmoe.doctor.facts import Machine
 from asyncmoe.doctor.verdict import Verdict
 
@@ -72,7 +72,7 @@ def cuda(machine: Machine) -> Verdict:
     return verdict.ok(f"torch {_builds(machine)}; the driver takes up to CUDA {versions.cuda(newest)}")
 
 
-def _suits(who: str, side: Python, newest: int) -> Verdict:
+def _suits(who: str, side: PythonFacts, newest: int) -> Verdict:
     """One torch against the newest CUDA of the driver. Within a major version an older driver does (CUDA's minor-version compatibility)."""
     if side.torch is None:
         return verdict.warning(f"unknown: {who} torch cannot be imported", "see the lines torch and engine-python")
@@ -89,7 +89,7 @@ def _suits(who: str, side: Python, newest: int) -> Verdict:
     return verdict.ok(told)
 
 
-def _torches(machine: Machine) -> list[tuple[str, Python]]:
+def _torches(machine: Machine) -> list[tuple[str, PythonFacts]]:
     return [("the trainer's", machine.trainer), *([("the engines'", machine.engine)] if machine.engine is not None else [])]
 
 
@@ -103,7 +103,7 @@ def _builds(machine: Machine) -> str:
     return ", ".join(told)
 
 
-def _why_no_nccl(side: Python) -> str:
+def _why_no_nccl(side: PythonFacts) -> str:
     if side.nccl is None:
         return "it cannot be opened without asyncmoe's extension"
     return side.nccl.trouble or "unusable"

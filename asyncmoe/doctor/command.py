@@ -12,7 +12,7 @@ from rich.console import Console
 from asyncmoe.doctor import report
 from asyncmoe.doctor.comparison import differences
 from asyncmoe.doctor.examination import examine, failed
-from asyncmoe.doctor.gathering import gather
+from asyncmoe.doctor.probes import gather
 from asyncmoe.doctor.report import Report
 from asyncmoe.errors import ConfigError
 

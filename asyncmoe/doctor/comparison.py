@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from asyncmoe.doctor import versions
-from asyncmoe.doctor.environment import Python
+from asyncmoe.doctor.environment import PythonFacts
 from asyncmoe.doctor.facts import Machine
 from asyncmoe.doctor.report import Report
 
@@ -72,7 +72,7 @@ def _compared(machine: Machine) -> dict[str, _Aspect]:
     return aspects
 
 
-def _of_python(machine: Machine, side: Python, whose: str) -> Iterator[tuple[str, _Aspect]]:
+def _of_python(machine: Machine, side: PythonFacts, whose: str) -> Iterator[tuple[str, _Aspect]]:
     """One environment: Python, its packages, the build of the extension, NCCL."""
     again = "run make setup again"
     yield f"{whose} Python", (side.version, lambda value: f"install Python {value}", False)

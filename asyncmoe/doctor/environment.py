@@ -68,7 +68,7 @@ class Torch:
 
 
 @dataclass(frozen=True)
-class Python:
+class PythonFacts:
     """One Python environment: the trainer's and the controller's, or the engines'.
 
     Attributes:

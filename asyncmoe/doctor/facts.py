@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from asyncmoe.config.devices import Wanted
-from asyncmoe.doctor.environment import Python
+from asyncmoe.doctor.environment import PythonFacts
 
 
 @dataclass(frozen=True)
-class Gpu:
+class GpuFacts:
     """A line of nvidia-smi.
 
     Attributes:
@@ -44,7 +44,7 @@ class Nvidia:
 
     on_bus: int = 0
     driver: str | None = None
-    gpus: tuple[Gpu, ...] = ()
+    gpus: tuple[GpuFacts, ...] = ()
     links: tuple[tuple[str, ...], ...] = ()
     trouble: str | None = None
     chosen: tuple[str, ...] | None = None
@@ -55,12 +55,12 @@ class Nvidia:
         return bool(self.on_bus or self.gpus)
 
     @property
-    def visible(self) -> tuple[Gpu, ...]:
+    def visible(self) -> tuple[GpuFacts, ...]:
         """Those that CUDA shows a process, in its order, as far as it can be told: CUDA_VISIBLE_DEVICES may name instances of a GPU. The
         first entry that names none ends the list (CUDA C++ Programming Guide, "CUDA Environment Variables")."""
         if self.chosen is None:
             return self.gpus
-        found: list[Gpu] = []
+        found: list[GpuFacts] = []
         for entry in self.chosen:
             gpu = next((g for g in self.gpus if entry == str(g.index) or (entry and g.uuid.startswith(entry))), None)
             if gpu is None:
@@ -93,7 +93,7 @@ class Fabric:
 
 
 @dataclass(frozen=True)
-class Limits:
+class SystemLimits:
     """What the system lets a process have.
 
     Attributes:
@@ -179,7 +179,7 @@ class Disk:
 
 
 @dataclass(frozen=True)
-class Model:
+class ModelFacts:
     """The model of the configuration.
 
     Attributes:
@@ -218,7 +218,7 @@ class OnGpus:
 
 
 @dataclass(frozen=True)
-class Run:
+class RunFacts:
     """A configuration, and what it asks of the machine.
 
     Attributes:
@@ -246,7 +246,7 @@ class Run:
     ports: tuple[WantedPort, ...] = ()
     disk: Disk | None = None
     disk_trouble: str | None = None
-    model: Model | None = None
+    model: ModelFacts | None = None
     model_trouble: str | None = None
     on_gpus: OnGpus | None = None
 
@@ -278,16 +278,16 @@ class Machine:
     requirements: Mapping[str, str]
     train: tuple[str, ...]
     sources: tuple[str, ...]
-    trainer: Python
-    engine: Python | None
+    trainer: PythonFacts
+    engine: PythonFacts | None
     nvidia: Nvidia
     fabric: Fabric
-    limits: Limits
+    limits: SystemLimits
     network: Network
     clock: Clock
-    run: Run | None
+    run: RunFacts | None
 
     @property
-    def engine_python(self) -> Python:
+    def engine_python(self) -> PythonFacts:
         """The Python that runs SGLang."""
         return self.engine or self.trainer

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from asyncmoe.config.devices import Devices, Wanted, counted, named, place
 from asyncmoe.doctor import verdict
 from asyncmoe.doctor.devices import IN_USE
-from asyncmoe.doctor.facts import Gpu, Machine, OnGpus
+from asyncmoe.doctor.facts import GpuFacts, Machine, OnGpus
 from asyncmoe.doctor.verdict import Verdict
 from asyncmoe.errors import ConfigError
 from asyncmoe.plan import memory
@@ -83,7 +83,7 @@ def _asked(machine: Machine) -> OnGpus | Verdict:
     return machine.run.on_gpus
 
 
-def _unusable(asked: OnGpus, devices: Devices, visible: tuple[Gpu, ...], machine: Machine) -> Iterator[Verdict]:
+def _unusable(asked: OnGpus, devices: Devices, visible: tuple[GpuFacts, ...], machine: Machine) -> Iterator[Verdict]:
     """What keeps processes from these GPUs, the worst first."""
     if visible:
         if used := tuple(device for device in devices.taken if visible[device].used_mib > IN_USE * visible[device].memory_mib):

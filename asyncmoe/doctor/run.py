@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from asyncmoe.doctor import verdict
-from asyncmoe.doctor.facts import Disk, Machine, Run
+from asyncmoe.doctor.facts import Disk, Machine, RunFacts
 from asyncmoe.doctor.verdict import Verdict, size
 
 _NONE = "no CONFIG was given"
@@ -83,7 +83,7 @@ def model(machine: Machine) -> Verdict:
     return verdict.ok(f"{found.path}: {found.family}, {size(found.weights_bytes or 0)} of weights")
 
 
-def _usable(machine: Machine) -> Run | Verdict:
+def _usable(machine: Machine) -> RunFacts | Verdict:
     """The run, or what to say without a valid one."""
     if machine.run is None:
         return verdict.absent(_NONE)
@@ -92,7 +92,7 @@ def _usable(machine: Machine) -> Run | Verdict:
     return machine.run
 
 
-def _room(run: Run, disk: Disk, told: str) -> Verdict | None:
+def _room(run: RunFacts, disk: Disk, told: str) -> Verdict | None:
     """Whether all checkpoints that will be there at once fit, given those that are."""
     if run.checkpoint_bytes is None:
         return None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from asyncmoe.doctor import verdict, versions
-from asyncmoe.doctor.environment import Python
+from asyncmoe.doctor.environment import PythonFacts
 from asyncmoe.doctor.facts import Machine
 from asyncmoe.doctor.verdict import Verdict
 
@@ -122,7 +122,7 @@ def sglang(machine: Machine) -> Verdict:
     return found or verdict.ok(machine.engine_python.packages["sglang"])
 
 
-def declared(machine: Machine, where: Python, name: str, cure: str) -> Verdict | None:
+def declared(machine: Machine, where: PythonFacts, name: str, cure: str) -> Verdict | None:
     """An error when a package is not there in the declared range."""
     wanted = machine.requirements.get(name, "")
     if where.version is None:
@@ -134,7 +134,7 @@ def declared(machine: Machine, where: Python, name: str, cure: str) -> Verdict |
     return None
 
 
-def _imported(where: Python) -> Verdict:
+def _imported(where: PythonFacts) -> Verdict:
     if where.torch is None:
         return verdict.error(f"{where.packages['torch']} cannot be imported: {where.unfinished}", "run: make clean; make setup")
     return verdict.ok(where.torch.version + (f" for CUDA {where.torch.cuda}" if where.torch.cuda else ", for the CPU"))

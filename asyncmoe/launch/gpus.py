@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 from asyncmoe import models
 from asyncmoe.config import Config, devices
-from asyncmoe.doctor.facts import Gpu
-from asyncmoe.doctor.gathering import nvidia
+from asyncmoe.doctor.facts import GpuFacts
+from asyncmoe.doctor.probes import nvidia
 from asyncmoe.errors import ConfigError
 from asyncmoe.plan import budget
-from asyncmoe.wire import address
+from asyncmoe.rpc import address
 
 _MIB = 1 << 20
 
@@ -55,6 +55,6 @@ def check(config: Config, index: int | None, gpus: int) -> None:
         raise ConfigError("engines.tp", got=got, expected=f"GPUs below {gpus}", cure="start fewer engines here, or give engines.first_gpu")
 
 
-def smallest(found: Sequence[Gpu]) -> float:
+def smallest(found: Sequence[GpuFacts]) -> float:
     """GB (1e9 bytes) of the one with the least memory."""
     return min(gpu.memory_mib for gpu in found) * _MIB / 1e9

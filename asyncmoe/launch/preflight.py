@@ -8,8 +8,8 @@ from pathlib import Path
 from asyncmoe.config import Config
 from asyncmoe.doctor.examination import CHECKS
 from asyncmoe.doctor.facts import Machine
-from asyncmoe.doctor.gathering.machine import gather_for
 from asyncmoe.doctor.placement import seen
+from asyncmoe.doctor.probes.machine import gather_for
 from asyncmoe.doctor.verdict import Verdict
 from asyncmoe.errors import UserError
 

@@ -13,7 +13,7 @@ from asyncmoe.errors import ConfigError, UserError
 from asyncmoe.models import EngineParallel, adapter_of, engine_dtype, load_hf_config, make, trainer_parallel
 from asyncmoe.plan import memory
 from asyncmoe.plan.activations import Microbatch
-from asyncmoe.plan.memory import Memory, Serving, Training
+from asyncmoe.plan.memory import EngineMemory, GpuMemory, Training
 from asyncmoe.reshard import nccl_room
 
 CPU_GB = 2.0
@@ -38,8 +38,8 @@ class Budget:
         shared: a trainer's rank and an engine are on the same GPU.
     """
 
-    trainer: Memory
-    engine: Memory
+    trainer: GpuMemory
+    engine: GpuMemory
     gpu_gb: float
     cpu: bool = False
     shared: bool = False
@@ -74,7 +74,7 @@ def of_run(config: Config, hf: Mapping[str, Any], gpu_gb: float = 80.0, cpu: boo
     return Budget(max(stages, key=lambda stage: stage.total), engine, gpu_gb, cpu, config.engines.share_gpus and not cpu)
 
 
-def least(config: Config, hf: Mapping[str, Any]) -> tuple[Memory, Memory]:
+def least(config: Config, hf: Mapping[str, Any]) -> tuple[GpuMemory, GpuMemory]:
     """What a trainer's GPU and an engine's must have room for: as `of_run`, with a KV cache of one conversation unless one is configured.
 
     Raises: as `of_run`.
@@ -119,7 +119,7 @@ def engine_arguments(config: Config, hf: Mapping[str, Any], gpu_gb: float) -> tu
     return (*(() if given else (_TOKENS, str(tokens))), *(() if _is_given(section.args, _FRACTION) else fraction))
 
 
-def too_large(config: Config, trainer: Memory, engine: Memory, gpu_gb: float) -> ConfigError:
+def too_large(config: Config, trainer: GpuMemory, engine: GpuMemory, gpu_gb: float) -> ConfigError:
     """The refusal of what does not fit on a GPU: of the trainer, of an engine, or of both where they share it."""
     staging = ["sync.staging=false"] if "staging" in engine.parts else []
     usable = f"at most {_gb(memory.usable(gpu_gb))}, as {1 - memory.USABLE:.0%} of {gpu_gb:.3g} GB are left free"
@@ -137,7 +137,7 @@ def too_large(config: Config, trainer: Memory, engine: Memory, gpu_gb: float) ->
     return ConfigError("memory of an engine's GPU", got=got, expected=usable, cure=f"take {', or '.join(ways)}")
 
 
-def _largest(held: Memory) -> str:
+def _largest(held: GpuMemory) -> str:
     parts = sorted(held.parts.items(), key=lambda part: -part[1])[:3]
     return " + ".join(f"{name} {_gb(nbytes)}" for name, nbytes in parts) + (" + ..." if len(held.parts) > len(parts) else "")
 
@@ -183,7 +183,7 @@ def training(config: Config, hf: Mapping[str, Any], cpu: bool = False) -> Traini
     return Training(microbatch, distributed, reference, config.sync.bucket_bytes, _communicators(config, cpu, config.engines.count))
 
 
-def serving(config: Config, hf: Mapping[str, Any], cpu: bool = False) -> Serving:
+def serving(config: Config, hf: Mapping[str, Any], cpu: bool = False) -> EngineMemory:
     """The same of engines. Where `engines.max_total_tokens` is not given SGLang takes whatever --mem-fraction-static leaves it: here it is
     given what `engines.max_running` conversations can need.
 
@@ -191,7 +191,7 @@ def serving(config: Config, hf: Mapping[str, Any], cpu: bool = False) -> Serving
         UserError: an argument for engines that is no number.
     """
     section = config.engines
-    return Serving(
+    return EngineMemory(
         tokens=_tokens(config) or section.max_running * _conversation(config, hf),
         staging=config.sync.staging and config.sync.method == "reshard",
         prefill=_number(section.args, _PREFILL, 8192),
@@ -253,7 +253,7 @@ def _is_given(arguments: Sequence[str], name: str) -> bool:
     return any(argument.partition("=")[0] == name for argument in arguments)
 
 
-def _sum(side: str, memory: Memory) -> str:
+def _sum(side: str, memory: GpuMemory) -> str:
     parts = " + ".join(f"{name} {_gb(nbytes)}" for name, nbytes in memory.parts.items())
     return f"# memory of {side}: {parts}"
 

@@ -1,7 +1,8 @@
 """What a GPU of the trainer, and one of an engine, has to hold: arithmetic over layouts, from a configuration alone.
 
 Parameters are counted in the layouts that weights are loaded and moved by (`asyncmoe.models`), so they are exact. Gradients and the
-optimizer's state are what Megatron keeps of them (`asyncmoe.trainer.model.gpt`, `asyncmoe.trainer.model.optimizer`); a test holds them against the
+optimizer's state are what Megatron keeps of them (`asyncmoe.trainer.model.gpt`, `asyncmoe.trainer.model.optimizer`); a test holds them
+against the
 real ones. Activations are a formula (`asyncmoe.plan.activations`), an engine's working memory is SGLang's own estimate, and what drivers,
 communicators and the allocator take besides is left to the part of a GPU that is not planned for (`USABLE`). No figure has been
 measured on a GPU.
@@ -42,7 +43,7 @@ Hf = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
-class Memory:
+class GpuMemory:
     """Bytes on one GPU, by what they are for."""
 
     parts: Mapping[str, int]
@@ -81,7 +82,7 @@ class Training:
 
 
 @dataclass(frozen=True)
-class Serving:
+class EngineMemory:
     """The same of an engine.
 
     Attributes:
@@ -106,7 +107,7 @@ class Serving:
 
 
 @dataclass(frozen=True)
-class Held:
+class RankParameters:
     """Parameters of a rank.
 
     Attributes:
@@ -126,7 +127,7 @@ class Held:
         return self.dense + self.experts
 
 
-def trainer(hf: Hf, parallel: MegatronParallel, training: Training) -> tuple[Memory, ...]:
+def trainer(hf: Hf, parallel: MegatronParallel, training: Training) -> tuple[GpuMemory, ...]:
     """What a rank of each pipeline stage holds; ranks of a stage hold equally much.
 
     Raises:
@@ -135,11 +136,11 @@ def trainer(hf: Hf, parallel: MegatronParallel, training: Training) -> tuple[Mem
     return tuple(_stage(hf, parallel, training, stage) for stage in range(parallel.pp))
 
 
-def _stage(hf: Hf, parallel: MegatronParallel, training: Training, stage: int) -> Memory:
+def _stage(hf: Hf, parallel: MegatronParallel, training: Training, stage: int) -> GpuMemory:
     m, pass_ = family_of(hf).shape_of(hf), training.microbatch
     rank = stage * parallel.tp * parallel.dp
     weights = weights_of(hf, parallel, rank, pass_.dtype)
-    adapters = Held() if pass_.adapter is None else adapters_of(m, pass_.adapter, parallel, rank, pass_.dtype)
+    adapters = RankParameters() if pass_.adapter is None else adapters_of(m, pass_.adapter, parallel, rank, pass_.dtype)
     trained = weights if pass_.adapter is None else adapters
     parts = {
         "weights": weights.nbytes,
@@ -155,10 +156,10 @@ def _stage(hf: Hf, parallel: MegatronParallel, training: Training, stage: int) -
         + training.communicators
         + (weights.copies if pass_.adapter is None else adapters.nbytes),
     }
-    return Memory({name: nbytes for name, nbytes in parts.items() if nbytes})
+    return GpuMemory({name: nbytes for name, nbytes in parts.items() if nbytes})
 
 
-def optimizer_bytes(trained: Held, parallel: MegatronParallel, training: Training) -> int:
+def optimizer_bytes(trained: RankParameters, parallel: MegatronParallel, training: Training) -> int:
     """Adam's two moments in float32, and in float32 the weights themselves where the model is not: 12 or 8 bytes a parameter."""
     each = 8 + (0 if training.microbatch.dtype == "float32" else 4)
     if not training.distributed:
@@ -171,14 +172,14 @@ def expert_data_parallel(parallel: MegatronParallel) -> int:
     return parallel.dp if parallel.ep == 1 else parallel.tp * parallel.dp // (parallel.ep * parallel.etp)
 
 
-def whole(hf: Hf) -> Held:
+def whole(hf: Hf) -> RankParameters:
     """The parameters of the model, each once; bytes are not counted."""
     sizes = {name: prod(shape) for name, shape in family_of(hf).tensors(hf).items() if not name.endswith(_BIAS)}
     experts = sum(size for name, size in sizes.items() if _EXPERTS in name)
-    return Held(sum(sizes.values()) - experts, experts)
+    return RankParameters(sum(sizes.values()) - experts, experts)
 
 
-def weights_of(hf: Hf, parallel: MegatronParallel, rank: int, dtype: str) -> Held:
+def weights_of(hf: Hf, parallel: MegatronParallel, rank: int, dtype: str) -> RankParameters:
     """A trainer rank's weights. Megatron reduces those of experts apart only where they are divided over ranks."""
     layout = family_of(hf).megatron_layout(hf, parallel, rank, dtype)
     dense = experts = biases = copies = 0
@@ -190,20 +191,20 @@ def weights_of(hf: Hf, parallel: MegatronParallel, rank: int, dtype: str) -> Hel
         else:
             dense += size
             copies += size * ITEM_BYTES[sent] if sent != dtype else 0
-    return Held(dense, experts, (dense + experts) * ITEM_BYTES[dtype] + biases, copies)
+    return RankParameters(dense, experts, (dense + experts) * ITEM_BYTES[dtype] + biases, copies)
 
 
-def adapters_of(m: Shape, kind: Kind, parallel: MegatronParallel, rank: int, dtype: str) -> Held:
+def adapters_of(m: Shape, kind: Kind, parallel: MegatronParallel, rank: int, dtype: str) -> RankParameters:
     """A trainer rank's adapters."""
     counted = {True: 0, False: 0}
     for _, layers in m.runs(range(m.layers)):
         held = [layer for chunk in parallel.chunk_layers(m.layers, rank) for layer in chunk if layer in layers]
         for half in layer_halves(m, kind, parallel, rank, layers[0] in m.dense_layers):
             counted[half.expert_data] += len(held) * prod(half.shape)
-    return Held(counted[False], counted[True], sum(counted.values()) * ITEM_BYTES[dtype])
+    return RankParameters(counted[False], counted[True], sum(counted.values()) * ITEM_BYTES[dtype])
 
 
-def engine(hf: Hf, parallel: EngineParallel, serving: Serving) -> Memory:
+def engine(hf: Hf, parallel: EngineParallel, serving: EngineMemory) -> GpuMemory:
     """What the engine's rank with the most holds.
 
     Raises:
@@ -212,7 +213,7 @@ def engine(hf: Hf, parallel: EngineParallel, serving: Serving) -> Memory:
     return max((_engine_stage(hf, parallel, serving, stage) for stage in range(parallel.pp)), key=lambda memory: memory.total)
 
 
-def _engine_stage(hf: Hf, parallel: EngineParallel, serving: Serving, stage: int) -> Memory:
+def _engine_stage(hf: Hf, parallel: EngineParallel, serving: EngineMemory, stage: int) -> GpuMemory:
     rank = stage * parallel.tp
     weights = _nbytes(Payload(hf).weights_of_engine(parallel, rank, serving.dtype))
     slot = 0 if serving.adapter is None else _nbytes(Payload(hf, serving.adapter).engines(parallel, serving.dtype)[rank])
@@ -225,7 +226,7 @@ def _engine_stage(hf: Hf, parallel: EngineParallel, serving: Serving, stage: int
         "working set": _working(parallel, serving),
         "weight sync": BUFFERS * serving.bucket_bytes + serving.communicators,
     }
-    return Memory({name: nbytes for name, nbytes in parts.items() if nbytes})
+    return GpuMemory({name: nbytes for name, nbytes in parts.items() if nbytes})
 
 
 def kv_bytes(hf: Hf, parallel: EngineParallel, dtype: str, rank: int = 0) -> int:
@@ -248,19 +249,19 @@ def _derived(hf: Hf, parallel: EngineParallel, dtype: str, rank: int) -> int:
     return len(parallel.layers(m.layers, rank)) * up * ITEM_BYTES[dtype]
 
 
-def kv_room(hf: Hf, parallel: EngineParallel, serving: Serving, gpu_gb: float) -> int:
+def kv_room(hf: Hf, parallel: EngineParallel, serving: EngineMemory, gpu_gb: float) -> int:
     """Tokens of KV cache that there is room for beside everything else, whatever `serving.tokens` says; 0: none."""
     left = usable(gpu_gb) - engine(hf, parallel, replace(serving, tokens=0)).total
     return max(0, left) // max(kv_bytes(hf, parallel, serving.dtype, stage * parallel.tp) for stage in range(parallel.pp))
 
 
-def engine_filled(hf: Hf, parallel: EngineParallel, serving: Serving, gpu_gb: float) -> tuple[Memory, int]:
+def engine_filled(hf: Hf, parallel: EngineParallel, serving: EngineMemory, gpu_gb: float) -> tuple[GpuMemory, int]:
     """An engine whose KV cache is all that is left of its GPUs, and the cache's tokens."""
     tokens = kv_room(hf, parallel, serving, gpu_gb)
     return engine(hf, parallel, replace(serving, tokens=tokens)), tokens
 
 
-def _working(parallel: EngineParallel, serving: Serving) -> int:
+def _working(parallel: EngineParallel, serving: EngineMemory) -> int:
     """SGLang 0.5.23's own estimate for activations of a prefill and graphs of decoding (arg_groups/memory_hook.py)."""
     if not serving.gpu:
         return 0

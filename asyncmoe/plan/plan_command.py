@@ -12,16 +12,16 @@ from asyncmoe import config as configuration
 from asyncmoe import models
 from asyncmoe.errors import ConfigError
 from asyncmoe.models import EngineParallel
-from asyncmoe.plan import budget, memory, planned, planning
+from asyncmoe.plan import budget, memory, render_plan, traffic
 from asyncmoe.plan.activations import Microbatch
-from asyncmoe.plan.memory import Memory, Serving, Training
-from asyncmoe.plan.planning import Forecast, Speeds
+from asyncmoe.plan.memory import EngineMemory, GpuMemory, Training
 from asyncmoe.plan.sizes import parse_adapter
 from asyncmoe.plan.split import Cluster, suggest
+from asyncmoe.plan.traffic import Forecast, Speeds
 
 
 @dataclass(frozen=True)
-class Asked:
+class PlanArguments:
     """What the command line says; None: nothing.
 
     Attributes:
@@ -46,7 +46,7 @@ class Asked:
         return 80.0 if self.gpu_gb is None else self.gpu_gb
 
 
-def run(asked: Asked, console: Console) -> dict[str, Any]:
+def run(asked: PlanArguments, console: Console) -> dict[str, Any]:
     """Print what was asked for; the same as values for JSON.
 
     Raises:
@@ -69,47 +69,47 @@ def run(asked: Asked, console: Console) -> dict[str, Any]:
     return _of_sizes(asked, asked.model, console) if asked.nodes is None else _of_cluster(asked, asked.model, asked.nodes, console)
 
 
-def _of_sizes(asked: Asked, model: Path, console: Console) -> dict[str, Any]:
+def _of_sizes(asked: PlanArguments, model: Path, console: Console) -> dict[str, Any]:
     if asked.trainer is None or asked.engines is None:
         missing = "--engines" if asked.engines is None else "--trainer"
         raise ConfigError(missing, got="nothing", expected="sizes, as there are those of the other side")
-    found = planning.forecast(
+    found = traffic.forecast(
         model, asked.trainer, asked.engines, dtype=asked.dtype, bucket_bytes=asked.bucket_bytes, speeds=asked.speeds, lora=asked.lora
     )
     columns = _memory(asked, found, models.load_hf_config(model))
-    planned.show(found, console)
-    planned.show_memory(columns, asked.gb, console)
+    render_plan.show(found, console)
+    render_plan.show_memory(columns, asked.gb, console)
     console.print(f"Micro-batches of {asked.context} tokens; the optimizer's state is shared out; an engine's KV cache is what is left.")
     return {**asdict(found), "memory": _values(columns)}
 
 
-def _memory(asked: Asked, found: Forecast, hf: dict[str, Any]) -> dict[str, Memory]:
-    columns: dict[str, Memory] = {}
+def _memory(asked: PlanArguments, found: Forecast, hf: dict[str, Any]) -> dict[str, GpuMemory]:
+    columns: dict[str, GpuMemory] = {}
     for name, recompute in (("trainer", False), ("trainer, recomputing", True)):
         training = Training(Microbatch(asked.context, recompute, found.dtype, found.adapter), bucket_bytes=asked.bucket_bytes)
         columns[name] = max(memory.trainer(hf, found.trainer, training), key=lambda stage: stage.total)
     for name, staging in (("engine", True), ("engine, not staging", False)):
-        serving = Serving(0, staging, dtype=found.dtype, adapter=found.adapter, bucket_bytes=asked.bucket_bytes)
+        serving = EngineMemory(0, staging, dtype=found.dtype, adapter=found.adapter, bucket_bytes=asked.bucket_bytes)
         columns[name] = memory.engine_filled(hf, found.engine, serving, asked.gb)[0]
     return columns
 
 
-def _of_cluster(asked: Asked, model: Path, nodes: int, console: Console) -> dict[str, Any]:
+def _of_cluster(asked: PlanArguments, model: Path, nodes: int, console: Console) -> dict[str, Any]:
     hf = models.load_hf_config(model)
     adapter = None if asked.lora is None else parse_adapter(asked.lora, models.family_of(hf).shape_of(hf))
     cluster = Cluster(nodes, asked.gpus_per_node, asked.gb, asked.context, adapter, asked.dtype, asked.bucket_bytes)
     found = []
     for split in suggest(hf, cluster):
         sizes = split.trainer.parallel, split.engine.parallel, split.engines
-        forecast = planning.foresee(
+        forecast = traffic.foresee(
             str(model), hf, *sizes, dtype=asked.dtype, bucket_bytes=asked.bucket_bytes, speeds=asked.speeds, adapter=adapter
         )
         found.append((split, forecast))
-    planned.show_splits(found, cluster, console)
+    render_plan.show_splits(found, cluster, console)
     return {"splits": [{**asdict(split), "sync": asdict(forecast)} for split, forecast in found]}
 
 
-def _of_run(asked: Asked, path: Path, console: Console) -> dict[str, Any]:
+def _of_run(asked: PlanArguments, path: Path, console: Console) -> dict[str, Any]:
     config = configuration.load(path)
     hf = budget.hf_of(config, asked.model)
     models.check(config, hf)
@@ -117,7 +117,7 @@ def _of_run(asked: Asked, path: Path, console: Console) -> dict[str, Any]:
     found = budget.of_run(config, hf, budget.CPU_GB if cpu and asked.gpu_gb is None else asked.gb, cpu)
     engine = EngineParallel(config.engines.tp, config.engines.ep)
     kind = budget.serving(config, hf, cpu).adapter
-    forecast = planning.foresee(
+    forecast = traffic.foresee(
         str(asked.model or config.model.path),
         hf,
         models.trainer_parallel(config),
@@ -130,12 +130,12 @@ def _of_run(asked: Asked, path: Path, console: Console) -> dict[str, Any]:
     )
     columns = {"trainer": found.trainer, "engine": found.engine}
     if found.shared:
-        columns["both on a GPU"] = Memory({f"the {name}": one.total for name, one in columns.items()})
-    planned.show(forecast, console)
-    planned.show_memory(columns, found.gpu_gb, console)
+        columns["both on a GPU"] = GpuMemory({f"the {name}": one.total for name, one in columns.items()})
+    render_plan.show(forecast, console)
+    render_plan.show_memory(columns, found.gpu_gb, console)
     console.print("\n".join((*found.sums, found.line)), highlight=False, soft_wrap=True)
     return {**asdict(forecast), "memory": _values(columns)}
 
 
-def _values(columns: dict[str, Memory]) -> dict[str, Any]:
+def _values(columns: dict[str, GpuMemory]) -> dict[str, Any]:
     return {name: dict(one.parts) for name, one in columns.items()}

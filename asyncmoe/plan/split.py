@@ -27,7 +27,7 @@ from asyncmoe.models.lora.adapter import Kind
 from asyncmoe.models.shape import Shape
 from asyncmoe.plan import memory
 from asyncmoe.plan.activations import Microbatch
-from asyncmoe.plan.memory import Held, Memory, Serving, Training
+from asyncmoe.plan.memory import EngineMemory, GpuMemory, RankParameters, Training
 from asyncmoe.reshard import nccl_room
 from asyncmoe.reshard.layout import ITEM_BYTES
 
@@ -69,7 +69,7 @@ class Cluster:
 
 
 @dataclass(frozen=True)
-class Trainer:
+class TrainerSizes:
     """Sizes of a trainer that fit.
 
     Attributes:
@@ -80,11 +80,11 @@ class Trainer:
     parallel: MegatronParallel
     rows: int
     recompute: bool
-    memory: Memory
+    memory: GpuMemory
 
 
 @dataclass(frozen=True)
-class Engine:
+class EngineSizes:
     """Sizes of an engine that fit.
 
     Attributes:
@@ -93,8 +93,8 @@ class Engine:
     """
 
     parallel: EngineParallel
-    serving: Serving
-    memory: Memory
+    serving: EngineMemory
+    memory: GpuMemory
 
 
 @dataclass(frozen=True)
@@ -107,8 +107,8 @@ class Split:
 
     trainer_nodes: int
     engine_nodes: int
-    trainer: Trainer
-    engine: Engine
+    trainer: TrainerSizes
+    engine: EngineSizes
     engines: int
 
     def conversations(self, context: int) -> int:
@@ -151,7 +151,7 @@ def _fewest_nodes(hf: Mapping[str, Any], cluster: Cluster, most: int, per_node: 
     return next((n for n in sizes if best_trainer(hf, cluster, n, max(1, cluster.nodes - n) * per_node) is not None), None)
 
 
-def best_trainer(hf: Mapping[str, Any], cluster: Cluster, nodes: int, engines: int = 1) -> Trainer | None:
+def best_trainer(hf: Mapping[str, Any], cluster: Cluster, nodes: int, engines: int = 1) -> TrainerSizes | None:
     """The sizes that come first by the rule and fit, if any do.
 
     Args:
@@ -163,7 +163,7 @@ def best_trainer(hf: Mapping[str, Any], cluster: Cluster, nodes: int, engines: i
         stages = memory.trainer(hf, parallel, _training(cluster, recompute, engines))
         most = max(stages, key=lambda stage: stage.total)
         if most.fits(cluster.gpu_gb):
-            return Trainer(parallel, cluster.context, recompute, most)
+            return TrainerSizes(parallel, cluster.context, recompute, most)
     return None
 
 
@@ -172,9 +172,9 @@ def _training(cluster: Cluster, recompute: bool, engines: int = 1) -> Training:
     return Training(microbatch, bucket_bytes=cluster.bucket_bytes, communicators=nccl_room.nbytes(_MAX_CTAS, engines))
 
 
-def _least(whole: Held, parallel: MegatronParallel, cluster: Cluster) -> int:
+def _least(whole: RankParameters, parallel: MegatronParallel, cluster: Cluster) -> int:
     """Bytes that some rank holds at least: the mean of all, were nothing copied to several tensor-parallel ranks."""
-    stage = Held(whole.dense // (parallel.tp * parallel.pp), whole.experts // (parallel.pp * parallel.ep * parallel.etp))
+    stage = RankParameters(whole.dense // (parallel.tp * parallel.pp), whole.experts // (parallel.pp * parallel.ep * parallel.etp))
     weights = stage.all * ITEM_BYTES[cluster.dtype]
     if cluster.adapter is not None:
         return weights
@@ -213,7 +213,7 @@ def _stages(layers: int, pp: int) -> tuple[int | None, int | None] | None:
     return (rest // 2, rest - rest // 2) if pp > 1 and rest > 1 else None
 
 
-def best_engine(hf: Mapping[str, Any], cluster: Cluster) -> Engine:
+def best_engine(hf: Mapping[str, Any], cluster: Cluster) -> EngineSizes:
     """The sizes that come first by the rule.
 
     Raises:
@@ -222,7 +222,7 @@ def best_engine(hf: Mapping[str, Any], cluster: Cluster) -> Engine:
     m = family_of(hf).shape_of(hf)
     for staging, prefill in product((True, False), _PREFILLS):
         # Of one engine; with more than 16 of them each communicator takes less.
-        serving = Serving(
+        serving = EngineMemory(
             0,
             staging,
             prefill,
@@ -236,7 +236,7 @@ def best_engine(hf: Mapping[str, Any], cluster: Cluster) -> Engine:
         if able:
             chosen = max(able, key=lambda parallel: (rooms[parallel] / parallel.world, -parallel.world))
             full = replace(serving, tokens=rooms[chosen])
-            return Engine(chosen, full, memory.engine(hf, chosen, full))
+            return EngineSizes(chosen, full, memory.engine(hf, chosen, full))
     raise ConfigError(
         "--gpus-per-node and --gpu-gb",
         got=f"{cluster.gpus} GPUs of {cluster.gpu_gb:g} GB",

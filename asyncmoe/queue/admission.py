@@ -16,7 +16,8 @@ of the first C(v) trained, so in a step that begins at trainer version <= base +
 Spare responses (over-sampling) take no place: of a group started with more than it needs, only as many as have places are ever queued,
 so the law counts places, and the proof above is about those.
 
-When the law lets single trajectories start (`asyncmoe.queue.line`), places are handed to one group after the other, and a member that is
+When the law lets single trajectories start (`asyncmoe.queue.start_order`), places are handed to one group after the other, and a member
+that is
 started over takes back its own place before anything else starts. B and the group size divide C(v), so the places handed out while some
 version <= v was served are those of at most C(v) / size groups: the proof holds for groups ordered by their oldest token.
 

@@ -25,13 +25,13 @@ import msgspec
 from asyncmoe.config.generation import StalenessRule
 from asyncmoe.errors import AsyncmoeError, ConfigError, InvariantBroken, ProtocolError, TrajectoryRejected, WaitTimeout
 from asyncmoe.queue.admission import Admission, Ledger
-from asyncmoe.queue.changes import Changes
-from asyncmoe.queue.lane import Group, Lane, pack
-from asyncmoe.queue.line import Start
+from asyncmoe.queue.condition import Changes
+from asyncmoe.queue.group_buffer import Group, GroupBuffer, pack
+from asyncmoe.queue.start_order import Start
 from asyncmoe.record import NOTHING, Recording
+from asyncmoe.rpc.messages import Item, Leased, Phase
 from asyncmoe.trajectory import NOT_SAMPLED, Buffer, Trajectory, part
 from asyncmoe.validity import validate
-from asyncmoe.wire.messages import Item, Leased, Phase
 
 MAX_LEASE_WAIT_S = 86_400.0
 
@@ -102,7 +102,7 @@ class BoundedQueue:
         self._ledger = Ledger(started=trained, trained=trained)
         self._group_size = group_size
         self._recording = recording
-        self._lanes: dict[Phase, Lane] = {"rl": Lane(capacity), "warmup": Lane(demonstrations)}
+        self._lanes: dict[Phase, GroupBuffer] = {"rl": GroupBuffer(capacity), "warmup": GroupBuffer(demonstrations)}
         self._version = 0
         self._trained_steps, self._last_commit = trained_steps, -1
         self._arrivals = 0
@@ -385,7 +385,7 @@ class BoundedQueue:
     def _answer(self, step: int, phase: Phase, items: tuple[Item, ...] = (), *, stop: bool = False) -> Leased:
         return Leased(step, items, self._lanes[phase].depth, dict(self._dropped), stop)
 
-    def _lane_of(self, step: int) -> Lane:
+    def _lane_of(self, step: int) -> GroupBuffer:
         for lane in self._lanes.values():
             if step in lane.leases:
                 return lane

@@ -6,8 +6,8 @@ import asyncio
 
 from asyncmoe.errors import ConfigError, ProtocolError
 from asyncmoe.queue.bounded import BoundedQueue
+from asyncmoe.rpc.messages import Commit, Done, Fetch, Fetched, Goodbye, Hello, Lease, Reply, Saved, Welcome
 from asyncmoe.trajectory import Buffer
-from asyncmoe.wire.messages import Commit, Done, Fetch, Fetched, Goodbye, Hello, Lease, Reply, Saved, Welcome
 
 QueueRequest = Hello | Lease | Fetch | Commit | Saved | Goodbye
 

@@ -2,7 +2,7 @@
 
 SGLang is started with `--custom-weight-loader asyncmoe.receiver.load` and calls `load` in each worker when a weight update names it
 as its format. `Join` starts a thread that keeps a process group with the trainer's ranks, beside SGLang's own. It is driven by the
-sender through a store (`meeting`), receives this worker's own bytes into staging memory while the worker generates, and touches no
+sender through a store (`control_store`), receives this worker's own bytes into staging memory while the worker generates, and touches no
 parameter. `Commit`, called while the worker stands still, makes the staged tensors the parameters.
 
 Needs only numpy, msgspec and torch besides this package; nothing of SGLang is imported but its record of its own ranks.

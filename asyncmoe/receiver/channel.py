@@ -10,9 +10,9 @@ import msgspec
 import torch
 
 from asyncmoe.errors import AsyncmoeError, ConfigError
-from asyncmoe.receiver import failing, meeting
-from asyncmoe.receiver.communicators import Agreed, Communicators, Held, agree
-from asyncmoe.receiver.meeting import Outcome, Store, Terms
+from asyncmoe.receiver import control_store, failing
+from asyncmoe.receiver.communicators import Agreed, Communicators, HeldCommunicator, agree
+from asyncmoe.receiver.control_store import Outcome, Store, Terms
 from asyncmoe.reshard import Exchanger, Plan, SharedTransport, Transport
 from asyncmoe.reshard.gpu import Gpu, nothing_to_give
 from asyncmoe.reshard.ipc_transport import IpcTransport
@@ -88,7 +88,7 @@ class _Come(msgspec.Struct, frozen=True):
     """
 
     failure: str = ""
-    held: dict[str, Held] = {}
+    held: dict[str, HeldCommunicator] = {}
 
 
 class _All(msgspec.Struct, frozen=True):
@@ -186,16 +186,16 @@ def _assemble(
     if store.rank != 0:
         store.put(f"{key}/{store.rank}", mine)
         told = store.get(f"{key}/all", _All, terms.timeout_s + _GRACE_S)
-        meeting.heed(Outcome(told.failure))
+        control_store.heed(Outcome(told.failure))
         return told
-    others = meeting.names(terms)
+    others = control_store.names(terms)
     ours = others.pop(0)
     try:
         said = store.get_all({f"{key}/{rank}": whom for rank, whom in others.items()}, _Come, terms.timeout_s, f"{key}/failed", watch)
         come = {0: mine} | {rank: said[f"{key}/{rank}"] for rank in others if f"{key}/{rank}" in said}
         failures = {(others | {0: ours})[rank]: one.failure for rank, one in come.items()} | {"": store.resigned()}
         failures = {whom: why for whom, why in failures.items() if why}
-        meeting.heed(Outcome(meeting.cause(failures) if failures else ""))
+        control_store.heed(Outcome(control_store.cause(failures) if failures else ""))
         settled = _All(agreed=agreed(come))
     except AsyncmoeError as error:
         store.put(f"{key}/all", _All(str(error)))

@@ -14,7 +14,7 @@ LOADER = "asyncmoe.receiver.load"
 """Name of the entry point, for `--custom-weight-loader` and as the `load_format` of a call."""
 
 
-class Join(msgspec.Struct, frozen=True, tag=True):
+class JoinCommand(msgspec.Struct, frozen=True, tag=True):
     """Start the receiver of this worker; it meets the sender at `host`:`port` as `rank`."""
 
     host: str
@@ -23,14 +23,14 @@ class Join(msgspec.Struct, frozen=True, tag=True):
     rank: int
 
 
-class Commit(msgspec.Struct, frozen=True, tag=True):
+class CommitCommand(msgspec.Struct, frozen=True, tag=True):
     """Make what update number `update` has staged the parameters, if it is `version`."""
 
     version: int
     update: int
 
 
-Command = Join | Commit
+Command = JoinCommand | CommitCommand
 
 
 def payload(command: Command) -> str:

@@ -15,13 +15,13 @@ import msgspec
 import torch
 
 from asyncmoe.errors import TransferError
-from asyncmoe.receiver.meeting import EngineRanks, Terms
+from asyncmoe.receiver.control_store import EngineRanks, Terms
 from asyncmoe.reshard.gpu import Gpu
 from asyncmoe.reshard.nccl_transport import Communicator, Route, RoutedTransport, make_unique_id
 from asyncmoe.reshard.transport import Watch, nothing_to_watch
 
 
-class Held(msgspec.Struct, frozen=True):
+class HeldCommunicator(msgspec.Struct, frozen=True):
     """A communicator that a rank could go on with.
 
     Attributes:
@@ -52,7 +52,7 @@ def members(terms: Terms, engine: EngineRanks) -> dict[int, int]:
     return ours | {engine.first + tp: trainer + tp for tp in range(engine.tp)}
 
 
-def agree(terms: Terms, held: Mapping[int, Mapping[str, Held]], unique_id: Callable[[], bytes]) -> dict[str, Agreed]:
+def agree(terms: Terms, held: Mapping[int, Mapping[str, HeldCommunicator]], unique_id: Callable[[], bytes]) -> dict[str, Agreed]:
     """By engine, the communicator that all its ranks hold, after equally many exchanges, or else a new one.
 
     A receiver that slept through an update has taken part in fewer than its senders, whose messages, if they were small, NCCL took from
@@ -82,11 +82,11 @@ class Communicators:
         self._open: dict[str, tuple[str, Communicator]] = {}  # engine -> its communicator and the id of that
         self._lent: RoutedTransport | None = None
 
-    def held(self) -> dict[str, Held]:
+    def held(self) -> dict[str, HeldCommunicator]:
         """Engine -> what is there and idle."""
         if self._lent is not None and not self._lent.ended:
             return {}
-        return {engine: Held(name, one.runs) for engine, (name, one) in self._open.items() if not one.ended}
+        return {engine: HeldCommunicator(name, one.runs) for engine, (name, one) in self._open.items() if not one.ended}
 
     def unique_id(self) -> bytes:
         """What a new communicator is made from, by all of its ranks.

@@ -7,8 +7,8 @@ import socket
 import torch
 
 from asyncmoe.errors import AsyncmoeError, OutOfDeviceMemory
-from asyncmoe.receiver import meeting
-from asyncmoe.receiver.meeting import Terms
+from asyncmoe.receiver import control_store
+from asyncmoe.receiver.control_store import Terms
 
 
 def said(error: Exception, terms: Terms, rank: int, device: torch.device) -> str:
@@ -16,7 +16,7 @@ def said(error: Exception, terms: Terms, rank: int, device: torch.device) -> str
 
     The words of `meeting.in_words` come first, so that `meeting.cause` finds what they begin with.
     """
-    return f"{in_one_line(error, terms)} ({meeting.names(terms)[rank]} on {where(device)})"
+    return f"{in_one_line(error, terms)} ({control_store.names(terms)[rank]} on {where(device)})"
 
 
 def where(device: torch.device) -> str:
@@ -31,7 +31,7 @@ def in_one_line(error: Exception, terms: Terms | None = None) -> str:
         terms: of the meeting, once there are any: ranks are then called by what they are.
     """
     if isinstance(error, AsyncmoeError):
-        return str(error) if terms is None else meeting.in_words(error, terms)
+        return str(error) if terms is None else control_store.in_words(error, terms)
     words = (str(error).splitlines() or [""])[0]
     if is_out_of_memory(error):
         return f"out of memory: {words or type(error).__name__}; {OutOfDeviceMemory.CURE}"

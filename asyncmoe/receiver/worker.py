@@ -13,12 +13,12 @@ import torch
 
 from asyncmoe.errors import AsyncmoeError, InvariantBroken, WaitTimeout
 from asyncmoe.process import yield_cores
-from asyncmoe.receiver import channel, command, failing, handshake, meeting, route
+from asyncmoe.receiver import channel, command, control_store, failing, handshake, transfer_plan
 from asyncmoe.receiver.card import card_of, wait_idle
 from asyncmoe.receiver.channel import SideStream
-from asyncmoe.receiver.command import Commit, Join
-from asyncmoe.receiver.meeting import Header, Outcome, Ready, Store, StoreGone, Terms
-from asyncmoe.receiver.target import AdapterMemory, Target, Weights
+from asyncmoe.receiver.command import CommitCommand, JoinCommand
+from asyncmoe.receiver.control_store import Header, Outcome, Ready, Store, StoreGone, Terms
+from asyncmoe.receiver.weight_buffers import AdapterMemory, Target, Weights
 from asyncmoe.reshard import Exchanger, Plan, device_threads
 
 log = logging.getLogger(__name__)
@@ -41,12 +41,12 @@ def obey(model: torch.nn.Module, text: str) -> None:
     """
     receiver = _receivers.get(model)
     match command.parse(text):
-        case Join() as join:
+        case JoinCommand() as join:
             if receiver is not None:
                 receiver.leave()
             _receivers[model] = Receiver(model, join, receiver)
             _receivers[model].start()
-        case Commit() as commit:
+        case CommitCommand() as commit:
             if receiver is None:
                 raise InvariantBroken(f"version {commit.version} was committed in a worker that joined no sender")
             receiver.commit(commit.version, commit.update)
@@ -72,7 +72,7 @@ class Receiver:
         former: the receiver of the meeting before, which was told to leave.
     """
 
-    def __init__(self, model: torch.nn.Module, join: Join, former: Receiver | None = None) -> None:
+    def __init__(self, model: torch.nn.Module, join: JoinCommand, former: Receiver | None = None) -> None:
         self._model, self._join = model, join
         self._target: Target = Weights(model)
         self._places, self._obstacles = handshake.places(), tuple(handshake.obstacles(model))
@@ -124,7 +124,7 @@ class Receiver:
         if self._left.is_set() or self._store is None or isinstance(error, StoreGone):
             return
         try:
-            whom = f"rank {self._join.rank}" if self._terms is None else meeting.names(self._terms)[self._join.rank]
+            whom = f"rank {self._join.rank}" if self._terms is None else control_store.names(self._terms)[self._join.rank]
             self._store.resign(self._number, f"{why} ({whom} on {failing.where(self._device)})")
         except AsyncmoeError as gone:
             log.info("nobody is left to hear of it: %s", gone)
@@ -155,7 +155,7 @@ class Receiver:
     def _plan(self, store: Store, terms: Terms) -> Plan:
         key = f"ready/{self._join.rank}"
         try:
-            plan = route.route(terms, self._join.rank)
+            plan = transfer_plan.route(terms, self._join.rank)
             card = card_of(self._device, terms, self._wanted(terms))
             ready = Ready("", plan.digest, self._target.described(), self._places, self._obstacles, card)
         except Exception as error:

@@ -18,27 +18,27 @@ from asyncmoe.queue.bounded import BoundedQueue
 from asyncmoe.queue.service import QueueService
 from asyncmoe.rollout import scoring, tasks
 from asyncmoe.rollout.engines import adapters
-from asyncmoe.rollout.engines.engine import Engine
 from asyncmoe.rollout.engines.engine_client import Sampling
+from asyncmoe.rollout.engines.engine_process import Engine
 from asyncmoe.rollout.engines.membership import Membership, MembershipRequest
 from asyncmoe.rollout.engines.pool import Pool
-from asyncmoe.rollout.engines.weights import Conductor, WeightsRequest
+from asyncmoe.rollout.engines.weight_updates import WeightsRequest, WeightUpdateCoordinator
 from asyncmoe.rollout.episodes import environments, episode
-from asyncmoe.rollout.episodes.environment import Environment, Teacher
+from asyncmoe.rollout.episodes.environment import Demonstrator, Environment
 from asyncmoe.rollout.episodes.environments.tools import WithTools
-from asyncmoe.rollout.episodes.episode import Stage, Teaching
+from asyncmoe.rollout.episodes.episode import RolloutContext, Teaching
 from asyncmoe.rollout.evaluation import Evaluator
 from asyncmoe.rollout.producer import Producer, demonstrate
 from asyncmoe.rollout.recorder import Recorder
 from asyncmoe.rollout.scoring import Scorer
 from asyncmoe.rollout.tasks import Task
 from asyncmoe.rollout.tokenizer import Tokenizer
+from asyncmoe.rpc import address, keys
+from asyncmoe.rpc.environment import RendezvousVariables, given
+from asyncmoe.rpc.messages import EngineOrder, Hello, Reply, Request
+from asyncmoe.rpc.peers import check, facts
+from asyncmoe.rpc.server import Server
 from asyncmoe.trajectory import Buffer, Trajectory
-from asyncmoe.wire import address, keys
-from asyncmoe.wire.environment import Given, given
-from asyncmoe.wire.messages import EngineOrder, Hello, Reply, Request
-from asyncmoe.wire.peers import check, facts
-from asyncmoe.wire.server import Server
 
 log = logging.getLogger(__name__)
 _RECORD_S = 1.0
@@ -51,7 +51,7 @@ def run(config: Config, run_dir: Path, memory: Sequence[str] = ()) -> None:
     """Serve one run, from the start of the engines to the trainer's goodbye.
 
     Args:
-        memory: of each engine that is started here; see `asyncmoe.rollout.engines.engine.command`.
+        memory: of each engine that is started here; see `asyncmoe.rollout.engines.engine_process.command`.
 
     Returns when the trainer has said goodbye, or after SIGTERM. SIGINT asks the trainer to save and say goodbye; without a trainer, or
     the second time, it is as SIGTERM. Every process this one started has ended when it returns or raises.
@@ -74,7 +74,7 @@ def run(config: Config, run_dir: Path, memory: Sequence[str] = ()) -> None:
 async def _serve(
     config: Config,
     run_dir: Path,
-    at: Given | None,
+    at: RendezvousVariables | None,
     tokenizer: Tokenizer,
     task: Task,
     evaluated: Task,
@@ -143,7 +143,7 @@ class Controller:
             **adapters.asked(config),
         )
         limits = environments.bounds(config)
-        self._stage = Stage(
+        self._stage = RolloutContext(
             self._pool,
             self._sampling,
             tokenizer,
@@ -156,9 +156,9 @@ class Controller:
         )
         self._evaluator = Evaluator(config, self._stage, evaluated, recorder.evaluated)
         self._teaching = None
-        if isinstance(environment, Teacher):
+        if isinstance(environment, Demonstrator):
             self._teaching = Teaching(environment, environment, tokenizer, tokenizer.eos, limits, config.run.seed)
-        self._conductor = Conductor(
+        self._conductor = WeightUpdateCoordinator(
             self._pool, config.sync.timeout_s, self._published, recorder.paused, rollout.interruption, self._unfinished
         )
         self._membership = Membership(config, self._pool, self._conductor.updating)

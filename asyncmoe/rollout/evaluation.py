@@ -23,8 +23,8 @@ from asyncmoe.record import NOTHING
 from asyncmoe.rollout import scoring
 from asyncmoe.rollout.engines.engine_client import Sampling
 from asyncmoe.rollout.episodes import episode
-from asyncmoe.rollout.episodes.episode import Stage
-from asyncmoe.rollout.episodes.turns import Place
+from asyncmoe.rollout.episodes.episode import RolloutContext
+from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId
 from asyncmoe.rollout.tasks import Task
 from asyncmoe.telemetry.schema import Evaluation
 from asyncmoe.trajectory import Trajectory
@@ -49,7 +49,7 @@ class Evaluator:
         record: called with the result of each.
     """
 
-    def __init__(self, config: Config, stage: Stage, task: Task, record: Callable[[Evaluation], None]) -> None:
+    def __init__(self, config: Config, stage: RolloutContext, task: Task, record: Callable[[Evaluation], None]) -> None:
         section = config.evaluation
         self.skipped = 0
         self._first, self._every = config.warmup.steps, section.every
@@ -84,7 +84,7 @@ class Evaluator:
 
     async def _evaluate(self, version: int) -> Evaluation:
         begin = time.perf_counter()
-        places = iter([Place(group, member, 0) for group, member in product(range(self._prompts), range(self._samples))])
+        places = iter([EpisodeId(group, member, 0) for group, member in product(range(self._prompts), range(self._samples))])
         outcomes: list[tuple[int, Outcome]] = []
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -97,7 +97,7 @@ class Evaluator:
         # Outside the handler, so that the exception keeps its own cause and context.
         raise first
 
-    async def _work(self, places: Iterator[Place], outcomes: list[tuple[int, Outcome]]) -> None:
+    async def _work(self, places: Iterator[EpisodeId], outcomes: list[tuple[int, Outcome]]) -> None:
         for place in places:
             try:
                 outcome: Outcome = await episode.run(self._stage, self._task.prompt(place.group, STREAM), place)

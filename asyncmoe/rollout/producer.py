@@ -6,7 +6,8 @@ and a higher attempt; after any other reason it is left out, unless that is one 
 where the user wants it so). Two settings soften this: spare responses (`oversample`) take the places of rejected ones, and where the
 capacity law lets single trajectories start (`unit`), one that would be started over is so alone.
 
-What starts next is `asyncmoe.queue.line`'s to say, when a group is whole `asyncmoe.queue.gathering`'s; here they are only carried out.
+What starts next is `asyncmoe.queue.start_order`'s to say, when a group is whole `asyncmoe.queue.group_state`'s; here they are only carried
+out.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ from dataclasses import dataclass, field
 from asyncmoe.config.generation import Unit
 from asyncmoe.errors import AsyncmoeError, TrajectoryRejected
 from asyncmoe.queue.bounded import BoundedQueue
-from asyncmoe.queue.gathering import Gathering, all_equal
-from asyncmoe.queue.line import Admit, Line, Start
-from asyncmoe.rollout.episodes.turns import Place
+from asyncmoe.queue.group_state import Gathering, all_equal
+from asyncmoe.queue.start_order import Admit, Line, Start
+from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId
 from asyncmoe.rollout.tasks import Prompt, Task
 from asyncmoe.trajectory import Trajectory
 
@@ -29,7 +30,7 @@ log = logging.getLogger(__name__)
 
 Members = tuple[Trajectory, ...]
 """What one episode makes: a trajectory of each agent."""
-Episode = Callable[[Prompt, Place], Awaitable[Members]]
+Episode = Callable[[Prompt, EpisodeId], Awaitable[Members]]
 _ENGINE = frozenset({"engine_died", "engine_error", "engine_timeout"})
 _ATTEMPTS = 3
 _HOPELESS = 64
@@ -46,7 +47,7 @@ class _Flight:
     prompt: Prompt
     state: Gathering
     tasks: set[asyncio.Task[None]] = field(default_factory=set)
-    ended: asyncio.Queue[tuple[Place, Members | TrajectoryRejected]] = field(default_factory=asyncio.Queue)
+    ended: asyncio.Queue[tuple[EpisodeId, Members | TrajectoryRejected]] = field(default_factory=asyncio.Queue)
 
     async def stop(self) -> None:
         """Cancel the members that still run, and wait until they have ended."""
@@ -117,10 +118,10 @@ class Producer:
             tasks.create_task(self._group(flight))
         flight.state = flight.state.admit(admit.count, admit.spare)
         for member in admit.members:
-            place = Place(admit.group.number, member, admit.attempt)
+            place = EpisodeId(admit.group.number, member, admit.attempt)
             flight.tasks.add(tasks.create_task(self._member(flight, place)))
 
-    async def _member(self, flight: _Flight, place: Place) -> None:
+    async def _member(self, flight: _Flight, place: EpisodeId) -> None:
         try:
             outcome: Members | TrajectoryRejected = await self._episode(flight.prompt, place)
         except TrajectoryRejected as rejected:
@@ -161,7 +162,7 @@ class Producer:
             flight.state = flight.state.close()
         return sorted(finished, key=lambda episode: episode[0].episode)
 
-    def _failed(self, flight: _Flight, place: Place, rejected: TrajectoryRejected) -> None:
+    def _failed(self, flight: _Flight, place: EpisodeId, rejected: TrajectoryRejected) -> None:
         """Count a member that failed, and start over what is to be. Raises `rejected` when the group falls with it."""
         group = flight.group
         failures = group.failures + place.attempt - group.attempt + 1

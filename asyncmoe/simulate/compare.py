@@ -9,7 +9,7 @@ from typing import Any
 from asyncmoe.simulate import laws
 from asyncmoe.simulate.plant import Mode, Plant
 from asyncmoe.simulate.simulation import simulate
-from asyncmoe.simulate.trace import Outcome
+from asyncmoe.simulate.trace import SimulatedRun
 from asyncmoe.simulate.workload import Workload
 
 
@@ -32,7 +32,7 @@ class Baseline:
 
 
 @dataclass(frozen=True)
-class Row:
+class ModeComparison:
     """A mode against both baselines.
 
     Attributes:
@@ -42,7 +42,7 @@ class Row:
         efficiency_one_pool: speedup_one_pool over S_max, which holds for the best split of the GPUs.
     """
 
-    outcome: Outcome
+    outcome: SimulatedRun
     speedup: float
     efficiency: float
     speedup_one_pool: float
@@ -65,7 +65,7 @@ class Comparison:
     s_pools: float
     s_max: float
     best_engine_gpus: int
-    rows: dict[str, Row]
+    rows: dict[str, ModeComparison]
 
     def as_json(self) -> dict[str, Any]:
         """Figures of each mode under the names of `asyncmoe.simulate.laws`, and what they were measured against."""
@@ -79,7 +79,7 @@ class Comparison:
             "modes": {mode: self._mode(row) for mode, row in self.rows.items()},
         }
 
-    def _mode(self, row: Row) -> dict[str, Any]:
+    def _mode(self, row: ModeComparison) -> dict[str, Any]:
         base = {name: getattr(self.pools, name) for name in ("t_gen", "t_train", "g", "e")}
         gains = {key: value for key, value in asdict(row).items() if key != "outcome"}
         return {**base, "s_pools": self.s_pools, "s_max": self.s_max, **gains, **asdict(row.outcome)}
@@ -93,12 +93,12 @@ def one_pool(plant: Plant, workload: Workload) -> Baseline:
     return _baseline(whole, simulate(whole, workload), (plant.gpus, plant.gpus))
 
 
-def two_pools(plant: Plant, outcome: Outcome) -> Baseline:
+def two_pools(plant: Plant, outcome: SimulatedRun) -> Baseline:
     """The baseline of the same pools, from a synchronous run of the plant."""
     return _baseline(plant, outcome, (plant.engines * plant.gpus_per_engine, plant.trainer_gpus))
 
 
-def _baseline(plant: Plant, outcome: Outcome, gpus: tuple[int, int]) -> Baseline:
+def _baseline(plant: Plant, outcome: SimulatedRun, gpus: tuple[int, int]) -> Baseline:
     t_gen = outcome.wait_s - outcome.sync_s
     g = laws.share(t_gen, outcome.train_s)
     return Baseline(gpus, outcome.step_s, t_gen, outcome.train_s, outcome.sync_s, g, outcome.tokens / plant.full_rate / t_gen)
@@ -111,7 +111,7 @@ def compare(plant: Plant, workload: Workload, modes: Sequence[Mode], whole: Base
         InvariantBroken: see `simulate`.
     """
     whole = whole or one_pool(plant, workload)
-    outcomes: dict[str, Outcome] = {}
+    outcomes: dict[str, SimulatedRun] = {}
     wanted: tuple[Mode, ...] = ("sync", *(mode for mode in modes if mode != "sync"))
     for mode in wanted:
         outcomes[mode] = simulate(replace(plant, mode=mode, queue_capacity=plant.queue_capacity if mode == "async" else 0), workload)
@@ -120,7 +120,7 @@ def compare(plant: Plant, workload: Workload, modes: Sequence[Mode], whole: Base
     s_max = laws.s_max(whole.g, whole.e)
     best = laws.best_share(whole.t_gen, whole.t_train, whole.e) * plant.gpus / plant.gpus_per_engine
     rows = {
-        mode: Row(
+        mode: ModeComparison(
             outcome,
             pools.step_s / outcome.step_s,
             pools.step_s / outcome.step_s / s_pools,

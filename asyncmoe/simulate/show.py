@@ -14,7 +14,7 @@ from asyncmoe.errors import ConfigError, DataError
 from asyncmoe.simulate.compare import Baseline, Comparison
 from asyncmoe.simulate.sweep import Sweep
 from asyncmoe.telemetry.figures import BLUE, GREEN, INK, ORANGE, PURPLE, RED, style
-from asyncmoe.telemetry.words import number, percent
+from asyncmoe.telemetry.format import number, percent
 
 _FORMATS = (".svg", ".png")
 

@@ -19,13 +19,13 @@ from asyncmoe.errors import InvariantBroken
 from asyncmoe.queue.admission import Ledger
 from asyncmoe.simulate.engines import Fleet
 from asyncmoe.simulate.plant import Plant
-from asyncmoe.simulate.trace import Outcome, Reading, Trace, summarise
+from asyncmoe.simulate.trace import Reading, SimulatedRun, Trace, summarise
 from asyncmoe.simulate.workload import Episode, Floats, Workload
 
 _ATTEMPTS = 3
 
 
-class Group:
+class SimulatedGroup:
     """A group between start and training.
 
     Attributes:
@@ -39,23 +39,23 @@ class Group:
 
     def __init__(self, episodes: list[Episode], attempt: int) -> None:
         self.episodes, self.attempt = episodes, attempt
-        self.members = [Member(self, episode) for episode in episodes]
+        self.members = [SimulatedResponse(self, episode) for episode in episodes]
         self.left, self.lost = len(episodes), False
         self.oldest: float = math.inf
         self.tokens: dict[int, float] = {}
 
 
-class Member:
+class SimulatedResponse:
     """One response of a group; `version`: served when its present turn was sent."""
 
     __slots__ = ("group", "tools", "turn", "turns", "version")
 
-    def __init__(self, group: Group, episode: Episode) -> None:
+    def __init__(self, group: SimulatedGroup, episode: Episode) -> None:
         self.group, self.turn, self.version = group, 0, 0
         self.turns, self.tools = episode
 
 
-def simulate(plant: Plant, workload: Workload, skip: int | None = None) -> Outcome:
+def simulate(plant: Plant, workload: Workload, skip: int | None = None) -> SimulatedRun:
     """Simulate `plant.steps` training steps.
 
     Args:
@@ -74,7 +74,7 @@ class Simulation:
     def __init__(self, plant: Plant, workload: Workload, skip: int | None = None) -> None:
         self._plant, self._law = plant, plant.admission
         self._size, self._batch = plant.group_size, plant.batch
-        self._fleet: Fleet[Member] = Fleet(plant.engines, plant.concurrency, plant.step, plant.prefill_s)
+        self._fleet: Fleet[SimulatedResponse] = Fleet(plant.engines, plant.concurrency, plant.step, plant.prefill_s)
         self._episodes = workload.groups(plant.group_size, plant.seed)
         self._rng = random.Random(plant.seed)
         self._trace, self._ledger = Trace(), Ledger()
@@ -83,14 +83,14 @@ class Simulation:
         self._paused = 0.0
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._scheduled = 0
-        self._waiting: deque[Member] = deque()
+        self._waiting: deque[SimulatedResponse] = deque()
         self._again: deque[tuple[list[Episode], int]] = deque()
-        self._to_score: deque[Member] = deque()
+        self._to_score: deque[SimulatedResponse] = deque()
         self._scoring = 0
-        self._putting: deque[Group] = deque()
-        self._queue: list[tuple[float, int, Group]] = []
+        self._putting: deque[SimulatedGroup] = deque()
+        self._queue: list[tuple[float, int, SimulatedGroup]] = []
         self._arrivals = 0
-        self._lease: list[tuple[float, int, Group]] | None = None
+        self._lease: list[tuple[float, int, SimulatedGroup]] | None = None
         self._trainer_up, self._settling = True, False
         self._free_since = 0.0
         self._version, self._steps = 0, 0
@@ -100,7 +100,7 @@ class Simulation:
         self._warm = min(2 * (self._law.eta + 1), plant.steps // 2) if skip is None else skip
         self._since = Reading()
 
-    def run(self) -> Outcome:
+    def run(self) -> SimulatedRun:
         """See `simulate`."""
         if self._plant.hazards.engine_mtbf_s:
             self._schedule(self._until_engine_fails(), self._engine_fails)
@@ -141,7 +141,7 @@ class Simulation:
         while self._law.may_start(self._ledger, self._size, self._version) and self._batch_may_start():
             self._ledger = self._ledger.start(self._size)
             episodes, attempt = self._again.popleft() if self._again else (next(self._episodes), 0)
-            self._waiting.extend(Group(episodes, attempt).members)
+            self._waiting.extend(SimulatedGroup(episodes, attempt).members)
         self._place()
 
     def _batch_may_start(self) -> bool:
@@ -164,7 +164,7 @@ class Simulation:
             group.oldest = min(group.oldest, self._version)
             fleet.place(member, member.turns[member.turn], self._engine_time)
 
-    def _sampled(self, member: Member, engine: int, start: float, end: float) -> None:
+    def _sampled(self, member: SimulatedResponse, engine: int, start: float, end: float) -> None:
         group, tokens = member.group, member.group.tokens
         for version in range(member.version + 1, self._version + 1):
             landed = float(self._served_at[version][engine])
@@ -181,7 +181,7 @@ class Simulation:
         if self._draining:
             self._drained()
 
-    def _next_turn(self, member: Member) -> None:
+    def _next_turn(self, member: SimulatedResponse) -> None:
         self._waiting.append(member)
         self._place()
 
@@ -200,13 +200,13 @@ class Simulation:
             seconds = plant.score_s * self._rng.lognormvariate(0.0, plant.score_sigma)
             self._schedule(seconds, lambda member=member: self._scored(member))  # type: ignore[misc]  # of this turn of the loop
 
-    def _scored(self, member: Member) -> None:
+    def _scored(self, member: SimulatedResponse) -> None:
         self._scoring -= 1
         if not member.group.lost:
             self._judge(member)
         self._score()
 
-    def _judge(self, member: Member) -> None:
+    def _judge(self, member: SimulatedResponse) -> None:
         group, failure = member.group, self._plant.hazards.score_failure
         if failure and self._rng.random() < failure:
             self._reject(group, "not_scored")
@@ -216,7 +216,7 @@ class Simulation:
             self._putting.append(group)
             self._put()
 
-    def _reject(self, group: Group, reason: str) -> None:
+    def _reject(self, group: SimulatedGroup, reason: str) -> None:
         group.lost = True
         for member in group.members:
             self._fleet.cancel(member, self._engine_time)
@@ -288,7 +288,7 @@ class Simulation:
         self._publish()
         self._put()
 
-    def _count_ages(self, groups: list[Group]) -> None:
+    def _count_ages(self, groups: list[SimulatedGroup]) -> None:
         trace = self._trace
         for group in groups:
             age = self._steps - int(group.oldest)

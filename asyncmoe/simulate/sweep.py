@@ -18,7 +18,7 @@ _AS_FAST = 1.03
 
 @dataclass(frozen=True)
 class Point:
-    """One split and one eta. Speed-ups as in `asyncmoe.simulate.compare.Row`."""
+    """One split and one eta. Speed-ups as in `asyncmoe.simulate.compare.ModeComparison`."""
 
     engine_gpus: int
     trainer_gpus: int

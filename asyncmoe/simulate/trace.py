@@ -43,7 +43,7 @@ class Trace:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class SimulatedRun:
     """One simulated run. Seconds a step and idle shares are those of the steady state: the steps after the first `warm`.
 
     Attributes:
@@ -86,7 +86,7 @@ class Outcome:
     ledger: dict[str, int]
 
 
-def summarise(plant: Plant, trace: Trace, since: Reading, warm: int, ledger: Ledger) -> Outcome:
+def summarise(plant: Plant, trace: Trace, since: Reading, warm: int, ledger: Ledger) -> SimulatedRun:
     """The outcome of a run whose steady state began at the reading `since`, after `warm` steps."""
     now, steps = trace.now, plant.steps - warm
     window = now.seconds - since.seconds
@@ -94,7 +94,7 @@ def summarise(plant: Plant, trace: Trace, since: Reading, warm: int, ledger: Led
         name: getattr(ledger, name) for name in ("started", "running", "queued", "leased", "trained", "dropped", "rejected")
     }
     tokens = sum(trace.ages.values())
-    return Outcome(
+    return SimulatedRun(
         mode=plant.mode,
         eta=plant.admission.eta,
         engines=plant.engines,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from asyncmoe.telemetry.format import number, percent
 from asyncmoe.telemetry.gauges import Gauges
-from asyncmoe.telemetry.words import number, percent
 
 IDLE = 0.4
 """Share of idle time from which one side is called the bottleneck of the other."""

@@ -12,9 +12,9 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from asyncmoe.telemetry import series
-from asyncmoe.telemetry.run import Run
+from asyncmoe.telemetry.format import percent
+from asyncmoe.telemetry.run import RunRecords
 from asyncmoe.telemetry.series import Series
-from asyncmoe.telemetry.words import percent
 
 # Okabe and Ito's palette: told apart by colour-blind readers too.
 BLUE, GREEN, ORANGE, RED, PURPLE, GREY = "#0072B2", "#009E73", "#E69F00", "#D55E00", "#CC79A7", "#C9CED6"
@@ -45,32 +45,32 @@ Curve = tuple[str, Series, str]
 """Label, points, colour."""
 
 
-def reward(run: Run) -> str | None:
+def reward(run: RunRecords) -> str | None:
     """Mean reward of each RL step and its running mean."""
     return _smoothed("Mean reward", "reward", series.by_step(run, lambda step: step.reward_mean), BLUE)
 
 
-def evaluation(run: Run) -> str | None:
+def evaluation(run: RunRecords) -> str | None:
     """Mean reward of each evaluation."""
     return _curves("Evaluation", "reward", [("", series.evaluation(run), GREEN)])
 
 
-def loss(run: Run) -> str | None:
+def loss(run: RunRecords) -> str | None:
     """Loss of each RL step and its running mean."""
     return _smoothed("Policy loss", "loss", series.by_step(run, lambda step: step.loss), RED)
 
 
-def warmup_loss(run: Run) -> str | None:
+def warmup_loss(run: RunRecords) -> str | None:
     """Loss of the supervised warm-up."""
     return _curves("Warm-up loss", "loss", [("", series.warmup_loss(run), PURPLE)], x="warm-up step")
 
 
-def grad_norm(run: Run) -> str | None:
+def grad_norm(run: RunRecords) -> str | None:
     """Gradient norm before clipping."""
     return _curves("Gradient norm", "norm", [("", series.by_step(run, lambda step: step.grad_norm), PURPLE)])
 
 
-def age_histogram(run: Run) -> str | None:
+def age_histogram(run: RunRecords) -> str | None:
     """Sampled tokens by age."""
     counts = series.ages(run)
     if not counts:
@@ -86,26 +86,26 @@ def age_histogram(run: Run) -> str | None:
         return svg(figure)
 
 
-def staleness(run: Run) -> str | None:
+def staleness(run: RunRecords) -> str | None:
     """Mean and largest age in each step's batch."""
     mean = series.by_step(run, lambda step: step.staleness_mean)
     most = series.by_step(run, lambda step: step.staleness_max)
     return _curves("Age in each batch", "versions", [("oldest token", most, ORANGE), ("mean", mean, BLUE)], floor=0)
 
 
-def kl_engine(run: Run) -> str | None:
+def kl_engine(run: RunRecords) -> str | None:
     """Divergence of the trainer from the engines that sampled."""
     points = series.by_step(run, lambda step: step.kl_engine)
     return _curves("KL(engine ‖ trainer)", "nats a token", [("", points, PURPLE)], floor=0)
 
 
-def kl_reference(run: Run) -> str | None:
+def kl_reference(run: RunRecords) -> str | None:
     """Divergence from the policy that training started from."""
     points = series.by_step(run, lambda step: step.kl_reference)
     return _curves("KL(trainer ‖ reference)", "nats a token", [("", points, PURPLE)], floor=0)
 
 
-def routing_differs(run: Run) -> str | None:
+def routing_differs(run: RunRecords) -> str | None:
     """By layer, tokens that the live router would have sent to other experts."""
     shares = series.routing_differs(run)
     if not shares:
@@ -118,7 +118,7 @@ def routing_differs(run: Run) -> str | None:
         return svg(figure)
 
 
-def ratio_quantiles(run: Run) -> str | None:
+def ratio_quantiles(run: RunRecords) -> str | None:
     """Quantiles of the importance ratio of each step."""
     shares = sorted({share for step in run.rl for share in (step.ratio_quantiles or {})}, key=float)
     colours = (GREY, BLUE, GREEN, ORANGE, RED)
@@ -129,7 +129,7 @@ def ratio_quantiles(run: Run) -> str | None:
     return _curves("Importance ratio, quantiles", "trainer / engine", curves)
 
 
-def rejected(run: Run) -> str | None:
+def rejected(run: RunRecords) -> str | None:
     """What corrections kept out of the loss."""
     rules = sorted({rule for step in run.rl for rule in (step.rejected_by_rule or {})})
     colours = (BLUE, GREEN, ORANGE, RED, PURPLE)
@@ -140,35 +140,35 @@ def rejected(run: Run) -> str | None:
     return _curves("Rejected tokens", "share of tokens, %", curves, floor=0)
 
 
-def queue_depth(run: Run) -> str | None:
+def queue_depth(run: RunRecords) -> str | None:
     """Trajectories ready for the trainer, over time."""
     depth, running = series.over_minutes(run, "queue_depth"), series.over_minutes(run, "running")
     return _curves("Queue", "trajectories", [("in flight", running, GREY), ("queued", depth, BLUE)], x="minutes of RL", floor=0)
 
 
-def idle(run: Run) -> str | None:
+def idle(run: RunRecords) -> str | None:
     """Idle shares of trainer and engines in each step."""
     curves = [("trainer", series.by_step(run, series.trainer_idle), BLUE), ("engines", series.engine_idle(run), GREEN)]
     return _curves("Idle", "share of the step, %", curves, floor=0, ceiling=100)
 
 
-def sync_seconds(run: Run) -> str | None:
+def sync_seconds(run: RunRecords) -> str | None:
     """Weight sync of each update."""
     return _curves("Weight sync", "seconds", [("", series.by_step(run, lambda step: step.sync_seconds or None), RED)], floor=0)
 
 
-def pause_ms(run: Run) -> str | None:
+def pause_ms(run: RunRecords) -> str | None:
     """Standstill of the engines in each update."""
     points = series.by_step(run, lambda step: step.pause_ms if step.sync_seconds else None)
     return _curves("Engines' pause for an update", "milliseconds", [("", points, RED)], floor=0)
 
 
-def tokens_per_s(run: Run) -> str | None:
+def tokens_per_s(run: RunRecords) -> str | None:
     """Trained tokens a second of each step."""
     return _curves("Trained tokens", "tokens/s", [("", series.by_step(run, series.trained_per_s), BLUE)], floor=0)
 
 
-def generated_per_s(run: Run) -> str | None:
+def generated_per_s(run: RunRecords) -> str | None:
     """Sampled tokens a second over time."""
     return _curves("Sampled tokens", "tokens/s", [("", series.over_minutes(run, "tokens_per_s"), GREEN)], x="minutes of RL", floor=0)
 

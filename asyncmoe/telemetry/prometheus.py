@@ -5,8 +5,8 @@ from __future__ import annotations
 from prometheus_client import CollectorRegistry, Gauge, start_http_server
 
 from asyncmoe.errors import ConfigError
+from asyncmoe.telemetry.flatten import label, numbers
 from asyncmoe.telemetry.follow import Followed
-from asyncmoe.telemetry.numbers import label, numbers
 from asyncmoe.telemetry.schema import Resume, Step
 
 

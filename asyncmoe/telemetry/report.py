@@ -11,13 +11,13 @@ from pathlib import Path
 
 from asyncmoe.telemetry import figures, timeline_figure
 from asyncmoe.telemetry.advice import advise
+from asyncmoe.telemetry.format import duration, number, percent
 from asyncmoe.telemetry.gauges import gauge
-from asyncmoe.telemetry.run import Run, load
+from asyncmoe.telemetry.run import RunRecords, load
 from asyncmoe.telemetry.schema import Evaluation
 from asyncmoe.telemetry.summary import Summary, summary_of
-from asyncmoe.telemetry.words import duration, number, percent
 
-Draw = Callable[[Run], str | None]
+Draw = Callable[[RunRecords], str | None]
 
 _SECTIONS: tuple[tuple[str, str, tuple[Draw, ...]], ...] = (
     (
@@ -70,7 +70,7 @@ def report(run_dir: Path) -> Path:
     return target
 
 
-def html(run: Run) -> str:
+def html(run: RunRecords) -> str:
     """The page."""
     summary = summary_of(run)
     sections = "".join(_section(title, note, [draw(run) for draw in draws]) for title, note, draws in _SECTIONS)
@@ -82,7 +82,7 @@ def html(run: Run) -> str:
     )
 
 
-def _what_it_was(run: Run, summary: Summary) -> str:
+def _what_it_was(run: RunRecords, summary: Summary) -> str:
     warmup = len(run.steps) - summary.steps
     parts = [f"{summary.steps} RL steps in {duration(summary.wall_seconds)}" if summary.steps else "no RL step yet"]
     parts += [f"after {warmup} warm-up steps"] if warmup else []
@@ -91,7 +91,7 @@ def _what_it_was(run: Run, summary: Summary) -> str:
     return " · ".join(parts)
 
 
-def _advice(run: Run, summary: Summary) -> str:
+def _advice(run: RunRecords, summary: Summary) -> str:
     gauges = replace(gauge(run.rl, run.rollout), trainer_idle=summary.trainer_idle_share, engine_idle=summary.engine_idle_share)
     items = "".join(f"<li>{escape(sentence)}</li>" for sentence in advise(gauges))
     return f'<div class="advice"><ul>{items}</ul></div>\n'

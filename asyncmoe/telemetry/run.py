@@ -15,7 +15,7 @@ from asyncmoe.telemetry.schema import CONTROLLER_SPANS, EVALUATION, METRICS, ROL
 
 
 @dataclass(frozen=True)
-class Run:
+class RunRecords:
     """Everything a run recorded. `sessions`: the steps that count, one list for each start of the trainer."""
 
     name: str
@@ -60,7 +60,7 @@ class Run:
         return [(span.begin, span.end) for span in self.spans if span.what == what and who in (None, span.who)]
 
 
-def load(run_dir: Path) -> Run:
+def load(run_dir: Path) -> RunRecords:
     """Read a run directory. Files other than metrics.jsonl may be absent.
 
     Raises:
@@ -70,4 +70,4 @@ def load(run_dir: Path) -> Run:
     if not found:
         raise DataError(str(run_dir / METRICS), got="no step", expected="at least one recorded step", cure="give the run.dir of a run")
     spans = read_spans(run_dir / TRAINER_SPANS) + read_spans(run_dir / CONTROLLER_SPANS)
-    return Run(run_dir.resolve().name, found, read_rollout(run_dir / ROLLOUT), spans, read_evaluations(run_dir / EVALUATION))
+    return RunRecords(run_dir.resolve().name, found, read_rollout(run_dir / ROLLOUT), spans, read_evaluations(run_dir / EVALUATION))

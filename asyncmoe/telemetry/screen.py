@@ -12,9 +12,9 @@ from rich.table import Table
 from rich.text import Text
 
 from asyncmoe.telemetry.advice import advise
+from asyncmoe.telemetry.format import ABSENT, bars, duration, number, percent
 from asyncmoe.telemetry.gauges import Gauges, gauge
 from asyncmoe.telemetry.schema import Evaluation, Rollout, Step
-from asyncmoe.telemetry.words import ABSENT, bars, duration, number, percent
 
 RECENT_STEPS = 10
 RECENT_ROLLOUTS = 30

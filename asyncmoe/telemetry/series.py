@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from asyncmoe.telemetry.overlap import Cover
-from asyncmoe.telemetry.run import Run
+from asyncmoe.telemetry.run import RunRecords
 from asyncmoe.telemetry.schema import Step
 
 MOST_POINTS = 500
@@ -36,23 +36,23 @@ class Series:
         return Series(self.x, [fmean(self.y[i - side : i + side + 1]) for i, side in enumerate(sides)])
 
 
-def rl_step(run: Run, step: Step) -> int:
+def rl_step(run: RunRecords, step: Step) -> int:
     """The step counted from the beginning of reinforcement learning: the first one is 1."""
     return step.step - run.rl[0].step + 1
 
 
-def by_step(run: Run, value: Callable[[Step], float | None]) -> Series:
+def by_step(run: RunRecords, value: Callable[[Step], float | None]) -> Series:
     """Something of each RL step, over RL steps."""
     return Series.of([(rl_step(run, step), value(step)) for step in run.rl])
 
 
-def evaluation(run: Run) -> Series:
+def evaluation(run: RunRecords) -> Series:
     """Mean reward of each evaluation, over the RL steps its version had taken."""
     first = run.rl[0].step if run.rl else 1
     return Series.of([(record.version - first + 1, record.reward_mean) for record in run.evaluations])
 
 
-def warmup_loss(run: Run) -> Series:
+def warmup_loss(run: RunRecords) -> Series:
     """Loss of the warm-up over its steps."""
     return Series.of([(step.step, step.loss) for step in run.steps if step.phase == "warmup"])
 
@@ -62,7 +62,7 @@ def trainer_idle(step: Step) -> float | None:
     return 100 * step.wait_seconds / step.step_seconds if step.step_seconds and step.wait_seconds is not None else None
 
 
-def engine_idle(run: Run) -> Series:
+def engine_idle(run: RunRecords) -> Series:
     """Per cent of each RL step in which an engine generated nothing, mean over engines."""
     covers = [Cover.of(run.intervals("generate", engine)) for engine in run.engines]
 
@@ -74,7 +74,7 @@ def engine_idle(run: Run) -> Series:
     return by_step(run, idle)
 
 
-def ages(run: Run) -> dict[int, int]:
+def ages(run: RunRecords) -> dict[int, int]:
     """Sampled tokens of all RL steps by age in versions."""
     found: Counter[int] = Counter()
     for step in run.rl:
@@ -82,7 +82,7 @@ def ages(run: Run) -> dict[int, int]:
     return {age: found[age] for age in sorted(found)}
 
 
-def routing_differs(run: Run) -> dict[int, float]:
+def routing_differs(run: RunRecords) -> dict[int, float]:
     """By layer, the mean over RL steps of the share of tokens that the trainer's router would have sent elsewhere."""
     found: dict[int, list[float]] = {}
     for step in run.rl:
@@ -96,7 +96,7 @@ def trained_per_s(step: Step) -> float | None:
     return step.tokens / step.step_seconds if step.step_seconds and step.tokens is not None else None
 
 
-def over_minutes(run: Run, value: str) -> Series:
+def over_minutes(run: RunRecords, value: str) -> Series:
     """A gauge of the rollout records over minutes since the first RL step began; only RL time."""
     points: list[tuple[float, float | None]] = []
     before = 0.0

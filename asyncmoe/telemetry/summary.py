@@ -10,7 +10,7 @@ from statistics import fmean, median
 import msgspec
 
 from asyncmoe.telemetry.overlap import intersection, length
-from asyncmoe.telemetry.run import Run, load
+from asyncmoe.telemetry.run import RunRecords, load
 from asyncmoe.telemetry.schema import Evaluation
 
 ENDS = 5
@@ -20,7 +20,7 @@ ENDS = 5
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
     """Numbers about the RL steps of a run; warm-up is left out of all of them.
 
-    RL time is `Run.rl_windows`. None where nothing was measured: no RL step yet, no spans, no update. Superseded steps (made by a
+    RL time is `RunRecords.rl_windows`. None where nothing was measured: no RL step yet, no spans, no update. Superseded steps (made by a
     killed trainer after the checkpoint that the run went on from) count nowhere.
     """
 
@@ -81,7 +81,7 @@ def write_summary(run_dir: Path) -> dict[str, object]:
     return summary
 
 
-def summary_of(run: Run) -> Summary:
+def summary_of(run: RunRecords) -> Summary:
     """The numbers, each as defined at its field of `Summary`."""
     rl = run.rl
     wall = length(run.rl_windows)
@@ -108,13 +108,13 @@ def summary_of(run: Run) -> Summary:
     )
 
 
-def overlap_share(run: Run) -> float | None:
+def overlap_share(run: RunRecords) -> float | None:
     """Share of the trainer's training time, within RL time, in which at least one engine was generating."""
     train = intersection(run.intervals("train", "trainer.0"), run.rl_windows)
     return _ratio(length(intersection(train, run.intervals("generate"))), length(train))
 
 
-def _engine_idle_share(run: Run, wall: float) -> float | None:
+def _engine_idle_share(run: RunRecords, wall: float) -> float | None:
     if not run.engines or wall <= 0:
         return None
     busy = [length(intersection(run.intervals("generate", engine), run.rl_windows)) for engine in run.engines]

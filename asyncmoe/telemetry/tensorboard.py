@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from asyncmoe.errors import StorageError
 from asyncmoe.storage import writing
+from asyncmoe.telemetry.flatten import numbers
 from asyncmoe.telemetry.follow import Followed
-from asyncmoe.telemetry.numbers import numbers
 from asyncmoe.telemetry.records import sessions
 from asyncmoe.telemetry.schema import Evaluation, Resume, Rollout, Step
 

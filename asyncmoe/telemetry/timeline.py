@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from asyncmoe.telemetry.overlap import Cover, Interval, intersection, length, union
-from asyncmoe.telemetry.run import Run
+from asyncmoe.telemetry.run import RunRecords
 from asyncmoe.telemetry.schema import What
 
 TRAINER_PARTS: tuple[What, ...] = ("train", "sync", "wait")
@@ -21,7 +21,7 @@ _GRAIN = 1 / 16
 
 
 @dataclass(frozen=True)
-class Lane:
+class TimelineLane:
     """Shares (0 to 1) of each column that each part takes."""
 
     name: str
@@ -34,7 +34,7 @@ class Timeline:
 
     windows: Sequence[Interval]
     edges: Sequence[float]
-    lanes: Sequence[Lane]
+    lanes: Sequence[TimelineLane]
     overlap: float | None
     """Share of the RL training time, within the windows, in which at least one engine was generating."""
     engines_left_out: int
@@ -44,23 +44,24 @@ class Timeline:
         return sum(min(max(time, begin), end) - begin for begin, end in self.windows)
 
 
-def timeline(run: Run, windows: Sequence[Interval], columns: int = 1000) -> Timeline:
+def timeline(run: RunRecords, windows: Sequence[Interval], columns: int = 1000) -> Timeline:
     """The trainer's lane, one for each of the first engines, and the lane of their overlap."""
     windows = union(windows)
     cells = _cells(windows, columns)
     generate = run.intervals("generate")
     train = intersection(run.intervals("train", "trainer.0"), windows)
     both = intersection(train, generate)
-    trainer = Lane("trainer", {what: _shares(run.intervals(what, "trainer.0"), cells) for what in TRAINER_PARTS})
+    trainer = TimelineLane("trainer", {what: _shares(run.intervals(what, "trainer.0"), cells) for what in TRAINER_PARTS})
     engines = [
-        Lane(name.replace(".", " "), {"generate": _shares(run.intervals("generate", name), cells)}) for name in run.engines[:MAX_ENGINES]
+        TimelineLane(name.replace(".", " "), {"generate": _shares(run.intervals("generate", name), cells)})
+        for name in run.engines[:MAX_ENGINES]
     ]
     edges = [0.0]
     for begin, end in cells:
         edges.append(edges[-1] + end - begin)
     rl_train = length(intersection(train, run.rl_windows))
     overlap = length(intersection(both, run.rl_windows)) / rl_train if rl_train > 0 else None
-    lanes = [trainer, *engines, Lane(BOTH, {BOTH: _shares(both, cells)})]
+    lanes = [trainer, *engines, TimelineLane(BOTH, {BOTH: _shares(both, cells)})]
     return Timeline(windows, edges, lanes, overlap, max(len(run.engines) - MAX_ENGINES, 0))
 
 
@@ -70,7 +71,7 @@ def merge_equal(shares: Sequence[float], edges: Sequence[float]) -> tuple[list[f
     return [shares[i] for i in kept], [*(edges[i] for i in kept), edges[-1]]
 
 
-def recent_windows(run: Run, steps: int = 10) -> list[Interval]:
+def recent_windows(run: RunRecords, steps: int = 10) -> list[Interval]:
     """The time of the last steps: RL steps if there are any, else warm-up."""
     last = (run.rl or run.steps)[-steps:]
     return intersection(run.windows, [(last[0].begin, last[-1].time)])

@@ -8,11 +8,11 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from asyncmoe.telemetry.figures import BLUE, FAINT, GREEN, GREY, INK, PURPLE, RED, style, svg
-from asyncmoe.telemetry.run import Run
+from asyncmoe.telemetry.format import percent
+from asyncmoe.telemetry.run import RunRecords
 from asyncmoe.telemetry.schema import Step
 from asyncmoe.telemetry.series import rl_step
-from asyncmoe.telemetry.timeline import BOTH, Lane, Timeline, merge_equal, recent_windows, timeline
-from asyncmoe.telemetry.words import percent
+from asyncmoe.telemetry.timeline import BOTH, Timeline, TimelineLane, merge_equal, recent_windows, timeline
 
 _COLOURS = {"train": BLUE, "sync": RED, "wait": GREY, "generate": GREEN, "pause": PURPLE, BOTH: INK}
 _LABELS = {
@@ -27,7 +27,7 @@ _MINUTES_FROM = 300.0
 _MOST_PAUSES = 400
 
 
-def recent(run: Run) -> str | None:
+def recent(run: RunRecords) -> str | None:
     """The last steps, with the end of each step and the engines' pauses."""
     lines = timeline(run, recent_windows(run))
     if not run.spans or not lines.edges[-1]:
@@ -39,7 +39,7 @@ def recent(run: Run) -> str | None:
         return svg(figure)
 
 
-def whole(run: Run) -> str | None:
+def whole(run: RunRecords) -> str | None:
     """The whole run, warm-up included."""
     lines = timeline(run, run.windows)
     if not run.spans or not lines.edges[-1]:
@@ -79,7 +79,7 @@ def _legend(figure: Any, lines: Timeline, pauses: bool = False) -> None:
     figure.legend(handles=handles, loc="outside lower center", ncols=len(handles))
 
 
-def _draw_lane(axes: Any, lane: Lane, row: int, edges: list[float]) -> None:
+def _draw_lane(axes: Any, lane: TimelineLane, row: int, edges: list[float]) -> None:
     axes.fill_between([edges[0], edges[-1]], row, row + 0.8, color=FAINT, linewidth=0)
     # Stacked from the top part down: each is drawn to the sum of itself and those before it, and those cover it.
     heights = [[0.8 * sum(column) for column in zip(*list(lane.parts.values())[: n + 1], strict=True)] for n in range(len(lane.parts))]
@@ -88,7 +88,7 @@ def _draw_lane(axes: Any, lane: Lane, row: int, edges: list[float]) -> None:
         axes.stairs([row + top for top in tops], merged, baseline=row, fill=True, color=_COLOURS[part], linewidth=0)
 
 
-def _step_ends(axes: Any, lines: Timeline, run: Run, steps: list[Step]) -> None:
+def _step_ends(axes: Any, lines: Timeline, run: RunRecords, steps: list[Step]) -> None:
     scale, _ = _scale(lines)
     top = len(lines.lanes)
     for step in steps:
@@ -99,13 +99,13 @@ def _step_ends(axes: Any, lines: Timeline, run: Run, steps: list[Step]) -> None:
         axes.annotate(label, ((begin + x) / 2, top), xytext=(0, 2), textcoords="offset points", ha="center", fontsize=7)
 
 
-def _step_label(run: Run, step: Step, share: float) -> str:
+def _step_label(run: RunRecords, step: Step, share: float) -> str:
     """As much as there is room for in that share of the picture's width."""
     name, count = ("step", rl_step(run, step)) if step.phase == "rl" else ("warm-up", step.step)
     return f"{name} {count}" if share > 0.075 else str(count) if share > 0.035 else ""
 
 
-def _pauses(axes: Any, lines: Timeline, run: Run) -> bool:
+def _pauses(axes: Any, lines: Timeline, run: RunRecords) -> bool:
     scale, _ = _scale(lines)
     names = [lane.name for lane in reversed(lines.lanes)]
     begin, end = lines.windows[0][0], lines.windows[-1][1]
@@ -129,5 +129,5 @@ def _scale(lines: Timeline) -> tuple[float, str]:
     return (60.0, "minutes") if lines.edges[-1] > _MINUTES_FROM else (1.0, "seconds")
 
 
-def _lane_name(lane: Lane) -> str:
+def _lane_name(lane: TimelineLane) -> str:
     return "both at once" if lane.name == BOTH else lane.name

@@ -29,8 +29,7 @@ from asyncmoe.models.quantised import KEY, without  # noqa: E402
 from asyncmoe.process import die_with_parent, named, say  # noqa: E402
 from asyncmoe.trainer.lora.files import gathered  # noqa: E402
 from asyncmoe.trainer.lora.merge import merge  # noqa: E402
-from asyncmoe.trainer.model import gpt as model  # noqa: E402
-from asyncmoe.trainer.model import mesh, state  # noqa: E402
+from asyncmoe.trainer.model import checkpoint, gpt, mesh  # noqa: E402
 from asyncmoe.trainer.model.gpt import Model  # noqa: E402
 from asyncmoe.trainer.weight_sync.gather import Gatherer, tensors_in  # noqa: E402
 
@@ -54,10 +53,10 @@ def export(config: Config, out: Path, form: str = "weights") -> None:
     if newest is None:
         raise DataError(str(config.run.dir), got="no complete checkpoint", expected="checkpoints/step-*")
     place = mesh.start(config.trainer, config.run.seed)
-    built = model.build(models.load_hf_config(config.model.path), config, place)
-    state.load(newest, config, built, None)
+    built = gpt.build(models.load_hf_config(config.model.path), config, place)
+    checkpoint.load(newest, config, built, None)
     if built.adapter is not None and form != "adapter":
-        model.load_hf(built, config.model.path)
+        gpt.load_hf(built, config.model.path)
         merge(built.chunks)
     writers: dict[str, Callable[[Model, Path, Path, float], None]] = {
         "weights": write_hf,

@@ -17,27 +17,26 @@ import torch
 from asyncmoe import checkpoints, models
 from asyncmoe.config import Config
 from asyncmoe.platform import kernels
+from asyncmoe.rpc import keys
+from asyncmoe.rpc.client import Client
+from asyncmoe.rpc.messages import Commit, Goodbye, Hello, Leased, Phase, Saved
+from asyncmoe.rpc.peers import facts
 from asyncmoe.telemetry.records import JsonLines, Spans
 from asyncmoe.telemetry.schema import METRICS, TRAINER_SPANS, Resume
-from asyncmoe.trainer.data import feed
-from asyncmoe.trainer.data.feed import ANSWER_S
-from asyncmoe.trainer.learner import Learner
+from asyncmoe.trainer.batch_trainer import Learner
+from asyncmoe.trainer.data import batch_client
+from asyncmoe.trainer.data.batch_client import ANSWER_S
 from asyncmoe.trainer.lora import canonical
 from asyncmoe.trainer.lora.files import AdapterFiles
-from asyncmoe.trainer.model import gpt as model
-from asyncmoe.trainer.model import mesh, optimizer, state
+from asyncmoe.trainer.model import checkpoint, gpt, mesh, optimizer
 from asyncmoe.trainer.model.replay import Replay
 from asyncmoe.trainer.records import step_record
 from asyncmoe.trainer.step import StepMetrics
-from asyncmoe.trainer.weight_sync.direct import Direct
+from asyncmoe.trainer.weight_sync.broadcast import BroadcastPublisher
+from asyncmoe.trainer.weight_sync.expected_checksums import engine_checksums
 from asyncmoe.trainer.weight_sync.gather import Gatherer
-from asyncmoe.trainer.weight_sync.published import Checksums, Published, Publisher
-from asyncmoe.trainer.weight_sync.sync import Broadcast
-from asyncmoe.trainer.weight_sync.verify import engine_checksums
-from asyncmoe.wire import keys
-from asyncmoe.wire.client import Client
-from asyncmoe.wire.messages import Commit, Goodbye, Hello, Leased, Phase, Saved
-from asyncmoe.wire.peers import facts
+from asyncmoe.trainer.weight_sync.publisher import Checksums, Published, Publisher
+from asyncmoe.trainer.weight_sync.reshard import ReshardPublisher
 
 if TYPE_CHECKING:
     from megatron.core.optimizer import MegatronOptimizer
@@ -55,16 +54,16 @@ def run(config: Config) -> None:
     if place.rank == 0:
         log.info("%d rank(s), %s", place.world, kernels.detect())
     newest = checkpoints.newest(config.run.dir)
-    built = model.build(hf, state.as_saved(config, newest), place)
+    built = gpt.build(hf, checkpoint.as_saved(config, newest), place)
     if place.rank == 0:
         for line in built.switches.lines:
             log.info("%s", line)
     if newest is None or config.adapter is not None:  # whose checkpoints have the adapter alone
-        model.load_hf(built, config.model.path)
+        gpt.load_hf(built, config.model.path)
     if newest is None and config.adapter is not None and config.adapter.start is not None:
         canonical.start_from(built, config.adapter.start, config.model.path)
     adam = optimizer.build(config, built)
-    done = 0 if newest is None else state.load(newest, config, built, adam)
+    done = 0 if newest is None else checkpoint.load(newest, config, built, adam)
     rendezvous = keys.read(config.run.dir, wait_s=config.engines.start_timeout_s)
     with Client(rendezvous, f"trainer.{place.rank}") as client, Client(rendezvous, f"trainer.{place.rank}.weights") as weights:
         Trainer(config, place, built, adam, client, publisher(config, built, weights), done).run()
@@ -78,7 +77,7 @@ class Trainer:
         self,
         config: Config,
         place: mesh.Mesh,
-        built: model.Model,
+        built: gpt.Model,
         adam: MegatronOptimizer,
         client: Client,
         sync: Publisher,
@@ -105,7 +104,7 @@ class Trainer:
             self._begin_sync()
         while self._step < self._total:
             begin = time.time()
-            leased = feed.lease(self._client, config, self._step, self._phase, self._sync.check)
+            leased = batch_client.lease(self._client, config, self._step, self._phase, self._sync.check)
             if leased.stop:
                 break
             self._advance(leased, begin)
@@ -142,7 +141,7 @@ class Trainer:
             self._save()
 
     def _begin_sync(self) -> None:
-        model.gather_weights(self._model)
+        gpt.gather_weights(self._model)
         self._sync.begin(self._step)
 
     def _before_update(self) -> None:
@@ -160,7 +159,7 @@ class Trainer:
 
     def _save(self) -> None:
         begin = time.perf_counter()
-        path = state.save(self._config, self._step, self._model, self._optimizer)
+        path = checkpoint.save(self._config, self._step, self._model, self._optimizer)
         self._saved = self._step
         if self._first:
             self._client.ask(Saved(self._step), ANSWER_S)
@@ -184,13 +183,13 @@ def between(begin: float, end: float, gaps: Sequence[tuple[float, float]]) -> li
     return list(zip(edges[::2], edges[1::2], strict=True))
 
 
-def replay(config: Config, built: model.Model) -> Replay | None:
+def replay(config: Config, built: gpt.Model) -> Replay | None:
     """What sends tokens through recorded experts; None where routing is not kept."""
     routing = models.kept_routing(config, built.hf)
     return None if routing is None else Replay(built.chunks, built.config, routing, (built.mesh.tp_rank, built.mesh.tp))
 
 
-def publisher(config: Config, built: model.Model, client: Client) -> Publisher:
+def publisher(config: Config, built: gpt.Model, client: Client) -> Publisher:
     """What publishes weights by the configured method.
 
     Args:
@@ -204,8 +203,8 @@ def publisher(config: Config, built: model.Model, client: Client) -> Publisher:
         return engine_checksums(built.hf, config.engines, tensors, device)
 
     if config.sync.method == "reshard":
-        return Direct(config, built, client, checksums)
+        return ReshardPublisher(config, built, client, checksums)
     if built.adapter is not None:
         return AdapterFiles(config, built, client)
     gatherer = Gatherer(built, config.sync.bucket_bytes, config.sync.timeout_s, quantised=True)
-    return Broadcast(config, gatherer, client, built.mesh, checksums)
+    return BroadcastPublisher(config, gatherer, client, built.mesh, checksums)

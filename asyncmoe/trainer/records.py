@@ -9,11 +9,11 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from asyncmoe.rpc.messages import Leased, Phase
 from asyncmoe.telemetry.schema import Step
-from asyncmoe.trainer.data.advantages import credit_figures
+from asyncmoe.trainer.data.credit import credit_figures
 from asyncmoe.trainer.step import StepMetrics
-from asyncmoe.trainer.weight_sync.published import Published
-from asyncmoe.wire.messages import Leased, Phase
+from asyncmoe.trainer.weight_sync.publisher import Published
 
 _FIGURES = {
     "kl": "kl_engine",

@@ -10,7 +10,8 @@ import torch
 
 from asyncmoe import checkpoints
 from asyncmoe.platform.megatron.adam import fuse
-from asyncmoe.trainer.model import mesh, state  # noqa: F401  mesh prepares the platform
+from asyncmoe.trainer.model import checkpoint as state
+from asyncmoe.trainer.model import mesh  # noqa: F401  mesh prepares the platform
 from tests.ranks import case
 
 

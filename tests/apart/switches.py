@@ -16,7 +16,7 @@ from asyncmoe.platform import megatron
 from asyncmoe.platform.kernels import Kernels, release
 from asyncmoe.trainer.model import switches
 from asyncmoe.trainer.model.mesh import Mesh
-from asyncmoe.trainer.model.switches import Run, decide
+from asyncmoe.trainer.model.switches import RunFeatures, decide
 
 megatron.prepare()
 
@@ -41,7 +41,7 @@ MACHINES = {
     "engine": ENGINE,
     "all": replace(ENGINE, apex=True, deep_ep=True),
 }
-PLAIN = Run(4, 4, (2048, 768), False, True, False, False, False, True, 1)
+PLAIN = RunFeatures(4, 4, (2048, 768), False, True, False, False, False, True, 1)
 RUNS = {
     "plain": PLAIN,
     "live routing": replace(PLAIN, keeps_routing=False),

@@ -15,9 +15,9 @@ from asyncmoe.config import Config
 from asyncmoe.config.generation import MadeModel
 from asyncmoe.models.make import make_model
 from asyncmoe.rollout.engines.adapters import asked
-from asyncmoe.rollout.engines.engine import Engine
+from asyncmoe.rollout.engines.engine_process import Engine
 from asyncmoe.rollout.engines.pool import Pool
-from asyncmoe.rollout.engines.weights import Conductor
+from asyncmoe.rollout.engines.weight_updates import WeightUpdateCoordinator
 from asyncmoe.rollout.tokenizer import Tokenizer
 from tests.engine.sender import Sender
 
@@ -29,7 +29,7 @@ class Rig:
     config: Config
     engines: list[Engine]
     pool: Pool
-    conductor: Conductor
+    conductor: WeightUpdateCoordinator
     sender: Sender
     run: Callable[..., Any]
     """Runs a coroutine to its end."""
@@ -109,5 +109,5 @@ async def make(config: Config, engines: list[Engine], run: Callable[..., Any], t
         published.append(version)
 
     pool = Pool(engines, 64, 60.0, lambda *span: busy.append(span), **asked(config))
-    conductor = Conductor(pool, timeout_s, publish, lambda *span: pauses.append(span))
+    conductor = WeightUpdateCoordinator(pool, timeout_s, publish, lambda *span: pauses.append(span))
     return Rig(config, engines, pool, conductor, Sender(conductor), run, published, pauses, busy)

@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 import torch
 import torch.distributed as dist
 
-from asyncmoe.rollout.engines.weights import Conductor
-from asyncmoe.trainer.weight_sync import weight_group
-from asyncmoe.wire.messages import Committed, Engines, EnginesAsk, WeightsBegin, WeightsBucket, WeightsCommit, WeightsJoin
+from asyncmoe.rollout.engines.weight_updates import WeightUpdateCoordinator
+from asyncmoe.rpc.messages import Committed, Engines, EnginesAsk, WeightsBegin, WeightsBucket, WeightsCommit, WeightsJoin
+from asyncmoe.trainer.weight_sync import broadcast_group
 
 Weights = Mapping[str, torch.Tensor]
 TIMEOUT_S = 30.0
@@ -19,7 +19,7 @@ TIMEOUT_S = 30.0
 class Sender:
     """Sends whole checkpoints through a conductor. Joins the group at the first."""
 
-    def __init__(self, conductor: Conductor) -> None:
+    def __init__(self, conductor: WeightUpdateCoordinator) -> None:
         self._conductor = conductor
         self._group: dist.ProcessGroup | None = None
 
@@ -51,7 +51,7 @@ class Sender:
         assert isinstance(engines, Engines)
         # One group of a name in a process, and every rig has a group of its own.
         name = f"weights-{id(self)}"
-        listener = weight_group.listen("127.0.0.1")
+        listener = broadcast_group.listen("127.0.0.1")
         request = WeightsJoin("127.0.0.1", listener.getsockname()[1], name, "gloo")
-        joining = asyncio.to_thread(weight_group.join, listener, engines.world, name, "gloo", TIMEOUT_S)
+        joining = asyncio.to_thread(broadcast_group.join, listener, engines.world, name, "gloo", TIMEOUT_S)
         return (await asyncio.gather(joining, self._conductor.handle(request)))[0]

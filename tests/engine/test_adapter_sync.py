@@ -20,18 +20,18 @@ from asyncmoe.models.lora.adapter import Adapter, Kind
 from asyncmoe.models.shape import Shape
 from asyncmoe.record import Recording, decode_routes
 from asyncmoe.rollout import scoring
-from asyncmoe.rollout.engines.engine import Engine
 from asyncmoe.rollout.engines.engine_client import Sampling
+from asyncmoe.rollout.engines.engine_process import Engine
 from asyncmoe.rollout.episodes import episode
-from asyncmoe.rollout.episodes.episode import Stage
-from asyncmoe.rollout.episodes.turns import Place
+from asyncmoe.rollout.episodes.episode import RolloutContext
+from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId
 from asyncmoe.rollout.tasks.arithmetic import Arithmetic
 from asyncmoe.rollout.tokenizer import Tokenizer
+from asyncmoe.rpc import keys
+from asyncmoe.rpc.messages import Reply, Request, WeightsCommit
+from asyncmoe.rpc.server import Server
 from asyncmoe.trajectory import Trajectory, encode
 from asyncmoe.validity import validate
-from asyncmoe.wire import keys
-from asyncmoe.wire.messages import Reply, Request, WeightsCommit
-from asyncmoe.wire.server import Server
 from tests import families
 from tests.engine.conftest import Rig, make, settings
 from tests.engine.oracle import Merged, gaps, routes
@@ -76,8 +76,8 @@ class Dock:
 
         async def one(group: int) -> Trajectory:
             sampling = Sampling(config.temperature, 10 + 5 * (group % 4), (self.tokenizer.eos,), recording=self.recording)
-            stage = Stage(self.rig.pool, sampling, self.tokenizer, scorer)
-            (record,) = await episode.run(stage, task.prompt(group), Place(group, 0, 0))
+            stage = RolloutContext(self.rig.pool, sampling, self.tokenizer, scorer)
+            (record,) = await episode.run(stage, task.prompt(group), EpisodeId(group, 0, 0))
             return record
 
         return await asyncio.gather(*(one(group) for group in range(RESPONSES)))

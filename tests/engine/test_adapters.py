@@ -20,11 +20,11 @@ from asyncmoe.models.lora.peft import write_served
 from asyncmoe.models.make import VOCAB
 from asyncmoe.models.shape import Shape
 from asyncmoe.record import Recording, Routing, decode_routes
-from asyncmoe.rollout.engines.adapter_slots import Serving, TwoSlots, attributed
+from asyncmoe.rollout.engines.adapter_slots import ServedBy, TwoSlots, attributed
 from asyncmoe.rollout.engines.adapters import flags, message
-from asyncmoe.rollout.engines.engine import Engine
-from asyncmoe.rollout.engines.engine_client import Generation, Message, Sampling
-from asyncmoe.rollout.episodes.turns import Place, Turn, assemble
+from asyncmoe.rollout.engines.engine_client import AdapterMessage, Generation, Sampling
+from asyncmoe.rollout.engines.engine_process import Engine
+from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId, Turn, assemble
 from asyncmoe.validity import validate
 from tests.engine.conftest import settings
 from tests.engine.oracle import Merged, routes
@@ -50,7 +50,7 @@ class Rig:
     def kind(self, targets: tuple[str, ...] = ALL, rank: int = 4) -> Kind:
         return Kind(targets, rank, 8.0, self.experts)
 
-    def message(self, adapter: Adapter) -> Message:
+    def message(self, adapter: Adapter) -> AdapterMessage:
         return message(self.m, adapter, self.engine.tp)
 
     async def generate(self, prompt: tuple[int, ...], adapter: str | None, tokens: int = 16) -> Generation:
@@ -123,7 +123,7 @@ def test_a_record_under_an_adapter_has_its_version_and_its_routes(rig: Rig, mode
         await rig.engine.client.unload_adapter("v7", 60.0)
         return attributed(generation, serving)
 
-    record = assemble([Turn(prompt, rig.run(use()), 7)], Place(0, 0, 0), recording, 0.0, {})
+    record = assemble([Turn(prompt, rig.run(use()), 7)], EpisodeId(0, 0, 0), recording, 0.0, {})
     validate(record, recording, newest_version=7)
     assert set(record.versions[record.loss_mask].tolist()) == {7}
     assert record.is_pure
@@ -142,7 +142,7 @@ def test_what_an_engine_cannot_hold_it_refuses_in_its_own_words(rig: Rig) -> Non
 def test_twenty_swaps_under_load(rig: Rig, model: Path, tmp_path: Path) -> None:
     made = {version: random_adapter(rig.m, rig.kind(), 100 + version) for version in range(1, SWAPS + 1)}
     messages = {version: rig.message(adapter) for version, adapter in made.items() if version % 2}
-    answers: list[tuple[tuple[int, ...], Serving, Generation, bool]] = []
+    answers: list[tuple[tuple[int, ...], ServedBy, Generation, bool]] = []
     seconds: list[float] = []
     swaps: list[float] = []
 

@@ -21,13 +21,13 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from asyncmoe import models
 from asyncmoe.config.generation import MadeModel
 from asyncmoe.models.make import make_model
-from asyncmoe.rollout.engines.engine import Engine
 from asyncmoe.rollout.engines.engine_client import Sampling
-from asyncmoe.rollout.engines.pool import Answer
-from asyncmoe.trainer.weight_sync.verify import engine_checksums
-from asyncmoe.wire import keys
-from asyncmoe.wire.messages import Reply, Request, WeightsAbort, WeightsCommit, WeightsJoin, WeightsStage
-from asyncmoe.wire.server import Server
+from asyncmoe.rollout.engines.engine_process import Engine
+from asyncmoe.rollout.engines.pool import PooledGeneration
+from asyncmoe.rpc import keys
+from asyncmoe.rpc.messages import Reply, Request, WeightsAbort, WeightsCommit, WeightsJoin, WeightsStage
+from asyncmoe.rpc.server import Server
+from asyncmoe.trainer.weight_sync.expected_checksums import engine_checksums
 from tests.engine.conftest import Rig, make, settings
 from tests.engine.lifetime import command_of, in_session
 from tests.engine.oracle import Oracle, largest_difference, perturbed
@@ -178,11 +178,11 @@ def dense(runner: asyncio.Runner, tmp_path_factory: pytest.TempPathFactory) -> I
         runner.run(rig.engine.stop())
 
 
-async def generate(stage: Stage, tokens: int = 8) -> Answer:
+async def generate(stage: Stage, tokens: int = 8) -> PooledGeneration:
     return await stage.rig.pool.generate(PROMPT, Sampling(1.0, tokens, ()))
 
 
-def difference(answer: Answer, oracle: Oracle) -> float:
+def difference(answer: PooledGeneration, oracle: Oracle) -> float:
     return largest_difference(answer.generation.logprobs, oracle.logprobs(PROMPT, answer.generation.tokens, 1.0))
 
 
@@ -252,9 +252,9 @@ def test_the_engine_generates_while_it_stages_and_says_which_token_is_whose(stag
     stage = stages.one
     _, old, new = stage.checkpoints
     before, after = stage.versions(2)
-    short: list[Answer] = []
+    short: list[PooledGeneration] = []
 
-    async def across() -> tuple[Published, Answer, list[Answer]]:
+    async def across() -> tuple[Published, PooledGeneration, list[PooledGeneration]]:
         publishing = asyncio.create_task(stage.publish(1, {"tp=1": [(old, before), (new, after)]}, {1: (0, "slow")}))
         while stage.rig.pool.version < before:
             await asyncio.sleep(0.01)

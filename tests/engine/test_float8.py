@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from asyncmoe.models import load_hf_config
-from asyncmoe.trainer.weight_sync.verify import engine_checksums
+from asyncmoe.trainer.weight_sync.expected_checksums import engine_checksums
 from tests import float8
 from tests.engine.conftest import settings
 from tests.engine.oracle import Oracle, perturbed

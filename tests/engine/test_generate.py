@@ -17,8 +17,8 @@ from asyncmoe.record import Recording
 from asyncmoe.rollout import scoring
 from asyncmoe.rollout.engines.engine_client import Sampling
 from asyncmoe.rollout.episodes import episode
-from asyncmoe.rollout.episodes.episode import Stage
-from asyncmoe.rollout.episodes.turns import Place
+from asyncmoe.rollout.episodes.episode import RolloutContext
+from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId
 from asyncmoe.rollout.producer import Producer
 from asyncmoe.rollout.tasks.arithmetic import Arithmetic
 from asyncmoe.rollout.tokenizer import Tokenizer
@@ -35,10 +35,10 @@ def test_log_probabilities_are_those_of_transformers(rig: Rig, model: Path, toke
     sampling = Sampling(0.7, 48, (tokenizer.eos,))
     scorer = scoring.Exact()
 
-    stage = Stage(rig.pool, sampling, tokenizer, scorer)
+    stage = RolloutContext(rig.pool, sampling, tokenizer, scorer)
 
     async def play() -> list[tuple[Trajectory, ...]]:
-        return await asyncio.gather(*(episode.run(stage, task.prompt(g), Place(g, 0, 0)) for g in range(8)))
+        return await asyncio.gather(*(episode.run(stage, task.prompt(g), EpisodeId(g, 0, 0)) for g in range(8)))
 
     for (record,) in rig.run(play()):
         validate(record, Recording(vocabulary=tokenizer.vocabulary))
@@ -91,7 +91,7 @@ def test_a_scorer_that_fails_costs_its_groups_and_nothing_else(rig: Rig, tokeniz
     task, scorer = Arithmetic(tokenizer, ("+",), 1, seed=0), scoring.load(section, TaskSection(kind="arithmetic"), tokenizer.decode)
     sampling = Sampling(1.0, 4, (tokenizer.eos,))
 
-    play = partial(episode.run, Stage(rig.pool, sampling, tokenizer, scorer))
+    play = partial(episode.run, RolloutContext(rig.pool, sampling, tokenizer, scorer))
 
     async def run() -> BoundedQueue:
         queue = BoundedQueue(capacity=32, batch=16, group_size=4, eta=1)

@@ -18,7 +18,7 @@ from asyncmoe.models.make import VOCAB
 from asyncmoe.record import Recording, Routing, decode_routes
 from asyncmoe.rollout.engines.engine_client import Sampling
 from asyncmoe.rollout.engines.interruption import respond
-from asyncmoe.rollout.episodes.turns import Place, assemble
+from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId, assemble
 from asyncmoe.trajectory import Trajectory
 from asyncmoe.validity import validate
 from tests.engine.conftest import Rig
@@ -59,7 +59,7 @@ class Played:
         turns = await asking
         rig.conductor._interruption = "in_place"
         self.turns = len(turns)
-        self.record = assemble(turns, Place(0, 0, 0), RECORDING, 0.0, {})
+        self.record = assemble(turns, EpisodeId(0, 0, 0), RECORDING, 0.0, {})
         self.lost, self.recomputed = rig.pool.lost_tokens - self.lost, rig.pool.recomputed_tokens - self.recomputed
         print(f"{interruption}: pauses {[round(p) for p in pauses]} ms, {self.lost} tokens lost, {self.recomputed} computed again")
 

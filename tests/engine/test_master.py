@@ -18,8 +18,8 @@ from asyncmoe.record import Recording, Routing, decode_masks
 from asyncmoe.rollout import scoring
 from asyncmoe.rollout.engines.engine_client import Sampling
 from asyncmoe.rollout.episodes import episode
-from asyncmoe.rollout.episodes.episode import Stage
-from asyncmoe.rollout.episodes.turns import Place
+from asyncmoe.rollout.episodes.episode import RolloutContext
+from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId
 from asyncmoe.rollout.tasks.arithmetic import Arithmetic
 from asyncmoe.rollout.tokenizer import Tokenizer
 from asyncmoe.trajectory import Trajectory, encode
@@ -45,7 +45,7 @@ def recorded(rig: Rig, model: Path, tokenizer: Tokenizer, tmp_path_factory: pyte
 
     async def one(group: int) -> Trajectory:
         sampling = Sampling(TEMPERATURE, 20 + 7 * (group % 6), (tokenizer.eos,), TOP_P, TOP_K, recording=RECORDING)
-        (record,) = await episode.run(Stage(rig.pool, sampling, tokenizer, scorer), task.prompt(group), Place(group, 0, 0))
+        (record,) = await episode.run(RolloutContext(rig.pool, sampling, tokenizer, scorer), task.prompt(group), EpisodeId(group, 0, 0))
         return record
 
     async def play() -> list[Trajectory]:

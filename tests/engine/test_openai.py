@@ -13,9 +13,9 @@ from asyncmoe.record import Recording, Routing, decode_masks, decode_routes
 from asyncmoe.rollout import scoring
 from asyncmoe.rollout.engines.engine_client import Sampling
 from asyncmoe.rollout.episodes import episode
-from asyncmoe.rollout.episodes.episode import Stage
+from asyncmoe.rollout.episodes.episode import RolloutContext
 from asyncmoe.rollout.episodes.openai_endpoint.environment import OpenAIEnvironment
-from asyncmoe.rollout.episodes.turns import Place
+from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId
 from asyncmoe.rollout.tasks import Prompt
 from asyncmoe.rollout.tokenizer import Tokenizer
 from asyncmoe.trajectory import Trajectory
@@ -30,12 +30,12 @@ def test_an_agent_written_for_openai_is_recorded_unchanged(untouched: Rig, model
     recording = Recording(Routing(4, (0, 1, 2, 3), 2, 8), masks=True, vocabulary=tokenizer.vocabulary)
     sampling = Sampling(0.7, 16, (tokenizer.eos,), top_p=0.9, top_k=40, recording=recording)
     agents = OpenAIEnvironment("tests.engine.openai_agent:two_questions")
-    stage = Stage(untouched.pool, sampling, tokenizer, scoring.Exact(), agents)
+    stage = RolloutContext(untouched.pool, sampling, tokenizer, scoring.Exact(), agents)
 
     async def play() -> list[tuple[Trajectory, ...]]:
         prompts = [Prompt(f"question {n}", tokenizer.chat(f"question {n}"), "") for n in range(4)]
         try:
-            return await asyncio.gather(*(episode.run(stage, prompt, Place(n, 0, 0)) for n, prompt in enumerate(prompts)))
+            return await asyncio.gather(*(episode.run(stage, prompt, EpisodeId(n, 0, 0)) for n, prompt in enumerate(prompts)))
         finally:
             await agents.close()
 

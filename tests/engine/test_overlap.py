@@ -26,11 +26,11 @@ from asyncmoe.config.generation import Interruption, MadeModel
 from asyncmoe.errors import AsyncmoeError
 from asyncmoe.models.make import VOCAB, make_model
 from asyncmoe.record import Recording, Routing, decode_masks, decode_routes
-from asyncmoe.rollout.engines import engine as engines
-from asyncmoe.rollout.engines.engine import Engine
+from asyncmoe.rollout.engines import engine_process as engines
 from asyncmoe.rollout.engines.engine_client import ABORTED, Generation, Sampling
+from asyncmoe.rollout.engines.engine_process import Engine
 from asyncmoe.rollout.engines.interruption import respond
-from asyncmoe.rollout.episodes.turns import Place, Turn, assemble
+from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId, Turn, assemble
 from asyncmoe.trajectory import Trajectory
 from asyncmoe.validity import validate
 from tests.engine.conftest import Rig, make, settings
@@ -164,7 +164,7 @@ class Load:
         self.answered += 1
         self.tokens += tokens
         if sampling.recording is RECORDING and tokens:
-            record = assemble(list(turns), Place(0, 0, 0), RECORDING, 0.0, {})
+            record = assemble(list(turns), EpisodeId(0, 0, 0), RECORDING, 0.0, {})
             validate(record, RECORDING, newest_version=self.rig.pool.version + 1)
             self.records.append(record)
 

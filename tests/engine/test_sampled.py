@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from asyncmoe.models.make import VOCAB
 from asyncmoe.record import Recording, Routing, decode_masks, decode_routes
 from asyncmoe.rollout.engines.engine_client import Sampling
-from asyncmoe.rollout.episodes.turns import Place, Turn, assemble, held
+from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId, Turn, assemble, held
 from asyncmoe.trajectory import Trajectory
 from asyncmoe.validity import validate
 from tests.engine.conftest import Rig
@@ -46,7 +46,7 @@ def record(untouched: Rig) -> Trajectory:
         assert answer.routes is not None
         assert first.generation.routes is not None
         assert len(answer.routes) < len(first.generation.routes)  # what the first turn has is not sent again
-        return assemble([first, Turn(OBSERVATION, answer, 0)], Place(0, 0, 0), RECORDING, 0.0, {})
+        return assemble([first, Turn(OBSERVATION, answer, 0)], EpisodeId(0, 0, 0), RECORDING, 0.0, {})
 
     trajectory: Trajectory = untouched.run(play())
     return trajectory

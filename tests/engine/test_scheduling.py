@@ -8,10 +8,10 @@ from random import Random
 import pytest
 
 from asyncmoe.config.generation import Balance
-from asyncmoe.rollout.engines.engine import Engine
 from asyncmoe.rollout.engines.engine_client import Sampling
+from asyncmoe.rollout.engines.engine_process import Engine
 from asyncmoe.rollout.engines.pool import Pool
-from asyncmoe.rollout.engines.scheduling import Request
+from asyncmoe.rollout.engines.scheduling import ScheduledRequest
 from tests.engine.conftest import Rig
 
 pytestmark = pytest.mark.engine
@@ -35,6 +35,6 @@ async def _cached(engines: list[Engine], balance: Balance, first: int) -> int:
     cached = 0
     for _ in range(MEMBERS):
         order = random.sample(list(prompts), GROUPS)
-        asked = (pool.generate(prompts[group], Sampling(1.0, 8, ()), request=Request(f"episode {group}")) for group in order)
+        asked = (pool.generate(prompts[group], Sampling(1.0, 8, ()), request=ScheduledRequest(f"episode {group}")) for group in order)
         cached += sum(answer.generation.cached_tokens for answer in await asyncio.gather(*asked))
     return cached

@@ -16,11 +16,11 @@ from asyncmoe import models
 from asyncmoe.errors import EngineError, TrajectoryRejected, WeightSyncError
 from asyncmoe.record import Recording
 from asyncmoe.rollout.engines.engine_client import Sampling
-from asyncmoe.rollout.engines.pool import Answer
-from asyncmoe.rollout.episodes.turns import Place, Turn, assemble
-from asyncmoe.trainer.weight_sync.verify import engine_checksums
+from asyncmoe.rollout.engines.pool import PooledGeneration
+from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId, Turn, assemble
+from asyncmoe.rpc.messages import EnginesAsk, WeightsAbort, WeightsBegin, WeightsCommit
+from asyncmoe.trainer.weight_sync.expected_checksums import engine_checksums
 from asyncmoe.trajectory import Trajectory
-from asyncmoe.wire.messages import EnginesAsk, WeightsAbort, WeightsBegin, WeightsCommit
 from tests.engine.conftest import Rig, make
 from tests.engine.lifetime import command_of, in_session, wait_until
 from tests.engine.oracle import Oracle, largest_difference, perturbed
@@ -51,15 +51,15 @@ def next_version(rig: Rig) -> int:
     return rig.pool.version + 1
 
 
-async def generate(rig: Rig, tokens: int = 8, prompt: tuple[int, ...] = PROMPT) -> Answer:
+async def generate(rig: Rig, tokens: int = 8, prompt: tuple[int, ...] = PROMPT) -> PooledGeneration:
     return await rig.pool.generate(prompt, Sampling(1.0, tokens, ()))
 
 
-def record(answer: Answer) -> Trajectory:
-    return assemble([Turn(PROMPT, answer.generation, answer.salt)], Place(0, 0, 0), Recording(), 0.0, {})
+def record(answer: PooledGeneration) -> Trajectory:
+    return assemble([Turn(PROMPT, answer.generation, answer.salt)], EpisodeId(0, 0, 0), Recording(), 0.0, {})
 
 
-def difference(answer: Answer, oracle: Oracle) -> float:
+def difference(answer: PooledGeneration, oracle: Oracle) -> float:
     return largest_difference(answer.generation.logprobs, oracle.logprobs(PROMPT, answer.generation.tokens, 1.0))
 
 
@@ -89,7 +89,7 @@ def test_a_response_across_an_update_says_which_token_is_whose(rig: Rig, checkpo
     _, old, new = checkpoints
     before, after = next_version(rig), next_version(rig) + 1
 
-    async def across() -> Answer:
+    async def across() -> PooledGeneration:
         await rig.sender.publish(before, old.weights)
         asking = asyncio.create_task(generate(rig, 1000))
         await asyncio.sleep(0.7)
@@ -125,7 +125,7 @@ def test_keys_and_values_of_another_version_are_never_used(rig: Rig, checkpoints
 def test_a_request_during_an_update_waits_for_the_new_version(rig: Rig, checkpoints: list[Oracle]) -> None:
     version = next_version(rig)
 
-    async def during() -> Answer:
+    async def during() -> PooledGeneration:
         await rig.sender.begin(version)
         asking = asyncio.create_task(generate(rig))
         await asyncio.sleep(0.3)
@@ -145,7 +145,7 @@ def test_a_request_during_an_update_waits_for_the_new_version(rig: Rig, checkpoi
 def test_a_sender_that_fails_before_the_first_bucket_costs_nothing(rig: Rig, checkpoints: list[Oracle]) -> None:
     version = rig.pool.version
 
-    async def give_up() -> Answer:
+    async def give_up() -> PooledGeneration:
         asking = asyncio.create_task(generate(rig, 400))
         await asyncio.sleep(0.2)
         await rig.sender.begin(version + 1)
@@ -161,7 +161,7 @@ def test_a_sender_that_fails_before_the_first_bucket_costs_nothing(rig: Rig, che
 def test_a_sender_that_falls_silent_before_the_first_bucket_costs_nothing(rig: Rig) -> None:
     version = rig.pool.version
 
-    async def fall_silent() -> Answer:
+    async def fall_silent() -> PooledGeneration:
         hasty = await make(rig.config, rig.engines, rig.run, timeout_s=0.5)
         await hasty.conductor.handle(WeightsBegin(version + 1))
         asking = asyncio.create_task(hasty.pool.generate((9, 9, 9), Sampling(1.0, 4, ())))
@@ -204,7 +204,7 @@ def test_two_engines_are_updated_at_once_and_one_may_die(pair: Rig, checkpoints:
         return found
 
     found = rig.run(kill_in_the_middle())
-    assert [type(answer) for answer in found] == [Answer, TrajectoryRejected, Answer, TrajectoryRejected]
+    assert [type(answer) for answer in found] == [PooledGeneration, TrajectoryRejected, PooledGeneration, TrajectoryRejected]
     assert {error.reason for error in found if isinstance(error, TrajectoryRejected)} == {"engine_died"}
     assert [member.fenced is None for member in rig.pool.members] == [True, False]
     wait_until(lambda: in_session(leader) == [], 10, "the dead engine's processes")

@@ -16,8 +16,11 @@ from asyncmoe.config.generation import MadeModel  # noqa: E402
 from asyncmoe.models import load_hf_config  # noqa: E402
 from asyncmoe.models.make import make_model  # noqa: E402
 from asyncmoe.platform import kernels  # noqa: E402
-from asyncmoe.trainer.model import gpt as model  # noqa: E402
-from asyncmoe.trainer.model import mesh, optimizer  # noqa: E402
+from asyncmoe.trainer.model import (  # noqa: E402
+    gpt,
+    mesh,
+    optimizer,
+)
 from asyncmoe.trainer.model.attention import PackedSequences  # noqa: E402
 
 ENGINE = kernels.detect().transformer_engine
@@ -45,18 +48,18 @@ def configured(path: Path, **trainer: Any) -> Config:
     return parse({**values, "trainer": trainer})
 
 
-def build(path: Path, place: Any, **trainer: Any) -> tuple[model.Model, Any]:
+def build(path: Path, place: Any, **trainer: Any) -> tuple[gpt.Model, Any]:
     config = configured(path, **trainer)
-    made = model.build(load_hf_config(path / "hf"), config, place)
-    model.load_hf(made, path / "hf")
+    made = gpt.build(load_hf_config(path / "hf"), config, place)
+    gpt.load_hf(made, path / "hf")
     return made, optimizer.build(config, made)
 
 
-def classes(made: model.Model) -> set[str]:
+def classes(made: gpt.Model) -> set[str]:
     return {type(module).__name__ for chunk in made.chunks for module in chunk.modules()}
 
 
-def gradients(made: model.Model) -> dict[str, Any]:
+def gradients(made: gpt.Model) -> dict[str, Any]:
     """Of the mean of the logits' squares, and the logits, by name."""
     (ddp,) = made.ddp
     ddp.zero_grad_buffer()
@@ -64,7 +67,7 @@ def gradients(made: model.Model) -> dict[str, Any]:
     packed = PackedSequences(torch.tensor(BOUNDS, dtype=torch.int32, device="cuda"), BOUNDS, 33)
     logits = ddp(tokens, torch.zeros_like(tokens), None, packed_seq_params=packed)
     logits.float().square().mean().backward()
-    found = {name: value.main_grad.float() for name, value in model.named_tensors(made) if isinstance(value, torch.nn.Parameter)}
+    found = {name: value.main_grad.float() for name, value in gpt.named_tensors(made) if isinstance(value, torch.nn.Parameter)}
     return {"logits": logits.detach().float()} | {name: value.clone() for name, value in found.items()}
 
 

@@ -17,12 +17,11 @@ import torch.distributed as dist
 
 from asyncmoe import config as configuration
 from asyncmoe.models import load_hf_config
+from asyncmoe.rpc import keys
+from asyncmoe.rpc.client import Client
 from asyncmoe.trainer.lora import canonical
-from asyncmoe.trainer.model import gpt as model
-from asyncmoe.trainer.model import mesh
-from asyncmoe.trainer.weight_sync.direct import Direct
-from asyncmoe.wire import keys
-from asyncmoe.wire.client import Client
+from asyncmoe.trainer.model import gpt, mesh
+from asyncmoe.trainer.weight_sync.reshard import ReshardPublisher
 from tests.ranks.kept import settings_of
 from tests.ranks.publish import publish
 from tests.ranks.replay import compare, read
@@ -36,10 +35,10 @@ def main(result: Path, job: dict[str, Any]) -> None:
     found: list[dict[str, Any]] = []
     for layout in job["layouts"]:
         config = configuration.parse({**job["config"], "trainer": {"ranks": world, "dtype": "float32", **settings_of(layout)}})
-        built = model.build(load_hf_config(config.model.path), config, mesh.start(config.trainer))
-        model.load_hf(built, config.model.path)
+        built = gpt.build(load_hf_config(config.model.path), config, mesh.start(config.trainer))
+        gpt.load_hf(built, config.model.path)
         with Client(keys.read(config.run.dir, wait_s=10), f"trainer.{rank}") as client:
-            sender = Direct(config, built, client, lambda tensors: ())
+            sender = ReshardPublisher(config, built, client, lambda tensors: ())
             for file, version in job["publications"][layout]:
                 canonical.write(built, torch.load(file))
                 outcome = {"layout": layout, "version": version, **publish(sender, version)}

@@ -19,8 +19,7 @@ import torch.distributed as dist
 from asyncmoe.models import family_of, load_hf_config
 from asyncmoe.trainer import losses, objective, step
 from asyncmoe.trainer.data import batch
-from asyncmoe.trainer.model import gpt as model
-from asyncmoe.trainer.model import mesh, optimizer
+from asyncmoe.trainer.model import gpt, mesh, optimizer
 from asyncmoe.trainer.model.replay import Replay
 from asyncmoe.trajectory import decode
 from tests.ranks import case, parity
@@ -48,8 +47,8 @@ def kept(path: Path, layout: str, packed: bool) -> dict[str, Any]:
     config = case.config(path, ranks=dist.get_world_size(), pack=packed, optimizer={"clip_grad": 1e9}, **settings_of(layout))
     place = mesh.start(config.trainer)
     hf = load_hf_config(path / "hf")
-    built = model.build(hf, config, place)
-    model.load_hf(built, path / "hf")
+    built = gpt.build(hf, config, place)
+    gpt.load_hf(built, path / "hf")
     routing = family_of(hf).routing(hf)
     assert routing is not None
     replay = Replay(built.chunks, built.config, routing, (place.tp_rank, place.tp))

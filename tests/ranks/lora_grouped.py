@@ -21,8 +21,7 @@ from asyncmoe.errors import ConfigError
 from asyncmoe.models import load_hf_config
 from asyncmoe.platform import megatron
 from asyncmoe.trainer.lora import attach
-from asyncmoe.trainer.model import gpt as model
-from asyncmoe.trainer.model import layers, mesh
+from asyncmoe.trainer.model import gpt, layers, mesh
 from asyncmoe.trainer.model.switches import Switches
 from tests.ranks import case, lora_case, parity
 from tests.ranks.lora import SEED, Job, forward_and_gradients
@@ -131,7 +130,7 @@ def refused(job: Job) -> None:
             inner(chunks, *rest)
 
         with mock.patch.object(attach, "attach", attach_to_changed), pytest.raises(ConfigError, match=said):
-            model.build(hf, job.config, job.mesh)
+            gpt.build(hf, job.config, job.mesh)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,8 @@ import torch.distributed as dist
 
 from asyncmoe.trainer import losses, step
 from asyncmoe.trainer.lora import attach
-from asyncmoe.trainer.model import mesh, optimizer, state
+from asyncmoe.trainer.model import checkpoint as state
+from asyncmoe.trainer.model import mesh, optimizer
 from tests.ranks import case, lora_case, parity
 from tests.ranks.lora import Job
 

@@ -18,8 +18,8 @@ from unittest import mock
 import torch.distributed as dist
 
 from asyncmoe.errors import AsyncmoeError, EngineError
-from asyncmoe.trainer.weight_sync import direct_group
-from asyncmoe.trainer.weight_sync.direct import Direct
+from asyncmoe.trainer.weight_sync import rendezvous
+from asyncmoe.trainer.weight_sync.reshard import ReshardPublisher
 
 WHY = "engine.0 did not start: unrecognized arguments: --no-such-argument " + "é" * 1500
 
@@ -32,11 +32,11 @@ def main(result: Path) -> None:
     ended = ""
     engines = SimpleNamespace(roster=1, engines=(SimpleNamespace(device="cpu"),))
     with (
-        mock.patch.object(direct_group, "_ask_engines", return_value=engines),
-        mock.patch.object(direct_group, "_keep", side_effect=EngineError(WHY)),
+        mock.patch.object(rendezvous, "_ask_engines", return_value=engines),
+        mock.patch.object(rendezvous, "_keep", side_effect=EngineError(WHY)),
     ):
         try:
-            direct_group._open(config, model, mock.Mock(), dist.group.WORLD)
+            rendezvous._open(config, model, mock.Mock(), dist.group.WORLD)
         except AsyncmoeError as error:
             ended = str(error)
     found = {"fails": gathered(ended), "again": gathered(again())}
@@ -47,7 +47,7 @@ def main(result: Path) -> None:
 
 def again() -> list[bool]:
     """Of a sender without engines whose part is sent."""
-    sender: Any = object.__new__(Direct)
+    sender: Any = object.__new__(ReshardPublisher)
     vars(sender).update(_hold=threading.Lock(), _sent=threading.Event(), _changing=False, _snapshot=None, _group=dist.group.WORLD)
     vars(sender).update(_bounded=lambda what: None)
     sender._sent.set()

@@ -24,11 +24,11 @@ from asyncmoe.config import Config
 from asyncmoe.config.objective import CorrectionSection, ObjectiveSection
 from asyncmoe.errors import ConfigError, InvariantBroken
 from asyncmoe.models import load_hf_config
-from asyncmoe.queue.lane import describe
+from asyncmoe.queue.group_buffer import describe
 from asyncmoe.trainer import losses, objective, step
 from asyncmoe.trainer.data import batch
-from asyncmoe.trainer.data.advantages import token_advantages
 from asyncmoe.trainer.data.batch import MicroBatch, Schedule
+from asyncmoe.trainer.data.credit import token_advantages
 from asyncmoe.trainer.model import gpt as model
 from asyncmoe.trainer.model import mesh, optimizer
 from asyncmoe.trainer.model.hf_checkpoint import HFCheckpoint

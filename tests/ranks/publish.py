@@ -29,15 +29,14 @@ from asyncmoe.config import Config
 from asyncmoe.errors import WeightSyncError
 from asyncmoe.models import load_hf_config
 from asyncmoe.reshard import Exchanger
-from asyncmoe.trainer.model import gpt as model
-from asyncmoe.trainer.model import mesh
-from asyncmoe.trainer.weight_sync import direct
-from asyncmoe.trainer.weight_sync.direct import Direct
-from asyncmoe.trainer.weight_sync.direct_send import Sender
-from asyncmoe.trainer.weight_sync.published import Checksums
-from asyncmoe.trainer.weight_sync.verify import engine_checksums
-from asyncmoe.wire import keys
-from asyncmoe.wire.client import Client
+from asyncmoe.rpc import keys
+from asyncmoe.rpc.client import Client
+from asyncmoe.trainer.model import gpt, mesh
+from asyncmoe.trainer.weight_sync import reshard
+from asyncmoe.trainer.weight_sync.expected_checksums import engine_checksums
+from asyncmoe.trainer.weight_sync.publisher import Checksums
+from asyncmoe.trainer.weight_sync.reshard import ReshardPublisher
+from asyncmoe.trainer.weight_sync.sender import Sender
 from tests.ranks.kept import settings_of
 
 
@@ -94,19 +93,19 @@ def main(result: Path, job: dict[str, Any]) -> None:
     torch.set_num_threads(1)
     logging.disable(logging.WARNING)
     dist.init_process_group("gloo")
-    direct.Sender = Faulty  # type: ignore[misc]
+    reshard.Sender = Faulty  # type: ignore[misc]
     rank, world = dist.get_rank(), dist.get_world_size()
     found: list[dict[str, Any]] = []
     for layout in job["layouts"]:
         config = configuration.parse({**job["config"], "trainer": {"ranks": world, "dtype": "float32", **settings_of(layout)}})
         hf = load_hf_config(config.model.path)
-        built = model.build(hf, config, mesh.start(config.trainer))
+        built = gpt.build(hf, config, mesh.start(config.trainer))
         with Client(keys.read(config.run.dir, wait_s=10), f"trainer.{rank}") as client:
-            sender = Direct(config, built, client, partial(expected, hf, config))
+            sender = ReshardPublisher(config, built, client, partial(expected, hf, config))
             for path, version in job["publications"][layout]:
                 faulty, kind = job.get("faults", {}).get(str(len(found)), (None, None))
                 Faulty.fault = kind if faulty == rank else None
-                model.load_hf(built, Path(path))
+                gpt.load_hf(built, Path(path))
                 found.append({"layout": layout, "version": version, **publish(sender, version)})
                 Path(f"{result}.{rank}").write_text(json.dumps(found))
             sender.close()
@@ -120,7 +119,7 @@ def expected(hf: dict[str, Any], config: Config, tensors: Mapping[str, torch.Ten
     return engine_checksums(hf, config.engines, tensors, device)
 
 
-def publish(sender: Direct, version: int) -> dict[str, Any]:
+def publish(sender: ReshardPublisher, version: int) -> dict[str, Any]:
     begin = time.monotonic()
     try:
         sender.begin(version)

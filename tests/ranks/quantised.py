@@ -15,8 +15,7 @@ import torch.distributed as dist
 
 from asyncmoe.models import load_hf_config
 from asyncmoe.trainer import export
-from asyncmoe.trainer.model import gpt as model
-from asyncmoe.trainer.model import mesh
+from asyncmoe.trainer.model import gpt, mesh
 from tests.ranks import case
 
 
@@ -27,8 +26,8 @@ def main(result: Path, path: Path, change: float, layouts: list[str]) -> None:
     for layout in layouts:
         config = case.config(path, ranks=dist.get_world_size(), **case.sizes_of(layout))
         place = mesh.start(config.trainer)
-        built = model.build(load_hf_config(path / "hf"), config, place)
-        model.load_hf(built, path / "hf")
+        built = gpt.build(load_hf_config(path / "hf"), config, place)
+        gpt.load_hf(built, path / "hf")
         with torch.no_grad():
             for chunk in built.chunks:
                 for parameter in chunk.parameters():

@@ -21,8 +21,7 @@ from asyncmoe.config import Config
 from asyncmoe.models import load_hf_config
 from asyncmoe.trainer import loop, step
 from asyncmoe.trainer.data import batch
-from asyncmoe.trainer.model import gpt as model
-from asyncmoe.trainer.model import mesh
+from asyncmoe.trainer.model import gpt, mesh
 from asyncmoe.trajectory import Trajectory, decode
 from tests.ranks import case
 from tests.ranks.kept import settings_of
@@ -52,12 +51,12 @@ def differences(path: Path, recorded: list[Trajectory], temperature: float, trai
         mesh.leave()
     config = case.config(path, ranks=dist.get_world_size(), tokens_per_microbatch=256, **trainer)
     place = mesh.start(config.trainer)
-    built = model.build(load_hf_config(path / "hf"), config, place)
-    model.load_hf(built, path / "hf")
+    built = gpt.build(load_hf_config(path / "hf"), config, place)
+    gpt.load_hf(built, path / "hf")
     return compare(config, built, recorded, temperature)
 
 
-def compare(config: Config, built: model.Model, recorded: list[Trajectory], temperature: float) -> dict[str, float]:
+def compare(config: Config, built: gpt.Model, recorded: list[Trajectory], temperature: float) -> dict[str, float]:
     """Over every sampled token of every trajectory, between this trainer and what the engine recorded.
 
     Returns:

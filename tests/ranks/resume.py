@@ -17,8 +17,8 @@ import torch.distributed as dist
 
 from asyncmoe.trainer import step
 from asyncmoe.trainer.losses import SupervisedLoss
-from asyncmoe.trainer.model import gpt as model
-from asyncmoe.trainer.model import mesh, optimizer, state
+from asyncmoe.trainer.model import checkpoint as state
+from asyncmoe.trainer.model import gpt, mesh, optimizer
 from asyncmoe.trainer.model.hf_checkpoint import HFCheckpoint
 from asyncmoe.trainer.weight_sync.gather import Gatherer, tensors_in
 from tests.ranks import case
@@ -51,7 +51,7 @@ def main(result: Path, path: Path) -> None:
             adam = optimizer.build(job.config, built)
             assert state.load(checkpoints[origin], job.config, built, adam) == 1
             train(job, built, adam, steps=case.STEPS - 1)
-            errors = [float((value - model.parameters(built)[n]).abs().max()) for n, value in expected(built, path / "trained")]
+            errors = [float((value - gpt.parameters(built)[n]).abs().max()) for n, value in expected(built, path / "trained")]
             found[f"{'distributed' if distributed else 'plain'}-{name}"] = worst({"weights": max(errors + gathered(job, built))})["weights"]
             mesh.leave()
     if dist.get_rank() == 0:
@@ -70,7 +70,7 @@ def saved(path: Path, run: Path, reference: dict[str, Any], distributed: bool, s
     return checkpoint
 
 
-def gathered(job: Job, built: model.Model) -> list[float]:
+def gathered(job: Job, built: gpt.Model) -> list[float]:
     """Errors of the whole tensors that rank 0 gathers, as for an export."""
     wanted, errors = HFCheckpoint(job.path / "trained"), []
     for bucket, flat in Gatherer(built, 1 << 16, job.config.trainer.timeout_s).run():
@@ -85,7 +85,7 @@ def start(path: Path, run: Path, reference: dict[str, Any], distributed: bool, s
     return Job(path, config, mesh.start(config.trainer), reference)
 
 
-def train(job: Job, built: model.Model, adam: optimizer.MegatronOptimizer, steps: int) -> None:
+def train(job: Job, built: gpt.Model, adam: optimizer.MegatronOptimizer, steps: int) -> None:
     for _ in range(steps):
         step.train_step(built, adam, job.microbatches("token_mean"), SupervisedLoss(), lr=case.LR)
 

@@ -11,7 +11,7 @@ import torch
 
 from asyncmoe.config import parse
 from asyncmoe.record import Routing
-from asyncmoe.trainer.data.recorded import Experts
+from asyncmoe.trainer.data.replay_data import Experts
 from asyncmoe.trainer.model import mesh
 from asyncmoe.trainer.model.replay import Replay
 

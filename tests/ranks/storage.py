@@ -19,8 +19,7 @@ from asyncmoe import checkpoints, models
 from asyncmoe.config import Config, parse
 from asyncmoe.errors import StorageError
 from asyncmoe.process import die_with_parent
-from asyncmoe.trainer.model import gpt as model
-from asyncmoe.trainer.model import mesh, optimizer, state
+from asyncmoe.trainer.model import checkpoint, gpt, mesh, optimizer
 
 BYTES = 64 << 10
 
@@ -39,16 +38,16 @@ def main(result: Path, path: Path) -> None:
         }
     )
     place = mesh.start(config.trainer)
-    built = model.build(models.load_hf_config(path), config, place)
+    built = gpt.build(models.load_hf_config(path), config, place)
     adam = optimizer.build(config, built)
-    state.save(config, 1, built, adam)
+    checkpoint.save(config, 1, built, adam)
     (run / "checkpoints" / "step-00000007.writing").mkdir(exist_ok=True)  # as a killed save leaves it
     failures = {}
     for step, rank in ((2, 1), (3, 0)):
         failures[step] = everyone(failed(config, step, built, adam, rank))
     kept = [entry.name for entry in sorted((run / "checkpoints").iterdir())]
-    loaded = state.load(run / "checkpoints" / "step-00000001", config, built, adam)
-    state.save(config, 4, built, adam)
+    loaded = checkpoint.load(run / "checkpoints" / "step-00000001", config, built, adam)
+    checkpoint.save(config, 4, built, adam)
     saved = [entry.name for entry in sorted((run / "checkpoints").iterdir())]
     pids = everyone(str(os.getpid()))
     blocked = checkpoints.temporary(run, 5)
@@ -59,16 +58,16 @@ def main(result: Path, path: Path) -> None:
         result.with_suffix(".part").write_text(json.dumps(found))
         result.with_suffix(".part").rename(result)
     dist.barrier()
-    state.dist_checkpointing.save(state._state(config, built, adam, loading=False), str(blocked))
+    checkpoint.dist_checkpointing.save(checkpoint._state(config, built, adam, loading=False), str(blocked))
 
 
-def failed(config: Config, step: int, built: model.Model, adam: optimizer.MegatronOptimizer, rank: int) -> str:
+def failed(config: Config, step: int, built: gpt.Model, adam: optimizer.MegatronOptimizer, rank: int) -> str:
     """What a save says while files of `rank` may not become larger than `BYTES`."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     if dist.get_rank() == rank:
         resource.setrlimit(resource.RLIMIT_FSIZE, (BYTES, before[1]))
     try:
-        state.save(config, step, built, adam)
+        checkpoint.save(config, step, built, adam)
     except StorageError as error:
         return str(error)
     finally:

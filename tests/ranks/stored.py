@@ -19,11 +19,11 @@ from asyncmoe.reshard.checksum import engine_checksums as checksums_of
 from asyncmoe.reshard.torch_transport import TorchTransport
 from asyncmoe.trainer import export, step
 from asyncmoe.trainer.losses import SupervisedLoss
-from asyncmoe.trainer.model import gpt as model
-from asyncmoe.trainer.model import mesh, optimizer, state
+from asyncmoe.trainer.model import checkpoint as state
+from asyncmoe.trainer.model import gpt, mesh, optimizer
 from asyncmoe.trainer.model.hf_checkpoint import HFCheckpoint
-from asyncmoe.trainer.weight_sync.sources import Sources
-from asyncmoe.trainer.weight_sync.verify import engine_checksums
+from asyncmoe.trainer.weight_sync.expected_checksums import engine_checksums
+from asyncmoe.trainer.weight_sync.sources import WeightSources
 from tests.ranks import case, parity
 
 RATE = 0.01
@@ -53,7 +53,7 @@ def main(result: Path, path: Path, wanted: str) -> None:
 def stored(job: parity.Job, out: Path) -> dict[str, Any]:
     built = job.model()
     before = snapshot(built)
-    on_disk = dict(model.local_tensors(built, HFCheckpoint(job.path / "hf")))
+    on_disk = dict(gpt.local_tensors(built, HFCheckpoint(job.path / "hf")))
     loaded = {name: torch.equal(value, on_disk[name].to(value.dtype)) for name, value in before.items()}
     adam = optimizer.build(job.config, built)
     step.logprobs_only(built, job.microbatches("token_mean"), case.LENGTHS, case.TEMPERATURE)  # which counts for nothing
@@ -66,8 +66,8 @@ def stored(job: parity.Job, out: Path) -> dict[str, Any]:
     state.load(checkpoint, job.config, again, None)
     export.write_hf(built, job.path / "hf", out / "export", job.config.trainer.timeout_s)
     dist.barrier()
-    exported = model.build(built.hf, job.config, job.mesh)
-    model.load_hf(exported, out / "export")
+    exported = gpt.build(built.hf, job.config, job.mesh)
+    gpt.load_hf(exported, out / "export")
     return {
         "loaded": [name for name, same in loaded.items() if not same],
         "biases": len(biases) * 1.0,
@@ -79,17 +79,17 @@ def stored(job: parity.Job, out: Path) -> dict[str, Any]:
     }
 
 
-def snapshot(built: model.Model) -> dict[str, torch.Tensor]:
-    return {name: value.clone() for name, value in model.parameters(built).items()}
+def snapshot(built: gpt.Model) -> dict[str, torch.Tensor]:
+    return {name: value.clone() for name, value in gpt.parameters(built).items()}
 
 
-def engine(job: parity.Job, built: model.Model, exported: Path) -> list[str]:
+def engine(job: parity.Job, built: gpt.Model, exported: Path) -> list[str]:
     """Names of an engine's parameters, sent from the trainer's ranks, that are not those made of the exported checkpoint."""
     family, checkpoint = family_of(built.hf), HFCheckpoint(exported)
     on_disk = family.hf_layout(built.hf, "bfloat16").storages
     tensors = {name: checkpoint.read(name, one.shape, getattr(torch, one.dtype)) for name, one in on_disk.items()}
     section = job.config.engines.model_copy(update={"tp": 2, "ep": 2, "dtype": "bfloat16"})
-    sources, wrong = Sources(built), []
+    sources, wrong = WeightSources(built), []
     sources.refresh()
     for rank, expected in enumerate(engine_checksums(built.hf, section, tensors)):
         layout = family.sglang_layout(built.hf, EngineParallel(2, 2), rank, "bfloat16").at(0)  # the trainer's rank 0 plays the engine's

@@ -1,4 +1,4 @@
-"""`device_sender.py LIBRARY`: `Direct`'s sending thread on the second GPU of the stand-in; in a process of its own, as Megatron wants."""
+"""`device_sender.py LIBRARY`: `ReshardPublisher`'s sending thread on the second GPU of the stand-in; a process of its own, as Megatron wants."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ import torch
 
 from asyncmoe.errors import WeightSyncError
 from asyncmoe.reshard import Box, Exchanger, LayoutBuilder, LocalTransport, plan
-from asyncmoe.trainer.weight_sync.direct import Direct
-from asyncmoe.trainer.weight_sync.published import Published
+from asyncmoe.trainer.weight_sync.publisher import Published
+from asyncmoe.trainer.weight_sync.reshard import ReshardPublisher
 
 sys.path.insert(0, str(Path(__file__).parent))
 from device_standin import Machine, on_device1
 
 
-class OneRank(Direct):
+class OneRank(ReshardPublisher):
     """Of which only the sending is real; nobody is met."""
 
     def __init__(self, act: Any) -> None:

@@ -6,8 +6,8 @@ from dataclasses import replace
 from typing import Any
 
 from asyncmoe.config.devices import Wanted
-from asyncmoe.doctor.environment import Extension, Nccl, Python, Torch
-from asyncmoe.doctor.facts import Clock, Disk, Fabric, Gpu, Limits, Machine, Model, Network, Nvidia, OnGpus, Port, Run
+from asyncmoe.doctor.environment import Extension, Nccl, PythonFacts, Torch
+from asyncmoe.doctor.facts import Clock, Disk, Fabric, GpuFacts, Machine, ModelFacts, Network, Nvidia, OnGpus, Port, RunFacts, SystemLimits
 
 SOURCES = ("5e" * 32, "ca" * 32)
 REQUIREMENTS = {
@@ -28,7 +28,7 @@ TRAIN_PACKAGES = {
     "transformer-engine": "2.8.0",
 }
 
-TRAINER = Python(
+TRAINER = PythonFacts(
     executable="/env/bin/python",
     version="3.11.7",
     packages=TRAIN_PACKAGES,
@@ -39,18 +39,18 @@ TRAINER = Python(
     transformer_engine=True,
 )
 ENGINE = replace(TRAINER, executable="/engine/bin/python", packages={"sglang": "0.5.23", "torch": "2.9.0+cu128"}, transformer_engine=False)
-GPUS = tuple(Gpu(index, "NVIDIA H100 80GB HBM3", 81559, 4, "Default", "9.0") for index in range(8))
+GPUS = tuple(GpuFacts(index, "NVIDIA H100 80GB HBM3", 81559, 4, "Default", "9.0") for index in range(8))
 LINKS = tuple(tuple("X" if i == j else "NV18" for j in range(8)) for i in range(8))
 ON_GPUS = OnGpus((Wanted(ranks=4, engines=2, tp=2, first=4),), "nccl", trainer_bytes=70 * 10**9, engine_bytes=60 * 10**9)
 DISK = Disk("/share/run", "/share", "lustre", 10**14, 10**9, checkpoints=0, ahead_s=0.1)
-RUN = Run(
+RUN = RunFacts(
     config="run.yaml",
     digest="d1" * 32,
     connections=64,
     checkpoint_bytes=10**12,
     keep_checkpoints=2,
     disk=DISK,
-    model=Model("/share/model", family="qwen3_moe", parameters=30 * 10**9, weights_bytes=60 * 10**9),
+    model=ModelFacts("/share/model", family="qwen3_moe", parameters=30 * 10**9, weights_bytes=60 * 10**9),
     on_gpus=ON_GPUS,
 )
 
@@ -67,7 +67,7 @@ NODE = Machine(
     engine=ENGINE,
     nvidia=Nvidia(8, "570.86.15", GPUS, LINKS),
     fabric=Fabric((Port("mlx5_0", 1, "ACTIVE", "400 Gb/sec (4X NDR)", "InfiniBand"),), peer_memory=True),
-    limits=Limits(10**12, 10**12, 1 << 20, 1 << 20, None),
+    limits=SystemLimits(10**12, 10**12, 1 << 20, 1 << 20, None),
     network=Network(addresses=("10.0.0.1",), interfaces=("lo", "eth0", "ib0")),
     clock=Clock(True, "adjtimex", 0.01),
     run=RUN,

@@ -9,9 +9,9 @@ from pathlib import Path
 from random import Random
 
 from asyncmoe.models import make
-from asyncmoe.rollout.engines.engine_client import Generation, Sampling, Span
+from asyncmoe.rollout.engines.engine_client import Generation, Sampling, VersionSpan
 from asyncmoe.rollout.episodes.environment import Agent, Bounds, Episode
-from asyncmoe.rollout.episodes.turns import Place, Turn
+from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId, Turn
 from asyncmoe.rollout.tasks import Prompt
 from asyncmoe.rollout.tokenizer import Tokenizer
 
@@ -52,12 +52,12 @@ class Policy:
                 raise
         self.asked.append((agent.name, given, said))
         finish = "stop" if said[-1] in sampling.stop else "length"
-        return [Turn(given, Generation(said, (-0.5,) * len(said), (Span("0", 0, len(said)),), finish, 0), 0)]
+        return [Turn(given, Generation(said, (-0.5,) * len(said), (VersionSpan("0", 0, len(said)),), finish, 0), 0)]
 
     def episode(self, known: Tokenizer, bounds: Bounds | None = None) -> Episode:
         """One that it plays in."""
         prompt = Prompt("1+1=", known.encode("1+1="), "2")
-        return Episode(prompt, Place(0, 0, 0), known, Random(0), SAMPLING, bounds or Bounds(1000, 1 << 20, 100), self.speak)
+        return Episode(prompt, EpisodeId(0, 0, 0), known, Random(0), SAMPLING, bounds or Bounds(1000, 1 << 20, 100), self.speak)
 
 
 def text(known: Tokenizer, words: str, end: int = IM_END) -> Callable[[tuple[int, ...]], tuple[int, ...]]:

@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 
 from asyncmoe.errors import EngineError, UserError, WeightSyncError
 from asyncmoe.models.lora.adapter import Kind
-from asyncmoe.rollout.engines.adapter_slots import Serving, StillInUse, TwoSlots, attributed
+from asyncmoe.rollout.engines.adapter_slots import ServedBy, StillInUse, TwoSlots, attributed
 from asyncmoe.rollout.engines.adapters import flags, payload
-from asyncmoe.rollout.engines.engine_client import Generation, Message, Span
+from asyncmoe.rollout.engines.engine_client import AdapterMessage, Generation, VersionSpan
 
-ADAPTER = Message({}, ())
+ADAPTER = AdapterMessage({}, ())
 
 
 class Fake:
@@ -32,7 +32,7 @@ class Fake:
         self.using: dict[str, int] = {}
         self.refusing = False
 
-    async def load_adapter(self, name: str, adapter: Path | Message, timeout_s: float) -> None:
+    async def load_adapter(self, name: str, adapter: Path | AdapterMessage, timeout_s: float) -> None:
         await asyncio.sleep(0)
         assert name not in self.loaded
         assert len(self.loaded) < 2
@@ -46,7 +46,7 @@ class Fake:
         self.loaded.remove(name)
 
 
-async def respond(slots: TwoSlots, server: Fake, steps: int) -> Serving:
+async def respond(slots: TwoSlots, server: Fake, steps: int) -> ServedBy:
     """A request that takes so many turns of the loop."""
     with slots.use() as serving:
         if serving.adapter is not None:
@@ -63,11 +63,11 @@ async def respond(slots: TwoSlots, server: Fake, steps: int) -> Serving:
 @given(st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30)), max_size=30), st.integers(1, 8))
 @settings(max_examples=60, deadline=None)
 def test_no_request_is_without_its_adapter_while_versions_come(requests: list[tuple[int, int]], versions: int) -> None:
-    async def run() -> list[Serving]:
+    async def run() -> list[ServedBy]:
         server = Fake()
         slots = TwoSlots(server, 5.0)
 
-        async def later(wait: int, steps: int) -> Serving:
+        async def later(wait: int, steps: int) -> ServedBy:
             for _ in range(wait):
                 await asyncio.sleep(0)
             return await respond(slots, server, steps)
@@ -75,7 +75,7 @@ def test_no_request_is_without_its_adapter_while_versions_come(requests: list[tu
         async def publish() -> None:
             for version in range(1, versions + 1):
                 await slots.publish(version, ADAPTER)
-                assert slots.serving == Serving(version, f"v{version}")
+                assert slots.serving == ServedBy(version, f"v{version}")
 
         found = await asyncio.gather(publish(), *(later(*request) for request in requests))
         assert server.loaded == ([f"v{versions - 1}"] if versions > 1 else []) + [f"v{versions}"]
@@ -97,7 +97,7 @@ def test_new_requests_get_the_new_version_while_old_ones_go_on() -> None:
                 # The base still has a user, and with it a slot: nobody waits but the publisher.
                 assert (publishing.done(), slots.serving.version, server.loaded) == (False, 1, ["v1"])
         await publishing
-        assert (base, first, slots.serving) == (Serving(0, None), Serving(1, "v1"), Serving(2, "v2"))
+        assert (base, first, slots.serving) == (ServedBy(0, None), ServedBy(1, "v1"), ServedBy(2, "v2"))
         assert server.loaded == ["v1", "v2"]
 
     asyncio.run(run())
@@ -128,7 +128,7 @@ def test_a_version_that_cannot_be_loaded_leaves_the_one_before() -> None:
         server.refusing = True
         with pytest.raises(EngineError, match="no room"):
             await slots.publish(4, ADAPTER)
-        assert (slots.serving, server.loaded) == (Serving(3, "v3"), ["v3"])
+        assert (slots.serving, server.loaded) == (ServedBy(3, "v3"), ["v3"])
         for version in (3, 0, -1):
             with pytest.raises(WeightSyncError, match=rf"engine\.0: adapter of version {version} after that of version 3"):
                 await slots.publish(version, ADAPTER)
@@ -140,11 +140,11 @@ def test_a_version_that_cannot_be_loaded_leaves_the_one_before() -> None:
 
 
 def test_a_response_is_of_its_adapters_version() -> None:
-    made = Generation((5, 6, 7), (-1.0, -1.0, -1.0), (Span("0", 0, 1), Span("0", 1, 3)), "length", 0)
-    assert attributed(made, Serving(4, "v4")).spans == (Span("4", 0, 3),)
-    changed = Generation((5,), (-1.0,), (Span("1", 0, 1),), "length", 0)
+    made = Generation((5, 6, 7), (-1.0, -1.0, -1.0), (VersionSpan("0", 0, 1), VersionSpan("0", 1, 3)), "length", 0)
+    assert attributed(made, ServedBy(4, "v4")).spans == (VersionSpan("4", 0, 3),)
+    changed = Generation((5,), (-1.0,), (VersionSpan("1", 0, 1),), "length", 0)
     with pytest.raises(EngineError, match="base weights of version 1 under an adapter"):
-        attributed(changed, Serving(4, "v4"))
+        attributed(changed, ServedBy(4, "v4"))
 
 
 def test_what_a_server_is_told() -> None:

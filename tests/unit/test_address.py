@@ -7,7 +7,7 @@ import socket
 import pytest
 
 from asyncmoe.errors import UserError
-from asyncmoe.wire import address
+from asyncmoe.rpc import address
 
 FOUND = {"lo": ["127.0.0.1"], "eth0": ["192.168.7.4"], "ib0": ["10.1.2.3", "10.1.9.9"], "down": []}
 

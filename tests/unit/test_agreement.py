@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from kept_trajectory import trajectory
 
-from asyncmoe.trainer.agreement import compare, describe, merge
+from asyncmoe.trainer.logprob_mismatch import compare, describe, merge
 from asyncmoe.trajectory import NOT_SAMPLED, Trajectory
 
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncmoe.errors import InvariantBroken
-from asyncmoe.trainer.data.batch import Grid, MicroBatch, Schedule, pack, schedule, split_updates
+from asyncmoe.trainer.data.batch import BatchGrid, MicroBatch, Schedule, pack, schedule, split_updates
 from asyncmoe.trajectory import NOT_SAMPLED, Trajectory
 
 shapes = st.fixed_dictionaries(
@@ -20,7 +20,7 @@ shapes = st.fixed_dictionaries(
         "dp": st.integers(1, 6),
         "tokens_per_microbatch": st.integers(8, 400),
         "pack": st.booleans(),
-        "grid": st.builds(Grid, tp=st.sampled_from([1, 2, 4, 8]), stages=st.sampled_from([1, 2, 3])),
+        "grid": st.builds(BatchGrid, tp=st.sampled_from([1, 2, 4, 8]), stages=st.sampled_from([1, 2, 3])),
     }
 )
 
@@ -68,36 +68,36 @@ def test_no_filler_where_trajectories_suffice(shape: dict) -> None:
 
 def test_schedule_does_not_depend_on_anything_else() -> None:
     lengths = list(np.random.default_rng(0).integers(1, 90, 50))
-    assert schedule(lengths, 3, 128, True, Grid(2)) == schedule(list(lengths), 3, 128, True, Grid(2))
+    assert schedule(lengths, 3, 128, True, BatchGrid(2)) == schedule(list(lengths), 3, 128, True, BatchGrid(2))
 
 
 def test_packing_uses_few_microbatches() -> None:
-    assert schedule([10] * 16, 2, 40, True, Grid(1)).microbatches == 2
-    assert schedule([10] * 16, 2, 40, False, Grid(1)).microbatches == 8
+    assert schedule([10] * 16, 2, 40, True, BatchGrid(1)).microbatches == 2
+    assert schedule([10] * 16, 2, 40, False, BatchGrid(1)).microbatches == 8
 
 
 def test_padding_counts_towards_the_bound() -> None:
-    assert schedule([5, 5], 1, 10, True, Grid(4)).microbatches == 2
-    assert schedule([5, 5], 1, 12, True, Grid(4)).microbatches == 1
+    assert schedule([5, 5], 1, 10, True, BatchGrid(4)).microbatches == 2
+    assert schedule([5, 5], 1, 12, True, BatchGrid(4)).microbatches == 1
 
 
 def test_the_bound_goes_before_balance() -> None:
-    assert schedule([3, 3, 2, 2, 2], 1, 6, True, Grid(1)) == Schedule((((0, 1), (2, 3, 4)),))
-    assert schedule([3, 3, 2, 2, 2], 3, 6, True, Grid(1)).microbatches == 1
+    assert schedule([3, 3, 2, 2, 2], 1, 6, True, BatchGrid(1)) == Schedule((((0, 1), (2, 3, 4)),))
+    assert schedule([3, 3, 2, 2, 2], 3, 6, True, BatchGrid(1)).microbatches == 1
 
 
 def test_a_packed_batch_is_split_over_all_ranks() -> None:
-    assert schedule([3, 3, 3, 3], 4, 1000, True, Grid(1)) == Schedule((((0,),), ((1,),), ((2,),), ((3,),)))
+    assert schedule([3, 3, 3, 3], 4, 1000, True, BatchGrid(1)) == Schedule((((0,),), ((1,),), ((2,),), ((3,),)))
 
 
 def test_a_long_trajectory_goes_alone() -> None:
-    assert (0,) in schedule([500, 10, 10], 1, 100, True, Grid(1)).ranks[0]
+    assert (0,) in schedule([500, 10, 10], 1, 100, True, BatchGrid(1)).ranks[0]
 
 
 @pytest.mark.parametrize("lengths", [[0], [4, -1]])
 def test_empty_trajectories_are_refused(lengths: list[int]) -> None:
     with pytest.raises(InvariantBroken, match="expected positive"):
-        schedule(lengths, 1, 100, True, Grid(1))
+        schedule(lengths, 1, 100, True, BatchGrid(1))
 
 
 def test_updates_take_whole_groups_in_order() -> None:
@@ -135,7 +135,9 @@ def batches(draw: st.DrawFn) -> tuple[dict[int, Trajectory], list[int], int, boo
 def made(case: tuple[dict[int, Trajectory], list[int], int, bool]) -> MicroBatch:
     known, indices, multiple, packed = case
     count = 10 + len(known)
-    return pack(known, indices, advantages=np.arange(count) + 1.0, weights=np.arange(count) / 7 + 1, grid=Grid(multiple), packed=packed)
+    return pack(
+        known, indices, advantages=np.arange(count) + 1.0, weights=np.arange(count) / 7 + 1, grid=BatchGrid(multiple), packed=packed
+    )
 
 
 @given(batches())
@@ -193,7 +195,7 @@ def test_sequences_cover_all_rows(case: tuple[dict[int, Trajectory], list[int], 
 @pytest.mark.parametrize("indices", [[], [0]])
 def test_rows_can_be_more_than_are_needed(packed: bool, indices: list[int]) -> None:
     known = {0: trajectory(6, 2, 0)}
-    batch = pack(known, indices, advantages=[1.0], weights=[1.0], grid=Grid(4), packed=packed, rows=16)
+    batch = pack(known, indices, advantages=[1.0], weights=[1.0], grid=BatchGrid(4), packed=packed, rows=16)
     assert batch.rows == 16
     assert int(batch.mask.sum()) == 4 * len(indices)
     assert batch.cu_seqlens is None or batch.cu_seqlens.tolist() == [0, *([6] if indices else []), 16]
@@ -203,7 +205,7 @@ def test_rows_can_be_more_than_are_needed(packed: bool, indices: list[int]) -> N
 def test_proximal_follows_the_targets() -> None:
     t = trajectory(6, 2, 0)
     values = np.arange(6, dtype=np.float32)
-    batch = pack({0: t}, [0], advantages=[1.0], weights=[1.0], grid=Grid(1), packed=True, proximal={0: values})
+    batch = pack({0: t}, [0], advantages=[1.0], weights=[1.0], grid=BatchGrid(1), packed=True, proximal={0: values})
     assert batch.proximal is not None
     assert batch.proximal.tolist() == [0.0, 2.0, 3.0, 4.0, 5.0, 0.0]
 
@@ -211,16 +213,16 @@ def test_proximal_follows_the_targets() -> None:
 def test_advantages_of_single_tokens_follow_the_targets() -> None:
     both = {4: trajectory(6, 2, 0), 9: trajectory(3, 1, 1)}
     each = {i: (i + np.arange(len(t), dtype=np.float32)) for i, t in both.items()}
-    batch = pack(both, [9, 4], advantages=each, weights=[1.0] * 10, grid=Grid(4), packed=True)
+    batch = pack(both, [9, 4], advantages=each, weights=[1.0] * 10, grid=BatchGrid(4), packed=True)
     assert batch.advantages.tolist() == [10.0, 11.0, 0.0, 0.0, 6.0, 7.0, 8.0, 9.0, 0.0, 0.0, 0.0, 0.0]
 
 
 def test_a_sampled_first_token_is_refused() -> None:
     with pytest.raises(InvariantBroken, match="nothing precedes it"):
-        pack({0: trajectory(4, 0, 0)}, [0], advantages=[1.0], weights=[1.0], grid=Grid(1), packed=True)
+        pack({0: trajectory(4, 0, 0)}, [0], advantages=[1.0], weights=[1.0], grid=BatchGrid(1), packed=True)
 
 
 def test_two_sequences_need_packing() -> None:
     both = {0: trajectory(4, 1, 0), 1: trajectory(4, 1, 1)}
     with pytest.raises(InvariantBroken, match="not packed"):
-        pack(both, [0, 1], advantages=[1.0, 1.0], weights=[1.0, 1.0], grid=Grid(1), packed=False)
+        pack(both, [0, 1], advantages=[1.0, 1.0], weights=[1.0, 1.0], grid=BatchGrid(1), packed=False)

@@ -14,7 +14,7 @@ from asyncmoe.bench.queue_rank import Job, Took
 from asyncmoe.errors import InvariantBroken, WaitTimeout
 from asyncmoe.trajectory import decode, encode
 
-SIZES = queue.Sizes(steps=2, batch=16, tokens=40, ask=3)
+SIZES = queue.QueueCase(steps=2, batch=16, tokens=40, ask=3)
 TOOK = Took(begin=10.0, end=12.0, processor=1.0, requests=4, trajectories=16, tokens=640, bytes=10**9)
 
 

@@ -19,9 +19,9 @@ from fake_nccl import built
 from reshard_gpu_fakes import FakeGpu
 
 from asyncmoe.errors import AsyncmoeError
-from asyncmoe.receiver import channel, meeting
-from asyncmoe.receiver.communicators import Agreed, Communicators, Held, agree, members
-from asyncmoe.receiver.meeting import EngineRanks, Store, Terms
+from asyncmoe.receiver import channel, control_store
+from asyncmoe.receiver.communicators import Agreed, Communicators, HeldCommunicator, agree, members
+from asyncmoe.receiver.control_store import EngineRanks, Store, Terms
 from asyncmoe.reshard import Box, Exchanger, LayoutBuilder, nccl_room, plan
 
 TRAINERS = 2
@@ -50,8 +50,15 @@ def test_ranks_of_a_communicator_do_not_depend_on_other_engines() -> None:
 
 
 def test_what_all_ranks_hold_is_kept_and_the_rest_is_made() -> None:
-    a, b = Held("a", 3), Held("b", 3)
-    held = {0: {"A": a, "B": b}, 1: {"A": a, "B": b, "C": Held("old", 3)}, 2: {"A": a}, 3: {"A": a}, 4: {"B": Held("b", 2)}, 5: {}}
+    a, b = HeldCommunicator("a", 3), HeldCommunicator("b", 3)
+    held = {
+        0: {"A": a, "B": b},
+        1: {"A": a, "B": b, "C": HeldCommunicator("old", 3)},
+        2: {"A": a},
+        3: {"A": a},
+        4: {"B": HeldCommunicator("b", 2)},
+        5: {},
+    }
     agreed = agree(terms("A", "B", "C"), held, lambda: b"new")
     assert agreed["A"] == Agreed("a")
     assert [agreed[name].unique_id for name in "BC"] == [b"new", b"new"]
@@ -103,7 +110,7 @@ class Met:
 
     def __init__(self, world: World, *engines: str) -> None:
         self.terms = terms(*engines)
-        listener = meeting.listen("127.0.0.1")
+        listener = control_store.listen("127.0.0.1")
         port = listener.getsockname()[1]
         first = Store("test", 0, "127.0.0.1", port, 5.0, listener)
         self.stores = [first, *(Store("test", rank, "127.0.0.1", port, 5.0) for rank in range(1, self.terms.world))]

@@ -11,9 +11,9 @@ import pytest
 from asyncmoe.errors import WeightSyncError
 from asyncmoe.rollout.engines.engine_client import EngineLost
 from asyncmoe.rollout.engines.pool import Pool
-from asyncmoe.rollout.engines.weights import Conductor
-from asyncmoe.trainer.weight_sync.published import device_of
-from asyncmoe.wire.messages import Committed, Engines, EnginesAsk, WeightsCommit, WeightsStage
+from asyncmoe.rollout.engines.weight_updates import WeightUpdateCoordinator
+from asyncmoe.rpc.messages import Committed, Engines, EnginesAsk, WeightsCommit, WeightsStage
+from asyncmoe.trainer.weight_sync.publisher import device_of
 
 
 class Client:
@@ -45,7 +45,7 @@ def publish(engines: int, dead: int) -> tuple[Pool, list[int], Committed]:
 
         client: Any = pool.members[0].engine.client
         client.end = found
-        conductor = Conductor(pool, 5.0, publishing, lambda *_: None)
+        conductor = WeightUpdateCoordinator(pool, 5.0, publishing, lambda *_: None)
         await conductor.handle(WeightsStage(1))
         committed = await conductor.handle(WeightsCommit(1, update=1))
         assert isinstance(committed, Committed)
@@ -74,7 +74,7 @@ def test_one_whose_connection_is_lost_in_the_swap_is_left_behind() -> None:
 
         client: Any = pool.members[1].engine.client
         client.tell = lost
-        conductor = Conductor(pool, 5.0, publishing, lambda *_: None)
+        conductor = WeightUpdateCoordinator(pool, 5.0, publishing, lambda *_: None)
         await conductor.handle(WeightsStage(1))
         committed = await conductor.handle(WeightsCommit(1, update=1))
         assert isinstance(committed, Committed)
@@ -107,7 +107,7 @@ def asked(said: list[str], devices: bool) -> Engines:
         async def published(version: int) -> None:
             pass
 
-        conductor = Conductor(pool, 5.0, published, lambda *_: None)
+        conductor = WeightUpdateCoordinator(pool, 5.0, published, lambda *_: None)
         conductor.wait_started = published_at_once  # type: ignore[method-assign]
         reply = await conductor.handle(EnginesAsk(1.0, devices))
         assert isinstance(reply, Engines)

@@ -23,9 +23,9 @@ import asyncmoe
 import asyncmoe.reshard.memory as memory_module
 from asyncmoe.errors import OutOfDeviceMemory, WeightSyncError
 from asyncmoe.models import MegatronParallel, family_of
-from asyncmoe.receiver import channel, command, handshake, meeting, route, worker
+from asyncmoe.receiver import channel, command, control_store, handshake, transfer_plan, worker
 from asyncmoe.receiver.channel import SideStream
-from asyncmoe.receiver.meeting import EngineRanks, Header, Outcome, Ready, Terms
+from asyncmoe.receiver.control_store import EngineRanks, Header, Outcome, Ready, Terms
 from asyncmoe.reshard import Exchanger
 from asyncmoe.reshard.gpu import Gpu
 from asyncmoe.reshard.transport import Lane, MessageLink
@@ -183,7 +183,7 @@ class Model(torch.nn.Module):
     def __init__(self, agreed: Terms) -> None:
         super().__init__()
         self._held = {}
-        for name, storage in route.engine_layouts(agreed)[0].storages.items():
+        for name, storage in transfer_plan.engine_layouts(agreed)[0].storages.items():
             self._held[name] = torch.nn.Parameter(on_device1(*storage.shape), requires_grad=False)
 
     def named_parameters(self, *_: Any, **__: Any) -> Any:
@@ -203,7 +203,7 @@ class Stage:
         self.terms = msgspec.structs.replace(terms((EngineRanks("engine.0", 1, 1, 1),)), transport="ipc")
         self.store.put("terms", self.terms)
         self.model = Model(self.terms)
-        join = command.Join("127.0.0.1", port, "test", 1)
+        join = command.JoinCommand("127.0.0.1", port, "test", 1)
         worker.obey(self.model, msgspec.json.encode(join).decode())
 
     def ready(self) -> Ready:
@@ -216,7 +216,7 @@ class Stage:
         side = SideStream(torch.device("cuda", 1))
         self.store.put(f"{number}/header", Header(10 * number, number))
         try:
-            exchanger: Exchanger = channel.connect(self.store, self.terms, route.route(self.terms, 0), number, side)
+            exchanger: Exchanger = channel.connect(self.store, self.terms, transfer_plan.route(self.terms, 0), number, side)
         except WeightSyncError as error:
             return str(error)
         exchanger.bind(tensors)
@@ -249,7 +249,7 @@ def test_a_receiver_on_device_1_receives_and_commits(machine: Machine, stage: St
     assert not any(p.any() for p in stage.model.parameters())
     assert made_in
     assert set(made_in) == {worker._receivers[stage.model]._side.stream}  # type: ignore[union-attr]
-    worker.obey(stage.model, msgspec.json.encode(command.Commit(10, 1)).decode())
+    worker.obey(stage.model, msgspec.json.encode(command.CommitCommand(10, 1)).decode())
     norm = stage.model._held["model.norm.weight"]
     assert (norm == 7).all()
     assert waits[0] == 0, "a commit waits for what reads the weights before it writes them"
@@ -311,7 +311,7 @@ def test_out_of_memory_is_the_cause_of_what_nccl_and_waits_say() -> None:
         "trainer rank 1": "waited 3.0 s for engine.0 rank 1: its message (trainer rank 1 on a)",
         "engine.0 rank 1": "out of memory: CUDA out of memory. Tried to allocate 30 GiB (engine.0 rank 1 on b, cuda:1)",
     }
-    assert meeting.cause(said).startswith("out of memory")
+    assert control_store.cause(said).startswith("out of memory")
 
 
 # ---------------------------------------------------------------- the sending thread

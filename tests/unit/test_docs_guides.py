@@ -20,15 +20,15 @@ from asyncmoe.config import parse
 from asyncmoe.config.generation import TaskSection
 from asyncmoe.config.scoring import ScoringSection
 from asyncmoe.rollout import scoring
-from asyncmoe.rollout.engines.engine_client import Generation, Sampling, Span
-from asyncmoe.rollout.engines.pool import Answer
+from asyncmoe.rollout.engines.engine_client import Generation, Sampling, VersionSpan
+from asyncmoe.rollout.engines.pool import PooledGeneration
 from asyncmoe.rollout.episodes import episode, tools
 from asyncmoe.rollout.episodes.environment import Bounds, Environment
 from asyncmoe.rollout.episodes.environments import load
-from asyncmoe.rollout.episodes.episode import Stage, Teaching
+from asyncmoe.rollout.episodes.episode import RolloutContext, Teaching
 from asyncmoe.rollout.episodes.openai_endpoint.environment import OpenAIEnvironment
 from asyncmoe.rollout.episodes.tools.tool import ToolError
-from asyncmoe.rollout.episodes.turns import Place
+from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId
 from asyncmoe.rollout.scoring import Exact, Sample
 from asyncmoe.rollout.tasks import Prompt
 from asyncmoe.rollout.tokenizer import Tokenizer
@@ -119,15 +119,15 @@ class Says:
     lost_tokens: int = field(default=0)
     recomputed_tokens: int = field(default=0)
 
-    async def generate(self, tokens: Sequence[int], sampling: Sampling, held: int = 0, **_: object) -> Answer:
+    async def generate(self, tokens: Sequence[int], sampling: Sampling, held: int = 0, **_: object) -> PooledGeneration:
         said = (*self.tokenizer.encode(self.texts.pop(0)), self.tokenizer.eos)
-        return Answer(Generation(said, (-0.5,) * len(said), (Span("1", 0, len(said)),), "stop", 0), 1)
+        return PooledGeneration(Generation(said, (-0.5,) * len(said), (VersionSpan("1", 0, len(said)),), "stop", 0), 1)
 
 
 def play(environment: Environment, tokenizer: Tokenizer, texts: list[str]) -> Trajectory:
     pool: Any = Says(tokenizer, texts)
-    stage = Stage(pool, Sampling(1.0, 16, (tokenizer.eos,)), tokenizer, Exact(), environment, seed=3)
-    (made,) = asyncio.run(episode.run(stage, Prompt(QUESTION, tokenizer.encode(QUESTION), ANSWER), Place(0, 0, 0)))
+    stage = RolloutContext(pool, Sampling(1.0, 16, (tokenizer.eos,)), tokenizer, Exact(), environment, seed=3)
+    (made,) = asyncio.run(episode.run(stage, Prompt(QUESTION, tokenizer.encode(QUESTION), ANSWER), EpisodeId(0, 0, 0)))
     assert not pool.texts
     return made
 

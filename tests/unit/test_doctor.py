@@ -16,8 +16,8 @@ from asyncmoe.config.devices import Wanted
 from asyncmoe.doctor import versions
 from asyncmoe.doctor.environment import Apex, Torch
 from asyncmoe.doctor.examination import CHECKS, examine, failed
-from asyncmoe.doctor.facts import Clock, Gpu, Machine, Port, WantedPort
-from asyncmoe.doctor.gathering import asked
+from asyncmoe.doctor.facts import Clock, GpuFacts, Machine, Port, WantedPort
+from asyncmoe.doctor.probes import config_probe
 from asyncmoe.doctor.report import Report, show
 from asyncmoe.doctor.verdict import Finding
 
@@ -28,7 +28,7 @@ DOWN = Port("mlx5_1", 1, "DOWN", "10 Gb/sec (4X SDR)", "InfiniBand")
 OVERLAP = (Wanted(ranks=4, engines=2, tp=2, first=2),)
 SHARED = (replace(OVERLAP[0], share=True),)
 APART = (Wanted(ranks=4, engines=0, tp=4, first=0), Wanted(ranks=0, engines=2, tp=4, first=0))
-A100 = Gpu(0, "NVIDIA A100-SXM4-80GB", 81920, 4, "Default", "8.0")
+A100 = GpuFacts(0, "NVIDIA A100-SXM4-80GB", 81920, 4, "Default", "8.0")
 
 
 def line(machine: Machine, name: str) -> Finding:
@@ -317,7 +317,7 @@ def test_versions() -> None:
 
 
 def test_a_configuration_that_is_wrong_is_a_line_among_others() -> None:
-    config, run = asked.read(DEMO, ["run.stepz=3"])
+    config, run = config_probe.read(DEMO, ["run.stepz=3"])
     assert config is None
     shown = StringIO()
     machine = replace(LAPTOP, run=run)

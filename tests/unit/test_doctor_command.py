@@ -12,7 +12,7 @@ from typing import Any
 
 import asyncmoe
 from asyncmoe.doctor.examination import CHECKS
-from asyncmoe.doctor.gathering import nvidia
+from asyncmoe.doctor.probes import nvidia
 from asyncmoe.doctor.report import read
 
 ROOT = Path(asyncmoe.__file__).resolve().parent.parent

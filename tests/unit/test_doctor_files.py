@@ -15,7 +15,7 @@ import pytest
 
 import asyncmoe
 from asyncmoe import config as configuration
-from asyncmoe.doctor.gathering import asked, disk, model
+from asyncmoe.doctor.probes import config_probe, disk, model
 
 ROOT = Path(asyncmoe.__file__).resolve().parent.parent
 
@@ -46,7 +46,7 @@ LOOK = """
 import json, sys
 from dataclasses import asdict
 from pathlib import Path
-from asyncmoe.doctor.gathering import disk
+from asyncmoe.doctor.probes import disk
 print(json.dumps(asdict(disk.look(Path(sys.argv[1]), 0))))
 """
 MOUNT = """
@@ -137,12 +137,12 @@ def test_what_a_configuration_asks(tmp_path: Path) -> None:
     assert 0 < adapted.parameters < found.parameters
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-        _, run = asked.read(DEMO, [*settings, f"engines.port={port}"])
+        _, run = config_probe.read(DEMO, [*settings, f"engines.port={port}"])
     assert run is not None
     assert (run.connections, run.keep_checkpoints, run.network) == (8, 2, "loopback")
     assert [(entry.key, entry.number) for entry in run.ports] == [("engines.port", port), ("engines.port", port + 1)]
     assert run.ports[0].trouble == "Address already in use"
-    run = asked.with_files(run, config)
+    run = config_probe.with_files(run, config)
     assert run.checkpoint_bytes == 16 * found.parameters
     assert run.shm_bytes == 2 * 2 * found.weights_bytes
     assert run.disk is not None

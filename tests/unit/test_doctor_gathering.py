@@ -16,8 +16,8 @@ import pytest
 import asyncmoe
 from asyncmoe.doctor.environment import Apex
 from asyncmoe.doctor.facts import Port
-from asyncmoe.doctor.gathering import inside, network, nvidia, pythons, requirements, shell, sources, system
-from asyncmoe.doctor.gathering.later import Later
+from asyncmoe.doctor.probes import network, nvidia, python_probe, pythons, requirements, shell, sources, system
+from asyncmoe.doctor.probes.call_with_timeout import Later
 from asyncmoe.errors import WaitTimeout
 
 ROOT = Path(asyncmoe.__file__).resolve().parent.parent
@@ -249,13 +249,13 @@ def test_nccl_is_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     library = tmp_path / "libnccl.so.2"
     subprocess.run(["gcc", "-shared", "-fPIC", "-o", library, Path(__file__).with_name("fake_nccl.c")], check=True, timeout=60)
     monkeypatch.setattr(nccl_transport, "find_nccl", lambda: str(library))
-    found = inside.nccl()
+    found = python_probe.nccl()
     assert found is not None
     assert found["library"] == str(library)
     assert isinstance(found["version"], int)
     library.write_bytes(b"no library")
     monkeypatch.setattr(nccl_transport, "find_nccl", lambda: str(tmp_path / "none.so"))
-    missing = inside.nccl()
+    missing = python_probe.nccl()
     assert missing is not None
     assert missing["version"] is None
     assert "none.so" in missing["trouble"]

@@ -18,12 +18,12 @@ from asyncmoe.errors import TrajectoryRejected
 from asyncmoe.models.make import make_model
 from asyncmoe.queue.bounded import BoundedQueue
 from asyncmoe.record import Recording
-from asyncmoe.rollout.engines.engine_client import Generation, Sampling, Span
-from asyncmoe.rollout.engines.pool import Answer
+from asyncmoe.rollout.engines.engine_client import Generation, Sampling, VersionSpan
+from asyncmoe.rollout.engines.pool import PooledGeneration
 from asyncmoe.rollout.episodes import episode
 from asyncmoe.rollout.episodes.environment import Agent, Bounds, Environment, Episode
-from asyncmoe.rollout.episodes.episode import Stage, Teaching
-from asyncmoe.rollout.episodes.turns import Place
+from asyncmoe.rollout.episodes.episode import RolloutContext, Teaching
+from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId
 from asyncmoe.rollout.producer import Producer
 from asyncmoe.rollout.scoring import Exact
 from asyncmoe.rollout.tasks import Prompt
@@ -50,17 +50,17 @@ class Echo:
         self.size = size
         self.asked: list[tuple[int, ...]] = []
 
-    async def generate(self, tokens: Sequence[int], sampling: Sampling, held: int = 0, **_: object) -> Answer:
+    async def generate(self, tokens: Sequence[int], sampling: Sampling, held: int = 0, **_: object) -> PooledGeneration:
         self.asked.append(tuple(tokens))
         await asyncio.sleep(0)
         said = tuple(tokens[-min(self.size, sampling.max_new_tokens) :])
         version = str(len(self.asked))
-        return Answer(Generation(said, (-0.5,) * len(said), (Span(version, 0, len(said)),), "stop", 0), 1)
+        return PooledGeneration(Generation(said, (-0.5,) * len(said), (VersionSpan(version, 0, len(said)),), "stop", 0), 1)
 
 
 def play(environment: Environment, tokenizer: Tokenizer, pool: Any = None, timeout_s: float = 5.0) -> tuple[Trajectory, ...]:
-    stage = Stage(pool or Echo(), Sampling(1.0, 8, (2,)), tokenizer, Exact(), environment, BOUNDS, timeout_s, seed=3)
-    return asyncio.run(episode.run(stage, Prompt("1+1=", tokenizer.encode("1+1="), "+1="), Place(5, 2, 1)))
+    stage = RolloutContext(pool or Echo(), Sampling(1.0, 8, (2,)), tokenizer, Exact(), environment, BOUNDS, timeout_s, seed=3)
+    return asyncio.run(episode.run(stage, Prompt("1+1=", tokenizer.encode("1+1="), "+1="), EpisodeId(5, 2, 1)))
 
 
 def reason(environment: Environment, tokenizer: Tokenizer, timeout_s: float = 5.0) -> str:
@@ -360,7 +360,7 @@ class Questions:
     ],
 )
 def test_a_bad_episode_costs_its_group_and_nothing_else(bad: Environment, expected: str, tokenizer: Tokenizer) -> None:
-    stage = Stage(Plain(), Sampling(1.0, 8, (2,)), tokenizer, Exact(), Turns(bad), BOUNDS, 0.2)  # type: ignore[arg-type]
+    stage = RolloutContext(Plain(), Sampling(1.0, 8, (2,)), tokenizer, Exact(), Turns(bad), BOUNDS, 0.2)  # type: ignore[arg-type]
 
     async def run() -> None:
         held = BoundedQueue(capacity=12, batch=4, group_size=2, eta=2)
@@ -383,7 +383,7 @@ def test_a_bad_episode_costs_its_group_and_nothing_else(bad: Environment, expect
 class Plain(Echo):
     """All of version 0."""
 
-    async def generate(self, tokens: Sequence[int], sampling: Sampling, held: int = 0, **_: object) -> Answer:
+    async def generate(self, tokens: Sequence[int], sampling: Sampling, held: int = 0, **_: object) -> PooledGeneration:
         said = tuple(tokens[-2:])
         await asyncio.sleep(0)
-        return Answer(Generation(said, (-0.5,) * 2, (Span("0", 0, 2),), "stop", 0), 0)
+        return PooledGeneration(Generation(said, (-0.5,) * 2, (VersionSpan("0", 0, 2),), "stop", 0), 0)

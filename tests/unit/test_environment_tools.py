@@ -11,13 +11,13 @@ import pytest
 from asyncmoe.config.generation import MadeModel
 from asyncmoe.errors import TrajectoryRejected
 from asyncmoe.models.make import make_model
-from asyncmoe.rollout.engines.engine_client import Generation, Sampling, Span
-from asyncmoe.rollout.engines.pool import Answer
+from asyncmoe.rollout.engines.engine_client import Generation, Sampling, VersionSpan
+from asyncmoe.rollout.engines.pool import PooledGeneration
 from asyncmoe.rollout.episodes import episode
 from asyncmoe.rollout.episodes.environment import Bounds
 from asyncmoe.rollout.episodes.environments.tools import WithTools
-from asyncmoe.rollout.episodes.episode import Stage
-from asyncmoe.rollout.episodes.turns import Place
+from asyncmoe.rollout.episodes.episode import RolloutContext
+from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId
 from asyncmoe.rollout.scoring import Exact
 from asyncmoe.rollout.tasks import Prompt
 from asyncmoe.rollout.tokenizer import Tokenizer
@@ -41,9 +41,9 @@ class Scripted:
     def __init__(self, tokenizer: Tokenizer, *lines: str) -> None:
         self.lines = [(*tokenizer.encode(line), tokenizer.eos) for line in lines]
 
-    async def generate(self, tokens: Sequence[int], sampling: Sampling, held: int = 0, **_: object) -> Answer:
+    async def generate(self, tokens: Sequence[int], sampling: Sampling, held: int = 0, **_: object) -> PooledGeneration:
         said = self.lines.pop(0)
-        return Answer(Generation(said, (-0.5,) * len(said), (Span("0", 0, len(said)),), "stop", 0), 0)
+        return PooledGeneration(Generation(said, (-0.5,) * len(said), (VersionSpan("0", 0, len(said)),), "stop", 0), 0)
 
 
 async def blurts(argument: str) -> str:
@@ -57,9 +57,9 @@ async def sleeps(argument: str) -> str:
 
 def play(environment: WithTools, tokenizer: Tokenizer, *lines: str) -> Trajectory:
     async def run() -> Trajectory:
-        stage = Stage(Scripted(tokenizer, *lines), Sampling(1.0, 64, (tokenizer.eos,)), tokenizer, Exact(), environment, BOUNDS)  # type: ignore[arg-type]
+        stage = RolloutContext(Scripted(tokenizer, *lines), Sampling(1.0, 64, (tokenizer.eos,)), tokenizer, Exact(), environment, BOUNDS)  # type: ignore[arg-type]
         try:
-            (made,) = await episode.run(stage, Prompt("6*7=", tokenizer.encode("6*7="), "42"), Place(0, 0, 0))
+            (made,) = await episode.run(stage, Prompt("6*7=", tokenizer.encode("6*7="), "42"), EpisodeId(0, 0, 0))
         finally:
             await environment.close()
         return made

@@ -16,10 +16,10 @@ from asyncmoe.errors import ConfigError, DataError, EngineError, TrajectoryRejec
 from asyncmoe.models.make import make_model
 from asyncmoe.record import NOTHING, Recording
 from asyncmoe.rollout import tasks
-from asyncmoe.rollout.engines.engine_client import Generation, Sampling, Span
-from asyncmoe.rollout.engines.pool import Answer
-from asyncmoe.rollout.engines.scheduling import Request
-from asyncmoe.rollout.episodes.episode import Stage
+from asyncmoe.rollout.engines.engine_client import Generation, Sampling, VersionSpan
+from asyncmoe.rollout.engines.pool import PooledGeneration
+from asyncmoe.rollout.engines.scheduling import ScheduledRequest
+from asyncmoe.rollout.episodes.episode import RolloutContext
 from asyncmoe.rollout.evaluation import Evaluator, due, measure, sampling
 from asyncmoe.rollout.scoring import Exact
 from asyncmoe.rollout.tokenizer import Tokenizer
@@ -54,13 +54,13 @@ class Engines:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer, self.version = tokenizer, WARMUP
         self.asked: list[str] = []
-        self.requests: list[Request] = []
+        self.requests: list[ScheduledRequest] = []
         self.running = self.most = 0
         self.fails: dict[int, Exception] = {}
         self.go = asyncio.Event()
         self.go.set()
 
-    async def generate(self, tokens: Sequence[int], sampling: Sampling, held: int = 0, *, request: Request) -> Answer:
+    async def generate(self, tokens: Sequence[int], sampling: Sampling, held: int = 0, *, request: ScheduledRequest) -> PooledGeneration:
         number = len(self.asked)
         self.asked.append(self.tokenizer.decode(tokens))
         self.requests.append(request)
@@ -75,7 +75,9 @@ class Engines:
             raise self.fails[number]
         left, right = self.asked[number].rstrip("=").split("+")
         said = (*self.tokenizer.encode(str(int(left) + int(right))), self.tokenizer.eos)
-        return Answer(Generation(said, (0.0,) * len(said), (Span(str(self.version), 0, len(said)),), "stop", 0), self.version)
+        return PooledGeneration(
+            Generation(said, (0.0,) * len(said), (VersionSpan(str(self.version), 0, len(said)),), "stop", 0), self.version
+        )
 
 
 class Setup:
@@ -87,7 +89,7 @@ class Setup:
         self.found: list[Evaluation] = []
         self.task = tasks.load(made, tokenizer)
         pool: Any = self.engines
-        stage = Stage(pool, Sampling(1.0, 8, (tokenizer.eos,), recording=Recording(masks=True)), tokenizer, Exact())
+        stage = RolloutContext(pool, Sampling(1.0, 8, (tokenizer.eos,), recording=Recording(masks=True)), tokenizer, Exact())
         self.evaluator = Evaluator(made, stage, tasks.load_evaluation(made, tokenizer, self.task), self.found.append)
         self.running = asyncio.create_task(self.evaluator.run())
 

@@ -14,7 +14,7 @@ from asyncmoe import models
 from asyncmoe.config import Config, devices, load
 from asyncmoe.errors import ConfigError
 from asyncmoe.models import EngineParallel
-from asyncmoe.plan import budget, planning, split
+from asyncmoe.plan import budget, split, traffic
 from asyncmoe.plan.sizes import parse_adapter
 
 REPOSITORY = Path(__file__).parents[2]
@@ -68,7 +68,7 @@ def test_it_fits_and_its_comments_say_what_it_holds(path: Path) -> None:
 def test_its_weights_can_be_moved(path: Path) -> None:
     """Every byte that an engine needs travels once."""
     config, hf = configured(path)
-    found = planning.foresee(
+    found = traffic.foresee(
         str(path),
         hf,
         models.trainer_parallel(config),

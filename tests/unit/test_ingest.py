@@ -19,14 +19,14 @@ from asyncmoe.errors import ProtocolError
 from asyncmoe.queue.bounded import BoundedQueue
 from asyncmoe.queue.service import QueueService
 from asyncmoe.record import Recording, Routing, decode_routes, encode_routes
-from asyncmoe.rollout.engines.engine_client import Generation, Span
-from asyncmoe.rollout.episodes.turns import Place, Turn, assemble
+from asyncmoe.rollout.engines.engine_client import Generation, VersionSpan
+from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId, Turn, assemble
 from asyncmoe.rollout.producer import Producer
 from asyncmoe.rollout.tasks import Demonstration, Prompt
+from asyncmoe.rpc.client import Client
+from asyncmoe.rpc.messages import Fetch, Fetched, Lease
+from asyncmoe.rpc.server import Server
 from asyncmoe.trajectory import Trajectory, decode, frames_in
-from asyncmoe.wire.client import Client
-from asyncmoe.wire.messages import Fetch, Fetched, Lease
-from asyncmoe.wire.server import Server
 
 GROUP, BATCH, VOCABULARY = 2, 4, 50
 ROUTING = Routing(all_layers=5, layers=(1, 2, 3, 4), top_k=2, experts=8)
@@ -65,7 +65,7 @@ def answer(**changes: Any) -> Generation:
     right = Generation(
         tokens=RESPONSE,
         logprobs=(-0.5, -0.25, -1.0, -0.125),
-        spans=(Span("0", 0, len(RESPONSE)),),
+        spans=(VersionSpan("0", 0, len(RESPONSE)),),
         finish="stop",
         cached_tokens=0,
         routes=text(routes()),
@@ -74,7 +74,7 @@ def answer(**changes: Any) -> Generation:
     return dataclasses.replace(right, **changes)
 
 
-def record(place: Place, generation: Generation, recording: Recording = RECORDING) -> Trajectory:
+def record(place: EpisodeId, generation: Generation, recording: Recording = RECORDING) -> Trajectory:
     return assemble([Turn(PROMPT, generation, 0)], place, recording, 1.0, {})
 
 
@@ -117,9 +117,9 @@ ANSWERS: list[tuple[str, str, dict[str, Any]]] = [
     ("NaN", "bad_logprob", {"logprobs": (-0.5, float("nan"), -1.0, -0.125)}),
     ("minus infinity", "bad_logprob", {"logprobs": (-0.5, float("-inf"), -1.0, -0.125)}),
     ("a log-probability too few", "length_mismatch", {"logprobs": (-0.5, -0.25, -1.0)}),
-    ("a version from the future", "version_from_future", {"spans": (Span("0", 0, 2), Span("2", 2, 4))}),
-    ("a version that is none", "bad_version", {"spans": (Span("default", 0, 4),)}),
-    ("tokens without a version", "bad_version", {"spans": (Span("0", 0, 3),)}),
+    ("a version from the future", "version_from_future", {"spans": (VersionSpan("0", 0, 2), VersionSpan("2", 2, 4))}),
+    ("a version that is none", "bad_version", {"spans": (VersionSpan("default", 0, 4),)}),
+    ("tokens without a version", "bad_version", {"spans": (VersionSpan("0", 0, 3),)}),
 ]
 RECORDS: list[tuple[str, str, Callable[[Trajectory], Trajectory]]] = [
     ("routes lost", "no_routes", lambda t: dataclasses.replace(t, routes=None)),
@@ -135,11 +135,11 @@ RECORDS: list[tuple[str, str, Callable[[Trajectory], Trajectory]]] = [
 ]  # fmt: skip
 
 
-async def refusing(spoilt: Callable[[Place], Trajectory], reason: str) -> None:
+async def refusing(spoilt: Callable[[EpisodeId], Trajectory], reason: str) -> None:
     """Have group 1 spoilt by its second member, and train two steps and more on the others."""
     held = queue()
 
-    async def play(prompt: Prompt, place: Place) -> Trajectory:
+    async def play(prompt: Prompt, place: EpisodeId) -> Trajectory:
         return spoilt(place) if place.key() == BAD else record(place, answer())
 
     trained: list[int] = []
@@ -187,13 +187,13 @@ def long_record(group: int, episode: int) -> Trajectory:
     generation = Generation(
         response,
         (-1.0,) * len(response),
-        (Span("0", 0, len(response)),),
+        (VersionSpan("0", 0, len(response)),),
         "length",
         0,
         text(routes(len(PROMPT) + len(response) - 1)),
         [[token] for token in response],
     )
-    return record(Place(group, episode, 0), generation)
+    return record(EpisodeId(group, episode, 0), generation)
 
 
 def sizes(frames: Sequence[Any]) -> list[int]:

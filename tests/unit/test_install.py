@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from asyncmoe.doctor.gathering import toolchain
+from asyncmoe.doctor.probes import toolchain
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "requirements"

@@ -12,11 +12,11 @@ from asyncmoe.config import Config, parse
 from asyncmoe.config.generation import Interruption
 from asyncmoe.errors import ConfigError, TrajectoryRejected
 from asyncmoe.models import kept_routing
-from asyncmoe.rollout.engines.engine_client import ABORTED, Generation, Sampling, Span
+from asyncmoe.rollout.engines.engine_client import ABORTED, Generation, Sampling, VersionSpan
 from asyncmoe.rollout.engines.interruption import respond
-from asyncmoe.rollout.engines.pool import Answer
-from asyncmoe.rollout.engines.scheduling import Request
-from asyncmoe.rollout.episodes.turns import Turn
+from asyncmoe.rollout.engines.pool import PooledGeneration
+from asyncmoe.rollout.engines.scheduling import ScheduledRequest
+from asyncmoe.rollout.episodes.trajectory_builder import Turn
 
 HF = {
     "model_type": "qwen3_moe",
@@ -38,20 +38,20 @@ class Scripted:
     def __init__(self, *answers: tuple[int, str]) -> None:
         self.answers = list(answers)
         self.asked: list[tuple[tuple[int, ...], int, int]] = []
-        self.requests: list[Request] = []
+        self.requests: list[ScheduledRequest] = []
         self.lost_tokens = self.recomputed_tokens = 0
 
-    async def generate(self, tokens: Sequence[int], sampling: Sampling, held: int = 0, *, request: Request) -> Answer:
+    async def generate(self, tokens: Sequence[int], sampling: Sampling, held: int = 0, *, request: ScheduledRequest) -> PooledGeneration:
         self.requests.append(request)
         self.asked.append((tuple(tokens), sampling.max_new_tokens, held))
         count, finish = self.answers.pop(0)
         version = len(self.asked)
         made = tuple(range(100 * version, 100 * version + count))
-        return Answer(Generation(made, (-1.0,) * count, (Span(str(version), 0, count),), finish, 0), version)
+        return PooledGeneration(Generation(made, (-1.0,) * count, (VersionSpan(str(version), 0, count),), finish, 0), version)
 
 
 def ask(pool: Any, how: Interruption, before: Sequence[Turn] = ()) -> list[Turn]:
-    return asyncio.run(respond(pool, (1, 2, 3), before, Sampling(1.0, 10, ()), how, Request("p")))
+    return asyncio.run(respond(pool, (1, 2, 3), before, Sampling(1.0, 10, ()), how, ScheduledRequest("p")))
 
 
 def test_what_was_cut_short_is_sent_again_as_a_prefix() -> None:
@@ -66,7 +66,7 @@ def test_what_was_cut_short_is_sent_again_as_a_prefix() -> None:
         ((1, 2, 3, *first, *second), 4, 8),
     ]
     assert (pool.lost_tokens, pool.recomputed_tokens) == (0, 7 + 7 + 9)
-    assert pool.requests == [Request("p"), *(Request("p", continues=True, sampled=n) for n in (4, 4, 6))]
+    assert pool.requests == [ScheduledRequest("p"), *(ScheduledRequest("p", continues=True, sampled=n) for n in (4, 4, 6))]
 
 
 def test_a_response_cut_short_before_its_first_token_is_asked_for_again() -> None:
@@ -80,7 +80,7 @@ def test_a_response_cut_short_at_its_end_is_whole() -> None:
 
 
 def test_earlier_turns_are_part_of_the_prefix() -> None:
-    earlier = Turn((7, 8), Generation((9,), (-1.0,), (Span("0", 0, 1),), "stop", 0), 0)
+    earlier = Turn((7, 8), Generation((9,), (-1.0,), (VersionSpan("0", 0, 1),), "stop", 0), 0)
     pool = Scripted((2, ABORTED), (8, "length"))
     ask(pool, "abort_resume", [earlier])
     assert pool.asked == [((7, 8, 9, 1, 2, 3), 10, 2), ((7, 8, 9, 1, 2, 3, 100, 101), 8, 7)]

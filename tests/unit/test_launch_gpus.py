@@ -11,23 +11,23 @@ import pytest
 from doctor_machines import ENGINE, GPUS, NODE, but
 
 from asyncmoe.config import Config, devices, load
-from asyncmoe.doctor.facts import Gpu, Machine, Nvidia, Run
-from asyncmoe.doctor.gathering import asked
+from asyncmoe.doctor.facts import GpuFacts, Machine, Nvidia, RunFacts
+from asyncmoe.doctor.probes import config_probe
 from asyncmoe.errors import ConfigError, UserError
 from asyncmoe.launch import gpus, local, preflight
 from asyncmoe.plan import budget
 from asyncmoe.receiver.channel import transport_for
-from asyncmoe.rollout.engines import engine
+from asyncmoe.rollout.engines import engine_process
 from asyncmoe.trainer.model import connections
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
 MODELS = EXAMPLES / "cluster" / "models"
-H200 = Gpu(0, "NVIDIA H200", 143771, 4, "Default", "9.0")
+H200 = GpuFacts(0, "NVIDIA H200", 143771, 4, "Default", "9.0")
 GB_OF = {81559: 80.0, 143771: 141.0}
 """What a card is sold as, by its MiB."""
 
-Setup = tuple[str, int, Gpu, tuple[int, ...]]
+Setup = tuple[str, int, GpuFacts, tuple[int, ...]]
 """An example, GPUs of each of its nodes, their kind, and how many processes of the run each kind of node has GPUs for."""
 SETUPS: dict[int, list[Setup]] = {
     1: [("demo-gpu.yaml", 1, GPUS[0], (2,))],
@@ -45,17 +45,17 @@ def configured(name: str, *overrides: str) -> tuple[Config, Mapping[str, Any]]:
     return config, budget.hf_of(config, None if config.model.make else MODELS / f"{config.model.path.name}.json")
 
 
-def machine(config: Config, hf: Mapping[str, Any], count: int, card: Gpu, **changes: Any) -> Machine:
+def machine(config: Config, hf: Mapping[str, Any], count: int, card: GpuFacts, **changes: Any) -> Machine:
     """A healthy node with so many cards, examined for a configuration."""
     found = tuple(replace(card, index=index) for index in range(count))
     links = tuple(tuple("X" if i == j else "NV18" for j in range(count)) for i in range(count))
-    run = Run("run.yaml", network=config.cluster.network, on_gpus=asked.on_gpus(config, hf))
+    run = RunFacts("run.yaml", network=config.cluster.network, on_gpus=config_probe.on_gpus(config, hf))
     node = but(NODE, nvidia__gpus=found, nvidia__links=links, nvidia__on_bus=count, trainer__torch__devices=count, run=run)
     return but(node, **changes) if changes else node
 
 
 @each
-def test_it_is_placed_fits_and_starts(total: int, name: str, gpus_each: int, card: Gpu, processes: tuple[int, ...]) -> None:
+def test_it_is_placed_fits_and_starts(total: int, name: str, gpus_each: int, card: GpuFacts, processes: tuple[int, ...]) -> None:
     config, hf = configured(name)
     several = config.cluster.network != "loopback"
     nodes = config.cluster.trainer_nodes + config.cluster.engine_nodes if several else 1
@@ -71,7 +71,7 @@ def test_it_is_placed_fits_and_starts(total: int, name: str, gpus_each: int, car
 
 
 @each
-def test_a_gpu_too_few_is_refused_in_a_line(total: int, name: str, gpus_each: int, card: Gpu, processes: tuple[int, ...]) -> None:
+def test_a_gpu_too_few_is_refused_in_a_line(total: int, name: str, gpus_each: int, card: GpuFacts, processes: tuple[int, ...]) -> None:
     config, hf = configured(name)
     with pytest.raises(UserError) as caught:
         preflight.judge(machine(config, hf, gpus_each - 1, card))
@@ -117,7 +117,7 @@ def _built_for(cuda: str) -> dict[str, Any]:
     return {"trainer__torch__cuda": cuda, "engine__torch__cuda": cuda, "trainer__torch__devices": 0, "engine__torch__devices": 0}
 
 
-def _small(node: Machine) -> tuple[Gpu, ...]:
+def _small(node: Machine) -> tuple[GpuFacts, ...]:
     return tuple(replace(gpu, name="a small one", memory_mib=12000) for gpu in node.nvidia.gpus)
 
 
@@ -127,7 +127,7 @@ def test_what_stops_a_run_is_said_in_a_line(
     total: int,
     name: str,
     gpus_each: int,
-    card: Gpu,
+    card: GpuFacts,
     processes: tuple[int, ...],
     change: Callable[[Machine], Machine],
     got: str,
@@ -242,7 +242,7 @@ def test_what_bounds_an_engine_leaves_room_for_what_comes_besides(name: str, gpu
     for free in (gpu_gb * 1e9 - trainer, gpu_gb * 1e9) if trainer else (gpu_gb * 1e9,):
         assert static < fraction * free
     assert fraction * (budget.memory.usable(gpu_gb) - trainer) + besides <= budget.memory.usable(gpu_gb) - trainer + 1
-    command = engine.command(config, 0, "127.0.0.1", 31000, False, 0, None, arguments)
+    command = engine_process.command(config, 0, "127.0.0.1", 31000, False, 0, None, arguments)
     assert command[-4:] == ["--max-total-tokens", str(tokens), "--mem-fraction-static", f"{fraction:g}"]
 
 
@@ -281,10 +281,10 @@ def test_what_does_not_fit_is_refused_with_the_way_out(
 
 def test_engines_begin_behind_the_trainer_of_their_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def base(name: str, index: int, *overrides: str) -> int:
-        command = engine.command(configured(name, *overrides)[0], index, "127.0.0.1", 31000, False, 0, None)
+        command = engine_process.command(configured(name, *overrides)[0], index, "127.0.0.1", 31000, False, 0, None)
         return int(command[command.index("--base-gpu-id") + 1])
 
-    monkeypatch.setattr(engine, "_GPUS", tmp_path)
+    monkeypatch.setattr(engine_process, "_GPUS", tmp_path)
     monkeypatch.delenv("ASYNCMOE_HOST", raising=False)
     assert base("one-node/qwen3-30b-a3b.yaml", 0) == 6
     assert [base("cluster/qwen3-30b-a3b.yaml", index) for index in (0, 1)] == [0, 4]

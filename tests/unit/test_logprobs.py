@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncmoe.trainer.data.recorded import Support
+from asyncmoe.trainer.data.replay_data import Support
 from asyncmoe.trainer.model.logprobs import target_logprobs
 
 

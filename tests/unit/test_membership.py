@@ -16,8 +16,8 @@ from asyncmoe.errors import AsyncmoeError, ConfigError, EngineError, ProtocolErr
 from asyncmoe.rollout.engines import membership
 from asyncmoe.rollout.engines.membership import Membership, RemoteEngine
 from asyncmoe.rollout.engines.pool import Member, Pool
-from asyncmoe.rollout.engines.weights import Conductor
-from asyncmoe.wire.messages import (
+from asyncmoe.rollout.engines.weight_updates import WeightUpdateCoordinator
+from asyncmoe.rpc.messages import (
     Committed,
     EngineAlive,
     EngineJoin,
@@ -28,7 +28,7 @@ from asyncmoe.wire.messages import (
     WeightsCommit,
     WeightsStage,
 )
-from asyncmoe.wire.peers import Facts
+from asyncmoe.rpc.peers import Facts
 
 
 class Client:
@@ -54,7 +54,7 @@ class Rig:
         self.config = config
         self.pool = Pool([], 8, 5.0, lambda *_: None)
         self.published: list[int] = []
-        self.conductor = Conductor(self.pool, 5.0, self._published, lambda *_: None)
+        self.conductor = WeightUpdateCoordinator(self.pool, 5.0, self._published, lambda *_: None)
         self.conductor.engines_started()
         self.membership = Membership(config, self.pool, self.conductor.updating)
 

@@ -17,7 +17,7 @@ from asyncmoe.models import EngineParallel, MegatronParallel, family_of
 from asyncmoe.models.lora.adapter import Kind, halves
 from asyncmoe.plan import activations, budget, memory
 from asyncmoe.plan.activations import Microbatch
-from asyncmoe.plan.memory import Memory, Serving, Training
+from asyncmoe.plan.memory import EngineMemory, GpuMemory, Training
 from asyncmoe.trainer.model.logprobs import _ROWS
 
 HF = REAL["Qwen3-30B-A3B"]
@@ -43,7 +43,7 @@ def of(parallel: MegatronParallel, training: Training, stage: int = 0) -> dict[s
 
 def test_all_weights_of_a_real_model_on_one_node() -> None:
     assert ALL == 30_532_122_624  # as published, 30.5 B
-    assert memory.whole(HF) == memory.Held(ALL - L * E * EXPERT, L * E * EXPERT)
+    assert memory.whole(HF) == memory.RankParameters(ALL - L * E * EXPERT, L * E * EXPERT)
     dense = 2 * V * H // 4 + L * (DIVIDED // 4 + COPIED) + H
     experts = L * 16 * EXPERT
     assert of(NODE, Training(PASS)) == {
@@ -187,7 +187,7 @@ def test_the_logits_are_the_last_stages_and_count_once_for_each_use() -> None:
 def test_an_engine_of_a_real_model() -> None:
     dense = 2 * V * H // 4 + L * ((Q + 2 * KV) * H // 4 + Q * H // 4 + COPIED) + H
     weights = 2 * (dense + L * 32 * EXPERT)
-    found = memory.engine(HF, EngineParallel(4, 4), Serving(1_000_000))
+    found = memory.engine(HF, EngineParallel(4, 4), EngineMemory(1_000_000))
     mib = 512 + 1.5 * 8192 + 4 / 8 * 1024 + 2 * 256
     assert dict(found.parts) == {
         "weights": weights,
@@ -196,7 +196,7 @@ def test_an_engine_of_a_real_model() -> None:
         "working set": int(mib * (1 << 20)),
         "weight sync": 2 * (256 << 20),
     }
-    bare = memory.engine(HF, EngineParallel(4, 4), Serving(1_000_000, staging=False, gpu=False)).parts
+    bare = memory.engine(HF, EngineParallel(4, 4), EngineMemory(1_000_000, staging=False, gpu=False)).parts
     assert bare.keys() == {"weights", "KV cache", "weight sync"}
 
 
@@ -210,14 +210,14 @@ def test_key_heads_are_divided_until_each_rank_has_one() -> None:
 def test_adapters_of_an_engine_are_in_two_slots_and_a_third_place(experts: str, billions: float) -> None:
     """Sizes at rank 32 as published for this model."""
     kind = KIND if experts == "per_expert" else SHARED
-    found = memory.engine(HF, EngineParallel(), Serving(0, adapter=kind)).parts
+    found = memory.engine(HF, EngineParallel(), EngineMemory(0, adapter=kind)).parts
     assert found["adapters"] == pytest.approx(2 * billions * 1e9, rel=0.01)
     assert found["adapters"] == 2 * found["staging"]
-    assert "staging" not in memory.engine(HF, EngineParallel(), Serving(0, adapter=kind, staging=False)).parts
+    assert "staging" not in memory.engine(HF, EngineParallel(), EngineMemory(0, adapter=kind, staging=False)).parts
 
 
 def test_the_kv_cache_gets_what_is_left() -> None:
-    parallel, serving = EngineParallel(4, 4), Serving(5)
+    parallel, serving = EngineParallel(4, 4), EngineMemory(5)
     filled, tokens = memory.engine_filled(HF, parallel, serving, 80.0)
     assert filled.fits(80.0)
     assert not memory.engine(HF, parallel, replace(serving, tokens=tokens + 1)).fits(80.0)
@@ -226,8 +226,8 @@ def test_the_kv_cache_gets_what_is_left() -> None:
 
 def test_what_is_planned_for_is_a_share_of_the_gpu() -> None:
     assert memory.usable(80.0) == 76_000_000_000
-    assert Memory({"weights": 76_000_000_000}).fits(80.0)
-    assert not Memory({"weights": 76_000_000_000, "gradients": 1}).fits(80.0)
+    assert GpuMemory({"weights": 76_000_000_000}).fits(80.0)
+    assert not GpuMemory({"weights": 76_000_000_000, "gradients": 1}).fits(80.0)
 
 
 # ---------------------------------------------------------------- of a configuration
@@ -258,7 +258,7 @@ def test_a_configuration_is_read_as_the_trainer_and_the_engines_read_it() -> Non
     )
     kind = Kind(GROUPED + MLP, 8, 32.0, "shared_outer")
     assert budget.training(rich, HF) == Training(Microbatch(2000, True, "float32", kind, unmasked=True), True, True, 1000, ONE)
-    assert budget.serving(rich, HF) == Serving(6000, True, 2048, 3, "float32", kind, 1000, communicators=ONE)
+    assert budget.serving(rich, HF) == EngineMemory(6000, True, 2048, 3, "float32", kind, 1000, communicators=ONE)
     assert budget.serving(plain, {**HF, "max_position_embeddings": 100}).tokens == 1600
     assert budget.serving(config(engines={"max_total_tokens": 7}), HF).tokens == 7
     for sync in ({"staging": False}, {"method": "broadcast"}):
@@ -272,7 +272,7 @@ def test_an_argument_that_is_no_number_is_refused(args: list[str]) -> None:
 
 
 def test_the_line_of_a_budget_is_read_back() -> None:
-    found = budget.Budget(Memory({"weights": 61_234_000_000}), Memory({"weights": 5_000_000, "KV cache": 2_000_000}), 80.0)
+    found = budget.Budget(GpuMemory({"weights": 61_234_000_000}), GpuMemory({"weights": 5_000_000, "KV cache": 2_000_000}), 80.0)
     assert found.line == "# memory: trainer 61.2 GB, engine 0.007 GB of 80"
     assert found.sums[1] == "# memory of an engine: weights 0.005 + KV cache 0.002"
     assert budget.stated(f"# x\n{found.line}\nrun:\n", "a.yaml") == (80.0, False)

@@ -13,7 +13,7 @@ from asyncmoe.models import EngineParallel, MegatronParallel, family_of
 from asyncmoe.models.shape import Shape
 from asyncmoe.plan import activations, memory, split
 from asyncmoe.plan.activations import Microbatch
-from asyncmoe.plan.memory import Held, Serving, Training
+from asyncmoe.plan.memory import EngineMemory, RankParameters, Training
 from asyncmoe.plan.split import Cluster
 
 DEEPSEEK, GLM, AIR, MOONLIGHT = (REAL[name] for name in ("DeepSeek-V3", "GLM-4.5", "GLM-4.5-Air", "Moonlight-16B-A3B"))
@@ -39,12 +39,12 @@ def test_deepseek_v3_on_a_trainers_rank() -> None:
     experts = 58 * 256 * expert
     others = 61 * (down + up + norms) + 3 * dense + 58 * (router + shared) + 2 * table + 7168
     assert others + experts == 671_026_404_352
-    assert memory.whole(DEEPSEEK) == Held(others, experts)
+    assert memory.whole(DEEPSEEK) == RankParameters(others, experts)
     parallel = MegatronParallel(tp=8, ep=64, dp=16)
     mine = 61 * (down + up // 8 + norms) + 3 * dense // 8 + 58 * (router + shared // 8) + 2 * table // 8 + 7168
     of_experts = 58 * 4 * expert
     held = memory.weights_of(DEEPSEEK, parallel, 0, "bfloat16")
-    assert held == Held(mine, of_experts, 2 * (mine + of_experts) + 58 * 256 * 4)
+    assert held == RankParameters(mine, of_experts, 2 * (mine + of_experts) + 58 * 256 * 4)
     parts = memory.trainer(DEEPSEEK, parallel, Training(PASS))[0].parts
     assert parts["gradients"] == 4 * (mine + of_experts)
     assert parts["optimizer"] == 12 * (-(-mine // 16) + of_experts // 2)
@@ -62,10 +62,10 @@ def test_glms_routers_are_sent_from_copies() -> None:
     of_experts = 89 * 5 * expert
     biases, copies = 89 * 160 * 4, 89 * router * 4
     held = memory.weights_of(GLM, parallel, 0, "bfloat16")
-    assert held == Held(mine, of_experts, 2 * (mine + of_experts) + biases, copies)
+    assert held == RankParameters(mine, of_experts, 2 * (mine + of_experts) + biases, copies)
     assert memory.trainer(GLM, parallel, Training(PASS))[0].parts["weight sync"] == 2 * (256 << 20) + 291_635_200
     assert copies == 291_635_200
-    assert memory.weights_of(GLM, parallel, 0, "float32") == Held(mine, of_experts, 4 * (mine + of_experts) + biases)
+    assert memory.weights_of(GLM, parallel, 0, "float32") == RankParameters(mine, of_experts, 4 * (mine + of_experts) + biases)
 
 
 @families
@@ -129,11 +129,11 @@ def test_a_token_in_a_cache_of_small_vectors() -> None:
 
 
 def test_an_engine_keeps_the_layer_that_leads_up_twice() -> None:
-    found = memory.engine(DEEPSEEK, EngineParallel(16, 16), Serving(1000)).parts
+    found = memory.engine(DEEPSEEK, EngineParallel(16, 16), EngineMemory(1000)).parts
     assert found["derived"] == 61 * 2 * 128 * 256 * 512 // 16
     assert found["KV cache"] == 70_272_000
     assert found["staging"] == found["weights"]
-    assert "derived" not in memory.engine(GLM, EngineParallel(8, 8), Serving(1000)).parts
+    assert "derived" not in memory.engine(GLM, EngineParallel(8, 8), EngineMemory(1000)).parts
 
 
 # ---------------------------------------------------------------- splits

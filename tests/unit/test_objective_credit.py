@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from asyncmoe.config.objective import ObjectiveSection
 from asyncmoe.errors import InvariantBroken
-from asyncmoe.queue.lane import describe
-from asyncmoe.trainer.data.advantages import credit_figures, token_advantages
+from asyncmoe.queue.group_buffer import describe
+from asyncmoe.trainer.data.credit import credit_figures, token_advantages
 from asyncmoe.trainer.objective import distill_advantages, group_advantages, process_advantages, step_scales
 from asyncmoe.trajectory import NOT_SAMPLED, Trajectory
 

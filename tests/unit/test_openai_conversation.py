@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from asyncmoe.models.make import VOCAB
 from asyncmoe.rollout.episodes.environment import Bounds
-from asyncmoe.rollout.episodes.openai_endpoint.conversation import Asked, answered, begin, extend
-from asyncmoe.rollout.episodes.openai_endpoint.protocol import Answer, Refused, chunks, completion, parse
+from asyncmoe.rollout.episodes.openai_endpoint.conversation import PolicyRequest, answered, begin, extend
+from asyncmoe.rollout.episodes.openai_endpoint.protocol import Completion, RequestRefused, chunks, completion, parse
 from asyncmoe.rollout.episodes.openai_endpoint.session import Session
 from asyncmoe.rollout.tokenizer import Tokenizer
 from tests.unit import openai_policy
@@ -34,7 +34,7 @@ def user(text: str) -> dict[str, Any]:
     return {"role": "user", "content": text}
 
 
-async def ask(session: Session, messages: list[dict[str, Any]], **fields: object) -> tuple[dict[str, Any], Answer]:
+async def ask(session: Session, messages: list[dict[str, Any]], **fields: object) -> tuple[dict[str, Any], Completion]:
     """The message a client gets."""
     asked = session.parse(request(messages, **fields))
     answer = await session.answer(asked)
@@ -179,11 +179,11 @@ async def twice(session: Session, *turns: tuple[list[dict[str, Any]], list[dict[
 
 def test_a_stop_token_with_text_of_its_own_is_not_taken_for_the_templates(known: Tokenizer) -> None:
     (newline,) = known.encode("\n")
-    begun = begin(Asked((user("a"),), (user("a"),)), Lines(known))
+    begun = begin(PolicyRequest((user("a"),), (user("a"),)), Lines(known))
     told = {"role": "assistant", "content": "hello\n"}
     heard = answered(begun, told, (*known.encode("hello"), newline), "stop", known)
     messages = (user("a"), told, user("b"))
-    more = extend(heard, Asked(messages, messages), Lines(known))
+    more = extend(heard, PolicyRequest(messages, messages), Lines(known))
     assert more is not None
     assert more.tokens == known.encode("\nuser: b\nassistant: ")
 
@@ -253,7 +253,7 @@ def test_tools_reach_the_template(known: Tokenizer) -> None:
 )
 def test_what_is_refused_is_named(fields: dict[str, Any], named: str) -> None:
     body = json.dumps({"model": "m", "messages": [user("hi")], **fields}).encode()
-    with pytest.raises(Refused) as refused:
+    with pytest.raises(RequestRefused) as refused:
         parse(body, SAMPLING)
     assert (refused.value.status, refused.value.parameter) == (400, named)
 
@@ -272,7 +272,7 @@ def test_what_is_refused_is_named(fields: dict[str, Any], named: str) -> None:
     ],
 )
 def test_garbage_is_refused(body: bytes) -> None:
-    with pytest.raises(Refused) as refused:
+    with pytest.raises(RequestRefused) as refused:
         parse(body, SAMPLING)
     assert refused.value.status == 400
 
@@ -284,7 +284,7 @@ def test_any_messages_are_taken_or_refused(messages: object) -> None:
     for shaped in (messages, [messages], [{"role": "assistant", "content": messages}], [{"role": "assistant", "tool_calls": [messages]}]):
         try:
             parse(json.dumps({"messages": shaped, "tools": messages}).encode(), SAMPLING)
-        except Refused as refused:
+        except RequestRefused as refused:
             assert refused.status == 400  # noqa: PT017  either is right
 
 
@@ -325,7 +325,7 @@ def test_conversations_and_turns_are_bounded_by_the_episode(known: Tokenizer) ->
             try:
                 await ask(session, [user(text)])
                 codes.append(None)
-            except Refused as refused:
+            except RequestRefused as refused:
                 codes.append(refused.code)
         return codes
 
@@ -358,9 +358,9 @@ def test_a_cancelled_request_can_be_repeated_and_others_go_on_meanwhile(known: T
         while policy.hanging < 2:
             await asyncio.sleep(0)
         await session.close()
-        with pytest.raises(Refused, match="over"):
+        with pytest.raises(RequestRefused, match="over"):
             await last
-        with pytest.raises(Refused, match="over"):
+        with pytest.raises(RequestRefused, match="over"):
             await ask(session, [user("d")])
 
     asyncio.run(run())
@@ -398,7 +398,7 @@ def test_a_cancelled_request_is_repeated_or_left_for_another_conversation(known:
 
 def test_a_stream_tells_what_an_answer_tells() -> None:
     asked = parse(request([user("hi")], stream=True), SAMPLING)
-    events = [*chunks(asked, Answer({"role": "assistant", "content": "é\n"}, "stop", 3, 2))]
+    events = [*chunks(asked, Completion({"role": "assistant", "content": "é\n"}, "stop", 3, 2))]
     assert events[-1] == b"data: [DONE]\n\n"
     told = [json.loads(event.removeprefix(b"data: ")) for event in events[:-1]]
     assert [part["choices"][0]["delta"].get("content") for part in told] == ["é\n", None]

@@ -15,7 +15,7 @@ from asyncmoe.errors import ConfigError, TrajectoryRejected, UserError
 from asyncmoe.rollout.episodes.environment import Bounds, Episode
 from asyncmoe.rollout.episodes.openai_endpoint import threads
 from asyncmoe.rollout.episodes.openai_endpoint.environment import OpenAIEnvironment
-from asyncmoe.rollout.episodes.openai_endpoint.server import Endpoint, Limits
+from asyncmoe.rollout.episodes.openai_endpoint.server import ClientLimits, OpenAIEndpoint
 from asyncmoe.rollout.episodes.openai_endpoint.session import Session
 from asyncmoe.rollout.tokenizer import Tokenizer
 from tests.unit import openai_agents, openai_policy
@@ -31,12 +31,14 @@ def known(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     return openai_policy.tokenizer(tmp_path_factory.mktemp("tokenizer"))
 
 
-def served(policy: Policy, known: Tokenizer, client: Callable[[str, Session], Awaitable[None]], limits: Limits | None = None) -> Episode:
+def served(
+    policy: Policy, known: Tokenizer, client: Callable[[str, Session], Awaitable[None]], limits: ClientLimits | None = None
+) -> Episode:
     """Let `client` speak to an episode by its URL."""
     episode = policy.episode(known)
 
     async def run() -> None:
-        endpoint = Endpoint(limits)
+        endpoint = OpenAIEndpoint(limits)
         try:
             session, url = await endpoint.open(episode)
             async with asyncio.timeout(60):
@@ -138,7 +140,7 @@ def test_floods_and_garbage_are_refused_in_openais_form(known: Tokenizer) -> Non
         async with openai.AsyncOpenAI(base_url=url, api_key=session.key) as ours:
             assert (await ours.chat.completions.create(model="m", messages=MESSAGES)).choices[0].message.content == "hello"
 
-    served(says(known), known, client, Limits(body_bytes=10000))
+    served(says(known), known, client, ClientLimits(body_bytes=10000))
 
 
 def test_requests_are_counted(known: Tokenizer) -> None:
@@ -149,7 +151,7 @@ def test_requests_are_counted(known: Tokenizer) -> None:
                 statuses.append(reply.status)
         assert statuses == [400, 400, 400, 429, 429]
 
-    served(says(known), known, client, Limits(requests=3))
+    served(says(known), known, client, ClientLimits(requests=3))
 
 
 def test_a_client_that_goes_away_ends_its_request_to_the_engine(known: Tokenizer) -> None:

@@ -17,10 +17,10 @@ from asyncmoe.bench.published import REAL
 from asyncmoe.errors import ConfigError, DataError, UserError
 from asyncmoe.models import EngineParallel, MegatronParallel, family_of
 from asyncmoe.plan import memory
-from asyncmoe.plan.memory import Serving
-from asyncmoe.plan.planned import show, write
-from asyncmoe.plan.planning import Forecast, Speeds, forecast
+from asyncmoe.plan.memory import EngineMemory
+from asyncmoe.plan.render_plan import show, write
 from asyncmoe.plan.sizes import engines_text, parse_engines, parse_trainer, trainer_text
+from asyncmoe.plan.traffic import Forecast, Speeds, forecast
 from asyncmoe.reshard import PADDING, plan, relay
 from asyncmoe.simulate.command import sync_seconds
 
@@ -73,7 +73,7 @@ def test_families_can_be_planned(tmp_path: Path, model: str) -> None:
     file.write_text(json.dumps(REAL[model]))
     found = of(file, "tp=4,ep=8,dp=8", "1xtp8ep8", bucket_bytes=256 << 20)
     assert found.ways["direct"].ratio == 1.0
-    held = memory.engine(REAL[model], found.engine, Serving(0)).parts["weights"]
+    held = memory.engine(REAL[model], found.engine, EngineMemory(0)).parts["weights"]
     assert found.model_bytes < 8 * held < 1.1 * found.model_bytes
 
 

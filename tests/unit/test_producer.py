@@ -12,15 +12,15 @@ import pytest
 from asyncmoe.errors import AsyncmoeError, EngineError, TrajectoryRejected
 from asyncmoe.queue.bounded import BoundedQueue
 from asyncmoe.record import Recording
-from asyncmoe.rollout.engines.engine_client import Generation, Span
+from asyncmoe.rollout.engines.engine_client import Generation, VersionSpan
 from asyncmoe.rollout.episodes import episode
-from asyncmoe.rollout.episodes.turns import Place, Turn, assemble
+from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId, Turn, assemble
 from asyncmoe.rollout.producer import Producer, demonstrate
 from asyncmoe.rollout.tasks import Demonstration, Prompt
 from asyncmoe.trajectory import NOT_SAMPLED, Trajectory
 
 GROUP, BATCH = 4, 8
-Play = Callable[[Prompt, Place], Awaitable[Trajectory]]
+Play = Callable[[Prompt, EpisodeId], Awaitable[Trajectory]]
 
 
 class Numbers:
@@ -33,17 +33,17 @@ class Numbers:
         return Demonstration((index, 1, 2), (False, True, True))
 
 
-def alone(play: Callable[[Prompt, Place], Awaitable[Trajectory]]) -> Callable[[Prompt, Place], Awaitable[tuple[Trajectory, ...]]]:
+def alone(play: Callable[[Prompt, EpisodeId], Awaitable[Trajectory]]) -> Callable[[Prompt, EpisodeId], Awaitable[tuple[Trajectory, ...]]]:
     """Episodes of a single agent."""
 
-    async def played(prompt: Prompt, place: Place) -> tuple[Trajectory, ...]:
+    async def played(prompt: Prompt, place: EpisodeId) -> tuple[Trajectory, ...]:
         return (await play(prompt, place),)
 
     return played
 
 
-def respond(prompt: Prompt, place: Place, version: int = 0) -> Trajectory:
-    generation = Generation((7, 2), (-0.5, -0.25), (Span(str(version), 0, 2),), "stop", 0)
+def respond(prompt: Prompt, place: EpisodeId, version: int = 0) -> Trajectory:
+    generation = Generation((7, 2), (-0.5, -0.25), (VersionSpan(str(version), 0, 2),), "stop", 0)
     return assemble([Turn(prompt.tokens, generation, version)], place, Recording(), 1.0, {})
 
 
@@ -81,7 +81,7 @@ def produce(
 
 
 def test_it_fills_the_queue_as_far_as_the_capacity_law_allows() -> None:
-    async def play(prompt: Prompt, place: Place) -> Trajectory:
+    async def play(prompt: Prompt, place: EpisodeId) -> Trajectory:
         return respond(prompt, place)
 
     async def body(held: BoundedQueue) -> None:
@@ -100,7 +100,7 @@ def test_it_fills_the_queue_as_far_as_the_capacity_law_allows() -> None:
 def test_a_rejected_response_takes_its_group_and_cancels_the_rest() -> None:
     cancelled: list[str] = []
 
-    async def play(prompt: Prompt, place: Place) -> Trajectory:
+    async def play(prompt: Prompt, place: EpisodeId) -> Trajectory:
         if place.group == 1 and place.episode == 2:
             raise TrajectoryRejected("scorer_nan", "the scorer returned nan")
         if place.group == 1:
@@ -125,7 +125,7 @@ def test_a_rejected_response_takes_its_group_and_cancels_the_rest() -> None:
 
 @pytest.mark.parametrize("reason", ["engine_died", "engine_error", "engine_timeout"])
 def test_what_an_engine_spoiled_is_started_over_with_the_same_prompt(reason: str) -> None:
-    async def play(prompt: Prompt, place: Place) -> Trajectory:
+    async def play(prompt: Prompt, place: EpisodeId) -> Trajectory:
         if place.group == 0 and place.attempt == 0:
             raise TrajectoryRejected(reason, "engine.0")
         return respond(prompt, place)
@@ -145,7 +145,7 @@ def test_what_an_engine_spoiled_is_started_over_with_the_same_prompt(reason: str
 def test_what_could_not_be_scored_is_started_over_where_the_user_wants_it(reason: str, attempts: int) -> None:
     begun: set[int] = set()
 
-    async def play(prompt: Prompt, place: Place) -> Trajectory:
+    async def play(prompt: Prompt, place: EpisodeId) -> Trajectory:
         if place.group == 0:
             begun.add(place.attempt)
             raise TrajectoryRejected(reason, "the judge is busy")
@@ -161,7 +161,7 @@ def test_what_could_not_be_scored_is_started_over_where_the_user_wants_it(reason
 
 
 def test_a_prompt_that_no_engine_can_answer_is_given_up() -> None:
-    async def play(prompt: Prompt, place: Place) -> Trajectory:
+    async def play(prompt: Prompt, place: EpisodeId) -> Trajectory:
         if place.group == 0:
             raise TrajectoryRejected("engine_error", "too long")
         return respond(prompt, place)
@@ -175,7 +175,7 @@ def test_a_prompt_that_no_engine_can_answer_is_given_up() -> None:
 
 
 def test_rejecting_everything_ends_the_run_with_the_reason() -> None:
-    async def play(prompt: Prompt, place: Place) -> Trajectory:
+    async def play(prompt: Prompt, place: EpisodeId) -> Trajectory:
         raise TrajectoryRejected("scorer_error", "ZeroDivisionError: division by zero")
 
     with pytest.raises(AsyncmoeError, match=r"all rejected.*scorer_error: ZeroDivisionError"):
@@ -183,7 +183,7 @@ def test_rejecting_everything_ends_the_run_with_the_reason() -> None:
 
 
 def test_no_engine_left_ends_the_run() -> None:
-    async def play(prompt: Prompt, place: Place) -> Trajectory:
+    async def play(prompt: Prompt, place: EpisodeId) -> Trajectory:
         if place.episode == 0:
             raise TrajectoryRejected("engine_died", "engine.0")
         raise EngineError("no engine is left")
@@ -212,8 +212,8 @@ def test_demonstrations_keep_the_warm_up_lane_full() -> None:
 
 def assembled(salt: int, *spans: tuple[str, int, int]) -> Trajectory:
     size = spans[-1][2]
-    made = Generation(tuple(range(10, 10 + size)), (-1.0,) * size, tuple(Span(*span) for span in spans), "length", 0)
-    return assemble([Turn((3, 4, 5), made, salt)], Place(7, 2, 1), Recording(), 0.5, {"generate": 1.0})
+    made = Generation(tuple(range(10, 10 + size)), (-1.0,) * size, tuple(VersionSpan(*span) for span in spans), "length", 0)
+    return assemble([Turn((3, 4, 5), made, salt)], EpisodeId(7, 2, 1), Recording(), 0.5, {"generate": 1.0})
 
 
 def test_every_token_has_the_version_that_sampled_it() -> None:

@@ -17,10 +17,10 @@ import pytest
 from asyncmoe.errors import AsyncmoeError, ConfigError, EngineError, InvariantBroken, ProtocolError, TrajectoryRejected, WaitTimeout
 from asyncmoe.queue.bounded import BoundedQueue
 from asyncmoe.queue.service import QueueService
+from asyncmoe.rpc.client import Client
+from asyncmoe.rpc.messages import Commit, Done, Fetch, Fetched, Goodbye, Hello, Lease, Leased, Saved, Welcome
+from asyncmoe.rpc.server import Server
 from asyncmoe.trajectory import NOT_SAMPLED, Trajectory, decode, frames_in
-from asyncmoe.wire.client import Client
-from asyncmoe.wire.messages import Commit, Done, Fetch, Fetched, Goodbye, Hello, Lease, Leased, Saved, Welcome
-from asyncmoe.wire.server import Server
 
 
 def asynchronous(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from asyncmoe.queue.bounded import BoundedQueue
+from asyncmoe.rpc.messages import Leased
 from asyncmoe.trajectory import NOT_SAMPLED, Trajectory, decode, frames_in
-from asyncmoe.wire.messages import Leased
 
 RANKS = 3
 

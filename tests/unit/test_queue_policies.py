@@ -12,8 +12,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from asyncmoe.errors import ConfigError, InvariantBroken
 from asyncmoe.queue.admission import Admission, Ledger
-from asyncmoe.queue.gathering import Gathering, all_equal
-from asyncmoe.queue.line import Admit, Line, Start
+from asyncmoe.queue.group_state import Gathering, all_equal
+from asyncmoe.queue.start_order import Admit, Line, Start
 
 ATTEMPTS = 3
 

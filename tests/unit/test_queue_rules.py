@@ -11,8 +11,8 @@ from test_queue import asynchronous, filled, group
 
 from asyncmoe.errors import TrajectoryRejected
 from asyncmoe.queue.bounded import BoundedQueue
-from asyncmoe.queue.line import Start
-from asyncmoe.rollout.episodes.turns import Place
+from asyncmoe.queue.start_order import Start
+from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId
 from asyncmoe.rollout.producer import Producer
 from asyncmoe.rollout.tasks import Prompt
 from asyncmoe.trajectory import Trajectory
@@ -39,7 +39,7 @@ async def test_old_groups_weigh_less_and_too_old_ones_are_dropped() -> None:
 
 @asynchronous
 async def test_oversampling_keeps_the_first_and_counts_the_rest() -> None:
-    async def play(prompt: Prompt, place: Place) -> Trajectory:
+    async def play(prompt: Prompt, place: EpisodeId) -> Trajectory:
         if place.group == 0 and place.episode == 1:
             raise TrajectoryRejected("scorer_nan", "spared")
         if place.group == 0 and place.episode == 2:
@@ -58,7 +58,7 @@ async def test_oversampling_keeps_the_first_and_counts_the_rest() -> None:
 
 @asynchronous
 async def test_equal_rewards_are_left_out_and_the_prompts_go_on() -> None:
-    async def play(prompt: Prompt, place: Place) -> Trajectory:
+    async def play(prompt: Prompt, place: EpisodeId) -> Trajectory:
         made = respond(prompt, place)
         made.__dict__["reward"] = float(place.episode) if place.group else 1.0
         return made
@@ -73,7 +73,7 @@ async def test_equal_rewards_are_left_out_and_the_prompts_go_on() -> None:
 
 @asynchronous
 async def test_admitted_alone_a_spoiled_response_is_started_over_alone() -> None:
-    async def play(prompt: Prompt, place: Place) -> Trajectory:
+    async def play(prompt: Prompt, place: EpisodeId) -> Trajectory:
         if place.group == 0 and place.episode == 1 and place.attempt == 0:
             raise TrajectoryRejected("engine_error", "once")
         return respond(prompt, place)
@@ -106,7 +106,7 @@ async def test_a_requeued_prompt_is_asked_again_and_trained_with_newer_tokens() 
     asked: list[tuple[int, int]] = []
     late, version = asyncio.Event(), 0
 
-    async def play(prompt: Prompt, place: Place) -> Trajectory:
+    async def play(prompt: Prompt, place: EpisodeId) -> Trajectory:
         if place.episode == 0:
             asked.append((place.group, place.attempt))
         sampled_at = version

@@ -31,10 +31,10 @@ from asyncmoe.errors import (
 )
 from asyncmoe.models import EngineParallel, MegatronParallel, family_of
 from asyncmoe.models.lora.adapter import Kind, halves
-from asyncmoe.receiver import channel, command, handshake, meeting, route, worker
+from asyncmoe.receiver import channel, command, control_store, handshake, transfer_plan, worker
 from asyncmoe.receiver.channel import transport_for
-from asyncmoe.receiver.meeting import AdapterTerms, EngineRanks, Header, Outcome, Ready, Store, Terms
-from asyncmoe.receiver.target import AdapterMemory, Weights
+from asyncmoe.receiver.control_store import AdapterTerms, EngineRanks, Header, Outcome, Ready, Store, Terms
+from asyncmoe.receiver.weight_buffers import AdapterMemory, Weights
 from asyncmoe.reshard import Exchanger, plan
 from asyncmoe.reshard.torch_transport import TorchTransport
 
@@ -62,7 +62,7 @@ def terms(engines: tuple[EngineRanks, ...], transport: Literal["shm", "gloo"] = 
 # ---------------------------------------------------------------- commands
 
 
-@pytest.mark.parametrize("said", [command.Join("127.0.0.1", 4242, "weights", 3), command.Commit(17, 3)])
+@pytest.mark.parametrize("said", [command.JoinCommand("127.0.0.1", 4242, "weights", 3), command.CommitCommand(17, 3)])
 def test_a_command_passes_through_what_sglang_lets_through(said: command.Command) -> None:
     pickled = base64.b64decode(command.payload(said))
     names = [str(value) for _, value, _ in pickletools.genops(pickled) if isinstance(value, str)]
@@ -156,13 +156,13 @@ def test_every_rank_finds_its_part_of_the_same_plan() -> None:
     agreed = terms(TWO, tp=2, pp=2)
     family = family_of(HF)
     source = family.megatron_layouts(HF, MegatronParallel(tp=2, pp=2), "float32")
-    whole = plan(family.tensors(HF), source, route.engine_layouts(agreed))
-    parts = [route.route(agreed, rank) for rank in range(agreed.world)]
+    whole = plan(family.tensors(HF), source, transfer_plan.engine_layouts(agreed))
+    parts = [transfer_plan.route(agreed, rank) for rank in range(agreed.world)]
     assert {part.digest for part in parts} == {whole.digest}
     received = {rank: sum(t.nbytes for t in parts[rank].transfers if t.destination == rank) for rank in range(4, 8)}
     assert received == {rank: sum(t.nbytes for t in whole.transfers if t.destination == rank) for rank in range(4, 8)}
     assert all(received.values())
-    assert route.route(terms(TWO, tp=2, pp=1, dp=2), 0).digest != whole.digest
+    assert transfer_plan.route(terms(TWO, tp=2, pp=1, dp=2), 0).digest != whole.digest
 
 
 @pytest.mark.parametrize("experts", ["per_expert", "shared_outer"])
@@ -170,9 +170,9 @@ def test_of_an_adapter_its_own_bytes_travel(experts: Literal["per_expert", "shar
     """Every engine gets each byte it needs once: what its ranks hold, of which copies are the ranks' own."""
     adapter = AdapterTerms(("q_proj", "o_proj", "gate_proj", "up_proj", "down_proj"), 2, 4.0, experts)
     agreed = msgspec.structs.replace(terms(TWO, tp=2, pp=2), adapter=adapter)
-    parts = [route.route(agreed, rank) for rank in range(agreed.world)]
+    parts = [transfer_plan.route(agreed, rank) for rank in range(agreed.world)]
     assert len({part.digest for part in parts}) == 1
-    assert parts[0].digest != route.route(terms(TWO, tp=2, pp=2), 0).digest
+    assert parts[0].digest != transfer_plan.route(terms(TWO, tp=2, pp=2), 0).digest
     kind = Kind(adapter.targets, adapter.rank, adapter.alpha, adapter.experts)
     shapes = halves(family_of(HF).shape_of(HF), kind)
     # Both tensor-parallel ranks of engine.0 hold A of q, gate and up, and B of o and down; engine.1's ranks have experts of their own.
@@ -180,7 +180,7 @@ def test_of_an_adapter_its_own_bytes_travel(experts: Literal["per_expert", "shar
     received = {rank: sum(t.nbytes for t in parts[rank].transfers if t.destination == rank) for rank in range(4, 8)}
     for engine in (4, 6):
         assert whole <= received[engine] + received[engine + 1] <= 2 * whole
-    layouts = {layout.rank: layout for layout in route.engine_layouts(agreed)}
+    layouts = {layout.rank: layout for layout in transfer_plan.engine_layouts(agreed)}
     assert {name.split(".", 2)[2] for name in layouts[4].storages} == {
         f"{module}.{half}" for module in ("qkv_proj", "o_proj", "gate_up_proj_moe", "down_proj_moe") for half in "ab"
     }
@@ -188,21 +188,22 @@ def test_of_an_adapter_its_own_bytes_travel(experts: Literal["per_expert", "shar
 
 def test_of_failures_the_one_that_others_follow_from_is_told() -> None:
     slow = {"trainer rank 0": "waited 4.0 s for engine.0 rank 0: room", "engine.0 rank 0": "waited 4.1 s for trainer rank 1: its message"}
-    assert meeting.cause(slow) == slow["engine.0 rank 0"]
+    assert control_store.cause(slow) == slow["engine.0 rank 0"]
     lost = {"trainer rank 0": "from trainer rank 0 to engine.0 rank 0: rank 2 is gone"}
-    assert meeting.cause(lost) == lost["trainer rank 0"]
+    assert control_store.cause(lost) == lost["trainer rank 0"]
     damaged = {"engine.0 rank 0": "from trainer rank 1 to engine.0 rank 0: another digest"}
-    assert meeting.cause(slow | lost | damaged) == damaged["engine.0 rank 0"]
+    assert control_store.cause(slow | lost | damaged) == damaged["engine.0 rank 0"]
 
 
 def test_errors_call_ranks_by_what_they_are() -> None:
     agreed = terms(TWO, tp=2, pp=2)
     assert (
-        meeting.in_words(TransferError(1, 5, "rank 5 is gone"), agreed) == "from trainer rank 1 to engine.0 rank 1: engine.0 rank 1 is gone"
+        control_store.in_words(TransferError(1, 5, "rank 5 is gone"), agreed)
+        == "from trainer rank 1 to engine.0 rank 1: engine.0 rank 1 is gone"
     )
-    late = meeting.in_words(WaitTimeout("rank 7", "its message", 2.0), agreed)
+    late = control_store.in_words(WaitTimeout("rank 7", "its message", 2.0), agreed)
     assert late == "waited 2.0 s for engine.1 rank 1: its message"
-    assert meeting.in_words(WeightSyncError("no room"), agreed) == "no room"
+    assert control_store.in_words(WeightSyncError("no room"), agreed) == "no room"
 
 
 # ---------------------------------------------------------------- swap
@@ -294,7 +295,7 @@ def ranks() -> Ranks:
 
 def keep() -> tuple[Store, int]:
     """Rank 0's store and its port."""
-    listener = meeting.listen("127.0.0.1")
+    listener = control_store.listen("127.0.0.1")
     port = listener.getsockname()[1]
     return Store("test", 0, "127.0.0.1", port, 5.0, listener), port
 
@@ -345,8 +346,8 @@ def test_others_are_waited_for_with_one_question_a_look(ranks: Ranks) -> None:
 def test_what_an_update_leaves_is_dropped_but_for_its_header(ranks: Ranks) -> None:
     (zero,) = ranks(1)
     agreed = terms((EngineRanks("engine.0", 2, 1, 1),))
-    keys = ["4/header", "4/end", "4/over", *meeting.moved_keys(4, agreed)]
-    assert sorted(meeting.moved_keys(4, agreed)) == ["4/sent/0", "4/staged/1", "4/staged/2"]
+    keys = ["4/header", "4/end", "4/over", *control_store.moved_keys(4, agreed)]
+    assert sorted(control_store.moved_keys(4, agreed)) == ["4/sent/0", "4/staged/1", "4/staged/2"]
     for key in keys:
         zero.put(key, Outcome())
     zero.forget(4, agreed)
@@ -384,7 +385,7 @@ def test_a_channel_waits_for_nobody_who_is_gone(ranks: Ranks) -> None:
         raise WeightSyncError("engine.b is gone")
 
     def channels(epoch: int) -> list[Any]:
-        route_of = [route.route(agreed, rank) for rank in (0, 1)]
+        route_of = [transfer_plan.route(agreed, rank) for rank in (0, 1)]
         return together(
             lambda: channel.connect(zero, agreed, route_of[0], epoch, watch=gone),
             lambda: channel.connect(one, agreed, route_of[1], epoch),
@@ -402,8 +403,8 @@ def test_an_end_of_a_channel_that_cannot_be_made_ends_the_others(ranks: Ranks) -
     agreed = terms((EngineRanks("engine.a", 1, 1, 1),))
     wrong = msgspec.structs.replace(agreed, session="no/name")
     ends = together(
-        lambda: channel.connect(zero, agreed, route.route(agreed, 0), 1),
-        lambda: channel.connect(one, wrong, route.route(wrong, 1), 1),
+        lambda: channel.connect(zero, agreed, transfer_plan.route(agreed, 0), 1),
+        lambda: channel.connect(one, wrong, transfer_plan.route(wrong, 1), 1),
     )
     assert [type(end) for end in ends] == [WeightSyncError] * 2
     assert str(ends[0]) == str(ends[1])
@@ -437,7 +438,7 @@ class Sending:
         """Weights of which all elements are `value`; returns when they are received."""
         self.header(number, epoch)
         if self.exchanger is None:
-            self.exchanger = channel.connect(self.store, self.terms, route.route(self.terms, 0), epoch)
+            self.exchanger = channel.connect(self.store, self.terms, transfer_plan.route(self.terms, 0), epoch)
         storages = family_of(HF).megatron_layout(HF, MegatronParallel(), 0, "float32").storages
         self.exchanger.bind({name: torch.full(storage.shape, value) for name, storage in storages.items()})
         self.exchanger.run(10.0)
@@ -449,7 +450,7 @@ class Sending:
         self.exchanger = None
 
     def commit(self, version: int, update: int) -> None:
-        worker.obey(self.model, msgspec.json.encode(command.Commit(version, update)).decode())
+        worker.obey(self.model, msgspec.json.encode(command.CommitCommand(version, update)).decode())
 
     @property
     def norm(self) -> float:
@@ -465,7 +466,7 @@ def receiving(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
     agreed = terms((EngineRanks("engine.0", 1, 1, 1),), transport, staging)
     zero.put("terms", agreed)
     model = Loaded()
-    for name, storage in route.engine_layouts(agreed)[0].storages.items():
+    for name, storage in transfer_plan.engine_layouts(agreed)[0].storages.items():
         *path, last = name.split(".")
         inner: torch.nn.Module = model
         for part in path:
@@ -473,10 +474,10 @@ def receiving(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
                 inner.add_module(part, torch.nn.Module())
             inner = getattr(inner, part)
         inner.register_parameter(last, torch.nn.Parameter(torch.zeros(storage.shape), requires_grad=False))
-    worker.obey(model, msgspec.json.encode(command.Join("127.0.0.1", port, "test", 1)).decode())
+    worker.obey(model, msgspec.json.encode(command.JoinCommand("127.0.0.1", port, "test", 1)).decode())
     ready = zero.get("ready/1", Ready, 20.0)
-    assert ready.plan == route.route(agreed, 0).digest
-    assert handshake.differences(ready, agreed.engines[0], 0, route.engine_layouts(agreed)[0]) == []
+    assert ready.plan == transfer_plan.route(agreed, 0).digest
+    assert handshake.differences(ready, agreed.engines[0], 0, transfer_plan.engine_layouts(agreed)[0]) == []
     zero.put("verdict", Outcome())
     sending = Sending(zero, agreed, model)
     yield sending
@@ -555,17 +556,17 @@ def test_layouts_that_cannot_be_planned_are_reported(monkeypatch: pytest.MonkeyP
     def refuse(*_: Any) -> Any:
         raise LayoutError("embed", got="nothing", expected="a tensor")
 
-    monkeypatch.setattr(route, "route", refuse)
+    monkeypatch.setattr(transfer_plan, "route", refuse)
     zero, port = keep()
     zero.put("terms", terms((EngineRanks("engine.0", 1, 1, 1),)))
     model = torch.nn.Linear(2, 2)
-    worker.obey(model, msgspec.json.encode(command.Join("127.0.0.1", port, "test", 1)).decode())
+    worker.obey(model, msgspec.json.encode(command.JoinCommand("127.0.0.1", port, "test", 1)).decode())
     assert zero.get("ready/1", Ready, 10.0).failure == "embed: got nothing, expected a tensor"
 
 
 def test_a_commit_without_a_sender_is_refused() -> None:
     with pytest.raises(InvariantBroken, match="joined no sender"):
-        worker.obey(torch.nn.Linear(2, 2), msgspec.json.encode(command.Commit(1, 1)).decode())
+        worker.obey(torch.nn.Linear(2, 2), msgspec.json.encode(command.CommitCommand(1, 1)).decode())
 
 
 # ---------------------------------------------------------------- transports

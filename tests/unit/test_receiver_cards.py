@@ -19,9 +19,9 @@ from asyncmoe.receiver import card as cards_of_ranks
 from asyncmoe.receiver import handshake
 from asyncmoe.receiver.card import card_of
 from asyncmoe.receiver.cards import unfit
-from asyncmoe.receiver.meeting import Card, EngineRanks, Ready, Terms
+from asyncmoe.receiver.control_store import Card, EngineRanks, Ready, Terms
 from asyncmoe.reshard.nccl_transport import Origin, origin
-from asyncmoe.trainer.weight_sync import direct_group
+from asyncmoe.trainer.weight_sync import rendezvous
 
 H100 = Card(
     "host-a",
@@ -155,8 +155,8 @@ def test_versions_are_written_as_people_do(code: int, words: str) -> None:
 def verdict(monkeypatch: pytest.MonkeyPatch, terms: Terms, cards: dict[int, Card | None]) -> list[str]:
     """What rank 0 ends a meeting with, of ranks that agree on all but their cards."""
     monkeypatch.setattr(handshake, "differences", lambda *_: [])
-    monkeypatch.setattr(direct_group.route, "engine_layouts", lambda _: [SimpleNamespace(rank=rank) for rank in range(3, 6)])
-    return direct_group._differences(terms, {rank: Ready(plan="same", card=card) for rank, card in cards.items()}, {})
+    monkeypatch.setattr(rendezvous.transfer_plan, "engine_layouts", lambda _: [SimpleNamespace(rank=rank) for rank in range(3, 6)])
+    return rendezvous._differences(terms, {rank: Ready(plan="same", card=card) for rank, card in cards.items()}, {})
 
 
 @pytest.mark.usefixtures("gpus")

@@ -11,7 +11,7 @@ from aiohttp import web
 
 from asyncmoe import config as configuration
 from asyncmoe.config import Config
-from asyncmoe.rollout.engines import engine, engine_client
+from asyncmoe.rollout.engines import engine_client, engine_process
 
 
 def config(trust: bool = False, **engines: object) -> Config:
@@ -25,7 +25,7 @@ def option(command: list[str], name: str) -> str:
 
 
 def test_each_engine_has_its_own_port_and_seed_and_the_users_arguments_last() -> None:
-    command = engine.command(
+    command = engine_process.command(
         config(count=2, tp=2, ep=2, dtype="bfloat16", max_running=7, args=["--log-level", "debug"]), 1, "127.0.0.1", 31000, False, 1, None
     )
     assert option(command, "--port") == "31000"
@@ -35,26 +35,26 @@ def test_each_engine_has_its_own_port_and_seed_and_the_users_arguments_last() ->
     assert option(command, "--max-running-requests") == "7"
     assert "--disable-overlap-schedule" not in command
     assert "--enable-return-routed-experts" not in command
-    assert "--enable-return-routed-experts" in engine.command(config(), 0, "127.0.0.1", 31000, True, 0, None)
+    assert "--enable-return-routed-experts" in engine_process.command(config(), 0, "127.0.0.1", 31000, True, 0, None)
     assert command[-2:] == ["--log-level", "debug"]
 
 
 def test_python_beside_a_checkpoint_runs_in_engines_only_when_it_is_trusted() -> None:
     for trust in (False, True):
-        assert ("--trust-remote-code" in engine.command(config(trust), 0, "127.0.0.1", 31000, False, 0, None)) == trust
+        assert ("--trust-remote-code" in engine_process.command(config(trust), 0, "127.0.0.1", 31000, False, 0, None)) == trust
 
 
 def test_the_users_variables_win_and_the_parent_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "6")
-    given = engine.environment(config(), 0)
+    given = engine_process.environment(config(), 0)
     assert given["OMP_NUM_THREADS"] == "6"
     assert int(given["ASYNCMOE_PARENT_PID"]) > 0
     assert "SGLANG_CPU_OMP_THREADS_BIND" not in given
 
 
 def test_ranks_are_spread_over_the_cores() -> None:
-    assert engine._cores([0, 1, 2, 3], 1, 2) == "2|3"
-    assert engine._cores([4, 5], 1, 4) == "4|5|4|5"
+    assert engine_process._cores([0, 1, 2, 3], 1, 2) == "2|3"
+    assert engine_process._cores([4, 5], 1, 4) == "4|5|4|5"
 
 
 TRACE = 'Traceback (most recent call last):\n  File "x.py", line 1, in f\n'
@@ -80,7 +80,7 @@ TRACE = 'Traceback (most recent call last):\n  File "x.py", line 1, in f\n'
     ],
 )
 def test_the_cause_is_found_among_its_consequences(log: str, reason: str | None) -> None:
-    found = engine.reason_in(log)
+    found = engine_process.reason_in(log)
     assert (found is None) if reason is None else reason in (found or "")
 
 
@@ -91,7 +91,7 @@ def test_the_client_of_an_engine_needs_no_torch() -> None:
 
 
 def test_we_close_idle_connections_long_before_the_engine_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert float(engine.environment(config(), 0)["SGLANG_TIMEOUT_KEEP_ALIVE"]) >= 10 * engine_client.KEEP_ALIVE_S
+    assert float(engine_process.environment(config(), 0)["SGLANG_TIMEOUT_KEEP_ALIVE"]) >= 10 * engine_client.KEEP_ALIVE_S
     monkeypatch.setattr(engine_client, "KEEP_ALIVE_S", 0.1)
     connections: set[object] = set()
 

@@ -13,14 +13,14 @@ from hypothesis import strategies as st
 
 from asyncmoe.config.generation import Order
 from asyncmoe.errors import EngineError
-from asyncmoe.rollout.engines.engine_client import ABORTED, EngineLost, Generation, Sampling, Span
+from asyncmoe.rollout.engines.engine_client import ABORTED, EngineLost, Generation, Sampling, VersionSpan
 from asyncmoe.rollout.engines.gate import Gate
 from asyncmoe.rollout.engines.pool import Pool
-from asyncmoe.rollout.engines.scheduling import KEPT_CONVERSATIONS, KEPT_PROMPTS, Homes, Lengths, Request, Waiting, choose
+from asyncmoe.rollout.engines.scheduling import KEPT_CONVERSATIONS, KEPT_PROMPTS, Homes, Lengths, ScheduledRequest, Waiting, choose
 
 LOADS = st.dictionaries(st.sampled_from([f"engine.{i}" for i in range(8)]), st.integers(0, 20), min_size=1)
 ORDERS = st.sampled_from(["fifo", "longest_first"])
-REQUESTS = st.builds(Request, st.sampled_from(["", "a", "b", "c", "d"]), st.booleans())
+REQUESTS = st.builds(ScheduledRequest, st.sampled_from(["", "a", "b", "c", "d"]), st.booleans())
 MEANS = {"a": 10, "b": 40, "c": 40}
 """Known lengths; "d" and "" are expected to be as long as all on average, 30."""
 
@@ -80,7 +80,7 @@ def test_only_the_most_recent_prompts_are_remembered(noted: list[tuple[int, int]
 
 
 @given(order=ORDERS, requests=st.lists(REQUESTS, min_size=1, max_size=30))
-def test_what_continues_goes_first_and_then_the_longest(order: Order, requests: list[Request]) -> None:
+def test_what_continues_goes_first_and_then_the_longest(order: Order, requests: list[ScheduledRequest]) -> None:
     waiting = Waiting(order, 1000, known())
     for request in requests:
         waiting.come(request)
@@ -100,7 +100,7 @@ def test_what_continues_goes_first_and_then_the_longest(order: Order, requests: 
 def test_nobody_is_overtaken_more_often_than_patience_allows(order: Order, patience: int, events: Sequence[Any]) -> None:
     waiting, overtaken, ahead, taken = Waiting(order, patience, known()), dict[int, int](), dict[int, int](), Counter[int]()
     for event in events:
-        if isinstance(event, Request):
+        if isinstance(event, ScheduledRequest):
             found = len(overtaken)
             ticket = waiting.come(event)
             overtaken[ticket], ahead[ticket] = 0, found
@@ -129,12 +129,12 @@ def test_nobody_is_overtaken_more_often_than_patience_allows(order: Order, patie
     events=st.lists(st.tuples(st.sampled_from(["cancel", "finish", "tick", "close", "open"]), st.integers(0, 4)), max_size=40),
 )
 def test_the_gate_holds_its_limit_and_loses_no_place(
-    order: Order, limit: int, requests: list[Request], events: list[tuple[str, int]]
+    order: Order, limit: int, requests: list[ScheduledRequest], events: list[tuple[str, int]]
 ) -> None:
     asyncio.run(_schedule(Gate(limit, Waiting(order, 4, known())), limit, requests, events))
 
 
-async def _schedule(gate: Gate, limit: int, requests: list[Request], events: list[tuple[str, int]]) -> None:
+async def _schedule(gate: Gate, limit: int, requests: list[ScheduledRequest], events: list[tuple[str, int]]) -> None:
     inside: set[int] = set()
     done = [asyncio.Event() for _ in requests]
     is_open = True
@@ -182,7 +182,7 @@ def test_a_request_that_is_cancelled_at_the_gate_takes_no_place(cancelled: str) 
         gate, begun = Gate(1, Waiting("fifo", 4, Lengths())), list[str]()
 
         async def one(name: str) -> None:
-            async with gate.place(Request()):
+            async with gate.place(ScheduledRequest()):
                 begun.append(name)
 
         gate.close()
@@ -224,7 +224,7 @@ class Client:
         if isinstance(answer, EngineLost):
             raise answer
         count, finish = answer
-        return Generation((1,) * count, (-1.0,) * count, (Span(salt, 0, count),), finish, 0)
+        return Generation((1,) * count, (-1.0,) * count, (VersionSpan(salt, 0, count),), finish, 0)
 
 
 class Server:
@@ -245,7 +245,7 @@ def made(count: int, limit: int = 64, **options: Any) -> tuple[Pool, list[Server
 
 
 def ask(pool: Pool, number: int, prompt: str = "", continues: bool = False) -> asyncio.Task[Any]:
-    return asyncio.create_task(pool.generate((number,), Sampling(1.0, 100, ()), request=Request(prompt, continues)))
+    return asyncio.create_task(pool.generate((number,), Sampling(1.0, 100, ()), request=ScheduledRequest(prompt, continues)))
 
 
 def test_a_group_stays_at_one_engine_and_outlives_it() -> None:
@@ -274,7 +274,7 @@ def test_a_conversation_goes_on_where_it_is_also_when_it_began_elsewhere_than_it
         pool, servers = made(2, balance="prefix_affine", slack=2)
 
         def begin(episode: int, turn: int) -> asyncio.Task[Any]:
-            request = Request("episode 5", turn > 0, conversation=f"{episode}")
+            request = ScheduledRequest("episode 5", turn > 0, conversation=f"{episode}")
             return asyncio.create_task(pool.generate((episode, turn), Sampling(1.0, 100, ()), request=request))
 
         first = [begin(episode, 0) for episode in range(6)]
@@ -353,7 +353,7 @@ def test_pieces_of_a_response_do_not_count_as_short_ones() -> None:
         pool, (server,) = made(1, limit=1, order="longest_first")
         for tokens, finish, sampled in ((5, ABORTED, 0), (4, "stop", 50)):
             server.client.answers.put_nowait((tokens, finish))
-            await pool.generate((0,), Sampling(1.0, 100, ()), request=Request("p", sampled > 0, sampled))
+            await pool.generate((0,), Sampling(1.0, 100, ()), request=ScheduledRequest("p", sampled > 0, sampled))
         assert pool._lengths.expected("p") == 54
 
     asyncio.run(run())

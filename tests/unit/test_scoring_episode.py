@@ -13,8 +13,8 @@ from asyncmoe.errors import TrajectoryRejected
 from asyncmoe.models.make import make_model
 from asyncmoe.rollout.engines.engine_client import Sampling
 from asyncmoe.rollout.episodes import episode
-from asyncmoe.rollout.episodes.episode import Stage
-from asyncmoe.rollout.episodes.turns import Place
+from asyncmoe.rollout.episodes.episode import RolloutContext
+from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId
 from asyncmoe.rollout.scoring import Sample, Score, Scorer, Taught
 from asyncmoe.rollout.tasks import Prompt
 from asyncmoe.rollout.tokenizer import Tokenizer
@@ -54,8 +54,8 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 def play(environment: Tool | Two, tokenizer: Tokenizer, scorer: Scorer) -> tuple[Trajectory, ...]:
     pool = Echo()
-    stage = Stage(pool, Sampling(1.0, 8, (2,)), tokenizer, scorer, environment, BOUNDS, 5.0, seed=3)  # type: ignore[arg-type]
-    return asyncio.run(episode.run(stage, Prompt("1+1=", tokenizer.encode("1+1="), "+1="), Place(5, 2, 1)))
+    stage = RolloutContext(pool, Sampling(1.0, 8, (2,)), tokenizer, scorer, environment, BOUNDS, 5.0, seed=3)  # type: ignore[arg-type]
+    return asyncio.run(episode.run(stage, Prompt("1+1=", tokenizer.encode("1+1="), "+1="), EpisodeId(5, 2, 1)))
 
 
 def test_the_scorer_is_shown_exactly_what_becomes_the_trajectory(tokenizer: Tokenizer) -> None:

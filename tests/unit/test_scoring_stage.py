@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from asyncmoe.errors import TrajectoryRejected
-from asyncmoe.rollout.scoring.sample import Sample, Score
-from asyncmoe.rollout.scoring.stage import Limits, Stage, backoff
+from asyncmoe.rollout.scoring.limits import LimitedScorer, ScoringLimits, backoff
+from asyncmoe.rollout.scoring.types import Sample, Score
 from tests.unit.virtual_time import run
 
 
@@ -47,9 +47,9 @@ def read(answer: object, sample: Sample) -> Score:
     return Score(answer)
 
 
-def stage(judge: Judge, **limits: Any) -> Stage:
-    usual = Limits(concurrency=4, deadline_s=100.0, retries=2, backoff_s=1.0, breaker_failures=1000, breaker_cooldown_s=10.0)
-    return Stage("the judge", judge, read, replace(usual, **limits), seed=1)
+def stage(judge: Judge, **limits: Any) -> LimitedScorer:
+    usual = ScoringLimits(concurrency=4, deadline_s=100.0, retries=2, backoff_s=1.0, breaker_failures=1000, breaker_cooldown_s=10.0)
+    return LimitedScorer("the judge", judge, read, replace(usual, **limits), seed=1)
 
 
 def takes(seconds: float) -> Judge:
@@ -76,7 +76,7 @@ def fails(*reasons: str | None, seconds: float = 0.0) -> Judge:
 SAMPLE = Sample("", "", "")
 
 
-async def outcome(made: Stage) -> float | str:
+async def outcome(made: LimitedScorer) -> float | str:
     try:
         return (await made.score(SAMPLE)).reward
     except TrajectoryRejected as rejected:

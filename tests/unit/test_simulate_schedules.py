@@ -17,7 +17,7 @@ from asyncmoe.errors import ConfigError, InvariantBroken
 from asyncmoe.queue.admission import Admission
 from asyncmoe.simulate.plant import LANDINGS, MODES, Hazards, Plant
 from asyncmoe.simulate.simulation import simulate
-from asyncmoe.simulate.trace import Outcome
+from asyncmoe.simulate.trace import SimulatedRun
 from asyncmoe.simulate.workload import parse
 
 MILLION = 1_000_000
@@ -54,7 +54,7 @@ plants = st.builds(
 workloads = st.sampled_from(["lognormal:median=300", "lognormal:median=100,sigma=2,icc=0.5", "fixed:tokens=50", "search", "tools"])
 
 
-def check(plant: Plant, found: Outcome) -> None:
+def check(plant: Plant, found: SimulatedRun) -> None:
     """What must hold whatever happened."""
     assert found.oldest_age <= plant.admission.eta == found.eta
     assert max(found.ages) <= found.eta

@@ -8,9 +8,9 @@ from test_producer import Numbers, respond
 from test_scoring_stage import stage, takes
 
 from asyncmoe.queue.bounded import BoundedQueue
-from asyncmoe.rollout.episodes.turns import Place
+from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId
 from asyncmoe.rollout.producer import Producer
-from asyncmoe.rollout.scoring.sample import Sample
+from asyncmoe.rollout.scoring.types import Sample
 from asyncmoe.rollout.tasks import Prompt
 from asyncmoe.trajectory import Trajectory
 from tests.unit.virtual_time import run
@@ -26,7 +26,7 @@ def test_a_slow_judge_lowers_throughput_to_its_own_rate_and_nothing_else() -> No
     slots, generating, most_held, idle_without_need = asyncio.Semaphore(SLOTS), 0, 0, 0
     held = BoundedQueue(capacity=(ETA + 1) * BATCH, batch=BATCH, group_size=GROUP, eta=ETA)
 
-    async def play(prompt: Prompt, place: Place) -> tuple[Trajectory, ...]:
+    async def play(prompt: Prompt, place: EpisodeId) -> tuple[Trajectory, ...]:
         nonlocal generating
         version = held.version
         async with slots:

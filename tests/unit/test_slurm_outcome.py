@@ -12,9 +12,9 @@ from asyncmoe import config as configuration
 from asyncmoe.config import Config
 from asyncmoe.errors import AsyncmoeError, ConfigError
 from asyncmoe.launch.slurm import control, outcome
-from asyncmoe.launch.slurm.allocation import Allocation, Group
+from asyncmoe.launch.slurm.allocation import Allocation, JobComponent
 
-WHERE = Allocation(12, "12_3", 0, (Group("12_3", ("n1",)),))
+WHERE = Allocation(12, "12_3", 0, (JobComponent("12_3", ("n1",)),))
 DEAD = AsyncmoeError("trainer on n3: was ended by SIGKILL")
 MISTAKE = ConfigError("controller on n1: scoring.scorer", got="x", expected="y")
 

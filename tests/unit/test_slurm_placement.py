@@ -14,7 +14,7 @@ from asyncmoe import config as configuration
 from asyncmoe.config import Config
 from asyncmoe.errors import ConfigError, DataError, UserError
 from asyncmoe.launch.slurm import allocation, control, join, placement, steps, sweep
-from asyncmoe.launch.slurm.allocation import Allocation, Group
+from asyncmoe.launch.slurm.allocation import Allocation, JobComponent
 
 DEMO = Path(__file__).parents[2] / "examples" / "demo.yaml"
 BATCH = {"SLURM_JOB_ID": "12", "SLURM_JOB_NODELIST": "n[1-3]"}
@@ -41,12 +41,12 @@ def config(*overrides: str) -> Config:
 
 
 def job(nodes: int) -> Allocation:
-    return Allocation(12, "12", 0, (Group("12", tuple(f"n{number}" for number in range(1, nodes + 1))),))
+    return Allocation(12, "12", 0, (JobComponent("12", tuple(f"n{number}" for number in range(1, nodes + 1))),))
 
 
 def test_the_variables_of_a_batch_script() -> None:
     found = allocation.read(BATCH, expand)
-    assert found == Allocation(12, "12", 0, (Group("12", ("n1", "n2", "n3")),))
+    assert found == Allocation(12, "12", 0, (JobComponent("12", ("n1", "n2", "n3")),))
     assert allocation.read({**BATCH, "SLURM_RESTART_COUNT": "2"}, expand).restarts == 2
 
 
@@ -57,7 +57,7 @@ def test_the_last_task_of_an_array_is_not_taken_for_the_whole_array() -> None:
 
 def test_a_heterogeneous_job_has_a_group_of_nodes_for_each_component() -> None:
     found = allocation.read(HETEROGENEOUS, expand)
-    assert found.groups == (Group("5", ("a1",), 0), Group("6", ("n2", "n3"), 1))
+    assert found.groups == (JobComponent("5", ("a1",), 0), JobComponent("6", ("n2", "n3"), 1))
     assert found.name == "5"
     assert found.nodes == ("a1", "n2", "n3")
 
@@ -101,7 +101,7 @@ def test_what_does_not_fit_is_named(nodes: int, overrides: tuple[str, ...], word
 def test_a_component_with_too_few_nodes_is_named() -> None:
     with pytest.raises(UserError, match=r"nodes of component 1 of job 5: got 2 .*expected at least cluster.trainer_nodes 4"):
         placement.place(allocation.read(HETEROGENEOUS, expand), config("trainer.ranks=4", "cluster.trainer_nodes=4"))
-    three = Allocation(5, "5", 0, tuple(Group(str(5 + index), (f"n{index}",), index) for index in range(3)))
+    three = Allocation(5, "5", 0, tuple(JobComponent(str(5 + index), (f"n{index}",), index) for index in range(3)))
     with pytest.raises(UserError, match="components of heterogeneous job 5: got 3, expected 2"):
         placement.place(three, config())
 

@@ -12,7 +12,7 @@ import pytest
 from asyncmoe.errors import UserError
 from asyncmoe.launch import local, watch
 from asyncmoe.launch.slurm import agent, verdict
-from asyncmoe.launch.slurm.verdict import Ended
+from asyncmoe.launch.slurm.verdict import EndedStep
 
 ONE_OF_TWO = """srun: error: n2: task 0: Exited with exit code 2
 srun: launch/slurm: _step_signal: Terminating StepId=3.1
@@ -57,12 +57,12 @@ def test_a_reason_is_a_line_of_ours_or_the_complaint_of_srun() -> None:
     assert verdict.reason({}, cancelled + KILLED) is None
 
 
-MISTAKE = Ended("controller", "n1", 2, "controller on n1: scoring.scorer: got x, expected y", Path("logs/controller.n1.log"))
-DEAD = Ended("trainer", "n3", -9, None, Path("logs/trainer.n3.log"))
-RANK_DEAD = Ended("trainer", "n3", -9, "a rank was ended by SIGKILL, as when memory runs out: rank 1", Path("logs/trainer.n3.log"))
-FAILED = Ended("engine.0", "n1", 1, "no memory on the GPU", Path("logs/engine.0.n1.log"))
-WAITED = Ended("trainer", "n2", 1, "trainer.0 on n2: waited 30.0 s for the controller: an answer", Path("logs/trainer.n2.log"))
-SILENT = Ended("trainer", "n2", 1, None, Path("logs/trainer.n2.log"))
+MISTAKE = EndedStep("controller", "n1", 2, "controller on n1: scoring.scorer: got x, expected y", Path("logs/controller.n1.log"))
+DEAD = EndedStep("trainer", "n3", -9, None, Path("logs/trainer.n3.log"))
+RANK_DEAD = EndedStep("trainer", "n3", -9, "a rank was ended by SIGKILL, as when memory runs out: rank 1", Path("logs/trainer.n3.log"))
+FAILED = EndedStep("engine.0", "n1", 1, "no memory on the GPU", Path("logs/engine.0.n1.log"))
+WAITED = EndedStep("trainer", "n2", 1, "trainer.0 on n2: waited 30.0 s for the controller: an answer", Path("logs/trainer.n2.log"))
+SILENT = EndedStep("trainer", "n2", 1, None, Path("logs/trainer.n2.log"))
 
 
 @pytest.mark.parametrize("order", [1, -1])
@@ -77,7 +77,7 @@ SILENT = Ended("trainer", "n2", 1, None, Path("logs/trainer.n2.log"))
     ],
 )
 def test_the_end_that_the_others_follow_from(
-    ended: list[Ended], cause: Ended, order: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ended: list[EndedStep], cause: EndedStep, order: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("logs").mkdir()  # where there is none, the disk is the cause

@@ -19,8 +19,8 @@ from asyncmoe.bench.published import REAL
 from asyncmoe.config import parse
 from asyncmoe.errors import AsyncmoeError, ConfigError
 from asyncmoe.models import EngineParallel, MegatronParallel, family_of
-from asyncmoe.plan import budget, memory, planned, planning, split
-from asyncmoe.plan.plan_command import Asked, run
+from asyncmoe.plan import budget, memory, render_plan, split, traffic
+from asyncmoe.plan.plan_command import PlanArguments, run
 from asyncmoe.plan.split import Cluster
 
 HF = REAL["Qwen3-30B-A3B"]
@@ -135,7 +135,7 @@ def test_the_keys_that_are_printed_make_the_run_that_is_meant(cluster: Cluster) 
     hf = LARGE if cluster.nodes == 9 else HF
     one = split.suggest(hf, cluster)[0]
     base: dict[str, Any] = {"run": {"dir": "r", "steps": 1}, "model": {"path": "m"}, "task": {"kind": "arithmetic"}}
-    config = parse(base | yaml.safe_load("\n".join(planned.yaml_keys(one))))
+    config = parse(base | yaml.safe_load("\n".join(render_plan.yaml_keys(one))))
     models.check(config, hf)
     assert models.trainer_parallel(config) == one.trainer.parallel
     found = budget.of_run(config, hf)
@@ -145,9 +145,9 @@ def test_the_keys_that_are_printed_make_the_run_that_is_meant(cluster: Cluster) 
 
 def test_a_table_of_splits() -> None:
     cluster = Cluster(4)
-    found = [(one, planning.foresee("m", HF, one.trainer.parallel, one.engine.parallel, one.engines)) for one in split.suggest(HF, cluster)]
+    found = [(one, traffic.foresee("m", HF, one.trainer.parallel, one.engine.parallel, one.engines)) for one in split.suggest(HF, cluster)]
     console = Console(record=True, width=160)
-    planned.show_splits(found, cluster, console)
+    render_plan.show_splits(found, cluster, console)
     text = console.export_text()
     for words in ("split 2", "tp=4,ep=8,dp=2", "6xtp4ep4", "while they generate", "73.6 GB", "simulate --sweep", "staging", "fits"):
         assert words in text
@@ -178,8 +178,8 @@ def test_the_command_says_what_a_yaml_is_to_say() -> None:
     assert line in (REPOSITORY / "examples" / "demo.yaml").read_text()
 
 
-def asked(**given: Any) -> Asked:
-    return Asked(**{**dict.fromkeys(("model", "trainer", "engines", "nodes", "config")), **given})
+def asked(**given: Any) -> PlanArguments:
+    return PlanArguments(**{**dict.fromkeys(("model", "trainer", "engines", "nodes", "config")), **given})
 
 
 @pytest.mark.parametrize(

@@ -21,8 +21,8 @@ from asyncmoe.errors import AsyncmoeError, StorageError, UserError
 from asyncmoe.launch import watch
 from asyncmoe.models.make import make_model
 from asyncmoe.process import Child, named, say
+from asyncmoe.rpc import keys
 from asyncmoe.telemetry.records import JsonLines, read
-from asyncmoe.wire import keys
 from tests.disks import mounted
 
 NODE = socket.gethostname()

@@ -17,6 +17,7 @@ from asyncmoe.config import Config, parse
 from asyncmoe.errors import ConfigError
 from asyncmoe.telemetry.advice import ALL_WELL, NO_STEP, advise
 from asyncmoe.telemetry.follow import Follower
+from asyncmoe.telemetry.format import bar, bars, duration, number, percent
 from asyncmoe.telemetry.gauges import Gauges, gauge
 from asyncmoe.telemetry.live import LiveView
 from asyncmoe.telemetry.prometheus import Prometheus
@@ -24,7 +25,6 @@ from asyncmoe.telemetry.records import read_steps
 from asyncmoe.telemetry.schema import METRICS, Calls, Resume, Rollout, Scoring, Step
 from asyncmoe.telemetry.screen import View, evaluated, heading, line, panel, remaining_seconds
 from asyncmoe.telemetry.tensorboard import TensorBoard
-from asyncmoe.telemetry.words import bar, bars, duration, number, percent
 
 
 def _config(run_dir: Path, **telemetry: object) -> Config:

@@ -18,7 +18,7 @@ from telemetry_runs import START, write_run
 from asyncmoe.errors import DataError
 from asyncmoe.telemetry.records import JsonLines
 from asyncmoe.telemetry.report import html, report
-from asyncmoe.telemetry.run import Run, load
+from asyncmoe.telemetry.run import RunRecords, load
 from asyncmoe.telemetry.schema import METRICS, Span, Step
 from asyncmoe.telemetry.series import MOST_POINTS, Series
 from asyncmoe.telemetry.timeline import merge_equal, timeline
@@ -118,9 +118,9 @@ def test_a_long_run_stays_small(tmp_path: Path) -> None:
     assert report(tmp_path).stat().st_size < 2_000_000
 
 
-def _run(spans: list[Span], *windows: tuple[float, float]) -> Run:
+def _run(spans: list[Span], *windows: tuple[float, float]) -> RunRecords:
     sessions = [[Step(step=n, phase="rl", time=end, step_seconds=end - begin)] for n, (begin, end) in enumerate(windows, 1)]
-    return Run("x", sessions, [], spans)
+    return RunRecords("x", sessions, [], spans)
 
 
 def test_timeline_columns_by_hand() -> None:

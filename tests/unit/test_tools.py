@@ -15,7 +15,7 @@ from asyncmoe.errors import ConfigError
 from asyncmoe.rollout.episodes import tools
 from asyncmoe.rollout.episodes.tools.calculator import calculate
 from asyncmoe.rollout.episodes.tools.calls import MAX_CALLS, Call, Malformed, Style, find
-from asyncmoe.rollout.episodes.tools.runner import Limits, Runner
+from asyncmoe.rollout.episodes.tools.runner import Runner, ToolLimits
 from asyncmoe.rollout.episodes.tools.tool import ToolError, schema
 
 FUNCTIONS = "tests.unit.tool_functions"
@@ -243,7 +243,7 @@ def test_concurrency_is_bounded_and_waiting_is_no_time_out() -> None:
     slow = Slow()
 
     async def run() -> Runner:
-        runner = Runner(slow, Limits(timeout_s=1.0, concurrency=2))
+        runner = Runner(slow, ToolLimits(timeout_s=1.0, concurrency=2))
         await asyncio.gather(*(runner.call("") for _ in range(40)))
         with pytest.raises(ToolError, match="tool_crash"):
             await runner.call("break")
@@ -256,7 +256,7 @@ def test_concurrency_is_bounded_and_waiting_is_no_time_out() -> None:
 
 def test_a_cancelled_call_frees_its_place() -> None:
     async def run() -> Runner:
-        runner = Runner(Slow(), Limits(concurrency=1))
+        runner = Runner(Slow(), ToolLimits(concurrency=1))
         call = asyncio.create_task(runner.call(""))
         await asyncio.sleep(0)
         call.cancel()

@@ -17,13 +17,13 @@ import pytest
 
 from asyncmoe.errors import ConfigError
 from asyncmoe.rollout.episodes.tools import sandbox, seccomp
-from asyncmoe.rollout.episodes.tools.sandbox import Python, PythonLimits
+from asyncmoe.rollout.episodes.tools.sandbox import PythonLimits, PythonTool
 from asyncmoe.rollout.episodes.tools.tool import ToolError
 
 
 def possible(namespaces: bool) -> bool:
     try:
-        Python(PythonLimits(namespaces=namespaces))
+        PythonTool(PythonLimits(namespaces=namespaces))
     except ConfigError:
         return False
     return True
@@ -38,7 +38,7 @@ def run(code: str, namespaces: bool, **limits: float) -> str:
     """What it printed, or the reason and the detail why there is no result."""
 
     async def call() -> str:
-        python = Python(PythonLimits(namespaces=namespaces, **limits))  # type: ignore[arg-type]
+        python = PythonTool(PythonLimits(namespaces=namespaces, **limits))  # type: ignore[arg-type]
         try:
             return await python.call(code)
         except ToolError as error:
@@ -123,7 +123,7 @@ def test_nobody_waits_for_a_flood_to_be_read(namespaces: bool, monkeypatch: pyte
     monkeypatch.setattr(sandbox, "_GRACE_S", 3600.0)
 
     async def flood() -> None:
-        python = Python(PythonLimits(namespaces=namespaces, output_bytes=3000))
+        python = PythonTool(PythonLimits(namespaces=namespaces, output_bytes=3000))
         with pytest.raises(ToolError, match="cut at 3000 bytes"):
             await python.call("import os\nwhile True: os.write(1, b'x' * 65536)")
         await python.close()
@@ -230,7 +230,7 @@ def test_with_namespaces_other_files_can_be_read_and_not_written(tmp_path: Path)
 @BOTH
 def test_a_cancelled_call_leaves_nothing(namespaces: bool) -> None:
     async def call() -> None:
-        python = Python(PythonLimits(namespaces=namespaces))
+        python = PythonTool(PythonLimits(namespaces=namespaces))
         calling = asyncio.create_task(python.call("import time\ntime.sleep(60)"))
         while len(mine()) < 2:
             await asyncio.sleep(0.01)
@@ -271,7 +271,7 @@ def test_a_machine_that_cannot_confine_is_refused(monkeypatch: pytest.MonkeyPatc
     guard.write_text("raise OSError(1, 'Operation not permitted', 'unshare')")
     monkeypatch.setattr(sandbox, "_GUARD", guard)
     with pytest.raises(ConfigError, match=r"Operation not permitted.*namespaces=false"):
-        Python(PythonLimits())
+        PythonTool(PythonLimits())
     with pytest.raises(ConfigError, match="riscv64"):
         seccomp.program("riscv64")
 

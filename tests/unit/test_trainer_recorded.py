@@ -9,14 +9,14 @@ from kept_trajectory import ROUTING, trajectory
 
 from asyncmoe.errors import InvariantBroken
 from asyncmoe.record import Routing
-from asyncmoe.trainer.data.batch import Grid, MicroBatch, pack
+from asyncmoe.trainer.data.batch import BatchGrid, MicroBatch, pack
 from asyncmoe.trajectory import Trajectory
 
 
 def packed(trajectories: list[Trajectory], routing: Routing | None) -> MicroBatch:
     known = dict(enumerate(trajectories))
     nothing = np.zeros(len(trajectories))
-    return pack(known, list(known), advantages=nothing, weights=nothing, grid=Grid(8), packed=True, routing=routing)
+    return pack(known, list(known), advantages=nothing, weights=nothing, grid=BatchGrid(8), packed=True, routing=routing)
 
 
 def test_every_row_has_its_own() -> None:

@@ -23,12 +23,12 @@ import zmq
 
 from asyncmoe import errors
 from asyncmoe.errors import ConfigError, EngineError, InvariantBroken, ProtocolError, TrajectoryRejected, UserError, WaitTimeout
+from asyncmoe.rpc import client as client_module
+from asyncmoe.rpc import codec, keys
+from asyncmoe.rpc.client import Client, rebuild
+from asyncmoe.rpc.messages import Commit, Done, EnginesAsk, Fetch, Fetched, Goodbye, Hello, Lease, Leased, Refused, Reply, Request, Welcome
+from asyncmoe.rpc.server import Server
 from asyncmoe.trajectory import Buffer
-from asyncmoe.wire import client as client_module
-from asyncmoe.wire import codec, keys
-from asyncmoe.wire.client import Client, rebuild
-from asyncmoe.wire.messages import Commit, Done, EnginesAsk, Fetch, Fetched, Goodbye, Hello, Lease, Leased, Refused, Reply, Request, Welcome
-from asyncmoe.wire.server import Server
 
 Answer = Reply | tuple[Reply, list[Buffer]]
 
@@ -301,9 +301,9 @@ def test_a_second_process_with_a_wrong_key_gets_no_reply_and_a_right_one_does() 
 
     program = (
         "import sys, msgspec\n"
-        "from asyncmoe.wire.keys import Rendezvous\n"
-        "from asyncmoe.wire.client import Client\n"
-        "from asyncmoe.wire.messages import Commit\n"
+        "from asyncmoe.rpc.keys import Rendezvous\n"
+        "from asyncmoe.rpc.client import Client\n"
+        "from asyncmoe.rpc.messages import Commit\n"
         "to = msgspec.json.decode(sys.stdin.buffer.read(), type=Rendezvous)\n"
         "with Client(to, 'other') as client: print(client.ask(Commit(7), 2))\n"
     )

@@ -16,21 +16,21 @@ import pytest
 import zmq
 
 from asyncmoe.errors import UserError, WaitTimeout
-from asyncmoe.wire import environment, keys
-from asyncmoe.wire.client import Client
-from asyncmoe.wire.environment import CONTROLLER, KEYS, Given
-from asyncmoe.wire.messages import Commit, Done, Reply, Request
-from asyncmoe.wire.server import Server
+from asyncmoe.rpc import environment, keys
+from asyncmoe.rpc.client import Client
+from asyncmoe.rpc.environment import CONTROLLER, KEYS, RendezvousVariables
+from asyncmoe.rpc.messages import Commit, Done, Reply, Request
+from asyncmoe.rpc.server import Server
 
 SECRET, OTHER = "0123456789abcdef" * 4, "ab" * 32
 CONTROLLER_PROGRAM = """
 import asyncio, sys
 from pathlib import Path
 from asyncmoe.errors import AsyncmoeError
-from asyncmoe.wire import keys
-from asyncmoe.wire.environment import given
-from asyncmoe.wire.messages import Done
-from asyncmoe.wire.server import Server
+from asyncmoe.rpc import keys
+from asyncmoe.rpc.environment import given
+from asyncmoe.rpc.messages import Done
+from asyncmoe.rpc.server import Server
 
 async def answer(request):
     return Done()
@@ -93,7 +93,7 @@ def test_server_and_client_meet_through_the_environment_alone(tmp_path: Path, he
 
 
 def test_a_client_may_come_first(tmp_path: Path, here: dict[str, str]) -> None:
-    script = "import sys; from pathlib import Path; from asyncmoe.wire import keys; print(keys.read(Path(sys.argv[1]), 60).address)"
+    script = "import sys; from pathlib import Path; from asyncmoe.rpc import keys; print(keys.read(Path(sys.argv[1]), 60).address)"
     with subprocess.Popen([sys.executable, "-c", script, str(tmp_path / "x")], stdout=subprocess.PIPE, text=True) as client:
         with pytest.raises(subprocess.TimeoutExpired):
             client.wait(1.0)
@@ -128,7 +128,7 @@ def test_keys_derive_from_the_secret_alone_and_are_pairs() -> None:
     assert zmq.curve_public(made.client_secret) == made.client_public
     all_of_them = [value for keyring in (made, other) for value in vars(keyring).values()]
     assert len(set(all_of_them)) == 10
-    assert SECRET not in repr(made) + repr(Given("h", 1, bytes.fromhex(SECRET)))
+    assert SECRET not in repr(made) + repr(RendezvousVariables("h", 1, bytes.fromhex(SECRET)))
 
 
 @pytest.mark.parametrize(
@@ -167,7 +167,7 @@ def test_nothing_or_empty_is_none() -> None:
 
 def test_an_address_of_another_machine_is_refused_and_both_are_named() -> None:
     async def start() -> None:
-        async with Server(_done, given=Given("192.0.2.1", 41234, bytes(32))) as server:
+        async with Server(_done, given=RendezvousVariables("192.0.2.1", 41234, bytes(32))) as server:
             await server.start()
 
     with pytest.raises(UserError, match=rf"{CONTROLLER}: got tcp://192.0.2.1:41234 .*{socket.gethostname()}.*start the controller on"):

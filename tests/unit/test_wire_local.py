@@ -19,11 +19,11 @@ import pytest
 import zmq
 
 from asyncmoe.errors import UserError, WaitTimeout
+from asyncmoe.rpc import keys, local
+from asyncmoe.rpc.client import Client
+from asyncmoe.rpc.messages import Commit, Done, Fetch, Fetched, Reply, Request
+from asyncmoe.rpc.server import Server
 from asyncmoe.trajectory import Buffer
-from asyncmoe.wire import keys, local
-from asyncmoe.wire.client import Client
-from asyncmoe.wire.messages import Commit, Done, Fetch, Fetched, Reply, Request
-from asyncmoe.wire.server import Server
 
 T = TypeVar("T")
 FRAMES: list[Buffer] = [b"", b"x", bytes(range(256)) * 4096]
@@ -120,7 +120,7 @@ def test_nothing_is_left_when_the_server_ends(temporary: Path) -> None:
 def test_what_a_killed_server_left_goes_when_the_next_one_starts(temporary: Path) -> None:
     program = (
         "import asyncio, sys, tempfile\n"
-        "from asyncmoe.wire.server import Server\n"
+        "from asyncmoe.rpc.server import Server\n"
         "tempfile.tempdir = sys.argv[1]\n"
         "async def main():\n"
         "    server = Server(None)\n"

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from asyncmoe.errors import UserError
-from asyncmoe.wire.peers import Facts, check, facts
+from asyncmoe.rpc.peers import Facts, check, facts
 
 VERSIONS = {"asyncmoe": "0.1.0", "torch": "2.13.0"}
 OURS = Facts("node1", "controller", VERSIONS, 1_000.0)

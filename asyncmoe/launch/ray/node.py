@@ -23,7 +23,7 @@ _LET_THROUGH = {signal.SIGINT, signal.SIGTERM}
 
 
 @dataclass(frozen=True)
-class Place:
+class NodeFacts:
     """A node as its actor finds it.
 
     Attributes:
@@ -51,11 +51,11 @@ class Node:
     def __init__(self) -> None:
         self._children: dict[str, Child] = {}
 
-    def place(self) -> Place:
+    def place(self) -> NodeFacts:
         """Where it is."""
         import ray
 
-        return Place(ray.util.get_node_ip_address(), socket.gethostname(), free_port(""))
+        return NodeFacts(ray.util.get_node_ip_address(), socket.gethostname(), free_port(""))
 
     def seen(self, directory: str, file: str) -> str:
         """SHA-256 in hex of a file; empty where this node does not have it, or not the directory to work in. Works there from now on."""

@@ -12,7 +12,7 @@ from typing import Literal
 from asyncmoe.config import Config
 from asyncmoe.errors import ConfigError
 from asyncmoe.launch.torchrun import TRAINER_ENVIRONMENT, torchrun
-from asyncmoe.wire import address
+from asyncmoe.rpc import address
 
 CONTROLLER = "controller"
 _PASSED = ("ASYNCMOE_", "NCCL_", "GLOO_", "UCX_", "SGLANG_", "TORCH_", "HF_", "OMP_")

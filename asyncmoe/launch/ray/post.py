@@ -10,7 +10,7 @@ from typing import Any
 
 from asyncmoe.launch.ray import cluster
 from asyncmoe.launch.ray.cluster import Unreachable
-from asyncmoe.launch.ray.node import End, Place
+from asyncmoe.launch.ray.node import End, NodeFacts
 from asyncmoe.launch.ray.planning import Bundle, Launch
 
 _POLL_S = 0.1
@@ -25,7 +25,7 @@ class Post:
         silence_s: an actor that does not answer for so long is lost.
     """
 
-    def __init__(self, ray: Any, actor: Any, bundle: Bundle, place: Place, silence_s: float) -> None:
+    def __init__(self, ray: Any, actor: Any, bundle: Bundle, place: NodeFacts, silence_s: float) -> None:
         self.bundle, self.place = bundle, place
         self._actor, self._ray, self._silence_s = actor, ray, silence_s
         self._ended: Mapping[str, End] = {}

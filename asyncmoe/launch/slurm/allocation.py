@@ -12,7 +12,7 @@ Expand = Callable[[str], tuple[str, ...]]
 
 
 @dataclass(frozen=True)
-class Group:
+class JobComponent:
     """One component of a heterogeneous job, or the whole of any other.
 
     Attributes:
@@ -40,13 +40,13 @@ class Allocation:
     job: int
     name: str
     restarts: int
-    groups: tuple[Group, ...]
+    groups: tuple[JobComponent, ...]
 
     @property
     def nodes(self) -> tuple[str, ...]:
         return tuple(node for group in self.groups for node in group.nodes)
 
-    def group_of(self, node: str) -> Group:
+    def group_of(self, node: str) -> JobComponent:
         """The component a node belongs to."""
         return next(group for group in self.groups if node in group.nodes)
 
@@ -66,7 +66,7 @@ def read(environ: Mapping[str, str], expand: Expand) -> Allocation:
     size = int(environ.get("SLURM_HET_SIZE", "1"))
     if size > 1:
         groups = tuple(
-            Group(
+            JobComponent(
                 job=environ[f"SLURM_JOB_ID_HET_GROUP_{index}"],
                 nodes=expand(environ[f"SLURM_JOB_NODELIST_HET_GROUP_{index}"]),
                 index=index,
@@ -74,5 +74,5 @@ def read(environ: Mapping[str, str], expand: Expand) -> Allocation:
             for index in range(size)
         )
     else:
-        groups = (Group(name, expand(environ["SLURM_JOB_NODELIST"])),)
+        groups = (JobComponent(name, expand(environ["SLURM_JOB_NODELIST"])),)
     return Allocation(job, name, int(environ.get("SLURM_RESTART_COUNT", "0")), groups)

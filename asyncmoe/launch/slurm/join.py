@@ -55,7 +55,7 @@ def run(arguments: Sequence[str], stop: Stop) -> None:
         raise parts.first_cause(started)
 
 
-def plan(where: Allocation, config: Config, resolved: Path, each: int, program: steps.Container) -> list[steps.Step]:
+def plan(where: Allocation, config: Config, resolved: Path, each: int, program: steps.Container) -> list[steps.JobStep]:
     """A step for every engine, with names that no other job's have.
 
     Args:

@@ -10,7 +10,7 @@ from pathlib import Path
 from asyncmoe.errors import AsyncmoeError
 from asyncmoe.launch import watch
 from asyncmoe.launch.slurm import control, verdict
-from asyncmoe.launch.slurm.steps import Step
+from asyncmoe.launch.slurm.steps import JobStep
 from asyncmoe.process import Child
 
 log = logging.getLogger(__name__)
@@ -31,7 +31,7 @@ _FORCED_S = 45.0
 class Part:
     """A step and the `srun` that runs it."""
 
-    def __init__(self, step: Step) -> None:
+    def __init__(self, step: JobStep) -> None:
         self.step = step
         self._sizes = {path: _size(path) for path in (step.output, *step.logs.values())}
         self._child = Child(step.name, step.command, step.output)
@@ -45,7 +45,7 @@ class Part:
     def failed(self) -> bool:
         return self.status not in (None, 0)
 
-    def ended(self) -> verdict.Ended:
+    def ended(self) -> verdict.EndedStep:
         """How it ended. Call when it has failed."""
         assert self.status is not None
         output = self._since_start(self.step.output)
@@ -54,7 +54,7 @@ class Part:
         written = {node: self._since_start(self.step.logs[node]) for node in first}
         files = [self.step.logs.get(nodes), *self.step.logs.values(), self.step.output]
         file = next((file for file in files if file is not None and file.exists()), self.step.output)
-        return verdict.Ended(self.step.name, nodes, status, verdict.reason(written, output), file)
+        return verdict.EndedStep(self.step.name, nodes, status, verdict.reason(written, output), file)
 
     def end(self) -> None:
         """End srun, which ends its tasks."""
@@ -68,7 +68,7 @@ class Part:
             return file.read().decode(errors="replace")
 
 
-def start(steps: Sequence[Step], into: list[Part]) -> None:
+def start(steps: Sequence[JobStep], into: list[Part]) -> None:
     """Start steps one after the other; what was started is in `into` even when the next one cannot be."""
     for step in steps:
         into.append(Part(step))

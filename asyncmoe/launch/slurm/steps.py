@@ -14,7 +14,7 @@ CONTROLLER, TRAINER = "controller", "trainer"
 
 
 @dataclass(frozen=True)
-class Step:
+class JobStep:
     """One job step.
 
     Attributes:
@@ -67,7 +67,7 @@ def log_of(logs: Path, name: str, node: str) -> Path:
     return logs / f"{name}.{node}.log"
 
 
-def srun(allocation: Allocation, name: str, nodes: Sequence[str], logs: Path, where: Container, arguments: Sequence[str]) -> Step:
+def srun(allocation: Allocation, name: str, nodes: Sequence[str], logs: Path, where: Container, arguments: Sequence[str]) -> JobStep:
     """A step with one task of `asyncmoe.launch.slurm.task` on each of some nodes of one component.
 
     - `--overlap`: engines and the controller share a node, and by default a step keeps its CPUs and GPUs to itself.
@@ -82,12 +82,12 @@ def srun(allocation: Allocation, name: str, nodes: Sequence[str], logs: Path, wh
         flags.append(f"--het-group={group.index}")
     program = [where.python, "-m", "asyncmoe.launch.slurm.task", str(logs), name, *arguments]
     files = {node: log_of(logs, name, node) for node in nodes}
-    return Step(name, group.job, tuple(nodes), ("srun", *flags, *program), logs / f"srun.{name}.log", files)
+    return JobStep(name, group.job, tuple(nodes), ("srun", *flags, *program), logs / f"srun.{name}.log", files)
 
 
 def all_steps(
     allocation: Allocation, placement: Placement, config: Config, resolved: Path, master: tuple[str, int], where: Container
-) -> list[Step]:
+) -> list[JobStep]:
     """Controller, engines, trainer.
 
     Args:

@@ -72,7 +72,7 @@ def _describe(where: Allocation, placed: placement.Placement, config: Config, ne
     )
 
 
-def _supervise(where: Allocation, config: Config, planned: Sequence[steps.Step], stop: Stop) -> AsyncmoeError | None:
+def _supervise(where: Allocation, config: Config, planned: Sequence[steps.JobStep], stop: Stop) -> AsyncmoeError | None:
     """Start and watch all steps; the first cause of a failure, or None when all ended well or as asked."""
     started: list[Part] = []
     try:

@@ -20,7 +20,7 @@ _NAMED = re.compile(r"[\w.-]+ on \S+: ")
 
 
 @dataclass(frozen=True)
-class Ended:
+class EndedStep:
     """A step that ended badly; an `asyncmoe.launch.watch.Ended`.
 
     Attributes:

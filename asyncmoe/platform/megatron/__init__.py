@@ -13,7 +13,7 @@ nothing by itself.
         moe          a name the router reads
         mla          what latent attention believes
         adam         the distributed optimizer's state around torch's Adam
-    everywhere, by whoever saves checkpoints (`asyncmoe.trainer.model.state`) and builds the model (`asyncmoe.trainer.model.layers`)
+    everywhere, by whoever saves checkpoints (`asyncmoe.trainer.model.checkpoint`) and builds the model (`asyncmoe.trainer.model.layers`)
         writer       checkpoints are written without processes that outlive a rank
         rope         rotary angles of packed sequences without waiting for the device
 """

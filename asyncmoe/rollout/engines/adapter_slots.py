@@ -19,25 +19,25 @@ from typing import Protocol
 
 from asyncmoe.errors import EngineError, WaitTimeout, WeightSyncError
 from asyncmoe.rollout.engines.adapters import BASE, SLOTS
-from asyncmoe.rollout.engines.engine_client import Generation, Message, Span
+from asyncmoe.rollout.engines.engine_client import AdapterMessage, Generation, VersionSpan
 
 
 class StillInUse(WaitTimeout):
     """Responses of an older version did not end in time; the engine was asked for nothing."""
 
 
-class Server(Protocol):
+class AdapterHost(Protocol):
     """What is needed of an `EngineClient`."""
 
     name: str
 
-    async def load_adapter(self, name: str, adapter: Path | Message, timeout_s: float) -> None: ...
+    async def load_adapter(self, name: str, adapter: Path | AdapterMessage, timeout_s: float) -> None: ...
 
     async def unload_adapter(self, name: str, timeout_s: float) -> None: ...
 
 
 @dataclass(frozen=True)
-class Serving:
+class ServedBy:
     """What a request is sampled by.
 
     Attributes:
@@ -59,7 +59,7 @@ class _Slot:
         free: set while there are none.
     """
 
-    serving: Serving | None = None
+    serving: ServedBy | None = None
     users: int = 0
     free: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -71,22 +71,22 @@ class TwoSlots:
         timeout_s: bound of each call to the engine, and of the wait for responses of an older version.
     """
 
-    def __init__(self, server: Server, timeout_s: float) -> None:
+    def __init__(self, server: AdapterHost, timeout_s: float) -> None:
         self._server, self._timeout_s = server, timeout_s
         self._slots = tuple(_Slot() for _ in range(SLOTS))
         for slot in self._slots:
             slot.free.set()
         self._current = self._slots[0]
-        self._current.serving = self._serving = Serving(0, None)
+        self._current.serving = self._serving = ServedBy(0, None)
         self._exchanging = asyncio.Lock()
 
     @property
-    def serving(self) -> Serving:
+    def serving(self) -> ServedBy:
         """What new requests are sampled by."""
         return self._serving
 
     @contextmanager
-    def use(self) -> Iterator[Serving]:
+    def use(self) -> Iterator[ServedBy]:
         """For the time of one request: its version stays loaded."""
         slot = self._current
         slot.users += 1
@@ -98,7 +98,7 @@ class TwoSlots:
             if not slot.users:
                 slot.free.set()
 
-    async def publish(self, version: int, adapter: Path | Message) -> None:
+    async def publish(self, version: int, adapter: Path | AdapterMessage) -> None:
         """Have new requests sampled by a version; returns when they are.
 
         Args:
@@ -115,7 +115,7 @@ class TwoSlots:
             if version < 0 or (started and version <= self._serving.version):
                 raise WeightSyncError(f"{self._server.name}: adapter of version {version} after that of version {self._serving.version}")
             slot = await self._vacated()
-            serving = Serving(version, f"v{version}")
+            serving = ServedBy(version, f"v{version}")
             await self._server.load_adapter(f"v{version}", adapter, self._timeout_s)
             slot.serving = self._serving = serving
             self._current = slot
@@ -130,7 +130,7 @@ class TwoSlots:
                 await self._server.unload_adapter(adapter, self._timeout_s)
         return slot
 
-    async def _unused(self, slot: _Slot, held: Serving) -> None:
+    async def _unused(self, slot: _Slot, held: ServedBy) -> None:
         try:
             await asyncio.wait_for(slot.free.wait(), self._timeout_s)
         except TimeoutError:
@@ -138,7 +138,7 @@ class TwoSlots:
             raise StillInUse(self._server.name, what, self._timeout_s) from None
 
 
-def attributed(generation: Generation, serving: Serving) -> Generation:
+def attributed(generation: Generation, serving: ServedBy) -> Generation:
     """A response with the version of the adapter it was sampled with in place of what the engine says.
 
     Raises:
@@ -146,4 +146,4 @@ def attributed(generation: Generation, serving: Serving) -> Generation:
     """
     if any(span.version != BASE for span in generation.spans):
         raise EngineError(f"base weights of version {generation.spans[-1].version} under an adapter, expected those of version {BASE}")
-    return replace(generation, spans=(Span(str(serving.version), 0, len(generation.tokens)),))
+    return replace(generation, spans=(VersionSpan(str(serving.version), 0, len(generation.tokens)),))

@@ -23,7 +23,7 @@ from asyncmoe.errors import UserError
 from asyncmoe.models.lora import peft
 from asyncmoe.models.lora.adapter import DTYPES, Adapter, Kind, check_rank, served, served_config, served_shapes, served_targets
 from asyncmoe.models.shape import Shape
-from asyncmoe.rollout.engines.engine_client import EngineClient, Message, Sampling
+from asyncmoe.rollout.engines.engine_client import AdapterMessage, EngineClient, Sampling
 
 NAME = "policy"
 """The adapter of an engine whose adapter memory is written."""
@@ -39,14 +39,14 @@ def in_memory(config: Config) -> bool:
     return config.adapter is not None and config.sync.method == "reshard"
 
 
-class Asked(TypedDict):
+class AdapterChoice(TypedDict):
     """Of `asyncmoe.rollout.engines.pool.Pool`."""
 
     adapter: str | None
     slots: bool
 
 
-def asked(config: Config) -> Asked:
+def asked(config: Config) -> AdapterChoice:
     """What requests name."""
     return {"adapter": NAME if in_memory(config) else None, "slots": config.adapter is not None and not in_memory(config)}
 
@@ -112,7 +112,7 @@ def blank(folder: Path, m: Shape, kind: Kind, dtype: str) -> Path:
     return folder
 
 
-def message(m: Shape, adapter: Adapter, ranks: int) -> Message:
+def message(m: Shape, adapter: Adapter, ranks: int) -> AdapterMessage:
     """An adapter as engines anywhere take it.
 
     Args:
@@ -121,7 +121,7 @@ def message(m: Shape, adapter: Adapter, ranks: int) -> Message:
     Raises:
         UserError: see `Adapter.check`.
     """
-    return Message(served_config(adapter.kind), (payload(served(m, adapter), adapter.dtype),) * ranks)
+    return AdapterMessage(served_config(adapter.kind), (payload(served(m, adapter), adapter.dtype),) * ranks)
 
 
 def payload(tensors: Mapping[str, np.ndarray], dtype: str) -> str:

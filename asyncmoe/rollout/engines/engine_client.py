@@ -55,7 +55,7 @@ class Sampling:
 
 
 @dataclass(frozen=True)
-class Message:
+class AdapterMessage:
     """An adapter as it is sent (`asyncmoe.rollout.engines.adapters.message`).
 
     Attributes:
@@ -67,7 +67,7 @@ class Message:
     tensors: tuple[str, ...]
 
 
-class Span(msgspec.Struct, frozen=True):
+class VersionSpan(msgspec.Struct, frozen=True):
     """Output tokens `start` to `end` (exclusive) were sampled by weights of `version`, the string last given to the engine."""
 
     version: str
@@ -84,7 +84,7 @@ class _Finish(msgspec.Struct, frozen=True):
 class _Meta(msgspec.Struct, frozen=True):
     finish_reason: _Finish
     output_token_logprobs: list[tuple[float | None, int, str | None]]
-    weight_versions: list[Span]
+    weight_versions: list[VersionSpan]
     cached_tokens: int = 0
     routed_experts: str | None = None
     output_token_sampling_mask: list[list[int]] | None = None
@@ -126,12 +126,12 @@ class Generation:
         spans: which version sampled which tokens; cover 0 to R without a gap.
         finish: "stop", "length" or `ABORTED`, when `abort` ended it; it may then have no tokens.
         cached_tokens: prompt tokens whose keys and values were taken from the prefix cache.
-        routes, masks: as the engine reports them (`asyncmoe.rollout.engines.sampled`), where it was asked to.
+        routes, masks: as the engine reports them (`asyncmoe.rollout.engines.sglang_decode`), where it was asked to.
     """
 
     tokens: tuple[int, ...]
     logprobs: tuple[float, ...]
-    spans: tuple[Span, ...]
+    spans: tuple[VersionSpan, ...]
     finish: str
     cached_tokens: int
     routes: str | None = None
@@ -264,7 +264,7 @@ class EngineClient:
         }
         await self._post("/update_weights_from_tensor", body, _Acknowledged, timeout_s)
 
-    async def load_adapter(self, name: str, adapter: Path | Message, timeout_s: float, pinned: bool = False) -> None:
+    async def load_adapter(self, name: str, adapter: Path | AdapterMessage, timeout_s: float, pinned: bool = False) -> None:
         """Have every tensor-parallel rank hold an adapter, for requests that name it. The engine generates nothing meanwhile.
 
         Args:

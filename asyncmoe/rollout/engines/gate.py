@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from asyncmoe.rollout.engines.scheduling import Request, Waiting
+from asyncmoe.rollout.engines.scheduling import ScheduledRequest, Waiting
 
 
 class Gate:
@@ -35,7 +35,7 @@ class Gate:
         self._admit()
 
     @asynccontextmanager
-    async def place(self, request: Request) -> AsyncIterator[None]:
+    async def place(self, request: ScheduledRequest) -> AsyncIterator[None]:
         """Wait to be let in, and leave at the end of the block. The gate is open when the block begins."""
         await self._enter(request)
         try:
@@ -46,7 +46,7 @@ class Gate:
         finally:
             self._leave()
 
-    async def _enter(self, request: Request) -> None:
+    async def _enter(self, request: ScheduledRequest) -> None:
         ticket, call = self._waiting.come(request), asyncio.get_running_loop().create_future()
         self._calls[ticket] = call
         self._admit()

@@ -20,8 +20,8 @@ from asyncmoe.config.generation import Interruption
 from asyncmoe.errors import TrajectoryRejected
 from asyncmoe.rollout.engines.engine_client import ABORTED, Sampling
 from asyncmoe.rollout.engines.pool import Pool
-from asyncmoe.rollout.engines.scheduling import UNKNOWN, Request
-from asyncmoe.rollout.episodes.turns import Turn, held
+from asyncmoe.rollout.engines.scheduling import UNKNOWN, ScheduledRequest
+from asyncmoe.rollout.episodes.trajectory_builder import Turn, held
 
 
 async def respond(
@@ -30,7 +30,7 @@ async def respond(
     before: Sequence[Turn],
     sampling: Sampling,
     interruption: Interruption,
-    request: Request = UNKNOWN,
+    request: ScheduledRequest = UNKNOWN,
 ) -> list[Turn]:
     """One whole response, over as many requests as interruptions make of it.
 

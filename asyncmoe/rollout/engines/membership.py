@@ -1,6 +1,7 @@
 """Engines of other machines, as the controller sees them: how they join, that they are still there, and how they leave.
 
-Each is started and ended by `asyncmoe engine` (`asyncmoe.rollout.engines.joining`), which asks here. One that has joined is an engine like any
+Each is started and ended by `asyncmoe engine` (`asyncmoe.rollout.engines.engine_agent`), which asks here. One that has joined is an engine
+like any
 other from its first version on. One that leaves gets no new requests and finishes what it has; one that is not heard of is fenced.
 """
 
@@ -15,8 +16,8 @@ from asyncmoe.config import Config
 from asyncmoe.errors import ConfigError, EngineError, ProtocolError, UserError, WaitTimeout
 from asyncmoe.rollout.engines.engine_client import EngineClient
 from asyncmoe.rollout.engines.pool import Member, Pool
-from asyncmoe.wire.messages import Done, EngineAlive, EngineJoin, EngineLeave, EngineOrder
-from asyncmoe.wire.peers import check, facts
+from asyncmoe.rpc.messages import Done, EngineAlive, EngineJoin, EngineLeave, EngineOrder
+from asyncmoe.rpc.peers import check, facts
 
 log = logging.getLogger(__name__)
 MembershipRequest = EngineJoin | EngineAlive | EngineLeave
@@ -27,7 +28,7 @@ LEFT = "it has left"
 
 
 class RemoteEngine:
-    """An engine that has joined; an `asyncmoe.rollout.engines.pool.Server`.
+    """An engine that has joined; an `asyncmoe.rollout.engines.pool.EngineHandle`.
 
     Args:
         silence_s: not heard of for so long, it is dead.

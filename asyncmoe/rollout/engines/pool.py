@@ -22,10 +22,10 @@ from typing import Protocol
 
 from asyncmoe.config.generation import Balance, Order
 from asyncmoe.errors import EngineError, TrajectoryRejected, WaitTimeout
-from asyncmoe.rollout.engines.adapter_slots import Serving, TwoSlots, attributed
+from asyncmoe.rollout.engines.adapter_slots import ServedBy, TwoSlots, attributed
 from asyncmoe.rollout.engines.engine_client import ABORTED, EngineClient, EngineLost, Generation, Sampling
 from asyncmoe.rollout.engines.gate import Gate
-from asyncmoe.rollout.engines.scheduling import UNKNOWN, Homes, Lengths, Request, Waiting, choose
+from asyncmoe.rollout.engines.scheduling import UNKNOWN, Homes, Lengths, ScheduledRequest, Waiting, choose
 
 log = logging.getLogger(__name__)
 _WATCH_S = 0.5
@@ -33,7 +33,7 @@ _PATIENCE = 4
 """A request is overtaken at most this many times `limit` times: the order is kept until waiting has lasted several responses."""
 
 
-class Server(Protocol):
+class EngineHandle(Protocol):
     """What the pool needs of an `Engine`."""
 
     name: str
@@ -63,7 +63,7 @@ class Member:
         busy_since: Unix seconds since which it has been generating and that is not recorded yet, or None.
     """
 
-    engine: Server
+    engine: EngineHandle
     adapter: str | None = None
     slots: TwoSlots | None = None
     version: int = 0
@@ -73,13 +73,13 @@ class Member:
     leaving: bool = False
     busy_since: float | None = None
 
-    def serving(self) -> AbstractContextManager[Serving]:
+    def serving(self) -> AbstractContextManager[ServedBy]:
         """What a request is sampled by, for the time of the request."""
-        return nullcontext(Serving(self.version, self.adapter)) if self.slots is None else self.slots.use()
+        return nullcontext(ServedBy(self.version, self.adapter)) if self.slots is None else self.slots.use()
 
 
 @dataclass(frozen=True)
-class Answer:
+class PooledGeneration:
     """A generation and the version its prompt was filed under."""
 
     generation: Generation
@@ -105,7 +105,7 @@ class Pool:
 
     def __init__(
         self,
-        engines: Sequence[Server],
+        engines: Sequence[EngineHandle],
         limit: int,
         timeout_s: float,
         record: Callable[[str, float, float], None],
@@ -139,7 +139,9 @@ class Pool:
         """The oldest version an engine serves."""
         return min((member.version for member in self.serving), default=0)
 
-    async def generate(self, tokens: Sequence[int], sampling: Sampling, held: int = 0, request: Request = UNKNOWN) -> Answer:
+    async def generate(
+        self, tokens: Sequence[int], sampling: Sampling, held: int = 0, request: ScheduledRequest = UNKNOWN
+    ) -> PooledGeneration:
         """One response.
 
         Args:
@@ -159,7 +161,7 @@ class Pool:
             self._lengths.note(request.prompt, request.sampled + len(answer.generation.tokens))
         return answer
 
-    def join(self, engine: Server) -> Member:
+    def join(self, engine: EngineHandle) -> Member:
         """Take in an engine; requests go to it after its first version."""
         member = self._member(engine)
         member.waiting = True
@@ -222,7 +224,7 @@ class Pool:
                 self._record(member.engine.name, member.busy_since, now)
                 member.busy_since = now
 
-    def _member(self, engine: Server) -> Member:
+    def _member(self, engine: EngineHandle) -> Member:
         return Member(engine, self._adapter, TwoSlots(engine.client, self._timeout_s) if self._has_slots else None)
 
     async def _some(self) -> None:
@@ -239,7 +241,7 @@ class Pool:
                 raise TrajectoryRejected("engine_timeout", f"no engine has got a version within {self._timeout_s:g} s")
             await asyncio.sleep(_WATCH_S)
 
-    async def _ask(self, member: Member, tokens: Sequence[int], sampling: Sampling, held: int) -> Answer:
+    async def _ask(self, member: Member, tokens: Sequence[int], sampling: Sampling, held: int) -> PooledGeneration:
         self._enter(member)
         try:
             with member.serving() as serving:
@@ -257,9 +259,9 @@ class Pool:
         finally:
             self._leave(member)
         self.generated_tokens += len(generation.tokens)
-        return Answer(generation, salt)
+        return PooledGeneration(generation, salt)
 
-    def _choose(self, request: Request) -> Member:
+    def _choose(self, request: ScheduledRequest) -> Member:
         members = {member.engine.name: member for member in self.serving}
         loads = {name: member.in_flight for name, member in members.items()}
         return members[choose(loads, request.prompt, self._balance, self._slack, self._homes.of(request.conversation))]

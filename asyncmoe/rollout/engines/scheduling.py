@@ -25,7 +25,7 @@ KEPT_CONVERSATIONS = 65536
 
 
 @dataclass(frozen=True)
-class Request:
+class ScheduledRequest:
     """What scheduling knows of a request.
 
     Attributes:
@@ -41,7 +41,7 @@ class Request:
     conversation: str = ""
 
 
-UNKNOWN = Request()
+UNKNOWN = ScheduledRequest()
 
 
 def choose(loads: Mapping[str, int], prompt: str, balance: Balance, slack: int, last: str = "") -> str:
@@ -125,7 +125,7 @@ class Waiting:
 
     def __init__(self, order: Order, patience: int, lengths: Lengths) -> None:
         self._order, self._patience, self._lengths = order, patience, lengths
-        self._all: OrderedDict[int, Request] = OrderedDict()
+        self._all: OrderedDict[int, ScheduledRequest] = OrderedDict()
         self._continuing: OrderedDict[int, None] = OrderedDict()
         self._new: dict[str, OrderedDict[int, None]] = {}
         self._came = 0
@@ -133,7 +133,7 @@ class Waiting:
     def __len__(self) -> int:
         return len(self._all)
 
-    def come(self, request: Request) -> int:
+    def come(self, request: ScheduledRequest) -> int:
         """Wait; returns the request's ticket: how many came before it."""
         ticket = self._came
         self._came += 1
@@ -168,5 +168,5 @@ class Waiting:
             return next(iter(self._continuing))
         return min(((-self._lengths.expected(prompt), next(iter(line))) for prompt, line in self._new.items()))[1]
 
-    def _line(self, request: Request) -> str:
+    def _line(self, request: ScheduledRequest) -> str:
         return request.prompt if self._order == "longest_first" else ""

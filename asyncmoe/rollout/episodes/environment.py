@@ -24,7 +24,7 @@ from typing import Protocol, runtime_checkable
 
 from asyncmoe.errors import TrajectoryRejected
 from asyncmoe.rollout.engines.engine_client import Sampling
-from asyncmoe.rollout.episodes.turns import Place, Turn
+from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId, Turn
 from asyncmoe.rollout.tasks import Prompt
 from asyncmoe.rollout.tokenizer import Tokenizer
 
@@ -43,7 +43,7 @@ class Environment(Protocol):
 
 
 @runtime_checkable
-class Teacher(Protocol):
+class Demonstrator(Protocol):
     """An environment that can also show how it is done: what a warm-up needs."""
 
     def demonstrate(self, agent: Agent, episode: Episode) -> str:
@@ -186,7 +186,7 @@ class Episode:
     """
 
     prompt: Prompt
-    place: Place
+    place: EpisodeId
     tokenizer: Tokenizer
     random: Random
     sampling: Sampling

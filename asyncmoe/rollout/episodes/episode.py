@@ -21,13 +21,13 @@ from asyncmoe.errors import AsyncmoeError, TrajectoryRejected
 from asyncmoe.rollout.engines.engine_client import Generation, Sampling
 from asyncmoe.rollout.engines.interruption import respond
 from asyncmoe.rollout.engines.pool import Pool
-from asyncmoe.rollout.engines.scheduling import Request
+from asyncmoe.rollout.engines.scheduling import ScheduledRequest
 from asyncmoe.rollout.episodes import environment
-from asyncmoe.rollout.episodes.environment import Agent, Bounds, Environment, Episode, Rewards, Teacher
+from asyncmoe.rollout.episodes.environment import Agent, Bounds, Demonstrator, Environment, Episode, Rewards
 from asyncmoe.rollout.episodes.environments.single_turn import SingleTurn
-from asyncmoe.rollout.episodes.turns import Place, Turn, assemble, step_rewards
+from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId, Turn, assemble, step_rewards
 from asyncmoe.rollout.scoring import Sample, Score, Scorer, Teaches
-from asyncmoe.rollout.scoring.together import together
+from asyncmoe.rollout.scoring.gather_or_cancel import together
 from asyncmoe.rollout.tasks import Demonstration, Prompt
 from asyncmoe.rollout.tokenizer import Tokenizer
 from asyncmoe.trajectory import NOT_SAMPLED, Trajectory
@@ -36,7 +36,7 @@ _TEACHING_S = 60.0
 
 
 @dataclass(frozen=True)
-class Stage:
+class RolloutContext:
     """Everything episodes of a run have in common.
 
     Attributes:
@@ -57,7 +57,7 @@ class Stage:
     stream: str = "episode"
 
 
-async def run(stage: Stage, prompt: Prompt, place: Place) -> tuple[Trajectory, ...]:
+async def run(stage: RolloutContext, prompt: Prompt, place: EpisodeId) -> tuple[Trajectory, ...]:
     """Run and score one episode.
 
     Returns:
@@ -71,7 +71,7 @@ async def run(stage: Stage, prompt: Prompt, place: Place) -> tuple[Trajectory, .
 
     async def speak(agent: Agent, given: tuple[int, ...], sampling: Sampling) -> list[Turn]:
         prompt, running = f"{stage.stream} {place.group}", any(other.turns for other in made.agents.values())
-        request = Request(prompt, continues=running, conversation=f"{stage.stream} {place.key(agent.number)}")
+        request = ScheduledRequest(prompt, continues=running, conversation=f"{stage.stream} {place.key(agent.number)}")
         return await respond(stage.pool, given, agent.turns, sampling, stage.interruption, request)
 
     random = Random(f"{stage.seed} {stage.stream} {place.group} {place.episode} {place.attempt}")
@@ -151,7 +151,9 @@ class Teaching:
         stop: the token that ends a response.
     """
 
-    def __init__(self, environment_: Environment, teacher: Teacher, tokenizer: Tokenizer, stop: int, bounds: Bounds, seed: int) -> None:
+    def __init__(
+        self, environment_: Environment, teacher: Demonstrator, tokenizer: Tokenizer, stop: int, bounds: Bounds, seed: int
+    ) -> None:
         self._environment, self._teacher, self._tokenizer = environment_, teacher, tokenizer
         self._stop, self._bounds, self._seed = stop, bounds, seed
 
@@ -167,7 +169,7 @@ class Teaching:
             return [Turn(given, Generation(said, (0.0,) * len(said), (), "stop", 0), NOT_SAMPLED)]
 
         sampling, random = Sampling(1.0, self._bounds.tokens, (self._stop,)), Random(f"{self._seed} demonstration {index}")
-        made = Episode(prompt, Place(index, 0, 0), self._tokenizer, random, sampling, self._bounds, speak)
+        made = Episode(prompt, EpisodeId(index, 0, 0), self._tokenizer, random, sampling, self._bounds, speak)
         await _play(self._environment, made, _TEACHING_S)
         return tuple(_shown(index, agent) for agent in made.spoke)
 

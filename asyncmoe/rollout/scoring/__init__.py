@@ -18,15 +18,15 @@ from functools import partial
 from asyncmoe.config.generation import TaskSection
 from asyncmoe.config.scoring import ScoringSection
 from asyncmoe.errors import ConfigError
-from asyncmoe.rollout.scoring import answer, loaded, teacher
-from asyncmoe.rollout.scoring.endpoint import Endpoint
+from asyncmoe.rollout.scoring import parse_score, plugin, teacher
+from asyncmoe.rollout.scoring.async_scorer import AsyncScorer
+from asyncmoe.rollout.scoring.endpoint import HttpJudge
 from asyncmoe.rollout.scoring.exact import Exact
-from asyncmoe.rollout.scoring.in_loop import InLoop
 from asyncmoe.rollout.scoring.judge import Judge
-from asyncmoe.rollout.scoring.sample import Sample, Score, Scorer, Teaches
-from asyncmoe.rollout.scoring.stage import Limits, Stage, Stats
+from asyncmoe.rollout.scoring.limits import LimitedScorer, ScoringLimits, Stats
+from asyncmoe.rollout.scoring.scorer_with_teacher import Taught
 from asyncmoe.rollout.scoring.steps import Decode
-from asyncmoe.rollout.scoring.taught import Taught
+from asyncmoe.rollout.scoring.types import Sample, Score, Scorer, Teaches
 from asyncmoe.rollout.scoring.workers import InWorkers
 
 __all__ = ["Exact", "Sample", "Score", "Scorer", "Stats", "Taught", "Teaches", "load", "stats", "untaught"]
@@ -50,8 +50,8 @@ def load(section: ScoringSection, task: TaskSection, decode: Decode, seed: int =
     if section.teacher is None:
         assert scorer is not None
         return scorer
-    judge = teacher.Teacher(section.teacher.url, section.teacher.timeout_s)
-    return Taught(scorer, Stage("the teacher", judge, teacher.read, _limits(section, section.teacher.concurrency), seed))
+    judge = teacher.TeacherJudge(section.teacher.url, section.teacher.timeout_s)
+    return Taught(scorer, LimitedScorer("the teacher", judge, teacher.read, _limits(section, section.teacher.concurrency), seed))
 
 
 def untaught(scorer: Scorer) -> Scorer:
@@ -62,7 +62,7 @@ def untaught(scorer: Scorer) -> Scorer:
 def stats(scorer: Scorer) -> Mapping[str, Stats]:
     """Of the stages in a scorer, by name: "scorer", "teacher"."""
     parts = {"scorer": scorer.scorer, "teacher": scorer.teacher} if isinstance(scorer, Taught) else {"scorer": scorer}
-    return {name: part.stats() for name, part in parts.items() if isinstance(part, Stage)}
+    return {name: part.stats() for name, part in parts.items() if isinstance(part, LimitedScorer)}
 
 
 def _scorer(section: ScoringSection, task: TaskSection, decode: Decode, seed: int) -> Scorer | None:
@@ -73,17 +73,17 @@ def _scorer(section: ScoringSection, task: TaskSection, decode: Decode, seed: in
         return None
     if kind == "exact":
         return Exact()
-    read = answer.read_json if kind.startswith(("http://", "https://")) else answer.read
+    read = parse_score.read_json if kind.startswith(("http://", "https://")) else parse_score.read
     judge = _judge(section, kind)
     made = partial(read, separator=section.step_separator, decode=decode)
-    return Stage("the scorer", judge, made, _limits(section, section.concurrency or judge.width or _AT_ONCE), seed)
+    return LimitedScorer("the scorer", judge, made, _limits(section, section.concurrency or judge.width or _AT_ONCE), seed)
 
 
 def _judge(section: ScoringSection, kind: str) -> Judge:
     if kind.startswith(("http://", "https://")):
-        return Endpoint(kind, section.timeout_s)
+        return HttpJudge(kind, section.timeout_s)
     target = MATH_VERIFY if kind == "math_verify" else kind
-    found = loaded.find(target)
+    found = plugin.find(target)
     if section.options and not found.is_class:
         raise ConfigError(
             "scoring.options",
@@ -93,10 +93,10 @@ def _judge(section: ScoringSection, kind: str) -> Judge:
         )
     if found.awaits:
         ask, made = found.ask(section.options)
-        return InLoop(ask, made, section.timeout_s)
+        return AsyncScorer(ask, made, section.timeout_s)
     return InWorkers(target, section.options, found.is_class, section.timeout_s, section.concurrency or _WORKERS)
 
 
-def _limits(section: ScoringSection, concurrency: int) -> Limits:
+def _limits(section: ScoringSection, concurrency: int) -> ScoringLimits:
     s = section
-    return Limits(concurrency, s.deadline_s, s.retries, s.backoff_s, s.breaker_failures, s.breaker_cooldown_s)
+    return ScoringLimits(concurrency, s.deadline_s, s.retries, s.backoff_s, s.breaker_failures, s.breaker_cooldown_s)

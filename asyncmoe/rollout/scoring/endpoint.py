@@ -5,12 +5,12 @@ from __future__ import annotations
 import msgspec
 
 from asyncmoe.rollout.scoring.http import Poster
-from asyncmoe.rollout.scoring.sample import Sample
+from asyncmoe.rollout.scoring.types import Sample
 
 _ANSWER_BYTES = 1 << 20
 
 
-class Endpoint:
+class HttpJudge:
     """See `Judge`. Posts {"prompt", "response", "answer", "agent"}; the answer is what `answer.read_json` takes."""
 
     width: int | None = None

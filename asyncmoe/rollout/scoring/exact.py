@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from asyncmoe.rollout.scoring.sample import Sample, Score
+from asyncmoe.rollout.scoring.types import Sample, Score
 
 
 class Exact:

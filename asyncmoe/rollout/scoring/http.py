@@ -6,7 +6,7 @@ import aiohttp
 
 from asyncmoe.errors import TrajectoryRejected
 from asyncmoe.rollout.scoring.judge import SHOWN
-from asyncmoe.rollout.scoring.sample import GARBAGE, TIMEOUT, UNAVAILABLE
+from asyncmoe.rollout.scoring.types import GARBAGE, TIMEOUT, UNAVAILABLE
 
 _LATER = {408, 429}
 """Statuses below 500 with which a server asks to be called again."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from asyncmoe.rollout.scoring.sample import UNAVAILABLE, Sample
+from asyncmoe.rollout.scoring.types import UNAVAILABLE, Sample
 
 _UNREACHABLE = (ConnectionError, TimeoutError)
 SHOWN = 500

@@ -15,7 +15,7 @@ import numpy as np
 
 from asyncmoe.errors import TrajectoryRejected
 from asyncmoe.rollout.scoring.http import Poster
-from asyncmoe.rollout.scoring.sample import GARBAGE, NAN, Sample, Score
+from asyncmoe.rollout.scoring.types import GARBAGE, NAN, Sample, Score
 
 _TOKEN_BYTES = 128
 _REST_BYTES = 1 << 20
@@ -29,7 +29,7 @@ class _Read(msgspec.Struct, frozen=True):
     meta_info: _Meta
 
 
-class Teacher:
+class TeacherJudge:
     """See `Judge`.
 
     Args:

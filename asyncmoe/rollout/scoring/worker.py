@@ -1,7 +1,7 @@
 """A process that scores: a JSON line in, a JSON line out. `python -m asyncmoe.rollout.scoring.worker`.
 
 First line in: {"target": "package.module:name", "options": {...}}; then samples. First line out, once the target is there:
-{"ready": true} or {"unusable": text}; then {"value": ...}, as `asyncmoe.rollout.scoring.answer.plain` gives it, or {"failed": reason,
+{"ready": true} or {"unusable": text}; then {"value": ...}, as `asyncmoe.rollout.scoring.parse_score.plain` gives it, or {"failed": reason,
 "detail": text}. What the target prints goes to standard error. When standard input ends an object is closed.
 """
 
@@ -16,10 +16,10 @@ from typing import TextIO
 
 from asyncmoe.errors import TrajectoryRejected, UserError
 from asyncmoe.process import die_with_parent
-from asyncmoe.rollout.scoring import loaded
-from asyncmoe.rollout.scoring.answer import plain
+from asyncmoe.rollout.scoring import plugin
 from asyncmoe.rollout.scoring.judge import SHOWN, reason_of, said
-from asyncmoe.rollout.scoring.sample import ERROR, Sample
+from asyncmoe.rollout.scoring.parse_score import plain
+from asyncmoe.rollout.scoring.types import ERROR, Sample
 
 
 def main() -> None:
@@ -29,14 +29,14 @@ def main() -> None:
     os.dup2(2, 1)
     wanted = json.loads(sys.stdin.readline())
     try:
-        ask, made = loaded.find(wanted["target"]).ask(wanted["options"])
+        ask, made = plugin.find(wanted["target"]).ask(wanted["options"])
     except UserError as error:
         _say(answers, {"unusable": str(error)})
         return
     _say(answers, {"ready": True})
     for line in sys.stdin:
         _say(answers, _answer(ask, Sample(**json.loads(line))))
-    asyncio.run(loaded.close(made))
+    asyncio.run(plugin.close(made))
 
 
 def _answer(ask: Callable[[Sample], object], sample: Sample) -> dict[str, object]:

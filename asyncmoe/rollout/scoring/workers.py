@@ -13,7 +13,7 @@ from contextlib import suppress
 from typing import Any, cast
 
 from asyncmoe.errors import AsyncmoeError, ConfigError, TrajectoryRejected, WaitTimeout
-from asyncmoe.rollout.scoring.sample import ERROR, GARBAGE, TIMEOUT, Sample
+from asyncmoe.rollout.scoring.types import ERROR, GARBAGE, TIMEOUT, Sample
 
 _START_S = 60.0
 _CLOSE_S = 5.0

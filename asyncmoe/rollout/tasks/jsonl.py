@@ -16,7 +16,7 @@ MARK = "####"
 
 
 @dataclass(frozen=True)
-class Row:
+class JsonLine:
     """A line of the file."""
 
     question: str
@@ -58,7 +58,7 @@ class JsonlTask:
     def _tokens(self, question: str) -> tuple[int, ...]:
         return self._tokenizer.chat(question) if self._chat else self._tokenizer.encode(question + "\n")
 
-    def _row(self, stream: str, index: int) -> Row:
+    def _row(self, stream: str, index: int) -> JsonLine:
         epoch, place = divmod(index, len(self._rows))
         if self._orders.get(stream, (-1,))[0] != epoch:
             order = list(range(len(self._rows)))
@@ -67,7 +67,7 @@ class JsonlTask:
         return self._rows[self._orders[stream][1][place]]
 
 
-def read(path: Path, key: str = "task.path") -> list[Row]:
+def read(path: Path, key: str = "task.path") -> list[JsonLine]:
     """All lines of a file; empty ones are passed over.
 
     Raises:
@@ -84,7 +84,7 @@ def read(path: Path, key: str = "task.path") -> list[Row]:
     return rows
 
 
-def _row(path: Path, number: int, line: str) -> Row:
+def _row(path: Path, number: int, line: str) -> JsonLine:
     where = f"{path} line {number}"
     try:
         values = json.loads(line)
@@ -100,4 +100,4 @@ def _row(path: Path, number: int, line: str) -> Row:
     reference = values["answer"].rpartition(MARK)[2].strip().replace(",", "")
     if not reference:
         raise DataError(f"{where}, answer", got=f"nothing after {MARK}", expected="the reference answer")
-    return Row(values["question"], values["answer"], reference)
+    return JsonLine(values["question"], values["answer"], reference)

@@ -15,15 +15,15 @@ import torch
 
 from asyncmoe.errors import InvariantBroken
 from asyncmoe.record import Routing
-from asyncmoe.trainer.data import recorded
-from asyncmoe.trainer.data.recorded import Experts, Support
+from asyncmoe.trainer.data import replay_data
+from asyncmoe.trainer.data.replay_data import Experts, Support
 from asyncmoe.trajectory import NOT_SAMPLED, Trajectory
 
 Indices = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Grid:
+class BatchGrid:
     """What the trainer's parallel sizes ask of micro-batches.
 
     Attributes:
@@ -50,7 +50,7 @@ class Schedule:
     Invariants:
         every trajectory is in exactly one micro-batch;
         all ranks have the same number of micro-batches, at least one (expert parallelism spans data-parallel ranks: its all-to-alls need
-        the same number of forward passes everywhere), a multiple of `Grid.stages`; an empty micro-batch is filler;
+        the same number of forward passes everywhere), a multiple of `BatchGrid.stages`; an empty micro-batch is filler;
         a micro-batch has at most `tokens_per_microbatch` rows after padding, unless it is a single longer trajectory;
         the tokens of any two ranks differ by at most the largest micro-batch;
         it depends only on the arguments.
@@ -69,7 +69,7 @@ class Schedule:
         return [index for microbatch in self.ranks[dp_rank] for index in microbatch]
 
 
-def schedule(lengths: Sequence[int], dp: int, tokens_per_microbatch: int, pack: bool, grid: Grid) -> Schedule:
+def schedule(lengths: Sequence[int], dp: int, tokens_per_microbatch: int, pack: bool, grid: BatchGrid) -> Schedule:
     """Deal trajectories of the given token counts out to `dp` ranks.
 
     Micro-batches are made as equal as they can be, sorted by size and dealt in turn, so the m-th micro-batches of all ranks, which wait
@@ -217,7 +217,7 @@ def pack(
     *,
     advantages: Sequence[float] | np.ndarray | Mapping[int, np.ndarray],
     weights: Sequence[float] | np.ndarray,
-    grid: Grid,
+    grid: BatchGrid,
     packed: bool,
     rows: int = 0,
     proximal: Mapping[int, np.ndarray] | None = None,
@@ -264,8 +264,8 @@ def pack(
         reference=None if reference is None else flat.next([reference[i] for i in indices], np.float32) * mask,
         cu_seqlens=torch.tensor([*starts, rows] if rows > starts[-1] else starts, dtype=torch.int32) if packed else None,
         max_seqlen=max([*lengths, rows - starts[-1]]) if packed else rows,
-        experts=None if routing is None else recorded.experts(chosen, starts, rows, routing),
-        support=recorded.support(chosen, starts, rows),
+        experts=None if routing is None else replay_data.experts(chosen, starts, rows, routing),
+        support=replay_data.support(chosen, starts, rows),
         places=tuple(zip(indices, starts[:-1], lengths, strict=True)),
     )
 

@@ -1,6 +1,7 @@
 """Publishing adapters as files that SGLang loads: works with any engine that sees the same files, and touches none of its memory.
 
-Every version is an adapter of its own in the engines (`asyncmoe.rollout.engines.adapter_slots`): requests under way keep theirs, and nothing stands
+Every version is an adapter of its own in the engines (`asyncmoe.rollout.engines.adapter_slots`): requests under way keep theirs, and
+nothing stands
 still. The next version has to wait for the end of the responses of the one before the last.
 """
 
@@ -17,11 +18,11 @@ from asyncmoe.config import Config
 from asyncmoe.models import family_of
 from asyncmoe.models.lora import peft
 from asyncmoe.models.lora.adapter import Adapter
+from asyncmoe.rpc.client import Client
+from asyncmoe.rpc.messages import EnginesAsk, WeightsAdapter
 from asyncmoe.trainer.model.gpt import Model
 from asyncmoe.trainer.weight_sync.gather import Gatherer, tensors_in
-from asyncmoe.trainer.weight_sync.published import AtOnce, Published
-from asyncmoe.wire.client import Client
-from asyncmoe.wire.messages import EnginesAsk, WeightsAdapter
+from asyncmoe.trainer.weight_sync.publisher import AtOnce, Published
 
 _MEMORY = Path("/dev/shm")
 _GRACE_S = 10.0

@@ -14,7 +14,7 @@ from asyncmoe.models.latent import Latent
 from asyncmoe.models.shape import Shape
 from asyncmoe.platform import kernels, megatron
 from asyncmoe.trainer.model.mesh import Mesh
-from asyncmoe.trainer.model.switches import Run, Switches, decide, megatron_arguments
+from asyncmoe.trainer.model.switches import RunFeatures, Switches, decide, megatron_arguments
 
 megatron.prepare()
 
@@ -39,7 +39,7 @@ def switches(hf: Mapping[str, Any], config: Config, mesh: Mesh, dtype: torch.dty
         ConfigError: the configuration asks for what cannot be.
     """
     shape, trainer = family_of(hf).shape_of(hf), config.trainer
-    run = Run(
+    run = RunFeatures(
         dp=mesh.dp,
         exchanged=mesh.etp * mesh.ep,
         expert_widths=_expert_widths(shape, config, mesh),

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from asyncmoe.trainer.data.recorded import Support
+from asyncmoe.trainer.data.replay_data import Support
 
 _ROWS = 1024
 """Rows taken to float32 at a time: bounds the extra memory of a large vocabulary to 1024 * V / tp floats."""

@@ -14,7 +14,7 @@ from asyncmoe.config.training import TrainerSection
 from asyncmoe.errors import ConfigError
 from asyncmoe.models import MegatronParallel
 from asyncmoe.platform import megatron
-from asyncmoe.trainer.data.batch import Grid
+from asyncmoe.trainer.data.batch import BatchGrid
 from asyncmoe.trainer.model import collectives
 
 megatron.prepare()
@@ -58,9 +58,9 @@ class Mesh:
         return self.last_stage and self.tp_rank == 0
 
     @property
-    def grid(self) -> Grid:
+    def grid(self) -> BatchGrid:
         """What micro-batches must be like."""
-        return Grid(self.tp, self.pp if self.vpp > 1 else 1)
+        return BatchGrid(self.tp, self.pp if self.vpp > 1 else 1)
 
     @property
     def tp_group(self) -> dist.ProcessGroup:

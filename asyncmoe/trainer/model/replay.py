@@ -19,7 +19,7 @@ from megatron.core.transformer.moe.router_replay import RouterReplay, RouterRepl
 
 from asyncmoe.errors import InvariantBroken
 from asyncmoe.record import Routing
-from asyncmoe.trainer.data.recorded import Experts
+from asyncmoe.trainer.data.replay_data import Experts
 from asyncmoe.trainer.model import collectives
 
 

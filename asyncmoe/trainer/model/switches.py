@@ -27,7 +27,7 @@ Experts = Literal["transformer_engine", "torch", "sequential"]
 
 
 @dataclass(frozen=True)
-class Run:
+class RunFeatures:
     """What of a run decides.
 
     Attributes:
@@ -86,7 +86,7 @@ class _Rule:
     unwise: str = ""
 
 
-def decide(wanted: MegatronSection, kernels: Kernels, run: Run) -> Switches:
+def decide(wanted: MegatronSection, kernels: Kernels, run: RunFeatures) -> Switches:
     """The switches of a run.
 
     Raises:
@@ -131,7 +131,7 @@ def _lacks_engine(kernels: Kernels) -> str:
     return ""
 
 
-def _lacks_flex(kernels: Kernels, run: Run) -> str:
+def _lacks_flex(kernels: Kernels, run: RunFeatures) -> str:
     if not run.expert_widths:
         return "the model has no experts"
     if not kernels.cuda:
@@ -141,7 +141,7 @@ def _lacks_flex(kernels: Kernels, run: Run) -> str:
     return "rows travel between no ranks: trainer.tp and trainer.ep are 1" if run.exchanged == 1 else ""
 
 
-def _experts(wanted: bool | None, kernels: Kernels, run: Run, engine: bool) -> tuple[Experts, str]:
+def _experts(wanted: bool | None, kernels: Kernels, run: RunFeatures, engine: bool) -> tuple[Experts, str]:
     """Who multiplies, and why it is one expert after the other where it is."""
     if not run.expert_widths:
         if wanted:
@@ -161,7 +161,7 @@ def _experts(wanted: bool | None, kernels: Kernels, run: Run, engine: bool) -> t
     return ("sequential", slow) if slow else ("torch", "")
 
 
-def _refuses_grouped(run: Run) -> str:
+def _refuses_grouped(run: RunFeatures) -> str:
     """`check_valid_strides_and_return_transposed` of torch's ATen/native/GroupedMMUtils.h."""
     multiple = _ALIGNMENT // (4 if run.float32 else 2)
     if all(width % multiple == 0 for width in run.expert_widths):
@@ -169,7 +169,7 @@ def _refuses_grouped(run: Run) -> str:
     return f"a rank's part of an expert is {' and '.join(map(str, run.expert_widths))} wide, expected multiples of {multiple}"
 
 
-def _slow_grouped(kernels: Kernels, run: Run) -> str:
+def _slow_grouped(kernels: Kernels, run: RunFeatures) -> str:
     """Where torch has no kernel (`_grouped_mm_cuda` of ATen/native/cuda/GroupedBlas.cpp) it multiplies matrix by matrix, and reads the
     experts' rows on the host for each call: slower than an expert after the other."""
     if not kernels.cuda:
@@ -179,7 +179,7 @@ def _slow_grouped(kernels: Kernels, run: Run) -> str:
     return "torch's grouped kernel takes bfloat16 only" if run.float32 else ""
 
 
-def _rules(kernels: Kernels, run: Run, engine: bool, no_engine: str, experts: Experts) -> Iterator[tuple[str, _Rule]]:
+def _rules(kernels: Kernels, run: RunFeatures, engine: bool, no_engine: str, experts: Experts) -> Iterator[tuple[str, _Rule]]:
     missing = "" if engine else no_engine
     without_experts = "" if run.expert_widths else "the model has no experts"
     no_gpu = "" if kernels.cuda else "there is no GPU"
@@ -193,20 +193,20 @@ def _rules(kernels: Kernels, run: Run, engine: bool, no_engine: str, experts: Ex
     yield "overlap_param_gather", _Rule(_lacks_gather(run, experts), alone or _unwise_gather(run) or no_gpu)
 
 
-def _lacks_router(kernels: Kernels, run: Run) -> str:
+def _lacks_router(kernels: Kernels, run: RunFeatures) -> str:
     if run.keeps_routing:
         return "routing is kept: a fused router does not ask for recorded experts"
     return "" if kernels.transformer_engine >= _ROUTER else f"Transformer Engine is older than {_text(_ROUTER)}"
 
 
-def _lacks_rope(run: Run) -> str:
+def _lacks_rope(run: RunFeatures) -> str:
     if run.latent:
         return "Megatron's kernel for latent attention is experimental and takes YaRN only"
     # `fused_apply_rotary_pos_emb_thd` of megatron-core 0.16.1 does not tell Transformer Engine so, and would turn the halves.
     return "neighbouring dimensions turn together, which Megatron's kernel for packed rows does not know" if run.interleaved_rope else ""
 
 
-def _lacks_gather(run: Run, experts: Experts) -> str:
+def _lacks_gather(run: RunFeatures, experts: Experts) -> str:
     """Megatron waits for weights when the layer that holds them is called: not so of adapters, which are called by hooks, nor of experts
     that torch multiplies all at once."""
     if not run.distributed:
@@ -216,7 +216,7 @@ def _lacks_gather(run: Run, experts: Experts) -> str:
     return "weights of experts that torch groups are read outside their layers" if experts == "torch" else ""
 
 
-def _unwise_gather(run: Run) -> str:
+def _unwise_gather(run: RunFeatures) -> str:
     return "weights are published after every step, which reads all of them" if run.published_every == 1 else ""
 
 

@@ -16,7 +16,7 @@ from asyncmoe.reshard import Bucket, buckets, exchange, plan_each
 from asyncmoe.reshard.torch_transport import TorchTransport
 from asyncmoe.trainer.lora import attach
 from asyncmoe.trainer.model.gpt import Model
-from asyncmoe.trainer.weight_sync.sources import Sources
+from asyncmoe.trainer.weight_sync.sources import WeightSources
 
 
 class Gatherer:
@@ -57,8 +57,8 @@ class Gatherer:
         return torch.empty(flat.shape, dtype=getattr(torch, flat.dtype), device=self._model.mesh.device)
 
     @cached_property
-    def _sources(self) -> Sources:
-        return Sources(self._model)
+    def _sources(self) -> WeightSources:
+        return WeightSources(self._model)
 
 
 def tensors_in(bucket: Bucket, flat: torch.Tensor) -> dict[str, torch.Tensor]:

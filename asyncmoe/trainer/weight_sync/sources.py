@@ -9,7 +9,7 @@ from asyncmoe.reshard.float8 import Scaler
 from asyncmoe.trainer.model.gpt import Model, parameters
 
 
-class Sources:
+class WeightSources:
     """A rank's weights in the dtypes that `Family.megatron_layout` gives them.
 
     Some families have tensors that are float32 in every layout (`Shape.wide`): those that the trainer has in another dtype are sent

@@ -90,8 +90,7 @@ def step(spec: str, dtype: str, target: str) -> None:
     from asyncmoe.trainer import loop, objective
     from asyncmoe.trainer.data import batch
     from asyncmoe.trainer.losses import SupervisedLoss
-    from asyncmoe.trainer.model import gpt as model
-    from asyncmoe.trainer.model import mesh, optimizer
+    from asyncmoe.trainer.model import gpt, mesh, optimizer
     from asyncmoe.trainer.step import logprobs_only, train_step
 
     with tempfile.TemporaryDirectory() as folder:
@@ -101,8 +100,8 @@ def step(spec: str, dtype: str, target: str) -> None:
         values = {"run": {"dir": folder, "steps": 1}, "model": {"path": str(made)}, "task": {"kind": "arithmetic"}, "trainer": trainer}
         config = parse(values)
         place = mesh.start(config.trainer)
-        built = model.build(load_hf_config(made), config, place)
-        model.load_hf(built, made)
+        built = gpt.build(load_hf_config(made), config, place)
+        gpt.load_hf(built, made)
     adam, replay = optimizer.build(config, built), loop.replay(config, built)
     assert replay is not None
     known = _recorded(built.hf["vocab_size"], replay.routing)
@@ -110,7 +109,7 @@ def step(spec: str, dtype: str, target: str) -> None:
 
     def microbatches() -> list[batch.MicroBatch]:
         nothing = np.zeros(TRAJECTORIES)
-        grid, routing = batch.Grid(), replay.routing
+        grid, routing = batch.BatchGrid(), replay.routing
         return [batch.pack(known, list(known), advantages=nothing, weights=weights, grid=grid, packed=True, routing=routing)]
 
     def logprobs() -> np.ndarray:

@@ -8,7 +8,7 @@ import inspect
 from asyncmoe import models
 from asyncmoe.config import Config
 from asyncmoe.errors import ConfigError, UserError
-from asyncmoe.rollout.episodes.environment import Bounds, Environment, Teacher
+from asyncmoe.rollout.episodes.environment import Bounds, Demonstrator, Environment
 from asyncmoe.rollout.episodes.environments.single_turn import SingleTurn
 from asyncmoe.rollout.episodes.environments.tools import WithTools
 from asyncmoe.rollout.episodes.openai_endpoint.environment import OpenAIEnvironment
@@ -38,7 +38,7 @@ def load(config: Config) -> Environment:
         made = OpenAIEnvironment(section.agent, timeout_s=section.timeout_s)
     else:
         made = _own(section.kind, section.options)
-    if config.warmup.steps and not isinstance(made, Teacher):
+    if config.warmup.steps and not isinstance(made, Demonstrator):
         raise ConfigError(
             "warmup.steps",
             got=config.warmup.steps,

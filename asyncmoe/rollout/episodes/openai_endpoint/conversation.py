@@ -34,7 +34,7 @@ class Renderer(Protocol):
 
 
 @dataclass(frozen=True)
-class Asked:
+class PolicyRequest:
     """What a request says to the policy.
 
     Attributes:
@@ -49,7 +49,7 @@ class Asked:
 
 
 @dataclass(frozen=True)
-class Given:
+class NewContent:
     """What is new to the policy in a request.
 
     Attributes:
@@ -58,7 +58,7 @@ class Given:
         tokens: those the policy has not seen.
     """
 
-    asked: Asked
+    asked: PolicyRequest
     text: str
     tokens: tuple[int, ...]
 
@@ -73,18 +73,18 @@ class Conversation:
         ended: the special token that ended the answer, which templates write too; None where it was cut, or has text of its own.
     """
 
-    asked: Asked
+    asked: PolicyRequest
     text: str
     ended: int | None
 
 
-def begin(asked: Asked, renderer: Renderer) -> Given:
+def begin(asked: PolicyRequest, renderer: Renderer) -> NewContent:
     """The first request of a conversation."""
     text = renderer.render(asked.rendered, asked.tools)
-    return Given(asked, text, renderer.encode(text))
+    return NewContent(asked, text, renderer.encode(text))
 
 
-def extend(known: Conversation, asked: Asked, renderer: Renderer) -> Given | None:
+def extend(known: Conversation, asked: PolicyRequest, renderer: Renderer) -> NewContent | None:
     """What `asked` adds to a conversation, or None when it is not a continuation of it."""
     size = len(known.asked.messages)
     if len(asked.messages) <= size or asked.messages[:size] != known.asked.messages:
@@ -96,10 +96,10 @@ def extend(known: Conversation, asked: Asked, renderer: Renderer) -> Given | Non
     tokens = renderer.encode(text[len(known.text) :])
     if known.ended is not None and tokens[:1] == (known.ended,):
         tokens = tokens[1:]
-    return Given(Asked(asked.messages, rendered, asked.tools), text, tokens)
+    return NewContent(PolicyRequest(asked.messages, rendered, asked.tools), text, tokens)
 
 
-def answered(given: Given, message: Message, tokens: Sequence[int], finish: str, renderer: Renderer) -> Conversation:
+def answered(given: NewContent, message: Message, tokens: Sequence[int], finish: str, renderer: Renderer) -> Conversation:
     """The conversation after an answer.
 
     Args:
@@ -110,4 +110,4 @@ def answered(given: Given, message: Message, tokens: Sequence[int], finish: str,
     text = renderer.decode(tokens)
     rendered = (*given.asked.rendered, {"role": "assistant", "content": text})
     ended = tokens[-1] if finish == "stop" and renderer.decode(tokens[-1:]) == "" else None
-    return Conversation(Asked((*given.asked.messages, message), rendered, given.asked.tools), given.text + text, ended)
+    return Conversation(PolicyRequest((*given.asked.messages, message), rendered, given.asked.tools), given.text + text, ended)

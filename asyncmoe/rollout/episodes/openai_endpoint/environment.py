@@ -9,7 +9,7 @@ from typing import cast
 
 from asyncmoe.errors import ConfigError, TrajectoryRejected
 from asyncmoe.rollout.episodes.environment import Episode, Rewards
-from asyncmoe.rollout.episodes.openai_endpoint.server import Endpoint, Limits
+from asyncmoe.rollout.episodes.openai_endpoint.server import ClientLimits, OpenAIEndpoint
 from asyncmoe.rollout.episodes.openai_endpoint.threads import Threads
 
 ERROR, TIMEOUT = "agent_error", "agent_timeout"
@@ -30,10 +30,10 @@ class OpenAIEnvironment:
         ConfigError: no such function.
     """
 
-    def __init__(self, agent: str, *, timeout_s: float = 600.0, limits: Limits | None = None) -> None:
+    def __init__(self, agent: str, *, timeout_s: float = 600.0, limits: ClientLimits | None = None) -> None:
         self._function = find(agent)
         self._timeout_s = timeout_s
-        self._endpoint, self._threads = Endpoint(limits), Threads()
+        self._endpoint, self._threads = OpenAIEndpoint(limits), Threads()
 
     async def run(self, episode: Episode) -> Rewards:
         """See `Environment`.

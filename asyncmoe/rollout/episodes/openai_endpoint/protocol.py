@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from asyncmoe.rollout.engines.engine_client import Sampling
-from asyncmoe.rollout.episodes.openai_endpoint.conversation import Asked, Message
+from asyncmoe.rollout.episodes.openai_endpoint.conversation import Message, PolicyRequest
 from asyncmoe.rollout.episodes.tools.calls import Call, find
 
 MODEL = "policy"
@@ -38,7 +38,7 @@ _NEUTRAL: Mapping[str, tuple[object, ...]] = {
 """Parameters that are taken with the value that changes nothing."""
 
 
-class Refused(Exception):
+class RequestRefused(Exception):
     """A request that is answered with an error of OpenAI's form. `again`: whether a client may repeat it."""
 
     def __init__(self, status: int, message: str, *, code: str | None = None, parameter: str | None = None, again: bool = False) -> None:
@@ -52,7 +52,7 @@ class Refused(Exception):
 
 
 @dataclass(frozen=True)
-class Request:
+class CompletionRequest:
     """A request for a completion.
 
     Attributes:
@@ -63,7 +63,7 @@ class Request:
     """
 
     model: str
-    asked: Asked
+    asked: PolicyRequest
     most: int | None
     stream: bool
     usage: bool
@@ -71,7 +71,7 @@ class Request:
 
 
 @dataclass(frozen=True)
-class Answer:
+class Completion:
     """What the policy said, as the client gets it.
 
     Attributes:
@@ -86,7 +86,7 @@ class Answer:
     sampled_tokens: int
 
 
-def parse(body: bytes, sampling: Sampling) -> Request:
+def parse(body: bytes, sampling: Sampling) -> CompletionRequest:
     """A request that can be answered under the run's sampling.
 
     Raises:
@@ -97,9 +97,9 @@ def parse(body: bytes, sampling: Sampling) -> Request:
         # Half a surrogate pair is JSON but no text; what is nested too deeply for us is so for templates.
         json.dumps(fields, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
-        raise Refused(400, f"the body is no JSON text: {str(error)[:200]}") from error
+        raise RequestRefused(400, f"the body is no JSON text: {str(error)[:200]}") from error
     if not isinstance(fields, dict):
-        raise Refused(400, "the body must be a JSON object")
+        raise RequestRefused(400, "the body must be a JSON object")
     fields = {key: value for key, value in fields.items() if value is not None}
     model, messages, tools = fields.pop("model", MODEL), fields.pop("messages", None), fields.pop("tools", [])
     stream, limits = fields.pop("stream", False), [fields.pop(name, None) for name in ("max_tokens", "max_completion_tokens")]
@@ -116,8 +116,8 @@ def parse(body: bytes, sampling: Sampling) -> Request:
     calls = bool(tools) and fields.get("tool_choice") != "none"
     options = fields.get("stream_options", {})
     usage = isinstance(options, dict) and options.get("include_usage") is True
-    asked = Asked(known, tuple(map(_for_template, known)), tuple(tools) if calls else ())
-    return Request(model, asked, _most(limits), stream, usage, calls)
+    asked = PolicyRequest(known, tuple(map(_for_template, known)), tuple(tools) if calls else ())
+    return CompletionRequest(model, asked, _most(limits), stream, usage, calls)
 
 
 def message_of(text: str, calls: bool) -> Message:
@@ -131,13 +131,13 @@ def message_of(text: str, calls: bool) -> Message:
     return {"role": "assistant", "content": rest, "tool_calls": made}
 
 
-def completion(request: Request, answer: Answer) -> dict[str, Any]:
+def completion(request: CompletionRequest, answer: Completion) -> dict[str, Any]:
     """The answer to a request without `stream`."""
     choice = {"index": 0, "message": _told(answer.message), "logprobs": None, "finish_reason": answer.finish}
     return {**_head(request, "chat.completion"), "choices": [choice], "usage": _usage(answer)}
 
 
-def chunks(request: Request, answer: Answer) -> Iterator[bytes]:
+def chunks(request: CompletionRequest, answer: Completion) -> Iterator[bytes]:
     """The answer to a request with `stream`: server-sent events."""
     head = _head(request, "chat.completion.chunk")
     told = _told(answer.message)
@@ -254,11 +254,11 @@ def _told(message: Message) -> dict[str, Any]:
     return {"role": "assistant", "content": message["content"] or None, "tool_calls": calls}
 
 
-def _head(request: Request, kind: str) -> dict[str, Any]:
+def _head(request: CompletionRequest, kind: str) -> dict[str, Any]:
     return {"id": f"chatcmpl-{secrets.token_hex(12)}", "object": kind, "created": int(time.time()), "model": request.model}
 
 
-def _usage(answer: Answer) -> dict[str, int]:
+def _usage(answer: Completion) -> dict[str, int]:
     total = answer.prompt_tokens + answer.sampled_tokens
     return {"prompt_tokens": answer.prompt_tokens, "completion_tokens": answer.sampled_tokens, "total_tokens": total}
 
@@ -267,5 +267,5 @@ def _event(content: Mapping[str, Any]) -> bytes:
     return b"data: " + json.dumps(content).encode() + b"\n\n"
 
 
-def _wrong(parameter: str, message: str) -> Refused:
-    return Refused(400, f"{parameter} {message}", parameter=parameter, code="unsupported_or_invalid")
+def _wrong(parameter: str, message: str) -> RequestRefused:
+    return RequestRefused(400, f"{parameter} {message}", parameter=parameter, code="unsupported_or_invalid")

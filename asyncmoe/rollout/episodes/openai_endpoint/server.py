@@ -12,7 +12,7 @@ from aiohttp import web
 
 from asyncmoe.rollout.episodes.environment import Episode
 from asyncmoe.rollout.episodes.openai_endpoint import protocol
-from asyncmoe.rollout.episodes.openai_endpoint.protocol import Refused
+from asyncmoe.rollout.episodes.openai_endpoint.protocol import RequestRefused
 from asyncmoe.rollout.episodes.openai_endpoint.session import Session
 
 _HOST = "127.0.0.1"
@@ -22,7 +22,7 @@ _NOBODY = secrets.token_urlsafe(32)
 
 
 @dataclass(frozen=True)
-class Limits:
+class ClientLimits:
     """Of what a client may ask.
 
     Attributes:
@@ -34,11 +34,11 @@ class Limits:
     requests: int = 1000
 
 
-class Endpoint:
+class OpenAIEndpoint:
     """One server; every episode has a URL and a key of its own. It starts with the first episode."""
 
-    def __init__(self, limits: Limits | None = None) -> None:
-        self._limits = limits or Limits()
+    def __init__(self, limits: ClientLimits | None = None) -> None:
+        self._limits = limits or ClientLimits()
         self._sessions: dict[str, Session] = {}
         self._starting = asyncio.Lock()
         self._runner: web.AppRunner | None = None
@@ -89,7 +89,7 @@ class Endpoint:
             async with asyncio.timeout(_BODY_S):
                 body = await request.read()
         except TimeoutError as error:
-            raise Refused(408, f"the body did not arrive within {_BODY_S:g} s") from error
+            raise RequestRefused(408, f"the body did not arrive within {_BODY_S:g} s") from error
         asked = session.parse(body)
         answer = await session.answer(asked)
         if not asked.stream:
@@ -111,10 +111,10 @@ class Endpoint:
         expected = f"Bearer {session.key if session else _NOBODY}"
         given = request.headers.get("Authorization", "")
         if not hmac.compare_digest(given.encode(errors="surrogateescape"), expected.encode()) or session is None:
-            raise Refused(401, "no such episode, or the wrong key", code="invalid_api_key")
+            raise RequestRefused(401, "no such episode, or the wrong key", code="invalid_api_key")
         session.requests += 1
         if session.requests > self._limits.requests:
-            raise Refused(429, f"more than {self._limits.requests} requests in one episode", code="too_many_requests")
+            raise RequestRefused(429, f"more than {self._limits.requests} requests in one episode", code="too_many_requests")
         return session
 
 
@@ -123,8 +123,8 @@ async def _tell(request: web.Request, handler: Callable[[web.Request], Awaitable
     """Errors in OpenAI's form. Its clients would repeat some of them; none would end otherwise the second time."""
     try:
         return await handler(request)
-    except Refused as error:
+    except RequestRefused as error:
         refused = error
     except web.HTTPException as error:
-        refused = Refused(error.status, error.text or error.reason)
+        refused = RequestRefused(error.status, error.text or error.reason)
     return web.json_response(refused.body(), status=refused.status, headers={"x-should-retry": "false"})

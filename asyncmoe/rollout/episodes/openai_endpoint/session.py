@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from asyncmoe.errors import DataError, TrajectoryRejected
 from asyncmoe.rollout.episodes.environment import Agent, Episode
 from asyncmoe.rollout.episodes.openai_endpoint import conversation, protocol
-from asyncmoe.rollout.episodes.openai_endpoint.conversation import Conversation, Given
-from asyncmoe.rollout.episodes.openai_endpoint.protocol import Answer, Refused, Request
+from asyncmoe.rollout.episodes.openai_endpoint.conversation import Conversation, NewContent
+from asyncmoe.rollout.episodes.openai_endpoint.protocol import Completion, CompletionRequest, RequestRefused
 
 
 @dataclass(eq=False)
@@ -27,7 +27,7 @@ class _Line:
     seen: tuple[int, ...] | None = None
     busy: bool = False
 
-    def takes(self, given: Given) -> bool:
+    def takes(self, given: NewContent) -> bool:
         """Whether a request that adds this to the conversation may be answered in it."""
         return self.seen in (None, given.tokens)
 
@@ -50,14 +50,14 @@ class Session:
         self.requests = 0
         self._episode = episode
         self._lines: list[_Line] = []
-        self._answering: set[asyncio.Task[Answer]] = set()
+        self._answering: set[asyncio.Task[Completion]] = set()
         self._over = False
 
-    def parse(self, body: bytes) -> Request:
+    def parse(self, body: bytes) -> CompletionRequest:
         """See `protocol.parse`."""
         return protocol.parse(body, self._episode.sampling)
 
-    async def answer(self, request: Request) -> Answer:
+    async def answer(self, request: CompletionRequest) -> Completion:
         """What the policy says.
 
         Raises:
@@ -83,7 +83,7 @@ class Session:
             answering.cancel()
         await asyncio.gather(*ending, return_exceptions=True)
 
-    async def _answer(self, request: Request) -> Answer:
+    async def _answer(self, request: CompletionRequest) -> Completion:
         tokenizer = self._episode.tokenizer
         try:
             line, given = self._place(request)
@@ -97,16 +97,16 @@ class Session:
             finally:
                 line.busy = False
         except TrajectoryRejected as rejected:
-            raise Refused(503, str(rejected), code=rejected.reason) from rejected
+            raise RequestRefused(503, str(rejected), code=rejected.reason) from rejected
         except DataError as error:
-            raise Refused(400, str(error), parameter="messages", code="unsupported_or_invalid") from error
+            raise RequestRefused(400, str(error), parameter="messages", code="unsupported_or_invalid") from error
         message = protocol.message_of(response.text, request.calls)
         line.seen = None
         line.known = conversation.answered(given, message, response.tokens, response.finish, tokenizer)
         finish = "tool_calls" if "tool_calls" in message else response.finish
-        return Answer(message, finish, seen, len(response.tokens))
+        return Completion(message, finish, seen, len(response.tokens))
 
-    def _place(self, request: Request) -> tuple[_Line, Given]:
+    def _place(self, request: CompletionRequest) -> tuple[_Line, NewContent]:
         """The conversation a request continues, the longest where there are several, or a new one."""
         tokenizer = self._episode.tokenizer
         free = [line for line in self._lines if not line.busy]
@@ -124,5 +124,5 @@ class Session:
         return line, given
 
 
-def _over() -> Refused:
-    return Refused(503, "the episode is over", code="episode_over")
+def _over() -> RequestRefused:
+    return RequestRefused(503, "the episode is over", code="episode_over")

@@ -7,7 +7,7 @@ from dataclasses import fields
 from typing import Any
 
 from asyncmoe.errors import ConfigError
-from asyncmoe.rollout.episodes.tools.runner import Limits, Runner
+from asyncmoe.rollout.episodes.tools.runner import Runner, ToolLimits
 from asyncmoe.rollout.episodes.tools.tool import Tool
 
 
@@ -16,7 +16,7 @@ def load(names: Sequence[str], options: Mapping[str, Mapping[str, Any]] | None =
 
     Args:
         names: "calculator", "python" or `package.module:function`.
-        options: by the same names; fields of `Limits`, and for "python" of `PythonLimits`.
+        options: by the same names; fields of `ToolLimits`, and for "python" of `PythonLimits`.
 
     Raises:
         ConfigError: no such tool or option; two tools of one name; a tool that cannot work on this machine.
@@ -27,7 +27,7 @@ def load(names: Sequence[str], options: Mapping[str, Mapping[str, Any]] | None =
     runners: dict[str, Runner] = {}
     for name in names:
         given = dict(options.get(name, {}))
-        limits = _made(Limits, {key: given.pop(key) for key in list(given) if key in _names(Limits)}, name)
+        limits = _made(ToolLimits, {key: given.pop(key) for key in list(given) if key in _names(ToolLimits)}, name)
         runner = Runner(_tool(name, given), limits)
         if runner.name in runners:
             raise ConfigError("tools", got=f"two tools named {runner.name}", expected="names that differ")
@@ -38,12 +38,12 @@ def load(names: Sequence[str], options: Mapping[str, Mapping[str, Any]] | None =
 def _tool(name: str, options: dict[str, Any]) -> Tool:
     from asyncmoe.rollout.episodes.tools import function
     from asyncmoe.rollout.episodes.tools.calculator import Calculator
-    from asyncmoe.rollout.episodes.tools.sandbox import Python, PythonLimits
+    from asyncmoe.rollout.episodes.tools.sandbox import PythonLimits, PythonTool
 
     if name == "python":
-        return Python(_made(PythonLimits, options, name))
+        return PythonTool(_made(PythonLimits, options, name))
     if options:
-        raise ConfigError(f"tools.options.{name}", got=", ".join(options), expected=", ".join(_names(Limits)))
+        raise ConfigError(f"tools.options.{name}", got=", ".join(options), expected=", ".join(_names(ToolLimits)))
     return Calculator() if name == "calculator" else function.load(name)
 
 
@@ -54,7 +54,7 @@ def _names(kind: type[Any]) -> list[str]:
 def _made(kind: type[Any], values: dict[str, Any], name: str) -> Any:
     """`kind` of positive numbers, or of booleans."""
     if unknown := set(values) - set(_names(kind)):
-        expected = ", ".join(dict.fromkeys((*_names(kind), *_names(Limits))))
+        expected = ", ".join(dict.fromkeys((*_names(kind), *_names(ToolLimits))))
         raise ConfigError(f"tools.options.{name}", got=", ".join(sorted(unknown)), expected=expected)
     defaults = kind()
     for key, value in values.items():

@@ -1,7 +1,8 @@
 """A user's own function as a tool: `package.module:function`, from text to text.
 
 A coroutine function runs in the controller's loop and must not block it. A plain function runs in worker processes
-(`asyncmoe.rollout.episodes.tools.function_worker`), because it may hang or hold the interpreter; a process whose call is cancelled is killed.
+(`asyncmoe.rollout.episodes.tools.function_worker`), because it may hang or hold the interpreter; a process whose call is cancelled is
+killed.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ def load(target: str) -> Tool:
     name = getattr(function, "__name__", target.rpartition(":")[2])
     description = inspect.getdoc(function) or ""
     if inspect.iscoroutinefunction(function):
-        return InLoop(name, description, function)
+        return AsyncFunction(name, description, function)
     return InProcesses(name, description, target)
 
 
@@ -57,7 +58,7 @@ def find(target: str) -> Callable[..., object]:
     return cast(Callable[..., object], function)
 
 
-class InLoop:
+class AsyncFunction:
     """A coroutine function, all calls of which run concurrently."""
 
     def __init__(self, name: str, description: str, function: Callable[..., object]) -> None:

@@ -1,6 +1,6 @@
-"""A process that runs a tool's function: `python -m asyncmoe.rollout.episodes.tools.function_worker package.module:function`, a JSON line each way.
+"""A process that runs a tool's function: `python -m asyncmoe.rollout.episodes.tools.function_worker package.module:function`.
 
-In: the argument. Out: {"text": what it returned} or {"error": text, "reason": that of a ToolError};
+A JSON line each way. In: the argument. Out: {"text": what it returned} or {"error": text, "reason": that of a ToolError};
 first, once the function is imported, {"text": ""}. What the function prints goes to standard error.
 """
 

@@ -13,7 +13,7 @@ from asyncmoe.rollout.episodes.tools.tool import CRASH, FLOOD, TIMEOUT, Tool, To
 
 
 @dataclass(frozen=True)
-class Limits:
+class ToolLimits:
     """Bounds around every call of a tool.
 
     Attributes:
@@ -42,12 +42,12 @@ class Counts:
 
 
 class Runner:
-    """A tool under `Limits`; a `Tool` itself.
+    """A tool under `ToolLimits`; a `Tool` itself.
 
     Calls that are cancelled count neither as calls nor as failures.
     """
 
-    def __init__(self, tool: Tool, limits: Limits) -> None:
+    def __init__(self, tool: Tool, limits: ToolLimits) -> None:
         self.name, self.description = tool.name, tool.description
         self.parameters: Mapping[str, Any] = tool.parameters
         self.counts = Counts()
@@ -58,7 +58,8 @@ class Runner:
         """The observation.
 
         Raises:
-            ToolError: as the tool's own; "tool_timeout" after `Limits.timeout_s`, "tool_flood" beyond `Limits.characters`, "tool_crash"
+            ToolError: as the tool's own; "tool_timeout" after `ToolLimits.timeout_s`, "tool_flood" beyond `ToolLimits.characters`,
+            "tool_crash"
                 when the tool raised anything else or answered no text.
         """
         async with self._turns:

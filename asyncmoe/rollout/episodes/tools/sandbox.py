@@ -1,6 +1,7 @@
 """Python code that a model wrote, run in a sandbox of Linux's own means; no container runtime is needed.
 
-Each call is a new `python -I -S` (standard library only) in an empty directory, started by `asyncmoe.rollout.episodes.tools.guard`. What a program
+Each call is a new `python -I -S` (standard library only) in an empty directory, started by `asyncmoe.rollout.episodes.tools.guard`. What a
+program
 prints is the observation.
 
 Promised always, on Linux on x86-64 and ARM64 (`asyncmoe.rollout.episodes.tools.seccomp`):
@@ -77,7 +78,7 @@ class PythonLimits:
     namespaces: bool = True
 
 
-class Python:
+class PythonTool:
     """The tool. How many run at once is bounded by its `Runner`.
 
     Raises:

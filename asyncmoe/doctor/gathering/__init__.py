@@ -1,8 +1,0 @@
-"""Looking at the machine: everything that asks the system, other processes or files. It judges nothing.
-
-Whatever it asks may be missing, broken or hang: each question has a time-out, and no answer is a fact like others.
-"""
-
-from asyncmoe.doctor.gathering.machine import gather
-
-__all__ = ["gather"]

@@ -1,0 +1,133 @@
+"""What a configuration asks of the machine: ports, room on disk and in shared memory, its model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+from asyncmoe import checkpoints
+from asyncmoe import config as configuration
+from asyncmoe.config import Config, devices
+from asyncmoe.doctor.facts import Disk, OnGpus, RunFacts
+from asyncmoe.doctor.probes import disk, model, network
+from asyncmoe.doctor.probes.call_with_timeout import Later
+from asyncmoe.errors import ConfigError, UserError, WaitTimeout
+from asyncmoe.rpc import address
+
+T = TypeVar("T")
+_FILES_S = 30.0
+"""A healthy parallel file system answers within one."""
+_OPTIMIZER_BYTES = 12
+"""Of each parameter: Adam's two moments and a copy to update, in float32."""
+TAKES_FLOAT32 = frozenset({"triton", "torch_native", "flex_attention"})
+"""SGLang's kinds of attention that compute in float32. Its own choice does not: on Hopper it is fa3 (sglang 0.5.23,
+arg_groups/model_override_base.py), which takes float16, bfloat16 and float8."""
+_FLOAT32 = "engines.dtype: got float32, which SGLang's attention on GPUs does not take, expected bfloat16"
+_ANY = ""
+"""All addresses."""
+
+
+def read(path: Path, overrides: Sequence[str]) -> tuple[Config | None, RunFacts]:
+    """The configuration and what it asks; None: it is not valid, and the second says why."""
+    try:
+        config = configuration.load(path, overrides)
+    except ConfigError as error:
+        return None, RunFacts(str(path), trouble=str(error))
+    return config, of(config, str(path))
+
+
+def of(config: Config, name: str) -> RunFacts:
+    """What a valid configuration asks."""
+    return RunFacts(
+        config=name,
+        digest=config.digest,
+        network=config.cluster.network,
+        clock_s=config.cluster.clock_s,
+        connections=config.rollout.max_concurrent,
+        keep_checkpoints=config.trainer.keep_checkpoints,
+        ports=network.try_ports(_ports(config)),
+    )
+
+
+def _ports(config: Config) -> list[tuple[str, str, int]]:
+    """Those that are not any free one."""
+    engines, cluster = config.engines, config.cluster
+    wanted = [("engines.port", engines.host, engines.port + index) for index in range(engines.count) if engines.port]
+    if cluster.port:
+        wanted.append(("cluster.port", _ANY, cluster.port))
+    if config.telemetry.prometheus_port is not None:
+        wanted.append(("telemetry.prometheus_port", _ANY, config.telemetry.prometheus_port))
+    return wanted
+
+
+def with_files(run: RunFacts, config: Config) -> RunFacts:
+    """With its directory and its model, and what follows from the model's size."""
+    found_disk, disk_trouble = _answer(lambda: _disk(config), "run.dir")
+    found_model, model_trouble = _answer(lambda: model.look(config), "model.path")
+    asked_of_gpus, _ = _answer(lambda: _on_gpus(config), "model.path")
+    run = replace(run, disk=found_disk, disk_trouble=disk_trouble, model=found_model, model_trouble=model_trouble, on_gpus=asked_of_gpus)
+    if found_model is None or found_model.parameters is None or found_model.weights_bytes is None:
+        return run
+    item = 2 if config.trainer.dtype == "bfloat16" else 4
+    over_shm = config.sync.method == "reshard" and config.sync.transport in ("auto", "shm")
+    under_way = 2 * min(config.trainer.ranks * config.sync.bucket_bytes, config.engines.count * found_model.weights_bytes)
+    return replace(run, checkpoint_bytes=found_model.parameters * (item + _OPTIMIZER_BYTES), shm_bytes=under_way if over_shm else 0)
+
+
+def _on_gpus(config: Config) -> OnGpus | None:
+    """What a configuration asks of GPUs; None: the check `model` says why that cannot be told."""
+    # The layouts need asyncmoe's extension, which the doctor looks for.
+    from asyncmoe.plan import budget
+
+    try:
+        return on_gpus(config, budget.hf_of(config))
+    except UserError:
+        return None
+
+
+def on_gpus(config: Config, hf: Mapping[str, Any]) -> OnGpus:
+    """What it asks of GPUs, of the model with this config.json.
+
+    Raises:
+        UserError: sizes that do not suit the model.
+    """
+    from asyncmoe import models
+    from asyncmoe.plan import budget
+
+    models.check(config, hf)
+    trainer, engine = budget.least(config, hf)
+    several = address.several(config.cluster.network)
+    over_ipc = config.sync.method == "reshard" and (config.sync.transport == "ipc" or config.engines.share_gpus)
+    float32 = models.engine_dtype(hf, config.engines) == "float32" and not TAKES_FLOAT32 & set(_attention(config.engines.args))
+    return OnGpus(
+        places=devices.wanted(config, several),
+        way="ipc" if over_ipc else "nccl",
+        float32=_FLOAT32 if float32 else None,
+        trainer_bytes=trainer.total,
+        engine_bytes=engine.total,
+    )
+
+
+def _attention(arguments: Sequence[str]) -> Iterator[str]:
+    """The attention that arguments of an engine choose."""
+    for at, argument in enumerate(arguments):
+        flag, _, value = argument.partition("=")
+        if flag == "--attention-backend":
+            yield value or "".join(arguments[at + 1 : at + 2])
+
+
+def _answer(work: Callable[[], T], whom: str) -> tuple[T | None, str | None]:
+    """What a question to a file system gave, or why it gave nothing."""
+    try:
+        return Later(work).result(f"the file system of {whom}", "an answer", _FILES_S), None
+    except (OSError, ImportError, WaitTimeout) as error:
+        return None, str(error)
+
+
+def _disk(config: Config) -> Disk:
+    kept = config.run.dir / "checkpoints"
+    complete = checkpoints.newest(config.run.dir)
+    count = len([path for path in kept.iterdir() if not path.suffix]) if complete else 0
+    return disk.look(config.run.dir, count)

@@ -1,0 +1,71 @@
+"""All questions at once, each with a time-out of its own."""
+
+from __future__ import annotations
+
+import os
+import platform
+import socket
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import asyncmoe
+from asyncmoe.config import Config
+from asyncmoe.doctor.environment import PythonFacts
+from asyncmoe.doctor.facts import Machine, RunFacts
+from asyncmoe.doctor.probes import config_probe, network, nvidia, pythons, requirements, sources, system
+from asyncmoe.doctor.probes.call_with_timeout import Later
+from asyncmoe.errors import UserError
+from asyncmoe.rollout.engines.engine_python import engine_python
+
+_REST_S = 90.0
+
+
+def gather(path: Path | None, overrides: Sequence[str] = ()) -> Machine:
+    """Look at this machine, and at what a configuration asks of it."""
+    return _gather(*((None, None) if path is None else config_probe.read(path, overrides)))
+
+
+def gather_for(config: Config) -> Machine:
+    """The same for a configuration that has been read."""
+    return _gather(config, config_probe.of(config, str(config.run.dir)))
+
+
+def _gather(config: Config | None, run: RunFacts | None) -> Machine:
+    package = Path(asyncmoe.__file__).resolve().parent
+    checkout = package.parent
+    declared = requirements.declared(checkout)
+    packages = sorted({*declared.specifiers, "apex"} - {"python"})
+    trainer = Later(lambda: pythons.look(sys.executable, packages))
+    engine = Later(lambda: _engine(config, packages))
+    gpus, net, clock = Later(nvidia.look), Later(network.look), Later(system.clock)
+    if config is not None and run is not None:
+        run = config_probe.with_files(run, config)
+    return Machine(
+        host=socket.gethostname(),
+        asyncmoe=f"{declared.version} ({sources.code(package)[:12]})",
+        kernel=platform.platform(),
+        cores=len(os.sched_getaffinity(0)),
+        memory_bytes=system.memory(),
+        requirements=declared.specifiers,
+        train=declared.train,
+        sources=sources.present(checkout),
+        trainer=trainer.result(sys.executable, "the end of its imports", 2 * pythons.LOOK_S),
+        engine=engine.result("the engines' Python", "the end of its imports", 2 * pythons.LOOK_S),
+        nvidia=gpus.result("nvidia-smi", "its answers", _REST_S),
+        fabric=system.fabric(),
+        limits=system.limits(),
+        network=net.result("the name service", "its answers", _REST_S),
+        clock=clock.result("timedatectl", "its answer", _REST_S),
+        run=run,
+    )
+
+
+def _engine(config: Config | None, packages: Sequence[str]) -> PythonFacts | None:
+    """The Python that engines are started with; None: this one."""
+    configured = config.engines.python if config is not None else None
+    try:
+        found = str(engine_python(configured))
+    except UserError:
+        return PythonFacts(str(configured), unfinished="there is no such file")
+    return None if found == sys.executable else pythons.look(found, packages)

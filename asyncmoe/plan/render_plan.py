@@ -1,0 +1,160 @@
+"""Printing and writing what `asyncmoe plan` has found."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table as Grid
+
+from asyncmoe.errors import DataError
+from asyncmoe.models import EngineParallel, MegatronParallel
+from asyncmoe.models.lora.adapter import Kind
+from asyncmoe.plan.memory import USABLE, EngineMemory, GpuMemory, usable
+from asyncmoe.plan.sizes import ENGINE, TRAINER, engines_text, trainer_text
+from asyncmoe.plan.split import Cluster, Split
+from asyncmoe.plan.traffic import Forecast
+
+
+def show(found: Forecast, console: Console) -> None:
+    """Print a forecast as a table."""
+    console.print(_title(found), highlight=False)
+    grid = Grid(show_edge=False)
+    grid.add_column("")
+    for name in found.ways:
+        grid.add_column(name, justify="right")
+    for label, values in _lines(found):
+        grid.add_row(label, *values)
+    console.print(grid)
+    console.print("Times are those of the wire alone: the busiest rank's bytes at that speed, in both directions at once.")
+
+
+def _title(found: Forecast) -> str:
+    trainer = _sizes(found.trainer, {name: field for field, name in TRAINER.items()}, ("tp", "pp", "ep", "etp", "dp"))
+    engine = _sizes(found.engine, {name: name for name in ENGINE}, ("tp", "ep"))
+    return (
+        f"{found.model}: {_size(found.model_bytes)} of {found.dtype}{_adapter(found.adapter)}\n"
+        f"trainer {found.trainer_ranks} ranks ({trainer}) -> {found.engines} engines, {found.engine_ranks} ranks ({engine} each)\n"
+        f"lower bound {_size(found.lower_bound)}"
+    )
+
+
+def _adapter(kind: Kind | None) -> str:
+    return "" if kind is None else f", an adapter of rank {kind.rank} ({kind.experts}: {', '.join(kind.targets)})"
+
+
+def _sizes(parallel: MegatronParallel | EngineParallel, called: Mapping[str, str], always: Sequence[str]) -> str:
+    """The sizes of a grid under the names they are `called`; those not in `always` only where they are not the default."""
+    plain = type(parallel)()
+    shown = [field for field in called if field in always or getattr(parallel, field) != getattr(plain, field)]
+    return ", ".join(f"{called[field]} {getattr(parallel, field)}" for field in shown)
+
+
+def _lines(found: Forecast) -> list[tuple[str, list[str]]]:
+    ways = list(found.ways.values())
+    return [
+        ("bytes on the wire", [_size(way.bytes_wire) for way in ways]),
+        ("over the lower bound", [f"{way.ratio:.3f}" for way in ways]),
+        ("sent by a trainer rank, mean", [_size(way.sent.mean) for way in ways]),
+        ("sent by a trainer rank, most", [_size(way.sent.most) for way in ways]),
+        ("imbalance of the trainer ranks", [f"{way.imbalance:.3f}" for way in ways]),
+        ("received by an engine rank, most", [_size(way.received.most) for way in ways]),
+        ("passed on by an engine rank, most", [_size(way.passed_on.most) for way in ways]),
+        (f"buckets of {_size(found.bucket_bytes)} of the busiest rank", [str(way.buckets) for way in ways]),
+        ("messages of the busiest rank", [str(way.messages) for way in ways]),
+        ("plan time per rank", [f"{way.plan_seconds:.2f} s" for way in ways]),
+        (f"expected at {found.speeds.nic:g} GB/s (NIC)", [f"{way.nic_seconds:.3g} s" for way in ways]),
+        (f"expected at {found.speeds.nvlink:g} GB/s (NVLink)", [f"{way.nvlink_seconds:.3g} s" for way in ways]),
+    ]
+
+
+def _size(nbytes: float) -> str:
+    for unit, scale in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if nbytes >= scale:
+            return f"{nbytes / scale:.3g} {unit}"
+    return f"{nbytes:.0f} B"
+
+
+def show_memory(columns: Mapping[str, GpuMemory], gpu_gb: float, console: Console) -> None:
+    """Print what GPUs hold, in GB, a column each."""
+    grid = Grid(show_edge=False)
+    grid.add_column("GB each")
+    for name in columns:
+        grid.add_column(name, justify="right")
+    for part in dict.fromkeys(part for memory in columns.values() for part in memory.parts):
+        grid.add_row(part, *(f"{memory.parts[part] / 1e9:.3g}" if part in memory.parts else "" for memory in columns.values()))
+    grid.add_row("in all", *(f"{memory.total / 1e9:.3g}" for memory in columns.values()))
+    room = f"of {usable(gpu_gb) / 1e9:.3g} planned for ({USABLE:.0%} of {gpu_gb:g})"
+    grid.add_row(room, *("fits" if memory.fits(gpu_gb) else "does not fit" for memory in columns.values()))
+    console.print(grid)
+
+
+def show_splits(found: Sequence[tuple[Split, Forecast]], cluster: Cluster, console: Console) -> None:
+    """Print suggestions, a column each, and what the first one holds."""
+    grid = Grid(show_edge=False)
+    grid.add_column("")
+    for number in range(len(found)):
+        grid.add_column(f"split {number + 1}", justify="right")
+    for label, values in _split_lines(found, cluster):
+        grid.add_row(label, *values)
+    console.print(grid)
+    split = found[0][0]
+    show_memory({"trainer of split 1": split.trainer.memory, "engine of split 1": split.engine.memory}, cluster.gpu_gb, console)
+    console.print("Keys of split 1:\n" + "\n".join(yaml_keys(split)), highlight=False, markup=False, soft_wrap=True)
+    console.print(
+        "Split 1 gives the trainer as few nodes as its memory asks for; that says nothing about speed: `asyncmoe simulate --sweep` does."
+    )
+
+
+def _split_lines(found: Sequence[tuple[Split, Forecast]], cluster: Cluster) -> list[tuple[str, list[str]]]:
+    splits, forecasts = [split for split, _ in found], [forecast for _, forecast in found]
+    ways = [forecast.ways["direct"] for forecast in forecasts]  # a run's own; nothing relays yet
+    return [
+        ("nodes of the trainer", [str(split.trainer_nodes) for split in splits]),
+        ("nodes of engines", [str(split.engine_nodes) for split in splits]),
+        ("trainer", [trainer_text(split.trainer.parallel) for split in splits]),
+        ("recompute", ["full" if split.trainer.recompute else "none" for split in splits]),
+        ("engines", [engines_text(split.engines, split.engine.parallel) for split in splits]),
+        ("new weights arrive", ["while they generate" if split.engine.serving.staging else "while they stand still" for split in splits]),
+        (f"conversations of {cluster.context} at once", [str(split.conversations(cluster.context)) for split in splits]),
+        ("memory of a trainer's GPU", [_size(split.trainer.memory.total) for split in splits]),
+        ("memory of an engine's GPU", [_size(split.engine.memory.total) for split in splits]),
+        ("sent by a trainer rank, most", [_size(way.sent.most) for way in ways]),
+        ("received by an engine rank, most", [_size(way.received.most) for way in ways]),
+        (f"a sync at {forecasts[0].speeds.nic:g} GB/s (NIC)", [f"{way.nic_seconds:.3g} s" for way in ways]),
+    ]
+
+
+def yaml_keys(split: Split) -> list[str]:
+    """A split in a configuration's words; what is its default is left out."""
+    parallel, engine = split.trainer.parallel, split.engine
+    sizes = {"ranks": parallel.world, "tp": parallel.tp, "pp": parallel.pp, "ep": parallel.ep}
+    sizes |= {"first_stage_layers": parallel.first_layers or 1, "last_stage_layers": parallel.last_layers or 1}
+    trainer = [f"{key}: {size}" for key, size in sizes.items() if size > 1 or key == "ranks"]
+    trainer += [f"tokens_per_microbatch: {split.trainer.rows}", *(["recompute: full"] if split.trainer.recompute else [])]
+    engines = [f"count: {split.engines}", "join: true", f"tp: {engine.parallel.tp}", f"ep: {engine.parallel.ep}"]
+    engines += [f"max_running: {engine.serving.running}", f"max_total_tokens: {engine.serving.tokens}"]
+    if engine.serving.prefill != EngineMemory.prefill:
+        engines.append(f'args: ["--chunked-prefill-size", "{engine.serving.prefill}"]')
+    return [
+        f"cluster: {{trainer_nodes: {split.trainer_nodes}, engine_nodes: {split.engine_nodes}}}",
+        f"trainer: {{{', '.join(trainer)}, optimizer: {{distributed: true}}}}",
+        f"engines: {{{', '.join(engines)}}}",
+        *([] if engine.serving.staging else ["sync: {staging: false}"]),
+        *([] if engine.serving.adapter is None else ["train: lora"]),
+    ]
+
+
+def write(values: Mapping[str, Any], file: Path) -> None:
+    """Write what was found as JSON.
+
+    Raises:
+        DataError: the file cannot be written.
+    """
+    try:
+        file.write_text(json.dumps(values, indent=2) + "\n")
+    except OSError as error:
+        raise DataError(str(file), got=error.strerror, expected="a file that can be written") from error

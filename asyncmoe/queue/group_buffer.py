@@ -1,0 +1,163 @@
+"""Ordered, bounded storage of complete groups, and of the ones that are leased. No waiting, no policy."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from asyncmoe.errors import InvariantBroken
+from asyncmoe.rpc.messages import Item
+from asyncmoe.trajectory import Buffer, Trajectory, encode
+
+
+@dataclass(frozen=True)
+class Group:
+    """Episodes that are leased, dropped and released together, encoded once when they arrive.
+
+    An episode has a trajectory of each agent that spoke in it. What is counted here and in the queue is episodes.
+    """
+
+    arrival: int
+    items: tuple[Item, ...]
+    frames: Mapping[str, list[Buffer]]
+    attempt: int = 0
+    """The highest of its members': times it, or one of them, was started over."""
+
+    def __len__(self) -> int:
+        return len({item.episode for item in self.items})
+
+    @property
+    def number(self) -> int:
+        """Which prompt it answers."""
+        return self.items[0].group
+
+    @property
+    def oldest_version(self) -> int:
+        return min(item.oldest_version for item in self.items)
+
+    @property
+    def newest_version(self) -> int:
+        return max(item.newest_version for item in self.items)
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """Oldest first, then first come."""
+        return self.oldest_version, self.arrival
+
+
+def describe(t: Trajectory) -> Item:
+    """What ranks that do not fetch a trajectory know about it."""
+    steps, mean, squares = _moments(t.rewards)
+    return Item(
+        key=t.key,
+        group=t.group,
+        episode=t.episode,
+        agent=t.agent,
+        tokens=len(t),
+        sampled=int(t.loss_mask.sum()),
+        reward=float(t.reward),
+        oldest_version=t.oldest_version,
+        newest_version=int(t.versions.max()),
+        steps=steps,
+        step_mean=mean,
+        step_squares=squares,
+        teacher_gap=None if t.teacher is None else float((t.logprobs.astype(np.float64) - t.teacher)[t.loss_mask].sum()),
+    )
+
+
+def _moments(rewards: np.ndarray | None) -> tuple[int, float, float]:
+    """Count, mean, and sum of squared distances from it, of the values that are not NaN."""
+    values = np.zeros(0) if rewards is None else rewards[~np.isnan(rewards)].astype(np.float64)
+    if not len(values):
+        return 0, 0.0, 0.0
+    return len(values), float(values.mean()), float(((values - values.mean()) ** 2).sum())
+
+
+def pack(trajectories: Sequence[Trajectory], arrival: int) -> Group:
+    """Describe and encode. The arrays are not copied: their owner must not change them afterwards."""
+    return Group(
+        arrival, tuple(map(describe, trajectories)), {t.key: encode(t) for t in trajectories}, max(t.attempt for t in trajectories)
+    )
+
+
+class GroupBuffer:
+    """Groups in the order they are to be trained in, at most `capacity` episodes of them, leased ones included."""
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self.putting: deque[int] = deque()
+        """Arrivals that wait for space, first come first served."""
+        self._queued: list[Group] = []
+        self._leased: dict[int, tuple[Group, ...]] = {}
+        self._keys: set[str] = set()
+
+    @property
+    def depth(self) -> int:
+        """Episodes that wait to be leased."""
+        return sum(map(len, self._queued))
+
+    @property
+    def leased(self) -> int:
+        """Episodes that are leased and neither committed nor released."""
+        return sum(len(g) for groups in self._leased.values() for g in groups)
+
+    @property
+    def leases(self) -> tuple[int, ...]:
+        """Steps that hold a lease."""
+        return tuple(self._leased)
+
+    def fits(self, count: int) -> bool:
+        """Whether `count` more episodes may be held."""
+        return self.depth + self.leased + count <= self.capacity
+
+    def insert(self, group: Group) -> None:
+        """Raises InvariantBroken for a key that is already held."""
+        known = self._keys.intersection(group.frames)
+        if known or len(group.frames) != len(group.items):
+            raise InvariantBroken(f"queue: trajectory {min(known, default=group.items[0].key)} was put twice")
+        self._keys.update(group.frames)
+        insort(self._queued, group, key=lambda g: g.order)
+
+    def drop_older(self, than: int) -> list[Group]:
+        """Take out and forget the groups whose oldest token is older than version `than`."""
+        cut = bisect_left(self._queued, than, key=lambda g: g.oldest_version)
+        dropped, self._queued = self._queued[:cut], self._queued[cut:]
+        self._forget(dropped)
+        return dropped
+
+    def lease(self, step: int, count: int) -> tuple[Group, ...] | None:
+        """The first groups, `count` episodes in all; None while there are too few."""
+        taken, total = 0, 0
+        while total < count and taken < len(self._queued):
+            total += len(self._queued[taken])
+            taken += 1
+        if total != count:
+            return None
+        groups, self._queued = tuple(self._queued[:taken]), self._queued[taken:]
+        self._leased[step] = groups
+        return groups
+
+    def release(self, step: int) -> int:
+        """Put the groups of a lease back where they were; how many episodes they are."""
+        groups = self._leased.pop(step)
+        for group in groups:
+            insort(self._queued, group, key=lambda g: g.order)
+        return sum(map(len, groups))
+
+    def commit(self, step: int) -> int:
+        """Forget the groups of a lease; how many episodes they were."""
+        groups = self._leased.pop(step)
+        self._forget(groups)
+        return sum(map(len, groups))
+
+    def frames(self, step: int) -> dict[str, list[Buffer]]:
+        """Encoded trajectories of a lease, by key."""
+        return {key: frames for group in self._leased[step] for key, frames in group.frames.items()}
+
+    def _forget(self, groups: Sequence[Group]) -> None:
+        for group in groups:
+            self._keys.difference_update(group.frames)

@@ -1,0 +1,199 @@
+"""What a worker receives into: its parameters, or the memory of its adapters."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any, Protocol
+
+import torch
+
+from asyncmoe.receiver.control_store import Parameter
+
+Tensors = dict[str, torch.Tensor]
+_NOTIFIED = "on_lora_slots_updated"
+_CACHES = (".k_scale", ".v_scale")
+
+
+class Target(Protocol):
+    """Tensors that an update writes, under the names of the engine's layout."""
+
+    def described(self) -> dict[str, Parameter]:
+        """All of them."""
+
+    def tensors(self) -> Tensors:
+        """Themselves, to be written while the worker stands still."""
+
+    def room(self, dtype: torch.dtype) -> Tensors:
+        """Memory for an update of all of them while the worker goes on, in the calling thread's current stream."""
+
+    def room_bytes(self, dtype: torch.dtype) -> int:
+        """How much memory `room` takes, in bytes."""
+
+    def received(self, staged: Tensors) -> None:
+        """All of `staged`, which `room` or `commit` gave, has come: do what needs no standstill. In the receiving thread."""
+
+    def commit(self, staged: Tensors | None) -> Tensors:
+        """Between forward passes: the worker computes with `staged`, or with what was written into `tensors`, from now on.
+
+        Returns:
+            Memory for the next update; none where nothing was staged.
+        """
+
+
+class Weights:
+    """The parameters of a worker's model, by SGLang's names."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._model = model
+
+    def described(self) -> dict[str, Parameter]:
+        found: dict[str, Parameter] = {}
+        storages: dict[int, str] = {}
+        for name, tensor in self.tensors().items():
+            place = tensor.untyped_storage().data_ptr()
+            found[name] = _parameter(tensor, storages.get(place, ""))
+            storages.setdefault(place, name)
+        return found
+
+    def tensors(self) -> Tensors:
+        return {name: parameter.data for name, parameter in _weights(self._model)}
+
+    def room(self, dtype: torch.dtype) -> Tensors:
+        # Of its own dtype each: the meeting has found it to be the layout's, in which some tensors are float32 whatever the others are.
+        return {name: torch.empty_like(tensor) for name, tensor in self.tensors().items()}
+
+    def room_bytes(self, dtype: torch.dtype) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors().values())
+
+    def received(self, staged: Tensors) -> None:
+        pass
+
+    def commit(self, staged: Tensors | None) -> Tensors:
+        spare = {} if staged is None else _replace(self._model, staged)
+        _refresh(self._model)
+        return spare
+
+
+class AdapterMemory:
+    """What a worker's adapters are computed from, by the names of `asyncmoe.models.lora.sglang.memory_layout`.
+
+    Every slot gets the same values: all requests name the one adapter there is (`asyncmoe.rollout.engines.adapters`), and which slot SGLang
+    gave it is nowhere to be read. It is pinned, so SGLang never fills a slot again from what it was loaded with.
+
+    On CPU all slots are staged and swapped in: a module and SGLang's pool hold the same tensor, and nothing views it. On another
+    device a captured graph may hold its address, so it is copied into.
+
+    Source: sglang 0.5.23 (lora/layers.py, `set_lora_info`; lora/lora_manager.py, `_notify_lora_slots_updated`; lora/mem_pool.py).
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._buffers: Tensors = dict(_slots(model))
+        self._next: Tensors = {}
+        self._notified: list[Any] = [getattr(module, _NOTIFIED) for module in model.modules() if hasattr(module, _NOTIFIED)]
+
+    def described(self) -> dict[str, Parameter]:
+        return {name: _parameter(tensor) for name, tensor in self.tensors().items()}
+
+    def tensors(self) -> Tensors:
+        return _slot(0, self._buffers)
+
+    def room(self, dtype: torch.dtype) -> Tensors:
+        if any(buffer.device.type != "cpu" for buffer in self._buffers.values()):
+            return {name: torch.empty_like(slot, dtype=dtype) for name, slot in self.tensors().items()}
+        self._next = {name: torch.empty_like(buffer, dtype=dtype) for name, buffer in self._buffers.items()}
+        return _slot(0, self._next)
+
+    def room_bytes(self, dtype: torch.dtype) -> int:
+        on_cpu = all(buffer.device.type == "cpu" for buffer in self._buffers.values())
+        taken = self._buffers if on_cpu else self.tensors()
+        return sum(tensor.numel() * dtype.itemsize for tensor in taken.values())
+
+    def received(self, staged: Tensors) -> None:
+        if self._next:
+            _spread(self._next, staged, first=1)
+
+    def commit(self, staged: Tensors | None) -> Tensors:
+        if staged is None:
+            _spread(self._buffers, self.tensors(), first=1)
+        elif self._next:
+            for name, buffer in self._buffers.items():
+                buffer.data, self._next[name] = self._next[name], buffer.data
+            staged = _slot(0, self._next)
+        else:
+            _spread(self._buffers, staged, first=0)
+        for notify in self._notified:
+            notify(None)
+        return staged or {}
+
+
+def _slot(at: int, buffers: Tensors) -> Tensors:
+    return {name: slots[at] for name, slots in buffers.items()}
+
+
+def _spread(buffers: Tensors, new: Tensors, first: int) -> None:
+    """Copy `new` into every slot from `first` on."""
+    for at in range(first, min(map(len, buffers.values()), default=0)):
+        torch._foreach_copy_([slots[at] for slots in buffers.values()], [new[name] for name in buffers])
+
+
+def _parameter(tensor: torch.Tensor, shares: str = "") -> Parameter:
+    return Parameter(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), tuple(tensor.stride()), shares)
+
+
+def _slots(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Memory for all slots of each half of each module that has adapters, [slots, ...]."""
+    for name, module in model.named_modules():
+        layer = re.search(r"\blayers\.(\d+)\..*?(\w+)$", name)
+        if layer is None:
+            continue
+        if hasattr(module, "gate_up_lora_a_weights"):
+            for stack in ("gate_up", "down"):
+                for half in "ab":
+                    yield f"layers.{layer[1]}.{stack}_proj_moe.{half}", getattr(module, f"{stack}_lora_{half}_weights")
+        elif isinstance(getattr(module, "lora_a", None), torch.Tensor):
+            yield f"layers.{layer[1]}.{layer[2]}.a", module.lora_a
+            yield f"layers.{layer[1]}.{layer[2]}.b", module.lora_b
+
+
+def _replace(model: torch.nn.Module, staged: Mapping[str, torch.Tensor]) -> Tensors:
+    """Make `staged` the model's parameters; returns memory for as many.
+
+    A parameter whose storage something else in the model views, or that is on a device where a captured graph may hold its address,
+    is copied into; the storage of any other is swapped.
+    """
+    free: Tensors = {}
+    viewed = _viewed(model)
+    for name, parameter in _weights(model):
+        new, old = staged[name], parameter.data
+        if old.device.type == "cpu" and old.untyped_storage().data_ptr() not in viewed:
+            parameter.data, free[name] = new, old
+        else:
+            old.copy_(new)
+            free[name] = new
+    return free
+
+
+def _weights(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    """Parameters, but for the scales of a cache of keys and values, which a model of float8 has whatever its cache is (sglang 0.5.23,
+    layers/quantization/kv_cache.py)."""
+    return ((name, parameter) for name, parameter in model.named_parameters() if not name.endswith(_CACHES))
+
+
+def _refresh(model: torch.nn.Module) -> None:
+    """Bring what SGLang derives from parameters up to date, as its own loaders do after writing them.
+
+    `end_weight_update` leaves out `post_load_weights` after a call like ours (sglang 0.5.23, scheduler_components/weight_updater.py),
+    and only a norm's own loader refreshes its `gemma_weight` (layers/layernorm.py).
+    """
+    if (post_load := getattr(model, "post_load_weights", None)) is not None:
+        post_load()
+    for module in model.modules():
+        if (refresh_norm := getattr(module, "refresh_gemma_weight", None)) is not None:
+            refresh_norm()
+
+
+def _viewed(model: torch.nn.Module) -> set[int]:
+    """Storages of tensors that modules hold besides their parameters."""
+    held = [value for module in model.modules() for value in vars(module).values() if isinstance(value, torch.Tensor)]
+    return {tensor.untyped_storage().data_ptr() for tensor in (*held, *model.buffers()) if tensor.device.type != "meta"}

@@ -1,0 +1,161 @@
+"""`asyncmoe engine`: one SGLang server on this machine that joins a run, stays as long as the run lasts, and leaves when told to."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import secrets
+import signal
+import socket
+import time
+import zlib
+from collections.abc import Awaitable, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+from asyncmoe.config import Config
+from asyncmoe.errors import AsyncmoeError, EngineError, WaitTimeout
+from asyncmoe.process import named
+from asyncmoe.rollout.engines.engine_process import Engine
+from asyncmoe.rpc import address, keys
+from asyncmoe.rpc.client import Client
+from asyncmoe.rpc.keys import Rendezvous
+from asyncmoe.rpc.messages import EngineAlive, EngineJoin, EngineLeave, EngineOrder
+from asyncmoe.rpc.peers import facts
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+_POLL_S = 0.5
+_GRACE_S = 10.0
+
+
+def default_name(index: int) -> str:
+    """Of this machine's engine `index`: no two of a cluster have the same."""
+    node = os.environ.get("SLURMD_NODENAME") or socket.gethostname().partition(".")[0]
+    job = os.environ.get("SLURM_JOB_ID")
+    return ".".join(["engine", *([f"job{job}"] if job else []), node, str(index)])
+
+
+def run(config: Config, run_dir: Path, name: str, index: int, memory: Sequence[str] = ()) -> None:
+    """Serve until the run is over, or until SIGTERM or SIGINT.
+
+    Args:
+        index: of this engine among those of its machine.
+        memory: see `asyncmoe.rollout.engines.engine_process.command`.
+
+    Raises:
+        UserError: this machine has no such address, or a port is taken.
+        ConfigError: the controller has another configuration.
+        EngineError: the server did not start or died, or the controller gave it up.
+        WaitTimeout: the controller did not come, or is gone.
+    """
+    with named(name):
+        asyncio.run(_serve(config, run_dir, name, index, memory))
+
+
+async def _serve(config: Config, run_dir: Path, name: str, index: int, memory: Sequence[str]) -> None:
+    host, key = address.reachable(config.cluster.network), secrets.token_urlsafe(32)
+    stop = asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    engine = Engine(name, config, index, run_dir, host=host, key=key, seed=zlib.crc32(name.encode()) >> 1, memory=memory)
+    try:
+        ready = await _unless(stop, _ready(engine, run_dir, config.engines.start_timeout_s))
+        if ready is not None:
+            place = (engine.client.url, key, address.host_id())
+            request = EngineJoin(name, *place, engine.tp, engine.ep, config.digest, facts(name))
+            await _Stay(config, engine, ready).until(stop, request)
+    finally:
+        await engine.stop()
+
+
+async def _ready(engine: Engine, run_dir: Path, wait_s: float) -> Rendezvous:
+    rendezvous, _ = await asyncio.gather(_controller(run_dir, wait_s), engine.wait_ready())
+    return rendezvous
+
+
+async def _controller(run_dir: Path, wait_s: float) -> Rendezvous:
+    """The controller, when it is there; it may start later than we."""
+    begin = time.monotonic()
+    while True:
+        try:
+            return await asyncio.to_thread(keys.read, run_dir, 0.0)
+        except WaitTimeout as error:
+            waited = time.monotonic() - begin
+            if waited > wait_s:
+                raise WaitTimeout(error.whom, error.what, waited) from None
+        await asyncio.sleep(_POLL_S)
+
+
+class _Stay:
+    """An engine's time in a run."""
+
+    def __init__(self, config: Config, engine: Engine, rendezvous: Rendezvous) -> None:
+        self._config, self._engine, self._rendezvous = config, engine, rendezvous
+
+    async def until(self, stop: asyncio.Event, request: EngineJoin) -> None:
+        with Client(self._rendezvous, request.name) as client:
+            limit = self._config.cluster.silence_s
+            await asyncio.to_thread(client.ask, request, limit + _GRACE_S)
+            log.info("%s has joined", request.name)
+            orders = asyncio.create_task(self._orders(client))
+            health = asyncio.create_task(self._watch())
+            stopping = asyncio.create_task(stop.wait())
+            done, _ = await asyncio.wait([orders, health, stopping], return_when=asyncio.FIRST_COMPLETED)
+            try:
+                if orders in done or health in done:
+                    await self._ended(orders, health)
+                else:
+                    await self._leave()
+            finally:
+                for task in (health, stopping):
+                    task.cancel()
+                # Its thread uses the client; it is answered soon, or the controller is gone.
+                with contextlib.suppress(AsyncmoeError):
+                    await orders
+
+    async def _orders(self, client: Client) -> EngineOrder:
+        """Ask until there is one that is the last."""
+        wait_s = self._config.cluster.silence_s / 3
+        while True:
+            reply = (await asyncio.to_thread(client.ask, EngineAlive(self._engine.name, wait_s), wait_s + self._config.cluster.silence_s))[
+                0
+            ]
+            assert isinstance(reply, EngineOrder)
+            if reply.finished or reply.why:
+                return reply
+
+    async def _watch(self) -> str:
+        while (why := self._engine.died) is None:
+            await asyncio.sleep(_POLL_S)
+        return why
+
+    async def _ended(self, orders: asyncio.Task[EngineOrder], health: asyncio.Task[str]) -> None:
+        if orders.done():
+            if (why := orders.result().why) != "":
+                raise EngineError(f"{self._engine.name} was given up: {why}")
+            return
+        await self._ask(EngineLeave(self._engine.name, health.result()), _GRACE_S)
+        raise EngineError(f"{self._engine.name} died: {health.result()}")
+
+    async def _leave(self) -> None:
+        log.info("%s leaves", self._engine.name)
+        await self._ask(EngineLeave(self._engine.name), self._config.rollout.request_timeout_s + _GRACE_S)
+
+    async def _ask(self, request: EngineLeave, timeout_s: float) -> None:
+        with Client(self._rendezvous, f"{self._engine.name}.leaving") as client:
+            await asyncio.to_thread(client.ask, request, timeout_s)
+
+
+async def _unless(stop: asyncio.Event, work: Awaitable[T]) -> T | None:
+    """The result of some work; None when it was stopped first."""
+    working, stopping = asyncio.ensure_future(work), asyncio.create_task(stop.wait())
+    try:
+        await asyncio.wait([working, stopping], return_when=asyncio.FIRST_COMPLETED)
+        return working.result() if working.done() else None
+    finally:
+        for task in (working, stopping):
+            task.cancel()
+        await asyncio.gather(working, stopping, return_exceptions=True)

@@ -1,0 +1,216 @@
+"""One SGLang server as a child process: its command line, its start, and its end with everything it spawned."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import socket
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from asyncmoe import models
+from asyncmoe.config import Config, devices
+from asyncmoe.errors import EngineError, UserError, WaitTimeout
+from asyncmoe.models import family_of
+from asyncmoe.models.lora.adapter import Kind
+from asyncmoe.platform.sglang.lifetime import API_KEY, PARENT
+from asyncmoe.process import Child
+from asyncmoe.receiver.command import LOADER
+from asyncmoe.rollout.engines import adapters
+from asyncmoe.rollout.engines.engine_client import KEEP_ALIVE_S, EngineClient
+from asyncmoe.rollout.engines.engine_python import engine_python
+from asyncmoe.rpc import address
+
+_POLL_S = 0.2
+_SEEDS = 1 << 31
+_GPUS = Path("/dev/nvidiactl")
+
+
+class Engine:
+    """A running server.
+
+    Attributes:
+        name: "engine.0"; what records and messages call it.
+        host: the machine, as `asyncmoe.rpc.address.host_id`.
+        client: its endpoints.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        config: Config,
+        index: int,
+        run_dir: Path,
+        *,
+        host: str | None = None,
+        key: str = "",
+        seed: int | None = None,
+        memory: Sequence[str] = (),
+    ) -> None:
+        """Start the process. Call from the main thread: Linux ends the server when the thread that started it ends.
+
+        Args:
+            index: of this engine among those of its machine.
+            host: address to listen on; default: engines.host.
+            key: what it wants to be shown with every request; empty: nothing.
+            seed: added to the run's, so that no two engines draw the same; default: `index`.
+            memory: see `command`.
+
+        Raises:
+            UserError: the port is taken.
+        """
+        section = config.engines
+        self.name, self.tp, self.ep = name, section.tp, section.ep
+        self.host = address.host_id()
+        self._ready_by = time.monotonic() + section.start_timeout_s
+        self._start_timeout_s = section.start_timeout_s
+        host = section.host if host is None else host
+        self._reserved = _reserve(host, section.port + index if section.port else 0)
+        port = int(self._reserved.getsockname()[1])
+        log = run_dir / "logs" / f"{name.replace('.', '-')}.log"
+        self._log_start = log.stat().st_size if log.exists() else 0
+        hf = models.load_hf_config(config.model.path)
+        self._adapter = None
+        kind = models.adapter_of(config, hf)
+        if kind is not None and adapters.in_memory(config):
+            self._adapter = family_of(hf).shape_of(hf), kind, models.engine_dtype(hf, section)
+        keeps_routing = models.kept_routing(config, hf) is not None
+        arguments = command(config, index, host, port, keeps_routing, index if seed is None else seed, kind, memory)
+        # Not an argument: those can be read by everyone on this machine.
+        secret = {API_KEY: key} if key else {}
+        self._child = Child(name, arguments, log, environment(config, index) | secret)
+        self.client = EngineClient(name, f"http://{host}:{port}", key)
+
+    @property
+    def died(self) -> str | None:
+        """Why the process has ended, or None while it runs."""
+        if self._child.returncode is None:
+            return None
+        with self._child.log.open("rb") as log:
+            log.seek(self._log_start)
+            reason = reason_in(log.read().decode(errors="replace"))
+        return f"{reason or f'ended with status {self._child.returncode}'} (log: {self._child.log})"
+
+    async def wait_ready(self) -> None:
+        """Return once it takes requests, of the adapter too where one is trained.
+
+        Raises:
+            EngineError: it died first.
+            WaitTimeout: it took longer than engines.start_timeout_s since its start.
+        """
+        while not await self.client.ready():
+            if (why := self.died) is not None:
+                raise EngineError(f"{self.name} did not start: {why}")
+            if time.monotonic() > self._ready_by:
+                raise WaitTimeout(self.name, f"start; its log is {self._child.log}", self._start_timeout_s)
+            await asyncio.sleep(_POLL_S)
+        if self._adapter is not None:
+            await adapters.install(self.client, *self._adapter, self._start_timeout_s)
+
+    async def stop(self) -> None:
+        """End it with every process it spawned.
+
+        At once: nobody waits for what it generates any more, and SGLang, when asked, only looks up to 5 s later whether requests are
+        left before it kills its processes itself (`sigterm_watchdog`).
+        """
+        await self.client.close()
+        self._reserved.close()
+        await asyncio.to_thread(self.kill)
+
+    def kill(self) -> None:
+        """End it at once, with every process it spawned; what it was doing fails with `EngineLost`."""
+        self._child.end(0.0)
+
+
+def command(
+    config: Config,
+    index: int,
+    host: str,
+    port: int,
+    keeps_routing: bool,
+    seed: int,
+    adapter: Kind | None,
+    memory: Sequence[str] = (),
+) -> list[str]:
+    """The command line of engine `index`; what only a CPU needs is added there by `asyncmoe.platform.sglang`.
+
+    - The tokenizer is not loaded: token ids go in and come out.
+    - The version "0" is the checkpoint's weights.
+    - Shared experts stay by themselves on every device, as weights are sent; else a GPU makes them one more expert of some models.
+
+    Args:
+        memory: arguments that bound its GPU memory (`asyncmoe.plan.budget.engine_arguments`); the user's own, which follow, win.
+    """
+    section = config.engines
+    flags: dict[str, object] = {
+        "model-path": config.model.path,
+        "host": host,
+        "port": port,
+        "dtype": section.dtype,
+        "tp": section.tp,
+        "ep": section.ep,
+        "max-running-requests": section.max_running,
+        "random-seed": (config.run.seed + seed) % _SEEDS,
+        "weight-version": "0",
+        "log-level-http": "warning",
+    }
+    if _GPUS.exists():
+        flags["base-gpu-id"] = devices.first_gpu(config, address.several(config.cluster.network)) + index * section.tp
+    if section.max_total_tokens is not None:
+        flags["max-total-tokens"] = section.max_total_tokens
+    switches = ["--skip-tokenizer-init", "--disable-shared-experts-fusion", "--custom-weight-loader", LOADER]
+    if config.model.trust_remote_code:
+        switches.append("--trust-remote-code")
+    if keeps_routing:
+        switches.append("--enable-return-routed-experts")
+    if adapter is not None:
+        switches += adapters.flags(adapter, adapters.limit_in(section.args))
+    named = [word for flag, value in flags.items() for word in (f"--{flag}", str(value))]
+    return [str(engine_python(section.python)), "-m", "asyncmoe.platform.sglang", *named, *switches, *memory, *section.args]
+
+
+def environment(config: Config, index: int) -> dict[str, str]:
+    """Variables set for engine `index` on top of ours; those of the user win."""
+    given = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
+    given["SGLANG_TIMEOUT_KEEP_ALIVE"] = f"{60 * KEEP_ALIVE_S:.0f}"
+    if config.engines.tp > 1:
+        # On CPU a rank is bound to a NUMA node of its own unless told otherwise; ignored on GPU.
+        given["SGLANG_CPU_OMP_THREADS_BIND"] = _cores(sorted(os.sched_getaffinity(0)), index, config.engines.tp)
+    return {PARENT: str(os.getpid()), **{name: os.environ.get(name, value) for name, value in given.items()}}
+
+
+def reason_in(log: str) -> str | None:
+    """The line of a log that says best why the server ended: the last exception that is not a consequence of another."""
+    lines = [line.strip() for line in log.splitlines()]
+    raised = [line for line in lines if _RAISED.match(line) and not _CONSEQUENCE.search(line)]
+    usage = [line for line in lines if ": error: " in line]
+    bind = [line for line in lines if "error while attempting to bind" in line]
+    found = [*usage, *raised, *bind]
+    return found[-1][:400] if found else None
+
+
+_RAISED = re.compile(r"(\[[^]]*\] )?[\w.]*(Error|Exception|Gone|Interrupt|Exit)\b: .+")
+_CONSEQUENCE = re.compile(r"ConnectionRefused|Connection refused|BrokenPipe|EOFError|died during initialization|HTTPConnectionPool")
+
+
+def _reserve(host: str, wanted: int) -> socket.socket:
+    """A bound socket that keeps the port from everybody else during the many seconds until the server listens on it.
+
+    It never listens, and both set SO_REUSEADDR (the server through asyncio), so Linux lets the server bind the port too.
+    """
+    reserved = socket.socket()
+    reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        reserved.bind((host, wanted))
+    except OSError as error:
+        reserved.close()
+        cure = "choose another engines.port, or 0 for any"
+        raise UserError(f"port {wanted} on {host}", got=error.strerror, expected="a free port", cure=cure) from error
+    return reserved
+
+
+def _cores(available: Sequence[int], index: int, tp: int) -> str:
+    """SGLang's form "0|1": a core for each rank, shared in turn when there are fewer cores than ranks."""
+    return "|".join(str(available[(index * tp + rank) % len(available)]) for rank in range(tp))

@@ -1,0 +1,151 @@
+"""The turns of an episode, as the engine answered them, into the record of it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from asyncmoe.errors import TrajectoryRejected
+from asyncmoe.record import EncodedMasks, Masks, Recording, Routes, encode_masks, encode_routes
+from asyncmoe.rollout.engines.engine_client import Generation
+from asyncmoe.rollout.engines.sglang_decode import routed_experts, sampling_masks
+from asyncmoe.trajectory import NOT_SAMPLED, Trajectory
+
+
+@dataclass(frozen=True)
+class EpisodeId:
+    """Which episode this is; `attempt` counts the times its group was started over."""
+
+    group: int
+    episode: int
+    attempt: int
+
+    def key(self, agent: int = 0) -> str:
+        """The name of one agent's trajectory."""
+        return f"g{self.group}.e{self.episode}.a{agent}.t{self.attempt}"
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One request.
+
+    Attributes:
+        given: tokens in front of the response that no turn before has: the prompt, an observation.
+        generation: the response to all tokens so far.
+        salt: version its prompt was filed under.
+    """
+
+    given: tuple[int, ...]
+    generation: Generation
+    salt: int
+
+    def __len__(self) -> int:
+        return len(self.given) + len(self.generation.tokens)
+
+
+def held(turns: Sequence[Turn]) -> int:
+    """Tokens whose routes these turns have: all but the last, which no model has seen. The next turn need not send them again."""
+    return max(sum(map(len, turns)) - 1, 0)
+
+
+def step_rewards(turns: Sequence[Turn], credits: Mapping[int, float]) -> np.ndarray | None:
+    """`Trajectory.rewards` of steps that end at the given tokens; None where there is none.
+
+    Args:
+        credits: reward by index of the step's last token.
+
+    Raises:
+        TrajectoryRejected: "bad_reward": one is not finite.
+    """
+    if not credits:
+        return None
+    wrong = [at for at, reward in credits.items() if not math.isfinite(reward)]
+    if wrong:
+        raise TrajectoryRejected("bad_reward", f"the step that ends at token {wrong[0]} has the reward {credits[wrong[0]]}")
+    rewards = np.full(sum(map(len, turns)), np.nan, np.float32)
+    rewards[list(credits)] = list(credits.values())
+    return rewards
+
+
+def assemble(
+    turns: Sequence[Turn],
+    place: EpisodeId,
+    recording: Recording,
+    reward: float,
+    seconds: dict[str, float],
+    agent: int = 0,
+    rewards: np.ndarray | None = None,
+    teacher: np.ndarray | None = None,
+) -> Trajectory:
+    """The record of one agent's part in an episode; each turn's request asked for routes from `held` of the turns before it on.
+
+    `prefix_version` is the salt of all turns when each one's first token was sampled by that version too. Everything in the prefix cache
+    under that salt was then computed by it: requests carry the salt only while the version is served, so whatever a later version computed
+    under it was computed after the first token was sampled.
+
+    Args:
+        rewards, teacher: as in `Trajectory`.
+
+    Raises:
+        TrajectoryRejected: "bad_version": a span's version is not one of ours; or see `routed_experts`, `encode_routes` and
+            `sampling_masks`.
+    """
+    key = place.key(agent)
+    versions = [_versions(turn, key) for turn in turns]
+    salts = {turn.salt for turn in turns} | {int(v[len(turn.given)]) for turn, v in zip(turns, versions, strict=True)}
+    return Trajectory(
+        key=key,
+        group=place.group,
+        episode=place.episode,
+        agent=agent,
+        attempt=place.attempt,
+        tokens=np.array([token for turn in turns for token in (*turn.given, *turn.generation.tokens)], dtype=np.int32),
+        loss_mask=np.concatenate([np.arange(len(turn)) >= len(turn.given) for turn in turns]),
+        logprobs=np.array([x for turn in turns for x in (*(0.0,) * len(turn.given), *turn.generation.logprobs)], dtype=np.float32),
+        versions=np.concatenate(versions),
+        reward=reward,
+        finish=turns[-1].generation.finish,
+        prefix_version=salts.pop() if len(salts) == 1 else NOT_SAMPLED,
+        seconds=seconds,
+        routes=_routes(turns, recording, key),
+        masks=_masks(turns, recording, key),
+        rewards=rewards,
+        teacher=teacher,
+    )
+
+
+def _versions(turn: Turn, key: str) -> np.ndarray:
+    versions = np.full(len(turn), NOT_SAMPLED, dtype=np.int32)
+    for span in turn.generation.spans:
+        if not span.version.isdecimal():
+            raise TrajectoryRejected("bad_version", f"{key}: the engine serves {span.version!r}, which is no version of this run")
+        versions[len(turn.given) + span.start : len(turn.given) + span.end] = int(span.version)
+    return versions
+
+
+def _routes(turns: Sequence[Turn], recording: Recording, key: str) -> Routes | None:
+    routing = recording.routing
+    if routing is None:
+        return None
+    parts = []
+    for i, turn in enumerate(turns):
+        tokens = sum(map(len, turns[: i + 1]))
+        parts.append(routed_experts(turn.generation.routes, routing, tokens=tokens, held=held(turns[:i]), key=key))
+    return encode_routes(parts[0] if len(parts) == 1 else np.concatenate(parts), routing, key)
+
+
+def _masks(turns: Sequence[Turn], recording: Recording, key: str) -> EncodedMasks | None:
+    if not recording.masks:
+        return None
+    assert recording.vocabulary is not None
+    counts, ids = [], []
+    for turn in turns:
+        response = np.array(turn.generation.tokens, dtype=np.int32)
+        part = sampling_masks(turn.generation.masks, response, recording.vocabulary, before=len(turn.given), after=0, key=key)
+        counts.append(part.counts)
+        ids.append(part.ids)
+    offsets = np.concatenate(([0], np.cumsum(np.concatenate(counts)))).astype(np.int32)
+    return encode_masks(Masks(offsets, np.concatenate(ids), recording.vocabulary), key)

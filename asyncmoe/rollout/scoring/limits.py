@@ -1,0 +1,200 @@
+"""Everything around a judge: how many calls at once, how long, how often, and when it is left alone.
+
+A sample waits for one of `concurrency` slots, then for the breaker, then for the judge; after a failure that may pass it waits a while
+without a slot and begins again. All of this together is bounded by the deadline. However long it waits, it is one of the samples the
+capacity law has let start, so what a slow judge makes wait is bounded, and generation goes on until that bound.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import count
+from random import Random
+from typing import Literal
+
+from asyncmoe.errors import TrajectoryRejected
+from asyncmoe.rollout.scoring.breaker import Breaker, Outcome, State
+from asyncmoe.rollout.scoring.judge import Judge
+from asyncmoe.rollout.scoring.parse_score import Read
+from asyncmoe.rollout.scoring.types import OUT_OF_ORDER, PASSING, TIMEOUT, UNAVAILABLE, Sample, Score
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class ScoringLimits:
+    """See `ScoringSection`."""
+
+    concurrency: int
+    deadline_s: float
+    retries: int
+    backoff_s: float
+    breaker_failures: int
+    breaker_cooldown_s: float
+
+
+@dataclass(frozen=True)
+class Stats:
+    """A stage up to now.
+
+    Attributes:
+        in_flight: samples the judge has been given.
+        waiting: samples that wait, for a slot, for the breaker or before another call.
+        scored: samples with a score.
+        retried: calls beyond a sample's first.
+        failed: samples without a score, by reason; the abandoned are not among them.
+        seconds: that the scored and failed have spent here, in all.
+        breaker: its state.
+    """
+
+    in_flight: int
+    waiting: int
+    scored: int
+    retried: int
+    failed: Mapping[str, int]
+    seconds: float
+    breaker: State
+
+
+@dataclass
+class _Progress:
+    """How far a sample has come. `last`: the failure before the one it may meet now."""
+
+    doing: Literal["turn", "call", "pause"] = "turn"
+    last: TrajectoryRejected | None = None
+
+
+def backoff(base_s: float, attempt: int, draw: float) -> float:
+    """Seconds before the call after number `attempt` (from 0): doubled each time, times 0.5 to 1.5 by a draw from [0, 1)."""
+    return float(base_s * 2.0**attempt * (0.5 + draw))
+
+
+class LimitedScorer:
+    """A judge as a scorer that keeps to limits.
+
+    Args:
+        name: what errors and the log call it.
+        judge: whom to ask. It keeps to `timeout_s` for a call itself.
+        read: its answer as a score.
+        seed: of the jitter.
+    """
+
+    def __init__(self, name: str, judge: Judge, read: Read, limits: ScoringLimits, seed: int = 0) -> None:
+        self.name, self._judge, self._read, self._limits = name, judge, read, limits
+        self._random = Random(f"{seed} {name}")
+        self._slots = asyncio.Semaphore(min(limits.concurrency, judge.width or limits.concurrency))
+        self._breaker = Breaker(limits.breaker_failures, limits.breaker_cooldown_s)
+        self._changed = asyncio.Event()
+        self._here = self._in_flight = self._scored = self._retried = 0
+        self._failed: Counter[str] = Counter()
+        self._seconds = 0.0
+        self._last_outage = ""
+
+    async def score(self, sample: Sample) -> Score:
+        """See `Scorer`."""
+        begin, progress = _now(), _Progress()
+        self._here += 1
+        try:
+            try:
+                async with asyncio.timeout(self._limits.deadline_s):
+                    score = await self._attempts(sample, progress, begin + self._limits.deadline_s)
+            except TimeoutError as error:
+                raise self._late(progress) from error
+        except TrajectoryRejected as rejected:
+            self._failed[rejected.reason] += 1
+            self._seconds += _now() - begin
+            raise
+        finally:
+            self._here -= 1
+        self._scored += 1
+        self._seconds += _now() - begin
+        return score
+
+    async def close(self) -> None:
+        """See `Scorer`."""
+        await self._judge.close()
+
+    def stats(self) -> Stats:
+        """See `Stats`."""
+        waiting = self._here - self._in_flight
+        failed = dict(self._failed)
+        return Stats(self._in_flight, waiting, self._scored, self._retried, failed, self._seconds, self._breaker.state)
+
+    async def _attempts(self, sample: Sample, progress: _Progress, deadline: float) -> Score:
+        for attempt in count():
+            try:
+                return self._read(await self._call(sample, progress), sample)
+            except TrajectoryRejected as rejected:
+                delay = backoff(self._limits.backoff_s, attempt, self._random.random())
+                if rejected.reason not in PASSING or attempt >= self._limits.retries or _now() + delay >= deadline:
+                    raise
+                progress.doing, progress.last = "pause", rejected
+            await asyncio.sleep(delay)
+            progress.doing = "turn"
+            self._retried += 1
+        raise AssertionError
+
+    async def _call(self, sample: Sample, progress: _Progress) -> object:
+        async with self._slots:
+            period = await self._admitted()
+            progress.doing = "call"
+            outcome: Outcome = "abandoned"
+            self._in_flight += 1
+            try:
+                answer = await self._judge.call(sample)
+                outcome = "answered"
+            except TrajectoryRejected as rejected:
+                outcome = "failed" if rejected.reason in OUT_OF_ORDER else "answered"
+                self._last_outage = str(rejected) if outcome == "failed" else self._last_outage
+                raise
+            finally:
+                self._in_flight -= 1
+                self._ended(period, outcome)
+        return answer
+
+    async def _admitted(self) -> int:
+        """Wait until the breaker lets a call begin."""
+        while True:
+            before = self._breaker.state
+            self._breaker, period = self._breaker.begin(_now())
+            if period is not None:
+                if before == "open":
+                    log.info("%s is tried again", self.name)
+                return period
+            # Told of each change, and sure to look when the cool-down is over.
+            changed, wait_s = self._changed, self._breaker.wait_s(_now())
+            try:
+                async with asyncio.timeout(wait_s):
+                    await changed.wait()
+            except TimeoutError:
+                continue
+
+    def _ended(self, period: int, outcome: Outcome) -> None:
+        before = self._breaker
+        self._breaker = before.end(period, outcome, _now())
+        if self._breaker.state == before.state:
+            return
+        self._changed.set()
+        self._changed = asyncio.Event()
+        if self._breaker.state == "open" and outcome == "failed":
+            log.warning("%s is left alone for %g s: %s", self.name, self._limits.breaker_cooldown_s, self._last_outage)
+        elif self._breaker.state == "closed":
+            log.info("%s answers again", self.name)
+
+    def _late(self, progress: _Progress) -> TrajectoryRejected:
+        """The deadline is over; why."""
+        within = f"within scoring.deadline_s = {self._limits.deadline_s:g} s"
+        if progress.doing == "turn" and self._breaker.state != "closed":
+            return TrajectoryRejected(UNAVAILABLE, f"{self.name} did not answer again {within}: {self._last_outage}")
+        before = "" if progress.last is None else f"; before: {progress.last}"
+        if progress.doing == "call":
+            return TrajectoryRejected(TIMEOUT, f"{self.name} did not answer {within}{before}")
+        return TrajectoryRejected(TIMEOUT, f"its turn with {self.name} did not come {within}; raise scoring.concurrency{before}")
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()

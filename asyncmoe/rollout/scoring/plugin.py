@@ -1,0 +1,90 @@
+"""A user's own scorer, found by name."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol, cast
+
+from asyncmoe.errors import ConfigError, UserError
+from asyncmoe.rollout.scoring.types import Sample
+
+EXPECTED = "auto, exact, math_verify, none, http://host:port/path, package.module:function or package.module:Class"
+
+
+class HasScore(Protocol):
+    """An object of a user's class."""
+
+    def score(self, sample: Sample) -> object:
+        """Any answer that `asyncmoe.rollout.scoring.parse_score` reads; a coroutine runs in the loop."""
+        ...
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A function or a class. `awaits`: what it is called by is a coroutine function."""
+
+    target: str
+    found: Callable[..., Any]
+    awaits: bool
+
+    @property
+    def is_class(self) -> bool:
+        return inspect.isclass(self.found)
+
+    def make(self, options: Mapping[str, object]) -> HasScore:
+        """Construct the class.
+
+        Raises:
+            ConfigError: it cannot be made with `options`.
+        """
+        try:
+            return cast(HasScore, self.found(**options))
+        except UserError:
+            raise
+        except Exception as error:
+            got = f"{self.target}: {type(error).__name__}: {error}"
+            raise ConfigError("scoring.options", got=got, expected="what the class can be made with") from error
+
+    def ask(self, options: Mapping[str, object]) -> tuple[Callable[[Sample], object], HasScore | None]:
+        """What is called with a sample, and the object behind it if there is one. Raises as `make`."""
+        if self.is_class:
+            made = self.make(options)
+            return made.score, made
+        return lambda sample: self.found(sample.prompt, sample.response, sample.answer), None
+
+
+def find(target: str) -> Loaded:
+    """Import `package.module:name`.
+
+    Raises:
+        ConfigError: it cannot be imported or called, or is a class without a method `score`.
+    """
+    module, _, name = target.partition(":")
+    if not module or not name:
+        raise ConfigError("scoring.scorer", got=repr(target), expected=EXPECTED)
+    try:
+        found = getattr(importlib.import_module(module), name)
+    except Exception as error:
+        raise ConfigError(
+            "scoring.scorer", got=f"{target}: {type(error).__name__}: {error}", expected="a function or class that can be imported"
+        ) from error
+    if inspect.isclass(found):
+        method = getattr(found, "score", None)
+        if not callable(method):
+            raise ConfigError("scoring.scorer", got=f"{target}, a class without a method score(sample)", expected="one with it")
+        return Loaded(target, found, inspect.iscoroutinefunction(method))
+    if not callable(found):
+        raise ConfigError("scoring.scorer", got=f"{target}, a {type(found).__name__}", expected="a function or a class")
+    return Loaded(target, found, inspect.iscoroutinefunction(found))
+
+
+async def close(made: object | None) -> None:
+    """Call the object's `close`, where it has one, plain or coroutine."""
+    method = getattr(made, "close", None)
+    if callable(method):
+        left = method()
+        if inspect.isawaitable(left):
+            await cast(Awaitable[object], left)

@@ -1,0 +1,129 @@
+"""The blocking client of the controller, for the trainer's ranks."""
+
+from __future__ import annotations
+
+import math
+import re
+import struct
+import time
+from types import TracebackType
+
+import zmq
+
+from asyncmoe import errors
+from asyncmoe.errors import AsyncmoeError, ProtocolError, TrajectoryRejected, UserError, WaitTimeout
+from asyncmoe.rpc.codec import decode_reply, encode
+from asyncmoe.rpc.connection import Connection
+from asyncmoe.rpc.keys import Rendezvous
+from asyncmoe.rpc.messages import Refused, Reply, Request
+from asyncmoe.trajectory import Buffer
+
+CONNECT_S = 10.0
+"""A controller that cannot be reached for so long is taken for dead, however long the reply itself may take."""
+
+
+class Client:
+    """Asks the controller one thing at a time. For one thread at a time.
+
+    Args:
+        rendezvous: from `asyncmoe.rpc.keys.read`.
+        name: who asks ("trainer.0"); appears in errors.
+    """
+
+    def __init__(self, rendezvous: Rendezvous, name: str) -> None:
+        self.name = name
+        self._peer = rendezvous.controller
+        self._connection = Connection(rendezvous)
+        self._asked = 0
+
+    def ask(self, request: Request, timeout_s: float) -> tuple[Reply, list[Buffer]]:
+        """Send a request and wait for its reply and the frames that follow it (read-only views of what was received).
+
+        A reply that comes after its `ask` has timed out is discarded, so the same request may be asked again.
+
+        Raises:
+            WaitTimeout: no reply within `timeout_s`, the controller could not be reached for 10 s, or the connection was lost while
+                waiting (the controller died). Names the controller.
+            ProtocolError: the reply is malformed, or the request larger than the controller takes.
+            AsyncmoeError: the controller refused; the class it raised.
+        """
+        name, begin = type(request).__name__, time.monotonic()
+        self._asked += 1
+        asked = struct.pack(">Q", self._asked)
+        self._connection.wait(0)
+        losses = self._connection.losses
+        try:
+            self._connection.socket.send_multipart([asked, encode(request)], zmq.NOBLOCK)
+        except zmq.Again:
+            raise WaitTimeout(self._peer, f"{self.name} could not send {name}: {self._why_unsent()}", 0.0) from None
+        while True:
+            self._check(name, begin, timeout_s, losses)
+            if not self._connection.wait(self._patience(begin, timeout_s)):
+                continue
+            parts = self._connection.socket.recv_multipart(copy=False)
+            if len(parts) < 2:
+                raise ProtocolError(f"reply to {name}: got {len(parts)} frames, expected at least 2")
+            if parts[0].bytes == asked:
+                reply = decode_reply(parts[1].buffer)
+                if isinstance(reply, Refused):
+                    raise rebuild(reply)
+                return reply, [part.buffer.toreadonly() for part in parts[2:]]
+
+    def close(self) -> None:
+        """End the connection. No reply is waited for."""
+        self._connection.close()
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def _why_unsent(self) -> str:
+        """A refused connection is gone for good, so nothing can be sent either; its event may come a moment later."""
+        self._connection.wait(1.0)
+        return "it refused our key" if self._connection.refused else "too many requests unanswered"
+
+    def _patience(self, begin: float, timeout_s: float) -> float:
+        limit = timeout_s if self._connection.up else min(timeout_s, CONNECT_S)
+        return max(0.0, begin + limit - time.monotonic())
+
+    def _check(self, name: str, begin: float, timeout_s: float, losses: int) -> None:
+        """Raise when there is nothing left to wait for; a reply that is already here is still taken."""
+        connection = self._connection
+        over = self._patience(begin, timeout_s) <= 0
+        lost = connection.losses > losses
+        if not (over or lost or connection.refused) or connection.wait(0):
+            return
+        waited = time.monotonic() - begin
+        if lost:
+            why = "the connection was lost; it has probably died, see its log"
+        elif connection.refused:
+            why = "it refused our key"
+        elif not connection.up:
+            why = "no connection; it does not run, or not with our keys"
+        else:
+            why = "no reply"
+        raise WaitTimeout(self._peer, f"{self.name} asked {name}: {why}", waited)
+
+
+def rebuild(refused: Refused) -> AsyncmoeError:
+    """The error the controller raised, from its class name and text. Its message is the same, word for word.
+
+    Of a `UserError` only the message crosses the wire: `what` holds all of it. A class that is not in `asyncmoe.errors` becomes a
+    `ProtocolError` that names it.
+    """
+    kind = getattr(errors, refused.kind, None)
+    if not (isinstance(kind, type) and issubclass(kind, AsyncmoeError)):
+        return ProtocolError(f"the controller refused with {refused.kind}: {refused.text}")
+    error = kind.__new__(kind)
+    Exception.__init__(error, refused.text)
+    if isinstance(error, UserError):
+        error.what, error.got, error.expected, error.cure = refused.text, None, None, None
+    elif isinstance(error, TrajectoryRejected):
+        error.reason = refused.text.partition(": ")[0]
+    elif isinstance(error, WaitTimeout):
+        parsed = re.fullmatch(r"waited ([\d.]+) s for (.*?): (.*)", refused.text, re.DOTALL)
+        error.seconds = float(parsed[1]) if parsed else math.nan
+        error.whom, error.what = (parsed[2], parsed[3]) if parsed else ("", refused.text)
+    return error

@@ -1,0 +1,96 @@
+"""One connection to the controller that knows whether it is up: a DEALER socket and its monitor.
+
+Over the Unix socket where the controller is on this host (`asyncmoe.rpc.local`), else encrypted over TCP.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from asyncmoe.rpc import local
+from asyncmoe.rpc.codec import MAX_FRAME_BYTES
+
+if TYPE_CHECKING:
+    from asyncmoe.rpc.keys import Rendezvous
+
+_HEARTBEAT_MS = 5_000
+_SILENCE_MS = 60_000
+_EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+
+
+class Connection:
+    """Connects in the background and again after a loss.
+
+    Attributes:
+        up: the handshake has succeeded, so both sides know each other's keys, and the connection still stands.
+        losses: how often an `up` connection has ended. A request sent before a loss gets no reply: the server forgets its sender.
+        refused: the server knows us and said no.
+    """
+
+    def __init__(self, to: Rendezvous) -> None:
+        self.up, self.losses, self.refused = False, 0, False
+        self._context = zmq.Context()
+        self.socket = self._context.socket(zmq.DEALER)
+        here = local.reachable(to.local_dir)
+        if here:
+            self.socket.plain_username = local.USER.encode()
+            self.socket.plain_password = to.local_secret.encode()
+        else:
+            self.socket.curve_serverkey = to.server_public.encode()
+            self.socket.curve_publickey = to.client_public.encode()
+            self.socket.curve_secretkey = to.client_secret.encode()
+        for option, value in {
+            zmq.LINGER: 0,
+            zmq.MAXMSGSIZE: MAX_FRAME_BYTES,
+            zmq.RECONNECT_IVL: 100,
+            zmq.RECONNECT_IVL_MAX: 1_000,
+            zmq.HEARTBEAT_IVL: _HEARTBEAT_MS,
+            zmq.HEARTBEAT_TIMEOUT: _SILENCE_MS,
+        }.items():
+            self.socket.setsockopt(option, value)
+        self._monitor = self.socket.get_monitor_socket(_EVENTS)
+        self._poller = zmq.Poller()
+        self._poller.register(self.socket, zmq.POLLIN)
+        self._poller.register(self._monitor, zmq.POLLIN)
+        self.socket.connect(local.address(Path(to.local_dir)) if here else to.address)
+
+    def wait(self, seconds: float) -> bool:
+        """Sleep until a message has come (True), the connection's state has changed, or the time is over."""
+        ready = dict(self._poller.poll(max(0, round(seconds * 1000))))
+        if self._monitor in ready:
+            self._take_events()
+        return self.socket in ready
+
+    def close(self) -> None:
+        """Drop the connection; nothing is sent any more."""
+        self.socket.disable_monitor()
+        self._monitor.close(0)
+        self.socket.close(0)
+        self._context.term()
+
+    def _take_events(self) -> None:
+        while self._monitor.poll(0):
+            event = recv_monitor_message(self._monitor)["event"]
+            if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                self.up = True
+            elif event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
+                self.refused = True
+            elif self.up:
+                self.up, self.losses = False, self.losses + 1
+
+
+def answers(to: Rendezvous, timeout_s: float) -> bool:
+    """True when somebody who holds the run's server key lets us in within `timeout_s`."""
+    connection = Connection(to)
+    deadline = time.monotonic() + timeout_s
+    try:
+        while not connection.up and not connection.refused and time.monotonic() < deadline:
+            connection.wait(deadline - time.monotonic())
+        return connection.up
+    finally:
+        connection.close()

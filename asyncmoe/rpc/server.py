@@ -1,0 +1,199 @@
+"""The controller's server: many requests at once, one reply to each.
+
+A request is two frames, its number and a msgpack message; a reply is the number, a message and the frames it announces. The
+number is the client's own and only echoed, so a late reply cannot be taken for another. Every request runs as its own task: one
+that waits (`Lease`, `EnginesAsk`) holds up nobody.
+
+What can go wrong on the other side is answered with `Refused`. What can only go wrong on this side, an exception that is no
+`AsyncmoeError` or an `InvariantBroken`, ends `serve` with that exception: the run stops rather than go on with a broken queue.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import socket
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from types import TracebackType
+
+import zmq
+import zmq.asyncio
+from zmq.auth.asyncio import AsyncioAuthenticator
+
+from asyncmoe import errors
+from asyncmoe.errors import AsyncmoeError, InvariantBroken, ProtocolError, UserError
+from asyncmoe.rpc import environment, keys, local
+from asyncmoe.rpc.codec import MAX_FRAME_BYTES, decode_request, encode
+from asyncmoe.rpc.environment import ANY, CONTROLLER, RendezvousVariables
+from asyncmoe.rpc.messages import Refused, Reply, Request
+from asyncmoe.trajectory import Buffer
+
+Handler = Callable[[Request], Awaitable[Reply | tuple[Reply, list[Buffer]]]]
+_MAX_ERROR_TEXT = 16 << 10
+_LINGER_MS = 1_000
+_IO_THREADS = 2
+"""So that two clients are encrypted for at once."""
+
+
+class Server:
+    """Serves one handler to every holder of the run's client key.
+
+    Args:
+        handler: async callable from a request to its reply, or to a reply and the frames that follow it. Runs concurrently with itself.
+        host: address to listen on; loopback unless the trainer is on another machine.
+        port: 0 takes any free port.
+        advertise: host name that clients connect to; by default `host`, or this machine's name when `host` is 0.0.0.0.
+        given: address and secret by the environment, in place of `host`, `port`, `advertise` and random keys.
+        max_frame_bytes: a client that sends a larger frame is disconnected before it is read.
+    """
+
+    def __init__(
+        self,
+        handler: Handler,
+        *,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        advertise: str | None = None,
+        given: RendezvousVariables | None = None,
+        max_frame_bytes: int = MAX_FRAME_BYTES,
+    ) -> None:
+        self._handler, self._host, self._port, self._given = handler, host, port, given
+        self._advertise = advertise or (socket.gethostname() if host in (ANY, "*") else host)
+        self._max_frame_bytes = max_frame_bytes
+        self._keys = keys.generate() if given is None else keys.derive(given.secret)
+        if given is not None:
+            self._host, self._port, self._advertise = environment.listen_on(given.host), given.port, given.host
+        # The handler of ZeroMQ's authentication protocol is one a context, so the server has a context of its own.
+        self._context = zmq.asyncio.Context(_IO_THREADS)
+        self._sockets: list[zmq.asyncio.Socket] = []
+        self._local_dir: Path | None = None
+        self._authenticator: AsyncioAuthenticator | None = None
+
+    async def start(self) -> keys.Rendezvous:
+        """Bind, and return what clients need to connect; `asyncmoe.rpc.keys.write` hands it to them. Nothing is answered before `serve`.
+
+        Raises:
+            UserError: the port is taken or the address is not this machine's.
+        """
+        self._authenticator = AsyncioAuthenticator(self._context)
+        self._authenticator.start()
+        self._authenticator.configure_curve_callback("*", _OnlyKey(self._keys.client_public))
+        self._authenticator.configure_plain("*", {local.USER: self._keys.local_secret})
+        remote, here = self._router(), self._router()
+        remote.curve_server = True
+        remote.curve_secretkey = self._keys.server_secret
+        here.plain_server = True
+        try:
+            remote.bind(f"tcp://{self._host}:{self._port}")
+        except zmq.ZMQError as error:
+            await self.close()
+            raise _explain(error, self._host, self._port, self._given) from error
+        self._port = int(remote.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
+        self._local_dir = local.make()
+        here.bind(local.address(self._local_dir))
+        return keys.rendezvous(f"tcp://{self._advertise}:{self._port}", self._keys, str(self._local_dir))
+
+    async def serve(self) -> None:
+        """Answer until cancelled.
+
+        Raises:
+            Exception: what the handler raised, if it was no `AsyncmoeError` or was `InvariantBroken`. All other requests are given up.
+        """
+        if not self._sockets:
+            raise InvariantBroken("serve before start")
+        # What it is when the receivers end without an error: when they are cancelled together with us.
+        first: BaseException = asyncio.CancelledError()
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                for router in self._sockets:
+                    tasks.create_task(self._receive(router, tasks))
+        except BaseExceptionGroup as group:
+            first = group.exceptions[0]
+        # Outside the handler, so that the exception keeps its own cause and context.
+        raise first
+
+    async def close(self) -> None:
+        """Give the port back. Replies already written get a second to leave."""
+        if self._authenticator is not None:
+            self._authenticator.stop()
+            self._authenticator = None
+        while self._sockets:
+            self._sockets.pop().close(_LINGER_MS)
+        await asyncio.to_thread(self._context.term)
+        if self._local_dir is not None:
+            local.remove(self._local_dir)
+            self._local_dir = None
+
+    async def __aenter__(self) -> Server:
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        await self.close()
+
+    def _router(self) -> zmq.asyncio.Socket:
+        router = self._context.socket(zmq.ROUTER)
+        router.setsockopt(zmq.MAXMSGSIZE, self._max_frame_bytes)
+        # A full send buffer makes a ROUTER drop replies silently. Clients ask one thing at a time, which bounds it already.
+        router.setsockopt(zmq.SNDHWM, 0)
+        self._sockets.append(router)
+        return router
+
+    async def _receive(self, router: zmq.asyncio.Socket, tasks: asyncio.TaskGroup) -> None:
+        while True:
+            sender, *frames = await router.recv_multipart()
+            tasks.create_task(self._answer(router, sender, frames))
+
+    async def _answer(self, router: zmq.asyncio.Socket, sender: bytes, request: Sequence[bytes]) -> None:
+        number = request[0] if request else b""
+        try:
+            reply, frames = await self._handle(request)
+            payload = encode(reply, self._max_frame_bytes)
+        except InvariantBroken as error:
+            await self._send(router, sender, number, encode(_refused(error)))
+            raise
+        except AsyncmoeError as error:
+            payload, frames = encode(_refused(error)), []
+        except Exception as error:
+            broken = InvariantBroken(f"the controller has stopped: {type(error).__name__}: {error}")
+            await self._send(router, sender, number, encode(_refused(broken)))
+            raise
+        await self._send(router, sender, number, payload, *frames)
+
+    async def _handle(self, request: Sequence[bytes]) -> tuple[Reply, list[Buffer]]:
+        if len(request) != 2:
+            raise ProtocolError(f"request: got {len(request)} frames, expected 2")
+        answer = await self._handler(decode_request(request[1]))
+        return answer if isinstance(answer, tuple) else (answer, [])
+
+    async def _send(self, router: zmq.asyncio.Socket, *parts: Buffer) -> None:
+        if not router.closed:
+            await router.send_multipart(parts, copy=False)
+
+
+class _OnlyKey:
+    """Lets in the holder of one public key; called by the authenticator with the key a client has proved to hold."""
+
+    def __init__(self, allowed: bytes) -> None:
+        self._allowed = allowed
+
+    def callback(self, domain: str, key: bytes) -> bool:
+        return key == self._allowed
+
+
+def _refused(error: AsyncmoeError) -> Refused:
+    known = next(c for c in type(error).__mro__ if getattr(errors, c.__name__, None) is c)
+    return Refused(known.__name__, str(error)[:_MAX_ERROR_TEXT])
+
+
+def _explain(error: zmq.ZMQError, host: str, port: int, given: RendezvousVariables | None) -> UserError:
+    if given is not None:
+        where = f"{given.address} ({host} on {socket.gethostname()})"
+        if error.errno == errno.EADDRINUSE:
+            cure = "if another controller of this run has it, end that one; else choose another port"
+            return UserError(CONTROLLER, got=f"{where}, which is in use", expected="a free port", cure=cure)
+        cure = "start the controller on the machine it names"
+        return UserError(CONTROLLER, got=f"{where}: {error.strerror}", expected="an address of this machine", cure=cure)
+    if error.errno == errno.EADDRINUSE:
+        return UserError(f"port {port}", got=f"in use on {host}", expected="a free port", cure="choose another, or 0 for any free one")
+    return UserError(f"address {host}:{port}", got=str(error.strerror), expected="an address of this machine and a port it may open")

@@ -1,0 +1,150 @@
+"""What is done with a leased batch: log-probabilities as far as the objective wants them, the checks that are switched on, its updates."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from asyncmoe.config import Config
+from asyncmoe.errors import Disagreement
+from asyncmoe.platform import megatron
+from asyncmoe.rpc.client import Client
+from asyncmoe.rpc.messages import Leased, Phase
+from asyncmoe.trainer import logprob_mismatch
+from asyncmoe.trainer.data import batch_client
+from asyncmoe.trainer.data.batch import MicroBatch
+from asyncmoe.trainer.data.batch_client import Update
+from asyncmoe.trainer.data.credit import token_advantages
+from asyncmoe.trainer.losses import PolicyLoss, SupervisedLoss
+from asyncmoe.trainer.model import collectives, optimizer
+from asyncmoe.trainer.model.gpt import Model
+from asyncmoe.trainer.model.reference import reference
+from asyncmoe.trainer.model.replay import Replay
+from asyncmoe.trainer.step import StepMetrics, logprobs_only, train_step
+from asyncmoe.trajectory import Trajectory
+
+megatron.prepare()
+
+from megatron.core.optimizer import MegatronOptimizer  # noqa: E402
+
+LogProbs = dict[int, np.ndarray]
+"""float32[T] by position in the batch."""
+
+log = logging.getLogger(__name__)
+
+
+class Learner:
+    """Trains on batches; the same calls on every rank.
+
+    Args:
+        client: fetches trajectories.
+        replay: where routing is kept.
+
+    Raises:
+        DataError: the reference policy's checkpoint cannot be read.
+    """
+
+    def __init__(self, config: Config, model: Model, adam: MegatronOptimizer, client: Client, replay: Replay | None) -> None:
+        self._config, self._model, self._optimizer, self._client, self._replay = config, model, adam, client, replay
+        self._mesh = model.mesh
+        self._reference = reference(model, config.model.path) if config.objective.kl.coefficient else None
+
+    def learn(self, leased: Leased, phase: Phase, step: int, before_update: Callable[[], None]) -> list[StepMetrics]:
+        """The updates made of a batch.
+
+        Args:
+            step: the trainer's, and its version.
+            before_update: as for `train_step`.
+
+        Raises:
+            Disagreement: engine and trainer are further apart than `verify` allows; nothing was trained.
+        """
+        updates = batch_client.plan_updates(leased.items, phase, self._config, self._mesh)
+        wanted = sorted({i for update in updates for i in batch_client.mine(update, self._mesh)})
+        layers = () if self._replay is None else self._replay.layers
+        trajectories = batch_client.fetch(self._client, leased, wanted, layers, masks=self._mesh.last_stage)
+        if phase == "warmup":
+            return self._warm_up(updates, trajectories, leased, before_update)
+        return self._reinforce(updates, trajectories, leased, step, before_update)
+
+    def _warm_up(
+        self, updates: Sequence[Update], trajectories: Mapping[int, Trajectory], leased: Leased, before_update: Callable[[], None]
+    ) -> list[StepMetrics]:
+        config = self._config
+        nothing = {i: np.zeros(len(t), np.float32) for i, t in trajectories.items()}
+        made = [batch_client.microbatches(update, trajectories, nothing, config, self._mesh) for update in updates]
+        return [train_step(self._model, self._optimizer, m, SupervisedLoss(), config.warmup.lr, before_update, self._replay) for m in made]
+
+    def _reinforce(
+        self,
+        updates: Sequence[Update],
+        trajectories: Mapping[int, Trajectory],
+        leased: Leased,
+        step: int,
+        before_update: Callable[[], None],
+    ) -> list[StepMetrics]:
+        config, mesh = self._config, self._mesh
+        routing = None if self._replay is None else self._replay.routing
+        advantages = token_advantages(leased.items, trajectories, config.objective)
+        lr = optimizer.lr_at(step - config.warmup.steps, config.trainer.optimizer, config.run.steps)
+
+        def microbatches(update: Update, before: LogProbs | None = None, reference: LogProbs | None = None) -> list[MicroBatch]:
+            return batch_client.microbatches(update, trajectories, advantages, config, mesh, routing, before, reference)
+
+        before, reference = self._logprobs(updates, microbatches, leased, trajectories, step)
+        metrics = []
+        for i, update in enumerate(updates):
+            loss = PolicyLoss(config.objective, config.rollout.temperature, step, progress=i / len(updates))
+            made = microbatches(update, before, reference)
+            metrics.append(train_step(self._model, self._optimizer, made, loss, lr, before_update, self._replay))
+            if not metrics[-1].updated:
+                log.warning("step %d: every token was rejected (%s); no update", step, metrics[-1].figures["rejected_by_rule"])
+        return metrics
+
+    def _logprobs(
+        self,
+        updates: Sequence[Update],
+        microbatches: Callable[[Update], list[MicroBatch]],
+        leased: Leased,
+        trajectories: Mapping[int, Trajectory],
+        step: int,
+    ) -> tuple[LogProbs | None, LogProbs | None]:
+        """Under the trainer before the batch's first update, and under the reference policy; None where the objective needs none."""
+        config = self._config
+        every = config.verify.logprobs_every
+        verify = every > 0 and (step - config.warmup.steps) % every == 0
+        recompute = len(updates) > 1 and config.objective.proximal == "recompute"
+        before: LogProbs = {}
+        reference: LogProbs = {}
+        for update in updates if verify or recompute or self._reference is not None else ():
+            made, lengths = microbatches(update), [leased.items[i].tokens for i in update.members]
+            if verify or recompute:
+                found = logprobs_only(self._model, made, lengths, config.rollout.temperature, self._replay)
+                before |= {update.members[i]: values for i, values in found.items()}
+            if self._reference is not None:
+                # The reference is a policy of its own: it routes by itself and may say anything.
+                bare = [replace(batch, experts=None, support=None) for batch in made]
+                with self._reference.in_place():
+                    found = logprobs_only(self._model, bare, lengths, config.rollout.temperature, self._replay)
+                reference |= {update.members[i]: values for i, values in found.items()}
+        if verify:
+            self._verify(trajectories, before, step)
+        return before if recompute else None, reference if self._reference is not None else None
+
+    def _verify(self, trajectories: Mapping[int, Trajectory], ours: LogProbs, version: int) -> None:
+        limits = self._config.verify
+        mine = trajectories if self._mesh.reports else {}
+        part = logprob_mismatch.compare(list(mine.values()), [ours[i] for i in mine], version, limits.show)
+        whole = logprob_mismatch.merge(collectives.everyones(part), limits.show)
+        if self._mesh.rank == 0:
+            for line in logprob_mismatch.describe(whole, version):
+                log.info("%s", line)
+        for what, got, limit in (("max_logprob_diff", whole.largest, limits.max_logprob_diff), ("max_kl", whole.kl, limits.max_kl)):
+            if limit is not None and not got <= limit:
+                raise Disagreement(
+                    f"version {version}: engine and trainer differ by {got:.3e} over {whole.tokens} tokens, verify.{what} is {limit:g}; "
+                    "nothing was trained on the batch. The log names the worst tokens"
+                )

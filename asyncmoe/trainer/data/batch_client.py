@@ -1,0 +1,138 @@
+"""From a leased batch to this rank's micro-batches: what to fetch is decided by pure functions, the same on every rank."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from asyncmoe.config import Config
+from asyncmoe.errors import WaitTimeout
+from asyncmoe.record import Routing
+from asyncmoe.rpc.client import Client
+from asyncmoe.rpc.messages import Fetch, Fetched, Item, Lease, Leased, Phase
+from asyncmoe.trainer import objective
+from asyncmoe.trainer.data import batch
+from asyncmoe.trainer.data.batch import MicroBatch, Schedule
+from asyncmoe.trainer.model.mesh import Mesh
+from asyncmoe.trajectory import Trajectory, decode, frames_in
+
+ANSWER_S = 60.0
+"""How long the controller may take for an answer that it does not have to wait for."""
+_PATIENCE_S = 2.0
+"""How long one request for a batch waits; a lease may be asked for again."""
+
+
+@dataclass(frozen=True)
+class Update:
+    """One optimizer step's share of a batch."""
+
+    members: tuple[int, ...]
+    """Positions in the batch, in the order `schedule` counts them."""
+    schedule: Schedule
+    weights: np.ndarray
+    """float64[len(members)]: what a sampled token of each counts for."""
+
+
+def plan_updates(items: Sequence[Item], phase: Phase, config: Config, mesh: Mesh) -> list[Update]:
+    """Cut a batch into the optimizer steps made of it, and each of those into micro-batches."""
+    if phase == "rl":
+        parts = batch.split_updates([item.group for item in items], config.objective.updates_per_batch)
+    else:
+        parts = [list(range(len(items)))]
+    aggregation = config.objective.aggregation if phase == "rl" else "token_mean"
+    trainer = config.trainer
+    return [
+        Update(
+            tuple(part),
+            batch.schedule([items[i].tokens for i in part], mesh.dp, trainer.tokens_per_microbatch, trainer.pack, mesh.grid),
+            objective.token_weights(
+                [items[i].sampled for i in part], aggregation, [items[i].group for i in part], config.rollout.max_new_tokens
+            )
+            * np.array([items[i].weight for i in part]),
+        )
+        for part in parts
+    ]
+
+
+def microbatches(
+    update: Update,
+    trajectories: Mapping[int, Trajectory],
+    advantages: Mapping[int, np.ndarray],
+    config: Config,
+    mesh: Mesh,
+    routing: Routing | None = None,
+    proximal: Mapping[int, np.ndarray] | None = None,
+    reference: Mapping[int, np.ndarray] | None = None,
+) -> list[MicroBatch]:
+    """This rank's micro-batches of an update.
+
+    Args:
+        trajectories: by position in the batch; at least those this rank trains on.
+        advantages: float32[T] by position in the batch; of the same ones (`advantages.token_advantages`).
+        routing: what this rank replays, where routing is kept.
+        proximal, reference: log-probabilities by position in the batch, or None.
+    """
+    members = update.members
+    return [
+        batch.pack(
+            {i: trajectories[members[i]] for i in indices},
+            indices,
+            advantages={i: advantages[members[i]] for i in indices},
+            weights=update.weights,
+            grid=mesh.grid,
+            packed=config.trainer.pack,
+            rows=update.schedule.rows,
+            proximal=None if proximal is None else {i: proximal[members[i]] for i in indices},
+            reference=None if reference is None else {i: reference[members[i]] for i in indices},
+            routing=routing,
+        )
+        for indices in update.schedule.ranks[mesh.dp_rank]
+    ]
+
+
+def mine(update: Update, mesh: Mesh) -> list[int]:
+    """Positions in the batch that this rank trains on in an update."""
+    return [update.members[i] for i in update.schedule.indices(mesh.dp_rank)]
+
+
+def lease(client: Client, config: Config, step: int, phase: Phase, check: Callable[[], None]) -> Leased:
+    """The batch of step `step`: the same answer on every rank.
+
+    Args:
+        check: called from time to time; what it raises ends the wait.
+
+    Raises:
+        WaitTimeout: the engines made no batch within `queue.lease_timeout_s`.
+    """
+    count = config.rollout.batch if phase == "rl" else config.warmup.batch
+    until = time.monotonic() + config.queue.lease_timeout_s
+    while True:
+        check()
+        wait_s = min(_PATIENCE_S, max(0.0, until - time.monotonic()))
+        reply = client.ask(Lease(step, phase, count, version=step, wait_s=wait_s), wait_s + ANSWER_S)[0]
+        assert isinstance(reply, Leased)
+        if reply.items or reply.stop:
+            return reply
+        if time.monotonic() >= until:
+            raise WaitTimeout("the engines", f"{count} episodes for step {step}", config.queue.lease_timeout_s)
+
+
+def fetch(
+    client: Client, leased: Leased, wanted: Sequence[int], layers: tuple[int, ...] | None = None, masks: bool = True
+) -> dict[int, Trajectory]:
+    """The trajectories at the given positions of a leased batch.
+
+    Args:
+        layers: numbers of the layers whose routes this rank needs; None: all there are.
+        masks: whether it needs sampling masks.
+    """
+    if not wanted:
+        return {}
+    names = tuple(leased.items[i].key for i in wanted)
+    reply, frames = client.ask(Fetch(leased.step, names, layers, masks), ANSWER_S)
+    assert isinstance(reply, Fetched)
+    each = frames_in(1)
+    return {i: decode(frames[n * each : (n + 1) * each]) for n, i in enumerate(wanted)}

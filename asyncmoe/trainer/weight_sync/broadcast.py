@@ -1,0 +1,163 @@
+"""Publishing a weight version over the `broadcast` path: works with any engine, and is the baseline the direct path is measured by.
+
+Megatron's shards are gathered to rank 0 one Hugging Face-named bucket at a time, and rank 0 broadcasts each bucket to every
+engine rank in SGLang's flattened form. The first bucket is gathered before the engines are paused. The controller talks to the
+engines (`asyncmoe.rollout.engines.weight_updates`); this side only moves bytes.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from functools import partial
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+
+from asyncmoe.config import Config
+from asyncmoe.errors import AsyncmoeError, WaitTimeout, WeightSyncError
+from asyncmoe.receiver import failing
+from asyncmoe.reshard import device_threads
+from asyncmoe.rpc import address
+from asyncmoe.rpc.client import Client
+from asyncmoe.rpc.messages import (
+    Committed,
+    Engines,
+    EnginesAsk,
+    Reply,
+    Request,
+    WeightsAbort,
+    WeightsBegin,
+    WeightsBucket,
+    WeightsCommit,
+    WeightsJoin,
+)
+from asyncmoe.trainer.data.batch_client import ANSWER_S
+from asyncmoe.trainer.model.mesh import Mesh
+from asyncmoe.trainer.weight_sync import broadcast_group
+from asyncmoe.trainer.weight_sync.gather import Gatherer, tensors_in
+from asyncmoe.trainer.weight_sync.publisher import AtOnce, Published, Verifier, device_of
+from asyncmoe.trajectory import Buffer
+
+_GROUP = "asyncmoe_weights"
+
+
+class BroadcastPublisher(AtOnce):
+    """See `AtOnce`.
+
+    Args:
+        gatherer: gathers the weights to rank 0.
+        client: connection to the controller; used on rank 0 only.
+        checksums: called when a version is to be verified.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        gatherer: Gatherer,
+        client: Client,
+        mesh: Mesh,
+        checksums: Verifier,
+    ) -> None:
+        super().__init__()
+        self._sync, self._gatherer, self._client, self._mesh = config.sync, gatherer, client, mesh
+        self._checksums = checksums
+        self._start_timeout_s = config.engines.start_timeout_s
+        self._group: dist.ProcessGroup | None = None
+        self._roster, self._device = 0, ""
+        self._network = config.cluster.network
+        self._updates = 0
+        self._threads = device_threads.pool(str(mesh.device), 2, "weights")
+        self._asked: Future[tuple[Reply, list[Buffer]]] | None = None
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def publish(self, version: int) -> Published:
+        """Returns when every engine goes on with it.
+
+        Raises:
+            WeightSyncError: an engine refused or differs; engines that hold a part of the version are fenced.
+            WaitTimeout: an engine or the controller did not answer in time.
+        """
+        begin = time.perf_counter()
+        if self._mesh.rank != 0:
+            for _ in self._gatherer.run():
+                pass
+            return Published(version, time.perf_counter() - begin, 0.0)
+        group = self._join()
+        try:
+            committed = self._send(version, group)
+        except Exception as error:
+            where = f"(trainer rank {self._mesh.rank} on {failing.where(self._mesh.device)})"
+            why = str(error) if isinstance(error, AsyncmoeError) else f"{failing.in_one_line(error)} {where}"
+            # While a question is open nothing else can be asked; the controller notices the silence.
+            if self._asked is None or self._asked.done():
+                self._client.ask(WeightsAbort(version, why), self._sync.timeout_s)
+            if isinstance(error, AsyncmoeError):
+                raise
+            raise WeightSyncError(why) from error
+        self._updates += 1
+        return Published(version, time.perf_counter() - begin, max(committed.pause_ms, default=0.0))
+
+    def _send(self, version: int, group: dist.ProcessGroup) -> Committed:
+        verify = self._sync.verify_every > 0 and self._updates % self._sync.verify_every == 0
+        kept: dict[str, torch.Tensor] = {}
+        paused = False
+        for bucket, flat in self._gatherer.run():
+            assert flat is not None
+            if verify:
+                kept.update(tensors_in(bucket, flat.cpu()))
+            if not paused:
+                self._client.ask(WeightsBegin(version), self._sync.timeout_s)
+                paused = True
+            message = WeightsBucket(version, bucket.names, bucket.dtypes, bucket.shapes)
+            self._ask_while(message, partial(_broadcast, flat.view(torch.uint8), group))
+        reply = self._client.ask(WeightsCommit(version, self._checksums(kept, self._device) if verify else ()), self._sync.timeout_s)[0]
+        assert isinstance(reply, Committed)
+        return reply
+
+    def _join(self) -> dist.ProcessGroup:
+        """The group of us and the engines there are now; where they are others than before, another."""
+        engines = self._client.ask(EnginesAsk(self._start_timeout_s, self._sync.verify_every > 0), self._start_timeout_s + 10)[0]
+        assert isinstance(engines, Engines)
+        self._device = device_of(engines)
+        if self._group is not None and engines.roster == self._roster:
+            return self._group
+        backend: Literal["gloo", "nccl"] = "nccl" if self._mesh.backend == "nccl" else "gloo"
+        host, name = address.reachable(self._network), f"{_GROUP}.{engines.roster}"
+        listener = broadcast_group.listen(host)
+        port = listener.getsockname()[1]
+        joined: list[dist.ProcessGroup] = []
+
+        def join() -> None:
+            joined.append(broadcast_group.join(listener, engines.world, name, backend, self._sync.timeout_s))
+
+        self._ask_while(WeightsJoin(host, port, name, backend), join)
+        self._group, self._roster = joined[0], engines.roster
+        return self._group
+
+    def _ask_while(self, request: Request, act: Callable[[], None]) -> Reply:
+        """Ask the controller, and do our part of what it asks the engines while the request is open.
+
+        The first of the two to fail decides: an engine that refuses never takes its part, and ours would wait for it in vain; when
+        ours fails the engines wait in vain, and the controller ends that wait by its own time-out.
+        """
+        self._asked = self._threads.submit(self._client.ask, request, self._sync.timeout_s)
+        both: list[Future[Any]] = [self._asked, self._threads.submit(act)]
+        done, running = wait(both, timeout=self._sync.timeout_s + ANSWER_S, return_when=FIRST_EXCEPTION)
+        for future in done:
+            error = future.exception()
+            if isinstance(error, RuntimeError):  # what torch.distributed raises
+                raise WeightSyncError(f"{type(request).__name__}: {error}") from error
+            if error is not None:
+                raise error
+        if running:
+            raise WaitTimeout("the engines", type(request).__name__, self._sync.timeout_s)
+        return self._asked.result()[0]
+
+
+def _broadcast(flat: torch.Tensor, group: dist.ProcessGroup) -> None:
+    dist.broadcast(flat, src=0, group=group)

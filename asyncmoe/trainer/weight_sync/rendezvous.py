@@ -1,0 +1,272 @@
+"""The meeting of a trainer's ranks with the receivers inside the engines, before the first weights move."""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from asyncmoe.config import Config
+from asyncmoe.errors import AsyncmoeError, WeightSyncError
+from asyncmoe.models import engine_dtype
+from asyncmoe.receiver import cards, control_store, failing, handshake, transfer_plan
+from asyncmoe.receiver.card import card_of
+from asyncmoe.receiver.channel import transport_for
+from asyncmoe.receiver.control_store import AdapterTerms, Card, EngineRanks, Outcome, Ready, Store, Terms
+from asyncmoe.reshard import Plan
+from asyncmoe.reshard.nccl_room import max_ctas
+from asyncmoe.rpc import address
+from asyncmoe.rpc.client import Client
+from asyncmoe.rpc.messages import Engines, EnginesAsk, WeightsJoin
+from asyncmoe.trainer.weight_sync.publisher import device_of
+
+if TYPE_CHECKING:
+    from asyncmoe.trainer.model.gpt import Model
+
+log = logging.getLogger(__name__)
+_GROUP = "asyncmoe_weights"
+_WORDS = 2048
+_POLL_S = 0.5
+_OTHERS, _THE_SAME = "others", "the same"
+GRACE_S = 10.0
+"""By how much ranks wait longer for rank 0 than rank 0 for them, so that all hear its reason."""
+
+
+@dataclass(frozen=True, eq=False)
+class Meeting:
+    """What the ranks have agreed on, and where they go on talking.
+
+    Attributes:
+        roster: of the engines (`asyncmoe.rpc.messages.Engines`), on rank 0.
+        device: what the engines say they compute on, on rank 0 of a run that verifies them.
+    """
+
+    roster: int
+    store: Store
+    terms: Terms
+    plan: Plan
+    device: str = ""
+
+
+class NotMet(WeightSyncError):
+    """The ranks have not come together.
+
+    Attributes:
+        roster: of the engines that were to come, on rank 0.
+    """
+
+    def __init__(self, why: str, roster: int) -> None:
+        super().__init__(why)
+        self.roster = roster
+
+
+def meet(config: Config, model: Model, client: Client, group: dist.ProcessGroup) -> Meeting:
+    """Collective over the trainer's ranks: all ranks, engines' included, plan the same, and the engines' parameters are what the
+    layouts say.
+
+    Args:
+        client: used on rank 0 only.
+        group: of the trainer's ranks, between CPUs.
+
+    Raises:
+        NotMet: naming each parameter that differs, or who has not come; with the same words on every rank.
+    """
+    rank, wait_s = model.mesh.rank, config.sync.timeout_s
+    store, roster, device = _open(config, model, client, group)
+    terms = store.get("terms", Terms, wait_s)
+    failure = ""
+    plan: Plan | None = None
+    card: Card | None = None
+    try:
+        plan = transfer_plan.route(terms, rank)
+        card = card_of(model.mesh.device, terms, 0)
+    except Exception as error:  # noqa: BLE001  said to all ranks
+        failure = failing.in_one_line(error, terms)
+    mine = Ready(failure, plan.digest if plan else "", card=card)
+    if rank == 0:
+        store.put("verdict", Outcome(_disagreement(store, terms, mine, wait_s, watch(config, client))))
+    else:
+        store.put(f"ready/{rank}", mine)
+    verdict = store.get("verdict", Outcome, 2 * wait_s)
+    if verdict.failure:
+        part(store, model)
+        raise NotMet(verdict.failure, roster)
+    assert plan is not None
+    return Meeting(roster, store, terms, plan, device)
+
+
+def part(store: Store, model: Model) -> None:
+    """Leave a meeting. The store is rank 0's: it stays until all ranks have read what they wait for there."""
+    others = range(1, model.mesh.world)
+    try:
+        if model.mesh.rank == 0:
+            store.get_all({f"left/{rank}": f"trainer rank {rank}" for rank in others}, Outcome, GRACE_S)
+        else:
+            store.put(f"left/{model.mesh.rank}", Outcome())
+    except AsyncmoeError as error:
+        log.warning("leaving the weight group: %s", error)
+
+
+def in_all(group: dist.ProcessGroup, here: bool) -> bool:
+    """Whether something is so on every rank of a group. Collective over them."""
+    found = torch.tensor(int(here), dtype=torch.int32)
+    dist.all_reduce(found, dist.ReduceOp.MIN, group)
+    return bool(found)
+
+
+def watch(config: Config, client: Client) -> Callable[[], None]:
+    """What raises WeightSyncError when an engine of the version under way, or of the meeting, is gone. For rank 0."""
+
+    def look() -> None:
+        if lost := _ask_engines(config, client).lost:
+            raise WeightSyncError(f"{', '.join(lost)} is gone")
+
+    return look
+
+
+def starving(config: Config, client: Client, met: Meeting) -> bool:
+    """Whether there are engines, and none of those that have met: nobody generates. For rank 0."""
+    now = {engine.name for engine in _ask_engines(config, client).engines}
+    return bool(now) and now.isdisjoint(engine.name for engine in met.terms.engines)
+
+
+def changed(config: Config, model: Model, client: Client, group: dist.ProcessGroup, roster: int, wait_s: float = 0.0) -> bool:
+    """Whether the engines are others than those of `roster`. Collective over the trainer's ranks; they all wait for rank 0's answer.
+
+    Args:
+        client: used on rank 0 only, as is `roster`.
+        group: of the trainer's ranks, between CPUs.
+        wait_s: how long rank 0 waits for them to be others.
+
+    Raises:
+        WeightSyncError, WaitTimeout: rank 0 could not ask; on the others too, with the same words.
+    """
+    if model.mesh.rank != 0:
+        word, failure = _tell(group)
+        if not word:
+            raise WeightSyncError(failure)
+        return word == _OTHERS
+    word, failure = "", "rank 0 has failed"
+    try:
+        until = time.monotonic() + wait_s
+        while (now := _ask_engines(config, client).roster) == roster and time.monotonic() < until:
+            time.sleep(_POLL_S)
+        word = _OTHERS if now != roster else _THE_SAME
+    except AsyncmoeError as error:
+        failure = str(error)
+        raise
+    finally:
+        _tell(group, word, failure)
+    return word == _OTHERS
+
+
+def _open(config: Config, model: Model, client: Client, group: dist.ProcessGroup) -> tuple[Store, int, str]:
+    """Rank 0 makes the store and has the engines' receivers come to it; every rank gets its own way into it."""
+    rank, wait_s = model.mesh.rank, config.sync.timeout_s
+    if rank == 0:
+        place, failure, roster = "", "rank 0 has failed", 0
+        try:
+            engines = _ask_engines(config, client, devices=config.sync.verify_every > 0)
+            roster, device = engines.roster, device_of(engines)
+            if not engines.engines:
+                raise WeightSyncError("no engine is left")
+            store, place = _keep(config, model, client, engines)
+        except AsyncmoeError as error:
+            failure = str(error)
+            raise NotMet(failure, roster) from error
+        finally:
+            _tell(group, place, failure)
+        return store, roster, device
+    place, failure = _tell(group)
+    if not place:
+        raise NotMet(failure, 0)
+    host, _, port = place.rpartition(":")
+    return Store(_GROUP, rank, host, int(port), wait_s), 0, ""
+
+
+def _tell(group: dist.ProcessGroup, word: str = "", failure: str = "") -> tuple[str, str]:
+    """From rank 0 to all: a word, or why there is none, so that every rank ends with the same words."""
+    words = f"{word}\n{failure}".encode()[:_WORDS]
+    told = torch.zeros(_WORDS, dtype=torch.uint8)
+    told[: len(words)] = torch.tensor(list(words), dtype=torch.uint8)
+    dist.broadcast(told, src=0, group=group)
+    word, _, failure = bytes(told.tolist()).rstrip(b"\0").decode(errors="replace").partition("\n")
+    return word, failure
+
+
+def _ask_engines(config: Config, client: Client, devices: bool = False) -> Engines:
+    start_s = config.engines.start_timeout_s
+    engines = client.ask(EnginesAsk(start_s, devices), start_s + GRACE_S)[0]
+    assert isinstance(engines, Engines)
+    return engines
+
+
+def _keep(config: Config, model: Model, client: Client, engines: Engines) -> tuple[Store, str]:
+    """The store, and where it is."""
+    world, sync = model.mesh.world, config.sync
+    host = address.reachable(config.cluster.network)
+    listener = control_store.listen(host)
+    port = int(listener.getsockname()[1])
+    store = Store(_GROUP, 0, host, port, sync.timeout_s, listener)
+    ranks = tuple(EngineRanks(e.name, e.tp, e.ep, world + e.rank_offset - 1) for e in engines.engines)
+    terms = Terms(
+        hf=dict(model.hf),
+        adapter=_adapter(model),
+        trainer=asdict(model.parallel),
+        engines=ranks,
+        dtype=str(model.dtype).removeprefix("torch."),
+        engine_dtype=engine_dtype(model.hf, config.engines),
+        transport=transport_for(sync.transport, model.mesh.backend == "nccl", _together(engines), config.engines.share_gpus),
+        session=secrets.token_hex(8),
+        staging=sync.staging,
+        bucket_bytes=sync.bucket_bytes,
+        timeout_s=sync.timeout_s,
+        max_ctas=max_ctas(sync.nccl_max_ctas, len(ranks)),
+    )
+    store.put("terms", terms)
+    client.ask(WeightsJoin(host, port, _GROUP, "gloo", "reshard", world), sync.timeout_s + GRACE_S)
+    return store, f"{host}:{port}"
+
+
+def _together(engines: Engines) -> bool:
+    """Whether all ranks of the trainer and of the engines share this machine's memory. torchrun says how many of ours do."""
+    ours = os.environ.get("LOCAL_WORLD_SIZE", "1") == os.environ.get("WORLD_SIZE", "1")
+    return ours and all(engine.host == address.host_id() for engine in engines.engines)
+
+
+def _adapter(model: Model) -> AdapterTerms | None:
+    kind = model.adapter
+    return None if kind is None else AdapterTerms(kind.targets, kind.rank, kind.alpha, kind.experts)
+
+
+def _disagreement(store: Store, terms: Terms, mine: Ready, wait_s: float, watch: Callable[[], None]) -> str:
+    """Why weights cannot be sent; empty when they can."""
+    everyone = control_store.names(terms)
+    names = {rank: whom for rank, whom in everyone.items() if rank != 0}
+    try:
+        found = store.get_all({f"ready/{rank}": whom for rank, whom in names.items()}, Ready, wait_s, watch=watch)
+        if resigned := store.resigned():
+            return resigned
+    except AsyncmoeError as error:
+        return str(error)
+    ready = {0: mine} | {rank: found[f"ready/{rank}"] for rank in names}
+    failures = [f"{everyone[rank]}: {one.failure}" for rank, one in ready.items() if one.failure]
+    return handshake.refusal(failures or _differences(terms, ready, names))
+
+
+def _differences(terms: Terms, ready: Mapping[int, Ready], names: Mapping[int, str]) -> list[str]:
+    layouts = {layout.rank: layout for layout in transfer_plan.engine_layouts(terms)}
+    wrong = [f"{whom} has planned otherwise than rank 0" for rank, whom in names.items() if ready[rank].plan != ready[0].plan]
+    for engine in terms.engines:
+        for tp in range(engine.tp):
+            rank = engine.first + tp
+            wrong += handshake.differences(ready[rank], engine, tp, layouts[rank])
+    found = {rank: one.card for rank, one in ready.items() if one.card is not None}
+    return cards.unfit(found, terms) + wrong

@@ -1,0 +1,259 @@
+"""Publishing a weight version over the `reshard` path: every engine rank gets its own bytes straight from the ranks that have them.
+
+All ranks of the trainer send, from a thread of their own, to receivers inside the engines (`asyncmoe.receiver`) that stage while the
+engines generate and the trainer goes on with its next step; only what changes the weights has to wait until they are sent. Once all
+bytes have arrived as they were sent, the controller has every engine stand still and swap (`asyncmoe.rollout.engines.weight_updates`).
+Until
+then no parameter has been written, so whatever fails leaves the engines with the version they serve.
+
+Each version goes to the engines there are when it begins: where they are others than before, all meet anew. When one dies while a
+version is on its way, the others are sent it again. So are those that have joined, when none is left of those that got it: without a
+version they generate nothing, and nothing else would make the trainer publish one. Only when the next optimizer step is changing the
+weights by then the version is given up: the next one, which follows that step, goes to all there are.
+
+Without staging memory (`sync.staging: false`) the engines stand still from the beginning, and one that holds a part of a version
+that failed is fenced.
+
+Where adapters are trained (`train: lora`) they alone are sent, into the engines' adapter memory, from a copy: the trainer waits for
+nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Mapping
+from concurrent.futures import Future, wait
+from datetime import timedelta
+from functools import cache, cached_property
+
+import torch
+import torch.distributed as dist
+
+from asyncmoe.config import Config
+from asyncmoe.errors import AsyncmoeError, ConfigError, WaitTimeout, WeightSyncError
+from asyncmoe.models import engine_dtype
+from asyncmoe.process import yield_cores
+from asyncmoe.receiver import failing
+from asyncmoe.receiver.channel import SideStream, transport_for
+from asyncmoe.reshard import device_threads
+from asyncmoe.rpc.client import Client
+from asyncmoe.trainer.lora.snapshot import Snapshot
+from asyncmoe.trainer.model.gpt import Model
+from asyncmoe.trainer.weight_sync.gather import Gatherer, tensors_in
+from asyncmoe.trainer.weight_sync.publisher import Expected, Published, Verifier, unverified
+from asyncmoe.trainer.weight_sync.rendezvous import GRACE_S, Meeting, NotMet, changed, in_all, meet, part
+from asyncmoe.trainer.weight_sync.sender import LOOK_S, Sender
+from asyncmoe.trainer.weight_sync.sources import WeightSources
+
+log = logging.getLogger(__name__)
+_NOTICED_S = 2.0
+"""For a server to end after one of its processes has."""
+
+
+class ReshardPublisher:
+    """See `asyncmoe.trainer.weight_sync.publisher.Publisher`.
+
+    Args:
+        client: connection to the controller, of this sender alone; used on rank 0 only.
+        checksums: called when a version is to be verified.
+
+    Raises:
+        ConfigError: what this path cannot do.
+    """
+
+    def __init__(self, config: Config, model: Model, client: Client, checksums: Verifier) -> None:
+        self._config, self._sync, self._model, self._client, self._checksums = config, config.sync, model, client, checksums
+        self._rank = model.mesh.rank
+        _check(config, model)
+        self._snapshot = None if model.adapter is None else Snapshot(model.chunks, model.adapter.scale)
+        self._sender: Sender | None = None
+        self._updates = 0
+        # Of the sending thread alone: the trainer's own talk at the same time in other groups.
+        wait_s = config.engines.start_timeout_s + 2 * self._limit
+        self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=wait_s))
+        self._side = SideStream(model.mesh.device) if model.mesh.device.type == "cuda" else None
+        self._running: Future[Published | None] | None = None
+        self._tried = 0.0  # when the version under way was last begun to be sent, or waited for
+        self._settling = threading.Event()  # the version under way is to be the last of its weights
+        self._hold = threading.Lock()
+        self._changing = False  # the weights may change: it cannot be sent again
+        self._sent = threading.Event()
+        self._sent.set()  # nothing is under way
+
+    def begin(self, version: int) -> None:
+        self._updates += 1
+        expected = self._gathered() if self._verifies else unverified
+        if self._snapshot is not None:
+            self._snapshot.take()
+        else:
+            self._sources.refresh()
+        if self._side is not None:
+            self._side.follow()
+        self._changing, self._tried = False, time.monotonic()
+        self._sent.clear()
+        self._settling.clear()
+        self._running = Future()
+        result = self._running
+
+        def failed(error: Exception) -> None:
+            self._sent.set()
+            result.set_exception(self._in_words(error))
+
+        device_threads.start(str(self._model.mesh.device), "weights", lambda: self._run(result, version, expected), failed)
+
+    def check(self) -> None:
+        if self._running is not None and self._running.done():
+            self._running.result()
+
+    def wait_sent(self) -> None:
+        if self._snapshot is not None:
+            return
+        while True:
+            # Sending is bounded, and `_publish` sets this however it ends: this time-out says that the bound was broken.
+            while not self._sent.wait(LOOK_S):
+                self._bounded("its part of the version under way to be sent")
+            with self._hold:
+                if self._sent.is_set():
+                    self._changing = True
+                    return
+
+    def settle(self) -> Published | None:
+        if self._running is None:
+            return None
+        self._tried = time.monotonic()
+        self._settling.set()
+        while not wait([self._running], LOOK_S).done:
+            self._bounded("all engines to serve the new version")
+        running, self._running = self._running, None
+        return running.result()
+
+    def close(self) -> None:
+        self._disperse()
+        if self._side is not None:
+            self._side.communicators.close()
+
+    @property
+    def _limit(self) -> float:
+        """Of one attempt to publish a version, and of one to meet."""
+        return 4 * (self._sync.timeout_s + GRACE_S)
+
+    def _bounded(self, what: str) -> None:
+        limit = self._config.engines.start_timeout_s + 2 * self._limit
+        if time.monotonic() - self._tried > limit:
+            raise WaitTimeout("this rank's sender of weights", what, limit)
+
+    def _run(self, result: Future[Published | None], version: int, expected: Expected) -> None:
+        if self._sync.staging:
+            yield_cores()  # sending has a whole step's time; the step itself has not
+        published = self._publish(version, expected)
+        self._sent.set()
+        result.set_result(published)
+
+    def _in_words(self, error: Exception) -> WeightSyncError:
+        """What ended the sending thread, for the trainer's own."""
+        if isinstance(error, WeightSyncError):
+            return error
+        if isinstance(error, AsyncmoeError):
+            return WeightSyncError(str(error))  # the words that the other ranks were told
+        log.error("sending weights", exc_info=error)
+        made = WeightSyncError(f"{failing.in_one_line(error)} (trainer rank {self._rank} on {failing.where(self._model.mesh.device)})")
+        made.__cause__ = error
+        return made
+
+    def _publish(self, version: int, expected: Expected) -> Published | None:
+        """What was published when there is nothing left to do for the version; None: it is left out."""
+        published: Published | None = None
+        while True:
+            self._tried = time.monotonic()
+            sender = self._together()
+            begin = time.perf_counter()
+            try:
+                pause_ms = sender.send(version, expected)
+                published, why = Published(version, time.perf_counter() - begin, pause_ms), "they have all gone"
+                if not sender.needed_again(self._settling):
+                    return published
+            except AsyncmoeError as error:
+                sender.leave()
+                if not self._others(sender.met.roster):
+                    raise
+                why = str(error)
+            again = self._still_has()
+            then = "those there are now are sent it" if again else "those there are now get the next one"
+            log.warning("the engines are others than those that version %d was for; %s: %s", version, then, why)
+            if not again:
+                return published
+
+    def _still_has(self) -> bool:
+        """Whether all ranks still have the weights of the version under way; then they keep them, until they are sent."""
+        with self._hold:
+            here = not self._changing
+            if here:
+                self._sent.clear()
+        return in_all(self._group, here)
+
+    def _together(self) -> Sender:
+        """With the engines there are now."""
+        if self._sender is not None and changed(self._config, self._model, self._client, self._group, self._sender.met.roster):
+            log.info("the engines are others than before; meeting them")
+            self._disperse()
+        while self._sender is None:
+            if (met := self._meet()) is not None:
+                self._sender = Sender(self._config, self._model, self._client, met, self._tensors, self._side, self._sent)
+        return self._sender
+
+    def _others(self, roster: int) -> bool:
+        """Whether the engines are others than those of `roster`. The controller may take a while to see one's end."""
+        # Of an engine on its own machine the controller knows nearly at once.
+        wait_s = self._config.cluster.silence_s + GRACE_S if self._config.engines.join else _NOTICED_S
+        return changed(self._config, self._model, self._client, self._group, roster, wait_s)
+
+    def _meet(self) -> Meeting | None:
+        """None where an engine that was to come is gone: those that are left can meet."""
+        try:
+            return meet(self._config, self._model, self._client, self._group)
+        except NotMet as error:
+            if not self._others(error.roster):
+                raise
+            log.warning("the engines that are left meet: %s", error)
+            return None
+
+    def _disperse(self) -> None:
+        if self._sender is not None:
+            self._sender.leave()
+            part(self._sender.met.store, self._model)
+        self._sender = None
+
+    @property
+    def _tensors(self) -> Mapping[str, torch.Tensor]:
+        return self._sources.tensors if self._snapshot is None else self._snapshot.tensors
+
+    @property
+    def _verifies(self) -> bool:
+        """SGLang has checksums of its weights, none of its adapter memory; of what arrives there each message's digest is checked."""
+        return self._snapshot is None and self._sync.verify_every > 0 and (self._updates - 1) % self._sync.verify_every == 0
+
+    @cached_property
+    def _sources(self) -> WeightSources:
+        return WeightSources(self._model)
+
+    @cached_property
+    def _gatherer(self) -> Gatherer:
+        return Gatherer(self._model, self._sync.bucket_bytes, self._sync.timeout_s, quantised=True)
+
+    def _gathered(self) -> Expected:
+        """Collective over the trainer's ranks: what the engines should report, for rank 0 to ask."""
+        kept: dict[str, torch.Tensor] = {}
+        for bucket, flat in self._gatherer.run():
+            if flat is not None:
+                kept.update(tensors_in(bucket, flat.cpu()))
+        return cache(lambda device: self._checksums(kept, device))
+
+
+def _check(config: Config, model: Model) -> None:
+    transport_for(config.sync.transport, model.mesh.backend == "nccl", shared=config.engines.share_gpus)
+    ours, theirs = str(model.dtype).removeprefix("torch."), engine_dtype(model.hf, config.engines)
+    if theirs not in (ours, "bfloat16"):
+        cure = f"set engines.dtype={ours} or sync.method=broadcast"
+        raise ConfigError("engines.dtype", got=theirs, expected=f"the trainer's {ours}, or bfloat16", cure=cure)

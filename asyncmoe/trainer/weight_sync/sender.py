@@ -1,0 +1,183 @@
+"""Sending weight versions to the engines of one meeting, and how long the sender stays with each."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Mapping
+
+import torch
+
+from asyncmoe.config import Config
+from asyncmoe.errors import AsyncmoeError, WaitTimeout, WeightSyncError
+from asyncmoe.receiver import channel, control_store, failing
+from asyncmoe.receiver.channel import SideStream
+from asyncmoe.receiver.control_store import Header, Outcome, Over
+from asyncmoe.reshard import Exchanger
+from asyncmoe.reshard.transport import nothing_to_watch
+from asyncmoe.rpc.client import Client
+from asyncmoe.rpc.messages import Committed, Reply, Request, WeightsAbort, WeightsCommit, WeightsStage
+from asyncmoe.trainer.model.gpt import Model
+from asyncmoe.trainer.weight_sync.publisher import Expected
+from asyncmoe.trainer.weight_sync.rendezvous import GRACE_S, Meeting, starving, watch
+
+log = logging.getLogger(__name__)
+LOOK_S = 1.0
+"""Between two looks at what goes on meanwhile."""
+_PATIENCE_S = 60.0
+
+
+class Sender:
+    """One rank's part. All ranks do the same calls in the same order, each in one thread.
+
+    Args:
+        client: connection to the controller; used on rank 0 only.
+        tensors: what is sent, by the names of the plan's storages.
+        side: where to enqueue copies, if the weights are on GPUs.
+        sent: set as soon as this rank's part of an update is out of `tensors`.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        model: Model,
+        client: Client,
+        met: Meeting,
+        tensors: Mapping[str, torch.Tensor],
+        side: SideStream | None,
+        sent: threading.Event,
+    ) -> None:
+        self.met, self._rank, self._is_sent, self._device = met, model.mesh.rank, sent, model.mesh.device
+        self._config, self._sync, self._client, self._tensors, self._side = config, config.sync, client, tensors, side
+        self._watch = watch(config, client)
+        self._exchanger: Exchanger | None = None
+        self._number = self._epoch = 0  # of the update, and of the channel
+
+    def send(self, version: int, expected: Expected) -> float:
+        """Return when every engine serves a version.
+
+        Args:
+            expected: checksums to hold the engines to; asked on rank 0, while nothing is under way.
+
+        Returns:
+            The longest that an engine stood still, in milliseconds; 0 on ranks other than 0.
+
+        Raises:
+            WeightSyncError, WaitTimeout: why it does not, on every rank.
+        """
+        self._number += 1
+        if self._exchanger is None:
+            self._epoch += 1
+        try:
+            return self._lead(version, expected) if self._rank == 0 else self._follow()
+        except AsyncmoeError:
+            raise  # the others have been told, or have told us
+        except Exception as error:
+            self.met.store.resign(self._number, failing.said(error, self.met.terms, self._rank, self._device))
+            raise
+
+    def needed_again(self, settling: threading.Event) -> bool:
+        """Stay with the version that was sent: until it is settled, which is False; or until engines wait for it and none of those that
+        got it is left, which is True."""
+        store, key = self.met.store, f"{self._number}/over"
+        if self._rank == 0:
+            try:
+                while not (over := settling.wait(LOOK_S)) and not starving(self._config, self._client, self.met):
+                    pass
+            except AsyncmoeError as error:
+                store.put(key, Over(failure=str(error)))
+                raise
+            store.put(key, Over(not over))
+            return not over
+        while True:
+            try:
+                told = store.get(key, Over, _PATIENCE_S)
+            except WaitTimeout:
+                continue
+            control_store.heed(Outcome(told.failure))
+            return told.again
+
+    def leave(self) -> None:
+        """The next update takes another channel."""
+        if self._exchanger is not None:
+            self._exchanger.close()
+        self._exchanger = None
+
+    def _lead(self, version: int, expected: Expected) -> float:
+        """Rank 0's part; the longest pause in milliseconds."""
+        store, number = self.met.store, self._number
+        if number > 2:
+            store.forget(number - 2, self.met.terms)
+        told = "header"
+        try:
+            self._ask(WeightsStage(version, in_place=not self._sync.staging))
+            store.put(f"{number}/header", Header(version, self._epoch))
+            told = "end"
+            self._send_and_collect()
+            committed = self._ask(WeightsCommit(version, expected(self.met.device), number))
+        except Exception as error:
+            failure = str(error) if isinstance(error, AsyncmoeError) else failing.said(error, self.met.terms, self._rank, self._device)
+            store.put(f"{number}/{told}", Header(version, self._epoch, failure) if told == "header" else Outcome(failure))
+            if told != "header":
+                self._ask(WeightsAbort(version, failure))
+            raise
+        store.put(f"{number}/end", Outcome())
+        assert isinstance(committed, Committed)
+        return max(committed.pause_ms)
+
+    def _follow(self) -> float:
+        """The part of every other rank."""
+        store, number, wait_s = self.met.store, self._number, self._sync.timeout_s + GRACE_S
+        header = store.get(f"{number}/header", Header, wait_s)
+        control_store.heed(Outcome(header.failure))
+        self._send()
+        control_store.heed(store.get(f"{number}/end", Outcome, 3 * wait_s))
+        return 0.0
+
+    def _send(self) -> None:
+        """Send this rank's part, and say that it is sent or why not; what fails here is raised when rank 0 has heard of all."""
+        met, key = self.met, f"{self._number}/sent/{self._rank}"
+        try:
+            if self._exchanger is None:
+                self._exchanger = channel.connect(
+                    met.store,
+                    met.terms,
+                    met.plan,
+                    self._epoch,
+                    self._side,
+                    self._watch if self._rank == 0 else nothing_to_watch,
+                    arrays=lambda: (self._tensors, None),
+                    update=lambda: self._number,
+                )
+            self._exchanger.run(met.terms.timeout_s)
+        except Exception as error:
+            met.store.fail(self._number, key, failing.said(error, met.terms, self._rank, self._device))
+            if not isinstance(error, AsyncmoeError):
+                log.exception("update %d of trainer rank %d", self._number, self._rank)
+            self.leave()
+        else:
+            self._is_sent.set()
+            met.store.put(key, Outcome())
+
+    def _send_and_collect(self) -> None:
+        """Send, and wait until all have sent, received and verified.
+
+        Raises:
+            WeightSyncError: something did not arrive, or not as it was sent; naming between whom.
+            WaitTimeout: naming who was not heard of.
+        """
+        met, number = self.met, self._number
+        until = time.monotonic() + met.terms.timeout_s
+        self._send()
+        keys = control_store.moved_keys(number, met.terms)
+        left = max(LOOK_S, until - time.monotonic())
+        found = met.store.get_all(keys, Outcome, left, failed=f"{number}/failed", watch=self._watch)
+        failures = {keys[key]: outcome.failure for key, outcome in found.items() if outcome.failure}
+        if resigned := met.store.resigned():
+            failures[""] = resigned
+        if failures:
+            raise WeightSyncError(control_store.cause(failures))
+
+    def _ask(self, request: Request) -> Reply:
+        return self._client.ask(request, self._sync.timeout_s + GRACE_S)[0]

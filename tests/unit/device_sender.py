@@ -1,4 +1,4 @@
-"""`device_sender.py LIBRARY`: `ReshardPublisher`'s sending thread on the second GPU of the stand-in; a process of its own, as Megatron wants."""
+"""`device_sender.py LIBRARY`: `ReshardPublisher`'s sending thread on the second GPU of the stand-in, in a process, as Megatron wants."""
 
 from __future__ import annotations
 

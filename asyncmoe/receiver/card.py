@@ -8,7 +8,7 @@ from concurrent.futures import Future
 import torch
 
 from asyncmoe.errors import WaitTimeout
-from asyncmoe.receiver.control_store import Card, Terms
+from asyncmoe.receiver.protocol import Card, Terms
 from asyncmoe.reshard import device_threads
 from asyncmoe.reshard.nccl_transport import origin
 

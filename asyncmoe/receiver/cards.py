@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from asyncmoe.errors import OutOfDeviceMemory, gibibytes
-from asyncmoe.receiver import control_store
-from asyncmoe.receiver.control_store import Card, Terms
+from asyncmoe.receiver import protocol
+from asyncmoe.receiver.protocol import Card, Terms
 
 _SAME_NCCL = "install the same torch and nvidia-nccl in both environments (make setup GPU=1), or set sync.transport=ipc on one machine"
 _REACH = "set sync.transport=nccl, or place them on GPUs that reach each other (nvidia-smi topo -p2p r)"
@@ -18,7 +18,7 @@ def unfit(cards: Mapping[int, Card], terms: Terms) -> list[str]:
     Args:
         cards: of the ranks that have one, by rank of the meeting.
     """
-    short = [line for rank, card in sorted(cards.items()) for line in _shortage(control_store.names(terms)[rank], card)]
+    short = [line for rank, card in sorted(cards.items()) for line in _shortage(protocol.names(terms)[rank], card)]
     return _differences(cards, terms) + short + (_unreachable(cards, terms) if terms.transport == "ipc" else [])
 
 
@@ -45,7 +45,7 @@ def _shortage(whom: str, card: Card) -> list[str]:
 
 def _unreachable(cards: Mapping[int, Card], terms: Terms) -> list[str]:
     """Pairs of an engine's and a trainer's card of which the former cannot read the memory of the latter, as sync.transport=ipc has to."""
-    whom, trainer = control_store.names(terms), terms.engines[0].first
+    whom, trainer = protocol.names(terms), terms.engines[0].first
     return [
         f"sync.transport ipc on {reader.host}: got no peer access from {whom[rank]}'s {reader.device} to {whom[other]}'s "
         f"{writer.device}, expected it between all GPUs of the trainer and the engines; {_REACH}"

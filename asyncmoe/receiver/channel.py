@@ -6,13 +6,25 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Literal
 
-import msgspec
 import torch
 
 from asyncmoe.errors import AsyncmoeError, ConfigError
-from asyncmoe.receiver import control_store, failing
-from asyncmoe.receiver.communicators import Agreed, Communicators, HeldCommunicator, agree
-from asyncmoe.receiver.control_store import Outcome, Store, Terms
+from asyncmoe.receiver import failing
+from asyncmoe.receiver.communicators import Communicators, agree
+from asyncmoe.receiver.control_store import Store
+from asyncmoe.receiver.protocol import (
+    Agreed,
+    AllArrived,
+    Arrived,
+    ChannelStage,
+    Outcome,
+    Terms,
+    channel,
+    channel_all,
+    channel_failed,
+    names,
+    update_failed,
+)
 from asyncmoe.reshard import Exchanger, Plan, SharedTransport, Transport
 from asyncmoe.reshard.gpu import Gpu, nothing_to_give
 from asyncmoe.reshard.ipc_transport import IpcTransport
@@ -80,28 +92,6 @@ Arrays = Callable[[], tuple[Mapping[str, torch.Tensor] | None, Mapping[str, torc
 """Makes what is read and what is written by name, as `Exchanger.bind` takes it."""
 
 
-class _Come(msgspec.Struct, frozen=True):
-    """A rank has come to make its end of a channel, or has made it; or why not.
-
-    Attributes:
-        held: communicators it could go on with (`Communicators.held`).
-    """
-
-    failure: str = ""
-    held: dict[str, HeldCommunicator] = {}
-
-
-class _All(msgspec.Struct, frozen=True):
-    """All have; or why not.
-
-    Attributes:
-        agreed: communicators they go on with, by engine.
-    """
-
-    failure: str = ""
-    agreed: dict[str, Agreed] = {}
-
-
 def connect(
     store: Store,
     terms: Terms,
@@ -135,7 +125,7 @@ def connect(
     exchanger, bound, failure = None, None, ""
 
     def look() -> None:
-        store.heed_others(f"channel/{epoch}/made/failed", f"{update()}/failed")
+        store.check_failed(channel_failed(epoch, "make"), update_failed(update()))
         watch()
 
     try:
@@ -144,8 +134,8 @@ def connect(
         failure = failing.said(error, terms, store.rank, place)
     if failure:
         relieve()  # of a part of the arrays
-    mine = _Come(failure, held)
-    agreed = _assemble(store, terms, f"channel/{epoch}/come", watch, mine, lambda every: _agreed(terms, every, side)).agreed
+    mine = Arrived(failure, held)
+    agreed = _assemble(store, terms, epoch, "arrive", watch, mine, lambda every: _agreed(terms, every, side)).agreed
     try:
         transport = _transport(store, terms, epoch, side, agreed, look)
         # One thread: the step, and the engine, go on meanwhile.
@@ -164,7 +154,7 @@ def connect(
     except Exception as error:  # noqa: BLE001  said to all ranks
         failure = failing.said(error, terms, store.rank, place)
     try:
-        _assemble(store, terms, f"channel/{epoch}/made", watch, _Come(failure), lambda _: {})
+        _assemble(store, terms, epoch, "make", watch, Arrived(failure), lambda _: {})
     except AsyncmoeError:
         if exchanger is not None:
             exchanger.close()
@@ -174,40 +164,47 @@ def connect(
 
 
 def _assemble(
-    store: Store, terms: Terms, key: str, watch: Watch, mine: _Come, agreed: Callable[[Mapping[int, _Come]], dict[str, Agreed]]
-) -> _All:
-    """Return when all ranks have come here without a failure, with what they have agreed on.
+    store: Store,
+    terms: Terms,
+    epoch: int,
+    stage: ChannelStage,
+    watch: Watch,
+    mine: Arrived,
+    agreed: Callable[[Mapping[int, Arrived]], dict[str, Agreed]],
+) -> AllArrived:
+    """Wait until every rank has reached a stage without a failure; return what they agreed on.
 
     Raises:
         WaitTimeout, WeightSyncError: see `connect`.
     """
     if mine.failure:
-        store.put(f"{key}/failed", Outcome(mine.failure))
+        store.put(channel_failed(epoch, stage), Outcome(mine.failure))
     if store.rank != 0:
-        store.put(f"{key}/{store.rank}", mine)
-        told = store.get(f"{key}/all", _All, terms.timeout_s + _GRACE_S)
-        control_store.heed(Outcome(told.failure))
+        store.put(channel(epoch, stage, store.rank), mine)
+        told = store.get(channel_all(epoch, stage), terms.timeout_s + _GRACE_S)
+        Outcome(told.failure).check()
         return told
-    others = control_store.names(terms)
+    others = names(terms)
     ours = others.pop(0)
     try:
-        said = store.get_all({f"{key}/{rank}": whom for rank, whom in others.items()}, _Come, terms.timeout_s, f"{key}/failed", watch)
-        come = {0: mine} | {rank: said[f"{key}/{rank}"] for rank in others if f"{key}/{rank}" in said}
-        failures = {(others | {0: ours})[rank]: one.failure for rank, one in come.items()} | {"": store.resigned()}
+        keys = {channel(epoch, stage, rank): whom for rank, whom in others.items()}
+        said = store.get_all(keys, terms.timeout_s, channel_failed(epoch, stage), watch)
+        there = {0: mine} | {rank: said[key] for rank, key in zip(others, keys, strict=True) if key in said}
+        failures = {(others | {0: ours})[rank]: one.failure for rank, one in there.items()} | {"": store.resigned()}
         failures = {whom: why for whom, why in failures.items() if why}
-        control_store.heed(Outcome(control_store.cause(failures) if failures else ""))
-        settled = _All(agreed=agreed(come))
+        Outcome(failing.cause(failures) if failures else "").check()
+        settled = AllArrived(agreed=agreed(there))
     except AsyncmoeError as error:
-        store.put(f"{key}/all", _All(str(error)))
+        store.put(channel_all(epoch, stage), AllArrived(str(error)))
         raise
-    store.put(f"{key}/all", settled)
+    store.put(channel_all(epoch, stage), settled)
     return settled
 
 
-def _agreed(terms: Terms, come: Mapping[int, _Come], side: SideStream | None) -> dict[str, Agreed]:
+def _agreed(terms: Terms, there: Mapping[int, Arrived], side: SideStream | None) -> dict[str, Agreed]:
     if side is None or terms.transport != "nccl":
         return {}
-    return agree(terms, {rank: one.held for rank, one in come.items()}, side.communicators.unique_id)
+    return agree(terms, {rank: one.held for rank, one in there.items()}, side.communicators.unique_id)
 
 
 def _transport(

@@ -11,38 +11,13 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable, Mapping
 
-import msgspec
 import torch
 
 from asyncmoe.errors import TransferError
-from asyncmoe.receiver.control_store import EngineRanks, Terms
+from asyncmoe.receiver.protocol import Agreed, EngineRanks, HeldCommunicator, Terms
 from asyncmoe.reshard.gpu import Gpu
 from asyncmoe.reshard.nccl_transport import Communicator, Route, RoutedTransport, make_unique_id
 from asyncmoe.reshard.transport import Watch, nothing_to_watch
-
-
-class HeldCommunicator(msgspec.Struct, frozen=True):
-    """A communicator that a rank could go on with.
-
-    Attributes:
-        id: see `Agreed`.
-        runs: exchanges that went well over it, on this rank.
-    """
-
-    id: str
-    runs: int
-
-
-class Agreed(msgspec.Struct, frozen=True):
-    """The communicator of an engine.
-
-    Attributes:
-        id: names it among all there are and were.
-        unique_id: what it is made from; empty where all its ranks hold it already.
-    """
-
-    id: str
-    unique_id: bytes = b""
 
 
 def members(terms: Terms, engine: EngineRanks) -> dict[int, int]:

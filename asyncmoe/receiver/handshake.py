@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from asyncmoe.models import EngineParallel
-from asyncmoe.receiver.control_store import EngineRanks, Parameter, Ready
+from asyncmoe.receiver.protocol import EngineRanks, Parameter, Ready
 from asyncmoe.reshard import RankLayout
 from asyncmoe.reshard.float8 import SCALES
 from asyncmoe.reshard.layout import contiguous_strides

@@ -7,7 +7,7 @@ from typing import Any
 from asyncmoe.models import EngineParallel, MegatronParallel
 from asyncmoe.models.lora.adapter import Kind
 from asyncmoe.models.payload import Payload
-from asyncmoe.receiver.control_store import Terms
+from asyncmoe.receiver.protocol import Terms
 from asyncmoe.reshard import Plan, RankLayout, plan
 
 

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
-from asyncmoe.receiver.control_store import Parameter
+from asyncmoe.receiver.protocol import Parameter
 
 Tensors = dict[str, torch.Tensor]
 _NOTIFIED = "on_lora_slots_updated"

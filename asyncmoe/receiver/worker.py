@@ -13,11 +13,12 @@ import torch
 
 from asyncmoe.errors import AsyncmoeError, InvariantBroken, WaitTimeout
 from asyncmoe.process import yield_cores
-from asyncmoe.receiver import channel, command, control_store, failing, handshake, transfer_plan
+from asyncmoe.receiver import channel, command, failing, handshake, protocol, transfer_plan
 from asyncmoe.receiver.card import card_of, wait_idle
 from asyncmoe.receiver.channel import SideStream
 from asyncmoe.receiver.command import CommitCommand, JoinCommand
-from asyncmoe.receiver.control_store import Header, Outcome, Ready, Store, StoreGone, Terms
+from asyncmoe.receiver.control_store import Store, StoreGone
+from asyncmoe.receiver.protocol import Header, Outcome, Ready, Terms
 from asyncmoe.receiver.weight_buffers import AdapterMemory, Target, Weights
 from asyncmoe.reshard import Exchanger, Plan, device_threads
 
@@ -104,7 +105,7 @@ class Receiver:
             self._former.join(_FORMER_S)  # it may still hold what this one can go on with
             self._former = None
         store = self._store = Store(self._join.group, self._join.rank, self._join.host, self._join.port, _MEET_S)
-        terms = store.get("terms", Terms, _MEET_S)
+        terms = store.get(protocol.TERMS, _MEET_S)
         self._terms = terms
         if terms.adapter is not None:
             self._target, self._obstacles = AdapterMemory(self._model), ()
@@ -112,7 +113,7 @@ class Receiver:
             yield_cores()  # to the worker, which generates meanwhile
         plan = self._plan(store, terms)
         # The trainer waits as long for whoever comes last.
-        outcome = store.get("verdict", Outcome, 2 * terms.timeout_s)
+        outcome = store.get(protocol.VERDICT, 2 * terms.timeout_s)
         if not outcome.failure:
             self._serve(store, terms, plan)
 
@@ -124,7 +125,7 @@ class Receiver:
         if self._left.is_set() or self._store is None or isinstance(error, StoreGone):
             return
         try:
-            whom = f"rank {self._join.rank}" if self._terms is None else control_store.names(self._terms)[self._join.rank]
+            whom = f"rank {self._join.rank}" if self._terms is None else protocol.names(self._terms)[self._join.rank]
             self._store.resign(self._number, f"{why} ({whom} on {failing.where(self._device)})")
         except AsyncmoeError as gone:
             log.info("nobody is left to hear of it: %s", gone)
@@ -153,7 +154,7 @@ class Receiver:
                 self._side.follow()
 
     def _plan(self, store: Store, terms: Terms) -> Plan:
-        key = f"ready/{self._join.rank}"
+        key = protocol.ready(self._join.rank)
         try:
             plan = transfer_plan.route(terms, self._join.rank)
             card = card_of(self._device, terms, self._wanted(terms))
@@ -178,10 +179,10 @@ class Receiver:
             while not self._left.is_set():
                 self._number = number
                 try:
-                    header = store.get(f"{number}/header", Header, _IDLE_S)
+                    header = store.get(protocol.header(number), _IDLE_S)
                 except WaitTimeout:
                     continue
-                if store.has(f"{number + 1}/header"):
+                if store.has(protocol.header(number + 1)):
                     number += 1  # this process slept; nobody waits for the one before any more
                     continue
                 if not header.failure:
@@ -198,7 +199,7 @@ class Receiver:
 
     def _update(self, store: Store, terms: Terms, plan: Plan, number: int, header: Header, exchanger: Exchanger | None) -> Exchanger | None:
         """Receive one update; the channel, or None when it cannot be used any more."""
-        key = f"{number}/staged/{self._join.rank}"
+        key = protocol.staged(number, self._join.rank)
         try:
             if exchanger is None:
                 arrays = functools.partial(self._arrays, terms)

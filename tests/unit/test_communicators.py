@@ -19,9 +19,10 @@ from fake_nccl import built
 from reshard_gpu_fakes import FakeGpu
 
 from asyncmoe.errors import AsyncmoeError
-from asyncmoe.receiver import channel, control_store
+from asyncmoe.receiver import channel, control_store, protocol
 from asyncmoe.receiver.communicators import Agreed, Communicators, HeldCommunicator, agree, members
-from asyncmoe.receiver.control_store import EngineRanks, Store, Terms
+from asyncmoe.receiver.control_store import Store
+from asyncmoe.receiver.protocol import EngineRanks, Terms
 from asyncmoe.reshard import Box, Exchanger, LayoutBuilder, nccl_room, plan
 
 TRAINERS = 2
@@ -215,7 +216,7 @@ def test_who_waits_for_a_rank_that_has_failed_elsewhere_is_told_within_a_second(
     met = Met(world, "A", "B")
     met.update(1)
     began = time.monotonic()
-    met.stores[1].fail(UPDATE, f"{UPDATE}/sent/1", "out of memory")
+    met.stores[1].fail(UPDATE, protocol.sent(UPDATE, 1), "out of memory")
     ended = met.send(5, absent=[1], timeout_s=60.0)
     assert time.monotonic() - began < 10
     assert [str(error) for error in ended[2:]] == ["another rank has failed"] * 3

@@ -23,9 +23,9 @@ import asyncmoe
 import asyncmoe.reshard.memory as memory_module
 from asyncmoe.errors import OutOfDeviceMemory, WeightSyncError
 from asyncmoe.models import MegatronParallel, family_of
-from asyncmoe.receiver import channel, command, control_store, handshake, transfer_plan, worker
+from asyncmoe.receiver import channel, command, failing, handshake, protocol, transfer_plan, worker
 from asyncmoe.receiver.channel import SideStream
-from asyncmoe.receiver.control_store import EngineRanks, Header, Outcome, Ready, Terms
+from asyncmoe.receiver.protocol import EngineRanks, Header, Outcome, Ready, Terms
 from asyncmoe.reshard import Exchanger
 from asyncmoe.reshard.gpu import Gpu
 from asyncmoe.reshard.transport import Lane, MessageLink
@@ -201,27 +201,27 @@ class Stage:
         monkeypatch.setattr(handshake, "obstacles", lambda _: [])
         self.store, port = keep()
         self.terms = msgspec.structs.replace(terms((EngineRanks("engine.0", 1, 1, 1),)), transport="ipc")
-        self.store.put("terms", self.terms)
+        self.store.put(protocol.TERMS, self.terms)
         self.model = Model(self.terms)
         join = command.JoinCommand("127.0.0.1", port, "test", 1)
         worker.obey(self.model, msgspec.json.encode(join).decode())
 
     def ready(self) -> Ready:
-        return self.store.get("ready/1", Ready, 10.0)
+        return self.store.get(protocol.ready(1), 10.0)
 
     def send(self, number: int, value: float) -> str:
         """All weights have `value`; what the receiver says of it."""
         storages = family_of(HF).megatron_layout(HF, MegatronParallel(), 0, "float32").storages
         tensors = {name: torch.full(storage.shape, value).as_subclass(OnDevice1) for name, storage in storages.items()}
         side = SideStream(torch.device("cuda", 1))
-        self.store.put(f"{number}/header", Header(10 * number, number))
+        self.store.put(protocol.header(number), Header(10 * number, number))
         try:
             exchanger: Exchanger = channel.connect(self.store, self.terms, transfer_plan.route(self.terms, 0), number, side)
         except WeightSyncError as error:
             return str(error)
         exchanger.bind(tensors)
         exchanger.run(10.0)
-        return self.store.get(f"{number}/staged/1", Outcome, 10.0).failure
+        return self.store.get(protocol.staged(number, 1), 10.0).failure
 
 
 @pytest.fixture
@@ -244,7 +244,7 @@ def test_a_receiver_on_device_1_receives_and_commits(machine: Machine, stage: St
     card = stage.ready().card
     assert card is not None
     assert (card.device, card.wanted) == ("cuda:1", sum(p.nbytes for p in stage.model.parameters()))
-    stage.store.put("verdict", Outcome())
+    stage.store.put(protocol.VERDICT, Outcome())
     assert stage.send(1, 7.0) == ""
     assert not any(p.any() for p in stage.model.parameters())
     assert made_in
@@ -262,7 +262,7 @@ def test_a_receiver_without_room_tells_everyone_the_cause_at_once(stage: Stage, 
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 30.00 GiB. GPU 1 has 12.00 GiB free.\nMore words.")
 
     stage.ready()
-    stage.store.put("verdict", Outcome())
+    stage.store.put(protocol.VERDICT, Outcome())
     monkeypatch.setattr(torch, "empty_like", none_left)
     begin = time.monotonic()
     said = stage.send(1, 7.0)
@@ -290,12 +290,12 @@ def test_whatever_ends_a_receiver_is_said(machine: Machine, monkeypatch: pytest.
     stage.ready()
     if where == "serving":
         monkeypatch.setattr(worker.Receiver, "_drop", broken)
-        stage.store.put("verdict", Outcome())
+        stage.store.put(protocol.VERDICT, Outcome())
         said = stage.send(1, 1.0)
     else:
         stage.store._store.set("verdict", b"no message")
         began = time.monotonic()
-        while not stage.store.has("failed") and time.monotonic() - began < 5:
+        while not stage.store.has(protocol.FAILED) and time.monotonic() - began < 5:
             time.sleep(0.01)
         said = stage.store.resigned()
     assert "(engine.0 rank 0 on " in said
@@ -311,7 +311,7 @@ def test_out_of_memory_is_the_cause_of_what_nccl_and_waits_say() -> None:
         "trainer rank 1": "waited 3.0 s for engine.0 rank 1: its message (trainer rank 1 on a)",
         "engine.0 rank 1": "out of memory: CUDA out of memory. Tried to allocate 30 GiB (engine.0 rank 1 on b, cuda:1)",
     }
-    assert control_store.cause(said).startswith("out of memory")
+    assert failing.cause(said).startswith("out of memory")
 
 
 # ---------------------------------------------------------------- the sending thread

@@ -31,9 +31,10 @@ from asyncmoe.errors import (
 )
 from asyncmoe.models import EngineParallel, MegatronParallel, family_of
 from asyncmoe.models.lora.adapter import Kind, halves
-from asyncmoe.receiver import channel, command, control_store, handshake, transfer_plan, worker
+from asyncmoe.receiver import channel, command, control_store, failing, handshake, protocol, transfer_plan, worker
 from asyncmoe.receiver.channel import transport_for
-from asyncmoe.receiver.control_store import AdapterTerms, EngineRanks, Header, Outcome, Ready, Store, Terms
+from asyncmoe.receiver.control_store import Store
+from asyncmoe.receiver.protocol import AdapterTerms, EngineRanks, Header, Outcome, Ready, Terms
 from asyncmoe.receiver.weight_buffers import AdapterMemory, Weights
 from asyncmoe.reshard import Exchanger, plan
 from asyncmoe.reshard.torch_transport import TorchTransport
@@ -188,22 +189,21 @@ def test_of_an_adapter_its_own_bytes_travel(experts: Literal["per_expert", "shar
 
 def test_of_failures_the_one_that_others_follow_from_is_told() -> None:
     slow = {"trainer rank 0": "waited 4.0 s for engine.0 rank 0: room", "engine.0 rank 0": "waited 4.1 s for trainer rank 1: its message"}
-    assert control_store.cause(slow) == slow["engine.0 rank 0"]
+    assert failing.cause(slow) == slow["engine.0 rank 0"]
     lost = {"trainer rank 0": "from trainer rank 0 to engine.0 rank 0: rank 2 is gone"}
-    assert control_store.cause(lost) == lost["trainer rank 0"]
+    assert failing.cause(lost) == lost["trainer rank 0"]
     damaged = {"engine.0 rank 0": "from trainer rank 1 to engine.0 rank 0: another digest"}
-    assert control_store.cause(slow | lost | damaged) == damaged["engine.0 rank 0"]
+    assert failing.cause(slow | lost | damaged) == damaged["engine.0 rank 0"]
 
 
 def test_errors_call_ranks_by_what_they_are() -> None:
     agreed = terms(TWO, tp=2, pp=2)
     assert (
-        control_store.in_words(TransferError(1, 5, "rank 5 is gone"), agreed)
-        == "from trainer rank 1 to engine.0 rank 1: engine.0 rank 1 is gone"
+        failing.in_words(TransferError(1, 5, "rank 5 is gone"), agreed) == "from trainer rank 1 to engine.0 rank 1: engine.0 rank 1 is gone"
     )
-    late = control_store.in_words(WaitTimeout("rank 7", "its message", 2.0), agreed)
+    late = failing.in_words(WaitTimeout("rank 7", "its message", 2.0), agreed)
     assert late == "waited 2.0 s for engine.1 rank 1: its message"
-    assert control_store.in_words(WeightSyncError("no room"), agreed) == "no room"
+    assert failing.in_words(WeightSyncError("no room"), agreed) == "no room"
 
 
 # ---------------------------------------------------------------- swap
@@ -316,28 +316,29 @@ def together(*calls: Callable[[], Any]) -> list[Any]:
 def test_values_wait_and_time_out_by_name(ranks: Ranks) -> None:
     zero, one = ranks(2)
     with pytest.raises(WaitTimeout, match=r"the trainer's rank 0 at 127\.0\.0\.1:\d+: 1/header"):
-        one.get("1/header", Header, 0.2)
-    threading.Timer(0.2, lambda: zero.put("1/header", Header(3, 1))).start()
-    assert one.get("1/header", Header, 5.0) == Header(3, 1)
-    keys = {"a": "trainer rank 0", "b": "engine.0 rank 1"}
-    one.put("a", Outcome())
+        one.get(protocol.header(1), 0.2)
+    threading.Timer(0.2, lambda: zero.put(protocol.header(1), Header(3, 1))).start()
+    assert one.get(protocol.header(1), 5.0) == Header(3, 1)
+    a, b, failed = protocol.sent(1, 0), protocol.staged(1, 2), protocol.update_failed(1)
+    keys = {a: "trainer rank 0", b: "engine.0 rank 1"}
+    one.put(a, Outcome())
     with pytest.raises(WaitTimeout, match=r"waited 0\.2 s for engine\.0 rank 1"):
-        zero.get_all(keys, Outcome, 0.2, "1/failed")
+        zero.get_all(keys, 0.2, failed)
     begin = time.monotonic()
-    one.fail(1, "a", "broken")
-    assert zero.get_all(keys, Outcome, 5.0, "1/failed") == {"a": Outcome("broken")}
+    one.fail(1, a, "broken")
+    assert zero.get_all(keys, 5.0, failed) == {a: Outcome("broken")}
     assert time.monotonic() - begin < 2
 
 
 def test_others_are_waited_for_with_one_question_a_look(ranks: Ranks) -> None:
     """Rank 0 waits beside its step: 383 ranks that are late are not asked for one by one, again and again."""
     zero, one = ranks(2)
-    keys = {f"k/{rank}": f"rank {rank}" for rank in range(383)}
+    keys = {protocol.staged(1, rank): f"rank {rank}" for rank in range(383)}
     asked = []
     store = zero._store
     zero._store = SimpleNamespace(check=lambda names: asked.append(len(names)) or store.check(names), multi_get=store.multi_get)
     threading.Timer(0.5, lambda: [one.put(key, Outcome(whom)) for key, whom in keys.items()]).start()
-    found = zero.get_all(keys, Outcome, 5.0)
+    found = zero.get_all(keys, 5.0)
     assert found == {key: Outcome(whom) for key, whom in keys.items()}
     assert len(asked) < 600
     assert set(asked) == {1, 383}
@@ -346,12 +347,13 @@ def test_others_are_waited_for_with_one_question_a_look(ranks: Ranks) -> None:
 def test_what_an_update_leaves_is_dropped_but_for_its_header(ranks: Ranks) -> None:
     (zero,) = ranks(1)
     agreed = terms((EngineRanks("engine.0", 2, 1, 1),))
-    keys = ["4/header", "4/end", "4/over", *control_store.moved_keys(4, agreed)]
-    assert sorted(control_store.moved_keys(4, agreed)) == ["4/sent/0", "4/staged/1", "4/staged/2"]
+    moved = protocol.moved(4, agreed)
+    keys = [protocol.header(4), protocol.end(4), protocol.over(4), *moved]
+    assert sorted(key.name for key in moved) == ["4/sent/0", "4/staged/1", "4/staged/2"]
     for key in keys:
         zero.put(key, Outcome())
     zero.forget(4, agreed)
-    assert [key for key in keys if zero.has(key)] == ["4/header"]
+    assert [key.name for key in keys if zero.has(key)] == ["4/header"]
 
 
 def test_a_rank_that_says_nothing_or_goes_is_named(ranks: Ranks) -> None:
@@ -393,7 +395,7 @@ def test_a_channel_waits_for_nobody_who_is_gone(ranks: Ranks) -> None:
 
     begin = time.monotonic()
     assert [str(end) for end in channels(1)] == ["engine.b is gone"] * 2
-    two.put("channel/2/come/2", Outcome())  # it ends while the others make theirs
+    two.put(protocol.channel(2, "arrive", 2), protocol.Arrived())  # it ends while the others make theirs
     assert [str(end) for end in channels(2)] == ["engine.b is gone"] * 2
     assert time.monotonic() - begin < 10
 
@@ -432,7 +434,7 @@ class Sending:
 
     def header(self, number: int, epoch: int = 1, failure: str = "") -> None:
         """Update `number` begins; its version is ten times that."""
-        self.store.put(f"{number}/header", Header(10 * number, epoch, failure))
+        self.store.put(protocol.header(number), Header(10 * number, epoch, failure))
 
     def send(self, number: int, value: float, epoch: int = 1) -> None:
         """Weights of which all elements are `value`; returns when they are received."""
@@ -442,7 +444,7 @@ class Sending:
         storages = family_of(HF).megatron_layout(HF, MegatronParallel(), 0, "float32").storages
         self.exchanger.bind({name: torch.full(storage.shape, value) for name, storage in storages.items()})
         self.exchanger.run(10.0)
-        assert self.store.get(f"{number}/staged/1", Outcome, 10.0) == Outcome()
+        assert self.store.get(protocol.staged(number, 1), 10.0) == Outcome()
 
     def leave(self) -> None:
         if self.exchanger is not None:
@@ -464,7 +466,7 @@ def receiving(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(handshake, "obstacles", lambda _: [])
     zero, port = keep()
     agreed = terms((EngineRanks("engine.0", 1, 1, 1),), transport, staging)
-    zero.put("terms", agreed)
+    zero.put(protocol.TERMS, agreed)
     model = Loaded()
     for name, storage in transfer_plan.engine_layouts(agreed)[0].storages.items():
         *path, last = name.split(".")
@@ -475,10 +477,10 @@ def receiving(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
             inner = getattr(inner, part)
         inner.register_parameter(last, torch.nn.Parameter(torch.zeros(storage.shape), requires_grad=False))
     worker.obey(model, msgspec.json.encode(command.JoinCommand("127.0.0.1", port, "test", 1)).decode())
-    ready = zero.get("ready/1", Ready, 20.0)
+    ready = zero.get(protocol.ready(1), 20.0)
     assert ready.plan == transfer_plan.route(agreed, 0).digest
     assert handshake.differences(ready, agreed.engines[0], 0, transfer_plan.engine_layouts(agreed)[0]) == []
-    zero.put("verdict", Outcome())
+    zero.put(protocol.VERDICT, Outcome())
     sending = Sending(zero, agreed, model)
     yield sending
     sending.leave()
@@ -535,14 +537,14 @@ def test_a_failed_update_is_said_and_the_next_finds_a_new_channel(receiving: Sen
     receiving.send(1, 1.0)
     receiving.header(2)
     receiving.leave()
-    assert "trainer rank 0" in zero.get("2/staged/1", Outcome, 10.0).failure
-    assert zero.get("2/failed", Outcome, 5.0) == Outcome()
+    assert "trainer rank 0" in zero.get(protocol.staged(2, 1), 10.0).failure
+    assert zero.get(protocol.update_failed(2), 5.0) == Outcome()
     receiving.header(3, 2, failure="an engine is gone")
     time.sleep(0.3)
     receiving.send(4, 3.0, epoch=3)
     receiving.commit(40, 4)
     assert receiving.norm == 3
-    assert not zero.has("3/staged/1")
+    assert not zero.has(protocol.staged(3, 1))
     receiving.leave()
     receiving.send(5, 4.0, epoch=4)  # another rank failed
     receiving.commit(50, 5)
@@ -558,10 +560,10 @@ def test_layouts_that_cannot_be_planned_are_reported(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(transfer_plan, "route", refuse)
     zero, port = keep()
-    zero.put("terms", terms((EngineRanks("engine.0", 1, 1, 1),)))
+    zero.put(protocol.TERMS, terms((EngineRanks("engine.0", 1, 1, 1),)))
     model = torch.nn.Linear(2, 2)
     worker.obey(model, msgspec.json.encode(command.JoinCommand("127.0.0.1", port, "test", 1)).decode())
-    assert zero.get("ready/1", Ready, 10.0).failure == "embed: got nothing, expected a tensor"
+    assert zero.get(protocol.ready(1), 10.0).failure == "embed: got nothing, expected a tensor"
 
 
 def test_a_commit_without_a_sender_is_refused() -> None:

@@ -16,10 +16,11 @@ import torch.distributed as dist
 from asyncmoe.config import Config
 from asyncmoe.errors import AsyncmoeError, WeightSyncError
 from asyncmoe.models import engine_dtype
-from asyncmoe.receiver import cards, control_store, failing, handshake, transfer_plan
+from asyncmoe.receiver import cards, control_store, failing, handshake, protocol, transfer_plan
 from asyncmoe.receiver.card import card_of
 from asyncmoe.receiver.channel import transport_for
-from asyncmoe.receiver.control_store import AdapterTerms, Card, EngineRanks, Outcome, Ready, Store, Terms
+from asyncmoe.receiver.control_store import Store
+from asyncmoe.receiver.protocol import AdapterTerms, Card, EngineRanks, Outcome, Ready, Terms
 from asyncmoe.reshard import Plan
 from asyncmoe.reshard.nccl_room import max_ctas
 from asyncmoe.rpc import address
@@ -80,7 +81,7 @@ def meet(config: Config, model: Model, client: Client, group: dist.ProcessGroup)
     """
     rank, wait_s = model.mesh.rank, config.sync.timeout_s
     store, roster, device = _open(config, model, client, group)
-    terms = store.get("terms", Terms, wait_s)
+    terms = store.get(protocol.TERMS, wait_s)
     failure = ""
     plan: Plan | None = None
     card: Card | None = None
@@ -91,10 +92,10 @@ def meet(config: Config, model: Model, client: Client, group: dist.ProcessGroup)
         failure = failing.in_one_line(error, terms)
     mine = Ready(failure, plan.digest if plan else "", card=card)
     if rank == 0:
-        store.put("verdict", Outcome(_disagreement(store, terms, mine, wait_s, watch(config, client))))
+        store.put(protocol.VERDICT, Outcome(_disagreement(store, terms, mine, wait_s, watch(config, client))))
     else:
-        store.put(f"ready/{rank}", mine)
-    verdict = store.get("verdict", Outcome, 2 * wait_s)
+        store.put(protocol.ready(rank), mine)
+    verdict = store.get(protocol.VERDICT, 2 * wait_s)
     if verdict.failure:
         part(store, model)
         raise NotMet(verdict.failure, roster)
@@ -107,9 +108,9 @@ def part(store: Store, model: Model) -> None:
     others = range(1, model.mesh.world)
     try:
         if model.mesh.rank == 0:
-            store.get_all({f"left/{rank}": f"trainer rank {rank}" for rank in others}, Outcome, GRACE_S)
+            store.get_all({protocol.left(rank): f"trainer rank {rank}" for rank in others}, GRACE_S)
         else:
-            store.put(f"left/{model.mesh.rank}", Outcome())
+            store.put(protocol.left(model.mesh.rank), Outcome())
     except AsyncmoeError as error:
         log.warning("leaving the weight group: %s", error)
 
@@ -230,7 +231,7 @@ def _keep(config: Config, model: Model, client: Client, engines: Engines) -> tup
         timeout_s=sync.timeout_s,
         max_ctas=max_ctas(sync.nccl_max_ctas, len(ranks)),
     )
-    store.put("terms", terms)
+    store.put(protocol.TERMS, terms)
     client.ask(WeightsJoin(host, port, _GROUP, "gloo", "reshard", world), sync.timeout_s + GRACE_S)
     return store, f"{host}:{port}"
 
@@ -248,15 +249,15 @@ def _adapter(model: Model) -> AdapterTerms | None:
 
 def _disagreement(store: Store, terms: Terms, mine: Ready, wait_s: float, watch: Callable[[], None]) -> str:
     """Why weights cannot be sent; empty when they can."""
-    everyone = control_store.names(terms)
+    everyone = protocol.names(terms)
     names = {rank: whom for rank, whom in everyone.items() if rank != 0}
     try:
-        found = store.get_all({f"ready/{rank}": whom for rank, whom in names.items()}, Ready, wait_s, watch=watch)
+        found = store.get_all({protocol.ready(rank): whom for rank, whom in names.items()}, wait_s, watch=watch)
         if resigned := store.resigned():
             return resigned
     except AsyncmoeError as error:
         return str(error)
-    ready = {0: mine} | {rank: found[f"ready/{rank}"] for rank in names}
+    ready = {0: mine} | {rank: found[protocol.ready(rank)] for rank in names}
     failures = [f"{everyone[rank]}: {one.failure}" for rank, one in ready.items() if one.failure]
     return handshake.refusal(failures or _differences(terms, ready, names))
 

@@ -11,9 +11,9 @@ import torch
 
 from asyncmoe.config import Config
 from asyncmoe.errors import AsyncmoeError, WaitTimeout, WeightSyncError
-from asyncmoe.receiver import channel, control_store, failing
+from asyncmoe.receiver import channel, failing, protocol
 from asyncmoe.receiver.channel import SideStream
-from asyncmoe.receiver.control_store import Header, Outcome, Over
+from asyncmoe.receiver.protocol import Header, Outcome, Over
 from asyncmoe.reshard import Exchanger
 from asyncmoe.reshard.transport import nothing_to_watch
 from asyncmoe.rpc.client import Client
@@ -80,7 +80,7 @@ class Sender:
     def needed_again(self, settling: threading.Event) -> bool:
         """Stay with the version that was sent: until it is settled, which is False; or until engines wait for it and none of those that
         got it is left, which is True."""
-        store, key = self.met.store, f"{self._number}/over"
+        store, key = self.met.store, protocol.over(self._number)
         if self._rank == 0:
             try:
                 while not (over := settling.wait(LOOK_S)) and not starving(self._config, self._client, self.met):
@@ -92,10 +92,10 @@ class Sender:
             return not over
         while True:
             try:
-                told = store.get(key, Over, _PATIENCE_S)
+                told = store.get(key, _PATIENCE_S)
             except WaitTimeout:
                 continue
-            control_store.heed(Outcome(told.failure))
+            Outcome(told.failure).check()
             return told.again
 
     def leave(self) -> None:
@@ -109,35 +109,37 @@ class Sender:
         store, number = self.met.store, self._number
         if number > 2:
             store.forget(number - 2, self.met.terms)
-        told = "header"
+        begun = False
         try:
             self._ask(WeightsStage(version, in_place=not self._sync.staging))
-            store.put(f"{number}/header", Header(version, self._epoch))
-            told = "end"
+            store.put(protocol.header(number), Header(version, self._epoch))
+            begun = True
             self._send_and_collect()
             committed = self._ask(WeightsCommit(version, expected(self.met.device), number))
         except Exception as error:
             failure = str(error) if isinstance(error, AsyncmoeError) else failing.said(error, self.met.terms, self._rank, self._device)
-            store.put(f"{number}/{told}", Header(version, self._epoch, failure) if told == "header" else Outcome(failure))
-            if told != "header":
+            if begun:
+                store.put(protocol.end(number), Outcome(failure))
                 self._ask(WeightsAbort(version, failure))
+            else:
+                store.put(protocol.header(number), Header(version, self._epoch, failure))
             raise
-        store.put(f"{number}/end", Outcome())
+        store.put(protocol.end(number), Outcome())
         assert isinstance(committed, Committed)
         return max(committed.pause_ms)
 
     def _follow(self) -> float:
         """The part of every other rank."""
         store, number, wait_s = self.met.store, self._number, self._sync.timeout_s + GRACE_S
-        header = store.get(f"{number}/header", Header, wait_s)
-        control_store.heed(Outcome(header.failure))
+        header = store.get(protocol.header(number), wait_s)
+        Outcome(header.failure).check()
         self._send()
-        control_store.heed(store.get(f"{number}/end", Outcome, 3 * wait_s))
+        store.get(protocol.end(number), 3 * wait_s).check()
         return 0.0
 
     def _send(self) -> None:
         """Send this rank's part, and say that it is sent or why not; what fails here is raised when rank 0 has heard of all."""
-        met, key = self.met, f"{self._number}/sent/{self._rank}"
+        met, key = self.met, protocol.sent(self._number, self._rank)
         try:
             if self._exchanger is None:
                 self._exchanger = channel.connect(
@@ -170,14 +172,14 @@ class Sender:
         met, number = self.met, self._number
         until = time.monotonic() + met.terms.timeout_s
         self._send()
-        keys = control_store.moved_keys(number, met.terms)
+        keys = protocol.moved(number, met.terms)
         left = max(LOOK_S, until - time.monotonic())
-        found = met.store.get_all(keys, Outcome, left, failed=f"{number}/failed", watch=self._watch)
+        found = met.store.get_all(keys, left, protocol.update_failed(number), self._watch)
         failures = {keys[key]: outcome.failure for key, outcome in found.items() if outcome.failure}
         if resigned := met.store.resigned():
             failures[""] = resigned
         if failures:
-            raise WeightSyncError(control_store.cause(failures))
+            raise WeightSyncError(failing.cause(failures))
 
     def _ask(self, request: Request) -> Reply:
         return self._client.ask(request, self._sync.timeout_s + GRACE_S)[0]

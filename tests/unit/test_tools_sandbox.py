@@ -246,8 +246,8 @@ def test_a_cancelled_call_leaves_nothing(namespaces: bool) -> None:
 @BOTH
 def test_programs_end_with_the_controller(namespaces: bool) -> None:
     code = f"""import asyncio
-from asyncmoe.rollout.episodes.tools.sandbox import Python, PythonLimits
-python = Python(PythonLimits(namespaces={namespaces}, wall_s=60.0))
+from asyncmoe.rollout.episodes.tools.sandbox import PythonLimits, PythonTool
+python = PythonTool(PythonLimits(namespaces={namespaces}, wall_s=60.0))
 print("made", flush=True)
 asyncio.run(python.call("import time\\ntime.sleep(60)"))
 """

@@ -14,7 +14,7 @@ VARIABLE = "CUDA_DEVICE_MAX_CONNECTIONS"
 def in_order(trainer: TrainerSection, environ: MutableMapping[str, str]) -> None:
     """Have kernels begin in the order they are issued, where tensor parallelism overlaps collectives with products: Megatron issues the
     collective first and counts on that (`LinearWithGradAccumulationAndAsyncCommunication` of megatron-core's tensor_parallel/layers.py).
-    From Blackwell on Megatron no longer needs it (megatron/training/arguments.py); it is set there too, and what that costs was not measured.
+    From Blackwell on Megatron no longer needs it (megatron/training/arguments.py); it is set there too, at a cost nobody measured.
     CUDA reads the variable once: call this before CUDA is initialised.
 
     The user's own value wins; the log says what it costs.

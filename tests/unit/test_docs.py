@@ -287,3 +287,13 @@ def test_the_comparison_cites_results_and_commands() -> None:
         measured = re.findall(r"asyncmoe/bench/results/[\w.-]+", row[-1])
         assert bool(measured) == ("asyncmoe bench" in row[-1]), row
         assert measured or "measured" in " ".join(row) or "no test of a GPU" in row[1], row
+
+
+def test_the_page_on_gpus_names_tests_there_are() -> None:
+    text = (ROOT / "docs" / "gpus.md").read_text().partition("| what holds |")[2]
+    files = set(re.findall(r"(?:tests/\w+/)?test_\w+\.py", text))
+    missing = [file for file in files if not (ROOT / (file if "/" in file else f"tests/unit/{file}")).exists()]
+    every = "\n".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
+    missing += [name for name in re.findall(r"`(test_\w+)…?`", text) if f"def {name}" not in every]
+    assert missing == []
+    assert len(files) > 10

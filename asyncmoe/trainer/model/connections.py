@@ -14,7 +14,8 @@ VARIABLE = "CUDA_DEVICE_MAX_CONNECTIONS"
 def in_order(trainer: TrainerSection, environ: MutableMapping[str, str]) -> None:
     """Have kernels begin in the order they are issued, where tensor parallelism overlaps collectives with products: Megatron issues the
     collective first and counts on that (`LinearWithGradAccumulationAndAsyncCommunication` of megatron-core's tensor_parallel/layers.py).
-    Blackwell keeps the order without it, and is not slowed by it. CUDA reads the variable once: call this before CUDA is initialised.
+    From Blackwell on Megatron no longer needs it (megatron/training/arguments.py); it is set there too, at a cost nobody measured.
+    CUDA reads the variable once: call this before CUDA is initialised.
 
     The user's own value wins; the log says what it costs.
     """

@@ -15,7 +15,7 @@ PIP    := -m pip install --quiet --disable-pip-version-check
 # Both environments are installed side by side, and the trainer's is linted while the engine's still is.
 MAKEFLAGS += --jobs=2
 
-$(if $(filter-out 0 1,$(GPU)),$(error GPU: got $(GPU), expected 0 or 1))
+$(if $(filter "0" "1","$(GPU)"),,$(error GPU: got $(if $(strip $(GPU)),"$(GPU)",nothing), expected 0 or 1))
 # Stamps say for which of both was installed: the other one installs anew, into an empty environment.
 INSTALLED := .installed-gpu$(GPU)
 OTHER     := $(if $(filter 1,$(GPU)),0,1)

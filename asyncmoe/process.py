@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import re
 import signal
 import socket
 import subprocess
@@ -22,7 +21,6 @@ from asyncmoe.storage import writing
 ERROR_PREFIX = "error: "
 KILLED = "a rank was ended by"
 """How the reason of a torchrun begins of which a signal ended a rank."""
-_KILLED = re.compile(r"Signal \d+ \((SIG[A-Z]+)\) received by PID")
 _PR_SET_PDEATHSIG = 1
 _YIELDING = 10
 """Niceness: about a tenth of the time that a thread of 0 gets beside it."""
@@ -118,15 +116,12 @@ class Child:
 
     @property
     def reason(self) -> str | None:
-        """What it has given as the reason for its end: its first line `error: ...`, or that a signal ended one of torchrun's ranks."""
+        """The reason it reported: of its lines `error: ...` the one about a rank that a signal ended, else the first."""
         with self.log.open("rb") as log:
             log.seek(self._log_start)
             text = log.read().decode(errors="replace")
-        for line in text.splitlines():
-            if line.startswith(ERROR_PREFIX):
-                return line.removeprefix(ERROR_PREFIX)
-        killed = _KILLED.search(text)
-        return killed and f"{KILLED} {killed[1]}, as when memory runs out; its log is {self.log}"
+        errors = [line.removeprefix(ERROR_PREFIX) for line in text.splitlines() if line.startswith(ERROR_PREFIX)]
+        return next((error for error in errors if error.startswith(KILLED)), errors[0] if errors else None)
 
     def why(self) -> str:
         """The reason it gave for ending, or else where to look."""

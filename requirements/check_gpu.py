@@ -38,7 +38,7 @@ class Facts:
 def gather() -> Facts:
     newest = runpy.run_path(str(DOCTOR / "probes" / "python_probe.py"))["cuda_driver"]()
     try:
-        done = subprocess.run(SMI, capture_output=True, text=True, check=False, timeout=_SMI_S)
+        done = subprocess.run(SMI, capture_output=True, text=True, errors="replace", check=False, timeout=_SMI_S)
     except (OSError, subprocess.TimeoutExpired) as error:
         return Facts(None, str(error), newest)
     first = (done.stdout.strip() or done.stderr.strip()).split("\n")[0]

@@ -140,6 +140,24 @@ class KeepSection(Section):
     )
 
 
+_OWNED = {
+    **dict.fromkeys(("--tp", "--tp-size", "--tensor-parallel-size"), "engines.tp"),
+    **dict.fromkeys(("--ep", "--ep-size", "--expert-parallel-size"), "engines.ep"),
+    **dict.fromkeys(("--model", "--model-path"), "model.path"),
+    "--base-gpu-id": "engines.first_gpu",
+    "--host": "engines.host",
+    "--port": "engines.port",
+    "--dtype": "engines.dtype",
+    "--max-running-requests": "engines.max_running",
+    "--random-seed": "run.seed",
+    "--trust-remote-code": "model.trust_remote_code",
+    **dict.fromkeys(("--device", "--nnodes", "--node-rank", "--dist-init-addr", "--nccl-init-addr", "--weight-version"), ""),
+    **dict.fromkeys(("--custom-weight-loader", "--skip-tokenizer-init", "--api-key", "--pp", "--pp-size", "--pipeline-parallel-size"), ""),
+    **dict.fromkeys(("--dp", "--dp-size", "--data-parallel-size"), ""),
+}
+"""Arguments of SGLang's server that follow from the configuration -> the key that sets them; empty: none does."""
+
+
 class EngineSection(Section):
     """The SGLang servers."""
 
@@ -174,6 +192,15 @@ class EngineSection(Section):
     )
     start_timeout_s: PositiveFloat = Field(180.0, description="How long processes of a run wait for each other to start.")
     args: tuple[str, ...] = Field((), description="Further arguments for sglang.launch_server.")
+
+    @model_validator(mode="after")
+    def _check_args(self) -> EngineSection:
+        for word in self.args:
+            flag = word.partition("=")[0]
+            if (key := _OWNED.get(flag)) is not None:
+                way = f"set {key}" if key else "leave it out; asyncmoe sets it"
+                raise ValueError(f"engines.args: got {flag}, expected none of the arguments asyncmoe gives an engine; {way}")
+        return self
 
 
 class StalenessSection(Section):

@@ -310,7 +310,8 @@ class Controller:
         return reply
 
     def _interrupt(self) -> None:
-        if self._queue is None or self._stopping:
+        # A trainer that waits for engines cannot save, and has saved what it had.
+        if self._queue is None or self._stopping or self._conductor.awaited:
             self._over.set()
             return
         self._stopping = True

@@ -129,6 +129,23 @@ def test_ctrl_c_leaves_a_run_that_resumes(tmp_path: Path) -> None:
     assert "in use" not in error
 
 
+def test_ctrl_c_while_an_engine_starts_ends_the_run(tmp_path: Path) -> None:
+    """The trainer waits for it, as long as engines.start_timeout_s."""
+    silent = tmp_path / "python"
+    silent.write_text("#!/bin/sh\nexec sleep 600\n")
+    silent.chmod(0o755)
+    directory = tmp_path / "run"
+    command = start(directory, "run.steps=2", "warmup.steps=0", f"engines.python={silent}", "engines.start_timeout_s=600")
+    log = directory / "logs" / "trainer.log"
+    assert wait_for(lambda: log.exists() and "parameters" in log.read_text(), 120), log.read_text()
+    time.sleep(5)
+    os.kill(command.process.pid, signal.SIGINT)
+    status, _, error = command.finish(60)
+    assert status == 1
+    assert "stopped before the first step" in error
+    assert command.gone(), command.alive()
+
+
 @pytest.mark.thorough
 def test_a_reward_that_fails_is_counted_and_never_zero(tmp_path: Path) -> None:
     (tmp_path / "my_rewards.py").write_text(

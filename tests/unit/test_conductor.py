@@ -11,7 +11,7 @@ import pytest
 from asyncmoe.errors import WeightSyncError
 from asyncmoe.rollout.engines.engine_client import EngineLost
 from asyncmoe.rollout.engines.pool import Pool
-from asyncmoe.rollout.engines.weight_updates import WeightUpdateCoordinator
+from asyncmoe.rollout.engines.weight_updates import EngineSet, WeightUpdateCoordinator
 from asyncmoe.rpc.messages import Committed, Engines, EnginesAsk, WeightsCommit, WeightsStage
 from asyncmoe.trainer.weight_sync.publisher import device_of
 
@@ -124,3 +124,9 @@ def test_engines_are_asked_what_they_compute_on_when_it_matters() -> None:
     assert device_of(asked(["cuda", "cuda"], devices=False)) == ""
     with pytest.raises(WeightSyncError, match=r"sync\.verify_every: got engines on different devices \(engine\.0 cuda, engine\.1 cpu\)"):
         device_of(asked(["cuda", "cpu"], devices=True))
+
+
+def test_without_engines_there_is_no_first_rank() -> None:
+    members = Pool([engine(number) for number in range(2)], 8, 5.0, lambda *_: None).members
+    assert EngineSet(1, tuple(members)).offsets == [1, 2]
+    assert EngineSet(2, ()).offsets == []

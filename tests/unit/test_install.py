@@ -113,10 +113,11 @@ def test_without_a_word_about_gpus_builds_for_the_cpu_are_installed(tree: Path) 
     assert place(lines, "torch.sh .venv/bin/python cpu") < place(lines, "train.txt")
 
 
-def test_another_word_about_gpus_is_refused(tree: Path) -> None:
-    done = run("make", "--dry-run", "setup", "GPU=yes", cwd=tree)
+@pytest.mark.parametrize(("word", "got"), [("yes", '"yes"'), ("2", '"2"'), ("", "nothing"), ("1 ", '"1 "'), ("0 1", '"0 1"')])
+def test_another_word_about_gpus_is_refused(tree: Path, word: str, got: str) -> None:
+    done = run("make", "--dry-run", "setup", f"GPU={word}", cwd=tree)
     assert done.returncode == 2
-    assert "GPU: got yes, expected 0 or 1" in done.stderr
+    assert f"GPU: got {got}, expected 0 or 1" in done.stderr
 
 
 # ---------------------------------------------------------------- the driver
@@ -139,6 +140,12 @@ def test_a_driver_too_old_is_refused_in_one_line(tmp_path: Path) -> None:
     assert done.stderr.startswith("NVIDIA's driver: got 550.54.15, for CUDA 12.4, expected 580 or newer: GPU=1 installs CUDA 13 only")
     assert "cuda-compat-13-0" in done.stderr
     assert done.stderr.count("\n") == 1
+
+
+def test_a_driver_that_answers_garbage_is_one_that_does_not_answer(tmp_path: Path) -> None:
+    done = preflight(tmp_path, r"printf '\377\376\200'", 0)
+    assert done.returncode == 0
+    assert done.stderr.startswith("GPU=1: no driver of NVIDIA's answers here (")
 
 
 @pytest.mark.parametrize(("smi", "cuda"), [("echo 580.65.06", 13000), ("echo 615.10", 13050), ("echo 550.54.15", 13000)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import signal
 import socket
 import sys
 from pathlib import Path
@@ -196,8 +197,28 @@ def test_what_ray_start_has_left_here_is_found(monkeypatch: pytest.MonkeyPatch, 
 def test_a_rank_that_a_signal_ended_is_the_reason_of_its_torchrun(tmp_path: Path) -> None:
     ended = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
     (tmp_path / "rank.py").write_text(ended)
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts", "0", str(tmp_path / "rank.py")]
+    torchrun = [sys.executable, "-m", "asyncmoe.launch.torchrun", "--standalone", "--max-restarts", "0", str(tmp_path / "rank.py")]
     child = Child("trainer", torchrun, tmp_path / "log")
     assert child.wait(60)
-    assert child.returncode == 1
-    assert child.why() == f"a rank was ended by SIGKILL, as when memory runs out; its log is {tmp_path / 'log'}"
+    assert child.returncode == 128 + signal.SIGKILL
+    assert child.why() == f"a rank was ended by SIGKILL, as when memory runs out: rank 0 on {socket.gethostname()}"
+
+
+def test_the_rank_that_was_killed_is_named_and_not_the_survivor(tmp_path: Path) -> None:
+    """The other one is ended by torchrun, with SIGTERM."""
+    program = "import os, signal, time\nif os.environ['RANK'] == '1': os.kill(os.getpid(), signal.SIGKILL)\ntime.sleep(60)"
+    (tmp_path / "rank.py").write_text(program)
+    arguments = ["--standalone", "--nproc-per-node", "2", "--max-restarts", "0", str(tmp_path / "rank.py")]
+    child = Child("trainer", [sys.executable, "-m", "asyncmoe.launch.torchrun", *arguments], tmp_path / "log")
+    assert child.wait(60)
+    assert child.why().startswith("a rank was ended by SIGKILL, as when memory runs out: rank 1 on ")
+
+
+def test_a_users_mistake_is_the_status_of_its_torchrun(tmp_path: Path) -> None:
+    (tmp_path / "rank.py").write_text("import sys; print('error: sync.transport: got nccl, expected shm'); sys.exit(2)")
+    arguments = ["--standalone", "--max-restarts", "0", str(tmp_path / "rank.py")]
+    child = Child("trainer", [sys.executable, "-m", "asyncmoe.launch.torchrun", *arguments], tmp_path / "log")
+    assert child.wait(60)
+    assert child.returncode == 2
+    assert failure([child]).exit_code == 2
+    assert str(failure([child])) == "sync.transport: got nccl, expected shm"

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from asyncmoe.errors import UserError
-from asyncmoe.launch import local, watch
-from asyncmoe.launch.slurm import agent, verdict
+from asyncmoe.launch import local, torchrun, watch
+from asyncmoe.launch.slurm import verdict
 from asyncmoe.launch.slurm.verdict import EndedStep
 
 ONE_OF_TWO = """srun: error: n2: task 0: Exited with exit code 2
@@ -102,11 +102,16 @@ def test_a_cause_names_part_node_and_log_once() -> None:
 
 
 def test_the_status_of_an_agent_is_that_of_the_rank_that_failed_first() -> None:
-    assert agent.first({0: 1, 1: -9}) == (1, -9)
-    assert agent.first({0: -9, 1: 1, 3: 2}) == (3, 2)
-    assert agent.first({2: 1, 1: 1}) == (1, 1)
-    assert agent.status(2) == 2
-    assert agent.status(-signal.SIGKILL) == 137
+    def first(*failed: tuple[int, int, int]) -> int:
+        return torchrun.first([torchrun.FailedRank(*one) for one in failed]).rank
+
+    assert first((0, 1, 5), (1, -9, 5)) == 1
+    assert first((0, -9, 5), (1, 1, 5), (3, 2, 6)) == 3
+    assert first((2, 1, 5), (1, 1, 5)) == 1
+    assert first((0, -15, 5), (1, -9, 5)) == 1, "torchrun ends the survivors itself"
+    assert first((0, 1, 5), (1, -9, 35)) == 0, "a rank that hung is killed long after the one that noticed"
+    assert torchrun.status(2) == 2
+    assert torchrun.status(-signal.SIGKILL) == 137
 
 
 def test_a_run_directory_has_one_run_and_may_be_where_there_are_no_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,24 +1,18 @@
-"""torchrun on one node of several, ending with the status of its rank that failed first.
+"""The trainer ranks of one node of several, in a step of a SLURM job.
 
-torchrun itself ends with 1 whatever its ranks end with, and a job that failed by a mistake of the user must not go back into the queue.
+A job that failed by a mistake of the user must not go back into the queue, so the step ends with the status of the rank that failed first.
 """
 
 from __future__ import annotations
 
 import errno
 import os
-import signal
 import socket
 import sys
-from collections.abc import Mapping
 
-from torch.distributed import run as agent
-from torch.distributed.elastic.multiprocessing.api import SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-
-from asyncmoe.errors import AsyncmoeError, UserError
-from asyncmoe.launch.torchrun import TRAINER_ENVIRONMENT, torchrun
-from asyncmoe.process import KILLED, say
+from asyncmoe.errors import AsyncmoeError
+from asyncmoe.launch import torchrun
+from asyncmoe.process import say
 
 
 def run(node: int, nodes: int, ranks: int, address: str, port: int, config: str) -> None:
@@ -28,32 +22,14 @@ def run(node: int, nodes: int, ranks: int, address: str, port: int, config: str)
         node: its number among `nodes`; 0 is where the ranks meet, at `address` and `port`.
         ranks: on this node.
     """
-    os.environ.update({name: os.environ.get(name, value) for name, value in TRAINER_ENVIRONMENT.items()})
+    os.environ.update({name: os.environ.get(name, value) for name, value in torchrun.TRAINER_ENVIRONMENT.items()})
     try:
         if node == 0:
             check_free(port)
-        agent.main(torchrun(ranks, (address, port), "asyncmoe.trainer", config, node=node, nodes=nodes)[2:])
-    except ChildFailedError as error:
-        rank, exitcode = first({rank: failure.exitcode for rank, failure in error.failures.items()})
-        if exitcode < 0:
-            say(AsyncmoeError(f"{KILLED} {signal.Signals(-exitcode).name}, as when memory runs out: rank {rank}"))
-        sys.exit(status(exitcode))
-    except SignalException as told:
-        sys.exit(status(-told.sigval))
     except AsyncmoeError as error:
         say(error)
         sys.exit(error.exit_code)
-
-
-def first(failed: Mapping[int, int]) -> tuple[int, int]:
-    """Of ranks that failed at the same time, by what they ended with, the one that the others follow from: a user's mistake, then one
-    that a signal ended."""
-    return min(failed.items(), key=lambda end: (end[1] != UserError.exit_code, end[1] > 0, end[0]))
-
-
-def status(exitcode: int) -> int:
-    """Of a process that ended with `exitcode`, which is the number of a signal where it is negative."""
-    return 128 - exitcode if exitcode < 0 else exitcode
+    torchrun.run(torchrun.arguments_of(ranks, (address, port), "asyncmoe.trainer", config, node=node, nodes=nodes))
 
 
 def check_free(port: int) -> None:

@@ -75,7 +75,7 @@ class EngineSet:
 
     @property
     def offsets(self) -> list[int]:
-        return list(accumulate((m.engine.tp for m in self.members[:-1]), initial=1))
+        return list(accumulate((m.engine.tp for m in self.members), initial=1))[:-1]
 
     @property
     def world(self) -> int:
@@ -125,6 +125,7 @@ class WeightUpdateCoordinator:
         self._interruption, self._unfinished = interruption, unfinished
         self._pool, self._timeout_s, self._published, self._record = pool, timeout_s, published, record
         self._started: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting = 0
         self._group = ""
         self._roster = EngineSet(0, ())
         self._update: _Update | None = None
@@ -141,6 +142,11 @@ class WeightUpdateCoordinator:
             self._started.set_exception(error)
             # Nobody need ask.
             self._started.exception()
+
+    @property
+    def awaited(self) -> bool:
+        """Whether the trainer waits for engines that have not started."""
+        return self._waiting > 0
 
     async def wait_started(self) -> None:
         """Return when all engines take requests.
@@ -178,10 +184,13 @@ class WeightUpdateCoordinator:
         return Done()
 
     async def _engines(self, request: EnginesAsk) -> Engines:
+        self._waiting += 1
         try:
             await asyncio.wait_for(self.wait_started(), request.wait_s)
         except TimeoutError:
             raise WaitTimeout("the engines", "start", request.wait_s) from None
+        finally:
+            self._waiting -= 1
         self._pool.fence_dead()
         concerned = self._update.members if self._update is not None else self._roster.members
         lost = tuple(member.engine.name for member in concerned if member.fenced is not None)

@@ -94,7 +94,7 @@ class Evaluator:
             first = failed.exceptions[0]
         else:
             return measure(version, outcomes, time.perf_counter() - begin, self.skipped)
-        # Outside the handler, so that the exception keeps its own cause and context.
+        # Raise outside the handler, so that the exception keeps its own cause and context.
         raise first
 
     async def _work(self, places: Iterator[EpisodeId], outcomes: list[tuple[int, Outcome]]) -> None:

@@ -106,7 +106,7 @@ class Producer:
                     self._start(admit, tasks)
         except BaseExceptionGroup as failed:
             first = failed.exceptions[0]
-        # Outside the handler, so that the exception keeps its own cause and context.
+        # Raise outside the handler, so that the exception keeps its own cause and context.
         raise first
 
     def _start(self, admit: Admit, tasks: asyncio.TaskGroup) -> None:

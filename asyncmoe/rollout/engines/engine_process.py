@@ -85,7 +85,7 @@ class Engine:
 
     @property
     def died(self) -> str | None:
-        """Why the process has ended, or None while it runs."""
+        """The reason the process ended, or None while it runs."""
         if self._child.returncode is None:
             return None
         with self._child.log.open("rb") as log:

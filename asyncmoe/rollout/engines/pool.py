@@ -1,9 +1,10 @@
 """The engine pool: dispatches requests to engines, fences engines that fail, and holds requests back at the gate.
 
-- A request goes to the engine that `scheduling.choose` selects, and is filed under the version the ledger gives that engine at that moment.
+- A request goes to the engine that `scheduling.choose` selects. Its prefix is cached there under the version that the ledger gives that
+  engine at that moment.
 - The number of requests at the engines is limited; the others wait at the gate, in the order of `scheduling.Waiting`.
-- The gate is closed during a weight update: a request already at an engine pauses there and a new request waits here, so no request is
-  filed under a version that is about to change.
+- The gate is closed during a weight update: a request already at an engine pauses there and a new request waits here, so no prefix is
+  cached under a version that is about to change.
 - An engine that exits or stops answering is *fenced*: killed with every process it spawned, so that it can never serve a mixed version.
   Its responses in progress fail with `TrajectoryRejected("engine_died")`; the producer restarts those groups on the remaining engines,
   which also receive the next version. `watch` raises as soon as no engine is left.
@@ -80,7 +81,7 @@ class Member:
 
 @dataclass(frozen=True)
 class PooledGeneration:
-    """A generation and the version its prompt was filed under."""
+    """A generation and the version its prompt was cached under."""
 
     generation: Generation
     salt: int

@@ -35,10 +35,10 @@ Rewards = float | Mapping[str, float] | None
 
 
 class Environment(Protocol):
-    """One object for the whole run; many episodes run in it concurrently. If it has `async def close(self)`, the end of the run calls it."""
+    """One object for the whole run; many episodes run in it concurrently. An optional `async def close(self)` is called at its end."""
 
     async def run(self, episode: Episode) -> Rewards:
-        """Run one episode, from its prompt to its end. An exception rejects the episode: an agent's own with its reason, others as `ERROR`."""
+        """Run one episode, from prompt to end. An exception rejects the episode: an agent's with its own reason, any other as `ERROR`."""
         ...
 
 

@@ -35,7 +35,7 @@ class Turn:
     Attributes:
         given: tokens before the response that no earlier turn has: the prompt, an observation.
         generation: the response to all tokens so far.
-        salt: version that the prompt was filed under in the prefix cache.
+        salt: version under which the engine's prefix cache keeps its prompt.
     """
 
     given: tuple[int, ...]
@@ -47,7 +47,7 @@ class Turn:
 
 
 def held(turns: Sequence[Turn]) -> int:
-    """Return the number of tokens whose routes these turns have: all but the last, which has not passed through the model."""
+    """Return the number of tokens with known routes: all but the last, which has not passed through the model. The next turn omits them."""
     return max(sum(map(len, turns)) - 1, 0)
 
 

@@ -1,4 +1,4 @@
-"""Turns with tool calls between them.
+"""An environment whose responses may call tools.
 
 After a response with tool calls, the policy sees the tools' answers and continues; a response without calls ends the episode, which the
 configured scorer then scores. Tool answers are given, not sampled, so they are not trained on. No engine waits for a tool: while a tool

@@ -1,8 +1,8 @@
 """Evaluation beside training: puts the same questions to every `evaluation.every`-th version, through the same engines.
 
 An evaluation of version v begins when every engine serves v, and nothing waits for it: if later versions land before it has ended, they
-answer the remaining questions, and its record says so. It uses a small share of the places at the engines, and does not appear in the
-queue or its counts.
+answer the remaining questions, and its record shows the range of versions. It uses a small share of the places at the engines, and does
+not appear in the queue or its counts.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`asyncmoe engine`: one SGLang server on this machine that joins a run and serves until the run ends or it is told to leave."""
+"""`asyncmoe engine`: one SGLang server on this machine that joins a run and serves until the run ends or a signal stops it."""
 
 from __future__ import annotations
 

@@ -112,7 +112,7 @@ class Engine:
     async def stop(self) -> None:
         """End the server with every process it spawned.
 
-        It is killed at once: nobody waits for its responses any more, and SGLang, if asked to stop, checks only up to 5 s later whether
+        It is killed at once: nothing waits for its responses any more, and SGLang, if asked to stop, checks only up to 5 s later whether
         requests are left and then kills its processes itself (`sigterm_watchdog`).
         """
         await self.client.close()

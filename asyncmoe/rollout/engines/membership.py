@@ -1,7 +1,7 @@
 """Engines of other machines, as the controller sees them: joining, heartbeats and leaving.
 
 `asyncmoe engine` (`asyncmoe.rollout.engines.engine_agent`) starts and ends each of them, and sends its requests here. An engine that has
-joined is an engine like any other from its first version on. An engine that leaves gets no new requests and finishes those it has; an
+joined is an engine like any other from its first version on. An engine that leaves gets no new requests and finishes its current ones; an
 engine without heartbeats is fenced.
 """
 

@@ -8,7 +8,7 @@
 - An engine that exits or stops answering is *fenced*: killed with every process it spawned, so that it can never serve a mixed version.
   Its responses in progress fail with `TrajectoryRejected("engine_died")`; the producer restarts those groups on the remaining engines,
   which also receive the next version. `watch` raises as soon as no engine is left.
-- An engine that joins waits for its first version. An engine that leaves takes no new requests and finishes those it has.
+- An engine that joins waits for its first version. An engine that leaves takes no new requests and finishes its current ones.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ class Pool:
 
     @property
     def present(self) -> list[Member]:
-        """The engines that are not fenced; new versions go to all of them except those that are leaving."""
+        """The engines that are not fenced; new versions go to all of them except leaving engines."""
         return [member for member in self.members if member.fenced is None]
 
     @property

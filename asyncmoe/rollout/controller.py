@@ -1,4 +1,4 @@
-"""The controller: starts the engines or lets them join, fills the queue, and answers the trainer until it says goodbye."""
+"""The controller: starts the engines or lets them join, fills the queue, and serves the trainer until the trainer's goodbye."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from asyncmoe.trajectory import Buffer, Trajectory
 log = logging.getLogger(__name__)
 _RECORD_S = 1.0
 _LAST_WORDS_S = 1.0
-"""How long requests are still answered at the end, so that the trainer hears what a failure was, and each rank that it may leave."""
+"""Seconds in which requests are still answered at the end, so that the trainer learns of a failure, and each rank that it may leave."""
 
 
 @named("controller")
@@ -51,16 +51,16 @@ def run(config: Config, run_dir: Path, memory: Sequence[str] = ()) -> None:
     """Serve one run, from the start of the engines to the trainer's goodbye.
 
     Args:
-        memory: of each engine that is started here; see `asyncmoe.rollout.engines.engine_process.command`.
+        memory: memory arguments of each engine started here; see `asyncmoe.rollout.engines.engine_process.command`.
 
-    Returns when the trainer has said goodbye, or after SIGTERM. SIGINT asks the trainer to save and say goodbye; without a trainer, or
-    the second time, it is as SIGTERM. Every process this one started has ended when it returns or raises.
+    Returns after the trainer's goodbye or SIGTERM. SIGINT asks the trainer to save and say goodbye; without a trainer, or the second
+    time, it acts like SIGTERM. Every process started here has ended when this function returns or raises.
 
     Raises:
-        UserError: the task, the scorer, the tokenizer, a port or the engines' Python cannot be used, the environment is wrong, or the run
-            has another controller; nothing was started.
+        UserError: the task, scorer, environment, tokenizer, a port, the engines' Python or the rendezvous variables are unusable, or the
+            run has another controller; nothing was started.
         EngineError: an engine did not start, or none is left.
-        AsyncmoeError: what else ended the run early.
+        AsyncmoeError: any other failure that ended the run early.
     """
     keys.refuse_another(run_dir)
     at = given()
@@ -103,9 +103,9 @@ async def _serve(
 
 
 class Controller:
-    """Everything between the engines and the wire.
+    """Connects the engines, the episodes and the queue, and answers requests from the network.
 
-    The queue is made at the trainer's first `Hello`, which says how many steps it has taken: versions and counts go on from there.
+    The queue is created on the trainer's first `Hello`, which reports the number of steps taken: versions and counts continue from there.
     """
 
     def __init__(
@@ -170,7 +170,7 @@ class Controller:
         self._stopping = False
 
     async def answer(self, request: Request) -> Reply | tuple[Reply, list[Buffer]]:
-        """Answer one request of the trainer."""
+        """Answer one request of the trainer or of an engine on another machine."""
         if isinstance(request, WeightsRequest):
             return await self._conductor.handle(request)
         if isinstance(request, MembershipRequest):
@@ -185,10 +185,10 @@ class Controller:
         return reply
 
     async def run(self, server: Server) -> None:
-        """Until the trainer's goodbye, a signal or a failure.
+        """Run until the trainer's goodbye, a signal or a failure.
 
         Raises:
-            Exception: the first failure of anything that runs here.
+            Exception: the first failure of any part.
         """
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGINT, self._interrupt)
@@ -210,7 +210,7 @@ class Controller:
             raise self._failure
 
     async def _guard(self, part: Coroutine[Any, Any, None]) -> None:
-        """Run a part; should it fail, tell everyone who waits and end the run."""
+        """Run a part; if it fails, pass the failure to all waiters and end the run."""
         try:
             await part
         except Exception as error:
@@ -231,7 +231,7 @@ class Controller:
         log.info("%d engine(s) ready", len(self._pool.present))
 
     async def _watch_engines(self) -> None:
-        # Until then `wait_ready` watches, and says better why one did not start.
+        # Before the start, `wait_ready` watches the engines and reports the reason for a failed start better.
         await self._conductor.wait_started()
         await self._pool.watch()
 
@@ -283,7 +283,7 @@ class Controller:
         self._evaluator.published(version)
 
     def _unfinished(self) -> int:
-        """In one_step_off a version lands between batches: what the capacity law has let begin is finished first."""
+        """Trajectories to finish before a version lands: in one_step_off, where versions land between batches, all that have started."""
         return self._queue.stats().running if self._queue is not None and self._config.run.mode == "one_step_off" else 0
 
     async def _meet(self, request: Request) -> Reply | tuple[Reply, list[Buffer]]:

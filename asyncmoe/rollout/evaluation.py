@@ -1,8 +1,8 @@
-"""Evaluation beside training: the same questions to every so many versions, through the same engines.
+"""Evaluation beside training: puts the same questions to every `evaluation.every`-th version, through the same engines.
 
-An evaluation of version v begins when every engine serves v, and nobody waits for it: should later versions land before it has ended, the
-rest of it is answered by those, and its record says so. It takes a small share of the places at the engines, and nothing of it is in the
-queue or its counts.
+An evaluation of version v begins when every engine serves v, and nothing waits for it: if later versions land before it has ended, they
+answer the remaining questions, and its record shows the range of versions. It uses a small share of the places at the engines, and does
+not appear in the queue or its counts.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ from asyncmoe.trajectory import Trajectory
 log = logging.getLogger(__name__)
 STREAM = "evaluation"
 _SHARE = 8
-"""One in so many places at the engines, unless `evaluation.max_concurrent` says otherwise."""
+"""Evaluation uses 1/`_SHARE` of the places at the engines, unless `evaluation.max_concurrent` is set."""
 
 Outcome = tuple[Trajectory, ...] | TrajectoryRejected
-"""Of one episode."""
+"""The outcome of one episode."""
 
 
 class Evaluator:
     """Evaluates versions, one evaluation at a time.
 
     Attributes:
-        skipped: evaluations that were due while one was running.
+        skipped: number of evaluations that were due while another was running.
 
     Args:
-        stage: of training; evaluation has its own sampling.
-        record: called with the result of each.
+        stage: training's rollout context; evaluation has its own sampling.
+        record: called with the result of each evaluation.
     """
 
     def __init__(self, config: Config, stage: RolloutContext, task: Task, record: Callable[[Evaluation], None]) -> None:
@@ -61,7 +61,7 @@ class Evaluator:
         self._busy = False
 
     def published(self, version: int) -> None:
-        """Every engine serves `version` from now on."""
+        """Report that every engine serves `version` from now on; if it is due, schedule its evaluation."""
         if not due(version, self._first, self._every):
             return
         if self._busy:
@@ -72,7 +72,7 @@ class Evaluator:
         self._due.put_nowait(version)
 
     async def run(self) -> None:
-        """Evaluate what is due until cancelled.
+        """Evaluate due versions until cancelled.
 
         Raises:
             EngineError: no engine is left.
@@ -94,7 +94,7 @@ class Evaluator:
             first = failed.exceptions[0]
         else:
             return measure(version, outcomes, time.perf_counter() - begin, self.skipped)
-        # Outside the handler, so that the exception keeps its own cause and context.
+        # Raise outside the handler, so that the exception keeps its own cause and context.
         raise first
 
     async def _work(self, places: Iterator[EpisodeId], outcomes: list[tuple[int, Outcome]]) -> None:
@@ -107,17 +107,17 @@ class Evaluator:
 
 
 def due(version: int, first: int, every: int) -> bool:
-    """Whether `version` is evaluated, where `first` is the one that reinforcement learning starts from."""
+    """Return True if `version` is evaluated; `first` is the version that reinforcement learning starts from."""
     return every > 0 and version >= first and (version - first) % every == 0
 
 
 def sampling(config: Config, training: Sampling) -> Sampling:
-    """How evaluation draws: as training, but for what its section says. Nothing is recorded of how a token was sampled."""
+    """Return evaluation's sampling: training's, except for the settings of its section. It records no sampling data."""
     section = config.evaluation
     greedy = section.temperature == 0
     return replace(
         training,
-        # Temperature 0 is a division by it elsewhere; the most probable token alone is the same.
+        # The temperature divides the logits, so it cannot be 0; sampling from the most probable token alone is equivalent.
         temperature=1.0 if greedy else section.temperature or training.temperature,
         top_k=1 if greedy else section.top_k or training.top_k,
         top_p=training.top_p if section.top_p is None else section.top_p,
@@ -128,12 +128,12 @@ def sampling(config: Config, training: Sampling) -> Sampling:
 
 
 def measure(version: int, outcomes: Sequence[tuple[int, Outcome]], seconds: float, skipped: int) -> Evaluation:
-    """What an evaluation found.
+    """Summarize an evaluation.
 
-    An episode's reward is the mean of its agents'. Episodes that failed have none: they are counted, and no part of any mean.
+    An episode's reward is the mean over its agents. Failed episodes have no reward: they are counted, but excluded from every mean.
 
     Args:
-        outcomes: (number of the question, outcome) of every episode.
+        outcomes: (question number, outcome) of every episode.
     """
     rewards: dict[int, list[float]] = {}
     lengths: list[int] = []
@@ -146,7 +146,7 @@ def measure(version: int, outcomes: Sequence[tuple[int, Outcome]], seconds: floa
         rewards.setdefault(question, []).append(fmean(trajectory.reward for trajectory in outcome))
         lengths.append(sum(int(trajectory.loss_mask.sum()) for trajectory in outcome))
         versions.update(int(v) for trajectory in outcome for v in trajectory.versions[trajectory.loss_mask])
-    # Episodes of one question are not independent of each other, questions are.
+    # Episodes of one question are not independent; questions are.
     means = [fmean(of_question) for of_question in rewards.values()]
     return Evaluation(
         time=time.time(),

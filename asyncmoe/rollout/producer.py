@@ -1,13 +1,13 @@
-"""Groups without end: started when the capacity law allows, generated side by side, queued when whole.
+"""Produces groups without end: starts them when the capacity law allows, generates them concurrently, and queues them when whole.
 
-The trainer needs whole groups, so a group stands or falls together: when one member is rejected the others are cancelled, and those
-that were started are counted as rejected under that reason. When an engine was the reason the group is started over, with the same prompt
-and a higher attempt; after any other reason it is left out, unless that is one of `start_over` (a response that could not be scored,
-where the user wants it so). Two settings soften this: spare responses (`oversample`) take the places of rejected ones, and where the
-capacity law lets single trajectories start (`unit`), one that would be started over is so alone.
+The trainer needs whole groups, so a group succeeds or fails as a whole: when one member is rejected, the others are cancelled, and all
+started members are counted as rejected with that reason. If the reason was an engine, the group is restarted with the same prompt and a
+higher attempt; after any other reason it is dropped, unless the reason is in `start_over` (a response that could not be scored, if the
+user wants it restarted). Two settings soften this: spare responses (`oversample`) take the places of rejected responses, and if the
+capacity law admits single trajectories (`unit`), a member whose failure would restart its group is restarted alone.
 
-What starts next is `asyncmoe.queue.start_order`'s to say, when a group is whole `asyncmoe.queue.group_state`'s; here they are only carried
-out.
+`asyncmoe.queue.start_order` decides what starts next, and `asyncmoe.queue.group_state` when a group is whole; this module only carries out
+their decisions.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ from asyncmoe.trajectory import Trajectory
 log = logging.getLogger(__name__)
 
 Members = tuple[Trajectory, ...]
-"""What one episode makes: a trajectory of each agent."""
+"""The result of one episode: one trajectory per agent."""
 Episode = Callable[[Prompt, EpisodeId], Awaitable[Members]]
 _ENGINE = frozenset({"engine_died", "engine_error", "engine_timeout"})
 _ATTEMPTS = 3
 _HOPELESS = 64
-"""Groups rejected one after the other before the run is given up."""
+"""Consecutive rejected groups that end the run."""
 _NOTHING_TO_LEARN = 1024
-"""Groups of equal rewards one after the other before the run is given up."""
+"""Consecutive groups of equal rewards that end the run."""
 
 
 @dataclass(eq=False)
 class _Flight:
-    """One group and the tasks of its members."""
+    """One group in progress and the tasks of its members."""
 
     group: Start
     prompt: Prompt
@@ -50,7 +50,7 @@ class _Flight:
     ended: asyncio.Queue[tuple[EpisodeId, Members | TrajectoryRejected]] = field(default_factory=asyncio.Queue)
 
     async def stop(self) -> None:
-        """Cancel the members that still run, and wait until they have ended."""
+        """Cancel the running members, and wait until they have ended."""
         running = {task for task in self.tasks if not task.done()}
         for task in running:
             task.cancel()
@@ -63,13 +63,13 @@ class Producer:
 
     Args:
         episode: runs and scores one episode.
-        group_size: responses to each prompt.
+        group_size: number of responses to each prompt.
         first_group: number of the first group; the same number asks the same question.
-        oversample: further responses to each prompt; the first `group_size` that finish make the group, the others are cancelled and
-            counted as dropped under "oversampled". Short responses finish first, so what is trained is biased towards them.
-        filter_equal: groups whose rewards are all equal are counted as dropped under "equal_rewards".
-        unit: what the capacity law lets start.
-        start_over: reasons after which a group is started over, besides those an engine gives.
+        oversample: number of additional responses to each prompt; the first `group_size` that finish form the group, the others are
+            cancelled and counted as dropped under "oversampled". Short responses finish first, so training is biased towards them.
+        filter_equal: drop groups whose rewards are all equal, and count them under "equal_rewards".
+        unit: unit that the capacity law admits.
+        start_over: reasons after which a group is restarted, in addition to engine failures.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class Producer:
         """Produce until cancelled.
 
         Raises:
-            AsyncmoeError: no engine is left, or group after group is rejected or has nothing to learn from.
+            AsyncmoeError: no engine is left, or too many consecutive groups are rejected or have equal rewards.
         """
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -106,7 +106,7 @@ class Producer:
                     self._start(admit, tasks)
         except BaseExceptionGroup as failed:
             first = failed.exceptions[0]
-        # Outside the handler, so that the exception keeps its own cause and context.
+        # Raise outside the handler, so that the exception keeps its own cause and context.
         raise first
 
     def _start(self, admit: Admit, tasks: asyncio.TaskGroup) -> None:
@@ -144,7 +144,7 @@ class Producer:
             self._in_a_row = 0
 
     async def _episodes(self, flight: _Flight) -> list[Members]:
-        """The group, once it is whole. TrajectoryRejected: it has fallen."""
+        """Wait until the group is whole; return its episodes in order. Raise TrajectoryRejected if the group fails."""
         finished: list[Members] = []
         try:
             while not flight.state.whole:
@@ -163,7 +163,7 @@ class Producer:
         return sorted(finished, key=lambda episode: episode[0].episode)
 
     def _failed(self, flight: _Flight, place: EpisodeId, rejected: TrajectoryRejected) -> None:
-        """Count a member that failed, and start over what is to be. Raises `rejected` when the group falls with it."""
+        """Count a failed member, and restart it or its group if the reason permits. Raise `rejected` if the group fails with it."""
         group = flight.group
         failures = group.failures + place.attempt - group.attempt + 1
         worth_it = rejected.reason in self._start_over and failures < _ATTEMPTS
@@ -196,16 +196,16 @@ class Producer:
 
 
 def nothing_to_learn(trajectories: Sequence[Trajectory]) -> bool:
-    """Whether every agent's rewards are all equal within a group."""
+    """Return True if, for every agent, all rewards within the group are equal."""
     agents = {trajectory.agent for trajectory in trajectories}
     return all(all_equal([t.reward for t in trajectories if t.agent == agent]) for agent in agents)
 
 
 Demonstrate = Callable[[int], Awaitable[Members]]
-"""The demonstration of this number."""
+"""Returns the demonstration with this number."""
 
 
 async def demonstrate(queue: BoundedQueue, made: Demonstrate, first: int, total: int) -> None:
-    """Fill the warm-up lane with demonstrations `first` to `total` (exclusive), waiting whenever it is full."""
+    """Fill the warm-up lane with demonstrations `first` to `total` (exclusive), waiting while it is full."""
     for index in range(first, total):
         await queue.put_demonstrations(await made(index))

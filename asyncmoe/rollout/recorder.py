@@ -1,4 +1,4 @@
-"""What the controller writes into the run directory: counters once a second, and who was busy when."""
+"""The controller's records in the run directory: counters once a second, evaluations, and the busy intervals of each engine."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from asyncmoe.telemetry.schema import CONTROLLER_SPANS, EVALUATION, ROLLOUT, Cal
 
 
 class Counters(Protocol):
-    """What the pool has counted since the start (`Pool`)."""
+    """The counts of the pool since the start (`Pool`)."""
 
     generated_tokens: int
     lost_tokens: int
@@ -33,16 +33,16 @@ class Recorder:
         self._last, self._last_tokens = time.time(), 0
 
     def generated(self, engine: str, begin: float, end: float) -> None:
-        """`engine` was generating from `begin` to `end`, Unix seconds."""
+        """Record that `engine` was generating from `begin` to `end`, Unix seconds."""
         self._spans.add(engine, "generate", begin, end)
         self._busy[engine] += end - begin
 
     def paused(self, engine: str, begin: float, end: float) -> None:
-        """`engine` stood still from `begin` to `end`, Unix seconds."""
+        """Record that `engine` was paused from `begin` to `end`, Unix seconds."""
         self._spans.add(engine, "pause", begin, end)
 
     def evaluated(self, found: Evaluation) -> None:
-        """An evaluation has ended."""
+        """Record a finished evaluation."""
         self._evaluations.write(found)
 
     def write(
@@ -53,7 +53,7 @@ class Recorder:
         scoring: Mapping[str, Stats] | None = None,
         tools: Mapping[str, Counts] | None = None,
     ) -> None:
-        """Record the counters of this moment; `scoring` and `tools` by name."""
+        """Record the current counters; `scoring` and `tools` are by name."""
         tokens = counters.generated_tokens
         now = time.time()
         seconds = max(now - self._last, 1e-6)

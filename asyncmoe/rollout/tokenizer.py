@@ -1,4 +1,4 @@
-"""Text to token ids and back, by the tokenizer that lies beside the model."""
+"""Text to token ids and back, with the tokenizer stored beside the model."""
 
 from __future__ import annotations
 
@@ -10,28 +10,28 @@ from typing import Any
 from asyncmoe.errors import DataError
 
 _PLAIN = "TokenizersBackend"
-"""What transformers from 5.0 on writes where a tokenizer is all in its tokenizer.json."""
+"""The `tokenizer_class` that transformers 5.0 and later writes for a tokenizer contained entirely in its tokenizer.json."""
 _SAID = "said"
-"""Stands for what an assistant said where only what follows it matters."""
+"""Placeholder for an assistant message if only the text after it matters."""
 
 
 class Tokenizer:
-    """A Hugging Face tokenizer, and the size of the model's vocabulary it must fit into.
+    """A Hugging Face tokenizer, and the size of the model's vocabulary, which limits its ids.
 
     Attributes:
-        eos: id of the token that ends a response.
+        eos: id of the end-of-sequence token, which ends a response.
         vocabulary: number of token ids the model knows.
 
     Raises:
-        DataError: no tokenizer at `path`, one that is Python of its own where `trust_remote_code` is false, one that needs a package that
-            is not installed, or one without an end-of-sequence token.
+        DataError: `path` has no tokenizer, or the tokenizer has Python code of its own while `trust_remote_code` is false, needs a package
+            that is not installed, or has no end-of-sequence token.
     """
 
     def __init__(self, path: Path, trust_remote_code: bool = False) -> None:
         import transformers
 
         settings = _settings(path)
-        # AutoTokenizer comes with torch and all of generation: seconds that the engines' start would wait for.
+        # AutoTokenizer imports torch and all of generation, which would delay the engines' start by seconds.
         plain = settings.get("tokenizer_class") == _PLAIN and "auto_map" not in settings
         loader = transformers.PreTrainedTokenizerFast if plain else transformers.AutoTokenizer
         try:
@@ -46,15 +46,15 @@ class Tokenizer:
         self.vocabulary = _vocabulary(path / "config.json")
 
     def encode(self, text: str) -> tuple[int, ...]:
-        """Token ids of a text; nothing is added before or after it.
+        """Return the token ids of a text, with nothing added before or after it.
 
         Raises:
-            DataError: an id that the model does not know. An engine that is sent one crashes.
+            DataError: the model does not know an id. Such an id crashes an engine.
         """
         return self._known(self._tokenizer.encode(text, add_special_tokens=False))
 
     def chat(self, user: str) -> tuple[int, ...]:
-        """Token ids of a conversation in which the user has spoken and the assistant is about to.
+        """Return the token ids of a conversation with one user message, up to where the assistant answers.
 
         Raises:
             DataError: the tokenizer has no chat template; or see `encode`.
@@ -62,15 +62,15 @@ class Tokenizer:
         return self.encode(self.render([{"role": "user", "content": user}]))
 
     def render(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = (), *, asked: bool = True) -> str:
-        """A conversation by the chat template.
+        """Render a conversation with the chat template.
 
         Args:
-            messages: "role", "content" and what else the template knows.
+            messages: each with "role", "content" and any other key that the template knows.
             tools: OpenAI's function schemas.
-            asked: it ends where the assistant is about to speak.
+            asked: add the prompt for the assistant's next message.
 
         Raises:
-            DataError: the tokenizer has no chat template, or the template cannot render this.
+            DataError: the tokenizer has no chat template, or the template cannot render the conversation.
         """
         if self._tokenizer.chat_template is None:
             cure = "set task.chat_template=false or use a model with one"
@@ -84,10 +84,10 @@ class Tokenizer:
             raise DataError("chat template", got=str(error)[:300], expected="messages that it can render") from error
 
     def between(self, observations: Sequence[str]) -> tuple[int, ...]:
-        """Token ids from the end of an assistant's turn, whose last token was sampled, to the beginning of its next: what tools said.
+        """Return the token ids of tool answers: from the end of an assistant's turn, whose last token was sampled, to its next turn.
 
         Raises:
-            DataError: the chat template has no place for a tool's answer, or renders what came before it in another way then.
+            DataError: the chat template does not support tool answers, or renders the messages before them differently.
         """
         messages: list[dict[str, str]] = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _SAID}]
         answers = [{"role": "tool", "content": text} for text in observations]
@@ -100,7 +100,7 @@ class Tokenizer:
         return self.encode(whole[len(known) :].removeprefix(end))
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Text of token ids; special tokens (the end of the sequence) leave none."""
+        """Return the text of token ids, without special tokens (such as the end of the sequence)."""
         return str(self._tokenizer.decode(list(tokens), skip_special_tokens=True))
 
     def _known(self, tokens: list[int]) -> tuple[int, ...]:
@@ -110,7 +110,7 @@ class Tokenizer:
 
 
 def _settings(path: Path) -> dict[str, Any]:
-    """tokenizer_config.json; nothing where there is none to read: transformers knows where else to look, or what to say."""
+    """Return tokenizer_config.json, or {} if it cannot be read: transformers then looks elsewhere or reports the error."""
     try:
         settings = json.loads((path / "tokenizer_config.json").read_text())
     except (OSError, ValueError):

@@ -1,1 +1,1 @@
-"""The SGLang engines of a run: their processes, the pool that requests go to, and the weights they serve."""
+"""The SGLang engines of a run: their processes, the pool that dispatches requests, and the weights they serve."""

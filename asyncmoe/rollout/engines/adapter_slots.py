@@ -1,11 +1,12 @@
-"""Versions of an adapter in a running engine take two slots in turn, so that no request waits for an exchange.
+"""Versions of an adapter in a running engine alternate between two slots, so that no request waits for a swap.
 
 A request names the adapter of the version that was current when it was sent, and keeps it to its end: SGLang binds a request to an adapter
-when it takes it in. Requests of the version before finish with theirs while new ones get the new one. The version after that goes where
-the older of the two was, once nothing uses it: the trainer waits for that, never a request.
+on arrival. Requests of the previous version finish with it while new requests use the new version. The next version takes the slot of the
+older version once no request uses that slot: the trainer waits for this, never a request.
 
-So a response is of one version. What SGLang reports as a token's weight_version is that of the base weights, which an adapter does not
-change; of adapters it reports nothing. It keeps prefixes of different adapters apart by itself (`Req.extra_key` ends in the adapter's id).
+So a response has exactly one version. The weight_version that SGLang reports for a token is the version of the base weights, which an
+adapter does not change; SGLang reports no version of adapters. It separates the cached prefixes of different adapters itself
+(`Req.extra_key` ends in the adapter's id).
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ from asyncmoe.rollout.engines.engine_client import AdapterMessage, Generation, V
 
 
 class StillInUse(WaitTimeout):
-    """Responses of an older version did not end in time; the engine was asked for nothing."""
+    """Responses of an older version did not end in time; the engine received no call."""
 
 
 class AdapterHost(Protocol):
-    """What is needed of an `EngineClient`."""
+    """The part of `EngineClient` used here."""
 
     name: str
 
@@ -38,11 +39,11 @@ class AdapterHost(Protocol):
 
 @dataclass(frozen=True)
 class ServedBy:
-    """What a request is sampled by.
+    """The version that samples a request.
 
     Attributes:
-        version: of the weights.
-        adapter: what the request names; None: nothing, the base alone is that version.
+        version: version of the weights.
+        adapter: name of the adapter in the request; None: the base model alone is that version.
     """
 
     version: int
@@ -51,12 +52,12 @@ class ServedBy:
 
 @dataclass
 class _Slot:
-    """A place for a version.
+    """A slot for one version.
 
     Attributes:
-        serving: the one it holds, if any.
-        users: requests under way with it.
-        free: set while there are none.
+        serving: the version it holds, or None.
+        users: number of requests in progress that use it.
+        free: set while `users` is 0.
     """
 
     serving: ServedBy | None = None
@@ -65,10 +66,10 @@ class _Slot:
 
 
 class TwoSlots:
-    """The versions one engine serves. It starts with version 0, the base without an adapter.
+    """The versions one engine serves. It starts with version 0, the base model without an adapter.
 
     Args:
-        timeout_s: bound of each call to the engine, and of the wait for responses of an older version.
+        timeout_s: limit on each call to the engine, and on the wait for responses of an older version.
     """
 
     def __init__(self, server: AdapterHost, timeout_s: float) -> None:
@@ -82,12 +83,12 @@ class TwoSlots:
 
     @property
     def serving(self) -> ServedBy:
-        """What new requests are sampled by."""
+        """The version that samples new requests."""
         return self._serving
 
     @contextmanager
     def use(self) -> Iterator[ServedBy]:
-        """For the time of one request: its version stays loaded."""
+        """Keep the current version loaded for the duration of one request."""
         slot = self._current
         slot.users += 1
         slot.free.clear()
@@ -99,16 +100,16 @@ class TwoSlots:
                 slot.free.set()
 
     async def publish(self, version: int, adapter: Path | AdapterMessage) -> None:
-        """Have new requests sampled by a version; returns when they are.
+        """Switch new requests to a version; returns when the switch is done.
 
         Args:
-            version: above those before it; or 0 as the first, where training starts from an adapter.
-            adapter: from `write` or `message`; as for `EngineClient.load_adapter`.
+            version: higher than every earlier version; or 0 as the first, if training starts from an adapter.
+            adapter: from `peft.write_served` or `adapters.message`; as for `EngineClient.load_adapter`.
 
         Raises:
-            WeightSyncError: a version out of turn. New requests still get the version before it.
-            StillInUse: new requests still get the version before; calling again may succeed.
-            EngineError, WaitTimeout: the engine refused or did not answer. Some of its ranks may hold the version: fence it.
+            WeightSyncError: the version is out of order. New requests still use the previous version.
+            StillInUse: new requests still use the previous version; a retry may succeed.
+            EngineError, WaitTimeout: the engine refused or did not answer. Some of its ranks may hold the version: fence the engine.
         """
         async with self._exchanging:
             started = self._serving.adapter is not None
@@ -121,7 +122,7 @@ class TwoSlots:
             self._current = slot
 
     async def _vacated(self) -> _Slot:
-        """The slot that is not current, emptied."""
+        """Empty the slot that is not current, and return it."""
         (slot,) = (slot for slot in self._slots if slot is not self._current)
         if slot.serving is not None:
             await self._unused(slot, slot.serving)
@@ -139,7 +140,7 @@ class TwoSlots:
 
 
 def attributed(generation: Generation, serving: ServedBy) -> Generation:
-    """A response with the version of the adapter it was sampled with in place of what the engine says.
+    """Return a response with its adapter's version in place of the version the engine reports.
 
     Raises:
         EngineError: the engine's base weights are no longer the checkpoint's.

@@ -1,7 +1,7 @@
-"""Adapters as engines take them: the server's arguments, files and messages.
+"""Adapters in the forms that engines accept: server arguments, files and messages.
 
-An adapter's memory in the engines is either written by the receivers (`asyncmoe.receiver`): then there is one adapter, `NAME`, installed at
-the start. Or every version is an adapter of its own, loaded by SGLang (`asyncmoe.rollout.engines.adapter_slots`).
+Either the receivers write an adapter's memory in the engines (`asyncmoe.receiver`): then there is one adapter, `NAME`, installed at the
+start. Or every version is an adapter of its own that SGLang loads (`asyncmoe.rollout.engines.adapter_slots`).
 """
 
 from __future__ import annotations
@@ -26,36 +26,36 @@ from asyncmoe.models.shape import Shape
 from asyncmoe.rollout.engines.engine_client import AdapterMessage, EngineClient, Sampling
 
 NAME = "policy"
-"""The adapter of an engine whose adapter memory is written."""
+"""The adapter of an engine whose adapter memory the receivers write."""
 SLOTS = 2
 BASE = "0"
-"""What an engine calls the checkpoint's weights (`engine.command`)."""
+"""An engine's version string for the checkpoint's weights (`engine_process.command`)."""
 _IN_MEMORY = Path("/dev/shm")
 _LIMIT = "--max-lora-rank"
 
 
 def in_memory(config: Config) -> bool:
-    """Adapters are trained, and the receivers write them."""
+    """Return True if adapters are trained and the receivers write them."""
     return config.adapter is not None and config.sync.method == "reshard"
 
 
 class AdapterChoice(TypedDict):
-    """Of `asyncmoe.rollout.engines.pool.Pool`."""
+    """The adapter arguments of `asyncmoe.rollout.engines.pool.Pool`."""
 
     adapter: str | None
     slots: bool
 
 
 def asked(config: Config) -> AdapterChoice:
-    """What requests name."""
+    """Return the adapter arguments of the pool for a configuration."""
     return {"adapter": NAME if in_memory(config) else None, "slots": config.adapter is not None and not in_memory(config)}
 
 
 def flags(kind: Kind, limit: int | None = None) -> list[str]:
-    """Arguments of a server that is to serve adapters of a kind, without those of a device.
+    """Return the server arguments for adapters of a kind, without device-specific arguments.
 
     Args:
-        limit: the highest rank it has room for; None: that of `kind`.
+        limit: highest rank the server reserves memory for; None: the rank of `kind`.
 
     Raises:
         UserError: the rank is above the limit.
@@ -67,19 +67,19 @@ def flags(kind: Kind, limit: int | None = None) -> list[str]:
         "--enable-lora",
         *(_LIMIT, str(limit)),
         *("--lora-target-modules", *served_targets(kind)),
-        # Requests without an adapter take up one of these too.
+        # Requests without an adapter occupy a slot too.
         *("--max-loras-per-batch", str(SLOTS)),
-        # By default SGLang looks at adapters given at the start, and there are none.
+        # By default SGLang infers this from the adapters given at the start, and there are none.
         f"--{sharing}experts-shared-outer-loras",
         "--lora-strict-loading",
     ]
 
 
 def limit_in(arguments: Sequence[str]) -> int | None:
-    """The highest rank that a user's own arguments of the server leave room for, if they say.
+    """Return the highest rank set by the user's own server arguments, or None if they set none.
 
     Raises:
-        UserError: no number.
+        UserError: the value is not a number.
     """
     for at, argument in enumerate(arguments):
         name, _, value = argument.partition("=")
@@ -92,10 +92,10 @@ def limit_in(arguments: Sequence[str]) -> int | None:
 
 
 async def install(client: EngineClient, m: Shape, kind: Kind, dtype: str, timeout_s: float) -> None:
-    """Give an engine the adapter `NAME`, which changes nothing yet, where the receivers will write its values.
+    """Load the adapter `NAME` into an engine as memory for the receivers to write; until then it changes nothing.
 
-    It is pinned, and sampled with once: from then on SGLang never fills its slot again. Its scale is 1, as the values that are written
-    have theirs in them.
+    It is pinned and sampled with once: from then on SGLang never reuses its slot. Its scale is 1, because the values that the receivers
+    write include the scale.
 
     Raises:
         EngineError, WaitTimeout: the engine refused or did not answer.
@@ -107,16 +107,16 @@ async def install(client: EngineClient, m: Shape, kind: Kind, dtype: str, timeou
 
 
 def blank(folder: Path, m: Shape, kind: Kind, dtype: str) -> Path:
-    """As `peft.write_served`, of an adapter of zeros, whose file takes no room however large it is."""
+    """Write an adapter of zeros as `peft.write_served` does; its file takes no disk space, whatever its size. Returns `folder`."""
     peft.write_blank(folder, served_config(kind), dtype, served_shapes(m, kind))
     return folder
 
 
 def message(m: Shape, adapter: Adapter, ranks: int) -> AdapterMessage:
-    """An adapter as engines anywhere take it.
+    """Return an adapter as a message, which engines on any machine accept.
 
     Args:
-        ranks: tensor-parallel ranks of the engine, each of which is sent all of it.
+        ranks: number of tensor-parallel ranks of the engine; each receives the whole adapter.
 
     Raises:
         UserError: see `Adapter.check`.
@@ -125,13 +125,13 @@ def message(m: Shape, adapter: Adapter, ranks: int) -> AdapterMessage:
 
 
 def payload(tensors: Mapping[str, np.ndarray], dtype: str) -> str:
-    """Tensors as one rank of an engine takes them: torch's pickle of {name: tensor}, in base64.
+    """Serialize tensors for one rank of an engine: torch's pickle of {name: tensor}, in base64.
 
-    All are views of one storage, so the engine reads one block of bytes and not one for each tensor, as with tensors of their own.
+    All tensors are views of one storage, so the engine reads one block of bytes instead of one per tensor.
 
     Args:
-        tensors: `asyncmoe.models.lora.adapter.served`.
-        dtype: theirs, of `adapters.DTYPES`.
+        tensors: result of `asyncmoe.models.lora.adapter.served`.
+        dtype: their dtype, a key of `asyncmoe.models.lora.adapter.DTYPES`.
     """
     import torch
 
@@ -156,7 +156,7 @@ class _Part:
 
 
 class _Pickler(pickle.Pickler):
-    """Writes a `_Part` as the tensor it stands for."""
+    """Pickles a `_Part` as the tensor it represents."""
 
     def reducer_override(self, value: Any) -> Any:
         if not isinstance(value, _Part):

@@ -1,4 +1,4 @@
-"""`asyncmoe engine`: one SGLang server on this machine that joins a run, stays as long as the run lasts, and leaves when told to."""
+"""`asyncmoe engine`: one SGLang server on this machine that joins a run and serves until the run ends or a signal stops it."""
 
 from __future__ import annotations
 
@@ -32,24 +32,24 @@ _GRACE_S = 10.0
 
 
 def default_name(index: int) -> str:
-    """Of this machine's engine `index`: no two of a cluster have the same."""
+    """Return the default name of this machine's engine `index`, unique in the cluster."""
     node = os.environ.get("SLURMD_NODENAME") or socket.gethostname().partition(".")[0]
     job = os.environ.get("SLURM_JOB_ID")
     return ".".join(["engine", *([f"job{job}"] if job else []), node, str(index)])
 
 
 def run(config: Config, run_dir: Path, name: str, index: int, memory: Sequence[str] = ()) -> None:
-    """Serve until the run is over, or until SIGTERM or SIGINT.
+    """Serve until the run ends, or until SIGTERM or SIGINT.
 
     Args:
-        index: of this engine among those of its machine.
+        index: index of this engine on its machine.
         memory: see `asyncmoe.rollout.engines.engine_process.command`.
 
     Raises:
-        UserError: this machine has no such address, or a port is taken.
-        ConfigError: the controller has another configuration.
-        EngineError: the server did not start or died, or the controller gave it up.
-        WaitTimeout: the controller did not come, or is gone.
+        UserError: this machine has no address in `cluster.network`, or a port is taken.
+        ConfigError: the controller has a different configuration.
+        EngineError: the server did not start or died, or the controller ended it because of a failure.
+        WaitTimeout: the controller did not start, or is gone.
     """
     with named(name):
         asyncio.run(_serve(config, run_dir, name, index, memory))
@@ -77,7 +77,7 @@ async def _ready(engine: Engine, run_dir: Path, wait_s: float) -> Rendezvous:
 
 
 async def _controller(run_dir: Path, wait_s: float) -> Rendezvous:
-    """The controller, when it is there; it may start later than we."""
+    """Wait for the controller, which may start after this process, and return its rendezvous."""
     begin = time.monotonic()
     while True:
         try:
@@ -90,7 +90,7 @@ async def _controller(run_dir: Path, wait_s: float) -> Rendezvous:
 
 
 class _Stay:
-    """An engine's time in a run."""
+    """An engine's membership in a run, from joining to leaving."""
 
     def __init__(self, config: Config, engine: Engine, rendezvous: Rendezvous) -> None:
         self._config, self._engine, self._rendezvous = config, engine, rendezvous
@@ -112,12 +112,12 @@ class _Stay:
             finally:
                 for task in (health, stopping):
                     task.cancel()
-                # Its thread uses the client; it is answered soon, or the controller is gone.
+                # Its thread uses the client; the controller answers it soon, or is gone.
                 with contextlib.suppress(AsyncmoeError):
                     await orders
 
     async def _orders(self, client: Client) -> EngineOrder:
-        """Ask until there is one that is the last."""
+        """Send heartbeats until an answer is the last order."""
         wait_s = self._config.cluster.silence_s / 3
         while True:
             reply = (await asyncio.to_thread(client.ask, EngineAlive(self._engine.name, wait_s), wait_s + self._config.cluster.silence_s))[
@@ -150,7 +150,7 @@ class _Stay:
 
 
 async def _unless(stop: asyncio.Event, work: Awaitable[T]) -> T | None:
-    """The result of some work; None when it was stopped first."""
+    """Return the result of `work`, or None if `stop` is set first."""
     working, stopping = asyncio.ensure_future(work), asyncio.create_task(stop.wait())
     try:
         await asyncio.wait([working, stopping], return_when=asyncio.FIRST_COMPLETED)

@@ -1,6 +1,6 @@
-"""Talking to one SGLang 0.5.23 server over HTTP.
+"""HTTP client of one SGLang 0.5.23 server.
 
-Every method is one endpoint of `sglang.srt.entrypoints.http_server`, waits a bounded time, and either succeeds or raises.
+Every method calls one endpoint of `sglang.srt.entrypoints.http_server`, waits a bounded time, and either succeeds or raises.
 """
 
 from __future__ import annotations
@@ -19,30 +19,30 @@ from asyncmoe.record import NOTHING, Recording
 
 T = TypeVar("T")
 KEEP_ALIVE_S = 5.0
-"""An idle connection is closed by us long before the engine would: what is sent just when the other side closes is lost."""
+"""The client closes idle connections long before the engine would, because a request sent just as the engine closes is lost."""
 ABORTED = "abort"
-"""`Generation.finish` of a response that was cut short on request."""
+"""`Generation.finish` of a response that `EngineClient.abort` ended."""
 
 
 class EngineLost(EngineError):
-    """The engine did not answer at all: its process or the connection to it is gone."""
+    """The engine did not answer: its process or the connection to it is gone."""
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How a response is drawn, and what is recorded of it.
+    """How a response is sampled, and which data is recorded with it.
 
-    There is no seed per request: SGLang heeds `sampling_seed` only with --enable-deterministic-inference
-    (`sampling_batch_info.py`), which CPU and many GPU backends lack. Each engine is seeded as a whole instead, so which
-    response comes out depends on how requests were batched.
+    There is no seed per request: SGLang honors `sampling_seed` only with --enable-deterministic-inference
+    (`sampling_batch_info.py`), which CPU and many GPU backends lack. Each engine is seeded as a whole instead, so a response
+    depends on how requests were batched.
 
     Attributes:
-        temperature: logits are divided by it; > 0.
-        max_new_tokens: the response ends with finish "length" there.
-        stop: token ids that end a response, with those of the model's generation_config.json; the one that does is part of the
-            response. Empty: nothing but its length ends it.
-        top_p, top_k, min_p: as in `RolloutSection`; with their defaults a token is drawn from the whole vocabulary.
-        recording: what the engine reports besides.
+        temperature: divides the logits; > 0.
+        max_new_tokens: maximum length of the response, which then ends with finish "length".
+        stop: token ids that end a response, in addition to those of the model's generation_config.json; the stop token is part of the
+            response. Empty: only its length ends it.
+        top_p, top_k, min_p: as in `RolloutSection`; by default, tokens are drawn from the whole vocabulary.
+        recording: additional data that the engine reports.
     """
 
     temperature: float
@@ -56,11 +56,11 @@ class Sampling:
 
 @dataclass(frozen=True)
 class AdapterMessage:
-    """An adapter as it is sent (`asyncmoe.rollout.engines.adapters.message`).
+    """An adapter in the form engines receive it (`asyncmoe.rollout.engines.adapters.message`).
 
     Attributes:
-        config: `asyncmoe.models.lora.adapter.served_config`.
-        tensors: for each tensor-parallel rank, all of them.
+        config: result of `asyncmoe.models.lora.adapter.served_config`.
+        tensors: one entry per tensor-parallel rank, each with all tensors.
     """
 
     config: Mapping[str, Any]
@@ -68,7 +68,7 @@ class AdapterMessage:
 
 
 class VersionSpan(msgspec.Struct, frozen=True):
-    """Output tokens `start` to `end` (exclusive) were sampled by weights of `version`, the string last given to the engine."""
+    """Output tokens `start` to `end` (exclusive) were sampled with weights `version`, the engine's version string at that time."""
 
     version: str
     start: int
@@ -106,7 +106,7 @@ class _CheckedRank(msgspec.Struct, frozen=True):
 
 
 class _ServerInfo(msgspec.Struct):
-    """A part of `/server_info` (sglang 0.5.23, srt/entrypoints/http_server.py `server_info`)."""
+    """The part of `/server_info` used here (sglang 0.5.23, srt/entrypoints/http_server.py `server_info`)."""
 
     device: str
 
@@ -120,13 +120,13 @@ class Generation:
     """One response.
 
     Attributes:
-        tokens: sampled token ids, R of them; the stop token included when `finish` is "stop".
-        logprobs: R natural logarithms, of the softmax of logits / temperature over the ids sampled from where masks are recorded, else
-            over the whole vocabulary.
-        spans: which version sampled which tokens; cover 0 to R without a gap.
-        finish: "stop", "length" or `ABORTED`, when `abort` ended it; it may then have no tokens.
-        cached_tokens: prompt tokens whose keys and values were taken from the prefix cache.
-        routes, masks: as the engine reports them (`asyncmoe.rollout.engines.sglang_decode`), where it was asked to.
+        tokens: R sampled token ids, including the stop token if `finish` is "stop".
+        logprobs: R natural log-probabilities: softmax of logits / temperature over the ids of the sampling mask if masks are recorded,
+            else over the whole vocabulary.
+        spans: the version that sampled each range of tokens; cover 0 to R without a gap.
+        finish: "stop", "length", or `ABORTED` if `abort` ended it; an aborted response may have no tokens.
+        cached_tokens: number of prompt tokens whose keys and values came from the prefix cache.
+        routes, masks: as the engine reports them (`asyncmoe.rollout.engines.sglang_decode`), if requested.
     """
 
     tokens: tuple[int, ...]
@@ -139,28 +139,28 @@ class Generation:
 
 
 class EngineClient:
-    """One engine's endpoints.
+    """Client of one engine's endpoints.
 
     Args:
-        name: what errors call it.
+        name: name of the engine in errors.
         url: "http://host:port".
-        key: what the engine wants to be shown; empty: nothing.
-        timeout_s: bound of every call that is not given its own.
+        key: API key the engine requires; empty: none.
+        timeout_s: limit on every call without a timeout of its own.
     """
 
     def __init__(self, name: str, url: str, key: str = "", timeout_s: float = 60.0) -> None:
         self.name, self.url, self._timeout_s = name, url, timeout_s
-        self._device = ""  # as it says, once it was asked
+        self._device = ""  # cached by `device`
         headers = {"Authorization": f"Bearer {key}"} if key else {}
-        # The engine queues what it cannot run, so a bound on connections would only hide requests from it.
+        # The engine queues requests it cannot run yet, so a limit on connections would only hide requests from it.
         self._session = aiohttp.ClientSession(headers=headers, connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S))
 
     async def close(self) -> None:
-        """Drop the connections; what is in flight is cancelled at the engine."""
+        """Close the connections; the engine cancels the requests in flight."""
         await self._session.close()
 
     async def ready(self) -> bool:
-        """Whether it takes requests; False also while nothing listens yet."""
+        """Return True if the engine accepts requests; False also while nothing listens yet."""
         try:
             async with self._session.get(f"{self.url}/ready", timeout=aiohttp.ClientTimeout(5.0)) as reply:
                 return reply.status == 200
@@ -173,12 +173,14 @@ class EngineClient:
         """Sample one response to a prompt of token ids.
 
         Args:
-            salt: prefixes are shared only between requests of the same salt.
-            held: leading tokens whose routes need not be sent, because earlier turns have them.
-            adapter: name of a loaded one; None: the model as it is.
+            salt: cached prefixes are shared only between requests with the same salt.
+            held: number of leading tokens whose routes are omitted, because earlier turns have them.
+            adapter: name of a loaded adapter; None: the model without an adapter.
 
         Raises:
-            EngineLost, EngineError, WaitTimeout: see the class's module; also when the engine aborted the request.
+            EngineLost: the connection failed.
+            EngineError: the engine refused or itself aborted the request, or its answer is malformed.
+            WaitTimeout: no answer within `timeout_s`.
         """
         recording = sampling.recording
         body = {
@@ -194,7 +196,7 @@ class EngineClient:
                 "max_new_tokens": sampling.max_new_tokens,
                 "stop_token_ids": list(sampling.stop),
                 "ignore_eos": not sampling.stop,
-                # Said although they may be the server's defaults, which a model's generation_config.json can change.
+                # Always sent, because a model's generation_config.json can change the server's defaults.
                 "top_p": sampling.top_p,
                 "top_k": -1 if sampling.top_k is None else sampling.top_k,
                 "min_p": sampling.min_p,
@@ -204,23 +206,23 @@ class EngineClient:
         return self._generation(await self._post("/generate", body, Generated, timeout_s), recording)
 
     async def pause(self, retract: bool = False) -> None:
-        """Stop between two forward passes; running requests stay where they are, and their keys and values too, unless `retract`."""
+        """Pause between two forward passes; running requests stay, and keep their keys and values unless `retract`."""
         await self._post("/pause_generation", {"mode": "retract" if retract else "in_place"}, _Acknowledged)
 
     async def flush(self) -> None:
-        """Forget all cached prefixes; needs an engine without running requests (those that were retracted wait)."""
+        """Drop all cached prefixes; requires an engine without running requests (retracted requests wait)."""
         await self._send("/flush_cache", {}, self._timeout_s)
 
     async def abort(self) -> None:
-        """End all requests; each is answered with what it has."""
+        """End all requests; the engine answers each with the tokens sampled so far."""
         await self._send("/abort_request", {"rid": "", "abort_all": True}, self._timeout_s)
 
     async def go_on(self) -> None:
-        """The inverse of `pause`."""
+        """Resume after `pause`."""
         await self._post("/continue_generation", {"torch_empty_cache": False}, _Acknowledged)
 
     async def join(self, host: str, port: int, rank_offset: int, world: int, group: str, backend: str, timeout_s: float) -> None:
-        """Have the engine's ranks join a process group; returns when all `world` ranks have."""
+        """Have the engine's ranks join a process group; returns when all `world` ranks have joined."""
         body = {
             "master_address": host,
             "master_port": port,
@@ -238,14 +240,14 @@ class EngineClient:
     async def bucket(
         self, names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Sequence[int]], group: str, timeout_s: float
     ) -> None:
-        """Receive one flattened bucket from rank 0 of `group` and load it; returns when it is loaded."""
+        """Receive one flattened bucket from rank 0 of `group` and load it; returns when the bucket is loaded."""
         body = {
             "names": list(names),
             "dtypes": list(dtypes),
             "shapes": [list(shape) for shape in shapes],
             "group_name": group,
             "load_format": "flattened_bucket",
-            # Paused requests keep their keys and values; other prompts are kept apart by their salt.
+            # Paused requests keep their keys and values; the salt separates the prefixes of other prompts by version.
             "flush_cache": False,
         }
         await self._post("/update_weights_from_distributed", body, _Acknowledged, timeout_s)
@@ -254,7 +256,7 @@ class EngineClient:
         """Give each rank's receiver its command, between `begin` and `end`.
 
         Args:
-            version: what the weights are called from then on; None: as before.
+            version: version of the weights from then on; None: unchanged.
         """
         body = {
             "serialized_named_tensors": [payload(command) for command in commands],
@@ -265,13 +267,13 @@ class EngineClient:
         await self._post("/update_weights_from_tensor", body, _Acknowledged, timeout_s)
 
     async def load_adapter(self, name: str, adapter: Path | AdapterMessage, timeout_s: float, pinned: bool = False) -> None:
-        """Have every tensor-parallel rank hold an adapter, for requests that name it. The engine generates nothing meanwhile.
+        """Load an adapter on every tensor-parallel rank, for requests that name it. The engine generates nothing meanwhile.
 
         Args:
-            name: of none that is loaded.
-            adapter: to send; or a folder that the engine sees too, and maps. What is there must not change, and is best deleted as soon as
-                it is loaded: SGLang loads it again, and says nothing, for a request that names it after `unload_adapter`.
-            pinned: once used it stays where it is in adapter memory, whatever else is asked for.
+            name: a name that no loaded adapter has.
+            adapter: the adapter to send; or a folder that the engine can also read, and maps. The folder's files must not change, and are
+                best deleted once loaded: SGLang silently reloads them for a request that names the adapter after `unload_adapter`.
+            pinned: once used, the adapter keeps its place in adapter memory, whichever other adapters are requested.
         """
         named: dict[str, Any] = {"lora_name": name, "pinned": pinned}
         if isinstance(adapter, Path):
@@ -281,7 +283,7 @@ class EngineClient:
         await self._post("/load_lora_adapter_from_tensors", body, _Acknowledged, timeout_s)
 
     async def unload_adapter(self, name: str, timeout_s: float) -> None:
-        """Forget an adapter. The engine answers, and loads another, only when no request that names it is left."""
+        """Unload an adapter. The engine answers, and loads another adapter, only when no request that names this one is left."""
         await self._post("/unload_lora_adapter", {"lora_name": name}, _Acknowledged, timeout_s)
 
     async def end(self) -> None:
@@ -289,16 +291,16 @@ class EngineClient:
         await self._post("/end_weight_update", {}, _Acknowledged)
 
     async def set_version(self, version: int) -> None:
-        """Say what the weights are called from the next sampled token on."""
+        """Set the version of the weights from the next sampled token on."""
         await self._post("/update_weight_version", {"new_version": str(version), "abort_all_requests": False}, _Acknowledged)
 
     async def checksums(self, timeout_s: float) -> tuple[dict[str, str], ...]:
-        """For each tensor-parallel rank {SGLang parameter or buffer: checksum}."""
+        """Return {SGLang parameter or buffer: checksum} for each tensor-parallel rank."""
         checked = await self._post("/weights_checker", {"action": "checksum"}, _Checked, timeout_s)
         return tuple(rank.checksums for rank in checked.ranks)
 
     async def device(self) -> str:
-        """What it computes on: "cpu", "cuda"."""
+        """Return the type of device it computes on: "cpu", "cuda"."""
         if not self._device:
             text = await self._send("/server_info", None, self._timeout_s)
             try:
@@ -341,7 +343,7 @@ class EngineClient:
             raise EngineError(f"{self.name}: {path}: unexpected answer: {error}") from error
 
     async def _send(self, path: str, body: Mapping[str, Any] | None, seconds: float) -> bytes:
-        """POST a body, or GET."""
+        """POST a body, or GET without one; return the answer's body."""
         headers = {"Content-Type": "application/json"}
         method, data = ("GET", None) if body is None else ("POST", msgspec.json.encode(body))
         try:
@@ -359,7 +361,7 @@ class EngineClient:
 
 
 def _message(text: bytes) -> str:
-    """What the server says is wrong: {"error": {"message": ...}}, {"message": ...}, {"error_message": ...} or plain text."""
+    """Return the error message in an answer: {"error": {"message": ...}}, {"message": ...}, {"error_message": ...} or plain text."""
     try:
         answer = msgspec.json.decode(text)
     except msgspec.DecodeError:

@@ -1,4 +1,4 @@
-"""One SGLang server as a child process: its command line, its start, and its end with everything it spawned."""
+"""One SGLang server as a child process: its command line, start and end, including every process it spawned."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ class Engine:
     """A running server.
 
     Attributes:
-        name: "engine.0"; what records and messages call it.
-        host: the machine, as `asyncmoe.rpc.address.host_id`.
-        client: its endpoints.
+        name: "engine.0"; its name in records and messages.
+        host: its machine, as `asyncmoe.rpc.address.host_id`.
+        client: client of its endpoints.
     """
 
     def __init__(
@@ -49,13 +49,13 @@ class Engine:
         seed: int | None = None,
         memory: Sequence[str] = (),
     ) -> None:
-        """Start the process. Call from the main thread: Linux ends the server when the thread that started it ends.
+        """Start the process. Call from the main thread, because Linux ends the server when the thread that started it ends.
 
         Args:
-            index: of this engine among those of its machine.
+            index: index of this engine on its machine.
             host: address to listen on; default: engines.host.
-            key: what it wants to be shown with every request; empty: nothing.
-            seed: added to the run's, so that no two engines draw the same; default: `index`.
+            key: API key it requires with every request; empty: none.
+            seed: added to the run's seed, so that no two engines draw the same samples; default: `index`.
             memory: see `command`.
 
         Raises:
@@ -78,14 +78,14 @@ class Engine:
             self._adapter = family_of(hf).shape_of(hf), kind, models.engine_dtype(hf, section)
         keeps_routing = models.kept_routing(config, hf) is not None
         arguments = command(config, index, host, port, keeps_routing, index if seed is None else seed, kind, memory)
-        # Not an argument: those can be read by everyone on this machine.
+        # Not an argument, because every user of this machine can read arguments.
         secret = {API_KEY: key} if key else {}
         self._child = Child(name, arguments, log, environment(config, index) | secret)
         self.client = EngineClient(name, f"http://{host}:{port}", key)
 
     @property
     def died(self) -> str | None:
-        """Why the process has ended, or None while it runs."""
+        """The reason the process ended, or None while it runs."""
         if self._child.returncode is None:
             return None
         with self._child.log.open("rb") as log:
@@ -94,11 +94,11 @@ class Engine:
         return f"{reason or f'ended with status {self._child.returncode}'} (log: {self._child.log})"
 
     async def wait_ready(self) -> None:
-        """Return once it takes requests, of the adapter too where one is trained.
+        """Return once the server accepts requests, including requests for the adapter that the receivers write, if any.
 
         Raises:
-            EngineError: it died first.
-            WaitTimeout: it took longer than engines.start_timeout_s since its start.
+            EngineError: the server died first.
+            WaitTimeout: the start took longer than engines.start_timeout_s.
         """
         while not await self.client.ready():
             if (why := self.died) is not None:
@@ -110,17 +110,17 @@ class Engine:
             await adapters.install(self.client, *self._adapter, self._start_timeout_s)
 
     async def stop(self) -> None:
-        """End it with every process it spawned.
+        """End the server with every process it spawned.
 
-        At once: nobody waits for what it generates any more, and SGLang, when asked, only looks up to 5 s later whether requests are
-        left before it kills its processes itself (`sigterm_watchdog`).
+        It is killed at once: nothing waits for its responses any more, and SGLang, if asked to stop, checks only up to 5 s later whether
+        requests are left and then kills its processes itself (`sigterm_watchdog`).
         """
         await self.client.close()
         self._reserved.close()
         await asyncio.to_thread(self.kill)
 
     def kill(self) -> None:
-        """End it at once, with every process it spawned; what it was doing fails with `EngineLost`."""
+        """Kill the server with every process it spawned; its requests in progress fail with `EngineLost`."""
         self._child.end(0.0)
 
 
@@ -134,14 +134,16 @@ def command(
     adapter: Kind | None,
     memory: Sequence[str] = (),
 ) -> list[str]:
-    """The command line of engine `index`; what only a CPU needs is added there by `asyncmoe.platform.sglang`.
+    """Return the command line of engine `index`; on a CPU, `asyncmoe.platform.sglang` adds the arguments that only a CPU needs.
 
-    - The tokenizer is not loaded: token ids go in and come out.
-    - The version "0" is the checkpoint's weights.
-    - Shared experts stay by themselves on every device, as weights are sent; else a GPU makes them one more expert of some models.
+    - The tokenizer is not loaded: requests and responses are token ids.
+    - Version "0" is the checkpoint's weights.
+    - Shared-expert fusion is off on every device, because weights are sent unfused; on a GPU, SGLang would otherwise turn the shared
+      experts of some models into one more routed expert.
 
     Args:
-        memory: arguments that bound its GPU memory (`asyncmoe.plan.budget.engine_arguments`); the user's own, which follow, win.
+        memory: arguments that limit its GPU memory (`asyncmoe.plan.budget.engine_arguments`); the user's own arguments follow and take
+            precedence.
     """
     section = config.engines
     flags: dict[str, object] = {
@@ -172,17 +174,17 @@ def command(
 
 
 def environment(config: Config, index: int) -> dict[str, str]:
-    """Variables set for engine `index` on top of ours; those of the user win."""
+    """Return the variables set for engine `index` in addition to ours; the user's values take precedence."""
     given = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
     given["SGLANG_TIMEOUT_KEEP_ALIVE"] = f"{60 * KEEP_ALIVE_S:.0f}"
     if config.engines.tp > 1:
-        # On CPU a rank is bound to a NUMA node of its own unless told otherwise; ignored on GPU.
+        # Without it, SGLang on CPU binds each rank to a NUMA node of its own; ignored on GPU.
         given["SGLANG_CPU_OMP_THREADS_BIND"] = _cores(sorted(os.sched_getaffinity(0)), index, config.engines.tp)
     return {PARENT: str(os.getpid()), **{name: os.environ.get(name, value) for name, value in given.items()}}
 
 
 def reason_in(log: str) -> str | None:
-    """The line of a log that says best why the server ended: the last exception that is not a consequence of another."""
+    """Return the log line that best explains the exit: a failed bind, else the last root-cause exception, else a usage error; or None."""
     lines = [line.strip() for line in log.splitlines()]
     raised = [line for line in lines if _RAISED.match(line) and not _CONSEQUENCE.search(line)]
     usage = [line for line in lines if ": error: " in line]
@@ -196,9 +198,9 @@ _CONSEQUENCE = re.compile(r"ConnectionRefused|Connection refused|BrokenPipe|EOFE
 
 
 def _reserve(host: str, wanted: int) -> socket.socket:
-    """A bound socket that keeps the port from everybody else during the many seconds until the server listens on it.
+    """Return a bound socket that reserves the port for the many seconds until the server listens on it.
 
-    It never listens, and both set SO_REUSEADDR (the server through asyncio), so Linux lets the server bind the port too.
+    The socket never listens, and both sides set SO_REUSEADDR (the server through asyncio), so Linux lets the server bind the port too.
     """
     reserved = socket.socket()
     reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -212,5 +214,5 @@ def _reserve(host: str, wanted: int) -> socket.socket:
 
 
 def _cores(available: Sequence[int], index: int, tp: int) -> str:
-    """SGLang's form "0|1": a core for each rank, shared in turn when there are fewer cores than ranks."""
+    """Return one core per rank in SGLang's form "0|1"; ranks share cores in turn if there are fewer cores than ranks."""
     return "|".join(str(available[(index * tp + rank) % len(available)]) for rank in range(tp))

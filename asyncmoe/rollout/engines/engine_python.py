@@ -1,4 +1,4 @@
-"""Which Python engines are started with: SGLang pins other versions than the trainer wants, so it may have an environment of its own."""
+"""The Python interpreter of the engines: SGLang pins different versions than the trainer, so it may have an environment of its own."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from asyncmoe.errors import UserError
 
 
 def engine_python(configured: Path | None) -> Path:
-    """`engines.python` where it is given, else that of `.venv-engine` beside this environment where there is one, else this Python.
+    """Return `engines.python` if set, else the Python of `.venv-engine` beside this environment if it exists, else this Python.
 
     Raises:
-        UserError: there is none at that place.
+        UserError: there is no Python at that path.
     """
     beside = Path(sys.prefix).parent / ".venv-engine" / "bin" / "python"
     python = configured or (beside if beside.exists() else Path(sys.executable))

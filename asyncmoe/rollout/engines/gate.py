@@ -1,4 +1,4 @@
-"""The gate in front of the engines: at most so many requests behind it, none let in while it is closed, in the order of `Waiting`."""
+"""The gate in front of the engines: limits the requests inside, admits none while closed, and follows the order of `Waiting`."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from asyncmoe.rollout.engines.scheduling import ScheduledRequest, Waiting
 
 
 class Gate:
-    """Lets requests in. Open at first.
+    """Admits requests; open at first.
 
-    A request that is cancelled while it waits, or just when it is let in, takes no place. Places that become free while the gate is closed
-    are given away when it opens: by then, responses that the closing cut short have come back, and go first.
+    A request that is cancelled while it waits, or at the moment of its admission, takes no place. Places that become free while the gate
+    is closed are assigned when it opens: by then, responses that the closing cut short wait again, and go first.
 
     Attributes:
-        inside: requests that were let in and have not left; never more than `limit`.
+        inside: number of admitted requests that have not left; at most `limit`.
     """
 
     def __init__(self, limit: int, waiting: Waiting) -> None:
@@ -27,7 +27,7 @@ class Gate:
         self._open.set()
 
     def close(self) -> None:
-        """Let nobody in until `open`; who is inside stays."""
+        """Admit no request until `open`; requests inside stay."""
         self._open.clear()
 
     def open(self) -> None:
@@ -36,10 +36,10 @@ class Gate:
 
     @asynccontextmanager
     async def place(self, request: ScheduledRequest) -> AsyncIterator[None]:
-        """Wait to be let in, and leave at the end of the block. The gate is open when the block begins."""
+        """Wait for admission, and leave at the end of the block. The gate is open when the block begins."""
         await self._enter(request)
         try:
-            # It may have closed between the call and now.
+            # The gate may have closed since it admitted this request.
             while not self._open.is_set():
                 await self._open.wait()
             yield

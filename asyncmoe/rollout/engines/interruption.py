@@ -1,14 +1,14 @@
-"""What becomes of responses under way when a weight version lands.
+"""How responses in progress are handled when a weight version lands.
 
-    in_place      they stand still for the swap and go on with their keys and values; nothing is lost or computed again
-    retract       SGLang gives up their keys and values and computes them again with the new weights. It then reports routes of the new
-                  weights for old tokens, so it is refused where routing is kept
-    abort_resume  they end; what they have is kept with its log-probabilities, routes and versions, and sent again as a prefix
-    abort_retry   they end, and start again from their prompts
+    in_place      they pause for the swap and resume with their keys and values; nothing is lost or recomputed
+    retract       SGLang drops their keys and values and recomputes them with the new weights. It then reports the new weights' routes
+                  for old tokens, so this mode is refused if routing is recorded
+    abort_resume  they end; their tokens are kept with log-probabilities, routes and versions, and sent again as a prefix
+    abort_retry   they end, and restart from their prompts
     drain         they finish first; nothing new starts meanwhile
 
-An abort is SGLang's /abort_request, repeated until every request has been answered, and then a pause in place: its own pause in mode
-"abort" looks only once a second whether all have (`tokenizer_manager.py`, `pause_generation`).
+An abort is SGLang's /abort_request, repeated until every request has been answered, followed by a pause in place: SGLang's own pause in
+mode "abort" checks only once a second whether all requests have been answered (`tokenizer_manager.py`, `pause_generation`).
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ async def respond(
     interruption: Interruption,
     request: ScheduledRequest = UNKNOWN,
 ) -> list[Turn]:
-    """One whole response, over as many requests as interruptions make of it.
+    """Generate one whole response, in as many requests as interruptions split it into.
 
     Args:
-        given: tokens in front of it that no turn before has.
-        before: the turns so far.
-        request: what scheduling knows of the first request.
+        given: tokens before the response that no earlier turn has.
+        before: the earlier turns.
+        request: scheduling information of the first request.
 
     Returns:
-        The turns it took, the first with `given`; those after it have nothing given.
+        The turns of the response, the first with `given`; later turns have no given tokens.
 
     Raises:
-        TrajectoryRejected: see `Pool.generate`; "engine_error": a request was aborted that nobody asked to abort.
+        TrajectoryRejected: see `Pool.generate`; "engine_error" if a request was aborted although the interruption mode aborts none.
     """
     prefix = [token for turn in before for token in (*turn.given, *turn.generation.tokens)]
     made: list[Turn] = []

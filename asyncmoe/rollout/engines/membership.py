@@ -1,8 +1,8 @@
-"""Engines of other machines, as the controller sees them: how they join, that they are still there, and how they leave.
+"""Engines of other machines, as the controller sees them: joining, heartbeats and leaving.
 
-Each is started and ended by `asyncmoe engine` (`asyncmoe.rollout.engines.engine_agent`), which asks here. One that has joined is an engine
-like any
-other from its first version on. One that leaves gets no new requests and finishes what it has; one that is not heard of is fenced.
+`asyncmoe engine` (`asyncmoe.rollout.engines.engine_agent`) starts and ends each of them, and sends its requests here. An engine that has
+joined is an engine like any other from its first version on. An engine that leaves gets no new requests and finishes its current ones; an
+engine without heartbeats is fenced.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 MembershipRequest = EngineJoin | EngineAlive | EngineLeave
 _POLL_S = 0.1
 _FAREWELL_S = 3.0
-"""How long engines are waited for that have not asked for their last order yet."""
+"""Maximum wait, in seconds, for engines that have not fetched their last order yet."""
 LEFT = "it has left"
 
 
@@ -31,7 +31,7 @@ class RemoteEngine:
     """An engine that has joined; an `asyncmoe.rollout.engines.pool.EngineHandle`.
 
     Args:
-        silence_s: not heard of for so long, it is dead.
+        silence_s: seconds without a heartbeat after which it counts as dead.
     """
 
     def __init__(self, joined: EngineJoin, silence_s: float) -> None:
@@ -43,27 +43,27 @@ class RemoteEngine:
 
     @property
     def died(self) -> str | None:
-        """Why it is taken for dead, or None."""
+        """Why the engine counts as dead, or None."""
         silent = time.monotonic() - self._heard
         if not self._gone and silent > self._silence_s:
             self._gone = f"not heard of for {silent:.0f} s (cluster.silence_s {self._silence_s:g})"
         return self._gone or None
 
     def kill(self) -> None:
-        """Have it end; it asks for orders all the time."""
+        """Order the engine to end; it polls for orders continuously."""
         self.tell(EngineOrder(why=self._gone or "the controller has given it up; its log says more"))
 
     def gone(self, why: str) -> None:
-        """It says itself that it has ended."""
+        """Record that the engine itself reported its end."""
         self._gone = why
 
     def tell(self, order: EngineOrder) -> None:
-        """The first order is the last."""
+        """Set the engine's last order; later orders are ignored."""
         if not self.order.done():
             self.order.set_result(order)
 
     async def ask(self, wait_s: float) -> EngineOrder:
-        """It is still there, and asks what to do."""
+        """Record a heartbeat; wait at most `wait_s` for the last order, and return it or an empty order."""
         self._heard = time.monotonic()
         await asyncio.wait([self.order], timeout=min(wait_s, self._silence_s / 2))
         self._heard = time.monotonic()
@@ -75,8 +75,8 @@ class Membership:
     """Answers engines of other machines.
 
     Args:
-        pool: that they join.
-        updating: whether a version that is under way goes to an engine.
+        pool: the pool that engines join.
+        updating: returns True if an open weight update goes to the engine.
     """
 
     def __init__(self, config: Config, pool: Pool, updating: Callable[[Member], bool]) -> None:
@@ -87,10 +87,10 @@ class Membership:
         """Answer one request.
 
         Raises:
-            ConfigError: an engine of another configuration, or the run takes none.
-            UserError: a name that is taken, other versions than the controller's, or another time.
-            EngineError: the controller does not reach it.
-            ProtocolError: an engine that is not here.
+            ConfigError: the engine has a different configuration, or the run accepts no joining engines.
+            UserError: the engine's name is taken, or its package versions or clock differ from the controller's.
+            EngineError: the controller cannot reach the engine.
+            ProtocolError: the engine has not joined, or is the controller's own.
         """
         match request:
             case EngineJoin():
@@ -103,10 +103,10 @@ class Membership:
                 return Done()
 
     async def wait_joined(self, timeout_s: float) -> None:
-        """Return when as many engines have joined as `engines.count`.
+        """Return when `engines.count` engines have joined.
 
         Raises:
-            WaitTimeout: naming those that have.
+            WaitTimeout: names the engines that have joined.
         """
         count, until = self._config.engines.count, time.monotonic() + timeout_s
         while len(self._pool.present) < count:
@@ -119,7 +119,7 @@ class Membership:
             await asyncio.sleep(_POLL_S)
 
     async def end(self, order: EngineOrder) -> None:
-        """The run is over: tell all engines, and wait a moment for those that are just not listening."""
+        """Send all engines their last order, and wait briefly for the engines that are not polling at this moment."""
         self._ended = order
         remote = [member.engine for member in self._pool.members if isinstance(member.engine, RemoteEngine)]
         for engine in remote:

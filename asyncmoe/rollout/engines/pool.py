@@ -1,13 +1,14 @@
-"""The engines together: which one gets a request, which one is gone, and the gate that holds requests back.
+"""The engine pool: dispatches requests to engines, fences engines that fail, and holds requests back at the gate.
 
-- A request goes to the engine that `scheduling.choose` names, under the version the ledger gives that engine at that moment.
-- At most so many requests are at the engines; the others wait at the gate, in the order of `scheduling.Waiting`.
-- While a weight update runs the gate is closed: a request that is already at an engine stands still there, a new one waits here, so
-  it is never filed under a version that is about to change.
-- An engine that ends or does not answer is *fenced*: killed with all it spawned, so it can never serve a mixed version. What it
-  was generating fails with `TrajectoryRejected("engine_died")`; the producer starts those groups again, on the engines that are left.
-  The next version goes to those. `watch` raises as soon as no engine is left.
-- An engine that joins waits for its first version, and one that leaves takes no new requests and finishes what it has.
+- A request goes to the engine that `scheduling.choose` selects. Its prefix is cached there under the version that the ledger gives that
+  engine at that moment.
+- The number of requests at the engines is limited; the others wait at the gate, in the order of `scheduling.Waiting`.
+- The gate is closed during a weight update: a request already at an engine pauses there and a new request waits here, so no prefix is
+  cached under a version that is about to change.
+- An engine that exits or stops answering is *fenced*: killed with every process it spawned, so that it can never serve a mixed version.
+  Its responses in progress fail with `TrajectoryRejected("engine_died")`; the producer restarts those groups on the remaining engines,
+  which also receive the next version. `watch` raises as soon as no engine is left.
+- An engine that joins waits for its first version. An engine that leaves takes no new requests and finishes its current ones.
 """
 
 from __future__ import annotations
@@ -30,11 +31,11 @@ from asyncmoe.rollout.engines.scheduling import UNKNOWN, Homes, Lengths, Schedul
 log = logging.getLogger(__name__)
 _WATCH_S = 0.5
 _PATIENCE = 4
-"""A request is overtaken at most this many times `limit` times: the order is kept until waiting has lasted several responses."""
+"""A request is overtaken at most `_PATIENCE * limit` times, so the order yields only after a wait of several responses."""
 
 
 class EngineHandle(Protocol):
-    """What the pool needs of an `Engine`."""
+    """The part of `Engine` that the pool uses."""
 
     name: str
     tp: int
@@ -50,17 +51,17 @@ class EngineHandle(Protocol):
 
 @dataclass(eq=False)
 class Member:
-    """An engine and what the pool knows of it.
+    """An engine and its state in the pool.
 
     Attributes:
-        adapter: that requests name.
-        slots: its adapters, where every version is one.
-        version: what the engine serves.
-        in_flight: requests sent and not answered.
+        adapter: name of the adapter in its requests, or None.
+        slots: its adapter slots if every version is an adapter, else None.
+        version: version the engine serves.
+        in_flight: number of requests sent but not answered.
         fenced: why it takes no more requests, or None.
-        waiting: it has joined and not yet got a version.
-        leaving: it finishes what it has.
-        busy_since: Unix seconds since which it has been generating and that is not recorded yet, or None.
+        waiting: True if it has joined but not received a version.
+        leaving: True if it only finishes the requests it has.
+        busy_since: Unix time at which its unrecorded generation began, or None if idle.
     """
 
     engine: EngineHandle
@@ -74,13 +75,13 @@ class Member:
     busy_since: float | None = None
 
     def serving(self) -> AbstractContextManager[ServedBy]:
-        """What a request is sampled by, for the time of the request."""
+        """Return a context for one request; it yields the version and adapter that sample the request."""
         return nullcontext(ServedBy(self.version, self.adapter)) if self.slots is None else self.slots.use()
 
 
 @dataclass(frozen=True)
 class PooledGeneration:
-    """A generation and the version its prompt was filed under."""
+    """A generation and the version its prompt was cached under."""
 
     generation: Generation
     salt: int
@@ -90,17 +91,17 @@ class Pool:
     """All engines of a run.
 
     Attributes:
-        generated_tokens: sampled by all engines so far.
-        lost_tokens: those of them that were thrown away because a response started again.
-        recomputed_tokens: of prefixes that were sent again because a response was cut short.
+        generated_tokens: tokens sampled by all engines so far.
+        lost_tokens: sampled tokens that were discarded because a response restarted.
+        recomputed_tokens: prefix tokens that were sent again because a response was cut short.
 
     Args:
-        limit: requests in flight over all engines.
-        timeout_s: how long one response may take.
-        record: called with (engine, begin, end) in Unix seconds for every stretch in which an engine was generating.
+        limit: maximum number of requests in flight over all engines.
+        timeout_s: limit on the duration of one response.
+        record: called with (engine, begin, end), Unix seconds, for every interval in which an engine was generating.
         balance, slack, order: as `rollout.balance`, `affinity_slack` and `order`.
-        adapter: name of the one that all requests are sampled with.
-        slots: every version is an adapter of its own instead.
+        adapter: name of the adapter that all requests are sampled with.
+        slots: True if instead every version is an adapter of its own.
     """
 
     def __init__(
@@ -126,27 +127,27 @@ class Pool:
 
     @property
     def serving(self) -> list[Member]:
-        """The engines that requests go to."""
+        """The engines that receive requests."""
         return [member for member in self.present if not (member.waiting or member.leaving)]
 
     @property
     def present(self) -> list[Member]:
-        """The engines that are not fenced; those that new versions go to, unless they are about to leave."""
+        """The engines that are not fenced; new versions go to all of them except leaving engines."""
         return [member for member in self.members if member.fenced is None]
 
     @property
     def version(self) -> int:
-        """The oldest version an engine serves."""
+        """The oldest version that a serving engine has; 0 without engines."""
         return min((member.version for member in self.serving), default=0)
 
     async def generate(
         self, tokens: Sequence[int], sampling: Sampling, held: int = 0, request: ScheduledRequest = UNKNOWN
     ) -> PooledGeneration:
-        """One response.
+        """Generate one response.
 
         Args:
             held: as for `EngineClient.generate`.
-            request: decides when it goes, and to which engine.
+            request: decides when the prompt is sent, and to which engine.
 
         Raises:
             TrajectoryRejected: "engine_died", "engine_error" or "engine_timeout".
@@ -162,37 +163,37 @@ class Pool:
         return answer
 
     def join(self, engine: EngineHandle) -> Member:
-        """Take in an engine; requests go to it after its first version."""
+        """Add an engine; it receives requests after its first version."""
         member = self._member(engine)
         member.waiting = True
         self.members.append(member)
         return member
 
     def remove(self, member: Member) -> None:
-        """Forget an engine that has left."""
+        """Remove an engine that has left."""
         self._leave_idle(member)
         self.members.remove(member)
 
     def close(self) -> None:
-        """Close the gate; what is at the engines goes on."""
+        """Close the gate; requests at the engines continue."""
         self._gate.close()
 
     def hold(self) -> None:
-        """Close the gate. The time until `release` does not count as generating."""
+        """Close the gate. The time until `release` does not count as generation."""
         self._gate.close()
         self.note_busy()
         for member in self.members:
             member.busy_since = None
 
     def release(self) -> None:
-        """Open the gate; requests that stood still go on."""
+        """Open the gate; engines with requests count as generating again."""
         now = time.time()
         for member in self.members:
             member.busy_since = now if member.in_flight else None
         self._gate.open()
 
     def fence(self, member: Member, why: str) -> None:
-        """Give no more requests to an engine, ever, and end it."""
+        """Kill an engine and never send it a request again."""
         if member.fenced is not None:
             return
         member.fenced = member.engine.died or why
@@ -200,7 +201,7 @@ class Pool:
         member.engine.kill()
 
     async def watch(self) -> None:
-        """Fence engines whose process ends; never returns.
+        """Fence every engine whose process ends; never returns.
 
         Raises:
             EngineError: no engine is left.
@@ -217,7 +218,7 @@ class Pool:
                 self.fence(member, why)
 
     def note_busy(self) -> None:
-        """Record what engines have been generating until now, without waiting for them to fall idle."""
+        """Record the generation time of busy engines up to now, without waiting until they are idle."""
         now = time.time()
         for member in self.members:
             if member.busy_since is not None:
@@ -228,7 +229,7 @@ class Pool:
         return Member(engine, self._adapter, TwoSlots(engine.client, self._timeout_s) if self._has_slots else None)
 
     async def _some(self) -> None:
-        """Return when requests can go somewhere: all engines may be waiting for their first version.
+        """Return when an engine serves; all engines may be waiting for their first version.
 
         Raises:
             EngineError: no engine is left.
@@ -267,7 +268,7 @@ class Pool:
         return members[choose(loads, request.prompt, self._balance, self._slack, self._homes.of(request.conversation))]
 
     def _any(self) -> None:
-        """Raises EngineError when none is left."""
+        """Raise EngineError if no engine is left."""
         if not any(not member.leaving for member in self.present):
             reasons = "; ".join(f"{member.engine.name}: {member.fenced or 'it is leaving'}" for member in self.members)
             raise EngineError(f"no engine is left: {reasons or 'all have left'}")

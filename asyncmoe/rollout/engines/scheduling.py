@@ -1,12 +1,12 @@
-"""Which request goes next, and to which engine. Decisions only: nothing here waits or talks to anyone.
+"""Selects the next request and its engine. Decisions only: nothing here waits or communicates.
 
-Next (`Waiting`): what continues, a response that a weight update cut short or a later turn of a running episode, before what is new, so
-that the tail of an episode never waits for the head of another; among new ones those expected to be longest first, where that is asked
-for, because a long response that starts last is what everyone waits for at the end (longest processing time first; Graham, 1969). Nobody
-starves: a request is overtaken at most `patience` times.
+Next request (`Waiting`): requests that continue an episode (a response that a weight update cut short, or a later turn) go before new
+requests, so that the tail of an episode never waits for the head of another. With order "longest_first", new requests with the longest
+expected responses go first, because the end of the batch waits for a long response that starts last (longest processing time first;
+Graham, 1969). No request starves: each is overtaken at most `patience` times.
 
-Engine (`choose`): the one with the fewest requests, or, so that prefixes are found in an engine's cache, the one that has the
-conversation so far, else the same for all requests of a prompt, as long as it is not much busier than the others.
+Engine (`choose`): the engine with the fewest requests. Or, so that prefixes are found in an engine's cache: the engine that has the
+conversation so far, else the same engine for all requests of a prompt, as long as it is not much busier than the others.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from hashlib import blake2b
 from asyncmoe.config.generation import Balance, Order
 
 KEPT_PROMPTS = 1024
-"""Prompts whose lengths `Lengths` remembers: the most recent ones."""
+"""Number of most recent prompts whose lengths `Lengths` remembers."""
 KEPT_CONVERSATIONS = 65536
-"""Conversations whose engine `Homes` remembers: the most recent ones."""
+"""Number of most recent conversations whose engines `Homes` remembers."""
 
 
 @dataclass(frozen=True)
 class ScheduledRequest:
-    """What scheduling knows of a request.
+    """Scheduling information of a request.
 
     Attributes:
-        prompt: names the prompt of its episode; requests of the same one share a prefix, and have similar lengths.
-        continues: it goes on with an episode that has been at an engine before.
-        sampled: tokens of the same response that earlier requests made.
-        conversation: names what it goes on with, or begins: one agent's part in an episode. "": none.
+        prompt: name of the episode's prompt; requests with the same prompt share a prefix and have similar lengths.
+        continues: True if its episode has been at an engine before.
+        sampled: number of tokens of the same response that earlier requests sampled.
+        conversation: name of the conversation it continues or begins: one agent's part in an episode. "": none.
     """
 
     prompt: str = ""
@@ -45,17 +45,17 @@ UNKNOWN = ScheduledRequest()
 
 
 def choose(loads: Mapping[str, int], prompt: str, balance: Balance, slack: int, last: str = "") -> str:
-    """The engine a request goes to.
+    """Return the engine for a request.
 
     `prefix_affine` is rendezvous hashing (Thaler and Ravishankar, 1998) with bounded loads: each prompt has its own order of the engines,
-    and the request goes to the first in it that has at most `slack` requests more than the least loaded. When an engine leaves, only the
-    prompts that were at it move, and what is too much for one engine overflows to the same other one. The engine that answered the
-    conversation last, which holds more of its prefix than any other, goes before all of that order.
+    and the request goes to the first engine in this order with at most `slack` requests more than the least loaded engine. When an engine
+    leaves, only its prompts move, and a prompt's overflow from one engine always goes to the same other engine. The engine that last
+    answered the conversation holds more of its prefix than any other, so it precedes this order.
 
     Args:
         loads: requests in flight by engine; not empty.
-        prompt: "" has no affinity.
-        last: the engine that answered the conversation last; "" or one that is gone: none.
+        prompt: name of the prompt; "" has no affinity.
+        last: engine that last answered the conversation; ignored if it is "" or the engine is gone.
     """
     least = min(loads.values())
     if balance == "least_loaded" or not prompt:
@@ -69,13 +69,13 @@ def _weight(name: str, prompt: str) -> bytes:
 
 
 class Homes:
-    """Which engine answered each conversation last, for the most recent `KEPT_CONVERSATIONS`."""
+    """The engine that last answered each conversation, for the `KEPT_CONVERSATIONS` most recent conversations."""
 
     def __init__(self) -> None:
         self._engines: OrderedDict[str, str] = OrderedDict()
 
     def note(self, conversation: str, engine: str) -> None:
-        """`engine` has answered `conversation`."""
+        """Record that `engine` answered `conversation`."""
         if not conversation:
             return
         self._engines[conversation] = engine
@@ -84,19 +84,19 @@ class Homes:
             self._engines.popitem(last=False)
 
     def of(self, conversation: str) -> str:
-        """Its name, or ""."""
+        """Return the engine that last answered `conversation`, or "" if unknown."""
         return self._engines.get(conversation, "")
 
 
 class Lengths:
-    """How long responses were, by prompt, for the most recent `KEPT_PROMPTS` prompts."""
+    """Response lengths by prompt, for the `KEPT_PROMPTS` most recent prompts."""
 
     def __init__(self) -> None:
         self._by_prompt: OrderedDict[str, tuple[int, int]] = OrderedDict()
         self._tokens = self._count = 0
 
     def note(self, prompt: str, tokens: int) -> None:
-        """A response of `tokens` tokens to `prompt` has ended."""
+        """Record a finished response of `tokens` tokens to `prompt`."""
         before, count = self._by_prompt.pop(prompt, (0, 0))
         self._by_prompt[prompt] = before + tokens, count + 1
         self._tokens, self._count = self._tokens + tokens, self._count + 1
@@ -105,19 +105,19 @@ class Lengths:
             self._tokens, self._count = self._tokens - old, self._count - gone
 
     def expected(self, prompt: str) -> float:
-        """Tokens a response to `prompt` will have: the mean of earlier ones to it, else of all, else 0."""
+        """Return the expected tokens of a response to `prompt`: the mean of earlier responses to it, else of all responses, else 0."""
         tokens, count = self._by_prompt.get(prompt, (self._tokens, self._count))
         return tokens / count if count else 0.0
 
 
 class Waiting:
-    """Requests in the order in which they will be let through.
+    """Waiting requests, taken in scheduling order.
 
-    A request is *overtaken* by one that came later and goes earlier. The oldest goes next, whatever its rank, once as many requests as
-    came before it and `patience` more have gone (been taken, or given up). So each is overtaken at most `patience` times, and one that
-    finds n waiting is taken after at most n + `patience` others. Proof: let x be overtaken while s requests came before the oldest that
-    waits. Then fewer than s + `patience` have gone. Those s are among them, and so is whoever overtook x earlier, who came after x and
-    so is none of the s: fewer than `patience`.
+    A request is *overtaken* by a request that arrived later and leaves earlier. Let s be the number of requests that arrived before the
+    oldest waiting request. The oldest goes next, whatever its rank, once s + `patience` requests have left (taken or given up). So each
+    request is overtaken at most `patience` times, and a request that finds n waiting is taken after at most n + `patience` others. Proof:
+    when a request x is overtaken, fewer than s + `patience` requests have left. Among them are the s requests, and the requests that
+    overtook x earlier. These arrived after x, so none of them is among the s: there are fewer than `patience` of them.
 
     Args:
         patience: at least 0; with 0 the order is first come, first served.
@@ -134,7 +134,7 @@ class Waiting:
         return len(self._all)
 
     def come(self, request: ScheduledRequest) -> int:
-        """Wait; returns the request's ticket: how many came before it."""
+        """Add a request; return its ticket, the number of requests that arrived before it."""
         ticket = self._came
         self._came += 1
         self._all[ticket] = request
@@ -143,13 +143,13 @@ class Waiting:
         return ticket
 
     def take(self) -> int:
-        """Let the next one through; there must be one. Returns its ticket."""
+        """Remove the next request and return its ticket; at least one must be waiting."""
         ticket = self._next()
         self.give_up(ticket)
         return ticket
 
     def give_up(self, ticket: int) -> None:
-        """A request that waits no longer wants to."""
+        """Remove a waiting request."""
         request = self._all.pop(ticket)
         if request.continues:
             del self._continuing[ticket]

@@ -1,10 +1,10 @@
-"""How SGLang 0.5.23 reports what it did to sample a response, into the arrays that are recorded.
+"""Decodes the routes and sampling masks that SGLang 0.5.23 reports for a response into the recorded arrays.
 
 Routes: `meta_info.routed_experts`, base64 of int32[seqlen - 1 - start, num_hidden_layers, top_k] in C order
-(`sglang/srt/state_capturer`): seqlen counts prompt and response, the last token has not been through the model, dense layers have
-rows too, and `start` is the request's `routed_experts_start_len`, at most the length of its prompt and lowered to seqlen - 1.
+(`sglang/srt/state_capturer`): seqlen counts prompt and response, the last token has not passed through the model, dense layers are
+included, and `start` is the request's `routed_experts_start_len`, at most the length of its prompt and capped at seqlen - 1.
 
-Masks: `meta_info.output_token_sampling_mask`, a list of ids for every token of the response in no particular order
+Masks: `meta_info.output_token_sampling_mask`, a list of ids for every token of the response, in no particular order
 (`sglang/srt/sampling/sampling_mask.py`).
 """
 
@@ -20,20 +20,20 @@ from asyncmoe.record import Masks, Routing, decode_base64, token_outside
 
 
 def routed_experts(text: str | None, routing: Routing, *, tokens: int, held: int, key: str) -> np.ndarray:
-    """The rows an answer has.
+    """Decode the routes in an answer.
 
     Args:
         text: `meta_info.routed_experts`.
-        tokens: of prompt and response.
-        held: rows asked to be left out (`routed_experts_start_len`), because earlier turns have them.
+        tokens: number of tokens of prompt and response.
+        held: number of leading rows that the request excluded (`routed_experts_start_len`), because earlier turns have them.
         key: the trajectory's name, for errors.
 
     Returns:
-        int32[tokens - 1 - held, all_layers, top_k]; no more than the text's length is allocated.
+        int32[tokens - 1 - held, all_layers, top_k]; allocates no more than the text's length.
 
     Raises:
-        TrajectoryRejected: "no_routes", "routes_malformed" for what is not base64, "routes_wrong_layers" for the right
-            number of rows of other layers or experts per token, "length_mismatch" for another number of rows.
+        TrajectoryRejected: "no_routes" if there are none, "routes_malformed" for invalid base64, "routes_wrong_layers" for the right
+            number of rows with a wrong number of layers or experts per token, "length_mismatch" for a wrong number of rows.
     """
     if text is None:
         raise TrajectoryRejected("no_routes", f"{key}: the engine sent none; it needs --enable-return-routed-experts")
@@ -54,21 +54,21 @@ def routed_experts(text: str | None, routing: Routing, *, tokens: int, held: int
 def sampling_masks(
     lists: Sequence[Sequence[int]] | None, response: np.ndarray, vocabulary: int, *, before: int, after: int, key: str
 ) -> Masks:
-    """The masks of a response within a trajectory; all other rows are the whole vocabulary.
+    """Return the masks of a response within a trajectory; all other rows stand for the whole vocabulary.
 
     Args:
         lists: `meta_info.output_token_sampling_mask`.
-        response: int32[R], the tokens sampled.
-        vocabulary: size.
-        before, after: tokens of the trajectory in front of the response, and behind it.
+        response: int32[R], the sampled tokens.
+        vocabulary: size of the vocabulary.
+        before, after: number of tokens of the trajectory before and after the response.
         key: the trajectory's name, for errors.
 
     Returns:
-        Masks of before + R + after rows.
+        Masks with before + R + after rows.
 
     Raises:
-        TrajectoryRejected: "no_mask", "length_mismatch" for another number of lists, "bad_mask" for ids that are none of the vocabulary's
-            or come twice, "mask_without_token" when a token is not among the ids it was sampled from.
+        TrajectoryRejected: "no_mask" if there is none, "length_mismatch" for a wrong number of lists, "bad_mask" for too many ids or ids
+            that are repeated or outside the vocabulary, "mask_without_token" if a token is not among the ids it was sampled from.
     """
     if lists is None:
         raise TrajectoryRejected("no_mask", f"{key}: the engine sent no sampling mask")

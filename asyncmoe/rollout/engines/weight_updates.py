@@ -1,27 +1,29 @@
-"""The conductor of the weight protocol, and the ledger of which engine serves which version.
+"""The coordinator of the weight protocol, and the ledger of which engine serves which version.
 
-There are three ways a version comes to the engines. By broadcast, while they stand still:
+A version reaches the engines in one of three ways. By broadcast, while they are paused:
 
-    WeightsBegin    gate closed; every engine: pause in place, begin_weight_update
-    WeightsBucket   every engine at once: update_weights_from_distributed, while the sender broadcasts
-    WeightsCommit   every engine: end_weight_update, compare checksums, update_weight_version, continue; then the gate opens
+    WeightsBegin    close the gate; every engine: pause in place, begin_weight_update
+    WeightsBucket   all engines concurrently: update_weights_from_distributed, while the sender broadcasts
+    WeightsCommit   every engine: end_weight_update, compare checksums, update_weight_version, continue; then open the gate
 
 Shard to shard, while they generate, through the receivers inside them (`asyncmoe.receiver`):
 
-    WeightsStage    nothing but a look whether all engines are there; the sender and the receivers see to the rest.
-                    Where they have no staging memory: gate closed; every engine: pause in place, begin_weight_update
-    WeightsCommit   gate closed; every engine: pause in place, begin_weight_update, swap, end_weight_update, compare checksums, continue
+    WeightsStage    only check that all engines are present; the sender and the receivers do the rest.
+                    Without staging memory: close the gate; every engine: pause in place, begin_weight_update
+    WeightsCommit   close the gate; every engine: pause in place, begin_weight_update, swap, end_weight_update, compare checksums,
+                    continue; then open the gate
 
 Adapters, as files that SGLang loads (`asyncmoe.rollout.engines.adapter_slots`):
 
-    WeightsAdapter  every engine at once: the version before the last is unloaded, this one loaded; nothing stands still
+    WeightsAdapter  all engines concurrently: unload the older of the two loaded versions, load this one; no engine pauses
 
-Every version goes to the *roster*: the engines there were when the sender last asked (`EnginesAsk`), in an order that says which ranks of
-the weight group are whose. One that joins or leaves makes it another, and the sender meets those again.
+Every version goes to the *roster*: the engines present when the sender last asked (`EnginesAsk`), in an order that assigns each engine
+its ranks of the weight group. When an engine joins or leaves, the next roster differs, and the sender forms a new group with its engines.
 
-All or nothing: an engine that refused, fell silent or differs is fenced, and one that may hold a part of a version never goes on.
-When loading a bucket fails all engines are fenced, because those in the broadcast wait for the one that is not. A sender that
-fails or falls silent before the first bucket, or while it stages, costs nothing: the engines go on with the version they had.
+All or nothing: an engine that refuses, falls silent or has different checksums is fenced, and an engine that may hold part of a version
+never resumes. If loading a bucket fails, all engines are fenced, because the engines in the broadcast wait for the failed one. A sender
+that fails or falls silent before the first bucket, or while it stages into separate memory, costs nothing: the engines keep the version
+they had.
 """
 
 from __future__ import annotations
@@ -56,18 +58,18 @@ from asyncmoe.rpc.messages import (
 
 WeightsRequest = WeightsJoin | WeightsStage | WeightsBegin | WeightsBucket | WeightsCommit | WeightsAdapter | WeightsAbort | EnginesAsk
 _ENDING_S = 0.02
-"""Between two looks whether responses have ended."""
+"""Seconds between two checks for unfinished responses."""
 _NAMED = 8
-"""Differing parameters an error names; the rest are counted."""
+"""Maximum number of differing parameters that an error names; the rest are counted."""
 
 
 @dataclass(frozen=True)
 class EngineSet:
-    """The engines that versions go to.
+    """The engines that receive versions: a roster.
 
     Attributes:
-        number: of this roster among those there have been.
-        offsets: of each member its first rank in the weight group; rank 0 there is the sender.
+        number: sequence number of this roster.
+        offsets: each member's first rank in the weight group, whose rank 0 is the sender.
     """
 
     number: int
@@ -82,7 +84,7 @@ class EngineSet:
         return 1 + sum(m.engine.tp for m in self.members)
 
     def now(self, pool: Pool) -> EngineSet:
-        """The same, or the next one if the engines that are to stay are others."""
+        """Return this set, or the next-numbered one if the present engines that are not leaving differ from its members."""
         members = tuple(m for m in pool.present if not m.leaving)
         return self if members == self.members else EngineSet(self.number + 1, members)
 
@@ -92,13 +94,13 @@ class _Update:
     version: int
     members: list[Member]
     paused: dict[str, float] = field(default_factory=dict)
-    """Unix seconds at which each engine was asked to pause."""
+    """Unix time at which each engine was asked to pause."""
     loading: bool = False
-    """Whether an engine may hold a part of `version`."""
+    """True if an engine may hold part of `version`."""
     staged: bool = False
-    """Whether it comes through the receivers."""
+    """True if the version arrives through the receivers."""
     held: bool = False
-    """Whether the gate was closed for it."""
+    """True if the gate was closed for this update."""
 
 
 class WeightUpdateCoordinator:
@@ -106,11 +108,12 @@ class WeightUpdateCoordinator:
 
     Args:
         pool: the engines; its members' `version` is the ledger.
-        timeout_s: bound of each request, and of the silence between two of them while engines stand still.
+        timeout_s: limit on each request, and on the sender's silence between two requests while engines are paused.
         published: awaited with a version once every engine serves it.
-        record: called with (engine, begin, end) in Unix seconds for every pause.
-        interruption: what becomes of responses under way (`asyncmoe.rollout.engines.interruption`).
-        unfinished: how many trajectories were begun that must be finished before a version lands, whether they are at an engine or not.
+        record: called with (engine, begin, end), Unix seconds, for every pause.
+        interruption: how responses in progress are handled (`asyncmoe.rollout.engines.interruption`).
+        unfinished: returns the number of started trajectories that must finish before a version lands, whether or not they are at an
+            engine.
     """
 
     def __init__(
@@ -133,14 +136,14 @@ class WeightUpdateCoordinator:
         self._ending: asyncio.Future[None] | None = None
 
     def engines_started(self) -> None:
-        """All engines take requests: `EnginesAsk` is answered."""
+        """Report that all engines accept requests, so that `EnginesAsk` is answered."""
         self._started.set_result(None)
 
     def engines_failed(self, error: AsyncmoeError) -> None:
-        """They will not all start: who asks for them gets `error`."""
+        """Report that not all engines will start; everyone who waits for them gets `error`."""
         if not self._started.done():
             self._started.set_exception(error)
-            # Nobody need ask.
+            # Mark the exception as retrieved: asyncio warns about a future whose exception nobody retrieves.
             self._started.exception()
 
     @property
@@ -149,10 +152,10 @@ class WeightUpdateCoordinator:
         return self._waiting > 0
 
     async def wait_started(self) -> None:
-        """Return when all engines take requests.
+        """Return when all engines accept requests.
 
         Raises:
-            AsyncmoeError: what `engines_failed` was called with.
+            AsyncmoeError: the error passed to `engines_failed`.
         """
         await asyncio.shield(self._started)
 
@@ -160,8 +163,8 @@ class WeightUpdateCoordinator:
         """Answer one request.
 
         Raises:
-            WeightSyncError: an engine refused, died or differs, or the request is out of turn.
-            WaitTimeout: the engines did not start in time.
+            WeightSyncError: an engine refused, died or has different checksums, or the request is out of order.
+            WaitTimeout: the engines did not start, or responses did not end, in time.
         """
         match request:
             case EnginesAsk():
@@ -213,7 +216,7 @@ class WeightUpdateCoordinator:
         _raise(await _on_each(members, join), f"joining the weight group {request.group}")
 
     async def _start_receivers(self, request: WeightsJoin) -> None:
-        """In an update that changes nothing: SGLang lets a call into its workers only then."""
+        """Start the receivers inside an update that changes nothing, because SGLang only lets calls into its workers during an update."""
         update = self._claim(self._pool.version)
         await self._stand_still(update)
 
@@ -237,14 +240,14 @@ class WeightUpdateCoordinator:
         await self._stand_still(self._claim(version))
 
     def _claim(self, version: int) -> _Update:
-        # One that is only being staged may be that of a sender that is gone.
+        # An update that only stages may be left from a sender that is gone, so a new one replaces it.
         if self._update is not None and self._update.held:
             raise WeightSyncError(f"version {version} was begun while version {self._update.version} is open")
         self._update = _Update(version, self._whole())
         return self._update
 
     async def _stand_still(self, update: _Update) -> None:
-        """Close the gate and pause all engines; when one cannot be, the others go on."""
+        """Close the gate and pause all engines; if an engine fails to pause, fence it, resume the others and raise."""
         update.held = True
         await self._interrupt(update)
         self._pool.hold()
@@ -253,7 +256,7 @@ class WeightUpdateCoordinator:
             update.paused[member.engine.name] = time.time()
             await member.engine.client.pause(retract=self._interruption == "retract")
             if self._interruption == "retract":
-                await member.engine.client.flush()  # or they would be given back the keys and values of the old weights
+                await member.engine.client.flush()  # else retracted requests would reuse the old weights' keys and values
             await member.engine.client.begin()
 
         failed = await _on_each(update.members, begin)
@@ -264,7 +267,7 @@ class WeightUpdateCoordinator:
             _raise(failed, f"beginning version {update.version}")
 
     async def _interrupt(self, update: _Update) -> None:
-        """Have no request at an engine, where responses are not to live through the update."""
+        """Wait until no request is at an engine, unless responses survive the update."""
         if self._interruption in ("in_place", "retract"):
             return
         until = time.monotonic() + self._timeout_s
@@ -277,7 +280,7 @@ class WeightUpdateCoordinator:
             await self._later(update, until, f"{count} responses")
 
     async def _later(self, update: _Update, until: float, unfinished: str) -> None:
-        """A moment, unless it is too late already."""
+        """Sleep until the next check; after `until`, drop the update and raise WaitTimeout."""
         if time.monotonic() > until:
             self._close(update)
             what = f"the end of {unfinished} before version {update.version} (rollout.interruption {self._interruption})"
@@ -325,7 +328,7 @@ class WeightUpdateCoordinator:
 
         failed += await self._fencing(update, go_on)
         self._close(update)
-        # An engine whose process has ended is fenced and has got nothing; the others have the version.
+        # An engine whose process has ended is fenced and serves nothing; the others have the version.
         _raise([(m, error) for m, error in failed if not isinstance(error, EngineLost)], f"publishing version {update.version}")
         if not pauses:
             raise WeightSyncError(f"publishing version {update.version}: no engine is left; {update.members[0].fenced}")
@@ -333,7 +336,7 @@ class WeightUpdateCoordinator:
         return Committed(update.version, tuple(1e3 * seconds for seconds in pauses.values()))
 
     async def _adapter(self, request: WeightsAdapter) -> Committed:
-        """Nothing stands still: requests under way keep the version they have."""
+        """Load a version as an adapter; no engine pauses, and requests in progress keep their version."""
         members = self._whole()
 
         async def load(member: Member) -> None:
@@ -350,7 +353,7 @@ class WeightUpdateCoordinator:
         return Committed(request.version, (0.0,) * len(members))
 
     async def _swap(self, update: _Update, number: int) -> list[tuple[Member, AsyncmoeError]]:
-        """Have each rank make what it has received its parameters."""
+        """Have each rank swap in the weights it received; return the engines that failed."""
         update.loading = True
 
         async def swap(member: Member) -> None:
@@ -368,7 +371,7 @@ class WeightUpdateCoordinator:
         return Done()
 
     async def _end(self, update: _Update, why: str) -> None:
-        """End an update that will not be committed; while nothing was loaded the engines go on with what they have."""
+        """End an update that will not be committed; if nothing was loaded, the engines resume with the version they have."""
         if update.loading:
             self._fence_all(update, why)
             self._close(update)
@@ -393,7 +396,7 @@ class WeightUpdateCoordinator:
         return failed
 
     async def _expecting_next(self, work: Coroutine[Any, Any, None]) -> None:
-        """Do `work`; should the sender then fall silent with the engines paused, end the update."""
+        """Await `work`; if the sender then falls silent while the engines are paused, end the update."""
         self._listen(False)
         await work
         self._listen(True)
@@ -412,7 +415,7 @@ class WeightUpdateCoordinator:
             self._pool.fence(member, f"it may hold a part of version {update.version}: {why}")
 
     def _standing_ends(self, update: _Update, member: Member) -> float:
-        """Record an engine's pause; its seconds."""
+        """Record an engine's pause; return its length in seconds."""
         begin, end = update.paused[member.engine.name], time.time()
         self._record(member.engine.name, begin, end)
         return end - begin
@@ -430,7 +433,7 @@ class WeightUpdateCoordinator:
                 self._pool.release()
 
     def _whole(self) -> list[Member]:
-        """The roster, none of which may be gone: weights travel in a group of all of them."""
+        """Return the roster's members; raise if any is fenced, because the weight group needs all of them."""
         if not self._roster.number:
             self._roster = self._roster.now(self._pool)
         lost = [f"{m.engine.name}: {m.fenced}" for m in self._roster.members if m.fenced is not None]
@@ -442,12 +445,12 @@ class WeightUpdateCoordinator:
         return self._roster.offsets[self._roster.members.index(member)]
 
     def updating(self, member: Member) -> bool:
-        """Whether a version that is under way goes to an engine."""
+        """Return True if an open update goes to this engine."""
         return self._update is not None and member in self._update.members
 
 
 async def _on_each(members: Sequence[Member], action: Callable[[Member], Awaitable[None]]) -> list[tuple[Member, AsyncmoeError]]:
-    """Act on all members at once; those that failed, the cause before its consequences."""
+    """Run `action` on all members concurrently; return the members that failed, the cause before its consequences."""
     results = await asyncio.gather(*(action(member) for member in members), return_exceptions=True)
     for result in results:
         if isinstance(result, BaseException) and not isinstance(result, AsyncmoeError):
@@ -462,7 +465,7 @@ def _raise(failed: Sequence[tuple[Member, AsyncmoeError]], doing: str) -> None:
 
 
 def _compare(expected: Sequence[Mapping[str, str]], found: Sequence[Mapping[str, str]]) -> None:
-    """Refuse an engine whose ranks do not hold what they should; what is not expected (buffers) is not looked at."""
+    """Raise if an engine's ranks do not hold the expected values; names without an expected checksum (buffers) are not compared."""
     if len(expected) != len(found):
         raise WeightSyncError(f"checksums: got {len(found)} ranks, expected {len(expected)}")
     wrong = [

@@ -1,1 +1,1 @@
-"""Episodes: environments, tools and agents, and the trajectories they leave."""
+"""Episodes: environments, tools and agents, and the trajectories they produce."""

@@ -1,6 +1,6 @@
-"""What a policy meets in an episode, and what it speaks through.
+"""The interface between environments and the policy: episodes, agents and responses.
 
-An environment is a small class of yours. It gives an agent tokens or text, and asks it for responses:
+An environment is a small user-written class. It gives an agent tokens or text, and asks it for responses:
 
     class Guess:
         async def run(self, episode: Episode) -> float:
@@ -9,10 +9,10 @@ An environment is a small class of yours. It gives an agent tokens or text, and 
             response = await agent.respond()
             return float(response.text.strip() == episode.prompt.answer)
 
-Token in, token out: what an agent was given and what it sampled is kept as tokens and is never decoded and encoded again, so what is
-trained is what was sampled. Given tokens are not trained on. An environment runs in the controller's event loop, beside all other
-episodes: it must not block it (`asyncio.to_thread` is for what would). While it waits for something else than a response, a tool or
-another agent, the engines have nothing to do with it.
+Token in, token out: given and sampled tokens are kept as tokens and never decoded and encoded again, so training sees exactly the sampled
+tokens. Given tokens are not trained on. An environment runs in the controller's event loop beside all other episodes, so it must not block
+the loop (run blocking calls with `asyncio.to_thread`). While it waits for a tool or another agent instead of a response, it occupies no
+engine.
 """
 
 from __future__ import annotations
@@ -31,29 +31,29 @@ from asyncmoe.rollout.tokenizer import Tokenizer
 ERROR, TIMEOUT, TOO_LONG = "environment_error", "environment_timeout", "episode_too_long"
 
 Rewards = float | Mapping[str, float] | None
-"""Of all agents, by an agent's name, or None: the configured scorer scores every agent."""
+"""One reward for all agents; or rewards by agent name; or None: the configured scorer scores every agent."""
 
 
 class Environment(Protocol):
-    """One object for the whole run; many episodes run in it at the same time. A method `async def close(self)` is called at its end."""
+    """One object for the whole run; many episodes run in it concurrently. An optional `async def close(self)` is called at its end."""
 
     async def run(self, episode: Episode) -> Rewards:
-        """One episode, from its prompt to its end. What it raises, other than what an agent raised, rejects the episode."""
+        """Run one episode, from prompt to end. An exception rejects the episode: an agent's with its own reason, any other as `ERROR`."""
         ...
 
 
 @runtime_checkable
 class Demonstrator(Protocol):
-    """An environment that can also show how it is done: what a warm-up needs."""
+    """An environment that can also demonstrate its task, as a warm-up needs."""
 
     def demonstrate(self, agent: Agent, episode: Episode) -> str:
-        """What a teacher says next in this conversation. Draws come from `episode.random`."""
+        """Return the teacher's next message in this conversation. Random draws come from `episode.random`."""
         ...
 
 
 @dataclass(frozen=True)
 class Response:
-    """What an agent said. `finish`: "stop", or "length" where `max_new_tokens` ended it."""
+    """An agent's response. `finish`: "stop", or "length" if `max_new_tokens` ended it."""
 
     text: str
     tokens: tuple[int, ...]
@@ -62,7 +62,7 @@ class Response:
 
 @dataclass(frozen=True)
 class Bounds:
-    """Of an episode: responses and tokens of one agent, and how many agents."""
+    """Limits of an episode: responses and tokens of one agent, and the number of agents."""
 
     turns: int = 8
     tokens: int = 1 << 20
@@ -70,17 +70,19 @@ class Bounds:
 
 
 Speak = Callable[["Agent", tuple[int, ...], Sampling], Awaitable[list[Turn]]]
-"""(agent, tokens given since it spoke last, sampling) -> the turns of one response."""
+"""(agent, tokens given since its last response, sampling) -> the turns of one response."""
 
 
 class Agent:
     """One conversation of the policy; becomes one trajectory.
 
     Attributes:
-        name: what the environment calls it.
-        number: its place among the agents of the episode; responses of equal numbers are compared within a group.
-        turns: what it was given and said so far, as the engines answered.
-        credits: (index of a sampled token, reward) of steps the environment rewarded.
+        name: its name in the environment.
+        number: its index among the agents of the episode; a group compares the responses of equal numbers.
+        turns: tokens given and sampled so far, as the engines answered.
+        responses: its responses so far, decoded.
+        credits: {index of a sampled token: reward} of the steps that the environment rewarded.
+        failure: its first failure, or None.
     """
 
     def __init__(self, name: str, number: int, tokenizer: Tokenizer, sampling: Sampling, bounds: Bounds, speak: Speak) -> None:
@@ -95,42 +97,42 @@ class Agent:
 
     @property
     def tokens(self) -> tuple[int, ...]:
-        """The whole conversation, given and sampled."""
+        """All tokens of the conversation, given and sampled."""
         return (*(token for turn in self.turns for token in (*turn.given, *turn.generation.tokens)), *self._given)
 
     @property
     def sampled(self) -> tuple[bool, ...]:
-        """For each of `tokens`, whether the policy sampled it."""
+        """For each of `tokens`, True if the policy sampled it."""
         made = (flag for turn in self.turns for flag in (*(False,) * len(turn.given), *(True,) * len(turn.generation.tokens)))
         return (*made, *(False,) * len(self._given))
 
     @property
     def text(self) -> str:
-        """The whole conversation, decoded; special tokens leave none."""
+        """The whole conversation, decoded without special tokens."""
         return self._tokenizer.decode(self.tokens)
 
     def see(self, what: str | Sequence[int]) -> None:
-        """Give it text or tokens; they are not trained on."""
+        """Give the agent text or tokens; they are not trained on."""
         if self._speaking:
             raise self._failed(ERROR, "was given something to see while it makes a response")
         self._given += self._tokenizer.encode(what) if isinstance(what, str) else what
 
     def credit(self, reward: float) -> None:
-        """Reward the step it made last: its last response (`objective.process`)."""
+        """Reward the agent's last step, which is its last response (`objective.process`)."""
         if not self.turns or self._given:
             raise self._failed(ERROR, "credit: got no response to reward, expected to be called right after one")
         self.credits[len(self.tokens) - 1] = float(reward)
 
     async def respond(self, *, max_new_tokens: int | None = None, stop: Sequence[int] | None = None) -> Response:
-        """What it says to all it has seen.
+        """Sample a response to everything the agent has seen.
 
         Args:
             max_new_tokens: at most `rollout.max_new_tokens`, which is the default.
-            stop: token ids that end the response instead of the end of the sequence.
+            stop: token ids that end the response, instead of the end-of-sequence token.
 
         Raises:
-            TrajectoryRejected: the episode cannot go on: it is too long, an engine failed, a token is outside the vocabulary. An
-                environment need not catch it; the episode ends with this reason in any case.
+            TrajectoryRejected: the episode cannot continue: it is too long, an engine failed, or a token is outside the vocabulary. An
+                environment need not catch this; the episode ends with this reason in any case.
         """
         sampling = self._sampled_as(max_new_tokens, stop)
         given, self._speaking = tuple(self._given), True
@@ -148,7 +150,7 @@ class Agent:
         return self.responses[-1]
 
     def rest(self) -> None:
-        """The episode is over. One that has left a response under way fails."""
+        """End the agent's part in the episode; it fails if a response is still in progress."""
         if self._speaking:
             self._failed(ERROR, "the environment ended while it was making a response")
 
@@ -177,12 +179,12 @@ class Agent:
 
 @dataclass(eq=False)
 class Episode:
-    """What an environment has of one episode.
+    """One episode, as its environment sees it.
 
     Attributes:
-        place: its group, its number within it, and how often it was started before.
-        random: for its own draws; the same for the same run seed and place.
-        agents: those that were asked for, by name.
+        place: its group, its number within the group, and the number of restarts.
+        random: generator for the environment's own draws; the same run seed and place give the same draws.
+        agents: agents requested so far, by name.
     """
 
     prompt: Prompt
@@ -196,7 +198,7 @@ class Episode:
     failure: TrajectoryRejected | None = None
 
     def agent(self, name: str = "policy") -> Agent:
-        """The agent of this name; made when first asked for."""
+        """Return the agent of this name, created on the first call."""
         if name not in self.agents:
             if len(self.agents) >= self.bounds.agents:
                 self.failure = TrajectoryRejected(TOO_LONG, f"more than environment.max_agents = {self.bounds.agents} conversations")
@@ -206,10 +208,10 @@ class Episode:
 
     @property
     def spoke(self) -> list[Agent]:
-        """The agents that said something, in the order they were asked for; to be read when the environment has ended.
+        """The agents that responded, in the order they were first requested. Read it only after the environment has ended.
 
         Raises:
-            TrajectoryRejected: what any agent failed with, whatever the environment made of it; or one is still speaking.
+            TrajectoryRejected: an agent failed, even if the environment caught the failure, or is still responding.
         """
         for agent in self.agents.values():
             agent.rest()

@@ -1,7 +1,7 @@
-"""One episode: an environment, the conversations in it, what they are worth, and the trajectories they become.
+"""One episode: an environment, its conversations, their scores, and the resulting trajectories.
 
-The trajectories of an episode stand or fall together: when one of its agents fails, the environment raises or takes too long, or a score
-cannot be had, all are rejected under that reason.
+The trajectories of an episode are accepted or rejected together: if an agent fails, the environment raises or takes too long, or scoring
+fails, all are rejected with that reason.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ _TEACHING_S = 60.0
 
 @dataclass(frozen=True)
 class RolloutContext:
-    """Everything episodes of a run have in common.
+    """Everything that the episodes of a run share.
 
     Attributes:
-        timeout_s: how long the environment may take, generation included.
-        seed: of the run; the environment's own draws are seeded by it, `stream` and the episode's place.
-        stream: what groups are numbered in; equal numbers of different streams are different prompts.
+        timeout_s: limit on the environment's run time, generation included.
+        seed: seed of the run; together with `stream` and the episode's place, it seeds the environment's own random draws.
+        stream: namespace of group numbers; the same number in two streams means two different prompts.
     """
 
     pool: Pool
@@ -61,11 +61,11 @@ async def run(stage: RolloutContext, prompt: Prompt, place: EpisodeId) -> tuple[
     """Run and score one episode.
 
     Returns:
-        A trajectory of each agent that spoke, in the order in which the environment first asked for them.
+        One trajectory per agent that responded, in the order in which the environment first requested the agents.
 
     Raises:
-        TrajectoryRejected: the environment raised ("environment_error") or took too long ("environment_timeout"), nobody spoke
-            ("empty_response"), an engine died or failed, a score could not be had, or a record is not what it should be.
+        TrajectoryRejected: the environment raised ("environment_error") or took too long ("environment_timeout"), no agent responded
+            ("empty_response"), an engine died or failed, scoring failed, or a record is invalid.
     """
     begin = time.perf_counter()
 
@@ -83,7 +83,7 @@ async def run(stage: RolloutContext, prompt: Prompt, place: EpisodeId) -> tuple[
     generated = time.perf_counter()
     worth = await _worth(rewards, agents, prompt, stage.scorer)
     seconds = {"generate": generated - begin, "score": time.perf_counter() - generated}
-    # Routes of a long response are megabytes: beside the event loop, which other responses wait for.
+    # Routes of a long response are megabytes: assemble in a thread, because other responses wait for the event loop.
     record = partial(assemble, place=place, recording=stage.sampling.recording, seconds=seconds)
     trajectories = []
     for agent, score in zip(agents, worth, strict=True):
@@ -107,7 +107,7 @@ async def _play(environment_: Environment, made: Episode, timeout_s: float) -> R
 
 
 async def _worth(rewards: Rewards, agents: list[Agent], prompt: Prompt, scorer: Scorer) -> list[Score]:
-    """One score an agent. A teacher is asked also where the environment has the rewards."""
+    """Return one score per agent. A teacher is queried even if the environment provides the rewards."""
     samples = [_sample(agent, prompt) for agent in agents]
     if rewards is None:
         return await together([scorer.score(sample) for sample in samples])
@@ -125,7 +125,7 @@ def _sample(agent: Agent, prompt: Prompt) -> Sample:
 
 
 def _given(rewards: float | Mapping[str, float], agents: list[Agent]) -> list[float]:
-    """The environment's reward of each agent."""
+    """Return the environment's reward for each agent."""
     if isinstance(rewards, Mapping):
         names = [agent.name for agent in agents]
         if set(rewards) != set(names):
@@ -144,11 +144,11 @@ def _finite(value: object) -> float:
 
 
 class Teaching:
-    """The environment as it is, with a teacher in the place of the engines.
+    """Runs the environment unchanged, with a teacher in place of the engines.
 
     Args:
-        teacher: the environment itself, where it can.
-        stop: the token that ends a response.
+        teacher: the environment itself, if it can demonstrate.
+        stop: token that ends a response.
     """
 
     def __init__(
@@ -158,7 +158,7 @@ class Teaching:
         self._stop, self._bounds, self._seed = stop, bounds, seed
 
     async def episode(self, index: int, prompt: Prompt) -> tuple[Trajectory, ...]:
-        """The `index`-th episode of a warm-up.
+        """Run episode number `index` of a warm-up.
 
         Raises:
             TrajectoryRejected: see `run`.
@@ -180,7 +180,7 @@ def _shown(index: int, agent: Agent) -> Trajectory:
 
 
 def demonstration(index: int, made: Demonstration, agent: int = 0) -> Trajectory:
-    """A solved question as a record that was sampled by no version."""
+    """Return a solved question as a trajectory that no version sampled."""
     size = len(made.tokens)
     return Trajectory(
         key=f"d{index}.a{agent}",

@@ -1,4 +1,4 @@
-"""The turns of an episode, as the engine answered them, into the record of it."""
+"""Builds the trajectory of an agent from its turns, as the engine answered them."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ from asyncmoe.trajectory import NOT_SAMPLED, Trajectory
 
 @dataclass(frozen=True)
 class EpisodeId:
-    """Which episode this is; `attempt` counts the times its group was started over."""
+    """Identifies an episode; `attempt` counts the restarts, of its group or of the episode alone."""
 
     group: int
     episode: int
     attempt: int
 
     def key(self, agent: int = 0) -> str:
-        """The name of one agent's trajectory."""
+        """Return the name of one agent's trajectory."""
         return f"g{self.group}.e{self.episode}.a{agent}.t{self.attempt}"
 
 
 @dataclass(frozen=True)
 class Turn:
-    """One request.
+    """One request and its response.
 
     Attributes:
-        given: tokens in front of the response that no turn before has: the prompt, an observation.
+        given: tokens before the response that no earlier turn has: the prompt, an observation.
         generation: the response to all tokens so far.
-        salt: version its prompt was filed under.
+        salt: version under which the engine's prefix cache keeps its prompt.
     """
 
     given: tuple[int, ...]
@@ -47,18 +47,18 @@ class Turn:
 
 
 def held(turns: Sequence[Turn]) -> int:
-    """Tokens whose routes these turns have: all but the last, which no model has seen. The next turn need not send them again."""
+    """Return the number of tokens with known routes: all but the last, which has not passed through the model. The next turn omits them."""
     return max(sum(map(len, turns)) - 1, 0)
 
 
 def step_rewards(turns: Sequence[Turn], credits: Mapping[int, float]) -> np.ndarray | None:
-    """`Trajectory.rewards` of steps that end at the given tokens; None where there is none.
+    """Return `Trajectory.rewards` for steps that end at the credited tokens, or None if there are no credits.
 
     Args:
         credits: reward by index of the step's last token.
 
     Raises:
-        TrajectoryRejected: "bad_reward": one is not finite.
+        TrajectoryRejected: "bad_reward" if a reward is not finite.
     """
     if not credits:
         return None
@@ -80,17 +80,17 @@ def assemble(
     rewards: np.ndarray | None = None,
     teacher: np.ndarray | None = None,
 ) -> Trajectory:
-    """The record of one agent's part in an episode; each turn's request asked for routes from `held` of the turns before it on.
+    """Build the trajectory of one agent's part in an episode. Each turn's routes start at `held` of the earlier turns.
 
-    `prefix_version` is the salt of all turns when each one's first token was sampled by that version too. Everything in the prefix cache
-    under that salt was then computed by it: requests carry the salt only while the version is served, so whatever a later version computed
-    under it was computed after the first token was sampled.
+    `prefix_version` is the salt of all turns if that version also sampled the first token of each turn. Then that version computed
+    everything the turns read from the prefix cache under the salt: requests carry the salt only while the version is served, so a later
+    version computes entries under it only after the first token was sampled.
 
     Args:
         rewards, teacher: as in `Trajectory`.
 
     Raises:
-        TrajectoryRejected: "bad_version": a span's version is not one of ours; or see `routed_experts`, `encode_routes` and
+        TrajectoryRejected: "bad_version" if a span's version is not a version of this run; or see `routed_experts`, `encode_routes` and
             `sampling_masks`.
     """
     key = place.key(agent)

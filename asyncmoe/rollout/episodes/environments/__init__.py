@@ -1,4 +1,4 @@
-"""Environments that come with asyncmoe, and how a configuration names them or yours."""
+"""The environments of asyncmoe, and how a configuration names them or a user's own."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from asyncmoe.rollout.episodes.openai_endpoint.environment import OpenAIEnvironm
 
 
 def bounds(config: Config) -> Bounds:
-    """How long an episode may become. A conversation fits into the model's positions."""
+    """Return the limits of an episode. A conversation must fit into the model's positions."""
     section = config.environment
     positions = models.load_hf_config(config.model.path).get("max_position_embeddings")
     tokens = [limit for limit in (section.max_tokens, positions) if limit is not None]
@@ -23,10 +23,10 @@ def bounds(config: Config) -> Bounds:
 
 
 def load(config: Config) -> Environment:
-    """The environment a configuration names.
+    """Return the environment that a configuration names.
 
     Raises:
-        ConfigError: no such class, or it cannot be made with `environment.options`; a warm-up without anyone to show how it is done.
+        ConfigError: no such class, `environment.options` cannot construct it, or it cannot demonstrate and the run has a warm-up.
     """
     section = config.environment
     if section.kind == "single_turn":
@@ -53,7 +53,7 @@ def _chats(config: Config) -> bool:
 
 
 def _own(target: str, options: dict[str, object]) -> Environment:
-    """Make `package.module:Class` with keyword arguments."""
+    """Construct `package.module:Class` with keyword arguments."""
     module, _, name = target.partition(":")
     if not module or not name:
         raise ConfigError("environment.kind", got=repr(target), expected="single_turn, tools, openai or package.module:Class")

@@ -6,7 +6,7 @@ from asyncmoe.rollout.episodes.environment import Episode
 
 
 class SingleTurn:
-    """The plainest environment."""
+    """The simplest environment."""
 
     async def run(self, episode: Episode) -> None:
         """See `Environment`."""

@@ -1,11 +1,11 @@
-"""Turns with tool calls between them.
+"""An environment whose responses may call tools.
 
-A response that calls tools is followed by what they answer, and the policy goes on; one that calls none ends the episode, which the
-configured scorer then scores. What tools say is given, not sampled: it is not trained on. No engine waits for a tool: while one works, the
-episode has no request anywhere.
+After a response with tool calls, the policy sees the tools' answers and continues; a response without calls ends the episode, which the
+configured scorer then scores. Tool answers are given, not sampled, so they are not trained on. No engine waits for a tool: while a tool
+works, the episode has no request anywhere.
 
-An ordinary mistake (a wrong expression, code that raises) is an observation like any other: the policy learns from it. A tool that hangs,
-breaks or floods ends the episode under that reason.
+An ordinary mistake (a wrong expression, code that raises) is an observation like any other, and the policy learns from it. A tool that
+hangs, crashes or floods ends the episode with that reason.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from asyncmoe.rollout.tokenizer import Tokenizer
 
 
 class WithTools:
-    """See the module.
+    """An environment with tools; see the module.
 
     Args:
         names, options: as for `asyncmoe.rollout.episodes.tools.load`.
-        style: how a response calls one.
-        chat: observations are turns of a conversation in the tokenizer's chat template; else each is a line.
+        style: syntax of a tool call in a response.
+        chat: if true, observations are messages of the tokenizer's chat template; else each is a line.
 
     Attributes:
-        runners: the tools by name; the first is called where a call names none.
+        runners: the tools by name; a call without a name goes to the first.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class WithTools:
         return None
 
     async def converse(self, agent: Agent, tokenizer: Tokenizer) -> Response:
-        """Responses of an agent and answers of its tools in turn; the response that calls none."""
+        """Alternate responses and tool answers; return the first response that calls no tool or reaches its length limit."""
         while True:
             response = await agent.respond()
             calls = find(response.text, self._style)
@@ -60,11 +60,11 @@ class WithTools:
 
     @property
     def counts(self) -> dict[str, Counts]:
-        """What the calls came to, by the tool's name."""
+        """Statistics of the calls, by the tool's name."""
         return {name: runner.counts for name, runner in self.runners.items()}
 
     async def close(self) -> None:
-        """End what the tools started."""
+        """End everything the tools started."""
         await asyncio.gather(*(runner.close() for runner in self.runners.values()))
 
     async def _observe(self, call: Call | Malformed) -> str:

@@ -1,10 +1,11 @@
-"""Messages into tokens, so that what a policy sampled is never tokenised again.
+"""Turns messages into tokens without ever tokenizing sampled tokens again.
 
-A request of the chat API carries the whole conversation as text. Where it continues one that was answered here, the tokens of that one,
-given and sampled, stand as they are, and only what follows the last answer is tokenised. It continues one when
-- its messages begin with those of the conversation, the answers as they were given included; and
-- the chat template renders it, and its tools, to text that begins with what the conversation was rendered to, the last answer included.
-  A template that rewrites history (strips white space, drops thoughts) does not, and nothing sampled can be reused: another
+A request of the chat API carries the whole conversation as text. If it continues a conversation that was answered here, the given and
+sampled tokens of that conversation stay as they are, and only the text after the last answer is tokenized. A request continues a
+conversation if
+- its messages begin with the conversation's messages, including the answers exactly as returned; and
+- the chat template renders its messages and tools to text that begins with the conversation's rendered text, including the last answer.
+  With a template that rewrites history (strips white space, drops thoughts), this fails and no sampled token can be reused: another
   conversation begins.
 """
 
@@ -18,28 +19,28 @@ Message = Mapping[str, Any]
 
 
 class Renderer(Protocol):
-    """What is needed of a tokenizer."""
+    """The part of a tokenizer used here."""
 
     def render(self, messages: Sequence[Message], tools: Sequence[Message] = ()) -> str:
-        """The conversation by the chat template, up to where the assistant is about to speak."""
+        """Render the conversation with the chat template, up to the start of the assistant's next message."""
         ...
 
     def encode(self, text: str) -> tuple[int, ...]:
-        """Token ids."""
+        """Return the token ids of a text."""
         ...
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Text; special tokens leave none."""
+        """Return the text of token ids, without special tokens."""
         ...
 
 
 @dataclass(frozen=True)
 class PolicyRequest:
-    """What a request says to the policy.
+    """The content of a request that the policy sees.
 
     Attributes:
-        messages: as the client knows them, in `protocol`'s normal form.
-        rendered: the same as the template takes them.
+        messages: the client's messages, in `protocol`'s normal form.
+        rendered: the same messages in the form the chat template accepts.
         tools: OpenAI's function schemas.
     """
 
@@ -50,12 +51,12 @@ class PolicyRequest:
 
 @dataclass(frozen=True)
 class NewContent:
-    """What is new to the policy in a request.
+    """The content of a request that is new to the policy.
 
     Attributes:
-        asked: the request; what the policy wrote before is in `rendered` as it wrote it.
-        text: all of it, rendered.
-        tokens: those the policy has not seen.
+        asked: the request; its `rendered` has the policy's earlier answers exactly as sampled.
+        text: the whole request, rendered.
+        tokens: the tokens that the policy has not seen.
     """
 
     asked: PolicyRequest
@@ -68,9 +69,10 @@ class Conversation:
     """An answered request.
 
     Attributes:
-        asked: with the answer as the last message.
-        text: rendered, up to and including the answer's text.
-        ended: the special token that ended the answer, which templates write too; None where it was cut, or has text of its own.
+        asked: the request, with the answer as the last message.
+        text: the rendered text, up to and including the answer's text.
+        ended: the special token that ended the answer, which templates also write; None if the answer was cut off or its last token has
+            text of its own.
     """
 
     asked: PolicyRequest
@@ -79,13 +81,13 @@ class Conversation:
 
 
 def begin(asked: PolicyRequest, renderer: Renderer) -> NewContent:
-    """The first request of a conversation."""
+    """Render and tokenize the first request of a conversation."""
     text = renderer.render(asked.rendered, asked.tools)
     return NewContent(asked, text, renderer.encode(text))
 
 
 def extend(known: Conversation, asked: PolicyRequest, renderer: Renderer) -> NewContent | None:
-    """What `asked` adds to a conversation, or None when it is not a continuation of it."""
+    """Return the content that `asked` adds to a conversation, or None if it does not continue the conversation."""
     size = len(known.asked.messages)
     if len(asked.messages) <= size or asked.messages[:size] != known.asked.messages:
         return None
@@ -100,11 +102,11 @@ def extend(known: Conversation, asked: PolicyRequest, renderer: Renderer) -> New
 
 
 def answered(given: NewContent, message: Message, tokens: Sequence[int], finish: str, renderer: Renderer) -> Conversation:
-    """The conversation after an answer.
+    """Return the conversation after an answer.
 
     Args:
-        message: the answer as the client gets it.
-        tokens: as it was sampled.
+        message: the answer as the client receives it.
+        tokens: the sampled tokens of the answer.
         finish: "stop" or "length".
     """
     text = renderer.decode(tokens)

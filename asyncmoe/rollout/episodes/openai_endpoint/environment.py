@@ -18,13 +18,13 @@ ERROR, TIMEOUT = "agent_error", "agent_timeout"
 class OpenAIEnvironment:
     """Runs a user's agent, every episode with an endpoint of its own.
 
-    The agent is `async def agent(base_url: str, api_key: str, prompt: str, answer: str) -> float | None`, or the same without `async`; the
-    number is the episode's reward, None leaves it to the configured scorer. It runs in a thread of its own, so it may block. With
-    `openai.AsyncOpenAI(base_url=base_url, api_key=api_key)` or any other client it asks any model by any name: all are the policy.
+    The agent is `async def agent(base_url: str, api_key: str, prompt: str, answer: str) -> float | None`, or the same without `async`. It
+    returns the episode's reward, or None if the configured scorer scores the episode. It runs in a thread of its own, so it may block. It
+    sends requests with `openai.AsyncOpenAI(base_url=base_url, api_key=api_key)` or any other client; every model name means the policy.
 
     Args:
         agent: `package.module:function`.
-        timeout_s: seconds the agent may take.
+        timeout_s: maximum run time of the agent, in seconds.
 
     Raises:
         ConfigError: no such function.
@@ -40,7 +40,7 @@ class OpenAIEnvironment:
 
         Raises:
             TrajectoryRejected: "agent_error", "agent_timeout".
-            UserError: too many agents have not ended after their time-outs.
+            UserError: too many agents have not ended after their timeouts.
         """
         self._threads.check()
         session, url = await self._endpoint.open(episode)
@@ -51,7 +51,7 @@ class OpenAIEnvironment:
         except Exception as error:
             if deadline.expired():
                 raise TrajectoryRejected(TIMEOUT, f"the agent took longer than {self._timeout_s:g} s") from error
-            # An agent raises when its requests fail: why they failed says more.
+            # An agent raises if its requests fail; the cause of that failure is more informative.
             for cause in (episode.failure, *(agent.failure for agent in episode.agents.values())):
                 if cause is not None:
                     raise cause from error

@@ -1,7 +1,7 @@
-"""Requests and answers of OpenAI's chat completions API, as far as they make sense where every token is trained on.
+"""Requests and answers of OpenAI's chat completions API, as far as they make sense if every sampled token is trained on.
 
-How a token is drawn is the run's affair: a request that wants it otherwise is refused by the parameter's name, not answered differently.
-Source: the API reference of OpenAI, "Create chat completion", "Chat completion object" and "Chat completion chunk object".
+The run determines how tokens are sampled: a request for different sampling is refused by the parameter's name, never answered differently.
+Source: OpenAI's API reference, "Create chat completion", "Chat completion object" and "Chat completion chunk object".
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from asyncmoe.rollout.episodes.tools.calls import Call, find
 MODEL = "policy"
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 _NO_MATTER = frozenset({"user", "metadata", "store", "safety_identifier", "prompt_cache_key", "service_tier", "stream_options"})
-"""Change nothing in what is sampled."""
+"""Parameters that do not affect sampling."""
 _NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "n": (1,),
     "frequency_penalty": (0,),
@@ -35,18 +35,18 @@ _NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "tool_choice": ("auto", "none"),
     "functions": ([],),
 }
-"""Parameters that are taken with the value that changes nothing."""
+"""Parameters that are accepted only with a neutral value."""
 
 
 class RequestRefused(Exception):
-    """A request that is answered with an error of OpenAI's form. `again`: whether a client may repeat it."""
+    """A request that is answered with an error in OpenAI's form. `again`: True if a client may repeat it."""
 
     def __init__(self, status: int, message: str, *, code: str | None = None, parameter: str | None = None, again: bool = False) -> None:
         self.status, self.code, self.parameter, self.again = status, code, parameter, again
         super().__init__(message)
 
     def body(self) -> dict[str, Any]:
-        """The answer."""
+        """Return the body of the answer."""
         kind = "invalid_request_error" if self.status < 500 else "server_error"
         return {"error": {"message": str(self), "type": kind, "param": self.parameter, "code": self.code}}
 
@@ -56,10 +56,10 @@ class CompletionRequest:
     """A request for a completion.
 
     Attributes:
-        model: as the client calls it; any name is the policy.
-        most: tokens the response may have; None: as many as the run allows.
-        calls: whether calls of tools are looked for.
-        usage: whether a stream ends with the counts of tokens.
+        model: the client's name for the model; every name means the policy.
+        most: maximum tokens of the response; None: the run's maximum.
+        calls: True if the response is searched for tool calls.
+        usage: True if a stream ends with token counts.
     """
 
     model: str
@@ -72,10 +72,10 @@ class CompletionRequest:
 
 @dataclass(frozen=True)
 class Completion:
-    """What the policy said, as the client gets it.
+    """The policy's response, as the client receives it.
 
     Attributes:
-        message: in the normal form of requests, so that it can be compared when it comes back.
+        message: in the normal form of requests, for comparison when a later request contains it.
         finish: "stop", "length" or "tool_calls".
         prompt_tokens, sampled_tokens: counts.
     """
@@ -87,14 +87,14 @@ class Completion:
 
 
 def parse(body: bytes, sampling: Sampling) -> CompletionRequest:
-    """A request that can be answered under the run's sampling.
+    """Parse a request, and check that the run's sampling can answer it.
 
     Raises:
-        Refused: 400, naming the parameter.
+        RequestRefused: 400, naming the parameter.
     """
     try:
         fields = json.loads(body)
-        # Half a surrogate pair is JSON but no text; what is nested too deeply for us is so for templates.
+        # A lone surrogate is valid JSON but not encodable text; nesting too deep to serialize here is also too deep for templates.
         json.dumps(fields, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
         raise RequestRefused(400, f"the body is no JSON text: {str(error)[:200]}") from error
@@ -121,7 +121,7 @@ def parse(body: bytes, sampling: Sampling) -> CompletionRequest:
 
 
 def message_of(text: str, calls: bool) -> Message:
-    """What the policy wrote as a message, in the normal form of requests; calls of tools in the style "hermes" taken out of the text."""
+    """Return the policy's text as a message in the normal form of requests; with `calls`, "hermes" tool calls are taken out of the text."""
     found = [call for call in find(text, "hermes") if isinstance(call, Call) and call.name is not None] if calls else []
     if not found:
         return {"role": "assistant", "content": text}
@@ -132,13 +132,13 @@ def message_of(text: str, calls: bool) -> Message:
 
 
 def completion(request: CompletionRequest, answer: Completion) -> dict[str, Any]:
-    """The answer to a request without `stream`."""
+    """Return the answer to a request without `stream`."""
     choice = {"index": 0, "message": _told(answer.message), "logprobs": None, "finish_reason": answer.finish}
     return {**_head(request, "chat.completion"), "choices": [choice], "usage": _usage(answer)}
 
 
 def chunks(request: CompletionRequest, answer: Completion) -> Iterator[bytes]:
-    """The answer to a request with `stream`: server-sent events."""
+    """Yield the answer to a request with `stream`: server-sent events."""
     head = _head(request, "chat.completion.chunk")
     told = _told(answer.message)
     delta = {key: value for key, value in told.items() if value is not None}
@@ -152,7 +152,7 @@ def chunks(request: CompletionRequest, answer: Completion) -> Iterator[bytes]:
 
 
 def models() -> dict[str, Any]:
-    """The answer to a request for the list of models."""
+    """Return the answer to a request for the list of models."""
     return {"object": "list", "data": [{"id": MODEL, "object": "model", "created": 0, "owned_by": "asyncmoe"}]}
 
 
@@ -194,7 +194,7 @@ def _is_tool(tool: object) -> bool:
 
 
 def _message(message: object, where: str) -> Message:
-    """The normal form: "role", "content" (text), and where there are any "name", "tool_call_id" and "tool_calls" (id, name, arguments)."""
+    """Return the normal form: "role", "content" (text), and if present "name", "tool_call_id" and "tool_calls" (id, name, arguments)."""
     if not isinstance(message, dict) or message.get("role") not in _ROLES:
         raise _wrong(where, f"must be an object with a role of {', '.join(_ROLES)}")
     given = {key: value for key, value in message.items() if value not in (None, [], {})}
@@ -230,7 +230,7 @@ def _tool_call(call: object, where: str) -> dict[str, str]:
 
 
 def _for_template(message: Message) -> Message:
-    """As chat templates take it: arguments of calls are objects."""
+    """Return a message in the form chat templates accept: call arguments are objects."""
     if "tool_calls" not in message:
         return message
     calls = []
@@ -244,7 +244,7 @@ def _for_template(message: Message) -> Message:
 
 
 def _told(message: Message) -> dict[str, Any]:
-    """As the API tells it."""
+    """Return a message in the form the API returns it."""
     if "tool_calls" not in message:
         return {"role": "assistant", "content": message["content"]}
     calls = [

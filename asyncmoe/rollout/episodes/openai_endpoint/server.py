@@ -1,4 +1,4 @@
-"""The HTTP server of all episodes of a controller, on loopback."""
+"""The HTTP server of all episodes of a controller, on the loopback interface."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ _NOBODY = secrets.token_urlsafe(32)
 
 @dataclass(frozen=True)
 class ClientLimits:
-    """Of what a client may ask.
+    """Limits on a client's requests.
 
     Attributes:
-        body_bytes: of one request.
-        requests: of one episode, failed ones included.
+        body_bytes: maximum body size of one request.
+        requests: maximum number of requests of one episode, failed requests included.
     """
 
     body_bytes: int = 8 * 2**20
@@ -35,7 +35,7 @@ class ClientLimits:
 
 
 class OpenAIEndpoint:
-    """One server; every episode has a URL and a key of its own. It starts with the first episode."""
+    """One server for all episodes; each has a URL and an API key of its own. The server starts with the first episode."""
 
     def __init__(self, limits: ClientLimits | None = None) -> None:
         self._limits = limits or ClientLimits()
@@ -45,10 +45,10 @@ class OpenAIEndpoint:
         self._port = 0
 
     async def open(self, episode: Episode) -> tuple[Session, str]:
-        """Let an episode be spoken to.
+        """Open an endpoint for an episode.
 
         Returns:
-            It, and its base URL, as OpenAI's clients take it.
+            The episode's session, and its base URL for OpenAI's clients.
         """
         async with self._starting:
             if self._runner is None:
@@ -58,7 +58,7 @@ class OpenAIEndpoint:
         return session, f"http://{_HOST}:{self._port}/{session.name}/v1"
 
     async def end(self, session: Session) -> None:
-        """Let nobody speak to it any more."""
+        """Close the endpoint of an episode, and end its requests."""
         self._sessions.pop(session.name, None)
         await session.close()
 
@@ -73,7 +73,7 @@ class OpenAIEndpoint:
         app = web.Application(client_max_size=self._limits.body_bytes, middlewares=[_tell])
         app.router.add_post("/{name}/v1/chat/completions", self._completions)
         app.router.add_get("/{name}/v1/models", self._models)
-        # A handler ends when its client has gone: so does the request to the engine.
+        # If a client disconnects, its handler is cancelled, and with it the request to the engine.
         runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=_SHUTDOWN_S)
         await runner.setup()
         await web.TCPSite(runner, _HOST, 0).start()
@@ -102,10 +102,10 @@ class OpenAIEndpoint:
         return response
 
     def _session(self, request: web.Request) -> Session:
-        """The episode a request is for.
+        """Return the session that a request is for.
 
         Raises:
-            Refused: 401: no such episode, or the wrong key. 429: too many requests.
+            RequestRefused: 401: no such episode, or the wrong key. 429: too many requests.
         """
         session = self._sessions.get(request.match_info["name"])
         expected = f"Bearer {session.key if session else _NOBODY}"
@@ -120,7 +120,7 @@ class OpenAIEndpoint:
 
 @web.middleware
 async def _tell(request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]) -> web.StreamResponse:
-    """Errors in OpenAI's form. Its clients would repeat some of them; none would end otherwise the second time."""
+    """Return errors in OpenAI's form, marked as not retryable: its clients would retry some, but every retry fails the same way."""
     try:
         return await handler(request)
     except RequestRefused as error:

@@ -1,4 +1,4 @@
-"""One episode behind an endpoint: requests into what its agents see, and their responses into answers."""
+"""One episode behind an endpoint: turns requests into input of the episode's agents, and the agents' responses into answers."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ class _Line:
     """A conversation and the agent it is trained as.
 
     Attributes:
-        known: what was answered; None: nothing yet.
-        seen: tokens the agent was given by a request that is not answered: the same may be asked again, nothing else.
+        known: the conversation up to the last answer; None before the first answer.
+        seen: tokens that an unanswered request gave the agent; only the same request may be repeated, no other.
+        busy: True while a request is being answered.
     """
 
     agent: Agent
@@ -28,21 +29,21 @@ class _Line:
     busy: bool = False
 
     def takes(self, given: NewContent) -> bool:
-        """Whether a request that adds this to the conversation may be answered in it."""
+        """Return True if this conversation can answer a request that adds `given` to it."""
         return self.seen in (None, given.tokens)
 
 
 class Session:
     """The requests of one episode.
 
-    The first conversation is that of the agent "policy". A request that continues none of those known begins the next, "policy/2" and so
-    on; how many there may be, and how long they may become, is the episode's to say (`environment.max_agents`, `max_turns`, `max_tokens`).
-    A request that is cancelled can be repeated; with any other in its place, another conversation begins.
+    The first conversation belongs to the agent "policy". A request that continues no known conversation begins the next, "policy/2" and so
+    on; the episode limits their number and length (`environment.max_agents`, `max_turns`, `max_tokens`). A cancelled request can be
+    repeated; a different request in its place begins another conversation.
 
     Attributes:
-        name: in its URL.
-        key: its secret.
-        requests: that were counted.
+        name: its name in the URL.
+        key: its API key.
+        requests: number of requests so far.
     """
 
     def __init__(self, episode: Episode) -> None:
@@ -58,10 +59,10 @@ class Session:
         return protocol.parse(body, self._episode.sampling)
 
     async def answer(self, request: CompletionRequest) -> Completion:
-        """What the policy says.
+        """Return the policy's response to a request.
 
         Raises:
-            Refused: 400: the chat template cannot render the messages. 503: the episode cannot go on, or is over.
+            RequestRefused: 400: the chat template cannot render the messages. 503: the episode cannot continue, or is over.
         """
         if self._over:
             raise _over()
@@ -107,7 +108,7 @@ class Session:
         return Completion(message, finish, seen, len(response.tokens))
 
     def _place(self, request: CompletionRequest) -> tuple[_Line, NewContent]:
-        """The conversation a request continues, the longest where there are several, or a new one."""
+        """Return the longest conversation that a request continues, or a new conversation, and the request's new content."""
         tokenizer = self._episode.tokenizer
         free = [line for line in self._lines if not line.busy]
         for line in sorted(free, key=lambda line: len(line.known.text) if line.known else 0, reverse=True):

@@ -1,4 +1,4 @@
-"""A user's function in a thread of its own, so that whatever it does, the controller's event loop goes on."""
+"""Runs a user's function in a thread of its own, so that it can never block the controller's event loop."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ MAX_LEFT = 64
 
 
 class Threads:
-    """Calls functions, coroutine functions and plain ones, each call in a thread (and an event loop) of its own.
+    """Calls coroutine functions and plain functions, each call in a thread (and an event loop) of its own.
 
-    A call that is cancelled is left to end by itself: a coroutine is cancelled, a plain function cannot be. `MAX_LEFT` that do not end
-    stop the run.
+    A cancelled call ends by itself: its coroutine is cancelled, but a plain function cannot be. `MAX_LEFT` cancelled calls that do not
+    end stop the run.
     """
 
     def __init__(self) -> None:
         self._left: list[threading.Thread] = []
 
     def check(self) -> None:
-        """Before a call.
+        """Check the number of cancelled calls that still run; to be called before each call.
 
         Raises:
-            UserError: too many earlier calls that were cancelled have not ended.
+            UserError: too many cancelled calls have not ended.
         """
         self._left = [thread for thread in self._left if thread.is_alive()]
         if len(self._left) >= MAX_LEFT:
@@ -35,7 +35,7 @@ class Threads:
             raise UserError("environment.agent", got=got, expected=expected)
 
     async def call(self, function: Callable[..., object], *arguments: object) -> object:
-        """What the function returns or raises."""
+        """Return the function's result, or raise its exception."""
         call = _Call(function, arguments)
         thread = threading.Thread(target=call.run, name=f"agent {getattr(function, '__name__', '')}", daemon=True)
         thread.start()
@@ -57,23 +57,23 @@ class _Call:
         self._cancelled = False
 
     def run(self) -> None:
-        """In the thread."""
+        """Run the function; called in the new thread."""
         try:
             if inspect.iscoroutinefunction(self._function):
                 value: object = asyncio.run(self._run())
             else:
                 value = self._function(*self._arguments)
-        except BaseException as error:  # noqa: BLE001  told to whoever called, in its own thread
+        except BaseException as error:  # noqa: BLE001  passed to the caller, in the caller's thread
             self._tell(None, error)
         else:
             self._tell(value, None)
 
     def cancel(self) -> None:
-        """From the caller's thread."""
+        """Cancel the coroutine; called in the caller's thread."""
         with self._lock:
             self._cancelled = True
             if self._task is not None:
-                # The loop may have ended a moment ago.
+                # The loop may have just ended.
                 with suppress(RuntimeError):
                     self._task.get_loop().call_soon_threadsafe(self._task.cancel)
 
@@ -85,7 +85,7 @@ class _Call:
         return await self._function(*self._arguments)  # type: ignore[misc]
 
     def _tell(self, value: object, error: BaseException | None) -> None:
-        # The caller's loop may have ended before this did.
+        # The caller's loop may have ended before this call.
         with suppress(RuntimeError):
             self._home.call_soon_threadsafe(self._settle, value, error)
 

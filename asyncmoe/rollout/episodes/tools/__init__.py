@@ -1,4 +1,4 @@
-"""Tools a model may ask while it responds: a calculator, a sandboxed Python, a user's own functions."""
+"""Tools that a model may call while it responds: a calculator, a sandboxed Python, a user's own functions."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from asyncmoe.rollout.episodes.tools.tool import Tool
 
 
 def load(names: Sequence[str], options: Mapping[str, Mapping[str, Any]] | None = None) -> dict[str, Runner]:
-    """The tools a configuration names, by the names a model calls them by.
+    """Return the tools that a configuration names, keyed by the names that a model uses in its calls.
 
     Args:
         names: "calculator", "python" or `package.module:function`.
-        options: by the same names; fields of `ToolLimits`, and for "python" of `PythonLimits`.
+        options: options of each tool, by the same names: fields of `ToolLimits`, and for "python" also of `PythonLimits`.
 
     Raises:
-        ConfigError: no such tool or option; two tools of one name; a tool that cannot work on this machine.
+        ConfigError: a tool or option does not exist, two tools have the same name, or a tool cannot work on this machine.
     """
     options = options or {}
     if unknown := set(options) - set(names):
@@ -52,7 +52,7 @@ def _names(kind: type[Any]) -> list[str]:
 
 
 def _made(kind: type[Any], values: dict[str, Any], name: str) -> Any:
-    """`kind` of positive numbers, or of booleans."""
+    """Construct `kind`, whose fields are positive numbers or booleans."""
     if unknown := set(values) - set(_names(kind)):
         expected = ", ".join(dict.fromkeys((*_names(kind), *_names(ToolLimits))))
         raise ConfigError(f"tools.options.{name}", got=", ".join(sorted(unknown)), expected=expected)

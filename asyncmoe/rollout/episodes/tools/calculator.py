@@ -1,7 +1,7 @@
-"""Arithmetic as Python does it, in bounded time and memory.
+"""Python arithmetic in bounded time and memory.
 
-The expression is parsed by `ast` and walked; nothing is evaluated by the interpreter itself. Whatever the expression, a call takes
-microseconds: its length and depth are bounded before it is parsed, and the size of an integer before it is computed.
+`ast` parses the expression and this module walks it; the interpreter itself evaluates nothing. Any call takes microseconds: length and
+parentheses are bounded before parsing, and the size of a power before it is computed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ MAX_CHARACTERS = 1000
 MAX_PARENTHESES = 50
 MAX_DEPTH = 500
 MAX_BITS = 4096
-"""Of an integer; about 1,233 digits."""
+"""Maximum size of an integer; about 1,233 digits."""
 
 _BINARY: dict[type[ast.operator], Callable[[int | float, int | float], object]] = {
     ast.Add: operator.add,
@@ -31,7 +31,7 @@ _BINARY: dict[type[ast.operator], Callable[[int | float, int | float], object]] 
 
 
 class Calculator:
-    """The tool."""
+    """The tool "calculator"."""
 
     name = "calculator"
     description = "Computes an arithmetic expression of numbers, + - * / // % ** and parentheses."
@@ -46,10 +46,10 @@ class Calculator:
 
 
 def calculate(expression: str) -> str:
-    """The value of an expression as Python prints it.
+    """Return the value of an expression as Python prints it.
 
     Raises:
-        ToolError: `ERROR`: it is none, is beyond a bound, or has no finite real value.
+        ToolError: `ERROR`: it is not an arithmetic expression, exceeds a bound, or has no finite real value.
     """
     try:
         return repr(_value(_parse(expression.strip()), 0))

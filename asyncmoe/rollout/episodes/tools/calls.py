@@ -1,10 +1,10 @@
-"""Calls of tools in what a model wrote.
+"""Finds tool calls in a model's response.
 
 Two styles:
 
 - `hermes`: `<tool_call>{"name": "calculator", "arguments": {"expression": "12+7"}}</tool_call>`, as Qwen and Hermes models are trained to.
-- `brackets`: `[calculator: 12+7]`, or `[12+7]` for whatever the first tool is. For models so small that every token counts. An argument
-  cannot hold "]" or a line's end; text in brackets that is meant as text is taken for a call.
+- `brackets`: `[calculator: 12+7]`, or `[12+7]` for the first tool. For models so small that every token counts. An argument cannot contain
+  "]" or a newline; ordinary text in brackets is read as a call.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from typing import Literal
 
 Style = Literal["hermes", "brackets"]
 MAX_CALLS = 16
-"""In one response; what follows is not looked at."""
+"""Maximum number of calls in one response; the rest of the response is ignored."""
 MAX_CHARACTERS = 65536
-"""Of one call's arguments."""
+"""Maximum length of one call's arguments."""
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 _NAMED = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)[ \t]*:(.*)", re.DOTALL)
@@ -29,10 +29,10 @@ class Call:
     """One call.
 
     Attributes:
-        start, end: characters of the response it takes.
-        name: the tool, or None: the first there is. Whether it exists is for the caller to see.
-        argument: what `Tool.call` takes: where the arguments are an object of one string, that string, else `arguments`.
-        arguments: as a JSON object, or in brackets as written.
+        start, end: range of its characters in the response.
+        name: name of the tool, or None for the first tool. The caller checks that the tool exists.
+        argument: argument of `Tool.call`: the string if the arguments are an object with one string, else `arguments`.
+        arguments: the arguments as JSON text; in brackets, as written.
     """
 
     start: int
@@ -44,7 +44,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Malformed:
-    """What looks like a call and is none. `why` is for the model."""
+    """Text that looks like a call but is invalid. `why` explains the error to the model."""
 
     start: int
     end: int
@@ -52,7 +52,7 @@ class Malformed:
 
 
 def find(text: str, style: Style) -> tuple[Call | Malformed, ...]:
-    """All calls in a response, at most `MAX_CALLS`, in the order they are written, in time linear in its length."""
+    """Return the calls in a response in order, at most `MAX_CALLS`, in time linear in the response's length."""
     found: list[Call | Malformed] = []
     begin, end = (_OPEN, _CLOSE) if style == "hermes" else ("[", "]")
     start = text.find(begin)

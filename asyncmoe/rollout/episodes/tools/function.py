@@ -26,7 +26,7 @@ _LINE_BYTES = 16 * 2**20
 
 
 def load(target: str) -> Tool:
-    """The tool of a function; its name and docstring are the tool's.
+    """Make a tool of a function, with the function's name and its docstring as the description.
 
     Raises:
         ConfigError: no such function.
@@ -66,10 +66,10 @@ class AsyncFunction:
         self._function = cast(Callable[[str], Awaitable[str]], function)
 
     async def call(self, argument: str) -> str:
-        """What the function returns.
+        """Call the function and return its result.
 
         Raises:
-            ToolError: the function's own, or `ERROR` for anything else it raises.
+            ToolError: the function's own, or `ERROR` for any other exception.
         """
         try:
             return await self._function(argument)
@@ -83,7 +83,7 @@ class AsyncFunction:
 
 
 class InProcesses:
-    """A plain function in processes, one for each call that runs; they are kept for the next calls."""
+    """A plain function in worker processes, one per running call; idle processes are kept for later calls."""
 
     def __init__(self, name: str, description: str, target: str) -> None:
         self.name, self.description, self.parameters = name, description, one_string("argument", "")
@@ -91,17 +91,18 @@ class InProcesses:
         self._idle: list[asyncio.subprocess.Process] = []
 
     async def call(self, argument: str) -> str:
-        """What the function returns.
+        """Call the function and return its result.
 
         Raises:
-            ToolError: `ERROR`: it raised; or its own. `CRASH`: it ended its process, or what it returned is no text.
+            ToolError: the function's own. `ERROR`: it raised another exception. `CRASH`: it ended its process, answered too many bytes, or
+                returned something that is not text.
             WaitTimeout: a process did not start.
         """
         process = self._idle.pop() if self._idle else await self._start()
         try:
             answer = await self._exchange(process, argument)
         except BaseException:
-            # Its next answer would be taken for that of another question.
+            # Otherwise the answer to this call would be read as the answer to the next.
             await _end(process)
             raise
         self._idle.append(process)

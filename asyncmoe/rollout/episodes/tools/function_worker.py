@@ -1,7 +1,7 @@
 """A process that runs a tool's function: `python -m asyncmoe.rollout.episodes.tools.function_worker package.module:function`.
 
-A JSON line each way. In: the argument. Out: {"text": what it returned} or {"error": text, "reason": that of a ToolError};
-first, once the function is imported, {"text": ""}. What the function prints goes to standard error.
+Each message is one JSON line. Input: the argument. Output: {"text": return value} or {"error": text, "reason": `ToolError.reason`};
+the first output, once the function is imported, is {"text": ""}. Anything the function prints goes to standard error.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def main(target: str) -> None:
             answer = json.dumps({"text": text if isinstance(text, str) else None})
         except ToolError as error:
             answer = json.dumps({"error": error.detail, "reason": error.reason})
-        except Exception as error:  # noqa: BLE001  whatever a user's function raises is told to the controller
+        except Exception as error:  # noqa: BLE001  any exception of a user's function is reported to the controller
             answer = json.dumps({"error": f"error: {type(error).__name__}: {error}", "reason": ERROR})
         print(answer, file=answers)
 

@@ -1,11 +1,12 @@
-"""Confines a program, runs it, ends it and says how it ended: `python -I -S guard.py SETTINGS` with the program on standard input.
+"""Confines a program, runs it, ends it and reports how it ended: `python -I -S guard.py SETTINGS` with the program on standard input.
 
-It runs by itself, without asyncmoe on its path. SETTINGS is a JSON object: `parent` process id, `program` (command), `file` to write the
-input to, `environment`, `wall_s`, `rlimits` (number -> soft and hard), `seccomp` (hexadecimal, `asyncmoe.rollout.episodes.tools.seccomp`),
-`namespaces`, `disk_bytes`. The program's output, errors included, goes to standard output. On standard error is a line of JSON when
-it has ended, `{"status": exit status or negative signal, "cpu_s": ..., "timeout": ...}`, or else why it could not be run.
+The guard runs standalone, without asyncmoe on its path. SETTINGS is a JSON object: `parent` process id, `program` (command), `file` that
+receives the input, `environment`, `wall_s`, `rlimits` (number -> soft and hard), `seccomp` (hexadecimal,
+`asyncmoe.rollout.episodes.tools.seccomp`), `namespaces`, `disk_bytes`. The program's output, errors included, goes to standard output. When
+the program has ended, standard error has a line of JSON, `{"status": exit status or negative signal, "cpu_s": ..., "timeout": ...}`; or,
+if the program could not run, the reason.
 
-The guard stays outside: nothing in the sandbox can signal it, and the program ends when the guard does.
+The guard stays outside the sandbox: nothing inside can signal it, and the program ends when the guard does.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class _Filter(ctypes.Structure):
 
 
 def main(settings: dict[str, Any]) -> None:
-    """Run what is on standard input."""
+    """Run the program on standard input."""
     _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     if os.getppid() != settings["parent"]:
         sys.exit("the process that asked has ended")
@@ -75,7 +76,7 @@ def _watch(child: int, wall_s: float, ending: set[signal.Signals]) -> None:
 
 
 def _start(settings: dict[str, Any], ending: set[signal.Signals]) -> None:
-    """Become the program; in the child of a fork, so it never returns."""
+    """Confine this process and execute the program; runs in a forked child and never returns."""
     report = os.fdopen(os.dup(2), "w")
     try:
         _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -90,7 +91,7 @@ def _start(settings: dict[str, Any], ending: set[signal.Signals]) -> None:
         filtered = _Filter(len(instructions) // 8, instructions)
         _prctl(_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, ctypes.addressof(filtered))
         os.execve(settings["program"][0], settings["program"], settings["environment"])
-    except BaseException:  # noqa: BLE001  told to the controller; a forked process must not go on as if it were the guard
+    except BaseException:  # noqa: BLE001  reported to the controller; a forked process must not continue as if it were the guard
         traceback.print_exc(file=report)
         report.flush()
     finally:
@@ -98,10 +99,10 @@ def _start(settings: dict[str, Any], ending: set[signal.Signals]) -> None:
 
 
 def _enter_namespaces(directory: str, disk_bytes: int) -> None:
-    """Users, mounts, processes, network and IPC of our own; everything is read only but an empty `directory` in memory.
+    """Enter new user, mount, process, network and IPC namespaces; everything is read-only except `directory`, empty and in memory.
 
-    Mounts that were made read only here stay so whatever the program does: it has no capability in this user namespace after `execve`
-    as a user other than 0, and in one that it might open, these mounts are locked (mount_namespaces(7)).
+    Mounts that are made read-only here stay read-only whatever the program does: after `execve` as a non-root user, it has no capability in
+    this user namespace, and in a user namespace that it might open, these mounts are locked (mount_namespaces(7)).
     """
     user, group = os.geteuid(), os.getegid()
     _check(_libc.unshare(_NEW_USER | _NEW_MOUNTS | _NEW_PIDS | _NEW_NETWORK | _NEW_IPC), "unshare")
@@ -120,7 +121,7 @@ def _enter_namespaces(directory: str, disk_bytes: int) -> None:
 
 
 def _drop_capabilities() -> None:
-    """What is not in the bounding set does not come back when user 0 executes a program."""
+    """Empty the bounding set: capabilities outside it do not come back when root executes a program."""
     with open("/proc/sys/kernel/cap_last_cap") as file:
         last = int(file.read())
     for capability in range(last + 1):

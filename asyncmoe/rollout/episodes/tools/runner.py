@@ -1,4 +1,4 @@
-"""A tool with bounds around it, and what its calls came to."""
+"""Runs a tool under limits, and counts its calls."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from asyncmoe.rollout.episodes.tools.tool import CRASH, FLOOD, TIMEOUT, Tool, To
 
 @dataclass(frozen=True)
 class ToolLimits:
-    """Bounds around every call of a tool.
+    """Limits on every call of a tool.
 
     Attributes:
-        timeout_s: seconds one call may take, counted from when its turn has come.
-        concurrency: calls that run at once; others wait.
-        characters: of an observation.
+        timeout_s: maximum seconds of one call, excluding the wait for its turn.
+        concurrency: maximum number of concurrent calls; further calls wait.
+        characters: maximum length of an observation.
     """
 
     timeout_s: float = 30.0
@@ -29,11 +29,12 @@ class ToolLimits:
 
 @dataclass
 class Counts:
-    """What the calls that ended came to.
+    """Statistics of the calls that ended.
 
     Attributes:
-        seconds: the calls took together, without waiting for their turns.
-        failures: by `ToolError.reason`.
+        calls: number of calls, failed calls included.
+        seconds: total duration of the calls, without the wait for their turns.
+        failures: number of failed calls by `ToolError.reason`.
     """
 
     calls: int = 0
@@ -42,9 +43,9 @@ class Counts:
 
 
 class Runner:
-    """A tool under `ToolLimits`; a `Tool` itself.
+    """A tool under `ToolLimits`; itself a `Tool`.
 
-    Calls that are cancelled count neither as calls nor as failures.
+    Cancelled calls count neither as calls nor as failures.
     """
 
     def __init__(self, tool: Tool, limits: ToolLimits) -> None:
@@ -55,12 +56,11 @@ class Runner:
         self._turns = asyncio.Semaphore(limits.concurrency)
 
     async def call(self, argument: str) -> str:
-        """The observation.
+        """Return the observation.
 
         Raises:
-            ToolError: as the tool's own; "tool_timeout" after `ToolLimits.timeout_s`, "tool_flood" beyond `ToolLimits.characters`,
-            "tool_crash"
-                when the tool raised anything else or answered no text.
+            ToolError: the tool's own; "tool_timeout" after `ToolLimits.timeout_s`, "tool_flood" beyond `ToolLimits.characters`,
+                "tool_crash" if the tool raised any other exception or did not return text.
         """
         async with self._turns:
             begin = time.perf_counter()
@@ -85,7 +85,7 @@ class Runner:
         except ToolError as error:
             raise ToolError(error.reason, self._cut(error.detail)) from error
         except Exception as error:
-            # A TimeoutError may as well be the tool's own.
+            # A TimeoutError may also be the tool's own.
             if deadline.expired():
                 raise ToolError(TIMEOUT, f"error: {self.name} took longer than {limits.timeout_s:g} s") from error
             raise ToolError(CRASH, f"error: {self.name} raised {type(error).__name__}: {error}") from error

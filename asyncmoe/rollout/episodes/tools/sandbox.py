@@ -1,26 +1,26 @@
-"""Python code that a model wrote, run in a sandbox of Linux's own means; no container runtime is needed.
+"""Runs Python code that a model wrote in a sandbox built from Linux's own mechanisms, without a container runtime.
 
-Each call is a new `python -I -S` (standard library only) in an empty directory, started by `asyncmoe.rollout.episodes.tools.guard`. What a
-program
-prints is the observation.
+Each call runs a new `python -I -S` (standard library only) in an empty directory, started by `asyncmoe.rollout.episodes.tools.guard`. The
+program's output is the observation.
 
-Promised always, on Linux on x86-64 and ARM64 (`asyncmoe.rollout.episodes.tools.seccomp`):
-- it starts no process (threads it may) and signals none; when its call ends, is cancelled or runs out of time, it is killed, and so it
-  is when the controller dies;
-- it opens no socket, so there is no network, and no service of this machine, to talk to;
-- `PythonLimits` bound its wall-clock and CPU seconds, address space, each file, open files and output; output beyond its bound ends it;
+Guaranteed always, on Linux on x86-64 and ARM64 (`asyncmoe.rollout.episodes.tools.seccomp`):
+- the program may start threads, but it starts and signals no process; it is killed when its call ends, is cancelled or times out, and when
+  the controller dies;
+- it opens no socket, so it reaches neither the network nor a service of this machine;
+- `PythonLimits` limit its wall-clock and CPU seconds, address space, file size, open files and output; output beyond the limit ends it;
 - it inherits no variable, no open file and no capability.
 
-Promised with `namespaces` (user, mount, process, network and IPC; unprivileged on most kernels from 5.12 on, refused in many containers):
-- every file system is read only and without devices, except its own directory, which is in memory, bounded, and gone afterwards;
+Guaranteed with `namespaces` (user, mount, process, network and IPC; unprivileged on most kernels from 5.12 on, refused in many containers):
+- every file system is read-only and without devices, except its own directory, which is in memory, limited in size, and removed afterwards;
 - it sees no other process; /proc is empty.
 
-Not promised:
-- that it cannot read. It may read every file that the controller's user may. Keep secrets out of that user's reach;
-- with `namespaces: false`, that it cannot write: it may change whatever the controller's user may. Only for a machine that can be lost;
-- anything against a hole in the kernel. It is a fence for a model that explores, not for an attacker.
+Not guaranteed:
+- protection against reading. It may read every file that the controller's user may read. Keep secrets out of that user's reach;
+- with `namespaces: false`, protection against writing: it may change everything that the controller's user may change. Use this only on a
+  machine that you can afford to lose;
+- protection against kernel vulnerabilities. The sandbox contains a model that explores, not an attacker.
 
-RLIMIT_NPROC is not used: it does not bind user 0, counts all of a user's processes on older kernels, and there are no processes to count.
+RLIMIT_NPROC is not used: it does not limit root, counts all of a user's processes on older kernels, and there are no processes to count.
 """
 
 from __future__ import annotations
@@ -50,22 +50,22 @@ _GUARD = Path(__file__).with_name("guard.py")
 _FILE = "main.py"
 _PROBE_S = 30.0
 _GRACE_S = 10.0
-"""For the guard to start and to end, on top of the program's own time."""
+"""Seconds for the guard to start and to end, in addition to the program's own time."""
 _MIB = 2**20
 
 
 @dataclass(frozen=True)
 class PythonLimits:
-    """Bounds of one program.
+    """Limits of one program.
 
     Attributes:
-        wall_s, cpu_s: seconds; CPU seconds of all its threads, rounded up.
-        memory_bytes: of address space, the interpreter's own included.
-        file_bytes: of one file; with namespaces also of all its files together, which are in memory.
-        open_files: at once.
-        output_bytes: of standard output and error together.
-        code_bytes: of the program.
-        namespaces: require them; see the module.
+        wall_s, cpu_s: wall-clock seconds, and CPU seconds of all threads, rounded up.
+        memory_bytes: address space, including the interpreter's own.
+        file_bytes: size of one file; with namespaces also of all its files together, which are in memory.
+        open_files: number of files open at once.
+        output_bytes: standard output and error together.
+        code_bytes: size of the program.
+        namespaces: require namespaces; see the module.
     """
 
     wall_s: float = 10.0
@@ -79,10 +79,10 @@ class PythonLimits:
 
 
 class PythonTool:
-    """The tool. How many run at once is bounded by its `Runner`.
+    """The tool "python". Its `Runner` limits concurrent calls.
 
     Raises:
-        ConfigError: this machine cannot keep what is promised.
+        ConfigError: this machine cannot provide the guarantees.
     """
 
     name = "python"
@@ -98,11 +98,12 @@ class PythonTool:
             log.warning("the python tool runs without namespaces: its code may write wherever this user can")
 
     async def call(self, argument: str) -> str:
-        """What the program printed.
+        """Run a program and return its output.
 
         Raises:
-            ToolError: `ERROR`: it ended with a status other than 0; the detail is what it printed, its traceback included. `TIMEOUT`:
-                beyond its wall-clock or CPU seconds. `FLOOD`: beyond its output. `CRASH`: a signal ended it.
+            ToolError: `ERROR`: the program is too large, or ended with a nonzero status; then the detail is its output, traceback included.
+                `TIMEOUT`: it exceeded its wall-clock or CPU seconds. `FLOOD`: it exceeded its output limit. `CRASH`: a signal ended it, or
+                the sandbox failed.
             WaitTimeout: the guard did not end.
         """
         code = argument.encode(errors="replace")
@@ -139,10 +140,10 @@ class PythonTool:
         return self._result(_ended(report), self._text(output, directory))
 
     async def _output(self, process: asyncio.subprocess.Process, code: bytes) -> tuple[bytes, bool]:
-        """Output up to its bound, and whether there was more."""
+        """Return the output up to its limit, and True if there was more."""
         assert process.stdin is not None
         assert process.stdout is not None
-        # A guard that ended early has said why.
+        # A guard that ended early has reported the reason.
         with suppress(ConnectionError):
             process.stdin.write(code)
             await process.stdin.drain()
@@ -166,7 +167,7 @@ class PythonTool:
         return text
 
     def _text(self, output: bytes, directory: str) -> str:
-        """What was printed, without the name of the directory, which no two runs share."""
+        """Return the output without the name of the directory, which differs in every run."""
         return output.decode(errors="replace").replace(f"{directory}/", "")
 
     def _command(self, directory: str) -> list[str]:
@@ -192,17 +193,17 @@ class PythonTool:
         return [sys.executable, "-I", "-S", str(_GUARD), json.dumps(settings)]
 
     async def _end(self, process: asyncio.subprocess.Process, handle: int | None) -> None:
-        """The guard ends its program when told to; also when whoever waits for that is cancelled once more."""
+        """End the guard, and with it the program, even if the waiting caller is cancelled again."""
         ending = asyncio.create_task(_ended_for_sure(process, handle))
         self._ending.add(ending)
         ending.add_done_callback(self._ending.discard)
         await asyncio.shield(ending)
 
     def _probe(self) -> None:
-        """Run a program, to know that this machine lets us confine one.
+        """Run a program to verify that this machine can confine one.
 
         Raises:
-            ConfigError: it does not.
+            ConfigError: this machine cannot.
         """
         with tempfile.TemporaryDirectory(prefix="tool-") as directory:
             try:
@@ -226,7 +227,7 @@ class PythonTool:
 
 
 def _handle(process: asyncio.subprocess.Process) -> int | None:
-    """A descriptor of a process, by which no other one can be signalled; None when it has ended already."""
+    """Return a pidfd, which never signals another process, or None if the process has already ended."""
     try:
         return os.pidfd_open(process.pid)
     except ProcessLookupError:
@@ -250,7 +251,7 @@ async def _ended_for_sure(process: asyncio.subprocess.Process, handle: int | Non
 
 
 async def _drained(stream: asyncio.StreamReader | None) -> None:
-    """Nobody wants the rest; but `wait` returns only at the end of both streams, and one whose buffer is full is not read to its end."""
+    """Discard the rest of a stream: `wait` returns only at the end of both streams, and a stream with a full buffer never ends."""
     assert stream is not None
     while await stream.read(65536):
         pass
@@ -261,10 +262,10 @@ def _said(text: str, error: str) -> str:
 
 
 def _ended(report: str) -> dict[str, Any]:
-    """The guard's last line.
+    """Parse the last line of the guard's report.
 
     Raises:
-        ToolError: `CRASH`: it gave none.
+        ToolError: `CRASH`: the line is not JSON.
     """
     line = report.strip().rpartition("\n")[2]
     try:

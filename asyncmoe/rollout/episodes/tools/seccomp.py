@@ -1,7 +1,7 @@
 """The system calls that code in the sandbox may not make, as a Linux seccomp filter.
 
-A filter is a program of classic BPF over `struct seccomp_data` (linux/seccomp.h, linux/filter.h): eight bytes an instruction, `u16 code,
-u8 jump_true, u8 jump_false, u32 k`. Numbers are those of Linux's syscall tables (arch/x86/entry/syscalls/syscall_64.tbl,
+A filter is a classic BPF program over `struct seccomp_data` (linux/seccomp.h, linux/filter.h) with eight bytes per instruction: `u16 code,
+u8 jump_true, u8 jump_false, u32 k`. System call numbers come from Linux's tables (arch/x86/entry/syscalls/syscall_64.tbl,
 include/uapi/asm-generic/unistd.h). Refused calls fail with EPERM, so the code sees an exception.
 """
 
@@ -18,14 +18,14 @@ _LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 _NUMBER_AT, _MACHINE_AT, _FIRST_ARGUMENT_AT = 0, 4, 16
 _CLONE_THREAD = 0x00010000
 _X32 = 0x40000000
-"""Numbers from here on are of x86's third table; there are none on other machines."""
+"""System call numbers from here on belong to x86's x32 ABI; other machines have none in this range."""
 
 _MACHINES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 _CLONE = {"x86_64": 56, "aarch64": 220}
 _CLONE3 = 435
 _PRLIMIT = {"x86_64": 302, "aarch64": 261}
 _REFUSED: dict[str, dict[str, int]] = {
-    # No process but this one, no network, no signal to another process, no look into one, no change of namespaces, mounts or keys.
+    # No other process, no network, no signal to or inspection of another process, no change of namespaces, mounts or keys.
     "x86_64": {
         **{"fork": 57, "vfork": 58, "socket": 41, "kill": 62, "tkill": 200, "tgkill": 234, "rt_sigqueueinfo": 129},
         **{"rt_tgsigqueueinfo": 297, "ptrace": 101, "process_vm_readv": 310, "process_vm_writev": 311, "unshare": 272, "setns": 308},
@@ -46,13 +46,13 @@ _REFUSED_EVERYWHERE = {
 
 
 def program(machine: str = platform.machine()) -> bytes:
-    """The filter for this machine.
+    """Return the filter for this machine.
 
-    Threads may be started, processes not: `clone3` says that it does not exist, so that libc falls back to `clone`, whose flags a filter
-    can read.
+    The code may start threads but no processes: `clone3` fails with ENOSYS, so that libc falls back to `clone`, whose flags a filter can
+    read.
 
     Raises:
-        ConfigError: a machine whose system calls are not known here.
+        ConfigError: this module has no system call numbers for the machine.
     """
     if machine not in _MACHINES:
         raise ConfigError("tools python", got=f"a {machine} machine", expected=" or ".join(_MACHINES))
@@ -65,7 +65,7 @@ def program(machine: str = platform.machine()) -> bytes:
     ]
     for number in sorted((*_REFUSED[machine].values(), *_REFUSED_EVERYWHERE.values())):
         body += _when(_EQUAL, number, _refuse(errno.EPERM))
-    # Each of the two ends the program: the number is no longer loaded afterwards.
+    # Each of the two checks ends the program if it matches, because it overwrites the loaded system call number.
     body += [_jump(_EQUAL, _PRLIMIT[machine], 0, 4), _do(_LOAD, _FIRST_ARGUMENT_AT)]
     body += [_jump(_EQUAL, 0, 1, 0), _do(_RETURN, _refuse(errno.EPERM)), _do(_RETURN, _ALLOW)]
     body += [_jump(_EQUAL, _CLONE[machine], 0, 3), _do(_LOAD, _FIRST_ARGUMENT_AT)]

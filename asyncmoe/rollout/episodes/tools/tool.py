@@ -1,4 +1,4 @@
-"""What a tool is, and how it fails."""
+"""The interface of a tool, and its errors."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ ERROR, TIMEOUT, CRASH, FLOOD = "tool_error", "tool_timeout", "tool_crash", "tool
 
 
 class ToolError(AsyncmoeError):
-    """A call without a result.
+    """A tool call failed.
 
     Args:
-        reason: `ERROR`: the argument was wrong, or the code it holds raised: what a model learns from, so `detail` is an observation
-            like any other. `TIMEOUT`: no answer in time. `CRASH`: the tool itself broke. `FLOOD`: it said more than it may; `detail`
-            begins with what it said.
-        detail: what happened, in words for the model.
+        reason: `ERROR`: the argument was wrong, or the code in it raised; the model learns from this, so `detail` is an observation like
+            any other. `TIMEOUT`: no answer in time. `CRASH`: the tool itself failed. `FLOOD`: its answer exceeded the limit; `detail`
+            begins with the answer.
+        detail: description of the failure, for the model.
     """
 
     def __init__(self, reason: str, detail: str) -> None:
@@ -26,41 +26,41 @@ class ToolError(AsyncmoeError):
 
 
 class Tool(Protocol):
-    """Something a model can ask while it responds. Calls run concurrently."""
+    """A tool that a model can call while it responds. Calls run concurrently."""
 
     @property
     def name(self) -> str:
-        """What a call names; letters, digits and underscores."""
+        """The name used in calls; letters, digits and underscores."""
         ...
 
     @property
     def description(self) -> str:
-        """What it does, for the model."""
+        """Description of the tool, for the model."""
         ...
 
     @property
     def parameters(self) -> Mapping[str, Any]:
-        """JSON schema of the arguments, an object. A tool of one string parameter is called with that string."""
+        """JSON schema of the arguments, an object. A tool with one string parameter is called with that string."""
         ...
 
     async def call(self, argument: str) -> str:
-        """The observation. Cancelled, it ends whatever it started.
+        """Return the observation. If cancelled, end everything this call started.
 
         Raises:
-            ToolError: there is none.
+            ToolError: the call failed.
         """
         ...
 
     async def close(self) -> None:
-        """End what it started."""
+        """End everything the tool started."""
         ...
 
 
 def schema(tool: Tool) -> dict[str, Any]:
-    """The tool as chat templates take it (OpenAI's `tools`)."""
+    """Return the tool's schema in the form chat templates accept (OpenAI's `tools`)."""
     return {"type": "function", "function": {"name": tool.name, "description": tool.description, "parameters": dict(tool.parameters)}}
 
 
 def one_string(name: str, what: str) -> dict[str, Any]:
-    """JSON schema of a tool that takes one string."""
+    """Return the JSON schema of a tool with one string parameter."""
     return {"type": "object", "properties": {name: {"type": "string", "description": what}}, "required": [name]}

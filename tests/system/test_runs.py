@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -137,7 +138,7 @@ def test_ctrl_c_while_an_engine_starts_ends_the_run(tmp_path: Path) -> None:
     directory = tmp_path / "run"
     command = start(directory, "run.steps=2", "warmup.steps=0", f"engines.python={silent}", "engines.start_timeout_s=600")
     log = directory / "logs" / "trainer.log"
-    assert wait_for(lambda: log.exists() and "parameters" in log.read_text(), 120), log.read_text()
+    assert wait_for(lambda: log.exists() and "Setting up optimizer" in log.read_text(), 120), log.read_text()
     time.sleep(5)
     os.kill(command.process.pid, signal.SIGINT)
     status, _, error = command.finish(60)

@@ -89,7 +89,7 @@ class Client:
         return max(0.0, begin + limit - time.monotonic())
 
     def _check(self, name: str, begin: float, timeout_s: float, losses: int) -> None:
-        """Raise if no reply can come any more, unless one has already arrived."""
+        """Raise if the wait is over or no reply can come any more, unless a reply has already arrived."""
         connection = self._connection
         over = self._patience(begin, timeout_s) <= 0
         lost = connection.losses > losses

@@ -1,7 +1,7 @@
-"""The Unix socket, in a private directory, for clients on the controller's own host. Its data never leaves the kernel, so is not encrypted.
+"""The Unix socket, in a private directory, for clients on the controller's own host.
 
 The directory (0700, a random name) authenticates the server to the client; the run's local secret authenticates the client to the server.
-So neither side accepts data from another user of the machine, without encrypting and decrypting every copy.
+Neither side accepts data from other users of the machine. The data never leaves the kernel, so each copy is spared two encryptions.
 """
 
 from __future__ import annotations

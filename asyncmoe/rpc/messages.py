@@ -169,7 +169,7 @@ class EngineJoin(Message, frozen=True):
     key: str
     """API key that the engine's server requires."""
     host: str
-    """`asyncmoe.rpc.address.host_id` of its machine."""
+    """`asyncmoe.rpc.address.host_id` of the engine's machine."""
     tp: int
     ep: int
     config_digest: str
@@ -252,7 +252,7 @@ class EngineInfo(Message, frozen=True):
     rank_offset: int
     version: int
     host: str = ""
-    """`asyncmoe.rpc.address.host_id` of its machine."""
+    """`asyncmoe.rpc.address.host_id` of the engine's machine."""
     device: str = ""
     """Compute device that its server reports, "cpu" or "cuda"; empty if not requested."""
 

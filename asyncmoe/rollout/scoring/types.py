@@ -23,7 +23,7 @@ class Sample:
     Attributes:
         prompt, answer: the task's question and reference answer.
         response: text of the last turn.
-        tokens: the whole conversation, sampled or not.
+        tokens: all tokens of the conversation, sampled or not.
         sampled: for each token, whether the policy sampled it.
         agent: the agent's name in the environment.
     """

@@ -144,7 +144,7 @@ class BoundedQueue:
             raise WaitTimeout("the trainer", f"a new weight version after {self._version}", wait_s or 0.0)
 
     def started(self, count: int, spare: int = 0) -> None:
-        """Record the start of `count` episodes, and of `spare` episodes without a place. Raises InvariantBroken against the capacity law."""
+        """Record the start of `count` episodes and `spare` episodes without a place. Raises InvariantBroken against the capacity law."""
         if not self.can_start(count):
             raise InvariantBroken(f"queue: {count} started against the capacity law at version {self._version}: {self._ledger}")
         self._ledger = self._ledger.start(count)

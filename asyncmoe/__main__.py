@@ -1,4 +1,4 @@
-"""`python -m asyncmoe` is the `asyncmoe` command."""
+"""`python -m asyncmoe` runs the `asyncmoe` command."""
 
 from asyncmoe.cli import main
 

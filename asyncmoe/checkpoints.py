@@ -1,7 +1,7 @@
-"""Where checkpoints lie: `RUN/checkpoints/step-00000012/`, complete or not there at all.
+"""Checkpoint directories: `RUN/checkpoints/step-00000012/`, either complete or absent.
 
-A checkpoint is written under a temporary name and renamed when every rank has written its part, so a kill at any moment
-leaves the one before it usable.
+A checkpoint is written under a temporary name and renamed once every rank has written its part, so a kill at any moment
+leaves the previous checkpoint usable.
 """
 
 from __future__ import annotations
@@ -19,29 +19,29 @@ _FACTS = "asyncmoe.json"
 
 
 def directory(run_dir: Path, step: int) -> Path:
-    """Final place of the checkpoint of `step`."""
+    """Return the final directory of the checkpoint of `step`."""
     return run_dir / "checkpoints" / f"{_PREFIX}{step:08d}"
 
 
 def newest(run_dir: Path) -> Path | None:
-    """The complete checkpoint of the highest step, or None."""
+    """Return the complete checkpoint of the highest step, or None."""
     complete = [path for path in (run_dir / "checkpoints").glob(f"{_PREFIX}*") if (path / _FACTS).is_file() and not path.suffix]
     return max(complete, default=None)
 
 
 def temporary(run_dir: Path, step: int) -> Path:
-    """Where the checkpoint of `step` is written before it is complete."""
+    """Return the directory that holds the checkpoint of `step` until it is complete."""
     return directory(run_dir, step).with_suffix(_WRITING)
 
 
 def start(run_dir: Path, step: int) -> None:
-    """Make the temporary directory of `step`, empty; what a killed save has left goes."""
+    """Create an empty temporary directory for `step`; delete the remains of killed saves."""
     give_up(run_dir)
     temporary(run_dir, step).mkdir(parents=True)
 
 
 def give_up(run_dir: Path) -> None:
-    """Remove what was written of a checkpoint that will not be complete."""
+    """Delete incomplete checkpoints."""
     for half in (run_dir / "checkpoints").glob(f"{_PREFIX}*{_WRITING}"):
         shutil.rmtree(half, ignore_errors=True)
 
@@ -60,10 +60,10 @@ def finish(run_dir: Path, step: int, facts: dict[str, Any], keep: int) -> Path:
 
 
 def facts(checkpoint: Path) -> dict[str, Any]:
-    """What `finish` noted about a checkpoint.
+    """Read the facts that `finish` stored with a checkpoint.
 
     Raises:
-        DataError: the note is missing or broken.
+        DataError: the file of facts is missing or malformed.
     """
     try:
         values = json.loads((checkpoint / _FACTS).read_text())

@@ -1,4 +1,4 @@
-"""The `asyncmoe` command: every part of a run can be started by itself, and `run` starts all of them on this machine."""
+"""The `asyncmoe` command. `run` starts all parts of a run on this machine; other commands start single parts."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...",
 
 @app.command()
 def run(config: ConfigPath, overrides: Overrides = None) -> None:
-    """Everything on this machine: engines, queue, trainer, live view, report. The same command resumes a stopped run.
+    """Start a whole run on this machine: engines, queue, trainer, live view, report. The same command resumes a stopped run.
 
-    With launch=ray everything on the nodes of a Ray cluster.
+    With launch=ray, the run uses the nodes of a Ray cluster.
     """
     from rich.console import Console
 
@@ -50,13 +50,13 @@ def run(config: ConfigPath, overrides: Overrides = None) -> None:
 
 @app.command()
 def rollout(config: ConfigPath, overrides: Overrides = None) -> None:
-    """The controller alone: engines, episodes, scoring and the queue; waits for a trainer."""
+    """Start only the controller: engines, episodes, scoring and the queue. It waits for a trainer."""
     from asyncmoe import config as configuration
     from asyncmoe.launch import gpus, local
     from asyncmoe.rollout import controller
 
     loaded = configuration.load(config, overrides or ())
-    if config.resolve() != local.resolved(loaded).resolve():  # or whoever starts us has prepared it
+    if config.resolve() != local.resolved(loaded).resolve():  # else the launcher has prepared it
         local.prepare(loaded)
     controller.run(loaded, loaded.run.dir, () if loaded.engines.join else gpus.engine_arguments(loaded))
 
@@ -68,7 +68,7 @@ def engine(
     name: Annotated[str | None, typer.Option(help="What the run calls it; default: from the host, the SLURM job and --index.")] = None,
     index: Annotated[int, typer.Option(help="Number of this engine among those of this machine: which GPUs it takes.")] = 0,
 ) -> None:
-    """One engine that joins a run with engines.join=true, before or while it goes on; it leaves on Ctrl-C or SIGTERM."""
+    """Start an engine that joins a run with engines.join=true, before or during the run. It leaves on Ctrl-C or SIGTERM."""
     from asyncmoe import config as configuration
     from asyncmoe.launch import gpus
     from asyncmoe.rollout.engines import engine_agent
@@ -87,7 +87,7 @@ def make_model(
     expert_hidden: int = 64,
     seed: int = 0,
 ) -> None:
-    """Write a tiny random Hugging Face Qwen3-MoE with a byte-level tokenizer: enough to run everything on a laptop."""
+    """Write a tiny, randomly initialized Hugging Face Qwen3-MoE model with a byte-level tokenizer, for complete runs on a laptop."""
     from asyncmoe.config.generation import MadeModel
     from asyncmoe.models import make
 
@@ -123,7 +123,7 @@ def doctor(
         ),
     ] = False,
 ) -> None:
-    """What of this machine would stop a run or slow it down, each line with its cure; --compare: what differs between nodes."""
+    """Check this machine for problems that would stop or slow down a run, each with a fix; --compare: list differences between nodes."""
     from asyncmoe.doctor import command
 
     raise typer.Exit(command.run(arguments or (), as_json=as_json, compare=compare))
@@ -163,7 +163,7 @@ def plan(
     ] = None,
     json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Also write the figures there.")] = None,
 ) -> None:
-    """Memory of every GPU, and what moving a model's weights from a trainer to its engines takes; with --nodes, how to split a cluster.
+    """Estimate the memory of every GPU and the cost of a weight transfer from trainer to engines; with --nodes, suggest a cluster split.
 
     asyncmoe plan --model config.json --nodes 16
 
@@ -228,15 +228,15 @@ def simulate_command(
     json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Also write the figures there.")] = None,
     plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Also draw them: a .svg or .png.")] = None,
 ) -> None:
-    """How fast a run would be on a cluster, in each mode: engines, queue, scoring, trainer and weight sync, event by event.
+    """Simulate the speed of a run on a cluster in each mode: engines, queue, scoring, trainer and weight sync, event by event.
 
-    It starts no process and needs no GPU. The rule that says which groups may start and which may still be trained on is the one of
-    `asyncmoe run`. Measure three things on a few GPUs first: the step time of an engine at two batch sizes (--step-s, --step-batch), the
-    seconds of a training step (--train-s), and some response lengths (--workload FILE). Then, for the whole cluster:
+    It starts no process and needs no GPU. The same rules as in `asyncmoe run` decide which groups may start and which may still be trained
+    on. First measure three things on a few GPUs: the step time of an engine at two batch sizes (--step-s, --step-batch), the seconds of a
+    training step (--train-s), and some response lengths (--workload FILE). Then, for the whole cluster,
 
         asyncmoe simulate --engines 768 --gpus-per-engine 8 --trainer-gpus 2048 --groups 1024 --group-size 16 --train-s 90 --sweep
 
-    says how many of the 8192 GPUs should generate, which eta is worth having, and the speed-up over synchronous training.
+    reports how many of the 8192 GPUs should generate, which eta is worthwhile, and the speed-up over synchronous training.
     """
     from rich.console import Console
 
@@ -291,9 +291,9 @@ app.add_typer(bench, name="bench")
 
 
 def main() -> None:
-    """Run the command; errors meant for the user are one line, everything else keeps its traceback."""
+    """Run the command. An `AsyncmoeError` prints as one line; any other exception keeps its traceback."""
     logging.basicConfig(format="%(asctime)s %(name)s: %(message)s", level=logging.INFO)
-    sys.path.insert(0, "")  # as with `python -m`: a scorer or an environment of the user's is found where they are
+    sys.path.insert(0, "")  # as with `python -m`: finds the user's scorers and environments in the current directory
     try:
         app()
     except AsyncmoeError as error:

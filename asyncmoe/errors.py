@@ -1,28 +1,27 @@
-"""Every error a user or a caller can meet, with what was got, what was expected, and the cure.
+"""All errors that asyncmoe raises on purpose. The command line prints each as one line without a traceback and exits with its `exit_code`.
 
-`UserError` and its children are mistakes the user can mend: the command line prints them as one line without a traceback and
-exits with `exit_code`. `InvariantBroken` is a mistake of ours: it stops the run and keeps its traceback.
+A `UserError` or a subclass is a mistake that the user can fix. An `InvariantBroken` is a bug in asyncmoe: it stops the run.
 """
 
 from __future__ import annotations
 
 
 class AsyncmoeError(Exception):
-    """Root of all errors raised on purpose by asyncmoe."""
+    """Base class of all errors raised on purpose by asyncmoe."""
 
     exit_code = 1
     where = ""
-    """Role and node of the process that met it, in a run of several; see `asyncmoe.process.named`."""
+    """Role and node of the process that raised the error, in a run of several processes; see `asyncmoe.process.named`."""
 
 
 class UserError(AsyncmoeError):
-    """A mistake the user can mend.
+    """A mistake that the user can fix.
 
     Args:
-        what: the thing that is wrong, named as the user knows it ("trainer.tp", "port 30000", "train.jsonl line 7").
-        got: what was found there.
-        expected: what would have been right.
-        cure: what to do about it; omitted when `expected` says it all.
+        what: the wrong item, in the user's terms ("trainer.tp", "port 30000", "train.jsonl line 7").
+        got: the actual value.
+        expected: the valid values.
+        cure: the fix; omitted if `expected` already implies it.
     """
 
     exit_code = 2
@@ -38,39 +37,39 @@ class ConfigError(UserError):
 
 
 class DataError(UserError):
-    """Task data, a model directory or a checkpoint that cannot be used."""
+    """Unusable task data, model directory or checkpoint."""
 
 
 class LayoutError(UserError):
-    """Layouts that contradict each other or themselves; names the tensor or storage, the rank and the box."""
+    """Inconsistent layouts, within themselves or with each other; names the tensor or storage, the rank and the box."""
 
 
 class ProtocolError(AsyncmoeError):
-    """A message on one of our sockets that is malformed, too large or out of turn."""
+    """A malformed, oversized or out-of-turn message on one of our sockets."""
 
 
 class StorageError(AsyncmoeError):
-    """A file that could not be written: a full disk, a used-up quota, a file system that is read-only or broken. See `asyncmoe.storage`."""
+    """A failed write: the disk is full, the quota exceeded, the file system read-only or broken. See `asyncmoe.storage`."""
 
     exit_code = 2
 
 
 class EngineError(AsyncmoeError):
-    """An SGLang engine that did not start, died, or answered with an error."""
+    """An SGLang engine did not start, died, or answered with an error."""
 
 
 class WeightSyncError(AsyncmoeError):
-    """A weight version that could not be published; the engines still serve the version before it, or are fenced."""
+    """A weight version could not be published; the engines still serve the previous version, or are fenced."""
 
 
 class OutOfDeviceMemory(UserError):
-    """A device that has no memory left for something.
+    """A device has too little free memory.
 
     Args:
         device: "cuda:1".
-        what: what it was wanted for.
-        nbytes: how much; None where that is not known.
-        free, total: bytes that are free on the device, and all it has; None where that is not known.
+        what: purpose of the memory.
+        nbytes: requested bytes; None: unknown.
+        free, total: free and total bytes of the device; None: unknown.
     """
 
     CURE = (
@@ -85,16 +84,16 @@ class OutOfDeviceMemory(UserError):
 
 
 def gibibytes(nbytes: int) -> str:
-    """A number of bytes, to be read."""
+    """Format a number of bytes for people."""
     return f"{nbytes / (1 << 30):.2f} GiB" if nbytes >= 10 << 20 else f"{nbytes / (1 << 20):.2f} MiB"
 
 
 class TransferError(WeightSyncError):
-    """A message between two ranks that arrived damaged, or a rank that went away while it was exchanged with.
+    """A message between two ranks arrived damaged, or one of the ranks disappeared during the exchange.
 
     Args:
-        source, destination: the ranks the message was to go from and to.
-        what: what became of it.
+        source, destination: the sending and the receiving rank.
+        what: description of the failure.
     """
 
     def __init__(self, source: int, destination: int, what: str) -> None:
@@ -103,7 +102,7 @@ class TransferError(WeightSyncError):
 
 
 class TrajectoryRejected(AsyncmoeError):
-    """A trajectory that must not be trained on. `reason` is the short name it is counted under."""
+    """A trajectory is unfit for training. `reason` is the short name under which it is counted."""
 
     def __init__(self, reason: str, detail: str) -> None:
         self.reason = reason
@@ -111,11 +110,11 @@ class TrajectoryRejected(AsyncmoeError):
 
 
 class Disagreement(AsyncmoeError):
-    """Engine and trainer give what was sampled probabilities further apart than `verify` allows; nothing was trained on it."""
+    """The log-probabilities of engine and trainer differ by more than `verify` allows; nothing was trained on these samples."""
 
 
 class WaitTimeout(AsyncmoeError):
-    """A wait that ran out. Names whom it waited for, what for, and how long."""
+    """A timeout. Names the awaited party, the awaited event and the waiting time."""
 
     def __init__(self, whom: str, what: str, seconds: float) -> None:
         self.whom, self.what, self.seconds = whom, what, seconds
@@ -123,4 +122,4 @@ class WaitTimeout(AsyncmoeError):
 
 
 class InvariantBroken(AsyncmoeError):
-    """Something that cannot happen happened. The run stops rather than train on wrong data."""
+    """An invariant of asyncmoe is violated. The run stops rather than train on wrong data."""

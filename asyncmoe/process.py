@@ -1,4 +1,4 @@
-"""A child process that is watched, logged, ended with everything it started, and that does not outlive us."""
+"""Child processes: logged, watched, ended together with their descendants, and killed when this process ends."""
 
 from __future__ import annotations
 
@@ -20,48 +20,48 @@ from asyncmoe.storage import writing
 
 ERROR_PREFIX = "error: "
 KILLED = "a rank was ended by"
-"""How the reason of a torchrun begins of which a signal ended a rank."""
+"""Prefix of the failure reason if a signal ended one of torchrun's ranks."""
 _PR_SET_PDEATHSIG = 1
 _YIELDING = 10
-"""Niceness: about a tenth of the time that a thread of 0 gets beside it."""
+"""Added niceness: a thread with it gets about a tenth of the CPU time of a competing thread with niceness 0."""
 
 
 @contextmanager
 def named(role: str) -> Iterator[None]:
-    """Within the block, this process is `role` of a run ("trainer.3"): an error that leaves it says so, and on which node."""
+    """Name this process `role` ("trainer.3") within the block: an error that leaves the block carries the role and the node."""
     try:
         yield
     except AsyncmoeError as error:
-        # SLURM may call a node otherwise than it calls itself.
+        # SLURM's name of a node may differ from its host name.
         error.where = error.where or f"{role} on {os.environ.get('SLURMD_NODENAME') or socket.gethostname()}"
         raise
 
 
 def say(error: AsyncmoeError) -> None:
-    """Print the one line that is meant for the user; nothing where standard error is a log on a full disk."""
+    """Print the error as one line for the user. Prints nothing if standard error is a log on a full disk."""
     with suppress(OSError):
         print(f"{ERROR_PREFIX}{error.where}{': ' if error.where else ''}{error}", file=sys.stderr, flush=True)
 
 
 def die_with_parent() -> None:
-    """Ask Linux to end this process when its parent ends, however that happens."""
+    """Ask Linux to send this process SIGTERM when its parent ends, for whatever reason."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
 
 
 def yield_cores() -> None:
-    """Let the process's other threads have the cores before the calling one; on Linux a thread has a niceness of its own (sched(7))."""
+    """Give the other threads of the process priority over the calling thread; on Linux each thread has its own niceness (sched(7))."""
     thread = threading.get_native_id()
     os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + _YIELDING)
 
 
 class Child:
-    """One process in a session of its own, so that Ctrl-C in the terminal reaches only the supervisor.
+    """One process in its own session, so that Ctrl-C in the terminal reaches only the supervisor.
 
     Args:
-        name: what it is called in messages.
+        name: name of the process in messages.
         command: program and arguments.
-        log: file its output is appended to.
-        environment: variables set on top of ours.
+        log: file to which its output is appended.
+        environment: variables added to this process's environment.
 
     Raises:
         StorageError: the log cannot be opened.
@@ -86,21 +86,21 @@ class Child:
 
     @property
     def pid(self) -> int:
-        """Of the process, which is also the number of its session."""
+        """Process id, which is also the session id."""
         return self._process.pid
 
     @property
     def returncode(self) -> int | None:
-        """Exit status, negative signal number, or None while it runs."""
+        """Exit status, negative signal number, or None while the process runs."""
         return self._process.poll()
 
     def signal(self, number: Signals) -> None:
-        """Send a signal to the process alone; nothing when it has ended."""
+        """Send a signal to the process alone, if it still runs."""
         if self.returncode is None:
             self._process.send_signal(number)
 
     def wait(self, seconds: float) -> bool:
-        """True when it ended within `seconds`."""
+        """Wait for the process. Returns whether it ended within `seconds`."""
         try:
             self._process.wait(seconds)
         except subprocess.TimeoutExpired:
@@ -108,7 +108,7 @@ class Child:
         return True
 
     def end(self, grace_s: float) -> None:
-        """SIGTERM, then after `grace_s` SIGKILL, to the whole session it leads; without a grace it is not asked first."""
+        """Send SIGTERM to the whole session, and SIGKILL after `grace_s`; with `grace_s` 0, only SIGKILL."""
         asked = [(signal.SIGTERM, grace_s)] if grace_s else []
         for number, seconds in (*asked, (signal.SIGKILL, 10.0)):
             if not self._signal_session(number) or self._session_gone(seconds):
@@ -116,7 +116,7 @@ class Child:
 
     @property
     def reason(self) -> str | None:
-        """The reason it reported: of its lines `error: ...` the one about a rank that a signal ended, else the first."""
+        """Failure reason in the log: the line `error: ...` about a rank that a signal ended, or else the first; None: there is none."""
         with self.log.open("rb") as log:
             log.seek(self._log_start)
             text = log.read().decode(errors="replace")
@@ -124,7 +124,7 @@ class Child:
         return next((error for error in errors if error.startswith(KILLED)), errors[0] if errors else None)
 
     def why(self) -> str:
-        """The reason it gave for ending, or else where to look."""
+        """Return the failure reason; without one, the exit status and the path of the log."""
         return self.reason or f"{self.name} ended with status {self.returncode}; its log is {self.log}"
 
     def _signal_session(self, number: Signals) -> bool:

@@ -1,4 +1,4 @@
-"""What becomes of an error in writing a file: one line that names what, where, on which node, why, how much is free, and the cure."""
+"""Converts write errors to one line that names the file's purpose, path and node, the reason, the free space and a fix."""
 
 from __future__ import annotations
 
@@ -26,26 +26,26 @@ _CURES = {
     errno.ENOTDIR: "choose a path of which no part is a file",
     errno.EEXIST: "choose a path of which no part is a file",
 }
-"""All that can be wrong with storage itself; any other errno is a mistake of ours."""
+"""Fixes by errno, for all storage errors; any other errno is a bug in asyncmoe."""
 _RUST = re.compile(r"\(os error (\d+)\)")
-"""How safetensors and tokenizers, written in Rust, end the text of an I/O error."""
+"""Ending of I/O error messages of safetensors and tokenizers, which are written in Rust."""
 _TORCH = ("inline_container", "iostream error", "PytorchStreamWriter")
-"""Parts of what torch.save says when it cannot write to a path; the reason is not among it."""
+"""Parts of torch.save's error messages for failed writes; they do not contain the reason."""
 _PROBE_BYTES = 64 << 10
 _GIB = 1 << 30
 
 
 @contextmanager
 def writing(what: str, path: Path, then: str = "") -> Iterator[None]:
-    """Make an error in storage within the block a `StorageError`; all others pass.
+    """Convert storage errors within the block to `StorageError`; other errors pass unchanged.
 
     Args:
-        what: what is being written, as the user knows it ("the checkpoint of step 8").
+        what: the written object, in the user's terms ("the checkpoint of step 8").
         path: the file or directory.
-        then: what to do after the cure, where it is more than to start again.
+        then: what to do after the fix, if more than a restart.
 
     Raises:
-        StorageError: it could not be written.
+        StorageError: the write failed.
     """
     try:
         yield
@@ -57,7 +57,7 @@ def writing(what: str, path: Path, then: str = "") -> Iterator[None]:
 
 
 def explain(error: BaseException, what: str, path: Path, then: str = "") -> StorageError | None:
-    """The error for the user where `error` comes from storage, else None. Arguments as for `writing`."""
+    """Return the `StorageError` for the user if `error` comes from storage, else None. Arguments as for `writing`."""
     if isinstance(error, AsyncmoeError):
         return error if isinstance(error, StorageError) else None
     number = _errno(error, path)
@@ -69,7 +69,7 @@ def explain(error: BaseException, what: str, path: Path, then: str = "") -> Stor
 
 
 def probe(directory: Path) -> OSError | None:
-    """Why nothing can be written in `directory` now; None when something can."""
+    """Test whether a file can be written in `directory` now. Returns the error, or None."""
     path = directory / f".probe-{os.getpid()}"
     try:
         with path.open("wb", buffering=0) as file:
@@ -86,7 +86,7 @@ def probe(directory: Path) -> OSError | None:
 
 
 def _errno(error: BaseException, path: Path) -> int | None:
-    """The first of an error and what it was raised from that storage is to blame for."""
+    """Return the first errno of a storage error in the chain of `error` and its causes, or None."""
     each: BaseException | None = error
     seen: set[int] = set()
     while each is not None and id(each) not in seen:
@@ -120,5 +120,5 @@ def _free(path: Path) -> str:
 
 
 def _existing(path: Path) -> Path:
-    """The directory nearest to `path` that there is."""
+    """Return `path`, if it is a directory, or its nearest existing parent directory."""
     return next(place for place in (path, *path.absolute().parents) if place.is_dir())

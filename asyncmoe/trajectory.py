@@ -1,11 +1,11 @@
-"""The record that flows from the engines to the trainer, and its wire form.
+"""The trajectory, which flows from the engines to the trainer, and its wire format.
 
-One `Trajectory` is what one policy said in one episode: prompt and response tokens with, for each token, who sampled it. The
-arrays are written once, by the forward pass that sampled the token, and never changed afterwards.
+A `Trajectory` holds the prompt and response tokens of one policy in one episode and, for each token, the weight version that sampled it.
+The arrays are written once, by the forward pass that sampled the token, and never change afterwards.
 
-Wire form: a msgpack header (names, dtypes, shapes, digests) followed by one raw little-endian frame for each array, one of the
-encoded routes and one of the encoded masks; the frame of what a trajectory does not have is empty. Decoding checks every length against
-the header and against `Limits` before it allocates anything.
+Wire format: a msgpack header (names, dtypes, shapes, digests), then one raw little-endian frame per array, one for the encoded
+routes and one for the encoded masks; the frame of an absent part is empty. Decoding checks every length against the header and
+against `Limits` before it allocates memory.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from asyncmoe.record.routes import check_routes
 
 Buffer = bytes | bytearray | memoryview
 NOT_SAMPLED = -1
-"""Value of `versions` where the token was given (prompt, observation), not sampled."""
+"""Value of `versions` for a token that the policy did not sample (prompt, observation)."""
 
 ARRAYS = {"tokens": "<i4", "loss_mask": "|b1", "logprobs": "<f4", "versions": "<i4"}
-"""The arrays over T tokens, and their dtypes."""
+"""Required arrays over T tokens, with their dtypes."""
 OPTIONAL = {"rewards": "<f4", "teacher": "<f4"}
-"""Those that a trajectory may be without."""
+"""Optional arrays over T tokens, with their dtypes."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,21 +38,21 @@ class Trajectory:
 
     Attributes:
         key: unique name within a run, e.g. "g12.e3.a0.t0" (group, episode, agent, attempt).
-        group: episodes of the same prompt share it; advantages are computed over it.
+        group: number shared by all episodes of a prompt; advantages are computed within a group.
         tokens: int32[T].
         loss_mask: bool[T]; True where this policy sampled the token. False for prompt and observation tokens.
         logprobs: float32[T]; behaviour log-probability in nats, after temperature; 0 where `loss_mask` is False.
         versions: int32[T]; weight version that sampled the token, `NOT_SAMPLED` where `loss_mask` is False.
         reward: scalar reward of the episode.
         finish: why generation ended: "stop" or "length".
-        prefix_version: the version all keys and values of the prompt are known to come from, or `NOT_SAMPLED` when a prefix
+        prefix_version: the version from which all keys and values of the prompt are known to come, or `NOT_SAMPLED` if a prefix
             cached under another version may have been used.
-        seconds: durations of the stages this record went through, by name.
-        routes: the experts of the first T - 1 tokens (the last one has not been through the model), where they were recorded.
-        masks: the ids each of the T tokens was sampled from, where they were recorded.
-        rewards: float32[T], where steps were rewarded: the reward of a step at its last token, NaN at tokens that end none. (A step may
-            be worth 0, and counts in its group's mean then.)
-        teacher: float32[T], where a teacher was asked: its log-probability in nats of each sampled token, over its whole vocabulary; 0
+        seconds: duration of each stage of this trajectory, by name.
+        routes: the experts of the first T - 1 tokens (the last token has not passed through the model), if recorded.
+        masks: the ids from which each of the T tokens was sampled, if recorded.
+        rewards: float32[T], if steps were rewarded: the reward of each step at its last token, NaN at all other tokens. (A step with
+            reward 0 counts in its group's mean.)
+        teacher: float32[T], if there is a teacher: its log-probability in nats of each sampled token, over its whole vocabulary; 0
             where `loss_mask` is False.
     """
 
@@ -79,20 +79,20 @@ class Trajectory:
 
     @property
     def oldest_version(self) -> int:
-        """Version of the oldest sampled token; what the consumption rule looks at. `NOT_SAMPLED` for a demonstration."""
+        """Version of the oldest sampled token, which the consumption rule checks. `NOT_SAMPLED` for a demonstration."""
         sampled = self.versions[self.versions != NOT_SAMPLED]
         return int(sampled.min()) if len(sampled) else NOT_SAMPLED
 
     @property
     def is_pure(self) -> bool:
-        """True when every key, value and token is known to come from one weight version."""
+        """Whether every key, value and token is known to come from one weight version."""
         sampled = self.versions[self.versions != NOT_SAMPLED]
         return len(sampled) > 0 and bool((sampled == self.prefix_version).all())
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Upper bounds a decoder enforces before it allocates."""
+    """Upper bounds that the decoder enforces before it allocates memory."""
 
     max_tokens: int = 1 << 20
     max_header_bytes: int = 64 << 10
@@ -136,11 +136,11 @@ class _Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def encode(trajectory: Trajectory) -> list[Buffer]:
-    """Header frame, one frame for each of `ARRAYS` and `OPTIONAL`, then routes and masks. Contiguous arrays are not copied.
+    """Encode as a header frame, one frame per array of `ARRAYS` and `OPTIONAL`, then routes and masks. Does not copy contiguous arrays.
 
     Raises:
-        ProtocolError: an array of another dtype or length than `Trajectory` says, or routes or masks of another number of tokens,
-            which no decoder would take.
+        ProtocolError: the dtype or length of an array differs from `Trajectory`'s, or routes or masks have a wrong number of tokens; no
+            decoder would accept it.
     """
     dtypes = ARRAYS | {n: dtype for n, dtype in OPTIONAL.items() if getattr(trajectory, n) is not None}
     arrays = {n: np.ascontiguousarray(getattr(trajectory, n)) for n in dtypes}
@@ -177,15 +177,15 @@ def encode(trajectory: Trajectory) -> list[Buffer]:
 
 
 def part(frames: Sequence[Buffer], layers: Sequence[int] | None = None, masks: bool = True) -> list[Buffer]:
-    """The frames of a trajectory (`encode`) with only a part of what was recorded; consecutive layers are not copied.
+    """Keep only a part of the routes and masks in the frames of a trajectory (`encode`). Does not copy consecutive layers.
 
     Args:
-        frames: as `encode` made them, not from elsewhere.
-        layers: numbers of the layers whose routes are left, ascending; None: all. A trajectory without routes stays one.
-        masks: whether masks are left.
+        frames: the result of `encode`; must be trusted.
+        layers: numbers of the layers whose routes are kept, ascending; None: all. No effect on a trajectory without routes.
+        masks: whether masks are kept.
 
     Raises:
-        ProtocolError: it has routes, but not of one of `layers`.
+        ProtocolError: the trajectory has routes, but not of every layer in `layers`.
     """
     if layers is None and masks:
         return list(frames)
@@ -212,7 +212,7 @@ def _layers_of(header: _Header, spec: _RoutesSpec, planes: memoryview, layers: S
 
 
 def frames_in(trajectory_count: int) -> int:
-    """Number of frames `encode` makes for that many trajectories."""
+    """Return the number of frames that `encode` makes for `trajectory_count` trajectories."""
     return trajectory_count * (1 + len(ARRAYS) + len(OPTIONAL) + 2)
 
 
@@ -220,7 +220,7 @@ def decode(frames: Sequence[Buffer], limits: Limits | None = None) -> Trajectory
     """The inverse of `encode`; arrays are read-only views of the frames.
 
     Raises:
-        ProtocolError: a frame count, length, dtype, shape or digest that disagrees with the header or exceeds `limits`.
+        ProtocolError: a frame count, length, dtype, shape or digest disagrees with the header or exceeds `limits`.
     """
     limits = limits or Limits()
     if len(frames) != frames_in(1):
@@ -230,7 +230,7 @@ def decode(frames: Sequence[Buffer], limits: Limits | None = None) -> Trajectory
         raise ProtocolError(f"trajectory header: got {len(head)} bytes, expected at most {limits.max_header_bytes}")
     try:
         header = msgspec.msgpack.decode(head, type=_Header)
-    # Besides its own error msgspec lets invalid UTF-8 (ValueError) and deep nesting (RecursionError) escape.
+    # In addition to its own error, msgspec raises ValueError for invalid UTF-8 and RecursionError for deep nesting.
     except (ValueError, RecursionError) as error:
         raise ProtocolError(f"trajectory header: {error}") from error
     h, arrays = header, _read_arrays(header, views, limits)
@@ -276,7 +276,7 @@ def _read(key: str, spec: _ArraySpec, frame: memoryview, limits: Limits) -> np.n
     expected = spec.shape[0] * np.dtype(spec.dtype).itemsize
     if len(frame) != expected:
         raise ProtocolError(f"trajectory {key} {spec.name}: got {len(frame)} bytes, expected {expected}")
-    # A bool array whose bytes are not 0 or 1 behaves differently from one numpy operation to the next.
+    # NumPy operations treat a bool array with bytes other than 0 and 1 inconsistently.
     if spec.dtype == "|b1" and np.frombuffer(frame, dtype=np.uint8).max() > 1:
         raise ProtocolError(f"trajectory {key} {spec.name}: got bytes that are no truth values, expected 0 or 1")
     return np.frombuffer(frame.toreadonly(), dtype=spec.dtype)

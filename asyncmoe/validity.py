@@ -1,4 +1,4 @@
-"""What a trajectory must be like to be trained on; checked once, where it enters the queue."""
+"""Validity of trajectories for training; checked once, when a trajectory enters the queue."""
 
 from __future__ import annotations
 
@@ -11,19 +11,18 @@ from asyncmoe.trajectory import ARRAYS, NOT_SAMPLED, OPTIONAL, Trajectory
 
 
 def validate(trajectory: Trajectory, recording: Recording = NOTHING, *, newest_version: int | None = None) -> None:
-    """Refuse a record that would be trained wrong.
+    """Reject a trajectory that is unfit for training.
 
     Args:
-        recording: what it must carry, unless it is a demonstration; what it carries without need is checked too.
-        newest_version: no token can be of a later one.
+        recording: data the trajectory must carry, unless it is a demonstration; additional data is checked too.
+        newest_version: upper bound of the tokens' versions; None: not checked.
 
     Raises:
-        TrajectoryRejected: arrays of another dtype, lengths that disagree, no sampled token, a token outside the vocabulary, a
-            log-probability, the teacher's too, that is not a finite number <= 0, a reward that is not finite, a step's reward or a
-            teacher's log-probability where no token was sampled, a version where no token was sampled, versions for some sampled tokens
-            only (a demonstration has none at all) or from the future, routes, masks, step rewards or a teacher's
-            log-probabilities that are missing, routes of other layers, a token that is not among the ids it was sampled from, a record
-            that is damaged.
+        TrajectoryRejected: an array has a wrong dtype; lengths disagree; no token was sampled; a token is outside the vocabulary; a
+            log-probability, the teacher's included, is not finite or is positive; a reward is not finite; a token that was not sampled has
+            a step reward, a teacher's log-probability or a version; only some sampled tokens have versions (a demonstration has none at
+            all), or a version is from the future; required routes, masks, step rewards or teacher's log-probabilities are missing; routes
+            are of other layers; a token is not among the ids from which it was sampled; routes or masks are corrupted.
     """
     t = trajectory
     _validate_arrays(t)

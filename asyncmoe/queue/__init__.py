@@ -1,5 +1,5 @@
-"""Between engines and trainer: who may start, what waits, what is leased, what was trained or dropped.
+"""The queue between engines and trainer: admission, storage, leases, and counts of trained and dropped trajectories.
 
-`admission` decides who may start and who is too old, `start_order` what starts next, `group_state` when a group is whole: all pure.
-`group_buffer` holds, `bounded` waits (asyncio), `service` speaks the protocol of `asyncmoe.rpc.messages`.
+`admission` (capacity law and staleness), `start_order` (what starts next) and `group_state` (when a group is complete) are pure.
+`group_buffer` stores groups, `bounded` waits (asyncio), `service` implements the protocol of `asyncmoe.rpc.messages`.
 """

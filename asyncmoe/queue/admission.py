@@ -1,35 +1,34 @@
-r"""Which trajectories may start and which may still be trained on: pure functions, and the count of all there are.
+r"""Which trajectories may start and which may still be trained on: pure functions, and a ledger of all trajectories.
 
 The capacity law is AReaL's (Fu et al., arXiv 2505.24298, section 5.1): with N trajectories started, B of them in a training step and
-version i being served, another may start iff floor((N - 1) / B) <= i + eta. Here it is applied to whole groups, counts only
-trajectories that may still be trained (a rejected or dropped one gives its place back), and counts versions from `base_version`,
+version i being served, another may start iff floor((N - 1) / B) <= i + eta. Here the law applies to whole groups, counts only
+trajectories that may still be trained (a rejected or dropped trajectory returns its place), and counts versions from `base_version`,
 where reinforcement learning began.
 
-Theorem. Let every training step take the B trajectories with the oldest first-sampled token. If each trajectory is in the queue by
-the time the step is leased that would train it, no trained token is more than eta versions old.
+Theorem. Let every training step take the B trajectories with the oldest first-sampled token. If each trajectory is in the queue when the
+step that would train it is leased, no trained token is more than eta versions old.
 
 Proof. Sampling follows starting, so a trajectory whose oldest token has version v was started while some version <= v was
-served. At the last such start the law held, so at most C(v) = (eta + v - base + 1) * B trajectories that may still be trained, those
-already trained among them, have an oldest token <= v. Oldest first trains all of them before any newer one: the trajectory is one
-of the first C(v) trained, so in a step that begins at trainer version <= base + C(v)/B - 1 = v + eta. []
+served. At the last such start the law held, so at most C(v) = (eta + v - base + 1) * B trajectories that may still be trained, including
+those already trained, have an oldest token <= v. Oldest-first training takes all of them before any newer trajectory: the trajectory is
+among the first C(v) trained, so in a step that begins at trainer version <= base + C(v)/B - 1 = v + eta. []
 
-Spare responses (over-sampling) take no place: of a group started with more than it needs, only as many as have places are ever queued,
-so the law counts places, and the proof above is about those.
+Spare responses (over-sampling) take no place: a group started with spare responses never queues more responses than it has places.
+The law and the proof count places.
 
-When the law lets single trajectories start (`asyncmoe.queue.start_order`), places are handed to one group after the other, and a member
-that is
-started over takes back its own place before anything else starts. B and the group size divide C(v), so the places handed out while some
-version <= v was served are those of at most C(v) / size groups: the proof holds for groups ordered by their oldest token.
+If the law lets single trajectories start (`asyncmoe.queue.start_order`), one group after the other receives its places, and a restarted
+member takes back its own place before anything else starts. B and the group size divide C(v), so the places granted while some version
+<= v was served belong to at most C(v) / size groups: the proof holds for groups ordered by their oldest token.
 
-A trajectory that finishes too late for this meets the consumption rule, so a bound on what is trained holds always; the law only makes
-it rare that the rule is needed. Lemma: whatever the rule, no trained token is more than `Admission.max_age` versions old: eta for drop and
-requeue, the configured age for downweight. Proof. At the moment a step is leased at trainer version i, every queued group with a token
-older than i - max_age leaves the queue (`oldest_allowed`); only queued groups are leased; the step trains at version i. A lease given back
-is queued again, and meets the rule again. []
+A trajectory that finishes too late for the theorem meets the consumption rule, so the age of trained tokens is always bounded; because of
+the law, the rule is rarely needed. Lemma: under every rule, no trained token is more than `Admission.max_age` versions old: eta for drop
+and requeue, the configured age for downweight. Proof. When a step is leased at trainer version i, every queued group with a token older
+than i - max_age leaves the queue (`oldest_allowed`); only queued groups are leased; the step trains at version i. The groups of a released
+lease are queued again and meet the rule again. []
 
-Started again, a requeued group is a new one to the law: its places were given back, and its age counts from the versions that sample it
-anew. The law needs versions to be published at least every eta + 1 steps: with eta + 1 steps' worth
-started, no more start until the next version, which would then never come.
+To the law, a requeued group is a new group: its places were returned, and its age counts from the versions that sample it again.
+The law needs a new version at least every eta + 1 steps: once eta + 1 steps' worth of trajectories has started, no more start until the
+next version, which would then never come.
 """
 
 from __future__ import annotations
@@ -42,14 +41,14 @@ from asyncmoe.errors import ConfigError, InvariantBroken
 
 @dataclass(frozen=True)
 class Ledger:
-    """Where everything that was started is now; counts of trajectories (episodes, where several agents speak), all since `base_version`.
+    """Counts of all started trajectories by their current state, since `base_version`; of episodes if several agents speak.
 
     Invariant, checked at every change: started == running + spare + queued + leased + trained + dropped + rejected + requeued, none
-    negative. The last four are final, so every trajectory ends in exactly one of them. Running ones have a place under the capacity law;
-    spare ones run beside a group that needs no more than its places, and will never be queued. Which of a group's responses are the spare
-    ones is not known before it is complete; only how many.
+    negative. The last four are final, so every trajectory ends in exactly one of them. Running trajectories hold a place under the
+    capacity law. Spare trajectories exceed the places of their group and will never be queued. Until a group is complete, only the number
+    of its spare responses is known, not which ones they are.
 
-    Each transition returns the new ledger and raises InvariantBroken when there are not `count` to move.
+    Each transition returns the new ledger. It raises InvariantBroken if fewer than `count` trajectories are in the source state.
     """
 
     started: int = 0
@@ -69,11 +68,11 @@ class Ledger:
 
     @property
     def accepted(self) -> int:
-        """Trajectories that arrived and are trained or may still be."""
+        """Trajectories that arrived and were trained or may still be trained."""
         return self.queued + self.leased + self.trained
 
     def start(self, count: int) -> Ledger:
-        """An engine begins to sample."""
+        """Sampling begins: started and running grow."""
         if count <= 0:
             raise InvariantBroken(f"ledger: started {count}")
         return replace(self, started=self.started + count, running=self.running + count)
@@ -83,7 +82,7 @@ class Ledger:
         return self._move("running", "queued", count)
 
     def start_spare(self, count: int) -> Ledger:
-        """An engine begins to sample responses beyond what their group needs."""
+        """Sampling of responses beyond the group's places begins: started and spare grow."""
         return replace(self.start(count), running=self.running, spare=self.spare + count)
 
     def reject(self, count: int) -> Ledger:
@@ -91,15 +90,15 @@ class Ledger:
         return self._move("running", "rejected", count)
 
     def reject_spare(self, count: int) -> Ledger:
-        """Unusable, but others make the group: spare -> rejected."""
+        """Unusable, but other responses complete the group: spare -> rejected."""
         return self._move("spare", "rejected", count)
 
     def discard(self, count: int) -> Ledger:
-        """Complete, but with nothing to learn from: running -> dropped."""
+        """Complete, but without a learning signal: running -> dropped."""
         return self._move("running", "dropped", count)
 
     def discard_spare(self, count: int) -> Ledger:
-        """Cut short because others made the group: spare -> dropped."""
+        """Cancelled because other responses completed the group: spare -> dropped."""
         return self._move("spare", "dropped", count)
 
     def drop(self, count: int) -> Ledger:
@@ -107,7 +106,7 @@ class Ledger:
         return self._move("queued", "dropped", count)
 
     def requeue(self, count: int) -> Ledger:
-        """Refused by the consumption rule, and their prompts are to be started again: queued -> requeued."""
+        """Refused by the consumption rule; their prompts start again: queued -> requeued."""
         return self._move("queued", "requeued", count)
 
     def lease(self, count: int) -> Ledger:
@@ -115,7 +114,7 @@ class Ledger:
         return self._move("queued", "leased", count)
 
     def release(self, count: int) -> Ledger:
-        """Given back untrained: leased -> queued."""
+        """Returned untrained: leased -> queued."""
         return self._move("leased", "queued", count)
 
     def train(self, count: int) -> Ledger:
@@ -134,14 +133,14 @@ class Admission:
 
     Attributes:
         batch: trajectories in a training step.
-        eta: versions a trained token may be behind the trainer, as far as the capacity law goes.
+        eta: versions a trained token may be behind the trainer under the capacity law.
         base_version: version at which reinforcement learning began; nothing starts before it is served.
-        rule: what becomes of a group whose oldest token is older than eta.
-        downweight: rule downweight: what a group weighs is multiplied by this for each version beyond eta.
-        hard_limit: rule downweight: a group with an older token is dropped after all.
+        rule: what happens to a group whose oldest token is more than eta versions old.
+        downweight: with rule downweight, the factor on a group's weight for each version beyond eta.
+        hard_limit: with rule downweight, the age in versions beyond which a group is dropped.
 
     Raises:
-        ConfigError: downweight without a `hard_limit` above eta, or another rule with one.
+        ConfigError: rule downweight without a `hard_limit` above eta, another rule with a `hard_limit`, or `downweight` outside (0, 1].
     """
 
     batch: int
@@ -161,28 +160,28 @@ class Admission:
 
     @property
     def max_age(self) -> int:
-        """Versions that a trained token may be behind the trainer: never more, whatever happens."""
+        """Hard bound on the number of versions that a trained token may be behind the trainer."""
         return self.eta if self.hard_limit is None else self.hard_limit
 
     def capacity(self, version: int) -> int:
-        """Trajectories that may have been started, and not rejected or dropped, while `version` is served."""
+        """Number of trajectories that may have started while `version` is served, without rejected and dropped ones."""
         return (self.eta + version - self.base_version + 1) * self.batch if version >= self.base_version else 0
 
     def may_start(self, ledger: Ledger, count: int, version: int) -> bool:
-        """The capacity law for `count` more, spare ones not among them."""
+        """Whether the capacity law admits `count` more trajectories, spare trajectories not counted."""
         return ledger.accepted + ledger.running + count <= self.capacity(version)
 
     def oldest_allowed(self, version: int) -> int:
-        """The oldest version a token may have in a step that begins at trainer version `version`."""
+        """Oldest version that a token may have in a step that begins at trainer version `version`."""
         return version - self.max_age
 
     def is_stale(self, oldest_version: int, version: int) -> bool:
-        """Whether a group with this oldest token must not be trained in a step that begins at trainer version `version`."""
+        """Whether a group with this oldest token is too old for a step that begins at trainer version `version`."""
         return oldest_version < self.oldest_allowed(version)
 
     def weight(self, oldest_version: int, version: int) -> float:
-        """What a group with this oldest token counts for: downweight ** (versions beyond eta), 1 up to eta.
+        """Weight of a group with this oldest token: downweight ** (versions beyond eta), 1 up to eta.
 
-        One weight for the whole group, so that its advantages still add up to what they did.
+        The whole group has one weight, so advantages that sum to zero still do.
         """
         return float(self.downweight ** max(0, version - oldest_version - self.eta)) if self.rule == "downweight" else 1.0

@@ -1,16 +1,16 @@
 """The queue between engines and trainer: bounded, oldest first, leased by step.
 
-One asyncio loop owns it; nothing here is thread-safe. Counted are episodes; an episode is one trajectory, or one of each agent that
-spoke in it, and those stand or fall together. Every episode that was started ends in exactly one of trained, dropped (with a reason),
-rejected (with a reason) or requeued (with a reason), and the counts add up after every call (`asyncmoe.queue.admission.Ledger`).
+One asyncio loop owns the queue; nothing here is thread-safe. Counts are of episodes. An episode is one trajectory, or one trajectory of
+each agent that spoke; they are kept or discarded together. Every started episode ends in exactly one of trained, dropped, rejected or
+requeued, the last three under a reason, and the counts add up after every call (`asyncmoe.queue.admission.Ledger`).
 
-Promises to the trainer. The answer to `lease(step)` is decided once: all ranks get the same, whenever they ask. A leased
-trajectory keeps its arrays until `commit(step)` or `release(step)`. None is trained twice. None that is trained has a token more
+Guarantees to the trainer. The answer to `lease(step)` is decided once: every rank gets the same answer, whenever it asks. A leased
+trajectory keeps its arrays until `commit(step)` or `release(step)`. No trajectory is trained twice. No trained trajectory has a token more
 than `Admission.max_age` versions (eta, unless old groups are downweighted) older than the trainer's weights.
 
-After a resume at step k (`trained_steps=k`) the versions and the capacity law count on from k, as if everything up to k had passed
-through this queue. What an earlier process had queued, leased or running is not here: it counts as never started, and is
-sampled again. Steps after k that an earlier process trained but did not save are trained again, on new trajectories.
+After a resume at step k (`trained_steps=k`) the versions and the capacity law continue from k, as if everything up to k had passed
+through this queue. Trajectories that an earlier process had queued, leased or running count as never started and are sampled again.
+Steps after k that an earlier process trained but did not save are trained again, on new trajectories.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ MAX_LEASE_WAIT_S = 86_400.0
 
 @dataclass(frozen=True)
 class QueueStats:
-    """What the queue holds and has seen; counts of episodes."""
+    """Current contents and running totals of the queue; counts of episodes."""
 
     version: int
     depth: int
@@ -65,14 +65,14 @@ class BoundedQueue:
     """The queue of one run.
 
     Args:
-        capacity: episodes it holds, leased ones included, before `put_group` waits; at least `batch`.
+        capacity: episodes the queue holds, including leased episodes, before `put_group` waits; at least `batch`.
         batch: episodes in a training step; a multiple of `group_size`.
         group_size: episodes in a group.
         eta, rule, downweight, max_age: as in `queue.staleness`; see `Admission`.
         base_version: version at which reinforcement learning began.
-        trained_steps: optimizer steps the trainer had taken, warm-up included, when this queue was made.
-        demonstrations: capacity of the warm-up lane; 0 when there is no warm-up.
-        recording: what sampled trajectories must carry.
+        trained_steps: optimizer steps taken before this queue was created, warm-up included.
+        demonstrations: capacity of the warm-up lane; 0: no warm-up.
+        recording: data that sampled trajectories must carry.
 
     Raises:
         ConfigError: sizes with which no step could ever be leased, or a staleness rule without its bound.
@@ -115,36 +115,36 @@ class BoundedQueue:
         self._stopping = False
         self._changes = Changes()
 
-    # ------------------------------------------------------------ the producer's side
+    # ------------------------------------------------------------ producer side
 
     @property
     def version(self) -> int:
-        """Version the engines serve."""
+        """Weight version that the engines serve."""
         return self._version
 
     def set_version(self, version: int) -> None:
-        """All engines now serve `version`."""
+        """Record that all engines serve `version` now."""
         if version < self._version:
             raise InvariantBroken(f"queue: version {version} after {self._version}")
         self._version = version
         self._changes.wake()
 
     def can_start(self, count: int) -> bool:
-        """Whether `count` more may start now (capacity law)."""
+        """Whether the capacity law admits `count` more episodes now."""
         return self.admission.may_start(self._ledger, count, self._version)
 
     async def wait_can_start(self, count: int, wait_s: float | None = None) -> None:
-        """Return once `count` more may start; call `started` before the next await, or another may take the place.
+        """Wait until `count` more episodes may start. Call `started` before the next await, or another task may take the places.
 
         Raises:
-            WaitTimeout: `wait_s` seconds (None: no bound) were over.
-            AsyncmoeError: what `fail` was called with.
+            WaitTimeout: not admitted within `wait_s` seconds (None: no limit).
+            AsyncmoeError: the error passed to `fail`.
         """
         if await self._changes.until(lambda: self.can_start(count) or None, wait_s) is None:
             raise WaitTimeout("the trainer", f"a new weight version after {self._version}", wait_s or 0.0)
 
     def started(self, count: int, spare: int = 0) -> None:
-        """`count` have started, and `spare` that take no place because their group will not need them. InvariantBroken if they may not."""
+        """Record the start of `count` episodes and `spare` episodes without a place. Raises InvariantBroken against the capacity law."""
         if not self.can_start(count):
             raise InvariantBroken(f"queue: {count} started against the capacity law at version {self._version}: {self._ledger}")
         self._ledger = self._ledger.start(count)
@@ -152,7 +152,7 @@ class BoundedQueue:
             self._ledger = self._ledger.start_spare(spare)
 
     def rejected(self, count: int, reason: str, spare: int = 0) -> None:
-        """`count` that were started, and `spare` of the spare ones, will never be put; `reason` is the name they are counted under."""
+        """Record that `count` started episodes and `spare` spare episodes failed; they count as rejected under `reason`."""
         if count or not spare:
             self._ledger = self._ledger.reject(count)
         if spare:
@@ -161,49 +161,49 @@ class BoundedQueue:
         self._changes.wake()
 
     def discarded(self, count: int, reason: str) -> None:
-        """A complete group of `count` is not worth putting; `reason` is the name it is counted under among the dropped."""
+        """Record that a complete group of `count` episodes is not worth queueing; they count as dropped under `reason`."""
         self._ledger = self._ledger.discard(count)
         self._dropped[reason] += count
         self._changes.wake()
 
     def spared(self, count: int) -> None:
-        """`count` spare ones were cut short, because their group is complete: dropped as "oversampled"."""
+        """Record that `count` spare episodes were cancelled because their group is complete; they count as dropped, "oversampled"."""
         self._ledger = self._ledger.discard_spare(count)
         self._dropped["oversampled"] += count
 
     def take_requeued(self) -> list[Start]:
-        """The groups to be started again since the last call, in the order they were requeued."""
+        """Return the groups requeued since the last call, in order; the caller starts them again."""
         again, self._again = self._again, []
         return again
 
     async def put_group(self, trajectories: Sequence[Trajectory], wait_s: float | None = None) -> None:
-        """Queue a complete group that was `started`; waits while the queue is full. The arrays must not be changed afterwards.
+        """Queue a complete group that was `started`; waits while the queue is full. The arrays must not change afterwards.
 
-        When it raises, the group is still counted as running: the caller counts it as `rejected`.
+        If this raises, the group still counts as running: the caller must report it as `rejected`.
 
         Raises:
-            TrajectoryRejected: a trajectory must not be trained on (`asyncmoe.validity.validate`), or carries no version.
-            InvariantBroken: not one whole group of `group_size` episodes, or a key that is already here.
-            WaitTimeout: no space within `wait_s` seconds (None: no bound).
-            AsyncmoeError: what `fail` was called with.
+            TrajectoryRejected: a trajectory is unfit for training (`asyncmoe.validity.validate`), or carries no version.
+            InvariantBroken: not one whole group of `group_size` episodes, or a key that is already queued or leased.
+            WaitTimeout: no space within `wait_s` seconds (None: no limit).
+            AsyncmoeError: the error passed to `fail`.
         """
         groups, episodes = {t.group for t in trajectories}, {t.episode for t in trajectories}
         if len(episodes) != self._group_size or len(groups) != 1:
             raise InvariantBroken(f"queue: put {len(episodes)} episodes of groups {groups}, expected {self._group_size} of one")
         for trajectory in trajectories:
-            # An engine serves the next version a moment before all do.
+            # One engine serves the next version slightly before all do.
             validate(trajectory, self._recording, newest_version=self._version + 1)
             if trajectory.oldest_version == NOT_SAMPLED:
                 raise TrajectoryRejected("bad_version", f"{trajectory.key}: sampled tokens without a version")
         await self._insert("rl", self._pack(trajectories), wait_s)
 
     async def put_demonstrations(self, trajectories: Sequence[Trajectory], wait_s: float | None = None) -> None:
-        """Queue demonstrations for the warm-up, each on its own; waits while that lane is full. They have no staleness.
+        """Queue warm-up demonstrations one by one; waits while their lane is full. Demonstrations have no staleness.
 
         Raises:
             TrajectoryRejected: see `put_group`.
-            ConfigError: the queue was made without a warm-up lane.
-            WaitTimeout: no space within `wait_s` seconds (None: no bound).
+            ConfigError: the queue has no warm-up lane.
+            WaitTimeout: no space within `wait_s` seconds (None: no limit).
         """
         if not self._lanes["warmup"].capacity:
             raise ConfigError("warmup.steps", got=0, expected="a warm-up, because there are demonstrations")
@@ -211,25 +211,25 @@ class BoundedQueue:
             validate(trajectory, self._recording)
             await self._insert("warmup", self._pack([trajectory]), wait_s)
 
-    # ------------------------------------------------------------ the trainer's side
+    # ------------------------------------------------------------ trainer side
 
     @property
     def trained_steps(self) -> int:
-        """Optimizer steps taken: those before this queue was made and those committed since."""
+        """Optimizer steps taken before this queue was created, plus steps committed since."""
         return self._trained_steps
 
     async def lease(self, step: int, phase: Phase, count: int, version: int, wait_s: float) -> Leased:
-        """The batch of step `step`: whole groups, `count` episodes in all, the oldest first.
+        """Lease the batch of step `step`: whole groups, `count` episodes in all, oldest first.
 
-        Groups with a token more than `Admission.max_age` versions older than `version` are dropped (rule requeue: requeued) first, under
-        "stale". Under downweight the items say what they count for. Any number of ranks may ask, at any time until the commit; they get the
-        same answer. An answer without items (and `stop` false) means that `wait_s`
-        (at most a day) was over: ask again.
+        Groups with a token more than `Admission.max_age` versions older than `version` are first dropped (rule requeue: requeued), under
+        "stale". With rule downweight, items carry their weight. Any number of ranks may ask, at any time until the commit, and get the
+        same answer. An answer without items (and with `stop` false) means that `wait_s` (at most a day) expired: ask again.
 
         Raises:
-            ProtocolError: the step was committed already, ranks disagree about the other arguments, or `count` is not whole groups.
-            ConfigError: `count` could never be held.
-            AsyncmoeError: what `fail` was called with.
+            ProtocolError: the step was already committed, ranks disagree on the other arguments, `count` is not whole groups, or steps
+                not yet committed hold too many episodes.
+            ConfigError: `count` exceeds the capacity.
+            AsyncmoeError: the error passed to `fail`.
         """
         terms = _Terms(phase, count, version)
         self._check_terms(step, terms, wait_s)
@@ -237,13 +237,13 @@ class BoundedQueue:
         return answer if answer is not None else self._answer(step, phase)
 
     def fetch(self, step: int, keys: Sequence[str], layers: Sequence[int] | None = None, masks: bool = True) -> list[Buffer]:
-        """Encoded frames (`asyncmoe.trajectory.encode`) of leased trajectories, in the order of `keys`.
+        """Return encoded frames (`asyncmoe.trajectory.encode`) of leased trajectories, in the order of `keys`.
 
         Args:
-            layers, masks: as for `asyncmoe.trajectory.part`.
+            layers, masks: see `asyncmoe.trajectory.part`.
 
         Raises:
-            ProtocolError: `step` holds no lease, a key is not in it, or a trajectory has no routes of one of `layers`.
+            ProtocolError: `step` holds no lease, a key is not in the lease, or a trajectory lacks the routes of one of `layers`.
         """
         frames = self._lane_of(step).frames(step)
         unknown = [key for key in keys if key not in frames]
@@ -252,10 +252,10 @@ class BoundedQueue:
         return [frame for key in keys for frame in part(frames[key], layers, masks)]
 
     def commit(self, step: int) -> None:
-        """Step `step` has been trained: its lease ends and its arrays are freed. Again is fine; steps commit in order.
+        """End the lease of a trained step and free its arrays. Idempotent; steps commit in order.
 
         Raises:
-            ProtocolError: `step` was never leased, or an earlier one is not committed yet.
+            ProtocolError: `step` was never leased, or an earlier step is not committed yet.
         """
         if step <= self._last_commit:
             return
@@ -271,7 +271,7 @@ class BoundedQueue:
         self._end_lease(step)
 
     def release(self, step: int) -> None:
-        """The lease of `step` ends untrained; its groups go back to their places. For a trainer that died.
+        """End the lease of `step` untrained and return its groups to the queue. Used when a trainer died.
 
         Raises:
             ProtocolError: `step` holds no lease.
@@ -282,24 +282,24 @@ class BoundedQueue:
             self._ledger = self._ledger.release(count)
         self._end_lease(step)
 
-    # ------------------------------------------------------------ the controller's side
+    # ------------------------------------------------------------ controller side
 
     def stop(self) -> None:
-        """Ask the trainer to stop: every lease that is not decided yet is answered with `stop`."""
+        """Ask the trainer to stop: every undecided lease is answered with `stop`."""
         self._stopping = True
         self._changes.wake()
 
     def fail(self, error: AsyncmoeError) -> None:
-        """No more trajectories will come: whoever waits, or would have to, gets `error`. What needs no waiting goes on."""
+        """Record that no more trajectories will come: current and future waits raise `error`. Calls that need no wait still succeed."""
         self._changes.fail(error)
 
     @property
     def ledger(self) -> Ledger:
-        """Where every trajectory is."""
+        """Counts of all episodes by state."""
         return self._ledger
 
     def stats(self) -> QueueStats:
-        """Counts of this moment."""
+        """Return the current counts."""
         count = self._ledger
         return QueueStats(
             version=self._version,
@@ -315,7 +315,7 @@ class BoundedQueue:
             demonstrations=self._lanes["warmup"].depth,
         )
 
-    # ------------------------------------------------------------ inside
+    # ------------------------------------------------------------ internals
 
     def _check_terms(self, step: int, terms: _Terms, wait_s: float) -> None:
         if not math.isfinite(wait_s) or terms.count <= 0:

@@ -1,4 +1,4 @@
-"""Ordered, bounded storage of complete groups, and of the ones that are leased. No waiting, no policy."""
+"""Ordered, bounded storage of complete groups, queued and leased. No waiting, no policy."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from asyncmoe.trajectory import Buffer, Trajectory, encode
 
 @dataclass(frozen=True)
 class Group:
-    """Episodes that are leased, dropped and released together, encoded once when they arrive.
+    """Episodes that are leased, dropped and released together, encoded once on arrival.
 
-    An episode has a trajectory of each agent that spoke in it. What is counted here and in the queue is episodes.
+    An episode has one trajectory of each agent that spoke. Counts here and in the queue are of episodes.
     """
 
     arrival: int
     items: tuple[Item, ...]
     frames: Mapping[str, list[Buffer]]
     attempt: int = 0
-    """The highest of its members': times it, or one of them, was started over."""
+    """Highest attempt of its trajectories: the number of times the group or a member was restarted."""
 
     def __len__(self) -> int:
         return len({item.episode for item in self.items})
 
     @property
     def number(self) -> int:
-        """Which prompt it answers."""
+        """Number of its prompt."""
         return self.items[0].group
 
     @property
@@ -45,12 +45,12 @@ class Group:
 
     @property
     def order(self) -> tuple[int, int]:
-        """Oldest first, then first come."""
+        """Sort key: oldest version first, then arrival."""
         return self.oldest_version, self.arrival
 
 
 def describe(t: Trajectory) -> Item:
-    """What ranks that do not fetch a trajectory know about it."""
+    """Return the metadata that every rank receives about a trajectory, fetched or not."""
     steps, mean, squares = _moments(t.rewards)
     return Item(
         key=t.key,
@@ -70,7 +70,7 @@ def describe(t: Trajectory) -> Item:
 
 
 def _moments(rewards: np.ndarray | None) -> tuple[int, float, float]:
-    """Count, mean, and sum of squared distances from it, of the values that are not NaN."""
+    """Return count, mean and sum of squared deviations of the values that are not NaN."""
     values = np.zeros(0) if rewards is None else rewards[~np.isnan(rewards)].astype(np.float64)
     if not len(values):
         return 0, 0.0, 0.0
@@ -78,31 +78,31 @@ def _moments(rewards: np.ndarray | None) -> tuple[int, float, float]:
 
 
 def pack(trajectories: Sequence[Trajectory], arrival: int) -> Group:
-    """Describe and encode. The arrays are not copied: their owner must not change them afterwards."""
+    """Describe and encode trajectories. Does not copy the arrays: their owner must not change them afterwards."""
     return Group(
         arrival, tuple(map(describe, trajectories)), {t.key: encode(t) for t in trajectories}, max(t.attempt for t in trajectories)
     )
 
 
 class GroupBuffer:
-    """Groups in the order they are to be trained in, at most `capacity` episodes of them, leased ones included."""
+    """Groups in training order; at most `capacity` episodes, including leased episodes."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
         self.putting: deque[int] = deque()
-        """Arrivals that wait for space, first come first served."""
+        """Arrival numbers of groups that wait for space, first come first served."""
         self._queued: list[Group] = []
         self._leased: dict[int, tuple[Group, ...]] = {}
         self._keys: set[str] = set()
 
     @property
     def depth(self) -> int:
-        """Episodes that wait to be leased."""
+        """Number of episodes not yet leased."""
         return sum(map(len, self._queued))
 
     @property
     def leased(self) -> int:
-        """Episodes that are leased and neither committed nor released."""
+        """Number of leased episodes, neither committed nor released."""
         return sum(len(g) for groups in self._leased.values() for g in groups)
 
     @property
@@ -111,11 +111,11 @@ class GroupBuffer:
         return tuple(self._leased)
 
     def fits(self, count: int) -> bool:
-        """Whether `count` more episodes may be held."""
+        """Whether `count` more episodes fit into the capacity."""
         return self.depth + self.leased + count <= self.capacity
 
     def insert(self, group: Group) -> None:
-        """Raises InvariantBroken for a key that is already held."""
+        """Add a group. Raises InvariantBroken for a duplicate key."""
         known = self._keys.intersection(group.frames)
         if known or len(group.frames) != len(group.items):
             raise InvariantBroken(f"queue: trajectory {min(known, default=group.items[0].key)} was put twice")
@@ -123,14 +123,14 @@ class GroupBuffer:
         insort(self._queued, group, key=lambda g: g.order)
 
     def drop_older(self, than: int) -> list[Group]:
-        """Take out and forget the groups whose oldest token is older than version `than`."""
+        """Remove and return the queued groups whose oldest token is older than version `than`."""
         cut = bisect_left(self._queued, than, key=lambda g: g.oldest_version)
         dropped, self._queued = self._queued[:cut], self._queued[cut:]
         self._forget(dropped)
         return dropped
 
     def lease(self, step: int, count: int) -> tuple[Group, ...] | None:
-        """The first groups, `count` episodes in all; None while there are too few."""
+        """Lease the first groups, `count` episodes in all; None: too few are queued."""
         taken, total = 0, 0
         while total < count and taken < len(self._queued):
             total += len(self._queued[taken])
@@ -142,20 +142,20 @@ class GroupBuffer:
         return groups
 
     def release(self, step: int) -> int:
-        """Put the groups of a lease back where they were; how many episodes they are."""
+        """Return the groups of a lease to their places in the queue. Returns their number of episodes."""
         groups = self._leased.pop(step)
         for group in groups:
             insort(self._queued, group, key=lambda g: g.order)
         return sum(map(len, groups))
 
     def commit(self, step: int) -> int:
-        """Forget the groups of a lease; how many episodes they were."""
+        """Delete the groups of a lease. Returns their number of episodes."""
         groups = self._leased.pop(step)
         self._forget(groups)
         return sum(map(len, groups))
 
     def frames(self, step: int) -> dict[str, list[Buffer]]:
-        """Encoded trajectories of a lease, by key."""
+        """Return the encoded trajectories of a lease, by key."""
         return {key: frames for group in self._leased[step] for key, frames in group.frames.items()}
 
     def _forget(self, groups: Sequence[Group]) -> None:

@@ -1,8 +1,8 @@
-"""When a group is whole, and when it falls: pure.
+"""When a group is complete, and when it fails: pure.
 
-A group needs `size` complete responses. It may run some spare ones beside them (over-sampling): the first `size` that finish make the
-group, whichever they are, and the others are cut short. Long responses finish last, so what is trained is biased towards short ones;
-that is the price of not waiting for the longest.
+A group needs `size` complete responses. It may run additional, spare responses (over-sampling): the first `size` responses that finish
+form the group, and the rest are cancelled. Long responses finish last, so training is biased towards short responses; this is the price
+of not waiting for the longest.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ from typing import Literal
 from asyncmoe.errors import InvariantBroken
 
 Fate = Literal["spared", "again", "fallen"]
-"""Of a failed response: a spare one takes its place; it is started over alone; its group falls with it."""
+"""Consequence of a failed response: a spare response replaces it; it restarts alone; its whole group fails."""
 
 
 @dataclass(frozen=True)
 class Gathering:
     """One group in flight.
 
-    Invariant: 0 <= done <= places <= size, 0 <= spare; places + spare - done of its responses run.
+    Invariant: 0 <= done <= places <= size, 0 <= spare; places + spare - done responses are running.
 
     Attributes:
-        size: complete responses it needs.
-        places: of those started, the ones that hold a place under the capacity law.
-        spare: of those started, the ones that will not be needed.
-        done: complete ones.
+        size: complete responses the group needs.
+        places: started responses that hold a place under the capacity law.
+        spare: started responses beyond the places.
+        done: complete responses.
     """
 
     size: int
@@ -41,26 +41,26 @@ class Gathering:
 
     @property
     def whole(self) -> bool:
-        """It has what it needs."""
+        """True if the group has all its complete responses."""
         return self.done == self.size
 
     def admit(self, places: int, spare: int = 0) -> Gathering:
-        """Some more have started."""
+        """Record the start of more responses."""
         return replace(self, places=self.places + places, spare=self.spare + spare)
 
     def finish(self) -> Gathering:
-        """A response is complete."""
+        """Record a complete response."""
         return replace(self, done=self.done + 1)
 
     def close(self) -> Gathering:
-        """It is whole, and its spare responses are cut short."""
+        """Record that the spare responses of a whole group were cancelled."""
         return replace(self, spare=0)
 
     def fail(self, alone: bool) -> tuple[Gathering, Fate]:
-        """A response failed.
+        """Record a failed response.
 
         Args:
-            alone: it would be of use to start it over, and members may start alone.
+            alone: a restart of this response is worthwhile, and members may start alone.
         """
         if self.spare:
             return replace(self, spare=self.spare - 1), "spared"
@@ -68,5 +68,5 @@ class Gathering:
 
 
 def all_equal(rewards: Sequence[float]) -> bool:
-    """Nothing to learn from: every advantage within the group is 0 (DAPO's dynamic sampling, arXiv 2503.14476, section 3.2)."""
+    """Whether all rewards are equal, so every advantage within the group is 0 (DAPO's dynamic sampling, arXiv 2503.14476, section 3.2)."""
     return min(rewards) == max(rewards)

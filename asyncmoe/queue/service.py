@@ -1,4 +1,4 @@
-"""The queue's part of the protocol between trainer and controller."""
+"""The queue's side of the protocol between trainer and controller."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ QueueRequest = Hello | Lease | Fetch | Commit | Saved | Goodbye
 
 
 class QueueService:
-    """Answers every `QueueRequest`; to be made inside the controller's event loop.
+    """Answers every `QueueRequest`; must be constructed inside the controller's event loop.
 
     Args:
-        run: name of the run, told to the trainer.
-        config_digest: `Config.digest` of the controller; a trainer of another configuration is refused.
+        run: name of the run, sent to the trainer.
+        config_digest: `Config.digest` of the controller; a trainer with a different digest is refused.
 
     Attributes:
-        finished: resolves when every rank has said `Goodbye`: True when the trainer is done, False when it stops early and will resume.
-        saved_step: the last step a checkpoint covers, None before the first.
+        finished: resolves once every rank has sent `Goodbye`: True if the trainer is done, False if it stops early and will resume.
+        saved_step: last step that a checkpoint covers; None before the first checkpoint.
     """
 
     def __init__(self, queue: BoundedQueue, *, run: str, config_digest: str) -> None:
@@ -32,7 +32,7 @@ class QueueService:
         self.saved_step: int | None = None
 
     async def __call__(self, request: QueueRequest) -> Reply | tuple[Reply, list[Buffer]]:
-        """Raises what the queue raises, `ConfigError` for another configuration, `ProtocolError` for a request out of turn."""
+        """Answer a request. Raises the queue's errors, `ConfigError` for a different configuration, `ProtocolError` out of turn."""
         match request:
             case Hello():
                 return self._welcome(request)

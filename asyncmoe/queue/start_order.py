@@ -1,11 +1,11 @@
-"""What starts next: pure. Members started over come first, then the group that is partly started, then groups started over, then new ones.
+"""What starts next: pure. Restarted members come first, then the partly started group, then restarted groups, then new groups.
 
-No deadlock. Let the capacity law let one trajectory after the other start. Groups share places, and the trainer needs whole groups, so
-several groups with a few places each could wait for each other without end. They cannot here: (1) at most one group is partly started,
-because its other members come before any other group's; (2) a member that is started over gave back a place just before, and comes before
-everything else, so it never waits for one. Places are held, then, by whole groups and at most one part of a group. The law's capacity is a
-multiple of the group size, as is what whole groups hold, so while a group is partly started it is short of places only if a place is
-free: its next member may always start.
+No deadlock. Suppose the capacity law lets trajectories start one at a time. Groups share places and the trainer needs whole groups, so
+several groups with a few places each could wait for each other forever. They cannot here: (1) at most one group is partly started,
+because its other members come before any other group's; (2) a restarted member returned a place just before and comes before everything
+else, so it never waits for a place. Places are therefore held by whole groups and at most one partial group. The law's capacity is a
+multiple of the group size, and so is the number of places of whole groups, so while a group is partly started a place is free: its next
+member may always start.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from asyncmoe.errors import InvariantBroken
 
 @dataclass(frozen=True)
 class Start:
-    """A group to be started.
+    """A group to start.
 
     Attributes:
-        number: which prompt; the same number asks the same question.
-        attempt: times the group, or one of its members, was started before.
-        failures: those of them that ended in a failure, since it was last complete.
+        number: number of the prompt; the same number asks the same question.
+        attempt: number of times the group, or one of its members, was started before.
+        failures: number of these starts that failed since the group was last complete.
     """
 
     number: int
@@ -33,7 +33,7 @@ class Start:
 
 @dataclass(frozen=True)
 class Admit:
-    """The next trajectories to start: members `first` to `first + count + spare` (exclusive) of a group; `spare` of them take no place."""
+    """The next trajectories to start: members `first` to `first + count + spare` (exclusive) of a group; `spare` members take no place."""
 
     group: Start
     first: int
@@ -43,22 +43,22 @@ class Admit:
 
     @property
     def members(self) -> range:
-        """Their numbers within the group."""
+        """Member numbers within the group."""
         return range(self.first, self.first + self.count + self.spare)
 
 
 @dataclass(frozen=True)
 class Line:
-    """Everything that is still to be started, in order.
+    """All pending starts, in order.
 
     Attributes:
-        next: number of the first group that has never been started.
-        unit: what the capacity law lets start.
+        next: number of the first group never started.
+        unit: whether the capacity law admits whole groups or single trajectories.
         size: members of a group that take places.
-        spare: further ones, which start with the last of those.
-        members: single ones to be started over.
-        opened: the group that is partly started, and its members that are.
-        groups: whole ones to be started over.
+        spare: additional members of a group, which start with its last member that takes a place.
+        members: single members to restart.
+        opened: the partly started group and its number of started members.
+        groups: whole groups to restart.
     """
 
     next: int
@@ -71,11 +71,11 @@ class Line:
 
     @property
     def places(self) -> int:
-        """How many trajectories the next `take` starts."""
+        """Number of places that the next `take` uses."""
         return self.size if self.unit == "group" else 1
 
     def take(self) -> tuple[Line, Admit]:
-        """What starts now; `places` of them."""
+        """Return the remaining line and the trajectories that start now; they use `places` places."""
         if self.members:
             return replace(self, members=self.members[1:]), self.members[0]
         if self.opened is not None:
@@ -91,16 +91,16 @@ class Line:
         return replace(self, opened=opened), Admit(group, begun, self.places, group.attempt, spare)
 
     def again(self, *groups: Start) -> Line:
-        """Start these groups over, before any new one."""
+        """Restart these groups, before any new group."""
         return replace(self, groups=self.groups + groups)
 
     def again_alone(self, group: Start, member: int, attempt: int) -> Line:
-        """Start one member over, before everything else. InvariantBroken where groups start whole."""
+        """Restart one member, before everything else. Raises InvariantBroken if groups start whole."""
         if self.unit == "group":
             raise InvariantBroken(f"line: member {member} of group {group.number} cannot start alone, groups start whole")
         return replace(self, members=(*self.members, Admit(group, member, 1, attempt)))
 
     def forget(self, group: Start) -> Line:
-        """The group has fallen: what of it has not started never will."""
+        """Remove all pending starts of a failed group."""
         opened = None if self.opened is not None and self.opened[0] == group else self.opened
         return replace(self, opened=opened, members=tuple(m for m in self.members if m.group != group))

@@ -1,6 +1,6 @@
-"""What an engine did to sample a token, in the form it is kept and sent in: the experts chosen, the ids sampled from.
+"""Encoded records of how an engine sampled each token: the chosen experts (routes) and the candidate ids (masks).
 
-Stands on `asyncmoe.errors` and NumPy alone; the packing is done in csrc/record.
+Depends only on `asyncmoe.errors` and NumPy; csrc/record does the packing.
 """
 
 from asyncmoe.record.base64 import decode_base64

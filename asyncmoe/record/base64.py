@@ -1,4 +1,4 @@
-"""Base64, as engines send routes: megabytes of it for a long response, and other responses must not wait for its decoding."""
+"""Base64 decoding of routes: a long response has megabytes of Base64, and decoding it must not block other responses."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from asyncmoe.record import _C
 
 
 def decode_base64(text: str) -> np.ndarray:
-    """Decode in C++ and without Python's lock, which `base64.b64decode` holds for as long as it takes.
+    """Decode in C++ without Python's interpreter lock, which `base64.b64decode` holds throughout.
 
     Returns:
         uint8[n].
 
     Raises:
-        ValueError: what RFC 4648, section 4, would not have encoded so.
+        ValueError: `text` is not canonical Base64 (RFC 4648, section 4).
     """
     return _C.decode_base64(text)

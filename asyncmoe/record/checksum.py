@@ -1,4 +1,4 @@
-"""The digest of everything a trajectory carries."""
+"""The digest that protects a trajectory's data."""
 
 from __future__ import annotations
 
@@ -8,5 +8,5 @@ Buffer = bytes | bytearray | memoryview
 
 
 def crc32c(buffer: Buffer, before: int = 0) -> int:
-    """CRC-32C (RFC 3720, appendix B.4) of consecutive bytes; `before`: the CRC of what precedes them."""
+    """Return the CRC-32C (RFC 3720, appendix B.4) of consecutive bytes; `before`: CRC of the preceding bytes."""
     return _C.crc32c(buffer, before)

@@ -1,4 +1,4 @@
-"""The vocabulary ids every token was sampled from, as compressed sparse rows."""
+"""Sampling masks: the vocabulary ids from which each token was sampled, as compressed sparse rows."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class Masks:
 
     Attributes:
         offsets: int32[rows + 1].
-        ids: int32[n], ascending within a row. A row without ids is the whole vocabulary: a token is always sampled from something.
-        vocabulary: ids are smaller.
+        ids: int32[n], ascending within a row. A row without ids stands for the whole vocabulary, because no token is sampled from nothing.
+        vocabulary: exclusive upper bound of the ids.
     """
 
     offsets: np.ndarray
@@ -33,21 +33,21 @@ class Masks:
 
     @property
     def counts(self) -> np.ndarray:
-        """int32[rows]; 0 where the row is the whole vocabulary."""
+        """int32[rows]: ids per row; 0 stands for the whole vocabulary."""
         counts: np.ndarray = np.diff(self.offsets)
         return counts
 
 
 @dataclass(frozen=True)
 class EncodedMasks:
-    """Masks as bytes; the format is defined in csrc/record/masks.h.
+    """Encoded masks; csrc/record/masks.h defines the format.
 
     Attributes:
-        rows: of the masks.
-        ids: in all rows together.
-        vocabulary: ids are smaller.
-        digest: a CRC-32C of the numbers above and the bytes.
-        data: the bytes.
+        rows: number of rows.
+        ids: number of ids in all rows.
+        vocabulary: exclusive upper bound of the ids.
+        digest: CRC-32C of the numbers above and of `data`.
+        data: the encoded bytes.
     """
 
     rows: int
@@ -58,17 +58,17 @@ class EncodedMasks:
 
 
 def encode_masks(masks: Masks, key: str) -> EncodedMasks:
-    """Pack masks, in fixed width or as gaps, whichever is smaller.
+    """Pack masks with fixed-width ids or as gaps, whichever is smaller.
 
     Args:
-        key: the trajectory's name, for errors.
+        key: the trajectory's key, for errors.
 
     Raises:
-        TrajectoryRejected: "bad_mask": ids that do not ascend, or are not of the vocabulary; offsets that do not fit.
+        TrajectoryRejected: "bad_mask": ids do not ascend or are outside the vocabulary, or offsets do not fit the ids.
     """
     try:
         made = _C.encode_masks(masks.offsets, masks.ids, masks.vocabulary)
-    except (ValueError, TypeError) as error:  # TypeError: another dtype, with the signature that was expected
+    except (ValueError, TypeError) as error:  # TypeError: a wrong dtype; its text has the expected signature
         raise TrajectoryRejected("bad_mask", f"{key}: {error}") from error
     data = memoryview(made.data).toreadonly()
     rows, ids = len(masks), len(masks.ids)
@@ -76,10 +76,10 @@ def encode_masks(masks: Masks, key: str) -> EncodedMasks:
 
 
 def check_masks(masks: EncodedMasks, key: str) -> None:
-    """Refuse what was damaged on its way, without allocating anything.
+    """Detect corrupted masks without allocating memory.
 
     Raises:
-        ProtocolError: numbers out of bounds, or a digest that disagrees.
+        ProtocolError: numbers are out of bounds, or the digest disagrees.
     """
     m = masks
     if not (0 <= m.rows < (1 << 31) - 1 and 0 <= m.ids < 1 << 31 and 1 <= m.vocabulary < 1 << 31):
@@ -90,10 +90,10 @@ def check_masks(masks: EncodedMasks, key: str) -> None:
 
 
 def decode_masks(masks: EncodedMasks, key: str) -> Masks:
-    """The inverse of `encode_masks`. What it allocates is bounded by the size of `masks.data`.
+    """The inverse of `encode_masks`. The size of `masks.data` bounds its allocations.
 
     Raises:
-        ProtocolError: see `check_masks`; or bytes that are no masks of so many rows and ids.
+        ProtocolError: see `check_masks`; or the data does not encode this number of rows and ids.
     """
     check_masks(masks, key)
     try:
@@ -104,7 +104,7 @@ def decode_masks(masks: EncodedMasks, key: str) -> Masks:
 
 
 def token_outside(masks: Masks, tokens: np.ndarray) -> int | None:
-    """The first row whose ids do not include its token; None when there is none.
+    """Return the first row whose ids do not include its token; None if every row includes its token.
 
     Args:
         tokens: int32[rows].

@@ -1,4 +1,4 @@
-"""What is recorded of a sampled token besides its log-probability and its version."""
+"""The data recorded for a sampled token in addition to its log-probability and version."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ from asyncmoe.record.routes import Routing
 
 @dataclass(frozen=True)
 class Recording:
-    """What engines are asked for, and what a sampled trajectory must carry to be trained on.
+    """The data that engines must return and that a sampled trajectory must carry to be trained on.
 
     Attributes:
-        routing: of the model, where the experts of every token are kept; None: they are not.
-        masks: the ids every token was sampled from are kept, and its log-probability is over those; otherwise over the vocabulary.
-        vocabulary: size of it; None: token ids are not checked.
-        rewards: steps are rewarded.
-        teacher: a teacher is asked for its log-probabilities.
+        routing: the model's routing, if the experts of every token are recorded; None: they are not.
+        masks: the ids from which every token was sampled are recorded, and its log-probability is over these ids; if false, it is over
+            the whole vocabulary.
+        vocabulary: size of the vocabulary; None: token ids are not checked.
+        rewards: steps have rewards.
+        teacher: a teacher supplies log-probabilities.
     """
 
     routing: Routing | None = None
@@ -27,4 +28,4 @@ class Recording:
 
 
 NOTHING = Recording()
-"""Nothing besides."""
+"""No additional data."""

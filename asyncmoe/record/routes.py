@@ -1,9 +1,9 @@
-"""The experts that every token went through, bit-packed layer by layer.
+"""Routes: the experts that processed each token, bit-packed layer by layer.
 
-Layer-major, because a pipeline stage needs its own layers of all tokens: those are consecutive bytes, so a stage fetches and
-unpacks nothing else, and gets for each layer the [rows, top_k] that its router asks for. Layers without experts take no room.
-The order of a token's experts is kept: the weights they are combined with follow it. No token has an expert of a layer twice: a trainer
-that replayed that would send it through fewer experts than the engine did.
+The format is layer-major, because a pipeline stage needs its own layers for all tokens: these are consecutive bytes, so a stage fetches and
+unpacks nothing else, and gets the [rows, top_k] array that each layer's router needs. Layers without experts take no space.
+The order of a token's experts is kept, because their combination weights follow it. No token has the same expert twice in a layer: a
+trainer that replayed such a route would use fewer experts than the engine.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ MAX_LAYERS = 1 << 12
 
 @dataclass(frozen=True)
 class Routing:
-    """What a model's routers choose from.
+    """The dimensions of a model's routing.
 
     Attributes:
-        all_layers: of the model, those without experts included; what SGLang reports.
+        all_layers: number of the model's layers, with or without experts; SGLang reports all of them.
         layers: numbers of the layers with experts, ascending.
-        top_k: experts a token goes through in each of them.
-        experts: of a layer; ids are 0 to experts - 1.
+        top_k: experts per token in each of these layers.
+        experts: experts per layer; ids are 0 to experts - 1.
     """
 
     all_layers: int
@@ -48,12 +48,12 @@ class Routes:
     """Encoded routes of `rows` tokens.
 
     Attributes:
-        rows: tokens.
-        layers: numbers of the model's layers that are here, ascending.
-        top_k: experts of a token in each layer.
-        experts: ids are smaller.
-        digests: of each layer, a CRC-32C of what it is and of its plane.
-        planes: the layers' planes one after the other, `plane_bytes` each; the format is defined in csrc/record/routes.h.
+        rows: number of tokens.
+        layers: numbers of the included layers of the model, ascending.
+        top_k: experts per token in each layer.
+        experts: exclusive upper bound of the expert ids.
+        digests: for each layer, a CRC-32C of its dimensions, its number and its plane.
+        planes: the planes of all layers, concatenated, `plane_bytes` each; csrc/record/routes.h defines the format.
     """
 
     rows: int
@@ -65,7 +65,7 @@ class Routes:
 
     @property
     def bits(self) -> int:
-        """Of an id."""
+        """Bits per expert id."""
         return max(1, (self.experts - 1).bit_length())
 
     @cached_property
@@ -73,21 +73,21 @@ class Routes:
         return -(-self.rows * self.top_k * self.bits // 8)
 
     def part(self, first: int, last: int) -> Routes:
-        """The layers at positions `first` to `last` (exclusive) of `layers`; a view."""
+        """Return a view of the layers at positions `first` to `last` (exclusive) of `layers`."""
         planes = memoryview(self.planes)[first * self.plane_bytes : last * self.plane_bytes]
         return replace(self, layers=self.layers[first:last], digests=self.digests[first:last], planes=planes)
 
 
 def encode_routes(routes: np.ndarray, routing: Routing, key: str) -> Routes:
-    """Pack what an engine reported.
+    """Pack the routes that an engine reported.
 
     Args:
-        routes: int32[rows, all_layers, top_k]; what is in layers without experts does not matter.
-        key: the trajectory's name, for errors.
+        routes: int32[rows, all_layers, top_k]; values of layers without experts are ignored.
+        key: the trajectory's key, for errors.
 
     Raises:
-        TrajectoryRejected: "routes_wrong_layers" for another number of layers or experts per token, "routes_out_of_range" for an
-            id that is no expert's, "routes_repeated" for an expert that a token goes through twice in a layer.
+        TrajectoryRejected: "routes_wrong_layers": wrong dtype or number of layers or experts per token; "routes_out_of_range": an
+            invalid expert id; "routes_repeated": a token has an expert twice in a layer.
     """
     expected = (routing.all_layers, routing.top_k)
     if routes.dtype != np.int32 or routes.ndim != 3 or routes.shape[1:] != expected:
@@ -107,13 +107,13 @@ def encode_routes(routes: np.ndarray, routing: Routing, key: str) -> Routes:
 
 
 def decode_routes(routes: Routes, key: str) -> np.ndarray:
-    """Unpack all layers of `routes`; use `Routes.part` to have only some.
+    """Unpack all layers of `routes`; use `Routes.part` to unpack only some.
 
     Returns:
         uint8[layers, rows, top_k] for up to 256 experts, uint16 for more.
 
     Raises:
-        ProtocolError: see `check_routes`; or an id that is no expert's or that its token has twice, with its token and layer.
+        ProtocolError: see `check_routes`; or a token has an invalid expert id or the same expert twice in a layer; names token and layer.
     """
     check_routes(routes, key)
     planes = np.frombuffer(routes.planes, np.uint8)
@@ -130,10 +130,10 @@ def decode_routes(routes: Routes, key: str) -> np.ndarray:
 
 
 def check_routes(routes: Routes, key: str) -> None:
-    """Refuse what was damaged on its way, without allocating anything.
+    """Detect corrupted routes without allocating memory.
 
     Raises:
-        ProtocolError: numbers that are none of a model's, planes of another size than they say, or a digest that disagrees.
+        ProtocolError: dimensions are out of bounds, the planes have a wrong size, or a digest disagrees.
     """
     r = routes
     if not (0 <= r.rows < 1 << 31 and 1 <= r.experts <= MAX_EXPERTS and 1 <= r.top_k <= min(MAX_TOP_K, r.experts)):
@@ -152,7 +152,7 @@ def check_routes(routes: Routes, key: str) -> None:
 
 
 def _digests(routes: Routes) -> Sequence[int]:
-    """Over the plane and what it is taken for, so that no layer passes for another."""
+    """Return the digest of each plane. It covers layer number and dimensions too, so that no layer can pass for another."""
     planes, size = memoryview(routes.planes).cast("B"), routes.plane_bytes
     digests = []
     for i, layer in enumerate(routes.layers):

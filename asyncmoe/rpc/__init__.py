@@ -1,1 +1,1 @@
-"""How the controller and the trainer ranks talk: messages, keys, one server, one client. No pickle."""
+"""The RPC between controller, trainer ranks and engines: messages, keys, one server, one client. No pickle."""

@@ -1,4 +1,4 @@
-"""At which address other machines reach this one."""
+"""The address at which other machines reach this machine."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ VARIABLE = "ASYNCMOE_HOST"
 
 
 def reachable(network: str) -> str:
-    """An address of this machine, as `cluster.network` says; that in the environment variable ASYNCMOE_HOST wins.
+    """Return this machine's address in `network` (`cluster.network`); the environment variable ASYNCMOE_HOST takes precedence.
 
     Raises:
         UserError: this machine has no such address.
@@ -30,15 +30,15 @@ def reachable(network: str) -> str:
 
 
 def several(network: str) -> bool:
-    """Whether processes of other machines are to reach this one: the run is not on one machine alone."""
+    """Whether the run may span several machines, so other machines must reach this one."""
     return network != "loopback" or bool(os.environ.get(VARIABLE))
 
 
 def resolve(what: str, host: str) -> str:
-    """The IPv4 address a name stands for.
+    """Return the IPv4 address of a host name.
 
     Raises:
-        UserError: it stands for none.
+        UserError: the name does not resolve.
     """
     try:
         return socket.gethostbyname(host)
@@ -50,7 +50,7 @@ def resolve(what: str, host: str) -> str:
 
 
 def interfaces() -> dict[str, list[str]]:
-    """IPv4 addresses of every interface of this machine."""
+    """Return the IPv4 addresses of every interface of this machine."""
     import psutil
 
     found = psutil.net_if_addrs()
@@ -58,14 +58,14 @@ def interfaces() -> dict[str, list[str]]:
 
 
 def choose(network: str, found: Mapping[str, Sequence[str]]) -> str:
-    """The first address of an interface, or the first that lies in a network.
+    """Return the first address of an interface, or the first address inside a network.
 
     Args:
         network: "ib0" or "10.1.0.0/16".
         found: addresses of each interface.
 
     Raises:
-        UserError: there is none.
+        UserError: no address matches.
     """
     if found.get(network):
         return found[network][0]
@@ -83,10 +83,10 @@ def choose(network: str, found: Mapping[str, Sequence[str]]) -> str:
 
 
 def towards(host: str, port: int) -> str:
-    """Our own address on the way to `host`. Nothing is sent.
+    """Return our source address on the route to `host`. Sends nothing.
 
     Raises:
-        OSError: there is no way.
+        OSError: there is no route.
     """
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((host, port))
@@ -94,6 +94,6 @@ def towards(host: str, port: int) -> str:
 
 
 def host_id() -> str:
-    """The same for two processes that can share memory through /dev/shm: one kernel, and one mount of it."""
+    """Return an id that is equal for processes that share memory through /dev/shm: same kernel, same mount of /dev/shm."""
     with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as boot:
         return f"{boot.read().strip()}-{os.stat('/dev/shm').st_dev}"

@@ -1,4 +1,4 @@
-"""The blocking client of the controller, for the trainer's ranks."""
+"""The blocking client of the controller, for trainer ranks and engines of other machines."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from asyncmoe.rpc.messages import Refused, Reply, Request
 from asyncmoe.trajectory import Buffer
 
 CONNECT_S = 10.0
-"""A controller that cannot be reached for so long is taken for dead, however long the reply itself may take."""
+"""A controller without a connection for this long counts as dead, whatever the timeout of the reply."""
 
 
 class Client:
-    """Asks the controller one thing at a time. For one thread at a time.
+    """Sends the controller one request at a time. Not thread-safe.
 
     Args:
         rendezvous: from `asyncmoe.rpc.keys.read`.
-        name: who asks ("trainer.0"); appears in errors.
+        name: name of this process in errors ("trainer.0").
     """
 
     def __init__(self, rendezvous: Rendezvous, name: str) -> None:
@@ -37,15 +37,15 @@ class Client:
         self._asked = 0
 
     def ask(self, request: Request, timeout_s: float) -> tuple[Reply, list[Buffer]]:
-        """Send a request and wait for its reply and the frames that follow it (read-only views of what was received).
+        """Send a request and wait for its reply and the frames that follow (read-only views of the received data).
 
-        A reply that comes after its `ask` has timed out is discarded, so the same request may be asked again.
+        A reply that arrives after its `ask` timed out is discarded, so the same request may be sent again.
 
         Raises:
-            WaitTimeout: no reply within `timeout_s`, the controller could not be reached for 10 s, or the connection was lost while
-                waiting (the controller died). Names the controller.
-            ProtocolError: the reply is malformed, or the request larger than the controller takes.
-            AsyncmoeError: the controller refused; the class it raised.
+            WaitTimeout: no reply within `timeout_s`, no connection for 10 s, or the connection was lost while waiting (the controller
+                died). Names the controller.
+            ProtocolError: the reply is malformed, or the request is larger than the controller accepts.
+            AsyncmoeError: the controller refused the request; has the class that the controller raised.
         """
         name, begin = type(request).__name__, time.monotonic()
         self._asked += 1
@@ -70,7 +70,7 @@ class Client:
                 return reply, [part.buffer.toreadonly() for part in parts[2:]]
 
     def close(self) -> None:
-        """End the connection. No reply is waited for."""
+        """Close the connection without waiting for replies."""
         self._connection.close()
 
     def __enter__(self) -> Client:
@@ -80,7 +80,7 @@ class Client:
         self.close()
 
     def _why_unsent(self) -> str:
-        """A refused connection is gone for good, so nothing can be sent either; its event may come a moment later."""
+        """Explain a failed send. A refused connection cannot send either, but its event may arrive slightly later."""
         self._connection.wait(1.0)
         return "it refused our key" if self._connection.refused else "too many requests unanswered"
 
@@ -89,7 +89,7 @@ class Client:
         return max(0.0, begin + limit - time.monotonic())
 
     def _check(self, name: str, begin: float, timeout_s: float, losses: int) -> None:
-        """Raise when there is nothing left to wait for; a reply that is already here is still taken."""
+        """Raise if the wait is over or no reply can come any more, unless a reply has already arrived."""
         connection = self._connection
         over = self._patience(begin, timeout_s) <= 0
         lost = connection.losses > losses
@@ -108,10 +108,10 @@ class Client:
 
 
 def rebuild(refused: Refused) -> AsyncmoeError:
-    """The error the controller raised, from its class name and text. Its message is the same, word for word.
+    """Rebuild the controller's error from its class name and text, with exactly the same message.
 
-    Of a `UserError` only the message crosses the wire: `what` holds all of it. A class that is not in `asyncmoe.errors` becomes a
-    `ProtocolError` that names it.
+    Only the message of a `UserError` crosses the wire; `what` holds all of it. A class that is not in `asyncmoe.errors` becomes a
+    `ProtocolError` that names the class.
     """
     kind = getattr(errors, refused.kind, None)
     if not (isinstance(kind, type) and issubclass(kind, AsyncmoeError)):

@@ -1,4 +1,4 @@
-"""Messages to bytes and back. The only place that parses what came from a socket."""
+"""Encode and decode messages. All RPC messages from a socket are parsed here."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from asyncmoe.errors import ProtocolError
 from asyncmoe.rpc.messages import Message, Reply, Request
 
 MAX_FRAME_BYTES = 64 << 20
-"""Largest frame either side takes; libzmq drops the connection of a peer that sends more. A trajectory of 2^20 tokens has 4 MiB frames."""
+"""Largest frame that either side accepts; libzmq disconnects a peer that sends more. A trajectory of 2^20 tokens has 4 MiB frames."""
 
 M = TypeVar("M")
 
@@ -20,10 +20,10 @@ _replies: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
 
 
 def encode(message: Message, max_bytes: int = MAX_FRAME_BYTES) -> bytes:
-    """msgpack of one message.
+    """Encode one message as msgpack.
 
     Raises:
-        ProtocolError: larger than the peer would take.
+        ProtocolError: the message is larger than the peer accepts.
     """
     payload = _encoder.encode(message)
     if len(payload) > max_bytes:
@@ -32,17 +32,17 @@ def encode(message: Message, max_bytes: int = MAX_FRAME_BYTES) -> bytes:
 
 
 def decode_request(payload: bytes | memoryview) -> Request:
-    """Raises ProtocolError for anything that is not exactly one well-formed request."""
+    """Decode a request. Raises ProtocolError unless `payload` is exactly one well-formed request."""
     return _decode(payload, _requests)
 
 
 def decode_reply(payload: bytes | memoryview) -> Reply:
-    """Raises ProtocolError for anything that is not exactly one well-formed reply."""
+    """Decode a reply. Raises ProtocolError unless `payload` is exactly one well-formed reply."""
     return _decode(payload, _replies)
 
 
 def _decode(payload: bytes | memoryview, decoder: msgspec.msgpack.Decoder[M]) -> M:
-    # msgspec lets invalid UTF-8 (ValueError) and deep nesting (RecursionError) escape its own error class.
+    # msgspec raises ValueError for invalid UTF-8 and RecursionError for deep nesting, not its own error class.
     try:
         return decoder.decode(payload)
     except (ValueError, RecursionError) as error:

@@ -1,6 +1,6 @@
-"""One connection to the controller that knows whether it is up: a DEALER socket and its monitor.
+"""One connection to the controller that tracks whether it is up: a DEALER socket and its monitor.
 
-Over the Unix socket where the controller is on this host (`asyncmoe.rpc.local`), else encrypted over TCP.
+It uses the Unix socket if the controller is on this host (`asyncmoe.rpc.local`), else encrypted TCP.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ _EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_HAN
 
 
 class Connection:
-    """Connects in the background and again after a loss.
+    """Connects in the background and reconnects after a loss.
 
     Attributes:
-        up: the handshake has succeeded, so both sides know each other's keys, and the connection still stands.
-        losses: how often an `up` connection has ended. A request sent before a loss gets no reply: the server forgets its sender.
-        refused: the server knows us and said no.
+        up: the handshake succeeded, so both sides know each other's keys, and the connection still exists.
+        losses: number of times that an `up` connection ended. A request sent before a loss gets no reply: the server forgets its sender.
+        refused: the server rejected our key.
     """
 
     def __init__(self, to: Rendezvous) -> None:
@@ -60,14 +60,14 @@ class Connection:
         self.socket.connect(local.address(Path(to.local_dir)) if here else to.address)
 
     def wait(self, seconds: float) -> bool:
-        """Sleep until a message has come (True), the connection's state has changed, or the time is over."""
+        """Sleep until a message arrives, the connection's state changes, or `seconds` pass. True if a message is ready."""
         ready = dict(self._poller.poll(max(0, round(seconds * 1000))))
         if self._monitor in ready:
             self._take_events()
         return self.socket in ready
 
     def close(self) -> None:
-        """Drop the connection; nothing is sent any more."""
+        """Close the connection; unsent messages are lost."""
         self.socket.disable_monitor()
         self._monitor.close(0)
         self.socket.close(0)
@@ -85,7 +85,7 @@ class Connection:
 
 
 def answers(to: Rendezvous, timeout_s: float) -> bool:
-    """True when somebody who holds the run's server key lets us in within `timeout_s`."""
+    """Whether a holder of the run's server key accepts our connection within `timeout_s`."""
     connection = Connection(to)
     deadline = time.monotonic() + timeout_s
     try:

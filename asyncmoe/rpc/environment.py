@@ -1,9 +1,9 @@
-"""The controller's address and keys by the environment, where no directory is shared by all machines of a run.
+"""The controller's address and keys from environment variables, for runs whose machines share no directory.
 
     export ASYNCMOE_CONTROLLER=tcp://node1:41234 ASYNCMOE_KEYS=$(openssl rand -hex 32)
 
-in every process of the run, the controller's included. All keys derive from the one secret, the server's too: who knows it is a member
-of the run and could also stand in for its controller. It is shown in no message.
+in every process of the run, the controller included. All keys, including the server's, derive from this one secret: whoever knows the
+secret is a member of the run and could also impersonate its controller. No message shows the secret.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ ANY = "0.0.0.0"
 
 @dataclass(frozen=True)
 class RendezvousVariables:
-    """What the environment says: where the controller is, and 32 secret bytes."""
+    """The parsed environment variables: the controller's host and port, and 32 secret bytes."""
 
     host: str
     port: int
@@ -33,15 +33,15 @@ class RendezvousVariables:
 
     @property
     def address(self) -> str:
-        """As ZeroMQ writes it."""
+        """The address in ZeroMQ's notation."""
         return f"tcp://{self.host}:{self.port}"
 
 
 def given(environment: Mapping[str, str] = os.environ) -> RendezvousVariables | None:
-    """The controller's address and secret; None where neither variable is set (or both are empty).
+    """Return the controller's address and secret; None if both variables are unset or empty.
 
     Raises:
-        UserError: one without the other, or one that cannot be.
+        UserError: only one variable is set, or a value is malformed.
     """
     address, secret = environment.get(CONTROLLER, ""), environment.get(KEYS, "")
     if not address and not secret:
@@ -59,13 +59,13 @@ def given(environment: Mapping[str, str] = os.environ) -> RendezvousVariables | 
 
 
 def listen_on(host: str) -> str:
-    """The address of this machine to listen on, for others to reach it as `host`.
+    """Return the local address to listen on so that other machines reach this one as `host`.
 
-    A name that stands for loopback here may stand for this machine's real address elsewhere (Debian writes such a line into /etc/hosts),
-    so there it is every address.
+    A name that resolves to loopback here may resolve to this machine's real address elsewhere (Debian writes such a line into
+    /etc/hosts); for such a name the result is every address.
 
     Raises:
-        UserError: nobody knows the name.
+        UserError: the name does not resolve.
     """
     try:
         found = str(socket.getaddrinfo(host, None, socket.AF_INET, socket.SOCK_STREAM)[0][4][0])

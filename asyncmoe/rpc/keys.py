@@ -1,10 +1,10 @@
-"""Who may talk to a run, and where: the keys and the rendezvous file.
+"""The keys of a run and the rendezvous file.
 
-The controller makes two CURVE key pairs at every start and writes the address, its public key and the client's pair to
-`run_dir/rendezvous.json`, readable by its owner only. Whoever can read that file is a member of the run; nobody else gets past
+The controller generates two CURVE key pairs at every start and writes its address, its public key and the client's pair to
+`run_dir/rendezvous.json`, readable only by its owner. Whoever can read that file is a member of the run; nobody else passes
 the handshake, in either direction. The server's secret key never leaves the controller.
 
-Where the environment gives address and secret (`asyncmoe.rpc.environment`), no file is needed: every process derives the same keys.
+If the environment supplies address and secret (`asyncmoe.rpc.environment`), no file is needed: every process derives the same keys.
 """
 
 from __future__ import annotations
@@ -33,35 +33,35 @@ _PROBE_S = 2.0
 
 
 class Rendezvous(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a client needs to reach the controller. Keys are Z85 text, 40 characters."""
+    """Address and keys with which a client reaches the controller. Keys are Z85 text, 40 characters."""
 
     address: str
-    """As ZeroMQ writes it: "tcp://127.0.0.1:41234"."""
+    """In ZeroMQ's notation: "tcp://127.0.0.1:41234"."""
     server_public: str
     client_public: str
     client_secret: str
     host: str
     pid: int
-    """Process of the controller on `host`, for the reader's error messages only: a pid can be taken again. 0: not known."""
+    """The controller's process on `host`, only for error messages, because pids are reused. 0: unknown."""
     started: float
     """Unix seconds."""
     local_dir: str = ""
-    """Directory of the Unix socket for clients on the same host; empty: there is none."""
+    """Directory of the Unix socket for clients on the same host; empty: no such socket."""
     local_secret: str = ""
-    """What a client proves itself with on that socket."""
+    """Password of clients on the Unix socket."""
 
     def __repr__(self) -> str:
         return f"Rendezvous({self.address}, controller {self.host}:{self.pid})"
 
     @property
     def controller(self) -> str:
-        """What error messages call it."""
+        """The controller's name in error messages."""
         return f"the controller at {self.address} ({f'process {self.pid} on {self.host}' if self.pid else CONTROLLER})"
 
 
 @dataclass(frozen=True)
 class RunKeys:
-    """Both key pairs of a run, of which only the controller holds all, and the secret of its Unix socket."""
+    """Both key pairs of a run and the secret of its Unix socket. Only the controller holds all of them."""
 
     server_public: bytes
     server_secret: bytes = field(repr=False)
@@ -71,12 +71,12 @@ class RunKeys:
 
 
 def generate() -> RunKeys:
-    """New random keys, from libsodium."""
+    """Generate random keys; libsodium makes the key pairs."""
     return RunKeys(*zmq.curve_keypair(), *zmq.curve_keypair(), secrets.token_urlsafe(32))
 
 
 def derive(secret: bytes) -> RunKeys:
-    """The keys of everybody who knows `secret` (32 bytes): HMAC-SHA256 of a label for each, of which 32 bytes are a CURVE secret key."""
+    """Derive all keys from `secret` (32 bytes): HMAC-SHA256 of a label per key, whose 32 bytes serve as a CURVE secret key."""
 
     def pair(label: str) -> tuple[bytes, bytes]:
         key: bytes = z85.encode(_derived(secret, label))
@@ -90,7 +90,7 @@ def _derived(secret: bytes, label: str) -> bytes:
 
 
 def rendezvous(address: str, keys: RunKeys, local_dir: str = "") -> Rendezvous:
-    """What the process that calls this hands to its clients."""
+    """Build the rendezvous of the calling process, for its clients."""
     return Rendezvous(
         address=address,
         server_public=keys.server_public.decode(),
@@ -105,11 +105,11 @@ def rendezvous(address: str, keys: RunKeys, local_dir: str = "") -> Rendezvous:
 
 
 def write(run_dir: Path, value: Rendezvous) -> Path:
-    """Put `value` at `run_dir/rendezvous.json`, mode 0600, in one atomic step over what a controller that has ended left there.
+    """Write `run_dir/rendezvous.json`, mode 0600; atomically replaces the file of a controller that has ended.
 
     Raises:
         UserError: see `refuse_another`.
-        StorageError: it could not be written.
+        StorageError: the file cannot be written.
     """
     with writing("the controller's address", run_dir / FILE_NAME):
         return _write(run_dir, value)
@@ -125,7 +125,7 @@ def _write(run_dir: Path, value: Rendezvous) -> Path:
             file.write(msgspec.json.encode(value))
             file.flush()
             os.fsync(file.fileno())
-        # Asking takes up to seconds, in which another may have written its own.
+        # The check may take seconds, in which another controller may write its own file.
         ended = refuse_another(run_dir, value.address)
         while _parse(path) != ended:
             ended = refuse_another(run_dir, value.address)
@@ -136,12 +136,12 @@ def _write(run_dir: Path, value: Rendezvous) -> Path:
 
 
 def refuse_another(run_dir: Path, listening: str = "") -> Rendezvous | None:
-    """What a controller that has ended has left in `run_dir`, or None: a run has one controller.
+    """Ensure that the run has no other live controller. Returns the rendezvous that an ended controller left in `run_dir`, or None.
 
-    One that listens on loopback on another machine cannot be told from one that has ended.
+    A controller that listens on loopback on another machine cannot be distinguished from one that has ended.
 
     Args:
-        listening: the address this process listens on, which no other has then.
+        listening: the address this process listens on; no other controller can have it.
 
     Raises:
         UserError: another controller of the run answers.
@@ -159,21 +159,21 @@ def refuse_another(run_dir: Path, listening: str = "") -> Rendezvous | None:
 
 
 def remove(run_dir: Path, value: Rendezvous) -> None:
-    """Take the file away if it is still `value`; a controller does so as it ends."""
+    """Delete the file if it still holds `value`; a controller does so when it ends."""
     path = run_dir / FILE_NAME
     if _parse(path) == value:
         path.unlink(missing_ok=True)
 
 
 def read(run_dir: Path, wait_s: float) -> Rendezvous:
-    """The rendezvous of a controller that answers.
+    """Return the rendezvous of a controller that answers.
 
-    Waits for the file and for the controller behind it: a file left by a run that has ended (nobody there, or somebody with
-    other keys) is passed over until it is replaced. Where the environment says where the controller is, no file is looked for.
+    Waits for the file and for its controller: a stale file of an ended run (nobody answers, or a process with other keys) is ignored
+    until it is replaced. If the environment supplies the controller's address, no file is read.
 
     Raises:
-        WaitTimeout: no controller answered within `wait_s` seconds; says what was found instead.
-        UserError: the file may not be read by this user, or the environment is wrong.
+        WaitTimeout: no controller answered within `wait_s` seconds; the message says what was found instead.
+        UserError: this user may not read the file, or the environment variables are invalid.
     """
     given = environment.given()
     begin = time.monotonic()
@@ -190,12 +190,12 @@ def read(run_dir: Path, wait_s: float) -> Rendezvous:
 
 
 def of(given: RendezvousVariables) -> Rendezvous:
-    """What a client makes of the environment."""
+    """Build the rendezvous from the environment variables, for a client."""
     return msgspec.structs.replace(rendezvous(given.address, derive(given.secret)), host=given.host, pid=0)
 
 
 def _found(path: Path, value: Rendezvous | None) -> str:
-    """Why the file led to nobody."""
+    """Explain why the file did not lead to a controller."""
     if value is not None:
         age = time.time() - value.started
         return f"{path} was written {age:.0f} s ago by process {value.pid} on {value.host}, and nobody with its keys answers"
@@ -203,7 +203,7 @@ def _found(path: Path, value: Rendezvous | None) -> str:
 
 
 def _found_at(given: RendezvousVariables) -> str:
-    """Why the environment led to nobody."""
+    """Explain why the environment variables did not lead to a controller."""
     try:
         socket.create_connection((given.host, given.port), _PROBE_S).close()
     except OSError as error:

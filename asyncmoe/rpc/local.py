@@ -1,7 +1,7 @@
-"""The Unix socket for clients on the controller's own host: a private directory, and nothing encrypted that never leaves the kernel.
+"""The Unix socket, in a private directory, for clients on the controller's own host.
 
-The directory (0700, a random name) is the server's proof to the client; the run's local secret is the client's to the server. So neither
-side takes anything from another user of the machine, and the bytes are not encrypted twice a copy.
+The directory (0700, a random name) authenticates the server to the client; the run's local secret authenticates the client to the server.
+Neither side accepts data from other users of the machine. The data never leaves the kernel, so each copy is spared two encryptions.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from asyncmoe.storage import writing
 
 PREFIX, SOCKET = "asyncmoe-wire-", "socket"
 USER = "asyncmoe"
-"""ZeroMQ's PLAIN mechanism wants a name with the password."""
+"""ZeroMQ's PLAIN mechanism requires a user name with the password."""
 _PROBE_S = 1.0
 _MAX_FOLDER = 107 - len(f"/{PREFIX}xxxxxxxx/{SOCKET}")
 """A Unix socket's path has at most 107 bytes (unix(7)); `mkdtemp` adds 8 to the prefix."""
 
 
 def make() -> Path:
-    """A new directory for a socket, after those of this user's controllers that were killed have been removed.
+    """Create a directory for a socket; first remove the directories that this user's killed controllers left behind.
 
     Raises:
-        UserError: the path of the directory for temporary files is too long for a socket's.
-        StorageError: nothing can be made there.
+        UserError: the path of the directory for temporary files is too long for a socket.
+        StorageError: the directory cannot be created.
     """
     folder = tempfile.gettempdir()
     if len(os.fsencode(folder)) > _MAX_FOLDER:
@@ -45,23 +45,23 @@ def make() -> Path:
 
 
 def remove(directory: Path) -> None:
-    """Take the directory away; fine if somebody has already."""
+    """Delete the directory, if it still exists."""
     with suppress(FileNotFoundError):
         shutil.rmtree(directory)
 
 
 def address(directory: Path) -> str:
-    """As ZeroMQ writes it."""
+    """Return the socket's address in ZeroMQ's notation."""
     return f"ipc://{directory / SOCKET}"
 
 
 def reachable(directory: str) -> bool:
-    """Whether the server behind `directory` runs on this host, as this user: then its socket is here, and nobody else can have put it."""
+    """Whether the server of `directory` runs on this host as this user: its socket exists, and no other user can have created it."""
     return bool(directory) and is_private(Path(directory)) and (Path(directory) / SOCKET).exists()
 
 
 def is_private(directory: Path) -> bool:
-    """A directory, no link, of this user's, that nobody else may enter."""
+    """Whether the path is a directory, not a link, that belongs to this user and that nobody else may enter."""
     try:
         found = directory.lstat()
     except OSError:
@@ -70,7 +70,7 @@ def is_private(directory: Path) -> bool:
 
 
 def _is_left_behind(path: Path) -> bool:
-    """A socket that nobody listens on; one that is not bound yet is left alone."""
+    """Whether the socket exists and nobody listens on it. False for a socket that is not bound yet."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         probe.settimeout(_PROBE_S)
         try:

@@ -1,9 +1,9 @@
-"""Every message of the queue protocol and of the weight protocol.
+"""All messages of the queue protocol, the weight protocol and the membership of engines.
 
-The trainer's ranks ask, the controller answers; a request has exactly one reply. Messages are msgpack (msgspec tagged
+Trainer ranks and engines send requests, the controller replies; each request has exactly one reply. Messages are msgpack (msgspec tagged
 structs); trajectories follow a `Fetched` reply as raw frames (`asyncmoe.trajectory.encode`).
 
-Leases are named by the trainer's step, so asking is idempotent: every rank asks for the lease of step k and all get the same
+The trainer's step identifies a lease, so the request is idempotent: every rank requests the lease of step k and gets the same
 answer, without a collective among the ranks.
 """
 
@@ -26,7 +26,7 @@ class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True)
 
 
 class Hello(Message, frozen=True):
-    """First message of every rank. The controller refuses a trainer of another configuration."""
+    """First message of every rank. The controller refuses a trainer with a different configuration."""
 
     rank: int
     world: int
@@ -34,33 +34,33 @@ class Hello(Message, frozen=True):
     step: int
     """Optimizer steps the trainer has already taken (not 0 after a resume)."""
     facts: Facts | None = None
-    """Of its machine, where it may be another."""
+    """Facts about the rank's process, if it may run on another machine."""
 
 
 class Lease(Message, frozen=True):
-    """Ask for the batch of step `step`. Waits until there is one or `wait_s` is over."""
+    """Request the batch of step `step`. Waits until the batch is complete or `wait_s` expires."""
 
     step: int
     phase: Phase
     count: int
     version: int
-    """The trainer's current version; what the consumption rule measures age from."""
+    """The trainer's current version; the consumption rule measures age from it."""
     wait_s: float
 
 
 class Fetch(Message, frozen=True):
-    """Ask for the leased trajectories named `keys`."""
+    """Request the leased trajectories named `keys`."""
 
     step: int
     keys: tuple[str, ...]
     layers: tuple[int, ...] | None = None
-    """Send only these layers' routes; None: all there are."""
+    """Send only the routes of these layers; None: of all layers."""
     masks: bool = True
     """Send sampling masks."""
 
 
 class Commit(Message, frozen=True):
-    """The batch of step `step` has been trained on; its lease ends."""
+    """The trainer has trained on the batch of step `step`; its lease ends."""
 
     step: int
 
@@ -82,9 +82,9 @@ class Goodbye(Message, frozen=True):
 
 
 class WeightsJoin(Message, frozen=True):
-    """All engines join the process group that weights travel in; the trainer's `senders` ranks come first in it.
+    """All engines join the process group for weight transfer, whose first ranks are the trainer's `senders` ranks.
 
-    Method "broadcast": the trainer's rank 0 joins while this request is open. "reshard": the engines' receivers are started, and meet
+    Method "broadcast": the trainer's rank 0 joins while this request is open. Method "reshard": the engines' receivers start and meet
     the sender at this address.
     """
 
@@ -99,8 +99,8 @@ class WeightsJoin(Message, frozen=True):
 class WeightsStage(Message, frozen=True):
     """Open an update whose weights go to the engines' receivers; `WeightsCommit` completes it.
 
-    They go into memory of their own while the engines generate, or, with `in_place`, into the parameters of engines that stand still
-    from this request on.
+    The weights go into staging memory while the engines generate, or, with `in_place`, directly into the parameters of the engines, which
+    are paused from this request on.
     """
 
     version: int
@@ -108,26 +108,26 @@ class WeightsStage(Message, frozen=True):
 
 
 class WeightsBegin(Message, frozen=True):
-    """Pause all engines in place and open their update."""
+    """Pause all engines in place and open an update."""
 
     version: int
 
 
 class WeightsBucket(Message, frozen=True):
-    """One flattened bucket: the bytes of `names` one after the other. Sent by broadcast while this request is open."""
+    """One flattened bucket: the bytes of `names`, concatenated. The sender broadcasts it while this request is open."""
 
     version: int
     names: tuple[str, ...]
     dtypes: tuple[str, ...]
-    """As torch prints them without the prefix: "float32", "bfloat16"."""
+    """torch's names without the prefix: "float32", "bfloat16"."""
     shapes: tuple[tuple[int, ...], ...]
 
 
 class WeightsCommit(Message, frozen=True):
-    """Close the update, publish `version`, let the engines go on.
+    """Close the update, publish `version` and resume the engines.
 
-    `checksums` (optional) maps an engine rank to {SGLang parameter: checksum}; every engine must agree before it goes on.
-    `update` is the number of the update that all receivers have said they hold, after `WeightsStage`.
+    `checksums` (optional) maps an engine rank to {SGLang parameter: checksum}; an engine resumes only if its checksums agree.
+    `update`: after `WeightsStage`, the number of the update that all receivers reported as received.
     """
 
     version: int
@@ -136,40 +136,40 @@ class WeightsCommit(Message, frozen=True):
 
 
 class WeightsAdapter(Message, frozen=True):
-    """Have every engine load the adapter in a folder, and sample new requests with it: that is `version`."""
+    """Every engine loads the adapter in `folder` and samples new requests with it, as `version`."""
 
     version: int
     folder: str
 
 
 class WeightsAbort(Message, frozen=True):
-    """The sender failed: fence the engines that hold a part of `version`."""
+    """The sender failed: fence the engines if they may hold a part of `version`."""
 
     version: int
     why: str
 
 
 class EnginesAsk(Message, frozen=True):
-    """Ask which engines there are now; waits until the run's have started or `wait_s` is over. From the reply on they are the roster."""
+    """Request the current engines, which become the roster. Waits until the run's engines have started or `wait_s` expires."""
 
     wait_s: float
     devices: bool = False
-    """Ask each what device it computes on, too."""
+    """Also ask each engine for its compute device."""
 
 
 # ---------------------------------------------------------------- requests: engines of other machines
 
 
 class EngineJoin(Message, frozen=True):
-    """An engine that takes requests wants to be one of the run's. It gets its first ones with the next version."""
+    """An engine that accepts requests asks to join the run. It receives its first requests with the next version."""
 
     name: str
     url: str
     """"http://10.1.0.3:30000"."""
     key: str
-    """What its server wants to be shown."""
+    """API key that the engine's server requires."""
     host: str
-    """`asyncmoe.rpc.address.host_id` of its machine."""
+    """`asyncmoe.rpc.address.host_id` of the engine's machine."""
     tp: int
     ep: int
     config_digest: str
@@ -177,14 +177,14 @@ class EngineJoin(Message, frozen=True):
 
 
 class EngineAlive(Message, frozen=True):
-    """It is still there. Answered when there is something to do, or after `wait_s`."""
+    """Heartbeat of an engine. Answered when there is an order for the engine, or after `wait_s`."""
 
     name: str
     wait_s: float
 
 
 class EngineLeave(Message, frozen=True):
-    """It wants to go; answered when it has nothing to do any more. With `why` it is gone already."""
+    """An engine asks to leave; answered once it is drained. With `why`, the engine is already dead."""
 
     name: str
     why: str = ""
@@ -200,7 +200,7 @@ class Item(Message, frozen=True):
     group: int
     episode: int
     agent: int
-    """Responses of the same agent are compared within a group."""
+    """Number of the agent; a group compares responses of the same agent."""
     tokens: int
     sampled: int
     """Tokens with loss_mask True."""
@@ -208,15 +208,15 @@ class Item(Message, frozen=True):
     oldest_version: int
     newest_version: int
     weight: float = 1.0
-    """What its tokens count for, times what the aggregation plans: less than 1 only under the downweight rule."""
+    """Factor on the weight that the aggregation gives its tokens; less than 1 only under the downweight rule."""
     steps: int = 0
-    """Rewarded steps."""
+    """Number of rewarded steps."""
     step_mean: float = 0.0
-    """Their mean reward; exactly theirs where all are equal."""
+    """Mean reward of the steps; exact if all their rewards are equal."""
     step_squares: float = 0.0
-    """Sum of the squared distances of their rewards from it."""
+    """Sum of squared deviations of the steps' rewards from `step_mean`."""
     teacher_gap: float | None = None
-    """Sum over sampled tokens of engine's - teacher's log-probability, in nats, where a teacher was asked."""
+    """Sum over sampled tokens of (engine's - teacher's) log-probability, in nats; None without a teacher."""
 
 
 class Welcome(Message, frozen=True):
@@ -226,7 +226,7 @@ class Welcome(Message, frozen=True):
 
 
 class Leased(Message, frozen=True):
-    """Reply to `Lease`; `items` is empty when `wait_s` was over first."""
+    """Reply to `Lease`; `items` is empty if `wait_s` expired first."""
 
     step: int
     items: tuple[Item, ...]
@@ -234,7 +234,7 @@ class Leased(Message, frozen=True):
     dropped: dict[str, int]
     """Trajectories dropped so far, by reason."""
     stop: bool = False
-    """The run is to stop here and resume later: save a checkpoint, say `Goodbye`. All ranks get the same answer for a step."""
+    """The run stops here and resumes later: save a checkpoint and send `Goodbye`. All ranks get the same answer for a step."""
 
 
 class Fetched(Message, frozen=True):
@@ -252,9 +252,9 @@ class EngineInfo(Message, frozen=True):
     rank_offset: int
     version: int
     host: str = ""
-    """`asyncmoe.rpc.address.host_id` of its machine."""
+    """`asyncmoe.rpc.address.host_id` of the engine's machine."""
     device: str = ""
-    """What its server says it computes on, "cpu" or "cuda"; empty where that was not asked."""
+    """Compute device that its server reports, "cpu" or "cuda"; empty if not requested."""
 
 
 class Engines(Message, frozen=True):
@@ -263,13 +263,13 @@ class Engines(Message, frozen=True):
     engines: tuple[EngineInfo, ...]
     world: int
     roster: int
-    """Another number whenever the engines are others than before."""
+    """Number of the roster; changes whenever the set of engines changes."""
     lost: tuple[str, ...] = ()
-    """Engines of the version under way, or else of the roster before, that are gone."""
+    """Dead or fenced engines of the open update, or without one, of the previous roster."""
 
 
 class EngineOrder(Message, frozen=True):
-    """Reply to `EngineAlive`: go on, or end because the run is over (`finished`) or for a reason of `why`."""
+    """Reply to `EngineAlive`: continue, or exit because the run is over (`finished`) or for the reason `why`."""
 
     finished: bool = False
     why: str = ""
@@ -280,11 +280,11 @@ class Committed(Message, frozen=True):
 
     version: int
     pause_ms: tuple[float, ...]
-    """How long each engine stood still."""
+    """Pause of each engine."""
 
 
 class Done(Message, frozen=True):
-    """Reply when there is nothing to say."""
+    """Reply without content."""
 
 
 class Refused(Message, frozen=True):

@@ -1,4 +1,4 @@
-"""Whether a process of another machine fits into the run: the same versions of what both use, and a clock that goes alike."""
+"""Compatibility check for processes of other machines: equal versions of common packages, and synchronized clocks."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ import msgspec
 from asyncmoe.errors import UserError
 
 ALIKE = ("asyncmoe", "torch", "megatron-core", "transformer-engine", "sglang", "transformers", "msgspec")
-"""Packages whose versions are told to others, where they are installed."""
+"""Packages whose versions a process reports, if installed."""
 
 
 class Facts(msgspec.Struct, frozen=True):
-    """What a process tells of itself when it joins."""
+    """Facts that a process reports when it joins."""
 
     host: str
     role: str
-    """As it is called in the run: "trainer.3"."""
+    """Its name in the run: "trainer.3"."""
     versions: dict[str, str]
-    """By package; without those it does not have."""
+    """Version of each installed package of `ALIKE`."""
     time: float
-    """Unix seconds of its clock as it said so."""
+    """Unix seconds of its clock when it collected the facts."""
 
     @property
     def who(self) -> str:
-        """What messages call it."""
+        """The process's name in messages."""
         return f"{self.role} on {self.host}"
 
 
 def facts(role: str, packages: Iterable[str] = ALIKE) -> Facts:
-    """Of this process, now."""
+    """Collect the facts of this process now."""
     found = {}
     for name in packages:
         try:
@@ -45,17 +45,17 @@ def facts(role: str, packages: Iterable[str] = ALIKE) -> Facts:
 
 
 def check(ours: Facts, theirs: Facts, clock_s: float) -> None:
-    """Refuse another process that does not fit into the run, by one line that names it, its node and the cure.
+    """Refuse an incompatible process. The error is one line that names the process, its node and a fix.
 
-    Versions are compared of the packages that both have: the environments of engines and trainers differ. The clocks' difference includes
-    the time the other's facts were under way.
+    Compares only packages that both processes have: the environments of engines and trainers differ. The measured clock difference
+    includes the transfer time of the other's facts.
 
     Args:
-        ours: of the process that is joined, taken as the other's arrive.
-        clock_s: seconds that two clocks may be apart.
+        ours: facts of the receiving process, collected when the other's facts arrive.
+        clock_s: largest allowed clock difference in seconds.
 
     Raises:
-        UserError: other versions, or another time.
+        UserError: versions differ, or clocks differ by more than `clock_s`.
     """
     both = ours.versions.keys() & theirs.versions.keys()
     differ = sorted(name for name in both if _public(ours.versions[name]) != _public(theirs.versions[name]))
@@ -74,5 +74,5 @@ def check(ours: Facts, theirs: Facts, clock_s: float) -> None:
 
 
 def _public(version: str) -> str:
-    """Without the build ("+cpu", "+cu126"): a controller needs no GPU."""
+    """Strip the build tag ("+cpu", "+cu126"): a controller needs no GPU build."""
     return version.partition("+")[0]

@@ -1,11 +1,11 @@
-"""The controller's server: many requests at once, one reply to each.
+"""The controller's server: concurrent requests, one reply to each.
 
-A request is two frames, its number and a msgpack message; a reply is the number, a message and the frames it announces. The
-number is the client's own and only echoed, so a late reply cannot be taken for another. Every request runs as its own task: one
-that waits (`Lease`, `EnginesAsk`) holds up nobody.
+A request is two frames, its number and a msgpack message; a reply is the number, a message and the frames it announces. The client chooses
+the number and the server echoes it, so a late reply cannot be taken for a reply to another request. Every request runs as its own task: a
+request that waits (`Lease`, `EnginesAsk`) blocks no other.
 
-What can go wrong on the other side is answered with `Refused`. What can only go wrong on this side, an exception that is no
-`AsyncmoeError` or an `InvariantBroken`, ends `serve` with that exception: the run stops rather than go on with a broken queue.
+An `AsyncmoeError` is answered with `Refused`. An `InvariantBroken` or any other exception is a fault of this side and ends `serve` with
+that exception: the run stops rather than continue with a broken queue.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ Handler = Callable[[Request], Awaitable[Reply | tuple[Reply, list[Buffer]]]]
 _MAX_ERROR_TEXT = 16 << 10
 _LINGER_MS = 1_000
 _IO_THREADS = 2
-"""So that two clients are encrypted for at once."""
+"""Two threads encrypt for two clients in parallel."""
 
 
 class Server:
     """Serves one handler to every holder of the run's client key.
 
     Args:
-        handler: async callable from a request to its reply, or to a reply and the frames that follow it. Runs concurrently with itself.
+        handler: async callable from a request to its reply, or to a reply and the frames that follow it. Called concurrently.
         host: address to listen on; loopback unless the trainer is on another machine.
-        port: 0 takes any free port.
-        advertise: host name that clients connect to; by default `host`, or this machine's name when `host` is 0.0.0.0.
-        given: address and secret by the environment, in place of `host`, `port`, `advertise` and random keys.
-        max_frame_bytes: a client that sends a larger frame is disconnected before it is read.
+        port: 0: any free port.
+        advertise: host name that clients connect to; by default `host`, or this machine's name if `host` is 0.0.0.0.
+        given: address and secret from the environment, in place of `host`, `port`, `advertise` and random keys.
+        max_frame_bytes: a client that sends a larger frame is disconnected before the frame is read.
     """
 
     def __init__(
@@ -64,17 +64,17 @@ class Server:
         self._keys = keys.generate() if given is None else keys.derive(given.secret)
         if given is not None:
             self._host, self._port, self._advertise = environment.listen_on(given.host), given.port, given.host
-        # The handler of ZeroMQ's authentication protocol is one a context, so the server has a context of its own.
+        # ZeroMQ allows one authentication handler per context, so the server has its own context.
         self._context = zmq.asyncio.Context(_IO_THREADS)
         self._sockets: list[zmq.asyncio.Socket] = []
         self._local_dir: Path | None = None
         self._authenticator: AsyncioAuthenticator | None = None
 
     async def start(self) -> keys.Rendezvous:
-        """Bind, and return what clients need to connect; `asyncmoe.rpc.keys.write` hands it to them. Nothing is answered before `serve`.
+        """Bind, and return the rendezvous for `asyncmoe.rpc.keys.write`, which passes it to clients. No request is answered before `serve`.
 
         Raises:
-            UserError: the port is taken or the address is not this machine's.
+            UserError: the port is in use, or the address does not belong to this machine.
         """
         self._authenticator = AsyncioAuthenticator(self._context)
         self._authenticator.start()
@@ -95,14 +95,14 @@ class Server:
         return keys.rendezvous(f"tcp://{self._advertise}:{self._port}", self._keys, str(self._local_dir))
 
     async def serve(self) -> None:
-        """Answer until cancelled.
+        """Answer requests until cancelled.
 
         Raises:
-            Exception: what the handler raised, if it was no `AsyncmoeError` or was `InvariantBroken`. All other requests are given up.
+            Exception: the handler's exception, if it is an `InvariantBroken` or not an `AsyncmoeError`. All other requests are cancelled.
         """
         if not self._sockets:
             raise InvariantBroken("serve before start")
-        # What it is when the receivers end without an error: when they are cancelled together with us.
+        # The receivers end without an error only if they are cancelled together with this task.
         first: BaseException = asyncio.CancelledError()
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -110,11 +110,11 @@ class Server:
                     tasks.create_task(self._receive(router, tasks))
         except BaseExceptionGroup as group:
             first = group.exceptions[0]
-        # Outside the handler, so that the exception keeps its own cause and context.
+        # Raised outside the except block, so that the exception keeps its own cause and context.
         raise first
 
     async def close(self) -> None:
-        """Give the port back. Replies already written get a second to leave."""
+        """Close the sockets. Replies already written have one second to leave."""
         if self._authenticator is not None:
             self._authenticator.stop()
             self._authenticator = None
@@ -134,7 +134,7 @@ class Server:
     def _router(self) -> zmq.asyncio.Socket:
         router = self._context.socket(zmq.ROUTER)
         router.setsockopt(zmq.MAXMSGSIZE, self._max_frame_bytes)
-        # A full send buffer makes a ROUTER drop replies silently. Clients ask one thing at a time, which bounds it already.
+        # A ROUTER with a full send buffer drops replies silently. Clients send one request at a time, which already bounds the buffer.
         router.setsockopt(zmq.SNDHWM, 0)
         self._sockets.append(router)
         return router
@@ -172,7 +172,7 @@ class Server:
 
 
 class _OnlyKey:
-    """Lets in the holder of one public key; called by the authenticator with the key a client has proved to hold."""
+    """Admits the holder of one public key; the authenticator calls it with the key that a client has proved to hold."""
 
     def __init__(self, allowed: bytes) -> None:
         self._allowed = allowed

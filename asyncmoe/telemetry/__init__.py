@@ -1,5 +1,5 @@
-"""What a run shows: records in files, and everything that reads them.
+"""Telemetry of a run: records in files, and their readers.
 
-Each file of the run directory has one writer. Readers (live view, TensorBoard, Prometheus, summary, report) only ever see the
-files, so a run can be watched, or explained later, from another process.
+Each file of the run directory has one writer. Readers (live view, TensorBoard, Prometheus, summary, report) use only the
+files, so another process can watch a run or analyse it later.
 """

@@ -1,4 +1,4 @@
-"""Gauges to sentences: what is off, and which setting to turn."""
+"""Advice from gauges: sentences that name a problem and the setting to change."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from asyncmoe.telemetry.format import number, percent
 from asyncmoe.telemetry.gauges import Gauges
 
 IDLE = 0.4
-"""Share of idle time from which one side is called the bottleneck of the other."""
+"""Share of idle time above which the other side is called the bottleneck."""
 BOTH_IDLE = 0.25
-"""Share of idle time of both sides from which they are said to take turns."""
+"""Share of idle time of both sides above which they are reported to wait for each other."""
 DROPPED = 0.1
 REJECTED = 0.05
 SYNC_SHARE = 0.2
 PAUSE_SHARE = 0.1
 OFF_POLICY = 0.2
-"""Share of tokens clipped, or capped by truncated importance sampling."""
+"""Share of tokens clipped by the objective, or capped by truncated importance sampling."""
 LOGPROB_DIFF = 0.5
-"""Nats. float32 on one machine stays below 1e-4; bfloat16 with a flipped expert choice reaches a few tenths."""
+"""In nats. float32 on one machine stays below 1e-4; bfloat16 with a different expert choice reaches a few tenths."""
 
 ALL_WELL = "No gauge is off."
 NO_STEP = "No reinforcement-learning step yet."
@@ -27,7 +27,7 @@ Rule = Callable[[Gauges], str | None]
 
 
 def advise(gauges: Gauges) -> list[str]:
-    """One sentence for each gauge that is off, the most urgent first: wrong results before lost time."""
+    """Return one sentence per abnormal gauge, the most urgent first: wrong results before lost time."""
     if gauges.steps == 0:
         return [NO_STEP]
     found = [sentence for rule in _RULES if (sentence := rule(gauges))]

@@ -1,4 +1,4 @@
-"""The report's curves, drawn. Each function returns SVG, or None when there is nothing to draw."""
+"""The report's figures. Each function returns SVG, or None if there is no data."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from asyncmoe.telemetry.format import percent
 from asyncmoe.telemetry.run import RunRecords
 from asyncmoe.telemetry.series import Series
 
-# Okabe and Ito's palette: told apart by colour-blind readers too.
+# Okabe and Ito's palette, which colour-blind readers can distinguish.
 BLUE, GREEN, ORANGE, RED, PURPLE, GREY = "#0072B2", "#009E73", "#E69F00", "#D55E00", "#CC79A7", "#C9CED6"
 INK, FAINT = "#30363d", "#e6e9ed"
 
@@ -46,7 +46,7 @@ Curve = tuple[str, Series, str]
 
 
 def reward(run: RunRecords) -> str | None:
-    """Mean reward of each RL step and its running mean."""
+    """Mean reward of each RL step, with its running mean."""
     return _smoothed("Mean reward", "reward", series.by_step(run, lambda step: step.reward_mean), BLUE)
 
 
@@ -56,7 +56,7 @@ def evaluation(run: RunRecords) -> str | None:
 
 
 def loss(run: RunRecords) -> str | None:
-    """Loss of each RL step and its running mean."""
+    """Loss of each RL step, with its running mean."""
     return _smoothed("Policy loss", "loss", series.by_step(run, lambda step: step.loss), RED)
 
 
@@ -87,26 +87,26 @@ def age_histogram(run: RunRecords) -> str | None:
 
 
 def staleness(run: RunRecords) -> str | None:
-    """Mean and largest age in each step's batch."""
+    """Mean and largest token age in each step's batch."""
     mean = series.by_step(run, lambda step: step.staleness_mean)
     most = series.by_step(run, lambda step: step.staleness_max)
     return _curves("Age in each batch", "versions", [("oldest token", most, ORANGE), ("mean", mean, BLUE)], floor=0)
 
 
 def kl_engine(run: RunRecords) -> str | None:
-    """Divergence of the trainer from the engines that sampled."""
+    """KL divergence between the sampling engines and the trainer."""
     points = series.by_step(run, lambda step: step.kl_engine)
     return _curves("KL(engine ‖ trainer)", "nats a token", [("", points, PURPLE)], floor=0)
 
 
 def kl_reference(run: RunRecords) -> str | None:
-    """Divergence from the policy that training started from."""
+    """KL divergence between the trainer and the initial policy."""
     points = series.by_step(run, lambda step: step.kl_reference)
     return _curves("KL(trainer ‖ reference)", "nats a token", [("", points, PURPLE)], floor=0)
 
 
 def routing_differs(run: RunRecords) -> str | None:
-    """By layer, tokens that the live router would have sent to other experts."""
+    """Share of tokens, by layer, that the trainer's router would have sent to other experts."""
     shares = series.routing_differs(run)
     if not shares:
         return None
@@ -119,7 +119,7 @@ def routing_differs(run: RunRecords) -> str | None:
 
 
 def ratio_quantiles(run: RunRecords) -> str | None:
-    """Quantiles of the importance ratio of each step."""
+    """Quantiles of the importance ratio in each step."""
     shares = sorted({share for step in run.rl for share in (step.ratio_quantiles or {})}, key=float)
     colours = (GREY, BLUE, GREEN, ORANGE, RED)
     curves = [
@@ -130,7 +130,7 @@ def ratio_quantiles(run: RunRecords) -> str | None:
 
 
 def rejected(run: RunRecords) -> str | None:
-    """What corrections kept out of the loss."""
+    """Share of tokens that each correction rule excludes from the loss."""
     rules = sorted({rule for step in run.rl for rule in (step.rejected_by_rule or {})})
     colours = (BLUE, GREEN, ORANGE, RED, PURPLE)
     curves = [
@@ -141,47 +141,47 @@ def rejected(run: RunRecords) -> str | None:
 
 
 def queue_depth(run: RunRecords) -> str | None:
-    """Trajectories ready for the trainer, over time."""
+    """Queued trajectories, and trajectories in flight, over time."""
     depth, running = series.over_minutes(run, "queue_depth"), series.over_minutes(run, "running")
     return _curves("Queue", "trajectories", [("in flight", running, GREY), ("queued", depth, BLUE)], x="minutes of RL", floor=0)
 
 
 def idle(run: RunRecords) -> str | None:
-    """Idle shares of trainer and engines in each step."""
+    """Idle share of trainer and engines in each step."""
     curves = [("trainer", series.by_step(run, series.trainer_idle), BLUE), ("engines", series.engine_idle(run), GREEN)]
     return _curves("Idle", "share of the step, %", curves, floor=0, ceiling=100)
 
 
 def sync_seconds(run: RunRecords) -> str | None:
-    """Weight sync of each update."""
+    """Duration of each weight sync."""
     return _curves("Weight sync", "seconds", [("", series.by_step(run, lambda step: step.sync_seconds or None), RED)], floor=0)
 
 
 def pause_ms(run: RunRecords) -> str | None:
-    """Standstill of the engines in each update."""
+    """Longest engine pause in each update."""
     points = series.by_step(run, lambda step: step.pause_ms if step.sync_seconds else None)
     return _curves("Engines' pause for an update", "milliseconds", [("", points, RED)], floor=0)
 
 
 def tokens_per_s(run: RunRecords) -> str | None:
-    """Trained tokens a second of each step."""
+    """Trained tokens per second in each step."""
     return _curves("Trained tokens", "tokens/s", [("", series.by_step(run, series.trained_per_s), BLUE)], floor=0)
 
 
 def generated_per_s(run: RunRecords) -> str | None:
-    """Sampled tokens a second over time."""
+    """Sampled tokens per second over time."""
     return _curves("Sampled tokens", "tokens/s", [("", series.over_minutes(run, "tokens_per_s"), GREEN)], x="minutes of RL", floor=0)
 
 
 def svg(figure: Any) -> str:
-    """The figure as SVG text, paths to a hundredth of a point; the same figure gives the same text."""
+    """Render a figure as SVG text, deterministically, with path coordinates truncated to a hundredth of a point."""
     file = BytesIO()
     figure.savefig(file, format="svg", metadata={"Date": None})
     return _PATH.sub(lambda path: _DECIMALS.sub(r"\1", path.group()), file.getvalue().decode())
 
 
 def style() -> Any:
-    """The look all figures share, as a context manager."""
+    """Return a context manager with the style of all figures."""
     return matplotlib.rc_context(_STYLE)
 
 
@@ -213,7 +213,7 @@ def _curves(
 def _limits(axes: Any, curves: Sequence[Curve], floor: float | None, ceiling: float | None) -> None:
     top = max(max(points.y) for _, points, _ in curves)
     if ceiling is not None:
-        # Half a line's width of room, so that a curve along the border is seen.
+        # Margin that keeps a curve along the border visible.
         axes.set_ylim((floor or 0) - 2, ceiling + 2)
     elif floor is not None:
         axes.set_ylim(floor - 0.02 * (top or 1), 1.08 * top if top > 0 else 1)

@@ -1,4 +1,4 @@
-"""A record as flat (name, labels) -> number pairs, for sinks that know nothing of its fields."""
+"""Flatten a record into (name, label) -> number pairs, for sinks that do not know its fields."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ _LABELS = {
 
 
 def label(name: str) -> str:
-    """What the keys of a field that is a mapping are."""
+    """Return the label that describes the keys of a mapping field."""
     return _LABELS[name if name in _LABELS else name.partition("_")[0]]
 
 
 def numbers(record: Step | Rollout | Evaluation) -> Iterator[tuple[str, str | None, float]]:
-    """Field, key within the field (None for a plain number), value; for all that was measured, time and step apart.
+    """Yield field, key within the field (None for a plain number) and value of every measured number except time and step.
 
-    Of a mapping to records each of their fields is one ("tools_calls"); counts by reason within those are added up.
+    For a mapping to records, each of their fields counts as one field ("tools_calls"); its counts by reason are summed.
     """
     for name, value in msgspec.structs.asdict(record).items():
         if name in ("time", "step"):

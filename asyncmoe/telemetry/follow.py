@@ -1,4 +1,4 @@
-"""Reading a run's records while they are written."""
+"""Read a run's records while they are written."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ Followed = Step | Resume | Rollout | Evaluation
 
 
 class Sink(Protocol):
-    """Something that is fed with records as they appear: a screen, TensorBoard, Prometheus."""
+    """A consumer of new records, such as TensorBoard or Prometheus."""
 
     def feed(self, records: list[Followed]) -> None:
-        """Take what is new, which may be nothing; each record comes once, those of one file in their order."""
+        """Consume new records, possibly none. Each record comes once; records of one file come in order."""
 
     def close(self) -> None:
-        """Let go of files and ports."""
+        """Release files and ports."""
 
 
 class Follower:
@@ -30,9 +30,9 @@ class Follower:
         self._evaluations = Tail(run_dir / EVALUATION)
 
     def poll(self) -> list[Followed]:
-        """What was written since the last call.
+        """Return the records written since the last call.
 
         Raises:
-            DataError: a broken line that is not the last one; names file and line.
+            DataError: a complete line is malformed; names file and line.
         """
         return [*self._metrics.poll_steps(), *self._rollout.poll_as(Rollout), *self._evaluations.poll_as(Evaluation)]

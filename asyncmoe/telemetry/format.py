@@ -1,4 +1,4 @@
-"""Numbers as a person reads them. What was not measured is an en dash."""
+"""Format numbers for people. A missing value becomes an en dash."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _BLOCKS = " ▏▎▍▌▋▊▉█"
 
 
 def number(value: float | None, unit: str = "", digits: int = 3) -> str:
-    """Three significant digits; from 10,000 on with separators and without decimals."""
+    """Format with three significant digits; from 10,000 on, with thousands separators and no decimals."""
     if value is None:
         return ABSENT
     if abs(value) >= 10_000:
@@ -22,7 +22,7 @@ def number(value: float | None, unit: str = "", digits: int = 3) -> str:
 
 
 def percent(share: float | None) -> str:
-    """0.613 as "61 %"; tenths of a per cent within one per cent of nothing and of all."""
+    """Format 0.613 as "61 %"; with one decimal within one per cent of 0 % or 100 %."""
     if share is None:
         return ABSENT
     near = 0 < abs(share) < 0.01 or 0.99 < share < 1
@@ -30,7 +30,7 @@ def percent(share: float | None) -> str:
 
 
 def duration(seconds: float | None) -> str:
-    """The two largest units: "2 h 05 min", "3 min 12 s", "41 s"."""
+    """Format with the two largest units: "2 h 05 min", "3 min 12 s", "41 s"."""
     if seconds is None:
         return ABSENT
     if seconds < 10:
@@ -46,7 +46,7 @@ def duration(seconds: float | None) -> str:
 
 
 def bars(counts: Mapping[int, int] | None, width: int = 10, most: int = 5) -> str:
-    """A histogram in one line: each key, a bar of its share (`width` cells are the whole), the share; keys from `most - 1` on are one."""
+    """Draw a histogram in one line: each key, a bar (`width` cells stand for 100 %) and its share. Keys from `most - 1` on are merged."""
     total = sum(counts.values()) if counts else 0
     if not counts or total <= 0:
         return ABSENT
@@ -57,7 +57,7 @@ def bars(counts: Mapping[int, int] | None, width: int = 10, most: int = 5) -> st
 
 
 def bar(share: float, width: int = 10) -> str:
-    """A bar of block characters; `width` cells are the whole. What is more than nothing is seen."""
+    """Draw a bar of block characters; `width` cells stand for 100 %. Any share above 0 is visible."""
     eighths = max(round(share * width * 8), 1 if share > 0 else 0)
     full, part = divmod(eighths, 8)
     return _BLOCKS[8] * full + (_BLOCKS[part] if part else "")

@@ -1,4 +1,4 @@
-"""What a stretch of steps and rollout records says about a run, as plain numbers."""
+"""Gauges: aggregate numbers of a sequence of steps and rollout records."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from asyncmoe.telemetry.schema import Rollout, Step
 
 @dataclass(frozen=True)
 class Gauges:
-    """None: not measured. Shares are 0 to 1."""
+    """Aggregates of steps and rollout records. None: not measured. Shares are 0 to 1."""
 
     steps: int = 0
-    """RL steps looked at."""
+    """Number of RL steps."""
     reward: float | None = None
     reward_std: float | None = None
     """Largest standard deviation of rewards within a step."""
     loss: float | None = None
     lost_step: int | None = None
-    """First step whose loss is not a finite number."""
+    """First step whose loss is not finite."""
     step_seconds: float | None = None
     trainer_idle: float | None = None
     engine_idle: float | None = None
     sync_seconds: float | None = None
     sync_share: float | None = None
-    """Share of the steps' time that the trainer waited for weight sync."""
+    """Share of the steps' time that the trainer spent waiting for weight sync."""
     pause_ms: float | None = None
     trained_per_s: float | None = None
     generated_per_s: float | None = None
@@ -38,15 +38,15 @@ class Gauges:
     tis_capped: float | None = None
     logprob_diff: float | None = None
     dropped: float | None = None
-    """Trajectories dropped or requeued as too old, as a share of the accepted ones."""
+    """Trajectories dropped or requeued as too old, as a share of accepted trajectories."""
     rejected: float | None = None
-    """Share of the started trajectories that was rejected."""
+    """Rejected share of the started trajectories."""
     rejected_most: str | None = None
-    """The most frequent reason."""
+    """Most frequent reason for rejection."""
 
 
 def gauge(rl: Sequence[Step], rollout: Sequence[Rollout] = ()) -> Gauges:
-    """Gauges of RL steps and of rollout records, both oldest first. Means over the steps; counters from the newest rollout record."""
+    """Compute gauges from RL steps and rollout records, both oldest first. Counters come from the newest rollout record."""
     seconds = sum(step.step_seconds or 0.0 for step in rl)
     updates = [step for step in rl if step.sync_seconds]
     ages: Counter[int] = Counter()
@@ -81,7 +81,7 @@ def gauge(rl: Sequence[Step], rollout: Sequence[Rollout] = ()) -> Gauges:
 
 
 def total(counts: Mapping[str, int] | int) -> int:
-    """A counter that may be kept by reason."""
+    """Return the total of a counter that may be split by reason."""
     return counts if isinstance(counts, int) else sum(counts.values())
 
 

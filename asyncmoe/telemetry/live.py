@@ -1,4 +1,4 @@
-"""Showing a run while it runs: on the terminal, and in TensorBoard and Prometheus when the configuration asks for them."""
+"""The live view of a run: on the terminal and, if configured, in TensorBoard and Prometheus."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from asyncmoe.telemetry.tensorboard import TensorBoard
 
 
 class LiveView:
-    """Follows the files of `config.run.dir`. Use as a context manager and call `refresh` a few times a second.
+    """Follows the files of `config.run.dir`. Use as a context manager and call `refresh` a few times per second.
 
-    With a terminal (or `telemetry.live: on`) one panel is drawn over and over; otherwise each step prints one line. What an
-    earlier start of the run has recorded is shown, but neither printed again nor sent to TensorBoard again.
+    On a terminal (or with `telemetry.live: on`) it redraws one panel; otherwise it prints one line per step. The panel includes the records
+    of earlier starts of the run, but they are neither printed nor sent to TensorBoard again.
     """
 
     def __init__(self, config: Config, console: Console | None = None) -> None:
@@ -56,14 +56,14 @@ class LiveView:
         try:
             self._stack.close()
         except StorageError:
-            if error is None:  # else that one came first
+            if error is None:  # else the earlier error propagates
                 raise
 
     def refresh(self) -> None:
-        """Read what is new and show it.
+        """Read and show new records.
 
         Raises:
-            DataError: a broken line that is not the last one; names file and line.
+            DataError: a complete line is malformed; names file and line.
         """
         new = self._follower.poll()
         self._take(new)
@@ -79,7 +79,7 @@ class LiveView:
                 self._print(f"evaluated {evaluated(record)}")
 
     def _feed(self, sink: Sink, new: list[Followed]) -> None:
-        """A sink that cannot be written to is done without: whether the run can go on is for the run's own processes to say."""
+        """Feed a sink; drop it if it fails. The run's own processes decide whether the run can continue."""
         try:
             sink.feed(new)
         except StorageError as error:
@@ -87,7 +87,7 @@ class LiveView:
             self.say(str(error))
 
     def say(self, text: str) -> None:
-        """Show a sentence below the panel's rows, or print it."""
+        """Show a message below the panel's rows, or print it without a panel."""
         self._view = replace(self._view, message=text)
         if self._live is None:
             self._print(text)

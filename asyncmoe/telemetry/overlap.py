@@ -1,6 +1,6 @@
-"""Interval algebra: how long something lasted in union, and how long two things lasted at once.
+"""Interval algebra: unions, intersections and their lengths.
 
-Intervals are half-open [begin, end) pairs of floats; those with end <= begin are empty and count for nothing.
+Intervals are half-open [begin, end) pairs of floats; an interval with end <= begin is empty and ignored.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ Interval = tuple[float, float]
 
 
 def union(intervals: Iterable[Interval], gap: float = 0.0) -> list[Interval]:
-    """The same points as disjoint intervals in rising order; neighbours at most `gap` apart become one."""
+    """Return the union as disjoint intervals in ascending order; merges neighbours at most `gap` apart."""
     merged: list[Interval] = []
     for begin, end in sorted(interval for interval in intervals if interval[1] > interval[0]):
         if merged and begin - merged[-1][1] <= gap:
@@ -25,12 +25,12 @@ def union(intervals: Iterable[Interval], gap: float = 0.0) -> list[Interval]:
 
 
 def length(intervals: Iterable[Interval]) -> float:
-    """Length of the union."""
+    """Return the length of the union."""
     return sum(end - begin for begin, end in union(intervals))
 
 
 def intersection(one: Iterable[Interval], other: Iterable[Interval]) -> list[Interval]:
-    """The points that lie in both unions, as disjoint intervals in rising order."""
+    """Return the intersection of both unions as disjoint intervals in ascending order."""
     left, right = union(one), union(other)
     common: list[Interval] = []
     i = j = 0
@@ -47,7 +47,7 @@ def intersection(one: Iterable[Interval], other: Iterable[Interval]) -> list[Int
 
 @dataclass(frozen=True)
 class Cover:
-    """A union prepared for many questions of how much of a window it covers."""
+    """A union, indexed for repeated queries of how much of a window it covers."""
 
     begins: Sequence[float]
     ends: Sequence[float]
@@ -61,7 +61,7 @@ class Cover:
         return cls([b for b, _ in disjoint], [e for _, e in disjoint], list(accumulate(lengths, initial=0.0))[:-1])
 
     def within(self, begin: float, end: float) -> float:
-        """Length covered of [begin, end)."""
+        """Return the covered length of [begin, end)."""
         return self._before(end) - self._before(begin) if end > begin else 0.0
 
     def _before(self, time: float) -> float:

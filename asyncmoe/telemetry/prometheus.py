@@ -1,4 +1,4 @@
-"""Records as Prometheus gauges over HTTP."""
+"""Export records as Prometheus gauges over HTTP."""
 
 from __future__ import annotations
 
@@ -11,16 +11,17 @@ from asyncmoe.telemetry.schema import Resume, Step
 
 
 class Prometheus:
-    """Serves http://host:port/metrics with `asyncmoe_step`, `asyncmoe_step_<field>` and `asyncmoe_rollout_<field>`.
+    """Serves http://host:port/metrics with `asyncmoe_step`, `asyncmoe_step_<field>`, `asyncmoe_rollout_<field>` and
+    `asyncmoe_evaluation_<field>`.
 
-    A field that is a mapping has one gauge with a label (age, reason, engine); keys that a newer record lacks disappear.
+    A mapping field is one gauge with a label (age, reason, engine); keys that a newer record lacks disappear.
 
     Args:
-        port: 0 takes a free one, see `port`.
-        host: the loopback interface unless told otherwise.
+        port: 0: any free port; the attribute `port` has its number.
+        host: address to listen on.
 
     Raises:
-        ConfigError: the port cannot be had.
+        ConfigError: the port is not available.
     """
 
     def __init__(self, port: int, host: str = "127.0.0.1") -> None:

@@ -1,4 +1,4 @@
-"""Writing and reading the records of a run: JSON lines, flushed one by one."""
+"""Write and read the records of a run: JSON lines, unbuffered."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ R = TypeVar("R", Step, Resume, Rollout, Evaluation, Span)
 
 
 class JsonLines:
-    """Appends one JSON object a line, so that a reader sees every record at once.
+    """Appends one JSON object per line; a reader sees each record immediately.
 
-    A line that a killed writer left without its end is cut off before anything is appended. Numbers that are not finite are
-    written as null. One writer for each file; its `write` may be called from several threads.
+    Opening the file truncates an incomplete line of a killed writer. Numbers that are not finite are written as null. Each file has one
+    writer, whose `write` is thread-safe.
 
     Raises:
-        StorageError: the file cannot be opened or written. A record is written whole or not at all.
+        StorageError: the file cannot be opened or written. A record is written completely or not at all.
     """
 
     def __init__(self, path: Path) -> None:
@@ -35,11 +35,11 @@ class JsonLines:
         with writing("records of the run", path):
             path.parent.mkdir(parents=True, exist_ok=True)
             _cut_torn_line(path)
-            # Without a buffer: what could not be written would be tried again when it is closed.
+            # Unbuffered: closing a buffered file would retry a failed write.
             self._file = path.open("ab", buffering=0)
 
     def write(self, record: Mapping[str, Any] | Record) -> None:
-        """Append a record: a mapping or one of the structs of `schema`; NumPy and torch scalars are taken as numbers."""
+        """Append a record, either a mapping or a struct of `schema`. NumPy and torch scalars are written as numbers."""
         line = msgspec.json.encode(record, enc_hook=_number) + b"\n"
         with self._lock, writing("records of the run", self.path):
             self._append(line)
@@ -65,18 +65,18 @@ class JsonLines:
 
 
 class Spans:
-    """Records who did what from when to when into a `JsonLines` file."""
+    """Records spans (who did what, from when to when) in a `JsonLines` file."""
 
     def __init__(self, path: Path) -> None:
         self._lines = JsonLines(path)
 
     def add(self, who: str, what: What, begin: float, end: float) -> None:
-        """Record a span measured elsewhere, in Unix seconds."""
+        """Record a span that the caller measured, in Unix seconds."""
         self._lines.write(Span(who, what, begin, end))
 
     @contextmanager
     def span(self, who: str, what: What) -> Iterator[None]:
-        """Record the block's duration, also when it raises. The duration is monotonic: a clock that is set back does not harm it."""
+        """Record the block's duration, even if it raises. The duration comes from a monotonic clock, so clock changes do not affect it."""
         begin, started = time.time(), time.perf_counter()
         try:
             yield
@@ -94,7 +94,7 @@ class Spans:
 
 
 class Tail:
-    """Reads what has been appended to a file since the last `poll`; the file need not exist yet."""
+    """Reads the records appended to a file since the last `poll`; the file need not exist yet."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -102,15 +102,15 @@ class Tail:
         self._line = 0
 
     def poll(self) -> list[dict[str, Any]]:
-        """The new records. An unfinished last line is left for the next call.
+        """Return the new records. An incomplete last line is left for the next call.
 
         Raises:
-            DataError: a finished line is not a JSON object; names file and line.
+            DataError: a complete line is not a JSON object; names file and line.
         """
         return [values for _, values in self.numbered()]
 
     def numbered(self) -> list[tuple[int, dict[str, Any]]]:
-        """As `poll`, with the number of each line, counted from 1."""
+        """Like `poll`, with the number of each line, counted from 1."""
         try:
             with self.path.open("rb") as file:
                 file.seek(self._offset)
@@ -124,34 +124,34 @@ class Tail:
         return [(number, _parse(self.path, number, line)) for number, line in enumerate(lines, first)]
 
     def poll_steps(self) -> list[Step | Resume]:
-        """As `poll`, typed, for metrics.jsonl."""
+        """Like `poll`, with typed records, for metrics.jsonl."""
         return [_step_or_resume(self.path, number, values) for number, values in self.numbered()]
 
     def poll_as(self, kind: type[R]) -> list[R]:
-        """As `poll`, typed, for the other files."""
+        """Like `poll`, with typed records, for the other files."""
         return [_convert(self.path, number, values, kind) for number, values in self.numbered()]
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """All records of a file; none when there is no file. A torn last line (killed writer) is ignored.
+    """Read all records of a file; a missing file has none. An incomplete last line (killed writer) is ignored.
 
     Raises:
-        DataError: any other line is not a JSON object; names file and line.
+        DataError: a complete line is not a JSON object; names file and line.
     """
     return Tail(path).poll()
 
 
 def read_spans(path: Path) -> list[Span]:
-    """All spans of a file, in the order written.
+    """Read all spans of a file, in the order written.
 
     Raises:
-        DataError: see `read`; also a field that is missing or of a wrong type.
+        DataError: see `read`; or a field is missing or has a wrong type.
     """
     return Tail(path).poll_as(Span)
 
 
 def read_rollout(path: Path) -> list[Rollout]:
-    """All records of rollout.jsonl.
+    """Read all records of rollout.jsonl.
 
     Raises:
         DataError: see `read_spans`.
@@ -160,7 +160,7 @@ def read_rollout(path: Path) -> list[Rollout]:
 
 
 def read_evaluations(path: Path) -> list[Evaluation]:
-    """The records of evaluation.jsonl that count, by rising version: one supersedes those of its own and of later versions before it.
+    """Read the valid records of evaluation.jsonl, by ascending version. A record supersedes earlier records of the same or a later version.
 
     Raises:
         DataError: see `read_spans`.
@@ -172,7 +172,7 @@ def read_evaluations(path: Path) -> list[Evaluation]:
 
 
 def read_sessions(path: Path) -> list[list[Step]]:
-    """The steps of metrics.jsonl that count, one list for each start of the trainer; see `sessions`.
+    """Read the valid steps of metrics.jsonl, one list per start of the trainer; see `sessions`.
 
     Raises:
         DataError: see `read_spans`.
@@ -181,7 +181,7 @@ def read_sessions(path: Path) -> list[list[Step]]:
 
 
 def read_steps(path: Path) -> list[Step]:
-    """The steps of metrics.jsonl that count, in rising order, each once; see `sessions`.
+    """Read the valid steps of metrics.jsonl, in ascending order, each once; see `sessions`.
 
     Raises:
         DataError: see `read_spans`.
@@ -190,10 +190,10 @@ def read_steps(path: Path) -> list[Step]:
 
 
 def sessions(records: Iterable[Step | Resume]) -> list[list[Step]]:
-    """The steps that count, split where the trainer was started again.
+    """Return the valid (not superseded) steps, split into sessions, one per start of the trainer.
 
-    A `Resume` supersedes every earlier record of a later step; so does a step that is not later than the one before it. Sessions
-    of which no step is left are not returned.
+    A `Resume` supersedes every earlier record of a step after `resumed_at`. A step that is not later than its predecessor supersedes every
+    earlier record of the same or a later step. Empty sessions are not returned.
     """
     found: list[list[Step]] = [[]]
     for record in records:

@@ -1,4 +1,4 @@
-"""One HTML file that explains a run: no external assets, readable without a network."""
+"""The report of a run: one HTML file without external assets, readable offline."""
 
 from __future__ import annotations
 
@@ -57,10 +57,10 @@ img { width: 100%; height: auto; }
 
 
 def report(run_dir: Path) -> Path:
-    """Write run_dir/report.html, whole or not at all, from what the run has recorded so far; also while it runs.
+    """Write run_dir/report.html atomically from the records so far. Works during the run.
 
     Raises:
-        DataError: no step recorded, or a broken line (see `records.read_spans`).
+        DataError: no step is recorded, or a line is malformed (see `records.read_spans`).
     """
     page = html(load(run_dir))
     target = run_dir / "report.html"
@@ -71,7 +71,7 @@ def report(run_dir: Path) -> Path:
 
 
 def html(run: RunRecords) -> str:
-    """The page."""
+    """Render the page."""
     summary = summary_of(run)
     sections = "".join(_section(title, note, [draw(run) for draw in draws]) for title, note, draws in _SECTIONS)
     return (
@@ -143,6 +143,6 @@ def _section(title: str, note: str, drawn: Sequence[str | None]) -> str:
 
 
 def _image(title: str, picture: str) -> str:
-    # As an image each SVG keeps its own element ids; inlined side by side they would clash.
+    # Element ids of several inline SVGs would clash; as images, they do not.
     data = base64.b64encode(picture.encode()).decode()
     return f'<img alt="{escape(title)}" src="data:image/svg+xml;base64,{data}">'

@@ -1,4 +1,4 @@
-"""A run's records, read whole: what the summary and the report are made of."""
+"""All records of a run, the input of the summary and the report."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from asyncmoe.telemetry.schema import CONTROLLER_SPANS, EVALUATION, METRICS, ROL
 
 @dataclass(frozen=True)
 class RunRecords:
-    """Everything a run recorded. `sessions`: the steps that count, one list for each start of the trainer."""
+    """All records of a run. `sessions`: the valid steps, one list per start of the trainer (`records.sessions`)."""
 
     name: str
     sessions: Sequence[Sequence[Step]]
@@ -26,45 +26,45 @@ class RunRecords:
 
     @cached_property
     def steps(self) -> list[Step]:
-        """All steps that count, warm-up included."""
+        """All valid steps, warm-up included."""
         return list(chain.from_iterable(self.sessions))
 
     @cached_property
     def rl(self) -> list[Step]:
-        """The reinforcement-learning steps that count."""
+        """The valid reinforcement-learning steps."""
         return [step for step in self.steps if step.phase == "rl"]
 
     @cached_property
     def rl_windows(self) -> list[Interval]:
-        """RL time: for each session, from the beginning of its first RL step that counts to the end of its last, in Unix seconds.
+        """RL time: for each session, the interval from the beginning of its first valid RL step to the end of its last, in Unix seconds.
 
-        What lies between two steps (a checkpoint) is inside; the time between two sessions, and what a killed trainer did after
-        the checkpoint it was resumed from, is outside.
+        It includes time between two steps (a checkpoint). It excludes time between two sessions, and the work of a killed trainer after
+        the checkpoint from which the run resumed.
         """
         rl = [[step for step in session if step.phase == "rl"] for session in self.sessions]
         return [(session[0].begin, session[-1].time) for session in rl if session]
 
     @cached_property
     def windows(self) -> list[Interval]:
-        """As `rl_windows`, warm-up included."""
+        """Like `rl_windows`, warm-up included."""
         return [(session[0].begin, session[-1].time) for session in self.sessions]
 
     @cached_property
     def engines(self) -> list[str]:
-        """Names of the engines that left a span, as "engine.0", in order of their number."""
+        """Names of the engines with at least one span, such as "engine.0", by number."""
         names = {span.who for span in self.spans if span.who.startswith("engine.")}
         return sorted(names, key=lambda name: (len(name), name))
 
     def intervals(self, what: What, who: str | None = None) -> list[Interval]:
-        """When `who` (None: anyone) did `what`; as recorded, neither sorted nor disjoint."""
+        """Return the intervals in which `who` (None: anyone) did `what`; neither sorted nor disjoint."""
         return [(span.begin, span.end) for span in self.spans if span.what == what and who in (None, span.who)]
 
 
 def load(run_dir: Path) -> RunRecords:
-    """Read a run directory. Files other than metrics.jsonl may be absent.
+    """Read a run directory. All files except metrics.jsonl may be absent.
 
     Raises:
-        DataError: no step was recorded, or a broken line (see `records.read_spans`).
+        DataError: no step is recorded, or a line is malformed (see `records.read_spans`).
     """
     found = read_sessions(run_dir / METRICS)
     if not found:

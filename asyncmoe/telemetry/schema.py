@@ -1,8 +1,8 @@
-"""The records of a run, one JSON object a line. Fields a reader does not know are ignored; a wrong type is refused.
+"""The records of a run, one JSON object per line. A reader ignores unknown fields and rejects wrong types.
 
 metrics.jsonl           Step, one per optimizer step, and Resume once per resumed start; written by trainer rank 0
-rollout.jsonl           Rollout, about one a second; written by the controller
-evaluation.jsonl        Evaluation, one for each; written by the controller
+rollout.jsonl           Rollout, about one per second; written by the controller
+evaluation.jsonl        Evaluation, one per evaluation; written by the controller
 spans-trainer.jsonl     Span; written by trainer rank 0
 spans-controller.jsonl  Span; written by the controller
 """
@@ -24,13 +24,13 @@ What = Literal["wait", "train", "sync", "generate", "pause"]
 
 
 class Step(msgspec.Struct, frozen=True, kw_only=True):
-    """One step of the trainer. None: not measured in this step, or not finite. All times are in seconds unless named otherwise.
+    """One step of the trainer. None: not measured in this step, or not finite. Times are in seconds unless the name says otherwise.
 
-    The step lasted from `time - step_seconds` to `time` and consists of waiting for a batch, training and weight sync.
+    The step lasted from `time - step_seconds` to `time`: waiting for a batch, training, and weight sync.
     """
 
     step: int
-    """Optimizer steps taken, this one included; warm-up counts."""
+    """Number of optimizer steps taken, including this step and the warm-up."""
     phase: Literal["warmup", "rl"]
     time: float
     """Unix seconds at the end of the step."""
@@ -38,57 +38,57 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
     wait_seconds: float | None = None
     train_seconds: float | None = None
     sync_seconds: float | None = None
-    """Of the version that was published last: from the end of its optimizer step until every engine served it. None where an earlier
-    step has said so, or none was published."""
+    """Weight sync of the latest published version: from the end of its optimizer step until every engine served it. None if an earlier
+    step already reported it, or no version was published."""
     sync_wait_seconds: float | None = None
-    """How long this step waited for weight sync, within training or after it."""
+    """Time that this step waited for weight sync, during or after training."""
     pause_ms: float | None = None
-    """Milliseconds the engine that stood still longest did so for that version."""
+    """Longest pause of an engine for that version, in milliseconds."""
     version: int | None = None
     loss: float | None = None
     reward_mean: float | None = None
     reward_std: float | None = None
     step_reward_mean: float | None = None
-    """Of the rewarded steps of the batch's responses."""
+    """Mean reward of the rewarded steps of the batch's responses."""
     grad_norm: float | None = None
     lr: float | None = None
     tokens: int | None = None
     """Trained tokens, prompt and response, over all ranks."""
     tokens_per_s: float | None = None
     staleness_max: float | None = None
-    """Versions; age of the oldest sampled token."""
+    """Age of the oldest sampled token, in versions."""
     staleness_mean: float | None = None
     ages: Mapping[int, int] | None = None
-    """Sampled tokens by age in versions."""
+    """Number of sampled tokens by age in versions."""
     logprob_diff_max_same_version: float | None = None
-    """Nats; largest |trainer - engine| over tokens whose whole prefix was computed under the trainer's version."""
+    """Largest |trainer - engine| log-probability, in nats, over tokens whose whole prefix was computed under the trainer's version."""
     logprob_diff_mean_same_version: float | None = None
-    """Mean of the same."""
+    """Mean |trainer - engine| log-probability over the same tokens, in nats."""
     kl_engine: float | None = None
-    """Nats a sampled token; KL(engine || trainer), estimated: what staleness and the difference of the two programs make together."""
+    """KL(engine || trainer), estimated, in nats per sampled token: the combined effect of staleness and train-inference mismatch."""
     kl_reference: float | None = None
-    """Nats a sampled token; KL(trainer || reference policy), estimated."""
+    """KL(trainer || reference policy), estimated, in nats per sampled token."""
     kl_teacher: float | None = None
-    """Nats a sampled token; KL(engine || teacher), estimated as the mean difference of log-probabilities: unbiased, may be negative."""
+    """KL(engine || teacher) in nats per sampled token, estimated as mean log-probability difference: unbiased, may be negative."""
     entropy: float | None = None
-    """Nats a sampled token; of the trainer's distribution over the whole vocabulary."""
+    """Entropy of the trainer's distribution over the whole vocabulary, in nats per sampled token."""
     clip_fraction: float | None = None
     tis_capped_fraction: float | None = None
     ratio_mean: float | None = None
-    """Of pi_trainer / pi_engine over sampled tokens."""
+    """Mean importance ratio pi_trainer / pi_engine over sampled tokens."""
     ratio_quantiles: Mapping[str, float] | None = None
-    """Of the same, by share."""
+    """Quantiles of the importance ratio, by share."""
     ess: float | None = None
-    """Effective sample size of those ratios, as a share of the sampled tokens."""
+    """Effective sample size of the importance ratios, as a share of the sampled tokens."""
     rejected_fraction: float | None = None
-    """Share of the sampled tokens that corrections kept out of the loss."""
+    """Share of the sampled tokens that corrections excluded from the loss."""
     rejected_by_rule: Mapping[str, float] | None = None
-    """The same by the rule that rejects them, each as if it were the only one."""
+    """Share of the sampled tokens that each rule alone would reject."""
     rejected_by_age: Mapping[int, float] | None = None
-    """Share of the tokens of each age."""
+    """Rejected share of the tokens of each age."""
     routing_differs: Mapping[int, float] | None = None
-    """By layer, the share of tokens that the trainer's router would have sent to other experts than the engine's did; None where
-    routing is not kept."""
+    """Share of tokens, by layer, that the trainer's router would have sent to other experts than the engine's router; None if routing
+    is not recorded."""
     response_tokens_mean: float | None = None
     queue_depth: int | None = None
     """Trajectories left in the queue when the batch was leased."""
@@ -102,26 +102,26 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Resume(msgspec.Struct, frozen=True):
-    """The trainer started from a checkpoint: records of steps after `resumed_at` no longer count."""
+    """The trainer started from a checkpoint; supersedes earlier records of steps after `resumed_at`."""
 
     resumed_at: int
     time: float = 0.0
 
 
 class Scoring(msgspec.Struct, frozen=True, kw_only=True):
-    """A scorer or teacher; counts of samples since the controller started."""
+    """Statistics of a scorer or teacher; counts of samples since the controller started."""
 
     in_flight: int = 0
-    """Gauge: under way at the judge."""
+    """Gauge: samples in a call to the judge."""
     waiting: int = 0
-    """Gauge: waiting for their turn, for the breaker or before another call."""
+    """Gauge: samples waiting for a slot, for the breaker or in backoff."""
     scored: int = 0
     retried: int = 0
-    """Calls beyond a sample's first."""
+    """Number of retries."""
     failed: Mapping[str, int] = {}
-    """By reason."""
+    """Failed samples by reason."""
     seconds: float = 0.0
-    """That the scored and failed spent there, in all."""
+    """Total time of the scored and failed samples."""
     breaker: str = "closed"
 
 
@@ -131,11 +131,11 @@ class Calls(msgspec.Struct, frozen=True, kw_only=True):
     calls: int = 0
     seconds: float = 0.0
     failures: Mapping[str, int] = {}
-    """By reason."""
+    """Failed calls by reason."""
 
 
 class Rollout(msgspec.Struct, frozen=True, kw_only=True):
-    """The controller's counters; all but the gauges count trajectories (tokens) since the controller started."""
+    """The controller's counters. Except for gauges, they count trajectories (or tokens) since the controller started."""
 
     time: float
     version: int | None = None
@@ -148,48 +148,51 @@ class Rollout(msgspec.Struct, frozen=True, kw_only=True):
     rejected: Mapping[str, int] = {}
     dropped: Mapping[str, int] | int = 0
     requeued: Mapping[str, int] = {}
-    """Trajectories whose prompts are started again, by reason."""
+    """Trajectories whose prompts are sampled again, by reason."""
     generated_tokens: int = 0
     lost_tokens: int = 0
-    """Of those, thrown away because their response started again."""
+    """Generated tokens that were discarded because their response restarted."""
     recomputed_tokens: int = 0
-    """Tokens of prefixes that were sent again because a response was cut short."""
+    """Tokens of prefixes that were sent again because a response was interrupted."""
     scoring: Mapping[str, Scoring] = {}
-    """By "scorer" and "teacher", where those are asked."""
+    """Statistics by stage, "scorer" and "teacher", for stages in use."""
     tools: Mapping[str, Calls] = {}
-    """By the tool's name."""
+    """Calls by the tool's name."""
     tokens_per_s: float | None = None
-    """Gauge: sampled tokens a second since the last record."""
+    """Gauge: sampled tokens per second since the last record."""
     engine_busy_share: Mapping[str, float] = {}
     """Gauge, 0 to 1: share of the time since the last record in which the engine had work."""
 
 
 class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
-    """The same questions to one version. None: every episode failed, or, of the standard error, fewer than two questions were answered."""
+    """One evaluation: the same questions to one version.
+
+    None: every episode failed; for `reward_stderr`, also if fewer than two questions have answers.
+    """
 
     time: float
-    """Unix seconds at its end."""
+    """Unix seconds at the end of the evaluation."""
     version: int
-    """What every engine served when it began."""
+    """Version that every engine served at its start."""
     version_min: int | None = None
-    """Oldest version a token of it was sampled by."""
+    """Oldest version that sampled a token of the evaluation."""
     version_max: int | None = None
-    """Newest one: later than `version` when weights landed meanwhile."""
+    """Newest version that sampled a token; later than `version` if weights were updated during the evaluation."""
     questions: int
     episodes: int
     reward_mean: float | None = None
-    """Mean over questions of the mean reward of their episodes; those that failed are left out."""
+    """Mean over questions of the mean reward of their episodes, without failed episodes."""
     reward_stderr: float | None = None
-    """Standard error of it, over questions."""
+    """Standard error of `reward_mean`, over questions."""
     failed: Mapping[str, int] = {}
     """Episodes without a reward, by reason."""
     failed_share: float = 0.0
-    """Of the episodes."""
+    """Failed share of the episodes."""
     response_tokens_mean: float | None = None
-    """Sampled tokens of an episode that did not fail."""
+    """Mean number of sampled tokens per successful episode."""
     seconds: float
     skipped: int = 0
-    """Evaluations that were due while another was running, since the controller started."""
+    """Evaluations skipped since the controller started, because another evaluation was running."""
 
 
 class Span(msgspec.Struct, frozen=True):

@@ -1,4 +1,4 @@
-"""What the live view shows, as a pure function of what has been read."""
+"""The content of the live view, as a pure function of the records read so far."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _LABEL = 9
 
 @dataclass(frozen=True)
 class View:
-    """What has been read so far. `steps` are those that count, oldest first; `total` and `warmup` come from the configuration."""
+    """The records read so far. `steps` are the valid steps, oldest first; `total` and `warmup` come from the configuration."""
 
     name: str
     warmup: int
@@ -33,7 +33,7 @@ class View:
     rollout: Sequence[Rollout] = ()
     message: str = ""
     evaluation: Evaluation | None = None
-    """The newest."""
+    """The latest evaluation."""
 
     @property
     def done(self) -> int:
@@ -47,13 +47,13 @@ class View:
 
 
 def remaining_seconds(view: View) -> float | None:
-    """Steps to go times the median duration of the last RL steps; None before there is one."""
+    """Estimate the remaining time: remaining steps times the median duration of recent RL steps; None without a recent RL step."""
     seconds = view.recent.step_seconds
     return None if seconds is None else seconds * (view.total - view.done)
 
 
 def heading(view: View) -> str:
-    """Name and position in words: "demo · step 7 of 100 · version 37", "demo · warm-up 3 of 30"."""
+    """Describe name and progress: "demo · step 7 of 100 · version 37", "demo · warm-up 3 of 30"."""
     if not view.steps:
         return f"{view.name} · starting"
     last = view.steps[-1]
@@ -64,7 +64,7 @@ def heading(view: View) -> str:
 
 
 def panel(view: View) -> RenderableType:
-    """The whole view; fits 80 columns, longer lines are folded."""
+    """Render the whole view; fits 80 columns, longer lines are folded."""
     g = view.recent
     last = view.steps[-1] if view.steps else None
     loss = g.loss if g.steps else (last.loss if last else None)
@@ -105,14 +105,14 @@ def _progress(view: View) -> RenderableType:
 
 
 def evaluated(record: Evaluation) -> str:
-    """An evaluation in words: "version 20   reward 0.43 ± 0.05   25 % failed"; failures only where there were some."""
+    """Describe an evaluation: "version 20   reward 0.43 ± 0.05   25 % failed"; omits failures if there are none."""
     error = "" if record.reward_stderr is None else f" ± {number(record.reward_stderr)}"
     failed = [f"{percent(record.failed_share)} failed"] if record.failed_share else []
     return "   ".join([f"version {record.version}", f"reward {number(record.reward_mean)}{error}", *failed])
 
 
 def line(view: View, step: Step) -> str:
-    """One step in one line of plain text; what was not measured is left out."""
+    """Describe one step in one line of plain text, without missing values."""
     phase = f"warm-up {step.step}/{view.warmup}" if step.phase == "warmup" else f"step {step.step - view.warmup}/{view.total - view.warmup}"
     parts = [
         ("reward", number(step.reward_mean)),

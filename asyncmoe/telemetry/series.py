@@ -1,4 +1,4 @@
-"""The curves of a report as plain numbers."""
+"""The data of the report's curves."""
 
 from __future__ import annotations
 
@@ -16,38 +16,38 @@ MOST_POINTS = 500
 
 @dataclass(frozen=True)
 class Series:
-    """A curve: x rising, y of the same length."""
+    """A curve: ascending x, and y of the same length."""
 
     x: Sequence[float]
     y: Sequence[float]
 
     @classmethod
     def of(cls, points: Sequence[tuple[float, float | None]]) -> Series:
-        """Points without a value are left out; more than `MOST_POINTS` become means of neighbours."""
+        """Build a series. Omits points without a value; averages neighbours if there are more than `MOST_POINTS` points."""
         known = [(x, y) for x, y in points if y is not None]
         size = -(-len(known) // MOST_POINTS) or 1
         chunks = [known[i : i + size] for i in range(0, len(known), size)]
         return cls([fmean(x for x, _ in chunk) for chunk in chunks], [fmean(y for _, y in chunk) for chunk in chunks])
 
     def smooth(self) -> Series:
-        """Mean over the neighbours, about a twentieth of the curve wide; at the ends over as many as there are on both sides."""
+        """Return the running mean over about a twentieth of the curve. The window shrinks symmetrically at the ends."""
         reach = max(len(self.y) // 40, 2)
         sides = [min(reach, i, len(self.y) - 1 - i) for i in range(len(self.y))]
         return Series(self.x, [fmean(self.y[i - side : i + side + 1]) for i, side in enumerate(sides)])
 
 
 def rl_step(run: RunRecords, step: Step) -> int:
-    """The step counted from the beginning of reinforcement learning: the first one is 1."""
+    """Return the step's number since the start of reinforcement learning; the first step is 1."""
     return step.step - run.rl[0].step + 1
 
 
 def by_step(run: RunRecords, value: Callable[[Step], float | None]) -> Series:
-    """Something of each RL step, over RL steps."""
+    """Return a value of each RL step, over RL steps."""
     return Series.of([(rl_step(run, step), value(step)) for step in run.rl])
 
 
 def evaluation(run: RunRecords) -> Series:
-    """Mean reward of each evaluation, over the RL steps its version had taken."""
+    """Mean reward of each evaluation, over the RL steps behind the evaluated version."""
     first = run.rl[0].step if run.rl else 1
     return Series.of([(record.version - first + 1, record.reward_mean) for record in run.evaluations])
 
@@ -58,12 +58,12 @@ def warmup_loss(run: RunRecords) -> Series:
 
 
 def trainer_idle(step: Step) -> float | None:
-    """Per cent of the step in which the trainer waited for a batch."""
+    """Percentage of the step in which the trainer waited for a batch."""
     return 100 * step.wait_seconds / step.step_seconds if step.step_seconds and step.wait_seconds is not None else None
 
 
 def engine_idle(run: RunRecords) -> Series:
-    """Per cent of each RL step in which an engine generated nothing, mean over engines."""
+    """Percentage of each RL step in which an engine generated nothing, mean over engines."""
     covers = [Cover.of(run.intervals("generate", engine)) for engine in run.engines]
 
     def idle(step: Step) -> float | None:
@@ -75,7 +75,7 @@ def engine_idle(run: RunRecords) -> Series:
 
 
 def ages(run: RunRecords) -> dict[int, int]:
-    """Sampled tokens of all RL steps by age in versions."""
+    """Number of sampled tokens of all RL steps by age in versions."""
     found: Counter[int] = Counter()
     for step in run.rl:
         found.update(step.ages or {})
@@ -83,7 +83,7 @@ def ages(run: RunRecords) -> dict[int, int]:
 
 
 def routing_differs(run: RunRecords) -> dict[int, float]:
-    """By layer, the mean over RL steps of the share of tokens that the trainer's router would have sent elsewhere."""
+    """Share of tokens, by layer, that the trainer's router would have sent to other experts; mean over RL steps."""
     found: dict[int, list[float]] = {}
     for step in run.rl:
         for layer, share in (step.routing_differs or {}).items():
@@ -92,12 +92,12 @@ def routing_differs(run: RunRecords) -> dict[int, float]:
 
 
 def trained_per_s(step: Step) -> float | None:
-    """Trained tokens of the step over its duration."""
+    """Trained tokens per second of the step."""
     return step.tokens / step.step_seconds if step.step_seconds and step.tokens is not None else None
 
 
 def over_minutes(run: RunRecords, value: str) -> Series:
-    """A gauge of the rollout records over minutes since the first RL step began; only RL time."""
+    """A gauge of the rollout records over minutes of RL time since the first RL step began."""
     points: list[tuple[float, float | None]] = []
     before = 0.0
     for begin, end in run.rl_windows:

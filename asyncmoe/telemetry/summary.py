@@ -1,4 +1,4 @@
-"""A run in a dozen numbers."""
+"""The summary of a run: about a dozen numbers."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from asyncmoe.telemetry.run import RunRecords, load
 from asyncmoe.telemetry.schema import Evaluation
 
 ENDS = 5
-"""RL steps that `reward_first` and `reward_last` are the mean of."""
+"""Number of RL steps over which `reward_first` and `reward_last` are averaged."""
 
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
-    """Numbers about the RL steps of a run; warm-up is left out of all of them.
+    """Numbers about the RL steps of a run, without warm-up.
 
-    RL time is `RunRecords.rl_windows`. None where nothing was measured: no RL step yet, no spans, no update. Superseded steps (made by a
-    killed trainer after the checkpoint that the run went on from) count nowhere.
+    RL time is `RunRecords.rl_windows`. None: not measured, because there is no RL step, no span or no update. Superseded steps (made by a
+    killed trainer after the checkpoint from which the run resumed) are excluded.
     """
 
     steps: int
-    """RL steps."""
+    """Number of RL steps."""
     reward_first: float | None
-    """Mean of `reward_mean` over the first 5 RL steps (all, when there are fewer)."""
+    """Mean of `reward_mean` over the first 5 RL steps (over all, if there are fewer)."""
     reward_last: float | None
     """Mean of `reward_mean` over the last 5 RL steps."""
     tokens_per_s: float | None
@@ -35,15 +35,15 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     max_staleness_seen: float | None
     """Largest `staleness_max` of an RL step, in versions."""
     sync_seconds_median: float | None
-    """Median of `sync_seconds` over the updates: RL steps in which it is more than 0."""
+    """Median of `sync_seconds` over the updates, i.e. RL steps with `sync_seconds` > 0."""
     pause_ms_median: float | None
     """Median of `pause_ms` over the updates."""
     max_abs_logprob_diff_same_version: float | None
-    """Largest `logprob_diff_max_same_version` of an RL step, in nats; None when no step had a token to compare."""
+    """Largest `logprob_diff_max_same_version` of an RL step, in nats; None if no step had a token to compare."""
     kl_engine_mean: float | None
-    """Mean of `kl_engine` over the RL steps, in nats a token."""
+    """Mean of `kl_engine` over the RL steps, in nats per token."""
     routing_differs_mean: float | None
-    """Mean of `routing_differs` over layers and RL steps; None when routing was not kept."""
+    """Mean of `routing_differs` over layers and RL steps; None if routing was not recorded."""
     trainer_idle_share: float | None
     """Sum of `wait_seconds` of the RL steps / `wall_seconds`."""
     engine_idle_share: float | None
@@ -53,26 +53,26 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     wall_seconds: float
     """Length of RL time in seconds."""
     evaluation_first: Evaluation | None
-    """That of the lowest version; None when there was none."""
+    """Evaluation of the lowest version; None without evaluations."""
     evaluation_last: Evaluation | None
-    """That of the highest version."""
+    """Evaluation of the highest version; None without evaluations."""
 
 
 def summarise(run_dir: Path) -> dict[str, object]:
-    """Read a run directory and sum it up: the fields of `Summary` by name.
+    """Read a run directory and return the fields of `Summary` by name.
 
     Raises:
-        DataError: no step recorded, or a broken line.
+        DataError: no step is recorded, or a line is malformed.
     """
     found: dict[str, object] = msgspec.to_builtins(summary_of(load(run_dir)))
     return found
 
 
 def write_summary(run_dir: Path) -> dict[str, object]:
-    """Sum a run up and write run_dir/summary.json, whole or not at all; returns what was written.
+    """Write run_dir/summary.json atomically and return its content.
 
     Raises:
-        DataError: no step recorded, or a broken line.
+        DataError: no step is recorded, or a line is malformed.
     """
     summary = summarise(run_dir)
     part = run_dir / f".summary.json.{os.getpid()}"
@@ -82,7 +82,7 @@ def write_summary(run_dir: Path) -> dict[str, object]:
 
 
 def summary_of(run: RunRecords) -> Summary:
-    """The numbers, each as defined at its field of `Summary`."""
+    """Compute the summary; each field of `Summary` defines its number."""
     rl = run.rl
     wall = length(run.rl_windows)
     rewards = _known(step.reward_mean for step in rl)
@@ -109,7 +109,7 @@ def summary_of(run: RunRecords) -> Summary:
 
 
 def overlap_share(run: RunRecords) -> float | None:
-    """Share of the trainer's training time, within RL time, in which at least one engine was generating."""
+    """Return the share of the trainer's training time, within RL time, in which at least one engine was generating."""
     train = intersection(run.intervals("train", "trainer.0"), run.rl_windows)
     return _ratio(length(intersection(train, run.intervals("generate"))), length(train))
 

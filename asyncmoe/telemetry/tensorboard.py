@@ -1,4 +1,4 @@
-"""Records into TensorBoard event files."""
+"""Write records to TensorBoard event files."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
 
 class TensorBoard:
-    """Writes each number of a step as `<phase>/<field>[/<key>]`, of a rollout record as `rollout/...`, both at the trainer's step,
-    and of an evaluation as `evaluation/...`, at the version it evaluated.
+    """Writes each number of a step as `<phase>/<field>[/<key>]` and of a rollout record as `rollout/...`, both at the trainer's step,
+    and of an evaluation as `evaluation/...`, at the evaluated version.
 
-    When steps are made again after a resume, the events they supersede are marked as purged, so that TensorBoard forgets them.
+    If steps are repeated after a resume, it marks the superseded events as purged, so that TensorBoard drops them.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -32,10 +32,10 @@ class TensorBoard:
         self._evaluations: list[Evaluation] = []
 
     def feed(self, records: list[Followed]) -> None:
-        """Write what is new.
+        """Write new records.
 
         Raises:
-            StorageError: it could not be written; nothing is written from now on.
+            StorageError: the write failed; all further records are ignored.
         """
         try:
             with writing("TensorBoard's files", self._directory):
@@ -71,14 +71,14 @@ class TensorBoard:
             writer.add_scalar(_tag(record.phase, name, key), value, record.step, walltime=record.time)
 
     def _write_rollout(self, record: Rollout) -> None:
-        # Before the first step of this start it is unknown which steps are being made.
+        # The current step is unknown before the first step of this start.
         if self._writer is None:
             return
         for name, key, value in numbers(record):
             self._writer.add_scalar(_tag("rollout", name, key), value, self._step, walltime=record.time)
 
     def _write_evaluations(self) -> None:
-        # The first may come before the first step of this start; it can wait.
+        # An evaluation may arrive before the first step of this start; it is kept until then.
         if self._writer is None:
             return
         for record in self._evaluations:
@@ -89,7 +89,7 @@ class TensorBoard:
     def _writer_from(self, step: int) -> SummaryWriter:
         if self._writer is not None and step > self._step:
             return self._writer
-        from torch.utils.tensorboard import SummaryWriter  # torch takes seconds to import and most readers do not need it
+        from torch.utils.tensorboard import SummaryWriter  # importing torch takes seconds, and most readers do not need it
 
         if self._writer is not None:
             self._writer.close()
@@ -102,7 +102,7 @@ _others = threading.excepthook
 
 
 def _told_by_the_next_call(args: threading.ExceptHookArgs) -> None:
-    """The event writer's thread hands its error to whoever calls next; printed as well, it would be a traceback for a full disk."""
+    """Suppress the traceback of the event writer's thread: the writer's next caller receives the same error, e.g. for a full disk."""
     if not (type(args.thread).__name__ == "_AsyncWriterThread" and isinstance(args.exc_value, OSError)):
         _others(args)
 

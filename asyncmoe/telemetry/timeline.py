@@ -1,6 +1,6 @@
-"""Who did what when, reduced to a fixed number of columns: as exact as the picture is wide, however long the run was.
+"""The timeline of a run, reduced to a fixed number of columns: its resolution depends on the figure's width, not on the run's duration.
 
-Time between two starts of a run is cut out: the columns of the windows follow one another.
+Time between two starts of a run is omitted: the columns of consecutive windows are adjacent.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from asyncmoe.telemetry.schema import What
 
 TRAINER_PARTS: tuple[What, ...] = ("train", "sync", "wait")
 BOTH = "both"
-"""Name of the lane, and of its part, in which the trainer trains while an engine generates."""
+"""Name of the lane, and of its part, for time in which the trainer trains while an engine generates."""
 MAX_ENGINES = 8
 _GRAIN = 1 / 16
-"""Shares are rounded to multiples of this; finer differences are not seen in a lane."""
+"""Shares are rounded to multiples of this; finer differences are invisible in a lane."""
 
 
 @dataclass(frozen=True)
 class TimelineLane:
-    """Shares (0 to 1) of each column that each part takes."""
+    """One lane. `parts`: for each part, its share (0 to 1) of each column."""
 
     name: str
     parts: Mapping[str, Sequence[float]]
@@ -30,7 +30,7 @@ class TimelineLane:
 
 @dataclass(frozen=True)
 class Timeline:
-    """`edges` are seconds from the beginning with the cuts left out, one more than there are columns."""
+    """The data of a timeline figure. `edges` are seconds since the start without omitted time, one more than there are columns."""
 
     windows: Sequence[Interval]
     edges: Sequence[float]
@@ -40,12 +40,12 @@ class Timeline:
     engines_left_out: int
 
     def position(self, time: float) -> float:
-        """Where a Unix time lies, in seconds from the beginning with the cuts left out."""
+        """Convert a Unix time to seconds since the start without omitted time."""
         return sum(min(max(time, begin), end) - begin for begin, end in self.windows)
 
 
 def timeline(run: RunRecords, windows: Sequence[Interval], columns: int = 1000) -> Timeline:
-    """The trainer's lane, one for each of the first engines, and the lane of their overlap."""
+    """Build the trainer's lane, a lane for each of the first `MAX_ENGINES` engines, and the lane of their overlap."""
     windows = union(windows)
     cells = _cells(windows, columns)
     generate = run.intervals("generate")
@@ -66,13 +66,13 @@ def timeline(run: RunRecords, windows: Sequence[Interval], columns: int = 1000) 
 
 
 def merge_equal(shares: Sequence[float], edges: Sequence[float]) -> tuple[list[float], list[float]]:
-    """Neighbouring columns of the same share as one: what is drawn is the same and much smaller."""
+    """Merge neighbouring columns of equal share. The drawing is the same, but its file is much smaller."""
     kept = [i for i in range(len(shares)) if i == 0 or shares[i] != shares[i - 1]]
     return [shares[i] for i in kept], [*(edges[i] for i in kept), edges[-1]]
 
 
 def recent_windows(run: RunRecords, steps: int = 10) -> list[Interval]:
-    """The time of the last steps: RL steps if there are any, else warm-up."""
+    """Return the time of the last `steps` steps: RL steps if there are any, else warm-up steps."""
     last = (run.rl or run.steps)[-steps:]
     return intersection(run.windows, [(last[0].begin, last[-1].time)])
 

@@ -1,4 +1,4 @@
-"""The timeline, drawn: a lane for the trainer, one for each engine, and one for the time both worked."""
+"""The timeline figure: a lane for the trainer, one for each engine, and one for the overlap of training and generation."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _MOST_PAUSES = 400
 
 
 def recent(run: RunRecords) -> str | None:
-    """The last steps, with the end of each step and the engines' pauses."""
+    """Draw the last steps, with the end of each step and the engines' pauses."""
     lines = timeline(run, recent_windows(run))
     if not run.spans or not lines.edges[-1]:
         return None
@@ -40,7 +40,7 @@ def recent(run: RunRecords) -> str | None:
 
 
 def whole(run: RunRecords) -> str | None:
-    """The whole run, warm-up included."""
+    """Draw the whole run, warm-up included."""
     lines = timeline(run, run.windows)
     if not run.spans or not lines.edges[-1]:
         return None
@@ -81,7 +81,7 @@ def _legend(figure: Any, lines: Timeline, pauses: bool = False) -> None:
 
 def _draw_lane(axes: Any, lane: TimelineLane, row: int, edges: list[float]) -> None:
     axes.fill_between([edges[0], edges[-1]], row, row + 0.8, color=FAINT, linewidth=0)
-    # Stacked from the top part down: each is drawn to the sum of itself and those before it, and those cover it.
+    # Each part is drawn up to the sum of itself and the preceding parts; the preceding parts are drawn later, on top of it.
     heights = [[0.8 * sum(column) for column in zip(*list(lane.parts.values())[: n + 1], strict=True)] for n in range(len(lane.parts))]
     for part, height in reversed(list(zip(lane.parts, heights, strict=True))):
         tops, merged = merge_equal(height, edges)
@@ -100,7 +100,7 @@ def _step_ends(axes: Any, lines: Timeline, run: RunRecords, steps: list[Step]) -
 
 
 def _step_label(run: RunRecords, step: Step, share: float) -> str:
-    """As much as there is room for in that share of the picture's width."""
+    """Return the longest label that fits into `share` of the figure's width."""
     name, count = ("step", rl_step(run, step)) if step.phase == "rl" else ("warm-up", step.step)
     return f"{name} {count}" if share > 0.075 else str(count) if share > 0.035 else ""
 

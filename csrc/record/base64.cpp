@@ -9,7 +9,8 @@ namespace {
 
 constexpr uint32_t kNone = 0xff000000u;  // above the 24 bits of a group
 
-// Of every character its six bits, at their place in a group whose first byte is the lowest of a little-endian word.
+// The six bits of every character, at their position in a group, whose first byte is the lowest byte of a little-endian
+// word.
 struct Tables {
     std::array<std::array<uint32_t, 256>, 4> at{};
 
@@ -44,7 +45,7 @@ bool decode_base64(const char* text, int64_t size, uint8_t* bytes) {
     const int64_t padded = padding(text, size), whole = padded ? size - 4 : size;
     uint32_t wrong = 0;
     int64_t i = 0;
-    // The fourth byte written is the next group's first.
+    // The fourth byte written belongs to the next group, which overwrites it.
     for (; i + 4 < whole; i += 4, bytes += 3) {
         const uint32_t word = group(text + i);
         wrong |= word;

@@ -55,7 +55,7 @@ py::tuple unpack_as(const Bytes& planes, const asyncmoe::record::RouteShape& sha
 
 py::tuple unpack_routes(const Bytes& planes, int64_t rows, int64_t top_k, int64_t experts, int64_t count) {
     const auto shape = shape_of(rows, top_k, experts);
-    // By division: count * plane_bytes may be more than 64 bits hold.
+    // Divides, because count * plane_bytes may overflow 64 bits.
     const int64_t plane = shape.plane_bytes();
     if (count < 0 || (plane ? planes.size() % plane || planes.size() / plane != count : planes.size() != 0))
         throw std::invalid_argument("the planes have another size");

@@ -1,8 +1,8 @@
-// Eight values of `bits` (1 to 16) bits each in `bits` bytes: value i is bits i * bits and on of the little-endian
-// stream.
+// Packs eight values of `bits` (1 to 16) bits each into `bits` bytes: value i starts at bit i * bits of the
+// little-endian stream.
 //
-// Values are widened and squeezed four at a time inside 64-bit words, which needs no instruction beyond shifts: on one
-// core this is already several times faster than memory.
+// Four values at a time are widened and squeezed inside a 64-bit word with plain integer instructions: one core is
+// already several times faster than memory.
 #pragma once
 
 #include <cstdint>
@@ -17,7 +17,7 @@ constexpr int kMaxBits = 16;
 
 inline uint64_t low_bits(int bits) { return bits >= 64 ? ~uint64_t{0} : (uint64_t{1} << bits) - 1; }
 
-// Four values in lanes of 16 bits -> four values side by side.
+// Four values in lanes of 16 bits -> four adjacent values.
 inline uint64_t squeeze(uint64_t lanes, int bits) {
     const uint64_t pairs = (lanes & 0x0000ffff0000ffffu) | (lanes & 0xffff0000ffff0000u) >> (16 - bits);
     return (pairs & 0xffffffffu) | (pairs >> 32) << 2 * bits;
@@ -30,7 +30,8 @@ inline uint64_t spread(uint64_t packed, int bits) {
     return (pairs & even) | (pairs & even << bits) << (16 - bits);
 }
 
-// Writes `bits` bytes; up to 16 where `left`, the bytes that may be overwritten from `to` on, allows it.
+// Writes `bits` bytes. Writes up to 16 bytes if `left` permits; `left` is the number of bytes from `to` that may be
+// overwritten.
 inline void pack_group(const uint16_t* values, int bits, uint8_t* to, int64_t left) {
     uint64_t lanes[2];
     std::memcpy(lanes, values, sizeof lanes);
@@ -45,7 +46,7 @@ inline void pack_group(const uint16_t* values, int bits, uint8_t* to, int64_t le
         std::memcpy(to, words, left < bits ? left : bits);
 }
 
-// The inverse; reads at most `left` bytes, what is missing counts as zero.
+// The inverse of pack_group. Reads at most `left` bytes; missing bytes count as zero.
 inline void unpack_group(const uint8_t* from, int64_t left, int bits, uint64_t lanes[2]) {
     uint64_t words[2] = {0, 0};
     if (bits <= 8 && left >= 8)

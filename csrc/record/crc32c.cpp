@@ -17,7 +17,7 @@ namespace {
 
 constexpr uint32_t kPolynomial = 0x82f63b78u;  // 0x1edc6f41, bits reversed
 
-// at[k][b]: what byte b does to the CRC when k zero bytes follow it.
+// at[k][b]: effect of byte b on the CRC if k zero bytes follow it.
 struct Tables {
     std::array<std::array<uint32_t, 256>, 8> at{};
 

@@ -1,4 +1,4 @@
-// CRC-32C (Castagnoli; RFC 3720, appendix B.4): by the processor's own instruction where it has one.
+// CRC-32C (Castagnoli; RFC 3720, appendix B.4), by the processor's CRC instruction if it has one.
 #pragma once
 
 #include <cstddef>
@@ -6,10 +6,10 @@
 
 namespace asyncmoe::record {
 
-// The CRC of what `crc` is of, followed by `size` bytes; of nothing it is 0.
+// Extends `crc`, the CRC of the preceding data (0 if there is none), by `size` bytes.
 uint32_t crc32c(const uint8_t* bytes, size_t size, uint32_t crc);
 
-// The same by tables alone: what a processor without the instruction runs.
+// The same result by tables alone, for a processor without the instruction.
 uint32_t crc32c_by_table(const uint8_t* bytes, size_t size, uint32_t crc);
 
 }  // namespace asyncmoe::record

@@ -44,7 +44,7 @@ class Reader {
 
     int64_t left() const { return end_ - at_; }
 
-    // A value below 2^31 in as few bytes as it takes.
+    // Reads a value below 2^31 in its shortest encoding.
     int64_t base128(int64_t row) {
         uint64_t value = 0;
         for (int shift = 0; shift < 35; shift += 7) {

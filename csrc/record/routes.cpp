@@ -10,11 +10,11 @@ namespace asyncmoe::record {
 
 namespace {
 
-// Tokens packed at a time, a multiple of kGroup: their ids in all layers stay in the second-level cache, since the
-// input is read once for each layer.
+// Tokens packed at a time, a multiple of kGroup. The input is read once per layer, so a block's ids of all layers must
+// stay in the L2 cache.
 constexpr int64_t kBlock = 64;
 
-// Whether all ids are those of experts. Signs are collected, which every vector unit can do.
+// Copies ids to `to`; returns whether all of them are valid. Accumulates sign bits, which every vector unit can do.
 template <int kTopK>
 bool gather(const int32_t* from, int64_t tokens, int64_t stride, const RouteShape& shape, uint16_t* to) {
     const int64_t width = kTopK ? kTopK : shape.top_k;
@@ -29,8 +29,8 @@ bool gather(const int32_t* from, int64_t tokens, int64_t stride, const RouteShap
     return signs >> 31 == 0;
 }
 
-// The part of a later block that is fetched while layer i of `count` is packed: the processor follows one row after the
-// other by itself, but not a block's rows layer by layer.
+// Prefetches a part of a later block while layer i of `count` is packed: the hardware prefetcher follows consecutive
+// rows, but not a block's rows layer by layer.
 void prefetch(const int32_t* routes, int64_t begin, int64_t end, int64_t i, int64_t count) {
     constexpr int64_t kLine = 64 / sizeof(int32_t);
     if (begin >= end) return;
@@ -39,12 +39,12 @@ void prefetch(const int32_t* routes, int64_t begin, int64_t end, int64_t i, int6
         __builtin_prefetch(routes + at);
 }
 
-// Tells whether a token goes through an expert of a layer twice: every expert remembers the token that named it last.
+// Detects a token with the same expert twice in a layer: each expert remembers the last token that named it.
 class Repeats {
   public:
     explicit Repeats(int64_t experts) : last_(static_cast<size_t>(experts)) {}
 
-    // Of `tokens` tokens of one layer, whose ids are all smaller than `experts`.
+    // Checks `tokens` tokens of one layer; all their ids must be smaller than `experts`.
     template <int kTopK, typename Id>
     bool in(const Id* ids, int64_t tokens, int64_t top_k) {
         const int64_t width = kTopK ? kTopK : top_k;
@@ -69,7 +69,7 @@ class Repeats {
     uint64_t token_ = 0;  // from 1 on
 };
 
-// Where the second mention is of the first expert that a token names twice; there is one.
+// Position of the first repeated expert within a token; -1 if there is none.
 template <typename Id>
 int64_t first_repeated(const Id* ids, int64_t tokens, int64_t top_k, int64_t stride) {
     for (int64_t t = 0; t < tokens; ++t)

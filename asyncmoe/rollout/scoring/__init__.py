@@ -1,12 +1,12 @@
-"""Scores of responses, computed beside generation and never in its way.
+"""Score responses while generation continues.
 
 A scorer is one of
-- a function `f(prompt, response, answer)`: plain in worker processes, a coroutine in the controller's loop;
-- a class with `score(sample)`, made with `scoring.options`, likewise; it may have a `close()`;
-- an HTTP endpoint that is posted the sample.
-It answers with a number, or with {"reward": number, "steps": [numbers]} (process rewards). Beside it, or without it, a teacher may give
-log-probabilities. What raises, takes too long, cannot be reached or answers with what is no score rejects the response under a reason
-of its own. It is never a reward of zero.
+- a function `f(prompt, response, answer)`: a plain function runs in worker processes, a coroutine function in the controller's event loop;
+- a class with `score(sample)`, constructed with `scoring.options`; it runs where a function would and may have a `close()`;
+- an HTTP endpoint that receives each sample by POST.
+It returns a number, or {"reward": number, "steps": [numbers]} (process rewards). A teacher may supply log-probabilities, with or without
+a scorer. If scorer or teacher raises, times out, cannot be reached or returns an invalid answer, the response is rejected; each of these
+failures has its own reason, and none becomes a reward of zero.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ _WORKERS = min(4, os.cpu_count() or 1)
 
 
 def load(section: ScoringSection, task: TaskSection, decode: Decode, seed: int = 0) -> Scorer:
-    """The scorer a configuration names.
+    """Build the scorer that the configuration names.
 
     Args:
-        decode: text of token ids, for `step_separator`.
-        seed: of the run.
+        decode: converts token ids to text, for `step_separator`.
+        seed: the run's seed.
 
     Raises:
-        ConfigError: no such function or class, or options it cannot be made with.
+        ConfigError: the function or class cannot be loaded, or does not accept `scoring.options`.
     """
     scorer = _scorer(section, task, decode, seed)
     if section.teacher is None:
@@ -55,12 +55,12 @@ def load(section: ScoringSection, task: TaskSection, decode: Decode, seed: int =
 
 
 def untaught(scorer: Scorer) -> Scorer:
-    """The same without its teacher, where it has a scorer beside it."""
+    """Return `scorer` without its teacher. A teacher without a scorer is returned unchanged."""
     return scorer.scorer if isinstance(scorer, Taught) and scorer.scorer is not None else scorer
 
 
 def stats(scorer: Scorer) -> Mapping[str, Stats]:
-    """Of the stages in a scorer, by name: "scorer", "teacher"."""
+    """Return the statistics of each stage of `scorer`, by name: "scorer", "teacher"."""
     parts = {"scorer": scorer.scorer, "teacher": scorer.teacher} if isinstance(scorer, Taught) else {"scorer": scorer}
     return {name: part.stats() for name, part in parts.items() if isinstance(part, LimitedScorer)}
 

@@ -1,4 +1,4 @@
-"""A coroutine function or method of the user's, in the controller's loop."""
+"""A user's coroutine function or method, run in the controller's event loop."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class AsyncScorer:
     """See `Judge`.
 
     Args:
-        ask: the coroutine function of a sample.
-        made: the object behind it, which is closed in the end.
-        timeout_s: of one call.
+        ask: the coroutine function, called with a sample.
+        made: the object that owns it, if any; `close` closes it.
+        timeout_s: limit for one call.
     """
 
     width: int | None = None
@@ -40,15 +40,15 @@ class AsyncScorer:
         except TrajectoryRejected:
             raise
         except Exception as error:
-            # A TimeoutError may as well be the function's own.
+            # The user's function may also raise TimeoutError.
             if deadline.expired():
                 raise TrajectoryRejected(TIMEOUT, f"the scorer took longer than {self._timeout_s:g} s") from error
             raise TrajectoryRejected(reason_of(error, ERROR), said(error)) from error
 
     async def close(self) -> None:
-        """See `Judge`. What the object's own `close` raises is logged: the run is over, and its result stands."""
+        """See `Judge`. Only logs an error of the object's own `close`: the run is over, and its result stands."""
         try:
             async with asyncio.timeout(_CLOSE_S):
                 await plugin.close(self._made)
-        except Exception as error:  # noqa: BLE001  a user's code
+        except Exception as error:  # noqa: BLE001  user code may raise anything
             log.warning("the scorer's close() failed: %s", said(error))

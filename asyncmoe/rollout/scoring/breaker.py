@@ -1,12 +1,12 @@
-"""A circuit breaker: whether a service that keeps failing is to be called.
+"""A circuit breaker: decides whether a failing service is called.
 
-    closed --`failures` calls in a row fail--> open --`cooldown_s` later, one call--> probing --it is answered--> closed
-                                                ^--------------------------------it fails--'
+    closed --`failures` consecutive calls fail--> open --`cooldown_s` later, one call--> probing --it is answered--> closed
+                                                   ^----------------it fails----------------'
 
 Each change of state begins a new period, and a call counts only in the period it began in. Hence:
-- between a change to open and `cooldown_s` later no call begins;
-- while probing exactly one call is under way that counts, and no other begins;
-- answers to calls of an earlier period, however late, neither close nor open anything.
+- after a failure opens the breaker, no call begins for `cooldown_s`;
+- while probing, exactly one call that counts is in flight, and no other call begins;
+- answers to calls of an earlier period, however late, do not change the state.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from typing import Literal
 
 State = Literal["closed", "open", "probing"]
 Outcome = Literal["answered", "failed", "abandoned"]
-"""Of a call. abandoned: whoever called has lost interest, which says nothing about the service."""
+"""Outcome of a call. abandoned: the caller was cancelled, which says nothing about the service."""
 
 
 @dataclass(frozen=True)
 class Breaker:
-    """One state; every method gives the next. Times are seconds of one clock that does not go back.
+    """An immutable state; transitions return the next state. Times are seconds of one monotonic clock.
 
     Attributes:
-        failures: calls in a row that fail before it opens; > 0.
-        cooldown_s: how long it stays open.
-        in_a_row: failures since the last answer, while closed.
-        until: when the cool-down ends, while open.
-        period: number of changes of state so far; the name of a call that begins now.
+        failures: consecutive failures that open the breaker; > 0.
+        cooldown_s: time it stays open.
+        in_a_row: consecutive failures since the last answer, while closed.
+        until: end of the cool-down, while open.
+        period: number of state changes so far; identifies calls that begin now.
     """
 
     failures: int
@@ -39,7 +39,7 @@ class Breaker:
     period: int = 0
 
     def begin(self, now: float) -> tuple[Breaker, int | None]:
-        """Ask to call. Returns the next state, and the period to give to `end`; None: not now."""
+        """Request a call. Returns the next state and the period to pass to `end`; None: no call may begin now."""
         if self.state == "closed":
             return self, self.period
         if self.state == "open" and now >= self.until:
@@ -48,7 +48,7 @@ class Breaker:
         return self, None
 
     def end(self, period: int, outcome: Outcome, now: float) -> Breaker:
-        """The call that began in `period` has ended."""
+        """Record the outcome of a call that began in `period`."""
         if period != self.period:
             return self
         if outcome == "answered":
@@ -60,7 +60,7 @@ class Breaker:
         return self._to("open", until=now + self.cooldown_s)
 
     def wait_s(self, now: float) -> float | None:
-        """How long until `begin` may give a call; 0: it does now; None: only after another call has ended."""
+        """Seconds until `begin` may admit a call; 0: now; None: not before the call in flight ends."""
         if self.state == "probing":
             return None
         return max(self.until - now, 0.0) if self.state == "open" else 0.0

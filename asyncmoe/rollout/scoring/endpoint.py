@@ -1,4 +1,4 @@
-"""A judge behind HTTP: it is posted the sample and answers with its score, both in JSON."""
+"""A judge behind an HTTP endpoint that receives a sample and returns its score, both as JSON."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _ANSWER_BYTES = 1 << 20
 
 
 class HttpJudge:
-    """See `Judge`. Posts {"prompt", "response", "answer", "agent"}; the answer is what `answer.read_json` takes."""
+    """See `Judge`. Posts {"prompt", "response", "answer", "agent"}; `parse_score.read_json` parses the answer."""
 
     width: int | None = None
 

@@ -1,4 +1,4 @@
-"""The scorer that compares."""
+"""The exact-match scorer."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from asyncmoe.rollout.scoring.types import Sample, Score
 
 
 class Exact:
-    """1 when the response is the answer, up to white space around it, else 0."""
+    """Reward 1 if the response, without surrounding white space, equals the answer, else 0."""
 
     async def score(self, sample: Sample) -> Score:
         """See `Scorer`."""

@@ -1,4 +1,4 @@
-"""Waiting for several scores of which none is of use without the others."""
+"""Wait for several scores that are useless without each other."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ T = TypeVar("T")
 
 
 async def together(asked: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """What each returns, side by side; at least one. When one raises, the others are cancelled before that is passed on."""
+    """Run coroutines (at least one) concurrently and return their results. If one raises, cancel the others, then raise its error."""
     tasks = [asyncio.create_task(one) for one in asked]
     try:
         return await asyncio.gather(*tasks)

@@ -1,4 +1,4 @@
-"""Posting to a server that scores, within bounds of time and size."""
+"""HTTP POST to a scoring server, with limits on time and size."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from asyncmoe.rollout.scoring.judge import SHOWN
 from asyncmoe.rollout.scoring.types import GARBAGE, TIMEOUT, UNAVAILABLE
 
 _LATER = {408, 429}
-"""Statuses below 500 with which a server asks to be called again."""
+"""Statuses below 500 with which a server asks for a retry."""
 
 _KEEP_ALIVE_S = 2.0
 
 
 class Poster:
-    """One address that JSON is posted to. Its session is opened by the first call, in the loop.
+    """Posts JSON to one URL. The first call opens the HTTP session, inside the event loop.
 
     Args:
-        url: the whole address; a redirection is not followed.
-        timeout_s: from the first to the last byte.
+        url: complete URL; redirects are not followed.
+        timeout_s: limit for one call, up to the last byte of its answer.
     """
 
     def __init__(self, url: str, timeout_s: float) -> None:
@@ -27,14 +27,14 @@ class Poster:
         self._session: aiohttp.ClientSession | None = None
 
     async def post(self, body: bytes, max_bytes: int) -> bytes:
-        """The answer with status 200.
+        """Return the body of an answer with status 200.
 
         Raises:
             TrajectoryRejected: "scorer_timeout"; "scorer_unavailable": no connection, or status 5xx, 408 or 429; "scorer_garbage": any
                 other status, or an answer of more than `max_bytes`.
         """
         if self._session is None:
-            # The stage bounds what is in flight. Idle connections are closed before a server would (uvicorn: after 5 s).
+            # `LimitedScorer` limits the calls in flight. We close idle connections before the server does (uvicorn: after 5 s).
             self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_S))
         headers = {"Content-Type": "application/json"}
         bound = aiohttp.ClientTimeout(self._timeout_s)
@@ -53,13 +53,13 @@ class Poster:
         return text
 
     async def close(self) -> None:
-        """Drop the connections."""
+        """Close the connections."""
         if self._session is not None:
             await self._session.close()
 
 
 async def _bounded(content: aiohttp.StreamReader, max_bytes: int) -> bytes:
-    """All of it, or of a longer one more than `max_bytes`."""
+    """Read the content; stop once it exceeds `max_bytes`."""
     parts: list[bytes] = []
     size = 0
     async for part in content.iter_any():

@@ -1,4 +1,4 @@
-"""What the stage calls: one question, one answer, by one of several ways."""
+"""The interface through which `LimitedScorer` calls functions, worker processes and endpoints."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from asyncmoe.rollout.scoring.types import UNAVAILABLE, Sample
 
 _UNREACHABLE = (ConnectionError, TimeoutError)
 SHOWN = 500
-"""Characters of an error's text that are passed on."""
+"""Maximum length of an error message in a rejection, in characters."""
 
 
 class Judge(Protocol):
-    """Someone who scores; called concurrently.
+    """Computes the raw answer for a sample; called concurrently.
 
     Attributes:
-        width: calls that are of use at the same time; None: as many as one likes.
+        width: useful number of concurrent calls; None: unlimited.
     """
 
     width: int | None
 
     async def call(self, sample: Sample) -> object:
-        """Its answer, not yet looked at.
+        """Return the answer, not yet parsed.
 
         Raises:
             TrajectoryRejected: "scorer_error", "scorer_timeout" (`scoring.timeout_s`), "scorer_unavailable" or "scorer_garbage".
@@ -29,15 +29,15 @@ class Judge(Protocol):
         ...
 
     async def close(self) -> None:
-        """End what it started."""
+        """Release connections, processes and the user's object."""
         ...
 
 
 def reason_of(error: BaseException, otherwise: str) -> str:
-    """The reason a user's exception stands for: what it needs cannot be reached, or `otherwise`."""
+    """Map a user's exception to a rejection reason: "scorer_unavailable" for connection errors and timeouts, else `otherwise`."""
     return UNAVAILABLE if isinstance(error, _UNREACHABLE) else otherwise
 
 
 def said(error: BaseException) -> str:
-    """An exception in one short line."""
+    """Format an exception as type and message, at most `SHOWN` characters."""
     return f"{type(error).__name__}: {error}"[:SHOWN]

@@ -1,8 +1,8 @@
-"""Everything around a judge: how many calls at once, how long, how often, and when it is left alone.
+"""Limits around a judge: concurrency, deadline, retries and a circuit breaker.
 
-A sample waits for one of `concurrency` slots, then for the breaker, then for the judge; after a failure that may pass it waits a while
-without a slot and begins again. All of this together is bounded by the deadline. However long it waits, it is one of the samples the
-capacity law has let start, so what a slow judge makes wait is bounded, and generation goes on until that bound.
+A sample waits for one of `concurrency` slots, then for the breaker, then for the judge. After a transient failure it backs off without a
+slot and starts over. The deadline bounds all of this together. A waiting sample still holds its place under the capacity law, so the
+backlog of a slow judge is bounded, and generation continues until that bound is reached.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ class ScoringLimits:
 
 @dataclass(frozen=True)
 class Stats:
-    """A stage up to now.
+    """Statistics of a scoring stage since its start.
 
     Attributes:
-        in_flight: samples the judge has been given.
-        waiting: samples that wait, for a slot, for the breaker or before another call.
+        in_flight: samples in a call to the judge.
+        waiting: samples waiting for a slot, for the breaker or in backoff.
         scored: samples with a score.
-        retried: calls beyond a sample's first.
-        failed: samples without a score, by reason; the abandoned are not among them.
-        seconds: that the scored and failed have spent here, in all.
-        breaker: its state.
+        retried: number of retries.
+        failed: samples without a score, by reason; cancelled samples excluded.
+        seconds: total time that scored and failed samples spent in this stage.
+        breaker: state of the circuit breaker.
     """
 
     in_flight: int
@@ -62,25 +62,25 @@ class Stats:
 
 @dataclass
 class _Progress:
-    """How far a sample has come. `last`: the failure before the one it may meet now."""
+    """Progress of one sample. `last`: the failure of its previous attempt."""
 
     doing: Literal["turn", "call", "pause"] = "turn"
     last: TrajectoryRejected | None = None
 
 
 def backoff(base_s: float, attempt: int, draw: float) -> float:
-    """Seconds before the call after number `attempt` (from 0): doubled each time, times 0.5 to 1.5 by a draw from [0, 1)."""
+    """Seconds to wait after attempt `attempt` (from 0): `base_s`, doubled per attempt, times 0.5 to 1.5 by a draw from [0, 1)."""
     return float(base_s * 2.0**attempt * (0.5 + draw))
 
 
 class LimitedScorer:
-    """A judge as a scorer that keeps to limits.
+    """A scorer that calls a judge within limits.
 
     Args:
-        name: what errors and the log call it.
-        judge: whom to ask. It keeps to `timeout_s` for a call itself.
-        read: its answer as a score.
-        seed: of the jitter.
+        name: used in errors and the log.
+        judge: computes the answers; enforces the timeout of a single call itself.
+        read: converts an answer to a score.
+        seed: seed of the backoff jitter.
     """
 
     def __init__(self, name: str, judge: Judge, read: Read, limits: ScoringLimits, seed: int = 0) -> None:
@@ -157,7 +157,7 @@ class LimitedScorer:
         return answer
 
     async def _admitted(self) -> int:
-        """Wait until the breaker lets a call begin."""
+        """Wait until the breaker admits a call; return its period."""
         while True:
             before = self._breaker.state
             self._breaker, period = self._breaker.begin(_now())
@@ -165,7 +165,7 @@ class LimitedScorer:
                 if before == "open":
                     log.info("%s is tried again", self.name)
                 return period
-            # Told of each change, and sure to look when the cool-down is over.
+            # Wakes at each state change, and when the cool-down ends.
             changed, wait_s = self._changed, self._breaker.wait_s(_now())
             try:
                 async with asyncio.timeout(wait_s):
@@ -186,7 +186,7 @@ class LimitedScorer:
             log.info("%s answers again", self.name)
 
     def _late(self, progress: _Progress) -> TrajectoryRejected:
-        """The deadline is over; why."""
+        """Build the rejection for a missed deadline, with its cause."""
         within = f"within scoring.deadline_s = {self._limits.deadline_s:g} s"
         if progress.doing == "turn" and self._breaker.state != "closed":
             return TrajectoryRejected(UNAVAILABLE, f"{self.name} did not answer again {within}: {self._last_outage}")

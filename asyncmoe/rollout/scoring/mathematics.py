@@ -1,4 +1,4 @@
-"""Mathematical equality by the math-verify library. For a process of its own: parsing what a model wrote can take for ever."""
+"""Mathematical equality by the math-verify library. Runs in its own process, because parsing model output may never return."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from asyncmoe.rollout.tasks.jsonl import MARK
 
 
 def score(prompt: str, response: str, answer: str) -> float:
-    """1 when what the response ends with equals the reference, else 0.
+    """Return 1 if the final answer of the response equals the reference, else 0.
 
-    What follows the last "####" counts, or without one the expression math-verify finds last. The library's own time-outs turn a
-    slow comparison into False, so they are off; the caller has one.
+    The final answer is the text after the last "####", or without one the last expression that math-verify finds. The library's own
+    timeouts turn a slow comparison into False, so they are off; the caller enforces a timeout.
 
     Raises:
-        ValueError: the reference is no mathematical expression.
+        ValueError: the reference is not a mathematical expression.
     """
     reference = parse(answer, parsing_timeout=None, raise_on_error=True)
     if not reference:

@@ -1,8 +1,8 @@
-"""What a scorer answered, as a score: a number, or a reward with the scores of the steps.
+"""Parse a scorer's answer: a number, or a reward with step scores.
 
     0.5    {"reward": 0.5}    {"reward": 0.5, "steps": [0.2, 0.9]}    an object with these as attributes
 
-Everything else is refused, an unknown key too: a misspelt "steps" would be a reward without them.
+Any other answer is rejected, including an unknown key: a misspelt "steps" would silently lose the step scores.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ _SHOWN = 200
 
 
 def plain(value: object) -> dict[str, Any]:
-    """An answer as {"reward": number} or {"reward": number, "steps": [numbers]}; numbers of NumPy and torch are taken.
+    """Normalize an answer to {"reward": number} or {"reward": number, "steps": [numbers]}. Accepts NumPy and torch numbers.
 
     Raises:
-        TrajectoryRejected: "scorer_garbage": it is none.
+        TrajectoryRejected: "scorer_garbage": the answer is invalid.
     """
     if isinstance(value, Mapping):
         unknown = [key for key in value if key not in ("reward", "steps")]
@@ -44,10 +44,11 @@ def plain(value: object) -> dict[str, Any]:
 
 
 def read(value: object, sample: Sample, separator: str | None, decode: Decode) -> Score:
-    """An answer as the score of this sample.
+    """Convert an answer to the score of `sample`.
 
     Raises:
-        TrajectoryRejected: "scorer_garbage": it is none, or has another number of steps than the sample; "scorer_nan": it is not finite.
+        TrajectoryRejected: "scorer_garbage": the answer is invalid, or its number of step scores differs from the sample's number of
+            steps; "scorer_nan": a score is not finite.
     """
     answer = plain(value)
     reward, steps = _finite(answer["reward"]), answer.get("steps")
@@ -60,7 +61,7 @@ def read(value: object, sample: Sample, separator: str | None, decode: Decode) -
 
 
 def read_json(body: object, sample: Sample, separator: str | None, decode: Decode) -> Score:
-    """The bytes of a JSON answer as the score of this sample. Raises as `read`; JSON has no NaN, so one is garbage."""
+    """Convert the bytes of a JSON answer to the score of `sample`. Raises as `read`; JSON has no NaN, so NaN is garbage."""
     data = cast(bytes, body)
     try:
         value = msgspec.json.decode(data)
@@ -78,7 +79,7 @@ def _number(value: object) -> int | float:
     item = getattr(value, "item", None)
     try:
         found = item() if callable(item) else value
-    # NumPy and torch refuse an array of several in their own ways.
+    # NumPy and torch raise different errors for an array of several elements.
     except (ValueError, RuntimeError) as error:
         raise _garbage(f"{type(value).__name__}: {error}", "a number") from error
     if not isinstance(found, int | float):
@@ -91,7 +92,7 @@ def _finite(value: int | float) -> float:
         found = float(value)
     except OverflowError as error:
         raise _garbage(f"an integer of {value.bit_length()} bits" if isinstance(value, int) else "a number", "a float") from error
-    # Steps become float32.
+    # Step scores are stored as float32.
     if not math.isfinite(found) or abs(found) > 3.4e38:
         raise TrajectoryRejected(NAN, f"the scorer returned {found}, expected a finite number")
     return found

@@ -1,4 +1,4 @@
-"""A user's own scorer, found by name."""
+"""Load a user's scorer by name."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ EXPECTED = "auto, exact, math_verify, none, http://host:port/path, package.modul
 
 
 class HasScore(Protocol):
-    """An object of a user's class."""
+    """An instance of a user's scorer class."""
 
     def score(self, sample: Sample) -> object:
-        """Any answer that `asyncmoe.rollout.scoring.parse_score` reads; a coroutine runs in the loop."""
+        """Return any answer that `asyncmoe.rollout.scoring.parse_score` accepts; a coroutine runs in the controller's event loop."""
         ...
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """A function or a class. `awaits`: what it is called by is a coroutine function."""
+    """A user's function or class. `awaits`: the function, or the `score` method of the class, is a coroutine function."""
 
     target: str
     found: Callable[..., Any]
@@ -38,7 +38,7 @@ class Loaded:
         """Construct the class.
 
         Raises:
-            ConfigError: it cannot be made with `options`.
+            ConfigError: the constructor fails with `options`.
         """
         try:
             return cast(HasScore, self.found(**options))
@@ -49,7 +49,7 @@ class Loaded:
             raise ConfigError("scoring.options", got=got, expected="what the class can be made with") from error
 
     def ask(self, options: Mapping[str, object]) -> tuple[Callable[[Sample], object], HasScore | None]:
-        """What is called with a sample, and the object behind it if there is one. Raises as `make`."""
+        """Return the function to call with a sample, and the instance behind it, if any. Raises as `make`."""
         if self.is_class:
             made = self.make(options)
             return made.score, made
@@ -60,7 +60,7 @@ def find(target: str) -> Loaded:
     """Import `package.module:name`.
 
     Raises:
-        ConfigError: it cannot be imported or called, or is a class without a method `score`.
+        ConfigError: the target cannot be imported, is not callable, or is a class without a method `score`.
     """
     module, _, name = target.partition(":")
     if not module or not name:
@@ -82,7 +82,7 @@ def find(target: str) -> Loaded:
 
 
 async def close(made: object | None) -> None:
-    """Call the object's `close`, where it has one, plain or coroutine."""
+    """Call the object's `close`, plain or coroutine, if it has one."""
     method = getattr(made, "close", None)
     if callable(method):
         left = method()

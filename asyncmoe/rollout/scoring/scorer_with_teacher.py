@@ -1,4 +1,4 @@
-"""A scorer and a teacher, asked side by side."""
+"""A scorer and a teacher, called concurrently."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from asyncmoe.rollout.scoring.types import Sample, Score, Scorer
 
 
 class Taught:
-    """See `Scorer` and `Teaches`. When one of them fails the other is no longer waited for.
+    """See `Scorer` and `Teaches`. If scorer or teacher fails, the other call is cancelled.
 
     Args:
-        scorer: None: the reward is 0, because the configuration asks for none (`scoring.scorer: none`).
-        teacher: gives `Score.teacher`.
+        scorer: None (`scoring.scorer: none`): the reward is 0.
+        teacher: supplies `Score.teacher`.
     """
 
     def __init__(self, scorer: Scorer | None, teacher: Scorer) -> None:

@@ -1,7 +1,7 @@
-"""The steps of a sample, for scores of the way to an answer (process rewards).
+"""Divide a sample into steps, for process rewards.
 
-Every stretch of sampled tokens is a step, or with a separator text several: one for each piece of its text between separators that is
-not blank, the same that `[piece for piece in text.split(separator) if piece.strip()]` gives.
+Each run of sampled tokens is one step. With a separator text, each non-blank piece of the run's text is one step, as in
+`[piece for piece in text.split(separator) if piece.strip()]`.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ Decode = Callable[[Sequence[int]], str]
 
 
 def ends(tokens: Sequence[int], sampled: Sequence[bool], separator: str | None, decode: Decode) -> tuple[int, ...]:
-    """Index of the last token of each step, ascending.
+    """Return the index of the last token of each step, ascending.
 
-    Where a separator ends inside a token, that token is the step's last, with whatever it holds of the next. Blank pieces belong to the
-    step after them, and at the end of a stretch to the one before, so that the token that ends a response is always a step's last.
+    If a separator ends inside a token, that token ends the step, even if it also holds text of the next step. A blank piece belongs to the
+    following step, or at the end of a run to the preceding step, so the last token of a response always ends a step.
 
     Args:
-        separator: None: a stretch is one step.
-        decode: text of token ids; that of a part must be a part of the text.
+        separator: None: each run is one step.
+        decode: converts token ids to text; the text of a part of the tokens must be a part of the whole text.
     """
     found: list[int] = []
     place = 0
@@ -36,14 +36,14 @@ def ends(tokens: Sequence[int], sampled: Sequence[bool], separator: str | None, 
 
 
 def placed(scores: Sequence[float], at: Sequence[int], size: int) -> np.ndarray:
-    """float32[size] with `scores` at the indices `at`, NaN elsewhere (`Trajectory.rewards`)."""
+    """Return float32[size] with `scores` at the indices `at`, NaN elsewhere (`Trajectory.rewards`)."""
     rewards = np.full(size, np.nan, np.float32)
     rewards[list(at)] = scores
     return rewards
 
 
 def _ends(tokens: Sequence[int], separator: str, decode: Decode) -> list[int]:
-    """Of one stretch; not empty."""
+    """Return the step ends of one run of sampled tokens, which is not empty."""
     found: list[int] = []
     start, text = 0, ""
     while start < len(tokens):
@@ -63,7 +63,7 @@ def _blank(text: str, separator: str) -> bool:
 
 
 def _completed(tokens: Sequence[int], start: int, separator: str, decode: Decode) -> int:
-    """The smallest `end` for which tokens[start:end] hold a separator, or the number of tokens. O(n log n) in end - start."""
+    """Return the smallest `end` for which tokens[start:end] contain a separator, else len(tokens). O(n log n) in end - start."""
     window = 8
     while separator not in decode(tokens[start : start + window]):
         if start + window >= len(tokens):

@@ -1,7 +1,7 @@
-"""A teacher: a second SGLang server that says how likely it finds every token the policy has sampled.
+"""A teacher: a second SGLang server that returns its log-probability of every token the policy sampled.
 
-It is asked to read the conversation and to say nothing (POST /generate with `max_new_tokens` 0, `logprob_start_len` 0). SGLang's
-log-probabilities of a prompt are those of the plain softmax whatever the temperature (`temp_scaled_logprobs`, schedule_batch.py).
+A request prefills the conversation and generates nothing (POST /generate with `max_new_tokens` 0, `logprob_start_len` 0). SGLang computes
+the log-probabilities of a prompt from the plain softmax, whatever the temperature (`temp_scaled_logprobs`, schedule_batch.py).
 The teacher must have the policy's tokenizer.
 """
 
@@ -33,7 +33,7 @@ class TeacherJudge:
     """See `Judge`.
 
     Args:
-        url: "http://host:port" of the server.
+        url: the server's address, "http://host:port".
     """
 
     width: int | None = None
@@ -57,16 +57,16 @@ class TeacherJudge:
 
 
 def read(body: object, sample: Sample) -> Score:
-    """The server's answer as a score without a reward.
+    """Convert the server's answer to a score without a reward.
 
     Raises:
-        TrajectoryRejected: "scorer_garbage": it is no answer to this conversation; "scorer_nan": a log-probability is not finite.
+        TrajectoryRejected: "scorer_garbage": the answer does not fit this conversation; "scorer_nan": a log-probability is not finite.
     """
     try:
         entries = msgspec.json.decode(cast(bytes, body), type=_Read).meta_info.input_token_logprobs
     except (msgspec.DecodeError, RecursionError) as error:
         raise TrajectoryRejected(GARBAGE, f"the teacher's answer: {error}") from error
-    # SGLang shows the last id of its vocabulary as 0 (`_process_input_token_logprobs`, logprob_result_processor.py).
+    # SGLang reports the last id of its vocabulary as 0 (`_process_input_token_logprobs`, logprob_result_processor.py).
     shown = tuple(token or sent for (_, token, _), sent in zip(entries, sample.tokens, strict=False))
     if len(entries) != len(sample.tokens) or shown != sample.tokens:
         raise TrajectoryRejected(GARBAGE, f"the teacher's log-probabilities are not those of the {len(sample.tokens)} tokens it was sent")

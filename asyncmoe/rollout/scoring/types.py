@@ -1,4 +1,4 @@
-"""What is scored, what a score is, and the reasons for which there may be none."""
+"""Samples, scores, and the reasons for a missing score."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ ERROR, NAN, TIMEOUT = "scorer_error", "scorer_nan", "scorer_timeout"
 GARBAGE, UNAVAILABLE = "scorer_garbage", "scorer_unavailable"
 
 PASSING = frozenset({ERROR, TIMEOUT, UNAVAILABLE})
-"""Failures that another call may not meet. The same sample would be answered with the same garbage again."""
+"""Transient failures, worth a retry. Garbage is not transient: a retry of the same sample would return it again."""
 OUT_OF_ORDER = frozenset({TIMEOUT, UNAVAILABLE})
-"""Failures that say something about whoever scores, not about the sample."""
+"""Failures of the scoring service, not of the sample; they count for the circuit breaker."""
 
 
 @dataclass(frozen=True)
@@ -21,11 +21,11 @@ class Sample:
     """One agent's part in an episode; T tokens.
 
     Attributes:
-        prompt, answer: the question and the reference of the task.
+        prompt, answer: the task's question and reference answer.
         response: text of the last turn.
-        tokens: the whole conversation, given and sampled.
-        sampled: for each of them whether the policy sampled it.
-        agent: its name in the environment.
+        tokens: all tokens of the conversation, sampled or not.
+        sampled: for each token, whether the policy sampled it.
+        agent: the agent's name in the environment.
     """
 
     prompt: str
@@ -38,12 +38,12 @@ class Sample:
 
 @dataclass(frozen=True, eq=False)
 class Score:
-    """What a sample is worth.
+    """The score of a sample.
 
     Attributes:
-        reward: of the whole sample; finite.
+        reward: reward of the whole sample; finite.
         rewards: float32[T]; the score of each step at its last token, NaN elsewhere. None: steps were not scored.
-        teacher: float32[T]; the teacher's log-probability, in nats, of each sampled token, 0 elsewhere. None: there is no teacher.
+        teacher: float32[T]; the teacher's log-probability, in nats, of each sampled token, 0 elsewhere. None: no teacher.
     """
 
     reward: float
@@ -55,23 +55,23 @@ class Scorer(Protocol):
     """Turns a sample into a score."""
 
     async def score(self, sample: Sample) -> Score:
-        """What it is worth.
+        """Return the score of `sample`.
 
         Raises:
-            TrajectoryRejected: "scorer_error": it raised; "scorer_nan": it is not finite; "scorer_timeout": it took too long, waiting for
-                its turn included; "scorer_garbage": it answered with what is no score; "scorer_unavailable": it cannot be reached.
+            TrajectoryRejected: "scorer_error": the scorer raised; "scorer_nan": a score is not finite; "scorer_timeout": scoring took too
+                long, queueing included; "scorer_garbage": the answer is invalid; "scorer_unavailable": the scorer cannot be reached.
         """
         ...
 
     async def close(self) -> None:
-        """End what it started."""
+        """Release connections, processes and the user's object."""
         ...
 
 
 @runtime_checkable
 class Teaches(Protocol):
-    """A scorer with a teacher, which is asked also where the environment has the reward."""
+    """A scorer with a teacher. The teacher is called even if the environment supplies the reward."""
 
     async def teach(self, sample: Sample) -> np.ndarray | None:
-        """`Score.teacher` alone. Raises as `Scorer.score`."""
+        """Return only `Score.teacher`. Raises as `Scorer.score`."""
         ...

@@ -1,8 +1,9 @@
-"""A process that scores: a JSON line in, a JSON line out. `python -m asyncmoe.rollout.scoring.worker`.
+"""A scoring process: one JSON line in, one JSON line out. `python -m asyncmoe.rollout.scoring.worker`.
 
-First line in: {"target": "package.module:name", "options": {...}}; then samples. First line out, once the target is there:
-{"ready": true} or {"unusable": text}; then {"value": ...}, as `asyncmoe.rollout.scoring.parse_score.plain` gives it, or {"failed": reason,
-"detail": text}. What the target prints goes to standard error. When standard input ends an object is closed.
+First input line: {"target": "package.module:name", "options": {...}}; then one sample per line. First output line, once the target is
+loaded: {"ready": true} or {"unusable": text}; then, per sample, {"value": ...} with the result of
+`asyncmoe.rollout.scoring.parse_score.plain`, or {"failed": reason, "detail": text}. The target's prints go to standard error. When standard
+input ends, the worker closes the target's object.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from asyncmoe.rollout.scoring.types import ERROR, Sample
 
 
 def main() -> None:
-    """Answer until standard input ends."""
+    """Score samples until standard input ends."""
     die_with_parent()
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
@@ -44,7 +45,7 @@ def _answer(ask: Callable[[Sample], object], sample: Sample) -> dict[str, object
         return {"value": plain(ask(sample))}
     except TrajectoryRejected as rejected:
         return {"failed": rejected.reason, "detail": str(rejected).removeprefix(f"{rejected.reason}: ")[:SHOWN]}
-    except Exception as error:  # noqa: BLE001  whatever a user's code raises is told to the controller
+    except Exception as error:  # noqa: BLE001  the controller receives every error of user code
         return {"failed": reason_of(error, ERROR), "detail": said(error)}
 
 

@@ -1,6 +1,6 @@
-"""A plain function or class of the user's, in worker processes, because it may hang or hold the interpreter.
+"""A user's plain function or class in worker processes, because it may hang or hold the interpreter lock.
 
-math_verify also needs a process of its own: it works on a main thread only.
+math_verify also needs its own process: it works only on a main thread.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ from asyncmoe.rollout.scoring.types import ERROR, GARBAGE, TIMEOUT, Sample
 _START_S = 60.0
 _CLOSE_S = 5.0
 _LINE_BYTES = 1 << 20
-"""The longest answer."""
+"""Maximum length of an answer."""
 
 
 class InWorkers:
-    """See `Judge`. A process that takes too long is killed and replaced; one is started when it is first needed.
+    """See `Judge`. Starts each process when first needed; kills and replaces a process that times out.
 
     Args:
         target: "package.module:name", imported in each process.
-        options: a class is made with them, in each process.
+        options: keyword arguments of a class, which each process instantiates.
         conversation: whether the target needs a sample's tokens.
-        timeout_s: of one call; the start of a process is not counted.
-        width: how many processes.
+        timeout_s: limit for one call, process startup excluded.
+        width: number of processes.
     """
 
     def __init__(self, target: str, options: Mapping[str, object], conversation: bool, timeout_s: float, width: int) -> None:
         self.width: int | None = width
         self._conversation, self._timeout_s = conversation, timeout_s
         self._workers = [_Worker(target, options) for _ in range(width)]
-        # Last in, first out: a light load stays with one process.
+        # Last in, first out: a light load uses only one process.
         self._idle: asyncio.LifoQueue[_Worker] = asyncio.LifoQueue()
         for worker in self._workers:
             self._idle.put_nowait(worker)
@@ -46,13 +46,13 @@ class InWorkers:
         """See `Judge`.
 
         Raises:
-            AsyncmoeError: the process cannot be started.
+            AsyncmoeError: the process does not start.
         """
         worker = await self._idle.get()
         asking = asyncio.create_task(self._ask(worker, self._line(sample)))
         self._asking.add(asking)
         asking.add_done_callback(self._answered)
-        # Whoever asked may lose interest; the process is better left to finish than started anew.
+        # If the caller is cancelled, letting the process finish is cheaper than restarting it.
         return await asyncio.shield(asking)
 
     async def close(self) -> None:
@@ -77,29 +77,29 @@ class InWorkers:
     def _answered(self, asking: asyncio.Task[object]) -> None:
         self._asking.discard(asking)
         if not asking.cancelled():
-            # Nobody may be left to hear it.
+            # Mark the exception as retrieved: a cancelled caller no longer does.
             asking.exception()
 
 
 class _Worker:
-    """One process of `asyncmoe.rollout.scoring.worker`."""
+    """One process that runs `asyncmoe.rollout.scoring.worker`."""
 
     def __init__(self, target: str, options: Mapping[str, object]) -> None:
         self._target, self._options = target, options
         self._process: asyncio.subprocess.Process | None = None
 
     async def ask(self, line: str, timeout_s: float) -> object:
-        """What it answered to a sample.
+        """Send a sample and return the answer.
 
         Raises:
-            TrajectoryRejected: the target raised, answered with what is no score, took longer than `timeout_s`, or ended its process.
+            TrajectoryRejected: the target raised, returned an invalid score, took longer than `timeout_s`, or ended its process.
         """
         try:
             if self._process is None:
                 self._process = await self._start()
             answer = await self._exchange(self._process, line, timeout_s)
         except BaseException:
-            # Its next answer would be taken for that of another question.
+            # A late answer would be taken for the answer to the next sample.
             await self.end()
             raise
         if "failed" in answer:
@@ -107,7 +107,7 @@ class _Worker:
         return answer["value"]
 
     async def close(self) -> None:
-        """Let the process close what it has made, then end it."""
+        """Let the process close the target's object, then kill it."""
         process = self._process
         if process is not None and process.stdin is not None:
             process.stdin.close()

@@ -1,6 +1,6 @@
-"""What is asked: prompts by group number, and demonstrations for the warm-up.
+"""Tasks: prompts by group number, and demonstrations for the warm-up.
 
-A task is a function of the seed and the number alone, so a run that resumes asks what it would have asked.
+A task depends only on the seed and the number, so a resumed run asks the same questions as an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from asyncmoe.rollout.tokenizer import Tokenizer
 
 @dataclass(frozen=True)
 class Prompt:
-    """One question. `tokens` is what the engine gets, `text` what a scorer sees, `answer` the reference."""
+    """One question. The engine receives `tokens`, the scorer `text`; `answer` is the reference."""
 
     text: str
     tokens: tuple[int, ...]
@@ -23,34 +23,34 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Demonstration:
-    """A solved question. `loss_mask` is True for the tokens of the solution, the end-of-sequence token included."""
+    """A solved question. `loss_mask` is True for the tokens of the solution, including the end-of-sequence token."""
 
     tokens: tuple[int, ...]
     loss_mask: tuple[bool, ...]
 
 
 class Task(Protocol):
-    """A source of questions without end."""
+    """An endless source of questions."""
 
     def prompt(self, group: int, stream: str = "prompt") -> Prompt:
-        """The question that all members of group `group` answer; other streams ask other questions under the same numbers."""
+        """Return the question of all members of group `group`. Each stream has its own questions for the same numbers."""
         ...
 
     def demonstration(self, index: int) -> Demonstration:
-        """The `index`-th solved question."""
+        """Return the `index`-th solved question."""
         ...
 
 
 def demonstrate(prompt: tuple[int, ...], solution: tuple[int, ...]) -> Demonstration:
-    """A prompt followed by its solution."""
+    """Join a prompt and its solution."""
     return Demonstration(prompt + solution, (False,) * len(prompt) + (True,) * len(solution))
 
 
 def load(config: Config, tokenizer: Tokenizer) -> Task:
-    """The task a configuration names.
+    """Build the task that the configuration names.
 
     Raises:
-        DataError: its data cannot be used.
+        DataError: the task's file is unusable.
     """
     from asyncmoe.rollout.tasks.arithmetic import Arithmetic
     from asyncmoe.rollout.tasks.jsonl import JsonlTask
@@ -63,10 +63,10 @@ def load(config: Config, tokenizer: Tokenizer) -> Task:
 
 
 def load_evaluation(config: Config, tokenizer: Tokenizer, task: Task) -> Task:
-    """What evaluation asks: `evaluation.path`, or the task itself.
+    """Build the evaluation task from `evaluation.path`; without a path, return `task`.
 
     Raises:
-        DataError: the file cannot be used.
+        DataError: the file is unusable.
     """
     from asyncmoe.rollout.tasks.jsonl import JsonlTask
 

@@ -1,4 +1,4 @@
-"""Sums, differences and products: "12+7=" is answered by "19"."""
+"""Sums, differences and products: the answer to "12+7=" is "19"."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _OPERATIONS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
 
 
 class Arithmetic:
-    """Two operands, each uniform over the numbers of at most `difficulty` decimal digits, and one of `operations`.
+    """Two operands, each uniform over the numbers with at most `difficulty` decimal digits, and one of `operations`.
 
     Args:
-        wrong_share: share of demonstrations, 0 to 1, whose answer is off by 1 to 9 in its absolute value's last digit.
+        wrong_share: fraction of demonstrations, 0 to 1, with a wrong last digit in the answer.
     """
 
     def __init__(self, tokenizer: Tokenizer, operations: Sequence[str], difficulty: int, seed: int, wrong_share: float = 0.0) -> None:
@@ -24,12 +24,12 @@ class Arithmetic:
         self._seed, self._wrong_share = seed, wrong_share
 
     def prompt(self, group: int, stream: str = "prompt") -> Prompt:
-        """The question of group `group`."""
+        """Return the question of group `group`."""
         question, answer = self._draw(Random(f"{self._seed} {stream} {group}"))
         return Prompt(question, self._tokenizer.encode(question), str(answer))
 
     def demonstration(self, index: int) -> Demonstration:
-        """A question and its answer, drawn apart from the prompts."""
+        """Return a question and its answer, drawn independently of the prompts."""
         random = Random(f"{self._seed} demonstration {index}")
         question, answer = self._draw(random)
         if random.random() < self._wrong_share:
@@ -44,7 +44,7 @@ class Arithmetic:
 
 
 def _miss(answer: int, random: Random) -> int:
-    """Another number that differs in the last digit only."""
+    """Return a number that differs from `answer` only in the last digit."""
     size = abs(answer)
     missed = size - size % 10 + (size % 10 + random.randrange(1, 10)) % 10
     return -missed if answer < 0 and missed else missed

@@ -1,4 +1,4 @@
-"""Questions from a file in GSM8K's format: one {"question": ..., "answer": "reasoning #### 42"} a line."""
+"""Questions from a file in GSM8K's format: one {"question": ..., "answer": "reasoning #### 42"} per line."""
 
 from __future__ import annotations
 
@@ -12,45 +12,45 @@ from asyncmoe.rollout.tasks import Demonstration, Prompt, demonstrate
 from asyncmoe.rollout.tokenizer import Tokenizer
 
 MARK = "####"
-"""What separates the reasoning from the reference answer."""
+"""Separates the reasoning from the reference answer."""
 
 
 @dataclass(frozen=True)
 class JsonLine:
-    """A line of the file."""
+    """One line of the file."""
 
     question: str
     solution: str
-    """All of "answer": the reasoning and the reference."""
+    """The whole "answer": reasoning and reference."""
     reference: str
-    """What follows the last `MARK`, or all of "answer" without one; thousands separators removed as GSM8K's own scorer does."""
+    """The text after the last `MARK`, or the whole "answer" without a mark; thousands separators removed, as in GSM8K's own scorer."""
 
 
 class JsonlTask:
-    """Every line once, in an order drawn from the seed, then all again in another.
+    """The lines of a file; each epoch visits every line once, in its own order drawn from the seed.
 
     Args:
-        chat_template: put the question through the tokenizer's chat template; otherwise it is followed by a line break.
-        key: of the configuration, that names the file.
+        chat_template: apply the tokenizer's chat template to the question; otherwise append a line break.
+        key: configuration key that names the file.
 
     Raises:
-        DataError: a line that is not as said above; names file and line.
+        DataError: see `read`; or the tokenizer has no chat template.
     """
 
     def __init__(self, tokenizer: Tokenizer, path: Path, chat_template: bool, seed: int, key: str = "task.path") -> None:
         self._tokenizer, self._chat, self._seed = tokenizer, chat_template, seed
         self._rows = read(path, key)
         self._orders: dict[str, tuple[int, list[int]]] = {}
-        # A tokenizer that cannot do it is found out now, not in the middle of the run.
+        # Fail now, not mid-run, if the tokenizer has no chat template.
         self._tokens(self._rows[0].question)
 
     def prompt(self, group: int, stream: str = "prompt") -> Prompt:
-        """The question of group `group`."""
+        """Return the question of group `group`."""
         row = self._row(stream, group)
         return Prompt(row.question, self._tokens(row.question), row.reference)
 
     def demonstration(self, index: int) -> Demonstration:
-        """A question and its whole solution."""
+        """Return a question and its whole solution."""
         row = self._row("demonstration", index)
         solution = (*self._tokenizer.encode(row.solution), self._tokenizer.eos)
         return demonstrate(self._tokens(row.question), solution)
@@ -68,13 +68,13 @@ class JsonlTask:
 
 
 def read(path: Path, key: str = "task.path") -> list[JsonLine]:
-    """All lines of a file; empty ones are passed over.
+    """Read all lines of a file; blank lines are skipped.
 
     Raises:
-        DataError: no such file, no lines, or a line that is not {"question": text, "answer": text}.
+        DataError: no such file, no lines, or a line that is not {"question": text, "answer": text}; names file and line.
     """
     try:
-        # Not splitlines: a JSON text may hold other line separators than this one.
+        # Not splitlines: JSON text may contain other line separators than "\n".
         lines = path.read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"{key} {path}", got=str(error), expected="a JSONL file in UTF-8") from error

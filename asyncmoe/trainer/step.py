@@ -115,7 +115,7 @@ def train_step(
 
 
 def _update(model: Model, optimizer: MegatronOptimizer, scale: float) -> float:
-    """Update the parameters with the gradients times `scale`; return the norm of these scaled gradients."""
+    """Update the parameters with the gradients times `scale`; return the norm of the scaled gradients before clipping."""
     if scale != 1.0:
         for chunk in model.ddp:
             chunk.scale_gradients(scale)

@@ -1,4 +1,4 @@
-"""Hooks in Megatron's layers: they compute pairs from the input of a linear layer and add them to its output.
+"""Hooks in Megatron's layers that feed a linear layer's input to its pairs and add their output to the layer's output.
 
 Layers are recognised by class: Megatron's own, and its wrappers of Transformer Engine's, which are divided over ranks in the same way.
 """
@@ -108,7 +108,8 @@ def _hook_each_expert(experts: Any, name: str, pairs: ExpertPairs, adapters: Ada
 
 
 def _input_of(linear: Any, name: str) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return the map from the layer's input to its weight's operand; both [S, B, H], a rank's own rows under sequence parallelism."""
+    """Return the function from the layer's input to the operand of its weight; both [S, B, H], a rank's own rows under sequence
+    parallelism."""
     classes = {one.__name__ for one in type(linear).__mro__}
     if classes & _NORMED:
         return lambda x: F.rms_norm(x, (x.shape[-1],), linear.layer_norm_weight, linear.eps)

@@ -96,7 +96,7 @@ class Pairs(torch.nn.Module):
         raise NotImplementedError
 
     def _delta(self, a: torch.Tensor, b: Sequence[torch.Tensor]) -> torch.Tensor:
-        """a: [ranks of all projections, concatenated; in]."""
+        """a: [sum of the projections' ranks, in], one projection after another."""
         parts = dict(zip(self.projections, torch.split(a, [half.shape[-1] for half in b]), strict=True))
         with_b = dict(zip(self.projections, b, strict=True))
         columns = [
@@ -106,7 +106,7 @@ class Pairs(torch.nn.Module):
         return self.scale * self.fused.join(columns).t()
 
     def _sum(self, output: torch.Tensor, hidden: torch.Tensor, b: Sequence[torch.Tensor], times: Times = _times) -> torch.Tensor:
-        """hidden: [..., ranks of all projections, concatenated]."""
+        """hidden: [..., sum of the projections' ranks], one projection after another."""
         made = dict(zip(self.projections, torch.split(hidden, [half.shape[-1] for half in b], dim=-1), strict=True))
         with_b = dict(zip(self.projections, b, strict=True))
         parts = [
@@ -134,7 +134,7 @@ class DensePairs(Pairs):
         hidden = self.scale * (self._dropped(x, get_cuda_rng_tracker().fork) @ torch.cat(self._of("a")).t())
         group: dist.ProcessGroup = groups.get_tensor_model_parallel_group()
         if group.size() > 1 and axes != {None}:
-            # Ranks exchange only `rank` columns, not the columns of the layer.
+            # Only the adapter's `rank` columns travel between the ranks, not the layer's columns.
             move = reduce_scatter_to_sequence_parallel_region if 1 in axes else gather_from_sequence_parallel_region
             hidden = move(hidden, group=group)
         return self._sum(output, hidden, self._of("b"))
@@ -176,7 +176,7 @@ class ExpertPair:
     """The pair of one expert.
 
     Attributes:
-        a: [ranks of all projections, concatenated; in].
+        a: [sum of the projections' ranks, in], one projection after another.
         b: [out, rank] of each projection.
     """
 

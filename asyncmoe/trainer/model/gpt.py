@@ -107,8 +107,8 @@ def build(hf: Mapping[str, Any], config: Config, mesh: Mesh) -> Model:
 
 
 def gather_weights(model: Model) -> None:
-    """Gather all new weights now, for readers before the next forward pass, whose layers otherwise gather them under
-    `overlap_param_gather`. Collective over all ranks."""
+    """Gather all new weights now. With `overlap_param_gather` the layers of the next forward pass would gather them, too late for earlier
+    readers. Collective over all ranks."""
     if model.switches.overlap_param_gather:
         for chunk in model.ddp:
             chunk.start_param_sync(force_sync=True)
@@ -136,7 +136,7 @@ def _selection_biases(chunk: torch.nn.Module) -> Iterator[tuple[str, torch.Tenso
 
 
 def load_hf(model: Model, path: Path) -> None:
-    """Fill this rank's weights from a Hugging Face checkpoint, one parameter at a time, reading only the tensors it consists of.
+    """Fill this rank's weights from a Hugging Face checkpoint, one parameter at a time, reading only the tensors that belong to it.
 
     Raises:
         DataError: a tensor is missing or has another shape, or a file cannot be read.

@@ -18,7 +18,7 @@ SINGLE = "model.safetensors"
 
 
 class HFCheckpoint:
-    """Tensors by name, from one `model.safetensors` or from the shards listed in an index. Files are memory-mapped and opened on first use.
+    """Tensors by name, from one `model.safetensors` or the shards listed in its index. Files are memory-mapped and opened on first use.
 
     Raises:
         DataError: neither exists, or the index is broken.

@@ -27,7 +27,7 @@ def target_logprobs(
 
         z[target] - logsumexp of z over S
 
-    ("Keep Sampling Mask", DeepSeek-V3.2, arXiv 2512.02556 section 3.1). The entropy is computed over all ids.
+    ("Keep Sampling Mask", DeepSeek-V3.2, arXiv 2512.02556 section 3.1). The entropy is that of the softmax over all ids.
 
     Args:
         logits: [T, V / tp]; this rank's slice of the vocabulary, rank r of `group` holding [r * V/tp, (r + 1) * V/tp). Not modified.

@@ -10,8 +10,8 @@ import torch
 class RMSNorm(torch.nn.RMSNorm):
     """torch's RMSNorm under sequence parallelism.
 
-    Megatron's wrapper of torch's RMSNorm refuses sequence parallelism (`transformer/torch_norm.py`). Setting the flag is enough: each
-    tensor-parallel rank sees its own rows, and `finalize_model_grads` sums the gradients of weights with the `sequence_parallel` flag.
+    Megatron's wrapper of torch's RMSNorm refuses sequence parallelism (`transformer/torch_norm.py`), which needs only the
+    `sequence_parallel` flag: each tensor-parallel rank sees its own rows, and `finalize_model_grads` sums the gradients of flagged weights.
     """
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: object) -> None:

@@ -21,7 +21,7 @@ ENGINE = (2, 1)
 _ROUTER = (2, 7)
 _GROUPED_CAPABILITIES = (9, 10)
 _ALIGNMENT = 16
-"""Row size, in bytes, that matrices in torch's grouped matmul must be multiples of."""
+"""torch's grouped matmul needs matrices whose row size is a multiple of this many bytes."""
 
 Experts = Literal["transformer_engine", "torch", "sequential"]
 """The implementation of the experts: one kernel for all experts of a rank ("transformer_engine", "torch"), or one expert after another."""
@@ -208,8 +208,8 @@ def _lacks_rope(run: RunFeatures) -> str:
 
 
 def _lacks_gather(run: RunFeatures, experts: Experts) -> str:
-    """Megatron waits for weights when their layer is called. Adapters are called by hooks instead, and torch's grouped experts are
-    multiplied all at once, so neither waits."""
+    """Return why `overlap_param_gather` is impossible, or "". Megatron waits for weights when their layer is called, but adapters are
+    called by hooks, and torch multiplies all experts at once without calling them."""
     if not run.distributed:
         return "the optimizer's state is not sharded"
     if run.lora:

@@ -119,7 +119,7 @@ def metrics(sums: Mapping[str, Any]) -> dict[str, Any]:
         ratio_mean, ratio_quantiles: of w = pi / pi_engine, log w within [-20, 20]; quantiles by share, with the precision of `histogram`.
         ess: effective sample size as a share, (sum w)^2 / (n sum w^2): 1 on policy, 1 / n if a single token has all the weight.
         kl: KL(engine || trainer), the k3 estimate, never negative; kl_direct: mean of log pi_engine - log pi, unbiased but noisy.
-        kl_reference: KL(trainer || reference), k3 estimate, exact only for tokens sampled by the trainer's policy; None without reference.
+        kl_reference: KL(trainer || reference), k3 estimate, valid only for tokens sampled by the trainer's policy; None without reference.
         logprob_diff_mean: mean |trainer - engine|; logprob_diff_mean_same_version, logprob_diff_max_same_version: mean and maximum over
             tokens of trajectories sampled entirely by the weights being trained; None without such tokens.
         ages: sampled tokens by age, i.e. the trainer's version minus the token's; ages above 63 count as 64.

@@ -18,7 +18,7 @@ def step_scales(
 
     Merges the statistics of each response (the pairwise update of Chan, Golub and LeVeque 1979, for any number of parts), so a rank needs
     no other rank's steps. Equal rewards, which arrive as float32, have exactly their value as mean and exactly 0 as deviation, because
-    float64 holds the sums exactly.
+    float64 holds sums of this many float32 values exactly.
 
     Args:
         counts, means, squares: n; number of steps of each response, their mean reward, and the sum of squared distances from the mean.

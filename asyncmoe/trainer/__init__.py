@@ -1,1 +1,1 @@
-"""The trainer: one process a rank, started by torchrun. Megatron-core underneath."""
+"""The trainer: one process per rank, started by torchrun, built on Megatron-core."""

@@ -15,14 +15,14 @@ from asyncmoe.trainer.model import connections
 
 
 def main() -> None:
-    """Train; an error meant for the user is one line."""
+    """Train; print user-facing errors as one line."""
     die_with_parent()
     rank = os.environ.get("RANK", "0")
     logging.basicConfig(format=f"%(asctime)s rank {rank} %(name)s: %(message)s", level=logging.INFO)
     try:
         with named(f"trainer.{rank}"):
             config = configuration.load(Path(sys.argv[1]), sys.argv[2:])
-            connections.in_order(config.trainer, os.environ)  # before `prepare`, which asks CUDA for devices
+            connections.in_order(config.trainer, os.environ)  # before `prepare`, which queries CUDA devices
             megatron.prepare()
             from asyncmoe.trainer import loop  # Megatron must not be imported before the platform is prepared
 
@@ -30,14 +30,14 @@ def main() -> None:
     except AsyncmoeError as error:
         say(error)
         _leave(error.exit_code)
-    except Exception:  # noqa: BLE001  nothing is swallowed: it is printed and the process ends
-        with suppress(OSError):  # a log on a full disk
+    except Exception:  # noqa: BLE001  not swallowed: the error is printed and ends the process
+        with suppress(OSError):  # the disk of the log may be full
             traceback.print_exc()
         _leave(1)
 
 
 def _leave(status: int) -> None:
-    """End at once: other ranks may wait in a collective for this one, and threads of ours for an answer. torchrun ends the others."""
+    """Exit at once: other ranks may wait for this rank in a collective, and our own threads for a reply. torchrun ends the other ranks."""
     with suppress(OSError):
         sys.stderr.flush()
     os._exit(status)

@@ -1,4 +1,4 @@
-"""What is done with a leased batch: log-probabilities as far as the objective wants them, the checks that are switched on, its updates."""
+"""Training on a leased batch: the log-probabilities the objective needs, the enabled checks, and the optimizer updates."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ log = logging.getLogger(__name__)
 
 
 class Learner:
-    """Trains on batches; the same calls on every rank.
+    """Trains on batches. Every rank makes the same calls.
 
     Args:
         client: fetches trajectories.
-        replay: where routing is kept.
+        replay: replays recorded experts; None if routing is not kept.
 
     Raises:
         DataError: the reference policy's checkpoint cannot be read.
@@ -53,14 +53,14 @@ class Learner:
         self._reference = reference(model, config.model.path) if config.objective.kl.coefficient else None
 
     def learn(self, leased: Leased, phase: Phase, step: int, before_update: Callable[[], None]) -> list[StepMetrics]:
-        """The updates made of a batch.
+        """Train on a batch and return the metrics of each update.
 
         Args:
-            step: the trainer's, and its version.
+            step: the trainer's step, which is also its weight version.
             before_update: as for `train_step`.
 
         Raises:
-            Disagreement: engine and trainer are further apart than `verify` allows; nothing was trained.
+            Disagreement: engine and trainer differ by more than `verify` allows; nothing was trained.
         """
         updates = batch_client.plan_updates(leased.items, phase, self._config, self._mesh)
         wanted = sorted({i for update in updates for i in batch_client.mine(update, self._mesh)})
@@ -112,7 +112,10 @@ class Learner:
         trajectories: Mapping[int, Trajectory],
         step: int,
     ) -> tuple[LogProbs | None, LogProbs | None]:
-        """Under the trainer before the batch's first update, and under the reference policy; None where the objective needs none."""
+        """Return log-probabilities under the trainer before the batch's first update, and under the reference policy.
+
+        Either is None if the objective does not need it.
+        """
         config = self._config
         every = config.verify.logprobs_every
         verify = every > 0 and (step - config.warmup.steps) % every == 0
@@ -125,7 +128,7 @@ class Learner:
                 found = logprobs_only(self._model, made, lengths, config.rollout.temperature, self._replay)
                 before |= {update.members[i]: values for i, values in found.items()}
             if self._reference is not None:
-                # The reference is a policy of its own: it routes by itself and may say anything.
+                # The reference is a separate policy: it chooses its own experts, and recorded supports do not restrict it.
                 bare = [replace(batch, experts=None, support=None) for batch in made]
                 with self._reference.in_place():
                     found = logprobs_only(self._model, bare, lengths, config.rollout.temperature, self._replay)

@@ -1,5 +1,5 @@
-"""`torchrun ... -m asyncmoe.trainer.export CONFIG OUT [FORM]`: the newest checkpoint of a run as a Hugging Face checkpoint, adapters merged
-into the weights; or in another form, see `export`."""
+"""`torchrun ... -m asyncmoe.trainer.export CONFIG OUT [FORM]`: export the newest checkpoint of a run as a Hugging Face checkpoint with
+adapters merged into the weights, or in another form (see `export`)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from asyncmoe.platform import megatron
 
 megatron.prepare()
 
-from safetensors.torch import save_file  # noqa: E402  the platform comes before everything that may import Megatron
+from safetensors.torch import save_file  # noqa: E402  prepare the platform before anything imports Megatron
 
 from asyncmoe import checkpoints, models, storage  # noqa: E402
 from asyncmoe import config as configuration  # noqa: E402
@@ -38,16 +38,16 @@ _WEIGHTS = {".safetensors", ".bin", ".pt", ".index.json"}
 
 
 def export(config: Config, out: Path, form: str = "weights") -> None:
-    """Gather the newest checkpoint and write it; collective over torchrun's ranks. `out` is complete or does not exist.
+    """Gather the newest checkpoint and write it. Collective over torchrun's ranks. `out` is complete or does not exist.
 
     Args:
-        form: "weights" in the trainer's dtype; of a run that trains one, the "adapter" alone; of a model that was published in float8,
-            its weights in "float8".
+        form: "weights": in the trainer's dtype; "adapter": the adapter alone, if the run trains one; "float8": weights in float8, if the
+            model was published in float8.
 
     Raises:
         DataError: the run has no complete checkpoint.
-        UserError: an adapter that PEFT has no form for.
-        StorageError: it could not be written.
+        UserError: PEFT's format cannot express the adapter.
+        StorageError: the export could not be written.
     """
     newest = checkpoints.newest(config.run.dir)
     if newest is None:
@@ -77,10 +77,10 @@ def _unfinished(out: Path) -> Path:
 
 
 def write_adapter(built: Model, origin: Path, out: Path, timeout_s: float) -> None:
-    """Write the current adapter in PEFT's form; halves that experts share become each expert's own.
+    """Write the current adapter in PEFT's format; halves that experts share are repeated for each expert.
 
     Args:
-        origin: the model it belongs to.
+        origin: the base model of the adapter.
 
     Raises:
         UserError: see `asyncmoe.models.lora.peft.check_expressible`.
@@ -99,10 +99,10 @@ def write_adapter(built: Model, origin: Path, out: Path, timeout_s: float) -> No
 
 
 def write_hf(built: Model, origin: Path, out: Path, timeout_s: float, *, quantised: bool = False) -> None:
-    """Write the current weights as safetensors shards with an index, and everything but weights from `origin`.
+    """Write the current weights as safetensors shards with an index, and copy all other files from `origin`.
 
     Args:
-        quantised: of a checkpoint of float8, as that one has them.
+        quantised: quantise the weights as in the original float8 checkpoint.
     """
     writing = _unfinished(out)
     gatherer = Gatherer(built, _SHARD_BYTES, timeout_s, quantised=quantised)
@@ -115,7 +115,7 @@ def write_hf(built: Model, origin: Path, out: Path, timeout_s: float, *, quantis
         if flat is None:
             continue
         name = "model.safetensors" if count == 1 else f"model-{number:05d}-of-{count:05d}.safetensors"
-        # safetensors refuses tensors that share memory, as those of one bucket do.
+        # safetensors rejects tensors that share memory, as the tensors of a bucket do.
         save_file({key: tensor.clone() for key, tensor in tensors_in(bucket, flat.cpu()).items()}, writing / name, {"format": "pt"})
         index |= dict.fromkeys(bucket.names, name)
     if built.mesh.rank != 0:
@@ -132,7 +132,7 @@ def write_hf(built: Model, origin: Path, out: Path, timeout_s: float, *, quantis
 
 
 def main() -> None:
-    """The command; an error meant for the user is one line."""
+    """Run the command; print user-facing errors as one line."""
     die_with_parent()
     try:
         with named(f"export.{os.environ.get('RANK', '0')}"):

@@ -1,4 +1,4 @@
-"""Do engine and trainer give what was sampled the same probability, when both have the same weights?"""
+"""Log-probability mismatch between engine and trainer on sampled tokens when both have the same weights."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from asyncmoe.record import decode_routes
 from asyncmoe.trajectory import Trajectory
 
 _AROUND = 2
-"""Tokens shown on either side of one."""
+"""Tokens shown on either side of a mismatched token."""
 
 
 @dataclass(frozen=True)
 class Token:
-    """A sampled token that the two disagree on.
+    """A sampled token on which engine and trainer disagree.
 
     Attributes:
-        key: its trajectory.
-        place: in the trajectory.
-        around: (place, token, engine's log-probability, trainer's) of itself and the sampled tokens beside it.
-        routes: by layer, the experts its logits were computed with, those of the token before it; {} where none were recorded.
+        key: key of its trajectory.
+        place: position in the trajectory.
+        around: (place, token, engine's log-probability, trainer's log-probability) of this token and its sampled neighbours.
+        routes: by layer, the experts that computed its logits, i.e. the preceding token's experts; {} if none were recorded.
     """
 
     key: str
@@ -34,14 +34,14 @@ class Token:
 
 @dataclass(frozen=True)
 class Agreement:
-    """Over `tokens` sampled tokens; log-probabilities are in nats.
+    """Mismatch over `tokens` sampled tokens; log-probabilities are in nats.
 
     Attributes:
-        largest: |engine - trainer|; 0 where there is no token.
-        total: sum of it.
-        divergence: sum of e^d - 1 - d with d = trainer - engine: over tokens drawn from the engine, its mean estimates KL(engine ||
+        largest: largest |engine - trainer|; 0 without tokens.
+        total: sum of |engine - trainer|.
+        divergence: sum of e^d - 1 - d with d = trainer - engine; its mean over tokens drawn from the engine estimates KL(engine ||
             trainer) (Schulman's k3).
-        worst: those that differ most, the largest difference first.
+        worst: the tokens that differ most, largest difference first.
     """
 
     tokens: int
@@ -60,20 +60,20 @@ class Agreement:
 
 
 def compare(trajectories: Sequence[Trajectory], ours: Sequence[np.ndarray], version: int, show: int) -> Agreement:
-    """Over the trajectories that weights of `version` alone computed, keys and values included; only there equal weights mean equal
+    """Compare the trajectories that `version` alone computed, keys and values included; only for these do equal weights imply equal
     probabilities.
 
     Args:
-        ours: float32[T_i] of each; the trainer's, aligned with its tokens.
-        version: the trainer's.
-        show: how many tokens `worst` names.
+        ours: float32[T_i] for each trajectory; the trainer's log-probabilities, aligned with the tokens.
+        version: the trainer's weight version.
+        show: maximum number of tokens in `worst`.
     """
     parts = [_compare(t, values, show) for t, values in zip(trajectories, ours, strict=True) if t.is_pure and t.oldest_version == version]
     return merge(parts, show)
 
 
 def merge(parts: Sequence[Agreement], show: int) -> Agreement:
-    """One of several over different tokens."""
+    """Merge results over disjoint sets of tokens."""
     worst = sorted((token for part in parts for token in part.worst), key=lambda token: (-token.difference, token.key, token.place))
     return Agreement(
         sum(part.tokens for part in parts),
@@ -85,7 +85,7 @@ def merge(parts: Sequence[Agreement], show: int) -> Agreement:
 
 
 def describe(agreement: Agreement, version: int) -> list[str]:
-    """For the log."""
+    """Return the lines for the log."""
     a = agreement
     if not a.tokens:
         return [f"engine and trainer at version {version}: nothing to compare; no trajectory of the batch is of this version alone"]

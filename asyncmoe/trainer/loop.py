@@ -1,7 +1,7 @@
-"""The trainer's life: lease a batch, train on it, publish the new weights, and again.
+"""The training loop: lease a batch, train on it, publish the new weights, repeat.
 
-Step k leases the batch named k, trains with the weights of version k and makes version k + 1. Every rank asks for itself and gets
-the same answer, so the ranks need no collective to agree on what to do.
+Step k leases batch k, trains with the weights of version k and produces version k + 1. Every rank sends its own requests and gets the
+same answers, so the ranks need no collective to agree on the next action.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 _NOTICED_S = 0.001
-"""Shorter waits for weight sync are no spans of their own."""
+"""Shorter waits for weight sync get no span."""
 
 
 def run(config: Config) -> None:
-    """Train until all steps are done or the controller asks to stop; collective over torchrun's ranks."""
+    """Train until all steps are done or the controller asks to stop. Collective over torchrun's ranks."""
     place = mesh.start(config.trainer, config.run.seed)
     hf = models.load_hf_config(config.model.path)
     models.check(config, hf)
@@ -58,7 +58,7 @@ def run(config: Config) -> None:
     if place.rank == 0:
         for line in built.switches.lines:
             log.info("%s", line)
-    if newest is None or config.adapter is not None:  # whose checkpoints have the adapter alone
+    if newest is None or config.adapter is not None:  # adapter runs save no base weights
         gpt.load_hf(built, config.model.path)
     if newest is None and config.adapter is not None and config.adapter.start is not None:
         canonical.start_from(built, config.adapter.start, config.model.path)
@@ -71,7 +71,7 @@ def run(config: Config) -> None:
 
 
 class Trainer:
-    """One rank of the loop. Rank 0 also writes the records."""
+    """Runs the loop on one rank. Rank 0 also writes the records."""
 
     def __init__(
         self,
@@ -94,7 +94,7 @@ class Trainer:
         self._spans = Spans(config.run.dir / TRAINER_SPANS) if self._first else None
 
     def run(self) -> None:
-        """Until all steps are done or a lease says stop."""
+        """Train until all steps are done or a lease asks to stop."""
         config = self._config
         ours = facts(f"trainer.{self._mesh.rank}")
         self._client.ask(Hello(self._mesh.rank, self._mesh.world, config.digest, self._step, ours), ANSWER_S)
@@ -119,7 +119,7 @@ class Trainer:
         return "warmup" if self._step < self._config.warmup.steps else "rl"
 
     def _advance(self, leased: Leased, begin: float) -> None:
-        """One step: train on the batch, end its lease, publish, record, save."""
+        """Run one step: train on the batch, end its lease, publish, record, save."""
         phase, got = self._phase, time.time()
         self._span("wait", begin, got)
         self._waits.clear()
@@ -178,25 +178,25 @@ class Trainer:
 
 
 def between(begin: float, end: float, gaps: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """What is left of a time without some gaps in it, which come in order and do not overlap; those too short to notice are no gaps."""
+    """Return the parts of an interval outside `gaps`, which are in order and do not overlap; gaps up to `_NOTICED_S` are ignored."""
     edges = [begin, *(edge for gap in gaps if gap[1] - gap[0] > _NOTICED_S for edge in gap), end]
     return list(zip(edges[::2], edges[1::2], strict=True))
 
 
 def replay(config: Config, built: gpt.Model) -> Replay | None:
-    """What sends tokens through recorded experts; None where routing is not kept."""
+    """Return the routing replay for this rank's routers; None if routing is not kept."""
     routing = models.kept_routing(config, built.hf)
     return None if routing is None else Replay(built.chunks, built.config, routing, (built.mesh.tp_rank, built.mesh.tp))
 
 
 def publisher(config: Config, built: gpt.Model, client: Client) -> Publisher:
-    """What publishes weights by the configured method.
+    """Return the weight publisher for the configured method.
 
     Args:
-        client: connection to the controller, of the publisher alone.
+        client: connection to the controller, used only by the publisher.
 
     Raises:
-        ConfigError: what the method cannot do.
+        ConfigError: the method does not support the configuration.
     """
 
     def checksums(tensors: Mapping[str, torch.Tensor], device: str) -> Checksums:

@@ -1,4 +1,4 @@
-"""What a step minimises, over the rows of a micro-batch."""
+"""Losses over the rows of a micro-batch."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ _DENOMINATOR: Mapping[str, tuple[int, ...]] = {"tokens": (), "kept": (), "planne
 
 
 class Loss(Protocol):
-    """What a step minimises."""
+    """A loss that a step minimises."""
 
     @property
     def temperature(self) -> float:
-        """Logits are divided by it."""
+        """Divides the logits."""
 
     @property
     def sums(self) -> Mapping[str, tuple[int, ...]]:
-        """Names and shapes of the sums it returns, the same for every micro-batch; those that `objective.scale` needs are among them."""
+        """Names and shapes of the sums the loss returns, the same for every micro-batch; they include the inputs of `objective.scale`."""
 
     @property
     def wants_unmasked(self) -> bool:
-        """It looks at log-probabilities over the whole vocabulary too, where rows have a support."""
+        """True if the loss also needs log-probabilities over the whole vocabulary for rows with a support."""
 
     def __call__(self, logprobs: torch.Tensor, batch: MicroBatch, unmasked: torch.Tensor | None) -> tuple[torch.Tensor, Sums]:
-        """The micro-batch's share of the step's loss (`MicroBatch.weights` make it so), and its sums.
+        """Return the micro-batch's share of the step's loss, weighted by `MicroBatch.weights`, and its sums.
 
         Args:
             logprobs: float32[T] with gradient, over the supports of `batch`.
-            unmasked: float32[T] with gradient, over the whole vocabulary; None: `logprobs` is.
+            unmasked: float32[T] with gradient, over the whole vocabulary; None: use `logprobs`.
         """
 
 
@@ -45,8 +45,8 @@ class PolicyLoss:
     """The reinforcement-learning objective of the configuration.
 
     Attributes:
-        version: of the weights before the batch's first update.
-        progress: updates made to the batch so far, as a share of those it gets.
+        version: weight version before the batch's first update.
+        progress: share of the batch's updates already made.
     """
 
     section: ObjectiveSection

@@ -1,4 +1,4 @@
-"""What metrics.jsonl says about a step."""
+"""Records of training steps for metrics.jsonl."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _FIGURES = {
     "logprob_diff_max_same_version": "logprob_diff_max_same_version",
     "logprob_diff_mean_same_version": "logprob_diff_mean_same_version",
 }
-"""Figures of an objective (`objective.metrics`) that are numbers, and their names in the record."""
+"""Scalar figures of an objective (`objective.metrics`), and their names in the record."""
 _BY_KEY = ("ratio_quantiles", "rejected_by_rule", "rejected_by_age")
 
 
@@ -39,14 +39,14 @@ def step_record(
     waited: float,
     times: tuple[float, float, float],
 ) -> Step:
-    """What metrics.jsonl says about a step.
+    """Build the metrics.jsonl record of a step.
 
     Args:
         step: steps taken, this one included.
-        updates: metrics of its optimizer steps.
-        published: the last version that was published by its end, unless an earlier step has said so.
-        waited: seconds it waited for weight sync.
-        times: Unix seconds at which the step began, had its batch, and had trained.
+        updates: metrics of the step's optimizer updates.
+        published: the last version published by the end of the step; None if an earlier step reported it.
+        waited: seconds the step waited for weight sync.
+        times: Unix times at which the step began, received its batch and finished training.
     """
     begin, got, trained = times
     end = time.time()
@@ -80,7 +80,7 @@ def step_record(
         for age, count in update.figures["ages"].items():
             ages[age] = ages.get(age, 0) + count
     rewards = np.array([item.reward for item in items])
-    # Engine and trainer have the same weights in a batch's first update only.
+    # Engine and trainer have the same weights only in a batch's first update.
     same_version = {name: updates[0].figures[name] for name in _FIGURES if name.endswith("same_version")}
     figures = {name: _mean(u.figures[name] for u in updates) for name in _FIGURES} | same_version
     return msgspec.structs.replace(
@@ -103,5 +103,5 @@ def _mean(values: Iterable[float | None]) -> float | None:
 
 
 def _by_key(each: Sequence[Mapping[Any, float]]) -> dict[Any, float]:
-    """Means by key; a key that is missing stands for 0."""
+    """Means by key; a missing key counts as 0."""
     return {key: sum(one.get(key, 0.0) for one in each) / len(each) for key in sorted({key for one in each for key in one})}

@@ -34,24 +34,24 @@ from asyncmoe.trainer.model.optimizer import set_lr  # noqa: E402
 from asyncmoe.trainer.model.replay import Replay  # noqa: E402
 
 _COMMON: Mapping[str, tuple[int, ...]] = {"loss": (), "rows": (), "entropy": ()}
-"""Sums that every loss has, by shape."""
+"""Names and shapes of the sums collected for every loss."""
 
 
 @dataclass(frozen=True)
 class StepMetrics:
-    """What a step was like, over all ranks; the same on every rank.
+    """Metrics of one optimizer step over all ranks; the same on every rank.
 
     Attributes:
-        loss: of the whole step.
-        grad_norm: before clipping; 0 where nothing was updated.
+        loss: loss of the whole step.
+        grad_norm: gradient norm before clipping; 0 if nothing was updated.
         lr: learning rate used.
         rows: tokens of the trajectories, prompts included.
         tokens: sampled tokens.
-        entropy: nats; of the trainer's distribution over the whole vocabulary, mean over sampled tokens.
-        updated: False where every token was rejected: no parameter has changed.
-        figures: of a policy loss, as `objective.metrics` says; {} of another.
-        routing_differs: by layer, the share of tokens that the trainer's router would have sent to other experts than the engine's did;
-            {} where routing was not kept.
+        entropy: entropy of the trainer's distribution over the whole vocabulary, in nats; mean over sampled tokens.
+        updated: False if every token was rejected and no parameter changed.
+        figures: `objective.metrics` of a policy loss; {} for other losses.
+        routing_differs: by layer, the share of tokens for which the trainer's router would have chosen other experts than the engine's;
+            {} if routing was not kept.
     """
 
     loss: float
@@ -74,17 +74,17 @@ def train_step(
     before_update: Callable[[], None] = lambda: None,
     replay: Replay | None = None,
 ) -> StepMetrics:
-    """Forward, backward, reduction of gradients, clipping, update. Collective over all ranks.
+    """Run the forward and backward passes, reduce and clip the gradients, update the parameters. Collective over all ranks.
 
     Args:
-        microbatches: this rank's, in the schedule's order; as many on every rank.
+        microbatches: this rank's micro-batches in schedule order; every rank has the same number.
         lr: learning rate of this step.
-        before_update: called when the gradients are there and no parameter has changed.
-        replay: sends the rows of micro-batches that have experts through those.
+        before_update: called when the gradients are complete, before any parameter changes.
+        replay: routes micro-batches with recorded experts through these experts.
 
     Raises:
-        InvariantBroken: the loss or the gradient norm is not finite, or a token was sampled by a version that does not exist yet; on every
-            rank, before any parameter has changed.
+        InvariantBroken: the loss or the gradient norm is not finite, or a token was sampled by a version that does not exist yet. Raised
+            on every rank, before any parameter changes.
     """
     set_lr(optimizer, lr)
     for chunk in model.ddp:
@@ -115,7 +115,7 @@ def train_step(
 
 
 def _update(model: Model, optimizer: MegatronOptimizer, scale: float) -> float:
-    """Step with the gradients times `scale`; their norm."""
+    """Update the parameters with the gradients times `scale`; return the norm of the scaled gradients before clipping."""
     if scale != 1.0:
         for chunk in model.ddp:
             chunk.scale_gradients(scale)
@@ -130,16 +130,16 @@ def _update(model: Model, optimizer: MegatronOptimizer, scale: float) -> float:
 def logprobs_only(
     model: Model, microbatches: Sequence[MicroBatch], lengths: Sequence[int], temperature: float, replay: Replay | None = None
 ) -> dict[int, np.ndarray]:
-    """Log-probability of every token under the current weights, without a backward pass. Collective over all ranks.
+    """Compute the log-probability of every token under the current weights, without a backward pass. Collective over all ranks.
 
     Args:
-        microbatches: this rank's, as for `train_step`.
-        lengths: tokens of every trajectory of the schedule.
-        temperature: logits are divided by it.
+        microbatches: as for `train_step`.
+        lengths: token count of every trajectory in the schedule.
+        temperature: divides the logits.
         replay: as for `train_step`.
 
     Returns:
-        float32[T_i] for every trajectory index i, on every rank, aligned with its tokens; the first is 0, as nothing precedes it.
+        float32[T_i] by trajectory index i, on every rank, aligned with the tokens; the first entry is 0 because nothing precedes its token.
     """
     with nullcontext() if model.adapter is None else attach.without_dropout(model.chunks):
         results, _ = _run(model, microbatches, partial(_logprobs_of, model.mesh, temperature), forward_only=True, replay=replay)
@@ -155,17 +155,17 @@ def logprobs_only(
 
 
 Finish = Callable[[MicroBatch, torch.Tensor], tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]]
-"""(micro-batch, logits [1, T, V / tp]) -> loss, an ignored token count, what to return."""
+"""(micro-batch, logits [1, T, V / tp]) -> loss, an ignored token count, named results."""
 
 
 def _run(
     model: Model, microbatches: Sequence[MicroBatch], finish: Finish, forward_only: bool, replay: Replay | None = None
 ) -> tuple[list[dict[str, torch.Tensor]], dict[int, float]]:
-    """Megatron's schedule over the micro-batches: what `finish` returned for each, on the last pipeline stage, else []; and what
-    `Replay.end` returns."""
+    """Run Megatron's schedule over the micro-batches. Return each micro-batch's results from `finish`, [] except on the last pipeline
+    stage, and the result of `Replay.end`, {} without replay."""
     if replay is not None:
         replay.forget()
-    kwargs = {"fp32_output": False} if model.dtype == torch.bfloat16 else {}  # `target_logprobs` goes to float32 in slices
+    kwargs = {"fp32_output": False} if model.dtype == torch.bfloat16 else {}  # `target_logprobs` converts slices to float32
 
     def forward(rows: Iterator[tuple[int, MicroBatch]], ddp: torch.nn.Module) -> tuple[torch.Tensor, Callable[[torch.Tensor], Any]]:
         chunk, batch = next(rows)
@@ -206,7 +206,7 @@ def _loss_of(mesh: Mesh, loss: Loss, batch: MicroBatch, logits: torch.Tensor) ->
     value, sums = loss(logprobs, batch, unmasked)
     assert entropy is not None
     sums = sums | {
-        "loss": value.detach().clone(),  # the schedule may scale the loss it is given in place
+        "loss": value.detach().clone(),  # the schedule may scale the loss in place
         "rows": torch.tensor(sum(count for _, _, count in batch.places)),
         "entropy": torch.where(batch.mask, entropy, 0.0).sum(),
     }
@@ -221,16 +221,16 @@ def _logprobs_of(
 
 
 def _no_tokens(like: torch.Tensor) -> torch.Tensor:
-    """Returning a count at all keeps the schedule from dividing the loss by the number of micro-batches; its value is not used."""
+    """Return an unused token count: with one, the schedule does not divide the loss by the number of micro-batches."""
     return torch.zeros([], dtype=torch.int, device=like.device)
 
 
 def _reduce(mesh: Mesh, results: Sequence[dict[str, torch.Tensor]], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, np.ndarray]:
-    """Sums over micro-batches and over all ranks; maxima of names that start with "max_", -1 where there was none. Each row is counted by
-    one rank (`Mesh.reports`), so all ranks take part and few have results.
+    """Reduce results over micro-batches and ranks: sums, or for names starting with "max_" maxima, -1 without values. All ranks take part,
+    but only one rank counts each row (`Mesh.reports`).
 
     Returns:
-        float64 arrays of the shapes given.
+        float64 arrays of the given shapes.
     """
     reduced: dict[str, np.ndarray] = {}
     for names, nothing, operation in (

@@ -1,1 +1,1 @@
-"""From a leased batch to the micro-batches of a rank."""
+"""Builds a rank's micro-batches from a leased batch."""

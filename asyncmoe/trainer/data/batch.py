@@ -1,6 +1,6 @@
-"""Which trajectory goes into which micro-batch of which rank, and the tensors of a micro-batch.
+"""Assignment of trajectories to the micro-batches of ranks, and the tensors of a micro-batch.
 
-Everything here is a pure function of plain data, so every rank computes the whole schedule alone and all agree without a message.
+Everything here is a pure function of plain data, so every rank computes the whole schedule and all ranks agree without communication.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ Indices = tuple[int, ...]
 
 @dataclass(frozen=True)
 class BatchGrid:
-    """What the trainer's parallel sizes ask of micro-batches.
+    """Constraints that the trainer's parallel sizes put on micro-batches.
 
     Attributes:
         tp: tensor-parallel ranks, which hold equal consecutive parts of the rows.
-        stages: pipeline stages that take turns at the model chunks they hold; 1 where every stage holds one. Megatron's schedule for
-            several chunks deals micro-batches out in rounds of as many as there are stages, and does not tell a stage how many rows it
-            is about to receive, so all micro-batches have the same.
+        stages: pipeline stages if model chunks interleave; 1 if every stage holds one chunk. Megatron's interleaved schedule deals out
+            micro-batches in rounds of one per stage and does not announce row counts to the receiving stage, so all micro-batches have
+            the same row count.
     """
 
     tp: int = 1
@@ -38,22 +38,22 @@ class BatchGrid:
 
     @property
     def rows(self) -> int:
-        """Rows of a micro-batch come in multiples of it."""
+        """A micro-batch's row count is a multiple of this."""
         return self.tp
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """The micro-batches of a step. `ranks[d][m]` are the trajectories in micro-batch `m` of data-parallel rank `d`; `rows` are those that
-    every micro-batch is padded to, 0 where each has as many as it needs.
+    """The micro-batches of a step. `ranks[d][m]` lists the trajectories in micro-batch `m` of data-parallel rank `d`. Every micro-batch is
+    padded to `rows` rows; 0: each has as many rows as it needs.
 
     Invariants:
         every trajectory is in exactly one micro-batch;
         all ranks have the same number of micro-batches, at least one (expert parallelism spans data-parallel ranks: its all-to-alls need
         the same number of forward passes everywhere), a multiple of `BatchGrid.stages`; an empty micro-batch is filler;
         a micro-batch has at most `tokens_per_microbatch` rows after padding, unless it is a single longer trajectory;
-        the tokens of any two ranks differ by at most the largest micro-batch;
-        it depends only on the arguments.
+        the token counts of any two ranks differ by at most the largest micro-batch;
+        the schedule depends only on the arguments.
     """
 
     ranks: tuple[tuple[Indices, ...], ...]
@@ -65,22 +65,22 @@ class Schedule:
         return len(self.ranks[0])
 
     def indices(self, dp_rank: int) -> list[int]:
-        """The trajectories rank `dp_rank` trains on: what it fetches."""
+        """The trajectories that rank `dp_rank` trains on and therefore fetches."""
         return [index for microbatch in self.ranks[dp_rank] for index in microbatch]
 
 
 def schedule(lengths: Sequence[int], dp: int, tokens_per_microbatch: int, pack: bool, grid: BatchGrid) -> Schedule:
-    """Deal trajectories of the given token counts out to `dp` ranks.
+    """Distribute trajectories over `dp` ranks by token count.
 
-    Micro-batches are made as equal as they can be, sorted by size and dealt in turn, so the m-th micro-batches of all ranks, which wait
-    for each other in every expert all-to-all, are of like size. Tokens stand for cost; the quadratic part of attention is ignored.
+    Micro-batches are made as equal as possible, sorted by size and dealt in turn, so the m-th micro-batches of all ranks, which wait for
+    each other in every expert all-to-all, have similar sizes. Token counts stand for cost; the quadratic part of attention is ignored.
 
     Args:
-        lengths: tokens of each trajectory, > 0.
+        lengths: token count of each trajectory, > 0.
         dp: data-parallel ranks.
-        tokens_per_microbatch: bound of a packed micro-batch; a longer trajectory gets its own.
-        pack: several trajectories to a micro-batch; else one.
-        grid: of the trainer.
+        tokens_per_microbatch: row limit of a packed micro-batch; a longer trajectory gets a micro-batch of its own.
+        pack: put several trajectories into a micro-batch; if false, one.
+        grid: the trainer's constraints.
     """
     if any(length <= 0 for length in lengths) or dp <= 0:
         raise InvariantBroken(f"schedule: got lengths {[n for n in lengths if n <= 0]} and dp {dp}, expected positive numbers")
@@ -95,13 +95,13 @@ def schedule(lengths: Sequence[int], dp: int, tokens_per_microbatch: int, pack: 
 
 
 def _bins(lengths: Sequence[int], multiple: int, bound: int) -> list[Indices]:
-    """Micro-batches within `bound`, their number a multiple of `multiple` where trajectories suffice."""
+    """Return micro-batches within `bound`; their number is a multiple of `multiple` if there are enough trajectories."""
     tight = _first_fit_decreasing(lengths, bound)
     count = len(tight) + -len(tight) % multiple
     even = _evenly(lengths, count)
     if all(_tokens(b, lengths) <= bound or len(b) == 1 for b in even):
         return even
-    while len(tight) < count:  # splitting never breaks the bound
+    while len(tight) < count:  # splitting never exceeds the bound
         largest = max(tight, key=lambda b: (len(b) > 1, _tokens(b, lengths)))
         if len(largest) == 1:
             break
@@ -125,7 +125,7 @@ def _first_fit_decreasing(lengths: Sequence[int], bound: int) -> list[Indices]:
 
 
 def _evenly(lengths: Sequence[int], count: int) -> list[Indices]:
-    """`count` bins of like sums: each index, longest first, into the bin with the least; empty bins only when there are too few."""
+    """Return `count` bins with similar sums, fewer if there are fewer indices: each index, longest first, goes to the smallest bin."""
     heap: list[tuple[int, int]] = [(0, i) for i in range(count)]
     bins: list[list[int]] = [[] for _ in range(count)]
     for index in _longest_first(lengths):
@@ -144,9 +144,9 @@ def _tokens(indices: Indices, lengths: Sequence[int]) -> int:
 
 
 def split_updates(groups: Sequence[int], updates: int) -> list[list[int]]:
-    """Cut a batch into `updates` parts of whole groups, in order; `groups[i]` is the group of trajectory i.
+    """Split a batch into `updates` parts of whole groups, in order; `groups[i]` is the group of trajectory i.
 
-    Returns the trajectory indices of each part; the first parts get the groups that do not divide evenly.
+    Returns the trajectory indices of each part; the first parts get the groups left over by an uneven division.
     """
     order = list(dict.fromkeys(groups))
     if not 0 < updates <= len(order):
@@ -157,29 +157,29 @@ def split_updates(groups: Sequence[int], updates: int) -> list[list[int]]:
 
 @dataclass(frozen=True, eq=False)
 class MicroBatch:
-    """The rows of one forward pass; T in all, a multiple of the tensor-parallel size.
+    """The rows of one forward pass: T rows, a multiple of the tensor-parallel size.
 
-    Row t holds a token and what is known about the token after it in the same trajectory, its target; a trajectory's last row has none
-    (`mask` False). Trajectories lie one after the other, then padding.
+    Row t holds a token and the data of its target, the next token in the same trajectory; a trajectory's last row has no target (`mask`
+    False). Trajectories lie one after another, followed by padding.
 
     Attributes:
         tokens: int64[1, T].
-        positions: int64[1, T]; from 0 in each trajectory. (Megatron's rotary embedding counts for itself, by row or by `cu_seqlens`.)
-        targets: int64[T]; the next token, 0 where there is none.
-        mask: bool[T]; the target was sampled: it is trained on.
+        positions: int64[1, T]; from 0 in each trajectory. (Megatron's rotary embedding computes its own, by row or by `cu_seqlens`.)
+        targets: int64[T]; the next token, 0 if there is none.
+        mask: bool[T]; True if the target was sampled and is trained on.
         behaviour: float32[T]; log-probability of the target when it was sampled, 0 outside `mask`.
         versions: int32[T]; version that sampled the target, `NOT_SAMPLED` outside `mask`.
-        pure: bool[T]; the whole trajectory, its keys and values included, comes from the one version in `versions`; False outside `mask`.
+        pure: bool[T]; True if the one version in `versions` computed the whole trajectory, keys and values included; False outside `mask`.
         advantages: float32[T]; 0 outside `mask`.
-        weights: float32[T]; what the row's loss counts for in the loss of the step; 0 outside `mask`.
+        weights: float32[T]; weight of the row in the step's loss; 0 outside `mask`.
         proximal: float32[T] or None; log-probability of the target under the trainer before the batch's first update.
-        reference: float32[T] or None; the same under the reference policy, over the whole vocabulary.
-        cu_seqlens: int32[n + 1] or None; starts of the packed sequences and T at last, padding as a sequence of its own. None: one
-            sequence, padding at its end (no row before it sees it).
-        max_seqlen: the longest sequence.
-        experts: those every row is sent through, where routing is kept.
-        support: the ids the targets were sampled from, where any were recorded.
-        places: (trajectory index, first row, rows) of each trajectory.
+        reference: float32[T] or None; log-probability of the target under the reference policy, over the whole vocabulary.
+        cu_seqlens: int32[n + 1] or None; starts of the packed sequences, then T; padding is a sequence of its own. None: one sequence with
+            padding at its end, which no earlier row sees.
+        max_seqlen: length of the longest sequence.
+        experts: recorded experts of every row, if routing is kept.
+        support: the ids the targets were sampled from, if any were recorded.
+        places: (trajectory index, first row, row count) of each trajectory.
     """
 
     tokens: torch.Tensor
@@ -204,7 +204,7 @@ class MicroBatch:
         return self.tokens.shape[1]
 
     def to(self, device: torch.device) -> MicroBatch:
-        """The same on another device."""
+        """Return a copy on another device."""
         movable = torch.Tensor | Experts | Support
         values: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}
         moved: dict[str, Any] = {name: value.to(device) for name, value in values.items() if isinstance(value, movable)}
@@ -224,18 +224,18 @@ def pack(
     reference: Mapping[int, np.ndarray] | None = None,
     routing: Routing | None = None,
 ) -> MicroBatch:
-    """Lay trajectories out as one micro-batch; no indices: filler that counts for nothing.
+    """Lay trajectories out as one micro-batch; without indices it is filler with no effect on the loss.
 
     Args:
-        trajectories: by index; at least those in `indices`.
-        indices: what goes in; at most one when `packed` is False.
-        advantages: by trajectory index; one number for all its tokens, or float32[T_i], aligned with them.
-        weights: what a sampled token of each trajectory index of the whole step counts for (`objective.token_weights`).
-        grid: of the trainer.
-        packed: `cu_seqlens` separates the sequences.
-        rows: at least so many; a multiple of `grid.rows` (`Schedule.rows`).
-        proximal, reference: float32[T_i] a trajectory, aligned with its tokens, as `step.logprobs_only` returns.
-        routing: the layers whose recorded experts rows are sent through; None: routers choose.
+        trajectories: by index; must include `indices`.
+        indices: trajectories of the micro-batch; at most one if `packed` is False.
+        advantages: by trajectory index; a number for all tokens, or float32[T_i] aligned with the tokens.
+        weights: loss weight of a sampled token, by trajectory index of the whole step (`objective.token_weights`).
+        grid: the trainer's constraints.
+        packed: separate the sequences by `cu_seqlens`.
+        rows: minimum row count; a multiple of `grid.rows` (`Schedule.rows`).
+        proximal, reference: float32[T_i] per trajectory, aligned with its tokens, as returned by `step.logprobs_only`.
+        routing: the layers whose recorded experts are replayed; None: routers choose live.
     """
     if not packed and len(indices) > 1:
         raise InvariantBroken(f"pack: got trajectories {tuple(indices)} for a micro-batch that is not packed, expected one")
@@ -271,27 +271,27 @@ def pack(
 
 
 class _Flat:
-    """Writes per-trajectory arrays into flat ones of `rows` rows."""
+    """Writes per-trajectory arrays into flat arrays of `rows` rows."""
 
     def __init__(self, rows: int, starts: Sequence[int], lengths: Sequence[int]) -> None:
         self.rows, self.spans = rows, [(start, start + n) for start, n in zip(starts, lengths, strict=False)]
 
     def here(self, arrays: Sequence[np.ndarray], dtype: type[np.generic]) -> torch.Tensor:
-        """Row t: the value of token t."""
+        """Row t gets the value of token t."""
         out = np.zeros(self.rows, dtype)
         for (start, stop), array in zip(self.spans, arrays, strict=True):
             out[start:stop] = array
         return torch.from_numpy(out)
 
     def next(self, arrays: Sequence[np.ndarray], dtype: type[np.generic], nothing: int = 0) -> torch.Tensor:
-        """Row t: the value of token t + 1 of the same trajectory, `nothing` where there is none."""
+        """Row t gets the value of token t + 1 of the same trajectory, or `nothing` if there is none."""
         out = np.full(self.rows, nothing, dtype)
         for (start, stop), array in zip(self.spans, arrays, strict=True):
             out[start : stop - 1] = array[1:]
         return torch.from_numpy(out)
 
     def each(self, values: Sequence[float], dtype: type[np.generic]) -> torch.Tensor:
-        """All rows of a trajectory: its value."""
+        """All rows of a trajectory get its value."""
         out = np.zeros(self.rows, dtype)
         for (start, stop), value in zip(self.spans, values, strict=True):
             out[start:stop] = value

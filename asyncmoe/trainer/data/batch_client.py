@@ -1,4 +1,7 @@
-"""From a leased batch to this rank's micro-batches: what to fetch is decided by pure functions, the same on every rank."""
+"""Leases batches, fetches trajectories and builds this rank's micro-batches.
+
+Pure functions, the same on every rank, choose what to fetch.
+"""
 
 from __future__ import annotations
 
@@ -20,9 +23,9 @@ from asyncmoe.trainer.model.mesh import Mesh
 from asyncmoe.trajectory import Trajectory, decode, frames_in
 
 ANSWER_S = 60.0
-"""How long the controller may take for an answer that it does not have to wait for."""
+"""Timeout of controller replies that require no waiting."""
 _PATIENCE_S = 2.0
-"""How long one request for a batch waits; a lease may be asked for again."""
+"""Longest wait of one lease request; lease requests may be repeated."""
 
 
 @dataclass(frozen=True)
@@ -30,14 +33,14 @@ class Update:
     """One optimizer step's share of a batch."""
 
     members: tuple[int, ...]
-    """Positions in the batch, in the order `schedule` counts them."""
+    """Positions in the batch; `schedule` indexes into this tuple."""
     schedule: Schedule
     weights: np.ndarray
-    """float64[len(members)]: what a sampled token of each counts for."""
+    """float64[len(members)]: loss weight of a sampled token of each member."""
 
 
 def plan_updates(items: Sequence[Item], phase: Phase, config: Config, mesh: Mesh) -> list[Update]:
-    """Cut a batch into the optimizer steps made of it, and each of those into micro-batches."""
+    """Split a batch into optimizer steps, and each step into micro-batches."""
     if phase == "rl":
         parts = batch.split_updates([item.group for item in items], config.objective.updates_per_batch)
     else:
@@ -67,12 +70,12 @@ def microbatches(
     proximal: Mapping[int, np.ndarray] | None = None,
     reference: Mapping[int, np.ndarray] | None = None,
 ) -> list[MicroBatch]:
-    """This rank's micro-batches of an update.
+    """Build this rank's micro-batches of an update.
 
     Args:
-        trajectories: by position in the batch; at least those this rank trains on.
-        advantages: float32[T] by position in the batch; of the same ones (`advantages.token_advantages`).
-        routing: what this rank replays, where routing is kept.
+        trajectories: by position in the batch; must include the trajectories this rank trains on.
+        advantages: float32[T] by position in the batch, for the same trajectories (`credit.token_advantages`).
+        routing: routing of the layers this rank replays, if routing is kept.
         proximal, reference: log-probabilities by position in the batch, or None.
     """
     members = update.members
@@ -94,18 +97,18 @@ def microbatches(
 
 
 def mine(update: Update, mesh: Mesh) -> list[int]:
-    """Positions in the batch that this rank trains on in an update."""
+    """Return the batch positions that this rank trains on in an update."""
     return [update.members[i] for i in update.schedule.indices(mesh.dp_rank)]
 
 
 def lease(client: Client, config: Config, step: int, phase: Phase, check: Callable[[], None]) -> Leased:
-    """The batch of step `step`: the same answer on every rank.
+    """Lease the batch of step `step`; every rank gets the same answer.
 
     Args:
-        check: called from time to time; what it raises ends the wait.
+        check: called periodically; an exception it raises ends the wait.
 
     Raises:
-        WaitTimeout: the engines made no batch within `queue.lease_timeout_s`.
+        WaitTimeout: the engines produced no batch within `queue.lease_timeout_s`.
     """
     count = config.rollout.batch if phase == "rl" else config.warmup.batch
     until = time.monotonic() + config.queue.lease_timeout_s
@@ -123,11 +126,11 @@ def lease(client: Client, config: Config, step: int, phase: Phase, check: Callab
 def fetch(
     client: Client, leased: Leased, wanted: Sequence[int], layers: tuple[int, ...] | None = None, masks: bool = True
 ) -> dict[int, Trajectory]:
-    """The trajectories at the given positions of a leased batch.
+    """Fetch the trajectories at the given positions of a leased batch.
 
     Args:
-        layers: numbers of the layers whose routes this rank needs; None: all there are.
-        masks: whether it needs sampling masks.
+        layers: numbers of the layers whose routes this rank needs; None: all layers.
+        masks: whether this rank needs sampling masks.
     """
     if not wanted:
         return {}

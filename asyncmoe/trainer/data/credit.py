@@ -1,4 +1,4 @@
-"""The advantages of a batch's tokens: of what is compared with what every rank knows everything, of the tokens only its own."""
+"""Token advantages of a batch. Every rank sees the metadata of the whole batch, but only its own tokens."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from asyncmoe.trajectory import Trajectory
 
 
 def roles(items: Sequence[Item]) -> list[int]:
-    """For each trajectory of a batch, which ones it is compared with: those of the same prompt and agent have the same number."""
+    """Number the comparison groups: trajectories of the same prompt and agent get the same number."""
     known: dict[tuple[int, int], int] = {}
     return [known.setdefault((item.group, item.agent), len(known)) for item in items]
 
 
 def token_advantages(items: Sequence[Item], trajectories: Mapping[int, Trajectory], section: ObjectiveSection) -> dict[int, np.ndarray]:
-    """Advantages of the tokens of some trajectories of a batch: float32[T] by position in it.
+    """Compute the token advantages of some trajectories of a batch: float32[T] by position in the batch.
 
-        objective.advantage of the outcomes + process.weight * what the steps add + distill.weight * what the teacher adds
+        objective.advantage of the rewards + process.weight * step advantages + distill.weight * teacher advantages
 
-    (`objective.group_advantages`, `process_advantages`, `distill_advantages`), compared within `roles`.
+    (`objective.group_advantages`, `process_advantages`, `distill_advantages`). Trajectories are compared within their `roles`.
 
     Args:
-        items: the whole batch.
-        trajectories: those wanted.
+        items: metadata of the whole batch.
+        trajectories: the wanted trajectories, by position in the batch.
 
     Raises:
-        InvariantBroken: one lacks the step rewards or the teacher that a weight above 0 needs; they are refused where trajectories are
-            taken in.
+        InvariantBroken: a trajectory lacks the step rewards or teacher log-probabilities that a weight above 0 needs; such trajectories
+            are rejected on intake.
     """
     role = roles(items)
     outcome = objective.group_advantages([i.reward for i in items], role, section.advantage, [i.sampled for i in items])
@@ -55,7 +55,7 @@ def token_advantages(items: Sequence[Item], trajectories: Mapping[int, Trajector
 
 
 def credit_figures(items: Sequence[Item]) -> dict[str, float | None]:
-    """`step_reward_mean` and `kl_teacher` of a batch, as `telemetry.schema.Step` has them; None where nothing was rewarded or taught."""
+    """Return `step_reward_mean` and `kl_teacher` of `telemetry.schema.Step`; None if the batch has no step rewards or no teacher."""
     steps = sum(item.steps for item in items)
     gaps = [(item.teacher_gap, item.sampled) for item in items if item.teacher_gap is not None]
     return {

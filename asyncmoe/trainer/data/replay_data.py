@@ -1,4 +1,4 @@
-"""What the engine recorded, laid out over the rows of a micro-batch: experts to go through, ids a target was sampled from."""
+"""Engine recordings laid out over the rows of a micro-batch: experts to replay, and the ids each target was sampled from."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from asyncmoe.record import Routes, Routing, decode_masks, decode_routes
 from asyncmoe.trajectory import Trajectory
 
 _MAX_EXPERTS = 1 << 15
-"""Ids are held in int16: torch has no arithmetic for uint16."""
+"""Ids are stored as int16 because torch has no arithmetic for uint16."""
 
 
 @dataclass(frozen=True, eq=False)
 class Experts:
-    """The experts that rows are sent through.
+    """The recorded experts of rows.
 
     Attributes:
-        layers: numbers of the model's layers with experts that are here, ascending.
+        layers: numbers of the covered layers of the model, ascending.
         ids: uint8 (up to 256 experts) or int16 [layers, T, K]; distinct within a row.
-        known: bool[T]; False where the engine recorded none: padding, and the last token of a trajectory, which no model has seen.
-            Nothing depends on what such a row computes; its ids spread the load.
+        known: bool[T]; False for rows without recorded experts: padding, and a trajectory's last token, which no model has processed.
+            Nothing depends on the output of such a row; its ids spread the load.
     """
 
     layers: tuple[int, ...]
@@ -32,22 +32,22 @@ class Experts:
     known: torch.Tensor
 
     def to(self, device: torch.device) -> Experts:
-        """The same on another device."""
+        """Return a copy on another device."""
         return replace(self, ids=self.ids.to(device, non_blocking=True), known=self.known.to(device, non_blocking=True))
 
     def take(self, rows: torch.Tensor | slice) -> Experts:
-        """Those of some rows."""
+        """Return the experts of the given rows."""
         return replace(self, ids=self.ids[:, rows], known=self.known[rows])
 
 
 @dataclass(frozen=True, eq=False)
 class Support:
-    """The ids that the targets of rows were sampled from; rows without any were sampled from the whole vocabulary.
+    """The ids that targets were sampled from; targets of rows without ids were sampled from the whole vocabulary.
 
     Attributes:
-        here: bool[T]; the row has ids.
-        rows: int64[n].
-        ids: int64[n]; of the vocabulary, for the row at the same place. A row's ids are distinct, and its target is among them.
+        here: bool[T]; True if the row has ids.
+        rows: int64[n]; row of each id.
+        ids: int64[n]; vocabulary ids. A row's ids are distinct and include its target.
     """
 
     here: torch.Tensor
@@ -55,11 +55,11 @@ class Support:
     ids: torch.Tensor
 
     def to(self, device: torch.device) -> Support:
-        """The same on another device."""
+        """Return a copy on another device."""
         return Support(*(x.to(device, non_blocking=True) for x in (self.here, self.rows, self.ids)))
 
     def take(self, rows: torch.Tensor) -> Support:
-        """That of some rows, which are counted in the order given: int64[n], distinct."""
+        """Return the support of the given rows (int64[n], distinct), renumbered in the given order."""
         place = torch.full(self.here.shape, -1, dtype=torch.int64, device=rows.device)
         place[rows] = torch.arange(len(rows), device=rows.device)
         row = place[self.rows]
@@ -67,16 +67,16 @@ class Support:
 
 
 def experts(trajectories: Sequence[Trajectory], starts: Sequence[int], rows: int, routing: Routing) -> Experts:
-    """Experts of trajectories that lie from the given rows on, one row a token.
+    """Lay out the experts of trajectories, one row per token.
 
     Args:
-        trajectories: those of the micro-batch; each has routes of all of `routing.layers`, and perhaps of others.
-        starts: first row of each.
-        rows: of the micro-batch.
-        routing: `layers` are those wanted.
+        trajectories: the micro-batch's trajectories; each has routes of all of `routing.layers`, and perhaps of other layers.
+        starts: first row of each trajectory.
+        rows: row count of the micro-batch.
+        routing: its `layers` are the wanted layers.
 
     Raises:
-        InvariantBroken: a trajectory without such routes; they are refused where trajectories are taken in.
+        InvariantBroken: a trajectory lacks such routes; such trajectories are rejected on intake.
     """
     if routing.experts > _MAX_EXPERTS:
         raise InvariantBroken(f"routing: got {routing.experts} experts, expected at most {_MAX_EXPERTS}")
@@ -94,8 +94,7 @@ def experts(trajectories: Sequence[Trajectory], starts: Sequence[int], rows: int
 
 
 def support(trajectories: Sequence[Trajectory], starts: Sequence[int], rows: int) -> Support | None:
-    """Supports of the targets of trajectories that lie from the given rows on: row t has that of token t + 1. None where none was
-    recorded.
+    """Lay out the supports of trajectories: row t has the support of token t + 1. Return None if none was recorded.
 
     Args: as for `experts`.
     """
@@ -114,7 +113,7 @@ def support(trajectories: Sequence[Trajectory], starts: Sequence[int], rows: int
 
 
 def _of_layers(routes: Routes, routing: Routing, key: str) -> np.ndarray:
-    """[layers, rows, top_k] of the layers wanted."""
+    """Return the experts of the wanted layers: [layers, rows, top_k]."""
     place = {layer: i for i, layer in enumerate(routes.layers)}
     missing = [layer for layer in routing.layers if layer not in place]
     if missing or (routes.top_k, routes.experts) != (routing.top_k, routing.experts):

@@ -1,7 +1,8 @@
-"""Adapters put into GPTModels, and switched off again.
+"""Attaching adapters to GPTModels, and switching them off.
 
-They are one more submodule of each model chunk, `adapters`; the layers they belong to get hooks. So the names of the model's own
-parameters stay, data parallelism and the optimizer find the new ones by themselves, and recomputed layers run the hooks again.
+The adapters are an additional submodule of each model chunk, `adapters`; the adapted layers get hooks. The model's own parameters
+therefore keep their names, data parallelism and the optimizer find the new parameters by themselves, and recomputed layers run the hooks
+again.
 """
 
 from __future__ import annotations
@@ -28,15 +29,15 @@ from asyncmoe.trainer.lora.pairs import DensePairs, ExpertPairs, Pairs, gate_up,
 def attach(
     chunks: Sequence[torch.nn.Module], config: Any, m: Shape, section: LoraSection, parallel: MegatronParallel, rank: int, seed: int
 ) -> None:
-    """Give the chunks of a rank adapters and freeze all else. Call it before data parallelism wraps them.
+    """Attach adapters to the chunks of a rank and freeze all other parameters. Call it before data parallelism wraps the chunks.
 
     Args:
         chunks: bare GPTModels.
         config: their TransformerConfig; its `finalize_model_grads_func` is extended.
-        seed: of the values to start from.
+        seed: seed of the initial values.
 
     Raises:
-        ConfigError: an adapter that the model cannot have, or layers of a kind that cannot have adapters.
+        ConfigError: the model does not support this adapter, or a layer's class does not support adapters.
     """
     kind = kind_of(section, m)
     planned.check(kind, m)
@@ -64,10 +65,10 @@ def attach(
 
 
 def adapters_of(chunks: Sequence[torch.nn.Module]) -> list[Adapters]:
-    """The adapters of a rank's chunks.
+    """Return the adapters of a rank's chunks.
 
     Raises:
-        InvariantBroken: there are none.
+        InvariantBroken: a chunk has no adapters.
     """
     found = [getattr(chunk, "adapters", None) for chunk in chunks]
     if not all(isinstance(one, Adapters) for one in found):
@@ -76,7 +77,7 @@ def adapters_of(chunks: Sequence[torch.nn.Module]) -> list[Adapters]:
 
 
 def parameters(chunks: Sequence[torch.nn.Module]) -> dict[str, torch.nn.Parameter]:
-    """A rank's halves by the names of `layout.rank_layout`."""
+    """Return a rank's halves by the names of `asyncmoe.models.lora.megatron.rank_layout`."""
     return {
         chunk_prefix(number, len(chunks)) + PREFIX + name: parameter
         for number, adapters in enumerate(adapters_of(chunks))
@@ -85,13 +86,13 @@ def parameters(chunks: Sequence[torch.nn.Module]) -> dict[str, torch.nn.Paramete
 
 
 def values(chunks: Sequence[torch.nn.Module]) -> dict[str, torch.Tensor]:
-    """Those of `parameters`: themselves, no copies."""
+    """Return the tensors of `parameters`, not copies."""
     return {name: parameter.data for name, parameter in parameters(chunks).items()}
 
 
 @contextmanager
 def switched_off(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
-    """Forward passes within are those of the base model: the reference policy, without weights of its own."""
+    """Run forward passes as the base model, i.e. the reference policy, without a second copy of the weights."""
     switches = [(one, one.on) for one in adapters_of(chunks)]
     for one, _ in switches:
         one.on = False
@@ -104,7 +105,7 @@ def switched_off(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
 
 @contextmanager
 def without_dropout(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
-    """Forward passes within drop nothing: they say what engines would say."""
+    """Run forward passes without dropout, like the engines."""
     modes = [(one, one.training) for one in adapters_of(chunks)]
     for one, _ in modes:
         one.eval()

@@ -1,4 +1,4 @@
-"""The adapter's whole tensors put into the ranks; `asyncmoe.trainer.weight_sync.gather` gathers them."""
+"""Distributes the adapter's whole tensors over the ranks; `asyncmoe.trainer.weight_sync.gather` gathers them."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from asyncmoe.trainer.model.gpt import Model
 
 
 def write(model: Model, halves: Mapping[str, torch.Tensor]) -> None:
-    """Fill this rank's halves from whole ones, as `local` cuts them. Call it before the optimizer is built: with bfloat16 that copies them
-    into float32 masters.
+    """Fill this rank's halves from whole halves, as cut by `local`. Call it before the optimizer is built: with bfloat16 the optimizer
+    copies the halves into float32 masters.
 
     Raises:
         DataError: see `local`.
@@ -36,10 +36,10 @@ def write(model: Model, halves: Mapping[str, torch.Tensor]) -> None:
 
 
 def start_from(model: Model, adapter: Path, base: Path) -> None:
-    """Fill this rank's halves from an adapter that PEFT has saved.
+    """Fill this rank's halves from an adapter saved by PEFT.
 
     Args:
-        base: the model that is trained.
+        base: the base model of this run.
 
     Raises:
         DataError, UserError: see `asyncmoe.models.lora.peft.start_from`.
@@ -54,13 +54,13 @@ def start_from(model: Model, adapter: Path, base: Path) -> None:
 def local(
     m: Shape, kind: Kind, parallel: MegatronParallel, rank: int, halves: Mapping[str, torch.Tensor], dtype: torch.dtype
 ) -> dict[str, torch.Tensor]:
-    """A rank's part of whole halves, by the names of its parameters; on the host.
+    """Return a rank's part of whole halves, by parameter name, on the host.
 
     Args:
         halves: by canonical name, on the host; of any floating-point dtype.
 
     Raises:
-        DataError: a half is missing, is not of this adapter, or has another shape.
+        DataError: a half is missing, does not belong to this adapter, or has another shape.
     """
     wanted, name = halves_of(m, kind), str(dtype).removeprefix("torch.")
     refuse_another(wanted, {half: tuple(value.shape) for half, value in halves.items()})
@@ -73,10 +73,10 @@ def local(
 
 
 def refuse_another(wanted: Mapping[str, tuple[int, ...]], given: Mapping[str, tuple[int, ...]]) -> None:
-    """Refuse the halves of another adapter, or of another model's.
+    """Refuse halves of a different adapter or model.
 
     Raises:
-        DataError: the first that differs.
+        DataError: a half differs; the error names the first.
     """
     for name in sorted(wanted.keys() | given.keys()):
         if wanted.get(name) != given.get(name):

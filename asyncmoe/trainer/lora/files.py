@@ -1,8 +1,7 @@
-"""Publishing adapters as files that SGLang loads: works with any engine that sees the same files, and touches none of its memory.
+"""Publishes adapters as files that SGLang loads: works with any engine that sees the same files, and does not touch its memory.
 
-Every version is an adapter of its own in the engines (`asyncmoe.rollout.engines.adapter_slots`): requests under way keep theirs, and
-nothing stands
-still. The next version has to wait for the end of the responses of the one before the last.
+Every version is a separate adapter in the engines (`asyncmoe.rollout.engines.adapter_slots`): running requests keep their version, and no
+engine pauses. Version k + 1 has to wait until the responses of version k - 1 have ended.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ _GRACE_S = 10.0
 
 
 class AdapterFiles(AtOnce):
-    """See `AtOnce`.
+    """Publishes each version as adapter files; see `AtOnce`.
 
     Args:
         client: connection to the controller; used on rank 0 only.
@@ -41,7 +40,7 @@ class AdapterFiles(AtOnce):
         self._gatherer = Gatherer(model, config.sync.bucket_bytes, config.sync.timeout_s, adapter=True)
 
     def publish(self, version: int) -> Published:
-        """Make `version` what all engines sample new requests with. Returns when they do.
+        """Make all engines sample new requests with `version`; return when they do.
 
         Raises:
             WeightSyncError: an engine refused.
@@ -56,20 +55,20 @@ class AdapterFiles(AtOnce):
     def _send(self, version: int, adapter: Adapter) -> None:
         start_s = self._config.engines.start_timeout_s
         self._client.ask(EnginesAsk(start_s), start_s + _GRACE_S)
-        # Engines of other machines see the run's directory.
+        # Engines on other machines see the run's directory.
         place = self._config.run.dir if self._config.engines.join else _MEMORY if _MEMORY.is_dir() else None
         with TemporaryDirectory(prefix="asyncmoe-adapter-", dir=place) as folder:
             peft.write_served(Path(folder), family_of(self._model.hf).shape_of(self._model.hf), adapter)
-            # It waits for responses, and then for the engine.
+            # The request waits for responses, and then for the engine.
             limit = self._config.rollout.request_timeout_s + self._config.sync.timeout_s
             self._client.ask(WeightsAdapter(version, folder), limit + _GRACE_S)
 
 
 def gathered(model: Model, gatherer: Gatherer) -> Adapter | None:
-    """The adapter as it is, on rank 0. Collective over the trainer's ranks.
+    """Gather the current adapter on rank 0; return None on other ranks. Collective over the trainer's ranks.
 
     Args:
-        gatherer: of `model`'s adapter.
+        gatherer: gatherer of `model`'s adapter.
     """
     assert model.adapter is not None
     halves: dict[str, np.ndarray] = {}

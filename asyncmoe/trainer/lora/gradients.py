@@ -1,8 +1,8 @@
-"""What Megatron is told about adapters' parameters, and the sums over ranks that it does not do.
+"""Marks adapter parameters for Megatron, and computes the gradient sums over ranks that Megatron does not.
 
-Megatron reads attributes of parameters: `allreduce` (False: data parallelism is that of experts), `sequence_parallel` (gradients of copies
-are added over tensor-parallel ranks by `finalize_model_grads`), `tensor_model_parallel` and `shared` (whether a rank's part counts in the
-norm of all gradients).
+Megatron reads attributes of parameters: `allreduce` (False: expert data parallelism applies), `sequence_parallel` (`finalize_model_grads`
+sums the gradients of copies over tensor-parallel ranks), `tensor_model_parallel` and `shared` (whether a rank's part counts in the global
+gradient norm).
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from megatron.core import parallel_state as groups  # noqa: E402  only after the
 
 
 def mark(parameter: torch.nn.Parameter, half: Half) -> None:
-    """Say how the gradient of a half is to be treated."""
+    """Mark how Megatron treats the gradient of a half."""
     marks = {
         "allreduce": not half.expert_data,
         "sequence_parallel": half.partial == "tp",
         "tensor_model_parallel": half.counted,
         "partition_dim": -1 if half.axis is None else half.axis + (half.experts is not None),
         "partition_stride": 1,
-        # Megatron would count what is not divided over tensor-parallel ranks on the first of them; copies of experts' halves lie otherwise.
+        # Megatron would count undivided parameters on the first tensor-parallel rank; copies of experts' halves are placed differently.
         "shared": not half.counted,
     }
     for name, value in marks.items():
@@ -37,14 +37,14 @@ def mark(parameter: torch.nn.Parameter, half: Half) -> None:
 
 
 def finalizing(original: Callable[..., None], copies: Callable[[], Iterator[Any]]) -> Callable[..., None]:
-    """Megatron's `finalize_model_grads_func`, followed by the sums over expert-tensor-parallel ranks.
+    """Return Megatron's `finalize_model_grads_func` followed by the sums over expert-tensor-parallel ranks.
 
-    By then gradients are sums over data-parallel ranks already, perhaps during the backward pass, and where the optimizer's state is
-    sharded each rank has them of its own shard only. Ranks that have copies of a half shard it alike, so that sums of sums are right
-    wherever they are used.
+    By then gradients are already summed over data-parallel ranks, perhaps during the backward pass; if the optimizer state is sharded,
+    each rank has the sums of its own shard only. Ranks with copies of a half shard it identically, so the sums of sums are right wherever
+    they are used.
 
     Args:
-        copies: of a rank, the parameters whose `Half.partial` is "etp".
+        copies: returns a rank's parameters whose `Half.partial` is "etp".
     """
 
     def finalize(model: list[Any], *arguments: Any, **keywords: Any) -> None:

@@ -1,6 +1,6 @@
-"""Where in Megatron's layers pairs are added: to what a linear layer puts out, from what it was given.
+"""Hooks in Megatron's layers that feed a linear layer's input to its pairs and add their output to the layer's output.
 
-Layers are known by their classes: Megatron's own, and those around Transformer Engine's, which divide their work over ranks alike.
+Layers are recognised by class: Megatron's own, and its wrappers of Transformer Engine's, which are divided over ranks in the same way.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from asyncmoe.trainer.model.grouped import GroupedExperts  # noqa: E402
 
 _PLAIN = {"ColumnParallelLinear", "RowParallelLinear", "ReplicatedLinear", "TEColumnParallelLinear", "TERowParallelLinear", "TELinear"}
 _NORMED = {"TELayerNormColumnParallelLinear"}
-"""Classes that have the norm before the layer in them: what they are given is not what they multiply."""
+"""Classes that include the norm before the layer: their weight multiplies the normalised input."""
 
 
 def hook_layer(layer: Any, linears: torch.nn.ModuleDict, adapters: Adapters) -> None:
-    """Add pairs to the linear layers, by name, of one of Megatron's transformer layers.
+    """Add pairs to the linear layers, by name, of a Megatron transformer layer.
 
     Raises:
-        ConfigError: a layer of a class that is not known.
+        ConfigError: a layer's class is unknown.
     """
     for name, pairs in linears.items():
         if isinstance(pairs, ExpertPairs):
@@ -43,7 +43,7 @@ def hook_layer(layer: Any, linears: torch.nn.ModuleDict, adapters: Adapters) -> 
 
 
 def start_of_graph(module: torch.nn.Module, arguments: Any, output: torch.Tensor) -> torch.Tensor:
-    """Hook of the embedding: a recomputed layer has gradients only where its input has, and a frozen embedding gives none."""
+    """Hook of the embedding: a recomputed layer has gradients only if its input requires them; a frozen embedding's output does not."""
     return output.requires_grad_() if torch.is_grad_enabled() else output
 
 
@@ -73,7 +73,7 @@ def _hook_experts(experts: Any, name: str, pairs: ExpertPairs, adapters: Adapter
 
 
 def _adding_grouped(pairs: ExpertPairs, adapters: Adapters) -> Any:
-    """Hook of a linear layer of all experts, which is given the rows of the first, then of the second ..., and how many each has."""
+    """Hook of a linear layer of all experts; its input is the rows, sorted by expert, and each expert's row count."""
 
     def hook(module: torch.nn.Module, arguments: Any, output: Any) -> Any:
         if not adapters.on:
@@ -86,7 +86,7 @@ def _adding_grouped(pairs: ExpertPairs, adapters: Adapters) -> Any:
 
 
 def _hook_each_expert(experts: Any, name: str, pairs: ExpertPairs, adapters: Adapters) -> None:
-    """The pairs of all experts are taken apart once a forward pass, before the first expert, and let go of after the last."""
+    """Split the pairs of all experts once per forward pass, before the first expert, and release them after the last."""
     current: list[ExpertPair] = []
 
     def begin(module: torch.nn.Module, arguments: Any) -> None:
@@ -108,7 +108,8 @@ def _hook_each_expert(experts: Any, name: str, pairs: ExpertPairs, adapters: Ada
 
 
 def _input_of(linear: Any, name: str) -> Callable[[torch.Tensor], torch.Tensor]:
-    """From what the layer is given to what it multiplies. [S, B, H] both, a rank's own rows under sequence parallelism."""
+    """Return the function from the layer's input to the operand of its weight; both [S, B, H], a rank's own rows under sequence
+    parallelism."""
     classes = {one.__name__ for one in type(linear).__mro__}
     if classes & _NORMED:
         return lambda x: F.rms_norm(x, (x.shape[-1],), linear.layer_norm_weight, linear.eps)

@@ -1,6 +1,6 @@
-"""Adapters merged into the weights they belong to: W + (alpha / rank) B A, each rank its own part, without communication.
+"""Merges adapters into the weights: W + (alpha / rank) B A; each rank merges its own part, without communication.
 
-A half is divided as its layer is (`asyncmoe.models.lora.halves`), so a rank's part of B A is that of W.
+A half is divided like its layer (`asyncmoe.models.lora.halves`), so a rank's part of B A belongs to its part of W.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from asyncmoe.trainer.lora.pairs import ExpertPairs, Pairs
 
 @torch.no_grad()
 def merge(chunks: Sequence[torch.nn.Module]) -> None:
-    """Add the adapters to the weights, and switch them off. There is no way back but to load the weights again."""
+    """Add the adapters to the weights, and switch them off. Only reloading the weights undoes this."""
     for chunk, adapters in zip(chunks, adapters_of(chunks), strict=True):
         decoder: Any = chunk.decoder
         for layer, linears in zip(decoder.layers, adapters.layers(), strict=True):
@@ -29,7 +29,7 @@ def merge(chunks: Sequence[torch.nn.Module]) -> None:
 
 
 def _weights(layer: Any, name: str, pairs: Pairs) -> Iterator[torch.Tensor]:
-    """Of a linear layer of Megatron's; of one of experts, those of the rank's experts in turn."""
+    """Yield the weight of a Megatron linear layer; for experts, the weight of each of the rank's experts in order."""
     if not isinstance(pairs, ExpertPairs):
         yield layer.get_submodule(LINEARS[name]).weight
     elif hasattr(layer.mlp.experts, "local_experts"):

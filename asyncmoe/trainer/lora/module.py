@@ -1,4 +1,4 @@
-"""The adapters of a model chunk as one module, and how its parameters are saved."""
+"""The adapters of a model chunk as one module, and its checkpoint form."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from megatron.core.dist_checkpointing import ShardedTensor  # noqa: E402
 
 
 class Adapters(torch.nn.Module):
-    """For each layer of a model chunk, numbered from 0, the pairs of each linear layer that has some.
+    """The pairs of a model chunk, by layer, numbered from 0 in the chunk, and by linear layer.
 
     Attributes:
-        on: the pairs are added to what their layers put out.
+        on: whether the pairs are added to their layers' outputs.
     """
 
     def __init__(self, layers: Sequence[Mapping[str, Pairs]]) -> None:
@@ -31,18 +31,18 @@ class Adapters(torch.nn.Module):
             self.add_module(str(number), torch.nn.ModuleDict(dict(linears)))
 
     def layers(self) -> Iterator[torch.nn.ModuleDict]:
-        """Pairs by the name of their linear layer, layer by layer."""
+        """Yield the pairs of each layer by the name of their linear layer."""
         yield from (layer for layer in self.children() if isinstance(layer, torch.nn.ModuleDict))
 
     def halves(self) -> Iterator[tuple[str, int, Half, torch.nn.Parameter]]:
-        """Each parameter: its name here, the number of its layer in the model, what it is, itself."""
+        """Yield each parameter: its name in this module, its layer's number in the model, its description, the parameter."""
         for place, pairs in self.named_modules():
             if isinstance(pairs, Pairs):
                 yield from ((f"{place}.{name}", pairs.layer, half, pairs.get_parameter(name)) for name, half in pairs.halves.items())
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> dict[str, Any]:
-        """What Megatron's checkpoints ask of a module. Keys are those of the whole model's layers, and experts are divided along the first
-        dimension, so that an adapter can be loaded under other sizes."""
+        """Return the state for Megatron's checkpoints. Keys number the layers of the whole model, and experts are divided along the first
+        dimension, so an adapter can be loaded under other parallel sizes."""
         del sharded_offsets, metadata
         return {prefix + name: _sharded(layer, half, parameter) for name, layer, half, parameter in self.halves()}
 
@@ -54,7 +54,7 @@ def _sharded(layer: int, half: Half, parameter: torch.nn.Parameter) -> Any:
         first = 1
     if half.axis is not None:
         offsets.append((first + half.axis, half.index, half.parts))
-    # Of equal copies one is written: the first tensor-parallel rank's, where they are copies over those, of the first data-parallel rank.
+    # One of several copies is written: by the first data-parallel rank, and if tensor-parallel ranks hold copies, by the first of them.
     if half.experts is None:
         tensor, data = groups.get_tensor_model_parallel_rank(), groups.get_data_parallel_rank()
     else:

@@ -1,4 +1,4 @@
-"""The modules that hold pairs, and what they add to a layer's output."""
+"""Modules that hold pairs and add them to a layer's output."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Join = Callable[[Sequence[torch.Tensor]], torch.Tensor]
 
 
 Times = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-"""(rows, a weight) -> rows of the weight's outputs."""
+"""(rows, weight) -> output rows."""
 
 
 def _times(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -40,11 +40,11 @@ def _times(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Fused:
-    """A linear layer of Megatron's, as projections one reads apart.
+    """A fused linear layer of Megatron as separate projections.
 
     Attributes:
         outputs: rows of each projection on this rank, by name, in Megatron's order.
-        join: puts them together.
+        join: combines the projections into the layer's rows.
     """
 
     outputs: Mapping[str, int]
@@ -52,7 +52,7 @@ class Fused:
 
 
 def qkv(groups_here: int, heads_per_group: int, head_dim: int) -> Fused:
-    """linear_qkv: for each query group its query heads, its key head, its value head."""
+    """linear_qkv: the query heads, key head and value head of each query group."""
 
     def join(parts: Sequence[torch.Tensor]) -> torch.Tensor:
         return torch.cat([part.view(*part.shape[:-1], groups_here, -1) for part in parts], dim=-1).flatten(-2)
@@ -67,16 +67,16 @@ def gate_up(width: int) -> Fused:
 
 
 def single(projection: str, rows: int) -> Fused:
-    """A layer that is one projection."""
+    """A layer with a single projection."""
     return Fused({projection: rows}, lambda parts: parts[0])
 
 
 class Pairs(torch.nn.Module):
-    """The pairs of one linear layer: of all the rank's experts, where it is theirs.
+    """The pairs of one linear layer; for an expert layer, the pairs of all the rank's experts.
 
     Args:
-        halves: by parameter name.
-        layer: its number in the model.
+        halves: the halves of the pairs; each becomes a parameter of the same name.
+        layer: number of the layer in the model.
     """
 
     def __init__(self, halves: Sequence[Half], fused: Fused, layer: int, scale: float, dropout: float, seed: int) -> None:
@@ -88,15 +88,15 @@ class Pairs(torch.nn.Module):
         self.projections = [name for name in fused.outputs if f"{name}_a" in self.halves]
 
     def add(self, x: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
-        """`output` and what the pairs make of `x`; the layer's own input and output on this rank."""
+        """Add the pairs' output for `x` to `output`, the layer's own input and output on this rank."""
         raise NotImplementedError
 
     def deltas(self) -> Iterator[torch.Tensor]:
-        """What the pairs add to their layer's weight, [rows, in] on this rank; of experts, one after the other."""
+        """Yield the pairs' contribution to the layer's weight, [rows, in] on this rank; for experts, one per expert."""
         raise NotImplementedError
 
     def _delta(self, a: torch.Tensor, b: Sequence[torch.Tensor]) -> torch.Tensor:
-        """a: [rank of each projection, one after the other; in]."""
+        """a: [sum of the projections' ranks, in], one projection after another."""
         parts = dict(zip(self.projections, torch.split(a, [half.shape[-1] for half in b]), strict=True))
         with_b = dict(zip(self.projections, b, strict=True))
         columns = [
@@ -106,7 +106,7 @@ class Pairs(torch.nn.Module):
         return self.scale * self.fused.join(columns).t()
 
     def _sum(self, output: torch.Tensor, hidden: torch.Tensor, b: Sequence[torch.Tensor], times: Times = _times) -> torch.Tensor:
-        """hidden: [..., rank of each projection, one after the other]."""
+        """hidden: [..., sum of the projections' ranks], one projection after another."""
         made = dict(zip(self.projections, torch.split(hidden, [half.shape[-1] for half in b], dim=-1), strict=True))
         with_b = dict(zip(self.projections, b, strict=True))
         parts = [
@@ -116,7 +116,7 @@ class Pairs(torch.nn.Module):
         return output + self.fused.join(parts)
 
     def _dropped(self, x: torch.Tensor, region: Callable[[], AbstractContextManager[None]]) -> torch.Tensor:
-        """PEFT drops entries of each projection's input apart; here those of one fused layer lose the same."""
+        """PEFT drops entries of each projection's input separately; here the projections of a fused layer share a dropout mask."""
         if not self.dropout or not self.training:
             return x
         with region():
@@ -127,14 +127,14 @@ class Pairs(torch.nn.Module):
 
 
 class DensePairs(Pairs):
-    """Of a layer that is divided over tensor-parallel ranks, or whole on each, under sequence parallelism where there are several."""
+    """The pairs of a layer that is divided over tensor-parallel ranks or whole on each; several ranks use sequence parallelism."""
 
     def add(self, x: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
         axes = {half.axis for half in self.halves.values()}
         hidden = self.scale * (self._dropped(x, get_cuda_rng_tracker().fork) @ torch.cat(self._of("a")).t())
         group: dist.ProcessGroup = groups.get_tensor_model_parallel_group()
         if group.size() > 1 and axes != {None}:
-            # What travels between the ranks has `rank` columns, not those of the layer.
+            # Only the adapter's `rank` columns travel between the ranks, not the layer's columns.
             move = reduce_scatter_to_sequence_parallel_region if 1 in axes else gather_from_sequence_parallel_region
             hidden = move(hidden, group=group)
         return self._sum(output, hidden, self._of("b"))
@@ -144,10 +144,10 @@ class DensePairs(Pairs):
 
 
 class ExpertPairs(Pairs):
-    """Of the experts of a rank. Neither inputs nor outputs are exchanged between ranks here: the dispatcher does that."""
+    """The pairs of a rank's experts. Inputs and outputs are not exchanged between ranks here: the dispatcher does that."""
 
     def each(self) -> list[ExpertPair]:
-        """One for each expert; in the graph of gradients, so it is asked for once a forward pass, not once an expert."""
+        """Return each expert's pair. The split is part of the autograd graph: call this once per forward pass, not once per expert."""
         experts = len(next(half.experts for half in self.halves.values() if half.experts is not None))
         a, *b = (
             [weight] * experts if weight.ndim == 2 else weight.unbind() for weight in (torch.cat(self._of("a"), dim=-2), *self._of("b"))
@@ -155,10 +155,10 @@ class ExpertPairs(Pairs):
         return [ExpertPair(self, first, second) for first, *second in zip(a, *b, strict=True)]
 
     def add_to_all(self, x: torch.Tensor, output: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-        """As `add`, of the rows of all experts, one expert's after the other's.
+        """Like `add`, for the rows of all experts, sorted by expert.
 
         Args:
-            ends: int32[experts]; where each expert's rows end.
+            ends: int32[experts]; end of each expert's rows.
         """
 
         def times(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -173,10 +173,10 @@ class ExpertPairs(Pairs):
 
 @dataclass(frozen=True, eq=False)
 class ExpertPair:
-    """One expert's.
+    """The pair of one expert.
 
     Attributes:
-        a: [rank of each projection, one after the other; in].
+        a: [sum of the projections' ranks, in], one projection after another.
         b: [out, rank] of each projection.
     """
 
@@ -185,7 +185,7 @@ class ExpertPair:
     b: Sequence[torch.Tensor]
 
     def add(self, x: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
-        """As `Pairs.add`."""
+        """See `Pairs.add`."""
         hidden = self.pairs.scale * (self.pairs._dropped(x, _expert_region) @ self.a.t())
         return self.pairs._sum(output, hidden, self.b)
 

@@ -1,4 +1,4 @@
-"""A rank's halves as engines compute with them."""
+"""A rank's halves as engines use them."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from asyncmoe.trainer.lora.attach import values
 
 
 class Snapshot:
-    """Copies of a rank's halves, B multiplied by the adapter's scale: training goes on while they are on their way.
+    """Copies of a rank's halves, with B multiplied by the adapter's scale; training continues while the copies are sent.
 
     Attributes:
-        tensors: by the names of `attach.parameters`; the same memory every time.
+        tensors: by the names of `attach.parameters`; always the same memory.
 
     Args:
-        scale: alpha / rank. Engines are told of an adapter whose scale is 1 (`asyncmoe.models.lora.sglang.memory_layout`).
+        scale: alpha / rank. Engines receive an adapter of scale 1 (`asyncmoe.models.lora.sglang.memory_layout`).
     """
 
     def __init__(self, chunks: Sequence[torch.nn.Module], scale: float) -> None:
@@ -26,7 +26,7 @@ class Snapshot:
         self._scaled = [value for name, value in self.tensors.items() if name.endswith("_b")]
 
     def take(self) -> None:
-        """Copy the halves as they are."""
+        """Copy the current halves."""
         torch._foreach_copy_(list(self.tensors.values()), [value for _, value in self._live])
         if self._scale != 1:
             torch._foreach_mul_(self._scaled, self._scale)

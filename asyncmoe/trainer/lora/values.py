@@ -1,4 +1,4 @@
-"""What training starts from: the same adapter under every layout."""
+"""Initial values of an adapter, the same under every layout."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from asyncmoe.models.lora.halves import Half
 
 
 def initial(half: Half, layer: int, seed: int) -> torch.Tensor:
-    """float32 of `half.shape`. B is 0, so that the policy starts as the base model; A is uniform within 1 / sqrt(in), drawn for each
-    canonical half by a generator of its own and then cut.
+    """Return the initial value of a half: float32 of `half.shape`. B is 0, so the policy starts as the base model; A is uniform within
+    +-1 / sqrt(in), drawn by a separate generator for each canonical half and then cut.
 
     Source: PEFT's `LoraLayer.reset_lora_parameters` (kaiming_uniform_ with a = sqrt(5)).
     """

@@ -1,1 +1,1 @@
-"""The Megatron model of a rank: how it is built, spread over ranks, optimised, saved and replayed."""
+"""The Megatron model of a rank: building, parallelism, optimisation, checkpoints and routing replay."""

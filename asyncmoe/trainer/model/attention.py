@@ -1,6 +1,6 @@
-"""Core attention for the local spec: causal, grouped queries, packed sequences.
+"""Core attention for Megatron's local layer spec: causal, grouped queries, packed sequences.
 
-Megatron's own local attention asserts that there are no packed sequences, and builds the full matrix of scores.
+Megatron's own local attention asserts that there are no packed sequences, and builds the full score matrix.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from asyncmoe.errors import InvariantBroken
 
 Kernel = Literal["varlen", "each"]
 _FLASH_HEAD = 256
-"""The widest head that flash attention has; widths are multiples of 8."""
+"""The widest head that flash attention supports; widths must be multiples of 8."""
 
 
 class PackedSequences(PackedSeqParams):  # type: ignore[misc]
-    """Megatron's parameters of packed sequences, with the bounds on the host too: asking the device for them stops it in every layer.
+    """Megatron's parameters of packed sequences, with the bounds on the host too: reading them from the device would stall every layer.
 
     Args:
         cu_seqlens: int32[n + 1], on the model's device; see `asyncmoe.trainer.data.batch.MicroBatch`.
-        bounds: the same numbers.
-        longest: the longest sequence.
+        bounds: the same numbers on the host.
+        longest: length of the longest sequence.
     """
 
     def __init__(self, cu_seqlens: torch.Tensor, bounds: Sequence[int], longest: int) -> None:
@@ -43,12 +43,12 @@ class PackedSequences(PackedSeqParams):  # type: ignore[misc]
 
 
 class PackedAttention(MegatronModule):  # type: ignore[misc]
-    """Takes the place of Megatron's `DotProductAttention` in a layer spec.
+    """Replaces Megatron's `DotProductAttention` in a layer spec.
 
-    Without `packed_seq_params`: query [S, B, heads, d], key and value [S, B, groups, d] -> [S, B, heads * d]. With them, which are
-    `PackedSequences`: [T, heads, d] -> [T, heads * d]; rows attend within their own sequence, so the cost is the sum of the squares of the
-    lengths. Values may be narrower than keys, as those of latent attention are: zeros widen them, because no kernel but the one that
-    keeps all scores takes them as they are everywhere.
+    Without `packed_seq_params`: query [S, B, heads, d], key and value [S, B, groups, d] -> [S, B, heads * d]. With `packed_seq_params`,
+    which must be `PackedSequences`: [T, heads, d] -> [T, heads * d]; rows attend within their own sequence, so the cost is the sum of the
+    squared lengths. Values may be narrower than keys, as in latent attention: they are padded with zeros, because only the kernel that
+    stores all scores takes narrower values on every device.
     """
 
     def __init__(
@@ -95,9 +95,9 @@ class PackedAttention(MegatronModule):  # type: ignore[misc]
         return out[..., :width].flatten(1)
 
     def _attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        """[S, B, heads, d] -> the same."""
+        """[S, B, heads, d] -> [S, B, heads, d]."""
         if query.device.type == "cuda" and query.dtype == torch.float32:
-            # Of torch's kernels for float32 on a GPU only the one that keeps all scores has grouped queries.
+            # Of torch's float32 kernels on a GPU, only the one that stores all scores supports grouped queries.
             key, value = (x.repeat_interleave(query.shape[2] // x.shape[2], dim=2) for x in (key, value))
         q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale, enable_gqa=q.shape[1] != k.shape[1])
@@ -105,20 +105,20 @@ class PackedAttention(MegatronModule):  # type: ignore[misc]
 
 
 def kernel(device: str, dtype: torch.dtype, width: int) -> Kernel:
-    """What attends to packed sequences: flash attention to all of them at once ("varlen": torch has it for 16 bits on GPUs), or torch's
-    choice to one after the other."""
+    """Return the kernel for packed sequences: "varlen", flash attention over all of them at once (torch has it for 16-bit dtypes on GPUs),
+    or "each", torch's choice of kernel for one sequence after another."""
     flash = device == "cuda" and dtype in (torch.bfloat16, torch.float16) and width <= _FLASH_HEAD and width % 8 == 0
     return "varlen" if flash and has_varlen() else "each"
 
 
 @cache
 def has_varlen() -> bool:
-    """This torch has flash attention to packed sequences, with the arguments that `packed` gives it."""
+    """Return True if this torch has flash attention over packed sequences, with the arguments that `packed` passes."""
     return varlen_attn is not None and {"scale", "window_size", "enable_gqa"} <= set(signature(varlen_attn).parameters)
 
 
 def packed(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sequences: PackedSeqParams, scale: float | None) -> torch.Tensor:
-    """[T, heads, d], [T, groups, d] twice -> [T, heads, d]; all of one width."""
+    """query [T, heads, d], key and value [T, groups, d] -> [T, heads, d]."""
     made: Any = varlen_attn(
         query.contiguous(),
         key.contiguous(),

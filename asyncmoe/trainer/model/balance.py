@@ -1,8 +1,7 @@
-"""The biases that routers choose experts by, trained by their own rule: no gradient, but a step of fixed size towards balance.
+"""Load balancing by router selection biases, trained without gradients: a step of fixed size towards balance.
 
 Source: Wang et al., "Auxiliary-Loss-Free Load Balancing" (arXiv 2408.15664, algorithm 1); DeepSeek-V3 (arXiv 2412.19437, section 2.1.2).
-Megatron has the rule too, in `finalize_model_grads`: there it counts padding, and moves biases before anyone has seen that the loss is
-not a number.
+Megatron implements the rule too, in `finalize_model_grads`, but counts padding there, and moves biases before a NaN loss is detected.
 """
 
 from __future__ import annotations
@@ -20,13 +19,13 @@ from asyncmoe.trainer.model import collectives
 
 
 class Balance:
-    """The routers of this rank.
+    """Trains the selection biases of this rank's routers.
 
     Args:
         chunks: the model chunks of this pipeline stage; their routers have selection biases.
-        layers: of the whole model.
-        rate: how far a step moves each bias.
-        sequence_parallel: (rank, size) of the group that rows are split over inside the model, in equal consecutive parts.
+        layers: layer count of the whole model.
+        rate: size of each bias update.
+        sequence_parallel: (rank, size) of the group that splits rows inside the model into equal consecutive parts.
     """
 
     def __init__(self, chunks: Sequence[torch.nn.Module], layers: int, rate: float, sequence_parallel: tuple[int, int] = (0, 1)) -> None:
@@ -41,8 +40,8 @@ class Balance:
 
     @contextmanager
     def counting(self, batch: MicroBatch) -> Iterator[None]:
-        """Around the forward pass of a micro-batch that is trained on: the experts of its tokens count, those of padding do not. What a
-        backward pass computes again does not count again."""
+        """Count the experts of a training micro-batch during its forward pass. Experts of padding do not count, and recomputation in the
+        backward pass does not count again."""
         real = torch.zeros(batch.rows, dtype=torch.bool, device=batch.tokens.device)
         for _, first, count in batch.places:
             real[first : first + count] = True
@@ -51,12 +50,12 @@ class Balance:
         self._real = None
 
     def forget(self) -> None:
-        """Count from nothing."""
+        """Reset the counts."""
         self._tokens.clear()
 
     def update(self) -> None:
-        """Move every bias of an expert with fewer tokens than the mean of its layer up, of one with more down. Collective over all ranks:
-        tensor-parallel ranks have parts of the rows, stages their layers, data-parallel ranks their micro-batches."""
+        """Raise the biases of experts with fewer tokens than their layer's mean, and lower the biases of experts with more. Collective over
+        all ranks: tensor-parallel ranks have parts of the rows, stages their layers, data-parallel ranks their micro-batches."""
         experts = collectives.total(torch.tensor(self._experts), dist.ReduceOp.MAX)  # a stage may have no router
         tokens = torch.zeros(self._layers, int(experts), dtype=torch.float64, device=experts.device)
         for layer, counts in self._tokens.items():
@@ -68,7 +67,7 @@ class Balance:
         self.forget()
 
     def _count(self, router: Any, _: Any, routed: tuple[torch.Tensor, torch.Tensor]) -> None:
-        """routed: (weights, whether a row goes to an expert), both [rows, experts]."""
+        """routed: (weights, bool map from rows to experts), both [rows, experts]."""
         if self._real is None:
             return
         layer, chosen = router.layer_number - 1, routed[1][self._real].sum(0)

@@ -1,8 +1,8 @@
-"""Saving and restoring model and optimizer with Megatron's dist_checkpointing (torch_dist format), atomically.
+"""Saves and restores model and optimizer atomically, with Megatron's dist_checkpointing (torch_dist format).
 
-Every rank writes its own shards. A checkpoint can be loaded under another tensor or pipeline size, and with another number of model
-chunks a stage; not under another choice between ep = 1 and ep > 1, because Megatron names the optimizer's state differently then
-(KeyError on load, megatron-core 0.16 and 0.19).
+Every rank writes its own shards. A checkpoint can be loaded under another tensor or pipeline size, and with another number of model chunks
+per stage, but not after switching between ep = 1 and ep > 1, because Megatron names the optimizer state differently then (KeyError on
+load, megatron-core 0.16 and 0.19).
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ writer.install()
 
 
 def save(config: Config, step: int, model: Model, optimizer: MegatronOptimizer) -> Path:
-    """Write the checkpoint of `step`; collective over all ranks. Returns its final place.
+    """Write the checkpoint of `step` and return its final path. Collective over all ranks.
 
     Raises:
-        StorageError: a rank could not write its part; the same on every rank that learns of it. Nothing of the checkpoint is left, and the
-            ones before it are as they were.
+        StorageError: a rank could not write its part; every rank that learns of it raises the same error. The failed checkpoint is removed,
+            and earlier checkpoints are unchanged.
     """
     writer.results.failure = None
     gather_weights(model)
     try:
         return _write(config, step, model, optimizer)
-    except (Exception, CheckpointException) as error:  # which is a BaseException
+    except (Exception, CheckpointException) as error:  # CheckpointException is a BaseException
         failure = _explain(config, step, error)
         if model.mesh.rank == 0:
             checkpoints.give_up(config.run.dir)
@@ -50,12 +50,13 @@ def save(config: Config, step: int, model: Model, optimizer: MegatronOptimizer) 
 
 
 def _explain(config: Config, step: int, error: BaseException) -> StorageError | None:
-    """The error for the user, where storage is to blame. Before anything is removed: torch gives no reason, so the disk is asked."""
+    """Return the error for the user if storage is the cause. Call it before anything is removed: torch gives no reason, so this checks
+    the disk."""
     newest = checkpoints.newest(config.run.dir)
     then = f"the run goes on from {newest.name}" if newest else "the run begins anew"
     path = checkpoints.temporary(config.run.dir, step)
     own = storage.explain(writer.results.failure or error, f"checkpoint of step {step}", path, then)
-    if not isinstance(error, CheckpointException):  # only this rank knows of it
+    if not isinstance(error, CheckpointException):  # only this rank knows of the failure
         return own
     line = next(filter(None, collectives.everyones("" if own is None else str(own))), "")
     return StorageError(line) if line else None
@@ -76,7 +77,7 @@ def _write(config: Config, step: int, model: Model, optimizer: MegatronOptimizer
 
 
 def as_saved(config: Config, checkpoint: Path | None) -> Config:
-    """The configuration, with the kind of optimizer that a checkpoint has where it leaves that open."""
+    """Return the configuration, with the checkpoint's kind of optimizer if the configuration does not specify one."""
     if checkpoint is None or config.trainer.optimizer.distributed is not None:
         return config
     distributed = checkpoints.facts(checkpoint).get("distributed_optimizer")
@@ -85,11 +86,11 @@ def as_saved(config: Config, checkpoint: Path | None) -> Config:
 
 
 def load(checkpoint: Path, config: Config, model: Model, optimizer: MegatronOptimizer | None) -> int:
-    """Restore the model and, when given, the optimizer; return the step. Collective over all ranks.
+    """Restore the model and, if given, the optimizer; return the step. Collective over all ranks.
 
     Raises:
-        DataError: the optimizer's state was written by the other kind of optimizer, or with ep = 1 where it is more now, or the reverse; or
-            what was trained is not what the configuration says.
+        DataError: the optimizer state was written by the other kind of optimizer, or the run has switched between ep = 1 and ep > 1, or
+            the trained parameters differ from the configuration's.
     """
     facts = checkpoints.facts(checkpoint)
     if optimizer is not None:
@@ -116,17 +117,17 @@ def _state(model: Model, optimizer: MegatronOptimizer | None, loading: bool) -> 
 
 
 def _trained(chunk: Any) -> Any:
-    """What of a chunk is saved: all of it, or its adapters where it has some. The rest of it then never changes."""
+    """Return the saved part of a chunk: its adapters, because the rest never changes; without adapters, the whole chunk."""
     return getattr(chunk, "adapters", chunk)
 
 
 def _chunk_names(model: Model) -> list[str]:
-    """Where the state holds each chunk; what is written under them has the names of the whole model's layers, however it is cut."""
+    """Return each chunk's key in the state; tensors under it are saved under the names of the whole model's layers, whatever the split."""
     return [f"model{chunk}" for chunk in range(len(model.chunks))] if len(model.chunks) > 1 else ["model"]
 
 
 def _kind(config: Config, model: Model) -> dict[str, Any]:
-    """What the saved names depend on."""
+    """Return the settings that the saved names depend on."""
     trainer = config.trainer
     kind: dict[str, Any] = {
         "expert_parallel": trainer.ep > 1,
@@ -150,5 +151,5 @@ def _refuse_another_kind(checkpoint: Path, saved: Mapping[str, Any], now: Mappin
 
 
 def _distributed(model: Model) -> bool:
-    """The optimizer's state is sharded over data-parallel ranks."""
+    """Return True if the optimizer state is sharded over data-parallel ranks."""
     return bool(model.ddp[0].ddp_config.use_distributed_optimizer)

@@ -1,7 +1,7 @@
-"""What all ranks of the trainer say to each other: sums in their devices' memory, words in that of their hosts.
+"""Collectives over all ranks of the trainer: tensor reductions in device memory, object exchange in host memory.
 
-Between GPUs the default process group is NCCL's, which takes nothing from a host; so there is one group of gloo beside it. Collectives that
-name no group belong here and nowhere else (a test reads the sources for them). Others are of groups that Megatron or a sender made.
+With GPUs the default process group is NCCL's, which takes no host tensors, so there is a gloo group beside it. Collectives that name no
+group belong here and nowhere else (a test checks the sources). All others use groups created by Megatron or a publisher.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _HOSTS: list[dist.ProcessGroup] = []
 
 
 def start(timeout: timedelta) -> None:
-    """Make the group between hosts, unless there is one: the default group where that takes tensors of a host. Collective."""
+    """Create the host group unless it exists; use the default group if that takes host tensors. Collective."""
     if _HOSTS:
         return
     made = dist.group.WORLD if _takes_host() else dist.new_group(backend="gloo", timeout=timeout)
@@ -28,13 +28,13 @@ def start(timeout: timedelta) -> None:
 
 
 def stop() -> None:
-    """Leave all groups, the default one too."""
+    """Leave all groups, including the default group."""
     _HOSTS.clear()
     dist.destroy_process_group()
 
 
 def total(tensor: torch.Tensor, operation: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> torch.Tensor:
-    """The sum, or what else, of all ranks' tensors, which are alike: on the device."""
+    """Reduce all ranks' tensors of equal shape and dtype, by default to their sum; the result is on the device."""
     result = tensor.to(device())
     if result is tensor:
         result = tensor.clone()
@@ -43,19 +43,19 @@ def total(tensor: torch.Tensor, operation: dist.ReduceOp.RedOpType = dist.Reduce
 
 
 def everyones(mine: T) -> list[T]:
-    """What each rank says, by rank. It must be something that pickles."""
+    """Return every rank's object, by rank. Objects must be picklable."""
     said = [mine] * dist.get_world_size()
     dist.all_gather_object(said, mine, group=_host())
     return said
 
 
 def barrier() -> None:
-    """Wait for all ranks. Hosts do; what their devices still have to do is not waited for."""
+    """Wait for all ranks on the host; pending device work is not awaited."""
     dist.barrier(group=_host())
 
 
 def device() -> torch.device:
-    """Where tensors of the default group are."""
+    """Return the device for tensors of the default group."""
     return torch.device("cpu") if _takes_host() else torch.device("cuda", torch.cuda.current_device())
 
 

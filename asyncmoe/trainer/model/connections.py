@@ -1,4 +1,4 @@
-"""How many queues CUDA issues a process's kernels through."""
+"""The number of queues through which CUDA issues a process's kernels."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ VARIABLE = "CUDA_DEVICE_MAX_CONNECTIONS"
 
 
 def in_order(trainer: TrainerSection, environ: MutableMapping[str, str]) -> None:
-    """Have kernels begin in the order they are issued, where tensor parallelism overlaps collectives with products: Megatron issues the
-    collective first and counts on that (`LinearWithGradAccumulationAndAsyncCommunication` of megatron-core's tensor_parallel/layers.py).
-    From Blackwell on Megatron no longer needs it (megatron/training/arguments.py); it is set there too, at a cost nobody measured.
-    CUDA reads the variable once: call this before CUDA is initialised.
+    """Make kernels start in issue order if tensor parallelism overlaps collectives with matrix products: Megatron issues the collective
+    first and relies on the order (`LinearWithGradAccumulationAndAsyncCommunication` of megatron-core's tensor_parallel/layers.py).
+    From Blackwell on Megatron does not need the setting (megatron/training/arguments.py); its cost there was not measured. CUDA reads the
+    variable once: call this before CUDA is initialised.
 
-    The user's own value wins; the log says what it costs.
+    A value set by the user wins; the log then warns of its cost.
     """
     if trainer.tp == 1:
         return

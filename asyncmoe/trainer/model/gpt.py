@@ -1,4 +1,4 @@
-"""Megatron's GPTModel from a Hugging Face configuration, and its weights from a Hugging Face checkpoint."""
+"""Builds Megatron's GPTModel from a Hugging Face configuration, and loads its weights from a Hugging Face checkpoint."""
 
 from __future__ import annotations
 
@@ -38,17 +38,17 @@ class Model:
     """One rank's part of the model.
 
     Attributes:
-        config: Megatron's.
+        config: Megatron's model configuration.
         chunks: the bare GPTModels of this pipeline stage, one unless stages interleave; their parameters have the names `asyncmoe.models`
             uses within a chunk.
-        ddp: what runs: each of `chunks` inside the cast to bfloat16, if any, inside Megatron's data parallelism.
-        dtype: of the parameters.
+        ddp: the modules to run: each of `chunks` inside the cast to bfloat16, if any, inside Megatron's data parallelism.
+        dtype: dtype of the parameters.
         hf: the Hugging Face configuration.
-        parallel: the sizes it is spread over.
-        mesh: this rank's place.
-        switches: which of Megatron's are on.
-        adapter: what is trained in place of the weights, if anything is.
-        balance: trains the biases that routers choose by, if they are trained.
+        parallel: the parallel sizes.
+        mesh: this rank's position.
+        switches: Megatron's switches.
+        adapter: the adapter that is trained in place of the weights, if any.
+        balance: trains the routers' selection biases, if they are trained.
     """
 
     config: TransformerConfig
@@ -64,10 +64,10 @@ class Model:
 
 
 def build(hf: Mapping[str, Any], config: Config, mesh: Mesh) -> Model:
-    """This rank's part, with random weights; `load_hf` fills it. Weights are float32, or bfloat16 with float32 gradients and masters.
+    """Build this rank's part with random weights; `load_hf` fills it. Weights are float32, or bfloat16 with float32 gradients and masters.
 
     Raises:
-        ConfigError: an adapter that the model cannot have, or a switch of Megatron's that cannot be on.
+        ConfigError: the model does not support the adapter, or a requested Megatron switch cannot be on.
     """
     dtype = _dtype(config.trainer.dtype, mesh)
     on = layers.switches(hf, config, mesh, dtype)
@@ -92,13 +92,13 @@ def build(hf: Mapping[str, Any], config: Config, mesh: Mesh) -> Model:
     inner = [Float16Module(megatron_config, chunk) if dtype == torch.bfloat16 else chunk for chunk in chunks]
     for chunk in chunks:
         for _, bias in _selection_biases(chunk):
-            bias.data = bias.data.float()  # from what Float16Module has made of it; Megatron does so too, but only in a forward pass
+            bias.data = bias.data.float()  # undoes Float16Module's cast; Megatron does so only in a forward pass
         if on.gradient_accumulation_fusion:
             layers.fuse_gradient_accumulation(chunk)
     ddp = tuple(DistributedDataParallel(megatron_config, layers.ddp_config(config, on), chunk) for chunk in inner)
     for chunk in ddp:
         chunk.train()
-    # Without it the schedules reduce gradients after every micro-batch, and Megatron counts on one number of those a step.
+    # Without it the schedules reduce gradients after every micro-batch, and Megatron expects the same number of reductions in every step.
     no_sync = [chunk.no_sync for chunk in ddp]
     megatron_config.no_sync_func = no_sync if len(ddp) > 1 else no_sync[0]
     rate = config.trainer.router_bias_rate
@@ -107,24 +107,24 @@ def build(hf: Mapping[str, Any], config: Config, mesh: Mesh) -> Model:
 
 
 def gather_weights(model: Model) -> None:
-    """Have all new weights here, where `overlap_param_gather` leaves that to the layers of the next forward pass: for whoever reads them
-    before. Collective over all ranks."""
+    """Gather all new weights now. With `overlap_param_gather` the layers of the next forward pass would gather them, too late for earlier
+    readers. Collective over all ranks."""
     if model.switches.overlap_param_gather:
         for chunk in model.ddp:
             chunk.start_param_sync(force_sync=True)
 
 
 def parameters(model: Model) -> dict[str, torch.Tensor]:
-    """This rank's weights by local Megatron name, as `Family.megatron_layout` names its storages; they are the weights themselves.
+    """Return this rank's weights, not copies, by local Megatron name, i.e. the storage names of `Family.megatron_layout`.
 
-    A weight may have another dtype than its storage in the layout: see `asyncmoe.trainer.weight_sync.sources`.
+    A weight's dtype may differ from its storage's dtype in the layout: see `asyncmoe.trainer.weight_sync.sources`.
     """
     return {name: tensor.data for name, tensor in named_tensors(model)}
 
 
 def named_tensors(model: Model) -> Iterator[tuple[str, torch.Tensor]]:
-    """This rank's weights under the names of `parameters`: those that are trained, and the biases that routers choose by, which are
-    buffers. Adapters, which are no weights of the model, are not among them."""
+    """Yield this rank's weights under the names of `parameters`: the model's parameters, and the routers' selection biases, which are
+    buffers. Adapters are not weights of the model and are excluded."""
     for number, chunk in enumerate(model.chunks):
         front = chunk_prefix(number, len(model.chunks))
         yield from ((front + name, parameter) for name, parameter in chunk.named_parameters() if not name.startswith(ADAPTERS))
@@ -136,7 +136,7 @@ def _selection_biases(chunk: torch.nn.Module) -> Iterator[tuple[str, torch.Tenso
 
 
 def load_hf(model: Model, path: Path) -> None:
-    """Fill this rank's weights from a Hugging Face checkpoint. One parameter at a time, reading only the tensors that are part of it.
+    """Fill this rank's weights from a Hugging Face checkpoint, one parameter at a time, reading only the tensors that belong to it.
 
     Raises:
         DataError: a tensor is missing or has another shape, or a file cannot be read.
@@ -149,7 +149,7 @@ def load_hf(model: Model, path: Path) -> None:
 
 
 def local_tensors(model: Model, checkpoint: HFCheckpoint) -> Iterator[tuple[str, torch.Tensor]]:
-    """This rank's weights, by local Megatron name, as a Hugging Face checkpoint has them; on the host, in the layout's dtypes."""
+    """Yield this rank's weights from a Hugging Face checkpoint, by local Megatron name; on the host, in the layout's dtypes."""
     family, dtype = family_of(model.hf), str(model.dtype).removeprefix("torch.")
     source = family.hf_layout(model.hf, dtype).at(0)
     local = family.megatron_layout(model.hf, model.parallel, model.mesh.rank, dtype).at(0)

@@ -1,7 +1,7 @@
-"""Experts through torch's grouped matrix multiplication: one call for all experts of a rank, where Transformer Engine is not there.
+"""Experts through torch's grouped matrix multiplication: one call for all experts of a rank, without Transformer Engine.
 
-On GPUs of capability 9 and 10 torch has a kernel for bfloat16, which needs nothing of the host. Elsewhere, and of float32, it multiplies
-matrix by matrix itself, and reads the ends of the experts' rows on the host; see `asyncmoe.trainer.model.switches`.
+On GPUs of capability 9 and 10 torch has a bfloat16 kernel that does not involve the host. Elsewhere, and for float32, torch multiplies
+matrix by matrix and reads the ends of the experts' rows on the host; see `asyncmoe.trainer.model.switches`.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from megatron.core.transformer.moe.experts import SequentialMLP
 from asyncmoe.errors import InvariantBroken
 
 Added = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-"""(rows given [T, in], rows made [T, out], int32[E] ends of the experts' rows) -> [T, out]."""
+"""(input rows [T, in], output rows [T, out], int32[E] ends of the experts' rows) -> [T, out]."""
 
 
 class GroupedExperts(SequentialMLP):  # type: ignore[misc]
-    """Takes the place of Megatron's `SequentialMLP`, whose parameters, names and checkpoints it has: gated with SiLU, without biases.
+    """Replaces Megatron's `SequentialMLP` and keeps its parameters, names and checkpoints: gated with SiLU, without biases.
 
-    The weights of all experts are put side by side for each multiplication, and again in the backward pass: a copy of a layer's
-    experts at a time, never of two layers'.
+    Each multiplication stacks the weights of all experts, in the backward pass again: a temporary copy of one layer's experts, never of
+    two layers'.
 
     Attributes:
-        added: what adapters add to a layer's output, by "linear_fc1" and "linear_fc2".
+        added: functions that add adapters to a layer's output, by "linear_fc1" and "linear_fc2".
     """
 
     def __init__(self, num_local_experts: int, config: Any, *args: Any, **kwargs: Any) -> None:
@@ -38,9 +38,9 @@ class GroupedExperts(SequentialMLP):  # type: ignore[misc]
         self.added: dict[str, Added] = {}
 
     def forward(self, rows: torch.Tensor, tokens_per_expert: torch.Tensor, probs: torch.Tensor) -> tuple[torch.Tensor, None]:
-        """rows [T, hidden], those of the first expert, then of the second ...; tokens_per_expert int [E], on any device; probs [T] ->
-        [T, hidden] on this rank: expert-tensor-parallel ranks have parts of a sum."""
-        # The dispatcher has moved the counts to the host, or has them on the device: neither way waits for the other.
+        """rows [T, hidden], sorted by expert; tokens_per_expert int [E], on any device; probs [T] -> [T, hidden] on this rank, where
+        expert-tensor-parallel ranks hold terms of a sum."""
+        # The dispatcher keeps the counts on the host or on the device; neither case makes one wait for the other.
         ends = tokens_per_expert.cumsum(0).to(torch.int32).to(rows.device, non_blocking=True)
         made = self._linear("linear_fc1", rows, ends)
         if self.config.bias_activation_fusion:
@@ -56,10 +56,10 @@ class GroupedExperts(SequentialMLP):  # type: ignore[misc]
 
 
 def multiply(rows: torch.Tensor, ends: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
-    """Rows [T, in] times the weight of their group, transposed: [T, out].
+    """Multiply rows [T, in] by the transposed weight of their group: [T, out].
 
     Args:
-        ends: int32[E]; where each group's rows end, ascending, the last T.
+        ends: int32[E]; end of each group's rows, ascending, the last is T.
         weights: [out, in] of each group, or one tensor [E, out, in].
     """
     made: torch.Tensor = _Multiplied.apply(rows, ends, *weights)  # type: ignore[no-untyped-call]
@@ -91,7 +91,7 @@ class _Multiplied(torch.autograd.Function):
 
 
 def _plain(rows: torch.Tensor) -> torch.Tensor:
-    """Row after row: an expanded gradient is not so, and one row may be said to be as far from the next as it likes."""
+    """Return rows with the standard strides: an expanded gradient has others, and the row stride of a single row is arbitrary."""
     return rows.contiguous().view(-1).view(rows.shape)
 
 

@@ -1,4 +1,4 @@
-"""Reading single tensors of a Hugging Face checkpoint."""
+"""Reads single tensors of a Hugging Face checkpoint."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ SINGLE = "model.safetensors"
 
 
 class HFCheckpoint:
-    """Tensors by name, from one `model.safetensors` or from the shards its index lists. Files are mapped, and opened when first asked for.
+    """Tensors by name, from one `model.safetensors` or the shards listed in its index. Files are memory-mapped and opened on first use.
 
     Raises:
-        DataError: there is neither, or the index is broken.
+        DataError: neither exists, or the index is broken.
     """
 
     def __init__(self, path: Path) -> None:
@@ -35,10 +35,10 @@ class HFCheckpoint:
             raise DataError(str(path), got="no safetensors", expected=f"{SINGLE} or {INDEX}")
 
     def read(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """A contiguous copy of one tensor, cast to `dtype`; one of float8 in blocks is multiplied by its scales.
+        """Return a contiguous copy of a tensor, cast to `dtype`; a float8 tensor in blocks is multiplied by its scales.
 
         Raises:
-            DataError: it is missing or has another shape, or its scales do.
+            DataError: the tensor or its scales are missing or have another shape.
         """
         tensor = self._tensor(name, shape)
         if tensor.dtype == torch.float8_e4m3fn:

@@ -1,4 +1,4 @@
-"""Latent attention for the local spec."""
+"""Latent attention for Megatron's local layer spec."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 
 
 class ReplicatedLinear(torch.nn.Linear):
-    """A linear layer that every tensor-parallel rank has whole, without bias, as Transformer Engine's with parallel_mode "duplicated".
+    """A linear layer without bias, whole on every tensor-parallel rank, like Transformer Engine's with parallel_mode "duplicated".
 
-    Each rank sees its own rows of the sequence; `finalize_model_grads` adds up the gradients of weights that carry the flag.
+    Each rank sees its own rows of the sequence; `finalize_model_grads` sums the gradients of weights with the `sequence_parallel` flag.
     """
 
     def __init__(self, inputs: int, outputs: int, config: Any) -> None:
@@ -23,10 +23,10 @@ class ReplicatedLinear(torch.nn.Linear):
 
 
 class LatentAttention(MLASelfAttention):  # type: ignore[misc]
-    """Megatron's, with what leads down to the small vectors whole on every rank.
+    """Megatron's latent attention, with the down-projections whole on every rank.
 
-    Its local spec divides these layers by their outputs and gathers those without a reduction in the backward pass; of the part of the key
-    that all heads share, a rank then has the gradient of its own heads only (megatron-core 0.16 and 0.19).
+    Megatron's local spec divides these layers by output and gathers the outputs without a reduction in the backward pass. For the part of
+    the key that all heads share, a rank then has only the gradient of its own heads (megatron-core 0.16 and 0.19).
     """
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
@@ -36,6 +36,6 @@ class LatentAttention(MLASelfAttention):  # type: ignore[misc]
         self.linear_kv_down_proj = ReplicatedLinear(config.hidden_size, config.kv_lora_rank + config.qk_pos_emb_head_dim, config)
 
     def _resolve_qk_norm_config(self, submodules: Any) -> dict[str, Any]:
-        """megatron-core 0.19 wants a norm in front of queries that come straight from the hidden state; the model has none."""
+        """megatron-core 0.19 expects a norm before queries that come straight from the hidden state; the model has none."""
         names = ("linear_q_proj", "linear_q_up_proj", "linear_kv_up_proj", "q_layernorm", "kv_layernorm")
         return {name: getattr(submodules, name) for name in names}

@@ -1,4 +1,4 @@
-"""What Megatron is told: the configuration of its model, the layers it is built from, and how gradients are reduced."""
+"""Configuration for Megatron: its model configuration, layer specs and gradient reduction."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ rope.install()
 
 
 def switches(hf: Mapping[str, Any], config: Config, mesh: Mesh, dtype: torch.dtype) -> Switches:
-    """Which of Megatron's switches are on here.
+    """Decide which of Megatron's switches are on in this run.
 
     Raises:
-        ConfigError: the configuration asks for what cannot be.
+        ConfigError: the configuration requests an impossible setting.
     """
     shape, trainer = family_of(hf).shape_of(hf), config.trainer
     run = RunFeatures(
@@ -62,7 +62,7 @@ def _expert_widths(shape: Shape, config: Config, mesh: Mesh) -> tuple[int, ...]:
 
 
 def ddp_config(config: Config, on: Switches) -> DistributedDataParallelConfig:
-    """Of Megatron's data parallelism: gradients are added in float32."""
+    """Return the configuration of Megatron's data parallelism; gradients are summed in float32."""
     return DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         overlap_grad_reduce=on.overlap_grad_reduce,
@@ -72,10 +72,10 @@ def ddp_config(config: Config, on: Switches) -> DistributedDataParallelConfig:
 
 
 def transformer_config(family: Mapping[str, Any], config: Config, mesh: Mesh, dtype: torch.dtype, on: Switches) -> TransformerConfig:
-    """`family`: keyword arguments that the model's family gives.
+    """Return Megatron's model configuration. `family`: keyword arguments from the model family.
 
     Raises:
-        ConfigError: a part of a layer that cannot be computed again.
+        ConfigError: `trainer.recompute_modules` names a module that cannot be recomputed.
     """
     interleaved = mesh.vpp > 1
     given: dict[str, Any] = {
@@ -90,20 +90,20 @@ def transformer_config(family: Mapping[str, Any], config: Config, mesh: Mesh, dt
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
         "bf16": dtype == torch.bfloat16,
-        # Micro-batches of packed sequences differ in rows; pipeline stages tell each other the shape. Not so where chunks interleave: the
-        # two neighbours of a stage may be one rank, which takes the shape sent forwards for the one sent backwards. See `batch.Grid`.
+        # Packed micro-batches differ in row count, so pipeline stages exchange shapes. Not if chunks interleave: both neighbours of a stage
+        # may be the same rank, which would confuse the shapes sent forwards and backwards. See `batch.BatchGrid`.
         "variable_seq_lengths": not interleaved,
-        # For the same reason messages in the two directions must not travel together, in one batch of sends and receives.
+        # For the same reason, messages in the two directions must not share one batch of sends and receives.
         "overlap_p2p_comm": interleaved,
         "batch_p2p_comm": not interleaved,
-        # The schedule of interleaved chunks frees an output while it is being sent: right only where a stream orders the two.
+        # The interleaved schedule frees an output while it is being sent, which is safe only if a stream orders the two.
         "deallocate_pipeline_outputs": not (interleaved and mesh.backend == "gloo"),
-        # Losses arrive already divided by the step's denominator: nothing is to be divided by ranks or micro-batches.
+        # Losses are already divided by the step's denominator: Megatron must not divide by ranks or micro-batches.
         "calculate_per_token_loss": True,
         "finalize_model_grads_func": _finalize,
         "use_cpu_initialization": mesh.device.type == "cpu",
-        "bias_dropout_fusion": False,  # there is neither
-        "masked_softmax_fusion": False,  # of an attention that is not used
+        "bias_dropout_fusion": False,  # the model has neither
+        "masked_softmax_fusion": False,  # belongs to an attention that is not used
         "persist_layer_norm": False,
         **megatron_arguments(on),
         **_recompute(config, on, bool(family.get("multi_latent_attention"))),
@@ -128,11 +128,11 @@ def _recompute(config: Config, on: Switches, latent: bool) -> Mapping[str, Any]:
 
 
 def spec(config: TransformerConfig, on: Switches, chunk: int | None) -> Any:
-    """Transformer Engine's layers, or Megatron's local ones with this package's norm, core attention and experts."""
+    """Return Transformer Engine's layers, or Megatron's local layers with this package's norm, core attention and experts."""
     if on.transformer_engine:
         return get_gpt_decoder_block_spec(config, use_transformer_engine=True, normalization="RMSNorm", vp_stage=chunk)
     block = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm", vp_stage=chunk)
-    for layer in block.layer_specs:  # the same object may be there more than once; setting it again changes nothing
+    for layer in block.layer_specs:  # the list may repeat an object; setting it again changes nothing
         submodules = layer.submodules
         submodules.input_layernorm = submodules.pre_mlp_layernorm = RMSNorm
         attention = submodules.self_attention.submodules
@@ -149,15 +149,15 @@ def spec(config: TransformerConfig, on: Switches, chunk: int | None) -> Any:
 
 
 def fuse_gradient_accumulation(chunk: torch.nn.Module) -> None:
-    """Have Transformer Engine's layers add the gradients of their weights to `main_grad` themselves. Megatron would tell them from
-    `gradient_accumulation_fusion`, which its own output layer refuses without an extension of apex."""
+    """Make Transformer Engine's layers add their weight gradients to `main_grad` themselves. Megatron would set this from
+    `gradient_accumulation_fusion`, which its own output layer refuses without an apex extension."""
     for module in chunk.modules():
         if hasattr(module, "fuse_wgrad_accumulation"):
-            setattr(module, "fuse_wgrad_accumulation", True)  # noqa: B010  a module's attributes have types that do not know it
+            setattr(module, "fuse_wgrad_accumulation", True)  # noqa: B010  torch's type of module attributes excludes it
 
 
 def _finalize(model: list[torch.nn.Module], num_tokens: torch.Tensor | None = None, **kwargs: Any) -> None:
-    """Megatron's reductions of gradients, without its division by the number of tokens (see `calculate_per_token_loss` above). It also
-    applies the routers' own rule to their biases, whose rate is 0: see `asyncmoe.trainer.model.balance`."""
+    """Run Megatron's gradient reductions without its division by the number of tokens (see `calculate_per_token_loss` above). Megatron also
+    applies its update rule to router biases here, with rate 0: see `asyncmoe.trainer.model.balance`."""
     del num_tokens
     finalize_model_grads(model, None, **kwargs)

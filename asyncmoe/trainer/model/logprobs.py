@@ -10,7 +10,7 @@ import torch.distributed as dist
 from asyncmoe.trainer.data.replay_data import Support
 
 _ROWS = 1024
-"""Rows taken to float32 at a time: bounds the extra memory of a large vocabulary to 1024 * V / tp floats."""
+"""Rows converted to float32 at a time; limits the extra memory of a large vocabulary to 1024 * V / tp floats."""
 
 
 def target_logprobs(
@@ -21,9 +21,9 @@ def target_logprobs(
     support: Support | None = None,
     entropy: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Log-probability of each target as it was sampled, in float32, differentiable; and the entropy of each row, which is not.
+    """Compute each target's log-probability as it was sampled, in float32, differentiable; and each row's entropy, not differentiable.
 
-    With z = logits / temperature, and S the ids the target was sampled from, all of them where a row has no support:
+    With z = logits / temperature, and S the ids the target was sampled from, or all ids if a row has no support:
 
         z[target] - logsumexp of z over S
 
@@ -32,10 +32,10 @@ def target_logprobs(
     Args:
         logits: [T, V / tp]; this rank's slice of the vocabulary, rank r of `group` holding [r * V/tp, (r + 1) * V/tp). Not modified.
         targets: int64[T]; tokens of the whole vocabulary, the same on every rank of `group`.
-        temperature: the one the tokens were sampled at.
+        temperature: the sampling temperature of the tokens.
         group: the tensor-parallel group; None: the vocabulary is whole.
-        support: of the T rows.
-        entropy: compute it, in nats; else None is returned in its place.
+        support: support of the T rows.
+        entropy: compute the entropy, in nats; if false, None is returned in its place.
 
     Returns:
         float32[T] and float32[T] or None, the same on every rank of `group`.
@@ -46,7 +46,7 @@ def target_logprobs(
 
 
 class _TargetLogProbs(torch.autograd.Function):
-    """Keeps the logits, which the graph holds anyway, and one log-normaliser a row; the softmax is made again in the backward pass."""
+    """Keeps the logits, which the graph holds anyway, and one log-normaliser per row; the backward pass recomputes the softmax."""
 
     @staticmethod
     def forward(
@@ -67,7 +67,7 @@ class _TargetLogProbs(torch.autograd.Function):
 
         maximum = logits.amax(dim=1).float() * scale
         if sparse is not None:
-            # A maximum of their own: what is most probable now need not have been sampled from, and may dwarf all that was.
+            # Supports need their own maximum: the most probable id now may be outside the support and dwarf all ids in it.
             most = torch.full_like(maximum, -torch.inf).scatter_reduce_(0, sparse.rows, _values(logits, sparse, scale), "amax")
             maximum = torch.stack([maximum, most])
         _reduce(maximum, dist.ReduceOp.MAX, group)
@@ -106,7 +106,7 @@ class _TargetLogProbs(torch.autograd.Function):
         result = torch.empty_like(logits)
         for first in range(0, logits.shape[0], _ROWS):
             rows = slice(first, first + _ROWS)
-            # Where a row has a support, its normaliser is not one of all ids: exp could overflow, and 0 * inf is no 0.
+            # If a row has a support, its normaliser does not cover all ids: exp could overflow, and 0 * inf is not 0.
             softmax = (logits[rows].float() * ctx.scale).sub_(normaliser[rows, None]).clamp_(max=0.0).exp_()
             gradient = softmax.mul_(-dense[rows, None])
             gradient.scatter_add_(1, column[rows, None], (dense[rows] * here[rows])[:, None])
@@ -119,7 +119,7 @@ class _TargetLogProbs(torch.autograd.Function):
 
 
 def _local(support: Support, first: int, size: int) -> Support:
-    """The ids in this rank's slice of the vocabulary, counted from its first."""
+    """Return the ids in this rank's slice of the vocabulary, counted from the slice's first id."""
     mine = (support.ids >= first) & (support.ids < first + size)
     return Support(support.here, support.rows[mine], support.ids[mine] - first)
 

@@ -8,9 +8,9 @@ from asyncmoe.config.training import OptimizerSection
 
 
 def lr_at(step: int, section: OptimizerSection, total: int) -> float:
-    """Learning rate of optimizer step `step` (the first is 0) of `total`.
+    """Return the learning rate of optimizer step `step` (the first is 0) of `total`.
 
-    Rises linearly to `lr` over `warmup_steps`, then stays, or falls to `min_lr` at the last step, straight or along a half cosine.
+    It rises linearly to `lr` over `warmup_steps`, then stays, or falls to `min_lr` at the last step, linearly or along a half cosine.
     """
     if step < section.warmup_steps:
         return section.lr * (step + 1) / section.warmup_steps

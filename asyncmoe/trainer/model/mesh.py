@@ -1,4 +1,4 @@
-"""The trainer's ranks and how the model is spread over them."""
+"""The trainer's ranks and the model's parallel layout over them."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed  # noq
 
 @dataclass(frozen=True)
 class Mesh:
-    """This process's place. Ranks are ordered as Megatron orders them: tensor-parallel fastest, then data, pipeline slowest; expert
-    parallelism is laid over tensor and data parallelism together. A stage holds `vpp` chunks of the model. `first_layers` and
-    `last_layers` are those of the outer pipeline stages where they are not an equal share."""
+    """This process's position. Ranks follow Megatron's order: tensor-parallel fastest, then data, pipeline slowest; expert parallelism
+    spans tensor and data parallelism together. A stage holds `vpp` chunks of the model. `first_layers` and `last_layers` are the layer
+    counts of the outer pipeline stages; None: an equal share."""
 
     rank: int
     world: int
@@ -49,17 +49,17 @@ class Mesh:
 
     @property
     def last_stage(self) -> bool:
-        """This rank holds the output layer, in its last chunk: it sees logits."""
+        """True if this rank holds the output layer, in its last chunk, and sees logits."""
         return self.pp_rank == self.pp - 1
 
     @property
     def reports(self) -> bool:
-        """This rank counts its rows in sums over all ranks: one of those that see the same rows."""
+        """True if this rank counts its rows in sums over all ranks: one rank among all that see the same rows."""
         return self.last_stage and self.tp_rank == 0
 
     @property
     def grid(self) -> BatchGrid:
-        """What micro-batches must be like."""
+        """Constraints on micro-batches."""
         return BatchGrid(self.tp, self.pp if self.vpp > 1 else 1)
 
     @property
@@ -68,7 +68,7 @@ class Mesh:
         return group
 
     def parallel(self, te: bool) -> MegatronParallel:
-        """The sizes as `asyncmoe.models` wants them; `te`: the model is built from Transformer Engine's modules."""
+        """Return the parallel sizes for `asyncmoe.models`; `te`: the model is built from Transformer Engine's modules."""
         return MegatronParallel(
             tp=self.tp,
             pp=self.pp,
@@ -83,12 +83,12 @@ class Mesh:
 
 
 def start(trainer: TrainerSection, seed: int = 0) -> Mesh:
-    """Join the process group torchrun describes (or be a group of one) and lay Megatron's groups over it.
+    """Join torchrun's process group (or create a group of one) and create Megatron's groups over it.
 
-    Uses the default process group if there is one already. Collectives that wait longer than `trainer.timeout_s` end the run.
+    Uses the default process group if it exists. Collectives that wait longer than `trainer.timeout_s` end the run.
 
     Raises:
-        ConfigError: torchrun started another number of ranks than `trainer.ranks`.
+        ConfigError: torchrun's number of ranks differs from `trainer.ranks`.
     """
     world = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
     if world != trainer.ranks:
@@ -141,5 +141,5 @@ def stop() -> None:
 
 
 def leave() -> None:
-    """Leave Megatron's groups only; `start` may lay others over the same processes."""
+    """Leave only Megatron's groups; `start` may create others over the same processes."""
     groups.destroy_model_parallel()

@@ -1,4 +1,4 @@
-"""RMSNorm for the local spec."""
+"""RMSNorm for Megatron's local layer spec."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import torch
 class RMSNorm(torch.nn.RMSNorm):
     """torch's RMSNorm under sequence parallelism.
 
-    Megatron's wrapper of it refuses sequence parallelism (`transformer/torch_norm.py`). All it takes is the flag: each tensor-parallel rank
-    sees its own rows, and `finalize_model_grads` adds up the gradients of weights that carry it.
+    Megatron's wrapper of torch's RMSNorm refuses sequence parallelism (`transformer/torch_norm.py`), which needs only the
+    `sequence_parallel` flag: each tensor-parallel rank sees its own rows, and `finalize_model_grads` sums the gradients of flagged weights.
     """
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: object) -> None:

@@ -21,11 +21,11 @@ from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_mega
 
 
 def build(config: Config, model: Model) -> MegatronOptimizer:
-    """Adam (AdamW) with global-norm clipping, its state on every rank or shared out over data-parallel ranks.
+    """Build Adam (AdamW) with global-norm clipping; its state is replicated, or sharded over data-parallel ranks.
 
     Build it after the weights are loaded: with bfloat16 it copies them into float32 masters.
 
-    A step whose gradient norm is not finite raises `InvariantBroken` on every rank before any parameter has changed.
+    A step whose gradient norm is not finite raises `InvariantBroken` on every rank before any parameter changes.
     """
     section = config.trainer.optimizer
     optimizer = get_megatron_optimizer(
@@ -44,20 +44,20 @@ def build(config: Config, model: Model) -> MegatronOptimizer:
         ),
         list(model.ddp),
     )
-    # `ChainedOptimizer.step` asks for the norm, reduced over all ranks, before it clips and steps; it would go on with NaN.
+    # `ChainedOptimizer.step` calls this for the norm, reduced over all ranks, before it clips and steps; it would continue with NaN.
     optimizer.get_grad_norm = _finite(optimizer.get_grad_norm)
     fuse(optimizer, model)
     return optimizer
 
 
 def fuse(optimizer: MegatronOptimizer, model: Model) -> None:
-    """Use torch's fused Adam on a GPU, where it is torch's. Again after a checkpoint is loaded."""
+    """On a GPU, use torch's fused kernel if the optimizer is torch's Adam. Call it again after a checkpoint is loaded."""
     if model.mesh.device.type == "cuda":
         adam.fuse(one.optimizer for one in getattr(optimizer, "chained_optimizers", [optimizer]))
 
 
 def set_lr(optimizer: MegatronOptimizer, lr: float) -> None:
-    """Use `lr` for all parameters from the next step on."""
+    """Set the learning rate of all parameters from the next step on."""
     for group in optimizer.param_groups:
         group["lr"] = lr
 

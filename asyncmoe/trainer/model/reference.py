@@ -1,4 +1,4 @@
-"""The policy that training started from, to stay close to."""
+"""The reference policy: the initial policy, to which training stays close."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from asyncmoe.trainer.model.hf_checkpoint import HFCheckpoint
 
 
 class Reference(Protocol):
-    """Says what the reference policy says."""
+    """Runs forward passes of the reference policy."""
 
     def in_place(self) -> AbstractContextManager[None]:
-        """Forward passes within are the reference's. The trainer's own weights are not written: they may be on their way to engines."""
+        """Run forward passes with the reference policy. The trainer's own weights are not written: they may be on their way to engines."""
 
 
 def reference(model: Model, path: Path) -> Reference:
-    """The checkpoint that training starts from, after a resume too.
+    """Return the policy of the checkpoint that training started from, after a resume too.
 
     Raises:
-        DataError: see `model.load_hf`.
+        DataError: see `gpt.load_hf`.
     """
     return SecondCopy(model, path) if model.adapter is None else WithoutAdapter(model)
 
 
 class WithoutAdapter:
-    """The model with its adapters switched off, which costs nothing."""
+    """The model with its adapters switched off, which needs no extra memory."""
 
     def __init__(self, model: Model) -> None:
         self._model = model
@@ -44,7 +44,7 @@ class SecondCopy:
     """A second copy of this rank's weights, on the host.
 
     Raises:
-        DataError: see `model.load_hf`.
+        DataError: see `gpt.load_hf`.
     """
 
     def __init__(self, model: Model, path: Path) -> None:

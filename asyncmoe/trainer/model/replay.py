@@ -1,8 +1,8 @@
-"""Keep routing: every token goes through the experts that the engine chose for it, with weights from the trainer's own router.
+"""Routing replay: every token goes through the experts that the engine chose, weighted by the trainer's own router.
 
-Megatron's router asks its `RouterReplay` for the experts of its tokens (`transformer/moe/router_replay.py`, megatron-core 0.16), and takes
-the scores of those: softmax over them, or gathered probabilities, or normalised sigmoid scores without the selection bias, as the
-model's formula has it. So gradients reach the router, while the choice of experts is data (Rollout Routing Replay, arXiv 2510.11370;
+Megatron's router asks its `RouterReplay` for the experts of its tokens (`transformer/moe/router_replay.py`, megatron-core 0.16) and uses
+these experts' scores: a softmax over them, gathered probabilities, or normalised sigmoid scores without the selection bias, depending on
+the model. Gradients therefore reach the router, while the choice of experts is data (Rollout Routing Replay, arXiv 2510.11370;
 "Keep Routing", DeepSeek-V3.2, arXiv 2512.02556 section 3.1).
 """
 
@@ -24,14 +24,14 @@ from asyncmoe.trainer.model import collectives
 
 
 class RecordedRouter(RouterReplay):  # type: ignore[misc]
-    """What one router is told to choose.
+    """Supplies one router with recorded experts.
 
-    Forward passes are told their experts one by one; the recomputation of activations, which a backward pass does later and in the same
-    order, takes them again from the oldest on. Unlike Megatron's own, it is not in a list of all routers of the process, keeps
-    experts for the backward pass only where activations are recomputed, and counts how often the live router would have chosen otherwise.
+    Each forward pass is given its experts. Backward passes recompute activations later, in the same order, and consume the experts again
+    from the oldest on. Unlike Megatron's `RouterReplay`, this class registers in no process-wide list of routers, keeps experts for the
+    backward pass only if activations are recomputed, and counts how often the live router would have chosen other experts.
 
     Args:
-        layer: number of the model's layer.
+        layer: number of the layer in the model.
     """
 
     def __init__(self, layer: int) -> None:
@@ -42,27 +42,27 @@ class RecordedRouter(RouterReplay):  # type: ignore[misc]
         self._differ: list[torch.Tensor] = []
 
     def forward(self, experts: Experts, recomputed: bool) -> None:
-        """The experts of the forward pass that follows.
+        """Set the experts of the next forward pass.
 
         Args:
-            recomputed: the backward pass will compute it again.
+            recomputed: the backward pass will recompute this forward pass.
         """
         self._now, self.router_replay_action = experts, RouterReplayAction.REPLAY_FORWARD
         if recomputed:
             self._later.append(experts)
 
     def backward(self) -> None:
-        """The forward pass is over: what asks from now on is a backward pass."""
+        """End the forward pass: later requests come from a backward pass."""
         self._now, self.router_replay_action = None, RouterReplayAction.REPLAY_BACKWARD
 
     def end(self) -> torch.Tensor:
-        """No step is under way any more.
+        """End the step and reset.
 
         Returns:
-            int64[2]: of the rows with recorded experts since the last call, those for which the live router chose others, and all.
+            int64[2]: rows for which the live router chose other experts, and all rows with recorded experts, since the last reset.
 
         Raises:
-            InvariantBroken: a forward pass was not recomputed that was to be.
+            InvariantBroken: a forward pass marked for recomputation was not recomputed.
         """
         if self._later:
             raise InvariantBroken(f"router of layer {self.layer}: {len(self._later)} micro-batches were not recomputed")
@@ -71,7 +71,7 @@ class RecordedRouter(RouterReplay):  # type: ignore[misc]
         return counts
 
     def forget(self) -> None:
-        """Route live, whatever was under way."""
+        """Discard experts and counts; route live."""
         self._now, self.router_replay_action = None, None
         self._later.clear()
         self._differ.clear()
@@ -84,7 +84,7 @@ class RecordedRouter(RouterReplay):  # type: ignore[misc]
         group_topk: int | None = None,
         default_compute_topk: Callable[..., tuple[torch.Tensor, torch.Tensor]] | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """What Megatron's router calls: scores [rows, experts] -> (scores at the chosen, chosen int64), both [rows, topk]."""
+        """Called by Megatron's router: scores [rows, experts] -> (scores of the chosen experts, their int64 ids), both [rows, topk]."""
         assert default_compute_topk is not None
         if self.router_replay_action is None:
             return default_compute_topk(scores, topk, num_groups, group_topk)
@@ -110,17 +110,17 @@ class RecordedRouter(RouterReplay):  # type: ignore[misc]
 
 
 class Replay:
-    """The routers of this rank.
+    """Routing replay for all routers of this rank.
 
     Args:
-        chunks: the model chunks of this pipeline stage; their routers are told their experts by this object from now on.
-        config: Megatron's, of the model.
-        routing: of the whole model.
-        sequence_parallel: (rank, size) of the group that rows are split over inside the model, in equal consecutive parts.
+        chunks: the model chunks of this pipeline stage; this object supplies the experts of their routers from now on.
+        config: Megatron's model configuration.
+        routing: routing of the whole model.
+        sequence_parallel: (rank, size) of the group that splits rows inside the model into equal consecutive parts.
 
     Raises:
-        InvariantBroken: a router in a layer that has no experts by `routing`; routers that do not ask (fused ones, Sinkhorn's), or layers
-            that engines do not record (those of multi-token prediction).
+        InvariantBroken: a router is in a layer without experts in `routing`, routers do not support replay (fused or Sinkhorn), or the
+            model has layers that engines do not record (multi-token prediction).
     """
 
     def __init__(
@@ -140,16 +140,16 @@ class Replay:
 
     @property
     def routing(self) -> Routing:
-        """What this rank's routers choose from."""
+        """The routing of this rank's layers."""
         r = self._routing
         return Routing(r.all_layers, self.layers, r.top_k, r.experts)
 
     @contextmanager
     def forward(self, chunk: int, experts: Experts | None) -> Iterator[None]:
-        """Around the forward pass of a micro-batch through a chunk.
+        """Replay experts during the forward pass of a micro-batch through a chunk.
 
         Args:
-            experts: of this rank's rows of the micro-batch, before they are split over tensor-parallel ranks; None: route live.
+            experts: experts of this rank's rows of the micro-batch, before tensor-parallel ranks split the rows; None: route live.
         """
         routers = self._routers[chunk]
         if experts is None:
@@ -166,10 +166,10 @@ class Replay:
             router.backward()
 
     def end(self) -> dict[int, float]:
-        """End of a step or a forward-only pass, on every rank: collective.
+        """End a step or a forward-only pass. Collective over all ranks.
 
         Returns:
-            By layer number, the share of tokens for which the live router would have chosen other experts; {} where nothing was replayed.
+            By layer number, the share of tokens for which the live router would have chosen other experts; {} if nothing was replayed.
         """
         counts = torch.zeros(len(self._routing.layers), 2, dtype=torch.int64, device=collectives.device())
         for router in self._all:
@@ -177,7 +177,7 @@ class Replay:
         return _shares(self._routing, counts)
 
     def forget(self) -> None:
-        """Route live from now on, whatever was under way."""
+        """Discard all experts and counts; route live from now on."""
         for router in self._all:
             router.forget()
 
@@ -197,7 +197,7 @@ def _take_over(router: Any) -> RecordedRouter:
 
 
 def _shares(routing: Routing, counts: torch.Tensor) -> dict[int, float]:
-    """Tensor-parallel ranks hold parts of the rows, stages their layers, data-parallel ranks their micro-batches: each row of a layer is
-    counted once in the sum over all ranks."""
+    """Tensor-parallel ranks hold parts of the rows, pipeline stages their layers, data-parallel ranks their micro-batches, so the sum over
+    all ranks counts each row of a layer once."""
     total = collectives.total(counts).tolist()
     return {layer: differ / rows for layer, (differ, rows) in zip(routing.layers, total, strict=True) if rows}

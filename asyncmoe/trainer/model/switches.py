@@ -1,7 +1,8 @@
-"""Which of Megatron's switches a run has on: from what it is configured to, what this machine has, and what the run is like.
+"""Decides which of Megatron's switches a run turns on, from its configuration, this machine's kernels and the run's features.
 
-Each is on where it can be and is wise to be, unless the configuration says otherwise (`trainer.megatron`, under Megatron's names). What
-each needs is in megatron-core 0.16.1: `TransformerConfig.__post_init__`, `DistributedDataParallel`, `extensions/transformer_engine.py`.
+A switch is on if it is possible and advisable, unless the configuration overrides it (`trainer.megatron`, under Megatron's names). For the
+requirements of each switch see megatron-core 0.16.1: `TransformerConfig.__post_init__`, `DistributedDataParallel`,
+`extensions/transformer_engine.py`.
 """
 
 from __future__ import annotations
@@ -16,31 +17,31 @@ from asyncmoe.errors import ConfigError
 from asyncmoe.platform.kernels import Kernels
 
 ENGINE = (2, 1)
-"""The oldest Transformer Engine whose layers are used: Megatron asks for it where it fuses the sorting of rows."""
+"""The oldest Transformer Engine whose layers are used: Megatron requires it for fused permutation of rows."""
 _ROUTER = (2, 7)
 _GROUPED_CAPABILITIES = (9, 10)
 _ALIGNMENT = 16
-"""Bytes that rows of matrices in torch's grouped matmul are multiples of."""
+"""torch's grouped matmul needs matrices whose row size is a multiple of this many bytes."""
 
 Experts = Literal["transformer_engine", "torch", "sequential"]
-"""Who multiplies by the experts: one kernel for all of a rank, or one expert after the other."""
+"""The implementation of the experts: one kernel for all experts of a rank ("transformer_engine", "torch"), or one expert after another."""
 
 
 @dataclass(frozen=True)
 class RunFeatures:
-    """What of a run decides.
+    """The features of a run that decide its switches.
 
     Attributes:
         dp: data-parallel ranks.
-        exchanged: tensor-parallel times expert-parallel ranks: those that rows travel between.
-        expert_widths: columns and rows of a rank's part of an expert's matrices; () of a model without experts.
-        lora: adapters are trained, the weights are not.
-        keeps_routing: experts are those the engines chose.
-        latent: attention is DeepSeek's.
-        interleaved_rope: neighbouring dimensions turn together.
-        float32: weights are.
-        distributed: the optimizer's state is sharded.
-        published_every: optimizer steps between versions.
+        exchanged: expert-tensor-parallel times expert-parallel ranks, between which rows travel.
+        expert_widths: columns and rows of a rank's part of an expert's matrices, and the adapter's rank if any; () without experts.
+        lora: adapters are trained and the weights are frozen.
+        keeps_routing: rows go to the experts that the engines chose.
+        latent: the model uses DeepSeek's latent attention.
+        interleaved_rope: the rotary embedding rotates neighbouring dimensions together.
+        float32: weights are float32.
+        distributed: the optimizer state is sharded.
+        published_every: optimizer steps between published versions.
     """
 
     dp: int
@@ -57,7 +58,7 @@ class RunFeatures:
 
 @dataclass(frozen=True)
 class Switches:
-    """What is on, under Megatron's names but for `experts`; `off`: (name, why) of what is not."""
+    """The switches under Megatron's names, except for `experts`; `off`: (name, reason) of each switch that is off."""
 
     transformer_engine: bool
     experts: Experts
@@ -73,24 +74,24 @@ class Switches:
 
     @property
     def lines(self) -> list[str]:
-        """For the log: one for each reason, with what is off because of it."""
+        """Lines for the log: each names a reason and the switches that are off because of it."""
         by_reason = sorted(self.off, key=lambda one: one[1])
         return [f"off: {', '.join(name for name, _ in same)}: {why}" for why, same in groupby(by_reason, key=lambda one: one[1])]
 
 
 @dataclass(frozen=True)
 class _Rule:
-    """cannot, unwise: why a switch may not be on, or is not by itself; "" where there is no reason."""
+    """cannot: why a switch cannot be on; unwise: why it is off by default; "" without a reason."""
 
     cannot: str
     unwise: str = ""
 
 
 def decide(wanted: MegatronSection, kernels: Kernels, run: RunFeatures) -> Switches:
-    """The switches of a run.
+    """Decide the switches of a run.
 
     Raises:
-        ConfigError: the configuration asks for what cannot be.
+        ConfigError: the configuration requests an impossible setting.
     """
     lacking = _lacks_engine(kernels)
     engine = not lacking and wanted.transformer_impl != "local"
@@ -142,7 +143,7 @@ def _lacks_flex(kernels: Kernels, run: RunFeatures) -> str:
 
 
 def _experts(wanted: bool | None, kernels: Kernels, run: RunFeatures, engine: bool) -> tuple[Experts, str]:
-    """Who multiplies, and why it is one expert after the other where it is."""
+    """Return the implementation of the experts, and the reason if it is "sequential"."""
     if not run.expert_widths:
         if wanted:
             raise _refusal("moe_grouped_gemm", "true", "false or null", "the model has no experts")
@@ -162,7 +163,7 @@ def _experts(wanted: bool | None, kernels: Kernels, run: RunFeatures, engine: bo
 
 
 def _refuses_grouped(run: RunFeatures) -> str:
-    """`check_valid_strides_and_return_transposed` of torch's ATen/native/GroupedMMUtils.h."""
+    """Return why torch refuses the widths (`check_valid_strides_and_return_transposed` of torch's ATen/native/GroupedMMUtils.h), or ""."""
     multiple = _ALIGNMENT // (4 if run.float32 else 2)
     if all(width % multiple == 0 for width in run.expert_widths):
         return ""
@@ -170,8 +171,8 @@ def _refuses_grouped(run: RunFeatures) -> str:
 
 
 def _slow_grouped(kernels: Kernels, run: RunFeatures) -> str:
-    """Where torch has no kernel (`_grouped_mm_cuda` of ATen/native/cuda/GroupedBlas.cpp) it multiplies matrix by matrix, and reads the
-    experts' rows on the host for each call: slower than an expert after the other."""
+    """Return why torch has no kernel (`_grouped_mm_cuda` of ATen/native/cuda/GroupedBlas.cpp), or "". Without a kernel torch multiplies
+    matrix by matrix and reads the ends of the experts' rows on the host for each call: slower than one expert after another."""
     if not kernels.cuda:
         return "there is no GPU"
     if kernels.capability[0] not in _GROUPED_CAPABILITIES:
@@ -202,13 +203,13 @@ def _lacks_router(kernels: Kernels, run: RunFeatures) -> str:
 def _lacks_rope(run: RunFeatures) -> str:
     if run.latent:
         return "Megatron's kernel for latent attention is experimental and takes YaRN only"
-    # `fused_apply_rotary_pos_emb_thd` of megatron-core 0.16.1 does not tell Transformer Engine so, and would turn the halves.
+    # `fused_apply_rotary_pos_emb_thd` of megatron-core 0.16.1 does not pass this on to Transformer Engine, which would rotate halves.
     return "neighbouring dimensions turn together, which Megatron's kernel for packed rows does not know" if run.interleaved_rope else ""
 
 
 def _lacks_gather(run: RunFeatures, experts: Experts) -> str:
-    """Megatron waits for weights when the layer that holds them is called: not so of adapters, which are called by hooks, nor of experts
-    that torch multiplies all at once."""
+    """Return why `overlap_param_gather` is impossible, or "". Megatron waits for weights when their layer is called, but adapters are
+    called by hooks, and torch multiplies all experts at once without calling them."""
     if not run.distributed:
         return "the optimizer's state is not sharded"
     if run.lora:
@@ -225,10 +226,10 @@ def _text(numbers: tuple[int, ...]) -> str:
 
 
 def megatron_arguments(switches: Switches) -> Mapping[str, object]:
-    """Keyword arguments of TransformerConfig.
+    """Return the keyword arguments for TransformerConfig.
 
-    `gradient_accumulation_fusion` is off in it: Megatron's own output layer, which stays beside Transformer Engine's layers, refuses it
-    without an extension of apex (tensor_parallel/layers.py); see `asyncmoe.trainer.model.layers.fuse_gradient_accumulation`.
+    `gradient_accumulation_fusion` is off here: Megatron's own output layer, which is used beside Transformer Engine's layers, refuses it
+    without an apex extension (tensor_parallel/layers.py); see `asyncmoe.trainer.model.layers.fuse_gradient_accumulation`.
     """
     return {
         "moe_grouped_gemm": switches.experts == "transformer_engine",

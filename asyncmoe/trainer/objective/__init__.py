@@ -2,10 +2,10 @@
 
     advantage (`advantages`)  x  ratio (`ratio`) to a policy (`proximal`)  x  clip (`clip`)  x  correction (`correction`)  +  KL (`kl`)
 
-with advantages of single tokens where steps are rewarded (`process`) or a teacher is asked (`distill`); each chosen in the configuration
-(`asyncmoe.config.objective`), put together by `policy_loss`. A loss is a weighted sum over rows; what a row counts for (`aggregation`) is
-planned for the whole step before any forward pass, so losses, gradients and figures (`metrics`) do not depend on how rows are dealt to
-micro-batches and ranks.
+Step rewards (`process`) and a teacher (`distill`) give single tokens their own advantages. The configuration
+(`asyncmoe.config.objective`) selects each part; `policy_loss` combines them. A loss is a weighted sum over rows. Row weights
+(`aggregation`) are planned for the whole step before any forward pass, so losses, gradients and figures (`metrics`) do not depend on how
+rows are distributed over micro-batches and ranks.
 """
 
 from asyncmoe.trainer.objective.advantages import group_advantages

@@ -1,4 +1,4 @@
-"""How much better than expected each response was: from one reward a response, over a whole batch."""
+"""Outcome advantages: how much better than expected each response was, from one reward per response over a whole batch."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ VARIANCE_EPSILON = 1e-8
 def group_advantages(
     rewards: Sequence[float], groups: Sequence[int], estimator: Advantage, sampled: Sequence[int] | None = None
 ) -> np.ndarray:
-    """One advantage a response: float32[n]. All of a response's tokens have it.
+    """Compute one advantage per response, shared by all its tokens: float32[n].
 
-    With r the rewards of a group of n responses to one prompt, `sample` deviations dividing by n - 1:
+    With r the rewards of a group of n responses to one prompt, and sample deviations dividing by n - 1:
         grpo                          (r - mean) / (sample deviation + 1e-6)   DeepSeekMath, arXiv 2402.03300, section 4.1.2
         dr_grpo                       r - mean                                 Dr. GRPO, arXiv 2503.20783
         rloo                          r - mean of the n - 1 others             arXiv 2402.14740
@@ -26,16 +26,16 @@ def group_advantages(
         pass_at_k                     (best - second best) / (sample deviation + 1e-6) for the best, 0 for others   arXiv 2503.19595
         reinforce_plus_plus           normalised over the batch                arXiv 2501.03262
         reinforce_plus_plus_baseline  r - mean, then normalised over the batch
-    Normalised: (a - mean(a)) / sqrt(var(a) + 1e-8), mean and sample variance over all tokens of the batch, so that a response counts as
-    often as it has tokens.
+    Normalised: (a - mean(a)) / sqrt(var(a) + 1e-8), with mean and sample variance over all tokens of the batch, so that a response counts
+    once per token.
 
-    A group whose rewards are equal, one of a single response too, has nothing to tell: exactly 0 (reinforce_plus_plus compares over the
-    batch: 0 where all of that is equal, or it has a single token). A tie for the best gives pass_at_k 0.
+    A group with equal rewards, or with a single response, carries no signal: its advantages are exactly 0. Normalised advantages compare
+    over the batch instead: exactly 0 if all values of the batch are equal or it has a single token. pass_at_k gives 0 for a tie.
 
     Args:
         rewards: n finite numbers.
         groups: n; equal for responses to one prompt.
-        sampled: n; sampled tokens of each response. Needed by opo, reinforce_plus_plus and reinforce_plus_plus_baseline.
+        sampled: n; number of sampled tokens in each response. Required by opo, reinforce_plus_plus and reinforce_plus_plus_baseline.
 
     Raises:
         InvariantBroken: lengths differ, a reward is not finite, or `sampled` is missing.
@@ -73,7 +73,7 @@ def _lengths(sampled: Sequence[int] | None, estimator: str) -> np.ndarray:
 
 
 def _equal(reward: np.ndarray, member: np.ndarray) -> np.ndarray:
-    """bool[n]: all rewards of the group are the same; subtracting a rounded mean would leave noise to divide by a tiny deviation."""
+    """Return bool[n]: True if all rewards of the group are equal. Subtracting a rounded mean would leave noise over a tiny deviation."""
     first = reward[np.unique(member, return_index=True)[1]]
     return np.asarray((np.bincount(member, reward != first[member]) == 0)[member])
 
@@ -89,7 +89,7 @@ def _deviation(reward: np.ndarray, member: np.ndarray, count: np.ndarray) -> np.
 
 
 def _lead(reward: np.ndarray, member: np.ndarray) -> np.ndarray:
-    """By how much the best of each group leads the second best; 0 for others and for groups of one."""
+    """Return the margin of each group's best response over the second best; 0 for other responses and for groups of one."""
     order = np.lexsort((reward, member))
     last = np.append(member[order][1:] != member[order][:-1], True)
     before = np.append(-1, order[:-1])

@@ -1,4 +1,4 @@
-"""What a token counts for: planned for the whole step before any forward pass, and after some were rejected."""
+"""Loss weights of tokens: planned for the whole step before any forward pass, and adjusted for rejected tokens."""
 
 from __future__ import annotations
 
@@ -16,22 +16,23 @@ from asyncmoe.trainer.objective.rows import Rows
 def token_weights(
     sampled: Sequence[int], aggregation: Aggregation, groups: Sequence[int] | None = None, max_new_tokens: int | None = None
 ) -> np.ndarray:
-    """What one sampled token of each sequence counts for in the step's loss: float64[n].
+    """Return the weight of one sampled token of each sequence in the step's loss: float64[n].
 
-    Over all tokens they sum to 1, except sequence_sum's. A loss is the weighted sum over rows, so neither it nor its gradient depends on
-    how rows are dealt to micro-batches and ranks. With l the sampled tokens of a sequence, n the sequences that have any:
+    The weights sum to 1 over all tokens, except for sequence_sum. A loss is the weighted sum over rows, so neither the loss nor its
+    gradient depends on how rows are distributed over micro-batches and ranks. With l the number of sampled tokens in a sequence and n the
+    number of sequences that have any:
         token_mean     1 / sum(l)                                      DAPO, arXiv 2503.14476, eq. 8
         sequence_mean  1 / (n l)                                       GRPO, arXiv 2402.03300, eq. 3; GSPO
         sequence_sum   1 / (n max_new_tokens)                          Dr. GRPO, arXiv 2503.20783: a constant
         prompt_mean    1 / (prompts * sum(l) over the prompt's group)
 
     Args:
-        sampled: sampled tokens of each sequence of the step, over all ranks.
-        groups: n; equal for responses to one prompt. Needed by prompt_mean.
-        max_new_tokens: needed by sequence_sum.
+        sampled: number of sampled tokens in each sequence of the step, over all ranks.
+        groups: n; equal for responses to one prompt. Required by prompt_mean.
+        max_new_tokens: required by sequence_sum.
 
     Raises:
-        InvariantBroken: what the aggregation needs is missing.
+        InvariantBroken: an argument that the aggregation requires is missing.
     """
     counts = np.asarray(sampled, np.float64)
     some = counts > 0
@@ -51,16 +52,16 @@ def token_weights(
 
 
 def kept_weights(rows: Rows, kept: torch.Tensor, aggregation: Aggregation, denominator: str) -> torch.Tensor:
-    """What each row counts for when only `kept` ones are trained on: float32[T], to be divided by their sum over the whole step.
+    """Return the row weights if only `kept` rows are trained on: float32[T], to be divided by their sum over the whole step.
 
-    kept: rejected rows weigh nothing. In sequence_mean the others of a sequence share out what it was planned to count for, so that it is
-    the mean over its kept tokens; a sequence without any leaves. In prompt_mean a prompt counts for less by the share of its tokens that
-    were rejected: its sequences may be on several ranks, so the others cannot take their place.
-    planned, or sequence_sum, whose denominator is a constant: as planned.
+    Denominator "kept": rejected rows weigh nothing. With sequence_mean the kept tokens of a sequence share its planned weight, so the
+    sequence counts as the mean over its kept tokens; a sequence without kept tokens drops out. With prompt_mean a prompt loses the weight
+    of its rejected tokens: its sequences may be on several ranks, so the kept tokens cannot take over that weight.
+    Denominator "planned", or sequence_sum, whose denominator is a constant: the planned weights.
 
     Args:
-        rows: held (`Rows.held`).
-        kept: bool[T]; within `rows.mask`.
+        rows: from `Rows.held`.
+        kept: bool[T]; subset of `rows.mask`.
     """
     if denominator == "planned" or aggregation == "sequence_sum":
         return rows.weights
@@ -73,11 +74,11 @@ def kept_weights(rows: Rows, kept: torch.Tensor, aggregation: Aggregation, denom
 
 
 def scale(sums: Mapping[str, Any]) -> float:
-    """What the loss and the gradient of a step are multiplied by, so that rejected tokens leave the denominator; 0: nothing was kept, and
-    there is no update to make.
+    """Return the factor for the loss and gradient of a step that removes rejected tokens from the denominator; 0 if no token was kept and
+    no update is to be made.
 
     Args:
-        sums: of all micro-batches and ranks: kept, planned_weight, kept_weight.
+        sums: kept, planned_weight and kept_weight over all micro-batches and ranks.
     """
     kept, planned, left = (float(sums[name]) for name in ("kept", "planned_weight", "kept_weight"))
     return planned / left if kept and left > 0 else 0.0

@@ -1,4 +1,4 @@
-"""Losses of single tokens from their ratio and advantage."""
+"""Surrogate losses of single tokens from their ratio and advantage."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from asyncmoe.config.objective import ObjectiveSection
 def surrogate(
     ratio: torch.Tensor, new: torch.Tensor, old: torch.Tensor, advantages: torch.Tensor, section: ObjectiveSection
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The loss of each token, and whether the clip cuts it: float32[T] with gradient, bool[T].
+    """Return the loss of each token, and whether the clip cuts it: float32[T] with gradient, bool[T].
 
-    With r the ratio, A the advantage, low and high the bounds, c = dual_clip, sg stopping the gradient:
+    With r the ratio, A the advantage, low and high the bounds, c = dual_clip, and sg stopping the gradient:
         ppo      max(-A r, -A clip(r, 1 - low, 1 + high))        PPO, arXiv 1707.06347, eq. 7; unequal bounds: DAPO, arXiv 2503.14476
                  with dual_clip, where A < 0: at most -c A       arXiv 1912.09729 (dual-clip PPO)
         cispo    -sg(clip(r, 1 - low, 1 + high)) A log pi        MiniMax-M1, arXiv 2506.13585
         none     -A r                                            its gradient is REINFORCE's with the weight r
         dppo_tv  -A r where pi - pi_old <= high (A > 0), or >= -low (A <= 0); else 0     DPPO, arXiv 2602.04879
         ipo      -A r where -low <= pi - pi_old <= high; else 0                          prime-rl's "IPO"
-    Cut is where the gradient is taken away, in cispo where the weight is truncated.
+    A token is cut if the clip removes its gradient, or in cispo, truncates its weight.
 
     Args:
         ratio: float32[T] with gradient.
-        new, old: float32[T]; log-probabilities of the trainer, with gradient, and of the proximal policy; held.
+        new, old: float32[T], clamped by `held`; log-probabilities of the trainer, with gradient, and of the proximal policy.
     """
     low, high = section.clip_low, section.clip_high
     bounded = ratio.clamp(1.0 - low, 1.0 + high)

@@ -1,4 +1,4 @@
-"""What is done about tokens of another policy: weights for some, rejection of others."""
+"""Off-policy correction: weights some tokens of other policies and rejects others."""
 
 from __future__ import annotations
 
@@ -11,43 +11,43 @@ from asyncmoe.config.objective import Band, ObjectiveSection
 from asyncmoe.trainer.objective.rows import Rows, exp
 
 RULES = ("token_band", "sequence_band", "geometric_band", "veto", "opsm", "max_age")
-"""Why tokens are rejected, in the order of `Correction.rejected`."""
+"""The rejection rules, in the order of `Correction.rejected`."""
 
 
 @dataclass(frozen=True)
 class Correction:
-    """What becomes of each token; nothing here carries a gradient."""
+    """The correction of each token, without gradients."""
 
     weight: torch.Tensor
-    """float32[T]; its loss is multiplied by it."""
+    """float32[T]; multiplies the token's loss."""
     capped: torch.Tensor
-    """bool[T]; the weight would have been larger."""
+    """bool[T]; True if the cap reduced the weight."""
     rejected: torch.Tensor
-    """bool[len(RULES), T]; the rules that reject it, each on its own."""
+    """bool[len(RULES), T]; True if the rule, on its own, rejects the token."""
 
 
 def correct(new: torch.Tensor, old: torch.Tensor, rows: Rows, section: ObjectiveSection, version: int) -> Correction:
-    """Judge every sampled token. Rules add up: a token is trained on if none rejects it.
+    """Weight or reject every sampled token. A token is trained on if no rule rejects it.
 
-    The ratio is rho = pi_prox / pi_b, of what the clipped ratio leaves; with proximal: behaviour, where nothing is left, w = pi / pi_b,
-    which then only rejects (the configuration refuses weights, or w would count twice). Over sequences it is taken over all sampled
-    tokens, whatever is rejected:
-        weight          rho, or the product of the sequence's; min(weight, cap)     TIS, Yao et al. 2025, "Your efficient RL framework
+    The ratio is rho = pi_prox / pi_b, which the clipped ratio does not cover; with proximal: behaviour, where that is 1, it is w = pi /
+    pi_b and only rejects tokens (the configuration refuses weights, because w would count twice). Sequence ratios are over all sampled
+    tokens, rejected or not:
+        weight          rho, or the product over the sequence; min(weight, cap)     TIS, Yao et al. 2025, "Your efficient RL framework
                         secretly brings you off-policy RL training"; by sequence: Liu, Li et al. 2025, "When speed kills stability"
         token_band      rho outside                                  IcePop, arXiv 2510.18855; MIS
         sequence_band   product of the sequence's rho outside        MIS by sequence
-        geometric_band  their geometric mean outside
+        geometric_band  geometric mean of the sequence's rho outside
         veto            any rho of the sequence outside
         opsm            A < 0 and mean(log pi_b - log pi) > delta    DeepSeek-V3.2, arXiv 2512.02556, sec. 3.1
         max_age         version - v_b > max_age
-    A is the token's own: where steps or a teacher add to it, opsm rejects the tokens of a sequence at which it is negative.
-    Bands are inclusive. An infinite ratio is large, not NaN: it is capped, or outside. A NaN is never outside, so that it reaches the loss.
-    Weights are not divided by their mean over the batch: that would need all ranks' ratios before any gradient.
+    A is the token's own advantage: if steps or a teacher add to it, opsm rejects only the tokens of a sequence whose A is negative.
+    Bands are inclusive. An infinite ratio counts as large, not as NaN: it is capped or outside. A NaN is never outside, so it reaches the
+    loss. Weights are not divided by their mean over the batch: that would need all ranks' ratios before any gradient.
 
     Args:
-        new, old: float32[T] without gradient, held; log-probabilities of the trainer and of the proximal policy.
-        rows: held.
-        version: of the trainer's weights before the batch's first update.
+        new, old: float32[T] without gradient, clamped by `held`; log-probabilities of the trainer and of the proximal policy.
+        rows: from `Rows.held`.
+        version: weight version before the batch's first update.
     """
     rule = section.correction
     behaviour = rows.behaviour.double()
@@ -77,7 +77,7 @@ def correct(new: torch.Tensor, old: torch.Tensor, rows: Rows, section: Objective
 
 
 def _outside(log_ratio: torch.Tensor, band: Band | None) -> torch.Tensor:
-    """bool: the ratio is below or above `band`."""
+    """Return bool: True if the ratio is below or above `band`."""
     if band is None:
         return torch.zeros_like(log_ratio, dtype=torch.bool)
     low = math.log(band[0]) if band[0] > 0 else -math.inf

@@ -1,4 +1,4 @@
-"""The loss of a micro-batch, put together from its parts."""
+"""The loss of a micro-batch, assembled from its parts."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ def policy_loss(
     progress: float = 0.0,
     unmasked: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, Sums]:
-    """A micro-batch's share of the objective that the configuration describes.
+    """Compute a micro-batch's share of the configured objective.
 
         loss = sum over sampled rows of  weight * ([kept] * correction * surrogate(ratio, A) + coefficient * KL(pi || pi_ref))
 
-    with the parts of `kept_weights`, `correct`, `surrogate`, `ratio` and `penalty`. It and its gradient must be multiplied by `scale` of
-    the step's sums, so that rejected rows leave the denominator; nothing else depends on other micro-batches.
+    from `kept_weights`, `correct`, `surrogate`, `ratio` and `penalty`. The caller must multiply the loss and its gradient by `scale` of the
+    step's sums, so that rejected rows leave the denominator; nothing else depends on other micro-batches.
 
-    Finite, with a finite gradient, whatever the log-probabilities are, infinite ones too; a NaN in a sampled row makes the loss NaN.
+    The loss and its gradient are finite for all log-probabilities, even infinite ones; a NaN in a sampled row makes the loss NaN.
 
     Args:
         logprobs: float32[T] with gradient: log pi of each row's token, over the support it was sampled from.
-        rows: the same T.
-        section: objective of the configuration.
-        version: of the trainer's weights before the batch's first update.
-        progress: updates made to the batch so far, as a share of those it gets; only `loglinear` uses it.
-        unmasked: float32[T] with gradient: log pi over the whole vocabulary, where `rows.reference` is, too; None: `logprobs`.
+        rows: the micro-batch's T rows.
+        section: the configured objective.
+        version: weight version before the batch's first update.
+        progress: share of the batch's updates already made; only `loglinear` uses it.
+        unmasked: float32[T] with gradient: log pi over the whole vocabulary, like `rows.reference`; None: use `logprobs`.
 
     Returns:
         The loss, a float32 scalar, and the sums that `metrics.SUMS` declares.
@@ -71,11 +71,11 @@ def supervised_loss(logprobs: torch.Tensor, mask: torch.Tensor, weights: torch.T
 
     Args:
         logprobs: float32[T] with gradient.
-        mask: bool[T]; rows outside count for nothing.
+        mask: bool[T]; rows outside contribute nothing.
         weights: float32[T].
 
     Returns:
-        The loss, a float32 scalar, and the sums that `scale` needs; nothing is ever rejected.
+        The loss, a float32 scalar, and the sums that `scale` needs; no token is ever rejected.
     """
     loss = -(torch.where(mask, logprobs, 0.0) * weights).sum()
     tokens, planned = mask.sum().double(), torch.where(mask, weights, 0.0).double().sum()

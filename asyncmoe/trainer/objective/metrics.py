@@ -1,4 +1,4 @@
-"""What a step's tokens were like: sums over rows, and the figures they make."""
+"""Token statistics of a step: sums over rows, and the figures computed from them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from asyncmoe.trainer.objective.kl import k3
 from asyncmoe.trainer.objective.rows import Rows, Sums, exp
 
 AGES = 65
-"""Ages told apart; the last stands for all above."""
+"""Number of age bins; the last bin also holds all higher ages."""
 QUANTILES = (0.001, 0.01, 0.5, 0.99, 0.999)
 
 SUMS: Mapping[str, tuple[int, ...]] = {
@@ -41,7 +41,7 @@ SUMS: Mapping[str, tuple[int, ...]] = {
     "logprob_diff_same_version": (),
     "max_logprob_diff_same_version": (),
 }
-"""Names and shapes of what `measure` returns, float64 all, the same for every micro-batch."""
+"""Names and shapes of the float64 sums that `measure` returns, the same for every micro-batch."""
 
 
 def measure(
@@ -54,15 +54,15 @@ def measure(
     weights: torch.Tensor,
     version: int,
 ) -> Sums:
-    """Sums over the sampled rows of a micro-batch, as `SUMS` declares; `metrics` says what they are for.
+    """Compute the sums declared in `SUMS` over the sampled rows of a micro-batch; `metrics` explains their use.
 
     Args:
-        new, compared: float32[T] without gradient, held; log-probabilities to compare with the engine's, and with the reference's.
-        rows: held.
-        kept: bool[T]; trained on.
-        cut: bool[T]; where the clip acts.
-        weights: float32[T]; what rows count for (`kept_weights`).
-        version: the trainer's.
+        new, compared: float32[T] without gradient, clamped by `held`; log-probabilities to compare with the engine's and the reference's.
+        rows: from `Rows.held`.
+        kept: bool[T]; True for rows that are trained on.
+        cut: bool[T]; True for rows on which the clip acts.
+        weights: float32[T]; row weights (`kept_weights`).
+        version: the trainer's weight version.
     """
     mask = rows.mask
     log_ratio = new.double() - rows.behaviour.double()
@@ -108,21 +108,21 @@ def _quantiles(bins: np.ndarray) -> dict[str, float]:
 
 
 def metrics(sums: Mapping[str, Any]) -> dict[str, Any]:
-    """The figures of a step, from `SUMS` over all its micro-batches and ranks. Means are over sampled tokens, log-probabilities in nats.
+    """Compute the figures of a step from `SUMS` over all micro-batches and ranks. Means are over sampled tokens, log-probabilities in nats.
 
     Returns:
         tokens: sampled tokens.
-        rejected_fraction: share that was not trained on; rejected_by_rule: share each rule rejects, were it the only one, for those that
-            reject any; rejected_by_age: share of the tokens of each age, for ages with any.
+        rejected_fraction: share of tokens not trained on; rejected_by_rule: share each rule rejects on its own, for rules that reject any;
+            rejected_by_age: rejected share of the tokens of each age, for ages with rejected tokens.
         clip_fraction: share of the kept tokens on which the clip acts.
-        tis_capped_fraction: share whose weight is capped; correction_mean: of the weights of kept tokens.
-        ratio_mean, ratio_quantiles: of w = pi / pi_engine, its logarithm held within 20; quantiles by share, as exact as `histogram` says.
-        ess: effective sample size as a share, (sum w)^2 / (n sum w^2): 1 on policy, 1 / n where a single token has all the weight.
-        kl: KL(engine || trainer), the k3 estimate: never negative; kl_direct: mean of log pi_engine - log pi, unbiased but noisy.
-        kl_reference: KL(trainer || reference), k3 estimate, as far as tokens are the trainer's own; None without a reference.
-        logprob_diff_mean: |trainer - engine|; logprob_diff_mean_same_version, logprob_diff_max_same_version: over tokens of trajectories
-            sampled wholly by the weights being trained; None where there are none.
-        ages: sampled tokens by age, the trainer's version - the token's; ages above 63 count as 64.
+        tis_capped_fraction: share of tokens whose weight is capped; correction_mean: mean weight of kept tokens.
+        ratio_mean, ratio_quantiles: of w = pi / pi_engine, log w within [-20, 20]; quantiles by share, with the precision of `histogram`.
+        ess: effective sample size as a share, (sum w)^2 / (n sum w^2): 1 on policy, 1 / n if a single token has all the weight.
+        kl: KL(engine || trainer), the k3 estimate, never negative; kl_direct: mean of log pi_engine - log pi, unbiased but noisy.
+        kl_reference: KL(trainer || reference), k3 estimate, valid only for tokens sampled by the trainer's policy; None without reference.
+        logprob_diff_mean: mean |trainer - engine|; logprob_diff_mean_same_version, logprob_diff_max_same_version: mean and maximum over
+            tokens of trajectories sampled entirely by the weights being trained; None without such tokens.
+        ages: sampled tokens by age, i.e. the trainer's version minus the token's; ages above 63 count as 64.
     """
     values = {name: np.asarray(value, np.float64) for name, value in sums.items()}
     one = {name: float(value) for name, value in values.items() if value.ndim == 0}

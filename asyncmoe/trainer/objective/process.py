@@ -1,4 +1,4 @@
-"""Rewards of single steps: which steps were better than others, besides whose outcome was."""
+"""Process supervision: advantages from rewards of single steps, in addition to the outcome reward."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from asyncmoe.trainer.objective.advantages import STD_EPSILON
 def step_scales(
     counts: Sequence[int], means: Sequence[float], squares: Sequence[float], groups: Sequence[int]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Mean and sample deviation of all step rewards of each response's group: float64[n] twice; 0 where the group has no step, deviation 0
-    where it has one.
+    """Compute mean and sample deviation of all step rewards in each response's group: float64[n] each; both 0 if the group has no step, the
+    deviation 0 if it has one.
 
-    From what each response says about its own (the pairwise update of Chan, Golub and LeVeque 1979, for any number), so that a rank needs
-    no other rank's steps. Equal rewards, float32 as they come, have exactly their value as the mean, and exactly the deviation 0: float64
-    holds sums of so many of them exactly.
+    Merges the statistics of each response (the pairwise update of Chan, Golub and LeVeque 1979, for any number of parts), so a rank needs
+    no other rank's steps. Equal rewards, which arrive as float32, have exactly their value as mean and exactly 0 as deviation, because
+    float64 holds sums of this many float32 values exactly.
 
     Args:
-        counts, means, squares: n; steps of each response, their mean reward, and the sum of their squared distances from it.
+        counts, means, squares: n; number of steps of each response, their mean reward, and the sum of squared distances from the mean.
         groups: n; equal for responses that are compared.
 
     Raises:
@@ -40,15 +40,15 @@ def step_scales(
 
 
 def process_advantages(rewards: np.ndarray, mean: float, deviation: float) -> np.ndarray:
-    """What the steps of one response add to the advantages of its tokens: float64[T].
+    """Return the step rewards' contribution to the advantages of one response's tokens: float64[T].
 
         r~_j = (r_j - mean) / (deviation + 1e-6)        over all steps of all responses of the group (`step_scales`)
-        A_t  = sum of r~_j over the steps j that end at token t or after it
+        A_t  = sum of r~_j over the steps j that end at token t or later
 
     (DeepSeekMath, arXiv 2402.03300, section 4.1.3, process supervision.)
 
     Args:
-        rewards: float32[T]; of a step at its last token, NaN elsewhere.
+        rewards: float32[T]; the reward of each step at its last token, NaN elsewhere.
     """
     normalised = np.where(np.isnan(rewards), 0.0, (rewards.astype(np.float64) - mean) / (deviation + STD_EPSILON))
     return np.asarray(np.cumsum(normalised[::-1])[::-1])

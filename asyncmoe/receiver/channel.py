@@ -33,7 +33,7 @@ from asyncmoe.reshard.torch_transport import TorchTransport
 from asyncmoe.reshard.transport import Watch, nothing_to_watch
 
 _GROUP_S = 30.0
-"""Timeout of making a process group once all ranks have arrived: torch does not detect a dead rank meanwhile."""
+"""Timeout of making a process group once all ranks have arrived, during which torch does not detect a dead rank."""
 _GRACE_S = 5.0
 
 

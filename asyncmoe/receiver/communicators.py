@@ -1,7 +1,7 @@
 """NCCL communicators between a trainer and its engines: one for each engine, kept from one meeting to the next.
 
 An engine's communicator contains all trainer ranks under their own numbers, followed by the engine's ranks. It does not depend on the
-other engines: a communicator is created when an engine joins and ended when it leaves, and those of other engines are not touched. It
+other engines: when an engine joins or leaves, its communicator is created or ended, and no other communicator is touched. A communicator
 carries one exchange after another. A failed exchange ends all communicators of its ranks, because a peer that did not notice the failure
 may have sent messages that no rank received.
 """

@@ -80,7 +80,7 @@ class Store:
     def get_all(
         self, keys: Mapping[Key[T], str], timeout_s: float, failed: Key[Outcome] = FAILED, watch: Callable[[], None] = lambda: None
     ) -> dict[Key[T], T]:
-        """Wait for several values. If `failed` or `FAILED` is set meanwhile, return soon, with the values set so far.
+        """Wait for several values. If `failed` or `FAILED` is set first, wait briefly for the rest and return the values set by then.
 
         Args:
             keys: key -> name of the rank that sets it, for the error.

@@ -30,7 +30,7 @@ expected ones (sglang 0.5.23, layers/quantization/unquant.py)."""
 
 
 def obstacles(model: torch.nn.Module) -> list[str]:
-    """Return the settings because of which the worker would not compute with weights written into its parameters as they are.
+    """Return the settings that keep the worker from computing with weights exactly as they are written into its parameters.
 
     Call it in the worker's main thread.
     """

@@ -268,10 +268,10 @@ def moved(update: int, terms: Terms) -> dict[Key[Outcome], str]:
 
 
 def names(terms: Terms) -> dict[int, str]:
-    """Return every rank's name in error messages."""
+    """Return the name of every rank, for error messages."""
     return {rank: f"trainer rank {rank}" for rank in range(terms.engines[0].first)} | engine_ranks(terms)
 
 
 def engine_ranks(terms: Terms) -> dict[int, str]:
-    """Return every engine rank's name in error messages."""
+    """Return the name of every engine rank, for error messages."""
     return {engine.first + tp: f"{engine.name} rank {tp}" for engine in terms.engines for tp in range(engine.tp)}

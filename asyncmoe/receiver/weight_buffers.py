@@ -81,7 +81,7 @@ class AdapterMemory:
     Every slot gets the same values: all requests name the single adapter (`asyncmoe.rollout.engines.adapters`), and SGLang does not expose
     which slot it uses. The adapter is pinned, so SGLang never refills a slot with the values it was loaded with.
 
-    On CPU all slots are staged and swapped in: a module and SGLang's pool hold the same tensor, and no view of it exists. On another
+    On CPU all slots are staged and swapped in: a module and SGLang's pool hold the same tensor, and no tensor views it. On another
     device a captured graph may hold the tensor's address, so the values are copied into it.
 
     Source: sglang 0.5.23 (lora/layers.py, `set_lora_info`; lora/lora_manager.py, `_notify_lora_slots_updated`; lora/mem_pool.py).

@@ -121,7 +121,7 @@ class Receiver:
 
     def _ends(self, error: Exception) -> None:
         """Report the error that ended the thread, so that no rank waits for this one."""
-        level = logging.INFO if self._left.is_set() else logging.WARNING  # after `leave` the thread is expected to end
+        level = logging.INFO if self._left.is_set() else logging.WARNING  # after `leave` an error is expected
         why = failing.in_one_line(error, self._terms)
         log.log(level, "the weight receiver of rank %d ends: %s", self._join.rank, why, exc_info=not isinstance(error, AsyncmoeError))
         if self._left.is_set() or self._store is None or isinstance(error, StoreGone):
@@ -147,7 +147,7 @@ class Receiver:
             if staged is None or (staged.version, staged.update) != (version, update):
                 what = "nothing" if staged is None else f"version {staged.version} of update {staged.update}"
                 raise InvariantBroken(f"rank {self._join.rank}: staged is {what}, to be committed version {version} of update {update}")
-            # Commit after every forward pass that reads the weights, on any stream, and return only when the commit has finished, so that
+            # Commit after all forward passes that read the weights, on any stream, and return only when the commit has finished, so that
             # the recorded pause is the real one.
             wait_idle(self._device, _COMMIT_S)
             self._spare = self._target.commit(staged.tensors)
@@ -168,8 +168,8 @@ class Receiver:
         return plan
 
     def _wanted(self, terms: Terms) -> int:
-        """Upper bound of the bytes that receiving allocates on the worker's GPU: message buffers (NCCL only; with IPC both sides' are in
-        the sender's memory) and staging memory. The messages may be smaller than the buckets."""
+        """Return an upper bound of the bytes that receiving allocates on the worker's GPU: staging memory and, with NCCL, message buffers.
+        With IPC all message buffers are in the senders' memory. Messages may be smaller than the buckets."""
         room = self._target.room_bytes(getattr(torch, terms.engine_dtype))
         messages = 2 * terms.bucket_bytes if terms.transport == "nccl" else 0
         return min(messages, 2 * room) + (room if terms.staging else 0)

@@ -93,7 +93,7 @@ def _tile_sums(words: np.ndarray, places: np.ndarray, multiplier: int, seed: int
     mixed = places * np.uint32(multiplier)
     mixed += np.uint32(seed)
     mixed ^= places << np.uint32(turn)
-    mixed ^= places >> np.uint32(32 - turn)  # the two have no bit in common, so this is the rotated place
+    mixed ^= places >> np.uint32(32 - turn)  # the two shifts have no bit in common: together the rotated place
     mixed ^= words
     _mix(mixed)
     sums = np.add.reduceat(mixed, np.arange(0, len(mixed), _TILE), dtype=np.uint32)

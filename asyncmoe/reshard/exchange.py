@@ -121,9 +121,9 @@ class Exchanger:
         """Set the arrays of the storages for all following runs. They are kept alive until the next `bind`.
 
         Args:
-            source_arrays: by storage name, at least those of `plan.sources[rank]`, and the scales of those that are quantised while they
-                are packed (`asyncmoe.reshard.float8`); None if this rank is not a source.
-            destination_arrays: by storage name, those of `plan.destinations[rank]`; they are written.
+            source_arrays: arrays by storage name, for all storages of `plan.sources[rank]`, and for the scales of storages that are
+                quantised while they are packed (`asyncmoe.reshard.float8`); None if this rank is not a source.
+            destination_arrays: arrays by storage name, for all storages of `plan.destinations[rank]`; they are written.
 
         Arrays and messages must all be in host memory or all on one GPU.
 
@@ -175,7 +175,7 @@ class Exchanger:
         return moved
 
     def close(self) -> None:
-        """Free the message buffers and the transport's resources; after a failed run, end whatever the transport has under way."""
+        """Free the message buffers and the transport's resources; after a failed run, end its pending messages."""
         idle, self._broken = not self._broken, True
         if not self._closed and (end := getattr(self._transport, "end", None)) is not None:
             end(idle, self._runs)  # before the buffers are freed
@@ -284,7 +284,7 @@ def exchange(
 ) -> None:
     """Execute this rank's part of a plan once. All ranks of the plan call it, with the same plan.
 
-    Arguments and errors are those of `Exchanger` and its `bind` and `run`.
+    For arguments and errors see `Exchanger`, `Exchanger.bind` and `Exchanger.run`.
     """
     options = {"timeout_s": timeout_s, "threads": threads, "stream": stream}
     with Exchanger(plan, transport, bucket_bytes=bucket_bytes, **options) as exchanger:  # type: ignore[arg-type]

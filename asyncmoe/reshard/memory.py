@@ -131,7 +131,7 @@ def _torch_memory(array: Array, what: str) -> Memory:
         raise LayoutError(what, got=f"device {array.device}", expected=_SOMEWHERE)
     try:
         address = int(array.data_ptr())
-    except RuntimeError as error:  # of tensors without memory: functional, fake
+    except RuntimeError as error:  # functional and fake tensors have no memory
         raise LayoutError(what, got=str(error), expected="an array that has memory") from error
     return Memory(address, array.numel() * array.element_size(), str(array.dtype).removeprefix("torch."), str(array.device))
 

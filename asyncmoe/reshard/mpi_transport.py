@@ -31,7 +31,7 @@ class MpiTransport:
     def __init__(self, communicator: MPI.Comm | None = None) -> None:
         try:
             from mpi4py import MPI
-        except (ImportError, RuntimeError) as error:  # the latter: mpi4py without an MPI library
+        except (ImportError, RuntimeError) as error:  # RuntimeError: mpi4py without an MPI library
             raise ConfigError("MPI", got=str(error), expected="mpi4py and an MPI library", cure="pip install mpi4py") from error
         if MPI.Query_thread() < MPI.THREAD_SERIALIZED:
             raise ConfigError("MPI", got="a library started for one thread", expected="MPI_THREAD_SERIALIZED or more")

@@ -58,7 +58,7 @@ def origin(library: str | None = None) -> Origin:
 
 
 def find_nccl() -> str:
-    """Return the path of NCCL as installed by pip, else its name for the system's loader, which also finds one that torch has loaded."""
+    """Return the path of NCCL as installed by pip, else its name for the system's loader, which also finds a copy loaded by torch."""
     package = importlib.util.find_spec("nvidia.nccl") if importlib.util.find_spec("nvidia") else None
     folders = list(package.submodule_search_locations or []) if package else []
     found = [str(path) for folder in folders if (path := Path(folder, "lib", SONAME)).exists()]
@@ -157,7 +157,7 @@ class RoutedTransport:
 
     An exchange is ordered after the work already enqueued on `stream`. The calling thread waits for it without the GIL, so that a dead
     peer ends it. Every communicator has its own stream, and nothing is enqueued behind messages under way, so kernels of one communicator
-    never wait for those of another, in whatever order the ranks launch them, as long as all kernels fit on the device together
+    never wait for another communicator's, in any order of launches on the ranks, as long as all kernels fit on the device together
     (`Communicator`'s `max_ctas`). After an error all communicators are aborted.
 
     Args:

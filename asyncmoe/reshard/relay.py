@@ -81,7 +81,7 @@ def relay_matches(
 
 
 def _divided(side: Side, colocated: set[int]) -> Side:
-    """Return the same ranks, where each of several ranks with one table has a different part of it, and all of its padding."""
+    """Divide each table among its ranks, except `colocated` ones, which get all of it; every rank gets all of its table's padding."""
     tables: list[Table] = []
     table_of = np.zeros(len(side.ranks), np.int64)
     for number, table in enumerate(side.tables):

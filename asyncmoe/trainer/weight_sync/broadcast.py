@@ -150,7 +150,7 @@ class BroadcastPublisher(AtOnce):
         done, running = wait(both, timeout=self._sync.timeout_s + ANSWER_S, return_when=FIRST_EXCEPTION)
         for future in done:
             error = future.exception()
-            if isinstance(error, RuntimeError):  # what torch.distributed raises
+            if isinstance(error, RuntimeError):  # from torch.distributed
                 raise WeightSyncError(f"{type(request).__name__}: {error}") from error
             if error is not None:
                 raise error

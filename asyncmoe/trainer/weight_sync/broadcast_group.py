@@ -1,6 +1,6 @@
 """The process group over which the trainer broadcasts weights to the engines.
 
-It is separate from the default groups: the trainer's ranks and the engines' ranks are different processes, each with its own.
+It is separate from torch's default groups, because the trainer's ranks and the engines' ranks have different ones.
 """
 
 from __future__ import annotations

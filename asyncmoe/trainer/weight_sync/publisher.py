@@ -44,7 +44,7 @@ class Published:
 
     Attributes:
         seconds: from the start of the last attempt until every engine served the version.
-        pause_ms: the longest pause of any engine; 0 on ranks other than 0.
+        pause_ms: the longest pause of any engine, on rank 0; 0 on all other ranks.
     """
 
     version: int

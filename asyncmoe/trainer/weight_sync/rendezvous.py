@@ -105,7 +105,7 @@ def meet(config: Config, model: Model, client: Client, group: dist.ProcessGroup)
 
 
 def part(store: Store, model: Model) -> None:
-    """Leave a meeting. Rank 0 hosts the store, so it waits until all other ranks have left."""
+    """Leave a meeting. Rank 0 hosts the store, so it waits (up to `GRACE_S`) until the other ranks have read all they need and left."""
     others = range(1, model.mesh.world)
     try:
         if model.mesh.rank == 0:
@@ -239,7 +239,7 @@ def _keep(config: Config, model: Model, client: Client, engines: Engines) -> tup
 
 
 def _together(engines: Engines) -> bool:
-    """Return whether all trainer and engine ranks run on this machine. For the trainer, torchrun's `LOCAL_WORLD_SIZE` tells."""
+    """Return whether all trainer and engine ranks run on this machine; torchrun sets `LOCAL_WORLD_SIZE` to its trainer ranks."""
     ours = os.environ.get("LOCAL_WORLD_SIZE", "1") == os.environ.get("WORLD_SIZE", "1")
     return ours and all(engine.host == address.host_id() for engine in engines.engines)
 

@@ -52,7 +52,7 @@ class Sender:
         self._config, self._sync, self._client, self._tensors, self._side = config, config.sync, client, tensors, side
         self._watch = watch(config, client)
         self._exchanger: Exchanger | None = None
-        self._number = self._epoch = 0  # of the update, and of the channel
+        self._number = self._epoch = 0  # N of the update and E of the channel in `asyncmoe.receiver.protocol`
 
     def send(self, version: int, expected: Expected) -> float:
         """Send a version; return when every engine serves it.
@@ -61,7 +61,7 @@ class Sender:
             expected: computes the checksums the engines must report; called on rank 0 after the transfer, before the commit.
 
         Returns:
-            The longest pause of any engine in milliseconds; 0 on ranks other than 0.
+            The longest pause of any engine in milliseconds, on rank 0; 0 on all other ranks.
 
         Raises:
             WeightSyncError, WaitTimeout: the update failed; raised on every rank.

@@ -65,7 +65,7 @@ bool is_row_major(const asyncmoe::dlpack::Tensor& tensor) {
     return true;
 }
 
-// (address, elements, device type, device id, type code, bits of an element, row-major)
+// Returns (address, elements, device type, device id, type code, bits of an element, row-major).
 py::tuple inspect(const py::capsule& capsule) {
     if (!capsule.name() || std::string(capsule.name()) != "dltensor")
         throw std::invalid_argument("not an unused DLPack capsule");
@@ -101,7 +101,7 @@ uint64_t run_program(const asyncmoe::Program& program, int64_t chunk, const Int6
     return program.run(chunk, from, to, threads);
 }
 
-// Waits in slices, so that a dead peer and Ctrl-C are seen.
+// Waits in slices, so that it notices a dead peer and Ctrl-C.
 int wait_for_ring(const asyncmoe::ShmRing& ring, double timeout_s, int64_t needed) {
     constexpr int64_t kSlice = 50000;  // microseconds
     using Clock = std::chrono::steady_clock;

@@ -1,4 +1,4 @@
-// What becomes of elements on the way, one at a time: the same bits on the host and on a GPU.
+// Casts of single elements during a copy, with identical bits on the host and on a GPU.
 #pragma once
 
 #include <cstdint>
@@ -8,24 +8,24 @@
 
 namespace asyncmoe {
 
-// Nothing; float32 to bfloat16; or float32 or bfloat16, divided by the scale of its block, to float8 (e4m3fn). Always
+// No cast; float32 to bfloat16; or float32 or bfloat16, divided by the scale of its block, to float8 (e4m3fn). Rounds
 // to the nearest, ties to even.
 enum class Cast : int { kNone, kFloatToBfloat, kFloatToFloat8, kBfloatToFloat8 };
 constexpr int kCasts = 4;
 
 // Rows and columns that share a scale.
 constexpr int64_t kBlockSize = 128;
-// The largest float8: a block's scale is its largest magnitude divided by it.
+// The largest float8: a block's scale is its largest magnitude divided by this.
 constexpr float kFloat8Max = 448.0f;
-// No block's largest magnitude is taken for less, as SGLang has it (quantization/mxfp8_block_convert.py).
+// Lower bound of a block's largest magnitude, as in SGLang (quantization/mxfp8_block_convert.py).
 constexpr float kLeastMagnitude = 1e-4f;
 
-// Scales of the blocks of a row-major matrix that begins at `origin`: block (i, j)'s is scales[i * columns + j].
+// Scales of the blocks of a row-major matrix that begins at `origin`: block (i, j) has scales[i * columns + j].
 struct Blocks {
     const std::byte* origin;
     const float* scales;
-    int64_t width;    // elements of a row
-    int64_t columns;  // blocks of a row
+    int64_t width;    // elements in a row
+    int64_t columns;  // blocks in a row
 };
 
 ASYNCMOE_BOTH constexpr bool to_float8(Cast cast) { return cast >= Cast::kFloatToFloat8; }
@@ -48,7 +48,7 @@ ASYNCMOE_BOTH inline float float_of(uint32_t bits) {
     return value;
 }
 
-// Of an address that is a multiple of T's size on a GPU, and any in the host's memory.
+// Loads a T from an address that is a multiple of its size on a GPU, and from any address on the host.
 template <typename T>
 ASYNCMOE_BOTH inline T load_bits(const std::byte* from) {
 #ifdef __CUDA_ARCH__
@@ -60,9 +60,9 @@ ASYNCMOE_BOTH inline T load_bits(const std::byte* from) {
 #endif
 }
 
-// Both kinds of rounding are without branches, so that loops over them become vector code.
+// Both kinds of rounding are branch-free, so that loops over them can be vectorised.
 
-// float32 to bfloat16 as bits; a NaN stays one, with its sign.
+// float32 to bfloat16 as bits; a NaN stays a NaN and keeps its sign.
 ASYNCMOE_BOTH inline uint32_t bfloat_of(uint32_t bits) {
     const uint32_t nearest = (bits + 0x7fffu + (bits >> 16 & 1u)) >> 16;
     const uint32_t nan = bits >> 16 | 0x40u;
@@ -70,11 +70,11 @@ ASYNCMOE_BOTH inline uint32_t bfloat_of(uint32_t bits) {
 }
 
 // float32 to float8 e4m3fn as bits (OCP 8-bit floating point, 2023: bias 7, no infinities, 0x7f and 0xff are NaN).
-// What is larger than 448, an infinity too, becomes 448, as torch has it; a NaN stays one.
+// Magnitudes above 448, including infinity, become 448, as in torch; a NaN stays a NaN.
 ASYNCMOE_BOTH inline uint32_t float8_of(uint32_t bits) {
     constexpr uint32_t kLeastNormal = 121u << 23;  // 2^-6
     constexpr uint32_t kLargest = 0x43e00000u;     // 448
-    constexpr float kStep = 16384.0f;              // its last bit is worth 2^-9, the least float8
+    constexpr float kStep = 16384.0f;              // its last bit is worth 2^-9, the smallest float8
     const uint32_t magnitude = bits & 0x7fffffffu;
     const uint32_t normal = (magnitude + 0x7ffffu + (magnitude >> 20 & 1u) - (120u << 23)) >> 20;
     const uint32_t small = bits_of(float_of(magnitude < kLeastNormal ? magnitude : 0u) + kStep) - bits_of(kStep);
@@ -85,8 +85,8 @@ ASYNCMOE_BOTH inline uint32_t float8_of(uint32_t bits) {
 
 ASYNCMOE_BOTH inline uint32_t quantised(float value, float scale) { return float8_of(bits_of(value / scale)); }
 
-// The scale of a block from the bits of its largest magnitude; a NaN stays one. `power_of_two`: rounded up to one, as
-// scales of the format UE8M0 are.
+// The scale of a block from the bits of its largest magnitude; a NaN stays a NaN. `power_of_two` rounds the scale up to
+// a power of two, as in the format UE8M0.
 ASYNCMOE_BOTH inline float scale_of(uint32_t magnitude, bool power_of_two) {
     const uint32_t least = bits_of(kLeastMagnitude);
     const float scale = float_of(magnitude > least ? magnitude : least) / kFloat8Max;

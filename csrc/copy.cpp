@@ -20,7 +20,7 @@ Descriptor read_row(const int64_t* row, const int64_t* given) {
         all[k] = {row[kExtents + k], row[kSourceStrides + k], row[kDestinationStrides + k]};
     BoxCopy copy{nullptr, nullptr, 0, 0, cast, {}, {}};
     if (to_float8(cast)) copy.blocks = {nullptr, nullptr, given[kWidth], (given[kWidth] + kBlockSize - 1) / kBlockSize};
-    // Without a cast the bytes of an element are the innermost dimension; with one, a single element is.
+    // The innermost dimension is the bytes of an element or, with a cast, a single element.
     all[kMaxDims] = cast == Cast::kNone ? Dim{row[kItem], 1, 1} : Dim{1, copy.source_unit(), copy.destination_unit()};
     const bool zeros = row[kSource] < 0;
     Dim current = all[kMaxDims];
@@ -58,7 +58,7 @@ void check_row(const int64_t* row, const int64_t* given, int64_t index) {
 
 using Run = void (*)(const std::byte*, std::byte*, int64_t, float);
 
-// Elements of one block, where the cast has a scale.
+// Casts `run` elements; if the cast has a scale, they must be in one block.
 template <Cast kCast>
 __attribute__((always_inline)) inline void cast_elements(const std::byte* source, std::byte* destination, int64_t run,
                                                          float scale) {
@@ -100,7 +100,7 @@ Run run_for() {
     return cast_anywhere<kCast>;
 }
 
-// A run is contiguous in memory, and may go through many blocks and rows.
+// Quantises a run, which is contiguous in memory and may cross blocks and rows.
 template <Cast kCast>
 void quantise_run(const BoxCopy& copy, const std::byte* source, std::byte* destination, int64_t run) {
     const Run in_a_block = run_for<kCast>();
@@ -117,7 +117,7 @@ void quantise_run(const BoxCopy& copy, const std::byte* source, std::byte* desti
 
 using Line = void (*)(const BoxCopy&, const std::byte*, std::byte*, const Dim&, int64_t);
 
-// The loop over the innermost dimension; kRun known at compile time makes the copy of a short run a few moves.
+// The loop over the innermost dimension. If kRun is known at compile time, the copy of a short run is a few moves.
 template <int kRun>
 void copy_line(const BoxCopy&, const std::byte* source, std::byte* destination, const Dim& dim, int64_t run) {
     const size_t n = kRun ? kRun : static_cast<size_t>(run);
@@ -236,7 +236,7 @@ void split(const BoxCopy& copy, int64_t bytes, std::vector<BoxCopy>& parts) {
         BoxCopy part = copy;
         if (part.source) part.source += at * source_step;
         part.destination += at * destination_step;
-        if (slice > bytes && !through_run) {  // one index of the outermost loop is too much: cut further inside
+        if (slice > bytes && !through_run) {  // one index of the outermost loop is too large: cut an inner loop
             --part.count;
             for (int k = 0; k < part.count; ++k) part.dims[k] = copy.dims[k + 1];
             split(part, bytes, parts);

@@ -8,9 +8,9 @@ namespace asyncmoe {
 namespace {
 
 constexpr int kWarp = 32;
-constexpr int kBlocksAtATime = 3;  // of a multiprocessor: with four, sm_90 has too few registers and spills
+constexpr int kBlocksAtATime = 3;  // per multiprocessor: with four, sm_90 runs out of registers and spills
 
-// Of the chunk that is being copied; all zero between two launches.
+// Progress of the chunk being copied; all zero between two launches.
 struct Progress {
     unsigned long long sum;
     unsigned int blocks;
@@ -19,11 +19,11 @@ struct Progress {
 struct Trailer {
     uint64_t seal;
     Progress* progress;
-    volatile int64_t* mismatch;  // in the host's memory: 0, or the first chunk that differed, plus 1
+    volatile int64_t* mismatch;  // in host memory: 0, or 1 plus the first chunk whose digest differed
     int64_t chunk;
 };
 
-// The sum over all threads of a block, in its first thread.
+// The sum over all threads of a block; valid in its first thread.
 __device__ uint64_t sum_of_block(uint64_t sum) {
     __shared__ uint64_t warps[kThreads / kWarp];
     for (int step = kWarp / 2; step > 0; step /= 2) sum += __shfl_down_sync(0xffffffffu, sum, step);
@@ -34,7 +34,7 @@ __device__ uint64_t sum_of_block(uint64_t sum) {
     return total;
 }
 
-// Adds a block's terms; the last block to come has them all, and deals with the trailer.
+// Adds a block's terms; the last block to arrive has the total and writes or compares the trailer.
 template <Wire kWire>
 __device__ void add_to_digest(const ChunkView& chunk, const Trailer& trailer, uint64_t sum) {
     Progress* progress = trailer.progress;
@@ -79,7 +79,7 @@ Kernel kernel_for(Wire wire) {
     }
 }
 
-// As many as the device holds at a time.
+// The number of blocks the device can run at a time.
 int64_t blocks_that_fit(Kernel kernel, int device) {
     int multiprocessors = 0, blocks = 0;
     check(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device), "cudaDeviceGetAttribute");
@@ -87,7 +87,7 @@ int64_t blocks_that_fit(Kernel kernel, int device) {
     return int64_t{multiprocessors} * std::max(1, blocks);
 }
 
-// An array on the current device; null where it is empty.
+// An array on the current device; null if it is empty.
 template <typename T>
 class DeviceArray {
   public:
@@ -112,7 +112,7 @@ void upload(const DeviceArray<int64_t>& there, std::vector<int64_t>& known, cons
     const auto n = static_cast<size_t>(count);
     if (n == 0 || (known.size() == n && std::equal(known.begin(), known.end(), wanted.begin()))) return;
     known.assign(wanted.begin(), wanted.begin() + count);
-    // Out of pageable memory, so this returns only after it has been read.
+    // The source is pageable memory, so the call returns only after reading it.
     check(cudaMemcpyAsync(there.get(), known.data(), n * sizeof(int64_t), cudaMemcpyHostToDevice, stream),
           "uploading base addresses");
 }
@@ -151,7 +151,7 @@ DeviceProgram::DeviceProgram(const Program& program, int device)
 
 DeviceProgram::~DeviceProgram() {
     const DestructorScope scope(device_);
-    delete memory_;  // cudaFree waits for kernels that still use it
+    delete memory_;  // cudaFree waits for kernels that still use the memory
 }
 
 void DeviceProgram::run(int64_t number, const std::vector<int64_t>& sources, const std::vector<int64_t>& destinations,

@@ -1,6 +1,6 @@
-// Even tiles: all units of one are an aligned access on both sides each, and their addresses follow from the first
-// one's by a multiplication. Nearly all bytes of a model's weights are in such tiles. Runs on the host too, as
-// copy_unit.h.
+// Even tiles: each unit is one aligned access on both sides, and its addresses follow from the first unit's by a
+// multiplication. Nearly all bytes of a model's weights are in even tiles. Like copy_unit.h, this also runs on the
+// host.
 #pragma once
 
 #include "copy_job.h"
@@ -13,7 +13,7 @@ constexpr int kThreads = 256;
 constexpr int kEvenUnitsPerThread = 8;
 constexpr int64_t kEvenUnits = int64_t{kThreads} * kEvenUnitsPerThread;
 
-// Where the first unit of an even tile is read and written.
+// The addresses at which the first unit of an even tile is read and written.
 struct Ends {
     const std::byte* source;
     std::byte* destination;
@@ -32,12 +32,12 @@ ASYNCMOE_BOTH inline Ends ends_of(const ChunkView& chunk, const Tile& tile, cons
     return {source + tile.source, destination + tile.destination};
 }
 
-// Units a thread loads before it stores the first: as many as there are registers for.
+// Number of units a thread loads before it stores the first, limited by the registers.
 ASYNCMOE_BOTH constexpr int batch_of(Cast cast) {
     return cast == Cast::kNone ? kEvenUnitsPerThread : cast == Cast::kFloatToBfloat ? 4 : 2;
 }
 
-// What quantising needs to know of a tile: where in its matrix the first element is.
+// For quantising a tile: the scales, and the position of the tile's first element in its matrix.
 struct Matrix {
     const std::byte* scales;
     int64_t row;
@@ -52,7 +52,7 @@ ASYNCMOE_BOTH inline Matrix matrix_of(const ChunkView& chunk, const Tile& tile, 
             static_cast<uint32_t>(element - row * job.width)};
 }
 
-// The scale of an element that is so many elements behind the first of a tile.
+// The scale of the element `elements` elements after the first of a tile.
 ASYNCMOE_BOTH inline float scale_behind(const Job& job, const Matrix& matrix, uint32_t elements) {
     const uint32_t at = matrix.column + elements, down = divide(at, job.width_divider, job.width);
     const uint32_t column = at - down * static_cast<uint32_t>(job.width);
@@ -67,7 +67,7 @@ ASYNCMOE_BOTH inline Unit load_even(const std::byte* from, float scale) {
     return load_unit_quantised(from, kCast, scale);
 }
 
-// Number of runs between the beginning of a tile's first run and a unit that is so many units from there.
+// Number of complete runs before a unit that is `unit` units after the beginning of a tile's first run.
 ASYNCMOE_BOTH inline uint32_t runs_before(uint32_t unit, const Rows& rows) {
 #ifdef __CUDA_ARCH__
     return __umulhi(unit, rows.multiplier);
@@ -76,26 +76,26 @@ ASYNCMOE_BOTH inline uint32_t runs_before(uint32_t unit, const Rows& rows) {
 #endif
 }
 
-// Where one thread is in an even tile: at a unit, of which those that follow are kThreads behind each other.
+// The position of one thread in an even tile. The thread's units are kThreads apart.
 template <Wire kWire, Cast kCast>
 struct Walk {
     static constexpr int64_t kRatio = source_bytes(kCast) / destination_bytes(kCast);
     static constexpr int64_t kStep = kThreads * kUnit;
     static constexpr uint64_t kTermStep = 2 * kThreads * kGolden;
 
-    Ends ends;          // of the unit, as if the tile were one run
-    uint32_t unit;      // from the beginning of the tile's first run
-    uint32_t elements;  // from the beginning of the tile, as if it were one run
-    uint64_t term;      // the unit's first term is of its first word and this
+    Ends ends;          // addresses of the unit, as if the tile were one run
+    uint32_t unit;      // units since the beginning of the tile's first run
+    uint32_t elements;  // elements since the beginning of the tile, as if it were one run
+    uint64_t term;      // added to the unit's first word before it is mixed
 
-    // Copies the next kCount units and goes on behind them. Returns the digest's terms.
+    // Copies the next kCount units and advances past them. Returns their terms of the digest.
     template <int kCount>
     ASYNCMOE_BOTH uint64_t copy(const Job& job, const Rows& rows, const Matrix& matrix) {
         Unit values[kCount];
 #ifdef __CUDA_ARCH__
 #pragma unroll
 #endif
-        for (int j = 0; j < kCount; ++j) {  // all loads are issued before the first is waited for
+        for (int j = 0; j < kCount; ++j) {  // issues all loads before it waits for the first
             const uint32_t runs = runs_before(unit + static_cast<uint32_t>(j) * kThreads, rows);
             const uint64_t skipped = kWire == Wire::kSource ? 0 : uint64_t{runs} * rows.source_gap;
             float scale = 1.0f;
@@ -126,8 +126,8 @@ struct Walk {
     }
 };
 
-// One thread's units of an even tile whose ends are aligned. Returns the digest's terms of their words; 0 where there
-// is no message.
+// Copies one thread's units of an even tile with aligned ends. Returns their terms of the digest, or 0 if there is no
+// message.
 template <Wire kWire, Cast kCast>
 ASYNCMOE_BOTH inline uint64_t copy_even(const ChunkView& chunk, const Tile& tile, const Job& job, const Ends& ends,
                                         int thread) {

@@ -1,4 +1,4 @@
-// Boxes of a chunk as the copy kernel reads them: where each byte comes from and goes.
+// The boxes of a chunk in the form the copy kernel reads: the source and destination of each byte.
 #pragma once
 
 #include "copy.h"
@@ -6,8 +6,8 @@
 
 namespace asyncmoe {
 
-// Division of 0 <= n < 2^31 by 1 <= divisor <= 2^31 without dividing (Granlund, Montgomery: Division by invariant
-// integers using multiplication, 1994): with 2^(l-1) < d <= 2^l, n / d = n * ceil(2^(31+l) / d) >> (31 + l).
+// Division of 0 <= n < 2^31 by 1 <= d <= 2^31 as a multiplication (Granlund, Montgomery: Division by invariant integers
+// using multiplication, 1994): with 2^(l-1) < d <= 2^l, n / d = n * ceil(2^(31+l) / d) >> (31 + l).
 struct Divider {
     uint32_t multiplier;
     uint32_t shift;
@@ -24,51 +24,51 @@ struct JobDim {
     int64_t extent;
     int64_t source_stride;
     int64_t destination_stride;
-    Divider divider;  // by extent, where `small`
+    Divider divider;  // by extent; only if `small`
 };
 
-// Division of units by units in a run by one multiplication: n / units = n * multiplier >> 32. With multiplier =
-// ceil(2^32 / units) the error n * (multiplier * units - 2^32) stays below 2^32 where n < 2^16 and units <= 2^15.
+// Division by the number of units in a run as one multiplication: n / units = n * multiplier >> 32. With multiplier =
+// ceil(2^32 / units) the error n * (multiplier * units - 2^32) stays below 2^32 if n < 2^16 and units <= 2^15.
 constexpr int64_t kMostRunUnits = int64_t{1} << 15;
 
-// How a box goes on where one of its runs ends, as far as its units are one aligned access on both sides each.
+// How even tiles continue from one run of a box to the next.
 struct Rows {
-    uint32_t multiplier;  // 0: tiles end where runs do
+    uint32_t multiplier;  // 0: even tiles do not extend across runs
     uint32_t source_gap;  // bytes from the end of a run to the beginning of the next
     uint32_t destination_gap;
-    bool even;  // whether units are such accesses, where the bases are multiples of 16
+    bool even;  // each unit is one aligned access on both sides, provided that the bases are multiples of 16
 };
 
-// A box: runs of `run` bytes as they are written, at every point of the loops over dims, outermost first.
+// A box: runs of `run` written bytes at every point of the loops over dims, outermost first.
 struct Job {
-    int64_t at;     // its first byte in the chunk
-    int64_t bytes;  // that it writes
+    int64_t at;     // offset of its first byte in the chunk
+    int64_t bytes;  // bytes written
     int64_t run;
     int64_t source_offset;
     int64_t destination_offset;
     int32_t source;  // index of a base; negative: zeros
     int32_t destination;
-    int32_t scales;  // index of a base, of a cast to float8
-    int16_t count;   // of dims
+    int32_t scales;  // for a cast to float8: index of a base
+    int16_t count;   // number of dims
     Cast cast;
     bool small;  // fewer than 2^31 bytes
     Divider run_divider;
-    int64_t width;    // of a cast to float8: elements of a row of the source, and
-    int64_t columns;  // blocks of it
+    int64_t width;    // for a cast to float8: elements in a row of the source matrix
+    int64_t columns;  // for a cast to float8: blocks in a row of the source matrix
     Divider width_divider;
     Rows rows;
     JobDim dims[kMaxDims];
 };
 
-// Units of a chunk that one block of threads copies. An even tile is of one box, and addresses within it follow from
-// where its first unit is and `Job::rows`; of any other tile each unit is looked up.
+// The units of a chunk that one thread block copies at a time. An even tile belongs to one box, and its addresses
+// follow from its first unit's and `Job::rows`; in an uneven tile each unit is located separately.
 struct Tile {
-    int64_t unit;         // its first
-    int64_t source;       // of an even tile: where that is read, and
-    int64_t destination;  // written, in bytes from the bases
-    int32_t job;          // of its first byte
-    int32_t last;         // of its last byte
-    int32_t column;       // units from the beginning of its run to its first unit; kUneven: not an even tile
+    int64_t unit;         // number of its first unit in the chunk
+    int64_t source;       // even tiles: where the first unit is read, in bytes from the base
+    int64_t destination;  // even tiles: where the first unit is written, in bytes from the base
+    int32_t job;          // job of its first byte
+    int32_t last;         // job of its last byte
+    int32_t column;       // units from the beginning of its run to its first unit; kUneven: an uneven tile
     int32_t units;
 };
 constexpr int32_t kUneven = -1;
@@ -77,13 +77,13 @@ constexpr int32_t kUneven = -1;
 struct ChunkView {
     const Job* jobs;
     const Tile* tiles;
-    const int64_t* sources;       // addresses; of the message's side not used
-    const int64_t* destinations;  // addresses; of the message's side not used
+    const int64_t* sources;       // addresses; unused if the message is the source
+    const int64_t* destinations;  // addresses; unused if the message is the destination
     std::byte* message;
     int64_t bytes;
 };
 
-// Where a byte of a box is read and written, relative to the bases; and how many bytes go on from there in its run.
+// The offsets from the bases at which a byte of a box is read and written, and the bytes left in its run.
 struct Place {
     int64_t source;
     int64_t destination;
@@ -119,7 +119,7 @@ ASYNCMOE_BOTH inline Place locate(const Job& job, int64_t position) {
     return job.small ? locate_as<uint32_t>(job, position) : locate_as<uint64_t>(job, position);
 }
 
-// The last job of first .. last that begins at or before a byte of the chunk.
+// The last job of first .. last that begins at or before a byte offset of the chunk.
 ASYNCMOE_BOTH inline int job_at(const Job* jobs, int first, int last, int64_t byte) {
     return last_from<&Job::at>(jobs, first, last, byte);
 }

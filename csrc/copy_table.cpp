@@ -9,13 +9,13 @@ namespace asyncmoe {
 namespace {
 
 constexpr int64_t kInt31 = int64_t{1} << 31;
-// Shorter even parts of a box are left to the uneven tile around them.
+// Shorter even parts of a box are merged into the uneven tile around them.
 constexpr int64_t kLeastEvenUnits = 512;
 
 int64_t rounded_up(int64_t n, int64_t step) { return (n + step - 1) / step * step; }
 
-// Whether units of a box that is quantised may be even: 16 elements are in one block, and places within a tile are
-// numbers of 31 bits.
+// Whether units of a quantised box can be even: 16 elements are in one block, and positions within a tile fit in 31
+// bits.
 bool quantises_evenly(const Job& job) {
     const int64_t item = source_bytes(job.cast), steps = job.count ? kEvenUnits * kUnit / job.run + 2 : 0;
     const int64_t gap = job.count ? job.dims[0].source_stride - job.run * item : 0;
@@ -102,7 +102,7 @@ class Tiler {
         done_ = end;
     }
 
-    // Whether all units of a box, of which the first begins at a position in it, are even. Bases are not looked at.
+    // Whether all units of a box are even if the first begins at `position`, regardless of the bases' alignment.
     static bool begins_evenly(const Job& job, int64_t position) {
         if (!job.rows.even || position % (job.count ? kUnit : destination_bytes(job.cast)) != 0) return false;
         const Place place = locate(job, position);
@@ -123,7 +123,7 @@ class Tiler {
     int count_;
     int64_t units_;
     std::vector<Tile>& tiles_;
-    int64_t done_ = 0;  // units that are in tiles
+    int64_t done_ = 0;  // units already in tiles
 };
 
 }  // namespace

@@ -1,4 +1,4 @@
-// A program as the copy kernel reads it: jobs and tiles of all chunks in two arrays.
+// A program in the form the copy kernel reads: the jobs and tiles of all chunks in two arrays.
 #pragma once
 
 #include <array>
@@ -14,7 +14,7 @@ namespace asyncmoe {
 Job job_of(const Descriptor& descriptor, int64_t at);
 
 struct CopyTable {
-    // Throws std::invalid_argument for what the kernel cannot do.
+    // Throws std::invalid_argument for copies the kernel does not support.
     explicit CopyTable(const Program& program);
 
     struct Chunk {
@@ -30,13 +30,13 @@ struct CopyTable {
     std::vector<Chunk> chunks;
 };
 
-// What the kernel does with a chunk, done by this thread, with the blocks of a grid of `blocks` one after the other.
-// Returns the message's digest, 0 where there is none. Throws as `Program::copies`, and std::logic_error for an access
-// that is not aligned.
+// Emulates the kernel for a chunk on this thread, running the blocks of a grid of `blocks` one after another. Returns
+// the message's digest, or 0 if there is no message. Throws as `Program::copies`, and std::logic_error for an unaligned
+// access.
 uint64_t emulate(const Program& program, const CopyTable& table, int64_t chunk, const std::vector<int64_t>& sources,
                  const std::vector<int64_t>& destinations, int blocks);
 
-// How the kernel copies bytes: even tiles within one run, even tiles of several runs, and looking every unit up.
+// How the kernel copies bytes: even tiles within one run, even tiles across several runs, or uneven tiles.
 enum class Way : int { kRun, kRows, kUneven };
 constexpr int kWays = 3;
 
@@ -45,7 +45,7 @@ struct Share {
     int64_t bytes;
 };
 
-// What of a chunk goes which way, by `Way` and `Cast`; of uneven tiles, which may have several casts, as Cast::kNone.
+// The tiles and bytes of a chunk by `Way` and `Cast`; uneven tiles, which may have several casts, count as Cast::kNone.
 // Throws as `Program::check`.
 std::array<std::array<Share, kCasts>, kWays> ways(const Program& program, const CopyTable& table, int64_t chunk,
                                                   const std::vector<int64_t>& sources,

@@ -1,10 +1,10 @@
-// What one thread of the copy kernel does, as functions that run on the host too: how they address, cast and digest can
-// be shown without a GPU.
+// The work of one thread of the copy kernel, as functions that also run on the host, so that addressing, casts and
+// digests can be tested without a GPU.
 //
-// A chunk is a row of bytes: the message where there is one, else the boxes it writes, one after the other, each from a
-// multiple of 16 on. It is cut into units of 16 bytes, whatever boxes they belong to, and a unit is one thread's.
-// So a word of the message is in exactly one thread's hands, also where boxes meet in it. A block of threads takes a
-// tile of units at a time: an even one (copy_even.h), or an uneven one, of which every unit is looked up here.
+// A chunk is a sequence of bytes: its message or, without a message, the boxes it writes, one after another, each from
+// a multiple of 16. It is cut into units of 16 bytes regardless of the boxes, and one thread copies each unit. So
+// exactly one thread handles each word of the message, even if several boxes share the word. A thread block takes a
+// tile of units at a time: an even tile (copy_even.h), or an uneven tile, whose units are located one by one here.
 #pragma once
 
 #include "copy_even.h"
@@ -13,7 +13,7 @@ namespace asyncmoe {
 
 constexpr int64_t kUnevenUnits = 4 * kThreads;
 
-// The scale of the block that an element is in, `at` bytes from the base of its source.
+// The scale of the block of an element `at` bytes from the base of its source.
 ASYNCMOE_BOTH inline float scale_at(const Job& job, const int64_t* sources, int64_t at) {
     const int64_t element = at / source_bytes(job.cast), row = element / job.width, column = element - row * job.width;
     const auto* scales = reinterpret_cast<const std::byte*>(sources[job.scales]);
@@ -21,7 +21,7 @@ ASYNCMOE_BOTH inline float scale_at(const Job& job, const int64_t* sources, int6
     return float_of(load_as<uint32_t>(scales + 4 * number));
 }
 
-// As load_bytes, of elements that are quantised, `at` bytes from the base of their source.
+// As load_bytes, but quantises elements that begin `at` bytes from the base of their source.
 ASYNCMOE_BOTH inline void quantise_bytes(Unit& unit, int offset, int bytes, const Job& job, const int64_t* sources,
                                          int64_t at) {
     const auto* base = reinterpret_cast<const std::byte*>(sources[job.source]);
@@ -34,7 +34,7 @@ ASYNCMOE_BOTH inline void quantise_bytes(Unit& unit, int offset, int bytes, cons
     }
 }
 
-// A unit that is one aligned access on both sides; destination is null for any other.
+// A unit that is copied by one aligned access on each side; destination is null if that is impossible.
 struct Straight {
     const std::byte* source;  // null: zeros
     std::byte* destination;
@@ -68,7 +68,7 @@ ASYNCMOE_BOTH inline Straight straight(const ChunkView& chunk, int64_t unit, int
     const auto bits = reinterpret_cast<uintptr_t>(found.source) | reinterpret_cast<uintptr_t>(found.destination);
     if (place.left < kUnit || bits % kUnit != 0 || halves) found.destination = nullptr;
     if (found.destination && to_float8(found.cast)) {
-        // All 16 are in one block where rows are multiples of 16 and the first of them is one.
+        // All 16 elements are in one block if the row width and the first element's index are multiples of 16.
         const int64_t element = place.source / source_bytes(job.cast);
         if (element % kUnit != 0 || job.width % kUnit != 0)
             found.destination = nullptr;
@@ -78,7 +78,7 @@ ASYNCMOE_BOTH inline Straight straight(const ChunkView& chunk, int64_t unit, int
     return found;
 }
 
-// A unit whose bytes are gathered and scattered run by run. Returns the digest's terms.
+// Copies a unit whose bytes are gathered and scattered run by run. Returns its terms of the digest.
 template <Wire kWire>
 ASYNCMOE_BOTH uint64_t copy_in_pieces(const ChunkView& chunk, int64_t unit, int first, int last) {
     const int64_t begin = unit * kUnit, end = begin + kUnit < chunk.bytes ? begin + kUnit : chunk.bytes;
@@ -89,7 +89,7 @@ ASYNCMOE_BOTH uint64_t copy_in_pieces(const ChunkView& chunk, int64_t unit, int 
         while (number < last && chunk.jobs[number + 1].at <= at) ++number;
         const Job& job = chunk.jobs[number];
         const int64_t position = at - job.at;
-        if (position >= job.bytes) break;  // between two boxes that are no message
+        if (position >= job.bytes) break;  // the gap between two boxes, if there is no message
         const Place place = locate(job, position);
         const int offset = static_cast<int>(at - begin);
         const int bytes = static_cast<int>(place.left < end - at ? place.left : end - at);
@@ -111,7 +111,7 @@ ASYNCMOE_BOTH uint64_t copy_in_pieces(const ChunkView& chunk, int64_t unit, int 
     return kWire == Wire::kNone ? 0 : terms_of_unit(value, unit, end - begin);
 }
 
-// Any unit. Returns the digest's terms.
+// Copies any unit. Returns its terms of the digest.
 template <Wire kWire>
 ASYNCMOE_BOTH inline uint64_t copy_unit(const ChunkView& chunk, int64_t unit, int first, int last) {
     const Straight found = straight<kWire>(chunk, unit, first, last);
@@ -121,13 +121,13 @@ ASYNCMOE_BOTH inline uint64_t copy_unit(const ChunkView& chunk, int64_t unit, in
     return kWire == Wire::kNone ? 0 : terms_of_unit(value, unit, kUnit);
 }
 
-// Whether a tile is copied as an even one: where its bases are aligned.
+// Whether a tile is copied as an even tile, which also requires aligned bases.
 template <Wire kWire>
 ASYNCMOE_BOTH inline bool goes_evenly(const ChunkView& chunk, const Tile& tile) {
     return tile.column != kUneven && ends_of<kWire>(chunk, tile, chunk.jobs[tile.job]).aligned();
 }
 
-// One thread's units of a tile. Returns the digest's terms of their words; 0 where there is no message.
+// Copies one thread's units of a tile. Returns their terms of the digest, or 0 if there is no message.
 template <Wire kWire>
 ASYNCMOE_BOTH inline uint64_t copy_tile(const ChunkView& chunk, const Tile& tile, int thread) {
     if (goes_evenly<kWire>(chunk, tile)) {

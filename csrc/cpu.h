@@ -1,4 +1,4 @@
-// What the processor this runs on can do.
+// Features of the current processor.
 #pragma once
 
 namespace asyncmoe {

@@ -35,7 +35,7 @@ uint64_t emulate_cuda(const Program& program, int64_t chunk, const Int64Array& s
 
 constexpr std::array<const char*, kWays> kWayNames = {"run", "rows", "uneven"};
 
-// {(way, cast): (tiles, bytes)}, of what there is.
+// Returns {(way, cast): (tiles, bytes)}, without empty entries.
 py::dict ways_on_cuda(const Program& program, int64_t chunk, const Int64Array& sources,
                       const Int64Array& destinations) {
     const auto found = ways(program, CopyTable(program), chunk, numbers(sources), numbers(destinations));
@@ -47,7 +47,7 @@ py::dict ways_on_cuda(const Program& program, int64_t chunk, const Int64Array& s
     return named;
 }
 
-// (source offset, destination offset, bytes left in the run) of a byte of a box.
+// Returns (source offset, destination offset, bytes left in the run) of a byte of a box.
 py::tuple locate_on_cuda(const Program& program, int64_t job, int64_t position) {
     const Place place = locate(job_of(program.descriptors().at(static_cast<size_t>(job)), 0), position);
     return py::make_tuple(place.source, place.destination, place.left);

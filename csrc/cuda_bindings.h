@@ -4,10 +4,10 @@
 
 namespace asyncmoe {
 
-// What runs on a GPU, where it is built; and its emulation, everywhere.
+// Adds the GPU functions, if they are built, and their emulation on the CPU to the extension.
 void bind_cuda(pybind11::module_& module);
 
-// NCCL (csrc/nccl.h).
+// Adds csrc/nccl.h to the extension.
 void bind_nccl(pybind11::module_& module);
 
 }  // namespace asyncmoe

@@ -10,7 +10,7 @@ cudaStream_t stream_of(uintptr_t handle) { return reinterpret_cast<cudaStream_t>
 
 cudaEvent_t event_of(void* event) { return static_cast<cudaEvent_t>(event); }
 
-// cuDevicePrimaryCtxGetState of the driver (cuda.h): CUresult (CUdevice, unsigned int* flags, int* active).
+// The driver's cuDevicePrimaryCtxGetState (cuda.h): CUresult (CUdevice, unsigned int* flags, int* active).
 using PrimaryContextState = int (*)(int, unsigned int*, int*);
 
 PrimaryContextState primary_context_state() {

@@ -1,6 +1,5 @@
-// The little of the CUDA runtime that is needed beside kernels, without its headers. Streams are cudaStream_t as
-// integers. Everything throws std::runtime_error with CUDA's message, and std::bad_alloc with it where a device has no
-// memory left.
+// The parts of the CUDA runtime needed besides kernels, without its headers. Streams are cudaStream_t as integers. All
+// functions throw std::runtime_error with CUDA's message, or std::bad_alloc with it if a device is out of memory.
 #pragma once
 
 #include <cstdint>
@@ -12,16 +11,16 @@ namespace asyncmoe {
 // Number of CUDA devices; 0 without a driver.
 int cuda_device_count();
 
-// Makes a device current for this thread, and returns the one before.
+// Makes a device current for this thread and returns the previous one.
 int swap_device(int device);
 
-// Makes a device current for this thread that was so before, unless that would be this process's first use of it.
+// Makes a thread's previous device current again, unless that would be this process's first use of it.
 void restore_device(int device);
 
-// Bytes that are free on a device, and all it has.
+// Free and total bytes of a device.
 std::pair<int64_t, int64_t> device_memory(int device);
 
-// As the driver names the card.
+// The driver's name of the GPU.
 std::string cuda_device_name(int device);
 
 // A stream that does not wait for the default stream.
@@ -46,9 +45,9 @@ class DeviceEvent {
     DeviceEvent(const DeviceEvent&) = delete;
     DeviceEvent& operator=(const DeviceEvent&) = delete;
     void record(uintptr_t stream);
-    // Whether the device has come past what was recorded last.
+    // Whether the device has passed the point recorded last.
     bool done() const;
-    // What is enqueued on the stream from now on waits for it.
+    // Makes all work enqueued on the stream from now on wait for this event.
     void hold(uintptr_t stream) const;
 
   private:
@@ -56,18 +55,18 @@ class DeviceEvent {
     void* event_ = nullptr;
 };
 
-// Memory of a device: this process's own, or another one's on the same host.
+// Memory of a device, allocated by this process or by another process of the host.
 class DeviceMemory {
   public:
     DeviceMemory(int device, int64_t nbytes);
-    // What another process allocated, by its handle. It must live there until this object is gone.
+    // Opens memory of another process by its handle. That process must keep it until this object is destroyed.
     DeviceMemory(int device, int64_t nbytes, const std::string& handle);
     ~DeviceMemory();
     DeviceMemory(const DeviceMemory&) = delete;
     DeviceMemory& operator=(const DeviceMemory&) = delete;
     uintptr_t address() const { return reinterpret_cast<uintptr_t>(start_); }
     int64_t nbytes() const { return nbytes_; }
-    // For another process of this host: kHandleBytes bytes.
+    // The handle for another process of this host, kHandleBytes bytes.
     std::string handle() const;
     static constexpr int kHandleBytes = 64;
 

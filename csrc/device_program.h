@@ -9,22 +9,22 @@
 
 namespace asyncmoe {
 
-// All runs of one program go to one stream, or to streams that wait for each other.
+// All runs of a program must be on one stream, or on streams that wait for each other.
 class DeviceProgram {
   public:
-    // `program` must live as long. Throws std::runtime_error with CUDA's message, and as CopyTable.
+    // `program` must outlive this object. Throws std::runtime_error with CUDA's message, and as CopyTable.
     DeviceProgram(const Program& program, int device);
     ~DeviceProgram();
     DeviceProgram(const DeviceProgram&) = delete;
     DeviceProgram& operator=(const DeviceProgram&) = delete;
 
-    // Enqueues a chunk as one kernel launch on a stream (a cudaStream_t as an integer) and returns without waiting;
-    // base addresses other than those of the run before are uploaded first. Packing writes the digest, xor `seal`,
-    // behind the message, from the next multiple of 8 bytes on; unpacking compares it with what lies there. Throws as
+    // Enqueues a chunk as one kernel launch on a stream (a cudaStream_t as an integer) and returns without waiting.
+    // Base addresses that changed since the previous run are uploaded first. Packing writes the digest XOR `seal` after
+    // the message, at the next multiple of 8 bytes; unpacking compares it with the value stored there. Throws as
     // `Program::check`, and std::runtime_error with CUDA's message.
     void run(int64_t chunk, const std::vector<int64_t>& sources, const std::vector<int64_t>& destinations,
              uint64_t seal, uintptr_t stream);
-    // The first chunk since the last call whose digest was another, or -1. Wait for the stream first.
+    // Returns the first chunk since the last call whose digest did not match, or -1. Wait for the stream first.
     int64_t take_mismatch();
 
   private:

@@ -1,4 +1,4 @@
-// For .cu files: errors, and the current device.
+// Errors and the current device, for .cu files.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -10,7 +10,7 @@
 
 namespace asyncmoe {
 
-// A device has no memory left; Python sees a MemoryError.
+// A device is out of memory; Python gets a MemoryError.
 class OutOfMemory : public std::bad_alloc {
   public:
     explicit OutOfMemory(std::string what) : what_(std::move(what)) {}
@@ -28,13 +28,13 @@ inline void check(cudaError_t status, const std::string& what) {
     throw std::runtime_error(text);
 }
 
-// Whether this process uses a device already: its primary context is active. Creates none. Where the driver cannot be
-// asked the answer is no.
+// Whether this process already uses a device, that is, whether its primary context is active. Creates no context. False
+// if the driver cannot be asked.
 bool has_context(int device);
 
-// Makes a device current for a scope, and the one before it again at the end, unless this process has no context there:
-// since CUDA 12 cudaSetDevice creates one, some 500 MB on a card that the process was not given. A thread that had
-// chosen no device, which CUDA reports as 0, therefore keeps this one.
+// Makes a device current for a scope. At the end it restores the previous device, unless this process has no context
+// there: since CUDA 12 cudaSetDevice creates one, about 500 MB on a GPU that the process was not given. A thread that
+// had not chosen a device, which CUDA reports as 0, therefore keeps this device.
 class DeviceScope {
   public:
     explicit DeviceScope(int device) { check(enter(device), "cudaSetDevice " + std::to_string(device)); }
@@ -58,7 +58,7 @@ class DeviceScope {
     bool changed_ = false;
 };
 
-// The same where nothing may be thrown.
+// A DeviceScope that never throws, for destructors.
 class DestructorScope : public DeviceScope {
   public:
     explicit DestructorScope(int device) { enter(device); }

@@ -16,7 +16,7 @@ namespace {
 
 static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "the digest reads words as they lie in memory");
 
-// `count` words at `data`, of which the first is word `first`.
+// The sum of the terms of `count` words at `data`; the first is word `first` of the buffer.
 __attribute__((always_inline)) inline uint64_t sum_of_words(const std::byte* data, int64_t count, int64_t first) {
     uint64_t sum = 0;
     for (int64_t i = 0; i < count; ++i) {
@@ -28,7 +28,7 @@ __attribute__((always_inline)) inline uint64_t sum_of_words(const std::byte* dat
 }
 
 uint64_t copy_words_in_blocks(const std::byte* source, std::byte* destination, int64_t words, int64_t first) {
-    constexpr int64_t kBlock = 512;  // words: 4 KiB stay in the first-level cache
+    constexpr int64_t kBlock = 512;  // words: 4 KiB stay in the L1 cache
     uint64_t sum = 0;
     for (int64_t at = 0; at < words; at += kBlock) {
         const int64_t count = std::min(kBlock, words - at);
@@ -39,7 +39,7 @@ uint64_t copy_words_in_blocks(const std::byte* source, std::byte* destination, i
 }
 
 #if defined(__x86_64__)
-// AVX-512 has a 64-bit multiplication, without which the digest is slower than the copy it goes with.
+// AVX-512 has a 64-bit multiplication; without it the digest is slower than the copy.
 ASYNCMOE_AVX512 uint64_t sum_with_avx512(const std::byte* data, int64_t begin, int64_t end) {
     return sum_of_words(data, begin, end);
 }
@@ -54,7 +54,7 @@ ASYNCMOE_AVX512 inline Line terms_of(Line line, Line places) {
     return z ^ (z >> 31);
 }
 
-// kStream: destination is a multiple of 64, and lines are written around the cache.
+// kStream: destination is a multiple of 64, and lines are written past the cache.
 template <bool kStream>
 ASYNCMOE_AVX512 inline Line copy_line(const std::byte* source, std::byte* destination) {
     Line line;
@@ -73,7 +73,7 @@ ASYNCMOE_AVX512 uint64_t copy_lines(const std::byte* source, std::byte* destinat
     Line places{}, sum{};
     for (int64_t i = 0; i < kLanes; ++i) places[i] = static_cast<uint64_t>(first + i + 1) * kGolden;
     int64_t done = 0;
-    // A core follows one page at a time; four side by side keep more fetches under way.
+    // The hardware prefetcher follows one page at a time; four pages in parallel keep more fetches under way.
     for (; kStream && done + kGroupLines <= lines; done += kGroupLines)
         for (int64_t i = 0; i < kPageLines; ++i)
             for (int64_t page = 0; page < kPages; ++page) {
@@ -95,7 +95,7 @@ ASYNCMOE_AVX512 uint64_t copy_lines(const std::byte* source, std::byte* destinat
 uint64_t copy_words_with_avx512(const std::byte* source, std::byte* destination, int64_t words, int64_t first) {
     constexpr int64_t kWorthStreaming = 32, kWorthParts = 128;  // words
     const auto place = reinterpret_cast<uintptr_t>(destination);
-    // A line that is written in parts costs more around the cache than through it.
+    // Writing partial lines past the cache costs more than writing them through it.
     const bool whole_lines = place % 64 == 0 && words % kLanes == 0;
     const bool stream = place % 8 == 0 && words >= (whole_lines ? kWorthStreaming : kWorthParts);
     const int64_t head = stream ? static_cast<int64_t>((64 - place % 64) % 64 / 8) : 0;

@@ -1,5 +1,4 @@
-// The part of DLPack's C interface (github.com/dmlc/dlpack, version 0.8, unversioned capsules) that reading a tensor
-// needs.
+// The part of DLPack's C interface (github.com/dmlc/dlpack, version 0.8, unversioned capsules) needed to read a tensor.
 #pragma once
 
 #include <cstdint>

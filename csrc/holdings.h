@@ -1,4 +1,4 @@
-// What the sources hold, ready to be matched with what is wanted.
+// The elements held by the sources, indexed for matching with the destinations.
 #pragma once
 
 #include <algorithm>
@@ -10,8 +10,8 @@
 
 namespace asyncmoe {
 
-// What the sources hold, made disjoint: cells, each with the rows that hold all of it. Cells with the same holders form
-// a group.
+// The elements held by the sources, divided into disjoint cells, each with the rows that hold all of it. Cells with the
+// same holders form a group.
 class Holdings {
   public:
     struct Holder {
@@ -28,7 +28,7 @@ class Holdings {
         std::vector<int32_t> holders;  // positions of ranks, ascending
     };
 
-    // Throws std::length_error where overlapping boxes of one tensor would fall into more than kMostCells cells.
+    // Throws std::length_error if overlapping boxes of one tensor would be cut into more than kMostCells cells.
     Holdings(Side side, int64_t tensors);
 
     const Side& side() const { return side_; }
@@ -38,10 +38,10 @@ class Holdings {
     // The cells of a tensor: [first, last).
     std::pair<int64_t, int64_t> cells_of(int64_t tensor) const { return {first_[tensor], first_[tensor + 1]}; }
     int64_t last_holder(int64_t cell) const { return cells_[cell + 1].first_holder; }
-    // The lowest row of a table that holds a cell; the table is known to.
+    // The first row of a table that holds a cell; the table must hold it.
     int32_t row_of(int64_t cell, int32_t table) const;
 
-    // Calls visit(cell, overlap) for every cell that a region of a tensor meets, by ascending cell.
+    // Calls visit(cell, overlap) for every cell that overlaps a region of a tensor, in ascending order.
     template <typename Visit>
     void overlaps(int64_t tensor, const Region& wanted, Visit&& visit) const;
 
@@ -55,7 +55,7 @@ class Holdings {
 
     Side side_;
     std::vector<int64_t> first_;
-    std::vector<Cell> cells_;  // and one more, whose first_holder ends the last
+    std::vector<Cell> cells_;  // and a sentinel, whose first_holder ends the last cell's holders
     std::vector<int64_t> reach_;
     std::vector<int8_t> axis_;
     std::vector<Holder> holders_;

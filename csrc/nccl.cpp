@@ -17,8 +17,8 @@ struct UniqueId {
     char bytes[kIdBytes];
 };
 
-// Beginnings of ncclConfig_t, as they were in versions 2.14 and 2.17: later members are appended, and the library goes
-// by `size` and `version`. NCCL_CONFIG_UNDEF_INT leaves a choice to it.
+// The beginning of ncclConfig_t as of versions 2.14 and 2.17. Later versions append members, and the library checks
+// `size` and `version`. NCCL_CONFIG_UNDEF_INT leaves a choice to the library.
 constexpr int kUndefined = std::numeric_limits<int>::min();
 constexpr int kFirstWithCtas = 21700;
 
@@ -62,7 +62,7 @@ struct NcclLibrary {
         find(comm_destroy, "ncclCommDestroy");
         find(error_string, "ncclGetErrorString");
     }
-    // It stays open: NCCL's own threads may outlive a communicator.
+    // The library stays open, because NCCL's own threads may outlive a communicator.
     ~NcclLibrary() = default;
     NcclLibrary(const NcclLibrary&) = delete;
     NcclLibrary& operator=(const NcclLibrary&) = delete;
@@ -130,7 +130,7 @@ NcclCommunicator::~NcclCommunicator() { abort(); }
 
 void NcclCommunicator::check(int code, const char* what) const { library_->check(code, what); }
 
-// With `lock_` held.
+// `lock_` must be held.
 void* NcclCommunicator::open() const {
     if (!communicator_) throw std::runtime_error("the communicator has been ended");
     return communicator_;
@@ -150,7 +150,7 @@ void NcclCommunicator::exchange(const std::vector<NcclMessage>& sends, const std
     for (size_t i = 0; i < sends.size() && fine(); ++i)
         code = library_->send(reinterpret_cast<const void*>(sends[i].address), static_cast<size_t>(sends[i].nbytes),
                               kUint8, sends[i].peer, communicator, stream);
-    const int ended = library_->group_end();  // also after a failure: a group left open would swallow later calls
+    const int ended = library_->group_end();  // even after a failure: an open group would swallow later calls
     check(code, "ncclSend or ncclRecv");
     check(ended, "ncclGroupEnd");
 }

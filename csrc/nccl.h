@@ -1,5 +1,5 @@
-// NCCL, opened at run time: nothing links against it, and its headers are not needed. The declarations follow NVIDIA's
-// nccl.h (https://github.com/NVIDIA/nccl, src/nccl.h.in), version 2.14 and later.
+// NCCL, loaded at run time: the extension neither links against it nor needs its headers. The declarations follow
+// NVIDIA's nccl.h (https://github.com/NVIDIA/nccl, src/nccl.h.in), version 2.14 and later.
 #pragma once
 
 #include <cstdint>
@@ -14,15 +14,15 @@ constexpr int kNcclSuccess = 0, kNcclInProgress = 7;  // ncclResult_t
 
 struct NcclLibrary;
 
-// What ncclGetVersion says (NCCL_VERSION_CODE), and the file that the loader took it from. Throws std::runtime_error
-// where the library cannot be opened or lacks a function; so does all else here.
+// The result of ncclGetVersion (NCCL_VERSION_CODE), and the file that was loaded. Throws std::runtime_error if the
+// library cannot be opened or lacks a function; so do all functions here.
 struct NcclOrigin {
     int version;
     std::string path;
 };
 NcclOrigin nccl_origin(const std::string& library);
 
-// What rank 0 makes and every rank of a communicator needs: 128 bytes.
+// A new unique ID of 128 bytes, created by rank 0 and needed by every rank of a communicator.
 std::string nccl_unique_id(const std::string& library);
 
 // A peer's message in memory of the current device.
@@ -32,12 +32,12 @@ struct NcclMessage {
     int64_t nbytes;
 };
 
-// A non-blocking communicator: calls return at once, and `state` tells how far it is. On the current device. Any thread
-// may end it, also while another one uses it.
+// A non-blocking communicator on the current device: calls return at once, and `state` reports its progress. Any thread
+// may end it, even while another thread uses it.
 class NcclCommunicator {
   public:
-    // `max_ctas`: blocks of threads that a kernel of it takes at most, each of them on one multiprocessor; 0: as many
-    // as NCCL likes. A library before 2.17 has no such setting.
+    // `max_ctas`: maximum number of thread blocks of its kernels, each on one multiprocessor; 0: NCCL's choice. Ignored
+    // by libraries before 2.17, which have no such setting.
     NcclCommunicator(const std::string& library, int rank, int world, const std::string& unique_id, int max_ctas);
     ~NcclCommunicator();
     NcclCommunicator(const NcclCommunicator&) = delete;
@@ -46,19 +46,19 @@ class NcclCommunicator {
     // Enqueues all messages as one group on a stream (a cudaStream_t as an integer). They are on the stream when
     // `state` is kNcclSuccess again.
     void exchange(const std::vector<NcclMessage>& sends, const std::vector<NcclMessage>& receives, uintptr_t stream);
-    // ncclCommGetAsyncError's result: kNcclSuccess, kNcclInProgress, or what went wrong.
+    // ncclCommGetAsyncError's result: kNcclSuccess, kNcclInProgress, or an error code.
     int state() const;
     std::string describe(int code) const;
-    // Ends it at once, with what is still under way.
+    // Ends the communicator at once, together with any messages under way.
     void abort();
-    // Ends it when nothing is under way.
+    // Ends the communicator; no messages may be under way.
     void destroy();
 
   private:
     void check(int code, const char* what) const;
     void* open() const;
 
-    mutable std::mutex lock_;  // of `communicator_`
+    mutable std::mutex lock_;  // protects `communicator_`
     std::shared_ptr<const NcclLibrary> library_;
     void* communicator_ = nullptr;
 };

@@ -35,7 +35,7 @@ int wait(const NcclCommunicator& self, double timeout_s) {
     return state;
 }
 
-// NCCL may wait for its threads as it ends, so nobody who drops one holds the interpreter's lock meanwhile.
+// Releases the GIL while a communicator is destroyed, because NCCL may wait for its own threads.
 struct Unlocked {
     void operator()(NcclCommunicator* communicator) const {
         py::gil_scoped_release released;

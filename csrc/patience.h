@@ -1,4 +1,4 @@
-// Waiting on the host for what only looking can tell, without the interpreter's lock.
+// Polling on the host without the GIL.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -9,9 +9,9 @@
 
 namespace asyncmoe {
 
-// Whether `look` became true in time. The interpreter's lock is given back for as long as this waits, but for ten times
-// a second, so that Ctrl-C is seen. Pauses between looks grow with the time already waited, to 1/64 of it and at most a
-// millisecond: short messages are noticed at once, and long ones cost no core.
+// Polls `look` and returns whether it became true in time. Releases the GIL while waiting, but takes it ten times a
+// second to handle Ctrl-C. After 200 us the pause between polls is 1/64 of the time already waited, at most a
+// millisecond: short messages are noticed at once, and long ones do not occupy a core.
 template <typename Look>
 bool wait_until(Look look, double timeout_s) {
     using Clock = std::chrono::steady_clock;

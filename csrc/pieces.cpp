@@ -16,7 +16,8 @@ Coordinates row_major(const Coordinates& shape) {
     return steps;
 }
 
-// Places `extent[i]` elements `stride[i]` apart, from an offset, as a box of a storage's shape.
+// Returns the loops over `extents[i]` elements, `strides[i]` apart, from an offset, as a box of a storage's shape, if
+// they form one.
 std::optional<Region> box_of_runs(const Coordinates& shape, int64_t offset, const int64_t* extents,
                                   const int64_t* strides, int count) {
     const Coordinates steps = row_major(shape);

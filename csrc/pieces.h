@@ -1,7 +1,7 @@
-// Pieces in tables: which box of which tensor lies where in which storage, and what can be told of a table alone.
+// Tables of pieces (the places of tensor boxes in storages), and checks that need only one table.
 //
-// Ranks whose memory is laid out alike share a table, so the work grows with the distinct layouts and not with the
-// ranks. Everything is a pure function of the tables, in integers: every rank gets the same answer.
+// Ranks with equal layouts share a table, so the work grows with the number of distinct layouts and not with the number
+// of ranks. Everything is a pure function of the tables, in integers, so every rank gets the same result.
 #pragma once
 
 #include <algorithm>
@@ -14,8 +14,8 @@
 
 namespace asyncmoe {
 
-// Columns of a piece, all int64. Boxes are filled up in front to kMaxDims dimensions of extent 1; offset and strides
-// are in elements of the storage.
+// Columns of a piece, all int64. Boxes are padded in front to kMaxDims dimensions with extent 1; offset and strides are
+// in elements of the storage.
 enum PieceColumn : int {
     kTensor,  // a number, or kPadding
     kStorage,
@@ -35,13 +35,13 @@ struct Table {
     const int64_t* operator[](int64_t row) const { return data + row * kPieceColumns; }
 };
 
-// The tables of one side, and which of them each rank has. Ranks ascend.
+// The tables of one side, and the table of each rank. Ranks ascend.
 struct Side {
     std::vector<Table> tables;
     std::vector<int64_t> ranks;
     std::vector<int32_t> table_of;
 
-    // Position of a rank, -1 when it is not on this side.
+    // Position of a rank, -1 if it is not on this side.
     int64_t find(int64_t rank) const;
 };
 
@@ -80,21 +80,22 @@ inline Region intersection(const Region& a, const Region& b) {
     return found;
 }
 
-// The dimension along which boxes begin at the most places: sorted along it, few have to be compared.
+// The dimension with the most distinct starts of boxes: after sorting along it, few boxes have to be compared.
 int busiest_axis(const std::vector<Region>& boxes);
 void sort_along(std::vector<Region>& boxes, int axis);
-// Boxes sorted along `axis`.
+// `boxes` must be sorted along `axis`.
 bool any_meet(const std::vector<Region>& boxes, int axis);
 
-// The first row of a table that does not lie within its tensor (extents[tensors, kMaxDims]) or its storage (elements).
+// The first row of a table that is outside its tensor (extents[tensors, kMaxDims]) or its storage (elements).
 struct BadRow {
     int64_t row;
     bool outside_storage;
 };
 std::optional<BadRow> find_bad_row(Table table, const int64_t* extents, const int64_t* elements);
 
-// The storages (shapes[storages, kMaxDims]) whose elements are not seen to be held by one row at most, or, `covered`,
-// by exactly one: those with an overlap or a hole, and those with a piece that is no box of the storage's own shape.
+// The storages (shapes[storages, kMaxDims]) for which this quick check cannot confirm that each element is in at most
+// one piece or, if `covered`, in exactly one: storages with an overlap or a hole, and storages with a piece that is not
+// a box of the storage's shape.
 std::vector<int64_t> doubtful_storages(Table table, const int64_t* shapes, int64_t storages, bool covered);
 
 }  // namespace asyncmoe

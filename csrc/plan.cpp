@@ -9,11 +9,11 @@ namespace asyncmoe {
 
 namespace {
 
-// Bytes; smaller pieces are not cut to balance the load.
+// Pieces of fewer bytes are not cut to balance the load.
 constexpr int64_t kSmallestCut = 1 << 15;
 constexpr int kSweeps = 64;
 
-// Adds `amount` to the loads of some ranks so that the lowest rise to a common level; x is what each of them gets.
+// Adds `amount` to the loads of `holders` so that the lowest loads rise to a common level; x is each holder's addition.
 void pour(int64_t amount, const std::vector<int32_t>& holders, std::vector<int64_t>& load, std::vector<int64_t>& x) {
     std::vector<int32_t> order(holders.size());
     std::iota(order.begin(), order.end(), 0);
@@ -133,8 +133,8 @@ void Matching::divide() {
         x[g].assign(groups[g].holders.size(), 0);
         if (total[g] > 0) order.push_back(static_cast<int64_t>(g));
     }
-    // The least flexible first; then over and over each group anew, given the others: that lowers the sum of the
-    // squared loads until it is minimal, where the greatest load is minimal too.
+    // Divide the groups with the fewest holders first; then repeatedly divide each group again, given the others. This
+    // lowers the sum of the squared loads to its minimum, where the greatest load is minimal, too.
     std::stable_sort(order.begin(), order.end(),
                      [&](int64_t a, int64_t b) { return groups[a].holders.size() < groups[b].holders.size(); });
     shares_.assign(holdings_.side().ranks.size(), 0);
@@ -168,7 +168,7 @@ int cut_axis(const Region& region) {
     return axis;
 }
 
-// The place nearest to byte `at` of a group where a stretch may end.
+// The position nearest to byte `at` of a group at which a stretch may end.
 int64_t Matching::rounded(const Share& share, int64_t at) const {
     if (at == 0 || share.demands.empty()) return at;
     const auto after = std::upper_bound(share.demands.begin(), share.demands.end(), at,

@@ -1,4 +1,4 @@
-// From tables of pieces to the copies that turn one sharding into another: who sends what to whom.
+// Computes from tables of pieces the copies that turn one sharding into another: which rank sends which boxes to which.
 #pragma once
 
 #include <cstdint>
@@ -10,7 +10,7 @@
 
 namespace asyncmoe {
 
-// Columns of a copy: those of a transfer's copies in asyncmoe.reshard.plan.
+// Columns of a copy, the same as of `Transfer.copies` in asyncmoe.reshard.plan.
 enum CopyColumn : int {
     kFrom,
     kFromOffset,
@@ -21,16 +21,16 @@ enum CopyColumn : int {
     kCopyExtents,
     kFromStrides = kCopyExtents + kMaxDims,
     kToStrides = kFromStrides + kMaxDims,
-    kCopyCast = kToStrides + kMaxDims,  // a Cast: what becomes of the element on the way
+    kCopyCast = kToStrides + kMaxDims,  // a Cast
     kCopyColumns,
 };
 
-// The dimension along which a region is cut when several ranks share it.
+// The dimension along which a region is cut if several ranks share it.
 int cut_axis(const Region& region);
 
-// Why a destination cannot be served.
+// The reason why a destination cannot be served.
 struct Fault {
-    bool dtype;  // else: not every element has a source
+    bool dtype;  // a dtype that cannot be converted; else an element without a source
     int32_t table;
     int64_t row;
     int32_t source_table;
@@ -43,32 +43,32 @@ struct Transfers {
         int64_t source;
         int64_t destination;
         int64_t nbytes;  // on the wire
-        int64_t last;    // copies up to here
+        int64_t last;    // index after its last copy
         uint64_t check;  // digest of its copies
     };
     std::vector<Pair> pairs;  // by source, then destination
 };
 
-// A change of dtype that a copy may make, as numbers of dtypes.
+// An allowed change of dtype, with the dtypes as numbers.
 struct DtypeCast {
     int64_t from;
     int64_t to;
     int64_t cast;  // a Cast
 };
 
-// Which rank sends what to whom. A destination rank that holds an element itself copies it. The rest of a group, over
-// all destinations, is one long row of bytes: destinations by rank, their pieces in order. The holders of the group
-// share it in consecutive stretches, sized so that the busiest rank has as little to send as can be.
+// Decides which rank sends which boxes to which. A destination rank that holds an element itself copies it locally. The
+// remaining bytes of a group, over all destinations, form one sequence: destinations by rank, their pieces in order.
+// The holders of the group share it in consecutive stretches, sized to minimise the traffic of the busiest rank.
 class Matching {
   public:
-    // `in_place`: a rank on both sides has the same storages there; what lies where it is wanted already, and padding,
-    // is left alone. Bytes are counted in the dtype of the destination.
+    // `in_place`: a rank on both sides has the same storages there; elements already in place, and padding, are left
+    // unchanged. Bytes are counted in the dtype of the destination.
     Matching(const Holdings& holdings, Side wanted, std::vector<int64_t> item_bytes, std::vector<DtypeCast> casts,
              bool in_place);
 
     const std::optional<Fault>& fault() const { return fault_; }
 
-    // All copies of which one of `ranks` is source or destination.
+    // All copies with one of `ranks` as source or destination.
     Transfers part(const std::vector<int64_t>& ranks) const;
 
     struct Traffic {
@@ -76,11 +76,11 @@ class Matching {
         int64_t destination;
         int64_t nbytes;
     };
-    // What every pair of different ranks exchanges, in no order; a pair may come several times.
+    // The bytes exchanged by every pair of different ranks, in no particular order; a pair may occur several times.
     std::vector<Traffic> traffic() const;
 
-    // Bytes each source rank has to send at least when the busiest of them sends as little as possible (in fractions
-    // of elements), by position of the rank.
+    // Bytes each source rank sends in the ideal division, which minimises the load of the busiest rank and ignores
+    // element boundaries; by position of the rank.
     const std::vector<int64_t>& shares() const { return shares_; }
 
   private:
@@ -93,7 +93,7 @@ class Matching {
         int64_t first;
         int64_t last;
     };
-    // The overlaps of one table, group by group; begin[i] is where overlap i begins among the bytes of all of them.
+    // The overlaps of one table, ordered by group; begin[i] is the offset of overlap i in the bytes of all overlaps.
     struct Needs {
         std::vector<Overlap> overlaps;
         std::vector<int64_t> begin;
@@ -102,15 +102,15 @@ class Matching {
     struct Demand {
         int64_t destination;  // position of the rank
         int32_t run;
-        int64_t begin;  // in the group's row of bytes
+        int64_t begin;  // offset in the group's sequence of bytes
     };
     struct Share {
         std::vector<Demand> demands;
-        std::vector<int64_t> ends;  // where each holder's stretch ends
+        std::vector<int64_t> ends;  // end of each holder's stretch
     };
     struct Emitter;
 
-    // Negative: none that a copy may make.
+    // Negative if no cast is allowed.
     int64_t cast_of(int64_t from, int64_t to) const;
     void find_needs(int32_t table);
     void gather_demands();

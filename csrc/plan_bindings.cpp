@@ -29,7 +29,7 @@ std::vector<int64_t> values(const Int64Array& array) { return {array.data(), arr
 
 Table table_of(const Int64Array& array) { return {matrix(array, kPieceColumns, "pieces"), array.shape(0)}; }
 
-// The arrays stay with the object that reads them.
+// Keeps the arrays alive for the object that reads them.
 struct Tables {
     std::vector<Int64Array> arrays;
     Side side;

@@ -4,7 +4,7 @@
 
 namespace asyncmoe {
 
-// Adds what csrc/pieces.h, holdings.h and plan.h declare to the extension.
+// Adds csrc/pieces.h, holdings.h and plan.h to the extension.
 void bind_plan(pybind11::module_& module);
 
 }  // namespace asyncmoe

@@ -11,7 +11,7 @@
 namespace asyncmoe {
 namespace {
 
-// Small enough that what has been copied is still in a core's cache when it is digested.
+// Small enough that copied bytes are still in a core's cache when they are digested.
 constexpr int64_t kBlock = int64_t{1} << 17;
 
 bool lies_row_major(const BoxCopy& copy, Wire wire) {
@@ -26,17 +26,18 @@ bool lies_row_major(const BoxCopy& copy, Wire wire) {
 
 struct Part {
     BoxCopy copy;
-    int64_t at;  // its first byte in the message
+    int64_t at;  // offset of its first byte in the message
 };
 
-// Whether the words of the message begin and end where the runs do, and runs are long enough to be worth a call each.
+// Whether runs consist of whole words of the message and are long enough to be worth one call each.
 bool runs_are_words(const Part& part) {
     constexpr int64_t kShortest = 64;
     const BoxCopy& copy = part.copy;
     return copy.cast == Cast::kNone && copy.run >= kShortest && copy.run % 8 == 0 && part.at % 8 == 0;
 }
 
-// Copies all runs from dims[level] on; `word` counts the words of the message. Returns the digest's terms.
+// Copies all runs of the loops from dims[level] inwards; `word` counts the message's words. Returns the sum of their
+// terms of the digest.
 uint64_t copy_runs(const BoxCopy& copy, int level, const std::byte* source, std::byte* destination, int64_t& word) {
     if (level == copy.count) {
         const int64_t words = copy.run / 8, first = word;
@@ -46,7 +47,7 @@ uint64_t copy_runs(const BoxCopy& copy, int level, const std::byte* source, std:
     constexpr int64_t kAhead = 4096, kLine = 64;  // bytes
     uint64_t sum = 0;
     const Dim& dim = copy.dims[level];
-    // Hardware does not foresee where the next run begins.
+    // The hardware prefetcher does not predict where the next run begins.
     const int64_t ahead =
         level + 1 == copy.count && copy.run < kAhead ? (kAhead + copy.run - 1) / copy.run : dim.extent;
     for (int64_t i = 0; i < dim.extent; ++i) {
@@ -59,7 +60,7 @@ uint64_t copy_runs(const BoxCopy& copy, int level, const std::byte* source, std:
     return sum;
 }
 
-// Copies a part and returns the terms of the words of the message that are wholly in it.
+// Copies a part and returns the sum of the terms of the message's words that are entirely in it.
 uint64_t copy_part(const Part& part, const std::byte* message) {
     if (runs_are_words(part)) {
         int64_t word = part.at / 8;
@@ -149,7 +150,7 @@ uint64_t Program::run(int64_t chunk, const std::vector<int64_t>& sources, const 
             copy_one(part.copy);
     });
     if (wire_ == Wire::kNone) return 0;
-    int64_t done = -1;  // words that two parts share, and the last one where it is not whole
+    int64_t done = -1;  // add words that several parts share, and the last word if it is incomplete, once each
     for (size_t i = 0; i <= parts.size(); ++i) {
         const int64_t at = i < parts.size() ? parts[i].at : end;
         if (at % 8 == 0 || at / 8 == done) continue;

@@ -10,7 +10,7 @@
 namespace asyncmoe {
 namespace {
 
-// One row of blocks of a matrix at a time: its rows are read from front to back.
+// Computes the scales of one row of blocks, reading the matrix's rows from front to back.
 template <typename T, int kShift>
 __attribute__((always_inline)) inline void scale_row_of_blocks(const ScaleJob& job, int64_t row_of_blocks,
                                                                bool power_of_two) {

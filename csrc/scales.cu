@@ -8,7 +8,7 @@ namespace {
 
 constexpr int kLanes = 32;
 
-// A block of threads takes a block of a matrix at a time.
+// A thread block handles one block of a matrix at a time.
 __global__ void __launch_bounds__(kScaleThreads)
     scale_kernel(const ScaleJob* jobs, int64_t count, int64_t blocks, bool power_of_two) {
     __shared__ uint32_t warps[kScaleThreads / kLanes];
@@ -39,7 +39,7 @@ void scale_blocks_on_gpu(const ScaleJobs& jobs, bool power_of_two, int device, u
     const size_t bytes = jobs.jobs.size() * sizeof(ScaleJob);
     void* table = nullptr;
     check(cudaMallocAsync(&table, bytes, stream), "cudaMallocAsync of the scales' table");
-    // Out of pageable memory, so this returns only after it has been read.
+    // The source is pageable memory, so the call returns only after reading it.
     check(cudaMemcpyAsync(table, jobs.jobs.data(), bytes, cudaMemcpyHostToDevice, stream),
           "uploading the scales' table");
     const auto grid = static_cast<unsigned>(jobs.blocks < kMostBlocks ? jobs.blocks : kMostBlocks);

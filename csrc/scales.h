@@ -1,4 +1,4 @@
-// Scales of the blocks of matrices that travel as float8.
+// Scales of the blocks of matrices that are sent as float8.
 #pragma once
 
 #include <cstddef>
@@ -14,20 +14,20 @@ namespace asyncmoe {
 // Columns of a matrix, all int64.
 enum MatrixColumn : int {
     kMatrix,      // address
-    kMatrixItem,  // bytes of an element: 4, float32, or 2, bfloat16
+    kMatrixItem,  // bytes of an element: 4 (float32) or 2 (bfloat16)
     kMatrixRows,
     kMatrixWidth,  // elements of a row
-    kScalesThere,  // address of float32[rows / 128, width / 128], rounded up, row-major
+    kScalesThere,  // address of the scales, float32[ceil(rows / 128), ceil(width / 128)], row-major
     kMatrixColumns,
 };
 
-// A matrix, and the number of blocks of all before it.
+// A matrix; `first` is the number of blocks of all matrices before it.
 struct ScaleJob {
     const std::byte* matrix;
     float* scales;
     int64_t rows;
     int64_t width;
-    int64_t columns;  // blocks of a row
+    int64_t columns;  // blocks in a row
     int64_t first;
     int32_t item;
 };
@@ -38,7 +38,7 @@ struct ScaleJobs {
     int64_t bytes;  // of all matrices
 };
 
-// Throws std::invalid_argument for another number of columns, a size that is negative, or another item than 2 and 4.
+// Throws std::invalid_argument for a wrong number of columns, a negative size, or an item size that is not 2 or 4.
 ScaleJobs scale_jobs(const int64_t* matrices, int64_t count, int64_t columns);
 
 // The last job that begins at or before a block.
@@ -46,7 +46,7 @@ ASYNCMOE_BOTH inline int64_t job_of_block(const ScaleJob* jobs, int64_t count, i
     return last_from<&ScaleJob::first>(jobs, int64_t{0}, count - 1, block);
 }
 
-// Bits of the larger one of magnitudes. As integers they are in the order of the numbers, and a NaN is the largest.
+// The bits of the larger of two magnitudes. As integers they have the order of the numbers, with NaNs the largest.
 ASYNCMOE_BOTH inline uint32_t larger(uint32_t magnitude, uint32_t bits) {
     bits &= 0x7fffffffu;
     return bits > magnitude ? bits : magnitude;
@@ -83,13 +83,13 @@ ASYNCMOE_BOTH inline MatrixBlock block_of(const ScaleJob& job, int64_t block) {
 
 constexpr int kScaleThreads = 256;
 
-// Whether the rows of a block consist of whole units.
+// Whether the rows of a block consist of whole, aligned units.
 ASYNCMOE_BOTH inline bool rows_are_units(const ScaleJob& job) {
     return (reinterpret_cast<uintptr_t>(job.matrix) | static_cast<uintptr_t>(job.width * job.item)) % kUnit == 0;
 }
 
-// What one thread of a GPU finds in a block. Threads next to each other look at units next to each other, and where
-// rows are no units at elements.
+// The largest magnitude one GPU thread finds in a block. Adjacent threads read adjacent units or, if rows do not
+// consist of units, adjacent elements.
 template <bool kUnits>
 ASYNCMOE_BOTH inline uint32_t largest_of_thread(const ScaleJob& job, const MatrixBlock& block, int thread) {
     const int step = kUnits ? static_cast<int>(kUnit) : job.item, item = job.item;
@@ -116,14 +116,14 @@ ASYNCMOE_BOTH inline uint32_t largest_of_thread(const ScaleJob& job, const Matri
                                : largest_of_thread<false>(job, block, thread);
 }
 
-// What the GPU's kernel does, done by this thread. Slow.
+// Emulates the GPU kernel on this thread. Slow.
 void emulate_scale_blocks(const ScaleJobs& jobs, bool power_of_two);
 
 // Writes all scales, on up to `threads` threads (0: as many as the machine has, at most 4).
 void scale_blocks(const ScaleJobs& jobs, bool power_of_two, int threads);
 
 #ifdef ASYNCMOE_CUDA
-// Enqueues the same on a GPU's stream; the matrices and scales lie there.
+// Enqueues the same computation on a GPU's stream; the matrices and scales are in the GPU's memory.
 void scale_blocks_on_gpu(const ScaleJobs& jobs, bool power_of_two, int device, uintptr_t stream);
 #endif
 

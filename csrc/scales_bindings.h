@@ -4,7 +4,7 @@
 
 namespace asyncmoe {
 
-// Scales of blocks (csrc/scales.h), on the CPU, on a GPU where that is built, and as a GPU would on the CPU.
+// Adds csrc/scales.h to the extension: on the CPU, on a GPU if built with CUDA, and as an emulation of the GPU.
 void bind_scales(pybind11::module_& module);
 
 }  // namespace asyncmoe

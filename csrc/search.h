@@ -1,4 +1,4 @@
-// Where a position is among things that begin one after the other.
+// Search in a sequence of items that begin one after another.
 #pragma once
 
 #include <cstdint>
@@ -7,7 +7,7 @@
 
 namespace asyncmoe {
 
-// The last of items[first .. last] whose member kBegin is at or before a position; the first where none is.
+// The last of items[first .. last] whose member kBegin is at or before a position; the first if there is none.
 template <auto kBegin, typename Item, typename Index>
 ASYNCMOE_BOTH inline Index last_from(const Item* items, Index first, Index last, int64_t position) {
     while (first < last) {

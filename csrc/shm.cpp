@@ -38,7 +38,7 @@ static_assert(std::atomic<uint32_t>::is_always_lock_free, "a lock would not reac
 constexpr int64_t kHeaderBytes = 4096;
 constexpr int64_t kSlotAlignment = 4096;
 constexpr int kSpins = 64;
-constexpr off_t kSenderLock = 0, kReceiverLock = 1;  // bytes of the segment that the two ends hold locked
+constexpr off_t kSenderLock = 0, kReceiverLock = 1;  // the byte of the segment that each end keeps locked
 
 int64_t slot_stride(int64_t slot_bytes) { return (slot_bytes + kSlotAlignment - 1) / kSlotAlignment * kSlotAlignment; }
 
@@ -107,7 +107,7 @@ void* map(int descriptor, int64_t bytes, const std::string& name) {
 
 void futex_wait(std::atomic<uint32_t>& word, uint32_t value, int64_t microseconds) {
     const timespec limit{static_cast<time_t>(microseconds / 1000000), static_cast<long>(microseconds % 1000000 * 1000)};
-    // Whatever it returns (woken, timed out, interrupted, already another value), the caller looks again.
+    // Ignore the result (woken, timed out, interrupted, or the value had already changed): the caller checks again.
     syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), FUTEX_WAIT, value, &limit, nullptr, 0);
 }
 
@@ -130,7 +130,7 @@ ShmRing* ShmRing::create(const std::string& name, int64_t slots, int64_t slot_by
     Descriptor segment(create_exclusively(name));
     const int64_t bytes = segment_bytes(slots, slot_bytes);
     if (!take_lock(segment.get(), kSenderLock)) fail("locking " + name);
-    // Without this a full /dev/shm would end the process by SIGBUS in the middle of a copy.
+    // Otherwise a full /dev/shm would kill the process with SIGBUS in the middle of a copy.
     errno = posix_fallocate(segment.get(), 0, bytes);
     if (errno != 0) {
         const int reason = errno;
@@ -153,7 +153,7 @@ ShmRing* ShmRing::attach(const std::string& name, int64_t slots, int64_t slot_by
     }
     struct stat status = {};
     if (fstat(segment.get(), &status) != 0) fail("fstat " + name);
-    // One without a living sender was left behind; its successor will replace it under this name.
+    // A segment without a live sender was left behind; the new sender will replace it under this name.
     if (status.st_size < kHeaderBytes || !another_holds(segment.get(), kSenderLock)) return nullptr;
     void* start = map(segment.get(), status.st_size, name);
     auto* header = static_cast<Header*>(start);
@@ -211,7 +211,7 @@ Arrival ShmRing::wait(int64_t microseconds, int64_t needed) const {
         if (ready(needed)) return Arrival::kReady;
         if (!gone()) return Arrival::kNotYet;
     }
-    return ready(needed) ? Arrival::kReady : Arrival::kGone;  // what was handed over before the end still counts
+    return ready(needed) ? Arrival::kReady : Arrival::kGone;  // slots handed over before the peer ended still count
 }
 
 void ShmRing::advance() {

@@ -1,4 +1,4 @@
-// Message slots in POSIX shared memory, from one process to another on the same host.
+// Message slots in POSIX shared memory between two processes of one host.
 #pragma once
 
 #include <cstddef>
@@ -9,17 +9,16 @@ namespace asyncmoe {
 
 enum class Arrival : int { kReady, kNotYet, kGone };
 
-// A ring of `slots` buffers of `slot_bytes` each. The sender fills a slot where it lies and publishes it; the receiver
-// reads it where it lies and releases it. Both ends create their half, in any order; the name disappears from the
-// system as soon as both have. An end that dies is seen by the other: the kernel drops the lock it holds on the
-// segment.
+// A ring of `slots` buffers of `slot_bytes` each. The sender fills a slot in place and publishes it; the receiver reads
+// it in place and releases it. The sender creates the ring and the receiver attaches to it; then its name is removed
+// from the system. Each end notices if the other dies, because the kernel drops the lock it held on the segment.
 class ShmRing {
   public:
-    // The sender's end. Takes all memory at once. Throws std::system_error, and std::invalid_argument for a name that
-    // another living process uses.
+    // The sender's end. Allocates all memory at once. Throws std::system_error, and std::invalid_argument if another
+    // live process uses the name.
     static ShmRing* create(const std::string& name, int64_t slots, int64_t slot_bytes);
-    // The receiver's end, or null while there is no sender yet. Throws std::system_error, and std::invalid_argument for
-    // a ring of another size.
+    // The receiver's end, or null if there is no sender yet. Throws std::system_error, and std::invalid_argument if the
+    // ring has a different size or already has a receiver.
     static ShmRing* attach(const std::string& name, int64_t slots, int64_t slot_bytes);
     ~ShmRing();
     ShmRing(const ShmRing&) = delete;
@@ -29,9 +28,9 @@ class ShmRing {
     int64_t slots() const { return slots_; }
     int64_t slot_bytes() const { return slot_bytes_; }
     // Waits at most `microseconds` until `needed` slots are free (sender) or filled (receiver). The first of them is
-    // slot n % slots, where n counts what this end has published or released.
+    // slot n % slots, where n is the number of slots this end has published or released.
     Arrival wait(int64_t microseconds, int64_t needed) const;
-    // Hands the slot over to the other end.
+    // Hands the next slot over to the other end.
     void advance();
 
   private:

@@ -11,14 +11,14 @@ namespace asyncmoe {
 
 constexpr int kMostThreads = 4;
 
-// Threads worth starting for `bytes` of copying when `asked` are wanted (0: as many as the machine has, at most 4).
+// Number of threads worth starting to copy `bytes`, at most `asked` (0: as many as the machine has, at most 4).
 inline int threads_for(int asked, int64_t bytes) {
     constexpr int64_t kWorthAThread = int64_t{1} << 20;
     if (asked <= 0) asked = std::min<int>(kMostThreads, std::max(1u, std::thread::hardware_concurrency()));
     return static_cast<int>(std::clamp<int64_t>(bytes / kWorthAThread, 1, asked));
 }
 
-// Calls task(0) ... task(tasks - 1), on `threads` threads, the caller's among them.
+// Calls task(0) ... task(tasks - 1) on `threads` threads, including the caller's.
 template <typename Task>
 void run_on_threads(int threads, int64_t tasks, const Task& task) {
     std::atomic<int64_t> next{0};

@@ -1,4 +1,4 @@
-// From the shares of the load to copies: the second half of `Matching`.
+// The second half of `Matching`: turns the division of the load into copies.
 #include <algorithm>
 #include <array>
 #include <numeric>
@@ -9,7 +9,7 @@
 
 namespace asyncmoe {
 
-// Collects copies, and sorts them into transfers.
+// Collects copies and sorts them into transfers.
 struct Matching::Emitter {
     const Matching& matching;
     struct Copy {
@@ -40,7 +40,7 @@ struct Matching::Emitter {
         if (!matching.in_place_ || !in_place(source, table, number, box)) overlap(source, destination, number, box);
     }
 
-    // Whether the rank has the overlap where it wants it.
+    // Whether the overlap already lies at its destination.
     bool in_place(int64_t source, int32_t table, int64_t number, const Region& box) const {
         const auto& [cell, row] = matching.needs_[table].overlaps[number];
         const int64_t* to = matching.wanted_.tables[table][row];
@@ -80,7 +80,7 @@ struct Matching::Emitter {
         copies.push_back(copy);
     }
 
-    // The part of a demand that a holder's stretch [low, high) of the group's bytes covers.
+    // Adds the copies for the part of a demand in a holder's stretch [low, high) of the group's bytes.
     void stretch(int64_t source, const Demand& demand, int64_t low, int64_t high) {
         const int32_t number = matching.wanted_.table_of[demand.destination];
         const Needs& needs = matching.needs_[number];

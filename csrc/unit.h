@@ -1,4 +1,4 @@
-// 16 bytes in one thread's hands: read, written, rounded, quantised and digested.
+// Units of 16 bytes that one thread reads, writes, rounds, quantises and digests.
 #pragma once
 
 #include <cstring>
@@ -16,7 +16,7 @@ struct alignas(kUnit) Unit {
     uint64_t high;
 };
 
-// Memory as a GPU reads and writes it: aligned. The host says so where it is not.
+// Aligned accesses, as a GPU requires them. The host throws if an access is not aligned.
 template <typename T>
 ASYNCMOE_BOTH inline T load_as(const std::byte* from) {
 #ifdef __CUDA_ARCH__
@@ -39,7 +39,7 @@ ASYNCMOE_BOTH inline void store_as(std::byte* to, const T& value) {
 #endif
 }
 
-// One access of 16 bytes each: of a struct the compiler makes two of 8.
+// One access of 16 bytes each: for a struct the compiler would emit two accesses of 8 bytes.
 ASYNCMOE_BOTH inline Unit load_unit(const std::byte* from) {
 #ifdef __CUDA_ARCH__
     __builtin_assume(__isGlobal(from));
@@ -59,7 +59,7 @@ ASYNCMOE_BOTH inline void store_unit(std::byte* to, const Unit& unit) {
 #endif
 }
 
-// `width` is 1, 2, 4 or 8, and divides the address.
+// `width` is 1, 2, 4 or 8 and divides the address.
 ASYNCMOE_BOTH inline uint64_t load_word(const std::byte* from, int width) {
     switch (width) {
         case 8:
@@ -89,7 +89,7 @@ ASYNCMOE_BOTH inline void store_word(std::byte* to, int width, uint64_t word) {
     }
 }
 
-// The widest access at an address, for a part of a unit from `offset` on with `bytes` left.
+// The widest aligned access at an address for the part of a unit that begins at `offset` and has `bytes` left.
 ASYNCMOE_BOTH inline int width_at(const std::byte* address, int offset, int bytes) {
     const auto bits = reinterpret_cast<uintptr_t>(address) | static_cast<uintptr_t>(offset);
     int width = 8;
@@ -105,7 +105,7 @@ ASYNCMOE_BOTH inline uint64_t extract(const Unit& unit, int offset) {
     return (offset < 8 ? unit.low : unit.high) >> 8 * (offset % 8);
 }
 
-// Bytes offset <= i < offset + bytes of a unit, from memory of any alignment; they are 0 before.
+// Loads bytes offset <= i < offset + bytes of a unit, which must be 0 before, from memory of any alignment.
 ASYNCMOE_BOTH inline void load_bytes(Unit& unit, int offset, int bytes, const std::byte* from) {
     while (bytes > 0) {
         const int width = width_at(from, offset, bytes);
@@ -122,7 +122,7 @@ ASYNCMOE_BOTH inline void store_bytes(const Unit& unit, int offset, int bytes, s
     }
 }
 
-// As load_bytes, of elements that are rounded; `half`: the first byte is the second one of its element.
+// As load_bytes, but rounds float32 to bfloat16. `half` is 1 if the first byte is the second of its element, else 0.
 ASYNCMOE_BOTH inline void round_bytes(Unit& unit, int offset, int bytes, const std::byte* from, int half) {
     while (bytes > 0) {
         Unit element{0, 0};
@@ -138,13 +138,13 @@ ASYNCMOE_BOTH inline uint64_t two_bfloats(uint64_t floats) {
     return bfloat_of(static_cast<uint32_t>(floats)) | bfloat_of(static_cast<uint32_t>(floats >> 32)) << 16;
 }
 
-// Two float32 to float8.
+// Quantises two float32 to float8.
 ASYNCMOE_BOTH inline uint64_t two_float8(uint64_t floats, float scale) {
     return quantised(float_of(static_cast<uint32_t>(floats)), scale) |
            quantised(float_of(static_cast<uint32_t>(floats >> 32)), scale) << 8;
 }
 
-// Four bfloat16 to float8.
+// Quantises four bfloat16 to float8.
 ASYNCMOE_BOTH inline uint64_t four_float8(uint64_t bfloats, float scale) {
     uint64_t made = 0;
     for (int i = 0; i < 4; ++i) {
@@ -154,7 +154,7 @@ ASYNCMOE_BOTH inline uint64_t four_float8(uint64_t bfloats, float scale) {
     return made;
 }
 
-// 16 elements of one block.
+// Loads and quantises 16 elements of one block.
 ASYNCMOE_BOTH inline Unit load_unit_quantised(const std::byte* from, Cast cast, float scale) {
     Unit made{0, 0};
     if (cast == Cast::kBfloatToFloat8) {
@@ -177,7 +177,7 @@ ASYNCMOE_BOTH inline Unit load_unit_rounded(const std::byte* from) {
                                                                                                   << 32};
 }
 
-// The digest's terms of the words of a unit; `bytes` of it are there, the others are 0.
+// The terms of the digest for a unit's words; only the first `bytes` bytes exist, the others are 0.
 ASYNCMOE_BOTH inline uint64_t terms_of_unit(const Unit& unit, int64_t number, int64_t bytes) {
     return term_of(unit.low, 2 * number) + (bytes > 8 ? term_of(unit.high, 2 * number + 1) : 0);
 }

@@ -1,11 +1,20 @@
-"""Weights that arrive shard to shard: the part that runs inside every SGLang worker, and what it shares with the sender.
+"""The engine's side of weight sync: a receiver inside every SGLang worker, and the code it shares with the trainer's sender.
 
-SGLang is started with `--custom-weight-loader asyncmoe.receiver.load` and calls `load` in each worker when a weight update names it
-as its format. `Join` starts a thread that keeps a process group with the trainer's ranks, beside SGLang's own. It is driven by the
-sender through a store (`control_store`), receives this worker's own bytes into staging memory while the worker generates, and touches no
-parameter. `Commit`, called while the worker stands still, makes the staged tensors the parameters.
+SGLang is started with `--custom-weight-loader asyncmoe.receiver.load` and calls `load` in each worker when a weight update names it as
+its format. A weight's path in the worker:
 
-Needs only numpy, msgspec and torch besides this package; nothing of SGLang is imported but its record of its own ranks.
+1. `command.py`: the controller sends a `JoinCommand`; `worker.py` starts a receiver thread.
+2. `worker.py`: the thread connects to rank 0's store (`control_store.py`), reads `TERMS`, plans (`transfer_plan.py`), reports parameters
+   and GPU under `ready(rank)` (`handshake.py`, `card.py`), and waits for `VERDICT` (rank 0 checks with `handshake.py` and `cards.py`).
+3. `channel.py`: at `header(N)` with a new channel E, all ranks connect (`channel(E, stage, rank)`); NCCL communicators are reused
+   from earlier meetings (`communicators.py`).
+4. `worker.py`: the thread receives the worker's shards into staging memory (`weight_buffers.py`) while the worker generates, checks their
+   digests and sets `staged(N, rank)`. No parameter is written.
+5. The controller pauses the engine and sends a `CommitCommand`: `worker.py`, in the worker's main thread, makes the staged tensors the
+   parameters (`weight_buffers.py`), and the engine serves the version.
+
+`protocol.py` defines all keys and messages, `failing.py` the reports of failures; `asyncmoe.trainer.weight_sync` lists the trainer's side.
+Needs only numpy, msgspec and torch besides this package, and of SGLang only its ranks and settings (`handshake.py`).
 """
 
 from __future__ import annotations
@@ -18,13 +27,13 @@ if TYPE_CHECKING:
 
 
 def load(model: torch.nn.Module, named_tensors: Sequence[tuple[str, Any]]) -> None:
-    """What SGLang calls, in a worker's main thread: carry out commands (see `command.payload`).
+    """Execute commands (see `command.payload`). SGLang calls it in a worker's main thread.
 
     Raises:
-        InvariantBroken: a commit of something that is not staged; the worker must not go on.
-        ProtocolError: not a command.
+        InvariantBroken: a commit of a version that is not staged; the worker must not continue.
+        ProtocolError: the text is not a command.
     """
-    # The controller imports this package for its commands and has no use for torch.
+    # The controller imports this package for its commands and does not need torch.
     from asyncmoe.receiver.worker import obey
 
     for text, _ in named_tensors:

@@ -1,4 +1,4 @@
-"""A rank's device as the meeting wants to know it, and what a device still has to do."""
+"""The GPU report of a rank for the rendezvous, and a bounded wait for a GPU."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from asyncmoe.reshard.nccl_transport import origin
 
 
 def card_of(device: torch.device, terms: Terms, wanted: int) -> Card | None:
-    """None of a CPU. To be asked in a thread of that device.
+    """Describe a rank's GPU; return None for a CPU. Call it in a thread of that device.
 
     Args:
-        wanted: bytes that are going to be allocated there.
+        wanted: bytes that will be allocated on the device.
 
     Raises:
-        UserError: weights travel by NCCL, and there is no usable one.
+        UserError: the transport is NCCL and no usable NCCL was found.
     """
     if device.type != "cuda":
         return None
     found = origin() if terms.transport == "nccl" else None
     major, minor = torch.cuda.get_device_capability(device)
     free, total = torch.cuda.mem_get_info(device)
-    # What torch keeps for later it gives back before it says that there is none; in pieces that may be too small.
+    # Torch frees its cached memory before it reports that memory is short, though fragments may be too small.
     kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     uuids = {index: _uuid(index) for index in range(torch.cuda.device_count())}
     unreachable = {uuid for index, uuid in uuids.items() if index != device.index and not torch.cuda.can_device_access_peer(device, index)}
@@ -47,10 +47,10 @@ def card_of(device: torch.device, terms: Terms, wanted: int) -> Card | None:
 
 
 def wait_idle(device: torch.device, timeout_s: float) -> None:
-    """Return when a device has done all that this process has enqueued on it, on any stream. Nothing to wait for on a CPU.
+    """Wait until a device has finished all work this process has enqueued, on any stream. Return at once for a CPU.
 
     Raises:
-        WaitTimeout: it was not done in time.
+        WaitTimeout: the device did not finish in time.
     """
     if device.type != "cuda":
         return
@@ -60,7 +60,7 @@ def wait_idle(device: torch.device, timeout_s: float) -> None:
         torch.cuda.synchronize(device)
         done.set_result(None)
 
-    # CUDA's own wait has no bound.
+    # CUDA's own wait has no timeout.
     device_threads.start(str(device), "idle", synchronize, done.set_exception)
     try:
         done.result(timeout_s)

@@ -1,4 +1,4 @@
-"""Where the cards of ranks that exchange weights do not fit together."""
+"""Compatibility checks between the GPUs of ranks that exchange weights."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ _REACH = "set sync.transport=nccl, or place them on GPUs that reach each other (
 
 
 def unfit(cards: Mapping[int, Card], terms: Terms) -> list[str]:
-    """Why weights cannot travel between these cards, each in one line.
+    """Return the reasons why weights cannot be sent between these GPUs, each in one line.
 
     Args:
-        cards: of the ranks that have one, by rank of the meeting.
+        cards: by rank in the meeting, for the ranks with a GPU.
     """
     short = [line for rank, card in sorted(cards.items()) for line in _shortage(protocol.names(terms)[rank], card)]
     return _differences(cards, terms) + short + (_unreachable(cards, terms) if terms.transport == "ipc" else [])
 
 
 def _differences(cards: Mapping[int, Card], terms: Terms) -> list[str]:
-    """NCCL refuses to talk to another version of itself; ranks that compute together need one kind of card and one torch."""
+    """NCCL refuses peers of another version; ranks that compute together (the trainer's, an engine's) need one GPU model and torch."""
     wrong = _several("NCCL", {rank: card for rank, card in cards.items() if card.nccl}, lambda card: card.nccl, terms, _SAME_NCCL)
     trainer = terms.engines[0].first
     groups = {"the trainer": range(trainer)} | {e.name: range(e.first, e.first + e.tp) for e in terms.engines}
@@ -35,7 +35,7 @@ def _differences(cards: Mapping[int, Card], terms: Terms) -> list[str]:
 
 
 def _shortage(whom: str, card: Card) -> list[str]:
-    """What keeps a card from taking what is going to be allocated there."""
+    """Return a line if a GPU has too little free memory for receiving."""
     if card.wanted <= card.free:
         return []
     got, expected = f"{gibibytes(card.free)} free of {gibibytes(card.total)}", gibibytes(card.wanted)
@@ -44,7 +44,7 @@ def _shortage(whom: str, card: Card) -> list[str]:
 
 
 def _unreachable(cards: Mapping[int, Card], terms: Terms) -> list[str]:
-    """Pairs of an engine's and a trainer's card of which the former cannot read the memory of the latter, as sync.transport=ipc has to."""
+    """Return a line for every engine GPU that cannot read the memory of a trainer GPU on its host, as sync.transport=ipc requires."""
     whom, trainer = protocol.names(terms), terms.engines[0].first
     return [
         f"sync.transport ipc on {reader.host}: got no peer access from {whom[rank]}'s {reader.device} to {whom[other]}'s "
@@ -56,7 +56,7 @@ def _unreachable(cards: Mapping[int, Card], terms: Terms) -> list[str]:
 
 
 def _several(what: str, cards: Mapping[int, Card], fact: Callable[[Card], str], terms: Terms, cure: str) -> list[str]:
-    """One line where a fact is not the same of all."""
+    """Return one line if `fact` differs between GPUs."""
     found: dict[str, list[int]] = {}
     for rank in sorted(cards):
         found.setdefault(fact(cards[rank]), []).append(rank)
@@ -67,7 +67,7 @@ def _several(what: str, cards: Mapping[int, Card], fact: Callable[[Card], str], 
 
 
 def _who(ranks: list[int], cards: Mapping[int, Card], terms: Terms) -> str:
-    """Ranks, by what they belong to, with their hosts and where their NCCL was found."""
+    """Describe ranks: trainer or engine, numbers, hosts, and the NCCL library of the first."""
     words = []
     first = terms.engines[0].first
     for name, low, high in [("trainer", 0, first), *((e.name, e.first, e.first + e.tp) for e in terms.engines)]:

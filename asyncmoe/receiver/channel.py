@@ -1,4 +1,4 @@
-"""How weights travel between the ranks that have met."""
+"""Channels: the transport of weights between the ranks of a meeting."""
 
 from __future__ import annotations
 
@@ -33,21 +33,23 @@ from asyncmoe.reshard.torch_transport import TorchTransport
 from asyncmoe.reshard.transport import Watch, nothing_to_watch
 
 _GROUP_S = 30.0
-"""For ranks that have all come to make a process group, which looks after nobody while it is made."""
+"""Timeout of making a process group once all ranks have arrived, during which torch does not detect a dead rank."""
 _GRACE_S = 5.0
 
 
 def transport_for(
     wanted: Literal["auto", "shm", "gloo", "nccl", "ipc"], gpu: bool, together: bool = True, shared: bool = False
 ) -> Literal["shm", "gloo", "nccl", "ipc"]:
-    """How messages travel, from `sync.transport` and where the weights are.
+    """Choose the transport from `sync.transport` and the devices of the weights.
 
     Args:
-        together: all ranks share one machine's memory.
-        shared: trainer and engines share GPUs (`engines.share_gpus`): NCCL refuses two ranks on one.
+        wanted: `sync.transport`.
+        gpu: the weights are on GPUs.
+        together: all ranks run on one machine.
+        shared: trainer and engines share GPUs (`engines.share_gpus`); NCCL refuses two ranks on one GPU.
 
     Raises:
-        ConfigError: a way that does not go there.
+        ConfigError: the transport does not work between these devices.
     """
     if gpu and shared and not together:
         cure = "keep the trainer and all engines on one machine, or give engines GPUs of their own"
@@ -67,29 +69,29 @@ def transport_for(
 
 
 class SideStream:
-    """A stream beside that of a thread which computes with what is copied.
+    """A CUDA stream for copies, separate from the stream that computes with the weights.
 
-    An exchange waits on the host for its copies, so what it read or wrote may be used when it has returned; it is only ordered
-    behind what came before by `follow`.
+    An exchange waits on the host for its copies, so the arrays may be used when it has returned. Earlier work is ordered before the copies
+    only by `follow`.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self.communicators = Communicators(self.stream.device.index)
-        """By which messages travel from and to this device, if NCCL carries them; they outlive meetings."""
+        """NCCL communicators of this device; they outlive meetings."""
 
     def follow(self) -> None:
-        """What is enqueued here from now on waits for what the calling thread has enqueued on its current stream."""
+        """Order later work on this stream after all work enqueued on the calling thread's current stream."""
         self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
 
     def allocating(self) -> AbstractContextManager[object]:
-        """Tensors that are made within it are this stream's: torch gives their memory to nobody else before what is enqueued here is
-        done with it, nor takes it from another stream that is not (torch/cuda/memory.py, CUDA caching allocator)."""
+        """Context in which new tensors belong to this stream: torch's caching allocator (torch/cuda/memory.py) neither hands their memory
+        to another stream before the work enqueued here is done, nor takes memory that another stream still uses."""
         return torch.cuda.stream(self.stream)
 
 
 Arrays = Callable[[], tuple[Mapping[str, torch.Tensor] | None, Mapping[str, torch.Tensor] | None]]
-"""Makes what is read and what is written by name, as `Exchanger.bind` takes it."""
+"""Returns the source arrays and the destination arrays by name, as `Exchanger.bind` takes them."""
 
 
 def connect(
@@ -102,21 +104,22 @@ def connect(
     arrays: Arrays | None = None,
     update: Callable[[], int] = lambda: 0,
 ) -> Exchanger:
-    """This rank's end of channel `epoch`; returns when all ends are there, so that from then on whoever waits for a rank also sees it end.
+    """Make this rank's end of channel `epoch`; return when all ranks have made theirs. From then on a rank that waits notices a dead peer.
     A channel in which anything failed is not used again.
 
-    All memory that the channel needs is taken here: a rank that has none for its arrays says so before the others begin to meet, and
-    one that has none for messages or tables before anybody begins to send.
+    All memory the channel needs is allocated here. A rank out of memory for its arrays reports that before the ranks connect; a rank out
+    of memory for messages or copy tables reports it before any rank sends.
 
     Args:
         side: where to enqueue copies, if the weights are on GPUs.
-        watch: on rank 0, called every second of waiting; raises when a rank will not come, or is gone.
-        arrays: what is to be bound.
-        update: the number of the update under way, which ends for this rank too when another one fails in it.
+        watch: on rank 0, called every second while waiting; raises if a rank will not join or is gone.
+        arrays: returns the arrays to bind.
+        update: returns the number of the update under way; connecting stops if another rank fails in that update.
 
     Raises:
-        WaitTimeout: the others did not come in time.
-        WeightSyncError: one is gone, or could not make its end (no memory for the messages, no usable NCCL or GPU); all ranks say the same.
+        WaitTimeout: the other ranks did not join in time.
+        WeightSyncError: a rank is gone or could not make its end (no memory for the messages, no usable NCCL or GPU); the same message on
+            every rank.
     """
     stream = side.stream.cuda_stream if side else 0
     place = side.stream.device if side else torch.device("cpu")
@@ -130,15 +133,15 @@ def connect(
 
     try:
         bound = arrays() if arrays is not None else None
-    except Exception as error:  # noqa: BLE001  said to all ranks
+    except Exception as error:  # noqa: BLE001  reported to all ranks
         failure = failing.said(error, terms, store.rank, place)
     if failure:
-        relieve()  # of a part of the arrays
+        relieve()  # some of the arrays may have been allocated
     mine = Arrived(failure, held)
     agreed = _assemble(store, terms, epoch, "arrive", watch, mine, lambda every: _agreed(terms, every, side)).agreed
     try:
         transport = _transport(store, terms, epoch, side, agreed, look)
-        # One thread: the step, and the engine, go on meanwhile.
+        # One thread: the trainer's step or the engine runs at the same time.
         exchanger = Exchanger(
             plan,
             transport,
@@ -151,7 +154,7 @@ def connect(
         )
         if bound is not None:
             exchanger.bind(*bound)
-    except Exception as error:  # noqa: BLE001  said to all ranks
+    except Exception as error:  # noqa: BLE001  reported to all ranks
         failure = failing.said(error, terms, store.rank, place)
     try:
         _assemble(store, terms, epoch, "make", watch, Arrived(failure), lambda _: {})
@@ -172,7 +175,11 @@ def _assemble(
     mine: Arrived,
     agreed: Callable[[Mapping[int, Arrived]], dict[str, Agreed]],
 ) -> AllArrived:
-    """Wait until every rank has reached a stage without a failure; return what they agreed on.
+    """Wait until every rank has reached a stage without a failure; return rank 0's answer.
+
+    Args:
+        mine: this rank's report.
+        agreed: on rank 0, computes the communicators to use from all reports.
 
     Raises:
         WaitTimeout, WeightSyncError: see `connect`.

@@ -1,9 +1,9 @@
 """NCCL communicators between a trainer and its engines: one for each engine, kept from one meeting to the next.
 
-One of an engine joins all ranks of the trainer, numbered as they are, and the engine's ranks after them. So which other engines there
-are does not matter to it: one that joins has one communicator made, one that leaves has one ended, and nobody else's is touched. It
-carries one exchange after the other; an exchange that fails takes all communicators of its ranks with it, because a peer that did not
-notice may have sent what nobody took.
+An engine's communicator contains all trainer ranks under their own numbers, followed by the engine's ranks. It does not depend on the
+other engines: when an engine joins or leaves, its communicator is created or ended, and no other communicator is touched. A communicator
+carries one exchange after another. A failed exchange ends all communicators of its ranks, because a peer that did not notice the failure
+may have sent messages that no rank received.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from asyncmoe.reshard.transport import Watch, nothing_to_watch
 
 
 def members(terms: Terms, engine: EngineRanks) -> dict[int, int]:
-    """Rank in the meeting -> rank in the engine's communicator."""
+    """Return the members of an engine's communicator: rank in the meeting -> rank in the communicator."""
     trainer = terms.engines[0].first
     ours = {rank: rank for rank in range(trainer)}
     return ours | {engine.first + tp: trainer + tp for tp in range(engine.tp)}
 
 
 def agree(terms: Terms, held: Mapping[int, Mapping[str, HeldCommunicator]], unique_id: Callable[[], bytes]) -> dict[str, Agreed]:
-    """By engine, the communicator that all its ranks hold, after equally many exchanges, or else a new one.
+    """Choose each engine's communicator: the one all its ranks hold after the same number of exchanges, or else a new one.
 
-    A receiver that slept through an update has taken part in fewer than its senders, whose messages, if they were small, NCCL took from
-    them all the same: they would be the first of the next update.
+    A receiver that was suspended during an update has run fewer exchanges than its senders. NCCL may have accepted the senders' small
+    messages all the same, and would deliver them as the first messages of the next update.
 
     Args:
-        held: of every rank, engine -> the communicator it could go on with.
+        held: rank -> engine -> the communicator the rank can reuse.
     """
     agreed = {}
     for engine in terms.engines:
@@ -45,51 +45,51 @@ def agree(terms: Terms, held: Mapping[int, Mapping[str, HeldCommunicator]], uniq
 
 
 class Communicators:
-    """Those of one process. One transport at a time uses them.
+    """The communicators of one process. One transport at a time uses them.
 
     Args:
         device: number of this process's GPU.
-        library: of NCCL, where it is not the one that is found.
+        library: path of NCCL; None: `find_nccl`.
     """
 
     def __init__(self, device: int, *, gpu: Gpu | None = None, library: str | None = None) -> None:
         self._device, self._gpu, self._library = device, gpu, library
-        self._open: dict[str, tuple[str, Communicator]] = {}  # engine -> its communicator and the id of that
+        self._open: dict[str, tuple[str, Communicator]] = {}  # engine -> (id of its communicator, communicator)
         self._lent: RoutedTransport | None = None
 
     def held(self) -> dict[str, HeldCommunicator]:
-        """Engine -> what is there and idle."""
+        """Return the idle communicators, by engine."""
         if self._lent is not None and not self._lent.ended:
             return {}
         return {engine: HeldCommunicator(name, one.runs) for engine, (name, one) in self._open.items() if not one.ended}
 
     def unique_id(self) -> bytes:
-        """What a new communicator is made from, by all of its ranks.
+        """Return an NCCL unique ID, from which all ranks create a new communicator.
 
         Raises:
-            UserError: there is no usable NCCL.
+            UserError: no usable NCCL was found.
         """
         return make_unique_id(self._library)
 
     def transport(
         self, rank: int, terms: Terms, agreed: Mapping[str, Agreed], stream: int, timeout_s: float, watch: Watch = nothing_to_watch
     ) -> RoutedTransport:
-        """A transport over what was agreed on; what was not is ended, and what is new is made. When the transport ends, its communicators
-        are held again.
+        """Return a transport over the agreed communicators. Create new ones and abort those not agreed on. When the transport ends after
+        a successful exchange, its communicators are held again.
 
         Args:
-            watch: called twice a second while the others are waited for.
+            watch: called about every 0.25 s while waiting for the other ranks.
 
         Raises:
-            UserError: there is no usable NCCL, or no such GPU.
+            UserError: no usable NCCL was found, or the GPU does not exist.
             TransferError: NCCL failed.
-            WaitTimeout: not all ranks were there in time.
+            WaitTimeout: not all ranks joined in time.
         """
         self._gpu = gpu = self._gpu or Gpu(self._device, torch.cuda.empty_cache)
         mine = [engine for engine in terms.engines if rank in members(terms, engine)]
         wanted = {engine.name: agreed[engine.name].id for engine in mine}
         for stale in [name for name, (number, _) in self._open.items() if wanted.get(name) != number]:
-            self._open.pop(stale)[1].abort()  # its other ranks may be gone
+            self._open.pop(stale)[1].abort()  # not `close`: its other ranks may be gone
         routes = []
         for engine in mine:
             numbers = members(terms, engine)
@@ -102,7 +102,7 @@ class Communicators:
         return self._lent
 
     def close(self) -> None:
-        """End all that is idle, and what is not."""
+        """End all communicators; abort them if an exchange may be under way."""
         busy = self._lent is not None and not self._lent.ended
         for _, one in self._open.values():
             if busy:

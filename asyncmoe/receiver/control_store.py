@@ -1,6 +1,6 @@
-"""The key-value store of the weight protocol, kept by the trainer's rank 0, and process groups made over it.
+"""The key-value store of the weight protocol, hosted by the trainer's rank 0, and process groups made through it.
 
-Receivers wait here for the next update without touching a process group, and notice at once if the trainer ends. The keys and messages
+Receivers wait in it for the next update without using a process group, and notice at once if the trainer ends. The keys and messages
 are in `asyncmoe.receiver.protocol`.
 """
 
@@ -21,10 +21,10 @@ from asyncmoe.receiver.protocol import ELSEWHERE, FAILED, Key, Outcome, T, Terms
 from asyncmoe.rpc.address import towards
 
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.002, 0.025
-"""Between two looks for others' keys: short where all is quick, and no load beside a long step."""
+"""Bounds of the polling interval: short for quick updates, and long enough to cost nothing during a long step."""
 _WATCH_S = 1.0
 _LAST_WORDS_S = 0.5
-"""How long the others are listened to when one has failed: it may be a consequence of what they have to say."""
+"""How long to wait for other ranks' reports after one has failed: they may contain the root cause."""
 _c10d: Any = distributed_c10d
 
 
@@ -36,9 +36,9 @@ class Store:
     """The store with typed values, for one thread at a time.
 
     Args:
-        rank: of this process in the meeting.
-        host, port: where rank 0 keeps the store.
-        listener: on rank 0, a listening socket on that port, which the store takes over.
+        rank: this process's rank in the meeting.
+        host, port: address at which rank 0 hosts the store.
+        listener: on rank 0, a listening socket on that port; the store takes ownership.
     """
 
     def __init__(self, group: str, rank: int, host: str, port: int, timeout_s: float, listener: socket.socket | None = None) -> None:
@@ -52,7 +52,7 @@ class Store:
         self._store = _c10d.PrefixStore(group, store)
 
     def put(self, key: Key[T], value: T) -> None:
-        """Raises StoreGone if rank 0 is gone."""
+        """Set a value. Raise StoreGone if rank 0 is gone."""
         try:
             self._store.set(key.name, msgspec.msgpack.encode(value))
         except RuntimeError as error:
@@ -62,7 +62,7 @@ class Store:
         """Wait for a value.
 
         Args:
-            whom: who sets it, for the error.
+            whom: name of the rank that sets it, for the error.
 
         Raises:
             WaitTimeout: it was not set in time.
@@ -80,20 +80,20 @@ class Store:
     def get_all(
         self, keys: Mapping[Key[T], str], timeout_s: float, failed: Key[Outcome] = FAILED, watch: Callable[[], None] = lambda: None
     ) -> dict[Key[T], T]:
-        """Wait for several values. If `failed` or `FAILED` is set meanwhile, return soon with the values that are there.
+        """Wait for several values. If `failed` or `FAILED` is set first, wait briefly for the rest and return the values set by then.
 
         Args:
-            keys: key -> who sets it, for the error.
-            watch: called every second of waiting; raises if waiting is pointless.
+            keys: key -> name of the rank that sets it, for the error.
+            watch: called every second while waiting; raises if waiting is pointless.
 
         Raises:
-            WaitTimeout: names who has not set a value.
+            WaitTimeout: names the ranks that have not set a value.
             StoreGone: rank 0 is gone.
         """
         began = time.monotonic()
         until, some_failed, look = began + timeout_s, False, began + _WATCH_S
         every = list(keys)
-        # One question a sweep, however many keys: a server's `wait` would need none, but says on stderr whenever it is given up.
+        # One request per poll for any number of keys. The server's `wait` would need no polling, but prints to stderr when it times out.
         while not (complete := self._have(every)):
             now = time.monotonic()
             if now > until:
@@ -110,7 +110,7 @@ class Store:
         return self._values([key for key in every if key not in missing])
 
     def _values(self, keys: list[Key[T]]) -> dict[Key[T], T]:
-        """The values of keys that are set."""
+        """Return the values of keys that are set."""
         try:
             found = self._store.multi_get([key.name for key in keys]) if keys else []
         except RuntimeError as error:
@@ -123,13 +123,13 @@ class Store:
         self.put(update_failed(update), Outcome())
 
     def resign(self, update: int, why: str) -> None:
-        """Report that this rank takes no further part, in the meeting, a channel, or `update`."""
+        """Report that this rank leaves the meeting and takes no further part in any channel or in `update`."""
         self.put(FAILED, Outcome(why))
         for key in (sent(update, self.rank), staged(update, self.rank)):
             self.fail(update, key, why)
 
     def resigned(self) -> str:
-        """Why a rank has resigned; empty if none has."""
+        """Return why a rank has resigned; empty if none has."""
         return self.get(FAILED, 1.0).failure if self.has(FAILED) else ""
 
     def check_failed(self, *keys: Key[Outcome]) -> None:
@@ -139,26 +139,26 @@ class Store:
 
     def forget(self, update: int, terms: Terms) -> None:
         """Delete the keys of an update that every rank has finished with."""
-        # Headers stay: a receiver that slept finds the newest by them.
+        # Headers stay: a receiver that was suspended finds the newest update by them.
         done: list[Key[Any]] = [update_failed(update), end(update), over(update), *moved(update, terms)]
         for key in done:
             self._store.delete_key(key.name)
 
     def connect(self, world: int, epoch: int, timeout_s: float) -> dist.ProcessGroup:
-        """Make process group `epoch` of all ranks; returns when all have come.
+        """Make process group `epoch` of all ranks; return when all have joined.
 
-        It is in no registry of torch's: neither the trainer's nor SGLang's default group knows its ranks.
+        It is not registered with torch: neither the trainer's nor SGLang's default group knows its ranks.
 
         Raises:
-            WaitTimeout: the others did not come in time.
-            WeightSyncError: one that had come is gone.
+            WaitTimeout: the other ranks did not join in time.
+            WeightSyncError: joining failed before the timeout, because a rank that had joined is gone.
         """
         began = time.monotonic()
         gloo = _c10d.ProcessGroupGloo
         try:
             store = _c10d.PrefixStore(f"group{epoch}", self._store)
             options = gloo._Options()
-            # By default the one that the host's name stands for, which other machines often cannot reach.
+            # Gloo's default is the interface of the host's name, which other machines often cannot reach.
             options._devices = [gloo.create_device(hostname=towards(*self._at))]
             options._timeout = timedelta(seconds=timeout_s)
             group: dist.ProcessGroup = gloo(store, self.rank, world, options)
@@ -170,11 +170,11 @@ class Store:
         return group
 
     def has(self, key: Key[Any]) -> bool:
-        """Whether a key is set. Raises StoreGone if rank 0 is gone."""
+        """Return whether a key is set. Raise StoreGone if rank 0 is gone."""
         return self._have([key])
 
     def _have(self, keys: Sequence[Key[Any]]) -> bool:
-        """Whether all keys are set."""
+        """Return whether all keys are set."""
         try:
             return not keys or bool(self._store.check([key.name for key in keys]))
         except RuntimeError as error:
@@ -182,7 +182,7 @@ class Store:
 
 
 def listen(host: str) -> socket.socket:
-    """A listening socket on a free port of `host`, for rank 0 to hand to its `Store`."""
+    """Return a listening socket on a free port of `host`, for rank 0's `Store`."""
     return socket.create_server((host, 0))
 
 

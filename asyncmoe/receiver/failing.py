@@ -1,4 +1,4 @@
-"""What a rank says when something fails: the cause, where it was, and the way out."""
+"""Failure reports of a rank: the cause, the place, and a hint."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ from asyncmoe.receiver import protocol
 from asyncmoe.receiver.protocol import ELSEWHERE, Terms
 
 _OF_A_PEER = ("is gone", "remote process exited or there was a network error", ELSEWHERE)
-"""Words for a peer that has ended or failed: the first of transports, the second of NCCL (ncclRemoteError)."""
+"""Phrases in reports of a rank whose peer has ended or failed: from transports, from NCCL (ncclRemoteError), and `ELSEWHERE`."""
 
 
 def said(error: Exception, terms: Terms, rank: int, device: torch.device) -> str:
-    """An error in one line, of whatever type, with the rank that met it, its host and its device.
+    """Describe any error in one line, with the rank that raised it, its host and its device.
 
-    The words of `in_words` come first: `cause` looks at how a report begins.
+    The text of `in_words` comes first, because `cause` matches the beginning of a report.
     """
     return f"{in_one_line(error, terms)} ({protocol.names(terms)[rank]} on {where(device)})"
 
 
 def where(device: torch.device) -> str:
-    """This host, and a device of it."""
+    """Return "host, device" for a device of this host."""
     return f"{socket.gethostname()}, {device}"
 
 
 def in_one_line(error: Exception, terms: Terms | None = None) -> str:
-    """An error without where it was met; of memory that ran out with the way out.
+    """Describe an error in one line, without its place; add the hint of `OutOfDeviceMemory` if memory ran out.
 
     Args:
-        terms: of the meeting, once there are any: ranks are then called by what they are.
+        terms: the meeting's, once known: ranks are then called by their names (`protocol.names`).
     """
     if isinstance(error, AsyncmoeError):
         return str(error) if terms is None else in_words(error, terms)
@@ -44,15 +44,15 @@ def in_one_line(error: Exception, terms: Terms | None = None) -> str:
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Of a device or of the host."""
+    """Return whether memory of a device or of the host ran out."""
     return isinstance(error, MemoryError | OutOfDeviceMemory | torch.OutOfMemoryError)
 
 
 def cause(failures: Mapping[str, str]) -> str:
-    """The root cause among the failures of several ranks.
+    """Return the root cause among the failures of several ranks.
 
     Args:
-        failures: who reported it -> the report, as `in_words` makes it.
+        failures: name of the reporting rank -> its report, which begins with the text of `in_words`.
     """
 
     def is_consequence(text: str) -> int:
@@ -65,7 +65,7 @@ def cause(failures: Mapping[str, str]) -> str:
 
 
 def in_words(error: AsyncmoeError, terms: Terms) -> str:
-    """An error of the transfer, with its ranks called by what they are."""
+    """Describe an error of a transfer, with rank numbers replaced by the ranks' names (`protocol.names`)."""
     who = protocol.names(terms)
 
     def called(text: str) -> str:

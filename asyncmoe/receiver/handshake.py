@@ -1,4 +1,4 @@
-"""What a worker reports of its parameters, and its comparison with the layout that weights will be sent by."""
+"""A worker's report of its ranks and settings, and the comparison of its parameters with the expected layout."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from asyncmoe.reshard.float8 import SCALES
 from asyncmoe.reshard.layout import contiguous_strides
 
 _NAMED = 20
-"""Differences a refusal lists; the rest are counted."""
+"""Number of differences a refusal lists; the rest are only counted."""
 
 
 def places() -> dict[str, int]:
-    """SGLang's own record of the ranks of this worker; to be read in its main thread."""
+    """Return this worker's ranks as recorded by SGLang. Call it in the worker's main thread."""
     from sglang.srt.runtime_context import get_parallel
 
     parallel = get_parallel()
@@ -25,12 +25,15 @@ def places() -> dict[str, int]:
 
 
 _RAW_BACKENDS = frozenset({"auto", "triton", "deep_gemm", "lora_triton"})
-"""MoE runners that keep expert weights as they are loaded; "auto" is one of them wherever the shapes are the expected ones
-(sglang 0.5.23, layers/quantization/unquant.py)."""
+"""MoE runners that keep expert weights in the layout in which they are loaded; "auto" selects one of these if the shapes are the
+expected ones (sglang 0.5.23, layers/quantization/unquant.py)."""
 
 
 def obstacles(model: torch.nn.Module) -> list[str]:
-    """What keeps weights written into this worker's parameters from being the weights it computes with; its main thread's to ask."""
+    """Return the settings that keep the worker from computing with weights exactly as they are written into its parameters.
+
+    Call it in the worker's main thread.
+    """
     from sglang.srt.environ import envs
     from sglang.srt.layers.moe.utils import get_moe_runner_backend
     from sglang.srt.runtime_context import get_server_args
@@ -53,7 +56,7 @@ def obstacles(model: torch.nn.Module) -> list[str]:
 
 
 def differences(ready: Ready, engine: EngineRanks, tp_rank: int, layout: RankLayout) -> list[str]:
-    """Everything in which a worker is not what the layout says, each in words; none: weights may be sent."""
+    """Return all differences between a worker and its expected layout, each in one line; weights may be sent if there are none."""
     expected = {"tp_rank": tp_rank, "moe_ep_rank": EngineParallel(engine.tp, engine.ep).ep_rank(tp_rank)}
     who = f"{engine.name} rank {tp_rank}"
     wrong = [
@@ -68,7 +71,7 @@ def differences(ready: Ready, engine: EngineRanks, tp_rank: int, layout: RankLay
 
 
 def refusal(wrong: Sequence[str]) -> str:
-    """One text of many differences."""
+    """Join the first `_NAMED` differences into one message."""
     more = f"; and {len(wrong) - _NAMED} more" if len(wrong) > _NAMED else ""
     return "; ".join(wrong[:_NAMED]) + more
 

@@ -1,17 +1,18 @@
-"""The weight protocol: what the ranks of the trainer and of the engines tell each other, in the order they say it.
+"""The weight protocol: the messages between trainer and engine ranks, in the order they are sent.
 
-Every message is a value in a key-value store that the trainer's rank 0 keeps (`asyncmoe.receiver.control_store`). Ranks count through:
-first those of the trainer, then those of each engine. Only the weights themselves travel another way (`asyncmoe.receiver.channel`).
+Every message is a value in a key-value store hosted by the trainer's rank 0 (`asyncmoe.receiver.control_store`). Ranks are numbered
+consecutively: the trainer's first, then each engine's. Only the weights use another channel (`asyncmoe.receiver.channel`). A *meeting*
+is a set of trainer and engine ranks that have agreed on a plan; if the set of engines changes, a new meeting begins.
 
 Meeting     rank 0 sets `TERMS`; every other rank answers `ready(rank)`; rank 0 compares all answers and sets `VERDICT`
-Channel E   every other rank sets `channel(E, "arrive", rank)`, rank 0 `channel_all(E, "arrive")`; each makes its end, and the same follows
-            with "make"
-Update N    rank 0 sets `header(N)`; senders set `sent(N, rank)`, receivers `staged(N, rank)`; rank 0 sets `end(N)`, and `over(N)` when the
-            trainer goes on
-Leaving     trainer ranks set `left(rank)`: rank 0 may close the store
+Channel E   every other rank sets `channel(E, "arrive", rank)`, rank 0 `channel_all(E, "arrive")`; each rank makes its end of the channel,
+            and the same exchange is repeated with "make"
+Update N    rank 0 sets `header(N)`; senders set `sent(N, rank)`, receivers `staged(N, rank)`; rank 0 sets `end(N)` after the commit, and
+            `over(N)` when the trainer is done with the version
+Leaving     trainer ranks set `left(rank)`; then rank 0 may close the store
 
-A message with a failure says why its sender cannot go on. `FAILED` ends the whole meeting, `channel_failed(E, stage)` and
-`update_failed(N)` one stage of it. Whoever waits looks at them, so nobody waits for a rank that has failed.
+A message with a failure says why its sender cannot continue. `FAILED` ends the whole meeting; `channel_failed(E, stage)` and
+`update_failed(N)` end one stage of it. Waiting ranks poll these keys, so no rank waits for a rank that has failed.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from asyncmoe.errors import WeightSyncError
 T = TypeVar("T", bound=msgspec.Struct)
 ChannelStage = Literal["arrive", "make"]
 ELSEWHERE = "another rank has failed"
-"""The failure of a rank that only waited for the rank that failed (`asyncmoe.receiver.failing.cause`)."""
+"""The failure reported by a rank that only waited for the failed rank (`asyncmoe.receiver.failing.cause`)."""
 
 
 class EngineRanks(msgspec.Struct, frozen=True):
@@ -51,14 +52,15 @@ class Terms(msgspec.Struct, frozen=True):
     """Everything a rank needs to plan a transfer.
 
     Attributes:
+        hf: the model's Hugging Face configuration.
         adapter: the adapter to send; None: all weights.
         trainer: fields of `asyncmoe.models.MegatronParallel`.
-        dtype, engine_dtype: of the weights in the trainer and in the engines.
-        transport: how the weights travel.
+        dtype, engine_dtype: dtypes of the weights in the trainer and in the engines.
+        transport: the transport of the weights.
         session: unique name of this meeting on its host.
-        staging: engines receive into staging memory; otherwise straight into their parameters.
-        timeout_s: bound of a transfer, and of the meeting.
-        max_ctas: of an NCCL communicator (`asyncmoe.receiver.communicators`).
+        staging: whether engines receive into staging memory; otherwise they receive directly into their parameters.
+        timeout_s: bound of a transfer, and of the rendezvous.
+        max_ctas: limit of an NCCL communicator (`asyncmoe.receiver.communicators`).
     """
 
     hf: dict[str, Any]
@@ -80,7 +82,7 @@ class Terms(msgspec.Struct, frozen=True):
 
 
 class Parameter(msgspec.Struct, frozen=True):
-    """A parameter as an engine holds it. `shares` names an earlier parameter with the same storage."""
+    """A parameter in an engine. `shares` names an earlier parameter with the same storage; empty if there is none."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -89,17 +91,17 @@ class Parameter(msgspec.Struct, frozen=True):
 
 
 class Card(msgspec.Struct, frozen=True):
-    """A rank's GPU, and the libraries that the rank uses it with.
+    """A rank's GPU and the library versions the rank uses.
 
     Attributes:
-        device: "cuda:1", as its process calls it.
-        uuid: the same in every process.
-        model: its name and compute capability.
-        free, total: bytes that can be allocated, and bytes of the card.
+        device: the device's name in this process ("cuda:1").
+        uuid: the device's identity, the same in every process.
+        model: the GPU's name and compute capability.
+        free, total: bytes that can be allocated, and the GPU's memory in bytes.
         wanted: bytes that receiving will allocate.
-        torch: version.
-        nccl, library: version and file of NCCL, if messages travel by NCCL; otherwise empty.
-        unreachable: GPUs of this host, by uuid, whose memory it cannot read (`cudaDeviceCanAccessPeer`).
+        torch: version of torch.
+        nccl, library: version and file of NCCL if the transport is NCCL; otherwise empty.
+        unreachable: UUIDs of GPUs on this host whose memory this GPU cannot read (`cudaDeviceCanAccessPeer`).
     """
 
     host: str
@@ -116,22 +118,22 @@ class Card(msgspec.Struct, frozen=True):
 
 
 class Ready(msgspec.Struct, frozen=True):
-    """A rank has planned its part. Trainer ranks leave the fields of engines empty."""
+    """A rank has planned its part, or failed to. `parameters`, `places` and `obstacles` are empty on trainer ranks."""
 
     failure: str = ""
     plan: str = ""
     """The plan's digest."""
     parameters: dict[str, Parameter] = {}
     places: dict[str, int] = {}
-    """SGLang's own "tp_rank", "moe_ep_rank"."""
+    """SGLang's "tp_rank" and "moe_ep_rank" of the worker."""
     obstacles: tuple[str, ...] = ()
-    """Why weights must not be written into its parameters."""
+    """Reasons why weights must not be written into the worker's parameters."""
     card: Card | None = None
     """None without a GPU."""
 
 
 class Header(msgspec.Struct, frozen=True):
-    """An update begins over channel `epoch`; with a failure it does not."""
+    """An update begins over channel `epoch`, or has failed before it began."""
 
     version: int
     epoch: int
@@ -139,7 +141,7 @@ class Header(msgspec.Struct, frozen=True):
 
 
 class Outcome(msgspec.Struct, frozen=True):
-    """Success, or a failure in words."""
+    """Success, or a description of the failure."""
 
     failure: str = ""
 
@@ -150,14 +152,14 @@ class Outcome(msgspec.Struct, frozen=True):
 
 
 class Over(msgspec.Struct, frozen=True):
-    """The update is finished, its weights must be sent again, or rank 0 failed."""
+    """The update is finished, or its weights must be sent again (`again`), or rank 0 failed."""
 
     again: bool = False
     failure: str = ""
 
 
 class HeldCommunicator(msgspec.Struct, frozen=True):
-    """A communicator that a rank could use again.
+    """A communicator that a rank can reuse.
 
     Attributes:
         id: see `Agreed`.
@@ -169,11 +171,11 @@ class HeldCommunicator(msgspec.Struct, frozen=True):
 
 
 class Agreed(msgspec.Struct, frozen=True):
-    """The communicator of an engine.
+    """The agreed communicator of an engine.
 
     Attributes:
         id: unique among all communicators of the run, past and present.
-        unique_id: what to make it from; empty if every rank holds it already.
+        unique_id: NCCL's unique ID to create it with; empty if every rank already holds it.
     """
 
     id: str
@@ -181,10 +183,10 @@ class Agreed(msgspec.Struct, frozen=True):
 
 
 class Arrived(msgspec.Struct, frozen=True):
-    """A rank is ready to make its end of a channel, or has made it; or why not.
+    """A rank is ready to make its end of a channel, or has made it, or has failed.
 
     Attributes:
-        held: communicators it could use again (`Communicators.held`).
+        held: communicators the rank can reuse (`Communicators.held`).
     """
 
     failure: str = ""
@@ -192,7 +194,7 @@ class Arrived(msgspec.Struct, frozen=True):
 
 
 class AllArrived(msgspec.Struct, frozen=True):
-    """All ranks are; or why not.
+    """All ranks have reached the stage, or one has failed.
 
     Attributes:
         agreed: the communicators to use, by engine.
@@ -204,7 +206,7 @@ class AllArrived(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class Key(Generic[T]):
-    """Where a message lies in the store, and its type."""
+    """The name of a message in the store, and its type."""
 
     name: str
     type: type[T]
@@ -260,16 +262,16 @@ def over(update: int) -> Key[Over]:
 
 
 def moved(update: int, terms: Terms) -> dict[Key[Outcome], str]:
-    """The keys by which all ranks report their part of an update -> the name of the rank."""
+    """Return the keys under which all ranks report their part of an update -> the rank's name."""
     senders = {sent(update, rank): f"trainer rank {rank}" for rank in range(terms.engines[0].first)}
     return senders | {staged(update, rank): name for rank, name in engine_ranks(terms).items()}
 
 
 def names(terms: Terms) -> dict[int, str]:
-    """Every rank's name in messages."""
+    """Return the name of every rank, for error messages."""
     return {rank: f"trainer rank {rank}" for rank in range(terms.engines[0].first)} | engine_ranks(terms)
 
 
 def engine_ranks(terms: Terms) -> dict[int, str]:
-    """Every engine rank's name in messages."""
+    """Return the name of every engine rank, for error messages."""
     return {engine.first + tp: f"{engine.name} rank {tp}" for engine in terms.engines for tp in range(engine.tp)}

@@ -1,4 +1,4 @@
-"""The plan of an update: from every trainer rank's memory to every engine rank's."""
+"""The plan of an update: which bytes each trainer rank sends to each engine rank."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from asyncmoe.reshard import Plan, RankLayout, plan
 
 
 def engine_layouts(terms: Terms) -> list[RankLayout]:
-    """What every engine rank receives, under its rank in the weight group."""
+    """Return the layout of every engine rank, under its rank in the meeting."""
     payload = _payload(terms)
     return [
         layout
@@ -22,10 +22,10 @@ def engine_layouts(terms: Terms) -> list[RankLayout]:
 
 
 def route(terms: Terms, rank: int) -> Plan:
-    """A rank's part of the plan, with the digest of the whole.
+    """Return a rank's part of the plan, with the digest of the whole plan.
 
     Raises:
-        LayoutError: the two sides' layouts contradict each other.
+        LayoutError: the trainer's and the engines' layouts contradict each other.
     """
     payload = _payload(terms)
     fields: dict[str, Any] = terms.trainer

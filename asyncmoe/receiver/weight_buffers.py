@@ -1,4 +1,4 @@
-"""What a worker receives into: its parameters, or the memory of its adapters."""
+"""The memory a worker receives into: its parameters, its adapter memory, and the staging memory for either."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ _CACHES = (".k_scale", ".v_scale")
 
 
 class Target(Protocol):
-    """Tensors that an update writes, under the names of the engine's layout."""
+    """The tensors an update writes, under the names of the engine's layout."""
 
     def described(self) -> dict[str, Parameter]:
-        """All of them."""
+        """Describe all tensors for the rendezvous."""
 
     def tensors(self) -> Tensors:
-        """Themselves, to be written while the worker stands still."""
+        """Return the tensors themselves, to be written while the worker is paused."""
 
     def room(self, dtype: torch.dtype) -> Tensors:
-        """Memory for an update of all of them while the worker goes on, in the calling thread's current stream."""
+        """Allocate staging memory for all tensors, on the calling thread's current stream."""
 
     def room_bytes(self, dtype: torch.dtype) -> int:
-        """How much memory `room` takes, in bytes."""
+        """Return the number of bytes `room` allocates."""
 
     def received(self, staged: Tensors) -> None:
-        """All of `staged`, which `room` or `commit` gave, has come: do what needs no standstill. In the receiving thread."""
+        """Called in the receiving thread when `staged` (from `room` or `commit`) is complete: do the work that needs no pause."""
 
     def commit(self, staged: Tensors | None) -> Tensors:
-        """Between forward passes: the worker computes with `staged`, or with what was written into `tensors`, from now on.
+        """Make the worker compute with `staged`, or with the values already written into `tensors`. Called between forward passes.
 
         Returns:
-            Memory for the next update; none where nothing was staged.
+            Staging memory for the next update; empty if nothing was staged.
         """
 
 
@@ -60,7 +60,7 @@ class Weights:
         return {name: parameter.data for name, parameter in _weights(self._model)}
 
     def room(self, dtype: torch.dtype) -> Tensors:
-        # Of its own dtype each: the meeting has found it to be the layout's, in which some tensors are float32 whatever the others are.
+        # Not `dtype`: the rendezvous has checked each tensor's own dtype against the layout, where some are always float32.
         return {name: torch.empty_like(tensor) for name, tensor in self.tensors().items()}
 
     def room_bytes(self, dtype: torch.dtype) -> int:
@@ -76,13 +76,13 @@ class Weights:
 
 
 class AdapterMemory:
-    """What a worker's adapters are computed from, by the names of `asyncmoe.models.lora.sglang.memory_layout`.
+    """A worker's adapter memory, by the names of `asyncmoe.models.lora.sglang.memory_layout`.
 
-    Every slot gets the same values: all requests name the one adapter there is (`asyncmoe.rollout.engines.adapters`), and which slot SGLang
-    gave it is nowhere to be read. It is pinned, so SGLang never fills a slot again from what it was loaded with.
+    Every slot gets the same values: all requests name the single adapter (`asyncmoe.rollout.engines.adapters`), and SGLang does not expose
+    which slot it uses. The adapter is pinned, so SGLang never refills a slot with the values it was loaded with.
 
-    On CPU all slots are staged and swapped in: a module and SGLang's pool hold the same tensor, and nothing views it. On another
-    device a captured graph may hold its address, so it is copied into.
+    On CPU all slots are staged and swapped in: a module and SGLang's pool hold the same tensor, and no tensor views it. On another
+    device a captured graph may hold the tensor's address, so the values are copied into it.
 
     Source: sglang 0.5.23 (lora/layers.py, `set_lora_info`; lora/lora_manager.py, `_notify_lora_slots_updated`; lora/mem_pool.py).
     """
@@ -142,7 +142,7 @@ def _parameter(tensor: torch.Tensor, shares: str = "") -> Parameter:
 
 
 def _slots(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Memory for all slots of each half of each module that has adapters, [slots, ...]."""
+    """Yield (name, memory of all slots [slots, ...]) for each half of each module with adapters."""
     for name, module in model.named_modules():
         layer = re.search(r"\blayers\.(\d+)\..*?(\w+)$", name)
         if layer is None:
@@ -157,10 +157,10 @@ def _slots(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _replace(model: torch.nn.Module, staged: Mapping[str, torch.Tensor]) -> Tensors:
-    """Make `staged` the model's parameters; returns memory for as many.
+    """Make `staged` the model's parameters; return staging memory for the next update.
 
-    A parameter whose storage something else in the model views, or that is on a device where a captured graph may hold its address,
-    is copied into; the storage of any other is swapped.
+    Values are copied into a parameter if another tensor of the model views its storage, or if it is on a device where a captured graph may
+    hold its address. Any other parameter takes over the staged tensor, and its old memory is returned.
     """
     free: Tensors = {}
     viewed = _viewed(model)
@@ -175,16 +175,16 @@ def _replace(model: torch.nn.Module, staged: Mapping[str, torch.Tensor]) -> Tens
 
 
 def _weights(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """Parameters, but for the scales of a cache of keys and values, which a model of float8 has whatever its cache is (sglang 0.5.23,
+    """Return all parameters except KV-cache scales, which a float8 model has for any cache dtype (sglang 0.5.23,
     layers/quantization/kv_cache.py)."""
     return ((name, parameter) for name, parameter in model.named_parameters() if not name.endswith(_CACHES))
 
 
 def _refresh(model: torch.nn.Module) -> None:
-    """Bring what SGLang derives from parameters up to date, as its own loaders do after writing them.
+    """Update the tensors SGLang derives from parameters, as its own loaders do after writing them.
 
-    `end_weight_update` leaves out `post_load_weights` after a call like ours (sglang 0.5.23, scheduler_components/weight_updater.py),
-    and only a norm's own loader refreshes its `gemma_weight` (layers/layernorm.py).
+    `end_weight_update` skips `post_load_weights` after a custom-loader call (sglang 0.5.23, scheduler_components/weight_updater.py), and
+    only a norm's own loader refreshes its `gemma_weight` (layers/layernorm.py).
     """
     if (post_load := getattr(model, "post_load_weights", None)) is not None:
         post_load()
@@ -194,6 +194,6 @@ def _refresh(model: torch.nn.Module) -> None:
 
 
 def _viewed(model: torch.nn.Module) -> set[int]:
-    """Storages of tensors that modules hold besides their parameters."""
+    """Return the storages of all tensors that modules hold besides their parameters, as data pointers."""
     held = [value for module in model.modules() for value in vars(module).values() if isinstance(value, torch.Tensor)]
     return {tensor.untyped_storage().data_ptr() for tensor in (*held, *model.buffers()) if tensor.device.type != "meta"}

@@ -1,4 +1,4 @@
-"""The receiver: a thread of an SGLang worker that receives new values, and the commit that makes them what the worker computes with."""
+"""The receiver: a thread of an SGLang worker that stages new weights, and the commit that makes them the worker's parameters."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from asyncmoe.reshard import Exchanger, Plan, device_threads
 log = logging.getLogger(__name__)
 _MEET_S = 60.0
 _COMMIT_S = 60.0
-"""For a copy of all of a worker's weights within its device, and for the forward pass before it."""
+"""Timeout of copying all of a worker's weights within its device, and of the forward pass before it."""
 _IDLE_S = 3600.0
 _FORMER_S = 2.0
 _FIRST = 1
@@ -34,11 +34,11 @@ _receivers: weakref.WeakKeyDictionary[torch.nn.Module, Receiver] = weakref.WeakK
 
 
 def obey(model: torch.nn.Module, text: str) -> None:
-    """Carry out a command, in the worker's main thread.
+    """Execute a command, in the worker's main thread.
 
     Raises:
-        InvariantBroken: a commit of something that is not staged; the worker must not go on.
-        ProtocolError: not a command.
+        InvariantBroken: a commit of a version that is not staged; the worker must not continue.
+        ProtocolError: the text is not a command.
     """
     receiver = _receivers.get(model)
     match command.parse(text):
@@ -55,8 +55,10 @@ def obey(model: torch.nn.Module, text: str) -> None:
 
 @dataclass(frozen=True)
 class _Staged:
-    """Attributes:
-    tensors: what is to be swapped in; None where the target itself was written.
+    """A received update that waits for its commit.
+
+    Attributes:
+        tensors: the tensors to swap in; None if the target was written directly.
     """
 
     version: int
@@ -65,12 +67,12 @@ class _Staged:
 
 
 class Receiver:
-    """Receives one update after the other until the sender is gone, in a thread of its own.
+    """Receives updates in a background thread until the sender is gone.
 
     Args:
-        model: the worker's. What updates write of it (`target`) is written by `commit` only, or, without staging memory, while the worker
-            stands still.
-        former: the receiver of the meeting before, which was told to leave.
+        model: the worker's model. Its parameters or adapter memory (`_target`) are written only by `commit` or, without staging memory,
+            while the worker is paused.
+        former: the receiver of the previous meeting, which was told to leave.
     """
 
     def __init__(self, model: torch.nn.Module, join: JoinCommand, former: Receiver | None = None) -> None:
@@ -85,24 +87,24 @@ class Receiver:
         self._former = former
         self._side = SideStream(self._device) if self._device.type == "cuda" else None
         if former is not None and former._side is not None:
-            self._side = former._side  # with the communicators of the meeting before
+            self._side = former._side  # with the communicators of the previous meeting
         self._store: Store | None = None
         self._terms: Terms | None = None
-        self._number = _FIRST  # of the update under way, or awaited
+        self._number = _FIRST  # number of the update under way, or of the next one
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Meet the sender, then receive what it sends; returns at once."""
+        """Start the thread, which meets the sender and receives updates; return at once."""
         self._thread = device_threads.start(str(self._device), "weights", self._run, self._ends)
 
     def join(self, seconds: float) -> None:
-        """Wait for its end."""
+        """Wait for the thread to end."""
         if self._thread is not None:
             self._thread.join(seconds)
 
     def _run(self) -> None:
         if self._former is not None:
-            self._former.join(_FORMER_S)  # it may still hold what this one can go on with
+            self._former.join(_FORMER_S)  # it may still hold communicators that this receiver can reuse
             self._former = None
         store = self._store = Store(self._join.group, self._join.rank, self._join.host, self._join.port, _MEET_S)
         terms = store.get(protocol.TERMS, _MEET_S)
@@ -110,16 +112,16 @@ class Receiver:
         if terms.adapter is not None:
             self._target, self._obstacles = AdapterMemory(self._model), ()
         if terms.staging:
-            yield_cores()  # to the worker, which generates meanwhile
+            yield_cores()  # the worker generates meanwhile
         plan = self._plan(store, terms)
-        # The trainer waits as long for whoever comes last.
+        # Rank 0 waits `timeout_s` for the last rank before it sets the verdict.
         outcome = store.get(protocol.VERDICT, 2 * terms.timeout_s)
         if not outcome.failure:
             self._serve(store, terms, plan)
 
     def _ends(self, error: Exception) -> None:
-        """Of whatever ends the thread, at its edge: nobody is to wait for this rank in vain."""
-        level = logging.INFO if self._left.is_set() else logging.WARNING  # a sender that meets others lets this one go
+        """Report the error that ended the thread, so that no rank waits for this one."""
+        level = logging.INFO if self._left.is_set() else logging.WARNING  # after `leave` an error is expected
         why = failing.in_one_line(error, self._terms)
         log.log(level, "the weight receiver of rank %d ends: %s", self._join.rank, why, exc_info=not isinstance(error, AsyncmoeError))
         if self._left.is_set() or self._store is None or isinstance(error, StoreGone):
@@ -131,22 +133,22 @@ class Receiver:
             log.info("nobody is left to hear of it: %s", gone)
 
     def leave(self) -> None:
-        """Receive nothing more."""
+        """Tell the thread to stop receiving."""
         self._left.set()
 
     def commit(self, version: int, update: int) -> None:
-        """Have the worker compute with what is staged. In its main thread, between forward passes.
+        """Make the staged weights the worker's. Called in its main thread, between forward passes.
 
         Raises:
-            InvariantBroken: something else, or nothing, is staged.
+            InvariantBroken: another update, or nothing, is staged.
         """
         with self._lock:
             staged, self._staged = self._staged, None
             if staged is None or (staged.version, staged.update) != (version, update):
                 what = "nothing" if staged is None else f"version {staged.version} of update {staged.update}"
                 raise InvariantBroken(f"rank {self._join.rank}: staged is {what}, to be committed version {version} of update {update}")
-            # Behind every forward pass that reads the weights, on whichever stream; and over when this returns, so that the engine's
-            # standstill is as long as it is said to be.
+            # Commit after all forward passes that read the weights, on any stream, and return only when the commit has finished, so that
+            # the recorded pause is the real one.
             wait_idle(self._device, _COMMIT_S)
             self._spare = self._target.commit(staged.tensors)
             wait_idle(self._device, _COMMIT_S)
@@ -166,8 +168,8 @@ class Receiver:
         return plan
 
     def _wanted(self, terms: Terms) -> int:
-        """Bytes that receiving takes beside the worker's own: messages, of which IPC keeps those of both sides at the sender's, and staging
-        memory. At most: what is sent may be less than fills the buckets."""
+        """Return an upper bound of the bytes that receiving allocates on the worker's GPU: staging memory and, with NCCL, message buffers.
+        With IPC all message buffers are in the senders' memory. Messages may be smaller than the buckets."""
         room = self._target.room_bytes(getattr(torch, terms.engine_dtype))
         messages = 2 * terms.bucket_bytes if terms.transport == "nccl" else 0
         return min(messages, 2 * room) + (room if terms.staging else 0)
@@ -183,22 +185,22 @@ class Receiver:
                 except WaitTimeout:
                     continue
                 if store.has(protocol.header(number + 1)):
-                    number += 1  # this process slept; nobody waits for the one before any more
+                    number += 1  # this process was suspended; no rank waits for the older update any more
                     continue
                 if not header.failure:
                     self._drop()
                     if exchanger is not None and header.epoch != epoch:
-                        exchanger.close()  # the old one ends first, and with it what its ranks still wait for
+                        exchanger.close()  # close the old channel first, which also ends its ranks' pending waits
                         exchanger = None
                     exchanger = self._update(store, terms, plan, number, header, exchanger)
                     epoch = header.epoch
                 number += 1
         finally:
             if exchanger is not None:
-                exchanger.close()  # what it went over can be used by the receiver of the next meeting
+                exchanger.close()  # the next meeting's receiver can reuse its communicators
 
     def _update(self, store: Store, terms: Terms, plan: Plan, number: int, header: Header, exchanger: Exchanger | None) -> Exchanger | None:
-        """Receive one update; the channel, or None when it cannot be used any more."""
+        """Receive one update; return the channel, or None if it can no longer be used."""
         key = protocol.staged(number, self._join.rank)
         try:
             if exchanger is None:
@@ -215,7 +217,7 @@ class Receiver:
             if not isinstance(error, AsyncmoeError):
                 log.exception("update %d of rank %d", number, self._join.rank)
             if exchanger is not None:
-                exchanger.close()  # its end tells those that wait for us
+                exchanger.close()  # peers that wait for this rank notice
             return None
         with self._lock:
             self._staged, self._spare = _Staged(header.version, number, tensors if terms.staging else None), {}
@@ -223,18 +225,18 @@ class Receiver:
         return exchanger
 
     def _drop(self) -> None:
-        """What is staged will not be committed; its memory can be written again."""
+        """Discard the staged update, if any, and reuse its memory."""
         with self._lock:
             staged, self._staged = self._staged, None
             if staged is not None and staged.tensors is not None:
                 self._spare = staged.tensors
 
     def _arrays(self, terms: Terms) -> tuple[None, dict[str, torch.Tensor]]:
-        """What is read here, and what is written."""
+        """Return the source arrays (none on an engine) and the destination arrays for `Exchanger.bind`."""
         return None, self._staging(terms) if terms.staging else self._target.tensors()
 
     def _staging(self, terms: Terms) -> dict[str, torch.Tensor]:
-        """Memory for all that is written: of parameters, once they have been swapped, what they were in before."""
+        """Return staging memory for an update: after a swap, the memory the parameters occupied before."""
         with self._lock, nullcontext() if self._side is None else self._side.allocating():
             if not self._spare:
                 self._spare = self._target.room(getattr(torch, terms.engine_dtype))

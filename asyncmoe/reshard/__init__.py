@@ -1,4 +1,4 @@
-"""Moving tensors between two shardings: layouts, plans, and the exchange that carries a plan out. Needs only NumPy."""
+"""Move tensors between two shardings: layouts, plans, and the exchange that executes a plan. Needs only NumPy."""
 
 from asyncmoe.reshard.bucket import Bucket, buckets
 from asyncmoe.reshard.exchange import Exchanger, Moved, exchange

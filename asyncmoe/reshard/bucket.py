@@ -1,4 +1,4 @@
-"""Buckets: tensors laid one after the other in one flat array, to travel as a single message."""
+"""Buckets: tensors laid one after another in a flat array, sent as a single message."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ class Bucket:
     """Some tensors, all of one dtype, in the flat array `layout.storages[STORAGE]`.
 
     Attributes:
-        names: names of the tensors, in the order they lie in.
-        dtypes: as torch prints them without the prefix; all the same.
-        shapes: of each tensor.
-        nbytes: of the flat array.
-        layout: where every piece lies in it.
+        names: names of the tensors, in their order in the array.
+        dtypes: dtype of each tensor, as printed by torch without the prefix; all are equal.
+        shapes: shape of each tensor.
+        nbytes: size of the flat array.
+        layout: the layout of the tensors in the array.
     """
 
     names: tuple[str, ...]
@@ -34,10 +34,10 @@ class Bucket:
 def buckets(layout: RankLayout, bucket_bytes: int, glued: Container[str] = ()) -> list[Bucket]:
     """Cut a layout's storages into buckets of at most `bucket_bytes`.
 
-    Storages stay in order, those of one dtype after those of another; one that is larger than a bucket gets its own.
+    Storages are grouped by dtype and otherwise keep their order; a storage larger than `bucket_bytes` gets a bucket of its own.
 
     Args:
-        glued: storages that go into the bucket of the one of their dtype before them.
+        glued: storages that must be in the same bucket as the preceding storage of their dtype.
 
     Raises:
         LayoutError: `bucket_bytes` is not positive.
@@ -64,7 +64,7 @@ def _groups(layout: RankLayout, bucket_bytes: int, glued: Container[str]) -> Ite
 
 
 def _inseparable(layout: RankLayout, dtype: str, glued: Container[str]) -> list[tuple[list[str], int]]:
-    """The storages of a dtype, each with those that are glued to it: (names, bytes in all)."""
+    """Return the storages of a dtype in groups that share a bucket, as (names, total bytes)."""
     found: list[tuple[list[str], int]] = []
     for name, storage in layout.storages.items():
         if storage.dtype == dtype:

@@ -1,7 +1,7 @@
-"""The checksums an engine reports of its weights, computed from arrays of ours.
+"""Compute the checksums that an engine reports for its weights.
 
-SGLang hashes a tensor where it is (sglang 0.5.23: `_hash_tensor` in srt/utils/weight_checker.py, `tensor_hash` in
-srt/managers/mm_utils.py): with SHA-256 on a CPU, on a GPU with kernels of its own.
+SGLang hashes a tensor on its device (sglang 0.5.23: `_hash_tensor` in srt/utils/weight_checker.py, `tensor_hash` in
+srt/managers/mm_utils.py): with SHA-256 on a CPU, with its own kernels on a GPU.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ _MIX = (0x85EBCA6B, 0xC2B2AE35)
 _PLACE = (0x27D4EB2D, 0x165667B1)
 _SEED = 0x243F6A88
 _TILE = 8192
-"""Words that are summed up together."""
+"""Words summed into one hash."""
 _AT_A_TIME = 16 * _TILE
-"""Words whose intermediate values stay in a core's cache."""
+"""Words processed at a time: their intermediate values fit in a core's cache."""
 _MOST_WORDS = 1 << 31
-"""SGLang's kernel counts words in 32 bits with a sign."""
+"""SGLang's kernel counts words in a signed 32-bit integer."""
 
 
 def engine_checksums(parameters: Mapping[str, Array], device: str = "cpu") -> dict[str, str]:
-    """What SGLang's `/weights_checker {"action": "checksum"}` reports for parameters, as 16 hexadecimal digits each.
+    """Return the checksums SGLang's `/weights_checker {"action": "checksum"}` reports for parameters, 16 hexadecimal digits each.
 
     Args:
         parameters: by SGLang's name, row-major, in the engine's dtype, in host memory.
-        device: where the engine has them, as it says itself: "cpu" or "cuda".
+        device: the engine's device as it reports it: "cpu" or "cuda".
 
     Raises:
-        LayoutError: something that is not a row-major array in host memory, or an engine's device whose hash is not known.
+        LayoutError: a parameter is not a row-major array in host memory, or the hash for the engine's device is unknown.
     """
     if device not in _HASHES:
         expected = " or ".join(_HASHES)
@@ -43,16 +43,16 @@ def engine_checksums(parameters: Mapping[str, Array], device: str = "cpu") -> di
 
 
 def gpu_hash(name: str, content: np.ndarray) -> int:
-    """64-bit hash of bytes as SGLang's kernels make it on a GPU (sglang 0.5.23, kernels/ops/memory/gpu_tensor_hash.py).
+    """Compute the 64-bit hash of SGLang's GPU kernels (sglang 0.5.23, kernels/ops/memory/gpu_tensor_hash.py).
 
-    Little-endian words of 32 bits, filled up with zeros, are mixed with their place in two ways and summed up in tiles of 8192, modulo
-    2^32; each tile's two sums are mixed into the halves of a word of 64 bits, whose sum modulo 2^64 is mixed once more. Of nothing it is 0.
+    Little-endian 32-bit words, zero-padded, are mixed with their position in two ways and summed modulo 2^32 in tiles of 8192. Each tile's
+    two sums are mixed into the halves of a 64-bit word; the sum of these words modulo 2^64 is mixed once more. The hash of no bytes is 0.
 
     Args:
         content: uint8[n].
 
     Raises:
-        LayoutError: more than the kernel can count.
+        LayoutError: more words than the kernel can count.
     """
     count = -(-len(content) // 4)
     if count >= _MOST_WORDS:
@@ -74,7 +74,7 @@ def gpu_hash(name: str, content: np.ndarray) -> int:
 
 
 def _sha256(name: str, content: np.ndarray) -> int:
-    """The first 8 bytes of SHA-256, big-endian."""
+    """Return the first 8 bytes of SHA-256 as a big-endian integer."""
     return int.from_bytes(hashlib.sha256(content.data).digest()[:8], "big")
 
 
@@ -82,18 +82,18 @@ _HASHES = {"cpu": _sha256, "cuda": gpu_hash}
 
 
 def _words(content: np.ndarray) -> np.ndarray:
-    """uint32[ceil(n / 4)] of uint8[n]."""
+    """Return uint8[n] as uint32[ceil(n / 4)], zero-padded."""
     missing = -len(content) % 4
     filled = np.concatenate([content, np.zeros(missing, np.uint8)]) if missing else content
     return filled.view("<u4")
 
 
 def _tile_sums(words: np.ndarray, places: np.ndarray, multiplier: int, seed: int, turn: int, nbytes: int) -> np.ndarray:
-    """Of words that begin at a tile: uint32[tiles]."""
+    """Return the mixed sums uint32[tiles] of words that start at a tile boundary."""
     mixed = places * np.uint32(multiplier)
     mixed += np.uint32(seed)
     mixed ^= places << np.uint32(turn)
-    mixed ^= places >> np.uint32(32 - turn)  # the two have no bit in common, so this is the rotated place
+    mixed ^= places >> np.uint32(32 - turn)  # the two shifts have no bit in common: together the rotated place
     mixed ^= words
     _mix(mixed)
     sums = np.add.reduceat(mixed, np.arange(0, len(mixed), _TILE), dtype=np.uint32)
@@ -102,7 +102,7 @@ def _tile_sums(words: np.ndarray, places: np.ndarray, multiplier: int, seed: int
 
 
 def _mix(values: np.ndarray) -> np.ndarray:
-    """MurmurHash3's finaliser of 32 bits, in place."""
+    """Apply MurmurHash3's 32-bit finaliser in place."""
     for shift, multiplier in zip((16, 13), _MIX, strict=True):
         values ^= values >> np.uint32(shift)
         values *= np.uint32(multiplier)
@@ -111,7 +111,7 @@ def _mix(values: np.ndarray) -> np.ndarray:
 
 
 def _finish(total: int) -> int:
-    """SplitMix64's finaliser."""
+    """Apply SplitMix64's finaliser."""
     word = (1 << 64) - 1
     total &= word
     for shift, multiplier in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
@@ -120,7 +120,7 @@ def _finish(total: int) -> int:
 
 
 def _content(name: str, array: Array) -> np.ndarray:
-    """An array's bytes, uint8[n]; valid as long as it is."""
+    """Return a view of an array's bytes, uint8[n]; valid only while the array exists."""
     memory = memory_of(array, name)
     if memory.device != "cpu":
         raise LayoutError(name, got=memory.device, expected="cpu")

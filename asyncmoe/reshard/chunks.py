@@ -1,4 +1,4 @@
-"""Cutting transfers into messages of bounded size, the same way on both ends."""
+"""Cut transfers into messages of bounded size, identically on both ends."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from asyncmoe.reshard.plan import (
 )
 
 TRAILER_BYTES = 8
-"""Behind the boxes of a message, from the next multiple of 8 bytes on: their digest."""
+"""Size of the digest after the boxes of a message, at the next multiple of 8 bytes."""
 FLOOR_BYTES = 64 << 10
-"""Messages are not made smaller than this only to have as many of them as other pairs have: each costs a launch."""
+"""Messages are not made smaller than this only to match the number of messages of other pairs, because each message costs a launch."""
 _PARTS_PER_CHUNK = 16
-"""A box is cut into parts of at most this fraction of a message, so that messages are nearly equal."""
+"""A box is cut into parts of at most 1/16 of a message, so that messages have nearly equal sizes."""
 
 
 class Cut(NamedTuple):
-    """How a transfer becomes messages.
+    """The message size and number of a transfer.
 
     Attributes:
-        limit: bytes of the largest, trailer included.
-        messages: how many there are.
+        limit: maximum bytes of a message, trailer included.
+        messages: number of messages.
     """
 
     limit: int
@@ -47,7 +47,7 @@ class Chunks:
 
     Attributes:
         source, destination: ranks.
-        copies: as `Transfer.copies`, in the order of the messages; WIRE_OFFSET is the place in its message.
+        copies: as `Transfer.copies`, in the order of the messages; WIRE_OFFSET is the offset in the copy's message.
         firsts: int64[n + 1]; message i is `copies[firsts[i]:firsts[i + 1]]`.
         nbytes: bytes of each message's boxes.
     """
@@ -67,25 +67,25 @@ class Chunks:
 
     @property
     def slot_bytes(self) -> int:
-        """Bytes of a buffer that any message fits into."""
+        """Size of a buffer for any of the messages."""
         return trailer_offset(max(self.nbytes)) + TRAILER_BYTES
 
 
 def trailer_offset(nbytes: int) -> int:
-    """Where in a message of so many bytes the digest lies."""
+    """Return the offset of the digest in a message with boxes of `nbytes`."""
     return -(-nbytes // 8) * 8
 
 
 def cuts_of(plan: Plan, bucket_bytes: int) -> dict[tuple[int, int], Cut]:
-    """How every pair's transfer is cut, such that one message of each pair a rank belongs to fit into `bucket_bytes`, and that all pairs
-    take equally many rounds.
+    """Decide how every pair's transfer is cut, so that one message of each of a rank's pairs fits into `bucket_bytes` in total, and all
+    pairs need equally many rounds.
 
-    An eighth of a bucket is left for the tables of the copies. A quarter of the rest is divided evenly among a rank's pairs, three
-    quarters by their bytes; a pair may use the smaller of its two ends' shares. The pair that needs most messages by that says how many
-    all have: in every round each rank then moves the same part of all it has to move, and no rank waits for a busier one
-    (`asyncmoe.bench.rounds` has the figures). A pair with little to move has fewer messages, of `FLOOR_BYTES` or more.
+    An eighth of a bucket is reserved for the copy tables. A quarter of the rest is divided evenly among a rank's pairs, three quarters in
+    proportion to their bytes; a pair uses the smaller of its two ends' shares. The pair that needs most messages determines the number for
+    all: in every round each rank then moves the same fraction of its bytes, and no rank waits for a busier one (measured by
+    `asyncmoe.bench.rounds`). A pair with little traffic has fewer messages, of at least `FLOOR_BYTES`.
 
-    Depends on the traffic of the whole plan, which a part of a plan knows too, so both ends find the same.
+    The result depends on the traffic of the whole plan, which every part of a plan can compute, so both ends agree.
     """
     room = bucket_bytes - bucket_bytes // 8
     traffic: list[list[int]] = plan.match.traffic().tolist()
@@ -107,7 +107,7 @@ def cuts_of(plan: Plan, bucket_bytes: int) -> dict[tuple[int, int], Cut]:
 
 
 def _filled(limit: int) -> int:
-    """Bytes of boxes that a message of at most `limit` bytes can always be given: its parts are not cut further."""
+    """Return the bytes of boxes that always fit into a message of `limit` bytes, given that parts are not cut further."""
     room = limit - TRAILER_BYTES
     return max(1, room - room // _PARTS_PER_CHUNK)
 
@@ -116,7 +116,7 @@ def cut_transfer(plan: Plan, transfer: Transfer, limit: int, messages: int = 1) 
     """Cut a transfer between two ranks into messages of at most `limit` bytes, trailer included.
 
     Args:
-        messages: how many there are to be, of nearly equal size; there are more where they would not fit.
+        messages: number of messages of nearly equal size; more are made if they would exceed `limit`.
 
     Raises:
         LayoutError: not even one element fits; names the ranks and the storage.
@@ -139,7 +139,7 @@ def cut_transfer(plan: Plan, transfer: Transfer, limit: int, messages: int = 1) 
     firsts = [0]
     while firsts[-1] < len(copies):
         before = int(end[firsts[-1] - 1]) if firsts[-1] else 0
-        goal = total * min(len(firsts), messages) // messages + part // 2  # of all messages up to here, so that errors do not add up
+        goal = total * min(len(firsts), messages) // messages + part // 2  # cumulative, so that rounding errors do not add up
         fitting = int(np.searchsorted(end, before + room, "right"))
         firsts.append(min(fitting, max(firsts[-1] + 1, int(np.searchsorted(end, goal, "right")))))
     edges = np.concatenate([[0], end])[firsts]
@@ -148,7 +148,7 @@ def cut_transfer(plan: Plan, transfer: Transfer, limit: int, messages: int = 1) 
 
 
 def cut_boxes(copies: np.ndarray, limit: int) -> np.ndarray:
-    """Copies (columns of `Transfer.copies`) with boxes of more than `limit` bytes cut across their outermost dimensions."""
+    """Return the copies (as `Transfer.copies`) with boxes of more than `limit` bytes cut along their outermost dimensions."""
     copies = copies.copy()
     while True:
         nbytes = _nbytes(copies)
@@ -171,7 +171,7 @@ def cut_boxes(copies: np.ndarray, limit: int) -> np.ndarray:
 
 
 def message_strides(copies: np.ndarray) -> np.ndarray:
-    """int64[n, MAX_DIMS]: byte strides of boxes that lie row-major."""
+    """Return int64[n, MAX_DIMS]: byte strides of the copies' boxes stored row-major."""
     strides = np.empty((len(copies), MAX_DIMS), np.int64)
     strides[:, -1] = copies[:, ITEM]
     for k in range(MAX_DIMS - 2, -1, -1):
@@ -180,7 +180,7 @@ def message_strides(copies: np.ndarray) -> np.ndarray:
 
 
 def ranges(start: np.ndarray, count: np.ndarray) -> np.ndarray:
-    """start[0], start[0] + 1, ... (count[0] of them), start[1], ..."""
+    """Return start[0], start[0] + 1, ... (count[0] values), start[1], ..."""
     shift: np.ndarray = np.repeat(start - np.cumsum(count) + count, count)
     return shift + np.arange(len(shift))
 

@@ -1,6 +1,6 @@
-"""Exact tests of "every element exactly once", and the place where that fails.
+"""Exact tests that pieces hold every element of a storage exactly once, and the location of the first fault.
 
-Boxes are compared on the grid of their own edges, so the cost depends on how many boxes there are and not on how many elements.
+Boxes are compared on the grid of their own edges, so the cost depends on the number of boxes and not on the number of elements.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from asyncmoe.reshard.table import EXTENT, OFFSET, STORAGE, STRIDES, TENSOR, Tab
 
 
 class Grid:
-    """The cells that the edges of `boxes` cut a box of `shape` into, and how many of the boxes hold each cell."""
+    """The cells into which the edges of `boxes` cut a box of `shape`, and the number of boxes that contain each cell."""
 
     def __init__(self, shape: Sequence[int], boxes: Sequence[Box]) -> None:
         self._cuts = [sorted({0, n, *(b.start[k] for b in boxes), *(b.start[k] + b.extent[k] for b in boxes)}) for k, n in enumerate(shape)]
@@ -26,7 +26,7 @@ class Grid:
             self.counts[self._range(box)] += 1
 
     def cells(self, wanted: np.ndarray) -> list[Box]:
-        """The cells where `wanted` (bool, shaped as `counts`) holds, in row-major order."""
+        """Return the cells for which `wanted` (bool, shaped as `counts`) is true, in row-major order."""
         found = []
         for at in np.argwhere(wanted):
             start = tuple(cuts[i] for cuts, i in zip(self._cuts, at, strict=True))
@@ -40,19 +40,19 @@ class Grid:
 
 
 def check_source(tensors: Tensors, table: Table) -> None:
-    """Refuse a layout in which two elements of tensors lie in the same place.
+    """Reject a layout that puts two tensor elements in the same place.
 
     Raises:
-        LayoutError: naming the rank, the storage, the first box of it that more than one piece holds, and their tensors.
+        LayoutError: names the rank, the storage, its first box that more than one piece holds, and the tensors of these pieces.
     """
     _check(tensors, table, covered=False)
 
 
 def check_destination(tensors: Tensors, table: Table) -> None:
-    """Refuse a layout whose pieces do not hold each element of each storage exactly once.
+    """Reject a layout whose pieces do not hold each element of each storage exactly once.
 
     Raises:
-        LayoutError: naming the rank, the storage and the first box of it that no piece, or more than one, holds, and their tensors.
+        LayoutError: names the rank, the storage, its first box held by no piece or by more than one, and the tensors of these pieces.
     """
     _check(tensors, table, covered=True)
 
@@ -90,7 +90,7 @@ def _meet(a: Box, b: Box) -> bool:
 
 
 def _box_in(storage: Storage, piece: np.ndarray) -> Box | None:
-    """The piece as a box of the storage's own shape, or None when it is not one (a run that wraps around a row's end)."""
+    """Return the piece as a box of the storage's shape, or None if it is not a box (a run that wraps around the end of a row)."""
     extent, strides = piece[EXTENT].tolist(), piece[STRIDES].tolist()
     runs = [(n, s) for n, s in zip(extent, strides, strict=True) if n > 1]
     box = _box_of_runs(storage, int(piece[OFFSET]), runs)

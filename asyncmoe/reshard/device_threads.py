@@ -1,7 +1,7 @@
-"""Threads that touch a device: every one of them starts here.
+"""Start threads that use a device with that device as their current one; all such threads start here.
 
-CUDA keeps the current device for each thread of the host, and a new thread has device 0 whatever the others have (CUDA runtime API,
-cudaSetDevice). There an array library refuses arrays of another device, and what is allocated or synchronised costs a context on GPU 0.
+CUDA's current device is a property of a host thread, and a new thread starts on device 0 (CUDA runtime API, cudaSetDevice). On the wrong
+device an array library refuses arrays, and any allocation or synchronisation creates a context on GPU 0.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from asyncmoe.errors import LayoutError
 
 
 def make_current(device: str) -> None:
-    """Make a device the calling thread's, for this package's extension and, where it is loaded, for torch.
+    """Make a device the calling thread's current one, for this package's extension and, if it is loaded, for torch.
 
     Args:
         device: "cpu", which changes nothing, or "cuda:1".
 
     Raises:
-        LayoutError: no such name.
-        RuntimeError: CUDA's words.
+        LayoutError: not a device name.
+        RuntimeError: CUDA failed; carries its message.
     """
     if device == "cpu":
         return
     number = re.fullmatch(r"cuda:(\d+)", device)
     if number is None:
         raise LayoutError("device of a thread", got=device, expected="cpu, or cuda: with a number")
-    # Each has a CUDA runtime of its own, and torch remembers the device besides.
+    # torch and the extension each have their own CUDA runtime, and torch also caches the current device.
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_available():
         torch.cuda.set_device(int(number[1]))
@@ -43,15 +43,15 @@ def start(device: str, name: str, run: Callable[[], None], failed: Callable[[Exc
     """Start a daemon thread.
 
     Args:
-        device: see `make_current`; it is the thread's before `run` begins.
-        failed: called in the thread with whatever ends `run`, and whatever keeps it from beginning: nobody else would hear of it.
+        device: see `make_current`, which is called before `run`.
+        failed: called in the thread with any exception of `make_current` or `run`, which would otherwise be lost.
     """
 
     def edge() -> None:
         try:
             make_current(device)
             run()
-        except Exception as error:  # noqa: BLE001  the thread ends here, and this is who hears of it
+        except Exception as error:  # noqa: BLE001  top of the thread: `failed` reports it
             failed(error)
 
     thread = threading.Thread(target=edge, name=name, daemon=True)
@@ -60,5 +60,5 @@ def start(device: str, name: str, run: Callable[[], None], failed: Callable[[Exc
 
 
 def pool(device: str, workers: int, name: str) -> ThreadPoolExecutor:
-    """Threads of which each has the device before its first task; see `make_current`."""
+    """Return a thread pool whose threads call `make_current(device)` before their first task."""
     return ThreadPoolExecutor(workers, name, initializer=make_current, initargs=(device,))

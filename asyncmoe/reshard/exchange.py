@@ -1,4 +1,4 @@
-"""Carrying out a plan: pack what others need, copy what stays, exchange messages, unpack."""
+"""Execute a plan: pack messages for other ranks, copy within the rank, exchange messages, unpack."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ _WORD = (1 << 64) - 1
 
 @dataclass
 class Moved:
-    """What one run of an exchange did on this rank.
+    """Bytes and times of one run of an exchange on this rank.
 
     Attributes:
-        sent, received, local: bytes; those of messages with their trailers.
-        seconds: "pack", "local" and "unpack" copy (and digest), "wire" waits for peers. What overlaps is counted where it is
-            waited for, so the sum is the time of the run.
+        sent, received, local: bytes; messages count with their trailers.
+        seconds: time of copying and digesting ("pack", "local", "unpack") and of waiting for peers ("wire"). Overlapping work is counted
+            where the run waits for it, so the sum is the duration of the run.
     """
 
     sent: int = 0
@@ -51,30 +51,30 @@ class Moved:
 
 
 class Exchanger:
-    """This rank's part of a plan, prepared once and run as often as wanted. All ranks of the plan make one, with equal arguments.
+    """This rank's part of a plan, prepared once and run any number of times. All ranks of the plan make one, with equal arguments.
 
-    What does not fit into one message travels in several. A rank's message buffers are allocated here, and one for each lane
-    (pair of ranks and direction) takes `bucket_bytes` at most, so that there are never more than `buffers * bucket_bytes` of them.
-    With two buffers or more, a message is packed while the one before it travels. Every message ends with the digest of its
-    content, computed as it is packed and again as it is unpacked; on a GPU they are compared there, and the result is read at the
-    end of a run. During a run Python sees messages, not tensors.
+    A transfer too large for one message is cut into several. The constructor allocates a rank's message buffers: one buffer of every lane
+    (pair of ranks and direction) takes at most `bucket_bytes` together, so all of them take at most `buffers * bucket_bytes`. With two or
+    more buffers, a message is packed while the previous one is sent. Every message ends with the digest of its content, computed during
+    packing and again during unpacking; on a GPU the digests are compared there, and the result is read at the end of a run. During a run
+    Python handles messages, not tensors.
 
     Args:
-        transport: how messages travel.
+        transport: the transport of the messages.
         bucket_bytes: see above.
         buffers: messages of a lane that may be under way at a time, at least 1.
         timeout_s: how long to wait for a peer that makes no progress.
-        threads: of copies in host memory; 0: as many as the machine has, at most 4.
-        stream: of copies on a GPU, a cudaStream_t as an integer; 0 is the default stream. A run is ordered behind what was
-            enqueued on it before, so sources may be written there without waiting; when `run` returns, all copies are done. The
-            transport has to send and receive in the order of this stream (`TorchTransport`: torch's current stream).
+        threads: threads that copy in host memory; 0: as many as the machine has, at most 4.
+        stream: the CUDA stream of copies on a GPU, a cudaStream_t as an integer; 0 is the default stream. A run is ordered after the work
+            already enqueued on it, so sources may be written there without waiting; when `run` returns, all copies are done. The
+            transport must send and receive in the order of this stream (`TorchTransport`: torch's current stream).
         relieve: see `asyncmoe.reshard.gpu.Relieve`.
-        watch: called twice a second while a `Transport` with a thread of its own (see there) exchanges messages; what it raises ends the
-            run. A `SharedTransport` notices itself when a peer ends.
+        watch: called twice a second while a separate thread exchanges messages of a `Transport` (see `MessageLink`); an error it raises
+            ends the run. A `SharedTransport` itself notices when a peer dies.
 
     Raises:
-        LayoutError: a bucket smaller than an element for every peer.
-        WaitTimeout: a peer that was not there in time.
+        LayoutError: `bucket_bytes` leaves less than one element per peer.
+        WaitTimeout: a peer did not connect in time.
     """
 
     def __init__(
@@ -118,17 +118,17 @@ class Exchanger:
         self._link = self._connect(transport, out, into)
 
     def bind(self, source_arrays: Mapping[str, Array] | None = None, destination_arrays: Mapping[str, Array] | None = None) -> None:
-        """Say where the storages lie, for all runs to come. The arrays are kept alive until the next `bind`.
+        """Set the arrays of the storages for all following runs. They are kept alive until the next `bind`.
 
         Args:
-            source_arrays: by storage name, at least those of `plan.sources[rank]`, and for those that are quantised on the way their
-                scales (`asyncmoe.reshard.float8`); None where this rank is no source.
-            destination_arrays: the same for `plan.destinations[rank]`; they are written.
+            source_arrays: arrays by storage name, for all storages of `plan.sources[rank]`, and for the scales of storages that are
+                quantised while they are packed (`asyncmoe.reshard.float8`); None if this rank is not a source.
+            destination_arrays: arrays by storage name, for all storages of `plan.destinations[rank]`; they are written.
 
         Arrays and messages must all be in host memory or all on one GPU.
 
         Raises:
-            LayoutError: an array is missing or is not what its storage says.
+            LayoutError: an array is missing, or does not match its storage.
         """
         rank = self.rank
         read = {**self._plan.sources.get(rank, {}), **self._scales.storages}
@@ -143,12 +143,12 @@ class Exchanger:
         """Exchange once. All ranks of the plan call it.
 
         Args:
-            timeout_s: bound of the whole run; None: only peers that make no progress end it.
+            timeout_s: bound of the whole run; None: the run ends only if a peer makes no progress.
 
         Raises:
-            TransferError: a message that arrived other than it was sent, or a peer that is gone; names the ranks. The destination
-                may be partly written, and this exchanger cannot be used again.
-            WaitTimeout: a peer that made no progress in time; the same holds.
+            TransferError: a message arrived corrupted, or a peer is gone; names the ranks. The destination may be partly written, and this
+                exchanger cannot be used again.
+            WaitTimeout: a peer made no progress in time; the destination and the exchanger are left as after a TransferError.
         """
         if self._broken:
             raise InvariantBroken(f"rank {self.rank}: an exchange that failed was run again; make a new one")
@@ -175,10 +175,10 @@ class Exchanger:
         return moved
 
     def close(self) -> None:
-        """Free the message buffers, and let go of what the transport has under way: after a run that failed it is ended."""
+        """Free the message buffers and the transport's resources; after a failed run, end its pending messages."""
         idle, self._broken = not self._broken, True
         if not self._closed and (end := getattr(self._transport, "end", None)) is not None:
-            end(idle, self._runs)  # before its buffers go
+            end(idle, self._runs)  # before the buffers are freed
         self._closed = True
         self._link.close()
 
@@ -228,18 +228,18 @@ class Exchanger:
         return max(0.001, min(self._timeout_s, self._until - time.monotonic()))
 
     def _sealed(self, digest: int, number: int) -> int:
-        """A message's digest, made different for every message and run, so that an old message is not taken for a new one."""
+        """Make a digest specific to its message and run, so that a stale message is not mistaken for a new one."""
         return digest ^ (((self._runs << 32 | number) + 1) * _RUN_MIX & _WORD)
 
     def _copy(self, program: _C.Program, chunk: int, sources: np.ndarray, destinations: np.ndarray) -> int | None:
-        """Run copies; their digest, or None on a GPU, which deals with the trailer itself."""
+        """Run copies; return their digest, or None on a GPU, where the kernel handles the trailer."""
         if self._gpu is None:
             return program.run(chunk, sources, destinations, self._threads)
         self._gpu.run(program, chunk, sources, destinations, self._sealed(0, chunk))
         return None
 
     def _prepare(self, device: str) -> None:
-        """Put the programs where the arrays are."""
+        """Upload the programs to the device of the arrays."""
         if device == "cpu":
             self._gpu = None
         elif self._gpu is None or self._gpu.device != device:
@@ -247,7 +247,7 @@ class Exchanger:
             self._gpu = GpuCopies(device, self._stream, programs, self._relieve)
 
     def _check_gpu(self) -> None:
-        """Wait for the copies of a GPU, and look at what it found of the digests."""
+        """Wait for the copies on a GPU, and raise TransferError if it found a wrong digest."""
         if self._gpu is None:
             return
         self._gpu.finish(self._timeout_s)
@@ -282,9 +282,9 @@ def exchange(
     stream: int = 0,
     bucket_bytes: int = BUCKET_BYTES,
 ) -> None:
-    """Carry out this rank's part of a plan once. All ranks of the plan call it, with the same plan.
+    """Execute this rank's part of a plan once. All ranks of the plan call it, with the same plan.
 
-    Arguments and errors are those of `Exchanger` and its `bind` and `run`.
+    For arguments and errors see `Exchanger`, `Exchanger.bind` and `Exchanger.run`.
     """
     options = {"timeout_s": timeout_s, "threads": threads, "stream": stream}
     with Exchanger(plan, transport, bucket_bytes=bucket_bytes, **options) as exchanger:  # type: ignore[arg-type]

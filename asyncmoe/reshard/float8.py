@@ -1,9 +1,9 @@
-"""Weights that an engine holds as float8 in blocks of 128 x 128, each with a scale: quantised as they are packed.
+"""Weights that an engine holds as float8 in blocks of 128 x 128, each with a scale: quantised while they are packed.
 
-The canonical tensor stays what it is. Beside it comes another one, of its scales: `<tensor>_scale_inv`, float32, one for each block. A
-storage that holds some of the tensor has a storage of scales beside it, named alike (as SGLang names its own, quantization/fp8.py):
-blocks of the storage are blocks of the tensor, so scales are shards like any other. A source's scales are written from its weights
-(`Scaler`) before an exchange; every element is divided by its block's as it is packed.
+The canonical tensor is unchanged. A second tensor holds its scales: `<tensor>_scale_inv`, float32, one per block. Likewise a storage that
+holds a part of the tensor gets a storage of scales, with the same suffix (as SGLang names its own, quantization/fp8.py). Blocks of the
+storage are blocks of the tensor, so scales are sharded like any other tensor. A source's scales are computed from its weights (`Scaler`)
+before an exchange; every element is divided by the scale of its block while it is packed.
 """
 
 from __future__ import annotations
@@ -33,23 +33,23 @@ from asyncmoe.reshard.memory import Array, storage_memory
 BLOCK = 128
 """Rows and columns that share a scale."""
 SCALES = "_scale_inv"
-"""Behind the name of a tensor or storage: its scales. The stored number times the scale is the weight."""
+"""Suffix of the name of a tensor's or storage's scales. A weight is the stored number times its scale."""
 FLOAT8 = "float8_e4m3fn"
 
 Chosen = Callable[[str], bool]
-"""Whether a tensor is quantised, by its name; the same with and without the prefix of a layer."""
+"""Returns whether the tensor of a name is quantised; the result must not depend on the layer's prefix."""
 
 
 def scales_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """One scale for every block of the last two dimensions."""
+    """Return the shape of a tensor's scales: one for every block of the last two dimensions."""
     return (*shape[:-2], *(-(-n // BLOCK) for n in shape[-2:]))
 
 
 def with_scale_tensors(tensors: Mapping[str, tuple[int, ...]], chosen: Chosen) -> dict[str, tuple[int, ...]]:
-    """Canonical tensors, and behind them the scales of those that are chosen.
+    """Return the canonical tensors, followed by the scales of the chosen ones.
 
     Raises:
-        LayoutError: a chosen tensor that is not a matrix.
+        LayoutError: a chosen tensor is not a matrix.
     """
     made = dict(tensors)
     for name, shape in tensors.items():
@@ -61,15 +61,15 @@ def with_scale_tensors(tensors: Mapping[str, tuple[int, ...]], chosen: Chosen) -
 
 
 def with_scales(layout: RankLayout, tensors: Mapping[str, tuple[int, ...]], chosen: Chosen, *, quantised: bool) -> RankLayout:
-    """A layout with the scales of chosen tensors beside them.
+    """Return a layout with added storages and pieces for the scales of chosen tensors.
 
     Args:
-        tensors: shapes of the canonical tensors, at least of those that are chosen and held.
-        quantised: the storages of chosen tensors hold float8, as an engine's do; else they stay as they are, and are what is read.
+        tensors: shapes of the canonical tensors, at least of the chosen tensors in the layout.
+        quantised: the storages of chosen tensors hold float8, as in an engine; otherwise they keep their dtype, as in a source.
 
     Raises:
-        LayoutError: a storage in which blocks of 128 x 128 of the tensor are not blocks of the storage, or that holds other tensors
-            too; names rank, storage and tensor.
+        LayoutError: blocks of 128 x 128 of a tensor are not blocks of its storage, or the storage also holds tensors that are not chosen;
+            names rank, storage and tensor.
     """
     blocks = tuple(_block_with_scales(block, layout.rank, tensors, chosen, quantised) for block in layout.blocks)
     return RankLayout(layout.rank, BlockStorages(blocks), BlockPieces(blocks))
@@ -84,7 +84,7 @@ def _block_with_scales(block: Block, rank: int, tensors: Mapping[str, tuple[int,
             if not chosen(piece.tensor):
                 raise LayoutError(f"rank {rank}: storage {piece.storage}", got=f"{piece.tensor} in it", expected="only tensors of blocks")
             pieces.append(_scales(piece, block.storages[piece.storage], tensors[front + piece.tensor], rank))
-    for name in [name for name in block.storages if name in held]:  # in an order that all ranks have
+    for name in [name for name in block.storages if name in held]:  # in an order that is the same on all ranks
         shape = storages[name].shape
         storages[name + SCALES] = Storage(scales_shape(shape), "float32")
         if quantised:
@@ -93,7 +93,7 @@ def _block_with_scales(block: Block, rank: int, tensors: Mapping[str, tuple[int,
 
 
 def _scales(piece: Piece, storage: Storage, tensor: tuple[int, ...], rank: int) -> Piece:
-    """Where the scales of a piece lie among those of its storage."""
+    """Return the piece that places the scales of `piece` in the scales of its storage."""
     steps = contiguous_strides(storage.shape)
     corner = [piece.offset // step % extent for step, extent in zip(steps, storage.shape, strict=True)]
     box = piece.box
@@ -117,25 +117,25 @@ def _scales(piece: Piece, storage: Storage, tensor: tuple[int, ...], rank: int) 
 
 @dataclass(frozen=True)
 class _Matrix:
-    """A row of csrc/scales.h, and what keeps its addresses valid."""
+    """A row of csrc/scales.h, and the arrays that keep its addresses valid."""
 
     row: tuple[int, int, int, int, int]
     held: tuple[Array, Array]
 
 
 class Scaler:
-    """Writes the scales of a source's storages.
+    """Computes the scales of a source's storages.
 
-    A block's scale is its largest magnitude, at least 1e-4, divided by 448, the largest float8 (as SGLang's
-    quantization/mxfp8_block_convert.py `bf16_to_block_fp8_128` has it); with `power_of_two` the next power of two, as scales of the
-    format UE8M0 are (quantization/fp8_utils.py `per_block_cast_to_fp8`).
+    A block's scale is its largest magnitude, at least 1e-4, divided by 448, the largest float8 (as in SGLang's
+    quantization/mxfp8_block_convert.py `bf16_to_block_fp8_128`). With `power_of_two` it is rounded up to a power of two, as in the format
+    UE8M0 (quantization/fp8_utils.py `per_block_cast_to_fp8`).
 
     Args:
-        layout: the source's, of `with_scales`.
-        arrays: its storages, those of scales among them, which are written; all in host memory or all on one GPU.
+        layout: the source's layout, from `with_scales`.
+        arrays: by storage name, the weights and their scales, which are written; all in host memory or all on one GPU.
 
     Raises:
-        LayoutError: an array is missing or is not what its storage says.
+        LayoutError: an array is missing, or does not match its storage.
     """
 
     def __init__(self, layout: RankLayout, arrays: Mapping[str, Array], *, power_of_two: bool = False) -> None:
@@ -149,7 +149,7 @@ class Scaler:
             raise LayoutError(f"rank {layout.rank}: arrays with scales", got="several devices", expected="one")
 
     def write(self, *, threads: int = 0, stream: int = 0) -> None:
-        """Write all scales; on a GPU, enqueue that on `stream`."""
+        """Write all scales; on a GPU, enqueue the computation on `stream`."""
         if self._device == "cpu":
             _C.scale_blocks(self._rows, self._power_of_two, threads)
         else:

@@ -1,4 +1,4 @@
-"""One GPU, as transports and exchanges need it; no array library takes part."""
+"""One GPU as used by transports and exchanges, without an array library."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from asyncmoe.reshard.memory import DeviceBuffer
 
 T = TypeVar("T")
 Relieve = Callable[[], None]
-"""What makes an array library of this process give back the memory of a device that it only keeps for later."""
+"""Makes an array library of this process free its cached device memory."""
 
 
 def nothing_to_give() -> None:
-    """For a process without such a library."""
+    """The `Relieve` of a process without such a library."""
 
 
 class Event(Protocol):
@@ -31,20 +31,20 @@ class Event(Protocol):
     def done(self) -> bool: ...
 
     def wait(self, timeout_s: float) -> bool:
-        """Whether the device came past it in time; the interpreter's lock is free meanwhile."""
+        """Return whether the device passed the event in time; waits without the GIL."""
 
     def hold(self, stream: int) -> None:
-        """What is enqueued on a stream from now on waits for it."""
+        """Make all work enqueued on a stream from now on wait for the event."""
 
 
 class Gpu:
     """A device by its CUDA number. Streams are cudaStream_t as integers; 0 is the default stream.
 
     Args:
-        relieve: tried once before memory is said to be short.
+        relieve: called once before an allocation fails for lack of memory.
 
     Raises:
-        UserError: this build has no CUDA kernels, or there is no such device.
+        UserError: this build has no CUDA kernels, or the device does not exist.
     """
 
     def __init__(self, index: int, relieve: Relieve = nothing_to_give) -> None:
@@ -60,12 +60,12 @@ class Gpu:
         return _C.DeviceEvent(self.index)
 
     def stream(self) -> _C.DeviceStream:
-        """A new stream that does not wait for the default one; it lives as long as this object."""
+        """Return a new stream that does not synchronise with the default stream; it lives as long as the returned object."""
         return _C.DeviceStream(self.index)
 
     @contextmanager
     def current(self) -> Iterator[None]:
-        """Makes this the calling thread's device for a while."""
+        """Make this GPU the calling thread's current device within the context."""
         before = _C.swap_device(self.index)
         try:
             yield
@@ -73,30 +73,30 @@ class Gpu:
             _C.restore_device(before)
 
     def allocate(self, nbytes: int) -> DeviceBuffer:
-        """Memory of its own, a multiple of 256 in address.
+        """Allocate device memory; its address is a multiple of 256.
 
         Raises:
-            OutOfDeviceMemory: the device has none left.
+            OutOfDeviceMemory: the device has too little memory left.
         """
         owner = with_room(self.index, "messages", nbytes, self._relieve, lambda: _C.DeviceMemory(self.index, nbytes))
         return DeviceBuffer(owner, owner.address, nbytes, self.device)
 
     def share(self, buffer: DeviceBuffer) -> bytes:
-        """A handle by which another process of this host finds what `allocate` returned here."""
+        """Return an IPC handle with which another process of this host opens a buffer from `allocate`."""
         return buffer.owner.handle()  # type: ignore[attr-defined,no-any-return]
 
     def open(self, handle: bytes, nbytes: int) -> DeviceBuffer:
-        """Memory another process shared. It must stay there until the last reference to this is gone."""
+        """Open memory shared by another process, which must keep it allocated until the last reference to the returned buffer is gone."""
         owner = _C.DeviceMemory.open(self.index, nbytes, handle)
         return DeviceBuffer(owner, owner.address, nbytes, self.device)
 
 
 class GpuCopies:
-    """Programs on one GPU, enqueued on one stream. Tables are uploaded here, so that a run is kernel launches alone.
+    """Copy programs on one GPU, enqueued on one stream. Their tables are uploaded here, so a run consists of kernel launches only.
 
     Raises:
         LayoutError: this build has no CUDA kernels.
-        OutOfDeviceMemory: the device has none left for the tables.
+        OutOfDeviceMemory: the device has too little memory left for the tables.
     """
 
     def __init__(self, device: str, stream: int, programs: Sequence[_C.Program], relieve: Relieve = nothing_to_give) -> None:
@@ -113,29 +113,29 @@ class GpuCopies:
         self._end = _C.DeviceEvent(index)
 
     def run(self, program: _C.Program, chunk: int, sources: np.ndarray, destinations: np.ndarray, seal: int) -> None:
-        """Enqueue a chunk of one of the programs; its digest, xor `seal`, is written behind the message or compared there."""
+        """Enqueue a chunk of one of the programs. Its digest, XORed with `seal`, is written after the message or compared with it."""
         self._programs[id(program)].run(chunk, sources, destinations, seal, self._stream)
 
     def finish(self, timeout_s: float) -> None:
-        """Wait for all that is enqueued.
+        """Wait for all enqueued copies.
 
         Raises:
-            WaitTimeout: it was not done in time.
+            WaitTimeout: they did not finish in time.
         """
         self._end.record(self._stream)
         if not self._end.wait(timeout_s):
             raise WaitTimeout(self.device, "the copies enqueued on its stream", timeout_s)
 
     def mismatch(self, program: _C.Program) -> int:
-        """The first chunk since the last call whose digest was not what lay behind its message, or -1. Call `finish` first."""
+        """Return the first chunk since the last call whose digest differed from its trailer, or -1. Call `finish` first."""
         return self._programs[id(program)].take_mismatch()
 
 
 def with_room(index: int, what: str, nbytes: int | None, relieve: Relieve, take: Callable[[], T]) -> T:
-    """What `take` allocates; when there is no memory left, once more after `relieve`.
+    """Return the result of the allocation `take`; if memory is short, retry once after `relieve`.
 
     Raises:
-        OutOfDeviceMemory: there was still none.
+        OutOfDeviceMemory: the retry failed, too.
     """
     try:
         return take()

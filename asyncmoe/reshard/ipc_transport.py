@@ -1,4 +1,4 @@
-"""Messages between GPU processes of one host, in the sender's device memory: the receiver unpacks them from where they were packed."""
+"""Messages between GPU processes of one host through CUDA IPC: the receiver unpacks them directly from the sender's device memory."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ from asyncmoe.reshard.shm_transport import ShmTransport, used_slots, wait_for
 from asyncmoe.reshard.transport import Lane, Link
 
 _HANDLE_BYTES = 64
-"""Of a cudaIpcMemHandle_t (CUDA runtime API)."""
+"""Size of a cudaIpcMemHandle_t (CUDA runtime API)."""
 _ALIGNMENT = 256
 _CLOSING_S = 10.0
 
 
 class IpcTransport:
-    """CUDA IPC. Slots lie in the sender's device memory; a ring of shared memory (`ShmTransport`'s) tells which are filled and free.
+    """CUDA IPC. Slots lie in the sender's device memory; a shared-memory ring (of `ShmTransport`) records which slots are filled or free.
 
-    Kernels wait for nothing: a slot changes hands when its kernel is done, which the host sees. A peer that dies is noticed as
-    `ShmTransport` notices it. The devices of two ranks may be one, or must reach each other (`cudaDeviceCanAccessPeer`); ranks
-    are processes, as CUDA opens no handle in the process that made it.
+    Kernels never wait: a slot is handed over when the host sees that its kernel is done. A dead peer is detected as in `ShmTransport`.
+    Two ranks may share a device; otherwise their devices must have peer access (`cudaDeviceCanAccessPeer`). Each rank must be a process of
+    its own, as CUDA cannot open a handle in the process that created it.
 
     Args:
         rank, session: as for `ShmTransport`.
         device: number of this process's GPU.
-        stream: that of the `Exchanger`, a cudaStream_t as an integer.
+        stream: the `Exchanger`'s stream, a cudaStream_t as an integer.
 
     Raises:
-        LayoutError: a session name that cannot be one.
-        UserError: no such GPU.
+        LayoutError: an invalid session name.
+        UserError: the GPU does not exist.
     """
 
     def __init__(self, rank: int, session: str, device: int, *, stream: int = 0, gpu: Gpu | None = None) -> None:
@@ -44,17 +44,17 @@ class IpcTransport:
         self._gpu = gpu or Gpu(device)
 
     def connect(self, outgoing: Sequence[Lane], incoming: Sequence[Lane], slots: int, timeout_s: float) -> Link:
-        """As `SharedTransport.connect`; device memory for all outgoing slots is taken here.
+        """As `SharedTransport.connect`; allocates device memory for all outgoing slots.
 
         Raises:
-            WaitTimeout: a sender that was not there in time.
-            TransferError: as `ShmTransport.connect`; or the GPU has no memory left.
+            WaitTimeout: a sender did not connect in time.
+            TransferError: as `ShmTransport.connect`; or the GPU has too little memory left.
         """
         memory = [self._allocate(lane, slots) for lane in outgoing]
         handles = [self._gpu.share(buffer) for buffer in memory]
         created, attached = self._control.rings(_control(outgoing, slots), _control(incoming, slots), slots, timeout_s)
         for ring, handle in zip(created, handles, strict=True):
-            ring.slot(0)[:] = np.frombuffer(handle, np.uint8)  # read with the first message, which is announced later
+            ring.slot(0)[:] = np.frombuffer(handle, np.uint8)  # the receiver reads it when the first message is announced
         out = [_Sending(self.rank, lane, slots, ring, buffer) for lane, ring, buffer in zip(outgoing, created, memory, strict=True)]
         into = [_Receiving(self.rank, lane, slots, ring, self._gpu) for lane, ring in zip(incoming, attached, strict=True)]
         return _IpcLink(self._gpu, self._stream, out, into)
@@ -67,7 +67,7 @@ class IpcTransport:
 
 
 class _Half:
-    """One lane: its ring, and where its slots lie."""
+    """This rank's end of a lane: its ring and the memory of its slots."""
 
     def __init__(self, source: int, destination: int, lane: Lane, slots: int, ring: _C.ShmRing) -> None:
         self.source, self.destination, self.lane, self.ring = source, destination, lane, ring
@@ -92,7 +92,7 @@ class _Sending(_Half):
         self.memory = memory
 
     def close(self, deadline: float) -> None:
-        """Free the slots when the receiver has let go of them; one that does not in time keeps them until this process ends."""
+        """Free the slots once the receiver has released them; if it does not in time, keep them until this process ends."""
         while self.count and self.ring.wait(0.05, self.slots + 1) != 2:
             if time.monotonic() > deadline:
                 _kept.append(self.memory)
@@ -101,7 +101,7 @@ class _Sending(_Half):
 
 
 _kept: list[DeviceBuffer | None] = []
-"""Memory a peer may still read: freeing it under an open handle is undefined (CUDA runtime API, cudaIpcOpenMemHandle)."""
+"""Memory a peer may still read: freeing it while a handle is open is undefined behaviour (CUDA runtime API, cudaIpcOpenMemHandle)."""
 
 
 class _Receiving(_Half):
@@ -120,7 +120,7 @@ class _Receiving(_Half):
 
 
 class _IpcLink:
-    """See `asyncmoe.reshard.transport.Link`. Hand-overs wait in a queue until the kernels before them are done."""
+    """See `asyncmoe.reshard.transport.Link`. Slots wait in a queue to be handed over until the kernels before them are done."""
 
     def __init__(self, gpu: Gpu, stream: int, out: list[_Sending], into: list[_Receiving]) -> None:
         self.device = gpu.device
@@ -156,8 +156,8 @@ class _IpcLink:
         deadline = time.monotonic() + _CLOSING_S
         while self._pending:
             self._pending.popleft()[0].wait(max(0.0, deadline - time.monotonic()))
-        # First the memory, then its ring, which tells the sender as soon as nothing refers to it any more: not even a variable of this
-        # function, since senders wait for that below, and each may be the receiver of another.
+        # Free the memory before its ring: once nothing references the ring, its sender knows that the memory is released. No variable of
+        # this function may keep a reference, since senders wait for that below, and each may also be the receiver of another.
         while self._into:
             self._into.pop().memory = None
         for half in self._out:
@@ -171,14 +171,14 @@ class _IpcLink:
         self._pending.append((event, half))
 
     def _wait(self, half: _Half, what: str, timeout_s: float) -> None:
-        """Until a slot of a lane is this rank's. All that peers may be waiting for is handed over before this rank waits for them."""
+        """Wait until a slot of a lane belongs to this rank. Hand over everything peers may be waiting for before waiting for them."""
         self._settle(lambda event: event.done())
         if not half.ready(1 + sum(owner is half for _, owner in self._pending)):
             self._settle(self._until(timeout_s))
             half.wait(what, timeout_s)
 
     def _settle(self, done: Callable[[Event], bool]) -> None:
-        """Hand over, in order, as long as kernels are done."""
+        """Hand over slots in order, until one whose kernel is not done."""
         while self._pending and done(self._pending[0][0]):
             event, half = self._pending.popleft()
             self._events.append(event)
@@ -194,7 +194,7 @@ class _IpcLink:
 
 
 def _control(lanes: Sequence[Lane], slots: int) -> list[Lane]:
-    """The rings that tell of slots: as many of them, each as large as a handle."""
+    """Return the lanes of the control rings: as many slots each, the size of an IPC handle."""
     return [Lane(lane.peer, (_HANDLE_BYTES,) * used_slots(lane, slots), _HANDLE_BYTES) for lane in lanes]
 
 

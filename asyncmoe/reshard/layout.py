@@ -1,8 +1,8 @@
-"""Layouts: which box of which tensor lies where in whose memory.
+"""Layouts: the location of every box of every tensor in the ranks' memory.
 
 A *canonical tensor* is a weight in its plain mathematical form (the query projection of layer 3, the gate of expert 17). A rank
-holds *storages*, contiguous arrays; a *piece* says that a box of a canonical tensor lies at an offset of a storage with given
-strides. Fused, interleaved, sharded, replicated and padded storage are all just several pieces.
+holds *storages*, which are contiguous arrays. A *piece* places a box of a canonical tensor at an offset of a storage with given
+strides. Fused, interleaved, sharded, replicated and padded storages are all described by several pieces.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from typing import overload
 from asyncmoe.errors import LayoutError
 
 MAX_DIMS = 4
-"""Dimensions a tensor or a storage may have."""
+"""Maximum number of dimensions of a tensor or a storage."""
 
 PADDING = "<padding>"
-"""Reserved tensor name of a piece that belongs to no tensor: a destination's is filled with zeros, a source's is never read."""
+"""Reserved tensor name of a piece that belongs to no tensor: padding is filled with zeros in a destination and never read in a source."""
 
 ITEM_BYTES = {
     "float64": 8,
@@ -35,7 +35,7 @@ ITEM_BYTES = {
     "uint8": 1,
     "bool": 1,
 }
-"""Known dtypes, as torch prints them without the prefix, and their size."""
+"""Known dtypes, as printed by torch without the prefix, and their size in bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class Box:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Element i of `box` of `tensor` is element `offset + sum(i[k] * strides[k])` of `storage`. Never negative."""
+    """Element i of `box` of `tensor` is element `offset + sum(i[k] * strides[k])` of `storage`. Offset and strides are never negative."""
 
     tensor: str
     box: Box
@@ -86,8 +86,8 @@ class Storage:
 class RankLayout:
     """The storages of one rank and the pieces in them.
 
-    As a source, a storage may hold more than its pieces say. As a destination, the pieces of a storage must hold each of its
-    elements exactly once (`PADDING` pieces included).
+    In a source, a storage may hold elements that no piece describes. In a destination, the pieces of a storage (including `PADDING`) must
+    hold each of its elements exactly once.
     """
 
     rank: int
@@ -96,20 +96,20 @@ class RankLayout:
 
     @property
     def blocks(self) -> tuple[Block, ...]:
-        """The same as blocks, in the order of the storages."""
+        """The layout as blocks, in the order of the storages."""
         if isinstance(self.storages, BlockStorages) and isinstance(self.pieces, BlockPieces) and self.storages.blocks is self.pieces.blocks:
             return self.pieces.blocks
         return (Block(self.storages, tuple(self.pieces)),)
 
     def at(self, rank: int) -> RankLayout:
-        """The same layout in the memory of another rank. Planning reads layouts made this way only once."""
+        """Return the same layout for another rank. Planning processes all layouts derived this way only once."""
         return replace(self, rank=rank)
 
     def only(self, storages: Iterable[str]) -> RankLayout:
-        """The part of the layout in the named storages.
+        """Return the part of the layout in the named storages.
 
         Raises:
-            LayoutError: a name that is not one of `storages`.
+            LayoutError: the rank has no storage of that name.
         """
         kept = {}
         for name in storages:
@@ -121,12 +121,12 @@ class RankLayout:
 
 @dataclass(frozen=True, eq=False)
 class Block:
-    """Storages and pieces that occur once under each pair of prefixes, as the layers of a model do.
+    """Storages and pieces that occur once under each pair of prefixes, like the layers of a model.
 
     Attributes:
         storages: by name, without the prefix.
-        pieces: naming tensors and storages without their prefixes; `PADDING` takes none.
-        prefixes: (of tensors, of storages).
+        pieces: with the names of tensors and storages without their prefixes; `PADDING` gets no prefix.
+        prefixes: pairs (prefix of tensors, prefix of storages).
     """
 
     storages: Mapping[str, Storage]
@@ -135,7 +135,7 @@ class Block:
 
 
 class BlockStorages(Mapping[str, Storage]):
-    """The storages of blocks under their full names. They are spelled out when first asked for."""
+    """The storages of blocks under their full names, which are built on first access."""
 
     def __init__(self, blocks: tuple[Block, ...]) -> None:
         self.blocks = blocks
@@ -155,7 +155,7 @@ class BlockStorages(Mapping[str, Storage]):
 
 
 class BlockPieces(Sequence[Piece]):
-    """The pieces of blocks under their full names. They are spelled out when first asked for."""
+    """The pieces of blocks under their full names, which are built on first access."""
 
     def __init__(self, blocks: tuple[Block, ...]) -> None:
         self.blocks = blocks
@@ -187,22 +187,22 @@ def _renamed(piece: Piece, tensor: str, storage: str) -> Piece:
 
 
 def whole(shape: Sequence[int]) -> Box:
-    """The box of a whole tensor."""
+    """Return the box of a whole tensor."""
     return Box((0,) * len(shape), tuple(shape))
 
 
 def rows(shape: Sequence[int], start: int, count: int) -> Box:
-    """`count` rows (entries of the first dimension) of a tensor."""
+    """Return the box of `count` rows (entries of the first dimension) of a tensor."""
     return Box((start, *(0 for _ in shape[1:])), (count, *shape[1:]))
 
 
 def columns(shape: Sequence[int], start: int, count: int) -> Box:
-    """`count` columns (entries of the last dimension) of a tensor."""
+    """Return the box of `count` columns (entries of the last dimension) of a tensor."""
     return Box((*(0 for _ in shape[:-1]), start), (*shape[:-1], count))
 
 
 def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
-    """Row-major strides, in elements."""
+    """Return row-major strides in elements."""
     strides, step = [], 1
     for extent in reversed(shape):
         strides.append(step)
@@ -212,7 +212,7 @@ def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
 
 @dataclass(slots=True)
 class LayoutBuilder:
-    """Collects the storages and pieces of one rank. Every storage has the same dtype unless a call names another."""
+    """Collects the storages and pieces of one rank. A storage has the builder's dtype unless a call names another."""
 
     rank: int
     dtype: str
@@ -223,10 +223,10 @@ class LayoutBuilder:
     def place(self, storage: str, shape: Sequence[int], parts: Iterable[tuple[str, Box, Sequence[int]]], dtype: str | None = None) -> None:
         """Add a storage of `shape`; each part (tensor, box, corner) puts a box with its first element at `corner`.
 
-        The last dimensions of the box run along the last dimensions of the storage.
+        The dimensions of the box are aligned with the last dimensions of the storage.
 
         Raises:
-            LayoutError: the storage is there already, or a box does not fit at its corner.
+            LayoutError: the storage exists already, or a box does not fit at its corner.
         """
         if storage in self._storages:
             raise LayoutError(f"rank {self.rank}: storage {storage}", got="placed twice", expected="placed once")
@@ -242,7 +242,7 @@ class LayoutBuilder:
             self._pieces.append(Piece(tensor, box, storage, offset, steps[first:]))
 
     def stack(self, storage: str, parts: Sequence[tuple[str, Box]], dtype: str | None = None) -> None:
-        """Add a storage that holds the boxes one under the other, along the first dimension."""
+        """Add a storage that holds the boxes stacked along the first dimension."""
         placed, row = [], 0
         rest = parts[0][1].extent[1:]
         for tensor, box in parts:
@@ -251,10 +251,10 @@ class LayoutBuilder:
         self.place(storage, (row, *rest), placed, dtype)
 
     def repeat(self, part: RankLayout, prefixes: Sequence[tuple[str, str]]) -> None:
-        """Add what `part` holds once under each pair of prefixes (of its tensors, of its storages).
+        """Add the storages and pieces of `part` once under each pair of prefixes (of tensors, of storages).
 
         Raises:
-            LayoutError: the prefixes of two storages are the same.
+            LayoutError: two storage prefixes are equal.
         """
         fronts = [storage for _, storage in prefixes]
         if len(set(fronts)) < len(fronts):

@@ -1,4 +1,4 @@
-"""What the sources hold meets what the destinations want: who sends which elements to whom. The work is done in csrc/plan.h."""
+"""Match sources with destinations: which rank sends which elements to which. The work is done in csrc/plan.h."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from asyncmoe.reshard.layout import MAX_DIMS, Box
 from asyncmoe.reshard.table import DTYPE, DTYPE_BYTES, DTYPES, EXTENT, START, TENSOR, Side, Tensors
 
 RULES = "asyncmoe.reshard 4"
-"""Part of every digest; another name for every way to share and to cut."""
+"""Part of every digest; change it whenever the rules of sharing or cutting change."""
 
 
 _CASTS = [
@@ -23,14 +23,14 @@ _CASTS = [
     (DTYPES.index("float32"), DTYPES.index("float8_e4m3fn"), 2),
     (DTYPES.index("bfloat16"), DTYPES.index("float8_e4m3fn"), 3),
 ]
-"""The dtypes that may become another on the way, and by which cast of csrc/cast.h."""
+"""The allowed conversions: (source dtype, destination dtype, cast of csrc/cast.h)."""
 
 
 class Sources:
-    """What the sources hold, cut into disjoint cells.
+    """The elements held by the sources, cut into disjoint cells.
 
     Raises:
-        LayoutError: two elements in one place of a storage, or boxes of one tensor that overlap in more ways than can be sorted out.
+        LayoutError: two elements in one place of a storage, or boxes of one tensor whose overlaps cut it into too many cells.
     """
 
     def __init__(self, tensors: Tensors, side: Side) -> None:
@@ -44,15 +44,15 @@ class Sources:
 
 
 class Match:
-    """Sources and destinations, matched: every wanted element has the one source rank that sends it.
+    """Sources and destinations, matched: every element of a destination has exactly one source rank that sends it.
 
     Args:
         covered: whether the pieces of a destination must hold each element of its storages exactly once.
-        in_place: ranks that are on both sides have the same storages there; what lies where it is wanted, and padding, is left alone.
+        in_place: ranks on both sides have the same storages there; elements already in place, and padding, are left unchanged.
 
     Raises:
-        LayoutError: destination pieces that overlap in their storage or leave holes, an element that no source has, or a tensor
-            with other dtypes in source and destination than may become one another; naming rank, tensor and box.
+        LayoutError: destination pieces that overlap in their storage or leave holes, an element that no source holds, or a tensor whose
+            source dtype cannot be converted to its destination dtype; names rank, tensor and box.
     """
 
     def __init__(self, sources: Sources, side: Side, *, covered: bool = True, in_place: bool = False) -> None:
@@ -71,7 +71,7 @@ class Match:
 
     @cached_property
     def digest(self) -> str:
-        """SHA-256 of what all the copies follow from: the tensors, the layouts of all ranks, and `RULES`."""
+        """SHA-256 of everything that determines the copies: the tensors, the layouts of all ranks, and `RULES`."""
         tensors = self.sources.tensors
         state = hashlib.sha256(repr((RULES, self._in_place)).encode())
         state.update("\0".join(tensors.names).encode())
@@ -81,16 +81,16 @@ class Match:
         return state.hexdigest()
 
     def part(self, ranks: Iterable[int]) -> tuple[np.ndarray, list[tuple[int, int, int, int, int]]]:
-        """The copies of which one of `ranks` is source or destination.
+        """Return the copies with one of `ranks` as source or destination.
 
         Returns:
-            int64[n, columns of csrc/plan.h], and (source, destination, bytes on the wire, number after the last copy, check)
-            for each pair of ranks, in their order.
+            int64[n, columns of csrc/plan.h], and for each pair of ranks, in order: (source, destination, bytes on the wire, index after the
+            pair's last copy, check).
         """
         return self._matching.part(np.array(sorted(set(ranks)), np.int64))
 
     def traffic(self) -> np.ndarray:
-        """int64[n, 3]: source, destination, bytes, for every pair of different ranks that exchange something."""
+        """Return int64[n, 3]: source, destination and bytes of every pair of different ranks that exchange anything."""
         found = self._matching.traffic()
         pairs, place = np.unique(found[:, :2], axis=0, return_inverse=True)
         nbytes = np.zeros(len(pairs), np.int64)

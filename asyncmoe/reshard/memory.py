@@ -1,4 +1,4 @@
-"""Addresses of arrays of any library: NumPy, anything with the buffer protocol, anything with DLPack (torch, JAX, CuPy)."""
+"""Memory addresses of arrays from any library: NumPy, the buffer protocol, or DLPack (torch, JAX, CuPy)."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from asyncmoe.errors import LayoutError
 from asyncmoe.reshard.layout import ITEM_BYTES, Storage
 
 Array = Any
-"""A NumPy array, an object with the buffer protocol, or one with `__dlpack__`; row-major."""
+"""A NumPy array, or an object with the buffer protocol or `__dlpack__`; row-major."""
 
 _KINDS = {0: "int", 1: "uint", 2: "float", 4: "bfloat", 6: "bool"}
 """DLPack's type codes (dlpack.h, DLDataTypeCode)."""
 _FLOAT8 = {10: "float8_e4m3fn", 12: "float8_e5m2"}
-"""Of those that are one dtype each."""
+"""DLPack's type codes of float8, each of which is one dtype."""
 _DEVICES = {1: "cpu", 2: "cuda", 3: "cpu", 13: "cuda"}
-"""DLPack's device types (dlpack.h, DLDeviceType); pinned memory is as good as any other of the host, managed as any of a GPU."""
+"""DLPack's device types (dlpack.h, DLDeviceType); pinned memory counts as host memory, managed memory as a GPU's."""
 
 _SOMEWHERE = "memory of the CPU or of a CUDA device"
 
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Where a row-major array lies. It lives only as long as the array it was taken from."""
+    """The memory of a row-major array, valid only as long as the array exists."""
 
     address: int
     nbytes: int
@@ -39,7 +39,7 @@ class Memory:
 
 @dataclass(frozen=True, slots=True)
 class DeviceBuffer:
-    """Bytes, mostly on a GPU, that belong to no array library: part of what `owner` keeps alive."""
+    """Bytes, usually on a GPU, outside any array library: a part of the memory that `owner` keeps alive."""
 
     owner: object
     address: int
@@ -52,16 +52,16 @@ class DeviceBuffer:
 
 
 def memory_of(array: Array, what: str, *, write: bool = False) -> Memory:
-    """The memory of an array.
+    """Return the memory of an array.
 
     Args:
-        array: see `Array`. Gradients are not tracked: a torch parameter is taken as its detached data. It may be on any device,
-            whichever is the calling thread's current one.
+        array: see `Array`. Gradients are not tracked: a torch parameter is treated as its detached data. Its device need not be the
+            calling thread's current one.
         what: name of the array in errors.
-        write: whether it will be written.
+        write: whether the array will be written.
 
     Raises:
-        LayoutError: not an array, not row-major, read-only though written, or on a device that is neither CPU nor CUDA.
+        LayoutError: not an array, not row-major, read-only although `write`, or on a device that is neither CPU nor CUDA.
     """
     if isinstance(array, DeviceBuffer):
         return Memory(array.address, array.nbytes, "uint8", array.device)
@@ -81,10 +81,10 @@ def memory_of(array: Array, what: str, *, write: bool = False) -> Memory:
 
 
 def storage_memory(array: Array, storage: Storage, what: str, *, write: bool = False) -> Memory:
-    """The memory of an array that is to hold `storage`. Bytes, and unsigned integers of the same width, are taken as raw bits.
+    """Return the memory of an array for `storage`. Arrays of uint8, or of unsigned integers of the element size, are taken as raw bits.
 
     Raises:
-        LayoutError: as `memory_of`; or another dtype or number of bytes than the storage's.
+        LayoutError: as `memory_of`; or the array's dtype or number of bytes does not match the storage.
     """
     memory = memory_of(array, what, write=write)
     raw = f"uint{8 * ITEM_BYTES[storage.dtype]}"
@@ -96,10 +96,10 @@ def storage_memory(array: Array, storage: Storage, what: str, *, write: bool = F
 
 
 def digest(array: Array, *, threads: int = 0) -> int:
-    """64-bit digest of an array's bytes in host memory; the algorithm is defined in `csrc/digest.h`.
+    """Return the 64-bit digest of an array's bytes in host memory; the algorithm is defined in `csrc/digest.h`.
 
     Raises:
-        LayoutError: as `memory_of`, or an array that is not in host memory.
+        LayoutError: as `memory_of`; or the array is not in host memory.
     """
     memory = memory_of(array, "array to digest")
     if memory.device != "cpu":
@@ -122,7 +122,7 @@ def _numpy_memory(array: Array, what: str, write: bool) -> Memory:
 
 
 def _torch_memory(array: Array, what: str) -> Memory:
-    """Without DLPack, by which torch exports only what is on the thread's current device (torch/_tensor.py, `Tensor.__dlpack__`)."""
+    """Avoid DLPack, through which torch exports only tensors on the thread's current device (torch/_tensor.py, `Tensor.__dlpack__`)."""
     if str(array.layout) != "torch.strided" or array.is_conj() or array.is_neg():
         raise LayoutError(what, got=f"{array.layout}, or values to be conjugated or negated", expected="an array as DLPack has them")
     if not array.is_contiguous():
@@ -131,7 +131,7 @@ def _torch_memory(array: Array, what: str) -> Memory:
         raise LayoutError(what, got=f"device {array.device}", expected=_SOMEWHERE)
     try:
         address = int(array.data_ptr())
-    except RuntimeError as error:  # of tensors without memory: functional, fake
+    except RuntimeError as error:  # functional and fake tensors have no memory
         raise LayoutError(what, got=str(error), expected="an array that has memory") from error
     return Memory(address, array.numel() * array.element_size(), str(array.dtype).removeprefix("torch."), str(array.device))
 
@@ -153,6 +153,6 @@ def _capsule(array: Array, what: str) -> object:
             return detached.__dlpack__()
         there: AbstractContextManager[None] = _current(int(index)) if _C.CUDA else nullcontext()
         with there:
-            return detached.__dlpack__(stream=-1)  # only the address is wanted: nobody has to wait for anybody
+            return detached.__dlpack__(stream=-1)  # -1: no synchronisation, as only the address is used
     except (BufferError, RuntimeError, TypeError, ValueError) as error:
         raise LayoutError(what, got=str(error), expected="an array that DLPack can export") from error

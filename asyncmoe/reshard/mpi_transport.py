@@ -17,21 +17,21 @@ _TAG = 0x4D6F
 
 
 class MpiTransport:
-    """Point-to-point messages in a duplicate of a communicator, so that they cannot be mixed up with others of the program.
+    """Point-to-point messages in a duplicate of a communicator, so that they cannot be mixed up with the program's other messages.
 
-    Making one is collective over the communicator.
+    The constructor is collective over the communicator.
 
     Args:
         communicator: None: MPI.COMM_WORLD.
 
     Raises:
-        ConfigError: mpi4py is not installed, or MPI was started for one thread only.
+        ConfigError: mpi4py is not installed, or MPI was initialised for one thread only.
     """
 
     def __init__(self, communicator: MPI.Comm | None = None) -> None:
         try:
             from mpi4py import MPI
-        except (ImportError, RuntimeError) as error:  # the latter: mpi4py without an MPI library
+        except (ImportError, RuntimeError) as error:  # RuntimeError: mpi4py without an MPI library
             raise ConfigError("MPI", got=str(error), expected="mpi4py and an MPI library", cure="pip install mpi4py") from error
         if MPI.Query_thread() < MPI.THREAD_SERIALIZED:
             raise ConfigError("MPI", got="a library started for one thread", expected="MPI_THREAD_SERIALIZED or more")
@@ -46,7 +46,7 @@ class MpiTransport:
         """As `asyncmoe.reshard.transport.Transport`.
 
         Raises:
-            WaitTimeout: a message did not arrive, or was not taken, in time. The communicator cannot be used afterwards.
+            WaitTimeout: a message did not arrive, or was not received by its peer, in time. The communicator cannot be used afterwards.
         """
         requests = [self._communicator.Irecv([buffer, self._mpi.BYTE], rank, _TAG) for rank, buffer in receives]
         requests += [self._communicator.Isend([buffer, self._mpi.BYTE], rank, _TAG) for rank, buffer in sends]
@@ -57,5 +57,5 @@ class MpiTransport:
             if waited > timeout_s:
                 late = next(i for i, request in enumerate(requests) if not request.Test())
                 raise WaitTimeout(f"rank {whom[late][0]}", whom[late][1], waited)
-            time.sleep(pause)  # MPI's own wait would neither end in time nor leave the core to other processes
+            time.sleep(pause)  # MPI's own wait has no timeout and would occupy the core
             pause = min(0.001, pause + 0.00002)

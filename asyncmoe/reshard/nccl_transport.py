@@ -1,4 +1,4 @@
-"""Messages between GPUs over NCCL communicators and streams of their own; needs NVIDIA's NCCL at run time, and no torch."""
+"""Messages between GPUs over NCCL, with separate communicators and streams; needs NVIDIA's NCCL at run time, but not torch."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SONAME = "libnccl.so.2"
 _SUCCESS, _IN_PROGRESS = 0, 7
 """Results of `NcclCommunicator.state` (ncclResult_t)."""
 _LOOK_S = 0.25
-"""Between two looks at NCCL's own errors, and two calls of a `Watch`."""
+"""Seconds between two checks for NCCL's asynchronous errors, and between two calls of a `Watch`."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Origin:
     """The NCCL that this process uses.
 
     Attributes:
-        version: NCCL_VERSION_CODE, 22803 for 2.28.3.
+        version: NCCL_VERSION_CODE, such as 22803 for 2.28.3.
         path: the file it was loaded from.
     """
 
@@ -44,21 +44,21 @@ class Origin:
 
     @property
     def words(self) -> str:
-        """The version as people write it."""
+        """The version as "2.28.3"."""
         return f"{self.version // 10000}.{self.version // 100 % 100}.{self.version % 100}"
 
 
 def origin(library: str | None = None) -> Origin:
-    """What communicators of this process are made with.
+    """Return the NCCL that this process's communicators use.
 
     Raises:
-        UserError: there is no usable NCCL.
+        UserError: no usable NCCL was found.
     """
     return Origin(*_opened(library, _C.nccl_origin))
 
 
 def find_nccl() -> str:
-    """Where pip put NCCL, else its name for the system's loader, which also finds one that torch has loaded."""
+    """Return the path of NCCL as installed by pip, else its name for the system's loader, which also finds a copy loaded by torch."""
     package = importlib.util.find_spec("nvidia.nccl") if importlib.util.find_spec("nvidia") else None
     folders = list(package.submodule_search_locations or []) if package else []
     found = [str(path) for folder in folders if (path := Path(folder, "lib", SONAME)).exists()]
@@ -66,32 +66,33 @@ def find_nccl() -> str:
 
 
 def make_unique_id(library: str | None = None) -> bytes:
-    """128 bytes that one rank makes and every rank of a communicator is given.
+    """Return a new NCCL unique ID (128 bytes), which one rank creates and passes to all ranks of a communicator.
 
     Raises:
-        UserError: there is no usable NCCL.
+        UserError: no usable NCCL was found.
     """
     return _opened(library, _C.nccl_unique_id)
 
 
 class Communicator:
-    """One communicator: its ranks, numbered from 0, on a stream of its own. It has at most one group of messages under way.
+    """An NCCL communicator with its own stream; ranks are numbered from 0. At most one group of messages is under way.
 
-    Making one begins to meet the others; `joined` tells when they are there. Any thread may `abort` it.
+    The constructor starts to join; `idle` returns true once all ranks have joined. Any thread may call `abort`.
 
     Args:
-        rank, world: this process's number, and how many there are. NCCL refuses two of them on one GPU.
-        unique_id: from `make_unique_id`, the same for all ranks.
-        max_ctas: multiprocessors that a transfer takes at most; 0: up to 32 of them, by NCCL's own choice. The same on all ranks.
+        rank, world: this process's rank, and the number of ranks. NCCL refuses two ranks on one GPU.
+        unique_id: from `make_unique_id`, the same on all ranks.
+        max_ctas: maximum number of multiprocessors a transfer uses; 0: NCCL's choice, up to 32. The same on all ranks.
         library: path of libnccl; None: `find_nccl()`.
 
     Attributes:
-        ended: it cannot be used any more.
-        runs: of exchangers that are closed, how many went well here; on ranks whose numbers differ, messages may lie in it untaken.
+        ended: the communicator cannot be used any more.
+        runs: number of successful runs of closed exchangers on this rank; if it differs between ranks, the communicator may contain
+            messages that were sent but not received.
 
     Raises:
-        UserError: there is no usable NCCL.
-        RuntimeError: NCCL failed; so does all else here.
+        UserError: no usable NCCL was found.
+        RuntimeError: NCCL failed; all methods raise it, too.
     """
 
     def __init__(self, gpu: Gpu, rank: int, world: int, unique_id: bytes, *, max_ctas: int = 0, library: str | None = None) -> None:
@@ -103,36 +104,36 @@ class Communicator:
             self._handle = _C.NcclCommunicator(library or find_nccl(), rank, world, unique_id, max_ctas)
 
     def idle(self, timeout_s: float) -> bool:
-        """Whether NCCL has done, in time, what it does on the host."""
+        """Return whether NCCL finished its work on the host (joining, enqueueing) in time."""
         state = self._handle.wait(timeout_s)
         if state not in (_SUCCESS, _IN_PROGRESS):
             raise RuntimeError(f"NCCL: {self._handle.describe(state)}")
         return state == _SUCCESS
 
     def post(self, sends: Sequence[tuple[int, DeviceBuffer]], receives: Sequence[tuple[int, DeviceBuffer]], behind: Event) -> None:
-        """Enqueue messages as one group, behind an event."""
+        """Enqueue messages as one group, after an event."""
         behind.hold(self._wire.handle)
         self._handle.exchange(_messages(sends), _messages(receives), self._wire.handle)
 
     def enqueued(self, timeout_s: float) -> bool:
-        """Whether what was posted is on the stream in time."""
+        """Return whether the posted messages were enqueued on the stream in time."""
         if not self.idle(timeout_s):
             return False
         self._after.record(self._wire.handle)
         return True
 
     def passed(self, timeout_s: float) -> bool:
-        """Whether what was enqueued is done in time."""
+        """Return whether the enqueued messages finished in time."""
         arrived = self._after.wait(timeout_s)
         return self.idle(0.0) and arrived  # NCCL may have noticed that a peer is gone
 
     def abort(self) -> None:
-        """End it at once, with what is under way; waits for no peer."""
+        """End the communicator and any messages under way at once, without waiting for a peer."""
         self.ended = True
         self._handle.abort()
 
     def close(self) -> None:
-        """End it when nothing is under way."""
+        """End the communicator. No messages may be under way."""
         if not self.ended:
             self.ended = True
             with self._gpu.current():
@@ -141,10 +142,10 @@ class Communicator:
 
 @dataclass(frozen=True, eq=False)
 class Route:
-    """Peers that are reached over one communicator.
+    """A communicator and the peers it reaches.
 
     Attributes:
-        numbers: rank of a transport -> rank in the communicator.
+        numbers: rank in the transport -> rank in the communicator.
     """
 
     communicator: Communicator
@@ -152,17 +153,17 @@ class Route:
 
 
 class RoutedTransport:
-    """See `asyncmoe.reshard.Transport`. An exchange is one group of sends and receives on each communicator that has any.
+    """See `asyncmoe.reshard.Transport`. An exchange is one group of sends and receives on each communicator that has messages.
 
-    It is ordered behind what was enqueued on `stream` when it begins, and the calling thread waits, without the interpreter's lock,
-    until it is over, so that a peer that is gone ends it. Every communicator has a stream of its own, and nothing is enqueued behind
-    messages that are under way: so kernels of one never wait for those of another, in whatever order ranks come to them, as long as
-    all of them have room on the device together (`Communicator`'s `max_ctas`). After an error all its communicators are aborted.
+    An exchange is ordered after the work already enqueued on `stream`. The calling thread waits for it without the GIL, so that a dead
+    peer ends it. Every communicator has its own stream, and nothing is enqueued behind messages under way, so kernels of one communicator
+    never wait for another communicator's, in any order of launches on the ranks, as long as all kernels fit on the device together
+    (`Communicator`'s `max_ctas`). After an error all communicators are aborted.
 
     Args:
-        rank: this process's.
-        stream: that of the `Exchanger`, a cudaStream_t as an integer.
-        routes: every peer is in one of them. The communicators are the caller's: `end` leaves those that are idle to it.
+        rank: this process's rank.
+        stream: the `Exchanger`'s stream, a cudaStream_t as an integer.
+        routes: every peer must be in one of them. The caller owns the communicators: `end` does not close idle ones.
     """
 
     waits = True
@@ -177,11 +178,11 @@ class RoutedTransport:
         return self._gpu.allocate(nbytes)
 
     def join(self, timeout_s: float, watch: Watch = nothing_to_watch) -> None:
-        """Return when the ranks of all communicators have met.
+        """Wait until the ranks of all communicators have joined.
 
         Raises:
             TransferError: NCCL failed.
-            WaitTimeout: not all ranks were there in time.
+            WaitTimeout: not all ranks joined in time.
         """
         until = time.monotonic() + timeout_s
         for route in self._routes:
@@ -192,8 +193,8 @@ class RoutedTransport:
         """As `Transport.exchange`.
 
         Raises:
-            TransferError: NCCL failed, or noticed that a peer is gone; names this process's device.
-            WaitTimeout: a peer made no progress in time; names all peers of this exchange over that communicator.
+            TransferError: NCCL failed, or detected that a peer is gone; names this process's device.
+            WaitTimeout: a peer made no progress in time; names all peers of this exchange on that communicator.
         """
         if self.ended:
             raise InvariantBroken(f"rank {self.rank}: an NCCL communicator that had ended was used; make a new one")
@@ -214,7 +215,7 @@ class RoutedTransport:
                 self._wait(link.passed, peers, "its messages", until)
 
     def end(self, idle: bool, runs: int = 0) -> None:
-        """Called by `Exchanger.close`, after so many runs. Unless idle, what is under way ends, and all communicators with it."""
+        """Called by `Exchanger.close` with the number of successful runs. Unless idle, abort all communicators and their messages."""
         if not idle:
             self._abort()
         if not self.ended:
@@ -254,18 +255,18 @@ class RoutedTransport:
 
 
 class NcclTransport(RoutedTransport):
-    """A transport with one communicator of all ranks, which it owns.
+    """A transport that owns one communicator of all ranks.
 
     Args:
         rank, world, unique_id, max_ctas, library: as for `Communicator`.
         device: number of this process's GPU.
         stream: as for `RoutedTransport`.
-        timeout_s: how long to wait for all ranks to meet.
+        timeout_s: how long to wait for all ranks to join.
 
     Raises:
-        UserError: there is no usable NCCL, or no such GPU.
+        UserError: no usable NCCL was found, or the GPU does not exist.
         TransferError: NCCL failed.
-        WaitTimeout: not all ranks were there in time.
+        WaitTimeout: not all ranks joined in time.
     """
 
     def __init__(
@@ -295,7 +296,7 @@ class NcclTransport(RoutedTransport):
         self._owned.close()
 
     def close(self) -> None:
-        """End the communicator; after an error it has ended already."""
+        """End the communicator, unless an error has already ended it."""
         self.end(True)
 
     def __enter__(self) -> Self:

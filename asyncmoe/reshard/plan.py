@@ -1,7 +1,7 @@
-"""From two layouts to the copies that turn one into the other.
+"""Compute the copies that turn one layout into another.
 
-For every destination piece, its overlaps with what the sources hold become strided copies, grouped by (source rank, destination
-rank). The plan is a pure function of its arguments, so every rank can compute the part that concerns it alone, and the parts fit.
+The overlaps of every destination piece with the source pieces become strided copies, grouped by (source rank, destination rank). The plan
+is a pure function of its arguments, so every rank can compute its own part independently, and the parts are consistent.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ class Transfer:
         source, destination: ranks.
         nbytes: bytes on the wire, 0 within one rank.
         copies: int64[n, COLUMNS]. Columns SOURCE and DESTINATION are positions in `Plan.sources[source]` and
-            `Plan.destinations[destination]`; WIRE_OFFSET is where the copied box lies, row-major, in the message; ITEM is the
-            size of an element in the destination and in the message; CAST is what becomes of it on the way there, as csrc/cast.h
-            numbers it; offsets and strides are in bytes.
-        check: a 64-bit value of what is copied from where to where; both ends compute the same.
+            `Plan.destinations[destination]`; WIRE_OFFSET is the offset of the copied box, row-major, in the message; ITEM is the
+            size of an element in the destination and in the message; CAST is the conversion applied before that, as numbered in
+            csrc/cast.h; offsets and strides are in bytes.
+        check: 64-bit digest of the copies; both ends compute the same value.
     """
 
     source: int
@@ -49,16 +49,16 @@ class Transfer:
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """Copies that write every destination element exactly once; or the part of them that concerns some of the ranks.
+    """Copies that write every destination element exactly once, or the part of them that involves some of the ranks.
 
-    A part has every transfer of its ranks, in either direction, and no other. For its own ranks, `sources`, `destinations` and
-    `transfers` are those of the whole plan; of any other rank it knows only the storages its transfers read or write.
+    A part contains every transfer of its ranks, in either direction, and no other. For its own ranks, `sources`, `destinations` and
+    `transfers` equal the whole plan's; for other ranks they contain only the storages that its transfers read or write.
 
     Attributes:
-        sources: by rank, the storages that are read. A source storage nobody needs is not among them.
-        destinations: by rank, the storages that are written, all of them completely.
+        sources: by rank, the storages that are read. A source storage that no destination needs is left out.
+        destinations: by rank, the storages that are written, each completely.
         transfers: sorted by (source, destination).
-        match: what the plan was made from.
+        match: the match that the plan was assembled from.
     """
 
     sources: Mapping[int, Mapping[str, Storage]]
@@ -68,12 +68,12 @@ class Plan:
 
     @property
     def wire_bytes(self) -> int:
-        """Bytes that travel between ranks."""
+        """Bytes sent between ranks."""
         return sum(t.nbytes for t in self.transfers)
 
     @property
     def egress(self) -> dict[int, int]:
-        """Bytes each source rank sends to others."""
+        """Bytes each source rank sends to other ranks."""
         sent = dict.fromkeys(self.sources, 0)
         for transfer in self.transfers:
             sent[transfer.source] = sent.get(transfer.source, 0) + transfer.nbytes
@@ -81,10 +81,10 @@ class Plan:
 
     @cached_property
     def digest(self) -> str:
-        """SHA-256 of the whole plan, also where this is a part: ranks that execute one plan together must have the same.
+        """SHA-256 of the whole plan, even if this is a part: ranks that execute one plan together must have the same digest.
 
-        It is computed from what the plan is a function of (tensors, layouts of all ranks, the version of the rules), which costs
-        a part's rank far less than all the copies would. `Transfer.check` tells whether two ranks made the same of it.
+        It is computed from the plan's inputs (tensors, layouts of all ranks, version of the rules), which is much cheaper for a rank than
+        computing all copies. `Transfer.check` compares the resulting copies of two ranks.
         """
         return self.match.digest
 
@@ -98,18 +98,17 @@ def plan(
 ) -> Plan:
     """Plan the copies from `source` to `destination`.
 
-    A rank number names a process: a source and a destination layout of the same rank share a memory, and what one needs from
-    the other is copied without the wire. Where several sources hold the same elements, they share the load.
+    A rank number names a process: a source and a destination layout of the same rank are in one memory, and elements are copied between
+    them without a message. If several sources hold the same elements, they share the load.
 
     Args:
-        tensors: canonical tensors and their shapes; those no destination piece names do not matter.
-        source, destination: layouts, at most one a rank each. Ranks whose layouts are made by `RankLayout.at` from one are
-            planned at the cost of one.
-        ranks: the ranks whose part is wanted; None: all. The time goes with the distinct layouts and with the size of the part.
+        tensors: canonical tensors and their shapes; tensors that no destination piece names do not matter.
+        source, destination: layouts, at most one per rank each. Layouts derived from one by `RankLayout.at` are planned at the cost of one.
+        ranks: the ranks whose part to compute; None: all. The time grows with the number of distinct layouts and the size of the part.
 
     Raises:
         LayoutError: an unknown tensor or storage, a box out of bounds, destination pieces that overlap in their storage or leave
-            holes, an element that no source has, or a tensor with different dtypes; naming rank, tensor and box.
+            holes, an element that no source holds, or a tensor with different dtypes; names rank, tensor and box.
             The differences allowed are float32 in the source and bfloat16 in the destination, and either of them in the source and
             float8 in the destination (`asyncmoe.reshard.float8`): elements are rounded to the nearest (ties to even) as they are
             packed or copied, and all bytes are counted in the destination's dtype.
@@ -124,7 +123,7 @@ def plan_each(
     *,
     ranks: Iterable[int] | None = None,
 ) -> list[Plan]:
-    """One plan for each of several destinations (buckets, say) from the same source; as `plan`, with the source read once."""
+    """Return one plan for each of several destinations (such as buckets) from the same source; as `plan`, but the source is read once."""
     numbered = enumerate_tensors(tensors)
     sources = Sources(numbered, tabulate(numbered, source))
     wanted = None if ranks is None else list(ranks)
@@ -132,7 +131,7 @@ def plan_each(
 
 
 def assemble(match: Match, ranks: Iterable[int] | None) -> Plan:
-    """The plan, or some ranks' part of the plan, that a match comes down to."""
+    """Return the plan of a match, or the part of it that involves some ranks."""
     copies, pairs = match.part(match.ranks if ranks is None else ranks)
     ends = np.array([last for _, _, _, last, _ in pairs], np.int64)
     counts = np.diff(ends, prepend=0)
@@ -149,7 +148,7 @@ def assemble(match: Match, ranks: Iterable[int] | None) -> Plan:
 
 
 def _number(side: Side, rank: np.ndarray, column: np.ndarray) -> dict[int, dict[str, Storage]]:
-    """The storages a column names, by rank. The column is changed to their positions within their rank (`NO_SOURCE` stays)."""
+    """Return the storages a column names, by rank. Replace the column by their positions within their rank (`NO_SOURCE` stays)."""
     used: dict[int, dict[str, Storage]] = {}
     order = np.argsort(rank, kind="stable")
     edges = np.flatnonzero(np.diff(rank[order], prepend=-1)) if len(rank) else order

@@ -1,4 +1,4 @@
-"""Copies of a plan as the programs that csrc/program.h runs."""
+"""Convert a plan's copies to the programs of csrc/program.h."""
 
 from __future__ import annotations
 
@@ -28,22 +28,22 @@ from asyncmoe.reshard.plan import (
 )
 
 FLOAT_TO_BFLOAT, FLOAT_TO_FLOAT8, BFLOAT_TO_FLOAT8 = 1, 2, 3
-"""Casts, as csrc/cast.h numbers them; 0 is none."""
+"""Casts as numbered in csrc/cast.h; 0 means no cast."""
 _SOURCE_BYTES = np.array([0, 4, 4, 2], np.int64)
 
 Side = tuple[np.ndarray, np.ndarray, np.ndarray]
-"""One side of some copies: number of the array, byte offset in it, byte strides."""
+"""One side of some copies: index of the array, byte offset in it, byte strides."""
 
 
 @dataclass(frozen=True, eq=False)
 class Scales:
-    """The scales by which source storages are quantised.
+    """The scales with which source storages are quantised.
 
     Attributes:
-        storages: by name, those of the scales that the copies do not read anyway, in the order of their addresses; these follow those
-            of the sources.
-        index: int64[sources]; where among all those addresses the scales of a source storage are, -1 where it is not quantised.
-        width: int64[sources]; elements in a row of it.
+        storages: by name, storages of scales that the copies do not read anyway; their addresses follow the sources' addresses, in this
+            order.
+        index: int64[sources]; index among all these addresses of a source storage's scales, -1 if the storage is not quantised.
+        width: int64[sources]; elements in a row of the source storage.
     """
 
     storages: Mapping[str, Storage]
@@ -55,10 +55,13 @@ _NO_SCALES = Scales({}, np.empty(0, np.int64), np.empty(0, np.int64))
 
 
 def scales_of(sources: Mapping[str, Storage], parts: Sequence[np.ndarray]) -> Scales:
-    """What is needed of a rank's source storages by its copies, given as columns of `Transfer.copies`.
+    """Return the scales that a rank's copies need for its source storages.
+
+    Args:
+        parts: the copies, as `Transfer.copies`.
 
     Raises:
-        LayoutError: a storage that is quantised and is not a matrix.
+        LayoutError: a quantised storage is not a matrix.
     """
     quantised = {int(number) for copies in parts for number in np.unique(copies[copies[:, CAST] >= FLOAT_TO_FLOAT8, SOURCE])}
     if not quantised:
@@ -79,7 +82,11 @@ def scales_of(sources: Mapping[str, Storage], parts: Sequence[np.ndarray]) -> Sc
 
 
 def message_program(chunks: Chunks, message: Literal["source", "destination"], scales: Scales = _NO_SCALES) -> _C.Program:
-    """Copies between storages and the messages of a transfer."""
+    """Return the program that copies between storages and the messages of a transfer.
+
+    Args:
+        message: the side of the copies that is the message: "destination" packs, "source" unpacks.
+    """
     copies = chunks.copies
     wire = (np.zeros(len(copies), np.int64), copies[:, WIRE_OFFSET], message_strides(copies))
     if message == "source":
@@ -89,13 +96,13 @@ def message_program(chunks: Chunks, message: Literal["source", "destination"], s
 
 
 def local_program(parts: Sequence[np.ndarray], scales: Scales = _NO_SCALES) -> _C.Program | None:
-    """Copies from storages to storages of one rank, zeros for padding included."""
+    """Return the program that copies between storages of one rank, including zeros for padding; None if there are no copies."""
     rows, casts = local_rows(parts, scales)
     return _C.Program(rows, np.array([0, len(rows)], np.int64), "none", casts) if len(rows) else None
 
 
 def local_rows(parts: Sequence[np.ndarray], scales: Scales = _NO_SCALES) -> tuple[np.ndarray, np.ndarray]:
-    """Descriptor rows and casts (csrc/copy.h) of copies within one rank, given as columns of `Transfer.copies`."""
+    """Return the descriptor rows and casts (csrc/copy.h) of copies within one rank, given as `Transfer.copies`."""
     copies = np.concatenate([np.empty((0, COLUMNS), np.int64), *parts])
     return _rows(_source_items(copies), copies, _source(copies), _destination(copies)), _casts(copies, scales)
 
@@ -124,6 +131,6 @@ def _source_items(copies: np.ndarray) -> np.ndarray:
 
 
 def _rows(items: np.ndarray, copies: np.ndarray, source: Side, destination: Side) -> np.ndarray:
-    """Descriptor rows in the column order of csrc/copy.h."""
+    """Return descriptor rows in the column order of csrc/copy.h."""
     columns = [*source[:2], *destination[:2], items, copies[:, EXTENTS], source[2], destination[2]]
     return np.ascontiguousarray(np.column_stack(columns))

@@ -1,13 +1,11 @@
-"""Fan-out to replicas: the sources send every element to one replica, and the replicas pass it on.
+"""Fan-out to replicas: the sources send every element to one replica, and the replicas forward it to each other.
 
-With R ranks whose layouts are equal (the same rank of R equal engines), each gets 1/R of its bytes from the sources in a first
-round and the rest from the other replicas in a second. What leaves the sources does not grow with R, and what enters a replica is
-what it needs, once.
+With R ranks of equal layouts (the same rank of R equal engines), each receives 1/R of its bytes from the sources in a first round and the
+rest from the other replicas in a second. The sources' traffic does not grow with R, and a replica receives every byte it needs once.
 
-It pays where a network card per rank is what limits. With T source ranks, R engines of E ranks and a model of B bytes, a source
-sends R*B/T without it and B/T with it, and an engine rank then sends (R-1)/R * B/E besides receiving B/E: worth it once R*E > T.
-It does not pay between processes of one host, where a message is memory that both ends share: there every byte that is passed on is
-packed and unpacked once more for nothing.
+A relay pays off if each rank's network card is the bottleneck. With T source ranks, R engines of E ranks and a model of B bytes, a source
+sends R*B/T without a relay and B/T with it, and an engine rank sends (R-1)/R * B/E besides receiving B/E: worth it once R*E > T. It does
+not pay off between processes of one host, where messages lie in shared memory: every forwarded byte is packed and unpacked once more.
 """
 
 from __future__ import annotations
@@ -36,7 +34,7 @@ from asyncmoe.reshard.table import (
 )
 
 _SMALLEST_CUT = 1 << 15
-"""Bytes; smaller pieces are not cut."""
+"""Pieces of fewer bytes are not cut."""
 
 
 def relay(
@@ -46,18 +44,18 @@ def relay(
     *,
     ranks: Iterable[int] | None = None,
 ) -> tuple[Plan, ...]:
-    """Plan the copies from `source` to `destination` in rounds, each to be finished before the next.
+    """Plan the copies from `source` to `destination` in rounds; each round must finish before the next.
 
-    The first round reads the source arrays. Later ones read and write the destination arrays: a rank passes them to `exchange` as
-    both. Together the rounds write every destination element exactly once. A destination rank that is a source as well gets
-    all it needs in the first round, since it has some of it already. Casts are made in the first round; a tensor that is float32 in
-    one destination and bfloat16 in another cannot be passed on, and is refused.
+    The first round reads the source arrays. The second reads and writes the destination arrays: a rank passes them to `exchange` as both.
+    Together the rounds write every destination element exactly once. A destination rank that is also a source receives everything in the
+    first round, since it already holds a part. Casts are made in the first round; a tensor that is float32 in one destination and bfloat16
+    in another cannot be forwarded and is refused.
 
     Args:
         tensors, source, destination, ranks: as for `asyncmoe.reshard.plan`.
 
     Returns:
-        One plan where no two destination layouts are equal, else two.
+        One plan if no two destination layouts are equal, else two.
 
     Raises:
         LayoutError: as `asyncmoe.reshard.plan`.
@@ -69,7 +67,7 @@ def relay(
 def relay_matches(
     tensors: Mapping[str, tuple[int, ...]], source: Iterable[RankLayout], destination: Iterable[RankLayout]
 ) -> tuple[Match, ...]:
-    """What the rounds of `relay` are made from."""
+    """Return the matches from which `relay` assembles its rounds."""
     numbered = enumerate_tensors(tensors)
     sources = Sources(numbered, tabulate(numbered, source))
     side = tabulate(numbered, destination)
@@ -83,7 +81,7 @@ def relay_matches(
 
 
 def _divided(side: Side, colocated: set[int]) -> Side:
-    """The same ranks; of those with the same table, each has another part of it, and all of its padding."""
+    """Divide each table among its ranks, except `colocated` ones, which get all of it; every rank gets all of its table's padding."""
     tables: list[Table] = []
     table_of = np.zeros(len(side.ranks), np.int64)
     for number, table in enumerate(side.tables):
@@ -100,7 +98,7 @@ def _divided(side: Side, colocated: set[int]) -> Side:
 
 
 def _part(table: Table, part: int, parts: int) -> Table:
-    """The pieces from `part / parts` to `(part + 1) / parts` of a table's bytes, the outer ones cut; and all padding."""
+    """Return the pieces from `part / parts` to `(part + 1) / parts` of a table's bytes, the first and last one cut, and all padding."""
     padding = table.pieces[:, TENSOR] == NO_TENSOR
     pieces = table.pieces[~padding]
     nbytes = pieces[:, EXTENT].prod(1) * DTYPE_BYTES[pieces[:, DTYPE]]
@@ -116,7 +114,7 @@ def _part(table: Table, part: int, parts: int) -> Table:
 
 
 def _rounded(pieces: np.ndarray, nbytes: np.ndarray, ends: np.ndarray, at: int) -> int:
-    """The place nearest to byte `at` where pieces may be cut."""
+    """Return the position nearest to byte `at` at which a piece may be cut."""
     row = int(np.searchsorted(ends, at, "right"))
     if row == len(ends):
         return at
@@ -126,7 +124,7 @@ def _rounded(pieces: np.ndarray, nbytes: np.ndarray, ends: np.ndarray, at: int) 
 
 
 def _cut(piece: np.ndarray, nbytes: int, low: int, high: int) -> None:
-    """Keep bytes [low, high) of a piece of `nbytes`; both are multiples of its rows."""
+    """Keep bytes [low, high) of a piece of `nbytes`; both are multiples of its row size."""
     axis = _axis(piece)
     unit = nbytes // int(piece[EXTENT][axis])
     piece[OFFSET] += low // unit * piece[STRIDES][axis]
@@ -135,6 +133,6 @@ def _cut(piece: np.ndarray, nbytes: int, low: int, high: int) -> None:
 
 
 def _axis(piece: np.ndarray) -> int:
-    """The first dimension of more than one entry, where pieces are cut."""
+    """Return the dimension along which a piece is cut: its first with more than one entry."""
     longer = np.flatnonzero(piece[EXTENT] > 1)
     return int(longer[0]) if len(longer) else MAX_DIMS - 1

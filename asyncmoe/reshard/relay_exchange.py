@@ -1,4 +1,4 @@
-"""Carrying out the rounds of a relay at the same time: a replica passes a message on as soon as what it is made of has arrived."""
+"""Execute both rounds of a relay concurrently: a replica forwards a message as soon as the data it consists of has arrived."""
 
 from __future__ import annotations
 
@@ -32,19 +32,19 @@ _ALL = 1 << 62
 
 
 class RelayExchanger:
-    """This rank's part of the rounds that `asyncmoe.reshard.relay` planned; otherwise as `Exchanger`.
+    """This rank's part of the rounds planned by `asyncmoe.reshard.relay`; otherwise as `Exchanger`.
 
-    The second round runs in a thread of its own, next to the first, on other message buffers; so a rank has up to
-    `2 * buffers * bucket_bytes` of them. Ranks that are only sources are done with the first round.
+    The second round runs in a separate thread, concurrently with the first and with its own message buffers, so a rank has up to
+    `2 * buffers * bucket_bytes` of them. The second round is empty on ranks that are only sources.
 
     Args:
-        plans: what `relay` returned, of one round or two.
-        transports: one for each plan, of this rank. They are used at the same time, so they must not mix up each other's messages:
-            two sessions of shared memory, two process groups.
+        plans: the result of `relay`, one round or two.
+        transports: this rank's transport for each plan. Both are used at the same time, so their messages must be separate: two sessions of
+            shared memory, or two process groups.
         bucket_bytes, buffers, timeout_s, threads, stream: as for `Exchanger`.
 
     Raises:
-        LayoutError: not as many transports as plans; or as `Exchanger`.
+        LayoutError: the numbers of transports and plans differ; or as `Exchanger`.
         WaitTimeout: as `Exchanger`.
     """
 
@@ -82,7 +82,7 @@ class RelayExchanger:
             self._second.bind(destination_arrays, destination_arrays)
 
     def run(self) -> Moved:
-        """As `Exchanger.run`. The seconds are those of both rounds, which overlap: their sum may exceed the time of the run."""
+        """As `Exchanger.run`. The seconds of both rounds are added; the rounds overlap, so the sum may exceed the duration of the run."""
         if self._second is None or self._thread is None:
             return self._first.run()
         progress = _Progress()
@@ -92,7 +92,7 @@ class RelayExchanger:
             moved = self._first.run()
         except BaseException as error:
             progress.fail(error)
-            second.exception()  # its thread writes the same arrays, and ends when its own time is over
+            second.exception()  # wait for its thread, which writes the same arrays; its own timeout bounds it
             raise
         progress.advance(_ALL)
         return _sum(moved, second.result())
@@ -113,7 +113,7 @@ class RelayExchanger:
 
 
 class _Progress:
-    """How many rounds of messages the first exchange has unpacked."""
+    """The number of message rounds the first exchange has unpacked."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -131,7 +131,7 @@ class _Progress:
             self._changed.notify_all()
 
     def wait(self, needed: int) -> None:
-        """Until so many are done. The first exchange either gets there or fails, within its own time-outs."""
+        """Wait until `needed` rounds are done. The first exchange reaches that number or fails within its own timeouts."""
         with self._changed:
             self._changed.wait_for(lambda: self._done >= needed or self._error is not None)
             if self._error is not None:
@@ -172,12 +172,12 @@ class _Forwarding(Exchanger):
 
 
 def needed_rounds(plans: Sequence[Plan], rank: int, incoming: Sequence[Chunks], outgoing: Sequence[Chunks]) -> list[int]:
-    """How many rounds of `incoming` messages a rank must have unpacked before it can pack each round of `outgoing` ones.
+    """Return how many rounds of `incoming` messages a rank must have unpacked before it can pack each round of `outgoing` messages.
 
-    A safe answer, not always the least: boxes count as the bytes from their first to their last.
+    An upper bound, not always the minimum: a box counts as all bytes from its first to its last.
 
     Args:
-        plans: of the two rounds of a relay.
+        plans: the two rounds of a relay.
         incoming: messages of the first plan to `rank`.
         outgoing: messages of the second plan from `rank`.
     """
@@ -185,7 +185,7 @@ def needed_rounds(plans: Sequence[Plan], rank: int, incoming: Sequence[Chunks], 
     begin = dict(zip(wanted, np.cumsum([0, *(storage.nbytes for storage in wanted.values())]).tolist(), strict=False))
     written = _spans(incoming, begin, wanted, (DESTINATION, DESTINATION_OFFSET, DESTINATION_STRIDES))
     read = _spans(outgoing, begin, plans[1].sources.get(rank, {}), (SOURCE, SOURCE_OFFSET, SOURCE_STRIDES))
-    needs = np.ones(max((len(chunks) for chunks in outgoing), default=0), np.int64)  # what was copied within the rank is there by then
+    needs = np.ones(max((len(chunks) for chunks in outgoing), default=0), np.int64)  # 1: local copies precede the first unpacking
     np.maximum.at(needs, read[:, 2], _latest(written, read))
     return np.maximum.accumulate(needs).tolist() if len(written) else [_ALL] * len(needs)
 
@@ -193,7 +193,7 @@ def needed_rounds(plans: Sequence[Plan], rank: int, incoming: Sequence[Chunks], 
 def _spans(
     messages: Sequence[Chunks], begin: Mapping[str, int], storages: Mapping[str, Storage], side: tuple[int, int, slice]
 ) -> np.ndarray:
-    """int64[n, 3]: first byte, byte after the last, and number of the message, of every box; all storages one after the other."""
+    """Return int64[n, 3] for every box: first byte, byte after the last, message number. Bytes count through all storages in order."""
     number, offset, strides = side
     bases = np.array([begin[name] for name in storages], np.int64)
     spans = [np.empty((0, 3), np.int64)]
@@ -206,7 +206,7 @@ def _spans(
 
 
 def _latest(written: np.ndarray, read: np.ndarray) -> np.ndarray:
-    """For each span read, one more than the highest message number of the spans written that may meet it; 0 where none does."""
+    """Return for each span of `read` one more than the highest message number among the `written` spans that may overlap it, or 0."""
     written = written[np.argsort(written[:, 0], kind="stable")]
     reach = np.maximum.accumulate(written[:, 1]) if len(written) else written[:, 1]
     low = np.searchsorted(reach, read[:, 0], "right")

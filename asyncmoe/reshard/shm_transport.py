@@ -1,4 +1,4 @@
-"""Messages between processes of one host, in POSIX shared memory: packed and unpacked where they lie, never copied between."""
+"""Messages between processes of one host in POSIX shared memory: packed and unpacked in place, with no copy in between."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from asyncmoe.errors import LayoutError, TransferError, WaitTimeout
 from asyncmoe.reshard.transport import Lane, Link
 
 _READY, _NOT_YET, _GONE = 0, 1, 2
-"""What `ShmRing.wait` returns (csrc/shm.h)."""
+"""Results of `ShmRing.wait` (csrc/shm.h)."""
 _LONGEST_SESSION = 64
 
 
 class ShmTransport:
-    """One ring of slots for each pair of ranks, in `/dev/shm`, whose names disappear as soon as both ends have met.
+    """One ring of slots for each pair of ranks, in `/dev/shm`. A ring's name is removed as soon as both ends are connected.
 
     Args:
-        rank: this process's.
-        session: names one exchanger of one group of ranks on this host: the same on all of them, and another for every exchanger.
-            Letters, digits, `_`, `.` and `-`.
+        rank: this process's rank.
+        session: unique name on this host of one exchanger of one group of ranks, the same on all these ranks. Letters, digits, `_`, `.`
+            and `-`.
 
     Raises:
-        LayoutError: a session name that cannot be one.
+        LayoutError: an invalid session name.
     """
 
     def __init__(self, rank: int, session: str) -> None:
@@ -36,11 +36,11 @@ class ShmTransport:
         self.rank, self._session = rank, session
 
     def connect(self, outgoing: Sequence[Lane], incoming: Sequence[Lane], slots: int, timeout_s: float) -> Link:
-        """As `SharedTransport.connect`; memory for all slots is taken here.
+        """As `SharedTransport.connect`; allocates memory for all slots.
 
         Raises:
-            WaitTimeout: a sender that was not there in time.
-            TransferError: /dev/shm is full, or a ring differs from what this rank expects.
+            WaitTimeout: a sender did not connect in time.
+            TransferError: /dev/shm is full, or a ring's size differs from the size this rank expects.
         """
         created, attached = self.rings(outgoing, incoming, slots, timeout_s)
         return _ShmLink(self.rank, outgoing, incoming, created, attached, slots)
@@ -48,7 +48,7 @@ class ShmTransport:
     def rings(
         self, outgoing: Sequence[Lane], incoming: Sequence[Lane], slots: int, timeout_s: float
     ) -> tuple[list[_C.ShmRing], list[_C.ShmRing]]:
-        """This rank's ends of all lanes' rings; errors are those of `connect`."""
+        """Return this rank's ends of all lanes' rings (outgoing, incoming); raises the errors of `connect`."""
         started = time.monotonic()
         created = [self._create(lane, slots) for lane in outgoing]
         return created, [self._attach(lane, slots, started, timeout_s) for lane in incoming]
@@ -123,21 +123,21 @@ class _ShmLink:
         self._attached[lane].advance()
 
     def finish(self, timeout_s: float) -> None:
-        # A sender that left earlier would take away a ring that its receiver has not yet found.
+        # A sender that left earlier would remove a ring that its receiver has not yet attached to.
         for lane, ring, slots in zip(self._outgoing, self._created, self._out, strict=True):
             wait_for(ring, self._rank, lane.peer, lane.peer, "it to take the last message", timeout_s, needed=len(slots))
 
     def close(self) -> None:
-        # A ring lives as long as a view of one of its slots.
+        # A ring exists as long as a view of one of its slots.
         self._out, self._in, self._created, self._attached = [], [], [], []
 
 
 def wait_for(ring: _C.ShmRing, source: int, destination: int, peer: int, what: str, timeout_s: float, needed: int = 1) -> None:
-    """Until `needed` slots of a ring are this end's.
+    """Wait until `needed` slots of a ring belong to this end.
 
     Raises:
         TransferError: the peer is gone.
-        WaitTimeout: it was not so in time.
+        WaitTimeout: the peer did not hand them over in time.
     """
     started = time.monotonic()
     result = ring.wait(timeout_s, needed)
@@ -148,5 +148,5 @@ def wait_for(ring: _C.ShmRing, source: int, destination: int, peer: int, what: s
 
 
 def used_slots(lane: Lane, slots: int) -> int:
-    """Slots of a lane's ring."""
+    """Return the number of slots of a lane's ring."""
     return min(slots, len(lane.message_bytes))

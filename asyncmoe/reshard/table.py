@@ -1,4 +1,4 @@
-"""The pieces of many ranks as columns, so that planning is arithmetic on arrays. Equal layouts become one table."""
+"""Tables of the ranks' pieces as array columns, so that planning is array arithmetic. Equal layouts share one table."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ class Tensors:
 
     Attributes:
         shapes: by name.
-        names: by number; the last one, `NO_TENSOR`, is padding.
-        number: of a name.
-        extent: int64[tensors, MAX_DIMS].
-        dims: int64[tensors].
+        names: by number; the last one (number `NO_TENSOR`) is padding.
+        number: by name.
+        extent: int64[tensors, MAX_DIMS]; the shapes, padded in front with 1.
+        dims: int64[tensors]; the number of dimensions.
     """
 
     shapes: Mapping[str, tuple[int, ...]]
@@ -47,7 +47,7 @@ def enumerate_tensors(shapes: Mapping[str, tuple[int, ...]]) -> Tensors:
     """Number tensors in their order.
 
     Raises:
-        LayoutError: a tensor of more than `MAX_DIMS` dimensions or with sizes that cannot be, or one with the reserved name of padding.
+        LayoutError: a tensor has more than `MAX_DIMS` dimensions, invalid sizes, or the reserved name of padding.
     """
     for name, shape in shapes.items():
         if not _is_shape(shape):
@@ -62,15 +62,15 @@ def enumerate_tensors(shapes: Mapping[str, tuple[int, ...]]) -> Tensors:
 
 @dataclass(frozen=True, eq=False)
 class Table:
-    """One distinct layout, n pieces in s storages.
+    """One distinct layout: n pieces in s storages.
 
     Attributes:
-        rank: the lowest rank that has it, for errors.
-        names, storages: of each storage.
-        shapes: int64[s, MAX_DIMS]; filled in front with 1.
-        pieces: int64[n, 4 + 3 * MAX_DIMS], in the column order of csrc/pieces.h. TENSOR is a position in the tensors planned for
-            (`NO_TENSOR`: padding), STORAGE one in `storages`, DTYPE one in `DTYPES`; offset and strides are in elements; boxes are
-            filled in front to `MAX_DIMS` dimensions of extent 1.
+        rank: the lowest rank with this layout, for errors.
+        names, storages: name and description of each storage.
+        shapes: int64[s, MAX_DIMS]; shapes of the storages, padded in front with 1.
+        pieces: int64[n, 4 + 3 * MAX_DIMS], in the column order of csrc/pieces.h. TENSOR is the number of a tensor (`NO_TENSOR`: padding),
+            STORAGE a position in `storages`, DTYPE a position in `DTYPES`; offset and strides are in elements; boxes are padded in front
+            to `MAX_DIMS` dimensions with extent 1.
     """
 
     rank: int
@@ -80,7 +80,7 @@ class Table:
     pieces: np.ndarray
 
     def describe(self, row: int, tensors: Tensors) -> str:
-        """Rank, tensor, box and storage of a row, for an error."""
+        """Describe rank, tensor, box and storage of a row, for an error."""
         piece = self.pieces[row]
         name = tensors.names[piece[TENSOR]]
         first = MAX_DIMS - len(tensors.shapes.get(name, (0,) * MAX_DIMS))
@@ -93,9 +93,9 @@ class Side:
     """The sources or the destinations of a plan.
 
     Attributes:
-        tables: the distinct layouts, in the order of the lowest ranks that have them.
+        tables: the distinct layouts, ordered by their lowest rank.
         ranks: int64[r], ascending.
-        table_of: int64[r]; the position of a rank's table.
+        table_of: int64[r]; the position of each rank's table.
     """
 
     tables: tuple[Table, ...]
@@ -103,11 +103,11 @@ class Side:
     table_of: np.ndarray
 
     def table(self, rank: int) -> Table:
-        """The table of a rank that is on this side."""
+        """Return the table of a rank on this side."""
         return self.tables[int(self.table_of[np.searchsorted(self.ranks, rank)])]
 
     def update(self, state: hashlib._Hash) -> None:
-        """Feed everything into a hash."""
+        """Feed all tables, ranks and their assignment into a hash."""
         state.update(np.concatenate([[len(self.tables)], self.ranks, self.table_of]).astype("<i8").tobytes())
         for table in self.tables:
             state.update("\0".join(table.names).encode())
@@ -115,10 +115,10 @@ class Side:
 
 
 def tabulate(tensors: Tensors, layouts: Iterable[RankLayout]) -> Side:
-    """Put layouts into tables.
+    """Convert layouts to tables.
 
     Raises:
-        LayoutError: a rank twice or negative, an unknown tensor, storage or dtype, a box outside its tensor or its storage.
+        LayoutError: a duplicate or negative rank, an unknown tensor, storage or dtype, or a box outside its tensor or its storage.
     """
     ordered = sorted(layouts, key=lambda layout: layout.rank)
     if ordered and ordered[0].rank < 0:
@@ -132,7 +132,7 @@ def tabulate(tensors: Tensors, layouts: Iterable[RankLayout]) -> Side:
 
 
 class _Reader:
-    """Makes tables, one for each distinct layout: told apart by identity first, which costs nothing, then by content."""
+    """Makes one table for each distinct layout. Layouts are compared by identity first, which is cheap, then by content."""
 
     def __init__(self, tensors: Tensors) -> None:
         self.tables: list[Table] = []
@@ -142,7 +142,7 @@ class _Reader:
         self._numbers: dict[tuple[tuple[str, ...], tuple[str, ...]], np.ndarray] = {}
 
     def read(self, layout: RankLayout) -> int:
-        """The position of the layout's table. Layouts must outlive the reader."""
+        """Return the position of the layout's table. Layouts must outlive the reader."""
         identity = (id(layout.storages), id(layout.pieces))
         if identity not in self._by_identity:
             table = self._table(layout)
@@ -170,7 +170,7 @@ class _Reader:
         return table
 
     def _rows(self, block: Block, rank: int, first: int) -> np.ndarray:
-        """The rows of a block whose first storage is number `first` of its rank."""
+        """Return the rows of a block whose first storage is number `first` of its rank."""
         _check_storages(block, rank)
         tensor = self._tensor_numbers(block)
         _check_pieces(self._tensors, block, tensor, rank)
@@ -192,7 +192,8 @@ class _Reader:
         return rows.reshape(-1, _C.PIECE_COLUMNS)
 
     def _tensor_numbers(self, block: Block) -> np.ndarray:
-        """int64[prefixes, pieces], `_UNKNOWN` among them. Blocks of the same names, as tensor-parallel ranks have, share the look-up."""
+        """Return int64[prefixes, pieces] of tensor numbers, or `_UNKNOWN`. Blocks with equal names, as on tensor-parallel ranks, share
+        the lookup."""
         ends = tuple(p.tensor for p in block.pieces)
         fronts = tuple(front for front, _ in block.prefixes)
         if (fronts, ends) not in self._numbers:
@@ -214,7 +215,7 @@ def _check_storages(block: Block, rank: int) -> None:
 
 
 def _check_pieces(tensors: Tensors, block: Block, number: np.ndarray, rank: int) -> None:
-    """Refuse unknown tensors, and pieces that have not as many dimensions as their tensor (padding may have any number)."""
+    """Reject unknown tensors, and pieces whose number of dimensions differs from their tensor's (padding may have any number)."""
     if (number == _UNKNOWN).any():
         raise _unknown(block.pieces[int(np.argwhere(number == _UNKNOWN)[0][1])], rank, "tensor")
     dims = np.array([len(p.box.extent) for p in block.pieces], np.int64)
@@ -226,7 +227,7 @@ def _check_pieces(tensors: Tensors, block: Block, number: np.ndarray, rank: int)
 
 
 def _padded(rows: list[tuple[int, ...]], fill: int) -> np.ndarray:
-    """int64[n, MAX_DIMS] of tuples, filled in front."""
+    """Return tuples as int64[n, MAX_DIMS], padded in front with `fill`."""
     fronts = [(fill,) * n for n in range(MAX_DIMS, -1, -1)]
     try:
         return _integers([fronts[len(row)] + row for row in rows]).reshape(-1, MAX_DIMS)
@@ -236,7 +237,7 @@ def _padded(rows: list[tuple[int, ...]], fill: int) -> np.ndarray:
 
 
 def _integers(values: list[int] | list[tuple[int, ...]]) -> np.ndarray:
-    """int64 of them; TypeError for anything else, which NumPy would round."""
+    """Return values as int64; raise TypeError for anything but integers, which NumPy would round."""
     made = np.array(values)
     if made.size and made.dtype.kind != "i":
         raise TypeError(made.dtype)
@@ -267,7 +268,7 @@ def _digest(array: np.ndarray) -> int:
 
 
 def _fractional(pieces: Sequence[Piece], rank: int) -> LayoutError:
-    """Of the first piece with a number that is no integer of 64 bits."""
+    """Return the error for the first piece with a number that is not a 64-bit integer."""
     for piece in pieces:
         numbers = (piece.offset, *piece.box.start, *piece.box.extent, *piece.strides)
         if not all(isinstance(n, int | np.integer) and abs(n) < _MOST for n in numbers):

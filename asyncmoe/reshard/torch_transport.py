@@ -15,18 +15,18 @@ if TYPE_CHECKING:
 
 
 _ROUNDING_S = 0.01
-"""Gloo counts in whole milliseconds, and so may give up a little early."""
+"""Gloo rounds timeouts to whole milliseconds, so it may time out slightly early."""
 
 
 class TorchTransport:
-    """Point-to-point messages in a process group, which need not be one that torch's registries know.
+    """Point-to-point messages in a process group, which need not be registered with torch.
 
-    All receives and sends of an exchange are posted before any is waited for, in the order of the ranks, so ranks that call
-    `exchange` with the same plan cannot deadlock. After an error the group cannot be used any more.
+    All receives and sends of an exchange are posted in the order of the ranks before any wait, so ranks that call `exchange` with the same
+    plan cannot deadlock. After an error the group cannot be used any more.
 
     Args:
-        group: the process group; None: the default one.
-        device: where message buffers live, "cpu" for gloo, "cuda" or "cuda:0" for NCCL.
+        group: the process group; None: the default group.
+        device: device of the message buffers: "cpu" for gloo, "cuda" or "cuda:0" for NCCL.
     """
 
     def __init__(self, group: torch.distributed.ProcessGroup | None = None, device: str = "cpu") -> None:
@@ -45,7 +45,7 @@ class TorchTransport:
         """As `asyncmoe.reshard.transport.Transport`.
 
         Raises:
-            WaitTimeout: a message did not arrive, or was not taken, in time.
+            WaitTimeout: a message did not arrive, or was not received by its peer, in time.
             TransferError: a rank is gone.
         """
         began = time.monotonic()
@@ -53,7 +53,7 @@ class TorchTransport:
             self._wait(source, destination, work, began, timeout_s)
 
     def _post(self, sends: Sequence[tuple[int, Any]], receives: Sequence[tuple[int, Any]]) -> list[tuple[int, int, Any]]:
-        """(source, destination, its handle) of every message. NCCL has one handle for all: its first message stands for the others."""
+        """Post all messages; return (source, destination, handle) of each. NCCL returns one handle, paired with the first message."""
         ends = [(rank, self.rank) for rank, _ in receives] + [(self.rank, rank) for rank, _ in sends]
         if self._device != "cpu":
             p2p = self._torch.distributed

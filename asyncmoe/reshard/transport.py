@@ -1,4 +1,4 @@
-"""How messages reach other ranks: two narrow interfaces, and the link an exchange sees."""
+"""Transports of messages between ranks: two narrow interfaces, and the link an exchange uses."""
 
 from __future__ import annotations
 
@@ -14,43 +14,43 @@ from asyncmoe.reshard import device_threads
 from asyncmoe.reshard.memory import memory_of
 
 LOOK_S = 0.5
-"""Between two calls of a `Watch`."""
+"""Seconds between two calls of a `Watch`."""
 
 Watch = Callable[[], None]
-"""Called while peers are waited for, in the thread that waits: raises what makes waiting vain."""
+"""Called in the waiting thread while it waits for peers; raises an error if waiting is pointless."""
 
 
 def nothing_to_watch() -> None:
-    """A `Watch` where nobody else knows of the peers."""
+    """A `Watch` for callers that have no other information about the peers."""
 
 
 Buffer = Any
-"""Bytes in the transport's kind of memory, as its `empty` returns them; can be sliced."""
+"""Bytes in the transport's kind of memory, as returned by its `empty`; supports slicing."""
 
 
 @runtime_checkable
 class Transport(Protocol):
-    """Messages that are sent and received.
+    """A transport that sends and receives messages.
 
-    One whose `exchange` waits for messages on a GPU, instead of enqueueing them in the order of the caller's stream, says so by an
-    attribute `waits = True`; it is then called from a thread of its own.
+    A GPU transport whose `exchange` waits for the messages on the host, instead of enqueueing them in the order of the caller's stream,
+    has an attribute `waits = True`; its `exchange` is then called from a separate thread.
 
-    One with something to end has a method `end(idle, runs)`, which `Exchanger.close` calls: not idle after a run that failed, when a peer
-    may still wait, and `exchange` may be under way in another thread; and after so many runs that went well.
+    A transport with resources to release has a method `end(idle, runs)`, which `Exchanger.close` calls. `idle` is false after a failed
+    run, when a peer may still wait and `exchange` may still run in another thread; `runs` is the number of successful runs.
     """
 
     rank: int
 
     def empty(self, nbytes: int) -> Buffer:
-        """A new message buffer of uint8, in memory this transport can send from."""
+        """Return a new uint8 message buffer in memory this transport can send from."""
 
     def exchange(self, sends: Sequence[tuple[int, Buffer]], receives: Sequence[tuple[int, Buffer]], timeout_s: float) -> None:
-        """Send each buffer to its rank and fill each buffer from its rank; at most one message a pair and direction.
+        """Send each buffer of `sends` to its rank and fill each of `receives` from its rank; at most one message per pair and direction.
 
-        Returns when all buffers may be reused. Called from one thread at a time, which need not be the main one.
+        Return when all buffers may be reused. Called from one thread at a time, not necessarily the main thread.
 
         Raises:
-            asyncmoe.errors.WaitTimeout: naming the rank that was not there in time.
+            asyncmoe.errors.WaitTimeout: names the rank that did not take part in time.
         """
 
 
@@ -60,8 +60,8 @@ class Lane:
 
     Attributes:
         peer: the other rank.
-        message_bytes: of each message, in order.
-        slot_bytes: the largest of them, the same on both ends.
+        message_bytes: size of each message, in order.
+        slot_bytes: size of the largest message, the same on both ends.
     """
 
     peer: int
@@ -70,51 +70,51 @@ class Lane:
 
 
 class Link(Protocol):
-    """The lanes of one exchange that runs again and again. Message n of a lane uses slot `n % slots`; rounds go up from 0.
+    """The lanes of one exchange, which can run many times. Message n of a lane uses slot `n % slots`; rounds count up from 0.
 
-    One whose slots are all on one device says which by an attribute `device` ("cpu", "cuda:0").
+    A link whose slots are all on one device names it in an attribute `device` ("cpu", "cuda:0").
 
-    A rank packs every outgoing lane's message of a round, closes the round, and then takes what arrived of an earlier one.
+    In each round a rank packs the message of every outgoing lane, closes the round, and then unpacks the messages of an earlier round.
     """
 
     def pack_into(self, lane: int, number: int, timeout_s: float) -> Buffer:
-        """The free buffer for message `number` of an outgoing lane; waits until the one before in that slot is gone."""
+        """Wait until the slot's previous message is gone; return the buffer for message `number` of an outgoing lane."""
 
     def post(self, lane: int, number: int) -> None:
-        """The message is complete."""
+        """Mark an outgoing message as complete."""
 
     def close_round(self, number: int, timeout_s: float) -> None:
-        """All outgoing messages of this round are posted."""
+        """Mark a round as complete: all its outgoing messages are posted."""
 
     def unpack_from(self, lane: int, number: int, timeout_s: float) -> Buffer:
-        """Message `number` of an incoming lane; waits until it is there."""
+        """Wait for message `number` of an incoming lane and return its buffer."""
 
     def release(self, lane: int, number: int) -> None:
-        """The message has been read."""
+        """Mark an incoming message as read."""
 
     def finish(self, timeout_s: float) -> None:
-        """End of a run: everything that was posted has left this rank's own buffers, or lies where its receiver will find it."""
+        """End a run: wait until every posted message has left this rank's buffers, or lies where its receiver will find it."""
 
     def close(self) -> None:
-        """Let go of all memory. Peers that still wait see it."""
+        """Release all memory. Peers that still wait notice."""
 
 
 @runtime_checkable
 class SharedTransport(Protocol):
-    """Messages that lie where both ends see them."""
+    """A transport whose messages lie in memory that both ends can access."""
 
     rank: int
 
     def connect(self, outgoing: Sequence[Lane], incoming: Sequence[Lane], slots: int, timeout_s: float) -> Link:
-        """Meet the peers of all lanes.
+        """Connect to the peers of all lanes.
 
         Raises:
-            asyncmoe.errors.WaitTimeout: naming the rank that was not there in time.
+            asyncmoe.errors.WaitTimeout: names the rank that did not connect in time.
         """
 
 
 class LocalTransport:
-    """One process: nothing travels."""
+    """A transport for a single process; it carries no messages."""
 
     def __init__(self, rank: int = 0) -> None:
         self.rank = rank
@@ -129,10 +129,10 @@ class LocalTransport:
 
 
 class MessageLink:
-    """A link over a `Transport`: a round is one call of its `exchange`, in a thread of its own while this one packs and unpacks.
+    """A link over a `Transport`: a round is one call of its `exchange`, in a separate thread while the calling thread packs and unpacks.
 
-    Unless `threaded`, rounds are exchanged from the calling thread: transports between GPUs enqueue and return, and it is the
-    caller's stream that orders them.
+    Unless `threaded`, rounds are exchanged from the calling thread: GPU transports enqueue and return, and the caller's stream orders the
+    messages.
 
     Args:
         watch: called while another thread exchanges.
@@ -160,7 +160,7 @@ class MessageLink:
         return [buffer for lane in (*self._out, *self._in) for buffer in lane]
 
     def _device(self) -> str:
-        """Where the message buffers are."""
+        """Return the device of the message buffers."""
         return memory_of(self.buffers[0], "message buffer").device if self.buffers else "cpu"
 
     def pack_into(self, lane: int, number: int, timeout_s: float) -> Buffer:
@@ -195,7 +195,7 @@ class MessageLink:
         self._out, self._in = [], []
 
     def _wait(self, number: int) -> None:
-        """Until a round is over; the transport's own time-out bounds it."""
+        """Wait until a round is over; the transport's own timeout bounds it."""
         if number in self._rounds:
             exchanged = self._rounds.pop(number)
             while not wait([exchanged], LOOK_S).done:

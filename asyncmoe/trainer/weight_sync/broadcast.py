@@ -1,7 +1,7 @@
-"""Publishing a weight version over the `broadcast` path: works with any engine, and is the baseline the direct path is measured by.
+"""Publish a weight version by broadcast: works with any engine, and is the baseline for the `reshard` path.
 
-Megatron's shards are gathered to rank 0 one Hugging Face-named bucket at a time, and rank 0 broadcasts each bucket to every
-engine rank in SGLang's flattened form. The first bucket is gathered before the engines are paused. The controller talks to the
+Megatron's shards are gathered to rank 0, one bucket of Hugging Face tensors at a time, and rank 0 broadcasts each bucket to every
+engine rank in SGLang's flattened form. The first bucket is gathered before the engines are paused. The controller drives the
 engines (`asyncmoe.rollout.engines.weight_updates`); this side only moves bytes.
 """
 
@@ -50,7 +50,7 @@ class BroadcastPublisher(AtOnce):
     Args:
         gatherer: gathers the weights to rank 0.
         client: connection to the controller; used on rank 0 only.
-        checksums: called when a version is to be verified.
+        checksums: computes the expected checksums of a verified version.
     """
 
     def __init__(
@@ -76,10 +76,10 @@ class BroadcastPublisher(AtOnce):
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def publish(self, version: int) -> Published:
-        """Returns when every engine goes on with it.
+        """Publish a version; return when every engine has resumed with it.
 
         Raises:
-            WeightSyncError: an engine refused or differs; engines that hold a part of the version are fenced.
+            WeightSyncError: an engine refused the version or its checksums differ; engines that hold a part of the version are fenced.
             WaitTimeout: an engine or the controller did not answer in time.
         """
         begin = time.perf_counter()
@@ -93,7 +93,7 @@ class BroadcastPublisher(AtOnce):
         except Exception as error:
             where = f"(trainer rank {self._mesh.rank} on {failing.where(self._mesh.device)})"
             why = str(error) if isinstance(error, AsyncmoeError) else f"{failing.in_one_line(error)} {where}"
-            # While a question is open nothing else can be asked; the controller notices the silence.
+            # The connection carries one request at a time; if one is still open, the controller notices the silence instead.
             if self._asked is None or self._asked.done():
                 self._client.ask(WeightsAbort(version, why), self._sync.timeout_s)
             if isinstance(error, AsyncmoeError):
@@ -120,7 +120,7 @@ class BroadcastPublisher(AtOnce):
         return reply
 
     def _join(self) -> dist.ProcessGroup:
-        """The group of us and the engines there are now; where they are others than before, another."""
+        """Return the process group with the current engines; make a new one if the roster has changed."""
         engines = self._client.ask(EnginesAsk(self._start_timeout_s, self._sync.verify_every > 0), self._start_timeout_s + 10)[0]
         assert isinstance(engines, Engines)
         self._device = device_of(engines)
@@ -140,17 +140,17 @@ class BroadcastPublisher(AtOnce):
         return self._group
 
     def _ask_while(self, request: Request, act: Callable[[], None]) -> Reply:
-        """Ask the controller, and do our part of what it asks the engines while the request is open.
+        """Send a request to the controller, and run this side's part of the collective (`act`) while the request is open.
 
-        The first of the two to fail decides: an engine that refuses never takes its part, and ours would wait for it in vain; when
-        ours fails the engines wait in vain, and the controller ends that wait by its own time-out.
+        The first of the two to fail decides: if an engine refuses, it never joins the collective and `act` would hang; if `act` fails,
+        the engines hang until the controller's own timeout.
         """
         self._asked = self._threads.submit(self._client.ask, request, self._sync.timeout_s)
         both: list[Future[Any]] = [self._asked, self._threads.submit(act)]
         done, running = wait(both, timeout=self._sync.timeout_s + ANSWER_S, return_when=FIRST_EXCEPTION)
         for future in done:
             error = future.exception()
-            if isinstance(error, RuntimeError):  # what torch.distributed raises
+            if isinstance(error, RuntimeError):  # from torch.distributed
                 raise WeightSyncError(f"{type(request).__name__}: {error}") from error
             if error is not None:
                 raise error

@@ -1,6 +1,6 @@
-"""The process group in which weights travel from the trainer to the engines.
+"""The process group over which the trainer broadcasts weights to the engines.
 
-It stands beside the default group: torchrun's ranks and the engines' ranks are different processes with default groups of their own.
+It is separate from torch's default groups, because the trainer's ranks and the engines' ranks have different ones.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ from asyncmoe.errors import WeightSyncError
 
 
 def listen(host: str) -> socket.socket:
-    """A listening socket on a free port of `host`, for rank 0 to hand to `join`."""
+    """Return a listening socket on a free port of `host`, for `join`."""
     return socket.create_server((host, 0))
 
 
 def join(listener: socket.socket, world: int, group: str, backend: str, timeout_s: float) -> dist.ProcessGroup:
-    """Join the group `group` as rank 0; returns when all `world` ranks have joined.
+    """Join `group` as rank 0; return when all `world` ranks have joined.
 
-    The same steps as SGLang's `init_custom_process_group` (`sglang.srt.utils.common`), which the engines run: a TCP store, prefixed
-    with the group's name, and a backend that is in no default group. Under torchrun `tcp://` would make every rank a client
-    of torchrun's own store, so rank 0 makes the store itself, on a socket bound where the caller wants it.
+    Takes the same steps as SGLang's `init_custom_process_group` (`sglang.srt.utils.common`), which the engines run: a TCP store, prefixed
+    with the group's name, and a backend outside the default group. Under torchrun, `tcp://` would make every rank a client of torchrun's
+    own store, so rank 0 creates the store itself, on the caller's socket.
 
     Args:
-        listener: from `listen`; the store takes it over.
+        listener: from `listen`; the store takes ownership.
         backend: "gloo" or "nccl".
-        timeout_s: bound of the meeting, and of every collective of the group.
+        timeout_s: bound of the rendezvous, and of every collective of the group.
 
     Raises:
-        WeightSyncError: the others did not come in time.
+        WeightSyncError: the other ranks did not join in time.
     """
     timeout = timedelta(seconds=timeout_s)
     c10d: Any = distributed_c10d
@@ -47,6 +47,6 @@ def join(listener: socket.socket, world: int, group: str, backend: str, timeout_
         )
     except (RuntimeError, TimeoutError) as error:
         raise WeightSyncError(f"weight group {group} at {host}:{port}: {error}") from error
-    # Without it `broadcast(src=0)` would look the source up among the ranks of the default group.
+    # Without this entry `broadcast(src=0)` would look up the source among the ranks of the default group.
     c10d._world.pg_group_ranks[made] = {index: index for index in range(world)}
     return cast(dist.ProcessGroup, made)

@@ -1,4 +1,4 @@
-"""What the engines should hold: the checksums SGLang's `/weights_checker` would report after loading given Hugging Face tensors."""
+"""The checksums SGLang's `/weights_checker` should report after an engine has loaded given Hugging Face tensors."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from asyncmoe.reshard.float8 import SCALES
 def engine_checksums(
     hf: Mapping[str, Any], engines: EngineSection, tensors: Mapping[str, torch.Tensor], device: str = "cpu"
 ) -> tuple[dict[str, str], ...]:
-    """Expected checksums of each rank of an engine, by SGLang's parameter names.
+    """Return the expected checksums of each rank of an engine, by SGLang's parameter names.
 
     Args:
-        tensors: the whole Hugging Face checkpoint, by name, on the CPU; cast to the engine's dtype as SGLang's loader casts. Of an engine
-            of float8 its weights are quantised already, and their scales with them.
-        device: what the engine says it computes on; it hashes otherwise on a GPU.
+        tensors: the whole Hugging Face checkpoint, by name, on the CPU; cast to the engine's dtype as SGLang's loader casts. For a float8
+            engine, already quantised and with scales.
+        device: the device the engine reports; SGLang uses a different hash on a GPU.
     """
     dtype, payload = engine_dtype(hf, engines), Payload(hf)
     source = payload.whole(dtype)
@@ -34,7 +34,7 @@ def engine_checksums(
         held = {name: torch.empty(storage.shape, dtype=getattr(torch, storage.dtype)) for name, storage in layout.storages.items()}
         exchange(plan(payload.tensors(), [source], [layout.at(0)]), LocalTransport(), cast, held)
         for name in [name for name in held if name + SCALES in held]:
-            # SGLang looks at what the numbers stand for, in bfloat16 (utils/weight_checker_comparator.py, Fp8BlockComparable).
+            # SGLang hashes the dequantised values, in bfloat16 (utils/weight_checker_comparator.py, Fp8BlockComparable).
             held[name] = dequantised(held[name], held.pop(name + SCALES), torch.bfloat16)
         found.append(checksums_of(held, device))
     return tuple(found)

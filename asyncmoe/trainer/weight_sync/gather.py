@@ -1,6 +1,6 @@
-"""Megatron's shards gathered to rank 0 as whole tensors, one bounded bucket at a time.
+"""Gather Megatron's shards to rank 0 as whole tensors, one bounded bucket at a time.
 
-What weight sync over `broadcast` and the export of a checkpoint have in common.
+Used by the `broadcast` publisher, checkpoint export, checksum verification and adapter files.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from asyncmoe.trainer.weight_sync.sources import WeightSources
 
 
 class Gatherer:
-    """Plans once, then gathers the current values as often as asked.
+    """Plans once; every `run` gathers the current values.
 
     Args:
-        model: this rank's part; all ranks make a gatherer of theirs.
-        adapter: gather its halves, under their canonical names; otherwise its weights, under Hugging Face's.
-        quantised: gather weights as engines of float8 take them, with their scales, where the model is one of theirs.
-        bucket_bytes: upper bound of a bucket; one larger tensor gets a bucket of its own.
+        model: this rank's part; every rank creates its own gatherer.
+        adapter: gather the adapter's halves under their canonical names, instead of the weights under Hugging Face's names.
+        quantised: for a float8 model, gather quantised weights with their scales, as the engines load them.
+        bucket_bytes: upper bound of a bucket; a larger tensor gets a bucket of its own.
         timeout_s: how long a rank waits for another.
     """
 
@@ -41,7 +41,7 @@ class Gatherer:
         self._plans = plan_each(payload.tensors(), megatron, [[bucket.layout] for bucket in self.buckets], ranks=[model.mesh.rank])
 
     def run(self) -> Iterator[tuple[Bucket, torch.Tensor | None]]:
-        """Collective over all trainer ranks: each bucket with its flat tensor (on rank 0; None elsewhere), in a fixed order."""
+        """Yield each bucket with its flat tensor (rank 0) or None (other ranks), in a fixed order. Collective over all trainer ranks."""
         if self._adapter:
             mine = attach.values(self._model.chunks)
         else:
@@ -62,7 +62,7 @@ class Gatherer:
 
 
 def tensors_in(bucket: Bucket, flat: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Views of the tensors that lie in a bucket, by name."""
+    """Return views of a bucket's tensors, by name."""
     sizes = [torch.Size(shape).numel() for shape in bucket.shapes]
     parts = torch.split(flat, sizes)
     return {name: part.view(shape) for name, shape, part in zip(bucket.names, bucket.shapes, parts, strict=True)}

@@ -1,4 +1,4 @@
-"""What both ways of publishing weights have in common."""
+"""The `Publisher` interface and the checksum types that all publishers share."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from asyncmoe.errors import WeightSyncError
 from asyncmoe.rpc.messages import Engines
 
 Checksums = tuple[dict[str, str], ...]
-"""For each rank of an engine {SGLang parameter: checksum}."""
+"""One {SGLang parameter: checksum} for each rank of an engine."""
 
 Verifier = Callable[[Mapping[str, torch.Tensor], str], Checksums]
-"""Makes the checksums that engines should report, from the whole Hugging Face checkpoint {name: tensor} and the engines' device."""
+"""Computes the checksums engines should report from the whole Hugging Face checkpoint {name: tensor} and the engines' device."""
 Expected = Callable[[str], Checksums]
-"""Makes the checksums that engines on a device ("cpu", "cuda") should report; of a version that is not verified none."""
+"""Computes the checksums engines on a device ("cpu", "cuda") should report; empty if the version is not verified."""
 
 
 def unverified(device: str) -> Checksums:
-    """`Expected` of a version that is not verified."""
+    """The `Expected` of an unverified version."""
     return ()
 
 
 def device_of(engines: Engines) -> str:
-    """What the engines say they compute on, of engines that were asked; empty where they were not.
+    """Return the device the engines report; empty if they were not asked for it.
 
     Raises:
-        WeightSyncError: they say different things.
+        WeightSyncError: engines report different devices.
     """
     said = {engine.device for engine in engines.engines}
     if len(said) > 1:
@@ -40,11 +40,11 @@ def device_of(engines: Engines) -> str:
 
 @dataclass(frozen=True)
 class Published:
-    """What publishing a version cost.
+    """The cost of publishing a version.
 
     Attributes:
-        seconds: from `begin` until every engine served it.
-        pause_ms: the longest any engine stood still; 0 on ranks other than 0.
+        seconds: from the start of the last attempt until every engine served the version.
+        pause_ms: the longest pause of any engine, on rank 0; 0 on all other ranks.
     """
 
     version: int
@@ -53,36 +53,36 @@ class Published:
 
 
 class Publisher(Protocol):
-    """The sender of one trainer; every call is a collective over its ranks. One version at a time: `begin`, then `settle`."""
+    """Publishes a trainer's weights. Every call is collective over the trainer's ranks. One version at a time: `begin`, then `settle`."""
 
     def begin(self, version: int) -> None:
-        """Start to publish the weights as they are. They must not change until `wait_sent` has returned."""
+        """Start publishing the current weights. They must not change until `wait_sent` has returned."""
 
     def check(self) -> None:
-        """Raise what has gone wrong with the version under way; does not wait."""
+        """Raise the error of the version under way, if it has failed; do not wait."""
 
     def wait_sent(self) -> None:
-        """Return when the weights may change: all that this rank sends of the version under way is out of them."""
+        """Wait until the weights may change: this rank has sent its part of the version under way."""
 
     def settle(self) -> Published | None:
-        """Return when every engine serves the version under way; None when there is none.
+        """Wait until every engine serves the version under way; return None if there is none.
 
         Raises:
-            WeightSyncError: with the same words on every rank.
+            WeightSyncError: with the same message on every rank.
         """
 
     def close(self) -> None:
-        """Leave the weight group."""
+        """Disconnect from the engines and release resources."""
 
 
 class AtOnce:
-    """A `Publisher` whose `begin` does it all: when it returns, every engine serves the version and nothing is left to wait for."""
+    """A synchronous `Publisher`: every engine serves the version when `begin` returns."""
 
     def __init__(self) -> None:
         self._published: Published | None = None
 
     def publish(self, version: int) -> Published:
-        """Make `version` what all engines serve."""
+        """Publish `version`; return when all engines serve it."""
         raise NotImplementedError
 
     def begin(self, version: int) -> None:

@@ -1,4 +1,4 @@
-"""The meeting of a trainer's ranks with the receivers inside the engines, before the first weights move."""
+"""The rendezvous of the trainer's ranks with the receivers inside the engines, before any weights move."""
 
 from __future__ import annotations
 
@@ -37,16 +37,16 @@ _WORDS = 2048
 _POLL_S = 0.5
 _OTHERS, _THE_SAME = "others", "the same"
 GRACE_S = 10.0
-"""By how much ranks wait longer for rank 0 than rank 0 for them, so that all hear its reason."""
+"""How much longer ranks wait for rank 0 than rank 0 waits for them, so that all of them receive its reason for a failure."""
 
 
 @dataclass(frozen=True, eq=False)
 class Meeting:
-    """What the ranks have agreed on, and where they go on talking.
+    """A completed rendezvous: the terms all ranks agreed on, and the store they communicate through.
 
     Attributes:
-        roster: of the engines (`asyncmoe.rpc.messages.Engines`), on rank 0.
-        device: what the engines say they compute on, on rank 0 of a run that verifies them.
+        roster: number of the engine roster (`asyncmoe.rpc.messages.Engines`); on rank 0 only.
+        device: the engines' device ("cpu", "cuda"); on rank 0 only, and only if the run verifies checksums.
     """
 
     roster: int
@@ -57,10 +57,10 @@ class Meeting:
 
 
 class NotMet(WeightSyncError):
-    """The ranks have not come together.
+    """The rendezvous failed.
 
     Attributes:
-        roster: of the engines that were to come, on rank 0.
+        roster: number of the expected engines' roster; on rank 0 only.
     """
 
     def __init__(self, why: str, roster: int) -> None:
@@ -69,15 +69,16 @@ class NotMet(WeightSyncError):
 
 
 def meet(config: Config, model: Model, client: Client, group: dist.ProcessGroup) -> Meeting:
-    """Collective over the trainer's ranks: all ranks, engines' included, plan the same, and the engines' parameters are what the
-    layouts say.
+    """Check that all trainer and engine ranks have the same plan, and that the engines' parameters match the layouts.
+
+    Collective over the trainer's ranks.
 
     Args:
         client: used on rank 0 only.
-        group: of the trainer's ranks, between CPUs.
+        group: the trainer's ranks, over CPUs.
 
     Raises:
-        NotMet: naming each parameter that differs, or who has not come; with the same words on every rank.
+        NotMet: names each parameter that differs, or the ranks that did not join; the same message on every rank.
     """
     rank, wait_s = model.mesh.rank, config.sync.timeout_s
     store, roster, device = _open(config, model, client, group)
@@ -88,7 +89,7 @@ def meet(config: Config, model: Model, client: Client, group: dist.ProcessGroup)
     try:
         plan = transfer_plan.route(terms, rank)
         card = card_of(model.mesh.device, terms, 0)
-    except Exception as error:  # noqa: BLE001  said to all ranks
+    except Exception as error:  # noqa: BLE001  reported to all ranks
         failure = failing.in_one_line(error, terms)
     mine = Ready(failure, plan.digest if plan else "", card=card)
     if rank == 0:
@@ -104,7 +105,7 @@ def meet(config: Config, model: Model, client: Client, group: dist.ProcessGroup)
 
 
 def part(store: Store, model: Model) -> None:
-    """Leave a meeting. The store is rank 0's: it stays until all ranks have read what they wait for there."""
+    """Leave a meeting. Rank 0 hosts the store, so it waits (up to `GRACE_S`) until the other ranks have read all they need and left."""
     others = range(1, model.mesh.world)
     try:
         if model.mesh.rank == 0:
@@ -116,14 +117,14 @@ def part(store: Store, model: Model) -> None:
 
 
 def in_all(group: dist.ProcessGroup, here: bool) -> bool:
-    """Whether something is so on every rank of a group. Collective over them."""
+    """Return whether `here` is true on every rank of a group. Collective over the group."""
     found = torch.tensor(int(here), dtype=torch.int32)
     dist.all_reduce(found, dist.ReduceOp.MIN, group)
     return bool(found)
 
 
 def watch(config: Config, client: Client) -> Callable[[], None]:
-    """What raises WeightSyncError when an engine of the version under way, or of the meeting, is gone. For rank 0."""
+    """Return a check that raises WeightSyncError if an engine of the version under way, or of the meeting, is gone. For rank 0."""
 
     def look() -> None:
         if lost := _ask_engines(config, client).lost:
@@ -133,21 +134,22 @@ def watch(config: Config, client: Client) -> Callable[[], None]:
 
 
 def starving(config: Config, client: Client, met: Meeting) -> bool:
-    """Whether there are engines, and none of those that have met: nobody generates. For rank 0."""
+    """Return whether there are engines but none of them joined this meeting, so that no engine generates. For rank 0."""
     now = {engine.name for engine in _ask_engines(config, client).engines}
     return bool(now) and now.isdisjoint(engine.name for engine in met.terms.engines)
 
 
 def changed(config: Config, model: Model, client: Client, group: dist.ProcessGroup, roster: int, wait_s: float = 0.0) -> bool:
-    """Whether the engines are others than those of `roster`. Collective over the trainer's ranks; they all wait for rank 0's answer.
+    """Return whether the set of engines differs from `roster`. Collective over the trainer's ranks; rank 0 broadcasts the answer.
 
     Args:
-        client: used on rank 0 only, as is `roster`.
-        group: of the trainer's ranks, between CPUs.
-        wait_s: how long rank 0 waits for them to be others.
+        client: used on rank 0 only.
+        group: the trainer's ranks, over CPUs.
+        roster: used on rank 0 only.
+        wait_s: how long rank 0 waits for the set to change.
 
     Raises:
-        WeightSyncError, WaitTimeout: rank 0 could not ask; on the others too, with the same words.
+        WeightSyncError, WaitTimeout: rank 0 could not ask the controller. The other ranks raise WeightSyncError with the same message.
     """
     if model.mesh.rank != 0:
         word, failure = _tell(group)
@@ -169,7 +171,7 @@ def changed(config: Config, model: Model, client: Client, group: dist.ProcessGro
 
 
 def _open(config: Config, model: Model, client: Client, group: dist.ProcessGroup) -> tuple[Store, int, str]:
-    """Rank 0 makes the store and has the engines' receivers come to it; every rank gets its own way into it."""
+    """Create the store and start the engines' receivers (rank 0), or connect to the store; return store, roster and engine device."""
     rank, wait_s = model.mesh.rank, config.sync.timeout_s
     if rank == 0:
         place, failure, roster = "", "rank 0 has failed", 0
@@ -193,7 +195,7 @@ def _open(config: Config, model: Model, client: Client, group: dist.ProcessGroup
 
 
 def _tell(group: dist.ProcessGroup, word: str = "", failure: str = "") -> tuple[str, str]:
-    """From rank 0 to all: a word, or why there is none, so that every rank ends with the same words."""
+    """Broadcast a result or its failure from rank 0, so that every rank ends with the same message."""
     words = f"{word}\n{failure}".encode()[:_WORDS]
     told = torch.zeros(_WORDS, dtype=torch.uint8)
     told[: len(words)] = torch.tensor(list(words), dtype=torch.uint8)
@@ -210,7 +212,7 @@ def _ask_engines(config: Config, client: Client, devices: bool = False) -> Engin
 
 
 def _keep(config: Config, model: Model, client: Client, engines: Engines) -> tuple[Store, str]:
-    """The store, and where it is."""
+    """Host the store, publish the terms and start the engines' receivers; return the store and its "host:port"."""
     world, sync = model.mesh.world, config.sync
     host = address.reachable(config.cluster.network)
     listener = control_store.listen(host)
@@ -237,7 +239,7 @@ def _keep(config: Config, model: Model, client: Client, engines: Engines) -> tup
 
 
 def _together(engines: Engines) -> bool:
-    """Whether all ranks of the trainer and of the engines share this machine's memory. torchrun says how many of ours do."""
+    """Return whether all trainer and engine ranks run on this machine; torchrun sets `LOCAL_WORLD_SIZE` to its trainer ranks."""
     ours = os.environ.get("LOCAL_WORLD_SIZE", "1") == os.environ.get("WORLD_SIZE", "1")
     return ours and all(engine.host == address.host_id() for engine in engines.engines)
 
@@ -248,7 +250,7 @@ def _adapter(model: Model) -> AdapterTerms | None:
 
 
 def _disagreement(store: Store, terms: Terms, mine: Ready, wait_s: float, watch: Callable[[], None]) -> str:
-    """Why weights cannot be sent; empty when they can."""
+    """Return why weights cannot be sent; empty if they can."""
     everyone = protocol.names(terms)
     names = {rank: whom for rank, whom in everyone.items() if rank != 0}
     try:

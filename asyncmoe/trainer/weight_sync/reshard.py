@@ -1,21 +1,19 @@
-"""Publishing a weight version over the `reshard` path: every engine rank gets its own bytes straight from the ranks that have them.
+"""Publish a weight version shard to shard: every engine rank receives its bytes directly from the trainer ranks that hold them.
 
-All ranks of the trainer send, from a thread of their own, to receivers inside the engines (`asyncmoe.receiver`) that stage while the
-engines generate and the trainer goes on with its next step; only what changes the weights has to wait until they are sent. Once all
-bytes have arrived as they were sent, the controller has every engine stand still and swap (`asyncmoe.rollout.engines.weight_updates`).
-Until
-then no parameter has been written, so whatever fails leaves the engines with the version they serve.
+Every trainer rank sends from a background thread to receivers inside the engines (`asyncmoe.receiver`), which stage the weights while
+the engines generate and the trainer computes its next step; only the optimizer update waits until the weights are sent. Once all bytes
+have arrived and their digests match, the controller pauses every engine to swap (`asyncmoe.rollout.engines.weight_updates`). No parameter
+is written before that, so a failure leaves the engines with the version they serve.
 
-Each version goes to the engines there are when it begins: where they are others than before, all meet anew. When one dies while a
-version is on its way, the others are sent it again. So are those that have joined, when none is left of those that got it: without a
-version they generate nothing, and nothing else would make the trainer publish one. Only when the next optimizer step is changing the
-weights by then the version is given up: the next one, which follows that step, goes to all there are.
+Each version goes to the engines present when it begins; if the set has changed, all ranks meet again. If an engine dies during a
+transfer, the version is sent again to the remaining engines. It is also sent again if all engines that received it are gone and new ones
+have joined: without a version these generate nothing, and the trainer would never publish another. If the next optimizer step is already
+changing the weights, the version is abandoned instead; the version after that step goes to all engines present.
 
-Without staging memory (`sync.staging: false`) the engines stand still from the beginning, and one that holds a part of a version
-that failed is fenced.
+Without staging memory (`sync.staging: false`) the engines are paused for the whole transfer, and an engine that holds a part of a failed
+version is fenced.
 
-Where adapters are trained (`train: lora`) they alone are sent, into the engines' adapter memory, from a copy: the trainer waits for
-nothing.
+With `train: lora` only the adapter is sent, into the engines' adapter memory, from a copy, so the optimizer never waits.
 """
 
 from __future__ import annotations
@@ -49,18 +47,18 @@ from asyncmoe.trainer.weight_sync.sources import WeightSources
 
 log = logging.getLogger(__name__)
 _NOTICED_S = 2.0
-"""For a server to end after one of its processes has."""
+"""Time for a server to exit after one of its processes has died."""
 
 
 class ReshardPublisher:
     """See `asyncmoe.trainer.weight_sync.publisher.Publisher`.
 
     Args:
-        client: connection to the controller, of this sender alone; used on rank 0 only.
-        checksums: called when a version is to be verified.
+        client: connection to the controller, not shared with other threads; used on rank 0 only.
+        checksums: computes the expected checksums of a verified version.
 
     Raises:
-        ConfigError: what this path cannot do.
+        ConfigError: a setting this path does not support.
     """
 
     def __init__(self, config: Config, model: Model, client: Client, checksums: Verifier) -> None:
@@ -70,15 +68,15 @@ class ReshardPublisher:
         self._snapshot = None if model.adapter is None else Snapshot(model.chunks, model.adapter.scale)
         self._sender: Sender | None = None
         self._updates = 0
-        # Of the sending thread alone: the trainer's own talk at the same time in other groups.
+        # For the sending thread only: the trainer's main thread uses other groups at the same time.
         wait_s = config.engines.start_timeout_s + 2 * self._limit
         self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=wait_s))
         self._side = SideStream(model.mesh.device) if model.mesh.device.type == "cuda" else None
         self._running: Future[Published | None] | None = None
-        self._tried = 0.0  # when the version under way was last begun to be sent, or waited for
-        self._settling = threading.Event()  # the version under way is to be the last of its weights
+        self._tried = 0.0  # start of the latest attempt to send the version under way, or of `settle`
+        self._settling = threading.Event()  # `settle` was called: the version is not to be sent again to new engines
         self._hold = threading.Lock()
-        self._changing = False  # the weights may change: it cannot be sent again
+        self._changing = False  # the weights may change, so the version cannot be sent again
         self._sent = threading.Event()
         self._sent.set()  # nothing is under way
 
@@ -111,7 +109,7 @@ class ReshardPublisher:
         if self._snapshot is not None:
             return
         while True:
-            # Sending is bounded, and `_publish` sets this however it ends: this time-out says that the bound was broken.
+            # Sending is bounded, and the sending thread sets `_sent` even if it fails, so this timeout means that the bound was broken.
             while not self._sent.wait(LOOK_S):
                 self._bounded("its part of the version under way to be sent")
             with self._hold:
@@ -136,7 +134,7 @@ class ReshardPublisher:
 
     @property
     def _limit(self) -> float:
-        """Of one attempt to publish a version, and of one to meet."""
+        """Seconds one attempt to publish a version, or one rendezvous, may take."""
         return 4 * (self._sync.timeout_s + GRACE_S)
 
     def _bounded(self, what: str) -> None:
@@ -146,24 +144,24 @@ class ReshardPublisher:
 
     def _run(self, result: Future[Published | None], version: int, expected: Expected) -> None:
         if self._sync.staging:
-            yield_cores()  # sending has a whole step's time; the step itself has not
+            yield_cores()  # sending may take as long as a whole training step; the step itself must not be slowed down
         published = self._publish(version, expected)
         self._sent.set()
         result.set_result(published)
 
     def _in_words(self, error: Exception) -> WeightSyncError:
-        """What ended the sending thread, for the trainer's own."""
+        """Convert the sending thread's error into one for the trainer's main thread."""
         if isinstance(error, WeightSyncError):
             return error
         if isinstance(error, AsyncmoeError):
-            return WeightSyncError(str(error))  # the words that the other ranks were told
+            return WeightSyncError(str(error))  # the message the other ranks received
         log.error("sending weights", exc_info=error)
         made = WeightSyncError(f"{failing.in_one_line(error)} (trainer rank {self._rank} on {failing.where(self._model.mesh.device)})")
         made.__cause__ = error
         return made
 
     def _publish(self, version: int, expected: Expected) -> Published | None:
-        """What was published when there is nothing left to do for the version; None: it is left out."""
+        """Send the version until it needs no further attempt; return None if it was abandoned."""
         published: Published | None = None
         while True:
             self._tried = time.monotonic()
@@ -186,7 +184,7 @@ class ReshardPublisher:
                 return published
 
     def _still_has(self) -> bool:
-        """Whether all ranks still have the weights of the version under way; then they keep them, until they are sent."""
+        """Return whether all ranks still hold the weights of the version under way; if so, `wait_sent` blocks until they are sent."""
         with self._hold:
             here = not self._changing
             if here:
@@ -194,7 +192,7 @@ class ReshardPublisher:
         return in_all(self._group, here)
 
     def _together(self) -> Sender:
-        """With the engines there are now."""
+        """Return a sender to the current engines; meet them first if the set has changed."""
         if self._sender is not None and changed(self._config, self._model, self._client, self._group, self._sender.met.roster):
             log.info("the engines are others than before; meeting them")
             self._disperse()
@@ -204,13 +202,13 @@ class ReshardPublisher:
         return self._sender
 
     def _others(self, roster: int) -> bool:
-        """Whether the engines are others than those of `roster`. The controller may take a while to see one's end."""
-        # Of an engine on its own machine the controller knows nearly at once.
+        """Return whether the set of engines differs from `roster`, after waiting for the controller to notice a dead engine."""
+        # The controller notices the death of an engine on its own machine almost at once.
         wait_s = self._config.cluster.silence_s + GRACE_S if self._config.engines.join else _NOTICED_S
         return changed(self._config, self._model, self._client, self._group, roster, wait_s)
 
     def _meet(self) -> Meeting | None:
-        """None where an engine that was to come is gone: those that are left can meet."""
+        """Meet the engines; return None if an expected engine is gone, so that the remaining ones can be tried."""
         try:
             return meet(self._config, self._model, self._client, self._group)
         except NotMet as error:
@@ -231,7 +229,7 @@ class ReshardPublisher:
 
     @property
     def _verifies(self) -> bool:
-        """SGLang has checksums of its weights, none of its adapter memory; of what arrives there each message's digest is checked."""
+        """Whether to compare checksums. SGLang has none for adapter memory; adapters rely on the digest of each message."""
         return self._snapshot is None and self._sync.verify_every > 0 and (self._updates - 1) % self._sync.verify_every == 0
 
     @cached_property
@@ -243,7 +241,7 @@ class ReshardPublisher:
         return Gatherer(self._model, self._sync.bucket_bytes, self._sync.timeout_s, quantised=True)
 
     def _gathered(self) -> Expected:
-        """Collective over the trainer's ranks: what the engines should report, for rank 0 to ask."""
+        """Gather the checkpoint to rank 0, and return the function that computes its checksums. Collective over the trainer's ranks."""
         kept: dict[str, torch.Tensor] = {}
         for bucket, flat in self._gatherer.run():
             if flat is not None:

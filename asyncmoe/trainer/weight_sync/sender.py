@@ -1,4 +1,4 @@
-"""Sending weight versions to the engines of one meeting, and how long the sender stays with each."""
+"""Send weight versions to the engines of one meeting, and decide when a version must be sent again."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ from asyncmoe.trainer.weight_sync.rendezvous import GRACE_S, Meeting, starving, 
 
 log = logging.getLogger(__name__)
 LOOK_S = 1.0
-"""Between two looks at what goes on meanwhile."""
+"""Polling interval while waiting."""
 _PATIENCE_S = 60.0
 
 
 class Sender:
-    """One rank's part. All ranks do the same calls in the same order, each in one thread.
+    """One rank's part. All ranks make the same calls in the same order, each from one thread.
 
     Args:
         client: connection to the controller; used on rank 0 only.
-        tensors: what is sent, by the names of the plan's storages.
+        tensors: the tensors to send, by the names of the plan's storages.
         side: where to enqueue copies, if the weights are on GPUs.
-        sent: set as soon as this rank's part of an update is out of `tensors`.
+        sent: set as soon as this rank has sent its part of an update and no longer reads `tensors`.
     """
 
     def __init__(
@@ -52,19 +52,19 @@ class Sender:
         self._config, self._sync, self._client, self._tensors, self._side = config, config.sync, client, tensors, side
         self._watch = watch(config, client)
         self._exchanger: Exchanger | None = None
-        self._number = self._epoch = 0  # of the update, and of the channel
+        self._number = self._epoch = 0  # N of the update and E of the channel in `asyncmoe.receiver.protocol`
 
     def send(self, version: int, expected: Expected) -> float:
-        """Return when every engine serves a version.
+        """Send a version; return when every engine serves it.
 
         Args:
-            expected: checksums to hold the engines to; asked on rank 0, while nothing is under way.
+            expected: computes the checksums the engines must report; called on rank 0 after the transfer, before the commit.
 
         Returns:
-            The longest that an engine stood still, in milliseconds; 0 on ranks other than 0.
+            The longest pause of any engine in milliseconds, on rank 0; 0 on all other ranks.
 
         Raises:
-            WeightSyncError, WaitTimeout: why it does not, on every rank.
+            WeightSyncError, WaitTimeout: the update failed; raised on every rank.
         """
         self._number += 1
         if self._exchanger is None:
@@ -72,14 +72,13 @@ class Sender:
         try:
             return self._lead(version, expected) if self._rank == 0 else self._follow()
         except AsyncmoeError:
-            raise  # the others have been told, or have told us
+            raise  # this rank has already reported the failure, or received it from another
         except Exception as error:
             self.met.store.resign(self._number, failing.said(error, self.met.terms, self._rank, self._device))
             raise
 
     def needed_again(self, settling: threading.Event) -> bool:
-        """Stay with the version that was sent: until it is settled, which is False; or until engines wait for it and none of those that
-        got it is left, which is True."""
+        """Wait until the version is settled (False), or until all engines that received it are gone and new ones wait for it (True)."""
         store, key = self.met.store, protocol.over(self._number)
         if self._rank == 0:
             try:
@@ -99,13 +98,13 @@ class Sender:
             return told.again
 
     def leave(self) -> None:
-        """The next update takes another channel."""
+        """Close the channel; the next update connects a new one."""
         if self._exchanger is not None:
             self._exchanger.close()
         self._exchanger = None
 
     def _lead(self, version: int, expected: Expected) -> float:
-        """Rank 0's part; the longest pause in milliseconds."""
+        """Rank 0's part of an update; return the longest pause in milliseconds."""
         store, number = self.met.store, self._number
         if number > 2:
             store.forget(number - 2, self.met.terms)
@@ -129,7 +128,7 @@ class Sender:
         return max(committed.pause_ms)
 
     def _follow(self) -> float:
-        """The part of every other rank."""
+        """Every other rank's part of an update."""
         store, number, wait_s = self.met.store, self._number, self._sync.timeout_s + GRACE_S
         header = store.get(protocol.header(number), wait_s)
         Outcome(header.failure).check()
@@ -138,7 +137,7 @@ class Sender:
         return 0.0
 
     def _send(self) -> None:
-        """Send this rank's part, and say that it is sent or why not; what fails here is raised when rank 0 has heard of all."""
+        """Send this rank's shards and report success or the failure. A failure is raised later, once rank 0 has collected all reports."""
         met, key = self.met, protocol.sent(self._number, self._rank)
         try:
             if self._exchanger is None:
@@ -163,11 +162,11 @@ class Sender:
             met.store.put(key, Outcome())
 
     def _send_and_collect(self) -> None:
-        """Send, and wait until all have sent, received and verified.
+        """Send, and wait until all ranks have sent, or received and verified, their parts.
 
         Raises:
-            WeightSyncError: something did not arrive, or not as it was sent; naming between whom.
-            WaitTimeout: naming who was not heard of.
+            WeightSyncError: a message was lost or corrupted; names the sender and the receiver.
+            WaitTimeout: names the ranks that did not report.
         """
         met, number = self.met, self._number
         until = time.monotonic() + met.terms.timeout_s

@@ -1,4 +1,4 @@
-"""What a rank's weights are sent from."""
+"""The tensors a rank sends its weights from."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from asyncmoe.trainer.model.gpt import Model, parameters
 class WeightSources:
     """A rank's weights in the dtypes that `Family.megatron_layout` gives them.
 
-    Some families have tensors that are float32 in every layout (`Shape.wide`): those that the trainer has in another dtype are sent
-    from copies, which have the same values. Weights that engines hold as float8 are quantised as they are sent, by scales that are made
-    before.
+    Some families have tensors that are float32 in every layout (`Shape.wide`). If the trainer holds such a tensor in another dtype, it is
+    sent from a float32 copy, which has the same values. Weights that engines hold in float8 are quantised while they are packed, with
+    scales computed beforehand by `refresh`.
 
     Attributes:
-        tensors: by the layout's names; the same memory every time.
+        tensors: by the layout's names; always the same memory.
     """
 
     def __init__(self, model: Model) -> None:
@@ -34,7 +34,7 @@ class WeightSources:
             self._scaler = Scaler(layout, self.tensors, power_of_two=payload.float8.power_of_two)
 
     def refresh(self) -> None:
-        """Bring copies and scales up to date. While nothing is being sent."""
+        """Update copies and scales from the current weights. Only while nothing is being sent."""
         for name, tensor in self._copied.items():
             self.tensors[name].copy_(tensor)
         if self._scaler is not None:

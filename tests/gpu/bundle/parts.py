@@ -43,7 +43,7 @@ PARTS = (
     _tests("nccl", 15, "tests/gpu/test_reshard_gpu.py", "-k", "nccl"),
     Part("graph", 15, f"{_HERE}.graph_commit"),
     Part("threads", 15, f"{_HERE}.other_device"),
-    Part("experts", 15, f"{_HERE}.triton_experts", needs=(), gpu=False),
+    Part("experts", 15, f"{_HERE}.triton_experts", gpu=False),
     Part("tiny-run", 60, f"{_HERE}.tiny_run", gpu=False),
     Part("checksums", 15, f"{_HERE}.checksums"),
     _tests("overlap", 10, "tests/gpu", "-k", "overlap"),

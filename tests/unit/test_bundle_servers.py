@@ -11,6 +11,7 @@ import time
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -23,8 +24,9 @@ from asyncmoe.launch import budget, gpus, preflight
 from asyncmoe.launch.doctor.facts import Gpu, Run
 from asyncmoe.launch.doctor.gathering import asked
 from asyncmoe.models.make import make_model
+from asyncmoe.platform.sglang.patching import PatchTargetGone
 from asyncmoe.record import Routing
-from tests.gpu.bundle import parts, servers, tiny_run, triton_experts
+from tests.gpu.bundle import parts, servers, tiny_run, triton_experts, without_kernels
 from tests.gpu.bundle.summary import read_outcome
 
 torch = pytest.importorskip("torch")
@@ -120,6 +122,10 @@ def test_the_cause_is_the_last_line_of_what_failed(tmp_path: Path) -> None:
     assert tiny_run.cause({"trainer": 1, "controller": 1}, tmp_path) == "controller: EngineError: engine.0 did not start: no kernel"
     assert tiny_run.cause({"trainer": 1, "controller": None}, tmp_path) == "trainer: lost the controller"
     assert tiny_run.cause({"trainer": None, "controller": None}, tmp_path) == "it took too long; ended: none"
+    (tmp_path / "engine-0.log").write_text("RuntimeError: 0 active drivers\nConnectionError: Connection refused\n")
+    (tmp_path / "controller.log").write_text("EngineError: no engine is left: Server disconnected\n")
+    said = tiny_run.cause({"trainer": 1, "controller": 1}, tmp_path)
+    assert said == "RuntimeError: 0 active drivers (controller: EngineError: no engine is left: Server disconnected)"
 
 
 # ---------------------------------------------------------------- on a card
@@ -201,6 +207,49 @@ def without_waiting() -> Any:
             return func(*args, **(kwargs or {}))
 
     return Refusing()
+
+
+PATCHED = {
+    "srt/utils/common.py": ("def is_cuda(", "def is_cpu(", "def is_cuda_alike("),
+    "kernels/spec.py": ("class PlatformInfo(", "    def detect(cls)"),
+    "srt/layers/moe/moe_runner/triton_utils/moe_align_block_size.py": ("def moe_align_block_size(", "        sgl_moe_align_block_size("),
+    "srt/layers/quantization/unquant.py": ("class UnquantizedFusedMoEMethod(", "    def forward_cuda(", "    forward_native = forward_cpu"),
+    "srt/arg_groups/fields/exec_.py": ("cuda_graph_backend_prefill:", "cuda_graph_bs_decode:"),
+}
+"""File of SGLang 0.5.23 -> what the stand-ins and the arguments rely on there."""
+
+
+@pytest.mark.parametrize("file", PATCHED)
+def test_what_is_replaced_is_there(file: str) -> None:
+    found = [*ROOT.glob(f".venv-engine/lib/python3*/site-packages/sglang/{file}")]
+    if not found:
+        pytest.skip("SGLang is not installed in .venv-engine")
+    source = found[0].read_text()
+    assert [part for part in PATCHED[file] if part not in source] == []
+
+
+def test_on_a_card_layers_are_a_cpus_and_streams_the_cards() -> None:
+    common, spec = ModuleType("common"), ModuleType("spec")
+    vars(common).update(is_cuda=lambda: True, is_cpu=lambda: False, is_cuda_alike=lambda: common.is_cuda())
+    without_kernels._torchs_operators(common)
+    assert (common.is_cuda(), common.is_cpu(), common.is_cuda_alike()) == (False, True, True)
+    spec.PlatformInfo = type("PlatformInfo", (), {"detect": classmethod(lambda cls: "cuda"), "device_type": "cpu"})  # type: ignore[attr-defined]
+    without_kernels._no_compiler(spec)
+    assert spec.PlatformInfo.detect().device_type == "cpu"
+    for patch in (without_kernels._torchs_operators, without_kernels._no_compiler, triton_experts._align, triton_experts._method):
+        with pytest.raises(PatchTargetGone, match="is gone"):
+            patch(ModuleType("another version"))
+
+
+def test_sglangs_names_lead_to_the_stand_ins() -> None:
+    align, method = ModuleType("align"), ModuleType("method")
+    vars(align)["moe_align_block_size"] = lambda *_: None
+    triton_experts._align(align)
+    assert align.sgl_moe_align_block_size is triton_experts.align
+    methods = {"forward_native": lambda self: "torch", "forward_cuda": lambda self: "triton"}
+    vars(method)["UnquantizedFusedMoEMethod"] = type("UnquantizedFusedMoEMethod", (), methods)
+    triton_experts._method(method)
+    assert method.UnquantizedFusedMoEMethod().forward_native() == "triton"
 
 
 @pytest.mark.skipif(

@@ -22,6 +22,7 @@ from asyncmoe.config import parse
 from asyncmoe.launch.torchrun import TRAINER_ENVIRONMENT, free_port, torchrun
 from asyncmoe.models.make import make_model
 from asyncmoe.process import Child
+from asyncmoe.rollout.engine import reason_in
 from asyncmoe.telemetry.summary import summarise
 from tests.gpu.bundle import needs, servers
 from tests.gpu.bundle.summary import write_outcome
@@ -192,7 +193,10 @@ def cause(status: Mapping[str, int | None], logs: Path) -> str:
         if status[name] not in (None, 0):
             lines = (logs / f"{name}.log").read_text(errors="replace").split("\n")
             said = [line.strip() for line in lines if line.strip()]
-            return f"{name}: {said[-1] if said else f'ended with status {status[name]}'}"
+            why = f"{name}: {said[-1] if said else f'ended with status {status[name]}'}"
+            engine = logs / "engine-0.log"
+            beneath = reason_in(engine.read_text(errors="replace")) if engine.exists() else None
+            return f"{beneath} ({why})" if beneath and beneath not in why else why
     return f"it took too long; ended: {', '.join(name for name in status if status[name] is not None) or 'none'}"
 
 

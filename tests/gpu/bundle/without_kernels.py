@@ -28,15 +28,27 @@ def prepare(triton: bool) -> None:
     if torch.cuda.is_available():
         # SGLang asks its platform for graphs, streams and memory: it must be the card's.
         os.environ["SGLANG_USE_CPU_ENGINE"] = "0"
-        after_import("sglang.srt.utils.common", _no_cuda)
+        after_import("sglang.srt.utils.common", _torchs_operators)
+        after_import("sglang.kernels.spec", _no_compiler)
     if triton:
         triton_experts.install()
     cpu.install()
 
 
-def _no_cuda(module: ModuleType) -> None:
-    """sglang.srt.utils.common.is_cuda decides in every layer whether kernels of the wheels are called, is_cuda_alike whether groups and
-    streams are a card's. The second asks the first."""
-    if not callable(getattr(module, "is_cuda", None)) or not callable(getattr(module, "is_cuda_alike", None)):
-        raise PatchTargetGone(f"{module.__name__}.is_cuda or is_cuda_alike is gone")
-    vars(module)["is_cuda"], vars(module)["is_cuda_alike"] = lambda: False, lambda: True
+def _torchs_operators(module: ModuleType) -> None:
+    """Answers of sglang.srt.utils.common, which every layer asks for its operators: as on a CPU, where they are torch's. Only
+    is_cuda_alike stays true: groups and streams are the card's."""
+    answers = {"is_cuda": False, "is_cpu": True, "is_cuda_alike": True}
+    for name, answer in answers.items():
+        if not callable(getattr(module, name, None)):
+            raise PatchTargetGone(f"{module.__name__}.{name} is gone")
+        vars(module)[name] = lambda answer=answer: answer
+
+
+def _no_compiler(module: ModuleType) -> None:
+    """sglang.kernels chooses by the device between torch's operators and kernels that it compiles with nvcc when they are first used,
+    which takes minutes: tell it of no device."""
+    platform = getattr(module, "PlatformInfo", None)
+    if not callable(getattr(platform, "detect", None)):
+        raise PatchTargetGone(f"{module.__name__}.PlatformInfo.detect is gone")
+    vars(module)["PlatformInfo"].detect = classmethod(lambda cls: cls())

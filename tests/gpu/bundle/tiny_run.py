@@ -36,7 +36,7 @@ _CONTROLLER = (
     "controller.run(loaded, loaded.run.dir, gpus.engine_arguments(loaded))"
 )
 _POLL_S, _GRACE_S = 0.2, 3.0
-_RESERVE_S = 30.0
+_RESERVE_S = 45.0
 """Kept for each server that is still to be tried, and the least that one before it is given."""
 _REASON_CHARACTERS = 400
 

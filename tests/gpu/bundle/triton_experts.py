@@ -11,6 +11,7 @@ import importlib
 import importlib.util
 import os
 import sys
+from importlib.metadata import version
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -101,6 +102,9 @@ def main() -> None:
         write_outcome(Path(sys.argv[1]), {}, f"{missing[0]} is not installed")
         return
     card = torch.cuda.is_available()
+    if not card and (older := _older_triton()):
+        write_outcome(Path(sys.argv[1]), {}, f"no GPU here, and the interpreter of Triton {older} fails with new NumPy; 3.8's does not")
+        return
     if not card:
         os.environ["TRITON_INTERPRET"] = "1"
     worst = max(difference(shape, "cuda" if card else "cpu") for shape in SHAPES)
@@ -109,6 +113,12 @@ def main() -> None:
     write_outcome(Path(sys.argv[1]), figures)
     if not worst <= CLOSE:
         sys.exit(f"Triton's experts: got a difference of {worst:.2e} from torch's, expected at most {CLOSE:.0e}")
+
+
+def _older_triton() -> str:
+    """Its version where that is before 3.8, else nothing."""
+    found = version("triton")
+    return found if tuple(map(int, found.split(".")[:2])) < (3, 8) else ""
 
 
 def difference(shape: tuple[int, int, int, int, int], device: str) -> float:

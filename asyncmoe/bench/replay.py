@@ -50,6 +50,7 @@ def measure(folder: Path) -> dict[str, Any]:
     """See `run`."""
     import torch
 
+    from asyncmoe.bench.trajectories import demonstrations
     from asyncmoe.config import parse
     from asyncmoe.config.generation import MadeModel
     from asyncmoe.models import load_hf_config
@@ -73,7 +74,7 @@ def measure(folder: Path) -> dict[str, Any]:
     replay = loop.replay(config, built)
     assert replay is not None
     weights = objective.token_weights([TOKENS - 1] * TRAJECTORIES, "token_mean")
-    known = dict(enumerate(_demonstrations(built.hf["vocab_size"])))
+    known = dict(enumerate(demonstrations(TRAJECTORIES, TOKENS, built.hf["vocab_size"])))
 
     def microbatches(kept: bool) -> list[batch.MicroBatch]:
         nothing = np.zeros(TRAJECTORIES)
@@ -109,26 +110,6 @@ def measure(folder: Path) -> dict[str, Any]:
         "step_seconds": round(median(plain for plain, _ in pairs), 4),
         "share": round(median(kept / plain for plain, kept in pairs) - 1, 4),
     }
-
-
-def _demonstrations(vocabulary: int) -> list[Any]:
-    from asyncmoe.trajectory import NOT_SAMPLED, Trajectory
-
-    random = np.random.default_rng(0)
-    return [
-        Trajectory(
-            key=f"bench{i}",
-            group=i,
-            episode=0,
-            tokens=random.integers(0, vocabulary, TOKENS).astype(np.int32),
-            loss_mask=np.arange(TOKENS) > 0,
-            logprobs=np.zeros(TOKENS, np.float32),
-            versions=np.full(TOKENS, NOT_SAMPLED, np.int32),
-            reward=0.0,
-            finish="length",
-        )
-        for i in range(TRAJECTORIES)
-    ]
 
 
 if __name__ == "__main__":

@@ -83,6 +83,7 @@ def step(spec: str, dtype: str, target: str) -> None:
     import torch
 
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    from asyncmoe.bench.trajectories import demonstrations
     from asyncmoe.config import parse
     from asyncmoe.config.generation import MadeModel
     from asyncmoe.models import load_hf_config
@@ -104,7 +105,7 @@ def step(spec: str, dtype: str, target: str) -> None:
         gpt.load_hf(built, made)
     adam, replay = optimizer.build(config, built), loop.replay(config, built)
     assert replay is not None
-    known = _recorded(built.hf["vocab_size"], replay.routing)
+    known = dict(enumerate(demonstrations(TRAJECTORIES, TOKENS, built.hf["vocab_size"], replay.routing)))
     weights = objective.token_weights([TOKENS - 1] * TRAJECTORIES, "token_mean")
 
     def microbatches() -> list[batch.MicroBatch]:
@@ -123,32 +124,6 @@ def step(spec: str, dtype: str, target: str) -> None:
     numbers = {"before": before, "after": logprobs(), "loss": metrics.loss, "grad_norm": metrics.grad_norm}
     np.savez(target, device=device, layers=", ".join(experts), **numbers)
     mesh.stop()
-
-
-def _recorded(vocabulary: int, routing: Any) -> dict[int, Any]:
-    """Trajectories of random tokens and random experts, the same in every process."""
-    from asyncmoe.record import encode_routes
-    from asyncmoe.trajectory import NOT_SAMPLED, Trajectory
-
-    random = np.random.default_rng(0)
-    found = {}
-    for index in range(TRAJECTORIES):
-        scores = random.random((TOKENS - 1, routing.all_layers, routing.experts))
-        routes = np.ascontiguousarray(np.argsort(-scores, axis=-1)[..., : routing.top_k].astype(np.int32))
-        key = f"bundle{index}"
-        found[index] = Trajectory(
-            key=key,
-            group=index,
-            episode=0,
-            tokens=random.integers(0, vocabulary, TOKENS).astype(np.int32),
-            loss_mask=np.arange(TOKENS) > 0,
-            logprobs=np.zeros(TOKENS, np.float32),
-            versions=np.full(TOKENS, NOT_SAMPLED, np.int32),
-            reward=0.0,
-            finish="length",
-            routes=encode_routes(routes, routing, key),
-        )
-    return found
 
 
 if __name__ == "__main__":

@@ -6,8 +6,16 @@ import importlib.util
 
 import torch
 
+from tests.gpu.bundle import servers
 
-def stand_ins() -> bool:
-    """Whether SGLang's own kernels, or torchvision, which it imports, are missing here."""
-    kernels = ("sgl_kernel", "flashinfer") if torch.cuda.is_available() else ()
-    return any(importlib.util.find_spec(name) is None for name in ("torchvision", *kernels))
+
+def candidates() -> tuple[servers.Server, ...]:
+    """The servers that may start here, the best first."""
+    card = torch.cuda.is_available()
+    # SGLang imports torchvision whatever it serves.
+    wanted = ("torchvision", "sgl_kernel", "flashinfer") if card else ("torchvision",)
+    return servers.ladder(card, all(map(_installed, wanted)), _installed("triton"))
+
+
+def _installed(name: str) -> bool:
+    return importlib.util.find_spec(name) is not None

@@ -33,7 +33,7 @@ def _tests(name: str, limit_s: float, *arguments: str) -> Part:
 
 PARTS = (
     Part("facts", 20, f"{_HERE}.facts", needs=(), gpu=False),
-    Part("build", 180, f"{_HERE}.build", needs=(), gpu=False),
+    Part("build", 170, f"{_HERE}.build", needs=(), gpu=False),
     _tests("kernels", 45, "tests/gpu", "-k", "not sanitizer and not overlap"),
     Part("bench", 40, f"{_HERE}.bench"),
     Part("megatron-local", 35, f"{_HERE}.megatron_step", ("local",), gpu=False),
@@ -43,6 +43,7 @@ PARTS = (
     _tests("nccl", 15, "tests/gpu/test_reshard_gpu.py", "-k", "nccl"),
     Part("graph", 15, f"{_HERE}.graph_commit"),
     Part("threads", 15, f"{_HERE}.other_device"),
+    Part("experts", 15, f"{_HERE}.triton_experts", gpu=False),
     Part("tiny-run", 60, f"{_HERE}.tiny_run", gpu=False),
     Part("checksums", 15, f"{_HERE}.checksums"),
     _tests("overlap", 10, "tests/gpu", "-k", "overlap"),

@@ -1,0 +1,43 @@
+"""Trajectories of random tokens, for measuring and comparing trainers: the same in every process."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from asyncmoe.record import Routing, encode_routes
+from asyncmoe.trajectory import NOT_SAMPLED, Trajectory
+
+
+def demonstrations(count: int, tokens: int, vocabulary: int, routing: Routing | None = None) -> list[Trajectory]:
+    """Demonstrations in which every token but the first counts.
+
+    Args:
+        tokens: of each, at least 2.
+        vocabulary: token ids are drawn below it.
+        routing: of a model; every token but the last has random experts of it recorded. None: no experts are recorded.
+    """
+    random = np.random.default_rng(0)
+    found = []
+    for index in range(count):
+        key = f"random{index}"
+        drawn = random.integers(0, vocabulary, tokens).astype(np.int32)
+        routes = None
+        if routing is not None:
+            scores = random.random((tokens - 1, routing.all_layers, routing.experts))
+            experts = np.argsort(-scores, axis=-1)[..., : routing.top_k].astype(np.int32)
+            routes = encode_routes(np.ascontiguousarray(experts), routing, key)
+        found.append(
+            Trajectory(
+                key=key,
+                group=index,
+                episode=0,
+                tokens=drawn,
+                loss_mask=np.arange(tokens) > 0,
+                logprobs=np.zeros(tokens, np.float32),
+                versions=np.full(tokens, NOT_SAMPLED, np.int32),
+                reward=0.0,
+                finish="length",
+                routes=routes,
+            )
+        )
+    return found

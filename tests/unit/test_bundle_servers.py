@@ -20,10 +20,11 @@ from doctor_machines import NODE, but
 
 from asyncmoe.bench.trajectories import demonstrations
 from asyncmoe.config import devices, parse
-from asyncmoe.launch import budget, gpus, preflight
-from asyncmoe.launch.doctor.facts import Gpu, Run
-from asyncmoe.launch.doctor.gathering import asked
+from asyncmoe.doctor.facts import GpuFacts, RunFacts
+from asyncmoe.doctor.probes import config_probe
+from asyncmoe.launch import gpus, preflight
 from asyncmoe.models.make import make_model
+from asyncmoe.plan import budget
 from asyncmoe.platform.sglang.patching import PatchTargetGone
 from asyncmoe.record import Routing
 from tests.gpu.bundle import parts, pretended, pretended_card, servers, tiny_run, triton_experts, without_kernels
@@ -38,7 +39,7 @@ GOOD = {
     "pause_ms_median": 9.0,
     "tokens_per_s": 50.0,
 }
-H200 = Gpu(0, "NVIDIA H200", 143771, 4, "Default", "9.0")
+H200 = GpuFacts(0, "NVIDIA H200", 143771, 4, "Default", "9.0")
 
 
 # ---------------------------------------------------------------- which servers
@@ -140,7 +141,7 @@ def test_its_configuration_on_a_card_is_what_a_run_accepts(tmp_path: Path) -> No
     placed = devices.place(wanted, 1)
     assert (placed.trainer, placed.engines, placed.shared) == ((0,), ((0,),), (0,))
     gpus.check(config, None, 1)
-    run = Run("run.yaml", network=config.cluster.network, on_gpus=asked.on_gpus(config, hf))
+    run = RunFacts("run.yaml", network=config.cluster.network, on_gpus=config_probe.on_gpus(config, hf))
     machine = but(NODE, nvidia__gpus=(H200,), nvidia__links=(("X",),), nvidia__on_bus=1, trainer__torch__devices=1, run=run)
     assert preflight.judge(machine) == ()
     small = replace(H200, memory_mib=24000)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -110,6 +111,55 @@ def test_wheels_are_unpacked_and_torch_is_refused(tmp_path: Path) -> None:
     assert sorted(str(path.relative_to(site)) for path in site.rglob("*") if path.is_file()) == ["deep/more.py", "thing/__init__.py"]
     (wheels / "torch-2.0-cp312-cp312-linux_x86_64.whl").touch()
     assert run.unpack(wheels, site).status == "failed"
+
+
+def test_wheels_that_are_missing_or_damaged_are_said(tmp_path: Path) -> None:
+    assert "got no wheels" in run.unpack(tmp_path, tmp_path / "site").reason
+    (tmp_path / "one-1.0-py3-none-any.whl").write_bytes(b"PK\x03\x04 cut")
+    assert "one-1.0-py3-none-any.whl: got a damaged wheel" in run.unpack(tmp_path, tmp_path / "site").reason
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--only", "grph"], "--only: got grph, expected some of facts, build"),
+        (["--times", "-1"], "--times: got -1.0, expected a positive number"),
+        (["--wheels", "none"], "got no wheels" if sys.version_info[:2] == (3, 12) else "expected 3.12"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused(tmp_path: Path, arguments: list[str], said: str) -> None:
+    program = [
+        sys.executable,
+        str(ROOT / "tests/gpu/bundle/run.py"),
+        "--work",
+        str(tmp_path / "work"),
+        *arguments,
+        str(tmp_path / "results"),
+    ]
+    done = subprocess.run(program, capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode != 0
+    assert said in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_bundle_that_cannot_be_made_leaves_nothing(tmp_path: Path) -> None:
+    maker = tmp_path / "tests" / "gpu" / "bundle"
+    shutil.copytree(ROOT / "tests" / "gpu" / "bundle", maker)
+    for package in (tmp_path / "tests", tmp_path / "tests" / "gpu"):
+        (package / "__init__.py").touch()
+    shutil.copytree(ROOT / "requirements", tmp_path / "requirements")
+    environment = {**os.environ, "PIP_NO_INDEX": "1", "PIP_FIND_LINKS": ""}
+    done = subprocess.run(
+        [sys.executable, str(maker / "make.py"), str(tmp_path / "out")],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+        env=environment,
+    )
+    assert done.returncode == 1
+    assert "expected a git checkout, a package registry and a folder" in done.stderr
+    assert not (tmp_path / "out").exists()
 
 
 def test_the_whole_is_under_nine_minutes_and_every_part_is_there() -> None:

@@ -43,7 +43,7 @@ NEEDED = {
     **{f"module.{name}": {"__init__", "forward"} for name in ("linear", "layernorm_linear", "grouped_linear")},
     "attention.dot_product_attention.dot_product_attention": {"__init__", "forward"},
 }
-"""What asyncmoe.platform.switches turns on, by modules of `transformer_engine.pytorch`."""
+"""What asyncmoe.trainer.model.switches turns on, by modules of `transformer_engine.pytorch`."""
 OURS = {
     "Linear": {"weight", "fuse_wgrad_accumulation"},
     "LayerNormLinear": {"weight", "layer_norm_weight", "eps", "fuse_wgrad_accumulation"},

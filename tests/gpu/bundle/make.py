@@ -33,17 +33,31 @@ def main() -> None:
     out: Path = parser.parse_args().out
     if out.exists():
         sys.exit(f"{out}: got a path that exists, expected a new one; choose another or remove it")
-    (out / "wheels").mkdir(parents=True)
-    with tempfile.TemporaryDirectory() as folder:
-        for wheel in downloaded(Path(folder)):
-            slim(wheel, out / "wheels" / wheel.name)
-    commit = archive(out / "asyncmoe.tar.gz")
-    (out / "commit").write_text(commit + "\n")
-    shutil.copy(ROOT / "tests" / "gpu" / "bundle" / "run.sh", out / "run.sh")
-    size = sum(file.stat().st_size for file in out.rglob("*") if file.is_file())
+    with tempfile.TemporaryDirectory() as scratch:
+        made = Path(scratch, "made")
+        try:
+            commit = fill(made, Path(scratch))
+            size = sum(file.stat().st_size for file in made.rglob("*") if file.is_file())
+            if size > manifest.LIMIT_BYTES:
+                limit = manifest.LIMIT_BYTES / 1e6
+                sys.exit(f"{out}: got {size / 1e6:.1f} MB, expected at most {limit:.0f}; leave more out in manifest.WITHOUT")
+            out.parent.mkdir(parents=True, exist_ok=True)
+            shutil.move(made, out)  # whole or not at all
+        except (OSError, subprocess.SubprocessError) as error:
+            sys.exit(f"{out}: {error}; got no bundle, expected a git checkout, a package registry and a folder that can be written")
     print(f"{out}: {len(list((out / 'wheels').iterdir()))} wheels, {size / 1e6:.1f} MB in all, of {commit}")
-    if size > manifest.LIMIT_BYTES:
-        sys.exit(f"{out}: got {size / 1e6:.1f} MB, expected at most {manifest.LIMIT_BYTES / 1e6:.0f}; leave more out in manifest.WITHOUT")
+
+
+def fill(folder: Path, scratch: Path) -> str:
+    """Write everything into a new folder; returns the commit."""
+    (folder / "wheels").mkdir(parents=True)
+    (scratch / "whole").mkdir()
+    for wheel in downloaded(scratch / "whole"):
+        slim(wheel, folder / "wheels" / wheel.name)
+    commit = archive(folder / "asyncmoe.tar.gz")
+    (folder / "commit").write_text(commit + "\n")
+    shutil.copy(ROOT / "tests" / "gpu" / "bundle" / "run.sh", folder / "run.sh")
+    return commit
 
 
 def downloaded(folder: Path) -> list[Path]:

@@ -38,16 +38,29 @@ def main() -> int:
     parser.add_argument("--times", type=float, default=1.0, help="so many times the time for everything, on a slow machine")
     parser.add_argument("results", type=Path)
     given = parser.parse_args()
+    wanted = None if given.only is None else set(given.only.split(","))
+    if unknown := sorted((wanted or set()) - {part.name for part in PARTS}):
+        parser.error(f"--only: got {', '.join(unknown)}, expected some of {', '.join(part.name for part in PARTS)}")
+    if not given.times > 0:
+        parser.error(f"--times: got {given.times}, expected a positive number")
+    if sys.version_info[:2] != tuple(map(int, manifest.PYTHON.split("."))) and given.wheels is not None:
+        parser.error(f"Python: got {sys.version.split()[0]}, expected {manifest.PYTHON}, for which the wheels are; set PYTHON")
     begin = time.monotonic()
-    given.results.mkdir(parents=True, exist_ok=True)
+    try:
+        given.results.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        parser.error(f"RESULTS: {error}; expected a folder that can be written")
     logs = given.work / "logs"
     logs.mkdir(parents=True, exist_ok=True)
     summary = Summary(datetime.datetime.now(datetime.UTC).date().isoformat(), given.commit, LIMIT_S * given.times)
     site = given.work / "site"
     if given.wheels is not None:
-        summary.parts["wheels"] = unpack(given.wheels, site)
+        summary.parts["wheels"] = unpacked = unpack(given.wheels, site)
+        if unpacked.status == "failed":
+            summary.write(given.results / "summary.json")
+            print(f"wheels: {unpacked.reason}", file=sys.stderr)
+            return 1
     environment = environment_of(site)
-    wanted = None if given.only is None else set(given.only.split(","))
     deadline = time.monotonic()  # what unpacking took is of the whole, not of the parts
     for part in PARTS:
         deadline += part.limit_s * given.times
@@ -69,10 +82,14 @@ def unpack(wheels: Path, site: Path) -> Outcome:
     """What pip would put into a target folder, without pip: a wheel is a zip archive of it. Never anything of `manifest.ASSUMED`."""
     begin = time.monotonic()
     found = sorted(wheels.glob("*.whl"))
+    if not found:
+        return Outcome("failed", f"{wheels}: got no wheels, expected those of make.py; copy the whole folder")
     assumed = [wheel.name for wheel in found if manifest.normal(wheel.name.split("-")[0]) in manifest.ASSUMED]
     if assumed:
         return Outcome("failed", f"wheels: got {', '.join(assumed)}, which would hide this machine's own")
     for wheel in found:
+        if not zipfile.is_zipfile(wheel):
+            return Outcome("failed", f"{wheel.name}: got a damaged wheel, expected it as make.py wrote it; copy the folder again")
         with zipfile.ZipFile(wheel) as archive:
             for name in archive.namelist():
                 inside = name.split("/", 2)

@@ -3,9 +3,9 @@
 # RESULTS gets summary.json and logs.tar.gz, from the first part on. PYTHON names another Python than python3. Further arguments are run.py's.
 set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
-results=${1:?expected a folder for the results: ./run.sh RESULTS}
+: "${1:?expected a folder for the results: ./run.sh RESULTS}"
 python=${PYTHON:-python3}
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 tar -xzf "$here/asyncmoe.tar.gz" -C "$work"
-"$python" "$work/asyncmoe/tests/gpu/bundle/run.py" --wheels "$here/wheels" --commit "$(cat "$here/commit")" --work "$work" "${@:2}" "$results"
+"$python" "$work/asyncmoe/tests/gpu/bundle/run.py" --wheels "$here/wheels" --commit "$(cat "$here/commit")" --work "$work" "$@"

@@ -1,6 +1,6 @@
-"""torchrun on one node of several, ending with the status of its rank that failed first.
+"""torchrun on one node of several, with the exit status of the root-cause rank.
 
-torchrun itself ends with 1 whatever its ranks end with, and a job that failed by a mistake of the user must not go back into the queue.
+torchrun itself exits with 1 for every failure of a rank, but a job that failed by a user error must not be requeued.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from asyncmoe.process import KILLED, say
 
 
 def run(node: int, nodes: int, ranks: int, address: str, port: int, config: str) -> None:
-    """Run this node's trainer ranks to their end.
+    """Run this node's trainer ranks to their end, then exit with the status of a failure.
 
     Args:
-        node: its number among `nodes`; 0 is where the ranks meet, at `address` and `port`.
-        ranks: on this node.
+        node: index of this node among `nodes`; node 0 hosts the rendezvous at `address` and `port`.
+        ranks: number of ranks on this node.
     """
     os.environ.update({name: os.environ.get(name, value) for name, value in TRAINER_ENVIRONMENT.items()})
     try:
@@ -46,19 +46,22 @@ def run(node: int, nodes: int, ranks: int, address: str, port: int, config: str)
 
 
 def first(failed: Mapping[int, int]) -> tuple[int, int]:
-    """Of ranks that failed at the same time, by what they ended with, the one that the others follow from: a user's mistake, then one
-    that a signal ended."""
+    """Return rank and exit code of the root cause among ranks that failed together: a user error first, then a rank that a signal ended.
+
+    Args:
+        failed: exit code by rank.
+    """
     return min(failed.items(), key=lambda end: (end[1] != UserError.exit_code, end[1] > 0, end[0]))
 
 
 def status(exitcode: int) -> int:
-    """Of a process that ended with `exitcode`, which is the number of a signal where it is negative."""
+    """Return the shell's exit status for an exit code, which is a negative signal number if a signal ended the process."""
     return 128 - exitcode if exitcode < 0 else exitcode
 
 
 def check_free(port: int) -> None:
     """Raises:
-    AsyncmoeError: somebody listens there. Not the user's mistake: the next start of the job takes another port.
+    AsyncmoeError: the port is in use. Not a user error, because the next start of the job takes another port.
     """
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -16,7 +16,7 @@ _NONE = "none"
 
 @dataclass(frozen=True)
 class Difference:
-    """Nodes whose value differs from that of the majority.
+    """Nodes whose value differs from the majority's.
 
     Attributes:
         what: the compared aspect, e.g. "torch of the trainer's Python".

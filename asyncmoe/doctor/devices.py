@@ -10,7 +10,7 @@ CPU_IS_FINE = "there is no GPU; runs on the CPU work without"
 _BUILT_FOR = ("9", "10")
 """Major compute capabilities that the extension's kernels are built for unless ASYNCMOE_CUDA_ARCHS is set (setup.py)."""
 IN_USE = 0.05
-"""Most of a GPU's memory that an idle driver may use, as a share."""
+"""Highest share of a GPU's memory that an idle driver may use."""
 
 
 def driver(machine: Machine) -> Verdict:

@@ -226,9 +226,9 @@ class RunFacts:
         digest: digest of all values of the configuration.
         network: address at which other machines reach this one (cluster.network); "loopback": no other machines.
         clock_s: highest allowed clock difference between two machines, in seconds.
-        shm_bytes: most bytes of /dev/shm for weights in transit.
-        connections: most concurrent requests, each with a socket.
-        checkpoint_bytes: most bytes of a checkpoint; None if the model is unknown.
+        shm_bytes: upper bound for the bytes of weights in transit in /dev/shm.
+        connections: upper bound for concurrent requests, each with a socket.
+        checkpoint_bytes: upper bound for the bytes of a checkpoint; None if the model is unknown.
         keep_checkpoints: number of checkpoints kept; one more exists while the next is written.
         on_gpus: demands on GPUs if the run used them; None if its sizes do not suit its model, or are unknown.
         disk, model: None if they were not probed, or did not answer in time (`disk_trouble`, `model_trouble`).

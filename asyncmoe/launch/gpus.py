@@ -39,7 +39,11 @@ def _on_gpus() -> bool:
 
 
 def check(config: Config, index: int | None, gpus: int) -> None:
-    """Check that the engines find GPUs; `index` is that of `engine_arguments`, `gpus` the number of GPUs of this machine.
+    """Check that the engines find GPUs.
+
+    Args:
+        index: as in `engine_arguments`.
+        gpus: number of GPUs of this machine.
 
     Raises:
         ConfigError: this machine has too few GPUs, or the engines' GPUs overlap the trainer's.

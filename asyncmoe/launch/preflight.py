@@ -28,7 +28,7 @@ STOPS = (
     "gpu-memory",
     "nccl",
 )
-"""The doctor's checks whose errors stop a run on GPUs; the cause of a later check's error comes earlier in the list."""
+"""The doctor's checks whose errors stop a run on GPUs, ordered so that a root cause precedes its consequences."""
 _DEVICES = Path("/dev/nvidiactl")
 
 

@@ -131,7 +131,7 @@ def _watch(processes: Processes, view: LiveView, stop: StopOnSignal) -> None:
                 raise AsyncmoeError("ended at once; what was not in a checkpoint is lost")
             view.say("stopping: saving a checkpoint (Ctrl-C again ends at once)")
             controller.signal(signal.SIGINT)
-        if stop.count and controller.returncode in (0, _INTERRUPTED):  # the trainer has the request, or had not joined yet
+        if stop.count and controller.returncode in (0, _INTERRUPTED):  # the trainer has the request, or never joined
             _late(trainers)
             break
         if processes.failed:
@@ -148,7 +148,7 @@ def _watch(processes: Processes, view: LiveView, stop: StopOnSignal) -> None:
 
 
 def _late(processes: tuple[Process, ...]) -> list[Process]:
-    """Wait up to `STOP_GRACE_S` for all processes together, and return those that still run."""
+    """Wait up to `STOP_GRACE_S` for all processes together, and return the running ones."""
     until = time.monotonic() + STOP_GRACE_S
     return [process for process in processes if not process.wait(max(0.0, until - time.monotonic()))]
 

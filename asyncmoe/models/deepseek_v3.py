@@ -24,7 +24,7 @@ def _shape_of(hf: HfConfig) -> Shape:
 
 
 def _features(hf: HfConfig) -> list[Wanted]:
-    """Return the limits; SGLang's class requires three keys that transformers does not define."""
+    """Return the restrictions on features; SGLang's class requires three keys that transformers does not define."""
     return [
         *sigmoid.features(hf),
         *latent.features(hf),

@@ -27,10 +27,12 @@ _HF_NORMS = {"q_norm": "q_a_layernorm", "kv_norm": "kv_a_layernorm"}
 
 @dataclass(frozen=True)
 class Latent:
-    """Attributes:
-    q_rank, kv_rank: entries of the compressed vectors; q_rank None: queries are computed directly from the hidden state.
-    nope, rope: a head's dimensions without position, and its rotary dimensions.
-    value: dimensions of a head's value.
+    """The sizes of latent attention.
+
+    Attributes:
+        q_rank, kv_rank: entries of the compressed vectors; q_rank None: queries are computed directly from the hidden state.
+        nope, rope: a head's dimensions without position, and its rotary dimensions.
+        value: dimensions of a head's value.
     """
 
     q_rank: int | None

@@ -24,7 +24,7 @@ def _shape_of(hf: HfConfig) -> Shape:
 
 
 def _features(hf: HfConfig) -> list[Wanted]:
-    """Return the limits of SGLang's class: an untied output layer, and heads of hidden_size / num_attention_heads dimensions."""
+    """Return the restrictions of SGLang's class: an untied output layer, and heads of hidden_size / num_attention_heads dimensions."""
     hidden, heads = positive(hf, "hidden_size"), positive(hf, "num_attention_heads")
     head_dim = hidden // heads
     return [

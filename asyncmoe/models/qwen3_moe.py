@@ -31,7 +31,7 @@ def _dense_layers(hf: HfConfig) -> frozenset[int]:
 
 
 def _features(hf: HfConfig) -> list[Wanted]:
-    """Return the limits of SGLang's class, which neither shares nor loads a tied output layer and always has experts in every layer."""
+    """Return the restrictions of SGLang's class: it neither shares nor loads a tied output layer, and has experts in every layer."""
     return [
         ("tie_word_embeddings", bool(hf.get("tie_word_embeddings")), (False,)),
         ("layers without experts (mlp_only_layers, decoder_sparse_step)", sorted(_dense_layers(hf)), ([],)),

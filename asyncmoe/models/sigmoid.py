@@ -32,9 +32,8 @@ def sizes(hf: HfConfig) -> dict[str, Any]:
 
 
 def features(hf: HfConfig) -> list[Wanted]:
-    """Return the features that limit Megatron's router. It divides the chosen scores by their sum except for a single one, and scores a
-    group
-    by as many of its top scores as are chosen per group; transformers and SGLang use the top two.
+    """Return the features that limit Megatron's router. It divides the chosen scores by their sum except for a single one, and scores
+    a group by as many of its top scores as are chosen per group; transformers and SGLang use the top two.
 
     Raises:
         ConfigError: unsupported numbers of experts or groups.

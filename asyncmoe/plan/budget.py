@@ -169,7 +169,7 @@ def for_cpu(config: Config) -> bool:
 
 
 def training(config: Config, hf: Mapping[str, Any], cpu: bool = False) -> Training:
-    """Return the settings for a trainer's memory. A micro-batch has the largest packed size, or that of a longer conversation."""
+    """Return the settings for a trainer's memory. A micro-batch is the larger of a full packed one and the longest conversation."""
     trainer, objective = config.trainer, config.objective
     dtype = ("float32" if cpu else "bfloat16") if trainer.dtype == "auto" else trainer.dtype
     microbatch = Microbatch(

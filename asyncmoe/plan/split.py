@@ -4,7 +4,7 @@ The rule considers memory, not speed:
 
 1. The trainer gets the fewest nodes that its memory allows, because generation is the larger share of the work. Further suggestions
    double and quadruple the trainer's nodes while the engines keep at least as many. `asyncmoe simulate --sweep` finds the fastest.
-2. On these nodes the trainer's sizes are chosen among those that fit: tensor parallelism within a node; expert parallelism within a
+2. On these nodes the trainer's sizes are the first that fit in this order: tensor parallelism within a node; expert parallelism within a
    node, if that fits; the fewest pipeline stages; no recomputation, if that fits; then the least tensor parallelism. Pipeline stages
    are equal, except that the first and last share the remainder. The optimizer's state is sharded over data-parallel ranks.
 3. Engines get all other nodes, each engine within a node. Sizes that stage new weights during generation come first, then the largest

@@ -1,4 +1,4 @@
-"""Detects the optional kernels that are installed and usable here. `asyncmoe.trainer.model.switches` derives Megatron's settings.
+"""Detects the optional kernels that are installed and usable here. `asyncmoe.trainer.model.switches` sets Megatron accordingly.
 
 NVIDIA's Transformer Engine has layers, grouped experts and fused operations; with it or with NVIDIA's apex Megatron uses a fused Adam;
 DeepEP dispatches rows to their experts. All are optional. The project "apex" on the Python package index is unrelated to NVIDIA's.

@@ -26,7 +26,7 @@ _STATIC = "libcudart_static.a"
 def compilers() -> list[Path]:
     """Return every nvcc in order of preference: in CUDA_HOME, in the packages of this Python, on PATH, in /usr/local/cuda.
 
-    The packaged nvcc precedes those of the machine, because it has torch's CUDA version.
+    The packaged nvcc precedes the machine's, because it has torch's CUDA version.
     """
     home = os.environ.get("CUDA_HOME")
     found = [*([shutil.which("nvcc", path=f"{home}/bin")] if home else []), *map(str, _packaged())]
@@ -41,7 +41,7 @@ def nvcc() -> Path | None:
 
 
 def architectures(compiler: Path) -> list[str]:
-    """Return the architectures of ASYNCMOE_CUDA_ARCHS, else those of ARCHS that `compiler` supports."""
+    """Return the architectures of ASYNCMOE_CUDA_ARCHS, else the supported ones of ARCHS."""
     if "ASYNCMOE_CUDA_ARCHS" in os.environ:
         return os.environ["ASYNCMOE_CUDA_ARCHS"].split(";")
     listing = _run([str(compiler), "--list-gpu-arch"]).stdout.split()

@@ -60,8 +60,10 @@ def status(exitcode: int) -> int:
 
 
 def check_free(port: int) -> None:
-    """Raises:
-    AsyncmoeError: the port is in use. Not a user error, because the next start of the job takes another port.
+    """Check that a port of this node is free.
+
+    Raises:
+        AsyncmoeError: the port is in use. Not a user error, because the next start of the job takes another port.
     """
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -18,8 +18,8 @@ STOP = "URG"
 """Signal that asks a step to stop.
 
 SLURM sends a signal to every process of a step, and srun turns its own SIGTERM into SIGKILL for all of them (both seen with 22.05). An
-engine's server must not receive the stop before the process that leads it. Processes ignore SIGURG by default; only `task` handles it
-in the process that must stop first.
+engine's server must not receive the stop before the process that leads it. Processes ignore SIGURG by default, and only `task`,
+in the process that must stop first, handles it.
 """
 _SETTLE_S = 2.0
 """Seconds to wait after the first failure for the reasons of other parts."""
@@ -89,7 +89,7 @@ def first_cause(parts: Sequence[Part]) -> AsyncmoeError:
 
 
 def end_all(parts: Sequence[Part]) -> None:
-    """End those of these steps that still run, with SIGTERM first; other steps of the job are left alone."""
+    """End the steps that still run, with SIGTERM first; other steps of the job are left alone."""
     running = [part for part in parts if part.status is None]
     try:
         for number in _numbers(running).values():

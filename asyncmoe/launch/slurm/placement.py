@@ -99,7 +99,7 @@ def implied(allocation: Allocation, config: Config) -> tuple[str, ...]:
 
 
 def check_gpus(placed: Placement, config: Config, gpus: int) -> None:
-    """Check that every process finds a GPU of its own.
+    """Check that every process finds a GPU.
 
     Args:
         gpus: number of GPUs on every node.

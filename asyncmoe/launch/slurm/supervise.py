@@ -30,7 +30,7 @@ _SIGNALLED_S = 300.0
 _KEPT_S = 45.0
 """Seconds reserved before the time limit to end parts that did not stop by themselves, and to requeue."""
 _UNLIMITED_S = 3600.0
-"""Most seconds for a last step and its checkpoint, if the time limit is far away."""
+"""Upper bound in seconds for a last step and its checkpoint, if the time limit is far away."""
 _INTERRUPTED = 130
 """Exit status of a command that received SIGINT before it installed its handler."""
 

@@ -207,7 +207,7 @@ _STACKS = (frozenset(("q_proj", "k_proj", "v_proj")), frozenset(("q_a_proj", "kv
 
 
 def served_targets(kind: Kind) -> tuple[str, ...]:
-    """Return the targets that an engine is configured with and given: the adapter's, and those that SGLang requires with them.
+    """Return the targets that an engine is configured with and given: the adapter's targets and the targets that SGLang requires with them.
 
     SGLang stacks q, k and v, the down-projections of latent attention, and gate and up, and fails at the first request if a layer of a
     stack is missing (`LoRAAdapter.normalize_qkv_proj`, `get_target_module_name`). It adapts experts only if all three of their layers are
@@ -230,9 +230,8 @@ def served_shapes(m: Shape, kind: Kind) -> Shapes:
     """Return names and shapes of the tensors that SGLang 0.5.23 loads (`/load_lora_adapter_from_tensors`).
 
     Every tensor-parallel rank gets all tensors and slices its own part (`LoRAMemoryPool.load_lora_weight_to_buffer`). Experts are stacked,
-    A [experts, rank, in] and B [experts, out, rank], with 1 for `experts` if all share the half. SGLang accepts such tensors for adapters
-    of
-    either kind, so a layer has six tensors instead of six per expert.
+    A [experts, rank, in] and B [experts, out, rank], with 1 for `experts` if all share the half. SGLang accepts such
+    tensors for adapters of either kind, so a layer has six tensors instead of six per expert.
     """
     found: Shapes = {}
     layer_of = {dense: _served_layer(m, kind, dense) for dense in {layer in m.dense_layers for layer in range(m.layers)}}

@@ -52,7 +52,7 @@ LINEARS = {
     **{name: f"mlp.{name}" for name in _LINEAR.values() if "fc" in name},
     **{name: f"mlp.shared_experts.{name.replace('shared', 'linear')}" for name in _SHARED.values()},
 }
-"""Path of Megatron's linear layers within a layer, except those of routed experts, by `Half.linear`."""
+"""Paths within a layer of Megatron's linear layers outside the routed experts, by `Half.linear`."""
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Runs Megatron's random-state tracker on the CPU generator.
 
 `tensor_parallel/random.py` keeps a generator state for each kind of parallel region and swaps it in and out, also around recomputed
-layers. Without CUDA there is only the CPU generator, which serves as both its CPU and its "CUDA" state.
+layers. Without CUDA there is only the CPU generator, so all of its "CUDA" states are the CPU's.
 """
 
 from __future__ import annotations

@@ -18,9 +18,8 @@ def install() -> None:
 
 
 def _native(module: ModuleType) -> None:
-    """Pass `moe_forward_native` only the choices of this rank's experts, each as a token with one expert, because it counts tokens by
-    expert
-    number, and experts of other ranks have number -1."""
+    """Pass `moe_forward_native` only the choices of this rank's experts, each as a token with one expert, because it counts tokens
+    by expert number, and experts of other ranks have number -1."""
     native = getattr(module, "moe_forward_native", None)
     if native is None:
         raise PatchTargetGone(f"{module.__name__}.moe_forward_native is gone")

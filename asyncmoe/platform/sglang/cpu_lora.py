@@ -51,9 +51,9 @@ def _patch_layers(module: ModuleType) -> None:
 
 
 def _forward_with_lora(self: Any, hidden_states: torch.Tensor, topk_output: Any, lora_info: Any, **_: Any) -> Any:
-    """Compute FusedMoEWithLoRA._forward_with_lora. As there, the model sums over tensor-parallel ranks; the model also applies the factor
-    of
-    routed experts, as on CPU for experts without adapters (`DeepseekV2MoE.forward_normal`, `Glm4MoeSparseMoeBlock.forward_normal`)."""
+    """Compute FusedMoEWithLoRA._forward_with_lora. As there, the model sums over tensor-parallel ranks. The model also applies the
+    factor of routed experts, as on CPU for experts without adapters (`DeepseekV2MoE.forward_normal`,
+    `Glm4MoeSparseMoeBlock.forward_normal`)."""
     from sglang.srt.layers.moe.token_dispatcher import StandardCombineInput
 
     layer, config = self.base_layer, self.base_layer.moe_runner_config

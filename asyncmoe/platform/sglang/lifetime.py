@@ -25,7 +25,7 @@ def key_arguments(environ: Mapping[str, str]) -> list[str]:
 def end_with_parent() -> None:
     """Make Linux kill this process when its parent, named by `PARENT`, ends; exit at once if the parent has already ended.
 
-    Then set `PARENT` to this process for its children. Without the variable (a server started by hand) only the children are bound
+    Also set `PARENT` to this process for its children. Without the variable (a server started by hand) only the children are bound
     to this process.
 
     Raises:

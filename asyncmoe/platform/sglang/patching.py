@@ -11,7 +11,7 @@ from types import ModuleType
 
 
 class PatchTargetGone(RuntimeError):
-    """The installed SGLang differs from the one that the CPU patches were written for."""
+    """The installed SGLang differs from the release that the CPU patches were written for."""
 
 
 def after_import(name: str, patch: Callable[[ModuleType], None]) -> None:

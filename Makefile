@@ -1,28 +1,28 @@
-# Two commands do everything on a fresh Debian or Ubuntu machine with Python 3.11+ and g++:
+# Two commands suffice on a fresh Debian or Ubuntu machine with Python 3.11+ and g++:
 #   make demo    install, then train the tiny model asynchronously until it can add (runs/demo)
 #   make test    install, then run the tests
 # On a machine with NVIDIA GPUs:  make demo GPU=1   (CUDA 13 builds of torch, SGLang, Transformer Engine; driver 580 or newer)
 PYTHON ?= python3
 TRAIN  := .venv
 ENGINE := .venv-engine
-# 1: builds for CUDA. Unless it is said, what is installed.
+# 1: CUDA builds; 0: CPU builds. Defaults to the installed kind.
 GPU    ?= $(if $(wildcard $(TRAIN)/.begun-gpu1),1,0)
-# Keys of the demo's configuration to change, e.g. OVERRIDES="run.dir=runs/mine run.steps=20"
+# Overrides of the demo's configuration, e.g. OVERRIDES="run.dir=runs/mine run.steps=20"
 OVERRIDES ?=
 NEXT   := .venv-next
 PEERS  := .venv-peers
 PIP    := -m pip install --quiet --disable-pip-version-check
-# Both environments are installed side by side, and the trainer's is linted while the engine's still is.
+# Install both environments in parallel; lint needs only the trainer's and runs while the engines' is still being installed.
 MAKEFLAGS += --jobs=2
 
 $(if $(filter "0" "1","$(GPU)"),,$(error GPU: got $(if $(strip $(GPU)),"$(GPU)",nothing), expected 0 or 1))
-# Stamps say for which of both was installed: the other one installs anew, into an empty environment.
+# Stamp files record the installed kind; the other kind is installed anew, into an empty environment.
 INSTALLED := .installed-gpu$(GPU)
 OTHER     := $(if $(filter 1,$(GPU)),0,1)
 BEGUN     := $(TRAIN)/.begun-gpu$(GPU)
 BUILT     := $(TRAIN)/.built-gpu$(GPU)
 TE        := $(TRAIN)/.transformer-engine
-# Versions that both environments share, and with GPU=1 what pip made of them when it was last asked (requirements/resolve.py).
+# Versions that both environments share, and with GPU=1 the versions that pip last resolved from them (requirements/resolve.py).
 PINS      := requirements/$(if $(filter 1,$(GPU)),gpu,cpu).txt
 ifeq ($(GPU),1)
 TAG       := $(shell $(PYTHON) -c 'import sys; print("cp%d%d" % sys.version_info[:2])')
@@ -39,24 +39,24 @@ setup: $(TRAIN)/$(INSTALLED) $(BUILT) $(ENGINE)/$(INSTALLED) $(if $(filter 1,$(G
 bench-peers: setup
 	$(TRAIN)/bin/python $(PIP) --no-deps --upgrade --target $(PEERS)/site -r requirements/bench.txt
 
-# With GPU=1 the demo for as many GPUs as a process is shown: make prints which.
+# With GPU=1, the demo for the number of visible GPUs; make prints which.
 SHOWN = $(shell $(TRAIN)/bin/python -c 'import torch; print(torch.cuda.device_count())')
 DEMO  = examples/demo$(if $(filter 1,$(GPU)),$(if $(filter 0 1,$(SHOWN)),-gpu,-gpus)).yaml
 
 demo: setup
 	$(TRAIN)/bin/asyncmoe run $(DEMO) $(OVERRIDES)
 
-# docs/config.md, from the schema of the configuration.
+# Generate docs/config.md from the schema of the configuration.
 docs: setup
 	$(TRAIN)/bin/python docs/generate.py
 
-# Unit tests take one core each. All others start many processes of their own; whole runs wait more than they compute, so two go at a time.
+# Unit tests take one core each. Other tests start many processes; system tests run two at a time, because they wait more than they compute.
 test: setup lint $(TRAIN)/.system
 	$(TRAIN)/bin/python -m pytest -n 2 --dist loadfile tests/unit
 	$(TRAIN)/bin/python -m pytest tests/ranks tests/gpu tests/engine
 	$(TRAIN)/bin/python -m pytest -n 2 --dist loadfile tests/system
 
-# Every layout in every way, and other random cases in every run: for a change to the trainer's parallelism or to the resharding.
+# Test every combination of layouts, with new random cases in every run; for changes to the trainer's parallelism or to resharding.
 test-thorough: setup lint $(TRAIN)/.system
 	$(TRAIN)/bin/python -m pytest --thorough -n 2 --dist loadfile tests/unit
 	$(TRAIN)/bin/python -m pytest --thorough tests/ranks tests/gpu tests/engine
@@ -65,7 +65,7 @@ test-thorough: setup lint $(TRAIN)/.system
 test-unit: setup lint $(TRAIN)/.system
 	$(TRAIN)/bin/python -m pytest -n 2 --dist loadfile tests/unit
 
-# The extension under AddressSanitizer and UndefinedBehaviorSanitizer, in a build of its own.
+# Test the extension under AddressSanitizer and UndefinedBehaviorSanitizer, in a separate build.
 sanitize: setup
 	PYTHON=$(TRAIN)/bin/python tests/sanitize.sh
 
@@ -75,11 +75,11 @@ lint: $(BUILT)
 	$(TRAIN)/bin/mypy
 	$(TRAIN)/bin/clang-format --dry-run --Werror csrc/*.h csrc/*.cpp csrc/*.cu csrc/record/*
 
-# The rank tests on the newest megatron-core: an overlay in front of the same environment. It declares Python >= 3.12 but runs on 3.11.
+# Run the rank tests on the newest megatron-core, an overlay on the same environment. It declares Python >= 3.12 but runs on 3.11.
 test-megatron-next: setup $(NEXT)/.installed
 	PYTHONPATH=$(CURDIR)/$(NEXT)/site $(TRAIN)/bin/python -m pytest tests/ranks
 
-# What this machine lacks is said in one line before anything large is fetched: both environments wait for this.
+# Report missing prerequisites in one line before any large download; both environments depend on this.
 $(BEGUN): requirements/check_python.py requirements/check_gpu.py requirements/nvcc.sh requirements/nvcc.txt $(PINS)
 	@$(PYTHON) requirements/check_python.py
 ifeq ($(GPU),1)
@@ -106,7 +106,7 @@ $(BUILT): $(TRAIN)/$(INSTALLED) pyproject.toml setup.py $(wildcard csrc/* csrc/r
 	$(if $(filter 1,$(GPU)),ASYNCMOE_CUDA=1 )$(TRAIN)/bin/python $(PIP) --no-build-isolation --no-deps --editable .
 	@touch $@
 
-# Without it the trainer is slower; that it cannot be had stops nothing. By its name it is tried again.
+# Without Transformer Engine the trainer is slower, but a failed build stops nothing. `make transformer-engine` tries again.
 ifeq ($(GPU),1)
 transformer-engine: $(TRAIN)/$(INSTALLED)
 	@rm -f $(TE)
@@ -120,12 +120,12 @@ $(TE): requirements/transformer-engine.txt requirements/transformer_engine.sh $(
 	@requirements/transformer_engine.sh $(TRAIN)/bin/python $(TRAIN)/transformer-engine.log $(call resolved,trainer)
 	@touch $@
 
-# Debian packages that some tests want; without them these are skipped.
+# Debian packages for some tests, which are skipped without them.
 $(TRAIN)/.system: $(TRAIN)/$(INSTALLED) requirements/system.sh
 	requirements/system.sh
 	@touch $@
 
-# SGLang pins other versions than the trainer wants, so it has an environment of its own; the .pth file shows it this checkout.
+# SGLang pins versions that conflict with the trainer's, so it has its own environment; the .pth file adds this checkout to its path.
 $(ENGINE)/$(INSTALLED): requirements/engine-$(if $(filter 1,$(GPU)),gpu,cpu).txt requirements/engine-cpu-nodeps.txt requirements/torch.sh $(PINS) | $(BEGUN)
 	$(PYTHON) -m venv $(call emptied,$(ENGINE)/.installed)$(ENGINE)
 ifeq ($(GPU),1)

@@ -1,6 +1,6 @@
-"""Say in one line, before anything is installed with GPU=1, when this machine's driver cannot run it.
+"""Fails with one line if this machine's driver cannot run the packages of GPU=1; runs before anything is installed.
 
-Without a driver that answers the install goes on, with a line that says so: a node without GPUs may prepare the directory that others use.
+Without a responding driver the installation continues with a notice, because a node without GPUs may prepare a directory for others.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ drivers = runpy.run_path(str(DOCTOR / "drivers.py"))
 
 @dataclass(frozen=True)
 class Facts:
-    """Of NVIDIA's driver.
+    """Facts about NVIDIA's driver.
 
     Attributes:
-        driver: e.g. 550.54.15; None: nvidia-smi did not answer.
-        silence: why it did not.
-        newest_cuda: what libcuda takes, e.g. 12040; None: it cannot be opened.
+        driver: version, e.g. 550.54.15; None if nvidia-smi did not answer.
+        silence: why nvidia-smi did not answer.
+        newest_cuda: newest CUDA version that libcuda supports, e.g. 12040; None if it cannot be opened.
     """
 
     driver: str | None
@@ -48,7 +48,7 @@ def gather() -> Facts:
 
 
 def wanted_cuda() -> int:
-    """The major version of the CUDA that gpu.txt names."""
+    """Return the major version of CUDA in gpu.txt."""
     found = re.search(r"^cuda-toolkit==(\d+)\.", (HERE / "gpu.txt").read_text(), re.MULTILINE)
     if found is None:
         sys.exit("requirements/gpu.txt: got no line cuda-toolkit==..., expected one; restore it")
@@ -56,7 +56,7 @@ def wanted_cuda() -> int:
 
 
 def refusal(facts: Facts, cuda: int) -> str | None:
-    """Why CUDA builds of a major version cannot run on this machine; None: they can, or nobody knows."""
+    """Return why CUDA builds of a major version cannot run on this machine; None if they can, or if it is unknown."""
     if facts.driver is None or not drivers["too_old"](facts.driver, facts.newest_cuda, cuda):
         return None
     can = f", for CUDA {facts.newest_cuda // 1000}.{facts.newest_cuda % 1000 // 10}" if facts.newest_cuda else ""

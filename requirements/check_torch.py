@@ -1,4 +1,4 @@
-"""Say in one line when the torch of the Python that runs this is not the CUDA build, or NCCL not the version, of gpu.txt."""
+"""Fails with one line unless this Python's torch is the CUDA build, and NCCL the version, of gpu.txt."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ CURE = (
 
 
 def pins() -> dict[str, str]:
-    """Versions by name."""
+    """Return the pinned versions by name."""
     text = (Path(__file__).resolve().parent / "gpu.txt").read_text()
     return dict(re.findall(r"^([\w-]+)==([\w.]+)$", text, re.MULTILINE))
 
 
 def refusal(version: str, cuda: str | None, nccl: str | None, wanted: Mapping[str, str]) -> str | None:
-    """What is wrong with an installed torch.
+    """Return the fault of an installed torch, or None.
 
     Args:
-        version: of torch, with the local part (2.14.1+cpu).
-        cuda: what it was built for (13.0); None: a CPU build.
-        nccl: the version of the installed package nvidia-nccl-cu13.
-        wanted: the pins.
+        version: torch's version with the local part (2.14.1+cpu).
+        cuda: CUDA version of the build (13.0); None for a CPU build.
+        nccl: version of the installed package nvidia-nccl-cu13.
+        wanted: the pinned versions.
     """
     major = wanted["cuda-toolkit"].split(".")[0]
     if version.split("+")[0] != wanted["torch"] or cuda is None or cuda.split(".")[0] != major:
@@ -40,7 +40,7 @@ def refusal(version: str, cuda: str | None, nccl: str | None, wanted: Mapping[st
 
 
 def offered(version: str) -> str | None:
-    """What is wrong with a torch that pip would install, before it is fetched."""
+    """Return the fault of a CPU build that pip would install, before pip downloads it."""
     return refusal(version, None, None, pins())
 
 

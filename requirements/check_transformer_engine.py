@@ -1,4 +1,4 @@
-"""Whether Transformer Engine can be imported. torch comes first: it loads the NCCL and cuBLAS that Transformer Engine is linked to."""
+"""Imports Transformer Engine, after torch, which loads the NCCL and cuBLAS that Transformer Engine is linked to."""
 
 import importlib
 import importlib.metadata

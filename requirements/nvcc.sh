@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Install NVIDIA's package of nvcc (100 MB) into the environment of PYTHON, and say in one line when no nvcc here can build the kernels.
-# usage: nvcc.sh PYTHON [FURTHER ARGUMENTS OF PIP...]
+# Install NVIDIA's nvcc package (100 MB) into PYTHON's environment, and print one line if no nvcc on this machine can build the kernels.
+# usage: nvcc.sh PYTHON [MORE PIP ARGUMENTS...]
 set -euo pipefail
 python=$1
 shift

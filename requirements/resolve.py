@@ -1,7 +1,7 @@
-"""Asks pip what GPU=1 installs into both environments, and writes the answer into resolved/. Nothing is installed.
+"""Writes the package versions that pip resolves for both environments with GPU=1 into resolved/, without installing them.
 
-The lists are constraints of the Makefile, so that a machine gets what was looked at, and a test compares them. Run it on Linux x86_64
-after a change of versions, with every Python that has a list:
+The Makefile uses the lists as constraints, so that every machine gets the reviewed versions, and a test compares them. Run it on Linux
+x86_64 after a change of versions, with every Python that has a list:
 
 usage: python3 requirements/resolve.py PYTHON...      (e.g. python3.11 python3.12; some minutes each)
 """
@@ -22,12 +22,12 @@ ENVIRONMENTS = {
     "trainer": ("nvcc.txt", "train.txt", "dev.txt", "transformer-engine.txt"),
     "engine": ("engine-gpu.txt",),
 }
-"""Files of requirements, by environment: what the Makefile gives to pip with GPU=1, torch besides."""
+"""Requirement files by environment that the Makefile passes to pip with GPU=1, in addition to torch."""
 _RESOLVE_S = 1800.0
 
 
 def main(interpreters: list[str]) -> None:
-    """Both lists of each interpreter."""
+    """Write both lists for each interpreter."""
     for interpreter in interpreters:
         for name, files in ENVIRONMENTS.items():
             tag, versions = resolve(interpreter, files)
@@ -39,9 +39,9 @@ def main(interpreters: list[str]) -> None:
 
 
 def resolve(interpreter: str, files: tuple[str, ...]) -> tuple[str, dict[str, str]]:
-    """The tag of the Python (cp311), and versions by normalised name as pip chooses them for an empty environment.
+    """Return the tag of the Python (cp311), and the versions by normalised name that pip chooses for an empty environment.
 
-    Packages are taken as wheels only: building one would need torch. pip's own configuration is left out, as it is of one machine.
+    Only wheels are allowed, because building a package would need torch. pip's configuration is ignored, because it is machine-specific.
     """
     asked = [part for file in files for part in ("-r", str(HERE / file))]
     with tempfile.TemporaryDirectory() as folder:
@@ -70,13 +70,13 @@ def resolve(interpreter: str, files: tuple[str, ...]) -> tuple[str, dict[str, st
 
 
 def environment() -> Mapping[str, str]:
-    """Ours, without further places where pip would look."""
+    """Return this process's environment without additional package sources for pip."""
     kept = {name: value for name, value in os.environ.items() if name not in ("PIP_FIND_LINKS", "PIP_EXTRA_INDEX_URL")}
     return kept | {"PIP_CONFIG_FILE": os.devnull, "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
 
 
 def normalised(name: str) -> str:
-    """As package indices compare names (PEP 503)."""
+    """Normalise a name as package indices do (PEP 503)."""
     return re.sub(r"[-_.]+", "-", name).lower()
 
 

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# What tests want of Debian's packages: a SLURM to run batch scripts on, and a checker of shell scripts. Installs what is missing where it
-# may; otherwise says which tests will be skipped. Never fails.
+# Install the Debian packages that tests use: SLURM, to run batch scripts, and shellcheck. Needs root and apt-get; otherwise, or after a
+# failed installation, it prints the tests that will be skipped. Never fails.
 set -uo pipefail
 declare -A packages=([slurmctld]=slurm-wlm [munged]=munge [shellcheck]=shellcheck)
 declare -A skipped=([slurmctld]="tests/system/test_slurm.py" [munged]="tests/system/test_slurm.py" [shellcheck]="shellcheck in tests/unit/test_shell.py")

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
-# Install Transformer Engine into the environment of PYTHON, which has torch and nvcc. Its part for torch exists as source only, and is
-# built against that torch. Never fails: where it cannot be had, one line says so, nothing of it stays, and the trainer runs without.
-# usage: transformer_engine.sh PYTHON LOG [FURTHER ARGUMENTS OF PIP...]
+# Install Transformer Engine into PYTHON's environment, which has torch and nvcc. Its PyTorch extension is published as source only, and is
+# built against the installed torch. Never fails: after a failed build it prints one line and removes all parts, and the trainer runs
+# without Transformer Engine.
+# usage: transformer_engine.sh PYTHON LOG [MORE PIP ARGUMENTS...]
 set -uo pipefail
 python=$1 log=$2
 shift 2
@@ -10,13 +11,13 @@ bin=$(cd "$(dirname "$python")" && pwd)
 parts=(transformer-engine transformer-engine-cu13 transformer-engine-torch)
 pip() { "$python" -m pip install --disable-pip-version-check -c "$folder/gpu.txt" "$@"; }
 
-# A compiler of torch's headers takes up to 4 GB.
+# A compiler process takes up to 4 GB for torch's headers.
 memory=$(awk '/^MemAvailable:/ {print int($2 / 4194304)}' /proc/meminfo 2> /dev/null)
 jobs=$(nproc)
 [ "${memory:-1}" -lt "$jobs" ] && jobs=${memory:-1}
 [ "$jobs" -lt 1 ] && jobs=1
 export MAX_JOBS=${MAX_JOBS:-$jobs} PATH=$bin:$PATH
-# Headers of CUDA, cuDNN and NCCL out of torch's packages; built here, not fetched from elsewhere by its setup.py.
+# Use the headers of CUDA, cuDNN and NCCL in torch's packages, and build here instead of letting setup.py download a binary.
 export NVTE_FRAMEWORK=pytorch NVTE_BUILD_USE_NVIDIA_WHEELS=1 NVTE_PYTORCH_FORCE_BUILD=TRUE
 unset CUDA_HOME
 

@@ -1,5 +1,5 @@
-"""`asyncmoe doctor`: what of a machine would stop a run or slow it down, and the cure.
+"""`asyncmoe doctor`: find faults of a machine that would stop or slow down a run, and their fixes.
 
-`probes` look and judge nothing; `facts` is what they found, as plain data; the checks (`software`, `built`, `devices`, `host`, `run`)
-are pure functions from facts to a `Verdict`, all named in `examination`. `comparison` says what differs between the reports of nodes.
+`probes` gather facts without judging them; `facts` defines the facts as plain data; the checks (`software`, `built`, `devices`, `host`,
+`run`, `placement`) are pure functions from facts to a `Verdict`, all listed in `examination`. `comparison` compares nodes' reports.
 """

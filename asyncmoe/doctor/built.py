@@ -1,4 +1,4 @@
-"""Checks of what is compiled: asyncmoe's own extension, NCCL, and the CUDA that torch was built for."""
+"""Checks of compiled components: asyncmoe's extension, NCCL, and the CUDA version of torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ REBUILD = "build it again: rm -f .venv/.built*; make setup"
 
 
 def extension(machine: Machine) -> Verdict:
-    """It imports, was built from the sources that are there, and has CUDA kernels where there are GPUs."""
+    """Check that the extension imports, was built from the current sources, and has CUDA kernels on a machine with GPUs."""
     found = machine.trainer.extension
     if found is None or found.package is None:
         return verdict.error(f"{machine.trainer.executable} does not find asyncmoe", "run: make setup")
@@ -31,7 +31,7 @@ def extension(machine: Machine) -> Verdict:
 
 
 def nccl(machine: Machine) -> Verdict:
-    """Trainer and engines open the same version: NCCL refuses a communicator of two."""
+    """Check that trainer and engines open the same NCCL version, because NCCL refuses a communicator of two versions."""
     sides = [("the trainer's Python", machine.trainer)]
     if machine.engine is not None:
         sides.append(("the engines' Python", machine.engine))
@@ -57,7 +57,7 @@ def nccl(machine: Machine) -> Verdict:
 
 
 def cuda(machine: Machine) -> Verdict:
-    """Both torches can use the GPUs through this driver."""
+    """Check that the torch of trainer and engines can use the GPUs with this driver."""
     if not machine.nvidia.present:
         return verdict.absent(f"no GPU; torch {_builds(machine)}")
     newest = machine.trainer.cuda_driver
@@ -73,7 +73,7 @@ def cuda(machine: Machine) -> Verdict:
 
 
 def _suits(who: str, side: PythonFacts, newest: int) -> Verdict:
-    """One torch against the newest CUDA of the driver. Within a major version an older driver does (CUDA's minor-version compatibility)."""
+    """Judge a torch by the driver's newest CUDA. Within a major version an older driver suffices (CUDA's minor-version compatibility)."""
     if side.torch is None:
         return verdict.warning(f"unknown: {who} torch cannot be imported", "see the lines torch and engine-python")
     if side.torch.cuda is None:

@@ -1,4 +1,4 @@
-"""The command: gather, examine, print; or compare what was printed on several nodes."""
+"""The command: gather facts, check and print them; or compare the reports of several nodes."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from asyncmoe.errors import ConfigError
 
 
 def run(arguments: Sequence[str], *, as_json: bool, compare: bool) -> int:
-    """`asyncmoe doctor [CONFIG] [KEY=VALUE]...`, or with `compare` the files of reports; returns the exit status.
+    """Run `asyncmoe doctor [CONFIG] [KEY=VALUE]...`, or with `compare` compare report files, and return the exit status.
 
     Raises:
-        ConfigError: nothing to compare.
-        DataError: a file that is no report.
+        ConfigError: fewer than two reports to compare.
+        DataError: a file is not a report.
     """
     return _compare([Path(file) for file in arguments], as_json) if compare else _examine(arguments, as_json)
 

@@ -1,4 +1,4 @@
-"""What differs between the reports of several nodes that are to work together."""
+"""Differences between the reports of several nodes of a cluster."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _NONE = "none"
 
 @dataclass(frozen=True)
 class Difference:
-    """Nodes that have something else than the others.
+    """Nodes whose value differs from the majority's.
 
     Attributes:
-        what: e.g. "torch of the trainer's Python".
-        nodes: those that differ, all in the same way.
-        found, expected: what they have, and what most have (of two equally frequent the newer).
-        others: how many have that.
+        what: the compared aspect, e.g. "torch of the trainer's Python".
+        nodes: the deviating nodes, all with the same value.
+        found, expected: the value of these nodes and the most frequent value (the newer in a tie).
+        others: number of nodes with the expected value.
     """
 
     what: str
@@ -39,12 +39,12 @@ class Difference:
 
 
 def differences(reports: Mapping[str, Report]) -> list[Difference]:
-    """What is not the same on all nodes, an entry for each deviating value.
+    """Return the differences between nodes, an entry for each deviating value.
 
-    A node without a GPU's driver or NCCL, or without a configuration, does not differ in those: it may have another role.
+    A node without a GPU driver, NCCL or a configuration does not deviate in these, because it may have another role.
 
     Args:
-        reports: by name of the node.
+        reports: report by node name.
     """
     told = {node: _compared(report.machine) for node, report in reports.items()}
     aspects = {what: aspect for aspects in told.values() for what, aspect in aspects.items()}
@@ -57,11 +57,11 @@ def differences(reports: Mapping[str, Report]) -> list[Difference]:
 
 
 _Aspect = tuple[str | None, Callable[[str], str], bool]
-"""Value on a node, the cure given the expected value, and whether a node may lack it."""
+"""Value on a node, the fix as a function of the expected value, and whether a node may lack the value."""
 
 
 def _compared(machine: Machine) -> dict[str, _Aspect]:
-    """Everything in which nodes must agree, by what it is called."""
+    """Return every aspect in which nodes must agree, by name."""
     aspects: dict[str, _Aspect] = {"asyncmoe": (machine.asyncmoe, lambda _: "check out the same commit", False)}
     aspects |= _of_python(machine, machine.trainer, "the trainer's")
     if machine.engine is not None:
@@ -73,7 +73,7 @@ def _compared(machine: Machine) -> dict[str, _Aspect]:
 
 
 def _of_python(machine: Machine, side: PythonFacts, whose: str) -> Iterator[tuple[str, _Aspect]]:
-    """One environment: Python, its packages, the build of the extension, NCCL."""
+    """Yield the aspects of one environment: Python, packages, build of the extension, NCCL."""
     again = "run make setup again"
     yield f"{whose} Python", (side.version, lambda value: f"install Python {value}", False)
     for name in machine.requirements:

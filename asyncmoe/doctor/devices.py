@@ -8,13 +8,13 @@ from asyncmoe.doctor.verdict import Verdict
 
 CPU_IS_FINE = "there is no GPU; runs on the CPU work without"
 _BUILT_FOR = ("9", "10")
-"""Major compute capabilities the extension's kernels are built for unless ASYNCMOE_CUDA_ARCHS says otherwise (setup.py)."""
+"""Major compute capabilities that the extension's kernels are built for unless ASYNCMOE_CUDA_ARCHS is set (setup.py)."""
 IN_USE = 0.05
-"""Share of a GPU's memory that an idle driver may take."""
+"""Highest share of a GPU's memory that an idle driver may use."""
 
 
 def driver(machine: Machine) -> Verdict:
-    """NVIDIA's driver answers."""
+    """Check that NVIDIA's driver answers."""
     nvidia = machine.nvidia
     if nvidia.driver is not None:
         return verdict.ok(nvidia.driver)
@@ -27,7 +27,7 @@ def driver(machine: Machine) -> Verdict:
 
 
 def gpus(machine: Machine) -> Verdict:
-    """There, free, alike, and of a kind the kernels are built for."""
+    """Check that GPUs are present, idle, of one kind, and of an architecture that the kernels are built for."""
     nvidia = machine.nvidia
     if not nvidia.present:
         return verdict.absent(CPU_IS_FINE)
@@ -58,7 +58,7 @@ def gpus(machine: Machine) -> Verdict:
 
 
 def nvlink(machine: Machine) -> Verdict:
-    """Every GPU reaches every other over NVLink."""
+    """Check that NVLink connects every pair of GPUs."""
     nvidia = machine.nvidia
     if not nvidia.present:
         return verdict.absent(CPU_IS_FINE)
@@ -78,7 +78,7 @@ def nvlink(machine: Machine) -> Verdict:
 
 
 def infiniband(machine: Machine) -> Verdict:
-    """Adapters that are up, and reach GPU memory."""
+    """Check that adapters are up and reach GPU memory."""
     ports = machine.fabric.ports
     if not ports:
         return verdict.absent("no adapter; several machines would talk over TCP")
@@ -100,7 +100,7 @@ def infiniband(machine: Machine) -> Verdict:
 
 
 def _described(machine: Machine) -> str:
-    """`8 x NVIDIA H100 80GB HBM3 of 81559 MiB`, and how many of them torch sees when it is not all."""
+    """Describe the GPUs as `8 x NVIDIA H100 80GB HBM3 of 81559 MiB`, with the number that torch sees if that differs."""
     kinds: dict[tuple[str, int], int] = {}
     for gpu in machine.nvidia.gpus:
         kinds[gpu.name, gpu.memory_mib] = kinds.get((gpu.name, gpu.memory_mib), 0) + 1

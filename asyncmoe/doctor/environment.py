@@ -1,4 +1,4 @@
-"""What was found in a Python environment: plain data, part of `facts`."""
+"""Facts about a Python environment: plain data, part of `facts`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ class Apex:
     """The package that `import apex` finds.
 
     Attributes:
-        nvidia: it has the parts NVIDIA's has; the package of that name on PyPI is a web toolkit.
+        nvidia: the package has the modules of NVIDIA's apex; the package of that name on PyPI is a web toolkit.
         kernels: its CUDA extensions were built.
     """
 
@@ -21,13 +21,13 @@ class Apex:
 
 @dataclass(frozen=True)
 class Extension:
-    """The compiled half of asyncmoe as a Python sees it.
+    """The compiled extensions of asyncmoe in a Python environment.
 
     Attributes:
-        package: the directory of asyncmoe; None: it is not importable.
+        package: the directory of asyncmoe; None if it is not importable.
         trouble: why an extension cannot be imported.
-        cuda: whether the CUDA kernels are in it.
-        built_from: digests of the sources of `asyncmoe.reshard._C` and `asyncmoe.record._C`; empty: a build that does not say.
+        cuda: whether the extension contains the CUDA kernels.
+        built_from: source digests of `asyncmoe.reshard._C` and `asyncmoe.record._C`; empty if the build does not record them.
     """
 
     package: str | None
@@ -41,7 +41,7 @@ class Nccl:
     """libnccl as `asyncmoe.reshard` opens it.
 
     Attributes:
-        version: as ncclGetVersion has it, e.g. 22703; None: it cannot be used.
+        version: result of ncclGetVersion, e.g. 22703; None if the library cannot be used.
     """
 
     library: str
@@ -54,10 +54,10 @@ class Torch:
     """An imported torch.
 
     Attributes:
-        cuda: the CUDA version it was built for; None: a CPU build.
-        devices: GPUs it sees.
-        trouble: why it cannot use CUDA although it was built for it.
-        apart: pairs of GPUs that do not reach each other's memory.
+        cuda: the CUDA version it was built for; None for a CPU build.
+        devices: number of GPUs that torch sees.
+        trouble: why a CUDA build cannot use CUDA.
+        apart: pairs of GPUs without peer access to each other's memory.
     """
 
     version: str
@@ -72,11 +72,11 @@ class PythonFacts:
     """One Python environment: the trainer's and the controller's, or the engines'.
 
     Attributes:
-        version: None: it could not be run, and `unfinished` says why.
-        packages: versions of those of the declared requirements that are installed.
-        cuda_driver: the newest CUDA version the driver takes, as cuDriverGetVersion has it (12080 is 12.8); None: no driver.
-        transformer_engine: it was imported.
-        unfinished: at which step the look inside broke off, and why.
+        version: Python version; None if this Python could not be run, see `unfinished`.
+        packages: versions of the declared requirements that are installed.
+        cuda_driver: newest CUDA version that the driver supports, from cuDriverGetVersion (12080 is 12.8); None: no driver.
+        transformer_engine: Transformer Engine was imported.
+        unfinished: the step at which the probe failed, and why.
     """
 
     executable: str

@@ -1,4 +1,4 @@
-"""All checks, in the order they are shown."""
+"""All checks, in display order."""
 
 from __future__ import annotations
 
@@ -38,15 +38,15 @@ CHECKS: Mapping[str, Callable[[Machine], Verdict]] = {
     "placement": placement.placement,
     "gpu-memory": placement.gpu_memory,
 }
-"""Each by the name of its line. Every one says something of every machine."""
+"""Check by the name of its line. Every check returns a verdict for every machine."""
 
 
 def examine(machine: Machine) -> tuple[Finding, ...]:
-    """The verdict of every check."""
+    """Return the finding of every check."""
     found = ((name, check(machine)) for name, check in CHECKS.items())
     return tuple(Finding(name, verdict.state, verdict.found, verdict.cure) for name, verdict in found)
 
 
 def failed(findings: Sequence[Finding]) -> bool:
-    """Whether there is an error among them."""
+    """Return whether any finding is an error."""
     return any(finding.state == "error" for finding in findings)

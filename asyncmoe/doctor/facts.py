@@ -1,4 +1,4 @@
-"""What was found on a machine: plain data, which travels as JSON and which the checks judge."""
+"""Facts about a machine: plain data, serialized as JSON and judged by the checks."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from asyncmoe.doctor.environment import PythonFacts
 
 @dataclass(frozen=True)
 class GpuFacts:
-    """A line of nvidia-smi.
+    """A GPU, from a line of nvidia-smi.
 
     Attributes:
-        memory_mib, used_mib: all of it, and what processes use now.
+        memory_mib, used_mib: total memory, and memory in use by processes.
         compute_mode: Default, Exclusive_Process or Prohibited.
-        capability: e.g. 9.0.
-        mig: whether it is cut into instances.
-        uuid: by which CUDA_VISIBLE_DEVICES may name it.
+        capability: compute capability, e.g. 9.0.
+        mig: whether the GPU is partitioned into instances.
+        uuid: identifier by which CUDA_VISIBLE_DEVICES may name the GPU.
     """
 
     index: int
@@ -33,13 +33,13 @@ class GpuFacts:
 
 @dataclass(frozen=True)
 class Nvidia:
-    """What NVIDIA's driver shows.
+    """GPUs and driver of a machine.
 
     Attributes:
-        on_bus: GPUs on the PCI bus, whether or not there is a driver.
-        links: how GPU i reaches GPU j, as `nvidia-smi topo -m` names it (NV18, PIX, SYS, ...); empty: it did not say.
+        on_bus: GPUs on the PCI bus, with or without a driver.
+        links: link between GPU i and GPU j from `nvidia-smi topo -m` (NV18, PIX, SYS, ...); empty if unknown.
         trouble: why nvidia-smi did not answer.
-        chosen: entries of CUDA_VISIBLE_DEVICES; None: it is not set.
+        chosen: entries of CUDA_VISIBLE_DEVICES; None if it is not set.
     """
 
     on_bus: int = 0
@@ -51,13 +51,13 @@ class Nvidia:
 
     @property
     def present(self) -> bool:
-        """There is a GPU, usable or not."""
+        """True if there is a GPU, usable or not."""
         return bool(self.on_bus or self.gpus)
 
     @property
     def visible(self) -> tuple[GpuFacts, ...]:
-        """Those that CUDA shows a process, in its order, as far as it can be told: CUDA_VISIBLE_DEVICES may name instances of a GPU. The
-        first entry that names none ends the list (CUDA C++ Programming Guide, "CUDA Environment Variables")."""
+        """The GPUs that CUDA shows a process, in CUDA's order, except for MIG instances named in CUDA_VISIBLE_DEVICES. The first entry
+        that matches no GPU ends the list (CUDA C++ Programming Guide, "CUDA Environment Variables")."""
         if self.chosen is None:
             return self.gpus
         found: list[GpuFacts] = []
@@ -71,7 +71,7 @@ class Nvidia:
 
 @dataclass(frozen=True)
 class Port:
-    """A port of an InfiniBand (or RoCE) adapter: state and rate as /sys/class/infiniband has them."""
+    """A port of an InfiniBand or RoCE adapter, with state and rate from /sys/class/infiniband."""
 
     device: str
     number: int
@@ -82,10 +82,10 @@ class Port:
 
 @dataclass(frozen=True)
 class Fabric:
-    """Adapters for RDMA.
+    """RDMA adapters.
 
     Attributes:
-        peer_memory: the module nvidia_peermem is loaded, by which they reach a GPU's memory.
+        peer_memory: whether the module nvidia_peermem is loaded, through which adapters reach GPU memory.
     """
 
     ports: tuple[Port, ...] = ()
@@ -94,11 +94,11 @@ class Fabric:
 
 @dataclass(frozen=True)
 class SystemLimits:
-    """What the system lets a process have.
+    """Limits of a process.
 
     Attributes:
-        shm_bytes, shm_free: of /dev/shm; None: there is none.
-        open_files, open_files_hard: RLIMIT_NOFILE.
+        shm_bytes, shm_free: total and free bytes of /dev/shm; None if it does not exist.
+        open_files, open_files_hard: soft and hard RLIMIT_NOFILE.
         memlock: bytes of RLIMIT_MEMLOCK; None: unlimited, or the user is root.
     """
 
@@ -114,12 +114,12 @@ class Network:
     """Names and addresses.
 
     Attributes:
-        addresses: what this host's own name resolves to.
-        name_trouble: why it does not.
-        loopback_trouble: why a port of 127.0.0.1 cannot be listened on and connected to.
-        interfaces: names of them.
-        chosen: variables that name interfaces (NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME).
-        ephemeral: first and last of the ports the system gives to whoever asks for any.
+        addresses: addresses that this host's name resolves to.
+        name_trouble: why the name does not resolve.
+        loopback_trouble: why a connection over 127.0.0.1 fails.
+        interfaces: names of the network interfaces.
+        chosen: environment variables that name interfaces (NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME), with their values.
+        ephemeral: first and last ephemeral port.
     """
 
     addresses: tuple[str, ...] = ()
@@ -135,9 +135,9 @@ class Clock:
     """The system's clock.
 
     Attributes:
-        synchronised: by NTP or PTP; None: nobody could tell.
-        told_by: adjtimex or timedatectl.
-        error_s: at most so far from the reference, by the kernel's own account.
+        synchronised: whether NTP or PTP synchronizes the clock; None if unknown.
+        told_by: source of this fact: adjtimex or timedatectl.
+        error_s: the kernel's upper bound for the offset from the reference, in seconds.
     """
 
     synchronised: bool | None
@@ -147,7 +147,7 @@ class Clock:
 
 @dataclass(frozen=True)
 class WantedPort:
-    """A TCP port of the configuration, and why it cannot be had (None: it can)."""
+    """A TCP port of the configuration; `trouble` tells why it is unavailable, and is None if it is available."""
 
     key: str
     host: str
@@ -157,15 +157,15 @@ class WantedPort:
 
 @dataclass(frozen=True)
 class Disk:
-    """The run directory, or what exists of the way to it.
+    """The file system of the run directory, or of its nearest existing parent.
 
     Attributes:
-        probed: the directory tried.
-        kind: of file system, as the kernel calls it (ext4, nfs4, lustre, ...).
-        free_bytes, free_files: what a user may still take; files None: the file system does not count them.
-        checkpoints: complete ones that are there.
-        ahead_s: how far the file system's clock is ahead of this machine's.
-        trouble: what could not be done there: write, rename, lock.
+        probed: the directory that was tested.
+        kind: the kernel's name of the file system (ext4, nfs4, lustre, ...).
+        free_bytes, free_files: bytes and files available to the user; files None if the file system does not count them.
+        checkpoints: number of complete checkpoints.
+        ahead_s: seconds by which the file system's clock is ahead of this machine's.
+        trouble: the failed operation: write, rename or lock.
     """
 
     directory: str
@@ -183,11 +183,11 @@ class ModelFacts:
     """The model of the configuration.
 
     Attributes:
-        to_make: it does not exist yet and the run will make it.
+        to_make: the model does not exist yet and the run will make it.
         family: Hugging Face's model_type.
-        parameters: those of the model, or of the adapter where one is trained: what is optimised and saved.
-        weights_bytes: of all tensors together.
-        trouble: why it cannot be used.
+        parameters: number of parameters that are optimized and saved: the model's, or the adapter's if one is trained.
+        weights_bytes: bytes of all tensors.
+        trouble: why the model cannot be used.
     """
 
     path: str
@@ -200,14 +200,14 @@ class ModelFacts:
 
 @dataclass(frozen=True)
 class OnGpus:
-    """What a configuration puts on GPUs.
+    """A configuration's use of GPUs.
 
     Attributes:
-        places: on its machine; of several, on one of the trainer and on one of the engines.
+        places: GPUs wanted on the machine; with several machines, on a trainer node and on an engine node.
         way: how weights travel between GPUs: "nccl" or "ipc".
-        float32: why engines in float32 would fail there; None: they are not, or their attention takes it.
-        trainer_bytes: on the GPU of a rank, of the stage that holds most.
-        engine_bytes: on each GPU of an engine, with a KV cache as it is configured, else of one conversation; both None: not known.
+        float32: why engines in float32 would fail; None if they use another dtype or their attention supports float32.
+        trainer_bytes: bytes on the GPU of a rank of the largest pipeline stage; None if unknown.
+        engine_bytes: bytes on each GPU of an engine with the configured KV cache, or with one conversation's; None if unknown.
     """
 
     places: tuple[Wanted, ...]
@@ -219,19 +219,19 @@ class OnGpus:
 
 @dataclass(frozen=True)
 class RunFacts:
-    """A configuration, and what it asks of the machine.
+    """A configuration and its demands on the machine.
 
     Attributes:
-        trouble: why it cannot be used; the rest is then empty.
-        digest: of all its values.
-        network: at which address other machines reach this one (cluster.network); "loopback": there are none.
-        clock_s: how far the clocks of two machines may be apart.
-        shm_bytes: at most so much of /dev/shm for weights under way.
-        connections: at most so many requests at once, each with a socket.
-        checkpoint_bytes: at most so much for one; None: the model is not known.
-        keep_checkpoints: how many are kept; one more is there while the next is written.
-        on_gpus: what it asks of GPUs, were it run on some; None: its sizes do not suit its model, or are not known.
-        disk, model: None: they were not looked at, or did not answer in time (`disk_trouble`, `model_trouble`).
+        trouble: why the configuration cannot be used; the other fields are then empty.
+        digest: digest of all values of the configuration.
+        network: address at which other machines reach this one (cluster.network); "loopback": no other machines.
+        clock_s: highest allowed clock difference between two machines, in seconds.
+        shm_bytes: upper bound for the bytes of weights in transit in /dev/shm.
+        connections: upper bound for concurrent requests, each with a socket.
+        checkpoint_bytes: upper bound for the bytes of a checkpoint; None if the model is unknown.
+        keep_checkpoints: number of checkpoints kept; one more exists while the next is written.
+        on_gpus: demands on GPUs if the run used them; None if its sizes do not suit its model, or are unknown.
+        disk, model: None if they were not probed, or did not answer in time (`disk_trouble`, `model_trouble`).
     """
 
     config: str
@@ -252,22 +252,22 @@ class RunFacts:
 
     @property
     def several_machines(self) -> bool:
-        """Its processes reach each other over a network."""
+        """True if the run's processes communicate over a network."""
         return self.network != "loopback"
 
 
 @dataclass(frozen=True)
 class Machine:
-    """All of it.
+    """All facts about a machine.
 
     Attributes:
-        host: its name.
-        asyncmoe: the version, and the beginning of a digest of the package's Python files.
-        requirements: version specifiers by name, as pyproject.toml declares them; `python` is among them.
-        train: the names among them that trainer and controller cannot do without.
-        sources: digests of the extensions' sources as they are now; empty: an installation without sources.
-        engine: None: the same Python as the trainer's.
-        run: None: no configuration was given.
+        host: host name.
+        asyncmoe: the version, and the first digits of a digest of the package's Python files.
+        requirements: version specifiers by name from pyproject.toml, including `python`.
+        train: the names of the requirements of trainer and controller.
+        sources: digests of the extensions' current sources; empty for an installation without sources.
+        engine: the engines' Python; None if it is the trainer's.
+        run: the configuration; None if none was given.
     """
 
     host: str

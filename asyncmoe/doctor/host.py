@@ -1,4 +1,4 @@
-"""Checks of what the system gives a process: shared memory, limits, names, sockets, the clock."""
+"""Checks of system resources of a process: shared memory, limits, names, sockets, the clock."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from asyncmoe.doctor.facts import Machine
 from asyncmoe.doctor.verdict import Verdict, size
 
 _SHM_BYTES = 1 << 30
-"""What SGLang's processes and NCCL take besides; Docker gives 64 MB unless told otherwise."""
+"""Shared memory for SGLang's processes and NCCL, in addition to weights; Docker's default is 64 MB."""
 _OPEN_FILES = 4096
-"""Of a process with engines, checkpoint shards and sockets, before requests are counted."""
+"""File descriptors of a process for engines, checkpoint shards and sockets, excluding requests."""
 _AHEAD_S = 2.0
-"""NFS gives times of a resolution between nanoseconds and a second."""
+"""Tolerated clock difference in seconds, because NFS timestamps have a resolution between nanoseconds and a second."""
 
 
 def shm(machine: Machine) -> Verdict:
-    """Room in /dev/shm for weights under way, and for what SGLang and NCCL keep there."""
+    """Check that /dev/shm has room for weights in transit and for SGLang and NCCL."""
     total, free = machine.limits.shm_bytes, machine.limits.shm_free
     if total is None or free is None:
         return verdict.error("there is no /dev/shm", "mount a tmpfs there: mount -t tmpfs tmpfs /dev/shm")
@@ -32,7 +32,7 @@ def shm(machine: Machine) -> Verdict:
 
 
 def open_files(machine: Machine) -> Verdict:
-    """Descriptors for every socket and file of the busiest process."""
+    """Check that the file descriptor limit covers every socket and file of the busiest process."""
     limits = machine.limits
     needed = _OPEN_FILES + 2 * (machine.run.connections if machine.run else 0)
     told = f"{limits.open_files}, of at most {limits.open_files_hard}"
@@ -46,7 +46,7 @@ def open_files(machine: Machine) -> Verdict:
 
 
 def memlock(machine: Machine) -> Verdict:
-    """InfiniBand registers memory by locking it."""
+    """Check the locked-memory limit, because InfiniBand registers memory by locking it."""
     limit = machine.limits.memlock
     if limit is None:
         return verdict.ok("unlimited")
@@ -59,7 +59,7 @@ def memlock(machine: Machine) -> Verdict:
 
 
 def hostname(machine: Machine) -> Verdict:
-    """Other machines, and gloo, find this one by its name."""
+    """Check that this machine's name resolves, because other machines and gloo use it."""
     network, several = machine.network, bool(machine.run and machine.run.several_machines)
     judge = verdict.error if machine.run and machine.run.network == "hostname" else verdict.warning
     if network.name_trouble is not None:
@@ -79,7 +79,7 @@ def hostname(machine: Machine) -> Verdict:
 
 
 def interfaces(machine: Machine) -> Verdict:
-    """Interfaces that the environment and the configuration name exist; with a name that does not, NCCL and gloo fail at their start."""
+    """Check that the network interfaces named by environment and configuration exist; otherwise NCCL and gloo fail at startup."""
     there, network = machine.network.interfaces, machine.run.network if machine.run else "loopback"
     if network not in ("loopback", "hostname", *there) and "/" not in network:
         return verdict.error(f"cluster.network={network}, but there are only {', '.join(there)}", "set cluster.network to one of those")
@@ -94,14 +94,14 @@ def interfaces(machine: Machine) -> Verdict:
 
 
 def loopback(machine: Machine) -> Verdict:
-    """Processes of this machine talk over 127.0.0.1."""
+    """Check 127.0.0.1, over which the processes of this machine communicate."""
     if machine.network.loopback_trouble is not None:
         return verdict.error(f"127.0.0.1: {machine.network.loopback_trouble}", "as root: ip link set lo up; look for a firewall on lo")
     return verdict.ok("127.0.0.1 can be listened on and connected to")
 
 
 def clock(machine: Machine) -> Verdict:
-    """Times of several machines are compared."""
+    """Check that the clock is synchronized, because timestamps of several machines are compared."""
     run, cure = machine.run, "start chrony or systemd-timesyncd (timedatectl set-ntp true), or ask who runs the machine"
     ahead = run.disk.ahead_s if run and run.disk else None
     allowed = (run.clock_s if run else None) or _AHEAD_S
@@ -120,7 +120,7 @@ def clock(machine: Machine) -> Verdict:
 
 
 def _matches(value: str, there: tuple[str, ...], prefixes: bool) -> bool:
-    """Whether a list names an interface that exists. NCCL takes beginnings of names, `=` before whole ones, `^` before excluded ones."""
+    """Return whether a list names an existing interface. NCCL accepts name prefixes, exact names after `=`, and exclusions after `^`."""
     if value.startswith("^"):
         return True
     exact = value.startswith("=") or not prefixes

@@ -1,4 +1,4 @@
-"""Checks of what a configuration puts on this machine's GPUs: on which, with how much memory, and whether these can work together."""
+"""Checks of a configuration on this machine's GPUs: placement, memory, and access between GPUs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _MIB = 1 << 20
 
 
 def placement(machine: Machine) -> Verdict:
-    """Every process of the run has a GPU that is its own, or shared on purpose, free, and like the others of its group."""
+    """Check that every process of the run has a GPU, exclusive or shared by configuration, that is idle and of its group's kind."""
     asked = _asked(machine)
     if isinstance(asked, Verdict):
         return asked
@@ -40,7 +40,7 @@ def placement(machine: Machine) -> Verdict:
 
 
 def gpu_memory(machine: Machine) -> Verdict:
-    """What the run holds on a GPU fits, by the arithmetic of `asyncmoe plan`."""
+    """Check that the run fits into a GPU's memory, by the arithmetic of `asyncmoe plan`."""
     asked = _asked(machine)
     if isinstance(asked, Verdict):
         return asked
@@ -66,7 +66,7 @@ def gpu_memory(machine: Machine) -> Verdict:
 
 
 def seen(machine: Machine) -> int:
-    """GPUs that torch shows a process."""
+    """Return the number of GPUs that torch sees."""
     torch = machine.trainer.torch
     return torch.devices if torch is not None else 0
 
@@ -84,7 +84,7 @@ def _asked(machine: Machine) -> OnGpus | Verdict:
 
 
 def _unusable(asked: OnGpus, devices: Devices, visible: tuple[GpuFacts, ...], machine: Machine) -> Iterator[Verdict]:
-    """What keeps processes from these GPUs, the worst first."""
+    """Yield the reasons why processes cannot use these GPUs, the most severe first."""
     if visible:
         if used := tuple(device for device in devices.taken if visible[device].used_mib > IN_USE * visible[device].memory_mib):
             most = max(visible[device].used_mib for device in used)

@@ -1,4 +1,4 @@
-"""The report of one machine: as JSON, which other nodes' are compared with, and as lines for a person."""
+"""The report of one machine, as JSON for comparison with other nodes and as lines for a person."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ _INDENT = 30
 
 @dataclass(frozen=True)
 class Report:
-    """What `asyncmoe doctor --json` prints: facts, and a line for each check."""
+    """The facts and findings that `asyncmoe doctor --json` prints."""
 
     machine: Machine
     checks: tuple[Finding, ...]
 
 
 def encode(report: Report) -> str:
-    """As one JSON document."""
+    """Encode a report as one JSON document."""
     return msgspec.json.format(msgspec.json.encode(report), indent=1).decode()
 
 
 def read(file: Path) -> Report:
-    """A report from the file it was written to.
+    """Read a report from a file.
 
     Raises:
-        DataError: it cannot be read, or is not a report of this version of the doctor.
+        DataError: the file cannot be read, or is not a report of this version of the doctor.
     """
     try:
         return msgspec.json.decode(file.read_bytes(), type=Report)
@@ -49,7 +49,7 @@ def read(file: Path) -> Report:
 
 
 def show(report: Report, console: Console) -> None:
-    """Print state, name and finding of each check in a line, and under it the cure."""
+    """Print state, name and finding of each check on a line, with the fix below it."""
     for finding in report.checks:
         line = Text(f"{finding.state:<9}", style=_STYLE[finding.state])
         line.append(f" {finding.name:<19} ", style="bold").append(finding.found, style="")

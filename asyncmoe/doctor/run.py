@@ -1,4 +1,4 @@
-"""Checks of a configuration against this machine: its ports, its directory, its model."""
+"""Checks of a configuration on this machine: its ports, run directory and model."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _FREE_FILES = 10_000
 
 
 def configuration(machine: Machine) -> Verdict:
-    """It can be read and is valid."""
+    """Check that the configuration can be read and is valid."""
     if machine.run is None:
         return verdict.absent(_NONE, "asyncmoe doctor CONFIG also looks at its ports, run directory and model")
     if machine.run.trouble is not None:
@@ -22,7 +22,7 @@ def configuration(machine: Machine) -> Verdict:
 
 
 def ports(machine: Machine) -> Verdict:
-    """Those the configuration names are free."""
+    """Check that the configured ports are free."""
     run = _usable(machine)
     if isinstance(run, Verdict):
         return run
@@ -43,7 +43,7 @@ def ports(machine: Machine) -> Verdict:
 
 
 def run_dir(machine: Machine) -> Verdict:
-    """Writable, with renames and locks that work, and room for the checkpoints."""
+    """Check that the run directory is writable, supports renames and locks, and has room for the checkpoints."""
     run = _usable(machine)
     if isinstance(run, Verdict):
         return run
@@ -67,7 +67,7 @@ def run_dir(machine: Machine) -> Verdict:
 
 
 def model(machine: Machine) -> Verdict:
-    """Readable, complete, of a family that is carried over, and divisible by the parallel sizes."""
+    """Check that the model is readable, complete, of a supported family, and divisible by the parallel sizes."""
     run = _usable(machine)
     if isinstance(run, Verdict):
         return run
@@ -84,7 +84,7 @@ def model(machine: Machine) -> Verdict:
 
 
 def _usable(machine: Machine) -> RunFacts | Verdict:
-    """The run, or what to say without a valid one."""
+    """Return the run, or the verdict in the absence of a valid one."""
     if machine.run is None:
         return verdict.absent(_NONE)
     if machine.run.trouble is not None:
@@ -93,7 +93,7 @@ def _usable(machine: Machine) -> RunFacts | Verdict:
 
 
 def _room(run: RunFacts, disk: Disk, told: str) -> Verdict | None:
-    """Whether all checkpoints that will be there at once fit, given those that are."""
+    """Return a verdict if the checkpoints that will exist at once, beyond the present ones, do not fit."""
     if run.checkpoint_bytes is None:
         return None
     to_come = max(1, run.keep_checkpoints + 1 - disk.checkpoints)

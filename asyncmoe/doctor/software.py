@@ -1,4 +1,4 @@
-"""Checks of Python packages: the trainer's, and SGLang in the engines' Python."""
+"""Checks of Python packages: the trainer's packages, and SGLang in the engines' Python."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from asyncmoe.doctor.verdict import Verdict
 _OWN_LINE = frozenset({"torch", "megatron-core"})
 """Requirements of the trainer with a check of their own."""
 _BUILD_TE = "run: make transformer-engine GPU=1"
-"""Not pip alone: it would build the part for torch against another torch than the one that is installed."""
+"""Not plain pip, which would build the PyTorch extension against a torch different from the installed one."""
 
 
 def python(machine: Machine) -> Verdict:
-    """The Python that trains."""
+    """Check the trainer's Python version."""
     trainer, wanted = machine.trainer, machine.requirements["python"]
     if trainer.version is None:
         return verdict.error(f"{trainer.executable} could not be run: {trainer.unfinished}", "run: make setup")
@@ -24,18 +24,18 @@ def python(machine: Machine) -> Verdict:
 
 
 def torch(machine: Machine) -> Verdict:
-    """The trainer's torch: there, in range, and importable. Whether it suits the driver is the check `cuda`."""
+    """Check that the trainer's torch is installed, in range and importable; the check `cuda` compares it with the driver."""
     return declared(machine, machine.trainer, "torch", "run: make setup" + _gpu(machine)) or _imported(machine.trainer)
 
 
 def megatron_core(machine: Machine) -> Verdict:
-    """In the range whose internals the trainer knows."""
+    """Check for a version whose internals the trainer supports."""
     found = declared(machine, machine.trainer, "megatron-core", _pip(machine, "megatron-core"))
     return found or verdict.ok(machine.trainer.packages["megatron-core"])
 
 
 def transformer_engine(machine: Machine) -> Verdict:
-    """Needed for speed on GPUs only; a broken one stops the trainer there."""
+    """Check Transformer Engine: only speed on GPUs needs it, but a broken installation stops the trainer there."""
     name = "transformer-engine"
     if name not in machine.trainer.packages:
         if not machine.nvidia.present:
@@ -56,7 +56,7 @@ def transformer_engine(machine: Machine) -> Verdict:
 
 
 def apex(machine: Machine) -> Verdict:
-    """NVIDIA's, if any. `pip install apex` installs a web toolkit of the same name."""
+    """Check that an installed apex is NVIDIA's; `pip install apex` installs a web toolkit of the same name."""
     found, version = machine.trainer.apex, machine.trainer.packages.get("apex", "of unknown version")
     if found is None:
         return verdict.absent("not installed; Transformer Engine or torch have what is needed of it")
@@ -73,7 +73,7 @@ def apex(machine: Machine) -> Verdict:
 
 
 def packages(machine: Machine) -> Verdict:
-    """Everything else that trainer and controller import."""
+    """Check all other packages that trainer and controller import."""
     has, wrong = machine.trainer.packages, []
     for name in machine.train:
         wanted = machine.requirements[name]
@@ -85,7 +85,7 @@ def packages(machine: Machine) -> Verdict:
 
 
 def engine_python(machine: Machine) -> Verdict:
-    """The Python that runs SGLang: it starts, its torch imports, and it sees the same asyncmoe with a working extension."""
+    """Check that the engines' Python starts, imports torch, and finds the trainer's asyncmoe with a working extension."""
     engine = machine.engine_python
     if engine.version is None:
         return verdict.error(
@@ -116,14 +116,14 @@ def engine_python(machine: Machine) -> Verdict:
 
 
 def sglang(machine: Machine) -> Verdict:
-    """The one version whose internals the engines' loader knows."""
+    """Check for the only version whose internals the engines' loader supports."""
     cure = f"set engines.python to a Python that has sglang{machine.requirements.get('sglang', '')}, or run: make setup" + _gpu(machine)
     found = declared(machine, machine.engine_python, "sglang", cure)
     return found or verdict.ok(machine.engine_python.packages["sglang"])
 
 
 def declared(machine: Machine, where: PythonFacts, name: str, cure: str) -> Verdict | None:
-    """An error when a package is not there in the declared range."""
+    """Return an error if a package is not installed in the declared range."""
     wanted = machine.requirements.get(name, "")
     if where.version is None:
         return verdict.error(f"unknown: {where.executable} could not be run", cure)

@@ -1,4 +1,4 @@
-"""What a check says."""
+"""The result of a check."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from typing import Literal
 
 State = Literal["ok", "warning", "error", "not here"]
-"""error: a run would fail. warning: it would be slow, or fails under some configurations. not here: nothing to look at, which is fine."""
+"""error: a run would fail. warning: a run would be slow, or fails under some configurations. not here: nothing to check, which is fine."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """State, what was found, and what to do about it; `cure` is None where nothing needs to be done."""
+    """State, finding and fix; `cure` is None if no fix is needed."""
 
     state: State
     found: str
@@ -45,7 +45,7 @@ def error(found: str, cure: str) -> Verdict:
 
 
 def size(nbytes: float) -> str:
-    """Bytes in decimal units, three digits."""
+    """Format bytes in decimal units with three significant digits."""
     for unit, scale in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if nbytes >= scale:
             return f"{nbytes / scale:.3g} {unit}"

@@ -1,4 +1,4 @@
-"""`asyncmoe export`: the newest checkpoint of a run as a Hugging Face checkpoint, gathered under the run's own parallel layout."""
+"""`asyncmoe export`: convert the newest checkpoint of a run to a Hugging Face checkpoint, gathered under the run's parallel layout."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from asyncmoe.process import Child
 
 
 def export(run_dir: Path, out: Path, form: Literal["weights", "adapter", "float8"] = "weights", timeout_s: float = 3600.0) -> None:
-    """Write the checkpoint; `out` is complete or does not exist.
+    """Write the checkpoint to `out`. A failed export leaves no `out`.
 
     Args:
-        form: weights in the trainer's dtype; of a run that trains one, the adapter alone; of a model that was published in float8, its
-            weights in float8.
+        form: "weights" writes the weights in the trainer's dtype, "adapter" only the trained adapter, and "float8" the float8 weights of a
+            model that was published in float8.
 
     Raises:
-        DataError: no checkpoint in `run_dir`, or `out` exists.
-        UserError: a form that this run has nothing for.
+        DataError: `run_dir` has no checkpoint, or `out` exists.
+        UserError: the run has no adapter, or its model no float8 weights.
         AsyncmoeError: the exporting processes failed or took longer than `timeout_s`.
     """
     if checkpoints.newest(run_dir) is None:

@@ -1,4 +1,4 @@
-"""This machine's GPUs, as what starts engines here needs to know them."""
+"""GPU checks and memory arguments for engines started on this machine."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _MIB = 1 << 20
 
 
 def engine_arguments(config: Config, index: int | None = None) -> tuple[str, ...]:
-    """What bounds the memory of an engine that is started on this machine, as arguments of its server; none without GPUs.
+    """Return the server arguments that bound the memory of an engine started on this machine; empty without GPUs.
 
     Args:
-        index: of the engine among those of this machine; None: all of the configuration's are started here.
+        index: index of the engine on this machine; None if all engines of the configuration start here.
 
     Raises:
-        ConfigError: there is no GPU for it, or none with room for it.
+        ConfigError: there is no GPU for the engine, or none with enough memory.
     """
     found = nvidia.look().visible
     if not found or not _on_gpus():
@@ -32,17 +32,21 @@ def engine_arguments(config: Config, index: int | None = None) -> tuple[str, ...
 
 
 def _on_gpus() -> bool:
-    """Runs of this environment compute on GPUs: its torch is built for them."""
+    """True if this environment's torch is built for CUDA, so that its runs compute on GPUs."""
     import torch
 
     return torch.version.cuda is not None
 
 
 def check(config: Config, index: int | None, gpus: int) -> None:
-    """Refuse engines without GPUs.
+    """Check that the engines find GPUs.
+
+    Args:
+        index: as in `engine_arguments`.
+        gpus: number of GPUs of this machine.
 
     Raises:
-        ConfigError: this machine has too few, or those of the trainer are among them.
+        ConfigError: this machine has too few GPUs, or the engines' GPUs overlap the trainer's.
     """
     several = address.several(config.cluster.network)
     if index is None:
@@ -56,5 +60,5 @@ def check(config: Config, index: int | None, gpus: int) -> None:
 
 
 def smallest(found: Sequence[GpuFacts]) -> float:
-    """GB (1e9 bytes) of the one with the least memory."""
+    """Return the memory of the smallest GPU, in GB (1e9 bytes)."""
     return min(gpu.memory_mib for gpu in found) * _MIB / 1e9

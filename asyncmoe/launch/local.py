@@ -1,6 +1,7 @@
-"""One run on this machine: the controller with its engines, the trainer under torchrun, and a live view of both.
+"""A run on this machine: the controller with its engines, the trainer under torchrun, and a live view of both.
 
-What is common to all launchers is here as well: what is checked and written before a process starts. `asyncmoe.launch.watch` has the rest.
+All launchers share `prepare` and `claim`, which check and write files before a process starts, and the supervision in
+`asyncmoe.launch.watch`.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ def run(config: Config) -> dict[str, object]:
 
     Raises:
         UserError: the configuration, the model, the run directory or this machine's GPUs cannot be used.
-        AsyncmoeError: a process failed; the message is the one it gave.
+        AsyncmoeError: a process failed; the message is that process's own.
     """
     with claim(config.run.dir):
         for line in preflight.check(config):
@@ -45,7 +46,7 @@ def run(config: Config) -> dict[str, object]:
 
 
 def prepare(config: Config) -> Path:
-    """Check everything that can be checked before a process starts; return the configuration file all processes read."""
+    """Check whatever can be checked before a process starts, and return the configuration file that all processes read."""
     if config.model.make is not None and not config.model.path.exists():
         make_model(config.model.path, config.model.make, seed=config.run.seed)
     hf = models.load_hf_config(config.model.path)
@@ -78,15 +79,15 @@ def prepare(config: Config) -> Path:
 
 
 def resolved(config: Config) -> Path:
-    """The configuration file that all processes of a run read: defaults and overrides are in it."""
+    """Return the configuration file that all processes of a run read; it includes defaults and overrides."""
     return config.run.dir / "config.yaml"
 
 
 def claim(directory: Path) -> IO[str]:
-    """Make a run directory, and keep other launchers out of it until what is returned is closed.
+    """Create a run directory and lock it against other launchers until the returned file is closed.
 
     Raises:
-        UserError: another one has it.
+        UserError: another launcher holds the lock.
     """
     with storage.writing("run directory", directory):
         directory.mkdir(parents=True, exist_ok=True)
@@ -97,7 +98,7 @@ def claim(directory: Path) -> IO[str]:
         lock.close()
         raise UserError("run.dir", got=f"{directory}, in use by another run", expected="a directory of its own") from None
     except OSError as error:
-        # A shared file system without locks, as Lustre is without -o flock. The controller still refuses a second one of the run.
+        # A shared file system may lack locks, as Lustre does without -o flock. A second controller of the run is still refused.
         if error.errno not in (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK):
             raise
     return lock
@@ -113,7 +114,7 @@ def _start(config: Config, file: Path, ending: ExitStack) -> Processes:
 
 
 def _check_adapter(config: Config, hf: Mapping[str, Any]) -> None:
-    """Refuse an adapter that the engines have no room for, and one to start from that is another's."""
+    """Refuse an adapter whose rank exceeds the engines' limit, and a start adapter that does not match the model or the configuration."""
     section, kind = config.adapter, models.adapter_of(config, hf)
     if section is None or kind is None:
         return
@@ -124,5 +125,5 @@ def _check_adapter(config: Config, hf: Mapping[str, Any]) -> None:
 
 
 def trainer_command(config: Config, resolved: Path, module: str = "asyncmoe.trainer", *arguments: str) -> list[str]:
-    """torchrun for all trainer ranks on this machine."""
+    """Return the torchrun command for all trainer ranks on this machine."""
     return [sys.executable, *torchrun(config.trainer.ranks, ("127.0.0.1", free_port("127.0.0.1")), module, str(resolved), *arguments)]

@@ -1,4 +1,4 @@
-"""What of a machine with GPUs would stop a run, asked before anything of the run is started."""
+"""Checks of a machine with GPUs for faults that would stop a run, made before any process of the run starts."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ STOPS = (
     "gpu-memory",
     "nccl",
 )
-"""The doctor's checks whose errors stop a run on GPUs, in the order in which one explains the next."""
+"""The doctor's checks whose errors stop a run on GPUs, ordered so that a root cause precedes its consequences."""
 _DEVICES = Path("/dev/nvidiactl")
 
 
 def check(config: Config) -> tuple[str, ...]:
-    """Ask the doctor where the machine has a usable NVIDIA device.
+    """Run the doctor's checks if this machine has a usable NVIDIA device.
 
     Returns:
-        what makes the run slower or puts it on the CPU, a line each.
+        Warnings, one line each, about causes of a slower run or a run on the CPU.
 
     Raises:
-        UserError: what would stop it.
+        UserError: a fault that would stop the run.
     """
     if not _DEVICES.exists() or os.environ.get("CUDA_VISIBLE_DEVICES", "all") in ("", "-1"):
         return ()
@@ -47,7 +47,7 @@ def check(config: Config) -> tuple[str, ...]:
 
 
 def judge(machine: Machine) -> tuple[str, ...]:
-    """The same of facts."""
+    """Apply the checks to the facts of a machine; returns and raises like `check`."""
     torches = [machine.trainer.torch, machine.engine_python.torch]
     if all(torch is not None and torch.cuda is None for torch in torches):
         what = "torch of trainer and engines is a build for the CPU, and so is the run"

@@ -1,7 +1,7 @@
 """torchrun for the trainer ranks of one machine: `python -m asyncmoe.launch.torchrun ARGUMENTS_OF_TORCHRUN`.
 
-torchrun itself exits with 1 whatever its ranks exit with, and names the first of them in a traceback. This one exits with the status of
-the rank that failed first, so that a user's mistake is told from a crash, and reports which rank a signal ended.
+torchrun itself exits with 1 for every failure of a rank and reports it in a traceback. This command exits with the status of the root-cause
+rank, so a user error is distinct from a crash, and names a rank that a signal ended.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ from asyncmoe.errors import AsyncmoeError, UserError
 from asyncmoe.process import KILLED, say
 
 TRAINER_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-"""One OpenMP thread a rank: more ranks than cores would otherwise spin against each other and against the engines."""
+"""One OpenMP thread per rank, because ranks that outnumber the cores would spin against each other and against the engines."""
 
 
 def torchrun(ranks: int, master: tuple[str, int], module: str, *arguments: str, node: int = 0, nodes: int = 1) -> list[str]:
-    """Arguments of Python for one of a trainer's machines.
+    """Return the Python arguments that start the trainer ranks of one machine.
 
     Args:
-        ranks: on this machine.
+        ranks: number of ranks on this machine.
         master: address and free port of the first machine.
-        module: what each rank runs.
-        node: number of this machine among the trainer's `nodes`.
+        module: Python module that each rank runs.
+        node: index of this machine among the trainer's `nodes` machines.
     """
     return ["-m", "asyncmoe.launch.torchrun", *arguments_of(ranks, master, module, *arguments, node=node, nodes=nodes)]
 
 
 def arguments_of(ranks: int, master: tuple[str, int], module: str, *arguments: str, node: int = 0, nodes: int = 1) -> list[str]:
-    """Arguments of torchrun; see `torchrun`."""
+    """Return the arguments of torchrun; see `torchrun`."""
     where = ["--nnodes", str(nodes), "--node-rank", str(node), "--nproc-per-node", str(ranks)]
     meeting = ["--master-addr", master[0], "--master-port", str(master[1])]
     return [*where, *meeting, "--max-restarts", "0", "-m", module, *arguments]
@@ -40,7 +40,7 @@ def arguments_of(ranks: int, master: tuple[str, int], module: str, *arguments: s
 
 @dataclass(frozen=True)
 class FailedRank:
-    """`exitcode`: negative for a signal; `time`: Unix seconds at which torchrun noticed."""
+    """`exitcode` is negative for a signal; `time` is when torchrun noticed, in Unix seconds."""
 
     rank: int
     exitcode: int
@@ -48,7 +48,7 @@ class FailedRank:
 
 
 def run(arguments: Sequence[str]) -> None:
-    """Run torchrun in this process; if a rank fails, exit with the status of the rank that failed first."""
+    """Run torchrun in this process; if a rank fails, exit with the status of the root-cause rank."""
     from torch.distributed import run as agent
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -67,8 +67,8 @@ def run(arguments: Sequence[str]) -> None:
 
 
 def first(failed: Sequence[FailedRank]) -> FailedRank:
-    """The root cause among ranks that failed: a user's mistake, then the earliest; at the same time a signal before an error, which may be
-    the loss of that rank. torchrun ends the ranks that are left with SIGTERM, so that comes last."""
+    """Return the root cause among failed ranks: a user error, else the earliest failure. At the same time a signal precedes an error, because
+    the error may report the loss of that rank. SIGTERM comes last: torchrun sends it to the remaining ranks."""
     return min(
         failed,
         key=lambda one: (one.exitcode != UserError.exit_code, one.exitcode == -signal.SIGTERM, one.time, one.exitcode > 0, one.rank),
@@ -76,12 +76,12 @@ def first(failed: Sequence[FailedRank]) -> FailedRank:
 
 
 def status(exitcode: int) -> int:
-    """The exit status for a process that ended with `exitcode`, which is the number of a signal if negative."""
+    """Return the shell's exit status for an exit code, which is a negative signal number if a signal ended the process."""
     return 128 - exitcode if exitcode < 0 else exitcode
 
 
 def free_port(host: str) -> int:
-    """A port of this machine that nobody has now."""
+    """Return a TCP port of `host` that is free at the moment."""
     with socket.socket() as probe:
         probe.bind((host, 0))
         return int(probe.getsockname()[1])

@@ -1,7 +1,7 @@
-"""Watching the processes of a run, wherever they are, until all have ended or one has failed.
+"""Supervise the processes of a run, on any machine, until all have ended or one has failed.
 
-Ctrl-C is passed to the controller, which tells the trainer at its next step to save a checkpoint; the same command then goes on from
-there. A second Ctrl-C ends everything at once.
+Ctrl-C is passed to the controller, which has the trainer save a checkpoint at its next step; the same command then resumes from that
+checkpoint. A second Ctrl-C ends all processes at once.
 """
 
 from __future__ import annotations
@@ -27,28 +27,28 @@ from asyncmoe.telemetry.schema import METRICS
 from asyncmoe.telemetry.summary import write_summary
 
 STOP_GRACE_S = 20.0
-"""Between asking a process to end and ending it."""
+"""Seconds between asking a process to end and killing it."""
 _POLL_S = 0.25
 _SETTLE_S, _UNEXPLAINED_S = 1.0, 6.0
-"""After the first failure: the others say what they think of it, and have longer for it where none has said why."""
+"""Seconds to wait after the first failure for the other processes' reasons: the first once a root cause is known, else the second."""
 _INTERRUPTED = 130
-"""Status of a command that Ctrl-C reached before it had set itself up to be asked."""
+"""Exit status of a command that received SIGINT before it installed its handler."""
 _FOLLOWS = ("waited", "was given up")
-"""Words of those who lost another process."""
+"""Words in the reason of a process that failed because it lost another one."""
 _UNEXPLAINED = 3
-"""Rank of a failure that nobody has given a reason for."""
+"""Sort key (`_rank`) of a failure without a reason."""
 
 
 class Ended(Protocol):
-    """A process of a run, as far as its end goes."""
+    """How a process of a run ended, for error messages."""
 
     @property
     def name(self) -> str:
-        """What messages call it."""
+        """Name of the process in messages."""
 
     @property
     def log(self) -> Path:
-        """Where more is to be found."""
+        """Log file of the process."""
 
     @property
     def returncode(self) -> int | None:
@@ -56,25 +56,25 @@ class Ended(Protocol):
 
     @property
     def reason(self) -> str | None:
-        """What it gave as the reason for its end."""
+        """The reason that the process gave for its end; None if it gave none."""
 
     def why(self) -> str:
-        """The reason it gave for ending, or else where to look."""
+        """The reason that the process gave for its end; without one, its status and its log."""
 
 
 class Process(Ended, Protocol):
-    """A process of a run; `asyncmoe.process.Child` is one on this machine."""
+    """A process of a run; `asyncmoe.process.Child` implements it for this machine."""
 
     def signal(self, number: Signals) -> None:
-        """Send it a signal; nothing when it has ended."""
+        """Send the process a signal; do nothing if it has ended."""
 
     def wait(self, seconds: float) -> bool:
-        """True when it ended within `seconds`."""
+        """Wait for the process; true if it ended within `seconds`."""
 
 
 @dataclass(frozen=True)
 class Processes:
-    """All processes of a run that its launcher has started. Engines are here only where they join by themselves."""
+    """All processes of a run that its launcher started. `engines` is empty if the controller starts the engines itself."""
 
     controller: Process
     trainers: tuple[Process, ...]
@@ -86,20 +86,20 @@ class Processes:
 
     @property
     def failed(self) -> list[Process]:
-        """Those that have ended otherwise than well."""
+        """The processes that ended with a status different from 0."""
         return [process for process in self.all if process.returncode not in (None, 0)]
 
     @property
     def finished(self) -> bool:
-        """Controller and trainer have ended well; what becomes of an engine after that does not matter."""
+        """True if controller and trainer ended with status 0; how an engine ends after that does not matter."""
         return all(process.returncode == 0 for process in (self.controller, *self.trainers))
 
 
 def supervise(config: Config, start: Callable[[ExitStack], Processes]) -> dict[str, object]:
-    """Start the processes of a prepared run, show and watch it to its end, and return its summary.
+    """Start the processes of a prepared run, show and supervise it to its end, and return its summary.
 
     Args:
-        start: starts them, and has the stack end each of them.
+        start: starts the processes and registers the end of each on the stack.
 
     Raises:
         AsyncmoeError: a process failed, or the run was stopped.
@@ -131,7 +131,7 @@ def _watch(processes: Processes, view: LiveView, stop: StopOnSignal) -> None:
                 raise AsyncmoeError("ended at once; what was not in a checkpoint is lost")
             view.say("stopping: saving a checkpoint (Ctrl-C again ends at once)")
             controller.signal(signal.SIGINT)
-        if stop.count and controller.returncode in (0, _INTERRUPTED):  # all was said, or there was no trainer yet to say it to
+        if stop.count and controller.returncode in (0, _INTERRUPTED):  # the trainer has the request, or never joined
             _late(trainers)
             break
         if processes.failed:
@@ -142,13 +142,13 @@ def _watch(processes: Processes, view: LiveView, stop: StopOnSignal) -> None:
         if controller.returncode == 0 and _late(trainers):
             raise AsyncmoeError(f"the controller ended before the trainer; its log is {controller.log}")
         time.sleep(_POLL_S)
-    # The controller has told those that have joined. One that has not would wait for it.
+    # The controller has dismissed the engines that joined. An engine that has not joined would wait for the controller.
     _late(processes.engines)
     view.refresh()
 
 
 def _late(processes: tuple[Process, ...]) -> list[Process]:
-    """Those that have not ended when the time that they have for it together is over."""
+    """Wait up to `STOP_GRACE_S` for all processes together, and return the running ones."""
     until = time.monotonic() + STOP_GRACE_S
     return [process for process in processes if not process.wait(max(0.0, until - time.monotonic()))]
 
@@ -162,9 +162,9 @@ def _settle(processes: Processes) -> None:
 
 
 def failure(failed: Sequence[Ended]) -> AsyncmoeError:
-    """The error for the one that the ends of the others follow from; of a mistake of the user's it has the exit code. Not empty."""
+    """Return the error of the root-cause failure, with the exit code of a user error if it is one. `failed` must not be empty."""
     first = min(failed, key=_rank)
-    if first.reason is None and (full := storage.probe(first.log.parent)) is not None:  # then no log has a reason
+    if first.reason is None and (full := storage.probe(first.log.parent)) is not None:  # a full disk keeps reasons out of the logs
         named = storage.explain(full, f"log of {first.name}, which ended with status {first.returncode}", first.log)
         return named or AsyncmoeError(str(full))
     error = AsyncmoeError(first.why())
@@ -173,7 +173,7 @@ def failure(failed: Sequence[Ended]) -> AsyncmoeError:
 
 
 def _rank(ended: Ended) -> int:
-    """A user's mistake comes first, then what a signal ended, then one with a reason of its own, then one that lost another."""
+    """Sort key of a failure: a user error is lowest, then a signal, a reason of its own, no reason, and the loss of another process."""
     status, reason = ended.returncode, ended.reason
     if status == UserError.exit_code:
         return 0
@@ -185,7 +185,7 @@ def _rank(ended: Ended) -> int:
 
 
 class StopOnSignal:
-    """Counts SIGINT and SIGTERM instead of raising in the middle of something."""
+    """Counts SIGINT and SIGTERM, so that neither raises at an arbitrary point of the program."""
 
     def __init__(self) -> None:
         self.count = 0

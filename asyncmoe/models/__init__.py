@@ -1,4 +1,4 @@
-"""Model families: from a Hugging Face configuration to Megatron's configuration and the three weight layouts."""
+"""Model families: map a Hugging Face configuration to Megatron's configuration and the three weight layouts."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def load_hf_config(path: Path) -> dict[str, Any]:
     """Read `config.json` of a model directory, or the file itself.
 
     Raises:
-        DataError: no such directory or file, or not a JSON object.
+        DataError: there is no such directory or file, or it is not a JSON object.
     """
     file = path if path.is_file() else path / "config.json"
     if not file.is_file():
@@ -58,11 +58,11 @@ def load_hf_config(path: Path) -> dict[str, Any]:
 
 
 def check(config: Config, hf: Mapping[str, Any]) -> None:
-    """Refuse combinations of model and parallel sizes that cannot work, before anything is started.
+    """Refuse impossible combinations of model and parallel sizes before a run starts.
 
     Raises:
-        ConfigError: naming the key, with what would be possible.
-        UserError: a model family that is not supported.
+        ConfigError: names the key and the possible values.
+        UserError: unsupported model family.
     """
     family = family_of(hf)
     checks.check_trained_layers(hf)
@@ -75,11 +75,11 @@ def check(config: Config, hf: Mapping[str, Any]) -> None:
 
 
 def adapter_of(config: Config, hf: Mapping[str, Any]) -> Kind | None:
-    """What a run trains of a model in place of its weights, if anything is.
+    """Return the kind of adapter that a run trains in place of the weights; None if it trains the weights.
 
     Raises:
         ConfigError: a key of the model's configuration is missing.
-        UserError: a model family that is not supported.
+        UserError: unsupported model family.
     """
     return None if config.adapter is None else kind_of(config.adapter, family_of(hf).shape_of(hf))
 
@@ -109,7 +109,7 @@ def _check_router_bias(config: Config, m: Shape) -> None:
 
 
 def trainer_parallel(config: Config) -> MegatronParallel:
-    """The trainer's sizes, under the names of Megatron's own layers."""
+    """Return the trainer's parallel sizes, with the parameter names of Megatron's own layers."""
     trainer = config.trainer
     return MegatronParallel(
         tp=trainer.tp,
@@ -124,10 +124,10 @@ def trainer_parallel(config: Config) -> MegatronParallel:
 
 
 def kept_routing(config: Config, hf: Mapping[str, Any]) -> Routing | None:
-    """What engines record of every token and the trainer replays; None where routing is not kept (`keep.routing`).
+    """Return the routing that engines record for every token and the trainer replays; None if routing is not kept (`keep.routing`).
 
     Raises:
-        ConfigError: it is to be kept for a model without experts, or with an interruption that loses it.
+        ConfigError: routing must be kept for a model without experts, or with an interruption that loses it.
     """
     routing = family_of(hf).routing(hf)
     if routing is None and config.keep.routing == "on":
@@ -143,7 +143,7 @@ def kept_routing(config: Config, hf: Mapping[str, Any]) -> Routing | None:
 
 
 def recording(config: Config, hf: Mapping[str, Any]) -> Recording:
-    """What engines record of every token they sample, and what its trajectory must carry besides.
+    """Return the data that engines record for every sampled token, and the further contents of its trajectory.
 
     Raises: see `kept_routing`.
     """
@@ -154,7 +154,7 @@ def recording(config: Config, hf: Mapping[str, Any]) -> Recording:
 
 
 def engine_dtype(hf: Mapping[str, Any], engines: EngineSection) -> str:
-    """The dtype an engine keeps its weights in: the configured one, or the checkpoint's."""
+    """Return the dtype of an engine's weights: the configured one, or the checkpoint's."""
     if engines.dtype != "auto":
         return engines.dtype
     return str(hf.get("dtype") or hf.get("torch_dtype") or "bfloat16")

@@ -1,4 +1,4 @@
-"""Kinds of attention: their tensors, and where each of the three layouts has them. Here grouped-query attention.
+"""The interface of a kind of attention (its tensors, and their places in the three layouts), and grouped-query attention.
 
 Source: megatron/core 0.16 (transformer/attention.py), sglang 0.5.23 (layers/linear.py, `QKVParallelLinear`).
 """
@@ -20,48 +20,48 @@ _BIASED = ("q", "k", "v")
 
 
 class Attention(Protocol):
-    """A kind of attention. Tensors and storages are named within a layer; the norm before it, "attn_norm", is every layer's."""
+    """A kind of attention. Tensors and storages are named within a layer; every layer has the preceding norm, "attn_norm"."""
 
     @property
     def hf_names(self) -> Mapping[str, str]:
-        """Names on disk."""
+        """Names on disk by tensor."""
 
     @property
     def adapters(self) -> tuple[str, ...]:
-        """Its linear layers that can have an adapter, as `lora.targets` calls them."""
+        """Linear layers that can have an adapter, by their names in `lora.targets`."""
 
     def check(self, m: Shape) -> None:
-        """Refuse sizes that cannot be.
+        """Refuse impossible sizes.
 
         Raises:
-            ConfigError: the first one.
+            ConfigError: names the first impossible size.
         """
 
     def shapes(self, m: Shape) -> Shapes:
-        """Its tensors."""
+        """Return the tensors of the attention and their shapes."""
 
     def put_megatron(self, builder: LayoutBuilder, m: Shape, parallel: MegatronParallel) -> None:
-        """Its storages on a trainer's rank, the norm before it included: with Transformer Engine it may be part of a linear layer."""
+        """Add the storages of a trainer rank, including the preceding norm, which Transformer Engine may fuse into a linear layer."""
 
     def put_sglang(self, builder: LayoutBuilder, m: Shape, parallel: EngineParallel) -> None:
-        """Its storages on an engine's rank."""
+        """Add the storages of an engine rank."""
 
     def transformer_arguments(self, hf: HfConfig, m: Shape) -> dict[str, Any]:
-        """Keyword arguments of TransformerConfig."""
+        """Return the keyword arguments of TransformerConfig."""
 
     def gpt_arguments(self, hf: HfConfig) -> dict[str, Any]:
-        """Keyword arguments of GPTModel: how positions are told."""
+        """Return the keyword arguments of GPTModel for positions."""
 
 
 @dataclass(frozen=True)
 class Grouped:
-    """Queries in groups that share a key and a value.
+    """Grouped-query attention: the queries of a group share a key and a value.
 
     Attributes:
-        qk_norm: queries and keys are normalised, head by head.
-        bias: of q, k and v.
-        rotary: share of a head's dimensions that rotate.
-        theta: rope_theta where a configuration has none.
+        qk_norm: queries and keys are normalized per head.
+        bias: q, k and v have biases.
+        rotary: share of a head's dimensions that are rotated.
+        theta: rope_theta for a configuration without one.
     """
 
     qk_norm: bool = True
@@ -125,7 +125,7 @@ class Grouped:
 
 
 def _by_group(m: Shape, shapes: Shapes, suffix: str, first: int, count: int) -> Iterator[tuple[str, Box]]:
-    """Rows of linear_qkv: for each query group its query heads, its key head, its value head."""
+    """Yield the rows of linear_qkv: for each query group its query heads, its key head, its value head."""
     d, r = m.head_dim, m.heads_per_group
     for group in range(first, first + count):
         for tensor, heads in (("q", r), ("k", 1), ("v", 1)):
@@ -133,7 +133,7 @@ def _by_group(m: Shape, shapes: Shapes, suffix: str, first: int, count: int) -> 
 
 
 def _stacked(m: Shape, shapes: Shapes, suffix: str, tp: int, rank: int) -> list[tuple[str, Box]]:
-    """This rank's query heads, then its key heads, then its value heads; with fewer key heads than ranks, neighbours share one."""
+    """Return the rank's query heads, then its key heads, then its value heads; if ranks outnumber key heads, neighbours share one."""
     d = m.head_dim
     kv_first, kv_count = shard(m.kv_heads, tp, rank) if m.kv_heads >= tp else (rank // (tp // m.kv_heads), 1)
     parts = {"q": shard(m.heads, tp, rank), "k": (kv_first, kv_count), "v": (kv_first, kv_count)}

@@ -1,4 +1,4 @@
-"""Hugging Face's layout: every tensor whole, under the name it has in the safetensors files (transformers' save_pretrained)."""
+"""Hugging Face's layout: every tensor whole, under its name in the safetensors files (transformers' save_pretrained)."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _IN_LAYER = {
     **{part: f"mlp.{part}_proj.weight" for part in _PARTS},
     **{f"shared.{part}": f"mlp.shared_experts.{part}_proj.weight" for part in _PARTS},
 }
-"""What most families call their tensors."""
+"""Tensor names within a layer in most families."""
 
 
 def hf_layout(m: Shape, own: Mapping[str, str], dtype: str) -> RankLayout:
-    """The checkpoint on disk, as rank 0.
+    """Return the layout of the checkpoint on disk, as rank 0.
 
     Args:
-        own: as of `hf_name`.
+        own: as in `hf_name`.
     """
     builder, names = LayoutBuilder(0, dtype), _names(m, own)
     for tensor, shape in tensors(m).items():
@@ -34,16 +34,16 @@ def hf_layout(m: Shape, own: Mapping[str, str], dtype: str) -> RankLayout:
 
 
 def hf_name(m: Shape, own: Mapping[str, str], tensor: str) -> str:
-    """On-disk name of a canonical tensor.
+    """Return the name on disk of a canonical tensor.
 
     Args:
-        own: the family's names of tensors in a layer, where they are not what most families call them.
+        own: the family's names of tensors in a layer that differ from most families' names.
     """
     return _name(tensor, _names(m, own))
 
 
 def _names(m: Shape, own: Mapping[str, str]) -> dict[str, str]:
-    """Of the tensors of a layer; {} is an expert's number."""
+    """Return the names on disk of a layer's tensors; {} stands for an expert's number."""
     front, *parts = m.expert_names
     experts = {f"experts.{part}": f"{front}.{{}}.{name}.weight" for part, name in zip(_PARTS, parts, strict=True)}
     return {**_IN_LAYER, **experts, **m.attention.hf_names, **own}

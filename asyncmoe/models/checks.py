@@ -1,4 +1,4 @@
-"""What cannot work: features that are not carried over, and parallel sizes that do not divide the model."""
+"""Checks for unsupported features and for parallel sizes that do not divide the model."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from asyncmoe.models.shape import HfConfig, Shape, rope
 from asyncmoe.models.shards import padded
 
 Wanted = tuple[str, object, tuple[object, ...]]
-"""(key of config.json, value there, the values that are carried over)."""
+"""(key of config.json, its value, the supported values)."""
 
 
 def common_features(hf: HfConfig) -> list[Wanted]:
-    """Features that no family carries over: every one would train another model than the engine serves."""
+    """Return the features that no family supports: each would make the trained model differ from the served one."""
     return [
         ("hidden_act", hf.get("hidden_act", "silu"), ("silu",)),
         ("attention_bias", bool(hf.get("attention_bias", False)), (False,)),
@@ -28,13 +28,13 @@ def common_features(hf: HfConfig) -> list[Wanted]:
 
 
 def check_features(family: str, m: Shape, wanted: Iterable[Wanted]) -> None:
-    """Refuse a model with a feature that is not carried over, or whose sizes contradict each other.
+    """Refuse a model with an unsupported feature or contradictory sizes.
 
     Args:
-        wanted: of two about one key, the later counts.
+        wanted: of two entries for a key, the later one applies.
 
     Raises:
-        ConfigError: the first one.
+        ConfigError: names the first fault.
     """
     for key, got, carried in {one[0]: one for one in wanted}.values():
         if got not in carried:
@@ -46,10 +46,10 @@ def check_features(family: str, m: Shape, wanted: Iterable[Wanted]) -> None:
 
 
 def check_trained_layers(hf: HfConfig) -> None:
-    """Refuse a model with layers that would be left as they are while the others are trained.
+    """Refuse a model with layers that would stay untrained.
 
     Raises:
-        ConfigError: it has layers of multi-token prediction.
+        ConfigError: the model has layers of multi-token prediction.
     """
     if extra := hf.get("num_nextn_predict_layers"):
         raise ConfigError(
@@ -61,10 +61,10 @@ def check_trained_layers(hf: HfConfig) -> None:
 
 
 def check_trainer(family: str, m: Shape, parallel: MegatronParallel) -> None:
-    """Refuse sizes of Megatron's grid.
+    """Refuse sizes of Megatron's process grid that do not divide the model.
 
     Raises:
-        ConfigError: the first that does not divide the model, with those that would.
+        ConfigError: names the first unsuitable size and the possible ones.
     """
     _check_stages(m, parallel)
     check_divides("trainer.tp", parallel.tp, "num_attention_heads", m.heads)
@@ -81,10 +81,10 @@ def check_trainer(family: str, m: Shape, parallel: MegatronParallel) -> None:
 
 
 def check_engine(family: str, m: Shape, engine: EngineClass, parallel: EngineParallel) -> None:
-    """Refuse sizes of an engine.
+    """Refuse sizes of an engine that do not divide the model or that its class does not support.
 
     Raises:
-        ConfigError: the first that does not divide the model, with those that would.
+        ConfigError: names the first unsuitable size and the possible ones.
     """
     attention, key = parallel.attention_tp, "engines.tp" if parallel.dp == 1 else "engines.tp / engines.dp"
     check_divides(key, attention, "num_attention_heads", m.heads)
@@ -116,14 +116,14 @@ def check_divides(key: str, size: int, name: str, total: int) -> None:
     """Refuse a parallel size that does not divide a size of the model.
 
     Raises:
-        ConfigError: with the sizes that would.
+        ConfigError: names the sizes that do.
     """
     if total % size:
         raise ConfigError(key, got=size, expected=f"a divisor of the model's {name} = {total}", cure=_possible(_divisors(total)))
 
 
 def _check_stages(m: Shape, parallel: MegatronParallel) -> None:
-    """Refuse pipeline stages that do not hold all layers, and chunks that do not divide them."""
+    """Refuse pipeline stages that cannot hold all layers equally, and model chunks that do not divide a stage."""
     counts = parallel.stage_layers(m.layers)
     if counts is None:
         first, last, pp = parallel.first_layers, parallel.last_layers, parallel.pp
@@ -145,6 +145,6 @@ def _divisors(total: int) -> list[int]:
 
 
 def _possible(values: list[int]) -> str | None:
-    """The values as a cure, unless there are none or too many to read."""
+    """Return the values as a fix; None if there are none or too many to read."""
     listed = ", ".join(map(str, values))
     return f"possible: {listed}" if 0 < len(listed) <= 100 else None

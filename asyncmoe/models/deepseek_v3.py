@@ -1,6 +1,6 @@
-"""DeepSeek-V3: latent attention, and from some layer on experts, with sigmoid scores, a selection bias and groups.
+"""DeepSeek-V3: latent attention, and from some layer on experts with sigmoid scores, a selection bias and groups.
 
-Kimi-K2 and Moonlight are configurations of it: both without groups, Moonlight without small vectors of queries and with plain positions.
+Kimi-K2 and Moonlight are configurations of DeepSeek-V3 without groups; Moonlight also has uncompressed queries and unscaled positions.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ def _shape_of(hf: HfConfig) -> Shape:
     attention = latent.latent(hf)
     heads = {"num_key_value_heads": positive(hf, "num_attention_heads"), "head_dim": attention.nope + attention.rope}
     return decoder(
-        {**hf, **heads},  # transformers writes other things under these keys, or nothing
+        {**hf, **heads},  # transformers writes different values under these keys, or none
         attention,
         **sigmoid.sizes(hf),
         wide=frozenset({"router_bias"}),
@@ -24,7 +24,7 @@ def _shape_of(hf: HfConfig) -> Shape:
 
 
 def _features(hf: HfConfig) -> list[Wanted]:
-    """SGLang's class reads three keys that transformers has no names for, and cannot do without."""
+    """Return the restrictions on features; SGLang's class requires three keys that transformers does not define."""
     return [
         *sigmoid.features(hf),
         *latent.features(hf),

@@ -1,4 +1,4 @@
-"""The model families there are: a new one is registered here, and has a file of its own."""
+"""The registry of model families; each family has its own file."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ FAMILIES: Mapping[str, Family] = {
     for family in (deepseek_v3.FAMILY, glm4_moe.FAMILY, mixtral.FAMILY, qwen3.FAMILY, qwen3_moe.FAMILY)
     for model_type in (family.name, *family.also)
 }
-"""Those that are supported, by `model_type`."""
+"""Supported families by `model_type`."""
 
 
 def family_of(hf: Mapping[str, Any]) -> Family:
-    """The family of a model.
+    """Return the family of a model.
 
     Raises:
-        UserError: a `model_type` that is not supported.
+        UserError: unsupported `model_type`.
     """
     kind = hf.get("model_type")
     if not isinstance(kind, str) or kind not in FAMILIES:

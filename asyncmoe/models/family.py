@@ -1,4 +1,4 @@
-"""What a model family is: one table, from which its shapes, its three layouts and its Megatron configuration follow."""
+"""A model family: one table that determines its shapes, its three layouts and its Megatron configuration."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from asyncmoe.reshard.layout import RankLayout
 
 @dataclass(frozen=True)
 class Family:
-    """A model family: what is its own. All else is shared, as functions of its `Shape`.
+    """The properties specific to a model family. Everything else is shared code over its `Shape`.
 
     Attributes:
         name: Hugging Face's `model_type`.
-        also: other model types that are the same.
-        shape_of: the sizes in a configuration; raises ConfigError where a key is missing.
-        features: (key of config.json, value there, the values that are carried over), beyond those common to all families or in
-            place of one of them.
-        router: keyword arguments of TransformerConfig that say how tokens choose experts.
-        engine: what SGLang's class for it does.
-        hf_names: names on disk within a layer that are its own (see `checkpoint.hf_name`).
+        also: model types that are identical to `name`.
+        shape_of: reads the sizes from a configuration; raises ConfigError if a key is missing.
+        features: (key of config.json, its value, the supported values); adds to the features common to all families, or replaces
+            one of them.
+        router: keyword arguments of TransformerConfig for the routing of tokens to experts.
+        engine: properties of SGLang's class for the family.
+        hf_names: the family's own names on disk within a layer (see `checkpoint.hf_name`).
     """
 
     name: str
@@ -38,10 +38,10 @@ class Family:
     also: tuple[str, ...] = ()
 
     def check(self, hf: HfConfig, trainer: MegatronParallel, engine: EngineParallel) -> None:
-        """Refuse a model with a feature that is not carried over, and parallel sizes that do not divide it.
+        """Refuse a model with an unsupported feature, and parallel sizes that do not divide it.
 
         Raises:
-            ConfigError: the first thing that is wrong.
+            ConfigError: names the first fault.
         """
         m = self.shape_of(hf)
         checks.check_features(self.name, m, checks.common_features(hf) + self.features(hf))
@@ -49,41 +49,41 @@ class Family:
         checks.check_engine(self.name, m, self.engine, engine)
 
     def tensors(self, hf: HfConfig) -> Shapes:
-        """Canonical tensors and their shapes."""
+        """Return the canonical tensors and their shapes."""
         return shape.tensors(self.shape_of(hf))
 
     def routing(self, hf: HfConfig) -> Routing | None:
-        """What the routers choose from; None for a model without experts."""
+        """Return the layers and experts that the routers choose from; None for a model without experts."""
         m = self.shape_of(hf)
         layers = tuple(layer for layer in range(m.layers) if layer not in m.dense_layers)
         return Routing(m.layers, layers, m.experts_per_token, m.experts) if layers else None
 
     def hf_layout(self, hf: HfConfig, dtype: str) -> RankLayout:
-        """The checkpoint on disk, as rank 0; storages have the names in the safetensors files."""
+        """Return the layout of the checkpoint on disk, as rank 0; storages have the names in the safetensors files."""
         return checkpoint.hf_layout(self.shape_of(hf), self.hf_names, dtype)
 
     def megatron_layout(self, hf: HfConfig, parallel: MegatronParallel, rank: int, dtype: str) -> RankLayout:
-        """A trainer rank's parameters, by their names on that rank (`megatron.chunk_prefix` before those of several chunks)."""
+        """Return the layout of a trainer rank's parameters, by their names there (with `megatron.chunk_prefix` for several chunks)."""
         return megatron.megatron_layout(self.shape_of(hf), parallel, rank, dtype)
 
     def sglang_layout(self, hf: HfConfig, parallel: EngineParallel, rank: int, dtype: str) -> RankLayout:
-        """An engine rank's parameters, by SGLang's names."""
+        """Return the layout of an engine rank's parameters, by SGLang's names."""
         return sglang.sglang_layout(self.shape_of(hf), self.engine, parallel, rank, dtype)
 
     def glued(self, hf: HfConfig) -> frozenset[str]:
-        """Tensors on disk that an engine takes only together with the one before them."""
+        """Return the tensors on disk that an engine accepts only together with the preceding tensor."""
         m = self.shape_of(hf)
         there = [name for name in shape.tensors(m) if name.split(".", 2)[-1] in self.engine.glued]
         return frozenset(checkpoint.hf_name(m, self.hf_names, name) for name in there)
 
     def megatron_config(self, hf: HfConfig) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Keyword arguments of TransformerConfig and of GPTModel that follow from the model; parallel sizes, dtypes and fusions
-        are not among them."""
+        """Return the keyword arguments of TransformerConfig and GPTModel that the model determines, without parallel sizes, dtypes
+        and fusions."""
         m = self.shape_of(hf)
         return {**megatron.transformer_arguments(hf, m), **self.router(hf)}, megatron.gpt_arguments(hf, m)
 
     def megatron_layouts(self, hf: HfConfig, parallel: MegatronParallel, dtype: str) -> list[RankLayout]:
-        """The layouts of all trainer ranks, from 0 on; each distinct one is made once, so planning reads it once."""
+        """Return the layouts of all trainer ranks from 0; each distinct layout is made once, so that planning reads it once."""
         made: dict[tuple[int, int, int, int], RankLayout] = {}
         for rank in range(parallel.world):
             if parallel.place(rank) not in made:
@@ -91,6 +91,6 @@ class Family:
         return [made[parallel.place(rank)].at(rank) for rank in range(parallel.world)]
 
     def sglang_layouts(self, hf: HfConfig, parallel: EngineParallel, dtype: str, engines: int = 1, first: int = 0) -> list[RankLayout]:
-        """The layouts of all ranks of equal engines, engine after engine; the ranks are numbered from `first` on."""
+        """Return the layouts of all ranks of equal engines, engine after engine; rank numbers start at `first`."""
         one = [self.sglang_layout(hf, parallel, rank, dtype) for rank in range(parallel.world)]
         return [layout.at(first + i * parallel.world + layout.rank) for i in range(engines) for layout in one]

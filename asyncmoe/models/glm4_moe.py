@@ -1,5 +1,5 @@
-"""GLM-4.5: grouped-query attention of which a part of each head rotates, with biases, and norms of queries and keys in the larger model;
-DeepSeek-V3's experts, in all layers but the first."""
+"""GLM-4.5: grouped-query attention with partly rotary heads and biases, and query and key norms in the larger model; DeepSeek-V3's
+experts in all layers except the first."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def _shape_of(hf: HfConfig) -> Shape:
 
 
 def _rotary(hf: HfConfig) -> float:
-    """As Glm4MoeConfig of transformers, whose key is among the others or, by version 5, in rope_parameters."""
+    """Return the rotary share as Glm4MoeConfig of transformers does: a top-level key or, since version 5, one in rope_parameters."""
     return float(rope(hf).get("partial_rotary_factor") or hf.get("partial_rotary_factor") or 0.5)
 
 

@@ -1,7 +1,7 @@
-"""Multi-head latent attention: keys and values of all heads come from one small vector a token, and queries may too.
+"""Multi-head latent attention: keys and values of all heads are computed from one compressed vector per token, and queries may be too.
 
-Each head has two parts: one without position, and one that rotates, whose key all heads share. The norms of the small vectors have the
-model's eps, as they do in SGLang: what is trained is what is sampled. transformers builds them with 1e-6 whatever the model's is.
+Each head has a part without position and a rotary part, whose key all heads share. The norms of the compressed vectors use the model's
+eps, as in SGLang, so that the trained model is the sampled one. transformers always uses 1e-6.
 
 Source: DeepSeek-V2 (arXiv 2405.04434, section 2.1); transformer/multi_latent_attention.py and models/gpt/gpt_layer_specs.py of
 megatron/core 0.16; `DeepseekV3Attention` of transformers; `DeepseekV2AttentionMLA` of sglang 0.5.23.
@@ -27,10 +27,12 @@ _HF_NORMS = {"q_norm": "q_a_layernorm", "kv_norm": "kv_a_layernorm"}
 
 @dataclass(frozen=True)
 class Latent:
-    """Attributes:
-    q_rank, kv_rank: entries of the small vectors; q_rank None: queries come straight from the hidden state.
-    nope, rope: a head's dimensions without position, and those that rotate.
-    value: dimensions of a head's value.
+    """The sizes of latent attention.
+
+    Attributes:
+        q_rank, kv_rank: entries of the compressed vectors; q_rank None: queries are computed directly from the hidden state.
+        nope, rope: a head's dimensions without position, and its rotary dimensions.
+        value: dimensions of a head's value.
     """
 
     q_rank: int | None
@@ -45,8 +47,8 @@ class Latent:
 
     @property
     def adapters(self) -> tuple[str, ...]:
-        """SGLang looks for adapters of q_proj in qkv_proj, and for those of kv_a_proj_with_mqa where it is one with q_a_proj
-        (`get_normalized_target_modules` of lora/utils.py)."""
+        """Linear layers that can have an adapter. Without q_rank, q_proj and kv_a_proj_with_mqa cannot: SGLang looks for adapters of
+        q_proj in qkv_proj, and supports kv_a_proj_with_mqa only fused with q_a_proj (`get_normalized_target_modules` of lora/utils.py)."""
         return LATENT if self.q_rank is not None else ("kv_b_proj", "o_proj")
 
     def check(self, m: Shape) -> None:
@@ -64,7 +66,7 @@ class Latent:
         return found | {"o": (m.hidden, m.heads * self.value)}
 
     def put_megatron(self, builder: LayoutBuilder, m: Shape, parallel: MegatronParallel) -> None:
-        """What leads down to the small vectors is whole on every rank: so it is with Transformer Engine, and in
+        """Add the storages of a trainer rank. The down-projections are whole on every rank, as with Transformer Engine and in
         `asyncmoe.trainer.model.latent`."""
         shapes, place = self.shapes(m), (parallel.tp, parallel.tp_rank(builder.rank))
         put_whole(builder, {"attn_norm": (m.hidden,)}, "input_layernorm.weight", "attn_norm")
@@ -79,7 +81,7 @@ class Latent:
         put_columns(builder, shapes, "self_attention.linear_proj.weight", "o", *place)
 
     def put_sglang(self, builder: LayoutBuilder, m: Shape, parallel: EngineParallel) -> None:
-        """Parameters only. What SGLang derives of kv_b_proj (`w_kc`, `w_vc`) it derives again after an update (`receiver.target`)."""
+        """Add parameters only: SGLang derives `w_kc` and `w_vc` from kv_b_proj again after an update (`receiver.target`)."""
         shapes, place = self.shapes(m), (parallel.attention_tp, parallel.attention_tp_rank(builder.rank))
         if self.q_rank is None:
             put_rows(builder, shapes, "self_attn.q_proj.weight", "q", *place)
@@ -114,7 +116,7 @@ class Latent:
 
 
 def latent(hf: HfConfig) -> Latent:
-    """The sizes in a configuration.
+    """Read the sizes from a configuration.
 
     Raises:
         ConfigError: a key is missing.
@@ -129,10 +131,10 @@ def latent(hf: HfConfig) -> Latent:
 
 
 def features(hf: HfConfig) -> list[Wanted]:
-    """What Megatron computes otherwise than transformers.
+    """Return the features that Megatron and transformers compute differently.
 
     Raises:
-        ConfigError: scaled positions without a number.
+        ConfigError: a number for scaled positions is missing.
     """
     heads, scaling = positive(hf, "num_attention_heads"), rope(hf)
     found: list[Wanted] = [
@@ -155,7 +157,7 @@ def features(hf: HfConfig) -> list[Wanted]:
 
 
 def _scaling(hf: HfConfig) -> dict[str, Any]:
-    """Megatron scales the softmax by its default factor of 40 even where positions are not scaled, unless told."""
+    """Return the position scaling explicitly, because Megatron's default factor of 40 scales the softmax even for unscaled positions."""
     scaling = rope(hf)
     if scaling["rope_type"] != "yarn":
         return {"rope_type": "rope", "rotary_scaling_factor": 1.0, "mscale_all_dim": 0.0}

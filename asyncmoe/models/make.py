@@ -1,4 +1,4 @@
-"""A tiny random model on disk: enough to run every part of the system on a laptop."""
+"""Makes a tiny random model on disk, with which every part of the system runs on a laptop."""
 
 from __future__ import annotations
 
@@ -17,29 +17,29 @@ from asyncmoe.models.shards import padded
 from asyncmoe.storage import writing
 
 SPECIALS = ("<pad>", "<bos>", "<eos>", "<unk>", "<|im_start|>", "<|im_end|>")
-"""Tokens 0, 1, ... of the tokenizer; one token for every byte follows, then unused ones up to the padded vocabulary."""
+"""Tokens 0, 1, ... of the tokenizer; a token for every byte follows, then unused tokens up to the padded vocabulary."""
 VOCAB = padded(len(SPECIALS) + 256, VOCAB_MULTIPLE)
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 _INIT_STD_TIMES_ROOT_HIDDEN = 0.9
-"""Qwen's 0.02 at hidden size 2048; with it a layer's output keeps its size at any hidden size."""
+"""Qwen's standard deviation of 0.02 at hidden size 2048; a layer's output keeps its scale at any hidden size."""
 
 
 def make_model(out: Path, shape: MadeModel, seed: int) -> None:
-    """Write a random Qwen3-MoE (float32 safetensors) and a byte-level tokenizer that encodes any text, one token a byte.
+    """Write a random Qwen3-MoE (float32 safetensors) and a byte-level tokenizer that encodes any text with one token per byte.
 
-    The directory appears whole or not at all.
+    The directory is written atomically.
 
     Args:
-        out: directory to write; its parents are made.
+        out: directory to write; missing parents are created.
         seed: equal seeds and shapes give equal bytes.
 
     Raises:
         DataError: `out` exists.
-        ConfigError: a shape that cannot be, such as more experts a token than experts.
-        StorageError: it could not be written.
+        ConfigError: an impossible shape, such as more experts per token than experts.
+        StorageError: the model could not be written.
     """
     if out.exists():
         raise DataError(str(out), got="something is there already", expected="a path where nothing is")
@@ -53,14 +53,14 @@ def make_model(out: Path, shape: MadeModel, seed: int) -> None:
             _write_model(scratch, written, seed)
             _write_tokenizer(scratch, shape.context)
         scratch.chmod(0o755)
-        os.rename(scratch, out)  # fails if another process was first
+        os.rename(scratch, out)  # fails if another process created `out` first
     except BaseException:
         shutil.rmtree(scratch, ignore_errors=True)
         raise
 
 
 def settings(shape: MadeModel) -> dict[str, Any]:
-    """The Hugging Face configuration."""
+    """Return the Hugging Face configuration."""
     return {
         "model_type": FAMILY.name,
         "vocab_size": VOCAB,

@@ -1,4 +1,4 @@
-"""Megatron's layout of a rank's parameters, and the configuration that makes Megatron build them.
+"""Megatron's layout of a rank's parameters, and the configuration with which Megatron builds them.
 
 Source: megatron/core 0.16 (models/gpt, transformer, the local and the Transformer Engine layer specs).
 """
@@ -14,19 +14,19 @@ from asyncmoe.reshard.layout import LayoutBuilder, RankLayout, rows, whole
 
 
 def chunk_prefix(chunk: int, chunks: int) -> str:
-    """What the names of a model chunk's parameters begin with: nothing unless a rank has several.
+    """Return the prefix of a model chunk's parameter names; empty if the rank has one chunk.
 
-    Megatron keeps the chunks of a rank as a list of models whose parameters have the same names.
+    Megatron keeps a rank's chunks as a list of models with equal parameter names.
     """
     return f"chunks.{chunk}." if chunks > 1 else ""
 
 
 def megatron_layout(m: Shape, parallel: MegatronParallel, rank: int, dtype: str) -> RankLayout:
-    """A rank's parameters. Layers are numbered from 0 in every model chunk; a tied model whose first and last stage are
-    apart has a copy of the embedding as the last chunk's output layer.
+    """Return the layout of a rank's parameters. Layers are numbered from 0 in every model chunk; in a tied model with several
+    pipeline stages, the last chunk's output layer is a copy of the embedding.
 
     Raises:
-        ConfigError: sizes that do not divide the model.
+        ConfigError: the sizes do not divide the model.
     """
     builder = LayoutBuilder(rank, dtype)
     stage = parallel.pp_rank(rank)
@@ -48,11 +48,11 @@ def megatron_layout(m: Shape, parallel: MegatronParallel, rank: int, dtype: str)
 
 
 def _layer(m: Shape, parallel: MegatronParallel, rank: int, dtype: str, dense: bool) -> RankLayout:
-    """One layer; tensors and parameters are named within it."""
+    """Return the layout of one layer; tensors and parameters are named within the layer."""
     builder, shapes = LayoutBuilder(rank, dtype), layer_shapes(m, dense)
     tp, tp_rank = parallel.tp, parallel.tp_rank(rank)
     m.attention.put_megatron(builder, m, parallel)
-    # The norm before a mixture of experts has no linear layer to fuse with: the router and the dispatcher come first.
+    # The norm before a mixture of experts has no linear layer to fuse with, because the router and the dispatcher follow it.
     fused = "mlp.linear_fc1.layer_norm_weight"
     put_whole(builder, shapes, fused if parallel.te and dense else "pre_mlp_layernorm.weight", "mlp_norm")
     if dense:
@@ -74,7 +74,7 @@ def _layer(m: Shape, parallel: MegatronParallel, rank: int, dtype: str, dense: b
 
 
 def transformer_arguments(hf: HfConfig, m: Shape) -> dict[str, Any]:
-    """Keyword arguments of TransformerConfig; those of the router are the family's."""
+    """Return the keyword arguments of TransformerConfig, except the router's, which the family defines."""
     from torch.nn.functional import silu
 
     experts = {
@@ -86,7 +86,7 @@ def transformer_arguments(hf: HfConfig, m: Shape) -> dict[str, Any]:
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,
         "moe_router_enable_expert_bias": m.router_bias,
-        "moe_router_bias_update_rate": 0.0,  # the trainer has this rule itself
+        "moe_router_bias_update_rate": 0.0,  # the trainer implements this rule itself
         "moe_shared_expert_intermediate_size": m.shared_width or None,
     }
     return {
@@ -102,14 +102,14 @@ def transformer_arguments(hf: HfConfig, m: Shape) -> dict[str, Any]:
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
         "attention_softmax_in_fp32": True,
-        "moe_token_dispatcher_type": "alltoall",  # Megatron refuses rows of different lengths with its default, experts or not
+        "moe_token_dispatcher_type": "alltoall",  # Megatron's default refuses rows of different lengths, even without experts
         **(experts if m.experts else {}),
         **m.attention.transformer_arguments(hf, m),
     }
 
 
 def gpt_arguments(hf: HfConfig, m: Shape) -> dict[str, Any]:
-    """Keyword arguments of GPTModel."""
+    """Return the keyword arguments of GPTModel."""
     return {
         "share_embeddings_and_output_weights": m.tied,
         "vocab_size": m.vocab,

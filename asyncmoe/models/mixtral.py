@@ -1,4 +1,4 @@
-"""Mixtral: grouped-query attention without norms of queries and keys, top-k softmax routing in every layer."""
+"""Mixtral: grouped-query attention without query and key norms, top-k softmax routing in every layer."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _shape_of(hf: HfConfig) -> Shape:
 
 
 def _features(hf: HfConfig) -> list[Wanted]:
-    """SGLang's class has an output layer of its own, and heads of hidden_size / num_attention_heads dimensions."""
+    """Return the restrictions of SGLang's class: an untied output layer, and heads of hidden_size / num_attention_heads dimensions."""
     hidden, heads = positive(hf, "hidden_size"), positive(hf, "num_attention_heads")
     head_dim = hidden // heads
     return [
@@ -40,7 +40,7 @@ FAMILY = Family(
     name="mixtral",
     shape_of=_shape_of,
     features=_features,
-    # Softmax over all experts, then top-k, then renormalised, equals softmax over the chosen: Megatron's post-softmax.
+    # Renormalized top-k of a softmax over all experts equals a softmax over the chosen ones, which is Megatron's post-softmax.
     router=lambda hf: {"moe_router_score_function": "softmax", "moe_router_pre_softmax": False},
     engine=EngineClass(shares_tied_head=False, head_on_every_stage=True, experts=_MOE, dp_attention=False),
     hf_names={"router": f"{_MOE}.gate.weight"},

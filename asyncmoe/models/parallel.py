@@ -1,4 +1,4 @@
-"""How a model is spread: Megatron's process grid and an SGLang engine's, and where a rank stands in them."""
+"""Parallel sizes of a Megatron trainer and an SGLang engine, and a rank's position in each process grid."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from asyncmoe.errors import ConfigError
 
 @dataclass(frozen=True)
 class MegatronParallel:
-    """Sizes of Megatron's process grid, and where a rank stands in it.
+    """Sizes of Megatron's process grid, and a rank's position in it.
 
-    Ranks are numbered as in `megatron.core.parallel_state` with the order "tp-cp-ep-dp-pp" (its default) and no context
-    parallelism: tensor ranks are neighbours and pipeline stages are furthest apart. For experts the ranks of a stage are
-    divided anew: expert-tensor ranks are neighbours, then expert ranks, then expert-data ranks.
+    Ranks are numbered as in `megatron.core.parallel_state` with the default order "tp-cp-ep-dp-pp" and no context parallelism:
+    tensor ranks are adjacent and pipeline stages are furthest apart. Experts use a separate grid over the ranks of a stage:
+    expert-tensor ranks are adjacent, then expert ranks, then expert-data ranks.
 
     Attributes:
         tp, pp, dp: tensor, pipeline and data parallel sizes; the world is their product.
         ep, etp: expert and expert-tensor parallel sizes; their product divides tp * dp.
-        te: parameter names as Transformer Engine's layers have them (grouped experts, norms fused into the next linear).
-        vpp: model chunks a stage holds (Megatron's virtual_pipeline_model_parallel_size; 1: no interleaving).
-        first_layers, last_layers: layers of the first and of the last stage (num_layers_in_first_pipeline_stage and
+        te: use the parameter names of Transformer Engine's layers (grouped experts, norms fused into the next linear layer).
+        vpp: model chunks per stage (Megatron's virtual_pipeline_model_parallel_size; 1: no interleaving).
+        first_layers, last_layers: layers of the first and the last stage (num_layers_in_first_pipeline_stage and
             num_layers_in_last_pipeline_stage); the other stages share the rest equally.
     """
 
@@ -73,13 +73,13 @@ class MegatronParallel:
         return rank % (self.tp * self.dp) // (self.etp * self.ep)
 
     def place(self, rank: int) -> tuple[int, int, int, int]:
-        """What a rank's parameters depend on; ranks of one place hold the same."""
+        """Return the coordinates that determine a rank's parameters; ranks with equal coordinates hold equal parameters."""
         return self.tp_rank(rank), self.pp_rank(rank), self.ep_rank(rank), self.etp_rank(rank)
 
     def stage_layers(self, layers: int) -> list[int] | None:
-        """Layers of each pipeline stage, or None when they cannot be divided so (`vpp` aside).
+        """Return the layers of each pipeline stage, or None if this division is impossible (ignoring `vpp`).
 
-        As `get_num_layers_to_build` of megatron/core/transformer/transformer_block.py.
+        Follows `get_num_layers_to_build` of megatron/core/transformer/transformer_block.py.
         """
         given = {stage: n for stage, n in ((0, self.first_layers), (self.pp - 1, self.last_layers)) if n is not None}
         rest, stages = layers - sum(given.values()), self.pp - len(given)
@@ -88,13 +88,13 @@ class MegatronParallel:
         return [given.get(stage, rest // stages if stages else 0) for stage in range(self.pp)]
 
     def chunk_layers(self, layers: int, rank: int) -> list[range]:
-        """The layers of each model chunk of a rank; one chunk without interleaving.
+        """Return the layers of each model chunk of a rank; one chunk without interleaving.
 
-        The chunks of all stages follow each other in rounds: chunk 0 of every stage, then chunk 1 of every stage (as
+        Chunks are assigned round-robin: chunk 0 of every stage, then chunk 1 of every stage (as in
         `get_transformer_layer_offset` of megatron/core/transformer/transformer_layer.py).
 
         Raises:
-            ConfigError: the layers cannot be divided so.
+            ConfigError: this division is impossible.
         """
         counts = self.stage_layers(layers)
         if counts is None or any(count % self.vpp for count in counts):
@@ -106,20 +106,20 @@ class MegatronParallel:
 
 @dataclass(frozen=True)
 class EngineParallel:
-    """Sizes of an SGLang engine and where a rank stands in it (sglang/srt/runtime_context.py): rank = pipeline rank * tp + tensor rank.
+    """Sizes of an SGLang engine, and a rank's position in it (sglang/srt/runtime_context.py): rank = pipeline rank * tp + tensor rank.
 
     Attributes:
         tp: ranks of a pipeline stage.
-        ep: the experts are divided over `ep` ranks, and their width over the tp / ep ranks of each.
+        ep: experts are sharded over `ep` groups of ranks, and each expert's width over the tp / ep ranks of a group.
         pp: pipeline stages.
-        dp: data-parallel attention (`--enable-dp-attention --dp-size`): attention and embedding are divided over tp / dp ranks.
-        dp_lm_head: the output layer too (`--enable-dp-lm-head`).
-        redundant: expert slots beyond the model's experts (`--ep-num-redundant-experts`), as they are filled at the start: slot s has
-            expert s modulo the number of experts. An engine that rebalances its experts fills them differently later.
+        dp: data-parallel attention (`--enable-dp-attention --dp-size`): attention and embedding are sharded over tp / dp ranks.
+        dp_lm_head: the output layer is sharded over tp / dp ranks too (`--enable-dp-lm-head`).
+        redundant: expert slots beyond the model's experts (`--ep-num-redundant-experts`) with their initial contents: slot s has expert
+            s modulo the number of experts. An engine that rebalances its experts changes the contents later.
         dense_tp1: layers without experts are whole on every rank (`--moe-dense-tp-size 1`).
-        a2a: tokens go to experts by an all-to-all (`--moe-a2a-backend`): shared experts are whole on every rank.
-        fused_shared: the one shared expert is one more expert of every rank (unless `--disable-shared-experts-fusion`, SGLang does so on
-            GPUs for some models, where ep is 1).
+        a2a: tokens reach experts by an all-to-all (`--moe-a2a-backend`), so shared experts are whole on every rank.
+        fused_shared: the single shared expert is an additional expert of every rank. SGLang does so on GPUs for some models with ep 1,
+            unless given `--disable-shared-experts-fusion`.
     """
 
     tp: int = 1
@@ -160,7 +160,7 @@ class EngineParallel:
 
     @property
     def head_tp(self) -> int:
-        """Ranks that the output layer is divided over."""
+        """Number of ranks over which the output layer is sharded."""
         return self.attention_tp if self.dp_lm_head else self.tp
 
     def tp_rank(self, rank: int) -> int:
@@ -179,7 +179,7 @@ class EngineParallel:
         return rank % self.moe_tp
 
     def layers(self, total: int, rank: int) -> range:
-        """The layers of a rank's pipeline stage; the last stages have one more where they do not divide
+        """Return the layers of a rank's pipeline stage; the last stages get one more if the division has a remainder
         (`get_pp_indices` of sglang/srt/distributed/utils.py, without SGLANG_PP_LAYER_PARTITION)."""
         stage, least = self.pp_rank(rank), total // self.pp
         plain = self.pp - total % self.pp

@@ -1,4 +1,4 @@
-"""What is moved from a trainer to its engines: the weights of a model, or an adapter of it."""
+"""The payload of a weight sync from a trainer to its engines: a model's weights or an adapter."""
 
 from __future__ import annotations
 
@@ -20,57 +20,57 @@ from asyncmoe.reshard.float8 import SCALES, with_scale_tensors, with_scales
 
 @dataclass(frozen=True)
 class Payload:
-    """Canonical tensors, and where they lie on either side. Of a checkpoint of float8 the weights are sent quantised: their scales are
-    tensors too, beside them on either side.
+    """Canonical tensors and their layouts on both sides. Weights of a float8 checkpoint are sent quantised; their scales are additional
+    tensors next to them on both sides.
 
     Attributes:
         hf: the model's Hugging Face configuration.
-        adapter: None: the weights.
+        adapter: the adapter to send; None: the weights.
 
     Raises:
-        UserError: a model family that is not supported.
-        ConfigError: parallel sizes that do not divide the model, or a way of quantising that is not carried over.
-        LayoutError: parallel sizes that cut blocks of float8.
+        UserError: unsupported model family.
+        ConfigError: parallel sizes do not divide the model, or the quantisation is unsupported.
+        LayoutError: parallel sizes split float8 blocks.
     """
 
     hf: Mapping[str, Any]
     adapter: Kind | None = None
 
     def tensors(self) -> Shapes:
-        """Canonical names and shapes."""
+        """Return the canonical names and shapes."""
         if self.adapter is not None:
             return halves(self._shape, self.adapter)
         return with_scale_tensors(self._weights, quantised) if self.float8 else self._weights
 
     def whole(self, dtype: str) -> RankLayout:
-        """All of it as one rank has it and engines take it: under Hugging Face's names, or the halves' own."""
+        """Return the layout of the whole payload on one rank, under the names that engines accept: Hugging Face's, or the halves'."""
         if self.adapter is None:
             return self._scaled([self._family.hf_layout(self.hf, dtype)], there=True)[0]
         return megatron.canonical_layout(self._shape, self.adapter, dtype)
 
     def glued(self) -> frozenset[str]:
-        """Storages of `whole` that an engine takes only together with the one before them."""
+        """Return the storages of `whole` that an engine accepts only together with the preceding storage."""
         if self.adapter is not None:
             return frozenset()
         weights = self._family.glued(self.hf)
         return weights | {name + SCALES for name in weights} if self.float8 else weights
 
     def trainer(self, parallel: MegatronParallel, dtype: str) -> list[RankLayout]:
-        """That of every trainer rank, from 0 on."""
+        """Return the layout of every trainer rank, from 0."""
         if self.adapter is None:
             return self._scaled(self._family.megatron_layouts(self.hf, parallel, dtype), there=False)
         return megatron.rank_layouts(self._shape, self.adapter, parallel, dtype)
 
     def weights_of_trainer(self, parallel: MegatronParallel, rank: int, dtype: str) -> RankLayout:
-        """The weights of one trainer rank."""
+        """Return the layout of one trainer rank's weights."""
         return self._scaled([self._family.megatron_layout(self.hf, parallel, rank, dtype)], there=False)[0]
 
     def weights_of_engine(self, parallel: EngineParallel, rank: int, dtype: str) -> RankLayout:
-        """The weights of one rank of an engine."""
+        """Return the layout of the weights of one rank of an engine."""
         return self._scaled([self._family.sglang_layout(self.hf, parallel, rank, dtype)], there=True)[0]
 
     def engines(self, parallel: EngineParallel, dtype: str, count: int = 1, first: int = 0) -> list[RankLayout]:
-        """That of every rank of equal engines, from `first` on: parameters, or adapter memory."""
+        """Return the layout of every rank of equal engines, numbered from `first`: parameters, or adapter memory."""
         if self.adapter is None:
             return self._scaled(self._family.sglang_layouts(self.hf, parallel, dtype, count, first=first), there=True)
         made = [sglang.memory_layout(self._shape, self.adapter, parallel, rank, dtype) for rank in range(parallel.world)]
@@ -78,14 +78,14 @@ class Payload:
 
     @cached_property
     def float8(self) -> Float8 | None:
-        """How the weights are quantised on their way; None where they are not, or an adapter is sent."""
+        """How the weights are quantised for the transfer; None if they are not, or if an adapter is sent."""
         return None if self.adapter is not None else float8_of(self.hf)
 
     def _scaled(self, layouts: list[RankLayout], *, there: bool) -> list[RankLayout]:
-        """With scales, where the weights are quantised; layouts that are one stay one.
+        """Add scales to the layouts if the weights are quantised; layouts that share their storages still share them.
 
         Args:
-            there: where the weights are float8, too.
+            there: the weights on this side are float8, too.
         """
         if self.float8 is None:
             return layouts

@@ -1,8 +1,8 @@
-"""Checkpoints of float8 in blocks, as DeepSeek-V3, Kimi-K2 and Qwen's -FP8 are published: engines serve them as they are, and get new
-weights quantised the same way (`asyncmoe.reshard.float8`); the trainer has them in its own dtype.
+"""Block-scaled float8 checkpoints, as published for DeepSeek-V3, Kimi-K2 and Qwen's -FP8. Engines serve the float8 weights and receive
+new weights quantised the same way (`asyncmoe.reshard.float8`); the trainer holds the weights in its own dtype.
 
-Source: sglang 0.5.23: the methods of quantization/fp8.py belong to linear layers and to fused experts; routers, embeddings, the output
-layer and norms have none (models/*.py give them no `quant_config`).
+Source: sglang 0.5.23: the methods of quantization/fp8.py apply to linear layers and fused experts, but not to routers, embeddings, the
+output layer and norms (models/*.py give them no `quant_config`).
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from asyncmoe.errors import ConfigError
 from asyncmoe.reshard.float8 import BLOCK
 
 KEY = "quantization_config"
-"""Of config.json."""
+"""Key of config.json."""
 _LINEARS = frozenset({"q", "k", "v", "o", "q_a", "q_b", "kv_a", "kv_b", "gate", "up", "down"})
-"""Last parts of the names of canonical tensors."""
+"""Last components of the names of quantised canonical tensors."""
 _WANTED: dict[str, tuple[object, ...]] = {
     "quant_method": ("fp8",),
     "weight_block_size": ([BLOCK, BLOCK],),
@@ -26,12 +26,12 @@ _WANTED: dict[str, tuple[object, ...]] = {
     "scale_fmt": (None, "float", "ue8m0"),
 }
 _LEFT = ("lm_head", "embed_tokens", "norm", "layernorm", "gate", "e_score_correction_bias")
-"""What ends the names of modules that no engine quantises, whatever a checkpoint says of them."""
+"""Suffixes of module names that no engine quantises, whether or not a checkpoint lists them."""
 
 
 @dataclass(frozen=True)
 class Float8:
-    """How the blocks of a checkpoint are scaled.
+    """The block scaling of a checkpoint.
 
     Attributes:
         power_of_two: scales are powers of two.
@@ -41,15 +41,15 @@ class Float8:
 
 
 def quantised(tensor: str) -> bool:
-    """Of a canonical tensor, named with or without its layer."""
+    """Return whether a canonical tensor, named with or without its layer, is quantised."""
     return tensor.rpartition(".")[2] in _LINEARS
 
 
 def float8_of(hf: Mapping[str, Any]) -> Float8 | None:
-    """How a model's weights are quantised; None where they are not.
+    """Return how a model's weights are quantised; None if they are not.
 
     Raises:
-        ConfigError: in another way than blocks of 128 x 128.
+        ConfigError: the quantisation differs from blocks of 128 x 128.
     """
     given = hf.get(KEY)
     if given is None:
@@ -68,5 +68,5 @@ def float8_of(hf: Mapping[str, Any]) -> Float8 | None:
 
 
 def without(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """The configuration of the same model in the trainer's dtype."""
+    """Return the configuration of the same model without quantisation, in the trainer's dtype."""
     return {key: value for key, value in hf.items() if key != KEY}

@@ -23,7 +23,7 @@ def _shape_of(hf: HfConfig) -> Shape:
 
 
 def _dense_layers(hf: HfConfig) -> frozenset[int]:
-    """As Qwen3MoeDecoderLayer.__init__ of transformers."""
+    """Return the layers without experts, as Qwen3MoeDecoderLayer.__init__ of transformers determines them."""
     layers = positive(hf, "num_hidden_layers")
     step = positive({"decoder_sparse_step": 1, **hf}, "decoder_sparse_step")
     only_dense = set(hf.get("mlp_only_layers") or ())
@@ -31,7 +31,7 @@ def _dense_layers(hf: HfConfig) -> frozenset[int]:
 
 
 def _features(hf: HfConfig) -> list[Wanted]:
-    """SGLang's class neither shares nor loads a tied output layer, and has experts in every layer whatever the configuration says."""
+    """Return the restrictions of SGLang's class: it neither shares nor loads a tied output layer, and has experts in every layer."""
     return [
         ("tie_word_embeddings", bool(hf.get("tie_word_embeddings")), (False,)),
         ("layers without experts (mlp_only_layers, decoder_sparse_step)", sorted(_dense_layers(hf)), ([],)),
@@ -39,7 +39,7 @@ def _features(hf: HfConfig) -> list[Wanted]:
 
 
 def _router(hf: HfConfig) -> dict[str, Any]:
-    """Softmax over all experts, then top-k, then renormalised, equals softmax over the chosen: Megatron's post-softmax."""
+    """Return Megatron's post-softmax for renormalized top-k of a softmax over all experts, which equals a softmax over the chosen ones."""
     return {"moe_router_score_function": "softmax", "moe_router_pre_softmax": not hf.get("norm_topk_prob", False)}
 
 

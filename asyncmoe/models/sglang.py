@@ -19,17 +19,17 @@ VOCAB_MULTIPLE = 64
 
 @dataclass(frozen=True)
 class EngineClass:
-    """In what the model classes of SGLang differ.
+    """Differences between SGLang's model classes.
 
     Attributes:
-        shares_tied_head: with one pipeline stage, a tied model's output layer is the embedding, one parameter; else it has its own.
-        head_on_every_stage: pipeline stages before the last hold and load an output layer too, unused.
-        experts: what it calls the part of a layer that has experts.
-        replicates_dense: it heeds --moe-dense-tp-size 1.
-        redundant: it has room for --ep-num-redundant-experts.
-        dp_attention: it knows data-parallel attention; else it divides attention over all tensor ranks all the same, which SGLang's
-            scheduler does not expect.
-        glued: tensors, as named within a layer, that its loader takes only in one call with the one before them on disk.
+        shares_tied_head: with one pipeline stage, a tied model's output layer and embedding are one parameter; otherwise separate ones.
+        head_on_every_stage: pipeline stages before the last also hold and load an output layer, unused.
+        experts: name of the part of a layer that has experts.
+        replicates_dense: the class supports --moe-dense-tp-size 1.
+        redundant: the class supports --ep-num-redundant-experts.
+        dp_attention: the class supports data-parallel attention; otherwise it shards attention over all tensor ranks even with dp, which
+            SGLang's scheduler does not expect.
+        glued: tensors, by name within a layer, that the loader accepts only in one call with the preceding tensor on disk.
     """
 
     shares_tied_head: bool
@@ -42,10 +42,11 @@ class EngineClass:
 
 
 def sglang_layout(m: Shape, engine: EngineClass, parallel: EngineParallel, rank: int, dtype: str) -> RankLayout:
-    """An engine rank's parameters, as `named_parameters` of its model names them: a shared parameter once. Layer numbers are global.
+    """Return the layout of an engine rank's parameters, by the names in its model's `named_parameters`, a shared parameter once. Layer
+    numbers are global.
 
     Raises:
-        ConfigError: sizes that do not divide the model.
+        ConfigError: the sizes do not divide the model.
     """
     top: Shapes = {"embed": (m.vocab, m.hidden), "head": (m.vocab, m.hidden), "final_norm": (m.hidden,)}
     first, last = parallel.pp_rank(rank) == 0, parallel.pp_rank(rank) == parallel.pp - 1
@@ -70,7 +71,7 @@ def sglang_layout(m: Shape, engine: EngineClass, parallel: EngineParallel, rank:
 
 
 def _layer(m: Shape, engine: EngineClass, parallel: EngineParallel, rank: int, dtype: str, dense: bool) -> RankLayout:
-    """One layer; tensors and parameters are named within it."""
+    """Return the layout of one layer; tensors and parameters are named within the layer."""
     builder, shapes = LayoutBuilder(rank, dtype), layer_shapes(m, dense)
     m.attention.put_sglang(builder, m, parallel)
     put_whole(builder, shapes, "input_layernorm.weight", "attn_norm")
@@ -93,8 +94,8 @@ def _layer(m: Shape, engine: EngineClass, parallel: EngineParallel, rank: int, d
 
 
 def _stacked_experts(builder: LayoutBuilder, m: Shape, parallel: EngineParallel, name: str) -> None:
-    """w13 [slots here, gate rows then up rows, hidden] and w2 [slots here, hidden, columns of down]; fused shared experts have the last
-    slot of every rank."""
+    """Add w13 [slots of the rank, gate rows then up rows, hidden] and w2 [slots of the rank, hidden, columns of down]; fused shared experts
+    have the last slot of every rank."""
     first, count = shard(m.experts + parallel.redundant, parallel.ep, parallel.ep_rank(builder.rank))
     begin, width = shard(m.expert_width, parallel.moe_tp, parallel.moe_tp_rank(builder.rank))
     up = rows((m.expert_width, m.hidden), begin, width)

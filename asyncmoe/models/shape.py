@@ -1,4 +1,4 @@
-"""The sizes of a decoder-only model and the canonical tensors that follow from them, for all families."""
+"""The sizes of a decoder-only model and the canonical tensors that they determine, for all families."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ HfConfig = Mapping[str, Any]
 """The contents of a Hugging Face `config.json`."""
 
 Shapes = dict[str, tuple[int, ...]]
-"""Canonical tensors and their shapes."""
+"""Shapes by canonical tensor."""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """The sizes of a model of attention of some kind, and of gated MLPs or mixtures of them.
+    """The sizes of a model with any kind of attention, and gated MLPs or mixtures of experts.
 
     Attributes:
-        layers: decoder layers.
-        attention: its kind.
-        dense_width: rows of gate and up of a layer without experts.
-        experts, expert_width, experts_per_token: of a layer with experts; 0 in a model without any.
+        layers: number of decoder layers.
+        attention: the kind of attention.
+        dense_width: rows of gate and up in a layer without experts.
+        experts, expert_width, experts_per_token: sizes of a layer with experts; 0 in a model without experts.
         tied: the output layer is the embedding.
-        dense_layers: those without experts.
-        shared_width: rows of gate and up of what all tokens pass beside their experts; 0: there is none.
-        router_bias: routers choose by scores to which a bias of each expert is added, a tensor without gradient.
-        wide: tensors, as named within a layer, that are float32 whatever the others are.
-        expert_names: on disk, of the module of a layer's experts, and of gate, up and down of one.
+        dense_layers: layers without experts.
+        shared_width: rows of gate and up of the shared experts; 0 if there are none.
+        router_bias: routers add a bias for each expert to the scores for selection; the bias is a tensor without gradient.
+        wide: tensors, by name within a layer, that are always float32.
+        expert_names: names on disk of a layer's experts module, and of an expert's gate, up and down.
     """
 
     layers: int
@@ -57,7 +57,7 @@ class Shape:
 
     @property
     def adapters(self) -> tuple[str, ...]:
-        """Linear layers that can have an adapter, as `lora.targets` calls them."""
+        """Linear layers that can have an adapter, by their names in `lora.targets`."""
         return (*self.attention.adapters, *MLP)
 
     @property
@@ -65,7 +65,7 @@ class Shape:
         return self.heads // self.kv_heads
 
     def runs(self, layers: range) -> Iterator[tuple[bool, list[int]]]:
-        """Layers in order, as long as they are of one kind: (whether they are dense, their numbers)."""
+        """Yield maximal runs of layers of one kind, in order, as (whether they are dense, their numbers)."""
         for dense, run in groupby(layers, self.dense_layers.__contains__):
             yield dense, list(run)
 
@@ -83,11 +83,11 @@ def decoder(
     wide: frozenset[str] = frozenset(),
     expert_names: tuple[str, str, str, str] = ("mlp.experts", *MLP),
 ) -> Shape:
-    """The sizes in a configuration, whose keys may be those of transformers 4 or 5.
+    """Read the sizes from a configuration with the keys of transformers 4 or 5.
 
     Args:
-        dense_layers: those without experts; None: all.
-        experts, expert_width, experts_per_token, attention, shared_width, router_bias, wide, expert_names: as of `Shape`.
+        dense_layers: layers without experts; None: all layers.
+        experts, expert_width, experts_per_token, attention, shared_width, router_bias, wide, expert_names: as in `Shape`.
 
     Raises:
         ConfigError: a key is missing.
@@ -115,10 +115,10 @@ def decoder(
 
 
 def positive(hf: HfConfig, *names: str) -> int:
-    """The first of some keys that is there.
+    """Return the value of the first key that is present.
 
     Raises:
-        ConfigError: none is, or it is not a positive integer.
+        ConfigError: no key is present, or its value is not a positive integer.
     """
     for name in names:
         value = hf.get(name)
@@ -130,10 +130,10 @@ def positive(hf: HfConfig, *names: str) -> int:
 
 
 def rope(hf: HfConfig, theta: float = 10000.0) -> dict[str, Any]:
-    """Rotary parameters under transformers 5's names. Version 4 wrote rope_theta and rope_scaling, whose kind was once called type.
+    """Return the rotary parameters under transformers 5's names. Version 4 used rope_theta and rope_scaling, once with the key "type".
 
     Args:
-        theta: the family's rope_theta where the configuration has none.
+        theta: the family's rope_theta for a configuration without one.
     """
     scaling = hf.get("rope_scaling") or {}
     old = {"rope_theta": hf.get("rope_theta", theta), "rope_type": scaling.get("type", "default"), **scaling}
@@ -141,7 +141,7 @@ def rope(hf: HfConfig, theta: float = 10000.0) -> dict[str, Any]:
 
 
 def tensors(m: Shape) -> Shapes:
-    """Canonical tensors and their shapes."""
+    """Return the canonical tensors and their shapes."""
     layer = {dense: layer_shapes(m, dense) for dense in {i in m.dense_layers for i in range(m.layers)}}
     found: Shapes = {"embed": (m.vocab, m.hidden)}
     for i in range(m.layers):
@@ -154,7 +154,7 @@ def tensors(m: Shape) -> Shapes:
 
 
 def layer_shapes(m: Shape, dense: bool) -> Shapes:
-    """The tensors of one layer, named within it."""
+    """Return the tensors of one layer, by name within the layer."""
     found: Shapes = {"attn_norm": (m.hidden,), **m.attention.shapes(m), "mlp_norm": (m.hidden,)}
     if dense:
         return found | _mlp_shapes("", m.dense_width, m.hidden)

@@ -1,4 +1,4 @@
-"""Equal shards, and the storages that layouts are made of."""
+"""Equal shards, and the storages that make up layouts."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from asyncmoe.reshard.layout import PADDING, Box, LayoutBuilder, columns, rows, 
 
 
 def shard(total: int, parts: int, index: int) -> tuple[int, int]:
-    """(first, count) of an equal shard.
+    """Return (first, count) of an equal shard.
 
     Raises:
         ConfigError: `parts` does not divide `total`.
@@ -19,38 +19,38 @@ def shard(total: int, parts: int, index: int) -> tuple[int, int]:
 
 
 def span(total: int, parts: int, index: int) -> range:
-    """The entries of an equal shard."""
+    """Return the entries of an equal shard."""
     first, count = shard(total, parts, index)
     return range(first, first + count)
 
 
 def dtype_of(m: Shape, tensor: str) -> str | None:
-    """The dtype of a tensor, as named within a layer, where it is not that of the others."""
+    """Return the dtype of a tensor, by name within a layer, if it differs from the layout's dtype; else None."""
     return "float32" if tensor in m.wide else None
 
 
 def put_whole(builder: LayoutBuilder, shapes: Shapes, storage: str, tensor: str, dtype: str | None = None) -> None:
-    """A storage that is one whole tensor, of the layout's dtype unless another is named."""
+    """Add a storage with one whole tensor, in the layout's dtype unless `dtype` is given."""
     builder.stack(storage, [(tensor, whole(shapes[tensor]))], dtype)
 
 
 def put_rows(builder: LayoutBuilder, shapes: Shapes, storage: str, tensor: str, parts: int, index: int) -> None:
-    """A storage that is a row shard of a tensor."""
+    """Add a storage with a row shard of a tensor."""
     shape = shapes[tensor]
     builder.stack(storage, [(tensor, rows(shape, *shard(shape[0], parts, index)))])
 
 
 def put_columns(builder: LayoutBuilder, shapes: Shapes, storage: str, tensor: str, parts: int, index: int) -> None:
-    """A storage that is a column shard of a tensor."""
+    """Add a storage with a column shard of a tensor."""
     shape = shapes[tensor]
     builder.stack(storage, [(tensor, columns(shape, *shard(shape[-1], parts, index)))])
 
 
 def put_gated_mlp(builder: LayoutBuilder, shapes: Shapes, tensor: str, gate_up: str, down: str, parts: int, index: int) -> None:
-    """A shard of a gated MLP: its gate rows over its up rows in one storage, its columns of down in another.
+    """Add a shard of a gated MLP: gate rows above up rows in one storage, columns of down in another.
 
     Args:
-        tensor: what the names of the three tensors begin with.
+        tensor: prefix of the names of the three tensors.
     """
     gate = shapes[f"{tensor}gate"]
     part = rows(gate, *shard(gate[0], parts, index))
@@ -59,7 +59,7 @@ def put_gated_mlp(builder: LayoutBuilder, shapes: Shapes, tensor: str, gate_up: 
 
 
 def put_padded_rows(builder: LayoutBuilder, shapes: Shapes, storage: str, tensor: str, multiple: int, parts: int, index: int) -> None:
-    """A row shard of a tensor that is first padded to a multiple of rows; it may end in padding or be nothing else."""
+    """Add a row shard of a tensor whose rows are first padded to a multiple; the shard may end in padding or be all padding."""
     total, *rest = shapes[tensor]
     first, count = shard(padded(total, multiple), parts, index)
     real = max(0, min(count, total - first))
@@ -72,5 +72,5 @@ def put_padded_rows(builder: LayoutBuilder, shapes: Shapes, storage: str, tensor
 
 
 def padded(total: int, multiple: int) -> int:
-    """The least multiple that is not below `total`."""
+    """Return the least multiple of `multiple` that is not below `total`."""
     return -(-total // multiple) * multiple

@@ -1,5 +1,5 @@
-"""The experts of DeepSeek-V3, which other families have too: sigmoid scores, a bias of each expert that only its selection sees, groups
-of experts of which a token sees some, weights that are scaled, and experts that all tokens pass.
+"""The experts of DeepSeek-V3 and other families: sigmoid scores, a bias for each expert that affects only selection, groups of experts
+of which a token uses some, scaled routing weights, and shared experts.
 
 Source: DeepSeek-V3 (arXiv 2412.19437, section 2.1.2); `DeepseekV3TopkRouter` of transformers; transformer/moe/moe_utils.py of megatron/core
 0.16.
@@ -15,7 +15,7 @@ from asyncmoe.models.shape import HfConfig, positive
 
 
 def sizes(hf: HfConfig) -> dict[str, Any]:
-    """Keyword arguments of `shape.decoder`: layers from `first_k_dense_replace` on have experts.
+    """Return the keyword arguments of `shape.decoder`; layers from `first_k_dense_replace` on have experts.
 
     Raises:
         ConfigError: a key is missing or not a number.
@@ -32,11 +32,11 @@ def sizes(hf: HfConfig) -> dict[str, Any]:
 
 
 def features(hf: HfConfig) -> list[Wanted]:
-    """What Megatron's router cannot do. It divides the chosen scores by their sum unless there is one alone, and takes as many of a group's
-    scores for the group's own as are chosen from a group; transformers and SGLang take two.
+    """Return the features that limit Megatron's router. It divides the chosen scores by their sum except for a single one, and scores
+    a group by as many of its top scores as are chosen per group; transformers and SGLang use the top two.
 
     Raises:
-        ConfigError: numbers of experts or groups that it cannot do.
+        ConfigError: unsupported numbers of experts or groups.
     """
     groups, experts, top_k = _groups(hf), sizes(hf)["experts"], positive(hf, "num_experts_per_tok")
     if top_k == 1:
@@ -53,7 +53,7 @@ def features(hf: HfConfig) -> list[Wanted]:
 
 
 def arguments(hf: HfConfig) -> dict[str, Any]:
-    """Keyword arguments of TransformerConfig."""
+    """Return the keyword arguments of TransformerConfig for the router."""
     grouped = {"moe_router_num_groups": _groups(hf), "moe_router_group_topk": positive(hf, "topk_group")} if _groups(hf) > 1 else {}
     return {
         "moe_router_score_function": "sigmoid",
@@ -64,7 +64,7 @@ def arguments(hf: HfConfig) -> dict[str, Any]:
 
 
 def _groups(hf: HfConfig) -> int:
-    """Groups of experts; one, or none named, limits nothing."""
+    """Return the number of expert groups; 1, the default, restricts nothing."""
     return positive({"n_group": 1, **{key: value for key, value in hf.items() if value is not None}}, "n_group")
 
 

@@ -1,1 +1,1 @@
-"""`asyncmoe plan`: memory, traffic and placement of a run, from its configuration alone."""
+"""`asyncmoe plan`: estimates memory, traffic and placement of a run from its configuration alone."""

@@ -1,21 +1,21 @@
-"""What a trainer rank's micro-batches take while they are gone through: a formula, term by term.
+"""Activation memory of a trainer rank's micro-batches, as a formula with one term per operation.
 
-It counts what each operation of a layer keeps for the backward pass, as Korthikanti et al. do in "Reducing Activation Recomputation in
-Large Transformer Models" (arXiv 2205.05198): their layer keeps 34 s b h / t bytes with tensor and sequence parallelism of t besides the
-scores (eq. 4; attention kernels that keep no scores leave it at that), 2 s b h / t where whole layers are recomputed, and the first of p
-stages has p micro-batches under way (section 4.2.3). Theirs is one of heads without groups, a MLP of 4 h, and dropout. Here:
+The formula counts what each operation of a layer keeps for the backward pass, as in Korthikanti et al., "Reducing Activation
+Recomputation in Large Transformer Models" (arXiv 2205.05198). With tensor and sequence parallelism of t, their layer keeps 34 s b h / t
+bytes besides the scores (eq. 4; attention kernels that keep no scores need no more), or 2 s b h / t if whole layers are recomputed, and
+the first of p stages has p micro-batches in flight (section 4.2.3). Their layer has ungrouped heads, an MLP of 4 h, and dropout. Here:
 
-- s b is the rows of one micro-batch, packed; attention has grouped queries, norms of them where the model has those, and rotary angles of
-  the dimensions that rotate; nothing is dropped;
-- latent attention keeps a small vector three times, as a norm does, the part of the key that all heads share once, and of each head its
-  query, its key, its value, and twice what comes of them; what leads down to the small vectors is given what the norm before it gives;
-- a gated MLP of width f keeps 5 f a row: gate and up, silu of the gate, up as it is multiplied, and the product;
-- a mixture of experts keeps, for a row and each of its k experts, the h that the expert is given and 6 f, the product once before and
-  once after the router's weight; it multiplies by the experts' share of rows, which is not even; experts that all tokens pass are a MLP
-  that is given the same h;
+- s b is the number of rows of one packed micro-batch; attention has grouped queries, query and key norms if the model has them, and
+  rotary angles of the rotated dimensions; there is no dropout;
+- latent attention keeps each compressed vector three times, as a norm does, the key part shared by all heads once, and per head the
+  query, the key, the value and twice the output; the down-projections share their input with the output of the preceding norm;
+- a gated MLP of width f keeps 5 f per row: gate and up, silu of the gate, up as a factor, and the product;
+- a mixture of experts keeps, for each row and each of its k experts, the expert's input h and 6 f, because the product is kept before
+  and after the multiplication by the router's weight; rows are spread unevenly over ranks; shared experts are an MLP with the same
+  input h;
 - adapters keep their low-rank rows.
 
-The terms are those of Megatron's unfused layers, and a test holds them against what torch saves. Fused kernels keep less.
+The terms describe Megatron's unfused layers, and a test compares them with the tensors that torch saves. Fused kernels keep less.
 """
 
 from __future__ import annotations
@@ -32,23 +32,23 @@ from asyncmoe.models.shape import Shape
 from asyncmoe.reshard.layout import ITEM_BYTES
 
 IMBALANCE = 1.5
-"""Rows the busiest expert-parallel rank gets, over an even share; there are at most as many times more as there are ranks."""
+"""Rows of the busiest expert-parallel rank over an even share; capped at the number of such ranks."""
 _FLOAT_ROWS = 1024
-"""Rows of logits in float32 at a time, and ... (`asyncmoe.trainer.model.logprobs`)"""
+"""Rows of logits that `asyncmoe.trainer.model.logprobs` converts to float32 at a time."""
 _FLOAT_COPIES = 3
-"""... copies of them."""
+"""Float32 copies of these rows."""
 
 
 @dataclass(frozen=True)
 class Microbatch:
-    """What a pass is like.
+    """A micro-batch and how it is computed.
 
     Attributes:
-        rows: of a micro-batch, padding included.
-        recompute: keep the input of each layer alone, and compute the layer again on the way back.
-        dtype: of the model.
-        adapter: what is trained in place of the weights.
-        unmasked: probabilities over the whole vocabulary are asked for besides those of the objective.
+        rows: rows of the micro-batch, padding included.
+        recompute: keep only the input of each layer, and recompute the layer in the backward pass.
+        dtype: dtype of the model.
+        adapter: the adapter that is trained in place of the weights, if any.
+        unmasked: also compute probabilities over the whole vocabulary, besides the objective's.
     """
 
     rows: int
@@ -63,7 +63,7 @@ class Microbatch:
 
 
 def kept(m: Shape, parallel: MegatronParallel, stage: int, pass_: Microbatch) -> int:
-    """Bytes that a rank of a pipeline stage keeps of all micro-batches under way, when they are most."""
+    """Return the peak bytes that a rank of a pipeline stage keeps for all micro-batches in flight."""
     layers = [layer for chunk in parallel.chunk_layers(m.layers, stage * parallel.tp * parallel.dp) for layer in chunk]
     if pass_.recompute:
         whole = len(layers) * pass_.item * m.hidden * pass_.rows // parallel.tp
@@ -73,8 +73,8 @@ def kept(m: Shape, parallel: MegatronParallel, stage: int, pass_: Microbatch) ->
 
 
 def _under_way(parallel: MegatronParallel, stage: int) -> float:
-    """Micro-batches a stage has gone forward and not yet back through, in units of all its chunks (Megatron's 1F1B and interleaved
-    schedules, `get_pp_rank_microbatches` of pipeline_parallel/schedules.py); the whole step is assumed to have as many."""
+    """Return the most micro-batches of a stage between forward and backward, in units of all its chunks (Megatron's 1F1B and interleaved
+    schedules, `get_pp_rank_microbatches` of pipeline_parallel/schedules.py); assumes that a step has as many micro-batches."""
     after = parallel.pp - 1 - stage
     if parallel.vpp == 1:
         return 1 + after
@@ -82,30 +82,30 @@ def _under_way(parallel: MegatronParallel, stage: int) -> float:
 
 
 def layer(m: Shape, parallel: MegatronParallel, pass_: Microbatch, dense: bool) -> int:
-    """Bytes one layer keeps of one micro-batch where it is not recomputed."""
+    """Return the bytes that one layer keeps of one micro-batch without recomputation."""
     return _attention(m, parallel.tp, pass_) + (_mlp(m, parallel.tp, pass_) if dense else _experts(m, parallel, pass_))
 
 
 def _attention(m: Shape, tp: int, pass_: Microbatch) -> int:
-    norm = 3 * m.hidden  # what it is given, that divided by its size, what it gives
+    norm = 3 * m.hidden  # input, normalized input, output
     heads, angles = _latent(m, m.attention) if isinstance(m.attention, Latent) else _grouped(m)
     low_rank = _ranks(pass_, ATTENTION)
     return pass_.rows * pass_.item * (norm + heads + (angles + low_rank) * tp) // tp
 
 
 def _grouped(m: Shape) -> tuple[int, int]:
-    """Entries a row that tensor-parallel ranks share, and sines and cosines of queries and keys, which every rank has."""
+    """Return the entries per row that tensor-parallel ranks shard, and the sines and cosines of queries and keys on every rank."""
     q, kv = m.heads * m.head_dim, m.kv_heads * m.head_dim
     kind = m.attention if isinstance(m.attention, Grouped) else Grouped()
     joint = q + 2 * kv
-    normed = 2 * q + kv if kind.qk_norm else 0  # the keys' input is a part of `joint`
+    normed = 2 * q + kv if kind.qk_norm else 0  # the input of the keys' norm is part of `joint`
     rotated = q + kv
-    given = 2 * q  # by the kernel, which keeps its output, and to the output projection
+    given = 2 * q  # the kernel's kept output, and the output projection's input
     return joint + normed + rotated + given, int(4 * m.head_dim * kind.rotary)
 
 
 def _latent(m: Shape, kind: Latent) -> tuple[int, int]:
-    """The same. Queries and keys are put together of their two parts, values are cut off from the keys: the kernel has copies of all."""
+    """Return the same as `_grouped`. The kernel has copies of queries and keys, joined from two parts, and of values, split from keys."""
     small = 3 * (kind.q_rank or 0) + 3 * kind.kv_rank + kind.rope
     each = 2 * (kind.nope + kind.rope) + kind.value + 2 * kind.value  # the last two as in `_grouped`
     return small + m.heads * each, 4 * kind.rope
@@ -117,16 +117,16 @@ def _mlp(m: Shape, tp: int, pass_: Microbatch) -> int:
 
 def _experts(m: Shape, parallel: MegatronParallel, pass_: Microbatch) -> int:
     here = pass_.rows // parallel.tp
-    router = 5 * m.experts + 20 * m.experts_per_token  # bytes: float32 scores, a mark for each expert, places and weights of the chosen
+    router = 5 * m.experts + 20 * m.experts_per_token  # bytes: float32 scores, a mask of the experts, indices and weights of the chosen
     if m.router_bias:
-        router += 4 * m.experts  # sigmoid scores besides those they are of
+        router += 4 * m.experts  # sigmoid scores in addition to their logits
     row = m.hidden + 6 * m.expert_width // parallel.etp + _ranks(pass_, MLP)
     shared = 5 * m.shared_width + _ranks(pass_, MLP) * parallel.tp if m.shared_width else 0
     return here * ((3 * m.hidden + shared) * pass_.item + router) + int(expert_rows(m, parallel, pass_) * row * pass_.item)
 
 
 def expert_rows(m: Shape, parallel: MegatronParallel, pass_: Microbatch) -> float:
-    """Rows that a rank's experts get in a layer."""
+    """Return the rows of a rank's experts in a layer."""
     return pass_.rows / parallel.tp * m.experts_per_token * parallel.etp * min(IMBALANCE, parallel.ep)
 
 
@@ -136,7 +136,7 @@ def _ranks(pass_: Microbatch, targets: tuple[str, ...]) -> int:
 
 
 def working(m: Shape, parallel: MegatronParallel, stage: int, pass_: Microbatch) -> int:
-    """Bytes besides those kept, at the worst moment of a backward pass: of the layer it is in, or of the logits, which are gone by then."""
+    """Return the peak bytes of a backward pass besides the kept ones: of the current layer, or of the logits, which are freed earlier."""
     held = [chunk for chunk in parallel.chunk_layers(m.layers, stage * parallel.tp * parallel.dp) if len(chunk)]
     kinds = {number in m.dense_layers for chunk in held for number in chunk}
     most = max((_layer_backward(m, parallel, pass_, dense) for dense in kinds), default=0)
@@ -144,14 +144,14 @@ def working(m: Shape, parallel: MegatronParallel, stage: int, pass_: Microbatch)
 
 
 def _layer_backward(m: Shape, parallel: MegatronParallel, pass_: Microbatch, dense: bool) -> int:
-    """Gradients of all that the layer keeps, what it keeps itself where it is computed again, and gradients of its largest weight before
-    they are added to those of the step."""
+    """Return the bytes of the gradients of a layer's activations, of its recomputed activations, and of its largest weight's gradient
+    before it is accumulated."""
     of_weights = 0 if pass_.adapter is not None else _largest_weight(m, parallel, dense) * pass_.item
     return layer(m, parallel, pass_, dense) * (2 if pass_.recompute else 1) + of_weights
 
 
 def _largest_weight(m: Shape, parallel: MegatronParallel, dense: bool) -> int:
-    """Entries on a rank; the experts' weights count as one, as they are multiplied."""
+    """Return the entries of a layer's largest weight on a rank; the experts' weights count as one, because one operation uses them all."""
     attention = max(prod(shape) for shape in m.attention.shapes(m).values()) // parallel.tp
     if dense:
         return max(attention, 2 * m.hidden * m.dense_width // parallel.tp)
@@ -160,7 +160,8 @@ def _largest_weight(m: Shape, parallel: MegatronParallel, dense: bool) -> int:
 
 
 def _logits(m: Shape, parallel: MegatronParallel, pass_: Microbatch) -> int:
-    """Logits and a gradient for each use of them, slices of them in float32, what they are made from, gradients of their weight."""
+    """Return the bytes of the logits and a gradient for each of their uses, of their float32 slices, their input and their weight's
+    gradient."""
     vocab = m.vocab // parallel.tp
     uses = 2 if pass_.unmasked else 1
     weight = 0 if pass_.adapter is not None else vocab * m.hidden * pass_.item

@@ -1,4 +1,4 @@
-"""The memory a configured run asks of its GPUs, and the line in which its YAML says so."""
+"""The GPU memory of a configured run, and the line of its YAML that states it."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ from asyncmoe.plan.memory import EngineMemory, GpuMemory, Training
 from asyncmoe.reshard import nccl_room
 
 CPU_GB = 2.0
-"""What each process of a run without GPUs is given."""
+"""Memory of each process of a run without GPUs, in GB."""
 _PREFILL = "--chunked-prefill-size"
 _TOKENS, _FRACTION = "--max-total-tokens", "--mem-fraction-static"
 _STATIC = ("weights", "adapters", "derived", "KV cache")
-"""What SGLang 0.5.23 counts as static: --mem-fraction-static is its share of the memory that is free when an engine starts
+"""Parts that SGLang 0.5.23 counts as static: --mem-fraction-static is their share of the memory that is free when an engine starts
 (`_profile_available_bytes` of mem_cache/kv_cache_configurator.py)."""
 _LINE = re.compile(r"^# memory: trainer \S+ GB, engine \S+ GB of (\d+(?:\.\d+)?)( on CPU| together)?$", re.MULTILINE)
 
 
 @dataclass(frozen=True)
 class Budget:
-    """What a run asks for.
+    """The memory of a run.
 
     Attributes:
-        trainer: of a rank of the pipeline stage that holds most.
-        engine: of the rank that holds most.
-        gpu_gb: memory of each GPU, or what each process may take on a CPU.
+        trainer: memory of a rank of the largest pipeline stage.
+        engine: memory of the largest rank.
+        gpu_gb: memory of each GPU, or the limit of each process on a CPU, in GB.
         cpu: the run is for machines without GPUs.
-        shared: a trainer's rank and an engine are on the same GPU.
+        shared: a trainer rank and an engine share each GPU.
     """
 
     trainer: GpuMemory
@@ -46,13 +46,13 @@ class Budget:
 
     @property
     def line(self) -> str:
-        """What a YAML says of itself."""
+        """The line of a YAML that states its budget."""
         where = " on CPU" if self.cpu else " together" if self.shared else ""
         return f"# memory: trainer {_gb(self.trainer.total)} GB, engine {_gb(self.engine.total)} GB of {self.gpu_gb:g}{where}"
 
     @property
     def sums(self) -> tuple[str, str]:
-        """How that comes about, as a YAML says it."""
+        """The YAML comments that itemize the budget."""
         return _sum("the trainer", self.trainer), _sum("an engine", self.engine)
 
     @property
@@ -63,11 +63,11 @@ class Budget:
 
 
 def of_run(config: Config, hf: Mapping[str, Any], gpu_gb: float = 80.0, cpu: bool = False) -> Budget:
-    """The budget of a configuration whose sizes suit the model (`asyncmoe.models.check`).
+    """Return the budget of a configuration whose sizes suit the model (`asyncmoe.models.check`).
 
     Raises:
-        ConfigError: they do not.
-        UserError: an argument for engines that is no number.
+        ConfigError: the sizes do not suit the model.
+        UserError: an engine argument is not a number.
     """
     stages = memory.trainer(hf, trainer_parallel(config), training(config, hf, cpu))
     engine = memory.engine(hf, EngineParallel(config.engines.tp, config.engines.ep), serving(config, hf, cpu))
@@ -75,7 +75,7 @@ def of_run(config: Config, hf: Mapping[str, Any], gpu_gb: float = 80.0, cpu: boo
 
 
 def least(config: Config, hf: Mapping[str, Any]) -> tuple[GpuMemory, GpuMemory]:
-    """What a trainer's GPU and an engine's must have room for: as `of_run`, with a KV cache of one conversation unless one is configured.
+    """Return the least memory of a trainer's GPU and of an engine's GPU. As `of_run`, but an unconfigured KV cache holds one conversation.
 
     Raises: as `of_run`.
     """
@@ -87,20 +87,20 @@ def least(config: Config, hf: Mapping[str, Any]) -> tuple[GpuMemory, GpuMemory]:
 
 
 def engine_arguments(config: Config, hf: Mapping[str, Any], gpu_gb: float) -> tuple[str, ...]:
-    """What bounds an engine's memory so that what comes besides finds room: the memory that versions are received into, and a trainer on
-    the same GPU. SGLang by itself leaves 10 to 15 GB (`handle_gpu_memory_settings` of arg_groups/memory_hook.py), and counts on having a
-    GPU alone. Empty where there is neither; what the user gives is not given again.
+    """Return the server arguments that bound an engine's memory, to leave room for staged weights and for a trainer on the same GPU. By
+    default SGLang leaves 10 to 15 GB (`handle_gpu_memory_settings` of arg_groups/memory_hook.py) and assumes that it has the GPU to
+    itself. The result is empty without staging and sharing, and omits arguments that the user gives.
 
-    The KV cache gets what is left of a GPU; of a shared one no more than `engines.max_running` conversations can fill. It is bounded in
-    tokens, because the memory that is free when an engine starts depends on how far a trainer beside it has come; the fraction leaves
-    that bound room, and the rest of the GPU free.
+    The KV cache gets the rest of the GPU; on a shared GPU at most what `engines.max_running` conversations can fill. It is bounded in
+    tokens, because the free memory at an engine's start depends on the progress of the trainer beside it. The memory fraction leaves room
+    for these tokens and keeps the rest of the GPU free.
 
     Args:
-        gpu_gb: of each GPU.
+        gpu_gb: memory of each GPU in GB.
 
     Raises:
-        ConfigError: no room for the cache that is configured, or for a single conversation.
-        UserError: an argument for engines that is no number.
+        ConfigError: no room for the configured cache, or for a single conversation.
+        UserError: an engine argument is not a number.
     """
     section, serves = config.engines, serving(config, hf)
     if not (serves.staging or section.share_gpus):
@@ -120,7 +120,7 @@ def engine_arguments(config: Config, hf: Mapping[str, Any], gpu_gb: float) -> tu
 
 
 def too_large(config: Config, trainer: GpuMemory, engine: GpuMemory, gpu_gb: float) -> ConfigError:
-    """The refusal of what does not fit on a GPU: of the trainer, of an engine, or of both where they share it."""
+    """Return the error for a trainer, an engine, or both on a shared GPU, that exceed the GPU's memory."""
     staging = ["sync.staging=false"] if "staging" in engine.parts else []
     usable = f"at most {_gb(memory.usable(gpu_gb))}, as {1 - memory.USABLE:.0%} of {gpu_gb:.3g} GB are left free"
     fewer = "fewer tokens (trainer.tokens_per_microbatch, engines.max_total_tokens, rollout.max_new_tokens)"
@@ -143,19 +143,19 @@ def _largest(held: GpuMemory) -> str:
 
 
 def _tokens(config: Config) -> int | None:
-    """Tokens of the KV cache, where they are configured."""
+    """Return the configured tokens of the KV cache, if any."""
     args = config.engines.args
     return _number(args, _TOKENS, 0) if _is_given(args, _TOKENS) else config.engines.max_total_tokens
 
 
 def hf_of(config: Config, model: Path | None = None) -> Mapping[str, Any]:
-    """The model's configuration, also where it has not been made or fetched yet.
+    """Return the model's Hugging Face configuration, even before the model is made or fetched.
 
     Args:
-        model: a directory with a config.json, or such a file, to look into instead of `model.path`.
+        model: a config.json or its directory, to read instead of `model.path`.
 
     Raises:
-        DataError: none is there.
+        DataError: there is none.
     """
     if model is None and config.model.make is not None:
         return make.settings(config.model.make)
@@ -163,13 +163,13 @@ def hf_of(config: Config, model: Path | None = None) -> Mapping[str, Any]:
 
 
 def for_cpu(config: Config) -> bool:
-    """A run that is not for GPUs: in float32, which engines do not take there, or of a tiny model whose dtype is left open."""
+    """Return whether a run is for CPUs: it uses float32, which engines do not accept on GPUs, or a made model with dtype auto."""
     dtypes = {config.trainer.dtype, config.engines.dtype}
     return "float32" in dtypes or (config.model.make is not None and "auto" in dtypes)
 
 
 def training(config: Config, hf: Mapping[str, Any], cpu: bool = False) -> Training:
-    """What of a configuration decides. A micro-batch is as large as a packed one may be, or as the longest conversation."""
+    """Return the settings for a trainer's memory. A micro-batch is the larger of a full packed one and the longest conversation."""
     trainer, objective = config.trainer, config.objective
     dtype = ("float32" if cpu else "bfloat16") if trainer.dtype == "auto" else trainer.dtype
     microbatch = Microbatch(
@@ -184,11 +184,11 @@ def training(config: Config, hf: Mapping[str, Any], cpu: bool = False) -> Traini
 
 
 def serving(config: Config, hf: Mapping[str, Any], cpu: bool = False) -> EngineMemory:
-    """The same of engines. Where `engines.max_total_tokens` is not given SGLang takes whatever --mem-fraction-static leaves it: here it is
-    given what `engines.max_running` conversations can need.
+    """Return the settings for an engine's memory. Without `engines.max_total_tokens`, SGLang's KV cache takes whatever
+    --mem-fraction-static leaves; here it gets the tokens of `engines.max_running` longest conversations.
 
     Raises:
-        UserError: an argument for engines that is no number.
+        UserError: an engine argument is not a number.
     """
     section = config.engines
     return EngineMemory(
@@ -205,7 +205,7 @@ def serving(config: Config, hf: Mapping[str, Any], cpu: bool = False) -> EngineM
 
 
 def _communicators(config: Config, cpu: bool, mine: int) -> int:
-    """Bytes of a rank that has so many of NCCL's, one for each engine it exchanges weights with."""
+    """Return the bytes of a rank's NCCL communicators, of which it has `mine`, one for each engine it exchanges weights with."""
     sync = config.sync
     over_nccl = sync.transport == "nccl" or (sync.transport == "auto" and not config.engines.share_gpus)
     if cpu or sync.method != "reshard" or not over_nccl:
@@ -214,10 +214,10 @@ def _communicators(config: Config, cpu: bool, mine: int) -> int:
 
 
 def stated(text: str, source: str) -> tuple[float, bool]:
-    """Of the line of a YAML: the memory of a GPU, and whether it is for CPUs.
+    """Read the budget line of a YAML: the memory of a GPU in GB, and whether the run is for CPUs.
 
     Raises:
-        ConfigError: there is none, or more than one.
+        ConfigError: there is no such line, or more than one.
     """
     found = _LINE.findall(text)
     if len(found) != 1:
@@ -231,13 +231,13 @@ def stated(text: str, source: str) -> tuple[float, bool]:
 
 
 def _conversation(config: Config, hf: Mapping[str, Any]) -> int:
-    """Tokens of the longest (`asyncmoe.rollout.episodes.environments.bounds`)."""
+    """Return the tokens of the longest conversation (`asyncmoe.rollout.episodes.environments.bounds`)."""
     limits = (config.environment.max_tokens, hf.get("max_position_embeddings"))
     return min((limit for limit in limits if limit is not None), default=config.trainer.tokens_per_microbatch)
 
 
 def _number(arguments: Sequence[str], name: str, default: int) -> int:
-    """What follows the last `name`, or stands behind a "=" in it."""
+    """Return the value of the last argument `name`, given after a space or a "="."""
     given = default
     for at, argument in enumerate(arguments):
         flag, _, value = argument.partition("=")
@@ -259,5 +259,5 @@ def _sum(side: str, memory: GpuMemory) -> str:
 
 
 def _gb(nbytes: int) -> str:
-    """Three digits."""
+    """Format bytes as GB with three significant digits."""
     return f"{nbytes / 1e9:.3g}"

@@ -1,13 +1,11 @@
-"""What a GPU of the trainer, and one of an engine, has to hold: arithmetic over layouts, from a configuration alone.
+"""Memory of a trainer's GPU and of an engine's GPU, computed from layouts, and so from a configuration alone.
 
-Parameters are counted in the layouts that weights are loaded and moved by (`asyncmoe.models`), so they are exact. Gradients and the
-optimizer's state are what Megatron keeps of them (`asyncmoe.trainer.model.gpt`, `asyncmoe.trainer.model.optimizer`); a test holds them
-against the
-real ones. Activations are a formula (`asyncmoe.plan.activations`), an engine's working memory is SGLang's own estimate, and what drivers,
-communicators and the allocator take besides is left to the part of a GPU that is not planned for (`USABLE`). No figure has been
-measured on a GPU.
+Parameters are exact, because they are counted in the layouts by which weights are loaded and moved (`asyncmoe.models`). Gradients and
+optimizer state follow Megatron (`asyncmoe.trainer.model.gpt`, `asyncmoe.trainer.model.optimizer`); a test compares them with the real
+ones. Activations are a formula (`asyncmoe.plan.activations`), an engine's working memory is SGLang's own estimate, and drivers, other
+communicators and the allocator use the unplanned part of a GPU (`USABLE`). No figure has been measured on a GPU.
 
-Bytes; 1 GB is 1e9 of them. A GPU that is sold as one of 80 GB has 85.
+Sizes are in bytes, and 1 GB is 1e9 bytes. A GPU sold with 80 GB has 85 GB.
 """
 
 from __future__ import annotations
@@ -29,14 +27,14 @@ from asyncmoe.reshard.layout import ITEM_BYTES, RankLayout
 from asyncmoe.rollout.engines.adapters import SLOTS
 
 USABLE = 0.95
-"""Share of a GPU's memory that is planned for. The rest is for CUDA's context, NCCL's channels, and memory that is free in pieces."""
+"""Planned share of a GPU's memory. The rest is for CUDA's context, NCCL's channels, and fragmentation."""
 GRADIENT = 4
-"""Bytes of a parameter's gradient: they are summed in float32 (`grad_reduce_in_fp32`), whatever the model is in."""
+"""Bytes of a parameter's gradient, which is reduced in float32 (`grad_reduce_in_fp32`) for every dtype of the model."""
 BUFFERS = 2
-"""Buckets of messages under way (`asyncmoe.reshard.exchange`)."""
+"""Buckets of messages in flight (`asyncmoe.reshard.exchange`)."""
 _EXPERTS = ".experts."
 _BIAS = ("router_bias", "router.expert_bias")
-"""Ends of the names, as tensors and Megatron's, of what routers choose by: float32 and without gradients."""
+"""Suffixes of the router bias in tensor names and in Megatron's names; it is float32 and has no gradient."""
 _MB = 1 << 20
 
 Hf = Mapping[str, Any]
@@ -44,7 +42,7 @@ Hf = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class GpuMemory:
-    """Bytes on one GPU, by what they are for."""
+    """Bytes on one GPU, by purpose."""
 
     parts: Mapping[str, int]
 
@@ -53,25 +51,25 @@ class GpuMemory:
         return sum(self.parts.values())
 
     def fits(self, gpu_gb: float) -> bool:
-        """It is no more than is planned for on a GPU."""
+        """Return whether the total fits into the planned memory of a GPU."""
         return self.total <= usable(gpu_gb)
 
 
 def usable(gpu_gb: float) -> int:
-    """Bytes of a GPU that are planned for."""
+    """Return the planned bytes of a GPU."""
     return int(USABLE * gpu_gb * 1e9)
 
 
 @dataclass(frozen=True)
 class Training:
-    """What of a run decides how much a trainer's GPU holds, besides the model and its sizes.
+    """The settings of a run that determine a trainer GPU's memory, besides the model and the parallel sizes.
 
     Attributes:
-        microbatch: see there.
-        distributed: the optimizer's state is shared out over data-parallel ranks.
-        reference: there is a reference policy.
+        microbatch: micro-batch and recomputation, see `Microbatch`.
+        distributed: the optimizer's state is sharded over data-parallel ranks.
+        reference: the run has a reference policy.
         bucket_bytes: `sync.bucket_bytes`.
-        communicators: bytes of those by which weights travel (`asyncmoe.reshard.nccl_room`).
+        communicators: bytes of the communicators that move weights (`asyncmoe.reshard.nccl_room`).
     """
 
     microbatch: Microbatch
@@ -83,16 +81,16 @@ class Training:
 
 @dataclass(frozen=True)
 class EngineMemory:
-    """The same of an engine.
+    """The settings of a run that determine an engine GPU's memory, besides the model and the parallel sizes.
 
     Attributes:
-        tokens: of the KV cache.
-        staging: a version is received into memory of its own.
-        prefill: tokens of a prefill at once (--chunked-prefill-size).
-        running: requests at once.
-        adapter: what is trained in place of the weights.
-        gpu: it runs on one; else it is given no working memory, which SGLang estimates of GPUs only.
-        communicators: as of `Training`.
+        tokens: tokens of the KV cache.
+        staging: new weights are received into separate memory.
+        prefill: tokens of a prefill chunk (--chunked-prefill-size).
+        running: concurrent requests.
+        adapter: the adapter that is trained in place of the weights, if any.
+        gpu: the engine runs on a GPU; without one, working memory is 0, because SGLang estimates it for GPUs only.
+        communicators: as in `Training`.
     """
 
     tokens: int
@@ -111,10 +109,10 @@ class RankParameters:
     """Parameters of a rank.
 
     Attributes:
-        dense: those that data-parallel ranks have equal copies of.
-        experts: those that expert-data-parallel ranks have.
-        nbytes: all of them, in the dtypes they are in, and what has no gradient.
-        copies: bytes of those that are sent to engines in another dtype than they are in.
+        dense: parameters replicated over data-parallel ranks.
+        experts: parameters replicated over expert-data-parallel ranks.
+        nbytes: bytes of all parameters in their dtypes, and of the router biases, which have no gradient.
+        copies: bytes of the parameters that are sent to engines in a dtype different from their own.
     """
 
     dense: int = 0
@@ -128,10 +126,10 @@ class RankParameters:
 
 
 def trainer(hf: Hf, parallel: MegatronParallel, training: Training) -> tuple[GpuMemory, ...]:
-    """What a rank of each pipeline stage holds; ranks of a stage hold equally much.
+    """Return the memory of a rank of each pipeline stage; ranks of a stage hold equal amounts.
 
     Raises:
-        ConfigError: sizes that do not divide the model.
+        ConfigError: the sizes do not divide the model.
     """
     return tuple(_stage(hf, parallel, training, stage) for stage in range(parallel.pp))
 
@@ -147,11 +145,11 @@ def _stage(hf: Hf, parallel: MegatronParallel, training: Training, stage: int) -
         "adapters": adapters.nbytes,
         "gradients": trained.all * GRADIENT,
         "optimizer": optimizer_bytes(trained, parallel, training),
-        # `SecondCopy.in_place`: a second copy of the weights, on the host but for the time of its forward passes
+        # `SecondCopy.in_place`: a second copy of the weights, on the GPU only during its forward passes
         "reference": weights.nbytes if training.reference and pass_.adapter is None else 0,
         "activations": activations.kept(m, parallel, stage, pass_),
         "working set": activations.working(m, parallel, stage, pass_),
-        # of adapters a copy is sent (`Snapshot`), and of weights in other dtypes (`Sources`)
+        # adapters (`Snapshot`) and weights sent in a different dtype (`Sources`) are copied before they are sent
         "weight sync": BUFFERS * training.bucket_bytes
         + training.communicators
         + (weights.copies if pass_.adapter is None else adapters.nbytes),
@@ -160,7 +158,7 @@ def _stage(hf: Hf, parallel: MegatronParallel, training: Training, stage: int) -
 
 
 def optimizer_bytes(trained: RankParameters, parallel: MegatronParallel, training: Training) -> int:
-    """Adam's two moments in float32, and in float32 the weights themselves where the model is not: 12 or 8 bytes a parameter."""
+    """Return the bytes of Adam's two float32 moments, plus float32 weights unless the model is float32: 12 or 8 bytes per parameter."""
     each = 8 + (0 if training.microbatch.dtype == "float32" else 4)
     if not training.distributed:
         return trained.all * each
@@ -168,19 +166,19 @@ def optimizer_bytes(trained: RankParameters, parallel: MegatronParallel, trainin
 
 
 def expert_data_parallel(parallel: MegatronParallel) -> int:
-    """Ranks with the same experts."""
+    """Return the number of ranks with the same experts."""
     return parallel.dp if parallel.ep == 1 else parallel.tp * parallel.dp // (parallel.ep * parallel.etp)
 
 
 def whole(hf: Hf) -> RankParameters:
-    """The parameters of the model, each once; bytes are not counted."""
+    """Return the parameter counts of the whole model, each parameter once; bytes are left at 0."""
     sizes = {name: prod(shape) for name, shape in family_of(hf).tensors(hf).items() if not name.endswith(_BIAS)}
     experts = sum(size for name, size in sizes.items() if _EXPERTS in name)
     return RankParameters(sum(sizes.values()) - experts, experts)
 
 
 def weights_of(hf: Hf, parallel: MegatronParallel, rank: int, dtype: str) -> RankParameters:
-    """A trainer rank's weights. Megatron reduces those of experts apart only where they are divided over ranks."""
+    """Return a trainer rank's weights. Megatron reduces expert gradients separately only with expert parallelism."""
     layout = family_of(hf).megatron_layout(hf, parallel, rank, dtype)
     dense = experts = biases = copies = 0
     for name, size, sent in _sizes(layout):
@@ -195,7 +193,7 @@ def weights_of(hf: Hf, parallel: MegatronParallel, rank: int, dtype: str) -> Ran
 
 
 def adapters_of(m: Shape, kind: Kind, parallel: MegatronParallel, rank: int, dtype: str) -> RankParameters:
-    """A trainer rank's adapters."""
+    """Return a trainer rank's adapters."""
     counted = {True: 0, False: 0}
     for _, layers in m.runs(range(m.layers)):
         held = [layer for chunk in parallel.chunk_layers(m.layers, rank) for layer in chunk if layer in layers]
@@ -205,10 +203,10 @@ def adapters_of(m: Shape, kind: Kind, parallel: MegatronParallel, rank: int, dty
 
 
 def engine(hf: Hf, parallel: EngineParallel, serving: EngineMemory) -> GpuMemory:
-    """What the engine's rank with the most holds.
+    """Return the memory of the engine's largest rank.
 
     Raises:
-        ConfigError: sizes that do not divide the model.
+        ConfigError: the sizes do not divide the model.
     """
     return max((_engine_stage(hf, parallel, serving, stage) for stage in range(parallel.pp)), key=lambda memory: memory.total)
 
@@ -230,8 +228,8 @@ def _engine_stage(hf: Hf, parallel: EngineParallel, serving: EngineMemory, stage
 
 
 def kv_bytes(hf: Hf, parallel: EngineParallel, dtype: str, rank: int = 0) -> int:
-    """Bytes of the KV cache that a token takes on an engine's rank; ranks beyond the number of key heads have copies. Of latent attention
-    every rank has the small vector and the part of the key that all heads share, once."""
+    """Return the KV cache bytes per token on an engine's rank; ranks beyond the number of key heads hold copies. With latent attention
+    every rank holds the compressed vector and the key part shared by all heads, once."""
     m = family_of(hf).shape_of(hf)
     if isinstance(m.attention, Latent):
         entries = m.attention.kv_rank + m.attention.rope
@@ -241,7 +239,7 @@ def kv_bytes(hf: Hf, parallel: EngineParallel, dtype: str, rank: int = 0) -> int
 
 
 def _derived(hf: Hf, parallel: EngineParallel, dtype: str, rank: int) -> int:
-    """What SGLang 0.5.23 keeps of weights besides them: both parts of kv_b_proj, laid out otherwise (`post_load_weights`)."""
+    """Return the bytes of the weight copies that SGLang 0.5.23 derives: both parts of kv_b_proj in another layout (`post_load_weights`)."""
     m = family_of(hf).shape_of(hf)
     if not isinstance(m.attention, Latent):
         return 0
@@ -250,26 +248,26 @@ def _derived(hf: Hf, parallel: EngineParallel, dtype: str, rank: int) -> int:
 
 
 def kv_room(hf: Hf, parallel: EngineParallel, serving: EngineMemory, gpu_gb: float) -> int:
-    """Tokens of KV cache that there is room for beside everything else, whatever `serving.tokens` says; 0: none."""
+    """Return the tokens of KV cache that fit beside everything else, ignoring `serving.tokens`; 0 if none fit."""
     left = usable(gpu_gb) - engine(hf, parallel, replace(serving, tokens=0)).total
     return max(0, left) // max(kv_bytes(hf, parallel, serving.dtype, stage * parallel.tp) for stage in range(parallel.pp))
 
 
 def engine_filled(hf: Hf, parallel: EngineParallel, serving: EngineMemory, gpu_gb: float) -> tuple[GpuMemory, int]:
-    """An engine whose KV cache is all that is left of its GPUs, and the cache's tokens."""
+    """Return the memory of an engine whose KV cache fills the rest of its GPUs, and the cache's tokens."""
     tokens = kv_room(hf, parallel, serving, gpu_gb)
     return engine(hf, parallel, replace(serving, tokens=tokens)), tokens
 
 
 def _working(parallel: EngineParallel, serving: EngineMemory) -> int:
-    """SGLang 0.5.23's own estimate for activations of a prefill and graphs of decoding (arg_groups/memory_hook.py)."""
+    """Return SGLang 0.5.23's own estimate of prefill activations and decode graphs (arg_groups/memory_hook.py)."""
     if not serving.gpu:
         return 0
     return int((512 + 1.5 * max(serving.prefill, 2048) + parallel.world / 8 * 1024 + 2 * serving.running) * _MB)
 
 
 def _sizes(layout: RankLayout) -> Iterator[tuple[str, int, str]]:
-    """Names within their layer, elements in all layers that are alike, and the dtype they are sent in."""
+    """Yield each tensor's name within its layer, its elements in all equal layers, and the dtype in which it is sent."""
     for block in layout.blocks:
         yield from ((name, storage.size * len(block.prefixes), storage.dtype) for name, storage in block.storages.items())
 

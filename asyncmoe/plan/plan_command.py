@@ -1,4 +1,4 @@
-"""`asyncmoe plan`: of sizes that are given, of a run's YAML, or of a cluster whose nodes are to be split."""
+"""`asyncmoe plan`: plan given sizes, a run's YAML, or the split of a cluster's nodes."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from asyncmoe.plan.traffic import Forecast, Speeds
 
 @dataclass(frozen=True)
 class PlanArguments:
-    """What the command line says; None: nothing.
+    """The arguments of the command line; None for a missing one.
 
     Attributes:
-        context: tokens of the longest conversation, and of a micro-batch.
+        context: tokens of the longest conversation and of a micro-batch.
     """
 
     model: Path | None
@@ -47,12 +47,12 @@ class PlanArguments:
 
 
 def run(asked: PlanArguments, console: Console) -> dict[str, Any]:
-    """Print what was asked for; the same as values for JSON.
+    """Print the requested plan, and return it as values for JSON.
 
     Raises:
-        ConfigError: not one of the three, or sizes that cannot be.
-        DataError: a file that cannot be read.
-        UserError: a model family that is not supported.
+        ConfigError: not exactly one of the three kinds of plan, or impossible sizes.
+        DataError: a file cannot be read.
+        UserError: unsupported model family.
     """
     ways = {
         "--trainer and --engines": asked.trainer is not None or asked.engines is not None,

@@ -1,4 +1,4 @@
-"""Printing and writing what `asyncmoe plan` has found."""
+"""Print and write the results of `asyncmoe plan`."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def _adapter(kind: Kind | None) -> str:
 
 
 def _sizes(parallel: MegatronParallel | EngineParallel, called: Mapping[str, str], always: Sequence[str]) -> str:
-    """The sizes of a grid under the names they are `called`; those not in `always` only where they are not the default."""
+    """Return a grid's sizes under the names in `called`; sizes outside `always` appear only if they differ from the default."""
     plain = type(parallel)()
     shown = [field for field in called if field in always or getattr(parallel, field) != getattr(plain, field)]
     return ", ".join(f"{called[field]} {getattr(parallel, field)}" for field in shown)
@@ -79,7 +79,7 @@ def _size(nbytes: float) -> str:
 
 
 def show_memory(columns: Mapping[str, GpuMemory], gpu_gb: float, console: Console) -> None:
-    """Print what GPUs hold, in GB, a column each."""
+    """Print the memory of GPUs in GB, a column each."""
     grid = Grid(show_edge=False)
     grid.add_column("GB each")
     for name in columns:
@@ -93,7 +93,7 @@ def show_memory(columns: Mapping[str, GpuMemory], gpu_gb: float, console: Consol
 
 
 def show_splits(found: Sequence[tuple[Split, Forecast]], cluster: Cluster, console: Console) -> None:
-    """Print suggestions, a column each, and what the first one holds."""
+    """Print the suggested splits, a column each, and the memory of the first."""
     grid = Grid(show_edge=False)
     grid.add_column("")
     for number in range(len(found)):
@@ -111,7 +111,7 @@ def show_splits(found: Sequence[tuple[Split, Forecast]], cluster: Cluster, conso
 
 def _split_lines(found: Sequence[tuple[Split, Forecast]], cluster: Cluster) -> list[tuple[str, list[str]]]:
     splits, forecasts = [split for split, _ in found], [forecast for _, forecast in found]
-    ways = [forecast.ways["direct"] for forecast in forecasts]  # a run's own; nothing relays yet
+    ways = [forecast.ways["direct"] for forecast in forecasts]  # runs send directly; nothing relays yet
     return [
         ("nodes of the trainer", [str(split.trainer_nodes) for split in splits]),
         ("nodes of engines", [str(split.engine_nodes) for split in splits]),
@@ -129,7 +129,7 @@ def _split_lines(found: Sequence[tuple[Split, Forecast]], cluster: Cluster) -> l
 
 
 def yaml_keys(split: Split) -> list[str]:
-    """A split in a configuration's words; what is its default is left out."""
+    """Return a split as configuration keys, without those at their default."""
     parallel, engine = split.trainer.parallel, split.engine
     sizes = {"ranks": parallel.world, "tp": parallel.tp, "pp": parallel.pp, "ep": parallel.ep}
     sizes |= {"first_stage_layers": parallel.first_layers or 1, "last_stage_layers": parallel.last_layers or 1}
@@ -149,7 +149,7 @@ def yaml_keys(split: Split) -> list[str]:
 
 
 def write(values: Mapping[str, Any], file: Path) -> None:
-    """Write what was found as JSON.
+    """Write the results as JSON.
 
     Raises:
         DataError: the file cannot be written.

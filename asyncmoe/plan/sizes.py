@@ -1,4 +1,4 @@
-"""Sizes of a trainer, of engines and of an adapter, as they are written on the command line."""
+"""Command-line syntax for the sizes of a trainer, of engines and of an adapter."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from asyncmoe.models.lora.adapter import Kind, kind_of
 from asyncmoe.models.shape import Shape
 
 TRAINER = {key: key for key in ("tp", "pp", "ep", "etp", "dp", "vpp")} | {"first": "first_layers", "last": "last_layers"}
-"""Field of MegatronParallel by what it is called here."""
+"""Field of MegatronParallel by command-line key."""
 _ENGINES = re.compile(r"(?P<engines>\d+)xtp(?P<tp>\d+)(?:ep(?P<ep>\d+))?(?:dp(?P<dp>\d+))?(?:pp(?P<pp>\d+))?", re.ASCII)
 ENGINE = ("tp", "ep", "dp", "pp")
-"""Fields of EngineParallel, in the order they are written."""
+"""Fields of EngineParallel, in command-line order."""
 
 
 def parse_trainer(text: str) -> MegatronParallel:
-    """`tp=2,pp=2,ep=8,dp=4`; what is left out is 1. `vpp=2`: two model chunks a stage. `first=3`, `last=5`: layers of the first and the
-    last pipeline stage. `te` alone: parameter names as Transformer Engine has them.
+    """Parse `tp=2,pp=2,ep=8,dp=4`; a missing size is 1. `vpp=2`: two model chunks per stage. `first=3`, `last=5`: layers of the first and
+    last pipeline stage. `te` without a value: Transformer Engine's parameter names.
 
     Raises:
-        ConfigError: anything else, and sizes that do not fit each other.
+        ConfigError: any other syntax, or incompatible sizes.
     """
     sizes: dict[str, Any] = {}
     te = False
@@ -42,10 +42,10 @@ def parse_trainer(text: str) -> MegatronParallel:
 
 
 def parse_engines(text: str) -> tuple[int, EngineParallel]:
-    """`4xtp8` or `4xtp8ep2dp2pp2`: number of engines, and the sizes of each: tensor, expert, data-parallel attention, pipeline.
+    """Parse `4xtp8` or `4xtp8ep2dp2pp2`: the number of engines, and each one's sizes (tensor, expert, data-parallel attention, pipeline).
 
     Raises:
-        ConfigError: anything else, and sizes that do not fit each other.
+        ConfigError: any other syntax, or incompatible sizes.
     """
     found = _ENGINES.fullmatch(text.strip())
     if not found or int(found["engines"]) < 1:
@@ -55,23 +55,23 @@ def parse_engines(text: str) -> tuple[int, EngineParallel]:
 
 
 def trainer_text(parallel: MegatronParallel) -> str:
-    """What `parse_trainer` reads; sizes that are their default are left out."""
+    """Return the inverse of `parse_trainer`, without sizes at their default."""
     plain = MegatronParallel()
     sizes = [f"{key}={getattr(parallel, field)}" for key, field in TRAINER.items() if getattr(parallel, field) != getattr(plain, field)]
     return ",".join([*sizes, *(["te"] if parallel.te else [])]) or "tp=1"
 
 
 def engines_text(count: int, parallel: EngineParallel) -> str:
-    """What `parse_engines` reads."""
+    """Return the inverse of `parse_engines`."""
     sizes = [f"{key}{getattr(parallel, key)}" for key in ENGINE if key == "tp" or getattr(parallel, key) > 1]
     return f"{count}x{''.join(sizes)}"
 
 
 def parse_adapter(text: str, m: Shape) -> Kind:
-    """`rank=32`, `rank=32,experts=shared_outer,targets=q_proj+v_proj`; without targets: all of the model's.
+    """Parse `rank=32` or `rank=32,experts=shared_outer,targets=q_proj+v_proj`; the default is all targets of the model.
 
     Raises:
-        ConfigError: anything else.
+        ConfigError: any other syntax.
     """
     given = dict(part.strip().partition("=")[::2] for part in text.split(","))
     if not given.keys() <= {"rank", "experts", "targets"} or "rank" not in given:

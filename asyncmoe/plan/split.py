@@ -1,15 +1,14 @@
-"""`asyncmoe plan --nodes`: how the nodes of a cluster could be split between a trainer and its engines.
+"""`asyncmoe plan --nodes`: suggest how to split the nodes of a cluster between a trainer and its engines.
 
-The rule, which looks at memory and not at speed:
+The rule considers memory, not speed:
 
-1. The trainer gets as few nodes as its memory asks for, because generation is the larger share of the work; further suggestions give it
-   two and four times as many, as long as the engines have as many nodes or more. `asyncmoe simulate --sweep` says what is fastest.
-2. On so many nodes, of the trainer's sizes that fit: tensor parallelism within a node; expert parallelism within a node, if that fits;
-   the fewest pipeline stages; without recomputation, if that fits; then the least tensor parallelism. Stages are equal but for the first
-   and the last, which share what is left over. The optimizer's state is shared out over data-parallel ranks.
-3. Engines get all other nodes. Of their sizes, each within a node, those that stage new weights while they generate come first, then
-   those with the largest prefills, then those whose KV cache holds most tokens for each GPU. One that has no room for `LEAST`
-   conversations is not taken.
+1. The trainer gets the fewest nodes that its memory allows, because generation is the larger share of the work. Further suggestions
+   double and quadruple the trainer's nodes while the engines keep at least as many. `asyncmoe simulate --sweep` finds the fastest.
+2. On these nodes the trainer's sizes are the first that fit in this order: tensor parallelism within a node; expert parallelism within a
+   node, if that fits; the fewest pipeline stages; no recomputation, if that fits; then the least tensor parallelism. Pipeline stages
+   are equal, except that the first and last share the remainder. The optimizer's state is sharded over data-parallel ranks.
+3. Engines get all other nodes, each engine within a node. Sizes that stage new weights during generation come first, then the largest
+   prefills, then the most tokens of KV cache per GPU. Sizes without room for `LEAST` conversations are excluded.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from asyncmoe.reshard import nccl_room
 from asyncmoe.reshard.layout import ITEM_BYTES
 
 LEAST = 8
-"""Conversations an engine's KV cache has room for, at least."""
+"""Fewest conversations that must fit into an engine's KV cache."""
 _PREFILLS = (8192, 4096, 2048)
 _TIMES = (1, 2, 4)
 _MOST_NODES = 1 << 10
@@ -41,11 +40,13 @@ _MAX_CTAS = SyncSection().nccl_max_ctas
 
 @dataclass(frozen=True)
 class Cluster:
-    """What there is, and what is to run on it.
+    """A cluster and the run that it is planned for.
 
     Attributes:
-        context: tokens of the longest conversation, and of a micro-batch.
-        adapter: what is trained in place of the weights.
+        gpus: GPUs per node.
+        gpu_gb: memory of a GPU in GB (1e9 bytes).
+        context: tokens of the longest conversation and of a micro-batch.
+        adapter: the adapter that is trained in place of the weights, if any.
         bucket_bytes: `sync.bucket_bytes`.
     """
 
@@ -70,11 +71,11 @@ class Cluster:
 
 @dataclass(frozen=True)
 class TrainerSizes:
-    """Sizes of a trainer that fit.
+    """Trainer sizes that fit.
 
     Attributes:
-        rows: of a micro-batch.
-        memory: of a rank of the stage that holds most.
+        rows: rows of a micro-batch.
+        memory: memory of a rank of the largest pipeline stage.
     """
 
     parallel: MegatronParallel
@@ -85,11 +86,11 @@ class TrainerSizes:
 
 @dataclass(frozen=True)
 class EngineSizes:
-    """Sizes of an engine that fit.
+    """Engine sizes that fit.
 
     Attributes:
-        serving: its settings; all that is left of a GPU is KV cache.
-        memory: of the rank that holds most.
+        serving: the engine's settings; the KV cache takes the rest of the GPU.
+        memory: memory of the largest rank.
     """
 
     parallel: EngineParallel
@@ -99,10 +100,10 @@ class EngineSizes:
 
 @dataclass(frozen=True)
 class Split:
-    """A way to divide the nodes.
+    """A division of the nodes.
 
     Attributes:
-        engines: how many of `engine`.
+        engines: number of engines.
     """
 
     trainer_nodes: int
@@ -112,16 +113,16 @@ class Split:
     engines: int
 
     def conversations(self, context: int) -> int:
-        """Of so many tokens that all engines have room for at once."""
+        """Return how many conversations of `context` tokens fit into all engines at once."""
         return self.engines * (self.engine.serving.tokens // context)
 
 
 def suggest(hf: Mapping[str, Any], cluster: Cluster) -> tuple[Split, ...]:
-    """Splits by the rule above, the first one first.
+    """Return splits in the order of the rule above.
 
     Raises:
-        ConfigError: nothing fits; says how many nodes would do, if some would.
-        UserError: a model family that is not supported.
+        ConfigError: nothing fits; the message names a sufficient number of nodes if there is one.
+        UserError: unsupported model family.
     """
     if cluster.adapter is not None:
         halves.check(cluster.adapter, family_of(hf).shape_of(hf))
@@ -144,7 +145,8 @@ def suggest(hf: Mapping[str, Any], cluster: Cluster) -> tuple[Split, ...]:
 
 
 def _fewest_nodes(hf: Mapping[str, Any], cluster: Cluster, most: int, per_node: int) -> int | None:
-    """Nodes that the trainer needs, beside so many engines on each of the others, at least one of which there is."""
+    """Return the fewest nodes, up to `most`, on which the trainer fits, with `per_node` engines on each other node and at least one such
+    node; None if the trainer fits on none."""
     least = _least(memory.whole(hf), MegatronParallel(), cluster)
     node = memory.usable(cluster.gpu_gb) * cluster.gpus
     sizes = range(max(1, -(-least // node)), most + 1)
@@ -152,10 +154,10 @@ def _fewest_nodes(hf: Mapping[str, Any], cluster: Cluster, most: int, per_node: 
 
 
 def best_trainer(hf: Mapping[str, Any], cluster: Cluster, nodes: int, engines: int = 1) -> TrainerSizes | None:
-    """The sizes that come first by the rule and fit, if any do.
+    """Return the first sizes by the rule that fit, if any.
 
     Args:
-        engines: that a rank exchanges weights with.
+        engines: number of engines that a rank exchanges weights with.
     """
     m, whole, room = family_of(hf).shape_of(hf), memory.whole(hf), memory.usable(cluster.gpu_gb)
     choices = product((p for p in _sizes(m, cluster, nodes) if _least(whole, p, cluster) <= room), (False, True))
@@ -173,7 +175,7 @@ def _training(cluster: Cluster, recompute: bool, engines: int = 1) -> Training:
 
 
 def _least(whole: RankParameters, parallel: MegatronParallel, cluster: Cluster) -> int:
-    """Bytes that some rank holds at least: the mean of all, were nothing copied to several tensor-parallel ranks."""
+    """Return a lower bound for the bytes of the largest rank: the mean of all ranks if tensor-parallel ranks replicated nothing."""
     stage = RankParameters(whole.dense // (parallel.tp * parallel.pp), whole.experts // (parallel.pp * parallel.ep * parallel.etp))
     weights = stage.all * ITEM_BYTES[cluster.dtype]
     if cluster.adapter is not None:
@@ -186,7 +188,7 @@ def _preference(parallel: MegatronParallel, recompute: bool, cluster: Cluster) -
 
 
 def _sizes(m: Shape, cluster: Cluster, nodes: int) -> Iterator[MegatronParallel]:
-    """All that divide the model and the GPUs."""
+    """Yield all sizes that divide the model and the GPUs."""
     gpus = nodes * cluster.gpus
     for tp, pp in product(_divisors(cluster.gpus), _divisors(gpus)):
         if (
@@ -198,14 +200,14 @@ def _sizes(m: Shape, cluster: Cluster, nodes: int) -> Iterator[MegatronParallel]
         stages = _stages(m.layers, pp)
         dp = gpus // (tp * pp)
         for ep in _divisors(tp * dp) if m.experts else (1,):
-            # megatron-core 0.16 divides experts over tensor-parallel ranks where they are not divided over others
+            # megatron-core 0.16 shards experts over tensor-parallel ranks if there is no expert parallelism.
             etp = 1 if ep > 1 else tp
             if stages is not None and (not m.experts or (m.experts % ep == 0 and m.expert_width % etp == 0)):
                 yield MegatronParallel(tp, pp, ep, etp, dp, first_layers=stages[0], last_layers=stages[1])
 
 
 def _stages(layers: int, pp: int) -> tuple[int | None, int | None] | None:
-    """Layers of the first and of the last stage, where they are not an equal share; None: a stage would have none."""
+    """Return the layers of the first and last stage, each None for an equal share; None if a stage would have no layers."""
     if layers % pp == 0:
         return None, None
     between = -(-layers // pp)
@@ -214,14 +216,14 @@ def _stages(layers: int, pp: int) -> tuple[int | None, int | None] | None:
 
 
 def best_engine(hf: Mapping[str, Any], cluster: Cluster) -> EngineSizes:
-    """The sizes that come first by the rule.
+    """Return the first sizes by the rule.
 
     Raises:
-        ConfigError: a node has no room for an engine.
+        ConfigError: no engine fits on a node.
     """
     m = family_of(hf).shape_of(hf)
     for staging, prefill in product((True, False), _PREFILLS):
-        # Of one engine; with more than 16 of them each communicator takes less.
+        # Memory for one engine's communicator; with more than 16 engines each takes less.
         serving = EngineMemory(
             0,
             staging,
@@ -246,7 +248,7 @@ def best_engine(hf: Mapping[str, Any], cluster: Cluster) -> EngineSizes:
 
 
 def _engines(m: Shape, gpus: int) -> Iterator[EngineParallel]:
-    """Sizes within a node, whole experts on each rank where they can be divided so."""
+    """Yield sizes within a node, with whole experts on each rank if the rank count divides them."""
     for tp in _divisors(gpus):
         ep = tp if m.experts and m.experts % tp == 0 else 1
         width = m.expert_width if m.experts else m.dense_width

@@ -1,4 +1,4 @@
-"""`asyncmoe plan`: what moving a model's weights from a trainer to its engines will take, from its configuration alone."""
+"""`asyncmoe plan`: traffic and time to move a model's weights from a trainer to its engines, from its configuration alone."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _MOST_RANKS = 1 << 16
 
 @dataclass(frozen=True)
 class Speeds:
-    """Gigabytes (1e9) a second that one rank can send while it receives as much."""
+    """Gigabytes (1e9 bytes) per second that a rank can send while it receives at the same rate."""
 
     nvlink: float = 450.0
     nic: float = 50.0
@@ -40,7 +40,7 @@ class Speeds:
 
 @dataclass(frozen=True)
 class Spread:
-    """Bytes of the ranks of one side."""
+    """Bytes per rank of one side."""
 
     least: int
     mean: float
@@ -49,19 +49,19 @@ class Spread:
 
 @dataclass(frozen=True)
 class Way:
-    """One way to bring the weights to all engines.
+    """One route of the weights to all engines, with its costs.
 
     Attributes:
-        bytes_wire: that travel between ranks, in all.
+        bytes_wire: total bytes between ranks.
         ratio: bytes_wire over the lower bound.
-        sent, received: by the trainer's ranks, by the engines' ranks.
-        passed_on: by the engines' ranks to others.
-        imbalance: what the busiest trainer rank sends, over the mean.
-        messages: of the rank that sends or receives the most of them.
-        buckets: of the rank that sends or receives the most bytes.
-        plan_seconds: for one rank, all layouts included: measured here, the slowest of the ranks tried.
-        nic_seconds, nvlink_seconds: for the busiest rank's bytes, round after round, at that speed. Packing, unpacking and
-            whatever the network does not deliver come on top.
+        sent, received: bytes that trainer ranks send, and that engine ranks receive.
+        passed_on: bytes that engine ranks send to other engine ranks.
+        imbalance: bytes sent by the busiest trainer rank, over the mean.
+        messages: messages of the rank that sends or receives the most messages.
+        buckets: buckets of the rank that sends or receives the most bytes.
+        plan_seconds: planning time of one rank including all layouts, measured on this machine: the slowest of the ranks tried.
+        nic_seconds, nvlink_seconds: time of the busiest rank's bytes at that speed, summed over rounds. Excludes packing, unpacking
+            and any shortfall of the network.
     """
 
     bytes_wire: int
@@ -79,13 +79,13 @@ class Way:
 
 @dataclass(frozen=True)
 class Forecast:
-    """What `asyncmoe plan` reports.
+    """The traffic report of `asyncmoe plan`.
 
     Attributes:
-        adapter: what is moved in place of the weights, if anything is.
-        model_bytes: the checkpoint's, or the adapter's.
-        lower_bound: bytes that have to reach the engines: every rank's distinct elements, once.
-        ways: "direct": from the trainer to every engine; with several engines also "relay": engines pass on to their replicas.
+        adapter: the adapter that is moved in place of the weights, if any.
+        model_bytes: bytes of the checkpoint or the adapter.
+        lower_bound: bytes that must reach the engines: the distinct elements of every rank, once.
+        ways: "direct": the trainer sends to every engine; with several engines also "relay": engines pass weights on to their replicas.
     """
 
     model: str
@@ -106,17 +106,17 @@ class Forecast:
 def forecast(
     model: Path, trainer: str, engines: str, *, dtype: str, bucket_bytes: int, speeds: Speeds, lora: str | None = None
 ) -> Forecast:
-    """Plan for all engines, in every way there is.
+    """Forecast every route for all engines.
 
     Args:
-        model: a directory with a config.json, or such a file.
-        dtype: of all that is moved, as torch prints it without the prefix.
+        model: a config.json or its directory.
+        dtype: dtype of the moved tensors, as torch prints it without the prefix.
         lora: move an adapter of this kind (`parse_adapter`) in place of the weights.
 
     Raises:
-        ConfigError: sizes that cannot be.
+        ConfigError: impossible sizes.
         DataError: no readable configuration.
-        UserError: a model family that is not supported.
+        UserError: unsupported model family.
     """
     grid, (count, engine) = parse_trainer(trainer), parse_engines(engines)
     hf = load_hf_config(model)
@@ -136,11 +136,11 @@ def foresee(
     speeds: Speeds = Speeds(),
     adapter: Kind | None = None,
 ) -> Forecast:
-    """The same as `forecast`, of sizes that have been read.
+    """Forecast like `forecast`, from parsed sizes.
 
     Args:
-        model: what it is called.
-        hf: its configuration.
+        model: name of the model.
+        hf: the model's Hugging Face configuration.
 
     Raises: as `forecast`.
     """
@@ -178,7 +178,7 @@ def foresee(
 
 @dataclass(frozen=True)
 class _Case:
-    """What is moved, a trainer and engines. The trainer's ranks come first, then the engines'."""
+    """A payload, a trainer and engines. The trainer's ranks come first, then the engines'."""
 
     payload: Payload
     trainer: MegatronParallel
@@ -191,7 +191,7 @@ class _Case:
         return self.engines * self.engine.world
 
     def direct(self) -> tuple[tuple[Match, ...], float]:
-        """The match, and the seconds it took from the configuration on."""
+        """Return the match, and the seconds from configuration to match."""
         began = time.perf_counter()
         tensors, source, destination = self._layouts()
         numbered = enumerate_tensors(tensors)
@@ -204,7 +204,7 @@ class _Case:
         return matches, time.perf_counter() - began
 
     def way(self, matches: Sequence[Match], seconds: float, bucket_bytes: int, speeds: Speeds) -> Way:
-        """The figures of some rounds that took `seconds` to match; `ratio` is left open."""
+        """Return the costs of rounds that took `seconds` to match; the caller sets `ratio`."""
         ranks = self.trainer.world + self.all_engine_ranks
         sent, received = np.zeros((2, len(matches), ranks), np.int64)
         messages = np.zeros((2, ranks), np.int64)
@@ -230,7 +230,7 @@ class _Case:
         )
 
     def needed(self, match: Match) -> list[int]:
-        """Bytes of the distinct elements of every engine rank."""
+        """Return the bytes of distinct elements of every engine rank."""
         side = match.side
         return [_distinct_bytes(side.tables[number]) for number in side.table_of.tolist()]
 
@@ -240,7 +240,7 @@ class _Case:
         return self.payload.tensors(), source, destination
 
     def _slowest_part(self, matches: Sequence[Match]) -> float:
-        """Seconds for a rank's part and the digest: the most of the first and last ranks of either side."""
+        """Return the seconds for one rank's part plus the digest; the part is the slowest of the first and last ranks of both sides."""
         world = self.trainer.world
         slowest = 0.0
         for rank in (0, world - 1, world, world + self.all_engine_ranks - 1):
@@ -255,7 +255,7 @@ class _Case:
 
 
 def _distinct_bytes(table: Table) -> int:
-    """Bytes of a table's elements, those of equal boxes counted once."""
+    """Return the bytes of a table's elements, counting equal boxes once."""
     pieces = table.pieces[table.pieces[:, TENSOR] != NO_TENSOR]
     _, first = np.unique(np.column_stack([pieces[:, TENSOR], pieces[:, START], pieces[:, EXTENT]]), axis=0, return_index=True)
     return int((pieces[first][:, EXTENT].prod(1) * DTYPE_BYTES[pieces[first][:, DTYPE]]).sum())

@@ -1,1 +1,1 @@
-"""What makes Megatron and SGLang run on a machine without CUDA."""
+"""Patches and checks that let Megatron and SGLang run on each platform, with or without CUDA."""

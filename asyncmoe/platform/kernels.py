@@ -1,7 +1,7 @@
-"""Optional kernels: what is installed and can be used here. `asyncmoe.trainer.model.switches` decides what Megatron is told of it.
+"""Detects the optional kernels that are installed and usable here. `asyncmoe.trainer.model.switches` sets Megatron accordingly.
 
-NVIDIA's Transformer Engine has layers, grouped experts and fused operations; with it or with NVIDIA's apex Megatron takes a fused Adam;
-DeepEP carries rows to their experts. None is a requirement. The project called "apex" on the Python package index is unrelated to NVIDIA's.
+NVIDIA's Transformer Engine has layers, grouped experts and fused operations; with it or with NVIDIA's apex Megatron uses a fused Adam;
+DeepEP dispatches rows to their experts. All are optional. The project "apex" on the Python package index is unrelated to NVIDIA's.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ _ENGINE = "transformer_engine"
 
 @dataclass(frozen=True)
 class Kernels:
-    """What is there and can be used.
+    """The usable kernels.
 
     Attributes:
-        cuda: there is a GPU; without one nothing else is.
-        capability: of the GPU, as CUDA counts (9.0 is Hopper).
-        transformer_engine: its release, such as (2, 20); () where it is not.
-        apex: its optimizers.
-        deep_ep: DeepEP.
+        cuda: a GPU is usable; without one no other kernel is.
+        capability: the GPU's compute capability (9.0 is Hopper).
+        transformer_engine: release of Transformer Engine, such as (2, 20); () if it is missing.
+        apex: apex's optimizers are usable.
+        deep_ep: DeepEP is usable.
     """
 
     cuda: bool = False
@@ -37,7 +37,7 @@ class Kernels:
 
     @property
     def fused_adam(self) -> bool:
-        """Megatron takes an Adam of its own choice; elsewhere torch's."""
+        """True if Megatron chooses a fused Adam; otherwise it uses torch's."""
         return bool(self.transformer_engine) or self.apex
 
     def __str__(self) -> str:
@@ -47,10 +47,10 @@ class Kernels:
 
 
 def detect() -> Kernels:
-    """Look for all of them.
+    """Detect all optional kernels.
 
     Raises:
-        UserError: a package called apex that is not NVIDIA's.
+        UserError: the installed package apex is not NVIDIA's.
     """
     apex = _installed("apex")
     if apex and not _installed("apex.optimizers"):
@@ -72,7 +72,7 @@ def detect() -> Kernels:
 
 
 def release(version: str) -> tuple[int, ...]:
-    """The numbers a version begins with: "2.20.2+cu13" -> (2, 20, 2)."""
+    """Return the leading numbers of a version: "2.20.2+cu13" -> (2, 20, 2)."""
     numbers: list[int] = []
     for part in version.partition("+")[0].split("."):
         if not part.isdigit():

@@ -1,6 +1,6 @@
-"""Looking at the machine: everything that asks the system, other processes or files. It judges nothing.
+"""Probes, which query the system, other processes and files without judging the results.
 
-Whatever it asks may be missing, broken or hang: each question has a time-out, and no answer is a fact like others.
+Whatever a probe queries may be missing, broken or hang: each query has a timeout, and a missing answer is a fact as well.
 """
 
 from asyncmoe.doctor.probes.machine import gather

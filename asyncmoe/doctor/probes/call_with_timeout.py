@@ -1,4 +1,4 @@
-"""Work that may hang: a file system that does not answer, a name server that is gone."""
+"""Timeouts for calls that may hang, such as on an unresponsive file system or name server."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 class Later(Generic[T]):
-    """Starts `work` in a thread of its own, which does not keep the process from ending."""
+    """Runs `work` in a daemon thread, which does not prevent the process from exiting."""
 
     def __init__(self, work: Callable[[], T]) -> None:
         self._work = work
@@ -22,10 +22,10 @@ class Later(Generic[T]):
         self._thread.start()
 
     def result(self, whom: str, what: str, seconds: float) -> T:
-        """What it returned; what it raised is raised here.
+        """Return the result of `work`, or raise its exception.
 
         Raises:
-            WaitTimeout: it is not done in time.
+            WaitTimeout: `work` did not finish in time.
         """
         self._thread.join(seconds)
         if self._thread.is_alive():
@@ -37,5 +37,5 @@ class Later(Generic[T]):
     def _run(self) -> None:
         try:
             self._result = self._work()
-        except BaseException as error:  # noqa: BLE001  raised again by `result`
+        except BaseException as error:  # noqa: BLE001  re-raised by `result`
             self._error = error

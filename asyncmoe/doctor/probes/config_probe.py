@@ -1,4 +1,4 @@
-"""What a configuration asks of the machine: ports, room on disk and in shared memory, its model."""
+"""A configuration's demands on the machine: ports, disk, shared memory, GPUs and its model."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from asyncmoe.rpc import address
 
 T = TypeVar("T")
 _FILES_S = 30.0
-"""A healthy parallel file system answers within one."""
+"""Timeout in seconds; a healthy parallel file system answers within one."""
 _OPTIMIZER_BYTES = 12
-"""Of each parameter: Adam's two moments and a copy to update, in float32."""
+"""Optimizer bytes per parameter: Adam's two moments and the master weight, in float32."""
 TAKES_FLOAT32 = frozenset({"triton", "torch_native", "flex_attention"})
-"""SGLang's kinds of attention that compute in float32. Its own choice does not: on Hopper it is fa3 (sglang 0.5.23,
-arg_groups/model_override_base.py), which takes float16, bfloat16 and float8."""
+"""SGLang's attention backends that support float32. Its default does not: on Hopper it is fa3 (sglang 0.5.23,
+arg_groups/model_override_base.py), which supports float16, bfloat16 and float8."""
 _FLOAT32 = "engines.dtype: got float32, which SGLang's attention on GPUs does not take, expected bfloat16"
 _ANY = ""
-"""All addresses."""
+"""The host that stands for all addresses."""
 
 
 def read(path: Path, overrides: Sequence[str]) -> tuple[Config | None, RunFacts]:
-    """The configuration and what it asks; None: it is not valid, and the second says why."""
+    """Load a configuration and return it with its demands; None for an invalid one, with the reason in `RunFacts.trouble`."""
     try:
         config = configuration.load(path, overrides)
     except ConfigError as error:
@@ -39,7 +39,7 @@ def read(path: Path, overrides: Sequence[str]) -> tuple[Config | None, RunFacts]
 
 
 def of(config: Config, name: str) -> RunFacts:
-    """What a valid configuration asks."""
+    """Return the demands of a valid configuration."""
     return RunFacts(
         config=name,
         digest=config.digest,
@@ -52,7 +52,7 @@ def of(config: Config, name: str) -> RunFacts:
 
 
 def _ports(config: Config) -> list[tuple[str, str, int]]:
-    """Those that are not any free one."""
+    """Return the fixed ports as (key, host, number)."""
     engines, cluster = config.engines, config.cluster
     wanted = [("engines.port", engines.host, engines.port + index) for index in range(engines.count) if engines.port]
     if cluster.port:
@@ -63,7 +63,7 @@ def _ports(config: Config) -> list[tuple[str, str, int]]:
 
 
 def with_files(run: RunFacts, config: Config) -> RunFacts:
-    """With its directory and its model, and what follows from the model's size."""
+    """Add the facts about the run directory and the model, and the sizes that follow from the model."""
     found_disk, disk_trouble = _answer(lambda: _disk(config), "run.dir")
     found_model, model_trouble = _answer(lambda: model.look(config), "model.path")
     asked_of_gpus, _ = _answer(lambda: _on_gpus(config), "model.path")
@@ -77,8 +77,8 @@ def with_files(run: RunFacts, config: Config) -> RunFacts:
 
 
 def _on_gpus(config: Config) -> OnGpus | None:
-    """What a configuration asks of GPUs; None: the check `model` says why that cannot be told."""
-    # The layouts need asyncmoe's extension, which the doctor looks for.
+    """Return a configuration's demands on GPUs; None if unknown, for a reason that the check `model` reports."""
+    # Layouts need asyncmoe's extension, whose presence the doctor only checks.
     from asyncmoe.plan import budget
 
     try:
@@ -88,10 +88,10 @@ def _on_gpus(config: Config) -> OnGpus | None:
 
 
 def on_gpus(config: Config, hf: Mapping[str, Any]) -> OnGpus:
-    """What it asks of GPUs, of the model with this config.json.
+    """Return a configuration's demands on GPUs for the model with this config.json.
 
     Raises:
-        UserError: sizes that do not suit the model.
+        UserError: the sizes do not suit the model.
     """
     from asyncmoe import models
     from asyncmoe.plan import budget
@@ -111,7 +111,7 @@ def on_gpus(config: Config, hf: Mapping[str, Any]) -> OnGpus:
 
 
 def _attention(arguments: Sequence[str]) -> Iterator[str]:
-    """The attention that arguments of an engine choose."""
+    """Yield the attention backends that an engine's arguments choose."""
     for at, argument in enumerate(arguments):
         flag, _, value = argument.partition("=")
         if flag == "--attention-backend":
@@ -119,7 +119,7 @@ def _attention(arguments: Sequence[str]) -> Iterator[str]:
 
 
 def _answer(work: Callable[[], T], whom: str) -> tuple[T | None, str | None]:
-    """What a question to a file system gave, or why it gave nothing."""
+    """Return the result of a file system query, or the reason why there is none."""
     try:
         return Later(work).result(f"the file system of {whom}", "an answer", _FILES_S), None
     except (OSError, ImportError, WaitTimeout) as error:

@@ -1,4 +1,4 @@
-"""What can be done in a directory: write, rename over, lock; and what is left of it."""
+"""Test writes, renames and locks in a directory, and measure its free space."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from pathlib import Path
 from asyncmoe.doctor.facts import Disk
 
 _WRITTEN = 1 << 20
-"""Enough to be refused by a full disk or an exhausted quota."""
+"""Bytes to write: enough to hit a full disk or an exhausted quota."""
 
 
 def look(directory: Path, checkpoints: int, mounts: Path = Path("/proc/self/mounts")) -> Disk:
-    """Try `directory`, or the nearest of its parents that exists. What is made there is deleted again."""
+    """Test `directory` or its nearest existing parent. The test files are deleted."""
     absolute = directory.absolute()
     probed = next(path for path in (absolute, *absolute.parents) if path.exists())
     room = os.statvfs(probed)
@@ -33,7 +33,7 @@ def look(directory: Path, checkpoints: int, mounts: Path = Path("/proc/self/moun
 
 
 def kind_of(path: Path, mounts: str) -> str:
-    """The type of the file system that holds a path, by the lines of /proc/self/mounts: the last of the longest mount points wins."""
+    """Return the type of a path's file system from /proc/self/mounts; the last of the longest matching mount points wins."""
     best, kind = -1, "unknown"
     for line in mounts.splitlines():
         point, name = (part.encode().decode("unicode_escape") for part in line.split()[1:3])
@@ -43,7 +43,7 @@ def kind_of(path: Path, mounts: str) -> str:
 
 
 def _try(directory: Path) -> tuple[float | None, str | None]:
-    """How far the file system's clock is ahead, and the first thing that failed."""
+    """Return the seconds by which the file system's clock is ahead, or the first failed operation."""
     doing = "making a directory"
     try:
         with tempfile.TemporaryDirectory(prefix=".asyncmoe-doctor-", dir=directory) as made:

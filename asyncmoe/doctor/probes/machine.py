@@ -1,4 +1,4 @@
-"""All questions at once, each with a time-out of its own."""
+"""Run all probes concurrently, each with its own timeout."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ _REST_S = 90.0
 
 
 def gather(path: Path | None, overrides: Sequence[str] = ()) -> Machine:
-    """Look at this machine, and at what a configuration asks of it."""
+    """Gather the facts of this machine and of the configuration at `path`, if any."""
     return _gather(*((None, None) if path is None else config_probe.read(path, overrides)))
 
 
 def gather_for(config: Config) -> Machine:
-    """The same for a configuration that has been read."""
+    """Gather the facts of this machine and of a loaded configuration."""
     return _gather(config, config_probe.of(config, str(config.run.dir)))
 
 
@@ -62,7 +62,7 @@ def _gather(config: Config | None, run: RunFacts | None) -> Machine:
 
 
 def _engine(config: Config | None, packages: Sequence[str]) -> PythonFacts | None:
-    """The Python that engines are started with; None: this one."""
+    """Probe the engines' Python; None if it is this Python."""
     configured = config.engines.python if config is not None else None
     try:
         found = str(engine_python(configured))

@@ -1,4 +1,4 @@
-"""The model of a configuration: its config.json, its family, and whether its files are whole."""
+"""The model of a configuration: its config.json, its family, and the completeness of its files."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from asyncmoe.errors import UserError
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 _TOKENIZERS = ("tokenizer.json", "tokenizer_config.json")
 _LONGEST_HEADER = 100 << 20
-"""safetensors takes no longer ones."""
+"""The longest header that safetensors accepts, in bytes."""
 
 
 def look(config: Config) -> ModelFacts:
-    """Everything that can be known without reading the weights.
+    """Return the facts that are available without reading the weights.
 
     Raises:
-        ImportError: asyncmoe's extension is not there, without which layouts cannot be made.
+        ImportError: asyncmoe's extension, which layouts need, is missing.
     """
     from asyncmoe import models
     from asyncmoe.models.payload import Payload
@@ -47,7 +47,7 @@ def look(config: Config) -> ModelFacts:
 
 
 def broken(path: Path) -> Iterator[str]:
-    """What is missing or cut short in a model directory."""
+    """Yield the missing and truncated files of a model directory."""
     if not any((path / name).is_file() for name in _TOKENIZERS):
         yield f"{path}: no tokenizer.json"
     files = [_SINGLE]
@@ -65,7 +65,7 @@ def broken(path: Path) -> Iterator[str]:
 
 
 def _cut_short(file: Path) -> str | None:
-    """Compares the length of a safetensors file with what its header says: 8 bytes of the header's length, the header, the tensors."""
+    """Compare a safetensors file's size with its header; the file holds the header's length in 8 bytes, the header, and the tensors."""
     size = file.stat().st_size
     with file.open("rb") as opened:
         header = int.from_bytes(opened.read(8), "little")

@@ -1,4 +1,4 @@
-"""Names, addresses and ports."""
+"""Host names, addresses and ports."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 
 def look() -> Network:
-    """Of this host."""
+    """Return the network facts of this host."""
     addresses, trouble = resolve(socket.gethostname())
     low, high = map(int, _EPHEMERAL.read_text().split()) if _EPHEMERAL.is_file() else Network.ephemeral
     return Network(
@@ -32,18 +32,18 @@ def look() -> Network:
 
 
 def resolve(name: str) -> tuple[tuple[str, ...], str | None]:
-    """Addresses of a name, or why there are none."""
+    """Return the addresses of a name, or the reason why there are none."""
     asked = Later(lambda: socket.getaddrinfo(name, None, type=socket.SOCK_STREAM))
     try:
         found = asked.result("the name service", f"the addresses of {name}", _RESOLVE_S)
     except (OSError, WaitTimeout) as error:
         return (), str(error)
-    # A link-local IPv6 address has the interface behind a %.
+    # A link-local IPv6 address ends with % and the interface.
     return tuple(dict.fromkeys(str(entry[4][0]).partition("%")[0] for entry in found)), None
 
 
 def try_ports(wanted: Sequence[tuple[str, str, int]]) -> tuple[WantedPort, ...]:
-    """Which of some ports, each (key, host, number), can be listened on."""
+    """Test whether the ports, each (key, host, number), can be listened on."""
     return tuple(WantedPort(key, host, number, _refused(host, number)) for key, host, number in wanted)
 
 
@@ -51,7 +51,7 @@ def _refused(host: str, number: int) -> str | None:
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host or None, number, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         with socket.socket(family, kind, protocol) as tried:
-            # As servers do: what a connection of an ended one leaves behind is no obstacle.
+            # Servers set it too, so connections of a finished server in TIME_WAIT are no obstacle.
             tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             tried.bind(address)
             tried.listen(1)

@@ -1,4 +1,4 @@
-"""GPUs: what nvidia-smi says, and how many are on the PCI bus whether it says something or not."""
+"""GPUs, as nvidia-smi reports them, and their number on the PCI bus, which needs no driver."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from asyncmoe.doctor.probes import shell
 from asyncmoe.doctor.probes.system import says
 
 _SMI_S = 30.0
-"""Without persistence mode, nvidia-smi initialises every GPU, some seconds each."""
+"""Timeout in seconds; without persistence mode, nvidia-smi initializes every GPU, which takes some seconds each."""
 _FIELDS = ("index", "name", "memory.total", "memory.used", "compute_mode", "compute_cap", "mig.mode.current", "driver_version", "uuid")
 _VENDOR, _DISPLAY_CLASS = "0x10de", "0x03"
 
 
 def look(devices: Path = Path("/sys/bus/pci/devices")) -> Nvidia:
-    """Everything, in at most twice `_SMI_S`."""
+    """Return all facts about GPUs, within twice `_SMI_S`."""
     on_bus = _on_bus(devices)
     listed = shell.run(["nvidia-smi", f"--query-gpu={','.join(_FIELDS)}", "--format=csv,noheader,nounits"], _SMI_S)
     if listed.trouble is not None:
@@ -31,7 +31,7 @@ def look(devices: Path = Path("/sys/bus/pci/devices")) -> Nvidia:
 
 
 def read_gpus(text: str, on_bus: int) -> Nvidia:
-    """Out of the lines of `nvidia-smi --query-gpu`; a line of another form (an error in words) is the trouble."""
+    """Parse the output of `nvidia-smi --query-gpu`; a malformed line (an error in words) becomes the trouble."""
     gpus, driver = [], None
     for line in filter(None, map(str.strip, text.splitlines())):
         values = [value.strip() for value in line.split(",")]
@@ -43,7 +43,7 @@ def read_gpus(text: str, on_bus: int) -> Nvidia:
 
 
 def read_links(text: str, count: int) -> tuple[tuple[str, ...], ...]:
-    """The square of GPUs out of `nvidia-smi topo -m`; empty unless it is whole."""
+    """Parse the matrix of GPU links from `nvidia-smi topo -m`; empty if it is incomplete."""
     plain = re.sub(r"\x1b\[[0-9;]*m", "", text)
     rows = [line.split()[1 : 1 + count] for line in plain.splitlines() if re.match(r"GPU\d+\s+\S*(X|NV|PIX|PXB|PHB|NODE|SYS)", line)]
     return tuple(map(tuple, rows)) if len(rows) == count and all(len(row) == count for row in rows) else ()
@@ -55,12 +55,12 @@ def _chosen() -> tuple[str, ...] | None:
 
 
 def _mib(text: str) -> int:
-    """Memory of an instance or of a GPU that shares the host's is not told ([N/A])."""
+    """Parse MiB; 0 for [N/A], which nvidia-smi prints for a MIG instance or a GPU that shares the host's memory."""
     return int(text) if text.isdigit() else 0
 
 
 def _on_bus(devices: Path) -> int:
-    """NVIDIA's display and 3D controllers."""
+    """Return the number of NVIDIA display and 3D controllers."""
     if not devices.is_dir():
         return 0
     return sum(says(device / "vendor") == _VENDOR and says(device / "class").startswith(_DISPLAY_CLASS) for device in devices.iterdir())

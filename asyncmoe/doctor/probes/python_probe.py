@@ -1,9 +1,9 @@
-"""What one Python environment has. The text of this file is run by that Python: only the standard library may be imported at its top.
+"""Facts about a Python environment. That Python runs the text of this file, which may import only the standard library at its top.
 
-It prints a JSON object a line, each a field of `environment.Python`, as soon as it is known: an import may crash or hang the process.
-The field `step` says what it is about to do.
+It prints each field of `environment.PythonFacts` as a JSON object on a line as soon as it is known, because an import may crash or hang
+the process. The field `step` names the next operation.
 
-usage: python - PACKAGE...      (the packages whose versions are wanted)
+usage: python - PACKAGE...      (the packages whose versions to report)
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 
 
 def main(names: Iterable[str]) -> None:
-    """Say everything, what can break last."""
+    """Print all facts, the riskiest last."""
     packages = installed(names)
     say(version=".".join(map(str, sys.version_info[:3])), packages=packages, apex=apex())
     say(step="loading asyncmoe's extension")
@@ -43,7 +43,7 @@ def say(**fields: Any) -> None:
 
 
 def installed(names: Iterable[str]) -> dict[str, str]:
-    """Versions of those that are installed."""
+    """Return the versions of the installed packages among `names`."""
     found = {}
     for name in names:
         try:
@@ -54,7 +54,7 @@ def installed(names: Iterable[str]) -> dict[str, str]:
 
 
 def apex() -> dict[str, bool] | None:
-    """Whose apex `import apex` would find, without importing it."""
+    """Identify the apex that `import apex` would find, without importing it."""
     spec = importlib.util.find_spec("apex")
     if spec is None or spec.origin is None:
         return None
@@ -64,7 +64,7 @@ def apex() -> dict[str, bool] | None:
 
 
 def extension() -> dict[str, Any]:
-    """asyncmoe and its extensions."""
+    """Locate asyncmoe and import its extensions."""
     spec = importlib.util.find_spec("asyncmoe")
     if spec is None or spec.origin is None:
         return {"package": None}
@@ -78,7 +78,7 @@ def extension() -> dict[str, Any]:
 
 
 def nccl() -> dict[str, Any] | None:
-    """libnccl, opened as a transport opens it."""
+    """Open libnccl in the transport's way, and return its version."""
     try:
         reshard, transport = (importlib.import_module(f"asyncmoe.reshard.{part}") for part in ("_C", "nccl_transport"))
     except ImportError:
@@ -91,7 +91,7 @@ def nccl() -> dict[str, Any] | None:
 
 
 def cuda_driver() -> int | None:
-    """The newest CUDA version that the driver takes."""
+    """Return the newest CUDA version that the driver supports."""
     version = ctypes.c_int()
     try:
         library = ctypes.CDLL("libcuda.so.1")
@@ -101,7 +101,7 @@ def cuda_driver() -> int | None:
 
 
 def torch() -> dict[str, Any]:
-    """Its build, and what it sees. A CPU build is not asked for GPUs."""
+    """Return torch's build and the GPUs that it sees; a CPU build is not asked for GPUs."""
     module = importlib.import_module("torch")
     found = {"version": module.__version__, "cuda": module.version.cuda}
     if module.version.cuda is None:

@@ -1,4 +1,4 @@
-"""Looking inside a Python environment by running `inside` in it."""
+"""Inspect a Python environment by running `python_probe` in it."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from asyncmoe.doctor.environment import PythonFacts
 from asyncmoe.doctor.probes import python_probe, shell
 
 LOOK_S = 180.0
-"""torch and Transformer Engine from a file system that all nodes read at once take a minute."""
+"""Timeout in seconds; importing torch and Transformer Engine from a file system that all nodes read at once takes a minute."""
 
 
 def look(executable: str, names: Sequence[str], seconds: float = LOOK_S) -> PythonFacts:
-    """What that Python has of some packages, and how far its imports come."""
+    """Return the facts of a Python: the versions of the packages in `names`, and how far its imports succeed."""
     output = shell.run([executable, "-", *names], seconds, Path(python_probe.__file__).read_text(encoding="utf-8"))
     return read(executable, output)
 
 
 def read(executable: str, output: shell.Output) -> PythonFacts:
-    """The facts out of what `inside` printed, whatever else its imports printed."""
+    """Parse the facts from the output of `python_probe`, ignoring the output of its imports."""
     fields: dict[str, Any] = {}
     for line in output.text.splitlines():
         if line.startswith("{"):
@@ -33,7 +33,7 @@ def read(executable: str, output: shell.Output) -> PythonFacts:
 
 
 def _unfinished(output: shell.Output, step: str | None) -> str | None:
-    """Where it broke off and why: an exception in its own words, else how the process ended."""
+    """Return the step at which the probe failed and the reason: the exception's message, or how the process ended."""
     if output.trouble is None:
         return None
     raised = shell.last_line(output.errors) if "Traceback (most recent call last)" in output.errors else ""

@@ -1,4 +1,4 @@
-"""What asyncmoe declares that it needs: in pyproject.toml of a checkout, else in the metadata of the installed package."""
+"""asyncmoe's declared requirements, from pyproject.toml of a checkout, else from the installed package's metadata."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _TRAIN, _OTHERS = "train", ("engine", "gpu")
 
 @dataclass(frozen=True)
 class Declared:
-    """asyncmoe's own version, specifiers by name (`python` among them), and the names that trainer and controller need."""
+    """asyncmoe's version, the specifiers by name (including `python`), and the names that trainer and controller need."""
 
     version: str
     specifiers: Mapping[str, str]
@@ -24,7 +24,7 @@ class Declared:
 
 
 def declared(checkout: Path) -> Declared:
-    """Those of the checkout, or of the installation where there is no pyproject.toml."""
+    """Read the requirements of the checkout, or of the installation if there is no pyproject.toml."""
     file = checkout / "pyproject.toml"
     if file.is_file():
         project = tomllib.loads(file.read_text(encoding="utf-8"))["project"]
@@ -47,6 +47,6 @@ def _specifiers(lines: Iterable[str]) -> dict[str, str]:
 
 
 def _asked(lines: Iterable[str], *extras: str) -> list[str]:
-    """The requirements that come with one of some extras, and those that come without any."""
+    """Return the requirements of the given extras and those outside any extra."""
     markers = [(line, Requirement(line).marker) for line in lines]
     return [line for line, marker in markers if marker is None or any(marker.evaluate({"extra": extra}) for extra in extras)]

@@ -1,4 +1,4 @@
-"""Running a command that may be missing, fail, or never end."""
+"""Run a command that may be missing, fail, or hang."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ _REAP_S = 1.0
 
 @dataclass(frozen=True)
 class Output:
-    """What a command did.
+    """The outcome of a command.
 
     Attributes:
-        text, errors: its standard output and error; what there was of them, where it did not end well.
-        trouble: why it could not be run, was ended, or failed; None: status 0.
+        text, errors: standard output and error, possibly partial after a failure.
+        trouble: why the command could not be run, was killed, or failed; None for status 0.
     """
 
     text: str
@@ -26,12 +26,12 @@ class Output:
 
 
 def last_line(text: str) -> str:
-    """The last that is not empty, not too long to be read."""
+    """Return the last nonempty line, cut to 300 characters."""
     return next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "")[:300]
 
 
 def run(command: Sequence[str], seconds: float, given: str = "") -> Output:
-    """Run it with `given` on its standard input, for at most so long."""
+    """Run a command with `given` on standard input, and kill it after `seconds`."""
     try:
         process = subprocess.Popen(
             list(command),
@@ -55,7 +55,7 @@ def run(command: Sequence[str], seconds: float, given: str = "") -> Output:
 
 
 def _end(process: subprocess.Popen[str]) -> tuple[str, str]:
-    """Kill it with its children. A process inside a broken driver cannot be killed: it is left alone then."""
+    """Kill a process with its children. A process blocked in a broken driver cannot be killed and is abandoned."""
     os.killpg(process.pid, signal.SIGKILL)
     try:
         return process.communicate(timeout=_REAP_S)

@@ -1,4 +1,4 @@
-"""Which sources there are, and which an extension was built from. setup.py runs this file by itself, so it imports nothing of asyncmoe."""
+"""Digests of the extensions' sources. setup.py runs this file on its own, so it imports nothing from asyncmoe."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ from collections.abc import Iterable
 from pathlib import Path
 
 FOLDERS = ("csrc", "csrc/record")
-"""Those of asyncmoe.reshard._C and asyncmoe.record._C, relative to the checkout."""
+"""Source directories of asyncmoe.reshard._C and asyncmoe.record._C, relative to the checkout."""
 _SUFFIXES = {".h", ".cpp", ".cu"}
 
 
 def digest(folder: Path) -> str:
-    """SHA-256 in hex over names and contents of the sources right in a folder."""
+    """Return the SHA-256 in hex over names and contents of the sources in a folder, excluding subfolders."""
     return _digest(folder, (path for path in folder.iterdir() if path.suffix in _SUFFIXES))
 
 
 def code(package: Path) -> str:
-    """The same over all Python files of a package."""
+    """Return the SHA-256 in hex over names and contents of all Python files of a package."""
     return _digest(package, package.rglob("*.py"))
 
 
 def present(checkout: Path) -> tuple[str, ...]:
-    """The digests of a checkout, by folder; empty where there are no sources, as in an installed wheel."""
+    """Return the digests of a checkout's `FOLDERS`; empty without sources, as in an installed wheel."""
     folders = [checkout / folder for folder in FOLDERS]
     return tuple(digest(folder) for folder in folders) if all(folder.is_dir() for folder in folders) else ()
 

@@ -1,4 +1,4 @@
-"""What the kernel tells: adapters, limits, memory, the clock."""
+"""Facts from the kernel: adapters, limits, memory, the clock."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from asyncmoe.doctor.probes import shell
 
 _TIMEDATECTL_S = 5.0
 _STA_UNSYNC = 0x0040
-"""Of `status` in struct timex (adjtimex(2))."""
+"""Flag of `status` in struct timex (adjtimex(2))."""
 
 
 def fabric(system: Path = Path("/sys")) -> Fabric:
-    """InfiniBand adapters and their ports."""
+    """Return the InfiniBand adapters and their ports."""
     adapters = system / "class/infiniband"
     ports = sorted(adapters.glob("*/ports/*")) if adapters.is_dir() else []
     return Fabric(tuple(_port(port) for port in ports), (system / "module/nvidia_peermem").exists())
 
 
 def limits(shm: Path = Path("/dev/shm")) -> SystemLimits:
-    """Of this process, and so of those it starts."""
+    """Return the limits of this process, which its children inherit."""
     files, files_hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     memlock, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     room = os.statvfs(shm) if shm.is_dir() else None
@@ -37,12 +37,12 @@ def limits(shm: Path = Path("/dev/shm")) -> SystemLimits:
 
 
 def memory() -> int:
-    """Bytes of RAM."""
+    """Return the bytes of RAM."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def says(file: Path) -> str:
-    """What stands in a file of /sys; nothing where it is not there or cannot be read."""
+    """Return the content of a file in /sys; empty if it cannot be read."""
     try:
         return file.read_text().strip()
     except OSError:
@@ -50,7 +50,7 @@ def says(file: Path) -> str:
 
 
 def clock() -> Clock:
-    """By the kernel's own account, else by systemd's."""
+    """Return the clock's state from the kernel, else from systemd."""
     told = _adjtimex()
     if told is not None:
         return told
@@ -66,7 +66,7 @@ def _port(folder: Path) -> Port:
 
 
 class _Timex(ctypes.Structure):
-    """struct timex as far as it is read, and room for the rest of it."""
+    """The fields of struct timex up to `status`, and padding for the rest."""
 
     _fields_ = (
         ("modes", ctypes.c_uint),
@@ -80,7 +80,7 @@ class _Timex(ctypes.Structure):
 
 
 def _adjtimex() -> Clock | None:
-    """None where the system call is not allowed, as in some containers."""
+    """Return the kernel's clock state; None if the system call is not allowed, as in some containers."""
     call = getattr(ctypes.CDLL(None, use_errno=True), "adjtimex", None)
     timex = _Timex()
     if call is None or call(ctypes.byref(timex)) < 0:

@@ -1,6 +1,7 @@
-"""Where nvcc is, and why it cannot build the CUDA kernels. setup.py and the Makefile run this file by its path: only the standard library.
+"""Find nvcc, or the reason why it cannot build the CUDA kernels. setup.py and the Makefile run this file by path, so it imports only the
+standard library.
 
-usage: python toolchain.py      (prints the compiler that will be taken; without one a line that says why, and the status is 1)
+usage: python toolchain.py      (prints the chosen compiler; without one, prints the reason and exits with status 1)
 """
 
 from __future__ import annotations
@@ -16,16 +17,16 @@ from collections.abc import Sequence
 from pathlib import Path
 
 ARCHS = ("90", "100")
-"""Compute capabilities, times 10, that the kernels are built for unless ASYNCMOE_CUDA_ARCHS says otherwise."""
+"""Compute capabilities, times 10, that the kernels are built for unless ASYNCMOE_CUDA_ARCHS is set."""
 CURE = "run: make setup GPU=1, which installs NVIDIA's package of it, or put nvcc on PATH, or set CUDA_HOME"
 _PROBE_S = 120.0
 _STATIC = "libcudart_static.a"
 
 
 def compilers() -> list[Path]:
-    """Every nvcc there is, in the order of choice: in CUDA_HOME, in the packages of this Python, on PATH, in /usr/local/cuda.
+    """Return every nvcc in order of preference: in CUDA_HOME, in the packages of this Python, on PATH, in /usr/local/cuda.
 
-    The one of the packages comes before others of the machine, as it has the CUDA version that torch has.
+    The packaged nvcc precedes the machine's, because it has torch's CUDA version.
     """
     home = os.environ.get("CUDA_HOME")
     found = [*([shutil.which("nvcc", path=f"{home}/bin")] if home else []), *map(str, _packaged())]
@@ -34,13 +35,13 @@ def compilers() -> list[Path]:
 
 
 def nvcc() -> Path | None:
-    """The first compiler that can build the kernels, else the first of all, else None."""
+    """Return the first compiler that can build the kernels, else the first compiler, else None."""
     found = compilers()
     return next((compiler for compiler in found if obstacle(compiler) is None), found[0] if found else None)
 
 
 def architectures(compiler: Path) -> list[str]:
-    """Those of ASYNCMOE_CUDA_ARCHS, else those of ARCHS that `compiler` knows."""
+    """Return the architectures of ASYNCMOE_CUDA_ARCHS, else the supported ones of ARCHS."""
     if "ASYNCMOE_CUDA_ARCHS" in os.environ:
         return os.environ["ASYNCMOE_CUDA_ARCHS"].split(";")
     listing = _run([str(compiler), "--list-gpu-arch"]).stdout.split()
@@ -48,14 +49,14 @@ def architectures(compiler: Path) -> list[str]:
 
 
 def command(compiler: Path, source: Path, target: Path) -> list[str]:
-    """What compiles a .cu file of the extension."""
+    """Return the command that compiles a .cu file of the extension."""
     codes = [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in architectures(compiler)]
     host = "-Xcompiler=-fPIC,-Wall,-Wextra,-Werror"
     return [str(compiler), "-c", str(source), "-o", str(target), "-std=c++17", "-O3", "-DASYNCMOE_CUDA", "-Icsrc", *codes, host]
 
 
 def libraries(compiler: Path) -> Path | None:
-    """The directory of the static CUDA runtime of the toolkit `compiler` belongs to; NVIDIA's packages have it in `lib`."""
+    """Return the directory of the static CUDA runtime of `compiler`'s toolkit; NVIDIA's packages have it in `lib`."""
     listing = _run([str(compiler), "--dryrun", "-x", "cu", "/dev/null"]).stderr
     top = next((line.split("TOP=", 1)[1].strip() for line in listing.splitlines() if "TOP=" in line), str(compiler.resolve().parent.parent))
     candidates = [Path(top) / part for part in ("lib64", "lib", "targets/x86_64-linux/lib", "targets/sbsa-linux/lib")]
@@ -64,7 +65,7 @@ def libraries(compiler: Path) -> Path | None:
 
 @functools.cache
 def obstacle(compiler: Path | None) -> str | None:
-    """Why the kernels cannot be built, or None when a small file compiles and the runtime is there."""
+    """Return why the kernels cannot be built, or None if a small file compiles and the runtime is present."""
     if compiler is None:
         return "no nvcc in CUDA_HOME, in this Python's packages, on PATH or in /usr/local/cuda"
     try:
@@ -82,7 +83,7 @@ def obstacle(compiler: Path | None) -> str | None:
 
 
 def _packaged() -> list[Path]:
-    """Those of the package nvidia-cuda-nvcc, the newest CUDA first."""
+    """Return the compilers of the package nvidia-cuda-nvcc, the newest CUDA first."""
     folders = [folder for entry in sys.path for folder in (Path(entry) / "nvidia").glob("cu*") if re.fullmatch(r"cu\d+", folder.name)]
     folders.sort(key=lambda folder: int(folder.name[2:]), reverse=True)
     return [folder / "bin" / "nvcc" for folder in folders if os.access(folder / "bin" / "nvcc", os.X_OK)]
@@ -93,7 +94,7 @@ def _run(arguments: Sequence[str]) -> subprocess.CompletedProcess[str]:
 
 
 def main() -> None:
-    """Say which compiler is taken, or in one line why there is none."""
+    """Print the chosen compiler, or exit with the reason why there is none."""
     found = nvcc()
     trouble = obstacle(found)
     if trouble is not None:

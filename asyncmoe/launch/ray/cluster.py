@@ -1,4 +1,4 @@
-"""Finding a Ray cluster, and reserving a placement group of it for the time of a run."""
+"""Connect to a Ray cluster and reserve a placement group for the duration of a run."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from asyncmoe.launch.ray.planning import Bundle
 _ANSWER_S = 5.0
 _POLL_S = 0.25
 _MOST = 400
-"""Characters of a message of Ray's."""
+"""Longest part of a Ray error message to show, in characters."""
 _START = "ray start --head on one node and ray start --address=HEAD:6379 on the others, or set RAY_ADDRESS=HEAD:PORT"
 
 
 @contextmanager
 def connected() -> Iterator[Any]:
-    """The `ray` module, connected to the cluster of RAY_ADDRESS, or else to that of this machine.
+    """Yield the `ray` module, connected to the cluster of RAY_ADDRESS, by default to this machine's cluster.
 
     Raises:
         UserError: Ray is not installed, no cluster answers, or this process cannot be one of its drivers.
@@ -54,20 +54,20 @@ def connected() -> Iterator[Any]:
 
 
 def has_gpus(ray: Any) -> bool:
-    """Any node of the cluster has a GPU."""
+    """True if any node of the cluster has a GPU."""
     return bool(ray.cluster_resources().get("GPU"))
 
 
 @contextmanager
 def reserved(ray: Any, wanted: Sequence[Bundle], wait_s: float, say: Callable[[str], None]) -> Iterator[Any]:
-    """A placement group with these bundles, given back at the end.
+    """Reserve a placement group with these bundles, and release it at the end.
 
     Args:
-        wait_s: for nodes to come or to become free.
-        say: told when there is something to wait for.
+        wait_s: seconds to wait for nodes to join or to become free.
+        say: called with a message if the nodes are not available at once.
 
     Raises:
-        UserError: they did not; says what there is and what is missing.
+        UserError: the nodes did not become available; the message lists available and wanted resources.
     """
     group = ray.util.placement_group([bundle.resources for bundle in wanted], strategy=planning.strategy(wanted))
     try:
@@ -86,17 +86,17 @@ class Unreachable(AsyncmoeError):
 
 
 def result(ray: Any, reference: Any, whom: str, what: str, waited_s: float, wait_s: float) -> Any:
-    """What a call on a node returns.
+    """Wait for the result of a call on a node.
 
     Args:
-        whom, what: that is waited for.
-        waited_s: so far.
-        wait_s: from now on.
+        whom, what: the node and the expected answer, for error messages.
+        waited_s: seconds waited so far.
+        wait_s: seconds to wait from now on.
 
     Raises:
-        WaitTimeout: it returned nothing in that time.
+        WaitTimeout: there was no result in that time.
         Unreachable: the node cannot be reached, for now or for good.
-        AsyncmoeError: the call failed, or Ray's worker there has ended.
+        AsyncmoeError: the call failed, or Ray's worker on the node has ended.
     """
     try:
         return ray.get(reference, timeout=max(0.0, wait_s))
@@ -109,7 +109,7 @@ def result(ray: Any, reference: Any, whom: str, what: str, waited_s: float, wait
 
 
 def _comes(ray: Any, group: Any, seconds: float) -> bool:
-    """In steps, so that a signal is heard meanwhile."""
+    """Wait until the placement group is ready, in short steps so that signals are handled; false after `seconds`."""
     until = time.monotonic() + seconds
     while not group.wait(_POLL_S):
         if time.monotonic() > until:
@@ -134,10 +134,10 @@ def _module() -> Any:
 
 
 def _address(environment: Mapping[str, str]) -> tuple[str, int] | None:
-    """Of the cluster's head: RAY_ADDRESS, or what `ray start` has left here; None where it has left nothing.
+    """Return host and port of the cluster's head, from RAY_ADDRESS or the file that `ray start` writes; None if there is no such file.
 
     Raises:
-        UserError: RAY_ADDRESS is none that a driver can be at.
+        UserError: RAY_ADDRESS is malformed or is an address of Ray Client (ray://).
     """
     given = environment.get("RAY_ADDRESS", "auto") or "auto"
     if given == "auto":
@@ -155,7 +155,7 @@ def _address(environment: Mapping[str, str]) -> tuple[str, int] | None:
 
 
 def _check_answers(host: str, port: int) -> None:
-    """Ray itself tries for minutes."""
+    """Fail fast if the head does not answer; `ray.init` would retry for minutes."""
     try:
         socket.create_connection((host, port), _ANSWER_S).close()
     except OSError as error:
@@ -164,6 +164,6 @@ def _check_answers(host: str, port: int) -> None:
 
 
 def _in_one_line(error: BaseException) -> str:
-    """Ray's messages have many lines, of which the last says most; not so where memory ran out, which is followed by advice."""
+    """Return the most informative line of a Ray message: the last one, except that advice follows the line about exhausted memory."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
     return next((line for line in lines if "running low on memory" in line), lines[-1])[:_MOST]

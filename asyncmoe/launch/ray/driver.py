@@ -1,9 +1,9 @@
-"""`asyncmoe run CONFIG launch=ray`: one run on the nodes of a Ray cluster, watched from here.
+"""`asyncmoe run CONFIG launch=ray`: a run on the nodes of a Ray cluster, supervised from this process.
 
-The cluster is that of RAY_ADDRESS, or else that of this machine. Needed on every node: this package in the Python that Ray was started
-with, and the directory this command is started in, with `run.dir` and the model at the same paths. One placement group is reserved: a
-bundle for every engine node (the controller lives on the first) and one for every trainer node, a GPU and a CPU for each rank, on nodes
-of their own where there are more than two. It is waited for as long as `engines.start_timeout_s`.
+RAY_ADDRESS names the cluster; the default is this machine's cluster. Every node needs this package in the Python that Ray was started
+with, and the working directory of this command, with `run.dir` and the model at the same paths. The driver reserves one placement
+group, with a bundle for every engine node (the controller runs on the first) and a bundle for every trainer node, and waits up to
+`engines.start_timeout_s` for it. A bundle has a GPU and a CPU for each rank; more than two bundles are placed on separate nodes.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from asyncmoe.launch.ray.post import Post, Remote
 from asyncmoe.launch.watch import STOP_GRACE_S, Processes, supervise
 
 _END_S = STOP_GRACE_S + 15.0
-"""For a node to end all it started."""
+"""Seconds for a node to end all its processes."""
 
 
 def run(config: Config) -> dict[str, object]:
-    """Run a configuration from start to end and return its summary. Whatever happens, no process of it is left.
+    """Run a configuration from start to end and return its summary. No process of the run is left, even after a failure.
 
     Raises:
         UserError: the configuration, the model, the run directory or the cluster cannot be used.
-        AsyncmoeError: a process failed or a node was lost: names node, process and cause.
+        AsyncmoeError: a process failed or a node was lost; the message names node, process and cause.
     """
     planning.bundles(config, gpus=False)
     with cluster.connected() as ray:
@@ -48,10 +48,10 @@ def run(config: Config) -> dict[str, object]:
 
 
 def _posts(ray: Any, group: Any, wanted: Sequence[Bundle], config: Config) -> list[Post]:
-    """An actor in every bundle. They end with the placement group.
+    """Start an actor in every bundle. Actors end with the placement group.
 
     Raises:
-        AsyncmoeError: one did not start.
+        AsyncmoeError: an actor did not start.
     """
     actor = ray.remote(Node)
     actors = []
@@ -73,7 +73,7 @@ def _supervise(ray: Any, config: Config, posts: Sequence[Post]) -> dict[str, obj
     try:
         return supervise(config, partial(_start, ray, config, posts))
     except AsyncmoeError:
-        # Others notice a lost node before Ray does, and fail; it is their cause.
+        # Processes notice a lost node before Ray does, and fail because of it: report the node as the root cause.
         for post in posts:
             post.check()
         raise
@@ -97,7 +97,7 @@ def _start(ray: Any, config: Config, posts: Sequence[Post], ending: ExitStack) -
 
 
 def _check_shared(posts: Sequence[Post], file: Path) -> None:
-    """Every node sees the file that we have written, in the directory where we are."""
+    """Check that every node has this working directory and reads the configuration file that this process wrote."""
     here = hashlib.sha256(file.read_bytes()).hexdigest()
     for post in posts:
         if post.call("seen", os.getcwd(), str(file)) != here:
@@ -110,7 +110,7 @@ def _check_shared(posts: Sequence[Post], file: Path) -> None:
 
 
 def _end(ray: Any, posts: Sequence[Post]) -> None:
-    """End what runs on all nodes at once. A node that is lost has nothing to end: its processes end with its actor."""
+    """End the processes of all nodes concurrently. A lost node needs nothing: its processes end with its actor."""
     ray.wait([post.tell("end", STOP_GRACE_S) for post in posts], num_returns=len(posts), timeout=_END_S)
 
 

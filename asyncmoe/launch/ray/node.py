@@ -1,7 +1,7 @@
-"""The actor on a node: starts the processes of a run there, says how they end, and ends them when it ends.
+"""The actor on a node, which starts the processes of a run there, reports how they end, and ends them when it ends.
 
-It runs in a worker process of Ray, in the Python that Ray was started with on that node. Its calls take moments, all but `end`, and it
-has one thread: Linux ends the processes when the thread that started them ends.
+It runs in a Ray worker process, in the Python that Ray was started with on that node. It has a single thread, because Linux ends the
+processes when the thread that started them ends; every call except `end` is short.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ _LET_THROUGH = {signal.SIGINT, signal.SIGTERM}
 
 @dataclass(frozen=True)
 class NodeFacts:
-    """A node as its actor finds it.
+    """Facts about a node, from its actor.
 
     Attributes:
-        address: at which all other nodes of the cluster reach it.
-        host: its name.
-        port: one that nobody has.
+        address: the address at which all other nodes of the cluster reach this node.
+        host: host name.
+        port: a free TCP port.
     """
 
     address: str
@@ -39,26 +39,26 @@ class NodeFacts:
 
 @dataclass(frozen=True)
 class End:
-    """How a process ended: exit status or negative signal number, and the reason it gave."""
+    """The end of a process: exit status or negative signal number, and the reason that the process gave."""
 
     status: int
     reason: str | None
 
 
 class Node:
-    """Processes of one bundle. An actor: the driver calls its methods through Ray."""
+    """Ray actor that runs the processes of one bundle; the driver calls its methods."""
 
     def __init__(self) -> None:
         self._children: dict[str, Child] = {}
 
     def place(self) -> NodeFacts:
-        """Where it is."""
+        """Return the node's address, host name and a free port."""
         import ray
 
         return NodeFacts(ray.util.get_node_ip_address(), socket.gethostname(), free_port(""))
 
     def seen(self, directory: str, file: str) -> str:
-        """SHA-256 in hex of a file; empty where this node does not have it, or not the directory to work in. Works there from now on."""
+        """Change to `directory` and return the SHA-256 of `file` in hex; empty if the node lacks either."""
         try:
             os.chdir(directory)
             return hashlib.sha256(Path(file).read_bytes()).hexdigest()
@@ -66,10 +66,10 @@ class Node:
             return ""
 
     def start(self, launches: Sequence[Launch]) -> None:
-        """Start processes, in order."""
-        # Ray has set it to the bundle's CPUs. Where the user has, it is in the launches.
+        """Start the processes in order."""
+        # Ray sets OMP_NUM_THREADS to the bundle's CPUs. A value of the user's is in the launches' environment.
         os.environ.pop("OMP_NUM_THREADS", None)
-        # Ray blocks SIGINT in all that it starts, and what is started from there inherits that.
+        # Ray blocks SIGINT in its worker processes, and child processes inherit the signal mask.
         before = signal.pthread_sigmask(signal.SIG_UNBLOCK, _LET_THROUGH)
         try:
             for launch in launches:
@@ -78,7 +78,7 @@ class Node:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     def ended(self) -> dict[str, End]:
-        """The processes that have ended."""
+        """Return the ends of the processes that have ended, by process name."""
         statuses = {name: child.returncode for name, child in self._children.items()}
         return {name: End(status, self._children[name].reason) for name, status in statuses.items() if status is not None}
 
@@ -87,7 +87,7 @@ class Node:
         self._children[name].signal(signal.Signals(number))
 
     def end(self, grace_s: float) -> None:
-        """End all that runs, the last first; each has `grace_s` for it."""
+        """End all running processes, the last first, each killed after `grace_s`."""
         for child in reversed(self._children.values()):
             child.signal(signal.SIGTERM)
         for child in reversed(self._children.values()):

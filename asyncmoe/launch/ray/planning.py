@@ -1,4 +1,4 @@
-"""Which nodes a run needs of a Ray cluster, with what, and what is started on each. Pure."""
+"""The nodes that a run needs of a Ray cluster, their resources, and the processes to start on each. Pure."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from asyncmoe.rpc import address
 
 CONTROLLER = "controller"
 _PASSED = ("ASYNCMOE_", "NCCL_", "GLOO_", "UCX_", "SGLANG_", "TORCH_", "HF_", "OMP_")
-"""Variables that say how to run rather than where: they are for every node."""
+"""Prefixes of the environment variables that all nodes share: they configure the run, not the node."""
 
 
 @dataclass(frozen=True)
 class Bundle:
-    """What one node gives to one part of a run.
+    """The share of one node in one part of a run.
 
     Attributes:
-        part: what runs there; the controller lives with the first engines.
-        node: number of the node among those of its part.
-        numbers: of the engines, or the trainer's ranks.
-        cpus, gpus: what Ray reserves there.
+        part: the part that runs there; the controller runs with the first engines.
+        node: index of the node within its part.
+        numbers: engine numbers or trainer ranks.
+        cpus, gpus: resources that Ray reserves there.
     """
 
     part: Literal["engines", "trainer"]
@@ -38,12 +38,12 @@ class Bundle:
 
     @property
     def resources(self) -> dict[str, float]:
-        """As Ray counts them."""
+        """The resources in Ray's form."""
         return {"CPU": float(self.cpus), **({"GPU": float(self.gpus)} if self.gpus else {})}
 
     @property
     def title(self) -> str:
-        """What it is for, in words."""
+        """The bundle's purpose in words."""
         numbers = f"{self.numbers[0]}" if len(self.numbers) == 1 else f"{self.numbers[0]}-{self.numbers[-1]}"
         if self.part == "trainer":
             return f"trainer rank {numbers}"
@@ -55,10 +55,10 @@ class Launch:
     """A process to start on a node.
 
     Attributes:
-        name: what messages call it.
-        arguments: of the node's Python.
-        log: file for what it writes.
-        environment: variables on top of the node's.
+        name: name of the process in messages.
+        arguments: arguments of the node's Python.
+        log: file for the process's output.
+        environment: variables added to the node's environment.
     """
 
     name: str
@@ -68,15 +68,15 @@ class Launch:
 
 
 def bundles(config: Config, gpus: bool) -> tuple[Bundle, ...]:
-    """What to reserve: a bundle for every engine node, then one for every trainer node.
+    """Return the bundles to reserve: one for every engine node, then one for every trainer node.
 
-    A GPU for each rank of engines and trainer, and a CPU; without GPUs the CPUs alone.
+    A bundle has a CPU for each rank of engines and trainer, and with `gpus` also a GPU for each.
 
     Args:
-        gpus: the cluster has some.
+        gpus: whether the cluster has GPUs.
 
     Raises:
-        ConfigError: ranks or engines that cannot be spread over their nodes, or GPUs that Ray is not to choose.
+        ConfigError: ranks or engines cannot be spread over their nodes, or `engines.first_gpu` is set, although Ray chooses the GPUs.
     """
     cluster, ranks = config.cluster, config.trainer.ranks
     if ranks % cluster.trainer_nodes:
@@ -101,38 +101,38 @@ def bundles(config: Config, gpus: bool) -> tuple[Bundle, ...]:
 
 
 def spread(count: int, nodes: int) -> list[range]:
-    """`count` numbers over nodes in order, as evenly as they go: 5 over two nodes are 0, 1, 2 and 3, 4."""
+    """Spread `count` numbers over nodes in order and as evenly as possible: 5 over two nodes gives 0, 1, 2 and 3, 4."""
     edges = [-(-count * node // nodes) for node in range(nodes + 1)]
     return [range(first, end) for first, end in pairwise(edges)]
 
 
 def strategy(wanted: Sequence[Bundle]) -> Literal["PACK", "STRICT_SPREAD"]:
-    """How Ray is to lay bundles over nodes: one each, or together where there is one of engines and one of the trainer."""
+    """Return Ray's placement strategy: a node for each bundle, or packed if there is one engine bundle and one trainer bundle."""
     return "PACK" if len(wanted) <= 2 else "STRICT_SPREAD"
 
 
 def joining(config: Config, addresses: Sequence[str] = ()) -> Config:
-    """The configuration of all processes of the run: engines join, and processes of several machines do not meet on loopback.
+    """Return the configuration of all processes: engines join, and processes on several machines do not rendezvous on loopback.
 
     Args:
-        addresses: of the nodes, once they are known.
+        addresses: addresses of the nodes, once known.
     """
     several = len(set(addresses)) > 1 and config.cluster.network == "loopback"
     cluster = config.cluster.model_copy(update={"network": "hostname"}) if several else config.cluster
-    engines = config.engines.model_copy(update={"join": True, "first_gpu": 0})  # of the GPUs that Ray shows the engines of a node
+    engines = config.engines.model_copy(update={"join": True, "first_gpu": 0})  # Ray shows each node's engines only their GPUs
     return config.model_copy(update={"engines": engines, "cluster": cluster})
 
 
 def environment(config: Config, node: str, addresses: Sequence[str], ours: Mapping[str, str]) -> dict[str, str]:
-    """Variables of every process on a node: those of the driver that say how to run, and at which address the node is reached.
+    """Return the variables of every process on a node: the shared ones of the driver, and the address of the node.
 
-    Ray's own address of a node, which is reached from all others, wins over what a host's name stands for, but not over a network that
-    the user has named.
+    Ray's address of a node, which all other nodes reach, overrides the address that the host name resolves to, but not a network that
+    the user configured.
 
     Args:
-        config: the user's.
-        node: its address in Ray.
-        addresses: of all nodes.
+        config: the user's configuration.
+        node: the node's address in Ray.
+        addresses: addresses of all nodes.
         ours: the driver's environment.
     """
     passed = {name: value for name, value in ours.items() if name.startswith(_PASSED) and name != address.VARIABLE}
@@ -141,12 +141,12 @@ def environment(config: Config, node: str, addresses: Sequence[str], ours: Mappi
 
 
 def launches(config: Config, file: Path, bundle: Bundle, master: tuple[str, int], variables: Mapping[str, str]) -> tuple[Launch, ...]:
-    """What is started on a node, in order.
+    """Return the processes to start on a node, in order.
 
     Args:
-        file: the configuration that all processes read.
-        master: where the trainer's ranks meet.
-        variables: of `environment`.
+        file: the configuration file that all processes read.
+        master: rendezvous address and port of the trainer's ranks.
+        variables: result of `environment`.
     """
     logs = config.run.dir.absolute() / "logs"
     if bundle.part == "trainer":
@@ -163,19 +163,19 @@ def launches(config: Config, file: Path, bundle: Bundle, master: tuple[str, int]
 
 
 def _launch(name: str, arguments: Sequence[str], logs: Path, variables: Mapping[str, str], suffix: str = "") -> Launch:
-    # engine-0.log is what the server writes.
+    # The suffix keeps this log apart from engine-0.log, which the server writes.
     return Launch(name, tuple(arguments), logs / f"{name.replace('.', '-')}{suffix}.log", variables)
 
 
 def wanted_words(wanted: Sequence[Bundle]) -> str:
-    """What is reserved, in words: "3 nodes: 2 CPUs for controller and engine 0, 1 CPU for trainer rank 0, ..."."""
+    """Describe the reservation: "3 nodes: 2 CPUs for controller and engine 0, 1 CPU for trainer rank 0, ..."."""
     parts = ", ".join(f"{_resources(bundle.resources)} for {bundle.title}" for bundle in wanted)
     where = f"{len(wanted)} nodes" if strategy(wanted) == "STRICT_SPREAD" else "1 node, or 2"
     return f"{where}: {parts}"
 
 
 def nodes_words(nodes: Sequence[Mapping[str, float]], free: Mapping[str, float]) -> str:
-    """What a cluster has, in words: "1 node with 8 CPUs, 2 nodes with 4 CPUs; free: 9 CPUs"."""
+    """Describe a cluster's resources: "1 node with 8 CPUs, 2 nodes with 4 CPUs; free: 9 CPUs"."""
     largest = sorted(nodes, key=lambda node: (node.get("GPU", 0.0), node.get("CPU", 0.0)), reverse=True)
     alike = Counter(_resources(node) for node in largest)
     each = ", ".join(f"{_counted(count, 'node')} with {what}" for what, count in alike.items()) or "no node"

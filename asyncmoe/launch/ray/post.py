@@ -1,4 +1,4 @@
-"""The driver's side of the actor on a node: what runs there, as processes to watch."""
+"""The driver's side of the actor on a node, which presents the node's processes for supervision."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _POLL_S = 0.1
 
 
 class Post:
-    """A node's actor.
+    """A node's actor, as the driver calls it.
 
     Args:
-        ray: the module, connected.
-        actor: Ray's handle.
-        silence_s: an actor that does not answer for so long is lost.
+        ray: the connected `ray` module.
+        actor: Ray's handle of the actor.
+        silence_s: seconds without an answer after which the node counts as lost.
     """
 
     def __init__(self, ray: Any, actor: Any, bundle: Bundle, place: NodeFacts, silence_s: float) -> None:
@@ -31,27 +31,27 @@ class Post:
         self._ended: Mapping[str, End] = {}
         self._asked: Any = None
         self._since = 0.0
-        """When the first question without an answer was asked, in time.monotonic's seconds; 0: all were answered."""
+        """Time of the first unanswered call, in time.monotonic's seconds; 0 if every call was answered."""
 
     @property
     def title(self) -> str:
-        """What messages call it."""
+        """Name of the node in messages."""
         return f"{self.bundle.title} on {self.place.address} ({self.place.host})"
 
     def call(self, method: str, *arguments: object) -> Any:
-        """Call a method of the actor and wait for what it returns.
+        """Call a method of the actor and return its result.
 
         Raises:
-            AsyncmoeError: it failed, the node is lost, or there was no answer in time.
+            AsyncmoeError: the call failed, the node is lost, or there was no answer in time.
         """
         return self._result(self.tell(method, *arguments), 0.0, self._silence_s)
 
     def tell(self, method: str, *arguments: object) -> Any:
-        """Call a method and wait for nothing; Ray's reference to what it will return."""
+        """Call a method without waiting, and return Ray's reference to its result."""
         return getattr(self._actor, method).remote(*arguments)
 
     def ended(self) -> Mapping[str, End]:
-        """The processes there that have ended, as far as is known. A node that cannot be reached may come back.
+        """Return the last known ends of the node's processes. An unreachable node counts as lost only after `silence_s`.
 
         Raises:
             AsyncmoeError: the node is lost.
@@ -72,7 +72,7 @@ class Post:
         return self._ended
 
     def check(self) -> None:
-        """It answers now.
+        """Check that the actor answers.
 
         Raises:
             AsyncmoeError: the node is lost.
@@ -85,7 +85,7 @@ class Post:
 
 
 class Remote:
-    """A process on a node, to watch as `asyncmoe.launch.watch.Process`."""
+    """A process on a node, as an `asyncmoe.launch.watch.Process`."""
 
     def __init__(self, post: Post, launch: Launch) -> None:
         self._post, self._launch = post, launch
@@ -104,16 +104,16 @@ class Remote:
 
     @property
     def reason(self) -> str | None:
-        """What it gave as the reason for its end."""
+        """The reason that the process gave for its end; None if it gave none."""
         end = self._post.ended().get(self._launch.name)
         return None if end is None else end.reason
 
     def signal(self, number: Signals) -> None:
-        """Send it a signal; nothing when it has ended."""
+        """Send the process a signal; do nothing if it has ended."""
         self._post.tell("signal", self._launch.name, int(number))
 
     def wait(self, seconds: float) -> bool:
-        """True when it ended within `seconds`."""
+        """Wait for the process; true if it ended within `seconds`."""
         until = time.monotonic() + seconds
         while self.returncode is None:
             if time.monotonic() > until:
@@ -122,5 +122,5 @@ class Remote:
         return True
 
     def why(self) -> str:
-        """Which process on which node, and the reason it gave for ending, or else where to look."""
+        """Process and node, with the reason that the process gave for its end, or its status and log."""
         return f"{self.name}: {self.reason or f'ended with status {self.returncode}; its log is {self.log}'}"

@@ -1,4 +1,4 @@
-"""`python -m asyncmoe.launch.slurm CONFIG [key=value ...]`: what `slurm/train.sbatch` becomes on the first node of its allocation."""
+"""`python -m asyncmoe.launch.slurm CONFIG [key=value ...]`: started by `slurm/train.sbatch` on the first node of its allocation."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from asyncmoe.launch.slurm.signals import Stop
 
 def run(arguments: Sequence[str], stop: Stop) -> None:
     """Run a configuration in this allocation."""
-    from asyncmoe.launch.slurm import supervise  # seconds of imports, after signals are handled
+    from asyncmoe.launch.slurm import supervise  # imports for seconds, so only after the signal handlers are set
 
     if not arguments:
         cure = "sbatch --nodes=N slurm/train.sbatch CONFIG [key=value ...]"

@@ -1,6 +1,6 @@
-"""The trainer ranks of one node of several, in a step of a SLURM job.
+"""torchrun on one node of several, with the exit status of the root-cause rank.
 
-A job that failed by a mistake of the user must not go back into the queue, so the step ends with the status of the rank that failed first.
+torchrun itself exits with 1 for every failure of a rank, but a job that failed by a user error must not be requeued.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from asyncmoe.process import say
 
 
 def run(node: int, nodes: int, ranks: int, address: str, port: int, config: str) -> None:
-    """Run this node's trainer ranks to their end.
+    """Run this node's trainer ranks to their end, then exit with the status of a failure.
 
     Args:
-        node: its number among `nodes`; 0 is where the ranks meet, at `address` and `port`.
-        ranks: on this node.
+        node: index of this node among `nodes`; node 0 hosts the rendezvous at `address` and `port`.
+        ranks: number of ranks on this node.
     """
     os.environ.update({name: os.environ.get(name, value) for name, value in torchrun.TRAINER_ENVIRONMENT.items()})
     try:
@@ -33,8 +33,10 @@ def run(node: int, nodes: int, ranks: int, address: str, port: int, config: str)
 
 
 def check_free(port: int) -> None:
-    """Raises:
-    AsyncmoeError: somebody listens there. Not the user's mistake: the next start of the job takes another port.
+    """Check that a port of this node is free.
+
+    Raises:
+        AsyncmoeError: the port is in use. Not a user error, because the next start of the job takes another port.
     """
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

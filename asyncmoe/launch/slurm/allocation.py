@@ -1,4 +1,4 @@
-"""Which nodes SLURM gave this job, from the variables it sets in a batch script."""
+"""The nodes that SLURM allocated to this job, from the variables that it sets in a batch script."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from dataclasses import dataclass
 from asyncmoe.errors import UserError
 
 Expand = Callable[[str], tuple[str, ...]]
-"""From "n[1-3]" to its nodes; `control.hostnames` asks SLURM itself."""
+"""Expands a node list such as "n[1-3]"; `control.hostnames` does so through SLURM."""
 
 
 @dataclass(frozen=True)
 class JobComponent:
-    """One component of a heterogeneous job, or the whole of any other.
+    """One component of a heterogeneous job, or the whole of any other job.
 
     Attributes:
-        job: what `squeue --steps` knows its steps by: "12", "12_3" of an array, the component's own number in a heterogeneous job.
-        nodes: their SLURM names, in SLURM's order.
-        index: what `srun --het-group` calls it; None where there are no components.
+        job: job number that `squeue --steps` shows: "12", "12_3" for an array task, or a heterogeneous component's own number.
+        nodes: SLURM's node names, in SLURM's order.
+        index: index for `srun --het-group`; None if the job has no components.
     """
 
     job: str
@@ -28,13 +28,14 @@ class JobComponent:
 
 @dataclass(frozen=True)
 class Allocation:
-    """A job that runs.
+    """The allocation of a running job.
 
     Attributes:
         job: SLURM_JOB_ID.
-        name: what SLURM's commands must be told. The last task of an array has the number of the whole array, so one is named
+        name: the job's name for SLURM commands. The last task of an array has the number of the whole array, so tasks are named
             "ARRAY_TASK" (https://slurm.schedmd.com/job_array.html).
-        restarts: how often it went back into the queue.
+        restarts: how often the job was requeued.
+        groups: the components of the job.
     """
 
     job: int
@@ -47,15 +48,15 @@ class Allocation:
         return tuple(node for group in self.groups for node in group.nodes)
 
     def group_of(self, node: str) -> JobComponent:
-        """The component a node belongs to."""
+        """Return the component that a node belongs to."""
         return next(group for group in self.groups if node in group.nodes)
 
 
 def read(environ: Mapping[str, str], expand: Expand) -> Allocation:
-    """What SLURM's variables say.
+    """Read the allocation from SLURM's variables.
 
     Raises:
-        UserError: this is no SLURM job.
+        UserError: this process is not in a SLURM job.
     """
     if "SLURM_JOB_ID" not in environ or "SLURM_JOB_NODELIST" not in environ:
         cure = "start it with: sbatch --nodes=N slurm/train.sbatch CONFIG; on a machine without SLURM: asyncmoe run CONFIG"

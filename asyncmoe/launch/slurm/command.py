@@ -1,4 +1,4 @@
-"""What the commands of this package have in common: signals first, and one line for what went wrong."""
+"""The shared main function of this package's commands: it installs signal handlers first and reports an error in one line."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from asyncmoe.process import say
 
 
 def main(run: Callable[[Sequence[str], Stop], None]) -> None:
-    """Call `run` with the arguments of the command; the status of an error says whether the user can mend it."""
+    """Call `run` with the arguments of the command; the exit status of a failure tells a user error from others."""
     stop = Stop()
     logging.basicConfig(format="%(asctime)s %(name)s: %(message)s", level=logging.INFO)
     try:

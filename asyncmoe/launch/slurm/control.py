@@ -1,4 +1,4 @@
-"""SLURM's own commands, each with a time-out."""
+"""SLURM's own commands, each with a timeout."""
 
 from __future__ import annotations
 
@@ -9,28 +9,28 @@ import time
 from asyncmoe.errors import AsyncmoeError, WaitTimeout
 
 _ANSWER_S = 60.0
-"""slurmctld of a large site can be busy for many seconds."""
+"""Timeout in seconds, because slurmctld of a large site can be busy for many."""
 
 
 def hostnames(nodelist: str) -> tuple[str, ...]:
-    """The nodes of "n[1-3]", in SLURM's order."""
+    """Expand a node list such as "n[1-3]", in SLURM's order."""
     return tuple(_run("scontrol", "show", "hostnames", nodelist).split())
 
 
 def address(node: str) -> str:
-    """What SLURM reaches a node at; its name need not stand for an address."""
+    """Return the address at which SLURM reaches a node, whose name need not resolve."""
     found = address_in(_run("scontrol", "--oneliner", "show", "node", node))
     return found or node
 
 
 def address_in(shown: str) -> str | None:
-    """NodeAddr of what `scontrol --oneliner show node` prints."""
+    """Return NodeAddr from the output of `scontrol --oneliner show node`."""
     match = re.search(r"\bNodeAddr=(\S+)", shown)
     return None if match is None or match[1] == "(null)" else match[1]
 
 
 def steps(job: str) -> dict[str, str]:
-    """The running steps of a job, from name to number ("12.3")."""
+    """Return the numbers ("12.3") of a job's running steps, by step name."""
     lines = _run("squeue", "--noheader", "--steps", f"--jobs={job}", "--format=%i %j").splitlines()
     found = (line.strip().partition(" ") for line in lines)
     return {name: number for number, _, name in found if number.startswith(f"{job}.")}
@@ -39,35 +39,35 @@ def steps(job: str) -> dict[str, str]:
 def signal_step(number: str, name: str) -> None:
     """Send a signal to every process of a step.
 
-    SLURM 22.05 delivers it and still complains of an "Invalid job id" when the step is not on all nodes of its job, so its status says
-    nothing: whoever asks has to see that what was asked for happens.
+    SLURM 22.05 delivers the signal and still reports "Invalid job id" if the step is not on all nodes of its job, so the status of the
+    command is ignored: the caller must check the effect of the signal.
     """
     _started("scancel", f"--signal={name}", number)
 
 
 def requeue(name: str) -> None:
-    """End a job and put it back into the queue; SLURM ends the caller too.
+    """End a job and requeue it; SLURM ends the caller too.
 
     Raises:
-        AsyncmoeError: SLURM refuses, in its words.
+        AsyncmoeError: SLURM refuses; the message is SLURM's.
     """
     ended = _started("scontrol", "requeue", name)
-    if ended.returncode > 0:  # below 0: SLURM was so quick to end us that it ended this command too
+    if ended.returncode > 0:  # negative if SLURM already ended this command together with the job
         raise _refused(ended)
 
 
 def running(name: str) -> bool:
-    """False when a job was cancelled or its time is over. A heterogeneous job has a state for each component."""
+    """Return false if a job was cancelled or reached its time limit. A heterogeneous job has a state for each component."""
     return set(_run("squeue", "--noheader", f"--jobs={name}", "--format=%T").split()) == {"RUNNING"}
 
 
 def seconds_left(name: str) -> float | None:
-    """Until the time limit of a job; None when there is none or SLURM does not say."""
+    """Return the seconds until a job's time limit; None if there is no limit or SLURM does not report it."""
     return parse_left(_run("squeue", "--noheader", f"--jobs={name}", "--format=%L"))
 
 
 def parse_left(text: str) -> float | None:
-    """Seconds of "1-02:03:04", "03:04" or "4"; None for "UNLIMITED" and the like."""
+    """Return the seconds in "1-02:03:04", "03:04" or "4"; None for words such as "UNLIMITED"."""
     line = text.split()[0] if text.split() else ""
     match = re.fullmatch(r"(?:(\d+)-)?(?:(\d+):)?(?:(\d+):)?(\d+)", line)
     if match is None:

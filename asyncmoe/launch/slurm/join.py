@@ -1,7 +1,7 @@
 """Engines of another allocation join a running training: `python -m asyncmoe.launch.slurm.join RUN_DIR_OR_CONFIG [ENGINES_PER_NODE]`.
 
-One step for each engine, on every node of this allocation. They leave when they are asked to (SIGTERM, SIGINT or SIGUSR1 to the batch
-script), and end by themselves when the run is over. One that fails leaves the others alone.
+Each engine is one step, on every node of this allocation. Engines leave on request (SIGTERM, SIGINT or SIGUSR1 to the batch script)
+and end by themselves when the run is over. An engine that fails does not affect the others.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from asyncmoe.launch.slurm.signals import Stop
 
 _POLL_S = 0.5
 _LEAVE_S = 90.0
-"""For engines to finish what they do; then they are ended. slurm/rollout.sbatch wants to hear of the time limit 120 s before it."""
+"""Seconds for engines to finish their work before they are killed; slurm/rollout.sbatch has its signal sent 120 s before the limit."""
 _ASK_AGAIN_S = 2.0
 _APPEARS_S = 180.0
-"""For the run directory's configuration, where that alone is known."""
+"""Seconds to wait for the run's configuration if only the run directory is given."""
 
 
 def run(arguments: Sequence[str], stop: Stop) -> None:
     """Run engines until the training is over or they are asked to leave.
 
     Raises:
-        UserError: what was given is no run, or one that nobody can join.
-        WaitTimeout: the training did not appear.
-        AsyncmoeError: an engine failed, the first cause of all.
+        UserError: the arguments are invalid, or the run does not accept engines.
+        WaitTimeout: the run's configuration did not appear.
+        AsyncmoeError: an engine failed; the error is the root cause.
     """
     if not 1 <= len(arguments) <= 2:
         cure = "sbatch slurm/rollout.sbatch RUN_DIR [ENGINES_PER_NODE]"
@@ -56,10 +56,10 @@ def run(arguments: Sequence[str], stop: Stop) -> None:
 
 
 def plan(where: Allocation, config: Config, resolved: Path, each: int, program: steps.Container) -> list[steps.JobStep]:
-    """A step for every engine, with names that no other job's have.
+    """Return a step for every engine, with names that are unique across jobs.
 
     Args:
-        each: engines on a node.
+        each: engines per node.
     """
     planned = []
     for node in where.nodes:
@@ -70,10 +70,10 @@ def plan(where: Allocation, config: Config, resolved: Path, each: int, program: 
 
 
 def number(text: str) -> int:
-    """Engines of a node, as the user says it.
+    """Parse the user's number of engines per node.
 
     Raises:
-        UserError: no number.
+        UserError: not a positive number.
     """
     if not text.isdigit() or int(text) == 0:
         raise UserError("ENGINES_PER_NODE", got=repr(text), expected="a number of at least 1")
@@ -81,12 +81,12 @@ def number(text: str) -> int:
 
 
 def engines_each(config: Config) -> int:
-    """As many as the run's own nodes have."""
+    """Return the number of engines per engine node of the run itself."""
     return -(-config.engines.count // config.cluster.engine_nodes)
 
 
 def _resolved(given: Path, stop: Stop) -> tuple[Config, Path]:
-    """The configuration that the processes of the run read, once it is there."""
+    """Wait for the configuration file that the processes of the run read, and return its content and path."""
     begin = time.monotonic()
     directory, limit_s = given, _APPEARS_S
     if given.is_file():

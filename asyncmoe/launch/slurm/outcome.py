@@ -1,4 +1,4 @@
-"""What becomes of a job whose steps have ended: a report, a place in the queue, or an error."""
+"""The outcome of a job whose steps have ended: a report, a requeue, or an error."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ _LOST = "slurm-lost.json"
 
 
 class Lost(msgspec.Struct, frozen=True):
-    """Kept in the run directory from one start of a job to the next: how often it went back into the queue after a loss."""
+    """Number of requeues of a job after lost processes, kept in the run directory between starts of the job."""
 
     job: str
     count: int
 
 
 def conclude(where: Allocation, config: Config, before: Path | None, cause: AsyncmoeError | None, stop: Stop) -> None:
-    """Report a finished run; put an unfinished one back into the queue where that can help.
+    """Report a finished run; requeue an unfinished one if that can help.
 
     Args:
         before: the newest checkpoint when the job started.
-        cause: of its end, if that was a failure.
+        cause: root cause of a failure, if there was one.
 
     Raises:
-        AsyncmoeError: the run has ended unfinished, and not to go on by itself.
+        AsyncmoeError: the run ended unfinished and is not requeued.
     """
-    # A job that is cancelled hears of it after its steps, and must not go back into the queue.
+    # A cancelled job is signalled after its steps, and must not be requeued.
     if stop.now or (cause is not None and _cancelled(where)):
         raise told_to_end(where)
     newest = checkpoints.newest(config.run.dir)
@@ -70,7 +70,7 @@ def _cancelled(where: Allocation) -> bool:
 
 
 def told_to_end(where: Allocation) -> AsyncmoeError:
-    """What a cancelled job says."""
+    """Return the error of a cancelled job."""
     return AsyncmoeError(f"job {where.name} was told to end; what was not in a checkpoint is lost")
 
 
@@ -79,10 +79,10 @@ def _is_finished(config: Config, newest: Path | None) -> bool:
 
 
 def _lost(where: Allocation, config: Config, cause: AsyncmoeError) -> None:
-    """Put the job back into the queue, or end it with what was the matter.
+    """Requeue the job, or raise the cause of its failure.
 
     Raises:
-        AsyncmoeError: it ends. `exit_code` is 2 for a mistake of the user.
+        AsyncmoeError: the job is not requeued. `exit_code` is 2 for a user error.
     """
     path, limit = config.run.dir / _LOST, config.cluster.requeues
     count = lost_before(path, where.name)
@@ -98,7 +98,7 @@ def _lost(where: Allocation, config: Config, cause: AsyncmoeError) -> None:
 
 
 def lost_before(path: Path, job: str) -> int:
-    """How often this job lost a process so far; another job's count is not its own."""
+    """Return how often this job lost a process so far; a count left by another job is ignored."""
     try:
         kept = msgspec.json.decode(path.read_bytes(), type=Lost)
     except (FileNotFoundError, msgspec.DecodeError):

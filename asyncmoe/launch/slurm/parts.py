@@ -1,4 +1,4 @@
-"""Steps that run: started, asked to stop, ended, and explained."""
+"""Running steps: start them, ask them to stop, end them, and explain their failures."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from asyncmoe.process import Child
 
 log = logging.getLogger(__name__)
 STOP = "URG"
-"""Signal by which a step is asked to stop.
+"""Signal that asks a step to stop.
 
 SLURM sends a signal to every process of a step, and srun turns its own SIGTERM into SIGKILL for all of them (both seen with 22.05). An
-engine's server must not hear of the stop before the process that leads it. Processes ignore SIGURG unless they say otherwise, and
-`task` does, for the one that has to know.
+engine's server must not receive the stop before the process that leads it. Processes ignore SIGURG by default, and only `task`,
+in the process that must stop first, handles it.
 """
 _SETTLE_S = 2.0
-"""After the first end: the others say what they think of it."""
+"""Seconds to wait after the first failure for the reasons of other parts."""
 _POLITE_S = 15.0
 _FORCED_S = 45.0
-"""srun waits for its tasks' end for KillWait + 2 s, 32 s by default, before it gives up."""
+"""Seconds for srun to end; it waits KillWait + 2 s (32 s by default) for its tasks before it gives up."""
 
 
 class Part:
@@ -38,7 +38,7 @@ class Part:
 
     @property
     def status(self) -> int | None:
-        """Of srun, or None while it runs."""
+        """Exit status of srun, or None while it runs."""
         return self._child.returncode
 
     @property
@@ -46,7 +46,7 @@ class Part:
         return self.status not in (None, 0)
 
     def ended(self) -> verdict.EndedStep:
-        """How it ended. Call when it has failed."""
+        """Return how the step ended. Requires that it has failed."""
         assert self.status is not None
         output = self._since_start(self.step.output)
         nodes, status = verdict.first_end(output, self.step.nodes, self.status)
@@ -69,13 +69,13 @@ class Part:
 
 
 def start(steps: Sequence[JobStep], into: list[Part]) -> None:
-    """Start steps one after the other; what was started is in `into` even when the next one cannot be."""
+    """Start steps one after the other, and append each to `into` so that the started ones are known if a later one fails."""
     for step in steps:
         into.append(Part(step))
 
 
 def ask_to_stop(parts: Sequence[Part]) -> bool:
-    """Ask steps to stop by themselves; False when SLURM does not know all of them (yet)."""
+    """Ask steps to stop by themselves; return false if SLURM does not know all of them yet."""
     known = _numbers(parts)
     for number in known.values():
         control.signal_step(number, STOP)
@@ -83,13 +83,13 @@ def ask_to_stop(parts: Sequence[Part]) -> bool:
 
 
 def first_cause(parts: Sequence[Part]) -> AsyncmoeError:
-    """What the first end was, when at least one part has failed."""
+    """Return the root cause. Requires that at least one part has failed."""
     time.sleep(_SETTLE_S)
     return watch.failure([part.ended() for part in parts if part.failed])
 
 
 def end_all(parts: Sequence[Part]) -> None:
-    """End what still runs of these steps, politely first; nothing else of the job is touched."""
+    """End the steps that still run, with SIGTERM first; other steps of the job are left alone."""
     running = [part for part in parts if part.status is None]
     try:
         for number in _numbers(running).values():
@@ -102,7 +102,7 @@ def end_all(parts: Sequence[Part]) -> None:
 
 
 def wait_until(condition: Callable[[], bool], seconds: float) -> bool:
-    """Poll until `condition` holds; False when `seconds` were over first."""
+    """Poll until `condition` holds; return false after `seconds`."""
     until = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > until:
@@ -112,7 +112,7 @@ def wait_until(condition: Callable[[], bool], seconds: float) -> bool:
 
 
 def _numbers(parts: Sequence[Part]) -> dict[str, str]:
-    """Of the parts that SLURM knows, from name to number."""
+    """Return SLURM's step numbers by part name, for the parts that SLURM knows."""
     known = {job: control.steps(job) for job in {part.step.job for part in parts}}
     return {part.step.name: known[part.step.job][part.step.name] for part in parts if part.step.name in known[part.step.job]}
 

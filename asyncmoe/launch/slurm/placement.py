@@ -1,4 +1,4 @@
-"""Which part of a run lives on which node."""
+"""Placement of a run's parts on the nodes of an allocation."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from asyncmoe.errors import ConfigError, UserError
 from asyncmoe.launch.slurm.allocation import Allocation
 
 _PORTS = range(20000, 32000)
-"""Below what Linux gives to connections by itself (32768 and above)."""
+"""Below Linux's ephemeral ports (32768 and above)."""
 
 
 @dataclass(frozen=True)
 class Placement:
-    """Nodes by part. The controller lives on `engines[0]`.
+    """Nodes by part. The controller runs on the node of `engines[0]`.
 
     Attributes:
-        engines: nodes of engines, each with those of its numbers that it runs: ("n1", (0, 1)).
-        trainers: nodes of the trainer, in the order of its ranks.
-        ranks: trainer ranks on each of them.
+        engines: engine nodes, each with the numbers of its engines: ("n1", (0, 1)).
+        trainers: trainer nodes, in rank order.
+        ranks: trainer ranks on each trainer node.
         unused: nodes of the allocation without a part.
     """
 
@@ -35,12 +35,12 @@ class Placement:
 
 
 def place(allocation: Allocation, config: Config) -> Placement:
-    """Engines on the first nodes and the trainer on those after them; of a heterogeneous job, engines on the first component and the
-    trainer on the second. One node is shared by both.
+    """Place the engines on the first nodes and the trainer on the next ones; in a heterogeneous job, the engines on the first component
+    and the trainer on the second. Both share the node of a one-node job.
 
     Raises:
-        UserError: too few nodes, or a number of components that is not two.
-        ConfigError: ranks or engines that cannot be spread over their nodes.
+        UserError: there are too few nodes, or a heterogeneous job does not have two components.
+        ConfigError: ranks or engines cannot be spread over their nodes.
     """
     cluster = config.cluster
     if config.trainer.ranks % cluster.trainer_nodes:
@@ -83,14 +83,14 @@ def _check(what: str, nodes: Sequence[str], wanted: int, expected: str, cure: st
 
 
 def spread(nodes: Sequence[str], count: int) -> tuple[tuple[str, tuple[int, ...]], ...]:
-    """`count` numbers over nodes in order, as evenly as they go: 5 over two nodes are 0, 1, 2 and 3, 4."""
+    """Spread `count` numbers over nodes in order and as evenly as possible: 5 over two nodes gives 0, 1, 2 and 3, 4."""
     edges = [-(-count * place // len(nodes)) for place in range(len(nodes) + 1)]
     return tuple((node, tuple(range(*edges[place : place + 2]))) for place, node in enumerate(nodes))
 
 
 def implied(allocation: Allocation, config: Config) -> tuple[str, ...]:
-    """Overrides of the configuration that an allocation implies: of several nodes, of one whose engines are behind the trainer although
-    other machines may reach it, and of a job that went back into the queue."""
+    """Return the configuration overrides that an allocation implies: engines join; several nodes rendezvous by host name; on one node that
+    other machines may reach, the engines' GPUs follow the trainer's; and a requeued job resumes."""
     one, local = len(allocation.nodes) == 1, config.cluster.network == "loopback"
     network = [] if one or not local else ["cluster.network=hostname"]
     behind = [f"engines.first_gpu={config.trainer.ranks}"] if one and not local and config.engines.first_gpu is None else []
@@ -99,13 +99,13 @@ def implied(allocation: Allocation, config: Config) -> tuple[str, ...]:
 
 
 def check_gpus(placed: Placement, config: Config, gpus: int) -> None:
-    """Refuse a run whose processes do not each find a GPU.
+    """Check that every process finds a GPU.
 
     Args:
-        gpus: of every node.
+        gpus: number of GPUs on every node.
 
     Raises:
-        ConfigError: too few, or a GPU that an engine and the trainer would meet on.
+        ConfigError: there are too few GPUs, or an engine and the trainer would use the same GPU.
     """
     several = placed.controller not in placed.trainers
     for asked in devices.wanted(config, several):
@@ -113,5 +113,5 @@ def check_gpus(placed: Placement, config: Config, gpus: int) -> None:
 
 
 def master_port(job: int, restarts: int) -> int:
-    """Where the trainer's ranks meet: jobs that share a node take different ones, and so does a job that starts again."""
+    """Return the rendezvous port of the trainer's ranks. It differs between jobs that share a node and between starts of a job."""
     return _PORTS[(job * 7 + restarts * 1009) % len(_PORTS)]

@@ -1,4 +1,4 @@
-"""What SLURM and the user ask of a batch script."""
+"""Signals by which SLURM and the user stop a batch script."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from types import FrameType
 
 
 class Stop:
-    """What was asked by signals so far. Make it before any long import: a signal that is not handled ends a process.
+    """The stop requests received so far. Create it before any long import, because an unhandled signal ends the process.
 
     Attributes:
-        requeue: SIGUSR1, which SLURM sends before the time limit: save, end, and go back into the queue.
-        save: that or SIGINT: save and end.
-        now: SIGTERM: end.
+        requeue: SIGUSR1, which SLURM sends before the time limit, was received: save, end and requeue.
+        save: SIGUSR1 or SIGINT was received: save and end.
+        now: SIGTERM was received: end.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""The `srun` command of every part of a run. Pure: nothing is started here."""
+"""The `srun` command of every part of a run. Pure: this module starts nothing."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ class JobStep:
 
     Attributes:
         name: "controller", "trainer", "engine.0"; also the step's name in `squeue --steps`.
-        job: what `squeue --steps` knows it by, see `allocation.Group`.
-        nodes: where it runs, one task on each.
+        job: job number that `squeue --steps` shows, see `allocation.JobComponent`.
+        nodes: nodes of the step, one task on each.
         command: the whole `srun` command.
-        output: where srun writes, and a task before it opens the log below.
-        logs: for each node what its task writes, see `log_of`.
+        output: output file of srun, and of a task until it opens its log.
+        logs: log of each node's task, see `log_of`.
     """
 
     name: str
@@ -36,11 +36,11 @@ class JobStep:
 
 @dataclass(frozen=True)
 class Container:
-    """Pyxis' flags, which are those of `srun` where a site has enroot (https://github.com/NVIDIA/pyxis).
+    """Container flags that Pyxis adds to `srun` on sites with enroot (https://github.com/NVIDIA/pyxis).
 
     Attributes:
-        image: what --container-image takes; None: no container.
-        mounts: what --container-mounts takes: the checkout, the run directory and the model must be there under the same paths.
+        image: value of --container-image; None: no container.
+        mounts: value of --container-mounts; the checkout, the run directory and the model must have the same paths in the container.
         python: the interpreter that has asyncmoe where steps run.
     """
 
@@ -55,7 +55,7 @@ class Container:
 
 
 def container(environ: Mapping[str, str], executable: str) -> Container:
-    """From ASYNCMOE_CONTAINER_IMAGE, ASYNCMOE_CONTAINER_MOUNTS and ASYNCMOE_CONTAINER_PYTHON; `executable` runs where there is none."""
+    """Read ASYNCMOE_CONTAINER_IMAGE, ASYNCMOE_CONTAINER_MOUNTS and ASYNCMOE_CONTAINER_PYTHON; without an image, `executable` runs."""
     image = environ.get("ASYNCMOE_CONTAINER_IMAGE") or None
     if image is None:
         return Container(None, None, executable)
@@ -63,17 +63,17 @@ def container(environ: Mapping[str, str], executable: str) -> Container:
 
 
 def log_of(logs: Path, name: str, node: str) -> Path:
-    """What the task of a step writes on a node."""
+    """Return the log of a step's task on a node."""
     return logs / f"{name}.{node}.log"
 
 
 def srun(allocation: Allocation, name: str, nodes: Sequence[str], logs: Path, where: Container, arguments: Sequence[str]) -> JobStep:
-    """A step with one task of `asyncmoe.launch.slurm.task` on each of some nodes of one component.
+    """Return a step that runs one `asyncmoe.launch.slurm.task` on each of `nodes`, all of one component.
 
-    - `--overlap`: engines and the controller share a node, and by default a step keeps its CPUs and GPUs to itself.
-    - `--cpu-bind=none`: one task would be bound to one core, and starts many processes.
-    - `--mpi=none`: no PMIx server is started beside tasks that do not speak to it.
-    - `--kill-on-bad-exit`: ranks of one node wait long for those of another that has ended.
+    - `--overlap`: engines and the controller share a node, but by default a step has exclusive use of its CPUs and GPUs.
+    - `--cpu-bind=none`: a task would be bound to one core, but starts many processes.
+    - `--mpi=none`: tasks do not use MPI, so SLURM need not start a PMIx server.
+    - `--kill-on-bad-exit`: otherwise ranks wait long for the ranks of a node whose task has ended.
     """
     group = allocation.group_of(nodes[0])
     flags = [f"--job-name={name}", "--overlap", f"--nodes={len(nodes)}", f"--ntasks={len(nodes)}", "--ntasks-per-node=1"]
@@ -88,10 +88,10 @@ def srun(allocation: Allocation, name: str, nodes: Sequence[str], logs: Path, wh
 def all_steps(
     allocation: Allocation, placement: Placement, config: Config, resolved: Path, master: tuple[str, int], where: Container
 ) -> list[JobStep]:
-    """Controller, engines, trainer.
+    """Return the steps of controller, engines and trainer, in this order.
 
     Args:
-        master: address and port where the trainer's ranks meet.
+        master: rendezvous address and port of the trainer's ranks.
     """
     logs = config.run.dir / "logs"
     steps = [srun(allocation, CONTROLLER, [placement.controller], logs, where, ["rollout", str(resolved)])]
@@ -106,5 +106,5 @@ def all_steps(
 
 
 def engine(resolved: Path, name: str, index: int) -> list[str]:
-    """Arguments of the task of one engine, the `index`-th of its node."""
+    """Return the task arguments of an engine, the `index`-th of its node."""
     return ["engine", str(resolved), "--name", name, "--index", str(index)]

@@ -1,4 +1,4 @@
-"""One run in one allocation: all parts started as steps, watched, and ended whatever happens."""
+"""A run in one allocation: start all parts as steps, supervise them, and end them in any case."""
 
 from __future__ import annotations
 
@@ -21,28 +21,28 @@ from asyncmoe.telemetry.live import LiveView
 
 _POLL_S = 0.25
 _END_GRACE_S = 60.0
-"""Between the ends of controller and trainer."""
+"""Seconds allowed between the ends of controller and trainer."""
 _LEAVE_S = 20.0
-"""For engines, after those two."""
+"""Seconds for engines to end after controller and trainer."""
 _ASK_AGAIN_S = 2.0
 _SIGNALLED_S = 300.0
-"""How long before the time limit slurm/train.sbatch wants to hear of it."""
+"""Seconds before the time limit at which slurm/train.sbatch has SIGUSR1 sent."""
 _KEPT_S = 45.0
-"""Of the time before the limit, kept to end what did not stop by itself and to requeue."""
+"""Seconds reserved before the time limit to end parts that did not stop by themselves, and to requeue."""
 _UNLIMITED_S = 3600.0
-"""For a last step and its checkpoint in a job whose limit is far."""
+"""Upper bound in seconds for a last step and its checkpoint, if the time limit is far away."""
 _INTERRUPTED = 130
-"""Status of a command that SIGINT reached before it had set itself up to be asked."""
+"""Exit status of a command that received SIGINT before it installed its handler."""
 
 
 def run(path: Path, overrides: Sequence[str], stop: Stop) -> None:
-    """Run a configuration in this allocation, or go on with it where its newest checkpoint is.
+    """Run a configuration in this allocation, or resume it from its newest checkpoint.
 
-    Returns when the run is finished, or when the job goes back into the queue.
+    Returns when the run is finished or the job is requeued.
 
     Raises:
         UserError: the configuration, the model, the allocation or the run directory cannot be used.
-        AsyncmoeError: a part failed, the first cause; or the run was stopped.
+        AsyncmoeError: a part failed (the error is the root cause), or the run was stopped.
     """
     where = allocation.read(os.environ, control.hostnames)
     config = configuration.load(path, overrides)
@@ -73,7 +73,7 @@ def _describe(where: Allocation, placed: placement.Placement, config: Config, ne
 
 
 def _supervise(where: Allocation, config: Config, planned: Sequence[steps.JobStep], stop: Stop) -> AsyncmoeError | None:
-    """Start and watch all steps; the first cause of a failure, or None when all ended well or as asked."""
+    """Start and supervise all steps; return the root cause of a failure, or None if all ended well or on request."""
     started: list[Part] = []
     try:
         with LiveView(config) as view:
@@ -111,16 +111,16 @@ def _watch(where: Allocation, started: Mapping[str, Part], view: LiveView, stop:
     view.refresh()
     if any(_bad(part, stop) for part in (controller, trainer)):
         return parts.first_cause(everyone)
-    # The controller has told the engines that have joined; one that has not would wait for it.
+    # The controller has dismissed the engines that joined. An engine that has not joined would wait for the controller.
     parts.wait_until(lambda: all(part.status is not None for part in everyone), _LEAVE_S)
     return None
 
 
 class _Saving:
-    """A stop that was asked for.
+    """A requested stop.
 
     Attributes:
-        by: when whatever still runs is ended, in time.monotonic's seconds.
+        by: deadline after which running parts are ended, in time.monotonic's seconds.
     """
 
     def __init__(self, controller: Part, by: float) -> None:
@@ -128,8 +128,8 @@ class _Saving:
         self._controller, self._told, self._next = controller, False, 0.0
 
     def over(self, now: float) -> bool:
-        """Tell the controller, once; true when the time is over."""
-        # A second time would tell it to end at once. SLURM may not have started it yet.
+        """Ask the controller once to stop; true after the deadline."""
+        # A second request would make the controller end at once. Retry only until SLURM knows its step.
         if not self._told and now > self._next and self._controller.status is None:
             self._next = now + _ASK_AGAIN_S
             try:
@@ -140,7 +140,7 @@ class _Saving:
 
 
 def _bad(part: Part, stop: Stop) -> bool:
-    """It failed. A controller that was told to stop before it had set itself up for that did not."""
+    """True if a part failed. A controller that was asked to stop before it installed its handler did not fail."""
     return part.failed and not (stop.save and part.step.name == steps.CONTROLLER and part.status == _INTERRUPTED)
 
 

@@ -1,4 +1,4 @@
-"""One task of a job array: `python -m asyncmoe.launch.slurm.sweep CONFIG FILE [key=value ...]`, with line SLURM_ARRAY_TASK_ID of FILE."""
+"""One task of a job array, on line SLURM_ARRAY_TASK_ID of FILE: `python -m asyncmoe.launch.slurm.sweep CONFIG FILE [key=value ...]`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from asyncmoe.launch.slurm.signals import Stop
 
 def run(arguments: Sequence[str], stop: Stop) -> None:
     """Run the configuration with the overrides of one line."""
-    from asyncmoe.launch.slurm import supervise  # seconds of imports, after signals are handled
+    from asyncmoe.launch.slurm import supervise  # imports for seconds, so only after the signal handlers are set
 
     if len(arguments) < 2:
         cure = "sbatch --array=1-N --nodes=M slurm/sweep.sbatch CONFIG FILE [key=value ...]"
@@ -30,10 +30,10 @@ def run(arguments: Sequence[str], stop: Stop) -> None:
 
 
 def task(environ: Mapping[str, str]) -> int:
-    """The number of this task.
+    """Return the array index of this task.
 
     Raises:
-        UserError: the job is no array.
+        UserError: the job is not an array.
     """
     found = environ.get("SLURM_ARRAY_TASK_ID", "")
     if not found.isdigit():
@@ -42,10 +42,10 @@ def task(environ: Mapping[str, str]) -> int:
 
 
 def line(text: str, number: int, name: str) -> list[str]:
-    """The overrides of run `number`, from 1; empty lines and those that begin with # do not count.
+    """Return the overrides of run `number`, from 1; empty lines and lines that begin with # are not counted.
 
     Raises:
-        DataError: there is no such line, or its quotes do not match.
+        DataError: there is no such line, or its quotes are unbalanced.
     """
     runs = [line for line in text.splitlines() if line.strip() and not line.lstrip().startswith("#")]
     if not 1 <= number <= len(runs):
@@ -58,7 +58,7 @@ def line(text: str, number: int, name: str) -> list[str]:
 
 
 def directory(configured: Path, own: Sequence[str], number: int) -> list[str]:
-    """A line's overrides, with a run directory in that of the sweep unless the line names one."""
+    """Return a line's overrides, with a run directory below the sweep's directory unless the line names one."""
     if any(override.startswith("run.dir=") for override in own):
         return list(own)
     return [*own, f"run.dir={configured / f'run-{number}'}"]

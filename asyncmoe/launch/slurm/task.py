@@ -1,7 +1,7 @@
-"""What runs in a step, on each of its nodes: `python -m asyncmoe.launch.slurm.task LOGS STEP ROLE CONFIG ...`.
+"""The task of a step on each of its nodes: `python -m asyncmoe.launch.slurm.task LOGS STEP ROLE CONFIG ...`.
 
-Its output goes to a file of the step and the node. SIGURG, which SLURM brings to every process of a step and only this one heeds,
-becomes the signal by which the part is asked to stop.
+Its output goes to a log of the step and the node. SLURM sends SIGURG to every process of a step; only the task handles it, by raising
+the signal that asks its part to stop.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from asyncmoe.storage import writing
 
 
 def main() -> None:
-    """Become the part that was asked for; never returns but by its end."""
+    """Run the part that the arguments name to its end."""
     logs, step, role, *arguments = sys.argv[1:]
     node = os.environ["SLURMD_NODENAME"]
     try:
@@ -46,7 +46,7 @@ def _trainer(node: str, arguments: list[str]) -> None:
 
     config, nodes, ranks, address, port = arguments
     names = nodes.split(",")
-    # SLURM sorts the nodes of a step by itself, and the ranks must meet on the first one that they were told of.
+    # SLURM sorts the nodes of a step, but the rendezvous is on the first node of the argument.
     agent.run(names.index(node), len(names), int(ranks), address, int(port), config)
 
 
@@ -58,12 +58,12 @@ def _asyncmoe(command: str, arguments: list[str]) -> None:
 
 
 def stop_as(number: signal.Signals) -> None:
-    """Take SIGURG for `number`."""
+    """Raise the signal `number` in this process on SIGURG."""
     signal.signal(signal.SIGURG, lambda *_: signal.raise_signal(number))
 
 
 def _write_to(log: Path, step: str) -> None:
-    """Standard output and error of this process and all that it starts are appended there."""
+    """Append standard output and error of this process and its children to `log`."""
     with writing(f"log of {step}", log):
         log.parent.mkdir(parents=True, exist_ok=True)
         file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)

@@ -1,4 +1,4 @@
-"""How a step ended, from what srun printed and its tasks wrote. Pure."""
+"""How a step ended, from srun's output and its tasks' logs. Pure."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ Action = Literal["requeue", "fail"]
 _ENDED = re.compile(r"srun: error: (?P<nodes>\S+): tasks? (?P<tasks>[\d,-]+): (?P<how>[^\r\n]+)")
 _OURS = re.compile(r"srun: (launch/slurm: )?.*(Terminating|Force Terminated|forcing job termination|Job step aborted)")
 _NAMED = re.compile(r"[\w.-]+ on \S+: ")
-"""How an error begins that says itself which part met it, on which node (`asyncmoe.process.named`)."""
+"""Prefix of an error that already names its part and node (`asyncmoe.process.named`)."""
 
 
 @dataclass(frozen=True)
 class EndedStep:
-    """A step that ended badly; an `asyncmoe.launch.watch.Ended`.
+    """A failed step, as an `asyncmoe.launch.watch.Ended`.
 
     Attributes:
-        name: of the step.
-        node: where it began; a list as SLURM writes it where several nodes ended alike.
-        returncode: of the process, negative when a signal ended it.
-        reason: what the process said of it, if it said anything.
-        log: where more is to be found.
+        name: name of the step.
+        node: node that failed first; SLURM's node list if several nodes failed alike.
+        returncode: exit status of the process, negative if a signal ended it.
+        reason: the reason that the process gave, if any.
+        log: log file with details.
     """
 
     name: str
@@ -38,7 +38,7 @@ class EndedStep:
     log: Path
 
     def why(self) -> str:
-        """The reason, or else where to look; part and node in either case."""
+        """Part and node, with the reason and log; without a reason, with the status and log."""
         if self.reason is not None:
             named = _NAMED.match(self.reason) is not None
             return f"{self.reason if named else f'{self.name} on {self.node}: {self.reason}'} (log: {self.log})"
@@ -49,14 +49,14 @@ class EndedStep:
 
 
 def first_end(output: str, nodes: Sequence[str], status: int) -> tuple[str, int]:
-    """The node and status, negative for a signal, of the first task of a step that ended badly, from srun's own messages.
+    """Return node and status (negative for a signal) of a step's first failed task, from srun's own messages.
 
-    srun ends with the highest status of all tasks, so one that was ended because of another would hide it.
+    srun exits with the highest status of all tasks, so a task that was killed because another failed would hide the cause.
 
     Args:
-        output: what srun wrote.
-        nodes: of the step, named when srun says nothing.
-        status: of srun, taken when it says nothing.
+        output: srun's output.
+        nodes: nodes of the step, returned if srun names none.
+        status: exit status of srun, returned if srun reports none.
     """
     for line in output.splitlines():
         if _OURS.match(line):
@@ -68,12 +68,12 @@ def first_end(output: str, nodes: Sequence[str], status: int) -> tuple[str, int]
 
 
 def reason(logs: Mapping[str, str], output: str) -> str | None:
-    """What a step said of its end: that a signal ended a rank, which others only suffer from, or the first line of an error of ours, or
-    srun's last complaint.
+    """Return a step's own reason for its end: a rank that a signal ended, because other ranks' errors follow from it, else the first
+    error line of asyncmoe, else srun's last error.
 
     Args:
-        logs: what each node's task wrote, the one first where the end began.
-        output: what srun wrote, and tasks that could not open their log.
+        logs: log of each node's task, the node that failed first at the front.
+        output: output of srun, and of tasks that could not open their log.
     """
     lines = [line for text in (*logs.values(), output) for line in text.splitlines()]
     errors = [line.removeprefix(ERROR_PREFIX) for line in lines if line.startswith(ERROR_PREFIX)]
@@ -84,12 +84,12 @@ def reason(logs: Mapping[str, str], output: str) -> str | None:
 
 
 def decide(exit_code: int, lost: int, requeues: int) -> Action:
-    """What becomes of the job.
+    """Decide whether a failed job is requeued.
 
     Args:
-        exit_code: of the first cause.
-        lost: how often it went back into the queue because of a lost process.
-        requeues: how often it may.
+        exit_code: exit code of the root cause.
+        lost: number of requeues so far because of a lost process.
+        requeues: highest number of such requeues.
     """
     return "fail" if exit_code == UserError.exit_code or lost >= requeues else "requeue"
 
@@ -109,7 +109,7 @@ def _status(how: str, otherwise: int) -> int:
 
 
 def _signed(status: int) -> int:
-    """A shell's 128 + n is the end by signal n."""
+    """Convert a shell's status 128 + n for signal n to -n."""
     return 128 - status if status > 128 else status
 
 
@@ -126,4 +126,4 @@ def _words() -> dict[str, int]:
 
 
 _WORDS = _words()
-"""Signals by what the C library calls them, which srun prints: "Killed", "Segmentation fault"."""
+"""Signals by the first word of the C library's description, which srun prints: "Killed", "Segmentation fault"."""

@@ -1,8 +1,8 @@
-"""Adapters of a model, as plain data: what there is of them, and where it lies in whose memory. Nothing here needs torch.
+"""Adapters of a model as plain data: their tensors, and the layouts of these tensors in memory. This package does not need torch.
 
 adapter     pairs of a model, their canonical names, shapes and values
-halves      which halves a layer of Megatron's has, how each is spread over the ranks, and what its gradient lacks
-megatron    where every half lies on the trainer's ranks
-sglang      where it lies in what SGLang is given, and in its adapter memory
+halves      the halves of a Megatron layer, their sharding over ranks, and the reductions that their gradients need
+megatron    layouts of the halves on the trainer's ranks
+sglang      layouts of the halves in the tensors that SGLang loads, and in its adapter memory
 peft        PEFT's files
 """

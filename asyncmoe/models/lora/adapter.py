@@ -1,13 +1,13 @@
-"""Adapters: the pairs of low-rank matrices of a model, their canonical names and shapes, and the form SGLang takes them in.
+"""Adapters: the pairs of low-rank matrices of a model, their canonical names and shapes, and the form that SGLang loads.
 
-A pair is A [rank, in] and B [out, rank] of one linear layer, y = W x + (alpha / rank) B A x. A *half* is one of the two:
+A pair is A [rank, in] and B [out, rank] of one linear layer, y = W x + (alpha / rank) B A x. A *half* is either matrix:
 
     layers.3.q_proj.a                    attention, and the MLP of a layer without experts
-    layers.3.shared.gate_proj.b          of what all tokens pass beside their experts
-    layers.3.experts.7.gate_proj.b       of one expert
-    layers.3.experts.shared.gate_proj.a  of all experts of the layer (`shared_outer`: the halves on the side of the hidden states)
+    layers.3.shared.gate_proj.b          the shared experts
+    layers.3.experts.7.gate_proj.b       one expert
+    layers.3.experts.shared.gate_proj.a  all experts of the layer (`shared_outer`: the halves on the side of the hidden states)
 
-Halves are numpy arrays. numpy has no bfloat16: its values are held as the uint16 they are stored as.
+Halves are numpy arrays. numpy has no bfloat16, so bfloat16 values are held as their uint16 bits.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from asyncmoe.errors import UserError
 from asyncmoe.models.shape import Shape, Shapes, layer_shapes
 
 OUTER = {"gate_proj": "a", "up_proj": "a", "down_proj": "b"}
-"""The half on the side of the hidden states, which experts share in `shared_outer`."""
+"""The half on the side of the hidden states by target, which experts share in `shared_outer`."""
 
 DTYPES: dict[str, np.dtype[Any]] = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(np.uint16), "float16": np.dtype(np.float16)}
-"""What an adapter can be in, and what its arrays then are."""
+"""Dtypes of an adapter, and the dtypes of its arrays."""
 
 Experts = Literal["per_expert", "shared_outer"]
 Arrays = Mapping[str, np.ndarray]
@@ -35,11 +35,11 @@ Arrays = Mapping[str, np.ndarray]
 
 @dataclass(frozen=True)
 class Kind:
-    """What an adapter consists of.
+    """The composition of an adapter.
 
     Attributes:
-        targets: of `TARGETS`, in that order.
-        rank, alpha: the same for all pairs.
+        targets: adapted linear layers, in the order of `TARGETS`.
+        rank, alpha: rank and alpha of every pair.
         experts: whether experts share their outer halves.
     """
 
@@ -62,23 +62,23 @@ class Kind:
 
 
 def kind_of(section: LoraSection, m: Shape) -> Kind:
-    """What a run trains of a model."""
+    """Return the kind of adapter that a run trains."""
     return Kind(m.adapters if section.targets is None else section.targets, section.rank, section.alpha, section.experts)
 
 
 Place = Literal["", "shared", "experts"]
-"""Whose a linear layer is: the attention's or the only MLP's, that of what all tokens pass beside their experts, or each expert's."""
+"""Owner of a linear layer: attention or a dense MLP, the shared experts, or each routed expert."""
 
 
 def places(m: Shape, target: str, dense: bool) -> tuple[Place, ...]:
-    """Where a layer has linear layers of a name; `dense`: one without experts."""
+    """Return the places of a target's linear layers in a layer; `dense` means without experts."""
     if dense or target in ATTENTION:
         return ("",)
     return ("shared", "experts") if m.shared_width else ("experts",)
 
 
 def sizes(m: Shape, target: str, dense: bool, place: Place) -> tuple[int, int]:
-    """(out, in) of a linear layer."""
+    """Return (out, in) of a linear layer."""
     front = {"": "", "shared": "shared.", "experts": "experts.0."}[place]
     out, into = layer_shapes(m, dense)[front + target.partition("_proj")[0]]
     return out, into
@@ -86,11 +86,11 @@ def sizes(m: Shape, target: str, dense: bool, place: Place) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class Pair:
-    """Two halves.
+    """Two halves of a linear layer.
 
     Attributes:
-        layer, place, expert, target: of the linear layer; expert None: not an expert's.
-        a, b: canonical names of the halves; of a shared one, the same for all experts.
+        layer, place, expert, target: identify the linear layer; expert None: not a routed expert's.
+        a, b: canonical names of the halves; a shared half has the same name for all experts.
         inputs, outputs: columns and rows of the layer's weight.
     """
 
@@ -105,7 +105,7 @@ class Pair:
 
 
 def pairs(m: Shape, kind: Kind) -> Iterator[Pair]:
-    """All pairs: layer by layer, attention first, then what all tokens pass, then expert by expert."""
+    """Yield all pairs, layer by layer: attention, then shared experts or the dense MLP, then expert by expert."""
     linears = {dense: _linears(m, kind, dense) for dense in {layer in m.dense_layers for layer in range(m.layers)}}
     for layer in range(m.layers):
         for place, expert, target, (outputs, inputs) in linears[layer in m.dense_layers]:
@@ -116,7 +116,7 @@ def pairs(m: Shape, kind: Kind) -> Iterator[Pair]:
 
 
 def halves(m: Shape, kind: Kind) -> Shapes:
-    """Canonical names and shapes of all halves, each once."""
+    """Return the canonical names and shapes of all halves, each once."""
     found: Shapes = {}
     for pair in pairs(m, kind):
         found[pair.a] = (kind.rank, pair.inputs)
@@ -126,10 +126,10 @@ def halves(m: Shape, kind: Kind) -> Shapes:
 
 @dataclass(frozen=True)
 class Adapter:
-    """An adapter's values.
+    """An adapter with its values.
 
     Attributes:
-        dtype: of `DTYPES`.
+        dtype: a key of `DTYPES`.
         values: every half of `halves(m, kind)`, C-contiguous.
     """
 
@@ -138,10 +138,10 @@ class Adapter:
     values: Arrays
 
     def check(self, m: Shape) -> None:
-        """Refuse one that is not of this kind and model.
+        """Refuse values that do not match the kind and the model.
 
         Raises:
-            UserError: the first half that is missing, of another model, or of another shape or dtype.
+            UserError: names the first half that is missing, unexpected, or of a wrong shape or dtype.
         """
         if self.dtype not in DTYPES:
             raise UserError("adapter's dtype", got=self.dtype, expected=" or ".join(DTYPES))
@@ -164,13 +164,13 @@ class Adapter:
 
 
 def check_rank(kind: Kind, limit: int) -> None:
-    """Refuse an adapter that the engines' adapter memory has no room for.
+    """Refuse an adapter that does not fit into the engines' adapter memory.
 
     Args:
         limit: the engines' --max-lora-rank.
 
     Raises:
-        UserError: the rank is above it.
+        UserError: the rank exceeds the limit.
     """
     if kind.rank > limit:
         cure = "take an adapter of a smaller rank, or raise the engines' --max-lora-rank"
@@ -178,17 +178,17 @@ def check_rank(kind: Kind, limit: int) -> None:
 
 
 def expanded(m: Shape, adapter: Adapter) -> Adapter:
-    """The same function with halves of every expert's own: shared ones are repeated, not copied."""
+    """Return an equivalent adapter whose experts share no halves; shared arrays are referenced repeatedly, not copied."""
     kind = Kind(adapter.kind.targets, adapter.kind.rank, adapter.kind.alpha, "per_expert")
     own = zip(pairs(m, adapter.kind), pairs(m, kind), strict=True)
     return Adapter(kind, adapter.dtype, {to: adapter.values[name] for old, new in own for name, to in ((old.a, new.a), (old.b, new.b))})
 
 
 def shared(m: Shape, adapter: Adapter) -> Adapter:
-    """The inverse of `expanded`.
+    """Return an equivalent adapter with shared outer halves, the inverse of `expanded`.
 
     Raises:
-        UserError: experts of one layer differ in a half they would share.
+        UserError: experts of one layer differ in a half that they would share.
     """
     kind = Kind(adapter.kind.targets, adapter.kind.rank, adapter.kind.alpha, "shared_outer")
     found: dict[str, np.ndarray] = {}
@@ -207,19 +207,18 @@ _STACKS = (frozenset(("q_proj", "k_proj", "v_proj")), frozenset(("q_a_proj", "kv
 
 
 def served_targets(kind: Kind) -> tuple[str, ...]:
-    """The targets an engine is told, and given: those of the adapter and what SGLang cannot have them without.
+    """Return the targets that an engine is configured with and given: the adapter's targets and the targets that SGLang requires with them.
 
-    It stacks q, k and v, what leads down to the small vectors, and gate and up, and fails at the first request when one of a stack is
-    missing (`LoRAAdapter.normalize_qkv_proj`, `get_target_module_name`); experts it adapts only when told of all three of their layers
-    (`LoRAManager.init_lora_modules`).
+    SGLang stacks q, k and v, the down-projections of latent attention, and gate and up, and fails at the first request if a layer of a
+    stack is missing (`LoRAAdapter.normalize_qkv_proj`, `get_target_module_name`). It adapts experts only if all three of their layers are
+    targets (`LoRAManager.init_lora_modules`).
     """
     wanted = set(kind.targets).union(*(stack for stack in _STACKS if stack & set(kind.targets)))
     return tuple(target for target in TARGETS if target in wanted)
 
 
 def served_name(layer: int, target: str, half: str = "", place: Place = "") -> str:
-    """SGLang's name of a tensor, which it knows by the words in it; of all that are in a layer, without a target, what their names begin
-    with."""
+    """Return the name of a tensor, by whose words SGLang recognizes it; without a target, the prefix of all names of the layer."""
     front = f"base_model.model.model.layers.{layer}."
     if not target:
         return front
@@ -228,11 +227,11 @@ def served_name(layer: int, target: str, half: str = "", place: Place = "") -> s
 
 
 def served_shapes(m: Shape, kind: Kind) -> Shapes:
-    """Names and shapes of the tensors SGLang 0.5.23 takes (`/load_lora_adapter_from_tensors`).
+    """Return names and shapes of the tensors that SGLang 0.5.23 loads (`/load_lora_adapter_from_tensors`).
 
-    Every tensor-parallel rank is given all of them and cuts out its own part (`LoRAMemoryPool.load_lora_weight_to_buffer`). Experts come
-    stacked, A [experts, rank, in] and B [experts, out, rank], or with 1 for `experts` where all share the half: SGLang takes such
-    tensors for adapters of either kind, so a layer has six tensors and not six for each expert.
+    Every tensor-parallel rank gets all tensors and slices its own part (`LoRAMemoryPool.load_lora_weight_to_buffer`). Experts are stacked,
+    A [experts, rank, in] and B [experts, out, rank], with 1 for `experts` if all share the half. SGLang accepts such
+    tensors for adapters of either kind, so a layer has six tensors instead of six per expert.
     """
     found: Shapes = {}
     layer_of = {dense: _served_layer(m, kind, dense) for dense in {layer in m.dense_layers for layer in range(m.layers)}}
@@ -253,7 +252,7 @@ def _served_layer(m: Shape, kind: Kind, dense: bool) -> dict[tuple[str, str, Pla
 
 
 def served(m: Shape, adapter: Adapter) -> dict[str, np.ndarray]:
-    """The tensors of `served_shapes`; those of targets the adapter does not have are zero.
+    """Return the tensors of `served_shapes`; targets that the adapter does not have are zero.
 
     Raises:
         UserError: see `Adapter.check`.
@@ -271,12 +270,12 @@ def served(m: Shape, adapter: Adapter) -> dict[str, np.ndarray]:
 
 
 def served_config(kind: Kind) -> dict[str, Any]:
-    """What SGLang reads of an adapter's configuration."""
+    """Return the keys of an adapter's configuration that SGLang reads."""
     return {"peft_type": "LORA", "r": kind.rank, "lora_alpha": kind.alpha, "target_modules": list(served_targets(kind)), "bias": "none"}
 
 
 def _linears(m: Shape, kind: Kind, dense: bool) -> list[tuple[Place, int | None, str, tuple[int, int]]]:
-    """(place, expert or None, target, (out, in)) of the linear layers of a layer."""
+    """Return (place, expert or None, target, (out, in)) of the linear layers of a layer."""
     at = [(place, target) for target in kind.targets for place in places(m, target, dense)]
     found: list[tuple[Place, int | None, str, tuple[int, int]]] = [
         (place, None, target, sizes(m, target, dense, place)) for place, target in at if place != "experts"

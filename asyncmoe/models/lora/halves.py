@@ -1,16 +1,17 @@
-"""Which halves of pairs a layer has, and how each is spread over the ranks.
+"""The halves of pairs in a layer, and their sharding over ranks.
 
-A linear layer of Megatron's is divided by its output (column-parallel: q, k, v, what leads up from small vectors, gate, up), by its input
-(row-parallel: o, down) or not at all (what leads down to small vectors), and its pair with it: the half on the divided side is divided, the
-other is copied. A copy is the same on all ranks of the group, but each rank computes only part of its gradient:
+A linear layer of Megatron is sharded by output (column-parallel: q, k, v, up-projections of latent attention, gate, up), by input
+(row-parallel: o, down) or not at all (down-projections of latent attention), and so is its pair: the half on the sharded side is sharded,
+the other is replicated. Replicas are equal on all ranks of the group, but each rank computes only part of their gradient:
 
-- Dense layers run under sequence parallelism. A of a column-parallel layer, B of a row-parallel one and both of one that is whole see a
-  rank's own rows of the sequence. Megatron adds such gradients over tensor-parallel ranks where a parameter says `sequence_parallel`.
-- An expert's layers neither gather their input nor reduce their output: the token dispatcher does (`explicit_expert_comm` in
-  megatron/core/tensor_parallel/layers.py). All expert-tensor-parallel ranks see the same rows; the gradient of what A puts out (column) and
-  the input of B (row) are sums of which each rank has one term, and so are the gradients of A and of B. Megatron has no name for that.
-- A half that the experts of a layer share is copied to every rank of the pipeline stage, and each rank has part of its gradient: Megatron
-  adds them up as it does those of a norm, over data-parallel and then over tensor-parallel ranks.
+- Dense layers run under sequence parallelism. A of a column-parallel layer, B of a row-parallel layer and both halves of a replicated
+  layer see only a rank's rows of the sequence. Megatron sums such gradients over tensor-parallel ranks for parameters marked
+  `sequence_parallel`.
+- An expert's layers neither gather their input nor reduce their output, because the token dispatcher does (`explicit_expert_comm` in
+  megatron/core/tensor_parallel/layers.py). All expert-tensor-parallel ranks see the same rows. The gradient of A's output (column) and
+  the input of B (row) are sums with one term per rank, and so are the gradients of A and B. Megatron has no attribute for this case.
+- A half shared by the experts of a layer is replicated on every rank of the pipeline stage, and each rank has part of its gradient.
+  Megatron sums the parts as for a norm, over data-parallel and then over tensor-parallel ranks.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from asyncmoe.models.shape import Shape
 from asyncmoe.models.shards import shard, span
 
 PREFIX = "adapters."
-"""What the names of adapters' parameters begin with, in a model chunk."""
+"""Prefix of adapter parameter names in a model chunk."""
 
 Side = Literal["a", "b"]
 _LINEAR = {
@@ -51,23 +52,23 @@ LINEARS = {
     **{name: f"mlp.{name}" for name in _LINEAR.values() if "fc" in name},
     **{name: f"mlp.shared_experts.{name.replace('shared', 'linear')}" for name in _SHARED.values()},
 }
-"""Where Megatron's linear layers, but those of experts, are in a layer, by `Half.linear`."""
+"""Paths within a layer of Megatron's linear layers outside the routed experts, by `Half.linear`."""
 
 
 @dataclass(frozen=True)
 class Half:
-    """A parameter of a rank: half of a pair, or that half of the pairs of all its experts one behind the other.
+    """A parameter of a rank: a half of a pair, or the stacked halves of all experts of the rank.
 
     Attributes:
-        projection, side: which half of which pair.
-        linear: Megatron's linear layer that it belongs to: its name, or a name made for it where there are several of one (`LINEARS`).
-        whole: the shape of one pair's half, before it is divided.
-        axis, parts, index: the dimension of `whole` that is divided equally, into how many, and this rank's part; None, 1, 0: a copy.
-        experts: those in it, by their number in the layer; None: it is not one expert's.
-        front: what its canonical name begins with within the layer, where it is not one expert's.
-        expert_data: its gradient is summed over expert-data-parallel ranks, not all data-parallel ones (Megatron's `allreduce` = False).
-        partial: the ranks with copies of it that each have one term of its gradient.
-        counted: this rank's values count in a norm over the model; copies must count once.
+        projection, side: the linear layer, and "a" or "b".
+        linear: Megatron's linear layer that it belongs to: its name, or a made-up name if several have the same one (`LINEARS`).
+        whole: the unsharded shape of one pair's half.
+        axis, parts, index: the sharded dimension of `whole`, the number of equal shards, and this rank's shard; None, 1, 0: replicated.
+        experts: the numbers in the layer of the stacked experts; None: not an expert's half.
+        front: prefix of the canonical name within the layer, unless it is an expert's half.
+        expert_data: the gradient is summed over expert-data-parallel ranks, not all data-parallel ranks (Megatron's `allreduce` = False).
+        partial: the group whose ranks hold replicas with one term of the gradient each.
+        counted: this rank's values count in a norm over the model, in which replicas must count once.
     """
 
     projection: str
@@ -85,39 +86,39 @@ class Half:
 
     @property
     def name(self) -> str:
-        """Of the parameter, within the module of its linear layer."""
+        """Name of the parameter within the module of its linear layer."""
         return f"{self.projection}_{self.side}"
 
     @property
     def part(self) -> tuple[int, int]:
-        """The shape of one pair's half on this rank."""
+        """Shape of one pair's half on this rank."""
         rows, columns = (size // (self.parts if axis == self.axis else 1) for axis, size in enumerate(self.whole))
         return rows, columns
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the parameter."""
+        """Shape of the parameter."""
         return self.part if self.experts is None else (len(self.experts), *self.part)
 
     @property
     def box(self) -> tuple[slice, slice]:
-        """Where a pair's half on this rank lies in the whole."""
+        """Position of this rank's part in the unsharded half."""
         rows, columns = (slice(size * (self.index if axis == self.axis else 0), None) for axis, size in enumerate(self.part))
         return slice(rows.start, rows.start + self.part[0]), slice(columns.start, columns.start + self.part[1])
 
     @property
     def canonical(self) -> list[str]:
-        """Names within the layer of the canonical halves in it, in order."""
+        """Names within the layer of the canonical halves in the parameter, in order."""
         if self.experts is not None:
             return [f"experts.{e}.{self.projection}.{self.side}" for e in self.experts]
         return [f"{self.front}{self.projection}.{self.side}"]
 
 
 def check(kind: Kind, m: Shape) -> None:
-    """Refuse what cannot be an adapter of this model.
+    """Refuse a kind of adapter that the model cannot have.
 
     Raises:
-        ConfigError: naming the key.
+        ConfigError: names the key.
     """
     if refused := [target for target in kind.targets if target not in m.adapters]:
         expected = f"some of {', '.join(m.adapters)}, which can have adapters in this model"
@@ -137,10 +138,10 @@ def check(kind: Kind, m: Shape) -> None:
 
 
 def layer_halves(m: Shape, kind: Kind, parallel: MegatronParallel, rank: int, dense: bool) -> tuple[Half, ...]:
-    """The halves that a rank has of a layer, A before B, in the order of `lora.targets`.
+    """Return a rank's halves of a layer, A before B, in the order of `lora.targets`.
 
     Raises:
-        ConfigError: parallel sizes that do not divide the model.
+        ConfigError: the parallel sizes do not divide the model.
     """
     found = ((projection, place) for projection in kind.targets for place in places(m, projection, dense))
     return tuple(half for projection, place in found for half in _pair(m, kind, parallel, rank, dense, projection, place))
@@ -163,7 +164,7 @@ def _pair(m: Shape, kind: Kind, parallel: MegatronParallel, rank: int, dense: bo
 
 
 def _spread(half: Half, group: Literal["tp", "etp"], parts: int, index: int) -> Half:
-    """Divided over the ranks of a group, or copied to them."""
+    """Return the half as sharded over the ranks of a group, or replicated on them."""
     if half.axis is None:
         return replace(half, partial=group if parts > 1 else None, counted=index == 0)
     shard(half.whole[half.axis], parts, index)

@@ -1,4 +1,4 @@
-"""Where every canonical half lies in whose memory: the trainer's ranks, and the adapter as a whole."""
+"""Layouts of the canonical halves on the trainer's ranks and in the whole adapter."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from asyncmoe.reshard.layout import Box, LayoutBuilder, RankLayout, whole
 
 
 def canonical_layout(m: Shape, kind: Kind, dtype: str) -> RankLayout:
-    """The whole adapter as rank 0 has it: a storage for each half, under its name."""
+    """Return the layout of the whole adapter on rank 0: a storage for each half, under its name."""
     builder = LayoutBuilder(0, dtype)
     for name, shape in halves(m, kind).items():
         builder.stack(name, [(name, whole(shape))])
@@ -19,10 +19,10 @@ def canonical_layout(m: Shape, kind: Kind, dtype: str) -> RankLayout:
 
 
 def rank_layout(m: Shape, kind: Kind, parallel: MegatronParallel, rank: int, dtype: str) -> RankLayout:
-    """A trainer rank's parameters, by the names of `asyncmoe.trainer.lora.attach.parameters`.
+    """Return the layout of a trainer rank's parameters, by the names of `asyncmoe.trainer.lora.attach.parameters`.
 
     Raises:
-        ConfigError: parallel sizes that do not divide the model.
+        ConfigError: the parallel sizes do not divide the model.
     """
     builder = LayoutBuilder(rank, dtype)
     layer: dict[bool, RankLayout] = {}
@@ -36,7 +36,7 @@ def rank_layout(m: Shape, kind: Kind, parallel: MegatronParallel, rank: int, dty
 
 
 def rank_layouts(m: Shape, kind: Kind, parallel: MegatronParallel, dtype: str) -> list[RankLayout]:
-    """Those of all trainer ranks, from 0 on; each distinct one is made once, so planning reads it once."""
+    """Return the layouts of all trainer ranks from 0; each distinct layout is made once, so that planning reads it once."""
     made: dict[tuple[int, int, int, int], RankLayout] = {}
     for rank in range(parallel.world):
         if parallel.place(rank) not in made:

@@ -2,16 +2,16 @@
 
 Source: PEFT 0.21.2 on transformers 5.19. There are two forms for experts.
 
-- *Named*: a pair for every expert's linear layer, `...mlp.experts.3.gate_proj.lora_A.weight`. PEFT wrote it while transformers (4) had
-  a module for every expert, reads it still (`peft.utils.transformers_weight_conversion`: all three layers of an expert or down_proj
-  alone), and everything that serves adapters takes it. It is the form written here.
+- *Named*: a pair for every expert's linear layer, `...mlp.experts.3.gate_proj.lora_A.weight`. PEFT wrote this form while transformers 4
+  had a module for every expert, and still reads it (`peft.utils.transformers_weight_conversion`: all three layers of an expert, or only
+  down_proj). All adapter servers accept it. This module writes it.
 - *Stacked*: transformers 5 holds the experts of a layer as two parameters, gate_up_proj [experts, 2 width, hidden] and down_proj
-  [experts, hidden, width], and PEFT adapts parameters with `ParamWrapper`, one in the other: `mlp.experts.base_layer.lora_A.weight` of
-  gate_up_proj and `mlp.experts.lora_A.weight` of down_proj, or of the only one. A is [experts * rank, in], B [out, rank * experts] with
-  the expert changing fastest. Here gate and up have one A; or, where PEFT made it of the named form, one of twice the rank whose B is
-  zero outside of gate's rows and columns and up's. Both are read here.
+  [experts, hidden, width], and PEFT adapts them with nested `ParamWrapper`s: `mlp.experts.base_layer.lora_A.weight` belongs to
+  gate_up_proj and `mlp.experts.lora_A.weight` to down_proj, or to the only adapted parameter. A is [experts * rank, in], and B is
+  [out, rank * experts] with the expert index varying fastest. Gate and up share one A; if PEFT converted the named form, A has twice the
+  rank and B is zero outside the blocks of gate and of up.
 
-PEFT has no form in which experts share a half.
+This module reads both forms. PEFT has no form in which experts share a half.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from asyncmoe.models.shape import Shape, Shapes
 
 CONFIG, MODEL = "adapter_config.json", "adapter_model.safetensors"
 _raw: Any = safetensors
-"""Its functions on bytes, which have no types."""
+"""The functions of safetensors on bytes, which have no type hints."""
 _STORED = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 _NAME = re.compile(r"base_model\.model\.model\.layers\.(\d+)\.(.+)\.lora_([AB])\.weight")
 _INNER = re.compile(rf"(?:self_attn|mlp|mlp\.(shared)_experts)\.({'|'.join(TARGETS)})")
@@ -53,7 +53,7 @@ _PLAIN = {
     "trainable_token_indices": None,
     "alora_invocation_tokens": None,
 }
-"""Keys of PEFT's configuration that change what is computed, and the only values that are carried over."""
+"""Keys of PEFT's configuration that change the computation, with the only supported value of each."""
 
 
 @dataclass(frozen=True)
@@ -61,9 +61,9 @@ class Files:
     """The contents of PEFT's two files.
 
     Attributes:
-        config: of adapter_config.json.
-        dtype: of `adapters.DTYPES`, of all tensors.
-        tensors: by PEFT's names; as in `Adapter`.
+        config: contents of adapter_config.json.
+        dtype: dtype of all tensors, from `adapter.DTYPES`.
+        tensors: arrays as in `Adapter`, by PEFT's names.
     """
 
     config: Mapping[str, Any]
@@ -72,14 +72,14 @@ class Files:
 
 
 def check_expressible(m: Shape, kind: Kind) -> None:
-    """Refuse a kind of adapter that PEFT has no form for.
+    """Refuse a kind of adapter that PEFT cannot represent.
 
     Raises:
-        UserError: with what it has.
+        UserError: names what PEFT can represent.
     """
     of_experts = set(kind.targets) & set(MLP) if m.experts else set()
     if of_experts not in (set(), {"down_proj"}, set(MLP)):
-        # PEFT 0.21.2 refuses gate_proj without up_proj, and leaves both out without down_proj, with no more than a warning.
+        # PEFT 0.21.2 refuses gate_proj without up_proj, and without down_proj drops both with only a warning.
         got, expected = ", ".join(kind.targets), f"of {', '.join(MLP)} all three, or down_proj alone: PEFT has no others of experts"
         raise UserError("adapter's targets", got=got, expected=expected)
     if of_experts and kind.experts == "shared_outer":
@@ -88,10 +88,10 @@ def check_expressible(m: Shape, kind: Kind) -> None:
 
 
 def to_peft(m: Shape, adapter: Adapter, base: str) -> Files:
-    """In the named form.
+    """Convert an adapter to the named form.
 
     Args:
-        base: base_model_name_or_path.
+        base: value of base_model_name_or_path.
 
     Raises:
         UserError: see `check_expressible` and `Adapter.check`.
@@ -121,10 +121,10 @@ def to_peft(m: Shape, adapter: Adapter, base: str) -> Files:
 
 
 def from_peft(m: Shape, files: Files) -> Adapter:
-    """In either form; halves are each expert's own.
+    """Convert either form to an adapter whose experts share no halves.
 
     Raises:
-        UserError: a feature that is not carried over, a module that cannot have an adapter here, or halves of another shape.
+        UserError: an unsupported feature, a module that cannot have an adapter here, or halves of a wrong shape.
     """
     _check_features(files.config)
     values: dict[str, np.ndarray] = {}
@@ -147,15 +147,15 @@ def from_peft(m: Shape, files: Files) -> Adapter:
 
 
 def _beside_experts(m: Shape, kind: Kind) -> list[str]:
-    """Weights of a model of experts that have adapters as gate_proj, up_proj and down_proj do, and are not theirs. PEFT takes each of these
-    names among target_modules to mean the experts' parameters and nothing else (`_convert_peft_config_moe`)."""
+    """Return the adapted gate_proj, up_proj and down_proj weights outside the routed experts of a mixture-of-experts model. PEFT takes each
+    of these names in target_modules to mean only the experts' parameters (`_convert_peft_config_moe`)."""
     if not m.experts:
         return []
     return sorted({f"{_inner(m, pair)}.weight" for pair in pairs(m, kind) if pair.expert is None and pair.target in MLP})
 
 
 def _inner(m: Shape, pair: Pair) -> str:
-    """The module of a pair's linear layer, within its layer."""
+    """Return the module name of a pair's linear layer, within the decoder layer."""
     if pair.expert is not None:
         experts, *names = m.expert_names
         return f"{experts}.{pair.expert}.{names[MLP.index(pair.target)]}"
@@ -164,7 +164,7 @@ def _inner(m: Shape, pair: Pair) -> str:
 
 
 def _canonical(m: Shape, inner: str, name: str) -> str:
-    """The inverse, without the half.
+    """Return the canonical name of a module without the half; the inverse of `_inner`.
 
     Raises:
         UserError: a module that cannot have an adapter.
@@ -178,16 +178,16 @@ def _canonical(m: Shape, inner: str, name: str) -> str:
 
 
 def start_from(path: Path, m: Shape, kind: Kind, base: str, limit: int) -> Adapter:
-    """Read an adapter that training is to start from.
+    """Read an adapter from which training starts.
 
     Args:
-        kind: what is to be trained.
-        base: the model it is to be trained on, a path or a name of which the last part counts.
+        kind: the kind of adapter to train.
+        base: path or name of the base model; only the last component is compared.
         limit: the engines' --max-lora-rank.
 
     Raises:
-        DataError: files that are missing or damaged.
-        UserError: an adapter of another kind, shape or base, or that the engines cannot hold.
+        DataError: files are missing or damaged.
+        UserError: the adapter has a different kind, shape or base model, or exceeds the engines' rank limit.
     """
     files = read(path)
     named = files.config.get("base_model_name_or_path")
@@ -205,8 +205,8 @@ def start_from(path: Path, m: Shape, kind: Kind, base: str, limit: int) -> Adapt
 
 
 def write(path: Path, files: Files) -> None:
-    """Write both files into the directory `path`, which exists."""
-    # serialize_file reads the arrays by address: they live until it returns.
+    """Write both files into the existing directory `path`."""
+    # serialize_file reads the arrays by address, so they must live until it returns.
     held = {name: np.ascontiguousarray(value) for name, value in files.tensors.items()}
     specs = {
         name: _raw.TensorSpec(dtype=files.dtype, shape=value.shape, data_ptr=value.ctypes.data, data_len=value.nbytes)
@@ -217,7 +217,7 @@ def write(path: Path, files: Files) -> None:
 
 
 def write_served(path: Path, m: Shape, adapter: Adapter) -> Path:
-    """Write an adapter as an engine loads it (`adapter.served`), which is not PEFT's form, into `path`, which exists.
+    """Write an adapter in the form that engines load (`adapter.served`), which is not PEFT's, into the existing directory `path`.
 
     Measured in /dev/shm (37 MiB in float32, 112 tensors): 0.02 s to write and 0.02 s to load, against 0.3 s and 1 s for
     `asyncmoe.rollout.engines.adapters.message`.
@@ -230,7 +230,7 @@ def write_served(path: Path, m: Shape, adapter: Adapter) -> Path:
 
 
 def write_blank(path: Path, config: Mapping[str, Any], dtype: str, shapes: Shapes) -> None:
-    """As `write`, of zeros: the file has a header and then a hole.
+    """Write an adapter of zeros as `write` does; the tensor file has a header followed by a hole.
 
     Source: the safetensors format, huggingface/safetensors README.md.
     """
@@ -248,10 +248,10 @@ def write_blank(path: Path, config: Mapping[str, Any], dtype: str, shapes: Shape
 
 
 def read(path: Path) -> Files:
-    """Both files of the directory `path`.
+    """Read both files of the directory `path`.
 
     Raises:
-        DataError: missing, damaged, or of several dtypes.
+        DataError: a file is missing or damaged, or tensors have several dtypes.
     """
     for file in (CONFIG, MODEL):
         if not (path / file).is_file():
@@ -285,7 +285,7 @@ def _check_features(config: Mapping[str, Any]) -> None:
     rank, alpha = config["r"], config["lora_alpha"]
     for key, value in (("rank_pattern", rank), ("alpha_pattern", alpha)):
         for pattern, got in (config.get(key) or {}).items():
-            # What PEFT makes of the named form.
+            # PEFT's conversion of the named form doubles the rank of gate_up_proj.
             if not pattern.endswith("gate_up_proj") or got != 2 * value:
                 raise UserError(f"{key} in {CONFIG}", got=f"{got} for {pattern}", expected=f"{value} for all layers")
 
@@ -293,7 +293,7 @@ def _check_features(config: Mapping[str, Any]) -> None:
 def _unstacked(
     m: Shape, config: Mapping[str, Any], inner: str, half: str, name: str, value: np.ndarray
 ) -> Iterator[tuple[str, np.ndarray]]:
-    """(canonical name within the layer, value) of what one tensor of the stacked form holds."""
+    """Yield (canonical name within the layer, value) for each half in a tensor of the stacked form."""
     parameters = {str(target).rsplit(".", 1)[-1] for target in config.get("target_parameters") or ()} - {"weight"}
     unknown = parameters - {"gate_up_proj", "down_proj"}
     if unknown or not parameters:
@@ -313,7 +313,7 @@ def _unstacked(
 
 
 def _gate_and_up(name: str, own: np.ndarray, half: str, rank: int) -> dict[str, np.ndarray]:
-    """An expert's half for gate_up_proj as one for gate_proj and one for up_proj."""
+    """Split an expert's half of gate_up_proj into one of gate_proj and one of up_proj."""
     if half == "a":
         return {"gate_proj": own[:rank], "up_proj": own[-rank:]}
     gate, up = np.split(own, 2)

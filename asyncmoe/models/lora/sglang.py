@@ -1,4 +1,4 @@
-"""Where an adapter's halves lie on the engines' side: in the tensors SGLang is given, and in its adapter memory.
+"""Layouts of an adapter's halves on the engines' side: in the tensors that SGLang loads, and in its adapter memory.
 
 Source: sglang 0.5.23 (lora/mem_pool.py, lora/layers.py, lora/lora.py).
 """
@@ -23,11 +23,11 @@ _STACKS = {
     "gate_up_proj": ("gate_proj", "up_proj"),
     "down_proj": ("down_proj",),
 }
-"""SGLang's modules and the layers they stack."""
+"""SGLang's modules and the linear layers that each stacks."""
 
 
 def served_layout(m: Shape, kind: Kind, dtype: str) -> RankLayout:
-    """The tensors of `adapters.served`, as rank 0."""
+    """Return the layout of the tensors of `adapter.served`, as rank 0."""
     builder = LayoutBuilder(0, dtype)
     layer: dict[bool, RankLayout] = {}
     for dense, run in m.runs(range(m.layers)):
@@ -38,17 +38,17 @@ def served_layout(m: Shape, kind: Kind, dtype: str) -> RankLayout:
 
 
 def memory_layout(m: Shape, kind: Kind, parallel: EngineParallel, rank: int, dtype: str) -> RankLayout:
-    """What one slot of an engine rank's adapter memory holds: `LoRAMemoryPool.A_buffer[module][layer][slot]` is the storage
-    "layers.{layer}.{module}.a", and B_buffer's the one that ends in ".b". The engine's --max-lora-rank is the adapter's rank.
+    """Return the layout of one slot of an engine rank's adapter memory: `LoRAMemoryPool.A_buffer[module][layer][slot]` is the storage
+    "layers.{layer}.{module}.a", and B_buffer's storage ends in ".b". The engine's --max-lora-rank is the adapter's rank.
 
-    B of experts is there multiplied by the adapter's scale, that of all other layers is not: SGLang scales those as it computes.
-    Whoever writes here scales B of all layers, and has the slot's adapter loaded with alpha equal to its rank.
+    SGLang stores the experts' B multiplied by the adapter's scale, but applies the scale of all other layers as it computes. The writer of
+    this memory must scale B of all layers, and have the slot's adapter loaded with alpha equal to its rank.
 
     Args:
-        dtype: the engine's.
+        dtype: dtype of the engine.
 
     Raises:
-        ConfigError: sizes that do not divide the model.
+        ConfigError: the sizes do not divide the model.
     """
     builder = LayoutBuilder(rank, dtype)
     layer: dict[bool, RankLayout] = {}
@@ -60,7 +60,7 @@ def memory_layout(m: Shape, kind: Kind, parallel: EngineParallel, rank: int, dty
 
 
 def _served_layer(m: Shape, kind: Kind, dense: bool, dtype: str) -> RankLayout:
-    """One layer; halves and tensors are named within it."""
+    """Return the layout of one layer; halves and tensors are named within the layer."""
     one = replace(m, layers=1, dense_layers=frozenset({0} if dense else ()))
     parts: dict[str, dict[str, tuple[str, Box, tuple[int, ...]]]] = {}
     for pair in pairs(one, kind):
@@ -77,7 +77,7 @@ def _served_layer(m: Shape, kind: Kind, dense: bool, dtype: str) -> RankLayout:
 
 
 def _memory_layer(slot: _Slot, dense: bool, dtype: str) -> RankLayout:
-    """One layer; halves and storages are named within it."""
+    """Return the layout of one layer; halves and storages are named within the layer."""
     builder = LayoutBuilder(slot.rank, dtype)
     told = served_targets(slot.kind)
     modules = [(module, targets) for module, targets in _STACKS.items() if targets[0] in told]
@@ -90,7 +90,7 @@ def _memory_layer(slot: _Slot, dense: bool, dtype: str) -> RankLayout:
 
 @dataclass(frozen=True)
 class _Module:
-    """One of SGLang's modules in a layer, and the linear layers it stacks."""
+    """A module of SGLang in a layer, and the linear layers that it stacks."""
 
     name: str
     targets: tuple[str, ...]
@@ -99,7 +99,7 @@ class _Module:
 
 
 def _put(builder: LayoutBuilder, slot: _Slot, module: _Module, half: str) -> None:
-    """That half of all that a module stacks."""
+    """Add one half of all linear layers that a module stacks."""
     of_experts = module.place == "experts"
     if not of_experts:
         here = [f"{module.place}." if module.place else ""]
@@ -121,7 +121,7 @@ def _put(builder: LayoutBuilder, slot: _Slot, module: _Module, half: str) -> Non
 
 @dataclass(frozen=True)
 class _Slot:
-    """An adapter's kind and the rank of an engine it is cut for."""
+    """An adapter's kind, and the engine rank that it is sharded for."""
 
     m: Shape
     kind: Kind
@@ -130,11 +130,11 @@ class _Slot:
 
     @property
     def experts(self) -> range:
-        """Those of the rank."""
+        """The experts of the rank."""
         return span(self.m.experts, self.parallel.ep, self.parallel.ep_rank(self.rank))
 
     def box(self, target: str, half: str, module: _Module) -> Box:
-        """The rank's part of a half: the side of a layer that is divided over the ranks is that of its weight, the other one is whole."""
+        """Return the rank's part of a half: a half on the sharded side of the layer's weight is sharded alike, the other is whole."""
         outputs, inputs = sizes(self.m, target, module.dense, module.place)
         shape = (self.kind.rank, inputs) if half == "a" else (outputs, self.kind.rank)
         of_input = target in ("o_proj", "down_proj")
@@ -143,7 +143,7 @@ class _Slot:
         return columns(shape, *self._divided(target, inputs, module)) if of_input else rows(shape, *self._divided(target, outputs, module))
 
     def _divided(self, target: str, total: int, module: _Module) -> tuple[int, int]:
-        """(first, count) of the rank's rows or columns."""
+        """Return (first, count) of the rank's rows or columns."""
         m, parallel, rank = self.m, self.parallel, self.rank
         if module.place == "experts":
             return shard(total, parallel.moe_tp, parallel.moe_tp_rank(rank))

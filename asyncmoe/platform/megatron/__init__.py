@@ -1,21 +1,20 @@
-"""megatron-core on a machine without CUDA, over gloo; and what it lacks wherever Transformer Engine is not installed.
+"""Patches that run megatron-core without CUDA (over gloo) and without Transformer Engine.
 
-`prepare()` installs a small set of patches; each names the place of Megatron it answers and raises `ConfigError` when that place
-has gone, so an upgrade that needs another answer is noticed at start and not as wrong numbers. With CUDA and Transformer Engine it patches
-nothing by itself.
+`prepare()` installs a small set of patches. Each names its target in Megatron and raises `ConfigError` if the target is gone, so that an
+incompatible upgrade fails at startup instead of producing wrong numbers. With CUDA and Transformer Engine `prepare()` patches nothing.
 
     without CUDA
-        device       where "cuda" means this machine's processor: devices, streams, events
+        device       maps "cuda" to the CPU: devices, streams, events
         rng          Megatron's random-state tracker over the CPU generator
-        collectives  what NCCL takes and gloo does not
-        names        parameters that are not of "torch.cuda" types
+        collectives  calls that NCCL accepts and gloo does not
+        names        parameters whose types are not "torch.cuda" types
     without Transformer Engine
-        moe          a name the router reads
-        mla          what latent attention believes
-        adam         the distributed optimizer's state around torch's Adam
-    everywhere, by whoever saves checkpoints (`asyncmoe.trainer.model.checkpoint`) and builds the model (`asyncmoe.trainer.model.layers`)
-        writer       checkpoints are written without processes that outlive a rank
-        rope         rotary angles of packed sequences without waiting for the device
+        moe          a name that the router reads
+        mla          latent attention's flag for Transformer Engine
+        adam         the distributed optimizer's state with torch's Adam
+    everywhere, installed by `asyncmoe.trainer.model.checkpoint` and `asyncmoe.trainer.model.layers` respectively
+        writer       writes checkpoints without processes that outlive a rank
+        rope         rotary angles of packed sequences without device synchronization
 """
 
 from __future__ import annotations
@@ -29,11 +28,11 @@ _prepared = False
 
 
 def prepare() -> None:
-    """Make megatron-core importable and right on this machine. Call it before importing anything of Megatron; calling again does nothing.
+    """Make megatron-core importable and correct on this machine. Call it before importing Megatron; later calls do nothing.
 
     Raises:
-        ConfigError: megatron-core is missing, or is of a version whose internals the patches do not know.
-        InvariantBroken: Megatron was imported before.
+        ConfigError: megatron-core is missing, or its version has internals that the patches do not support.
+        InvariantBroken: Megatron was already imported.
     """
     global _prepared
     cuda, engine = torch.cuda.is_available(), importlib.util.find_spec("transformer_engine") is not None
@@ -58,8 +57,8 @@ def prepare() -> None:
 
 
 def _quiet() -> None:
-    """Megatron warns, in every process, of each accelerator library that is missing and of its own deprecated settings; torch of names
-    that Megatron uses. None of it is for the user to mend."""
+    """Silence warnings that users cannot act on: in every process Megatron warns about missing accelerator libraries and its own deprecated
+    settings, and torch about names that Megatron uses."""
     warnings.filterwarnings("ignore", module=r"megatron\.core")
     warnings.filterwarnings("ignore", message=r"`torch\.distributed\.(reduce_scatter_tensor|all_gather_into_tensor)` is deprecated")
     warnings.filterwarnings("ignore", message="Please use DTensor instead and we are deprecating ShardedTensor")

@@ -1,7 +1,7 @@
-"""The distributed optimizer around torch's Adam.
+"""Patches for the distributed optimizer with torch's Adam.
 
-Without Transformer Engine and Apex it wraps torch's Adam, whose state has a `step` that `optimizer/distrib_optimizer.py` does not
-handle when it loads a checkpoint (0.16.1 and 0.19.2). Megatron has no way to ask torch for its fused kernel: `fuse` does.
+Without Transformer Engine and Apex the optimizer wraps torch's Adam, whose state has a `step` that `optimizer/distrib_optimizer.py` does
+not handle when it loads a checkpoint (0.16.1 and 0.19.2). Megatron cannot select torch's fused kernel; `fuse` does.
 """
 
 from __future__ import annotations
@@ -24,12 +24,13 @@ def install() -> None:
 
 
 def fuse(optimizers: Iterable[torch.optim.Optimizer]) -> None:
-    """Have torch's Adam update all parameters of a group in one kernel. Again after a checkpoint is loaded, which says how it was there.
+    """Make torch's Adam update all parameters of a group in one kernel. Call it again after loading a checkpoint, which restores its own
+    setting.
 
-    torch keeps the choice in each group (torch/optim/adam.py, `_init_group`), and `step` where the parameter is when it is so.
+    torch keeps the setting in each group (torch/optim/adam.py, `_init_group`), and with it keeps `step` on the parameter's device.
     """
     for optimizer in optimizers:
-        if not isinstance(optimizer, torch.optim.Adam):  # of which AdamW is one
+        if not isinstance(optimizer, torch.optim.Adam):  # AdamW is a subclass
             continue
         for group in optimizer.param_groups:
             group["fused"], group["foreach"] = True, False
@@ -39,7 +40,8 @@ def fuse(optimizers: Iterable[torch.optim.Optimizer]) -> None:
 
 
 def _seeded(original: Callable[..., Any]) -> Callable[..., Any]:
-    """`state_dict` asserts that every parameter has the same `step`; a fresh optimizer, about to be loaded, has none."""
+    """Create missing state first, because `state_dict` asserts that all parameters have the same `step`, and a fresh optimizer about to
+    be loaded has none."""
 
     @functools.wraps(original)
     def state_dict(self: Any) -> Any:
@@ -56,8 +58,8 @@ def _seeded(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _own_step_each(original: Callable[..., Any]) -> Callable[..., Any]:
-    """`load_state_dict` gives all parameters one `step` tensor, and torch's Adam adds 1 to it for each of them: silently wrong from the
-    second step on. Each gets its own."""
+    """Give each parameter its own `step` tensor. `load_state_dict` gives all parameters the same one, to which torch's Adam adds 1 per
+    parameter: silently wrong from the second step on."""
 
     @functools.wraps(original)
     def load_state_dict(self: Any, state_dict: Any) -> None:
@@ -70,8 +72,8 @@ def _own_step_each(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _only_given_states(_: Callable[..., Any]) -> Callable[..., Any]:
-    """The original indexes the given tensors with every key of Adam's state, `step` included (KeyError), and copies into a leaf
-    outside `no_grad` (RuntimeError)."""
+    """Copy only the given tensors, under `no_grad`. The original indexes them with every key of Adam's state, including `step`
+    (KeyError), and copies into a leaf outside `no_grad` (RuntimeError)."""
 
     @torch.no_grad()
     def _set_main_param_and_optimizer_states(self: Any, model_param: torch.Tensor, tensors: Mapping[str, torch.Tensor]) -> None:

@@ -1,6 +1,6 @@
-"""What NCCL takes and gloo does not.
+"""Collective calls that NCCL accepts and gloo does not.
 
-Megatron's calls are looked up as `torch.distributed.<name>` when they are made, so replacing them there answers every place.
+Megatron looks up `torch.distributed.<name>` at each call, so replacing the functions there covers every call.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from asyncmoe.platform.megatron.patch import wrap
 
 
 def install() -> None:
-    """Replace two collectives of `torch.distributed`; calls that gloo takes as they are pass through."""
+    """Replace two collectives of `torch.distributed`; calls that gloo accepts pass through unchanged."""
     wrap(dist, "all_to_all_single", _integer_splits)
     wrap(dist, "all_gather", _uneven_all_gather)
 
 
 def _integer_splits(original: Callable[..., Any]) -> Callable[..., Any]:
-    """The MoE dispatcher hands its splits over as tensors or arrays (tensor_parallel/mappings.py `_AllToAll`); gloo wants a list of int."""
+    """Convert splits to a list of int for gloo; the MoE dispatcher passes tensors or arrays (tensor_parallel/mappings.py `_AllToAll`)."""
 
     def all_to_all_single(
         output: torch.Tensor,
@@ -42,7 +42,7 @@ def _integers(sizes: Sequence[Any] | None) -> list[int] | None:
 
 
 def _uneven_all_gather(original: Callable[..., Any]) -> Callable[..., Any]:
-    """With expert TP > 1 and EP > 1 ranks hold different numbers of rows (mappings.py `_gather_along_first_dim`); gloo wants them equal."""
+    """Pad rows, because gloo requires equal numbers, which differ with expert TP > 1 and EP > 1 (mappings.py `_gather_along_first_dim`)."""
 
     def all_gather(
         tensor_list: Sequence[torch.Tensor], tensor: torch.Tensor, group: dist.ProcessGroup | None = None, async_op: bool = False

@@ -1,10 +1,10 @@
-"""Where Megatron says "cuda", this machine's processor is meant.
+"""Maps Megatron's "cuda" device to the CPU.
 
-Megatron writes `device=torch.cuda.current_device()` in some 175 places, `device="cuda"` in about 20 (gradient scalers, norms, schedules'
-token counts), and `.cuda()` in a few. Only the factory functions it calls with that literal are wrapped: a global `TorchFunctionMode` would
-do the same at the price of a Python call for every operation of the model.
+Megatron has `device=torch.cuda.current_device()` in some 175 places, `device="cuda"` in about 20 (gradient scalers, norms, token counts
+of schedules), and `.cuda()` in a few. Only the factory functions called with that literal are wrapped, because a global
+`TorchFunctionMode` would cost a Python call for every operation of the model.
 
-Every name gets a function object of its own: torch's compiler keeps rules by identity and refuses one object under two names.
+Every name gets its own function object, because torch's compiler keeps rules by identity and refuses one object under two names.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def install() -> None:
     replace(torch.nn.Module, "cuda", _identity())
     for name in _FACTORIES:
         wrap(torch, name, _on_cpu)
-    # transformer/moe/token_dispatcher.py copies its split sizes on a side stream; shared experts overlap on one.
+    # transformer/moe/token_dispatcher.py copies split sizes on a side stream, and shared experts overlap on one.
     replace(torch.cuda, "Stream", InertStream)
     replace(torch.cuda, "Event", InertEvent)
     replace(torch.cuda, "stream", _returning(InertStream()))
@@ -42,7 +42,7 @@ def install() -> None:
 
 
 class InertEvent:
-    """An event that has already happened: work on a processor is done when the call returns."""
+    """An event that is always complete, because CPU work is done when the call returns."""
 
     def __init__(self, *_: object, **__: object) -> None: ...
 
@@ -57,7 +57,7 @@ class InertEvent:
 
 
 class InertStream:
-    """A stream with nothing outstanding; also the context manager `torch.cuda.stream` returns."""
+    """A stream without pending work; also the context manager that `torch.cuda.stream` returns."""
 
     def __init__(self, *_: object, **__: object) -> None: ...
 

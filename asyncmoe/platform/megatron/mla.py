@@ -1,4 +1,4 @@
-"""Latent attention without Transformer Engine."""
+"""Patch of latent attention for a missing Transformer Engine."""
 
 from __future__ import annotations
 
@@ -6,6 +6,6 @@ from asyncmoe.platform.megatron.patch import module, replace
 
 
 def install() -> None:
-    """Say that there is no Transformer Engine where `multi_latent_attention.py` believes there is: its import gave stand-ins, and
-    `isinstance` of one of them raises."""
+    """Clear `HAVE_TE` in `multi_latent_attention.py`, which is set because its import yields stand-ins; `isinstance` with one of them
+    raises."""
     replace(module("transformer.multi_latent_attention"), "HAVE_TE", False)

@@ -1,4 +1,4 @@
-"""The router without Transformer Engine."""
+"""Patch of the router for a missing Transformer Engine."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from asyncmoe.platform.megatron.patch import gone, module
 
 
 def install() -> None:
-    """Define the name `te_general_gemm` where `moe_utils.py` reads it although its import failed.
+    """Define `te_general_gemm` as None in `moe_utils.py`, which reads it even if its import failed.
 
-    0.16.1 imports it inside a `try`, then asks `te_general_gemm is not None` whenever `moe_router_dtype` is set: a NameError without
-    Transformer Engine. `None` is what it means. 0.19 defines it so itself.
+    0.16.1 imports it inside a `try`, then tests `te_general_gemm is not None` whenever `moe_router_dtype` is set: a NameError without
+    Transformer Engine. 0.19 itself defines it as None.
     """
     utils = module("transformer.moe.moe_utils")
     if hasattr(utils, "te_general_gemm"):

@@ -1,7 +1,7 @@
-"""Optimizers that know parameters by the name of a CUDA type.
+"""Patches for optimizers that identify parameters by the name of a CUDA type.
 
-The mixed-precision and distributed optimizers recognise parameters by `param.type() == "torch.cuda.FloatTensor"`, and clipping
-asserts it of gradients. Those functions run with `Tensor.type` answering in CUDA's names; nothing outside them sees that.
+The mixed-precision and distributed optimizers identify parameters by `param.type() == "torch.cuda.FloatTensor"`, and clipping asserts the
+same for gradients. During these functions, and only then, `Tensor.type` returns CUDA's names.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from asyncmoe.platform.megatron.patch import module, replace, wrap
 
 
 def install() -> None:
-    """Wrap the two constructors and the clipping."""
+    """Wrap the two constructors and the clipping function."""
     optimizer, distributed, clip = module("optimizer.optimizer"), module("optimizer.distrib_optimizer"), module("optimizer.clip_grads")
     wrap(optimizer.Float16OptimizerWithFloat16Params, "__init__", _with_cuda_names)
     wrap(distributed.DistributedOptimizer, "__init__", _with_cuda_names)
     wrap(clip, "clip_grad_by_total_norm_fp32", _with_cuda_names)
-    replace(optimizer, "clip_grad_by_total_norm_fp32", clip.clip_grad_by_total_norm_fp32)  # bound by name when imported
+    replace(optimizer, "clip_grad_by_total_norm_fp32", clip.clip_grad_by_total_norm_fp32)  # bound by name at import
 
 
 def _with_cuda_names(function: Callable[..., Any]) -> Callable[..., Any]:

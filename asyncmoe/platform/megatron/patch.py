@@ -1,4 +1,4 @@
-"""Replacing one attribute of someone else's module, loudly when it is not there."""
+"""Replace an attribute of Megatron or torch, and fail if it does not exist."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SUPPORTED = "0.16.1 to 0.19.2"
 
 
 def version() -> str:
-    """Version of megatron-core, or "none"."""
+    """Return the version of megatron-core, or "none"."""
     try:
         return importlib.metadata.version("megatron-core")
     except importlib.metadata.PackageNotFoundError:
@@ -25,14 +25,14 @@ def version() -> str:
 
 
 def require_megatron(compile: bool) -> None:
-    """Import megatron-core.
+    """Import megatron-core, with or without `torch.compile` of its small functions.
 
-    It decorates small functions (the router's among them) with `torch.compile`, bound once as `megatron.core.jit.jit_fuser`. On a
-    processor that would compile C++ in the middle of the first step; without `compile` the decorator does nothing.
+    Megatron decorates small functions, among them the router's, with `torch.compile`, bound once as `megatron.core.jit.jit_fuser`. On a
+    CPU this would compile C++ during the first step, so without `compile` the decorator does nothing.
 
     Raises:
-        ConfigError: it is not installed.
-        InvariantBroken: it was imported before.
+        ConfigError: megatron-core is not installed.
+        InvariantBroken: megatron-core was already imported.
     """
     if "megatron.core" in sys.modules:
         raise InvariantBroken("megatron.core was imported before asyncmoe.platform.megatron.prepare()")
@@ -53,10 +53,10 @@ def _eager(function: Any = None, **_: object) -> Any:
 
 
 def module(name: str) -> ModuleType:
-    """The module `megatron.core.<name>`.
+    """Import and return the module `megatron.core.<name>`.
 
     Raises:
-        ConfigError: this version has none.
+        ConfigError: this version has no such module.
     """
     try:
         return importlib.import_module(f"megatron.core.{name}")
@@ -65,10 +65,10 @@ def module(name: str) -> ModuleType:
 
 
 def replace(owner: Any, name: str, value: Any) -> None:
-    """Set `owner.name`, which must exist.
+    """Replace the existing attribute `owner.name`.
 
     Raises:
-        ConfigError: it does not.
+        ConfigError: the attribute does not exist.
     """
     if not hasattr(owner, name):
         raise gone(f"{getattr(owner, '__name__', owner)}.{name}")
@@ -76,19 +76,19 @@ def replace(owner: Any, name: str, value: Any) -> None:
 
 
 def wrap(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
-    """Set `owner.name` to `make(what it was)`.
+    """Replace the existing attribute `owner.name` by `make(original)`.
 
     Raises:
-        ConfigError: it does not exist.
+        ConfigError: the attribute does not exist.
     """
     replace(owner, name, make(getattr(owner, name, None)))
 
 
 def gone(what: str, everywhere: bool = False) -> ConfigError:
-    """The error for a patch whose target is missing.
+    """Return the error for a patch whose target is missing.
 
     Args:
-        everywhere: a machine with CUDA and Transformer Engine has the patch too.
+        everywhere: the patch is also installed on machines with CUDA and Transformer Engine.
     """
     return ConfigError(
         "megatron-core",

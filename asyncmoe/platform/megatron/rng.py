@@ -1,7 +1,7 @@
-"""Megatron's random-state tracker over the CPU generator.
+"""Runs Megatron's random-state tracker on the CPU generator.
 
 `tensor_parallel/random.py` keeps a generator state for each kind of parallel region and swaps it in and out, also around recomputed
-layers. There is only one generator here, so both of its "CUDA" states are that one.
+layers. Without CUDA there is only the CPU generator, so all of its "CUDA" states are the CPU's.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from asyncmoe.platform.megatron.patch import module, replace
 
 
 def install() -> None:
-    """Replace the state accessors of `torch.cuda` and those Megatron wrote for itself."""
+    """Replace the state accessors of `torch.cuda` and Megatron's own ones."""
     tracker = module("tensor_parallel.random")
     replace(torch.cuda, "get_rng_state", lambda *_, **__: torch.get_rng_state())
     replace(torch.cuda, "set_rng_state", lambda state, *_, **__: torch.set_rng_state(state))
@@ -33,5 +33,5 @@ def _set(state: torch.Tensor, *_: object, **__: object) -> None:
 
 
 def _not_about_cpu_state(record: logging.LogRecord) -> bool:
-    """`fork` warns when the CPU's state changed inside a GPU region: always so here, as they are the same state."""
+    """Drop `fork`'s warning about a CPU state that changed in a GPU region, because both are the same state here."""
     return "CPU RNG state changed" not in record.getMessage()

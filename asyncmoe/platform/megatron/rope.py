@@ -1,8 +1,8 @@
-"""Rotary angles of packed sequences, without asking the device for their lengths.
+"""Rotary angles of packed sequences without device synchronization.
 
-`models/common/embeddings/rope_utils.py` takes the angles of each sequence apart with `cu_seqlens.tolist()`, and compares a number of the
-device besides: the host waits for the device four times in every layer that has no fused kernel. Applied everywhere, by whoever builds
-the model (`asyncmoe.trainer.model.layers`): latent attention has no fused kernel with Transformer Engine either.
+`models/common/embeddings/rope_utils.py` splits the angles by sequence with `cu_seqlens.tolist()`, and also compares a number on the
+device, so that the host waits for the device four times in every layer without a fused kernel. `asyncmoe.trainer.model.layers` applies
+the patch everywhere, because latent attention has no fused kernel even with Transformer Engine.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ _NAME = "_apply_rotary_pos_emb_thd"
 
 
 def install() -> None:
-    """Replace the function.
+    """Replace Megatron's function.
 
     Raises:
-        ConfigError: this version of Megatron has no such function, or applies angles by another.
+        ConfigError: this version of Megatron has no such function, or its function applies the angles differently.
     """
     owner: Any = module("models.common.embeddings.rope_utils")
     original = getattr(owner, _NAME, None)
@@ -35,7 +35,7 @@ def install() -> None:
 
 def _by_position(apply: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     def packed(t: torch.Tensor, cu_seqlens: torch.Tensor, freqs: torch.Tensor, *args: Any, cp_group: Any, **kwargs: Any) -> torch.Tensor:
-        """t [T, heads, d], freqs [longest, 1, 1, d] -> [T, heads, d]."""
+        """Rotate t [T, heads, d] by freqs [longest, 1, 1, d] -> [T, heads, d]."""
         if cp_group.size() != 1:
             raise InvariantBroken("packed sequences: context parallelism is not supported")
         return apply(t.unsqueeze(1), freqs[positions(cu_seqlens, t.shape[0])], *args, **kwargs).squeeze(1)
@@ -45,7 +45,7 @@ def _by_position(apply: Callable[..., torch.Tensor]) -> Callable[..., torch.Tens
 
 
 def positions(cu_seqlens: torch.Tensor, rows: int) -> torch.Tensor:
-    """int64[rows]: each row's place in its own sequence. cu_seqlens: int32[n + 1], from 0 to `rows`."""
+    """Return int64[rows], each row's position in its sequence, from cu_seqlens int32[n + 1], which runs from 0 to `rows`."""
     every = torch.arange(rows, device=cu_seqlens.device)
     sequence = torch.searchsorted(cu_seqlens, every, right=True) - 1
     return every - cu_seqlens[sequence]

@@ -1,9 +1,9 @@
-"""Checkpoints written by this process alone.
+"""Writes checkpoints in this process alone.
 
-Megatron's `strategies/filesystem_async.py` is made for saving in the background: it starts a process that keeps a queue of results, and
-0.16.1 forks one for each file. When a rank ends by itself (`os._exit`, SIGKILL) these stay behind, and a fork that is killed is waited for
-without end. asyncmoe saves while it waits, so the queue is one of this process and the files are written by threads, with Megatron's own
-function for a file; 0.19 has threads too, but loses the reason why one of them failed. Applied everywhere, with a GPU too.
+Megatron's `strategies/filesystem_async.py` saves in the background: it starts a process for a queue of results, and 0.16.1 forks another
+for each file. These processes outlive a rank that ends abruptly (`os._exit`, SIGKILL), and a rank waits forever for a killed fork.
+asyncmoe saves synchronously, so the queue lives in this process, and threads write the files with Megatron's own function for a file.
+0.19 uses threads too, but loses the reason of a thread's failure. The patch is installed everywhere, also with a GPU.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from typing import Any
 from asyncmoe.platform.megatron.patch import gone, module
 
 _WRITERS = ("write_preloaded_data_multiproc", "write_preloaded_data_multithread")
-"""What writes all files of a rank, in 0.16.1 and in 0.19.2."""
+"""Functions that write all files of a rank, in 0.16.1 and in 0.19.2."""
 _GETTERS = ("_get_write_results_queue", "get_write_results_queue")
 _UNCHANGED = "write_preloaded_data"
 
 
 class Results(queue.Queue[Any]):
-    """What became of each save of this rank, handed over as Megatron's own queue would.
+    """Results of this rank's saves, with the interface of Megatron's own queue.
 
     Attributes:
-        failure: why this rank's last save failed, where it did; other ranks' failures come through Megatron, as text only.
+        failure: why this rank's last save failed, or None; Megatron reports other ranks' failures only as text.
     """
 
     failure: Exception | None = None
@@ -42,7 +42,7 @@ def install() -> None:
     """Replace the queue, and the function that writes all files of a rank.
 
     Raises:
-        ConfigError: this version of Megatron writes otherwise.
+        ConfigError: this version of Megatron writes differently.
     """
     owner = module("dist_checkpointing.strategies.filesystem_async")
     writer = getattr(owner, "FileSystemWriterAsync", None)
@@ -57,7 +57,7 @@ def install() -> None:
 
 
 def _write(transforms: list[Any], use_msc: bool, rank: int, buckets: Sequence[Any], found: queue.Queue[Any]) -> None:
-    """Write each bucket to its file, all at once; put Megatron's results by bucket into `found`, or the first failure."""
+    """Write all buckets concurrently, each to its file; put Megatron's results by bucket into `found`, or the first failure."""
     writer = module("dist_checkpointing.strategies.filesystem_async").FileSystemWriterAsync
     answers: queue.Queue[tuple[int, Any]] = queue.Queue()
     counts: queue.Queue[int] = queue.Queue()

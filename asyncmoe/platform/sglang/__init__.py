@@ -1,7 +1,7 @@
-"""Starting the real SGLang server: `python -m asyncmoe.platform.sglang <arguments of sglang.launch_server>`.
+"""Starts the real SGLang server: `python -m asyncmoe.platform.sglang <arguments of sglang.launch_server>`.
 
-On a machine with a CUDA device this is SGLang as it is. On any other the patches of `cpu` come first, in the server and in
-every process it spawns. Either way the server and its children end when the process that started them ends.
+Without a CUDA device the patches of `cpu` are installed in the server and in every process that it spawns. On every machine the patch of
+`overlap` is installed, and the server and its children end when the process that started them ends.
 
-Only the standard library, torch and SGLang are imported here: this package runs in the engines' own Python environment.
+This package imports only the standard library, torch and SGLang, because it runs in the engines' own Python environment.
 """

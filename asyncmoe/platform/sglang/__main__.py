@@ -1,8 +1,8 @@
-"""Run `asyncmoe.platform.sglang.server` as the main module.
+"""Runs `asyncmoe.platform.sglang.server` as the main module.
 
-The server spawns its scheduler and detokenizer with multiprocessing, which executes the main module again in each child, but
-never one that is called `__main__` (`multiprocessing.spawn._fixup_main_from_name`): the patches would be missing there. Under
-`server`'s own name they are not.
+The server spawns its scheduler and detokenizer with multiprocessing, which executes the main module again in each child, except a module
+named `__main__` (`multiprocessing.spawn._fixup_main_from_name`), so that the children would lack the patches. A main module under
+`server`'s own name is executed.
 """
 
 import runpy

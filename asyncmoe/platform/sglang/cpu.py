@@ -1,7 +1,7 @@
-"""What the SGLang 0.5.23 wheel needs to run on a machine without CUDA.
+"""Patches that let the SGLang 0.5.23 wheel run on a machine without CUDA.
 
-Each patch names the place in SGLang (or torchvision) that it answers, and raises `PatchTargetGone` when that place has changed.
-No file of SGLang is edited, and none of this is installed where there is a CUDA device.
+Each patch names its target in SGLang or torchvision, and raises `PatchTargetGone` if the target has changed. No file of SGLang is edited,
+and nothing is installed if there is a CUDA device.
 """
 
 from __future__ import annotations
@@ -23,32 +23,32 @@ VERSION = "0.5.23"
 
 ARGUMENTS = (
     *("--device", "cpu"),
-    # The AMX backend needs sgl_kernel.
+    # The alternative, the AMX backend, needs sgl_kernel.
     *("--attention-backend", "torch_native"),
     *("--sampling-backend", "pytorch"),
     "--disable-cuda-graph",
-    # There are no kernels to compile, and a warm-up request takes seconds.
+    # There are no kernels to compile, so a warm-up request would waste seconds.
     "--skip-server-warmup",
-    # Without it every idle scheduler spins on a core that the trainer could use.
+    # Otherwise every idle scheduler spins on a core that the trainer could use.
     "--sleep-on-idle",
-    # The other backends of adapters are Triton kernels. Heeded with --enable-lora only.
+    # The other adapter backends are Triton kernels. Takes effect only with --enable-lora.
     *("--lora-backend", "torch_native"),
-    # By default the key-value cache takes a share of the machine's whole memory.
+    # The default key-value cache takes a share of the whole machine's memory.
     *("--mem-fraction-static", "0.5", "--max-total-tokens", "16384"),
 )
-"""Defaults of a server on CPU; what the caller gives comes after them and wins."""
+"""Defaults of a server on CPU; the caller's arguments follow and override them."""
 
 
 def install() -> None:
-    """Install all patches; call before the first import of sglang, in every process.
+    """Install all patches. Call it in every process before the first import of sglang.
 
     Raises:
-        PatchTargetGone: another version of SGLang, or something that a patch replaces is no longer there.
+        PatchTargetGone: a different version of SGLang, or the target of a patch is gone.
     """
     _check_version()
-    # sglang.srt.platforms: a CPU is chosen only when asked for.
+    # sglang.srt.platforms chooses a CPU only on request.
     os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
-    # vocab_parallel_embedding.get_masked_input_and_mask and others are compiled; torch's compiler would look into triton, and take seconds.
+    # vocab_parallel_embedding.get_masked_input_and_mask and others are compiled, but torch's compiler inspects triton and takes seconds.
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
     _triton()
     _sgl_kernel()
@@ -59,13 +59,13 @@ def install() -> None:
 
 
 def fork_children() -> None:
-    """Have the server fork its scheduler and detokenizer, which saves each the seconds in which it would import torch and SGLang again.
+    """Make the server fork its scheduler and detokenizer, which saves each of them seconds of importing torch and SGLang again.
 
-    sglang.srt.entrypoints.engine._set_envs_and_config says that they are spawned, which CUDA needs: a forked process cannot use a device
-    that its parent has opened. Call after the import of all that they need, before anything is computed.
+    sglang.srt.entrypoints.engine._set_envs_and_config selects spawn for CUDA, because a forked process cannot use a device that its parent
+    has opened. Call this after importing the modules that the children need, and before any computation.
 
     Raises:
-        PatchTargetGone: that place is gone.
+        PatchTargetGone: that function is gone.
     """
     module = importlib.import_module("sglang.srt.entrypoints.engine")
     configure = getattr(module, "_set_envs_and_config", None)
@@ -90,7 +90,7 @@ def _check_version() -> None:
 
 
 def _triton() -> None:
-    """sglang.srt.utils.common and many layers import triton at the top and decorate kernels that never run on CPU."""
+    """Provide triton: sglang.srt.utils.common and many layers import it at the top and decorate kernels that never run on CPU."""
     provide(
         "triton",
         decorate,
@@ -104,21 +104,21 @@ def _triton() -> None:
 
 
 def _sgl_kernel() -> None:
-    """sglang.srt.layers imports names of sgl_kernel whatever the device; on CPU without AMX none is called.
+    """Provide sgl_kernel: sglang.srt.layers imports names from it on every device, but calls none of them on CPU without AMX.
 
-    `sgl_kernel.scalar_type` must stay absent: sglang.srt.layers.quantization.utils then takes its own definition.
+    `sgl_kernel.scalar_type` must stay absent, so that sglang.srt.layers.quantization.utils uses its own definition.
     """
     provide("sgl_kernel", refuse, {"sgl_kernel.scalar_type": None})
 
 
 def _torchvision() -> None:
-    """The torchvision wheel is built for CUDA: its operators cannot be loaded, but torchvision._meta_registrations wants their schemas."""
+    """Define operator schemas for torchvision._meta_registrations, because the wheel's operators are built for CUDA and do not load."""
     for operator in ("nms", "qnms"):
         torch.library.define(f"torchvision::{operator}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
 
 
 def _pinned_host_memory() -> None:
-    """sglang.srt.state_capturer.base pins its host buffer (routed experts) with cudaHostRegister, also when the device is a CPU."""
+    """Disable pinning: sglang.srt.state_capturer.base pins its host buffer (routed experts) with cudaHostRegister even on a CPU."""
     module = importlib.import_module("sglang.srt.mem_cache.pool_host.common")
     for name in ("_cuda_host_register", "_cuda_host_unregister"):
         if not callable(getattr(module, name, None)):

@@ -1,4 +1,4 @@
-"""What experts that are spread over the ranks of an engine (--ep-size) need on a machine without CUDA; see `cpu`."""
+"""Patch for expert parallelism in an engine (--ep-size) on a machine without CUDA; see `cpu`."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ NATIVE = "sglang.srt.layers.moe.fused_moe_native"
 
 
 def install() -> None:
-    """Have the module patched as soon as it is imported."""
+    """Patch the module as soon as it is imported."""
     after_import(NATIVE, _native)
 
 
 def _native(module: ModuleType) -> None:
-    """`moe_forward_native` counts the tokens of each expert by its number, and an expert of another rank has number -1 here. Let it see the
-    choices of this rank's experts only, each as a token with one expert."""
+    """Pass `moe_forward_native` only the choices of this rank's experts, each as a token with one expert, because it counts tokens
+    by expert number, and experts of other ranks have number -1."""
     native = getattr(module, "moe_forward_native", None)
     if native is None:
         raise PatchTargetGone(f"{module.__name__}.moe_forward_native is gone")

@@ -1,7 +1,7 @@
-"""What weights of float8 in blocks need in an engine on a machine without CUDA; see `cpu`.
+"""Patches for block-scaled float8 weights in an engine on a machine without CUDA; see `cpu`.
 
-There SGLang computes with them only through AMX, which it packs them for. Here they stay as they are loaded, and are multiplied by their
-scales in every forward pass: slow, and exact to the dtype that is computed in.
+Without CUDA SGLang supports such weights only through AMX, for which it packs them. The patches keep them as loaded and multiply them by
+their scales in every forward pass, which is slow but exact up to the computation's dtype.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _BLOCK = [128, 128]
 
 
 def install() -> None:
-    """Have the modules patched as soon as they are imported."""
+    """Patch the modules as soon as they are imported."""
     after_import(METHODS, _methods)
     after_import(LATENT, _latent)
 
@@ -33,7 +33,7 @@ def _methods(module: ModuleType) -> None:
         raise PatchTargetGone(f"{module.__name__}.Fp8LinearMethod or Fp8MoEMethod is not what it was")
     if not hasattr(getattr(module, "Fp8Config", None), "get_supported_act_dtypes"):
         raise PatchTargetGone(f"{module.__name__}.Fp8Config.get_supported_act_dtypes is gone")
-    # What is multiplied by scales here can be computed in any dtype; SGLang's kernels cannot.
+    # Dequantised weights support computation in any dtype, unlike SGLang's kernels.
     vars(module)["Fp8Config"].get_supported_act_dtypes = classmethod(lambda _: [torch.float32, torch.bfloat16, torch.float16])
     for method in (vars(module)["Fp8LinearMethod"], vars(module)["Fp8MoEMethod"]):
         method.process_weights_after_loading = _as_loaded
@@ -71,14 +71,14 @@ def _experts(self: Any, layer: Any, dispatch_output: Any) -> Any:
 
 
 def _latent(module: ModuleType) -> None:
-    """What is derived of latent attention's weights is quantised again for a kernel that is not there; let it be in the model's dtype, as
-    it is on Hopper GPUs (where it is bfloat16)."""
+    """Keep the weights derived for latent attention in the model's dtype, as on Hopper GPUs (bfloat16 there), because SGLang would quantise
+    them again for an unavailable kernel."""
     if not hasattr(module, "block_quant_to_tensor_quant"):
         raise PatchTargetGone(f"{module.__name__}.block_quant_to_tensor_quant is gone")
     dtypes: list[torch.dtype] = []
 
     def in_the_models_dtype(weight: torch.Tensor, scales: torch.Tensor, _: list[int]) -> tuple[torch.Tensor, None]:
-        # While a model is loaded for the first time, its dtype is torch's default.
+        # During a model's first load, torch's default dtype is the model's.
         dtypes.append(torch.get_default_dtype())
         return dequantised(weight, scales, dtypes[0]), None
 

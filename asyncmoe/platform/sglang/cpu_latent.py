@@ -1,6 +1,6 @@
-"""What latent attention in an engine needs on a machine without CUDA; see `cpu`.
+"""Patches for latent attention in an engine on a machine without CUDA; see `cpu`.
 
-The modules in question are imported by servers of such models, so each is patched when it is.
+Only servers of such models import these modules, so each module is patched on import.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ CORRECTIONS = "sglang.srt.lora.deepseek_mla_correction"
 
 
 def install() -> None:
-    """Have the modules patched as soon as they are imported."""
+    """Patch the modules as soon as they are imported."""
     after_import(HANDLERS, _absorbed)
     after_import(ROPE, _plain_positions)
     after_import(CORRECTIONS, _corrections)
 
 
 def _absorbed(module: ModuleType) -> None:
-    """The first tokens of a prompt go through keys and values of every head, which this backend does not look at: it attends to what is
-    in its cache, and that is the small vectors. Where their size is that of a head the result is wrong in silence, else it is an error. Let
-    all tokens be computed as the later ones are, on the small vectors."""
+    """Compute all tokens on the compressed vectors. SGLang computes a prompt's first tokens with per-head keys and values, which this
+    backend ignores: it attends to its cache, which holds the compressed vectors. If their size equals a head's, the result is silently
+    wrong; otherwise there is an error."""
     registry, methods = getattr(module, "AttentionBackendRegistry", None), getattr(module, "AttnForwardMethod", None)
     if not hasattr(registry, "register") or not hasattr(methods, "MLA"):
         raise PatchTargetGone(f"{module.__name__}.AttentionBackendRegistry or AttnForwardMethod.MLA is gone")
@@ -36,7 +36,7 @@ def _absorbed(module: ModuleType) -> None:
 
 
 def _plain_positions(module: ModuleType) -> None:
-    """`get_rope_cpu` asserts that positions are scaled as DeepSeek's are; those that are not scaled are computed as in other models."""
+    """Compute unscaled positions with `get_rope`, as in other models, because `get_rope_cpu` asserts DeepSeek's scaling."""
     scaled, plain = getattr(module, "get_rope_cpu", None), getattr(module, "get_rope", None)
     if scaled is None or plain is None:
         raise PatchTargetGone(f"{module.__name__}.get_rope_cpu or get_rope is gone")
@@ -59,7 +59,7 @@ def _plain_positions(module: ModuleType) -> None:
 
 
 def _corrections(module: ModuleType) -> None:
-    """What an adapter of kv_b_proj adds, where the layer itself is never called, is computed by Triton kernels only."""
+    """Replace the Triton kernels that add an adapter of kv_b_proj, a layer that is never called itself."""
     for name, ours in (("apply_q_correction", _apply_q_correction), ("apply_v_correction", _apply_v_correction)):
         if not hasattr(module, name):
             raise PatchTargetGone(f"{module.__name__}.{name} is gone")
@@ -82,7 +82,7 @@ def _apply_v_correction(attention: Any, attended: torch.Tensor, output: torch.Te
 
 
 def _adapters(attention: Any) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor, float]]:
-    """For each run of tokens with an adapter: where they are, A [rank, kv_lora_rank], B [heads, rows of a head, rank] and the scale."""
+    """Yield for each run of tokens with an adapter: its slice, A [rank, kv_lora_rank], B [heads, rows of a head, rank] and the scale."""
     layer = attention.kv_b_proj
     batch = layer.lora_backend.batch_info
     if not getattr(layer, "set_lora", False) or batch is None:

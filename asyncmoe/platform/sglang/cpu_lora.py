@@ -1,6 +1,6 @@
-"""What adapters in an engine (--enable-lora) need on a machine without CUDA; see `cpu`.
+"""Patches for adapters in an engine (--enable-lora) on a machine without CUDA; see `cpu`.
 
-The modules in question are imported by servers with adapters only, so each is patched when it is.
+Only servers with adapters import these modules, so each module is patched on import.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ BACKEND = "sglang.srt.lora.backend.torch_backend"
 
 
 def install() -> None:
-    """Have the modules patched as soon as they are imported."""
+    """Patch the modules as soon as they are imported."""
     torch.Tensor.pin_memory = lambda self, *_, **__: self  # type: ignore[method-assign]
     after_import(LAYERS, _patch_layers)
     after_import(BACKEND, _unpin)
 
 
 class _Unpinned:
-    """torch, in which the argument pin_memory is not heeded: page-locked memory needs CUDA."""
+    """A view of torch that ignores the argument pin_memory, because page-locked memory needs CUDA."""
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(torch, name)
@@ -35,14 +35,14 @@ class _Unpinned:
 
 
 def _unpin(module: ModuleType) -> None:
-    """These modules make small tensors in page-locked memory, whatever the device."""
+    """Replace torch in a module that allocates small tensors in page-locked memory on every device."""
     if getattr(module, "torch", None) is not torch:
         raise PatchTargetGone(f"{module.__name__}.torch is gone")
     vars(module)["torch"] = _Unpinned()
 
 
 def _patch_layers(module: ModuleType) -> None:
-    """Experts with adapters are run by Triton kernels only (`lora_moe_runners`)."""
+    """Replace the Triton kernels of experts with adapters (`lora_moe_runners`)."""
     _unpin(module)
     experts = getattr(module, "FusedMoEWithLoRA", None)
     if not hasattr(experts, "_forward_with_lora"):
@@ -51,8 +51,9 @@ def _patch_layers(module: ModuleType) -> None:
 
 
 def _forward_with_lora(self: Any, hidden_states: torch.Tensor, topk_output: Any, lora_info: Any, **_: Any) -> Any:
-    """As FusedMoEWithLoRA._forward_with_lora. The sum over tensor-parallel ranks is left to the model, as there; so is the factor of routed
-    experts, as it is on CPU for experts without adapters (`DeepseekV2MoE.forward_normal`, `Glm4MoeSparseMoeBlock.forward_normal`)."""
+    """Compute FusedMoEWithLoRA._forward_with_lora. As there, the model sums over tensor-parallel ranks. The model also applies the
+    factor of routed experts, as on CPU for experts without adapters (`DeepseekV2MoE.forward_normal`,
+    `Glm4MoeSparseMoeBlock.forward_normal`)."""
     from sglang.srt.layers.moe.token_dispatcher import StandardCombineInput
 
     layer, config = self.base_layer, self.base_layer.moe_runner_config
@@ -74,19 +75,19 @@ def _forward_with_lora(self: Any, hidden_states: torch.Tensor, topk_output: Any,
 
 
 Adapted = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-"""Weight [experts, out, in]; for each slot A [slots, experts or 1, parts * rank, in] and B [slots, experts or 1, out, rank], which holds
-the scale. Parts are stacked layers (gate and up): out is divided equally between them."""
+"""Weight [experts, out, in]; for each slot A [slots, experts or 1, parts * rank, in] and B [slots, experts or 1, out, rank], which
+includes the scale. Parts are stacked layers (gate and up), which share `out` equally."""
 
 
 def adapted_experts(
     x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, slots: torch.Tensor, gate_up: Adapted, down: Adapted
 ) -> torch.Tensor:
-    """The weighted sum of each token's experts, [tokens, hidden].
+    """Return the weighted sum of each token's experts, [tokens, hidden].
 
     Args:
         x: [tokens, hidden].
-        weights, ids: [tokens, experts per token]; -1: an expert elsewhere.
-        slots: [tokens], whose adapter; -1: none.
+        weights, ids: [tokens, experts per token]; id -1: an expert of another rank.
+        slots: [tokens], the adapter slot of each token; -1: no adapter.
     """
     output = torch.zeros_like(x)
     for expert in sorted({*ids.flatten().tolist()} - {-1}):

@@ -1,4 +1,4 @@
-"""Ending with the process that started us, however that one ends."""
+"""Ends this process with its parent, however the parent ends."""
 
 from __future__ import annotations
 
@@ -9,36 +9,36 @@ import sys
 from collections.abc import Mapping
 
 PARENT = "ASYNCMOE_PARENT_PID"
-"""Environment variable by which the starter of a server says who it is."""
+"""Environment variable with the process id of a server's parent."""
 
 API_KEY = "ASYNCMOE_ENGINE_KEY"
-"""Environment variable with what a server wants to be shown (its --api-key)."""
+"""Environment variable with the key that a server requires of clients (its --api-key)."""
 
 _PR_SET_PDEATHSIG = 1
 
 
 def key_arguments(environ: Mapping[str, str]) -> list[str]:
-    """SGLang's argument for the key, where there is one. In one word: a key may begin with a dash."""
+    """Return SGLang's argument for the key, if there is one. It is a single word because a key may begin with a dash."""
     return [f"--api-key={environ[API_KEY]}"] if environ.get(API_KEY) else []
 
 
 def end_with_parent() -> None:
-    """Have Linux kill this process when its parent, named by `PARENT`, ends; exit at once when it has ended already.
+    """Make Linux kill this process when its parent, named by `PARENT`, ends; exit at once if the parent has already ended.
 
-    From then on this process is the parent named to those it starts. Without the variable (a server started by hand) only the
-    processes it starts are bound to it.
+    Also set `PARENT` to this process for its children. Without the variable (a server started by hand) only the children are bound
+    to this process.
 
     Raises:
-        OSError: the kernel refused.
+        OSError: the kernel refused the request.
     """
     parent = os.environ.get(PARENT)
     os.environ[PARENT] = str(os.getpid())
     if parent is None:
         return
     libc = ctypes.CDLL(None, use_errno=True)
-    # SIGKILL: a server told to end politely first waits for its requests, and nobody is left to see to it.
+    # SIGKILL, because on SIGTERM a server first waits for its requests, and no process is left to enforce its end.
     if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
-    # A parent that ended before the call above sends no signal.
+    # A parent that ended before prctl triggers no signal.
     if os.getppid() != int(parent):
         sys.exit(f"the process that started this one ({parent}) has ended")

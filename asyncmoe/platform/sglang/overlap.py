@@ -1,11 +1,11 @@
-"""The overlap schedule of SGLang, made exact for weights that change under way.
+"""Makes SGLang's overlap schedule exact when weights change during generation.
 
-With it the scheduler launches a step before it has looked at what the step before sampled (sglang 0.5.23,
-`managers/scheduler.py`, `Scheduler.event_loop_overlap`): one step's batch and result wait in `result_queue`. A pause in place leaves them
-there, so tokens that the old weights sampled are counted after the new version has been recorded, and go to it; and on a GPU the step may
-still run when parameters are written. Here a pause in place, and every change of the version, first settles that step.
+With the overlap schedule the scheduler launches a step before it processes the tokens sampled by the previous step (sglang 0.5.23,
+`managers/scheduler.py`, `Scheduler.event_loop_overlap`); one step's batch and result wait in `result_queue`. A pause in place leaves them
+there, so tokens sampled by the old weights are counted after the new version is recorded, and are attributed to it; and on a GPU the step
+may still run while parameters are written. With this patch a pause in place, and every change of version, first settles that step.
 
-The loop pops an entry for every step it launched, so a settled step leaves an entry that names no request and means nothing.
+The loop pops an entry for every step that it launched, so a settled step leaves a dummy entry without requests.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _RELIED_ON = (
     "Scheduler.continue_generation",
     "Scheduler.record_weight_version_change",
 )
-"""What settling relies on, besides every function that touches `result_queue`."""
+"""Functions that settling relies on, in addition to every function that uses `result_queue`."""
 
 KNOWN: Mapping[str, str] = {
     "Scheduler._advance_pending_grammar": "d9c9047ecf83",
@@ -58,12 +58,12 @@ KNOWN: Mapping[str, str] = {
     "Scheduler.run_event_loop": "02edf60f593a",
     "_dispatch_event_loop_once": "4220153895a2",
 }
-"""Function -> its fingerprint in sglang 0.5.23, for which `settle` was written."""
+"""Fingerprints by function in sglang 0.5.23, for which `settle` was written."""
 
 
 @lru_cache
 def obstacle() -> str:
-    """Why the overlap schedule must stay off with the installed SGLang, in one line; empty: it need not."""
+    """Return in one line why the overlap schedule must stay off with the installed SGLang; empty if it may be on."""
     found = importlib.util.find_spec("sglang")
     if found is None or not found.submodule_search_locations:
         return "sglang: got no installed package"
@@ -76,7 +76,7 @@ def obstacle() -> str:
 
 
 def checked(arguments: Sequence[str]) -> list[str]:
-    """A server's arguments, with `OFF` and a line in the log where the installed SGLang is another than the one known."""
+    """Return a server's arguments; if the installed SGLang is not the known one, add `OFF` and log the reason."""
     if OFF in arguments or not (reason := obstacle()):
         return [*arguments]
     print(f"the overlap schedule is off: {reason}", flush=True)
@@ -84,13 +84,16 @@ def checked(arguments: Sequence[str]) -> list[str]:
 
 
 def fingerprints(source: str) -> dict[str, str]:
-    """Of the functions that settling relies on, in the source of sglang.srt.managers.scheduler.
+    """Compute the fingerprints of the functions that settling relies on.
+
+    Args:
+        source: source text of sglang.srt.managers.scheduler.
 
     Returns:
-        {"Scheduler.run_batch": 12 hexadecimal digits}, the same however the function is commented and indented.
+        {"Scheduler.run_batch": 12 hexadecimal digits}, independent of the function's comments and indentation.
 
     Raises:
-        SyntaxError: not Python.
+        SyntaxError: `source` is not Python.
     """
     lines, found = source.splitlines(), {}
     for name, node in _functions(ast.parse(source)):
@@ -102,20 +105,20 @@ def fingerprints(source: str) -> dict[str, str]:
 
 
 def differences(found: Mapping[str, str], known: Mapping[str, str] = KNOWN) -> list[str]:
-    """Functions that are others than those known, are gone, or are new."""
+    """Return the functions that have changed, are gone, or are new."""
     return sorted(name for name in {*found, *known} if found.get(name) != known.get(name))
 
 
 def install() -> None:
-    """Have the scheduler settle steps. Call before it is imported, in every process; without the overlap schedule it changes nothing."""
+    """Make the scheduler settle steps. Call it in every process before the import; it changes nothing without the overlap schedule."""
     after_import(MODULE, _mend)
 
 
 def settle(scheduler: Any) -> None:
-    """Count what the step in flight samples, if there is one; whoever writes weights next does so after it.
+    """Count the tokens of the step in flight, if there is one, so that subsequent writes of weights come after it.
 
-    Between two passes of the scheduler's loop. `process_batch_result` waits for the copies of the result and so for the step; the current
-    stream, which weights are written on, is ordered behind the stream of the steps all the same.
+    Call it between two iterations of the scheduler's loop. `process_batch_result` waits for the copies of the result and so for the step.
+    Even so, the current stream, on which weights are written, is ordered after the stream of the steps.
     """
     if not scheduler.enable_overlap or scheduler.disaggregation_mode.value != "null":
         return
@@ -128,8 +131,8 @@ def settle(scheduler: Any) -> None:
     scheduler.device_module.current_stream().wait_stream(scheduler.forward_stream)
 
 
-# No requests: `Scheduler._reqs_finishing_inflight` counts a token more than they have for those of an entry, and leaves them out for ever
-# when that is their last.
+# No requests, because `Scheduler._reqs_finishing_inflight` counts one more token for the requests of an entry, and excludes a request
+# forever if that token is its last.
 _SETTLED = (SimpleNamespace(reqs=[], has_grammar=False), SimpleNamespace(grammar_advanced=True))
 
 
@@ -159,7 +162,7 @@ def _settled_first(method: Callable[..., Any], needed: Callable[..., bool]) -> C
 
 
 def _functions(module: ast.Module) -> list[tuple[str, ast.FunctionDef]]:
-    """All of a module and of its classes."""
+    """Return all functions of a module and of its classes, by qualified name."""
     found = [(node.name, node) for node in module.body if isinstance(node, ast.FunctionDef)]
     for owner in module.body:
         if isinstance(owner, ast.ClassDef):

@@ -1,4 +1,4 @@
-"""Changing SGLang's modules when they are imported, and not before: most servers import only some of them."""
+"""Patches SGLang's modules on import, not before, because most servers import only some of them."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from types import ModuleType
 
 
 class PatchTargetGone(RuntimeError):
-    """SGLang is another than the one the patches for CPU were written for."""
+    """The installed SGLang differs from the release that the CPU patches were written for."""
 
 
 def after_import(name: str, patch: Callable[[ModuleType], None]) -> None:
-    """Call `patch` with the module of that name, once, when it has been imported.
+    """Call `patch` once with the module `name`, after its import.
 
     Raises:
-        PatchTargetGone: it has been imported already.
+        PatchTargetGone: the module was already imported.
     """
     if name in sys.modules:
         raise PatchTargetGone(f"{name} was imported before it could be patched")

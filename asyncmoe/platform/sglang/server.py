@@ -1,4 +1,4 @@
-"""The main module of a server and, executed again by multiprocessing, of every process it spawns."""
+"""The main module of a server and of every process that it spawns, in which multiprocessing executes it again."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from asyncmoe.platform.sglang.lifetime import end_with_parent, key_arguments
 
 end_with_parent()
 
-import torch  # noqa: E402  it takes seconds, in which the parent may end
+import torch  # noqa: E402  takes seconds, during which the parent may end
 
 from asyncmoe.platform.sglang import overlap  # noqa: E402
 
@@ -23,7 +23,7 @@ if not _CUDA:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Serve until told to stop; what `sglang.launch_server` does when it is the main module."""
+    """Serve until stopped, as `sglang.launch_server` does as the main module."""
     from sglang.launch_server import run_server
     from sglang.srt.plugins import load_plugins
     from sglang.srt.server_args import prepare_server_args

@@ -1,7 +1,7 @@
-"""Packages that are imported on CPU but of which nothing may be called: `triton` and `sgl_kernel`.
+"""Stand-ins for packages that SGLang imports on CPU but must not call: `triton` and `sgl_kernel`.
 
-Every submodule and every name of such a package exists. Class names are empty classes (they are subclassed and used in
-isinstance checks at import), other names are modules that can be called or not as the package says.
+Every submodule and every name of such a package exists. Class names are empty classes, because imports subclass them and use them in
+isinstance checks; other names are modules, and the package defines the effect of calling them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Call = Callable[..., Any]
 
 
 class StandIn(ModuleType):
-    """A module in which every name is found; calling it is `call(its dotted name, ...)`."""
+    """A module that has every name; calling the module calls `call(its dotted name, ...)`."""
 
     def __init__(self, name: str, call: Call, names: Mapping[str, object]) -> None:
         super().__init__(name)
@@ -63,15 +63,15 @@ def provide(package: str, call: Call, names: Mapping[str, object]) -> None:
 
     Args:
         package: top-level name.
-        call: what happens when a name that is not a class is called; gets the dotted name first.
-        names: dotted name -> its value; None: a submodule that must not be found.
+        call: called in place of a name that is not a class, with the dotted name as first argument.
+        names: values by dotted name; None: a submodule that must not be found.
     """
     if package not in sys.modules and importlib.util.find_spec(package) is None:
         sys.meta_path.append(_Finder(package, call, names))
 
 
 def refuse(name: str, *_: Any, **__: Any) -> None:
-    """A call that raises.
+    """Raise, as the `call` of a package whose functions must not run.
 
     Raises:
         NotImplementedError: always.
@@ -80,7 +80,7 @@ def refuse(name: str, *_: Any, **__: Any) -> None:
 
 
 def decorate(_: str, *args: Any, **kwargs: Any) -> Any:
-    """A call that is a decorator, plain or with arguments, and leaves the function as it is."""
+    """Act as a decorator, with or without arguments, that returns the function unchanged."""
     if len(args) == 1 and callable(args[0]) and not kwargs:
         return args[0]
     return lambda function: function

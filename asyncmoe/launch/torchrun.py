@@ -67,8 +67,11 @@ def run(arguments: Sequence[str]) -> None:
 
 
 def first(failed: Sequence[FailedRank]) -> FailedRank:
-    """Return the root cause among failed ranks: a user error, else the earliest failure. At the same time a signal precedes an error, because
-    the error may report the loss of that rank. SIGTERM comes last: torchrun sends it to the remaining ranks."""
+    """Return the root cause among failed ranks: a user error, else the earliest failure.
+
+    At the same time a signal precedes an error, because the error may report the loss of that rank. SIGTERM comes last: torchrun sends it
+    to the remaining ranks.
+    """
     return min(
         failed,
         key=lambda one: (one.exitcode != UserError.exit_code, one.exitcode == -signal.SIGTERM, one.time, one.exitcode > 0, one.rank),

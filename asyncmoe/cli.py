@@ -255,8 +255,8 @@ def simulate_command(
     """Predict the speed of a run on a cluster in each mode, by simulating engines, queue, scoring, trainer and weight sync as events.
 
     The simulation starts no process and needs no GPU. It admits and drops groups by the same rules as `asyncmoe run`. First measure three
-    things on a few GPUs: the step time of an engine at two batch sizes (--step-s, --step-batch), the seconds of a training step (--train-s),
-    and some response lengths (--workload FILE). Then, for the whole cluster:
+    things on a few GPUs: the step time of an engine at two batch sizes (--step-s, --step-batch), the seconds of a training step
+    (--train-s), and some response lengths (--workload FILE). Then, for the whole cluster:
 
         asyncmoe simulate --engines 768 --gpus-per-engine 8 --trainer-gpus 2048 --groups 1024 --group-size 16 --train-s 90 --sweep
 

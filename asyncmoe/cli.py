@@ -19,8 +19,10 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="""Train mixture-of-experts language models with asynchronous reinforcement learning.
 
-SGLang engines generate without waiting for stragglers, Megatron trainers learn from a bounded queue, and new weights reach the engines
-while they generate. One YAML file describes a run; the command line can override any of its keys (docs/config.md lists them):
+SGLang engines generate without waiting for stragglers, Megatron trainers
+learn from a bounded queue, and new weights reach the engines while they
+generate. One YAML file describes a run; the command line can override any
+of its keys, which docs/config.md lists:
 
     asyncmoe run examples/demo.yaml run.steps=100 trainer.optimizer.lr=3e-4
 
@@ -254,13 +256,16 @@ def simulate_command(
 ) -> None:
     """Predict the speed of a run on a cluster in each mode, by simulating engines, queue, scoring, trainer and weight sync as events.
 
-    The simulation starts no process and needs no GPU. It admits and drops groups by the same rules as `asyncmoe run`. First measure three
-    things on a few GPUs: the step time of an engine at two batch sizes (--step-s, --step-batch), the seconds of a training step
-    (--train-s), and some response lengths (--workload FILE). Then, for the whole cluster:
+    The simulation starts no process and needs no GPU. It admits and drops
+    groups by the same rules as `asyncmoe run`. First measure three things on a
+    few GPUs: the step time of an engine at two batch sizes (--step-s,
+    --step-batch), the seconds of a training step (--train-s), and some response
+    lengths (--workload FILE). Then run, for the whole cluster:
 
         asyncmoe simulate --engines 768 --gpus-per-engine 8 --trainer-gpus 2048 --groups 1024 --group-size 16 --train-s 90 --sweep
 
-    reports how many of the 8192 GPUs should generate, which eta to choose, and the speed-up over synchronous training.
+    It reports how many of the 8192 GPUs should generate, which eta to choose,
+    and the speed-up over synchronous training.
     """
     from rich.console import Console
 

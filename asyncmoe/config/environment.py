@@ -38,9 +38,9 @@ class EnvironmentSection(Section):
     options: dict[str, Any] = Field({}, description="Keyword arguments of your own class.")
     agent: str | None = Field(None, description="For kind openai: the agent, as package.module:function.")
     tools: ToolsSection = ToolsSection()
-    max_turns: Positive = Field(8, description="Most responses of one agent in an episode; an episode with more is rejected.")
-    max_agents: Positive = Field(8, description="Most agents in an episode; the conversation of each becomes a trajectory.")
-    max_tokens: Positive | None = Field(None, description="Most tokens of one agent's conversation; null: the model's context length.")
+    max_turns: Positive = Field(8, description="Maximum responses of an agent in an episode; an episode with more is rejected.")
+    max_agents: Positive = Field(8, description="Maximum agents in an episode; the conversation of each becomes a trajectory.")
+    max_tokens: Positive | None = Field(None, description="Maximum tokens of an agent's conversation; null: the model's context length.")
     timeout_s: PositiveFloat = Field(600.0, description="Seconds an episode may take before scoring; a slower one is rejected.")
 
     @model_validator(mode="after")

@@ -31,7 +31,7 @@ class EvaluationSection(Section):
     top_p: Share | None = Field(None, description="As rollout.top_p, for evaluation; null: rollout.top_p.")
     top_k: Positive | None = Field(None, description="As rollout.top_k, for evaluation; null: rollout.top_k.")
     min_p: Annotated[Real, Field(ge=0, lt=1)] | None = Field(None, description="As rollout.min_p, for evaluation; null: rollout.min_p.")
-    max_new_tokens: Positive | None = Field(None, description="Most tokens of a response; null: rollout.max_new_tokens.")
+    max_new_tokens: Positive | None = Field(None, description="Maximum tokens of a response; null: rollout.max_new_tokens.")
     max_concurrent: Positive | None = Field(
         None, description="Evaluation episodes in flight, as a part of rollout.max_concurrent; null: an eighth of it."
     )

@@ -69,7 +69,7 @@ class RolloutSection(Section):
 
     groups_per_step: Positive = Field(16, description="Prompts per training step. The batch is groups_per_step * group_size responses.")
     group_size: Positive = Field(8, description="Responses to each prompt, whose rewards are compared with each other; at least 2.")
-    max_new_tokens: Positive = Field(16, description="Most tokens of a response. Raise it if responses are cut off before their answer.")
+    max_new_tokens: Positive = Field(16, description="Maximum tokens of a response. Raise it if responses are cut off before their answer.")
     temperature: PositiveFloat = Field(
         1.0,
         description="Sampling temperature: engine and trainer divide the logits by it. Raise it if the responses to a prompt all get the "
@@ -82,7 +82,8 @@ class RolloutSection(Section):
     )
     max_concurrent: Positive = Field(
         64,
-        description="Requests in flight over all engines together. Raise it with engines.count or engines.max_running, which it must fill.",
+        description="Maximum requests in flight over all engines. Raise it together with engines.count or engines.max_running, or slots "
+        "stay empty.",
     )
     balance: Balance = Field(
         "least_loaded",

@@ -17,7 +17,7 @@ class TeacherSection(Section):
 
     url: str = Field(description="Address of the teacher, http://host:port; its model must have the policy's tokenizer.")
     timeout_s: PositiveFloat = Field(60.0, description="Seconds one call may take.")
-    concurrency: Positive = Field(16, description="Most calls in flight.")
+    concurrency: Positive = Field(16, description="Maximum calls in flight.")
 
     @model_validator(mode="after")
     def _check(self) -> TeacherSection:
@@ -41,7 +41,7 @@ class ScoringSection(Section):
     )
     concurrency: Positive | None = Field(
         None,
-        description="Most calls in flight; for a plain function or class also the number of its processes. null: 64, or for a plain "
+        description="Maximum calls in flight; for a plain function or class also the number of its processes. null: 64, or for a plain "
         "function or class the number of cores, at most 4. Raise it if responses wait for their turn.",
     )
     timeout_s: PositiveFloat = Field(10.0, description="Seconds one call may take.")

@@ -73,7 +73,7 @@ class TrainerSection(Section):
     """The Megatron process group: parallel sizes, micro-batches, memory and checkpoints."""
 
     ranks: Positive = Field(
-        1, description="Trainer ranks, one process (and GPU) each; a multiple of tp * pp. ranks / (tp * pp) are data parallel."
+        1, description="Trainer ranks, one process (and GPU) each; a multiple of tp * pp. Data-parallel size: ranks / (tp * pp)."
     )
     tp: Positive = Field(1, description="Tensor-parallel ranks; they also split the sequence between layers (sequence parallelism).")
     pp: Positive = Field(1, description="Pipeline-parallel stages.")
@@ -91,7 +91,7 @@ class TrainerSection(Section):
     pack: bool = Field(True, description="Pack several sequences into a micro-batch; false: one sequence per micro-batch.")
     tokens_per_microbatch: Positive = Field(
         4096,
-        description="Most tokens of a packed micro-batch; a longer sequence gets its own. Lower it if GPU memory runs out; raise it for "
+        description="Maximum tokens of a packed micro-batch; a longer sequence gets its own. Lower it if GPU memory runs out; raise it for "
         "speed.",
     )
     recompute: Literal["none", "selective", "full"] = Field(

@@ -1,4 +1,4 @@
-"""The `asyncmoe` command. `run` starts all parts of a run on this machine; other commands start single parts."""
+"""The `asyncmoe` command. Subcommands start the parts of a run separately; `run` starts all of them on this machine."""
 
 from __future__ import annotations
 
@@ -19,23 +19,25 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="""Train mixture-of-experts language models with asynchronous reinforcement learning.
 
-SGLang engines generate without waiting; Megatron trainers learn from a bounded queue; new weights reach the engines while they
-generate. One YAML file describes a run, and any key of it can be changed on the command line:
+SGLang engines generate without waiting for stragglers, Megatron trainers
+learn from a bounded queue, and new weights reach the engines while they
+generate. One YAML file describes a run; the command line can override any
+of its keys, which docs/config.md lists:
 
     asyncmoe run examples/demo.yaml run.steps=100 trainer.optimizer.lr=3e-4
 
 Start with `asyncmoe run examples/demo.yaml`, then open runs/demo/report.html.""",
 )
 
-ConfigPath = Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML file of the run.")]
-Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Keys to change, e.g. run.steps=100.")]
+ConfigPath = Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML file that describes the run.")]
+Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Keys to override, e.g. run.steps=100.")]
 
 
 @app.command()
 def run(config: ConfigPath, overrides: Overrides = None) -> None:
-    """Start a whole run on this machine: engines, queue, trainer, live view, report. The same command resumes a stopped run.
+    """Run everything on this machine: engines, queue, trainer, live view, report. Repeat the command to resume a stopped run.
 
-    With launch=ray, the run uses the nodes of a Ray cluster.
+    Ctrl-C saves a checkpoint and stops; a second Ctrl-C stops at once. With launch=ray everything runs on the nodes of a Ray cluster.
     """
     from rich.console import Console
 
@@ -50,13 +52,13 @@ def run(config: ConfigPath, overrides: Overrides = None) -> None:
 
 @app.command()
 def rollout(config: ConfigPath, overrides: Overrides = None) -> None:
-    """Start only the controller: engines, episodes, scoring and the queue. It waits for a trainer."""
+    """Run only the controller: engines, episodes, scoring and the queue. It waits for a trainer."""
     from asyncmoe import config as configuration
     from asyncmoe.launch import gpus, local
     from asyncmoe.rollout import controller
 
     loaded = configuration.load(config, overrides or ())
-    if config.resolve() != local.resolved(loaded).resolve():  # else the launcher has prepared it
+    if config.resolve() != local.resolved(loaded).resolve():  # otherwise the parent process has prepared it
         local.prepare(loaded)
     controller.run(loaded, loaded.run.dir, () if loaded.engines.join else gpus.engine_arguments(loaded))
 
@@ -65,10 +67,15 @@ def rollout(config: ConfigPath, overrides: Overrides = None) -> None:
 def engine(
     config: ConfigPath,
     overrides: Overrides = None,
-    name: Annotated[str | None, typer.Option(help="What the run calls it; default: from the host, the SLURM job and --index.")] = None,
-    index: Annotated[int, typer.Option(help="Number of this engine among those of this machine: which GPUs it takes.")] = 0,
+    name: Annotated[
+        str | None, typer.Option(help="Name in records and messages; default: made of the host, the SLURM job and --index.")
+    ] = None,
+    index: Annotated[int, typer.Option(help="Number of this engine on its machine, from 0; decides which GPUs it takes.")] = 0,
 ) -> None:
-    """Start an engine that joins a run with engines.join=true, before or during the run. It leaves on Ctrl-C or SIGTERM."""
+    """Start one engine that joins a run with engines.join=true, at any time.
+
+    On Ctrl-C or SIGTERM it finishes or hands over its responses, then leaves.
+    """
     from asyncmoe import config as configuration
     from asyncmoe.launch import gpus
     from asyncmoe.rollout.engines import engine_agent
@@ -80,14 +87,14 @@ def engine(
 @app.command("make-model")
 def make_model(
     out: Annotated[Path, typer.Argument(metavar="OUT", help="Directory to write; must not exist.")],
-    layers: int = 2,
-    hidden: int = 64,
-    experts: int = 8,
-    experts_per_token: int = 2,
-    expert_hidden: int = 64,
-    seed: int = 0,
+    layers: Annotated[int, typer.Option(help="Decoder layers, each with experts.")] = 2,
+    hidden: Annotated[int, typer.Option(help="Width of a hidden state.")] = 64,
+    experts: Annotated[int, typer.Option(help="Experts per layer.")] = 8,
+    experts_per_token: Annotated[int, typer.Option(help="Experts the router chooses for a token.")] = 2,
+    expert_hidden: Annotated[int, typer.Option(help="Intermediate width of an expert.")] = 64,
+    seed: Annotated[int, typer.Option(help="Seed of the random weights.")] = 0,
 ) -> None:
-    """Write a tiny, randomly initialized Hugging Face Qwen3-MoE model with a byte-level tokenizer, for complete runs on a laptop."""
+    """Write a tiny random Qwen3-MoE as a Hugging Face checkpoint, with a byte-level tokenizer, to try everything on a laptop."""
     from asyncmoe.config.generation import MadeModel
     from asyncmoe.models import make
 
@@ -99,10 +106,14 @@ def make_model(
 def export(
     run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="Run directory with a checkpoint.")],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="Directory to write; must not exist.")],
-    adapter: Annotated[bool, typer.Option("--adapter", help="Of a run with train: lora, the adapter alone, as PEFT loads it.")] = False,
-    float8: Annotated[bool, typer.Option("--float8", help="Of a model of float8, in float8; else in the trainer's dtype.")] = False,
+    adapter: Annotated[
+        bool, typer.Option("--adapter", help="For a run with train=lora: write only the adapter, in PEFT's format.")
+    ] = False,
+    float8: Annotated[
+        bool, typer.Option("--float8", help="For a float8 model: write float8; otherwise weights are in the trainer's dtype.")
+    ] = False,
 ) -> None:
-    """Write the newest checkpoint of a run as a Hugging Face checkpoint; an adapter is merged into the weights."""
+    """Write the newest checkpoint of a run as a Hugging Face checkpoint, with an adapter merged into the weights."""
     from asyncmoe.launch import export as launcher
 
     if adapter and float8:
@@ -113,17 +124,21 @@ def export(
 @app.command()
 def doctor(
     arguments: Annotated[
-        list[str] | None, typer.Argument(metavar="[CONFIG] [KEY=VALUE]...", help="YAML file of the run to prepare for, and keys to change.")
+        list[str] | None,
+        typer.Argument(
+            metavar="[CONFIG] [KEY=VALUE]...",
+            help="YAML file of the planned run, and keys to override. Without it only the machine is checked.",
+        ),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON document on standard output, nothing else.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")] = False,
     compare: Annotated[
         bool,
         typer.Option(
-            "--compare", help="In place of CONFIG, files with what `srun --output=doctor-%N.json asyncmoe doctor --json` printed."
+            "--compare", help="Compare nodes: give output files of `srun --output=doctor-%N.json asyncmoe doctor --json` instead of CONFIG."
         ),
     ] = False,
 ) -> None:
-    """Check this machine for problems that would stop or slow down a run, each with a fix; --compare: list differences between nodes."""
+    """Check what on this machine would stop a run or slow it down, with a fix on each line. --compare lists differences between nodes."""
     from asyncmoe.doctor import command
 
     raise typer.Exit(command.run(arguments or (), as_json=as_json, compare=compare))
@@ -132,38 +147,40 @@ def doctor(
 @app.command()
 def plan(
     model: Annotated[
-        Path | None, typer.Option(help="config.json of a Hugging Face model, or its directory. No weights are needed.")
+        Path | None, typer.Option(help="config.json of a Hugging Face model, or its directory. Weights are not needed.")
     ] = None,
     trainer: Annotated[
         str | None,
         typer.Option(
-            help="Megatron's parallel sizes: tp=4,pp=2,ep=32,dp=32; also etp=, vpp= (model chunks a stage), first= and last= (layers of "
-            "the outer stages), and te for its names."
+            help="Parallel sizes of the trainer: tp=4,pp=2,ep=32,dp=32; also etp=, vpp= (model chunks per stage), first= and last= (layers "
+            "of the first and last stage), and te for Transformer Engine's parameter names."
         ),
     ] = None,
     engines: Annotated[
         str | None,
         typer.Option(
-            help="SGLang engines: 16xtp8ep8 is 16 of tensor parallel 8, experts over 8; 2xtp8ep8dp4pp2 also has data-parallel attention of "
-            "4 and 2 pipeline stages."
+            help="Engines: 16xtp8ep8 means 16 engines with 8 tensor-parallel and 8 expert-parallel ranks; 2xtp8ep8dp4pp2 adds "
+            "data-parallel attention over 4 and 2 pipeline stages."
         ),
     ] = None,
-    nodes: Annotated[int | None, typer.Option(help="Instead of --trainer and --engines: suggest a split of so many nodes.")] = None,
-    gpus_per_node: Annotated[int, typer.Option(help="With --nodes.")] = 8,
-    gpu_gb: Annotated[float | None, typer.Option(help="Memory of a GPU; default: 80.")] = None,
-    context: Annotated[int, typer.Option(help="Tokens of the longest conversation, and of a micro-batch.")] = 8192,
-    config: Annotated[Path | None, typer.Option(metavar="FILE", help="Instead: sizes and model of a run's YAML.")] = None,
-    nvlink: Annotated[float, typer.Option(help="GB/s a rank sends over NVLink while it receives as much.")] = 450.0,
-    nic: Annotated[float, typer.Option(help="GB/s a rank sends over its NIC while it receives as much.")] = 50.0,
-    bucket_bytes: Annotated[int, typer.Option(help="Size of a bucket.")] = 1 << 28,
-    dtype: Annotated[str, typer.Option(help="Of the weights.")] = "bfloat16",
+    nodes: Annotated[int | None, typer.Option(help="Suggest how to split this many nodes, instead of --trainer and --engines.")] = None,
+    gpus_per_node: Annotated[int, typer.Option(help="GPUs per node, for --nodes.")] = 8,
+    gpu_gb: Annotated[float | None, typer.Option(help="Memory of a GPU in GB; default: 80.")] = None,
+    context: Annotated[int, typer.Option(help="Tokens of the longest conversation and of a micro-batch.")] = 8192,
+    config: Annotated[Path | None, typer.Option(metavar="FILE", help="Take sizes and model from the YAML file of a run instead.")] = None,
+    nvlink: Annotated[float, typer.Option(help="GB/s that a rank sends over NVLink while receiving as much.")] = 450.0,
+    nic: Annotated[float, typer.Option(help="GB/s that a rank sends over its NIC while receiving as much.")] = 50.0,
+    bucket_bytes: Annotated[int, typer.Option(help="Bucket size in bytes (sync.bucket_bytes).")] = 1 << 28,
+    dtype: Annotated[str, typer.Option(help="Dtype of the weights.")] = "bfloat16",
     lora: Annotated[
         str | None,
-        typer.Option(help="Move an adapter in place of the weights: rank=32, or rank=32,experts=shared_outer,targets=q_proj+v_proj."),
+        typer.Option(
+            help="Train and move an adapter instead of the weights: rank=32, or rank=32,experts=shared_outer,targets=q_proj+v_proj."
+        ),
     ] = None,
-    json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Also write the figures there.")] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Also write the figures to this file, as JSON.")] = None,
 ) -> None:
-    """Estimate the memory of every GPU and the cost of a weight transfer from trainer to engines; with --nodes, suggest a cluster split.
+    """Estimate the memory of every GPU and the cost of moving weights from trainer to engines; --nodes suggests a split of a cluster.
 
     asyncmoe plan --model config.json --nodes 16
 
@@ -190,53 +207,65 @@ def simulate_command(
     workload: Annotated[
         str,
         typer.Option(
-            help="Response lengths: lognormal, gamma, fixed, math, kimi-k2, moonlight, qwen2-vl, search, tools, with keys, e.g. "
-            "lognormal:median=4096,sigma=1,cap=32768,icc=0.3; or a file with one length in tokens a line."
+            help="Distribution of response lengths: lognormal, gamma, fixed, math, kimi-k2, moonlight, qwen2-vl, search or tools, with "
+            "keys, e.g. lognormal:median=4096,sigma=1,cap=32768,icc=0.3; or a file with one length in tokens per line."
         ),
     ] = "lognormal",
-    engines: Annotated[int, typer.Option(help="SGLang servers.")] = 48,
-    gpus_per_engine: Annotated[int, typer.Option(help="GPUs of each.")] = 1,
-    concurrency: Annotated[int, typer.Option(help="Requests each runs at once.")] = 64,
-    step_s: Annotated[float, typer.Option(help="Seconds of a decoding step with nothing in it, t0 in t0 (1 + B / b0).")] = 0.008,
-    step_batch: Annotated[float, typer.Option(help="Batch at which a step takes twice as long, b0.")] = 128.0,
-    prefill_s: Annotated[float, typer.Option(help="Seconds of a pass over new prompts, in which an engine's other requests wait.")] = 0.0,
-    trainer_gpus: Annotated[int, typer.Option(help="GPUs that train.")] = 16,
-    groups: Annotated[int, typer.Option(help="Prompts in a training step.")] = 384,
-    group_size: Annotated[int, typer.Option(help="Responses to each prompt.")] = 8,
+    engines: Annotated[int, typer.Option(help="Number of SGLang servers.")] = 48,
+    gpus_per_engine: Annotated[int, typer.Option(help="GPUs of an engine.")] = 1,
+    concurrency: Annotated[int, typer.Option(help="Requests an engine decodes at once.")] = 64,
+    step_s: Annotated[float, typer.Option(help="Seconds of a decoding step with an empty batch: t0 in t0 (1 + B / b0).")] = 0.008,
+    step_batch: Annotated[float, typer.Option(help="Batch size at which a step takes twice as long: b0.")] = 128.0,
+    prefill_s: Annotated[float, typer.Option(help="Seconds to prefill new prompts, during which the engine's other requests wait.")] = 0.0,
+    trainer_gpus: Annotated[int, typer.Option(help="GPUs of the trainer.")] = 16,
+    groups: Annotated[int, typer.Option(help="Prompts per training step.")] = 384,
+    group_size: Annotated[int, typer.Option(help="Responses per prompt.")] = 8,
     train_s: Annotated[float, typer.Option(help="Seconds of a training step on the trainer's GPUs.")] = 60.0,
-    sync_s: Annotated[float, typer.Option(help="Seconds of a weight update in which the engines go on.")] = 0.0,
+    sync_s: Annotated[float, typer.Option(help="Seconds of a weight update during which engines generate.")] = 0.0,
     sync_plan: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Instead: as `asyncmoe plan --json FILE` expects over the NIC, of weights or of an adapter."),
+        typer.Option(
+            metavar="FILE", help="Take --sync-s from a file of `asyncmoe plan --json FILE`: seconds over the NIC for weights or an adapter."
+        ),
     ] = None,
-    pause_s: Annotated[float, typer.Option(help="Seconds of a weight update in which they stand still.")] = 0.0,
-    landing: Annotated[str, typer.Option(help="A new version pauses what runs (pause), or waits until it is finished (drain).")] = "pause",
+    pause_s: Annotated[float, typer.Option(help="Seconds of a weight update during which engines pause.")] = 0.0,
+    landing: Annotated[
+        str, typer.Option(help="How a new version lands: running requests pause (pause), or finish first (drain).")
+    ] = "pause",
     score_s: Annotated[float, typer.Option(help="Median seconds to score a response.")] = 0.0,
-    score_sigma: Annotated[float, typer.Option(help="Standard deviation of the logarithm of that.")] = 0.0,
-    score_concurrency: Annotated[int, typer.Option(help="Responses scored at once; 0: all there are.")] = 0,
-    eta: Annotated[int, typer.Option(help="Versions a trained token may be behind, in mode async.")] = 4,
+    score_sigma: Annotated[float, typer.Option(help="Standard deviation of the logarithm of the scoring time.")] = 0.0,
+    score_concurrency: Annotated[int, typer.Option(help="Responses scored at once; 0: no limit.")] = 0,
+    eta: Annotated[int, typer.Option(help="Versions a trained token may be behind the trainer, in mode async.")] = 4,
     queue_capacity: Annotated[int, typer.Option(help="Trajectories the queue holds; 0: (eta + 1) batches.")] = 0,
-    mode: Annotated[str, typer.Option(help="async, one_step_off, sync, or all of them. sync is always there to compare with.")] = "all",
-    steps: Annotated[int, typer.Option(help="Training steps.")] = 40,
-    seed: Annotated[int, typer.Option(help="Same seed, same result.")] = 0,
+    mode: Annotated[str, typer.Option(help="async, one_step_off, sync, or all. sync is always simulated, as the baseline.")] = "all",
+    steps: Annotated[int, typer.Option(help="Training steps to simulate.")] = 40,
+    seed: Annotated[int, typer.Option(help="Random seed; the same seed gives the same result.")] = 0,
     score_failure: Annotated[float, typer.Option(help="Share of responses that cannot be scored.")] = 0.0,
-    engine_mtbf_s: Annotated[float, typer.Option(help="Mean seconds between failures of an engine; 0: none.")] = 0.0,
-    trainer_failure: Annotated[float, typer.Option(help="Share of training steps in which the trainer dies.")] = 0.0,
-    jitter: Annotated[float, typer.Option(help="Standard deviation of the logarithm of training, sync and pause times.")] = 0.0,
-    sweep: Annotated[bool, typer.Option("--sweep", help="Split the same GPUs in several ways, with each of --etas.")] = False,
-    etas: Annotated[str, typer.Option(help="For --sweep.")] = "1,2,4,8",
-    json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Also write the figures there.")] = None,
-    plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Also draw them: a .svg or .png.")] = None,
+    engine_mtbf_s: Annotated[float, typer.Option(help="Mean seconds between failures of an engine; 0: no failures.")] = 0.0,
+    trainer_failure: Annotated[float, typer.Option(help="Share of training steps in which the trainer crashes.")] = 0.0,
+    jitter: Annotated[
+        float, typer.Option(help="Random variation of training, sync and pause times: standard deviation of their logarithm.")
+    ] = 0.0,
+    sweep: Annotated[
+        bool,
+        typer.Option("--sweep", help="Try several splits of the same GPUs between engines and trainer, each with every eta of --etas."),
+    ] = False,
+    etas: Annotated[str, typer.Option(help="Values of eta for --sweep.")] = "1,2,4,8",
+    json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Also write the figures to this file, as JSON.")] = None,
+    plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Also plot the figures to this .svg or .png file.")] = None,
 ) -> None:
-    """Simulate the speed of a run on a cluster in each mode: engines, queue, scoring, trainer and weight sync, event by event.
+    """Predict the speed of a run on a cluster in each mode, by simulating engines, queue, scoring, trainer and weight sync as events.
 
-    It starts no process and needs no GPU. The same rules as in `asyncmoe run` decide which groups may start and which may still be trained
-    on. First measure three things on a few GPUs: the step time of an engine at two batch sizes (--step-s, --step-batch), the seconds of a
-    training step (--train-s), and some response lengths (--workload FILE). Then, for the whole cluster,
+    The simulation starts no process and needs no GPU. It admits and drops
+    groups by the same rules as `asyncmoe run`. First measure three things on a
+    few GPUs: the step time of an engine at two batch sizes (--step-s,
+    --step-batch), the seconds of a training step (--train-s), and some response
+    lengths (--workload FILE). Then run, for the whole cluster:
 
         asyncmoe simulate --engines 768 --gpus-per-engine 8 --trainer-gpus 2048 --groups 1024 --group-size 16 --train-s 90 --sweep
 
-    reports how many of the 8192 GPUs should generate, which eta is worthwhile, and the speed-up over synchronous training.
+    It reports how many of the 8192 GPUs should generate, which eta to choose,
+    and the speed-up over synchronous training.
     """
     from rich.console import Console
 
@@ -278,8 +307,8 @@ def simulate_command(
 
 
 @app.command()
-def report(run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="Run directory.")]) -> None:
-    """Write summary.json and report.html of a run (also while it runs)."""
+def report(run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="Run directory, of a finished or running run.")]) -> None:
+    """Write summary.json and report.html of a run, finished or still running."""
     from asyncmoe.telemetry.report import report as write_report
     from asyncmoe.telemetry.summary import write_summary
 
@@ -291,9 +320,9 @@ app.add_typer(bench, name="bench")
 
 
 def main() -> None:
-    """Run the command. An `AsyncmoeError` prints as one line; any other exception keeps its traceback."""
+    """Run the command. Errors the user can fix are one line; all others keep their traceback."""
     logging.basicConfig(format="%(asctime)s %(name)s: %(message)s", level=logging.INFO)
-    sys.path.insert(0, "")  # as with `python -m`: finds the user's scorers and environments in the current directory
+    sys.path.insert(0, "")  # as `python -m` does, so that the user's scorers and environments are importable
     try:
         app()
     except AsyncmoeError as error:

@@ -1,7 +1,7 @@
-"""Write docs/config.md from the schema of the configuration. `make docs` runs it.
+"""Write docs/config.md from the schema of the configuration. `make docs` runs this script.
 
-The page is a function of `asyncmoe.config.Config` alone: sections and keys in the order of the schema, types and bounds in words,
-defaults, and the descriptions that stand beside the keys in `asyncmoe/config`. tests/unit/test_docs.py compares it with the file.
+The page depends on `asyncmoe.config.Config` alone: sections and keys in schema order, types and bounds in words, defaults, and the
+descriptions of the keys in `asyncmoe/config`. tests/unit/test_docs.py compares the page with the file.
 """
 
 from __future__ import annotations
@@ -25,21 +25,22 @@ HEAD = """\
 
 <!-- Made by docs/generate.py from asyncmoe/config. Do not edit: change the descriptions there, then run `make docs`. -->
 
-One YAML file describes a run, and every process of the run reads the same one. Any key can also be given on the command line, as its path
-and a YAML value: `asyncmoe run examples/demo.yaml run.steps=20 queue.staleness.eta=2`. What is given there wins.
+One YAML file describes a run, and every process of the run reads the same file. The command line can override any key with its path and a
+YAML value: `asyncmoe run examples/demo.yaml run.steps=20 queue.staleness.eta=2`.
 
-Keys that are not in this list, wrong types, values out of bounds and combinations that cannot work are refused before anything starts, in
-one line that names the key, what was got and what was expected. Sizes that must divide the model (`trainer.tp`, `engines.ep` ...) are
-checked against its `config.json`. The values of a run, defaults included, are in `config.yaml` in its directory.
+Unknown keys, wrong types, values out of bounds and combinations that cannot work are refused before anything starts, in one line that names
+the key, the value given and the value expected. Sizes that must divide the model (`trainer.tp`, `engines.ep` ...) are checked against its
+`config.json`. The resolved values of a run, defaults included, are in `config.yaml` in its directory.
 
-`null` means that nothing is given. A section marked *optional* is absent unless the file has it.
+`null` means unset. A section marked *optional* is absent unless the file has it. Words such as eta, version, lease and bucket are explained
+in the [glossary](glossary.md).
 """
 _WORDS = {int: "whole number", float: "number", bool: "`true` or `false`", str: "text", Path: "path", type(None): "`null`", Any: "anything"}
 
 
 @dataclass(frozen=True)
 class Group:
-    """A section: its path, what it is, its own keys by their paths, and the sections in it, all in the schema's order."""
+    """A section: its path, its description, its own keys by path, and its subsections, all in schema order."""
 
     path: str
     text: str
@@ -49,7 +50,7 @@ class Group:
 
 
 def groups() -> list[Group]:
-    """What stands at the top of a file; a key that is in no section is a group of its own."""
+    """The top-level sections; a key outside any section is a group of its own."""
     whole = _group("", Config, False)
     found = {group.path: group for group in whole.inner}
     found |= {path: Group(path, "", False, ((path, field),), ()) for path, field in whole.keys}
@@ -57,7 +58,7 @@ def groups() -> list[Group]:
 
 
 def every_key() -> dict[str, FieldInfo]:
-    """All keys by their paths, in reading order."""
+    """All keys by path, in reading order."""
     found: dict[str, FieldInfo] = {}
     waiting = groups()
     while waiting:
@@ -82,7 +83,7 @@ def _group(path: str, section: type[BaseModel], optional: bool) -> Group:
 
 
 def kind(annotation: Any, metadata: Sequence[Any] = ()) -> str:
-    """A type and its bounds in words."""
+    """Describe a type and its bounds in words."""
     origin, inner = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
         return kind(inner[0], [*metadata, *inner[1:]])
@@ -109,7 +110,7 @@ def _bounds(metadata: Sequence[Any], whole: bool) -> str:
 
 
 def default(field: FieldInfo) -> str:
-    """A default as YAML would have it."""
+    """Format a default as YAML."""
     if field.is_required():
         return "**required**"
     value = field.default
@@ -121,12 +122,12 @@ def default(field: FieldInfo) -> str:
 
 
 def plain(text: str) -> str:
-    """Text in which Markdown finds nothing of its own."""
+    """Escape characters that Markdown would interpret."""
     return re.sub(r"([|<>*])", r"\\\1", text)
 
 
 def anchor(heading: str) -> str:
-    """What GitHub makes of a heading for a link to it."""
+    """The anchor that GitHub gives a heading."""
     return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
 
 
@@ -141,7 +142,7 @@ def _section(group: Group, level: int) -> Iterator[str]:
     if group.text:
         yield plain(group.text) + (" *Optional.*" if group.optional else "") + "\n"
     if group.keys:
-        yield "| key | what it may be | default | what it does |\n|---|---|---|---|"
+        yield "| key | type | default | description |\n|---|---|---|---|"
         for path, field in group.keys:
             words = kind(field.annotation, field.metadata)
             yield f"| `{path}` | {words} | {default(field)} | {plain(field.description or '')} |"
@@ -151,7 +152,7 @@ def _section(group: Group, level: int) -> Iterator[str]:
 
 
 def generate() -> str:
-    """The whole page."""
+    """Return the whole page."""
     found = groups()
     parts = [HEAD, *_contents(found), ""]
     for group in found:

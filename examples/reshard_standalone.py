@@ -1,10 +1,10 @@
-"""Move arrays between two shardings, with NumPy alone: no torch, no Megatron, no SGLang.
+"""Move arrays between two shardings with asyncmoe.reshard alone: no Megatron, no SGLang, and with MPI no torch.
 
     mpirun -n 4 python examples/reshard_standalone.py        messages over MPI (needs mpi4py)
     torchrun --nproc-per-node 4 examples/reshard_standalone.py        messages over gloo
 
-The first half of the ranks holds a small model as a trainer would, by rows, q and k and v apart; the second half wants it as an
-engine would: q, k and v fused in one array and everything by columns. Both are only described; the plan finds who sends what.
+The first half of the ranks holds a small model as a trainer does: split by rows, with q, k and v separate. The second half receives it as
+an engine does: split by columns, with q, k and v fused in one array. The program only describes both layouts; the plan finds the messages.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ TENSORS = {"q": (48, HIDDEN), "k": (16, HIDDEN), "v": (16, HIDDEN), "norm": (HID
 
 
 def transport_of_this_process() -> tuple[Transport, int]:
-    """A way to the other ranks, and how many there are, by what started this process."""
+    """Return a transport to the other ranks, and the number of ranks, for torchrun or mpirun."""
     if "TORCHELASTIC_RUN_ID" in os.environ:
         import torch.distributed
 
@@ -36,7 +36,7 @@ def transport_of_this_process() -> tuple[Transport, int]:
 
 
 def source_layout(rank: int, count: int) -> RankLayout:
-    """Rank `rank` of `count`: its share of the rows of q, k and v, and all of norm."""
+    """Layout of rank `rank` of `count`: its share of the rows of q, k and v, and all of norm."""
     builder = LayoutBuilder(rank, "float32")
     for name, shape in TENSORS.items():
         if name == "norm":
@@ -48,7 +48,7 @@ def source_layout(rank: int, count: int) -> RankLayout:
 
 
 def destination_layout(rank: int, number: int, count: int) -> RankLayout:
-    """Process `rank`, number `number` of `count`: its share of the columns of q, k and v under each other, and of norm."""
+    """Layout of rank `rank`, receiver `number` of `count`: its share of the columns of stacked q, k and v, and of norm."""
     builder = LayoutBuilder(rank, "float32")
     columns = HIDDEN // count
     boxes = [(name, Box((0, number * columns), (TENSORS[name][0], columns))) for name in ("q", "k", "v")]
@@ -58,7 +58,7 @@ def destination_layout(rank: int, number: int, count: int) -> RankLayout:
 
 
 def whole(name: str, round_number: int) -> np.ndarray:
-    """What a tensor holds in a round."""
+    """Return the content of a tensor in a round."""
     shape = TENSORS[name]
     return (1000.0 * round_number + len(name) + np.arange(np.prod(shape), dtype=np.float32)).reshape(shape).astype(np.float32)
 

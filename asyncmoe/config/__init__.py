@@ -1,7 +1,7 @@
-"""The one configuration of a run: YAML in, frozen validated values out.
+"""The configuration of a run: YAML in, frozen validated values out.
 
-Every process of a run reads the same file. Unknown keys, wrong types and impossible values are refused with the path of the
-key, what was got, and what was expected. Combinations that need the model's shape are refused by `asyncmoe.models.check`.
+Every process of a run reads the same file. Unknown keys, wrong types and impossible values are refused with the key's path, the value
+given and the value expected. `asyncmoe.models.check` refuses combinations that need the model's shape.
 """
 
 from __future__ import annotations
@@ -31,32 +31,34 @@ MAX_SUPPORT = 4096
 
 
 class RunSection(Section):
-    """What the run is called, where it writes, how long it lasts."""
+    """Where the run writes, how long it lasts, and how engines and trainer take turns."""
 
-    dir: Path = Field(description="Directory of everything the run writes; a second start with the same directory resumes.")
-    steps: Positive = Field(description="Reinforcement-learning steps, after the warm-up.")
+    dir: Path = Field(
+        description="Run directory: checkpoints, logs, records and the report. Starting again with the same directory resumes the run."
+    )
+    steps: Positive = Field(description="Reinforcement-learning steps, not counting warmup.steps.")
     mode: Literal["async", "sync", "one_step_off"] = Field(
         "async",
-        description="async: engines and trainer never wait for each other, within queue.staleness.eta. To compare with: sync: a batch is "
-        "sampled by the weights it is trained from, so the two take turns (eta 0); one_step_off: a batch is sampled while the one before "
-        "it is trained, and finished before new weights land (eta 1, rollout.interruption drain).",
+        description="async: engines and trainer run at the same time, within queue.staleness.eta. The other two are baselines. sync: each "
+        "batch is sampled by the weights it is trained from, so engines and trainer take turns (sets eta 0). one_step_off: a batch is "
+        "sampled while the previous one is trained, and finishes before new weights land (sets eta 1 and rollout.interruption drain).",
     )
     seed: NonNegative = Field(0, description="Seed of every random draw: prompts, sampling, dropout.")
-    resume: bool = Field(True, description="Go on from the newest checkpoint in `dir`; false refuses a directory that has one.")
+    resume: bool = Field(True, description="Resume from the newest checkpoint in `dir`; if false, fail when a checkpoint exists.")
 
 
 class TelemetrySection(Section):
-    """What a run shows."""
+    """Live view and export of metrics. Records, logs and the report are always written."""
 
-    live: Annotated[Literal["auto", "on", "off"], Switch] = Field("auto", description="The live view; auto: on a terminal.")
-    tensorboard: bool = Field(True, description="Write TensorBoard files to run.dir/tensorboard.")
+    live: Annotated[Literal["auto", "on", "off"], Switch] = Field("auto", description="Live view of the run; auto: only on a terminal.")
+    tensorboard: bool = Field(True, description="Also write TensorBoard files, to run.dir/tensorboard.")
     prometheus_port: Annotated[Positive, Field(le=65535)] | None = Field(
-        None, description="Loopback port at which Prometheus finds the run's gauges; null: none."
+        None, description="Loopback port that serves the run's gauges to Prometheus; null: no port is opened."
     )
 
 
 class Config(Section):
-    """All of it."""
+    """The whole configuration."""
 
     run: RunSection
     model: ModelSection
@@ -67,7 +69,7 @@ class Config(Section):
     keep: KeepSection = KeepSection()
     engines: EngineSection = EngineSection()
     queue: QueueSection = QueueSection()
-    train: Literal["full", "lora"] = Field("full", description="full: all weights. lora: adapters (`lora`); the weights stay as they are.")
+    train: Literal["full", "lora"] = Field("full", description="full: train all weights. lora: freeze them and train adapters (`lora`).")
     trainer: TrainerSection = TrainerSection()
     lora: LoraSection = LoraSection()
     objective: ObjectiveSection = ObjectiveSection()
@@ -78,13 +80,13 @@ class Config(Section):
     telemetry: TelemetrySection = TelemetrySection()
     cluster: ClusterSection = ClusterSection()
     launch: Literal["local", "ray"] = Field(
-        "local", description="What `asyncmoe run` uses. local: this machine; ray: placement groups of a Ray cluster."
+        "local", description="Where `asyncmoe run` starts processes. local: this machine; ray: a placement group of a Ray cluster."
     )
 
     @model_validator(mode="before")
     @classmethod
     def _preset(cls, values: Any) -> Any:
-        """What `run.mode` implies where the user says nothing, and a refusal where they say something else."""
+        """Set the keys that `run.mode` implies; refuse values that contradict it."""
         run = values.get("run") if isinstance(values, dict) else None
         mode = run.get("mode") if isinstance(run, dict) else None
         if isinstance(mode, str):
@@ -132,7 +134,7 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _check_rewards(self) -> Config:
-        """What the objective learns from is there."""
+        """Refuse an objective without the rewards, steps or teacher it learns from."""
         if self.rollout.filter_equal and self.objective.advantage == "reinforce_plus_plus":
             raise ValueError(
                 "rollout.filter_equal: got true, expected false because objective.advantage is reinforce_plus_plus, to which a group of "
@@ -158,7 +160,7 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _check_sharing(self) -> Config:
-        """What sharing GPUs rules out: NCCL, which refuses two ranks on one, and a run of several machines."""
+        """Refuse what shared GPUs rule out: NCCL, which refuses two ranks on one GPU, and runs on several machines."""
         if not self.engines.share_gpus:
             return self
         because = "because engines.share_gpus is true"
@@ -179,12 +181,12 @@ class Config(Section):
 
     @property
     def adapter(self) -> LoraSection | None:
-        """What is trained in place of the weights, if anything is."""
+        """The adapters to train in place of the weights, or None."""
         return self.lora if self.train == "lora" else None
 
     @property
     def keeps_sampling_mask(self) -> bool:
-        """Engines report the ids each token was sampled from, and trajectories without them are refused."""
+        """True if engines report the ids each token was sampled from; trajectories without them are refused."""
         return self.rollout.truncated if self.keep.sampling_mask == "auto" else self.keep.sampling_mask == "on"
 
     @property
@@ -194,7 +196,7 @@ class Config(Section):
 
     @property
     def digest(self) -> str:
-        """SHA-256 in hex of every value but paths, which may differ between machines; with the same one two processes do the same."""
+        """SHA-256 in hex of every value except paths, which may differ between machines. Processes of one run have equal digests."""
         return hashlib.sha256(json.dumps(_without_paths(self.model_dump()), sort_keys=True).encode()).hexdigest()
 
     @property
@@ -206,17 +208,21 @@ _IMPLIED: Mapping[str, Mapping[tuple[str, ...], Any]] = {
     "sync": {("queue", "staleness", "eta"): 0},
     "one_step_off": {("queue", "staleness", "eta"): 1, ("rollout", "interruption"): "drain"},
 }
-"""By `run.mode`, the keys it decides."""
+"""The keys each `run.mode` sets."""
 
 
 def _without_paths(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Nested values without those that are paths."""
+    """Return nested values without the paths."""
     kept = {key: _without_paths(value) if isinstance(value, dict) else value for key, value in values.items()}
     return {key: value for key, value in kept.items() if not isinstance(value, Path)}
 
 
 def _imply(section: Any, path: Sequence[str], implied: Any, key: str, mode: str) -> Any:
-    """A section with a key of it as `mode` wants it. What is no section is left for the validation of types."""
+    """Return `section` with the key at `path` set to `implied`; type validation reports a section that is no mapping.
+
+    Raises:
+        ValueError: the section sets the key to another value.
+    """
     if not isinstance(section, dict):
         return section
     name, *rest = path
@@ -233,7 +239,7 @@ def load(path: Path, overrides: Sequence[str] = ()) -> Config:
     """Read a YAML file and apply `key.path=value` overrides; values are parsed as YAML.
 
     Raises:
-        ConfigError: no such file, not YAML, or a key, type or value that is refused.
+        ConfigError: the file is missing or not YAML, or a key, type or value is refused.
     """
     if not path.is_file():
         raise ConfigError(str(path), got="no such file", expected="a YAML configuration")
@@ -252,7 +258,7 @@ def parse(values: dict[str, Any], source: str = "config") -> Config:
     """Validate plain values.
 
     Raises:
-        ConfigError: for the first thing that is wrong, with the path of its key.
+        ConfigError: for the first invalid value, with the path of its key.
     """
     try:
         return Config.model_validate(values)
@@ -276,7 +282,7 @@ def _override(values: dict[str, Any], override: str) -> None:
 
 
 class _Loader(yaml.SafeLoader):
-    """SafeLoader that refuses a key given twice, where YAML would silently keep the last."""
+    """SafeLoader that refuses duplicate keys; YAML would silently keep the last."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[str] = set()

@@ -1,4 +1,4 @@
-"""Where the processes of a run are when they are not all on one machine."""
+"""Placement and addresses of a run on several machines."""
 
 from __future__ import annotations
 
@@ -8,17 +8,21 @@ from asyncmoe.config.fields import NonNegative, Port, Positive, PositiveFloat, S
 
 
 class ClusterSection(Section):
-    """Several machines: how their processes reach each other, and how they are spread."""
+    """A run on several machines: how processes reach each other, and how they are spread over nodes."""
 
     network: str = Field(
         "loopback",
-        description="At which address processes of other machines reach those of this one. loopback: there are none; hostname: what the "
-        "host's name stands for; the name of an interface (ib0); or a network (10.1.0.0/16) that this machine has an address in. "
-        "ASYNCMOE_HOST in the environment wins.",
+        description="Address at which other machines reach this one. loopback: the run has one machine; hostname: the address the host's "
+        "name resolves to; the name of an interface (ib0); or a network (10.1.0.0/16) in which this machine has an address. The "
+        "environment variable ASYNCMOE_HOST overrides it.",
     )
-    port: Port = Field(0, description="The controller's; 0: any free one, which rendezvous.json names.")
-    trainer_nodes: Positive = Field(1, description="trainer.ranks are spread over so many nodes, as many on each.")
-    engine_nodes: Positive = Field(1, description="engines.count are spread over so many nodes; the controller lives on the first of them.")
-    silence_s: PositiveFloat = Field(30.0, description="An engine that has not been heard of for so long is taken for dead.")
-    clock_s: PositiveFloat = Field(10.0, description="How far the clocks of two machines may be apart.")
-    requeues: NonNegative = Field(3, description="How often a SLURM job goes back into the queue after it lost a process.")
+    port: Port = Field(
+        0, description="Port of the controller; 0: any free port, which rendezvous.json names. Set it if a firewall opens fixed ports only."
+    )
+    trainer_nodes: Positive = Field(1, description="Nodes of the trainer; each runs the same number of trainer.ranks.")
+    engine_nodes: Positive = Field(1, description="Nodes over which engines.count are spread; the controller runs on the first.")
+    silence_s: PositiveFloat = Field(
+        30.0, description="Seconds without a heartbeat after which an engine counts as dead and its responses start again elsewhere."
+    )
+    clock_s: PositiveFloat = Field(10.0, description="Largest accepted difference between the clocks of two machines, in seconds.")
+    requeues: NonNegative = Field(3, description="How often a SLURM job may requeue itself after it lost a process.")

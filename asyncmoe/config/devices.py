@@ -1,7 +1,7 @@
-"""Which GPUs of a machine the processes of a run take. Pure: from the configuration and a number of GPUs.
+"""Assignment of a machine's GPUs to the processes of a run: a pure function of the configuration and the number of GPUs.
 
-A trainer's rank takes the GPU of its LOCAL_RANK (`asyncmoe.trainer.model.mesh`). Engine i of a machine takes `engines.tp` of them from
-`first + i * tp` on (SGLang's --base-gpu-id). Numbers are those of the GPUs that CUDA_VISIBLE_DEVICES leaves.
+A trainer rank takes the GPU of its LOCAL_RANK (`asyncmoe.trainer.model.mesh`). Engine i of a machine takes `engines.tp` GPUs, starting at
+`first + i * tp` (SGLang's --base-gpu-id). GPUs are numbered as CUDA_VISIBLE_DEVICES leaves them.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from asyncmoe.errors import ConfigError
 
 @dataclass(frozen=True)
 class Wanted:
-    """What a run puts on one machine.
+    """The GPU processes of a run on one machine.
 
     Attributes:
-        ranks: of the trainer.
-        engines: how many.
+        ranks: trainer ranks.
+        engines: number of engines.
         tp: GPUs of each engine.
         first: the first GPU of engine 0.
-        share: engines and trainer may meet on a GPU (`engines.share_gpus`).
+        share: an engine and a trainer rank may use the same GPU (`engines.share_gpus`).
     """
 
     ranks: int
@@ -32,7 +32,7 @@ class Wanted:
 
     @property
     def devices(self) -> Devices:
-        """Of a machine with GPUs enough."""
+        """The GPUs taken, if the machine has enough."""
         engines = (range(self.first + index * self.tp, self.first + (index + 1) * self.tp) for index in range(self.engines))
         return Devices(tuple(range(self.ranks)), tuple(map(tuple, engines)))
 
@@ -42,8 +42,8 @@ class Devices:
     """GPUs of one machine.
 
     Attributes:
-        trainer: of each rank, by LOCAL_RANK.
-        engines: of each engine, by tensor-parallel rank.
+        trainer: GPU of each trainer rank, by LOCAL_RANK.
+        engines: GPUs of each engine, by tensor-parallel rank.
     """
 
     trainer: tuple[int, ...]
@@ -51,20 +51,20 @@ class Devices:
 
     @property
     def shared(self) -> tuple[int, ...]:
-        """Those of both a trainer's rank and an engine's."""
+        """GPUs used by a trainer rank and an engine."""
         return tuple(sorted(set(self.trainer) & {device for engine in self.engines for device in engine}))
 
     @property
     def taken(self) -> tuple[int, ...]:
-        """All of them."""
+        """GPUs used by any process."""
         return tuple(sorted({*self.trainer, *(device for engine in self.engines for device in engine)}))
 
 
 def first_gpu(config: Config, several: bool) -> int:
-    """The first GPU of the engines of a machine.
+    """The first GPU of a machine's engines.
 
     Args:
-        several: the run has several machines, and this one's engines have it for themselves.
+        several: the run has several machines, so engines and trainer ranks are on different ones.
     """
     engines = config.engines
     if engines.first_gpu is not None:
@@ -73,7 +73,7 @@ def first_gpu(config: Config, several: bool) -> int:
 
 
 def wanted(config: Config, several: bool) -> tuple[Wanted, ...]:
-    """What is put on the machine of a run; with `several`, on a machine of the trainer and on one of the engines."""
+    """The demand on the run's machine; with `several`, the demands on a trainer machine and on an engine machine."""
     trainer, engines, cluster = config.trainer, config.engines, config.cluster
     first = first_gpu(config, several)
     if not several:
@@ -85,10 +85,10 @@ def wanted(config: Config, several: bool) -> tuple[Wanted, ...]:
 
 
 def place(asked: Wanted, gpus: int) -> Devices:
-    """The GPUs of every process on a machine that has `gpus` of them.
+    """Assign GPUs to the processes of a machine that has `gpus` of them.
 
     Raises:
-        ConfigError: too few, or a GPU that an engine and the trainer would meet on without `engines.share_gpus`.
+        ConfigError: the machine has too few GPUs, or an engine and the trainer would use the same GPU without `engines.share_gpus`.
     """
     if asked.ranks > gpus:
         raise ConfigError(
@@ -123,5 +123,5 @@ def counted(number: int, what: str = "GPU") -> str:
 
 
 def named(devices: tuple[int, ...]) -> str:
-    """`GPU 0`, `GPUs 0, 1`."""
+    """Format as `GPU 0` or `GPUs 0, 1`."""
     return ("GPU " if len(devices) == 1 else "GPUs ") + ", ".join(map(str, devices))

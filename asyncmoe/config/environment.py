@@ -1,4 +1,4 @@
-"""What a policy meets in an episode."""
+"""The environment of an episode."""
 
 from __future__ import annotations
 
@@ -12,33 +12,36 @@ CallStyle = Literal["hermes", "brackets"]
 
 
 class ToolsSection(Section):
-    """environment.kind tools: what the policy may call."""
+    """Tools the policy may call; for environment.kind tools."""
 
-    names: tuple[str, ...] = Field((), description="calculator, python, or your own as package.module:function.")
+    names: tuple[str, ...] = Field(
+        (), description="Tools by name: calculator, python (sandboxed), or your own functions as package.module:function."
+    )
     style: CallStyle = Field(
         "hermes",
-        description="How a response calls one. hermes: <tool_call> around a JSON object of name and arguments; brackets: [name: argument].",
+        description="Syntax of a call in a response. hermes: <tool_call> around a JSON object with name and arguments; brackets: "
+        "[name: argument], for models so small that every token counts.",
     )
     options: dict[str, dict[str, Any]] = Field(
-        {}, description="By a tool's name: timeout_s, concurrency and characters of its answer; python also its limits."
+        {}, description="Limits by tool name: timeout_s, concurrency and characters of the answer; python has limits of its own besides."
     )
 
 
 class EnvironmentSection(Section):
-    """What happens in an episode, between its prompt and its reward."""
+    """What happens in an episode between prompt and reward: turns, tool calls, several agents."""
 
     kind: str = Field(
         "single_turn",
-        description="single_turn: one response to the prompt; tools: turns with tool calls between them; openai: an agent of yours that "
-        "speaks to an OpenAI-compatible endpoint; or your own class as package.module:Class.",
+        description="single_turn: one response to the prompt; tools: several turns with tool calls between them; openai: your own agent, "
+        "which calls an OpenAI-compatible endpoint; or your own class as package.module:Class.",
     )
-    options: dict[str, Any] = Field({}, description="Your own class: keyword arguments it is made with.")
-    agent: str | None = Field(None, description="openai: the agent, package.module:function.")
+    options: dict[str, Any] = Field({}, description="Keyword arguments of your own class.")
+    agent: str | None = Field(None, description="For kind openai: the agent, as package.module:function.")
     tools: ToolsSection = ToolsSection()
-    max_turns: Positive = Field(8, description="Responses of one agent in an episode.")
-    max_agents: Positive = Field(8, description="Conversations in an episode; each becomes a trajectory.")
-    max_tokens: Positive | None = Field(None, description="Tokens of one agent's conversation; default: the model's positions.")
-    timeout_s: PositiveFloat = Field(600.0, description="How long one episode may take, before it is scored.")
+    max_turns: Positive = Field(8, description="Maximum responses of an agent in an episode; an episode with more is rejected.")
+    max_agents: Positive = Field(8, description="Maximum agents in an episode; the conversation of each becomes a trajectory.")
+    max_tokens: Positive | None = Field(None, description="Maximum tokens of an agent's conversation; null: the model's context length.")
+    timeout_s: PositiveFloat = Field(600.0, description="Seconds an episode may take before scoring; a slower one is rejected.")
 
     @model_validator(mode="after")
     def _check(self) -> EnvironmentSection:

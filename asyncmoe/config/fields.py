@@ -1,4 +1,4 @@
-"""What values of the configuration are made of: numbers in bounds, and sections that refuse keys they do not know."""
+"""Building blocks of the configuration: bounded numbers, and sections that refuse unknown keys."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from pydantic_core import PydanticCustomError
 
 
 def _not_bool(value: Any) -> Any:
-    # pydantic takes true for 1. Strict numbers would refuse 1e-6 too, which YAML 1.1 reads as text.
+    # pydantic accepts true as 1. Strict numbers would also refuse 1e-6, which YAML 1.1 reads as text.
     if isinstance(value, bool):
         raise PydanticCustomError("number_type", "Input should be a number")
     return value
 
 
 def _switch(value: Any) -> Any:
-    # YAML 1.1 reads an unquoted on or off as a truth value.
+    # YAML 1.1 reads an unquoted on or off as a boolean.
     return {True: "on", False: "off"}[value] if isinstance(value, bool) else value
 
 
@@ -33,6 +33,6 @@ Switch = BeforeValidator(_switch)
 
 
 class Section(BaseModel):
-    """A frozen part of the configuration that refuses keys it does not know."""
+    """A frozen section of the configuration that refuses unknown keys."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=False)

@@ -1,4 +1,4 @@
-"""What makes trajectories: the model, the task, the engines, and the queue they end in."""
+"""Configuration of generation: the model, the task, rollouts, the engines, and the queue of trajectories."""
 
 from __future__ import annotations
 
@@ -14,39 +14,41 @@ Unit = Literal["group", "trajectory"]
 
 
 class MadeModel(Section):
-    """A tiny random model to write at `model.path` when nothing is there yet (`asyncmoe make-model` writes the same)."""
+    """A tiny random model, written to `model.path` if nothing is there (`asyncmoe make-model` writes the same)."""
 
-    layers: Positive = Field(2, description="Decoder layers, each with experts.")
-    hidden: Positive = Field(64, description="Entries of a hidden state.")
+    layers: Positive = Field(2, description="Decoder layers; each has experts.")
+    hidden: Positive = Field(64, description="Width of a hidden state.")
     heads: Positive = Field(4, description="Query heads.")
-    kv_heads: Positive = Field(2, description="Key and value heads; a divisor of heads.")
-    head_dim: Positive = Field(32, description="Entries of a head.")
-    experts: Positive = Field(8, description="Experts of a layer.")
-    experts_per_token: Positive = Field(2, description="Experts a token goes through.")
-    expert_hidden: Positive = Field(64, description="Rows of an expert's gate and up.")
-    context: Positive = Field(2048, description="Positions.")
+    kv_heads: Positive = Field(2, description="Key and value heads; must divide heads.")
+    head_dim: Positive = Field(32, description="Width of a head.")
+    experts: Positive = Field(8, description="Experts per layer.")
+    experts_per_token: Positive = Field(2, description="Experts the router chooses for a token.")
+    expert_hidden: Positive = Field(64, description="Intermediate width of an expert: rows of its gate and up projections.")
+    context: Positive = Field(2048, description="Context length, in tokens.")
 
 
 class ModelSection(Section):
     """The Hugging Face checkpoint that training starts from."""
 
-    path: Path = Field(description="Directory with config.json, safetensors and a tokenizer.")
+    path: Path = Field(description="Directory with config.json, safetensors files and a tokenizer.")
     trust_remote_code: bool = Field(
-        False, description="Run the Python that lies beside the checkpoint, which tokenizers such as Kimi-K2's and Moonlight's need."
+        False, description="Run the Python code shipped with the checkpoint; the tokenizers of Kimi-K2 and Moonlight need it."
     )
-    make: MadeModel | None = Field(None, description="Write a tiny random Qwen3-MoE at `path` when it does not exist.")
+    make: MadeModel | None = Field(None, description="Write a tiny random Qwen3-MoE to `path` if it does not exist.")
 
 
 class TaskSection(Section):
-    """What is asked."""
+    """Source of the questions and their reference answers."""
 
     kind: Literal["arithmetic", "jsonl"] = Field(
-        description="arithmetic: calculations drawn at random, without end; jsonl: the questions of a file."
+        description="arithmetic: random calculations, without end; jsonl: the questions of a file (`path`)."
     )
-    operations: tuple[Literal["+", "-", "*"], ...] = Field(("+",), description="arithmetic: operators drawn from.")
+    operations: tuple[Literal["+", "-", "*"], ...] = Field(("+",), description="arithmetic: operators to draw from.")
     difficulty: Positive = Field(1, description="arithmetic: decimal digits of each operand.")
-    path: Path | None = Field(None, description='jsonl: file with one {"question": ..., "answer": ...} a line, as GSM8K.')
-    chat_template: bool = Field(True, description="jsonl: put the question through the tokenizer's chat template.")
+    path: Path | None = Field(None, description='jsonl: file with one {"question": ..., "answer": ...} per line, as in GSM8K.')
+    chat_template: bool = Field(
+        True, description="jsonl: apply the tokenizer's chat template to the question; false for a base model without one."
+    )
 
     @model_validator(mode="after")
     def _check(self) -> TaskSection:
@@ -65,43 +67,53 @@ Order = Literal["fifo", "longest_first"]
 class RolloutSection(Section):
     """How responses are sampled."""
 
-    groups_per_step: Positive = Field(16, description="Prompts in a training step.")
-    group_size: Positive = Field(8, description="Responses to each prompt.")
-    max_new_tokens: Positive = Field(16, description="Tokens of a response at most.")
-    temperature: PositiveFloat = Field(1.0, description="Logits are divided by it, in engine and trainer alike.")
-    top_p: Share = Field(1.0, description="Sample from the fewest tokens whose probabilities add up to it; 1: from all.")
-    top_k: Positive | None = Field(None, description="Sample from the most probable tokens only; null: from all.")
-    min_p: Annotated[Real, Field(ge=0, lt=1)] = Field(0.0, description="Leave out tokens below this share of the most probable one's.")
-    max_concurrent: Positive = Field(64, description="Episodes in flight over all engines.")
+    groups_per_step: Positive = Field(16, description="Prompts per training step. The batch is groups_per_step * group_size responses.")
+    group_size: Positive = Field(8, description="Responses to each prompt, whose rewards are compared with each other; at least 2.")
+    max_new_tokens: Positive = Field(16, description="Maximum tokens of a response. Raise it if responses are cut off before their answer.")
+    temperature: PositiveFloat = Field(
+        1.0,
+        description="Sampling temperature: engine and trainer divide the logits by it. Raise it if the responses to a prompt all get the "
+        "same reward.",
+    )
+    top_p: Share = Field(1.0, description="Sample only from the fewest tokens whose probabilities add up to this; 1: from all.")
+    top_k: Positive | None = Field(None, description="Sample only from this many most probable tokens; null: from all.")
+    min_p: Annotated[Real, Field(ge=0, lt=1)] = Field(
+        0.0, description="Do not sample tokens less probable than this share of the most probable token's probability; 0: off."
+    )
+    max_concurrent: Positive = Field(
+        64,
+        description="Maximum requests in flight over all engines. Raise it together with engines.count or engines.max_running, or slots "
+        "stay empty.",
+    )
     balance: Balance = Field(
         "least_loaded",
-        description="Which engine a request goes to. least_loaded: the one with the fewest; prefix_affine: the same for all requests of a "
-        "group, later turns of its episodes included, so that they find their prefix in its cache.",
+        description="Which engine gets a request. least_loaded: the engine with the fewest requests; prefix_affine: one engine for all "
+        "requests of a group, including later turns of its episodes, so that they find their prefix in its cache.",
     )
     affinity_slack: NonNegative = Field(
-        8, description="prefix_affine: requests that engine may have beyond the least loaded one; a group that is too much overflows."
+        8, description="prefix_affine: requests a group's engine may have above the least loaded engine; beyond, they go elsewhere."
     )
     order: Order = Field(
         "fifo",
-        description="Which request goes next where max_concurrent are in flight; what continues an episode goes before what is new. "
-        "fifo: first come, first served; longest_first: prompts with long responses so far first.",
+        description="Which request goes next once max_concurrent are in flight; a request that continues an episode precedes a new one. "
+        "fifo: first come, first served; longest_first: prompts whose responses have been long so far.",
     )
     request_timeout_s: PositiveFloat = Field(
-        300.0, description="How long an engine may take for a response; one that takes longer is rejected and its group started over."
+        300.0, description="Seconds an engine may take for a response; a slower response is rejected and its group started over."
     )
     interruption: Interruption = Field(
         "in_place",
-        description="What becomes of responses under way when a version lands. in_place: they stand still and go on; retract: their keys "
-        "and values are computed again (not with keep.routing); abort_resume: they end and are sent again as prefixes; abort_retry: they "
-        "start again; drain: they finish first.",
+        description="What happens to responses in flight when a version lands. in_place: they pause and continue; retract: they pause, and "
+        "their keys and values are recomputed (not with keep.routing); abort_resume: they are aborted and sent again as prefixes; "
+        "abort_retry: they start again from the prompt; drain: they finish before the version lands.",
     )
     filter_equal: bool = Field(
-        False, description="Drop groups whose rewards are all equal, which carry no advantage, and go on with other prompts (DAPO)."
+        False, description="Drop groups whose rewards are all equal, since they carry no advantage, and sample other prompts (DAPO)."
     )
     oversample: NonNegative = Field(
         0,
-        description="Responses to each prompt beyond group_size: the first group_size that finish make the group, others are cancelled. "
-        "Cuts the tail of the lengths, and so favours short responses: what is trained is biased towards them.",
+        description="Spare responses to each prompt beyond group_size: the first group_size to finish make the group, the others are "
+        "cancelled. This cuts the tail of response lengths, and biases training towards short responses.",
     )
 
     @model_validator(mode="after")
@@ -121,22 +133,22 @@ class RolloutSection(Section):
 
     @property
     def truncated(self) -> bool:
-        """Some tokens of the vocabulary cannot be sampled."""
+        """True if top_p, top_k or min_p keep some tokens from being sampled."""
         return self.top_p < 1 or self.top_k is not None or self.min_p > 0
 
 
 class KeepSection(Section):
-    """What engines record of how each token was sampled, for the trainer to train exactly that."""
+    """What engines record about the sampling of each token, so that the trainer reproduces it exactly."""
 
     routing: Annotated[Literal["auto", "on", "off"], Switch] = Field(
         "auto",
-        description="The experts every token went through in the engine; the trainer sends it through the same. auto: where the model has "
-        "any.",
+        description="Keep routing: record the experts each token went through in the engine; the trainer sends it through the same "
+        "experts. auto: on if the model has experts.",
     )
     sampling_mask: Annotated[Literal["auto", "on", "off"], Switch] = Field(
         "auto",
-        description="The ids every token was sampled from; the trainer's probabilities are over the same. auto: where rollout.top_p, top_k "
-        "or min_p leave some out.",
+        description="Keep the sampling mask: record the ids each token was sampled from; the trainer normalises its probabilities over "
+        "the same ids. auto: on if rollout.top_p, top_k or min_p exclude some. Needs rollout.top_k.",
     )
 
 
@@ -161,37 +173,42 @@ _OWNED = {
 class EngineSection(Section):
     """The SGLang servers."""
 
-    count: Positive = Field(1, description="Servers; where they join, how many the run waits for before it begins.")
+    count: Positive = Field(1, description="SGLang servers. With join, the number that must have joined before the run begins.")
     join: bool = Field(
         False,
-        description="Engines are started by `asyncmoe engine`, on any machine and at any time, and join the run. Otherwise the controller "
-        "starts them on its own.",
+        description="true: `asyncmoe engine` starts engines, on any machine and at any time, and they join the run. false: the controller "
+        "starts them on its own machine.",
     )
-    tp: Positive = Field(1, description="Tensor-parallel ranks of each.")
-    ep: Positive = Field(1, description="Ranks its experts are spread over; a divisor of tp.")
-    dtype: Literal["float32", "bfloat16", "auto"] = Field("auto", description="Of its weights; auto: SGLang's choice from the checkpoint.")
+    tp: Positive = Field(1, description="Tensor-parallel ranks of an engine, one GPU each. Raise it if weights and KV cache do not fit.")
+    ep: Positive = Field(1, description="Expert-parallel ranks of an engine; must divide tp.")
+    dtype: Literal["float32", "bfloat16", "auto"] = Field(
+        "auto", description="Dtype of the engine's weights; auto: SGLang's choice from the checkpoint."
+    )
     python: Path | None = Field(
-        None, description="Python that has SGLang; default: `.venv-engine` beside this environment, else this Python."
+        None, description="Python interpreter with SGLang; null: `.venv-engine` beside this environment, else this Python."
     )
-    host: str = Field("127.0.0.1", description="Address it listens at; one that joins has that of cluster.network.")
-    port: Port = Field(0, description="First port; engine i of a machine takes port + i. 0: any free ports.")
+    host: str = Field("127.0.0.1", description="Address a server listens on; an engine that joins uses the address of cluster.network.")
+    port: Port = Field(0, description="First port: engine i of a machine listens on port + i. 0: any free ports.")
     first_gpu: NonNegative | None = Field(
         None,
-        description="The first GPU that engines take on a machine: engine i has tp of them from first_gpu + i * tp on. null: the one "
-        "behind the trainer's where the run has one machine, else 0.",
+        description="First GPU of the engines on a machine: engine i takes tp GPUs starting at first_gpu + i * tp. null: the first GPU "
+        "after the trainer's if the run has one machine (0 with share_gpus), else 0.",
     )
     share_gpus: bool = Field(
         False,
-        description="Engines and trainer of one machine compute on the same GPUs, from 0 on: the memory of each is divided between them by "
-        "the arithmetic of `asyncmoe plan`, and weights travel over CUDA IPC. Without it a run in which they would meet on a GPU is "
-        "refused.",
+        description="Engines and trainer of one machine share GPUs, starting at GPU 0: the arithmetic of `asyncmoe plan` divides the "
+        "memory of each, and weights travel over CUDA IPC. false: a run in which an engine and the trainer would use one GPU is refused.",
     )
-    max_running: Positive = Field(16, description="Requests one server runs at once; the others wait in it.")
+    max_running: Positive = Field(
+        16, description="Requests a server decodes at once; further requests wait in its queue. Lower it if the server retracts requests."
+    )
     max_total_tokens: Positive | None = Field(
-        None, description="Tokens whose keys and values one server has room for; null: what SGLang finds room for."
+        None, description="Size of a server's KV cache, in tokens; null: what fits, by SGLang or by the arithmetic of `asyncmoe plan`."
     )
-    start_timeout_s: PositiveFloat = Field(180.0, description="How long processes of a run wait for each other to start.")
-    args: tuple[str, ...] = Field((), description="Further arguments for sglang.launch_server.")
+    start_timeout_s: PositiveFloat = Field(
+        180.0, description="Seconds processes wait for each other at the start. Raise it for large checkpoints on a slow file system."
+    )
+    args: tuple[str, ...] = Field((), description="Further command-line arguments for sglang.launch_server.")
 
     @model_validator(mode="after")
     def _check_args(self) -> EngineSection:
@@ -204,16 +221,20 @@ class EngineSection(Section):
 
 
 class StalenessSection(Section):
-    """How old a trajectory may be, in versions."""
+    """Staleness: how many versions a trained token may be behind the trainer."""
 
-    eta: NonNegative = Field(1, description="Capacity law: start only while accepted + running < (eta + version + 1) * batch.")
+    eta: NonNegative = Field(
+        1,
+        description="Versions a trained token may be behind. Capacity law: a response starts only while accepted + running < "
+        "(eta + version + 1) * batch. Raise it if engines and trainer wait for each other; lower it if too many ratios are clipped.",
+    )
     rule: StalenessRule = Field(
         "drop",
-        description="What happens to a group whose oldest token is more than eta versions old when it would be trained. requeue: its "
-        "prompt is started again. downweight: it is trained up to max_age, counting for less.",
+        description="What happens to a group whose oldest token is more than eta versions old when its turn to train comes. drop: it is "
+        "discarded. requeue: its prompt is sampled again. downweight: it is trained with less weight, up to max_age.",
     )
-    downweight: Share | None = Field(None, description="downweight: each version beyond eta multiplies by this what a group counts for.")
-    max_age: Positive | None = Field(None, description="downweight: a group with a token older than this many versions is dropped.")
+    downweight: Share | None = Field(None, description="downweight: factor on a group's weight for each version beyond eta.")
+    max_age: Positive | None = Field(None, description="downweight: drop a group with a token older than this many versions.")
 
     @model_validator(mode="after")
     def _check(self) -> StalenessSection:
@@ -242,7 +263,12 @@ class QueueSection(Section):
     staleness: StalenessSection = StalenessSection()
     admission: Unit = Field(
         "group",
-        description="What the capacity law lets start. trajectory: single responses; one that an engine spoiled is started over alone.",
+        description="Unit that the capacity law admits. group: all responses to a prompt together. trajectory: single responses; a "
+        "response that an engine failed is started over alone.",
     )
-    capacity: Positive | None = Field(None, description="Trajectories it holds before `put` waits; default (eta + 1) * batch.")
-    lease_timeout_s: PositiveFloat = Field(600.0, description="How long the trainer waits for a batch before it gives up.")
+    capacity: Positive | None = Field(
+        None, description="Trajectories the queue holds before adding waits; null: (eta + 1) * batch. Lower it to save memory."
+    )
+    lease_timeout_s: PositiveFloat = Field(
+        600.0, description="Seconds the trainer waits for a batch before the run fails. Raise it if responses are long."
+    )

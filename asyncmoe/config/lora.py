@@ -1,4 +1,4 @@
-"""Low-rank adapters: what is trained in place of the weights."""
+"""Low-rank adapters, trained in place of the weights."""
 
 from __future__ import annotations
 
@@ -14,34 +14,36 @@ LATENT = ("q_a_proj", "kv_a_proj_with_mqa", "q_b_proj", "kv_b_proj", "o_proj")
 ATTENTION = (*GROUPED[:-1], *LATENT)
 MLP = ("gate_proj", "up_proj", "down_proj")
 TARGETS = ATTENTION + MLP
-"""Linear layers that can have an adapter, by the names of Hugging Face's modules; which of them there are is the model's."""
+"""Linear layers that can have an adapter, by Hugging Face module name. A model has some of them."""
 
 _FUSED = {"linear_qkv": "q_proj, k_proj, v_proj", "linear_proj": "o_proj", "linear_fc1": "gate_proj, up_proj", "linear_fc2": "down_proj"}
-"""Megatron's names, and what they hold."""
+"""Megatron's fused layers, and the layers they hold."""
 
 
 class LoraSection(Section):
-    """Adapters: y = W x + (alpha / rank) B A x for every target, with A [rank, in] and B [out, rank] trained and W left as it is."""
+    """Adapters: y = W x + (alpha / rank) B A x for every target, with A [rank, in] and B [out, rank] trained and W frozen."""
 
-    rank: Positive = Field(32, description="Rows of A and columns of B.")
-    alpha: PositiveFloat = Field(32.0, description="What B A x is multiplied by, divided by the rank.")
-    dropout: Decay = Field(0.0, description="Share of the entries of x that A does not see while training.")
+    rank: Positive = Field(32, description="Rank of an adapter: rows of A and columns of B.")
+    alpha: PositiveFloat = Field(
+        32.0, description="Scale: B A x is multiplied by alpha / rank. A larger alpha makes larger steps at the same learning rate."
+    )
+    dropout: Decay = Field(0.0, description="Dropout on the input of A during training, as a share of its entries.")
     targets: tuple[str, ...] | None = Field(
         None,
         description="Linear layers with an adapter: q_proj, k_proj, v_proj, o_proj (attention); q_a_proj, kv_a_proj_with_mqa, q_b_proj, "
-        "kv_b_proj, o_proj (latent attention); gate_proj, up_proj, down_proj (of every expert, of those that all tokens pass, and of "
-        "layers without experts). null: all that the model has.",
+        "kv_b_proj, o_proj (latent attention); gate_proj, up_proj, down_proj (of every expert, of shared experts, and of layers without "
+        "experts). null: all that the model has.",
     )
     experts: Literal["per_expert", "shared_outer"] = Field(
         "per_expert",
-        description="per_expert: every expert has its own A and B. shared_outer: the experts of a layer share the halves on the side of "
-        "the hidden states, which are A of gate_proj and up_proj and B of down_proj.",
+        description="per_expert: every expert has its own A and B. shared_outer: the experts of a layer share the halves that face the "
+        "hidden states (A of gate_proj and up_proj, B of down_proj), which makes the adapter two to three times smaller.",
     )
 
     start: Path | None = Field(
         None,
-        description="Directory of a PEFT adapter to start from, of the same rank, alpha and targets. The reference policy stays the model "
-        "without it. null: adapters that change nothing yet.",
+        description="Directory of a PEFT adapter to start from, with the same rank, alpha and targets. The reference policy is still the "
+        "model without it. null: new adapters, which change nothing yet.",
     )
 
     @property
@@ -51,7 +53,7 @@ class LoraSection(Section):
     @field_validator("targets", mode="before")
     @classmethod
     def _names(cls, value: Any) -> Any:
-        """Known ones, each once, in the order of `TARGETS`, so that two ways of writing a set are one configuration."""
+        """Put the targets in the order of `TARGETS`, so that equal sets are equal configurations; refuse unknown and repeated names."""
         if value is None:
             return None
         if not isinstance(value, list | tuple):

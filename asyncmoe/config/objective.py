@@ -1,4 +1,4 @@
-"""The loss of a reinforcement-learning step. The formulae are in `asyncmoe.trainer.objective`."""
+"""Configuration of the reinforcement-learning loss. The formulas are in `asyncmoe.trainer.objective`."""
 
 from __future__ import annotations
 
@@ -9,45 +9,46 @@ from pydantic import Field, model_validator
 from asyncmoe.config.fields import NonNegative, NonNegativeFloat, Positive, PositiveFloat, Real, Section
 
 Band = tuple[NonNegativeFloat, PositiveFloat]
-"""Lowest and highest ratio that is kept."""
+"""Lowest and highest ratio to keep."""
 Advantage = Literal["grpo", "dr_grpo", "rloo", "opo", "pass_at_k", "reinforce_plus_plus", "reinforce_plus_plus_baseline"]
 Aggregation = Literal["token_mean", "sequence_mean", "sequence_sum", "prompt_mean"]
 PROCESS_ADVANTAGES: tuple[Advantage, ...] = ("grpo", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
-"""Those in units of a deviation for every response, as normalised step rewards are. dr_grpo, rloo and opo are in units of the reward;
-pass_at_k leaves all but the best response at 0."""
+"""Advantages measured in deviations for every response, as normalised step rewards are. dr_grpo, rloo and opo are in units of the reward;
+pass_at_k gives 0 to all but the best response."""
 Clip = Literal["ppo", "cispo", "dppo_tv", "ipo", "none"]
 Estimator = Literal["k1", "k2", "k3", "unbiased"]
 
 
 class CorrectionSection(Section):
-    """What is done about tokens that were sampled by another policy than the one they are trained from.
+    """Correction of tokens that another policy sampled than the one they train: importance weights and rejection rules.
 
-    The ratio is that of objective.proximal's policy to the engine's; where objective.proximal is behaviour, of the trainer's to the
-    engine's.
+    The ratio is the probability under objective.proximal's policy divided by the engine's; if objective.proximal is behaviour, the
+    probability under the trainer's policy divided by the engine's.
     """
 
     weight: Literal["token", "sequence", "none"] = Field(
-        "token", description="The loss of a token is multiplied by its ratio, by the product of its sequence's ratios, or by nothing."
+        "token",
+        description="Importance weight of a token: its ratio (token), the product of its sequence's ratios (sequence), or 1 (none).",
     )
-    cap: PositiveFloat | None = Field(2.0, description="Truncated importance sampling: the weight is min(weight, cap); null: as it is.")
+    cap: PositiveFloat | None = Field(2.0, description="Truncated importance sampling: use min(weight, cap); null: no cap.")
     token_band: Band | None = Field(
-        None, description="IcePop, MIS: tokens whose ratio is outside are rejected, such as [0.5, 5]; with cap: null."
+        None, description="IcePop, MIS: reject tokens whose ratio is outside, for example [0.5, 5]; use with cap null."
     )
-    sequence_band: Band | None = Field(None, description="Sequences whose product of ratios is outside are rejected, such as [0.5, 2].")
+    sequence_band: Band | None = Field(None, description="Reject sequences whose product of ratios is outside, for example [0.5, 2].")
     geometric_band: Band | None = Field(
-        None, description="Sequences whose geometric mean of ratios is outside are rejected, such as [0.99, 1.01]."
+        None, description="Reject sequences whose geometric mean of ratios is outside, for example [0.99, 1.01]."
     )
-    veto: Band | None = Field(None, description="A token with its ratio outside rejects its whole sequence, such as [1e-4, 100].")
+    veto: Band | None = Field(None, description="Reject sequences with any token whose ratio is outside, for example [1e-4, 100].")
     opsm_delta: NonNegativeFloat | None = Field(
         None,
-        description="DeepSeek-V3.2: tokens of negative advantage are rejected in sequences whose mean log-ratio of engine to trainer is "
-        "above, such as 1e-4.",
+        description="DeepSeek-V3.2: reject tokens with negative advantage in sequences whose mean log-ratio of engine to trainer is above "
+        "this, for example 1e-4.",
     )
-    max_age: NonNegative | None = Field(None, description="Tokens sampled more than this many versions ago are rejected.")
+    max_age: NonNegative | None = Field(None, description="Reject tokens sampled more than this many versions ago.")
     denominator: Literal["kept", "planned"] = Field(
         "kept",
-        description="kept: the mean is over what was not rejected. planned: rejected tokens add nothing but are still counted, as in the "
-        "formulae of DeepSeek-V3.2; always so with objective.aggregation sequence_sum.",
+        description="Denominator of the mean loss. kept: tokens that were not rejected. planned: all tokens; rejected ones add nothing but "
+        "still count, as in the formulas of DeepSeek-V3.2. objective.aggregation sequence_sum always uses planned.",
     )
 
     @model_validator(mode="after")
@@ -63,63 +64,69 @@ class CorrectionSection(Section):
 
 
 class KLSection(Section):
-    """A penalty for moving away from a reference policy, the weights that training started from."""
+    """Penalty for moving away from the reference policy: the weights training started from."""
 
     coefficient: NonNegativeFloat = Field(
         0.0,
-        description="What the penalty counts for; 0: none. A reference policy is a second copy of the weights and a second forward pass.",
+        description="Weight of the penalty; 0: none. Above 0 costs a second copy of the weights and an extra forward pass. Lower it if the "
+        "policy does not move.",
     )
     estimator: Estimator = Field(
         "k3",
-        description="k1, k2, k3: Schulman's, on tokens as they come; the gradient of k1 is zero in expectation. unbiased: k3 times the "
-        "ratio of trainer to engine (DeepSeek-V3.2).",
+        description="k1, k2, k3: Schulman's estimators, without importance weights; the gradient of k1 is zero in expectation. unbiased: "
+        "k3 times the ratio of trainer to engine (DeepSeek-V3.2).",
     )
 
 
 class ProcessSection(Section):
-    """Rewards of single steps, beside the reward of the whole."""
+    """Process rewards: rewards of single steps, added to the reward of the whole response."""
 
     weight: NonNegativeFloat = Field(
         0.0,
-        description="What they count for; 0: nothing. Step rewards are normalised by their mean and deviation over a group; a token's "
-        "advantage grows by this times the sum of those of its own step and the ones after it.",
+        description="Weight of step rewards; 0: off. Step rewards are normalised by their mean and deviation over a group; weight times "
+        "the sum of the normalised rewards of a token's own step and all later steps is added to its advantage.",
     )
 
 
 class DistillSection(Section):
-    """A teacher's opinion of what the policy sampled (on-policy distillation)."""
+    """On-policy distillation: a teacher's log-probabilities of the tokens the policy sampled."""
 
     weight: NonNegativeFloat = Field(
-        0.0, description="What it counts for; 0: nothing. A token's advantage grows by this times log pi_teacher - log pi_engine."
+        0.0, description="Weight; 0: off. weight * (log pi_teacher - log pi_engine) is added to a token's advantage."
     )
-    clip: PositiveFloat | None = Field(None, description="That difference is held within -clip and clip, in nats; null: as it is.")
+    clip: PositiveFloat | None = Field(None, description="Clip that difference to [-clip, clip], in nats; null: no clipping.")
 
 
 class ObjectiveSection(Section):
-    """The loss of a reinforcement-learning step."""
+    """The loss of a reinforcement-learning step: advantage, clipping, correction, penalties, aggregation."""
 
     advantage: Advantage = Field(
         "grpo",
-        description="grpo: reward minus the group's mean, over the group's deviation; dr_grpo: not divided; rloo: minus the mean of the "
-        "others; opo: minus the mean weighted by length; pass_at_k: the best of a group only, by how much; reinforce_plus_plus: normalised "
-        "over the batch's tokens; reinforce_plus_plus_baseline: after the group's mean.",
+        description="Advantage of a response. grpo: reward minus the group's mean, divided by the group's deviation; dr_grpo: the same "
+        "without division; rloo: reward minus the mean of the other responses; opo: reward minus the mean weighted by length; pass_at_k: "
+        "only the best of a group, by its lead over the second best; reinforce_plus_plus: reward normalised over the batch's tokens; "
+        "reinforce_plus_plus_baseline: reward minus the group's mean, then normalised over the batch's tokens.",
     )
-    ratio: Literal["token", "sequence"] = Field("token", description="sequence: GSPO, the geometric mean of the sequence's ratios.")
+    ratio: Literal["token", "sequence"] = Field(
+        "token", description="Clipped ratio. token: each token's own; sequence: the geometric mean over the sequence (GSPO)."
+    )
     clip: Clip = Field(
         "ppo",
-        description="ppo: clipped surrogate; cispo: clipped weight on the log-probability's gradient; dppo_tv, ipo: no gradient where the "
-        "probability has moved by more than clip_low or clip_high (dppo_tv: in the advantage's direction); none: REINFORCE with the ratio.",
+        description="ppo: clipped surrogate; cispo: clipped weight on the log-probability's gradient; dppo_tv, ipo: no gradient if the "
+        "token's probability has moved by more than clip_low or clip_high (dppo_tv: only in the advantage's direction); none: REINFORCE "
+        "weighted by the ratio.",
     )
-    clip_low: PositiveFloat = Field(0.2, description="The ratio is clipped at 1 - clip_low; 1 or more: not at all from below.")
-    clip_high: PositiveFloat = Field(0.2, description="The ratio is clipped at 1 + clip_high.")
+    clip_low: PositiveFloat = Field(0.2, description="Lower bound of the ratio: 1 - clip_low; 1 or more: no lower bound.")
+    clip_high: PositiveFloat = Field(0.2, description="Upper bound of the ratio: 1 + clip_high.")
     dual_clip: Annotated[Real, Field(gt=1)] | None = Field(
-        None, description="ppo: a token of negative advantage costs at most this many times the advantage, such as 3; null: without bound."
+        None,
+        description="ppo: bound the loss of a token with negative advantage at this many times |advantage|, for example 3; null: none.",
     )
     proximal: Literal["recompute", "loglinear", "behaviour"] = Field(
         "recompute",
-        description="Denominator of the clipped ratio. recompute: the trainer's policy before the batch, by a pass of its own where "
-        "updates_per_batch is above 1; loglinear: that policy, interpolated from each token's version without a pass; behaviour: the "
-        "engine's.",
+        description="Policy in the denominator of the clipped ratio. recompute: the trainer's policy before the batch, from an extra "
+        "forward pass if updates_per_batch is above 1; loglinear: that policy, interpolated from each token's version without a pass; "
+        "behaviour: the engine's policy.",
     )
     correction: CorrectionSection = CorrectionSection()
     kl: KLSection = KLSection()
@@ -127,10 +134,10 @@ class ObjectiveSection(Section):
     distill: DistillSection = DistillSection()
     aggregation: Aggregation = Field(
         "token_mean",
-        description="token_mean: all tokens count alike; sequence_mean: all sequences; prompt_mean: all prompts; sequence_sum: they count "
-        "1 / (sequences * rollout.max_new_tokens), as in Dr. GRPO.",
+        description="Averaging of the loss. token_mean: all tokens weigh the same; sequence_mean: all sequences; prompt_mean: all prompts; "
+        "sequence_sum: each token weighs 1 / (sequences * rollout.max_new_tokens), as in Dr. GRPO.",
     )
-    updates_per_batch: Positive = Field(1, description="Optimizer steps a batch is cut into.")
+    updates_per_batch: Positive = Field(1, description="Optimizer steps per batch; must divide rollout.groups_per_step.")
 
     @model_validator(mode="after")
     def _check(self) -> ObjectiveSection:

@@ -1,4 +1,4 @@
-"""How responses are scored."""
+"""Configuration of scoring."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ _WITHOUT_STEPS = ("exact", "math_verify", "none")
 
 
 class TeacherSection(Section):
-    """A second SGLang server, whose log-probabilities of what the policy sampled go with each trajectory (on-policy distillation)."""
+    """A second SGLang server whose log-probabilities of the sampled tokens are added to each trajectory (on-policy distillation)."""
 
-    url: str = Field(description="http://host:port; its model must have the policy's tokenizer.")
-    timeout_s: PositiveFloat = Field(60.0, description="How long one call may take.")
-    concurrency: Positive = Field(16, description="Calls under way at once.")
+    url: str = Field(description="Address of the teacher, http://host:port; its model must have the policy's tokenizer.")
+    timeout_s: PositiveFloat = Field(60.0, description="Seconds one call may take.")
+    concurrency: Positive = Field(16, description="Maximum calls in flight.")
 
     @model_validator(mode="after")
     def _check(self) -> TeacherSection:
@@ -26,42 +26,46 @@ class TeacherSection(Section):
 
 
 class ScoringSection(Section):
-    """Who scores, and what may go wrong. A response that cannot be scored is rejected, never scored 0."""
+    """The scorer, its limits, and what happens when it fails. A response that cannot be scored is rejected, never scored 0."""
 
     scorer: str = Field(
         "auto",
-        description="auto (exact for arithmetic, math_verify for jsonl), exact, math_verify, a function as package.module:function, a "
-        "class as package.module:Class, an endpoint as http://host:port/path; none: only the teacher speaks.",
+        description="auto (exact for arithmetic, math_verify for jsonl), exact, math_verify, your own function as "
+        "package.module:function, your own class as package.module:Class, an endpoint as http://host:port/path, or none: learn from the "
+        "teacher only.",
     )
-    options: dict[str, Any] = Field({}, description="A class: keyword arguments it is made with.")
+    options: dict[str, Any] = Field({}, description="Keyword arguments of a scorer class.")
     teacher: TeacherSection | None = None
     step_separator: str | None = Field(
-        None, description="Where a scorer scores steps: text between two of them; default: each response of a conversation is one step."
+        None, description="Text between two steps, for a scorer that scores steps; null: each response of a conversation is one step."
     )
     concurrency: Positive | None = Field(
         None,
-        description="Calls under way at once; default: 64, or for a plain function or class, which has as many processes, 4 or the "
-        "number of cores.",
+        description="Maximum calls in flight; for a plain function or class also the number of its processes. null: 64, or for a plain "
+        "function or class the number of cores, at most 4. Raise it if responses wait for their turn.",
     )
-    timeout_s: PositiveFloat = Field(10.0, description="How long one call may take.")
-    deadline_s: PositiveFloat = Field(600.0, description="How long one response may take, with all waiting and all calls.")
-    retries: NonNegative = Field(2, description="Further calls after one that raised, took too long or reached nobody.")
-    backoff_s: NonNegativeFloat = Field(0.5, description="Pause before the first further call; doubles with each.")
-    breaker_failures: Positive = Field(16, description="So many calls in a row took too long or reached nobody: none is made ...")
-    breaker_cooldown_s: PositiveFloat = Field(10.0, description="... for so long; then one is, to see.")
+    timeout_s: PositiveFloat = Field(10.0, description="Seconds one call may take.")
+    deadline_s: PositiveFloat = Field(600.0, description="Seconds the scoring of one response may take, including all waiting and retries.")
+    retries: NonNegative = Field(2, description="Retries after a call that raised, timed out or could not connect.")
+    backoff_s: NonNegativeFloat = Field(0.5, description="Seconds before the first retry; doubles with each retry.")
+    breaker_failures: Positive = Field(
+        16, description="Consecutive timeouts or failed connections that open the circuit breaker: calls stop, responses wait."
+    )
+    breaker_cooldown_s: PositiveFloat = Field(10.0, description="Seconds the circuit breaker stays open before one trial call.")
     on_failure: Literal["drop", "requeue"] = Field(
         "drop",
-        description="What becomes of a group in which a response cannot be scored. requeue: its prompt is answered again, up to 3 times.",
+        description="What happens to a group with a response that cannot be scored. drop: it is rejected. requeue: its prompt is sampled "
+        "again, up to 3 attempts in all.",
     )
 
     @property
     def start_over(self) -> frozenset[str]:
-        """Reasons after which a group is started over."""
+        """Rejection reasons after which a group is started over."""
         return _FAILURES if self.on_failure == "requeue" else frozenset()
 
     @property
     def may_score_steps(self) -> bool:
-        """Its answers may hold the scores of steps."""
+        """True if the scorer's answers may contain step scores."""
         return self.scorer not in ("auto", *_WITHOUT_STEPS)
 
     @model_validator(mode="after")

@@ -1,4 +1,4 @@
-"""What is trained from them: the Megatron process group, its optimizer, the warm-up, and how new weights leave it."""
+"""Configuration of training: the Megatron process group, its optimizer, the warm-up, weight sync and agreement checks."""
 
 from __future__ import annotations
 
@@ -12,96 +12,110 @@ from asyncmoe.config.fields import Decay, NonNegative, NonNegativeFloat, Positiv
 class OptimizerSection(Section):
     """Adam, its schedule and gradient clipping."""
 
-    lr: PositiveFloat = Field(1e-6, description="Learning rate, after warmup_steps.")
-    min_lr: NonNegativeFloat = Field(0.0, description="What it decays to at run.steps.")
-    warmup_steps: NonNegative = Field(0, description="Steps in which it grows from 0.")
-    decay: Literal["constant", "linear", "cosine"] = Field("constant", description="How it goes from lr to min_lr; constant: not at all.")
-    betas: tuple[Decay, Decay] = Field((0.9, 0.95), description="Adam's decay of the mean gradient and of its square.")
+    lr: PositiveFloat = Field(
+        1e-6, description="Learning rate after warmup_steps. The default suits large models; tiny ones need about 1e-3."
+    )
+    min_lr: NonNegativeFloat = Field(0.0, description="Learning rate at the last step, if it decays.")
+    warmup_steps: NonNegative = Field(0, description="Steps over which the learning rate rises linearly to lr.")
+    decay: Literal["constant", "linear", "cosine"] = Field("constant", description="Shape of the decay from lr to min_lr; constant: none.")
+    betas: tuple[Decay, Decay] = Field((0.9, 0.95), description="Adam's decay rates of the mean gradient and of the mean squared gradient.")
     eps: PositiveFloat = Field(1e-8, description="Adam's epsilon.")
-    weight_decay: NonNegativeFloat = Field(0.0, description="AdamW's, times the learning rate.")
-    clip_grad: PositiveFloat = Field(1.0, description="Norm of the gradient at most.")
+    weight_decay: NonNegativeFloat = Field(0.0, description="AdamW's weight decay, multiplied by the learning rate.")
+    clip_grad: PositiveFloat = Field(1.0, description="Clip the gradient to this norm.")
     distributed: bool | None = Field(
         None,
-        description="Shard the optimizer's state over data-parallel ranks (Megatron's distributed optimizer). null: where there are "
-        "several, except in a run that goes on from a checkpoint that has it otherwise.",
+        description="Shard the optimizer's state over data-parallel ranks (Megatron's distributed optimizer), to save memory. null: shard "
+        "if there are several such ranks; a run that resumes from a checkpoint keeps the checkpoint's kind.",
     )
 
 
 class MegatronSection(Section):
-    """Megatron's switches under Megatron's names. null: on where this machine has what it needs and the run lets it be right; the log
-    names each that is off, and why. true where it cannot be is refused before the model is built."""
+    """Megatron's switches, under Megatron's names. null: on if this machine supports it and the run computes correctly with it; the
+    trainer's log names each switch that is off, and why. A switch set to true that cannot be on is refused before the model is built."""
 
     transformer_impl: Literal["transformer_engine", "local"] | None = Field(
-        None, description="Whose layers the model is built from: Transformer Engine's, or Megatron's own. null: the former where it is."
+        None, description="Layers the model is built from: Transformer Engine's or Megatron's own. null: Transformer Engine if installed."
     )
     moe_grouped_gemm: bool | None = Field(
         None,
-        description="Multiply the rows of all experts of a rank in one call: Transformer Engine's, or without it torch's, "
-        "which is fast in bfloat16 on Hopper and Blackwell. false: one expert after the other.",
+        description="Compute all experts of a rank in one grouped matrix multiplication: Transformer Engine's, else torch's, which is "
+        "fast in bfloat16 on Hopper and Blackwell. false: one expert after the other.",
     )
-    moe_permute_fusion: bool | None = Field(None, description="Sort rows by expert in one kernel; needs Transformer Engine 2.1.")
+    moe_permute_fusion: bool | None = Field(None, description="Sort tokens by expert in one kernel; needs Transformer Engine 2.1.")
     moe_router_fusion: bool | None = Field(
-        None, description="Choose experts in one kernel; needs Transformer Engine 2.7, and routing that is not kept."
+        None, description="Choose experts in one kernel; needs Transformer Engine 2.7, and keep.routing off."
     )
-    apply_rope_fusion: bool | None = Field(None, description="Turn queries and keys in one kernel; needs Transformer Engine 1.4.")
+    apply_rope_fusion: bool | None = Field(None, description="Rotate queries and keys (RoPE) in one kernel; needs Transformer Engine 1.4.")
     bias_activation_fusion: bool | None = Field(
-        None, description="SwiGLU and the router's weights in one compiled kernel, which keeps its input only; needs a GPU."
+        None, description="Apply SwiGLU and the router's weights in one compiled kernel, which saves only its input; needs a GPU."
     )
     gradient_accumulation_fusion: bool | None = Field(
-        None, description="Add gradients of weights to the step's as they are multiplied; needs Transformer Engine and all weights trained."
+        None, description="Accumulate weight gradients inside the matrix multiplication; needs Transformer Engine and train full."
     )
     overlap_grad_reduce: bool | None = Field(
-        None, description="Add gradients over data-parallel ranks during the last backward pass. null: on GPUs with several such ranks."
+        None, description="Reduce gradients over data-parallel ranks during the last backward pass. null: on GPUs with several such ranks."
     )
     overlap_param_gather: bool | None = Field(
         None,
-        description="Gather new weights during the next forward pass; needs the distributed optimizer. null: not where weights are "
-        "published after every step, which reads all of them.",
+        description="Gather new weights during the next forward pass; needs the distributed optimizer. null: off if weights are published "
+        "after every step (sync.every 1), since publishing reads all of them.",
     )
     moe_token_dispatcher_type: Literal["alltoall", "flex"] = Field(
-        "alltoall", description="What carries rows to the ranks of their experts: alltoall: NCCL; flex: DeepEP, which has to be installed."
+        "alltoall", description="Transport of tokens to the ranks of their experts. alltoall: NCCL; flex: DeepEP, which must be installed."
     )
 
 
 Recomputed = Literal["core_attn", "mla_up_proj", "layernorm", "mlp", "moe", "shared_experts", "moe_act"]
-"""Parts of a layer that Megatron can compute again by themselves."""
+"""Parts of a layer that Megatron can recompute separately."""
 
 
 class TrainerSection(Section):
-    """The Megatron process group."""
+    """The Megatron process group: parallel sizes, micro-batches, memory and checkpoints."""
 
-    ranks: Positive = Field(1, description="Processes torchrun starts on this machine.")
-    tp: Positive = Field(1, description="Tensor parallelism; its ranks also share the sequence between the layers.")
-    pp: Positive = Field(1, description="Pipeline stages.")
-    ep: Positive = Field(1, description="Ranks the experts of a layer are spread over.")
-    cp: Positive = Field(1, description="Context parallelism; only 1.")
-    vpp: Positive = Field(1, description="Model chunks a pipeline stage holds: Megatron's interleaved schedule.")
-    first_stage_layers: Positive | None = Field(None, description="Layers of the first pipeline stage; default: an equal share.")
-    last_stage_layers: Positive | None = Field(None, description="Layers of the last pipeline stage; default: an equal share.")
-    etp: Positive | None = Field(None, description="Expert tensor parallelism; default 1 when ep > 1, else tp.")
-    dtype: Literal["float32", "bfloat16", "auto"] = Field("auto", description="auto: float32 on CPU, bfloat16 on GPU.")
-    pack: bool = Field(True, description="Pack sequences of a micro-batch into one row; false: one sequence a micro-batch.")
-    tokens_per_microbatch: Positive = Field(4096, description="Upper bound of a packed micro-batch; a longer sequence gets its own.")
+    ranks: Positive = Field(
+        1, description="Trainer ranks, one process (and GPU) each; a multiple of tp * pp. Data-parallel size: ranks / (tp * pp)."
+    )
+    tp: Positive = Field(1, description="Tensor-parallel ranks; they also split the sequence between layers (sequence parallelism).")
+    pp: Positive = Field(1, description="Pipeline-parallel stages.")
+    ep: Positive = Field(
+        1, description="Expert-parallel ranks: the experts of a layer are spread over them. Must divide the number of experts."
+    )
+    cp: Positive = Field(1, description="Context parallelism; only 1 is supported.")
+    vpp: Positive = Field(1, description="Virtual pipeline parallelism: model chunks per stage, for Megatron's interleaved schedule.")
+    first_stage_layers: Positive | None = Field(None, description="Layers of the first pipeline stage; null: an equal share.")
+    last_stage_layers: Positive | None = Field(None, description="Layers of the last pipeline stage; null: an equal share.")
+    etp: Positive | None = Field(None, description="Tensor-parallel ranks of an expert; null: 1 if ep > 1, else tp.")
+    dtype: Literal["float32", "bfloat16", "auto"] = Field(
+        "auto", description="Dtype of weights and activations; auto: float32 on CPU, bfloat16 on GPU."
+    )
+    pack: bool = Field(True, description="Pack several sequences into a micro-batch; false: one sequence per micro-batch.")
+    tokens_per_microbatch: Positive = Field(
+        4096,
+        description="Maximum tokens of a packed micro-batch; a longer sequence gets its own. Lower it if GPU memory runs out; raise it for "
+        "speed.",
+    )
     recompute: Literal["none", "selective", "full"] = Field(
         "none",
-        description="full: keep a layer's input only and compute the rest again in the backward pass: less memory, more time; selective: "
-        "only the parts in recompute_modules (`asyncmoe plan` counts memory as for none).",
+        description="Activation recomputation: less memory, more time. full: save only a layer's input and recompute the rest in the "
+        "backward pass; selective: recompute only the parts in recompute_modules (`asyncmoe plan` counts memory as for none).",
     )
     recompute_modules: tuple[Recomputed, ...] = Field(
         ("moe",),
-        description="Megatron's: core_attn, mla_up_proj, layernorm, mlp (of dense layers), moe (router, experts and what travels), "
-        "shared_experts, moe_act (needs Transformer Engine's experts). For recompute: selective.",
+        description="For recompute selective, the parts by Megatron's names: core_attn, mla_up_proj, layernorm, mlp (of dense layers), moe "
+        "(router, experts and dispatched tokens), shared_experts, moe_act (needs Transformer Engine's experts).",
     )
     router_bias_rate: NonNegativeFloat = Field(
         0.0,
-        description="How far a step moves the bias by which a router prefers an expert, of models that have such biases: up where the "
-        "expert got fewer of the step's tokens than the mean, down where more. 0: biases stay as they are.",
+        description="Change per step of the router's expert biases, for models that have them: up if the expert got fewer of the step's "
+        "tokens than the mean, down if it got more. 0: biases are frozen.",
     )
     optimizer: OptimizerSection = OptimizerSection()
     megatron: MegatronSection = MegatronSection()
-    checkpoint_every: NonNegative = Field(0, description="Steps between checkpoints; 0: only at the end and on Ctrl-C.")
-    keep_checkpoints: Positive = Field(2, description="So many of the newest stay on disk.")
-    timeout_s: PositiveFloat = Field(600.0, description="Collectives that wait longer than this end the run.")
+    checkpoint_every: NonNegative = Field(
+        0, description="Steps between checkpoints, and so the most work a crash costs; 0: only at the end and on Ctrl-C."
+    )
+    keep_checkpoints: Positive = Field(2, description="Newest checkpoints kept on disk; older ones are deleted.")
+    timeout_s: PositiveFloat = Field(600.0, description="Seconds a collective of the trainer ranks may wait before the run fails.")
 
     @property
     def expert_tp(self) -> int:
@@ -114,7 +128,7 @@ class TrainerSection(Section):
 
     @property
     def distributed_optimizer(self) -> bool:
-        """Whether the optimizer's state is sharded: as `optimizer.distributed` says, or where there are several data-parallel ranks."""
+        """True if the optimizer's state is sharded: `optimizer.distributed`, or by default if there are several data-parallel ranks."""
         return self.dp > 1 if self.optimizer.distributed is None else self.optimizer.distributed
 
     @model_validator(mode="after")
@@ -145,59 +159,63 @@ class TrainerSection(Section):
 
 
 class WarmupSection(Section):
-    """Supervised steps on the task's own demonstrations before reinforcement learning."""
+    """Supervised steps on the task's own demonstrations, before reinforcement learning."""
 
-    steps: NonNegative = Field(0, description="Optimizer steps; 0: none.")
-    batch: Positive = Field(64, description="Demonstrations in a step.")
-    lr: PositiveFloat = Field(1e-3, description="Learning rate, constant.")
+    steps: NonNegative = Field(0, description="Supervised steps; 0: none. A random model needs some, a real checkpoint none.")
+    batch: Positive = Field(64, description="Demonstrations per step.")
+    lr: PositiveFloat = Field(1e-3, description="Learning rate of the warm-up, constant.")
     wrong_share: float = Field(
-        0.0, ge=0, lt=1, description="arithmetic: share of demonstrations with a wrong answer, an imperfect teacher to improve on."
+        0.0, ge=0, lt=1, description="arithmetic: share of demonstrations with a wrong answer, to leave something for RL to improve."
     )
 
 
 class SyncSection(Section):
-    """How new weights reach the engines."""
+    """Weight sync: how new weights reach the engines."""
 
     method: Literal["reshard", "broadcast"] = Field(
         "reshard",
-        description="reshard: every engine rank gets its own bytes from the ranks that have them while it generates, and pauses to swap; "
-        "broadcast: rank 0 gathers whole tensors and sends all of them to every engine, which stands still.",
+        description="reshard: every engine rank receives exactly its own shards from the trainer ranks that hold them while it generates, "
+        "and pauses only to swap them in; broadcast: rank 0 gathers whole tensors and sends all of them to every engine, which pauses.",
     )
     transport: Literal["auto", "shm", "gloo", "nccl", "ipc"] = Field(
         "auto",
-        description="How reshard's messages travel. Between CPUs, shm: memory that processes of one host share; gloo: TCP. Between GPUs, "
-        "nccl; ipc: memory of GPUs of one host. auto: shm; or nccl, and ipc with engines.share_gpus.",
+        description="Transport of reshard. Between CPUs, shm: shared memory of one host, or gloo: TCP. Between GPUs, nccl, or ipc: CUDA "
+        "IPC between the GPUs of one host. auto: shm on CPU; on GPU nccl, or ipc with engines.share_gpus.",
     )
     staging: bool = Field(
         True,
-        description="Whether engines receive a version into memory of its own while they generate. Without, reshard writes their "
-        "parameters while they stand still.",
+        description="true: engines receive a version into staging memory, as large as their shard, while they generate. false: reshard "
+        "writes their parameters in place while they are paused; set it if the second copy does not fit.",
     )
-    every: Positive = Field(1, description="Optimizer steps between versions.")
-    bucket_bytes: Positive = Field(256 << 20, description="Bound of a rank's messages under way; there are two such buckets.")
+    every: Positive = Field(
+        1, description="Training steps between published versions; at most queue.staleness.eta + 1. Raise it if weight sync is slow."
+    )
+    bucket_bytes: Positive = Field(256 << 20, description="Size of a bucket in bytes: a rank's message buffers take at most two buckets.")
     nccl_max_ctas: Positive = Field(
         8,
-        description="Multiprocessors of a GPU that NCCL may take from an engine that generates, or from the step, to move weights: it "
-        "is given to each engine's communicator as maxCTAs. With more than 16 engines each gets fewer, 4 at least.",
+        description="Multiprocessors of a GPU that NCCL may use to move weights, taken from the generating engine or the training step: "
+        "maxCTAs of each engine's communicator. With more than 16 engines each communicator gets fewer, at least 4.",
     )
-    verify_every: NonNegative = Field(0, description="Compare the engines' checksums with the trainer's weights every n updates; 0: never.")
-    timeout_s: PositiveFloat = Field(300.0, description="How long each part of an update may take.")
+    verify_every: NonNegative = Field(
+        0, description="Compare checksums of the engines' and the trainer's weights every n updates; 0: never. 1 to find a faulty sync."
+    )
+    timeout_s: PositiveFloat = Field(300.0, description="Seconds each part of an update may take before it fails.")
 
 
 class VerifySection(Section):
-    """Checks that engine and trainer agree, and when not to train."""
+    """Checks that engine and trainer compute the same log-probabilities, and limits beyond which the run stops."""
 
     logprobs_every: NonNegative = Field(
         0,
-        description="Compare engine and trainer every n steps, by a forward pass of its own, on the trajectories of the trainer's version, "
-        "and log the tokens that differ most, with their neighbours and experts; 0: never.",
+        description="Compare the log-probabilities of engine and trainer every n steps, with an extra forward pass, on trajectories of the "
+        "trainer's version, and log the tokens that differ most, with their neighbours and experts; 0: never. Use 1 for a new model.",
     )
-    show: Positive = Field(3, description="How many tokens the log names.")
+    show: Positive = Field(3, description="Number of tokens to log.")
     max_logprob_diff: PositiveFloat | None = Field(
-        None, description="The run ends before it trains on a batch with a larger |engine - trainer| at equal version, in nats; null: any."
+        None, description="Stop before training on a batch with a larger |engine - trainer| at equal version, in nats; null: no limit."
     )
     max_kl: PositiveFloat | None = Field(
-        None, description="The same for the mean KL(engine || trainer) over those tokens, in nats a token; null: any."
+        None, description="Stop if the mean KL(engine || trainer) over those tokens is larger, in nats per token; null: no limit."
     )
 
     @model_validator(mode="after")

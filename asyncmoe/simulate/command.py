@@ -1,4 +1,4 @@
-"""What `asyncmoe simulate` was asked, checked."""
+"""Validation of the arguments of `asyncmoe simulate`, and the run itself."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from asyncmoe.simulate.workload import Workload
 
 
 def run(plant: Plant, workload: Workload, mode: str, etas: Sequence[int]) -> Comparison | Sweep:
-    """A sweep over `etas`, or a comparison if there are none.
+    """Return a sweep over `etas`, or a comparison of modes if `etas` is empty.
 
     Raises:
         ConfigError: an unknown mode.
@@ -25,7 +25,7 @@ def run(plant: Plant, workload: Workload, mode: str, etas: Sequence[int]) -> Com
 
 
 def modes(text: str) -> tuple[Mode, ...]:
-    """The modes that `all` or one's name stands for; ConfigError for another."""
+    """Return the modes that `text` names, or every mode for `all`. Raises ConfigError for an unknown mode."""
     found = tuple(mode for mode in MODES if text in (mode, "all"))
     if not found:
         raise ConfigError("--mode", got=repr(text), expected=f"all or one of {', '.join(MODES)}")
@@ -33,7 +33,7 @@ def modes(text: str) -> tuple[Mode, ...]:
 
 
 def landing(text: str) -> Landing:
-    """ConfigError for what is no landing."""
+    """Return `text` as a landing. Raises ConfigError for an unknown landing."""
     for known in LANDINGS:
         if text == known:
             return known
@@ -41,11 +41,11 @@ def landing(text: str) -> Landing:
 
 
 def sync_seconds(given: float, plan: Path | None) -> float:
-    """Seconds of a weight update: those given, or those of the quickest way that `asyncmoe plan --json` found.
+    """Return the seconds of a weight update: `given`, or the fastest method in a file of `asyncmoe plan --json`.
 
     Raises:
         ConfigError: both are given.
-        DataError: no such file, or not such a plan.
+        DataError: the file is missing or is not such a plan.
     """
     if plan is None:
         return given
@@ -58,7 +58,7 @@ def sync_seconds(given: float, plan: Path | None) -> float:
 
 
 def etas(text: str) -> tuple[int, ...]:
-    """`1,2,4`; ConfigError for what is not such a list."""
+    """Parse a list like `1,2,4`. Raises ConfigError for anything else."""
     parts = text.split(",")
     if not all(part.isascii() and part.isdigit() and len(part) <= 4 for part in parts):
         raise ConfigError("--etas", got=repr(text), expected="whole numbers like 1,2,4,8")

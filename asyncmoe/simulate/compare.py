@@ -1,4 +1,4 @@
-"""Modes side by side on the same resources, and next to what the laws allow."""
+"""Comparison of modes on the same resources, and with the bounds of the laws."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class Baseline:
     """A synchronous run, in the symbols of `asyncmoe.simulate.laws`.
 
     Attributes:
-        step_s: of a step, weight sync included.
-        gpus: that generate, that train. In one pool they are the same.
+        step_s: seconds of a step, weight sync included.
+        gpus: GPUs that generate and GPUs that train; in one pool these are the same GPUs.
     """
 
     gpus: tuple[int, int]
@@ -33,13 +33,13 @@ class Baseline:
 
 @dataclass(frozen=True)
 class ModeComparison:
-    """A mode against both baselines.
+    """A mode compared with both baselines.
 
     Attributes:
         speedup: over synchronous steps in the same two pools.
-        efficiency: speedup over S_pools.
+        efficiency: speedup divided by S_pools.
         speedup_one_pool: over synchronous steps that use all GPUs for either phase in turn.
-        efficiency_one_pool: speedup_one_pool over S_max, which holds for the best split of the GPUs.
+        efficiency_one_pool: speedup_one_pool divided by S_max, the bound for the best split of the GPUs.
     """
 
     outcome: SimulatedRun
@@ -51,10 +51,10 @@ class ModeComparison:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What `asyncmoe simulate` reports.
+    """The result of `asyncmoe simulate`.
 
     Attributes:
-        best_engine_gpus: how many of the GPUs should generate, by the law for one pool.
+        best_engine_gpus: number of GPUs that should generate, by the law for one pool.
     """
 
     workload: str
@@ -68,7 +68,7 @@ class Comparison:
     rows: dict[str, ModeComparison]
 
     def as_json(self) -> dict[str, Any]:
-        """Figures of each mode under the names of `asyncmoe.simulate.laws`, and what they were measured against."""
+        """Return the baselines and the figures of each mode, under the names of `asyncmoe.simulate.laws`."""
         return {
             "workload": self.workload,
             "plant": self.plant,
@@ -86,7 +86,7 @@ class Comparison:
 
 
 def one_pool(plant: Plant, workload: Workload) -> Baseline:
-    """Synchronous training that uses all GPUs of both pools for either phase in turn. Moving between the phases costs nothing."""
+    """Simulate synchronous training that uses all GPUs of both pools for each phase in turn; switching phases costs nothing."""
     engines = max(1, plant.gpus // plant.gpus_per_engine)
     train_s = plant.train_s * plant.trainer_gpus / plant.gpus
     whole = replace(plant, engines=engines, train_s=train_s, mode="sync", queue_capacity=0)
@@ -94,7 +94,7 @@ def one_pool(plant: Plant, workload: Workload) -> Baseline:
 
 
 def two_pools(plant: Plant, outcome: SimulatedRun) -> Baseline:
-    """The baseline of the same pools, from a synchronous run of the plant."""
+    """Return the baseline of the same two pools, from a synchronous run of the plant."""
     return _baseline(plant, outcome, (plant.engines * plant.gpus_per_engine, plant.trainer_gpus))
 
 
@@ -105,7 +105,7 @@ def _baseline(plant: Plant, outcome: SimulatedRun, gpus: tuple[int, int]) -> Bas
 
 
 def compare(plant: Plant, workload: Workload, modes: Sequence[Mode], whole: Baseline | None = None) -> Comparison:
-    """Simulate `modes` and the two synchronous baselines; `whole`: the one of one pool, if it is known.
+    """Simulate `modes` and the two synchronous baselines; `whole` is the one-pool baseline, if already known.
 
     Raises:
         InvariantBroken: see `simulate`.

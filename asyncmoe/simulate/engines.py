@@ -1,11 +1,12 @@
 """The engines: continuous batching with a step time that grows with the batch, and the least-loaded choice of the live pool.
 
-An engine with B requests takes t(B) = t0 (1 + B / b0) seconds for a step, and a step gives each of them one token. So all requests of an
-engine share one clock that counts steps, a request is finished when its clock has gone on by as many steps as it has tokens, and
-an arrival or departure changes only how fast the clock goes: a heap of clock readings for each engine, a heap of their next finishes.
+An engine with B requests takes t(B) = t0 (1 + B / b0) seconds per step, and a step gives each request one token. So all requests of an
+engine share one clock that counts steps. A request finishes when the clock has advanced by as many steps as the request has tokens, and an
+arrival or departure changes only the speed of the clock. Each engine has a heap of clock readings at which its requests finish; one more
+heap orders the engines by their next finish.
 
-Prompts are computed between two steps, all that have come by then in one pass, and the clock stands still meanwhile: SGLang's scheduler
-without mixed chunks.
+Between two steps, one pass prefills all prompts that have arrived; the clock stands still meanwhile. This models SGLang's scheduler without
+mixed chunks.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ class StepTime:
     """Seconds of an engine's step with a batch of B: `t0 * (1 + B / b0)`.
 
     Attributes:
-        t0: seconds of a step with nothing in it: weights are read.
-        b0: batch at which a step takes twice as long.
+        t0: seconds of a step with an empty batch: the time to read the weights.
+        b0: batch size at which a step takes twice as long.
     """
 
     t0: float
@@ -40,13 +41,13 @@ class StepTime:
 
 
 class Fleet(Generic[R]):
-    """Engines of `slots` requests each. Times are seconds of engine time, which stands still while the engines are paused.
+    """Engines with `slots` request slots each. Times are in seconds of engine time, which stops while the engines are paused.
 
     Attributes:
-        free: requests that could be placed now.
+        free: free request slots.
         in_flight: requests placed and not finished.
-        tokens: sampled so far, as of the last event of each engine.
-        busy: seconds that engines had anything to do, all added up, as of the last event of each.
+        tokens: tokens sampled so far, as of the last event of each engine.
+        busy: seconds in which an engine had requests, summed over engines, as of the last event of each engine.
     """
 
     def __init__(self, engines: int, slots: int, step: StepTime, prefill_s: float = 0.0) -> None:
@@ -54,7 +55,7 @@ class Fleet(Generic[R]):
         self.tokens = self.busy = 0.0
         self._slots, self._prefill_s = slots, prefill_s
         self._step_s = [step(batch) for batch in range(slots + 1)]
-        # An engine's clock reads _clock at _since, which lies ahead of now while it computes prompts.
+        # An engine's clock reads _clock at time _since. During a prefill _since lies in the future.
         self._clock, self._since, self._load = [0.0] * engines, [0.0] * engines, [0] * engines
         self._prefilled = [-1.0] * engines
         self._heaps: list[list[tuple[float, int, R]]] = [[] for _ in range(engines)]
@@ -68,7 +69,7 @@ class Fleet(Generic[R]):
         self._placed = 0
 
     def place(self, request: R, tokens: int, now: float) -> None:
-        """Put a request on the engine with the fewest; one must be free."""
+        """Put a request on the engine with the fewest requests; a slot must be free."""
         while not self._by_load[self._lowest]:
             self._lowest += 1
         load = self._lowest
@@ -91,7 +92,7 @@ class Fleet(Generic[R]):
         self.in_flight += 1
 
     def next_finish(self) -> float:
-        """When the next request is finished; inf: never."""
+        """Return the time at which the next request finishes; inf if there is none."""
         for engine in self._changed:
             self._stamp[engine] += 1
             heap = self._heaps[engine]
@@ -106,7 +107,7 @@ class Fleet(Generic[R]):
         return self._next[0][0] if self._next else math.inf
 
     def finish(self) -> tuple[R, int, float, float]:
-        """The request that `next_finish` is about, its engine, and the engine's clock when it started and now."""
+        """Finish the next request: return it, its engine, and the engine's clock at its start and at its end."""
         now, _, engine = heappop(self._next)
         self._advance(engine, now)
         end, _, request = heappop(self._heaps[engine])
@@ -116,17 +117,17 @@ class Fleet(Generic[R]):
         return request, engine, start, end
 
     def cancel(self, request: R, now: float) -> None:
-        """Forget a request, if it is here."""
+        """Remove a request, if an engine has it."""
         if (at := self._at.pop(request, None)) is not None:
             self._advance(at[0], now)
             self._leave(at[0])
 
     def serves(self, engine: int) -> bool:
-        """Whether an engine takes requests."""
+        """True if the engine accepts requests."""
         return engine not in self._down
 
     def kill(self, engine: int, now: float) -> list[R]:
-        """Take out an engine that serves; the requests that it was generating and that are lost."""
+        """Take a serving engine out of service; return its requests, which are lost."""
         self._advance(engine, now)
         lost = [request for _, _, request in self._heaps[engine] if self._at.get(request, (-1,))[0] == engine]
         for request in lost:
@@ -141,7 +142,7 @@ class Fleet(Generic[R]):
         return lost
 
     def restore(self, engine: int, now: float) -> None:
-        """An engine that was out takes requests again."""
+        """Put an engine back into service."""
         self._down.remove(engine)
         self._since[engine] = now
         self._by_load[0].add(engine)
@@ -149,7 +150,7 @@ class Fleet(Generic[R]):
         self.free += self._slots
 
     def clocks(self, now: float) -> Floats:
-        """Steps that each engine has done."""
+        """Return the number of steps each engine has done."""
         rate = np.array([1 / seconds for seconds in self._step_s])
         load, since = np.array(self._load), np.array(self._since)
         gone = np.where(load > 0, np.maximum(0.0, now - since) * rate[load], 0.0)

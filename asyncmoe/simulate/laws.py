@@ -1,53 +1,52 @@
-"""What asynchrony can gain: two closed laws.
+"""Two closed-form laws: upper bounds of the speed-up of asynchronous over synchronous training.
 
-Symbols, all of the *synchronous* step, which generates a batch, waits for its last response, and then trains on it:
+Symbols, all for the *synchronous* step, which generates a batch, waits for its last response, and then trains on it:
 
-- t_gen: seconds from the first response's start to the last one's end. Towards the end few are left, and engines wait for them.
+- t_gen: seconds from the start of the first response to the end of the last. Towards the end few responses remain, and engines idle.
 - t_train: seconds of training on the batch.
-- g = t_gen / (t_gen + t_train): generation's share.
-- e: the seconds in which the same engines would have generated the same tokens with every slot taken all the time, over t_gen. The
-  number of engines cancels, and 1 - e is what stragglers cost.
+- g = t_gen / (t_gen + t_train): generation's share of the step.
+- e: the time the same engines would need for the same tokens with all slots always taken, divided by t_gen. The number of engines cancels,
+  and 1 - e is the cost of stragglers.
 
-Never waiting for a straggler, engines need e t_gen for a batch's tokens, and training goes on meanwhile.
+Asynchronous engines never wait for a straggler: they need e t_gen for a batch's tokens, and training runs at the same time.
 
-One pool of N GPUs. The baseline uses all of them for either phase in turn; asynchronous training gives a share f to engines and the
-rest to the trainer, for good. Work spread over f N instead of N takes 1/f as long, so a step takes max(e t_gen / f, t_train / (1 - f)),
-least where both are equal: at f = e t_gen / (e t_gen + t_train), and then e t_gen + t_train. Hence
+One pool of N GPUs. The baseline uses all GPUs for each phase in turn; asynchronous training permanently gives a share f to the engines and
+the rest to the trainer. Work spread over f N instead of N GPUs takes 1/f as long, so a step takes max(e t_gen / f, t_train / (1 - f)). The
+minimum is where both are equal, at f = e t_gen / (e t_gen + t_train), and is e t_gen + t_train. Hence
 
     S_max = (t_gen + t_train) / (e t_gen + t_train) = 1 / (g e + 1 - g).
 
-Two fixed pools. The baseline has the same engines and the same trainer, one of them always idle. A step takes the longer of the two
-phases:
+Two fixed pools. The baseline has the same engines and the same trainer, one of which is always idle. An asynchronous step takes as long as
+the longer phase:
 
     S_pools = (t_gen + t_train) / max(e t_gen, t_train).
 
-Assumed: a batch that fills the slots, eta large enough that the capacity law stops no engine and nothing is dropped (at least
-the steps that the longest response lasts, rounded up), scoring that keeps up, and a weight sync that costs nothing.
-`s_pools` takes the cost of the sync along where there is one.
+Assumptions: a batch fills the slots; eta is large enough that the capacity law stops no engine and nothing is dropped (at least the number
+of steps the longest response lasts, rounded up); scoring keeps up; weight sync costs nothing. `s_pools` can include the cost of the sync.
 """
 
 from __future__ import annotations
 
 
 def share(t_gen: float, t_train: float) -> float:
-    """g: generation's share of the synchronous step."""
+    """Return g, generation's share of the synchronous step."""
     return t_gen / (t_gen + t_train)
 
 
 def s_max(g: float, e: float) -> float:
-    """Most that asynchrony gains on one pool of hardware, against the same hardware used in turns."""
+    """Return the largest speed-up of asynchrony on one pool of GPUs, over using the same GPUs for each phase in turn."""
     return 1 / (g * e + 1 - g)
 
 
 def s_pools(t_gen: float, t_train: float, e: float, sync: float = 0.0, pause: float = 0.0) -> float:
-    """Most that asynchrony gains on two fixed pools, against the same pools used in turns.
+    """Return the largest speed-up of asynchrony on two fixed pools, over using the same pools in turn.
 
-    With a weight sync, of which `sync` seconds pass while the engines go on and `pause` while they stand still: the synchronous step waits
-    for both, the asynchronous one generates for its pause less, and publishes one version at a time.
+    A weight sync takes `sync` seconds during which the engines generate, and `pause` seconds during which they pause. The synchronous step
+    waits for both. The asynchronous step loses the pause from generation, and publishes one version at a time.
     """
     return (t_gen + t_train + sync + pause) / max(e * t_gen + pause, t_train, sync + pause)
 
 
 def best_share(t_gen: float, t_train: float, e: float) -> float:
-    """f: share of one pool that should generate."""
+    """Return f, the share of one pool that should generate."""
     return e * t_gen / (e * t_gen + t_train)

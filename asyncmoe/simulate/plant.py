@@ -1,4 +1,4 @@
-"""What is simulated: the sizes and speeds of a run. Checked when made, so that a simulation cannot fail for its input."""
+"""Parameters of a simulation: sizes and speeds of a run. Validated on construction, so that a simulation cannot fail on its input."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ LANDINGS: tuple[Landing, ...] = get_args(Landing)
 
 @dataclass(frozen=True)
 class Hazards:
-    """What goes wrong, and what varies.
+    """Failures and random variation.
 
     Attributes:
         score_failure: share of responses that cannot be scored; their groups are rejected.
-        engine_mtbf_s: mean seconds between two failures of one engine; 0: never.
-        engine_restart_s: until it is back.
-        trainer_failure: share of training steps in which the trainer dies; it gives its lease back.
-        trainer_restart_s: until it is back.
+        engine_mtbf_s: mean seconds between two failures of one engine; 0: no failures.
+        engine_restart_s: seconds until a failed engine is back.
+        trainer_failure: share of training steps in which the trainer dies; its lease returns to the queue.
+        trainer_restart_s: seconds until a failed trainer is back.
         jitter: standard deviation of the logarithm of every training time, sync time and pause.
     """
 
@@ -42,20 +42,20 @@ class Plant:
     """Resources, speeds and policy.
 
     Attributes:
-        engines, gpus_per_engine: of the generating pool.
-        concurrency: requests an engine runs at once.
+        engines, gpus_per_engine: size of the generating pool.
+        concurrency: requests an engine decodes at once.
         step_s, step_batch: t0 and b0 of `StepTime`.
-        prefill_s: seconds of a pass over the prompts that have come since the last step; an engine's other requests stand still meanwhile.
-        trainer_gpus: of the training pool.
-        train_s: seconds of a training step on them.
-        sync_s: seconds from the end of a training step in which engines still generate with the version before.
-        pause_s: seconds thereafter in which they stand still, before they serve the new version.
-        landing: "pause": requests stand still with the engines, and go on with the new version. "drain": when a version is to land, new
-            requests wait until the running ones are finished.
-        score_s, score_sigma: median seconds to score a response, and standard deviation of the logarithm.
-        score_concurrency: responses scored at once; 0: as many as there are.
-        mode: "async": the capacity law with `eta`. "sync": with eta 0, so a batch is generated, trained on and published before the next
-            starts. "one_step_off": with eta 1, and a batch starts only when the one before is complete.
+        prefill_s: seconds to prefill the prompts that arrived since the last step; the engine's other requests pause meanwhile.
+        trainer_gpus: size of the training pool.
+        train_s: seconds of a training step on these GPUs.
+        sync_s: seconds after a training step during which engines still generate with the previous version.
+        pause_s: seconds after that during which the engines pause, before they serve the new version.
+        landing: "pause": requests pause with the engines and continue with the new version. "drain": before a version lands, new requests
+            wait until the running ones finish.
+        score_s, score_sigma: median seconds to score a response, and standard deviation of their logarithm.
+        score_concurrency: responses scored at once; 0: no limit.
+        mode: "async": the capacity law with `eta`. "sync": eta 0, so a batch is generated, trained and published before the next starts.
+            "one_step_off": eta 1, and a batch starts only when the previous one is complete.
         queue_capacity: trajectories the queue holds before a group waits; 0: (eta + 1) batches.
         steps: training steps to simulate.
     """
@@ -99,7 +99,7 @@ class Plant:
 
     @property
     def gpus(self) -> int:
-        """GPUs of both pools."""
+        """GPUs of both pools together."""
         return self.engines * self.gpus_per_engine + self.trainer_gpus
 
     @property
@@ -109,12 +109,12 @@ class Plant:
 
     @property
     def full_rate(self) -> float:
-        """Tokens a second of all engines with every slot taken and no prompt to compute."""
+        """Tokens per second of all engines with every slot taken and nothing to prefill."""
         return self.engines * self.concurrency / self.step(self.concurrency)
 
     @property
     def admission(self) -> Admission:
-        """The live system's policy, with the eta of the mode."""
+        """The live system's admission policy, with the eta of the mode."""
         return Admission(self.batch, {"sync": 0, "one_step_off": 1, "async": self.eta}[self.mode])
 
     @property
@@ -123,7 +123,7 @@ class Plant:
         return self.queue_capacity or (self.admission.eta + 1) * self.batch
 
     def described(self) -> dict[str, Any]:
-        """All of it, as JSON."""
+        """Return all parameters as plain values for JSON."""
         return asdict(self)
 
 

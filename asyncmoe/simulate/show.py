@@ -1,4 +1,4 @@
-"""A comparison and a sweep as tables, as JSON and as figures."""
+"""Output of comparisons and sweeps: tables, JSON and plots."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _FORMATS = (".svg", ".png")
 
 
 def check_plot(path: Path | None) -> None:
-    """ConfigError unless a figure could be written there."""
+    """Raise ConfigError unless `path` has a suffix that can be plotted to."""
     if path is not None and path.suffix not in _FORMATS:
         raise ConfigError("--plot", got=str(path), expected=f"a file that ends in {' or '.join(_FORMATS)}")
 
 
 def table(found: Comparison | Sweep, console: Console) -> None:
-    """Print it."""
+    """Print a result as a table."""
     if isinstance(found, Sweep):
         _sweep_table(found, console)
     else:
@@ -34,7 +34,7 @@ def table(found: Comparison | Sweep, console: Console) -> None:
 
 
 def write(found: Comparison | Sweep, path: Path) -> None:
-    """Write it as JSON; DataError if the file cannot be written."""
+    """Write a result as JSON. Raises DataError if the file cannot be written."""
     try:
         path.write_text(json.dumps(found.as_json(), indent=1) + "\n")
     except OSError as error:
@@ -42,7 +42,7 @@ def write(found: Comparison | Sweep, path: Path) -> None:
 
 
 def plot(found: Comparison | Sweep, path: Path) -> None:
-    """Draw it; DataError if the file cannot be written."""
+    """Plot a result. Raises DataError if the file cannot be written."""
     with style():
         figure = Figure(figsize=(9, 3.4), layout="constrained")
         left, right = figure.subplots(1, 2)

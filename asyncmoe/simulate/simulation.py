@@ -1,10 +1,10 @@
-"""One run, event by event.
+"""Simulation of one run, event by event.
 
-It is decided by the live system's own policy (`asyncmoe.queue.admission`): groups start when `Admission.may_start` says so, the trainer
-leases the groups with the oldest first-sampled token and drops those that `Admission.is_stale`, and `Ledger` counts every
-trajectory. The rest follows the live system too. A version is published while the next step trains, one at a time: a trainer that is
-done with a step before the version before is served waits for it. Groups stand or fall together; one that an engine took
-down is started over with the same episodes, twice at most.
+The live system's own policy decides (`asyncmoe.queue.admission`): groups start when `Admission.may_start` allows it, the trainer leases the
+groups with the oldest first-sampled token and drops groups that `Admission.is_stale` reports, and `Ledger` counts every trajectory. The
+rest follows the live system too. Versions are published one at a time, while the next step trains: a trainer that finishes a step before
+engines serve the previous version waits for it. A group with a failed response is rejected as a whole; if an engine failure was the cause,
+the group starts over with the same episodes, at most twice.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ class SimulatedGroup:
     """A group between start and training.
 
     Attributes:
-        left: members that are not scored.
-        oldest: version of its first sampled token.
-        tokens: of complete turns, by version.
-        lost: it has been rejected.
+        left: members not scored yet.
+        oldest: version of the group's first sampled token.
+        tokens: tokens of complete turns, by version.
+        lost: the group has been rejected.
     """
 
     __slots__ = ("attempt", "episodes", "left", "lost", "members", "oldest", "tokens")
@@ -46,7 +46,7 @@ class SimulatedGroup:
 
 
 class SimulatedResponse:
-    """One response of a group; `version`: served when its present turn was sent."""
+    """One response of a group; `version` is the version served when its current turn was sent."""
 
     __slots__ = ("group", "tools", "turn", "turns", "version")
 
@@ -59,17 +59,17 @@ def simulate(plant: Plant, workload: Workload, skip: int | None = None) -> Simul
     """Simulate `plant.steps` training steps.
 
     Args:
-        skip: the first steps, which the outcome leaves out; None: until the batches of the start, all begun at once, have been trained.
+        skip: number of first steps that the outcome leaves out; None: the steps that train the batches started together at the beginning.
 
     Raises:
-        InvariantBroken: a token older than eta reached the trainer, counts do not add up, or nothing can ever happen again. All of
-            these would be mistakes of the policy that runs live.
+        InvariantBroken: a token older than eta reached the trainer, counts do not add up, or no event is left. Each would be a bug in
+            the policy that runs live.
     """
     return Simulation(plant, workload, skip).run()
 
 
 class Simulation:
-    """See the module. All times in seconds; engine time is the time engines did not stand still."""
+    """The state of a simulation; see the module. All times are in seconds; engine time excludes the engines' pauses."""
 
     def __init__(self, plant: Plant, workload: Workload, skip: int | None = None) -> None:
         self._plant, self._law = plant, plant.admission
@@ -145,7 +145,7 @@ class Simulation:
         self._place()
 
     def _batch_may_start(self) -> bool:
-        """Modes with batches begin one only when nothing runs; a group that was lost is made up for within its batch."""
+        """Return whether a group may start: modes with batches begin a batch only when nothing runs, but replace its lost groups."""
         if self._plant.mode == "async" or not self._ledger.running:
             return True
         alive = self._ledger.accepted + self._ledger.running
@@ -198,7 +198,7 @@ class Simulation:
                 continue
             self._scoring += 1
             seconds = plant.score_s * self._rng.lognormvariate(0.0, plant.score_sigma)
-            self._schedule(seconds, lambda member=member: self._scored(member))  # type: ignore[misc]  # of this turn of the loop
+            self._schedule(seconds, lambda member=member: self._scored(member))  # type: ignore[misc]  # binds this iteration's member
 
     def _scored(self, member: SimulatedResponse) -> None:
         self._scoring -= 1
@@ -263,7 +263,7 @@ class Simulation:
         if stale:
             self._ledger = self._ledger.drop(stale)
             self._trace.dropped["stale"] += stale
-            # Not at once: what comes of it may lease, and a lease is being decided.
+            # Deferred, because freed places may trigger a lease, and a lease is being decided here.
             self._schedule(0.0, self._room)
 
     def _room(self) -> None:
@@ -375,7 +375,7 @@ class Simulation:
     # ------------------------------------------------------------ accounts
 
     def _read(self) -> Reading:
-        """Bring the totals up to now; a copy of them."""
+        """Bring the totals up to date and return a copy."""
         self._fleet.settle(self._engine_time)
         now = self._trace.now
         now.seconds, now.busy, now.sampled = self._now, self._fleet.busy, self._fleet.tokens

@@ -1,4 +1,4 @@
-"""How many of the GPUs should generate, and which eta is worth having: one cluster, split in several ways."""
+"""Sweep over splits of one cluster and over eta: how many GPUs should generate, and which eta to choose."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from asyncmoe.simulate.plant import Plant
 from asyncmoe.simulate.workload import Workload
 
 _SPLITS = (0.5, 0.7, 0.85, 1.0, 1.2, 1.5)
-"""Ratios of generating to training GPUs tried, over the law's."""
+"""Ratios of generating to training GPUs to try, relative to the law's ratio."""
 _AS_FAST = 1.03
 
 
@@ -36,12 +36,12 @@ class Point:
 
 @dataclass(frozen=True)
 class Sweep:
-    """What `asyncmoe simulate --sweep` reports.
+    """The result of `asyncmoe simulate --sweep`.
 
     Attributes:
         fastest: the point with the shortest step.
-        advised: of the points with the smallest eta for which a step takes at most 3 % longer, the fastest: the older what is trained
-            on, the worse it is to learn from.
+        advised: among the points whose step is at most 3 % longer, the fastest one with the smallest eta, because older trajectories are
+            worse to learn from.
     """
 
     workload: str
@@ -55,12 +55,12 @@ class Sweep:
     advised: Point
 
     def as_json(self) -> dict[str, Any]:
-        """All of it."""
+        """Return the whole sweep as plain values."""
         return asdict(self)
 
 
 def sweep(plant: Plant, workload: Workload, etas: Sequence[int]) -> Sweep:
-    """Try splits around the law's best, each with all `etas`. The work of a training step stays what `plant` says, spread over fewer GPUs.
+    """Simulate splits around the law's best, each with all `etas`. Every split does the same work per training step.
 
     Raises:
         InvariantBroken: see `asyncmoe.simulate.simulation.simulate`.

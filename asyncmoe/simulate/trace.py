@@ -1,4 +1,4 @@
-"""What a simulation writes down as it goes, and what is made of it."""
+"""Records of a simulation, and their summary."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from asyncmoe.simulate.plant import Plant
 
 @dataclass
 class Reading:
-    """Totals at one moment; two of them make a window."""
+    """Totals at one moment; two readings delimit a window."""
 
     seconds: float = 0.0
     training: float = 0.0
@@ -28,10 +28,10 @@ class Trace:
     """Counts of a whole run.
 
     Attributes:
-        ages: trained tokens by how many versions they were behind the trainer.
+        ages: trained tokens by age, the number of versions they were behind the trainer.
         oldest: trained groups by the age of their oldest token.
         rejected, dropped: trajectories by reason.
-        releases: leases that a trainer which died gave back.
+        releases: leases returned to the queue because the trainer died.
     """
 
     now: Reading = field(default_factory=Reading)
@@ -44,22 +44,22 @@ class Trace:
 
 @dataclass(frozen=True)
 class SimulatedRun:
-    """One simulated run. Seconds a step and idle shares are those of the steady state: the steps after the first `warm`.
+    """One simulated run. Seconds per step and idle shares are for the steady state: the steps after the first `warm`.
 
     Attributes:
         wall: simulated seconds of all steps.
-        step_s: of a step.
-        train_s: of it, spent training.
-        sync_s: of it, spent publishing (engines go on or stand still).
-        wait_s: of it, in which the trainer had nothing to train on.
-        tokens: trained in a step.
+        step_s: seconds per step.
+        train_s: seconds per step spent training.
+        sync_s: seconds per step spent publishing, with engines generating or paused.
+        wait_s: seconds per step in which the trainer had nothing to train on.
+        tokens: tokens trained per step.
         trainer_idle: share of the time in which the trainer did not train.
-        engine_idle: share of the engines' time in which they had no request, or were paused.
-        engine_rate: tokens sampled over what engines sample with every slot taken.
+        engine_idle: share of the engines' time in which they had no request or were paused.
+        engine_rate: tokens sampled, as a share of the tokens that engines sample with every slot taken.
         ages: share of the trained tokens by age in versions.
-        oldest_age: of any trained token.
+        oldest_age: largest age of a trained token.
         lost: share of the started trajectories that were rejected or dropped.
-        ledger: where every trajectory was at the end.
+        ledger: counts of trajectories by final state.
     """
 
     mode: str
@@ -87,7 +87,7 @@ class SimulatedRun:
 
 
 def summarise(plant: Plant, trace: Trace, since: Reading, warm: int, ledger: Ledger) -> SimulatedRun:
-    """The outcome of a run whose steady state began at the reading `since`, after `warm` steps."""
+    """Summarise a run whose steady state began at the reading `since`, after `warm` steps."""
     now, steps = trace.now, plant.steps - warm
     window = now.seconds - since.seconds
     counts: dict[str, Any] = {

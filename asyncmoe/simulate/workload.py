@@ -1,7 +1,7 @@
-"""How much there is to generate: named distributions of response lengths, tool calls between turns, and lengths of one's own.
+"""Workloads: named distributions of response lengths, tool calls between turns, and measured lengths from a file.
 
 A distribution is a function from a standard normal z to tokens, F^-1(Phi(z)). The members of a group share a part of their z, so that
-answers to one prompt are of similar length (`icc`, the intra-class correlation of z: 0 independent, 1 equal).
+responses to one prompt have similar lengths (`icc`, the intra-class correlation of z: 0 independent, 1 equal).
 
 Sources. Traces and fits: PolyTrace, "RL in the Wild" (arXiv 2509.25279), the mixture of Intern-S1 math, the call counts of
 Intern-S1 tool use, the turns and tool latencies of Search-R1. Gammas: means and length limits of Seer (arXiv 2511.14617), table 3;
@@ -28,7 +28,7 @@ Episode = tuple[tuple[int, ...], tuple[float, ...]]
 
 _GRID = 4096
 _BLOCK = 1024
-"""Groups drawn at a time."""
+"""Number of groups drawn at a time."""
 _MOST_TOKENS = 1 << 24
 
 
@@ -37,12 +37,12 @@ class Workload:
     """Distribution of episodes.
 
     Attributes:
-        name: as the user wrote it.
-        tokens: sampled in a turn, by z.
+        name: the workload as the user wrote it.
+        tokens: tokens sampled in a turn, by z.
         icc: intra-class correlation of a group's z.
-        turns: weight of 1, 2, ... turns.
-        last: sampled in the last turn, by z; None: as in any other.
-        tool: seconds of a tool call, by z; None: no time.
+        turns: weights of 1, 2, ... turns.
+        last: tokens sampled in the last turn, by z; None: as in other turns.
+        tool: seconds of a tool call, by z; None: 0.
     """
 
     name: str
@@ -53,7 +53,7 @@ class Workload:
     tool: Quantile | None = None
 
     def groups(self, size: int, seed: int) -> Iterator[list[Episode]]:
-        """Groups of `size` episodes without end; the same seed gives the same groups."""
+        """Yield groups of `size` episodes without end; the same seed gives the same groups."""
         block = 0
         while True:
             yield from self._block(np.random.default_rng([seed, block]), size)
@@ -85,18 +85,18 @@ def _whole(tokens: Floats) -> NDArray[np.int64]:
 
 
 def fixed(tokens: float) -> Quantile:
-    """Always the same."""
+    """A constant length."""
     return lambda z: np.full(z.shape, float(tokens))
 
 
 def lognormal(median: float, sigma: float, cap: float) -> Quantile:
-    """exp of a normal with standard deviation `sigma`; what is above `cap` is `cap`."""
+    """`median` times exp of a normal with standard deviation `sigma`, capped at `cap`."""
     return lambda z: np.minimum(cap, median * np.exp(sigma * z))
 
 
 def gamma(mean: float, shape: float, cap: float) -> Quantile:
-    """Gamma; what is above `cap` is `cap`."""
-    # A power of the variable spaces the grid so that the density's pole at 0 (shape < 1) does not matter.
+    """A gamma distribution, capped at `cap`."""
+    # The grid is denser near 0, so that the pole of the density there (shape < 1) does no harm.
     x = 20 * mean * np.linspace(0, 1, 16 * _GRID)[1:] ** 4
     density = np.exp((shape - 1) * np.log(x) - x * shape / mean)
     mass = np.concatenate([[0.0], np.cumsum(0.5 * (density[1:] + density[:-1]) * np.diff(x))])
@@ -104,7 +104,7 @@ def gamma(mean: float, shape: float, cap: float) -> Quantile:
 
 
 def mixture(parts: Sequence[tuple[float, float, float]], cap: float) -> Quantile:
-    """Normals of (weight, mean, standard deviation); what is below 1 is 1, what is above `cap` is `cap`."""
+    """A mixture of normals (weight, mean, standard deviation), clipped to the range from 1 to `cap`."""
     total = sum(weight for weight, _, _ in parts)
     x = np.linspace(1, max(mean + 6 * deviation for _, mean, deviation in parts), _GRID)
     below = sum(weight / total * np.array([NormalDist(mean, deviation).cdf(v) for v in x.tolist()]) for weight, mean, deviation in parts)
@@ -112,13 +112,13 @@ def mixture(parts: Sequence[tuple[float, float, float]], cap: float) -> Quantile
 
 
 def empirical(values: Sequence[float]) -> Quantile:
-    """As in a sample of at least two values."""
+    """The empirical distribution of at least two values."""
     ordered = np.sort(np.asarray(values, float))
     return _tabulated(ordered, (np.arange(len(ordered)) + 0.5) / len(ordered), math.inf)
 
 
 def _tabulated(x: Floats, below: Floats, cap: float) -> Quantile:
-    """The quantile function of a distribution with P(X <= x) = `below`, both ascending."""
+    """The quantile function, by z, of a distribution with P(X <= x) = `below`, both ascending; capped at `cap`."""
     normal = NormalDist()
     inside = (below > 1e-12) & (below < 1 - 1e-12)
     points, z = x[inside], np.array([normal.inv_cdf(p) for p in below[inside].tolist()])
@@ -146,14 +146,14 @@ NAMES = tuple(_DEFAULTS)
 
 
 def parse(text: str) -> Workload:
-    """`name` or `name:key=value,...`, or a file with one length in tokens a line.
+    """Parse `name`, `name:key=value,...`, or the path of a file with one length in tokens per line.
 
     Names: lognormal (median, sigma, cap), gamma (mean, shape, cap), fixed (tokens), math (Intern-S1's mixture; cap), kimi-k2, moonlight and
-    qwen2-vl (Seer's), search (Search-R1: 2 to 5 turns), tools (Intern-S1: 1 to 10 calls); the last two with tool calls of
-    median_s, sigma_s, cap_s seconds (lognormal). All but fixed take icc.
+    qwen2-vl (Seer's), search (Search-R1: 2 to 5 turns), tools (Intern-S1: 1 to 10 calls); the last two have
+    tool calls with lognormal durations (median_s, sigma_s, cap_s). All but fixed take icc.
 
     Raises:
-        ConfigError: an unknown name, key or value, or a file that is not such a list.
+        ConfigError: an unknown name or key, an invalid value, or a file that is not such a list.
     """
     name, _, rest = text.partition(":")
     if name not in _DEFAULTS:

@@ -1,4 +1,4 @@
-"""Sums too large for a tiny model's head: it learns to ask a calculator, or to write a line of Python."""
+"""Sums too hard for a tiny model: it learns to ask a calculator, or to write a line of Python."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class SumsWithTools(WithTools):
         self._careless = careless
 
     def demonstrate(self, agent: Agent, episode: Episode) -> str:
-        """What a teacher says: it guesses, or asks one of the tools and repeats the answer."""
+        """The teacher's response: a guess, or a call of a tool and then the tool's answer."""
         if agent.responses:
             return agent.text.rstrip("\n").rpartition("]")[2]
         question = episode.prompt.text.rstrip("=")

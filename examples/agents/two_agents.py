@@ -1,7 +1,7 @@
-"""Two agents of one policy: one answers the question, the other says whether the answer is right.
+"""Two agents with one policy: a solver answers the question, a checker judges the answer.
 
-Both conversations of an episode become trajectories, and stand or fall together. Each agent has its own reward, and is compared with the
-same agent in the other episodes of the group.
+Both conversations of an episode become trajectories, which are accepted or rejected together. Each agent has its own reward, which is
+compared with the same agent's rewards in the other episodes of the group.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ RIGHT, WRONG = "y", "n"
 
 
 class SolverAndChecker:
-    """The solver gets the question; the checker gets the question and what the solver said.
+    """The solver sees the question; the checker sees the question and the solver's answer.
 
     Args:
-        careless: share of the warm-up's demonstrations, 0 to 1, in which the teacher says something at random.
+        careless: share of the warm-up's demonstrations, 0 to 1, in which the teacher answers at random.
     """
 
     def __init__(self, careless: float = 0.0) -> None:
         self._careless = careless
 
     async def run(self, episode: Episode) -> dict[str, float]:
-        """Rewards: the solver's for the right answer, the checker's for the right verdict."""
+        """Reward the solver for the right answer and the checker for the right verdict."""
         solver, checker = episode.agent("solver"), episode.agent("checker")
         solver.see(episode.prompt.tokens)
         answer = (await solver.respond()).text.strip()
@@ -32,7 +32,7 @@ class SolverAndChecker:
         return {"solver": float(solved), "checker": float(verdict == (RIGHT if solved else WRONG))}
 
     def demonstrate(self, agent: Agent, episode: Episode) -> str:
-        """What a teacher says: often careless as a solver, and as careless as a checker."""
+        """The teacher's response; it is equally careless as solver and as checker."""
         careless = episode.random.random() < self._careless
         if agent.name == "solver":
             return str(episode.random.randrange(19)) if careless else episode.prompt.answer

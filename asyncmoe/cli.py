@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import logging
-import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from asyncmoe.bench.commands import bench
-from asyncmoe.errors import AsyncmoeError, UserError
-from asyncmoe.process import say
+from asyncmoe.errors import UserError
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -53,14 +50,9 @@ def run(config: ConfigPath, overrides: Overrides = None) -> None:
 @app.command()
 def rollout(config: ConfigPath, overrides: Overrides = None) -> None:
     """Run only the controller: engines, episodes, scoring and the queue. It waits for a trainer."""
-    from asyncmoe import config as configuration
-    from asyncmoe.launch import gpus, local
-    from asyncmoe.rollout import controller
+    from asyncmoe.launch import part
 
-    loaded = configuration.load(config, overrides or ())
-    if config.resolve() != local.resolved(loaded).resolve():  # otherwise the parent process has prepared it
-        local.prepare(loaded)
-    controller.run(loaded, loaded.run.dir, () if loaded.engines.join else gpus.engine_arguments(loaded))
+    part.controller(config, overrides or ())
 
 
 @app.command()
@@ -76,12 +68,9 @@ def engine(
 
     On Ctrl-C or SIGTERM it finishes or hands over its responses, then leaves.
     """
-    from asyncmoe import config as configuration
-    from asyncmoe.launch import gpus
-    from asyncmoe.rollout.engines import engine_agent
+    from asyncmoe.launch import part
 
-    loaded = configuration.load(config, overrides or ())
-    engine_agent.run(loaded, loaded.run.dir, name or engine_agent.default_name(index), index, gpus.engine_arguments(loaded, index))
+    part.engine(config, overrides or (), name, index)
 
 
 @app.command("make-model")
@@ -320,11 +309,7 @@ app.add_typer(bench, name="bench")
 
 
 def main() -> None:
-    """Run the command. Errors the user can fix are one line; all others keep their traceback."""
-    logging.basicConfig(format="%(asctime)s %(name)s: %(message)s", level=logging.INFO)
-    sys.path.insert(0, "")  # as `python -m` does, so that the user's scorers and environments are importable
-    try:
-        app()
-    except AsyncmoeError as error:
-        say(error)
-        sys.exit(error.exit_code)
+    """Run the command line."""
+    from asyncmoe.launch import part
+
+    part.main(app)

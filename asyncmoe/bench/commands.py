@@ -91,8 +91,9 @@ def queue_(
 ) -> None:
     """Trajectories with routes from the controller to two trainer ranks: its Unix socket and TCP with CURVE, next to Redis and Ray."""
     from asyncmoe.bench import queue
+    from asyncmoe.bench.queue_case import QueueCase
 
-    results = queue.run(queue.QueueCase(steps=steps), rounds, peers=peers)
+    results = queue.run(QueueCase(steps=steps), rounds, peers=peers)
     _show(results, json_path)
     typer.echo(queue.table(results))
 

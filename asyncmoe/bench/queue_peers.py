@@ -10,14 +10,12 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from asyncmoe.bench.queue_case import QueueCase, Ranks, expect_all, figures
 from asyncmoe.bench.queue_rank import GROUP, RANKS, STREAM, Job, Took
 from asyncmoe.errors import WaitTimeout
 from asyncmoe.trajectory import Buffer, decode
-
-if TYPE_CHECKING:
-    from asyncmoe.bench.queue import QueueCase
 
 Frames = Sequence[Sequence[Buffer]]
 _START_S = 30.0
@@ -59,8 +57,6 @@ def through_redis(made: Frames, sizes: QueueCase) -> dict[str, float]:
 
 
 async def _drain_redis(client: Any, port: int, sizes: QueueCase, put_s: float) -> dict[str, float]:
-    from asyncmoe.bench.queue import Ranks, expect_all, figures
-
     ranks = await Ranks.start([Job("redis", str(port), rank, sizes.steps, sizes.batch, sizes.ask) for rank in range(RANKS)])
     try:
         before = client.info("cpu")
@@ -79,8 +75,6 @@ def through_ray(made: Frames, sizes: QueueCase) -> dict[str, float]:
     """
     import numpy as np
     import ray
-
-    from asyncmoe.bench.queue import expect_all, figures
 
     size = sum(memoryview(frame).nbytes for frame in made[0])
     store = sizes.steps * sizes.batch * size * 5 // 4 + (256 << 20)

@@ -14,8 +14,8 @@ from typing import Any, Literal
 import msgspec
 
 from asyncmoe.rpc.client import Client
-from asyncmoe.rpc.keys import Rendezvous
 from asyncmoe.rpc.messages import Commit, Fetch, Lease, Leased
+from asyncmoe.rpc.rendezvous import Rendezvous
 from asyncmoe.trajectory import decode, frames_in
 
 RANKS = 2

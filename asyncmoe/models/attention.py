@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from asyncmoe.config.lora import GROUPED
 from asyncmoe.errors import ConfigError
@@ -17,40 +17,6 @@ from asyncmoe.models.shards import put_columns, put_whole, shard
 from asyncmoe.reshard.layout import Box, LayoutBuilder, rows
 
 _BIASED = ("q", "k", "v")
-
-
-class Attention(Protocol):
-    """A kind of attention. Tensors and storages are named within a layer; every layer has the preceding norm, "attn_norm"."""
-
-    @property
-    def hf_names(self) -> Mapping[str, str]:
-        """Names on disk by tensor."""
-
-    @property
-    def adapters(self) -> tuple[str, ...]:
-        """Linear layers that can have an adapter, by their names in `lora.targets`."""
-
-    def check(self, m: Shape) -> None:
-        """Refuse impossible sizes.
-
-        Raises:
-            ConfigError: names the first impossible size.
-        """
-
-    def shapes(self, m: Shape) -> Shapes:
-        """Return the tensors of the attention and their shapes."""
-
-    def put_megatron(self, builder: LayoutBuilder, m: Shape, parallel: MegatronParallel) -> None:
-        """Add the storages of a trainer rank, including the preceding norm, which Transformer Engine may fuse into a linear layer."""
-
-    def put_sglang(self, builder: LayoutBuilder, m: Shape, parallel: EngineParallel) -> None:
-        """Add the storages of an engine rank."""
-
-    def transformer_arguments(self, hf: HfConfig, m: Shape) -> dict[str, Any]:
-        """Return the keyword arguments of TransformerConfig."""
-
-    def gpt_arguments(self, hf: HfConfig) -> dict[str, Any]:
-        """Return the keyword arguments of GPTModel for positions."""
 
 
 @dataclass(frozen=True)

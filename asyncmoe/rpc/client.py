@@ -14,8 +14,8 @@ from asyncmoe import errors
 from asyncmoe.errors import AsyncmoeError, ProtocolError, TrajectoryRejected, UserError, WaitTimeout
 from asyncmoe.rpc.codec import decode_reply, encode
 from asyncmoe.rpc.connection import Connection
-from asyncmoe.rpc.keys import Rendezvous
 from asyncmoe.rpc.messages import Refused, Reply, Request
+from asyncmoe.rpc.rendezvous import Rendezvous
 from asyncmoe.trajectory import Buffer
 
 CONNECT_S = 10.0

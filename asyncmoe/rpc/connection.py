@@ -7,16 +7,13 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from asyncmoe.rpc import local
 from asyncmoe.rpc.codec import MAX_FRAME_BYTES
-
-if TYPE_CHECKING:
-    from asyncmoe.rpc.keys import Rendezvous
+from asyncmoe.rpc.rendezvous import Rendezvous
 
 _HEARTBEAT_MS = 5_000
 _SILENCE_MS = 60_000

@@ -25,38 +25,12 @@ from asyncmoe.errors import UserError, WaitTimeout
 from asyncmoe.rpc import environment
 from asyncmoe.rpc.connection import answers
 from asyncmoe.rpc.environment import CONTROLLER, KEYS, RendezvousVariables
+from asyncmoe.rpc.rendezvous import Rendezvous
 from asyncmoe.storage import writing
 
 FILE_NAME = "rendezvous.json"
 _POLL_S = 0.05
 _PROBE_S = 2.0
-
-
-class Rendezvous(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Address and keys with which a client reaches the controller. Keys are Z85 text, 40 characters."""
-
-    address: str
-    """In ZeroMQ's notation: "tcp://127.0.0.1:41234"."""
-    server_public: str
-    client_public: str
-    client_secret: str
-    host: str
-    pid: int
-    """The controller's process on `host`, only for error messages, because pids are reused. 0: unknown."""
-    started: float
-    """Unix seconds."""
-    local_dir: str = ""
-    """Directory of the Unix socket for clients on the same host; empty: no such socket."""
-    local_secret: str = ""
-    """Password of clients on the Unix socket."""
-
-    def __repr__(self) -> str:
-        return f"Rendezvous({self.address}, controller {self.host}:{self.pid})"
-
-    @property
-    def controller(self) -> str:
-        """The controller's name in error messages."""
-        return f"the controller at {self.address} ({f'process {self.pid} on {self.host}' if self.pid else CONTROLLER})"
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,7 @@ from asyncmoe.rpc import environment, keys, local
 from asyncmoe.rpc.codec import MAX_FRAME_BYTES, decode_request, encode
 from asyncmoe.rpc.environment import ANY, CONTROLLER, RendezvousVariables
 from asyncmoe.rpc.messages import Refused, Reply, Request
+from asyncmoe.rpc.rendezvous import Rendezvous
 from asyncmoe.trajectory import Buffer
 
 Handler = Callable[[Request], Awaitable[Reply | tuple[Reply, list[Buffer]]]]
@@ -70,7 +71,7 @@ class Server:
         self._local_dir: Path | None = None
         self._authenticator: AsyncioAuthenticator | None = None
 
-    async def start(self) -> keys.Rendezvous:
+    async def start(self) -> Rendezvous:
         """Bind, and return the rendezvous for `asyncmoe.rpc.keys.write`, which passes it to clients. No request is answered before `serve`.
 
         Raises:

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 
 from asyncmoe.config.lora import ATTENTION, GROUPED, MLP
-from asyncmoe.models.attention import Attention, Grouped
+from asyncmoe.models.attention import Grouped
 from asyncmoe.models.latent import Latent
 from asyncmoe.models.lora.adapter import DTYPES, Adapter, Kind, halves
-from asyncmoe.models.shape import Shape
+from asyncmoe.models.shape import Attention, Shape
 from asyncmoe.reshard.layout import PADDING, RankLayout
 
 ALL = GROUPED + MLP

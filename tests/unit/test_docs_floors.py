@@ -30,12 +30,18 @@ def where(module: str, known: dict[str, int]) -> str | None:
 
 
 def imported(path: Path) -> Iterator[str]:
-    """Modules of ours that a file imports when it is imported; what it imports only for types or inside a function is not among them."""
-    for node in ast.parse(path.read_text()).body:
+    """Modules that a file imports: when it is imported, inside functions, and for types only."""
+    for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module is not None:
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def modules() -> dict[str, Path]:
+    """Dotted name -> file of every module of the package."""
+    files = [*(ROOT / "asyncmoe").rglob("*.py"), *(ROOT / "asyncmoe").rglob("*.pyi")]
+    return {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path for path in files}
 
 
 def test_imports_point_down() -> None:
@@ -59,3 +65,27 @@ def test_every_folder_has_a_floor() -> None:
     known = floors()
     folders = {path.name for path in (ROOT / "asyncmoe").iterdir() if (path / "__init__.py").is_file()}
     assert {f"asyncmoe.{name}" for name in folders} <= set(known)
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    known = modules()
+
+    def module_of(name: str) -> str:
+        while name and name not in known:
+            name = name.rpartition(".")[0]
+        return name
+
+    arrows = {name: {module_of(one) for one in imported(path)} - {name, ""} for name, path in known.items() if path.suffix == ".py"}
+    assert arrows["asyncmoe.cli"], "imports are found"
+    done: set[str] = set()
+
+    def circle(name: str, way: tuple[str, ...]) -> tuple[str, ...] | None:
+        if name in way:
+            return (*way[way.index(name) :], name)
+        if name in done:
+            return None
+        found = next((found for one in sorted(arrows.get(name, ())) if (found := circle(one, (*way, name)))), None)
+        done.add(name)
+        return found
+
+    assert [found for name in sorted(known) if (found := circle(name, ()))] == []

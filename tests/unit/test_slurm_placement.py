@@ -164,7 +164,7 @@ def test_every_part_is_a_step_of_its_own() -> None:
         assert not any(flag.startswith(("--het-group", "--container")) for flag in step.command)
     start = ("python", "-m", "asyncmoe.launch.slurm.task", "/runs/mine/logs")
     assert controller.command[-7:] == (*start, "controller", "rollout", "/runs/mine/config.yaml")
-    assert second.command[-11:] == (*start, "engine.1", "engine", "/runs/mine/config.yaml", "--name", "engine.1", "--index", "1")
+    assert second.command[-9:] == (*start, "engine.1", "engine", "/runs/mine/config.yaml", "engine.1", "1")
     assert first.nodes == second.nodes == ("n1",)
     assert trainer.nodes == ("n2", "n3")
     assert "--nodelist=n2,n3" in trainer.command

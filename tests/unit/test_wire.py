@@ -27,6 +27,7 @@ from asyncmoe.rpc import client as client_module
 from asyncmoe.rpc import codec, keys
 from asyncmoe.rpc.client import Client, rebuild
 from asyncmoe.rpc.messages import Commit, Done, EnginesAsk, Fetch, Fetched, Goodbye, Hello, Lease, Leased, Refused, Reply, Request, Welcome
+from asyncmoe.rpc.rendezvous import Rendezvous
 from asyncmoe.rpc.server import Server
 from asyncmoe.trajectory import Buffer
 
@@ -205,7 +206,7 @@ def test_a_bug_of_the_handler_reaches_the_client_and_ends_serve(raised: Exceptio
         assert running.ended is raised
 
 
-def _raw(rendezvous: keys.Rendezvous, context: zmq.Context) -> zmq.Socket:
+def _raw(rendezvous: Rendezvous, context: zmq.Context) -> zmq.Socket:
     raw: zmq.Socket = context.socket(zmq.DEALER)
     raw.linger, raw.rcvtimeo = 0, 5_000
     raw.curve_serverkey = rendezvous.server_public.encode()
@@ -301,14 +302,14 @@ def test_a_second_process_with_a_wrong_key_gets_no_reply_and_a_right_one_does() 
 
     program = (
         "import sys, msgspec\n"
-        "from asyncmoe.rpc.keys import Rendezvous\n"
+        "from asyncmoe.rpc.rendezvous import Rendezvous\n"
         "from asyncmoe.rpc.client import Client\n"
         "from asyncmoe.rpc.messages import Commit\n"
         "to = msgspec.json.decode(sys.stdin.buffer.read(), type=Rendezvous)\n"
         "with Client(to, 'other') as client: print(client.ask(Commit(7), 2))\n"
     )
 
-    def ask(to: keys.Rendezvous) -> subprocess.CompletedProcess[bytes]:
+    def ask(to: Rendezvous) -> subprocess.CompletedProcess[bytes]:
         return subprocess.run([sys.executable, "-c", program], input=msgspec.json.encode(to), capture_output=True, timeout=30, check=False)
 
     with served(handler) as running:

@@ -20,6 +20,7 @@ from asyncmoe.rpc import environment, keys
 from asyncmoe.rpc.client import Client
 from asyncmoe.rpc.environment import CONTROLLER, KEYS, RendezvousVariables
 from asyncmoe.rpc.messages import Commit, Done, Reply, Request
+from asyncmoe.rpc.rendezvous import Rendezvous
 from asyncmoe.rpc.server import Server
 
 SECRET, OTHER = "0123456789abcdef" * 4, "ab" * 32
@@ -227,7 +228,7 @@ def test_one_that_was_first_meanwhile_is_found_before_its_file_is_replaced(tmp_p
         theirs = (tmp_path / "other" / keys.FILE_NAME).read_bytes()
         asked, answers = [], keys.answers
 
-        def slow(to: keys.Rendezvous, timeout_s: float) -> bool:
+        def slow(to: Rendezvous, timeout_s: float) -> bool:
             asked.append(to.address)
             (tmp_path / keys.FILE_NAME).write_bytes(theirs)
             return answers(to, timeout_s)

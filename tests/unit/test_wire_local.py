@@ -19,9 +19,10 @@ import pytest
 import zmq
 
 from asyncmoe.errors import UserError, WaitTimeout
-from asyncmoe.rpc import keys, local
+from asyncmoe.rpc import local
 from asyncmoe.rpc.client import Client
 from asyncmoe.rpc.messages import Commit, Done, Fetch, Fetched, Reply, Request
+from asyncmoe.rpc.rendezvous import Rendezvous
 from asyncmoe.rpc.server import Server
 from asyncmoe.trajectory import Buffer
 
@@ -41,7 +42,7 @@ async def _answer(request: Request) -> Reply | tuple[Reply, list[Buffer]]:
     return (Fetched(request.keys), FRAMES) if isinstance(request, Fetch) else Done()
 
 
-def served(ask: Callable[[keys.Rendezvous], T]) -> T:
+def served(ask: Callable[[Rendezvous], T]) -> T:
     """What `ask` finds in a thread of its own while a server runs."""
 
     async def main() -> T:
@@ -56,13 +57,13 @@ def served(ask: Callable[[keys.Rendezvous], T]) -> T:
     return asyncio.run(main())
 
 
-def _fetch(to: keys.Rendezvous) -> list[bytes]:
+def _fetch(to: Rendezvous) -> list[bytes]:
     with Client(to, "t") as client:
         return [bytes(frame) for frame in client.ask(Fetch(0, ("a",)), 20)[1]]
 
 
 def test_a_client_on_the_same_host_takes_it_and_gets_the_same_frames() -> None:
-    def ask(to: keys.Rendezvous) -> list[bytes]:
+    def ask(to: Rendezvous) -> list[bytes]:
         directory = Path(to.local_dir)
         assert stat.S_IMODE(directory.stat().st_mode) == 0o700
         nowhere = msgspec.structs.replace(to, address="tcp://127.0.0.1:1")
@@ -74,7 +75,7 @@ def test_a_client_on_the_same_host_takes_it_and_gets_the_same_frames() -> None:
 
 @pytest.mark.parametrize("after_s", [0.0, 0.5], ids=["asked-at-once", "asked-when-refused"])
 def test_a_wrong_secret_is_refused(after_s: float) -> None:
-    def ask(to: keys.Rendezvous) -> None:
+    def ask(to: Rendezvous) -> None:
         with Client(msgspec.structs.replace(to, local_secret="wrong"), "t") as client:
             time.sleep(after_s)
             with pytest.raises(WaitTimeout, match="refused our key"):
@@ -84,7 +85,7 @@ def test_a_wrong_secret_is_refused(after_s: float) -> None:
 
 
 def test_without_a_secret_nothing_is_answered() -> None:
-    def ask(to: keys.Rendezvous) -> int:
+    def ask(to: Rendezvous) -> int:
         with zmq.Context() as context, context.socket(zmq.DEALER) as plain:
             plain.setsockopt(zmq.LINGER, 0)
             plain.connect(local.address(Path(to.local_dir)))
@@ -96,7 +97,7 @@ def test_without_a_secret_nothing_is_answered() -> None:
 
 @pytest.mark.parametrize("mode", [0o755, 0o770, 0o701])
 def test_a_directory_that_others_may_enter_is_not_used(mode: int) -> None:
-    def ask(to: keys.Rendezvous) -> list[bytes]:
+    def ask(to: Rendezvous) -> list[bytes]:
         Path(to.local_dir).chmod(mode)
         assert not local.reachable(to.local_dir)
         return _fetch(to)
@@ -105,7 +106,7 @@ def test_a_directory_that_others_may_enter_is_not_used(mode: int) -> None:
 
 
 def test_a_link_to_a_private_directory_is_not_used(temporary: Path) -> None:
-    def ask(to: keys.Rendezvous) -> bool:
+    def ask(to: Rendezvous) -> bool:
         (temporary / "link").symlink_to(to.local_dir)
         return local.reachable(str(temporary / "link"))
 

@@ -107,4 +107,4 @@ def all_steps(
 
 def engine(resolved: Path, name: str, index: int) -> list[str]:
     """Return the task arguments of an engine, the `index`-th of its node."""
-    return ["engine", str(resolved), "--name", name, "--index", str(index)]
+    return ["engine", str(resolved), name, str(index)]

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from asyncmoe.errors import AsyncmoeError
+from asyncmoe.launch import part
 from asyncmoe.launch.slurm.steps import log_of
 from asyncmoe.process import say
 from asyncmoe.storage import writing
@@ -33,12 +34,14 @@ def main() -> None:
 
 def _rollout(node: str, arguments: list[str]) -> None:
     stop_as(signal.SIGINT)
-    _asyncmoe("rollout", arguments)
+    (config,) = arguments
+    part.main(lambda: part.controller(Path(config)))
 
 
 def _engine(node: str, arguments: list[str]) -> None:
     stop_as(signal.SIGTERM)
-    _asyncmoe("engine", arguments)
+    config, name, index = arguments
+    part.main(lambda: part.engine(Path(config), name=name, index=int(index)))
 
 
 def _trainer(node: str, arguments: list[str]) -> None:
@@ -48,13 +51,6 @@ def _trainer(node: str, arguments: list[str]) -> None:
     names = nodes.split(",")
     # SLURM sorts the nodes of a step, but the rendezvous is on the first node of the argument.
     agent.run(names.index(node), len(names), int(ranks), address, int(port), config)
-
-
-def _asyncmoe(command: str, arguments: list[str]) -> None:
-    from asyncmoe import cli
-
-    sys.argv = ["asyncmoe", command, *arguments]
-    cli.main()
 
 
 def stop_as(number: signal.Signals) -> None:

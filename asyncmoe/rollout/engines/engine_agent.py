@@ -21,9 +21,9 @@ from asyncmoe.process import named
 from asyncmoe.rollout.engines.engine_process import Engine
 from asyncmoe.rpc import address, keys
 from asyncmoe.rpc.client import Client
-from asyncmoe.rpc.keys import Rendezvous
 from asyncmoe.rpc.messages import EngineAlive, EngineJoin, EngineLeave, EngineOrder
 from asyncmoe.rpc.peers import facts
+from asyncmoe.rpc.rendezvous import Rendezvous
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")

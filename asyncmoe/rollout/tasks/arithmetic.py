@@ -6,7 +6,7 @@ import operator
 from collections.abc import Sequence
 from random import Random
 
-from asyncmoe.rollout.tasks import Demonstration, Prompt, demonstrate
+from asyncmoe.rollout.tasks.types import Demonstration, Prompt, demonstrate
 from asyncmoe.rollout.tokenizer import Tokenizer
 
 _OPERATIONS = {"+": operator.add, "-": operator.sub, "*": operator.mul}

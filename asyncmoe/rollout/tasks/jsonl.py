@@ -8,7 +8,7 @@ from pathlib import Path
 from random import Random
 
 from asyncmoe.errors import DataError
-from asyncmoe.rollout.tasks import Demonstration, Prompt, demonstrate
+from asyncmoe.rollout.tasks.types import Demonstration, Prompt, demonstrate
 from asyncmoe.rollout.tokenizer import Tokenizer
 
 MARK = "####"

@@ -1,0 +1,55 @@
+"""One part of a run in this process: the controller, or an engine that joins."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from asyncmoe import config as configuration
+from asyncmoe.errors import AsyncmoeError
+from asyncmoe.process import say
+
+
+def controller(config: Path, overrides: Sequence[str] = ()) -> None:
+    """Run the controller to the end of the run.
+
+    Raises:
+        AsyncmoeError: see `asyncmoe.rollout.controller.run`.
+    """
+    from asyncmoe.launch import gpus, local
+    from asyncmoe.rollout import controller
+
+    loaded = configuration.load(config, overrides)
+    if config.resolve() != local.resolved(loaded).resolve():  # otherwise the parent process has prepared it
+        local.prepare(loaded)
+    controller.run(loaded, loaded.run.dir, () if loaded.engines.join else gpus.engine_arguments(loaded))
+
+
+def engine(config: Path, overrides: Sequence[str] = (), name: str | None = None, index: int = 0) -> None:
+    """Run one engine that joins a run, until it leaves.
+
+    Args:
+        name: in records and messages; None: made of the host, the SLURM job and `index`.
+        index: number of this engine on its machine, from 0.
+
+    Raises:
+        AsyncmoeError: see `asyncmoe.rollout.engines.engine_agent.run`.
+    """
+    from asyncmoe.launch import gpus
+    from asyncmoe.rollout.engines import engine_agent
+
+    loaded = configuration.load(config, overrides)
+    engine_agent.run(loaded, loaded.run.dir, name or engine_agent.default_name(index), index, gpus.engine_arguments(loaded, index))
+
+
+def main(run: Callable[[], object]) -> None:
+    """Run a command. An error that the user can fix becomes one line and the exit status; all other errors keep their traceback."""
+    logging.basicConfig(format="%(asctime)s %(name)s: %(message)s", level=logging.INFO)
+    sys.path.insert(0, "")  # as `python -m` does, so that the user's scorers and environments are importable
+    try:
+        run()
+    except AsyncmoeError as error:
+        say(error)
+        sys.exit(error.exit_code)

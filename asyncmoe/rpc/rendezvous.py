@@ -1,0 +1,34 @@
+"""Where the controller is and the keys that reach it."""
+
+from __future__ import annotations
+
+import msgspec
+
+from asyncmoe.rpc.environment import CONTROLLER
+
+
+class Rendezvous(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Address and keys with which a client reaches the controller. Keys are Z85 text, 40 characters."""
+
+    address: str
+    """In ZeroMQ's notation: "tcp://127.0.0.1:41234"."""
+    server_public: str
+    client_public: str
+    client_secret: str
+    host: str
+    pid: int
+    """The controller's process on `host`, only for error messages, because pids are reused. 0: unknown."""
+    started: float
+    """Unix seconds."""
+    local_dir: str = ""
+    """Directory of the Unix socket for clients on the same host; empty: no such socket."""
+    local_secret: str = ""
+    """Password of clients on the Unix socket."""
+
+    def __repr__(self) -> str:
+        return f"Rendezvous({self.address}, controller {self.host}:{self.pid})"
+
+    @property
+    def controller(self) -> str:
+        """The controller's name in error messages."""
+        return f"the controller at {self.address} ({f'process {self.pid} on {self.host}' if self.pid else CONTROLLER})"

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from asyncmoe.bench.commands import bench
 from asyncmoe.errors import UserError
 
 app = typer.Typer(
@@ -305,7 +305,25 @@ def report(run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="Run dire
     typer.echo(write_report(run_dir))
 
 
-app.add_typer(bench, name="bench")
+def _benchmarks() -> typer.Typer:
+    """Return the commands of the folder `benchmarks` beside this package; an installed wheel does not have it."""
+    checkout = Path(__file__).parents[1]
+    if (checkout / "benchmarks" / "commands.py").is_file():
+        sys.path.insert(0, str(checkout))
+        from benchmarks.commands import bench
+
+        return bench
+    absent = typer.Typer(help="Run the benchmarks of a checkout.")
+
+    @absent.callback(invoke_without_command=True)
+    def refuse() -> None:
+        cure = "clone asyncmoe's repository and run asyncmoe bench from its environment"
+        raise UserError("benchmarks", got="an installed package", expected="a checkout, which has the folder benchmarks", cure=cure)
+
+    return absent
+
+
+app.add_typer(_benchmarks(), name="bench")
 
 
 def main() -> None:

@@ -14,10 +14,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from asyncmoe.bench.published import FLOAT8 as CONFIG
 from asyncmoe.models import family_of
 from asyncmoe.models.make import VOCAB, _write_tokenizer
 from asyncmoe.models.quantised import quantised
+from benchmarks.published import FLOAT8 as CONFIG
 
 QUANTISATION = Path(__file__).parents[1] / ".venv-engine/lib/python3.11/site-packages/sglang/srt/layers/quantization"
 SCALE = "_scale_inv"

@@ -83,7 +83,7 @@ def cuts_of(plan: Plan, bucket_bytes: int) -> dict[tuple[int, int], Cut]:
     An eighth of a bucket is reserved for the copy tables. A quarter of the rest is divided evenly among a rank's pairs, three quarters in
     proportion to their bytes; a pair uses the smaller of its two ends' shares. The pair that needs most messages determines the number for
     all: in every round each rank then moves the same fraction of its bytes, and no rank waits for a busier one (measured by
-    `asyncmoe.bench.rounds`). A pair with little traffic has fewer messages, of at least `FLOOR_BYTES`.
+    `benchmarks.rounds`). A pair with little traffic has fewer messages, of at least `FLOOR_BYTES`.
 
     The result depends on the traffic of the whole plan, which every part of a plan can compute, so both ends agree.
     """

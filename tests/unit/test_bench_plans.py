@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import pytest
+from typer.main import get_command
 
-from asyncmoe.bench import plans
-from asyncmoe.bench.published import REAL
+from asyncmoe import cli
+from asyncmoe.errors import UserError
 from asyncmoe.models import family_of
 from asyncmoe.plan.sizes import parse_engines, parse_trainer
+from benchmarks import plans
+from benchmarks.published import REAL
 
 
 @pytest.mark.parametrize("name", plans.SIZES)
@@ -30,3 +34,9 @@ def test_an_engine_rank_receives_what_it_holds_and_a_trainer_rank_sends_its_shar
     assert got["plan_seconds"] > 0
     sent = plans._planned("Mixtral-8x22B", False, 0)
     assert math.isclose(sent["bytes"], 16 * 8 * got["bytes"] / 256, rel_tol=0.2)
+
+
+def test_an_installed_package_says_where_benchmarks_are(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(cli, "__file__", str(tmp_path / "asyncmoe" / "cli.py"))
+    with pytest.raises(UserError, match=r"benchmarks: got an installed package, expected a checkout.*clone"):
+        get_command(cli._benchmarks()).main(args=[], standalone_mode=False)

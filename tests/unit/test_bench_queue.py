@@ -9,10 +9,10 @@ import shutil
 import msgspec
 import pytest
 
-from asyncmoe.bench import queue, queue_floor, queue_peers
-from asyncmoe.bench.queue_rank import Job, Took
 from asyncmoe.errors import InvariantBroken, WaitTimeout
 from asyncmoe.trajectory import decode, encode
+from benchmarks import queue, queue_floor, queue_peers
+from benchmarks.queue_rank import Job, Took
 
 SIZES = queue.QueueCase(steps=2, batch=16, tokens=40, ask=3)
 TOOK = Took(begin=10.0, end=12.0, processor=1.0, requests=4, trajectories=16, tokens=640, bytes=10**9)

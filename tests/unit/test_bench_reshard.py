@@ -7,11 +7,11 @@ import sys
 
 import torch
 
-from asyncmoe.bench import reshard
-from asyncmoe.bench.copies import copy_rates
-from asyncmoe.bench.others import obstacles
 from asyncmoe.models import family_of
 from asyncmoe.reshard import plan
+from benchmarks import reshard
+from benchmarks.copies import copy_rates
+from benchmarks.others import obstacles
 
 SMALL = {**reshard.MODEL, "num_hidden_layers": 2, "num_experts": 4, "num_experts_per_tok": 2, "vocab_size": 1024, "hidden_size": 256}
 
@@ -42,7 +42,7 @@ def test_copy_rates_are_rates() -> None:
 def test_growth_is_what_was_touched_at_the_highest() -> None:
     """In a process of its own: what other tests left in this one may be given back at any moment."""
     work = (
-        "from asyncmoe.bench.memory import Growth\n"
+        "from benchmarks.memory import Growth\n"
         "growth = Growth()\n"
         "array = bytearray(b'1') * (48 << 20)\n"
         "del array\n"

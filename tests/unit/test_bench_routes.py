@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from asyncmoe.bench import recording, routes
+from benchmarks import recording, routes
 
 
 def test_its_routes_are_distinct_experts() -> None:

@@ -18,7 +18,6 @@ import numpy as np
 import pytest
 from doctor_machines import NODE, but
 
-from asyncmoe.bench.trajectories import demonstrations
 from asyncmoe.config import devices, parse
 from asyncmoe.doctor.facts import GpuFacts, RunFacts
 from asyncmoe.doctor.probes import config_probe
@@ -27,6 +26,7 @@ from asyncmoe.models.make import make_model
 from asyncmoe.plan import budget
 from asyncmoe.platform.sglang.patching import PatchTargetGone
 from asyncmoe.record import Routing
+from benchmarks.trajectories import demonstrations
 from tests.gpu.bundle import parts, pretended, pretended_card, servers, tiny_run, triton_experts, without_kernels
 from tests.gpu.bundle.summary import read_outcome
 

@@ -267,8 +267,8 @@ def at(document: Any, place: str) -> float:
 
 def test_figures_are_those_of_the_results() -> None:
     page = read("measurements.md")
-    named = re.findall(r"^File: `(asyncmoe/bench/results/[\w.-]+)`$", page, re.MULTILINE)
-    results = {str(path.relative_to(ROOT)) for path in (ROOT / "asyncmoe" / "bench" / "results").glob("*.json")}
+    named = re.findall(r"^File: `(benchmarks/results/[\w.-]+)`$", page, re.MULTILINE)
+    results = {str(path.relative_to(ROOT)) for path in (ROOT / "benchmarks" / "results").glob("*.json")}
     assert set(named) == results, "docs/measurements.md has a table of every result, and of nothing else"
     units = {"%": 1e-2, "MB": 1e6, "GB": 1e9}
     for file, rows in zip(named, tables(page), strict=False):
@@ -284,7 +284,7 @@ def test_the_comparison_cites_results_and_commands() -> None:
     rows = [row for table in tables(read("comparison.md")) for row in table if row[0] == "asyncmoe"]
     assert len(rows) == 9
     for row in rows:
-        measured = re.findall(r"asyncmoe/bench/results/[\w.-]+", row[-1])
+        measured = re.findall(r"benchmarks/results/[\w.-]+", row[-1])
         assert bool(measured) == ("asyncmoe bench" in row[-1]), row
         assert measured or "measured" in " ".join(row) or "no test of a GPU" in row[1], row
 

@@ -69,7 +69,10 @@ def reached(starts: list[Path]) -> dict[str, Path]:
 
 def test_every_import_of_the_gpu_tests_is_carried_or_the_machines() -> None:
     starts = [*sorted((ROOT / "tests" / "gpu").rglob("*.py")), ROOT / "tests" / "conftest.py", ROOT / "setup.py"]
-    starts += [ROOT / "asyncmoe" / name for name in ("bench/gpu.py", "bench/replay.py", "trainer/__main__.py", "rollout/controller.py")]
+    starts += [
+        ROOT / name
+        for name in ("benchmarks/gpu.py", "benchmarks/replay.py", "asyncmoe/trainer/__main__.py", "asyncmoe/rollout/controller.py")
+    ]
     there = manifest.ASSUMED | manifest.OPTIONAL
     # Reached through functions that the bundle does not call: the report, and TensorBoard.
     reports = {"matplotlib", "tensorboard"}
@@ -243,6 +246,6 @@ def test_a_summary_is_as_its_schema_says(tmp_path: Path) -> None:
     assert len(summary.problems(written)) == 3
 
 
-@pytest.mark.parametrize("file", sorted((ROOT / "asyncmoe" / "bench" / "results").glob("bundle-*.json")), ids=lambda file: file.name)
+@pytest.mark.parametrize("file", sorted((ROOT / "benchmarks" / "results").glob("bundle-*.json")), ids=lambda file: file.name)
 def test_committed_summaries_are_as_the_schema_says(file: Path) -> None:
     assert summary.problems(json.loads(file.read_text())) == []

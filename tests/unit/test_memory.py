@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 from test_models_plan import SMALL, small_trainers
 
-from asyncmoe.bench.published import REAL
 from asyncmoe.config import Config, parse
 from asyncmoe.config.lora import GROUPED, MLP
 from asyncmoe.errors import UserError
@@ -19,6 +18,7 @@ from asyncmoe.plan import activations, budget, memory
 from asyncmoe.plan.activations import Microbatch
 from asyncmoe.plan.memory import EngineMemory, GpuMemory, Training
 from asyncmoe.trainer.model.logprobs import _ROWS
+from benchmarks.published import REAL
 
 HF = REAL["Qwen3-30B-A3B"]
 L, H, V, Q, KV, D, E, K, F = 48, 2048, 151936, 4096, 512, 128, 128, 8, 768

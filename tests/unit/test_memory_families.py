@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 from model_cases import MODELS
 
-from asyncmoe.bench.published import REAL
 from asyncmoe.models import EngineParallel, MegatronParallel, family_of
 from asyncmoe.models.shape import Shape
 from asyncmoe.plan import activations, memory, split
 from asyncmoe.plan.activations import Microbatch
 from asyncmoe.plan.memory import EngineMemory, RankParameters, Training
 from asyncmoe.plan.split import Cluster
+from benchmarks.published import REAL
 
 DEEPSEEK, GLM, AIR, MOONLIGHT = (REAL[name] for name in ("DeepSeek-V3", "GLM-4.5", "GLM-4.5-Air", "Moonlight-16B-A3B"))
 PASS = Microbatch(8192, recompute=True)

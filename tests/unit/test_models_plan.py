@@ -14,7 +14,6 @@ from plan_steps import carry_out
 from recorded import cases, read
 from reshard_ranks import Arrays, blank, filled, numbered
 
-from asyncmoe.bench.published import REAL
 from asyncmoe.models import EngineParallel, MegatronParallel, family_of
 from asyncmoe.reshard import Piece, Plan, RankLayout, plan
 from asyncmoe.reshard.plan import (
@@ -27,6 +26,7 @@ from asyncmoe.reshard.plan import (
     SOURCE_OFFSET,
     SOURCE_STRIDES,
 )
+from benchmarks.published import REAL
 
 SMALL: dict[str, Any] = {
     "model_type": "qwen3_moe", "vocab_size": 68, "hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 2,

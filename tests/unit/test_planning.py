@@ -13,7 +13,6 @@ import pytest
 from rich.console import Console
 from test_models_plan import SMALL
 
-from asyncmoe.bench.published import REAL
 from asyncmoe.errors import ConfigError, DataError, UserError
 from asyncmoe.models import EngineParallel, MegatronParallel, family_of
 from asyncmoe.plan import memory
@@ -23,6 +22,7 @@ from asyncmoe.plan.sizes import engines_text, parse_engines, parse_trainer, trai
 from asyncmoe.plan.traffic import Forecast, Speeds, forecast
 from asyncmoe.reshard import PADDING, plan, relay
 from asyncmoe.simulate.command import sync_seconds
+from benchmarks.published import REAL
 
 
 def config(tmp_path: Path, **changes: Any) -> Path:

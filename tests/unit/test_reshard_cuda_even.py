@@ -10,13 +10,13 @@ from test_reshard_cuda_emulated import aligned, both, random
 from test_reshard_program import address, casts, message_rows, swapped
 
 import asyncmoe.reshard._C as _C
-from asyncmoe.bench.gpu import ways_of
-from asyncmoe.bench.published import FLOAT8, REAL
 from asyncmoe.models.parallel import EngineParallel, MegatronParallel
 from asyncmoe.models.payload import Payload
 from asyncmoe.reshard import plan
 from asyncmoe.reshard.chunks import cut_transfer, cuts_of
 from asyncmoe.reshard.programs import message_program, scales_of
+from benchmarks.gpu import ways_of
+from benchmarks.published import FLOAT8, REAL
 
 TILE = 32768
 """Bytes of an even tile (csrc/copy_even.h)."""

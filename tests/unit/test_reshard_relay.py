@@ -11,11 +11,11 @@ from reshard_ranks import blank, filled, numbered
 from test_reshard_plan import Case
 from test_reshard_random import Shapes, cases
 
-from asyncmoe.bench.published import REAL
 from asyncmoe.models import EngineParallel, MegatronParallel, family_of
 from asyncmoe.reshard import PADDING, LayoutBuilder, RankLayout, relay
 from asyncmoe.reshard.layout import rows, whole
 from asyncmoe.reshard.relay import relay_matches
+from benchmarks.published import REAL
 
 
 def copied_bytes(rounds: tuple, rank: int) -> int:

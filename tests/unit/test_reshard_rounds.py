@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from asyncmoe.bench.published import REAL
-from asyncmoe.bench.rounds import ideal_seconds, lock_step_seconds, planned_messages
 from asyncmoe.models.payload import Payload
 from asyncmoe.plan.sizes import parse_engines, parse_trainer
 from asyncmoe.reshard import Plan, plan
 from asyncmoe.reshard.chunks import cut_transfer, cuts_of
+from benchmarks.published import REAL
+from benchmarks.rounds import ideal_seconds, lock_step_seconds, planned_messages
 
 TRAINER = "tp=4,pp=8,ep=8,dp=8,first=11,last=11"
 BUCKET_BYTES, LINK = 256 << 20, 50e9

@@ -15,13 +15,13 @@ from test_memory import KIND
 from test_models_plan import SMALL
 
 from asyncmoe import models
-from asyncmoe.bench.published import REAL
 from asyncmoe.config import parse
 from asyncmoe.errors import AsyncmoeError, ConfigError
 from asyncmoe.models import EngineParallel, MegatronParallel, family_of
 from asyncmoe.plan import budget, memory, render_plan, split, traffic
 from asyncmoe.plan.plan_command import PlanArguments, run
 from asyncmoe.plan.split import Cluster
+from benchmarks.published import REAL
 
 HF = REAL["Qwen3-30B-A3B"]
 LARGE = REAL["Qwen3-235B-A22B"]

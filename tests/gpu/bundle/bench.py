@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from asyncmoe.bench import gpu
+from benchmarks import gpu
 from tests.gpu.bundle.summary import write_outcome
 
 CASES = {"": (512 << 20, 1.0), "_small": (64 << 20, 0.25)}

@@ -83,7 +83,6 @@ def step(spec: str, dtype: str, target: str) -> None:
     import torch
 
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
-    from asyncmoe.bench.trajectories import demonstrations
     from asyncmoe.config import parse
     from asyncmoe.config.generation import MadeModel
     from asyncmoe.models import load_hf_config
@@ -93,6 +92,7 @@ def step(spec: str, dtype: str, target: str) -> None:
     from asyncmoe.trainer.losses import SupervisedLoss
     from asyncmoe.trainer.model import gpt, mesh, optimizer
     from asyncmoe.trainer.step import logprobs_only, train_step
+    from benchmarks.trajectories import demonstrations
 
     with tempfile.TemporaryDirectory() as folder:
         made = Path(folder, "model")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from asyncmoe.bench import replay
+from benchmarks import replay
 from tests.gpu.bundle.summary import write_outcome
 
 

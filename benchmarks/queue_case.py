@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 import msgspec
 
-from asyncmoe.bench.queue_rank import RANKS, Job, Took
 from asyncmoe.errors import InvariantBroken, WaitTimeout
+from benchmarks.queue_rank import RANKS, Job, Took
 
 READY_S, WORK_S = 120.0, 300.0
 
@@ -55,7 +55,7 @@ class Ranks:
     @staticmethod
     async def start(jobs: Sequence[Job]) -> Ranks:
         """Returns when all are ready. WaitTimeout, naming the rank, if one is not."""
-        command = (sys.executable, "-m", "asyncmoe.bench.queue_rank")
+        command = (sys.executable, "-m", "benchmarks.queue_rank")
         pipe = asyncio.subprocess.PIPE
         ranks = Ranks([await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe) for _ in jobs])
         for number, job in enumerate(jobs):

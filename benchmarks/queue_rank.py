@@ -1,4 +1,4 @@
-"""A trainer's rank that takes its half of every step from a queue: a process of `asyncmoe.bench.queue`.
+"""A trainer's rank that takes its half of every step from a queue: a process of `benchmarks.queue`.
 
 On standard input it gets a `Job` as one line, and "go" when all ranks are ready; on standard output it writes "ready" and a `Took`.
 Wherever the bytes come from, a rank does the same with them: `asyncmoe.trajectory.decode`, which checks every digest.

@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from asyncmoe import config as configuration
-from asyncmoe.bench import sync
-from asyncmoe.bench.provenance import here
 from asyncmoe.config import Config
 from asyncmoe.config.generation import MadeModel
 from asyncmoe.models import EngineParallel, adapter_of, load_hf_config, trainer_parallel
 from asyncmoe.models.make import make_model
 from asyncmoe.models.payload import Payload
 from asyncmoe.reshard import plan
+from benchmarks import sync
+from benchmarks.provenance import here
 
 RANK = 8
 MODEL = MadeModel(hidden=1024, layers=1, heads=8, head_dim=64, experts=300, expert_hidden=1024)
@@ -41,7 +41,7 @@ def run(updates: int = 20, trainer: Mapping[str, int] | None = None, engine: Map
 
     Returns:
         {"date", "machine", "load", "rank", "cases"}; a case has "payload_bytes" (what there is of the weights or the adapter),
-        "moved_bytes" (on the wire, by the plan; None of files), what `asyncmoe.bench.sync.measure` returns, and "faster" (median seconds of
+        "moved_bytes" (on the wire, by the plan; None of files), what `benchmarks.sync.measure` returns, and "faster" (median seconds of
         a full update over this one's).
 
     Raises:

@@ -1,7 +1,8 @@
-"""`asyncmoe bench`: measurements on this machine. What a command needs is imported when it runs."""
+"""The commands of `asyncmoe bench`. Each imports what it needs when it runs."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,12 +11,19 @@ import typer
 bench = typer.Typer(no_args_is_help=True, help="Measure on this machine.")
 
 
+@bench.callback()
+def prepare() -> None:
+    """Let child processes import this package from any working directory."""
+    path = [str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
+    os.environ["PYTHONPATH"] = os.pathsep.join(path)
+
+
 @bench.command("reshard")
 def reshard_(
     json_path: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the results there too.")] = None,
 ) -> None:
     """Weights from four trainer ranks to two engine ranks, in real processes: shard to shard against gather-and-broadcast."""
-    from asyncmoe.bench import reshard
+    from benchmarks import reshard
 
     _show(reshard.run(), json_path)
 
@@ -25,7 +33,7 @@ def plan_(
     json_path: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the results there too.")] = None,
 ) -> None:
     """Plans of published models, from 256 trainer ranks to 128 engine ranks: seconds and memory of a rank that plans its part."""
-    from asyncmoe.bench import plans
+    from benchmarks import plans
 
     results = plans.run()
     _show(results, json_path)
@@ -38,7 +46,7 @@ def sync_(
     updates: Annotated[int, typer.Option(help="Weight updates of each case.", min=3)] = 30,
 ) -> None:
     """Weight updates of a real engine while it generates: how long it stands still, and how fast it is while it stages."""
-    from asyncmoe.bench import sync
+    from benchmarks import sync
 
     _show(sync.run(updates), json_path)
 
@@ -49,7 +57,7 @@ def lora_(
     updates: Annotated[int, typer.Option(help="Weight updates in each way.", min=3)] = 20,
 ) -> None:
     """What an update of the adapters costs an engine that generates, next to one of all weights of the same model."""
-    from asyncmoe.bench import lora
+    from benchmarks import lora
 
     results = lora.run(updates)
     _show(results, json_path)
@@ -63,7 +71,7 @@ def gpu_(
     json_path: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Where to write the results.")] = None,
 ) -> None:
     """Pack and unpack of a shard of Qwen3-30B-A3B's shape on this machine's first GPU, next to plain device-to-device copies."""
-    from asyncmoe.bench import gpu
+    from benchmarks import gpu
 
     results = gpu.run(scale, bucket_mib << 20)
     _show(results, json_path or gpu.results_path(results))
@@ -75,7 +83,7 @@ def routes_(
     tokens: Annotated[int, typer.Option(help="Of the trajectory.", min=1)] = 8192,
 ) -> None:
     """Expert routes of Qwen3-30B-A3B's shape: bit-packed against base64 in JSON; what recording costs an engine and replay a trainer."""
-    from asyncmoe.bench import routes
+    from benchmarks import routes
 
     results = routes.everything(tokens)
     _show(results, json_path)
@@ -90,8 +98,8 @@ def queue_(
     peers: Annotated[bool, typer.Option(help="Redis and Ray too, where they are installed (make bench-peers).")] = True,
 ) -> None:
     """Trajectories with routes from the controller to two trainer ranks: its Unix socket and TCP with CURVE, next to Redis and Ray."""
-    from asyncmoe.bench import queue
-    from asyncmoe.bench.queue_case import QueueCase
+    from benchmarks import queue
+    from benchmarks.queue_case import QueueCase
 
     results = queue.run(QueueCase(steps=steps), rounds, peers=peers)
     _show(results, json_path)
@@ -106,7 +114,7 @@ def async_(
     step_ms: Annotated[float, typer.Option(help="What an engine sleeps in every step.", min=0.0)] = 75.0,
 ) -> None:
     """Asynchronous, one-step-off and synchronous runs on the same engine and trainer: the speed-up, next to the laws and the simulator."""
-    from asyncmoe.bench import async_case, asynchrony
+    from benchmarks import async_case, asynchrony
 
     results = asynchrony.run(workload or tuple(async_case.WORKLOADS), async_case.PoolSizes(eta=eta, step_s=step_ms / 1e3))
     _show(results, json_path)
@@ -119,7 +127,7 @@ def interruption_(
     updates: Annotated[int, typer.Option(help="Weight updates in each way.", min=5)] = 20,
 ) -> None:
     """What becomes of responses when a version lands, in each way: how long an engine stands still, tokens lost and computed again."""
-    from asyncmoe.bench import interruption
+    from benchmarks import interruption
 
     results = interruption.run(updates)
     _show(results, json_path)

@@ -59,7 +59,7 @@ def config(name: str, folder: Path, mode: Mode, sizes: PoolSizes) -> Config:
         "run": {"dir": str(folder / f"{name}-{mode}"), "steps": sizes.steps_of(mode) + sizes.skip, "mode": mode},
         "model": {"path": str(folder / "model")},
         "task": {"kind": "arithmetic"},
-        "environment": {"kind": "asyncmoe.bench.drawn:Drawn", "options": drawn},
+        "environment": {"kind": "benchmarks.drawn:Drawn", "options": drawn},
         "rollout": {
             "groups_per_step": sizes.groups,
             "group_size": sizes.group_size,

@@ -17,7 +17,6 @@ from typing import Any
 import aiohttp
 
 from asyncmoe import config as configuration
-from asyncmoe.bench.provenance import here
 from asyncmoe.config import Config
 from asyncmoe.config.generation import MadeModel
 from asyncmoe.errors import EngineError, WaitTimeout
@@ -30,6 +29,7 @@ from asyncmoe.rollout.engines.weight_updates import WeightUpdateCoordinator
 from asyncmoe.rpc import keys
 from asyncmoe.rpc.messages import Reply, Request, WeightsCommit, WeightsStage
 from asyncmoe.rpc.server import Server
+from benchmarks.provenance import here
 
 SIZES = {
     "small": MadeModel(hidden=256, layers=4, heads=8, head_dim=32, experts=8, expert_hidden=384),
@@ -173,7 +173,7 @@ async def _publish(config: Config, engines: Sequence[Engine], seen: Seen, update
 
 
 async def _train(config: Config, result: Path, updates: int) -> None:
-    command = trainer_command(config, config.run.dir / "config.json", "asyncmoe.bench.sync_sender", str(result), str(updates), str(_REST_S))
+    command = trainer_command(config, config.run.dir / "config.json", "benchmarks.sync_sender", str(result), str(updates), str(_REST_S))
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     with (config.run.dir / "trainer.log").open("wb") as log:
         process = await asyncio.create_subprocess_exec(*command, env=environment, stdout=log, stderr=log)

@@ -15,9 +15,6 @@ import aiohttp
 import yaml
 
 from asyncmoe import models
-from asyncmoe.bench.async_case import MOST_TOKENS, SCALES, WORKLOADS, PoolSizes
-from asyncmoe.bench.cores import Cores
-from asyncmoe.bench.drawn import Drawn
 from asyncmoe.config import Config
 from asyncmoe.errors import EngineError, WaitTimeout
 from asyncmoe.process import Child
@@ -32,6 +29,9 @@ from asyncmoe.rollout.tasks.arithmetic import Arithmetic
 from asyncmoe.rollout.tokenizer import Tokenizer
 from asyncmoe.telemetry.overlap import intersection, length
 from asyncmoe.telemetry.run import RunRecords, load
+from benchmarks.async_case import MOST_TOKENS, SCALES, WORKLOADS, PoolSizes
+from benchmarks.cores import Cores
+from benchmarks.drawn import Drawn
 
 _TIMEOUT_S = 900.0
 _SATURATED_S = 25.0

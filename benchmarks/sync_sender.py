@@ -1,4 +1,4 @@
-"""One trainer rank of `asyncmoe bench sync`: `torchrun ... -m asyncmoe.bench.sync_sender CONFIG RESULT UPDATES REST_S`."""
+"""One trainer rank of `asyncmoe bench sync`: `torchrun ... -m benchmarks.sync_sender CONFIG RESULT UPDATES REST_S`."""
 
 from __future__ import annotations
 

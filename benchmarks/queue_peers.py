@@ -12,10 +12,10 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from asyncmoe.bench.queue_case import QueueCase, Ranks, expect_all, figures
-from asyncmoe.bench.queue_rank import GROUP, RANKS, STREAM, Job, Took
 from asyncmoe.errors import WaitTimeout
 from asyncmoe.trajectory import Buffer, decode
+from benchmarks.queue_case import QueueCase, Ranks, expect_all, figures
+from benchmarks.queue_rank import GROUP, RANKS, STREAM, Job, Took
 
 Frames = Sequence[Sequence[Buffer]]
 _START_S = 30.0

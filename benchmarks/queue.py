@@ -12,16 +12,16 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from asyncmoe.bench import queue_floor, queue_peers
-from asyncmoe.bench.provenance import here
-from asyncmoe.bench.queue_case import QueueCase, Ranks, expect_all, figures
-from asyncmoe.bench.queue_rank import RANKS, Job
 from asyncmoe.queue.bounded import BoundedQueue
 from asyncmoe.queue.service import QueueService
 from asyncmoe.record import Recording, Routing, encode_routes
 from asyncmoe.rpc.messages import Commit, Reply
 from asyncmoe.rpc.server import Server
 from asyncmoe.trajectory import Trajectory, encode
+from benchmarks import queue_floor, queue_peers
+from benchmarks.provenance import here
+from benchmarks.queue_case import QueueCase, Ranks, expect_all, figures
+from benchmarks.queue_rank import RANKS, Job
 
 GROUP = 8
 DISTINCT = 32
@@ -45,7 +45,7 @@ def run(sizes: QueueCase | None = None, rounds: int = 3, shapes: Sequence[str] =
     Returns:
         for each shape "bytes" of a trajectory and, by way, medians of the rounds: trajectories_per_s, GBps, requests_per_s of the drain;
         put_per_s; processor_s_per_GB, of the drain, the server's and the ranks'; or a text that says why the way is absent. "floor":
-        `asyncmoe.bench.queue_floor.run`.
+        `benchmarks.queue_floor.run`.
 
     Raises:
         WaitTimeout: a rank did not become ready or did not finish.

@@ -13,8 +13,6 @@ from typing import Any
 import numpy as np
 
 import asyncmoe.reshard._C as _C
-from asyncmoe.bench.provenance import today
-from asyncmoe.bench.published import REAL
 from asyncmoe.errors import InvariantBroken, WaitTimeout
 from asyncmoe.models import family_of
 from asyncmoe.models.parallel import EngineParallel, MegatronParallel
@@ -24,6 +22,8 @@ from asyncmoe.reshard.gpu import Gpu
 from asyncmoe.reshard.memory import DeviceBuffer
 from asyncmoe.reshard.plan import DESTINATION_STRIDES, EXTENTS, ITEM, SOURCE_STRIDES, Transfer
 from asyncmoe.reshard.programs import message_program
+from benchmarks.provenance import today
+from benchmarks.published import REAL
 
 TRAINER, ENGINE = MegatronParallel(tp=2, ep=4, dp=2), EngineParallel(tp=4)
 """A rank of either holds a quarter of the experts: about 15 GiB of bfloat16."""

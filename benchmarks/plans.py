@@ -9,13 +9,13 @@ from multiprocessing import get_context
 from statistics import median
 from typing import Any
 
-from asyncmoe.bench.memory import Growth
-from asyncmoe.bench.provenance import here
-from asyncmoe.bench.published import FLOAT8, REAL
 from asyncmoe.models import family_of
 from asyncmoe.models.payload import Payload
 from asyncmoe.plan.sizes import parse_engines, parse_trainer
 from asyncmoe.reshard import plan
+from benchmarks.memory import Growth
+from benchmarks.provenance import here
+from benchmarks.published import FLOAT8, REAL
 
 SIZES = {
     "Qwen3-235B-A22B": ("tp=4,pp=8,ep=8,dp=8,first=11,last=11", "8xtp16ep16"),

@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from asyncmoe.bench.provenance import here
 from asyncmoe.errors import InvariantBroken
 from asyncmoe.record import Routing, decode_routes, encode_routes
+from benchmarks.provenance import here
 
 ROUTING = Routing(all_layers=48, layers=tuple(range(48)), top_k=8, experts=128)
 """Qwen3-30B-A3B's."""
@@ -23,12 +23,12 @@ def everything(tokens: int = 8192) -> dict[str, Any]:
     """`run`, and what the whole costs a run.
 
     Returns:
-        also "date", "machine", "load"; "replay": `asyncmoe.bench.replay.run`; "recording": `asyncmoe.bench.recording.run`; "answer":
-        `asyncmoe.bench.recording.answer`.
+        also "date", "machine", "load"; "replay": `benchmarks.replay.run`; "recording": `benchmarks.recording.run`; "answer":
+        `benchmarks.recording.answer`.
 
     Raises: what those raise.
     """
-    from asyncmoe.bench import recording, replay
+    from benchmarks import recording, replay
 
     measured_at = here()
     codec, answer = run(tokens), recording.answer(drawn(tokens), ROUTING)

@@ -1,6 +1,6 @@
 """What replaying recorded experts adds to a trainer's step, in one process.
 
-A program of its own (`python -m asyncmoe.bench.replay FILE`): Megatron is prepared for this machine in it, and nothing else is.
+A program of its own (`python -m benchmarks.replay FILE`): Megatron is prepared for this machine in it, and nothing else is.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def run() -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "replay.json"
         done = subprocess.run(
-            [sys.executable, "-m", "asyncmoe.bench.replay", str(file)], timeout=LIMIT_S, capture_output=True, text=True, check=False
+            [sys.executable, "-m", "benchmarks.replay", str(file)], timeout=LIMIT_S, capture_output=True, text=True, check=False
         )
         if done.returncode:
             raise InvariantBroken(f"bench replay: {done.stderr[-2000:]}")
@@ -50,7 +50,6 @@ def measure(folder: Path) -> dict[str, Any]:
     """See `run`."""
     import torch
 
-    from asyncmoe.bench.trajectories import demonstrations
     from asyncmoe.config import parse
     from asyncmoe.config.generation import MadeModel
     from asyncmoe.models import load_hf_config
@@ -61,6 +60,7 @@ def measure(folder: Path) -> dict[str, Any]:
     from asyncmoe.trainer.losses import SupervisedLoss
     from asyncmoe.trainer.model import gpt, mesh, optimizer
     from asyncmoe.trainer.step import logprobs_only, train_step
+    from benchmarks.trajectories import demonstrations
 
     logging.disable(logging.WARNING)
     path = folder / "model"

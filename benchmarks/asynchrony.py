@@ -17,17 +17,17 @@ from typing import Any
 
 import numpy as np
 
-from asyncmoe.bench import async_live
-from asyncmoe.bench.async_case import MOST_TOKENS, SCALES, WORKLOADS, PoolSizes, config
-from asyncmoe.bench.async_live import Rates
-from asyncmoe.bench.cores import Cores
-from asyncmoe.bench.provenance import here
 from asyncmoe.config.generation import MadeModel
 from asyncmoe.models.make import make_model
 from asyncmoe.simulate import laws
 from asyncmoe.simulate.plant import MODES, Mode, Plant
 from asyncmoe.simulate.simulation import simulate
 from asyncmoe.simulate.workload import Quantile, parse
+from benchmarks import async_live
+from benchmarks.async_case import MOST_TOKENS, SCALES, WORKLOADS, PoolSizes, config
+from benchmarks.async_live import Rates
+from benchmarks.cores import Cores
+from benchmarks.provenance import here
 
 
 def run(names: Sequence[str] = tuple(WORKLOADS), sizes: PoolSizes | None = None) -> dict[str, Any]:

@@ -8,12 +8,12 @@ from statistics import median
 from typing import Any, get_args
 
 from asyncmoe import config as configuration
-from asyncmoe.bench import async_case, async_live
-from asyncmoe.bench.async_case import PoolSizes
-from asyncmoe.bench.provenance import here
 from asyncmoe.config import Config
 from asyncmoe.config.generation import Interruption, MadeModel
 from asyncmoe.models.make import make_model
+from benchmarks import async_case, async_live
+from benchmarks.async_case import PoolSizes
+from benchmarks.provenance import here
 
 
 def run(updates: int = 20) -> dict[str, Any]:

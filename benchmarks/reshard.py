@@ -15,16 +15,16 @@ from typing import Any
 
 import numpy as np
 
-from asyncmoe.bench.copies import copy_rates
-from asyncmoe.bench.memory import Growth
-from asyncmoe.bench.others import obstacles
-from asyncmoe.bench.provenance import here
-from asyncmoe.bench.published import REAL
 from asyncmoe.errors import InvariantBroken, TransferError, WaitTimeout
 from asyncmoe.models import family_of
 from asyncmoe.models.parallel import EngineParallel, MegatronParallel
 from asyncmoe.reshard import Exchanger, Moved, RankLayout, digest, plan
 from asyncmoe.reshard.shm_transport import ShmTransport
+from benchmarks.copies import copy_rates
+from benchmarks.memory import Growth
+from benchmarks.others import obstacles
+from benchmarks.provenance import here
+from benchmarks.published import REAL
 
 BUCKET_BYTES = 16 << 20
 """Of ours: messages then stay in a core's cache until they are sent, which larger ones do not; smaller ones wait more often."""
@@ -192,7 +192,7 @@ class _Ways:
         """A function that brings the weights once."""
         if way in OURS:
             return self._prepare_ours(way)
-        from asyncmoe.bench.peers import GatherAndBroadcast
+        from benchmarks.peers import GatherAndBroadcast
 
         whole = family_of(self._hf).hf_layout(self._hf, _DTYPE)
         sides = (self._source, self._destination, self._held, self.staging)

@@ -1,1 +1,0 @@
-"""Measurements that can be repeated on any machine."""

@@ -39,10 +39,11 @@ def run(config: ConfigPath, overrides: Overrides = None) -> None:
     from rich.console import Console
 
     from asyncmoe import config as configuration
+
+    loaded = configuration.load(config, overrides or ())  # before the imports below, which need the compiled extension
     from asyncmoe.launch import local
     from asyncmoe.launch.ray import driver
 
-    loaded = configuration.load(config, overrides or ())
     summary = driver.run(loaded) if loaded.launch == "ray" else local.run(loaded)
     Console().print_json(data=summary)
 

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from difflib import get_close_matches
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import yaml
 from pydantic import BaseModel, Field, ValidationError, model_validator
@@ -25,6 +27,9 @@ from asyncmoe.config.objective import ObjectiveSection
 from asyncmoe.config.scoring import ScoringSection
 from asyncmoe.config.training import SyncSection, TrainerSection, VerifySection, WarmupSection
 from asyncmoe.errors import ConfigError
+
+if TYPE_CHECKING:
+    from pydantic_core import ErrorDetails
 
 MAX_SUPPORT = 4096
 """SGLang's --sampling-mask-max-tokens."""
@@ -235,35 +240,73 @@ def _imply(section: Any, path: Sequence[str], implied: Any, key: str, mode: str)
     return {**section, name: implied}
 
 
+@dataclass(frozen=True)
+class Source:
+    """Where values come from, for messages.
+
+    Attributes:
+        name: of the file.
+        lines: line in the file by path of the key; keys of overrides have none.
+    """
+
+    name: str
+    lines: Mapping[tuple[str, ...], int] = field(default_factory=dict)
+
+    def at(self, key: Sequence[str]) -> str:
+        """Return "FILE:LINE", or the file alone if the key is not in it."""
+        line = self.lines.get(tuple(key))
+        return self.name if line is None else f"{self.name}:{line}"
+
+
 def load(path: Path, overrides: Sequence[str] = ()) -> Config:
     """Read a YAML file and apply `key.path=value` overrides; values are parsed as YAML.
 
     Raises:
-        ConfigError: the file is missing or not YAML, or a key, type or value is refused.
+        ConfigError: the file is missing or not YAML, or a key, type or value is refused; every refused key has a line.
     """
     if not path.is_file():
         raise ConfigError(str(path), got="no such file", expected="a YAML configuration")
     try:
-        values = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)
+        with path.open(encoding="utf-8") as file:
+            node = yaml.compose(file, Loader=_Loader)
+        with path.open(encoding="utf-8") as file:
+            values = yaml.load(file, Loader=_Loader)
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(str(path), got=" ".join(str(error).split()), expected="valid YAML") from error
     if not isinstance(values, dict):
         raise ConfigError(str(path), got=type(values).__name__, expected="a mapping of sections")
+    lines = dict(_lines(node))
     for override in overrides:
         _override(values, override)
-    return parse(values, source=str(path))
+        lines.pop(tuple(override.partition("=")[0].split(".")), None)
+    return _validated(values, Source(str(path), lines))
 
 
 def parse(values: dict[str, Any], source: str = "config") -> Config:
     """Validate plain values.
 
     Raises:
-        ConfigError: for the first invalid value, with the path of its key.
+        ConfigError: names every invalid value with the path of its key, a line each.
     """
+    return _validated(values, Source(source))
+
+
+def _validated(values: dict[str, Any], source: Source) -> Config:
     try:
         return Config.model_validate(values)
     except ValidationError as error:
-        raise _explain(error, source) from None
+        first, *others = _explain(error, source)
+        if others:
+            first.args = ("\n".join(str(one) for one in (first, *others)),)
+        raise first from None
+
+
+def _lines(node: yaml.Node | None, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], int]]:
+    """Yield the path of every key of a mapping with its line, counted from 1."""
+    if isinstance(node, yaml.MappingNode):
+        for key, value in node.value:
+            yield (*path, str(key.value)), key.start_mark.line + 1
+            yield from _lines(value, (*path, str(key.value)))
 
 
 def _override(values: dict[str, Any], override: str) -> None:
@@ -293,23 +336,51 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-def _explain(error: ValidationError, source: str) -> ConfigError:
-    first = error.errors()[0]
-    key = ".".join(str(part) for part in first["loc"])
-    if first["type"] == "extra_forbidden":
-        known = ", ".join(_section_at(first["loc"][:-1]).model_fields)
-        return ConfigError(f"{source}: {key}", got="an unknown key", expected=f"one of {known}")
-    if first["type"] == "missing":
-        return ConfigError(f"{source}: {key}", got="nothing", expected="a value")
-    if first["type"] == "model_type":
-        return ConfigError(f"{source}: {key}", got=repr(first["input"]), expected="a section (a mapping of keys)")
-    if first["type"] == "value_error":
-        what, _, rest = str(first["ctx"]["error"]).partition(": got ")
+def _explain(error: ValidationError, source: Source) -> list[ConfigError]:
+    """Return an error for each invalid key, in the order of the schema. Not empty."""
+    found: dict[str, ConfigError] = {}
+    for one in error.errors():
+        made = _explained(one, source)
+        found.setdefault(made.what, made)  # a union reports a value once for each of its types
+    return list(found.values())
+
+
+def _explained(one: ErrorDetails, source: Source) -> ConfigError:
+    parts = tuple(str(part) for part in one["loc"])
+    what = f"{source.at(parts)}: {'.'.join(parts)}"
+    if one["type"] == "extra_forbidden":
+        return _unknown(one["loc"], what)
+    if one["type"] == "missing":
+        return ConfigError(what, got="nothing", expected="a value")
+    if one["type"] == "model_type":
+        return ConfigError(what, got=repr(one["input"]), expected="a section (a mapping of keys)")
+    if one["type"] == "value_error":
+        key, _, rest = str(one["ctx"]["error"]).partition(": got ")
         got, _, expected = rest.partition(", expected ")
-        return ConfigError(f"{source}: {what}", got=got, expected=expected)
-    message = first["msg"]
+        return ConfigError(f"{source.at(key.split('.'))}: {key}", got=got, expected=expected)
+    message = one["msg"]
     expected = message[0].lower() + message[1:].removeprefix("Input should be ") if not message.startswith("Input") else message[16:]
-    return ConfigError(f"{source}: {key}", got=repr(first["input"]), expected=expected)
+    return ConfigError(what, got=repr(one["input"]), expected=expected)
+
+
+def _unknown(location: tuple[int | str, ...], what: str) -> ConfigError:
+    """Refuse an unknown key; suggest a key of the section with nearly this name, or the keys of this name elsewhere."""
+    *section, name = (str(part) for part in location)
+    fields = list(_section_at(location[:-1]).model_fields)
+    near = [".".join((*section, one)) for one in get_close_matches(name, fields, 1)]
+    elsewhere = [key for key in _keys(Config) if key.rpartition(".")[2] == name]
+    meant = near or elsewhere[:3]
+    cure = f"did you mean {' or '.join(meant)}?" if meant else None
+    return ConfigError(what, got="an unknown key", expected=f"one of {', '.join(fields)}", cure=cure)
+
+
+def _keys(section: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    """Yield the path of every key of the schema."""
+    for name, one in section.model_fields.items():
+        yield prefix + name
+        for option in (one.annotation, *getattr(one.annotation, "__args__", ())):
+            if isinstance(option, type) and issubclass(option, BaseModel):
+                yield from _keys(option, f"{prefix}{name}.")
 
 
 def _section_at(location: tuple[int | str, ...]) -> type[BaseModel]:

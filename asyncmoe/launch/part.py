@@ -8,8 +8,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from asyncmoe import config as configuration
-from asyncmoe.errors import AsyncmoeError
+from asyncmoe.errors import AsyncmoeError, UserError
 from asyncmoe.process import say
+
+_EXTENSIONS = ("asyncmoe.reshard._C", "asyncmoe.record._C")
 
 
 def controller(config: Path, overrides: Sequence[str] = ()) -> None:
@@ -49,7 +51,12 @@ def main(run: Callable[[], object]) -> None:
     logging.basicConfig(format="%(asctime)s %(name)s: %(message)s", level=logging.INFO)
     sys.path.insert(0, "")  # as `python -m` does, so that the user's scorers and environments are importable
     try:
-        run()
+        try:
+            run()
+        except ModuleNotFoundError as error:
+            if error.name not in _EXTENSIONS:
+                raise
+            raise UserError(error.name, got="no compiled extension", expected="it beside the package", cure="run: make setup") from None
     except AsyncmoeError as error:
         say(error)
         sys.exit(error.exit_code)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -330,3 +332,62 @@ def test_modes_to_compare_with_decide_how_old_a_batch_may_be() -> None:
     for wrong in ("later", ["sync"], 3):
         assert "run.mode" in refused(with_value("run.mode", wrong))
     assert "queue" in refused({**with_value("run.mode", "sync"), "queue": 3})
+
+
+def test_all_mistakes_of_a_file_are_named_at_once_with_their_lines(tmp_path: Path) -> None:
+    file = good_file(tmp_path)
+    text = file.read_text() + "rolout: {group_size: 3}\n"
+    file.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        load(file, ["trainer.tpp=2", "run.steps=0", "trainer.lr=1e-3"])
+    lines = str(caught.value).split("\n")
+    by_key = {line.partition(": got ")[0].removeprefix(f"{file}").lstrip(":").lstrip("0123456789").lstrip(": "): line for line in lines}
+    assert set(by_key) == {"rolout", "trainer.tpp", "run.steps", "trainer.lr"}
+    assert by_key["rolout"].startswith(f"{file}:{len(text.splitlines())}: rolout: got an unknown key")
+    assert by_key["rolout"].endswith("did you mean rollout?")
+    assert by_key["trainer.tpp"].startswith(f"{file}: trainer.tpp: "), "a key of the command line has no line"
+    assert by_key["trainer.tpp"].endswith("did you mean trainer.tp?")
+    assert "did you mean trainer.optimizer.lr" in by_key["trainer.lr"]
+
+
+def test_a_value_of_a_file_is_named_with_its_line(tmp_path: Path) -> None:
+    file = good_file(tmp_path)
+    lines = file.read_text().splitlines()
+    file.write_text("\n".join([*lines, "cluster:", "  network: loopback", "  trainer_nodes: 0"]) + "\n")
+    with pytest.raises(ConfigError) as caught:
+        load(file)
+    assert str(caught.value).startswith(f"{file}:{len(lines) + 3}: cluster.trainer_nodes: got 0, expected ")
+
+
+def test_a_fault_of_yaml_is_named_with_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("run: {dir: x\n")
+    with pytest.raises(ConfigError, match=r"run\.yaml"):
+        load(file)
+    file.write_text("run: {dir: x}\nrun: {steps: 2}\n")
+    with pytest.raises(ConfigError) as caught:
+        load(file)
+    assert "given twice" in str(caught.value)
+    assert "unicode string" not in str(caught.value)
+
+
+def test_a_checkout_that_was_not_built_reads_the_configuration_first(tmp_path: Path) -> None:
+    """A typing mistake is named before the compiled extension is missed, and the extension is missed in a line."""
+    hide = (
+        "import sys; sys.modules['asyncmoe.reshard._C'] = None; from asyncmoe import cli; "
+        "sys.argv = ['asyncmoe', 'run', *sys.argv[1:]]; cli.main()"
+    )
+
+    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run([sys.executable, "-c", hide, *arguments], capture_output=True, text=True, check=False, timeout=60)
+
+    file = str(good_file(tmp_path))
+    mistaken = run(file, "trainer.tpp=2")
+    assert mistaken.returncode == 2
+    assert "did you mean trainer.tp?" in mistaken.stderr
+    unbuilt = run(file)
+    assert unbuilt.returncode == 2
+    assert (
+        unbuilt.stderr.splitlines()[-1]
+        == "error: asyncmoe.reshard._C: got no compiled extension, expected it beside the package; run: make setup"
+    )

@@ -28,12 +28,14 @@ class Extension:
         trouble: why an extension cannot be imported.
         cuda: whether the CUDA kernels are in it.
         built_from: digests of the sources of `asyncmoe.reshard._C` and `asyncmoe.record._C`; empty: a build that does not say.
+        architectures: compute capabilities, times 10, that the kernels are built for; empty: a build that does not say.
     """
 
     package: str | None
     trouble: str | None = None
     cuda: bool = False
     built_from: tuple[str, ...] = ()
+    architectures: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,21 @@ class Nccl:
 
 
 @dataclass(frozen=True)
+class Shown:
+    """A GPU, or an instance of one, as torch describes it.
+
+    Attributes:
+        memory_bytes: all of it.
+        capability: e.g. 9.0.
+        uuid: NVIDIA's, without the GPU- before it; "": this torch does not say.
+    """
+
+    memory_bytes: int
+    capability: str
+    uuid: str = ""
+
+
+@dataclass(frozen=True)
 class Torch:
     """An imported torch.
 
@@ -58,6 +75,7 @@ class Torch:
         devices: GPUs it sees.
         trouble: why it cannot use CUDA although it was built for it.
         apart: pairs of GPUs that do not reach each other's memory.
+        shown: the GPUs it sees, in CUDA's order; empty: it was not asked.
     """
 
     version: str
@@ -65,6 +83,7 @@ class Torch:
     devices: int = 0
     trouble: str | None = None
     apart: tuple[tuple[int, int], ...] = ()
+    shown: tuple[Shown, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -76,6 +95,7 @@ class PythonFacts:
         packages: versions of those of the declared requirements that are installed.
         cuda_driver: the newest CUDA version the driver takes, as cuDriverGetVersion has it (12080 is 12.8); None: no driver.
         transformer_engine: it was imported.
+        deep_ep: the package of DeepEP is there.
         unfinished: at which step the look inside broke off, and why.
     """
 
@@ -88,4 +108,5 @@ class PythonFacts:
     cuda_driver: int | None = None
     torch: Torch | None = None
     transformer_engine: bool = False
+    deep_ep: bool = False
     unfinished: str | None = None

@@ -19,6 +19,7 @@ from asyncmoe.doctor.facts import Port
 from asyncmoe.doctor.probes import network, nvidia, python_probe, pythons, requirements, shell, sources, system
 from asyncmoe.doctor.probes.call_with_timeout import Later
 from asyncmoe.errors import WaitTimeout
+from asyncmoe.reshard import _C
 
 ROOT = Path(asyncmoe.__file__).resolve().parent.parent
 
@@ -180,6 +181,8 @@ def test_a_python_is_looked_into(site: Path) -> None:
     assert set(found.packages) == {"torch", "msgspec"}
     assert found.extension is not None
     assert found.extension.package == str(ROOT / "asyncmoe")
+    assert found.extension.architectures == tuple(filter(None, _C.ARCHITECTURES.split(";")))
+    assert bool(found.extension.architectures) == _C.CUDA, "kernels say what they are built for"
     assert found.torch is not None
     assert (found.torch.version, found.torch.cuda, found.torch.devices, found.torch.trouble) == ("2.9.0+cu128", "12.8", 3, None)
     assert found.torch.apart == ((2, 1),)

@@ -75,7 +75,12 @@ def extension() -> dict[str, Any]:
     except ImportError as error:
         return {**found, "trouble": str(error)}
     built = [digest for digest in (getattr(reshard, "SOURCES", None), getattr(record, "SOURCES", None)) if digest]
-    return {**found, "cuda": reshard.CUDA, "built_from": built, "architectures": list(getattr(reshard, "ARCHITECTURES", ()))}
+    return {
+        **found,
+        "cuda": reshard.CUDA,
+        "built_from": built,
+        "architectures": list(filter(None, getattr(reshard, "ARCHITECTURES", "").split(";"))),
+    }
 
 
 def nccl() -> dict[str, Any] | None:

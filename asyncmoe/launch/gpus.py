@@ -40,9 +40,10 @@ def engine_arguments(config: Config, index: int | None = None) -> tuple[str, ...
 
 
 def _cards(found: Nvidia) -> tuple[Card, ...]:
-    """The GPUs that CUDA shows; torch is asked, in a process of its own, where nvidia-smi does not know their memory."""
+    """The GPUs that CUDA shows. torch is asked, in a process of its own, where nvidia-smi does not know their memory, and where they
+    differ: CUDA's order is then not nvidia-smi's."""
     listed = cards.cards(found, None)
-    if listed and all(card.memory_bytes for card in listed):
+    if listed and all(card.memory_bytes for card in listed) and len(cards.kinds(listed)) == 1:
         return listed
     return cards.cards(found, pythons.look(sys.executable, ["torch"]).torch)
 

@@ -251,9 +251,14 @@ def bounds(monkeypatch: pytest.MonkeyPatch, name: str, found: Nvidia, shown: tup
 def test_an_engine_is_bounded_by_the_gpus_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     config, hf = configured(TWO)
     h100 = budget.engine_arguments(config, hf, 81559 * 2**20 / 1e9)
-    assert bounds(monkeypatch, TWO, Nvidia(3, "580.65", (H100, GPUS[1], replace(T400, index=2)))) == h100
+    large, small = Shown(81559 << 20, "9.0"), Shown(4096 << 20, "7.5")
+    assert bounds(monkeypatch, TWO, Nvidia(3, "580.65", (H100, GPUS[1], replace(T400, index=2))), (large, large, small)) == h100
     chosen = Nvidia(3, "580.65", (replace(T400, index=0), GPUS[1], GPUS[2]), chosen=("1", "2"))
     assert bounds(monkeypatch, TWO, chosen) == h100
+    # CUDA puts the fastest first, nvidia-smi what comes first on the bus: torch's ids tell.
+    named = tuple(replace(gpu, uuid=f"GPU-{index}") for index, gpu in enumerate((GPUS[0], replace(T400, index=1), GPUS[2])))
+    order = (replace(large, uuid="0"), replace(large, uuid="2"), replace(small, uuid="1"))
+    assert bounds(monkeypatch, TWO, Nvidia(3, "580.65", named), order) == h100
 
 
 def test_an_engine_is_bounded_by_what_torch_says_where_nvidia_smi_does_not_know(monkeypatch: pytest.MonkeyPatch) -> None:

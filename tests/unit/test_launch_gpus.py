@@ -11,6 +11,7 @@ import pytest
 from doctor_machines import ENGINE, GPUS, NODE, but
 
 from asyncmoe.config import Config, devices, load
+from asyncmoe.doctor.environment import PythonFacts, Shown, Torch
 from asyncmoe.doctor.facts import GpuFacts, Machine, Nvidia, RunFacts
 from asyncmoe.doctor.probes import config_probe
 from asyncmoe.errors import ConfigError, UserError
@@ -321,6 +322,8 @@ def test_an_engine_is_bounded_by_the_smallest_gpu_it_takes(monkeypatch: pytest.M
     config, hf = configured("demo-gpu.yaml")
     found = Nvidia(2, "580.65", (replace(GPUS[0], memory_mib=40960), GPUS[1]))
     monkeypatch.setattr(gpus.nvidia, "look", lambda: found)
+    shown = tuple(Shown(gpu.memory_mib << 20, gpu.capability) for gpu in found.gpus)
+    monkeypatch.setattr(gpus.pythons, "look", lambda *_: PythonFacts("python", torch=Torch("2.9.0", "13.0", devices=2, shown=shown)))
     monkeypatch.setattr(gpus.models, "load_hf_config", lambda path: hf)
     monkeypatch.setattr("torch.version.cuda", None)
     assert gpus.engine_arguments(config) == (), "this environment computes on the CPU"

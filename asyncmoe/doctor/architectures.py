@@ -34,7 +34,7 @@ def refusals(machine: Machine, there: Sequence[Card]) -> Iterator[Verdict]:
     if built and (other := [card for card, capability in known if not _runs(built, capability)]):
         yield verdict.error(
             f"{labelled(other)} of compute capability {', '.join(_versions(other))}, for which the extension's kernels are not built",
-            _rebuild(other),
+            _rebuild(there),
             f"one of {', '.join(map(_version, built))}, or of the same major number and a higher minor one",
         )
 
@@ -47,7 +47,7 @@ def warnings(machine: Machine, there: Sequence[Card]) -> Iterator[Verdict]:
     if other:
         yield verdict.warning(
             f"compute capability {', '.join(_versions(other))} is not among those the kernels are built for by default (9, 10)",
-            f"if it was not done: {_rebuild(other)}",
+            f"if it was not done: {_rebuild(there)}",
         )
 
 
@@ -62,14 +62,16 @@ def _runs(built: Sequence[str], capability: tuple[int, int]) -> bool:
     return any(int(arch[:-1]) == capability[0] and int(arch[-1]) <= capability[1] for arch in built)
 
 
-def _rebuild(other: Sequence[Card]) -> str:
-    archs = ";".join(version.replace(".", "") for version in _versions(other))
+def _rebuild(there: Sequence[Card]) -> str:
+    """The command that builds for all of these GPUs, not only for those that lack kernels."""
+    archs = ";".join(version.replace(".", "") for version in _versions(there))
     before, _, command = REBUILD.rpartition("make setup")
     return f'{before}ASYNCMOE_CUDA_ARCHS="{archs}" make setup{command} GPU=1'
 
 
 def _versions(there: Sequence[Card]) -> list[str]:
-    return sorted({card.capability for card in there if card.capability})
+    known = {numbers for card in there if (numbers := _numbers(card))}
+    return [f"{major}.{minor}" for major, minor in sorted(known)]
 
 
 def _version(arch: str) -> str:

@@ -29,7 +29,7 @@ def engine_arguments(config: Config, index: int | None = None) -> tuple[str, ...
     if not found.gpus or found.chosen == () or not _on_gpus():
         return ()
     visible = _cards(found)
-    if not visible:
+    if not visible and not found.visible:
         return ()
     taken = check(config, index, len(visible), cards.hidden(found, len(visible)))
     least = cards.smallest([visible[number] for number in taken])

@@ -214,7 +214,7 @@ def test_without_a_configuration_compute_modes_are_warned_of() -> None:
 def test_one_warning_does_not_hide_another() -> None:
     (line,) = preflight.judge(node(TWO, [A100, H100]))
     assert "of different kinds" in line
-    assert 'ASYNCMOE_CUDA_ARCHS="80"' in line
+    assert 'ASYNCMOE_CUDA_ARCHS="80;90"' in line, "a build for the one card alone would lack the other"
 
 
 def test_float32_needs_no_bfloat16() -> None:
@@ -272,6 +272,11 @@ def test_an_engine_is_bounded_by_what_torch_says_where_nvidia_smi_does_not_know(
         bounds(monkeypatch, ONE, Nvidia(1, "580.65", (GB10,)))
     given = ("engines.max_total_tokens=9000", 'engines.args=["--mem-fraction-static","0.3"]')
     assert bounds(monkeypatch, ONE, Nvidia(1, "580.65", (GB10,)), (), *given) == ()
+
+
+def test_an_engine_whose_torch_sees_no_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match=r"got 0, expected"):
+        bounds(monkeypatch, "cluster/qwen3-30b-a3b.yaml", Nvidia(1, "580.65", (SLICED,)))
 
 
 def test_an_engine_refused_for_its_weight_sync_is_told_the_key() -> None:

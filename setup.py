@@ -29,7 +29,9 @@ digest = runpy.run_path("asyncmoe/doctor/probes/sources.py")["digest"]
 
 
 toolchain = runpy.run_path("asyncmoe/doctor/probes/toolchain.py")
-nvcc, cuda_obstacle, cuda_command, cuda_libraries = (toolchain[name] for name in ("nvcc", "obstacle", "command", "libraries"))
+nvcc, cuda_obstacle, cuda_command, cuda_libraries, cuda_architectures = (
+    toolchain[name] for name in ("nvcc", "obstacle", "command", "libraries", "architectures")
+)
 
 
 def wanted_compiler() -> Path | None:
@@ -63,6 +65,7 @@ class Build(build_ext):
                 subprocess.run(command, check=True)
                 ext.extra_objects.append(str(target))
             ext.define_macros.append(("ASYNCMOE_CUDA", None))
+            ext.define_macros.append(("ASYNCMOE_ARCHS", f'"{";".join(cuda_architectures(compiler))}"'))
             ext.library_dirs.append(str(cuda_libraries(compiler)))
             ext.libraries += ["cudart_static", "dl", "rt", "pthread"]
         super().build_extension(ext)

@@ -116,10 +116,12 @@ void bind_cuda(py::module_& module) {
         "Where the copy kernel finds a byte of a box: (source offset, destination offset, bytes left in its run).");
 #ifdef ASYNCMOE_CUDA
     module.attr("CUDA") = true;
+    module.attr("ARCHITECTURES") = ASYNCMOE_ARCHS;
     module.def("cuda_device_count", &cuda_device_count);
     define_device(module);
 #else
     module.attr("CUDA") = false;
+    module.attr("ARCHITECTURES") = "";
     module.def("cuda_device_count", [] { return 0; });
 #endif
 }

@@ -133,6 +133,11 @@ class Config(Section):
                 f"evaluation.max_concurrent: got {self.evaluation.max_concurrent}, expected at most rollout.max_concurrent = "
                 f"{self.rollout.max_concurrent}, of which it is a share; lower it or leave it out"
             )
+        if self.trainer.ranks % self.cluster.trainer_nodes:
+            raise ValueError(
+                f"cluster.trainer_nodes: got {self.cluster.trainer_nodes}, expected a divisor of trainer.ranks = {self.trainer.ranks}; "
+                "every node of the trainer has as many of them"
+            )
         if self.engines.tp % self.engines.ep:
             raise ValueError(f"engines.ep: got {self.engines.ep}, expected a divisor of engines.tp = {self.engines.tp}")
         return self

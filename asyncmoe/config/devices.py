@@ -84,18 +84,23 @@ def wanted(config: Config, several: bool) -> tuple[Wanted, ...]:
     )
 
 
-def place(asked: Wanted, gpus: int) -> Devices:
-    """Assign GPUs to the processes of a machine that has `gpus` of them.
+def place(asked: Wanted, gpus: int, hidden: int = 0) -> Devices:
+    """The GPUs of every process on a machine that has `gpus` of them.
+
+    Args:
+        hidden: the GPUs that CUDA_VISIBLE_DEVICES keeps from the run; the refusals name it.
 
     Raises:
         ConfigError: the machine has too few GPUs, or an engine and the trainer would use the same GPU without `engines.share_gpus`.
     """
+    limited = f" (CUDA_VISIBLE_DEVICES hides {hidden} more)" if hidden else ""
+    more = "name more of them in CUDA_VISIBLE_DEVICES, or " if hidden else ""
     if asked.ranks > gpus:
         raise ConfigError(
             "trainer.ranks",
-            got=f"{asked.ranks} on a machine with {counted(gpus)}",
+            got=f"{asked.ranks} on a machine with {counted(gpus)}{limited}",
             expected=f"at most {gpus}, as NCCL refuses two ranks on one GPU",
-            cure="lower it, with trainer.tp, pp and ep, or take a machine with more GPUs; examples/demo-gpu.yaml is for one",
+            cure=f"{more}lower it, with trainer.tp, pp and ep, or take a machine with more GPUs; examples/demo-gpu.yaml is for one",
         )
     devices = asked.devices
     if devices.shared and not asked.share:
@@ -107,13 +112,22 @@ def place(asked: Wanted, gpus: int) -> Devices:
         )
     end = asked.first + asked.engines * asked.tp
     if asked.engines and end > gpus:
-        behind = f" and {asked.ranks} of the trainer" if asked.ranks else ""
-        share = ", or share those of the trainer with engines.share_gpus=true" if asked.ranks and not asked.share else ""
+        # A first GPU that is neither 0 nor behind the trainer is one that the configuration names.
+        given = asked.first not in (0, asked.ranks)
+        if given:
+            besides = " (engines.first_gpu)"
+        elif asked.ranks and devices.shared:
+            besides = f", shared with {counted(asked.ranks, 'rank')} of the trainer"
+        else:
+            besides = f" and {asked.ranks} of the trainer" if asked.ranks else ""
+        ways = ["lower engines.first_gpu"] if given else []
+        ways += ["take fewer or smaller engines" + ("" if asked.share or not asked.ranks else " or fewer trainer ranks")]
+        ways += ["share those of the trainer with engines.share_gpus=true"] if asked.ranks and not asked.share else []
         raise ConfigError(
             "GPUs of this machine",
-            got=gpus,
-            expected=f"{end}: {asked.engines} x engines.tp {asked.tp} from GPU {asked.first} on{behind}",
-            cure=f"take fewer or smaller engines or fewer trainer ranks{share}",
+            got=f"{gpus}{limited}",
+            expected=f"{end}: {asked.engines} x engines.tp {asked.tp} from GPU {asked.first} on{besides}",
+            cure=more + ", or ".join(ways),
         )
     return devices
 

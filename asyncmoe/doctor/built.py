@@ -66,10 +66,27 @@ def cuda(machine: Machine) -> Verdict:
             "libcuda.so.1 cannot be opened", "install NVIDIA's driver; in a container, start it with GPUs (--gpus all, --nv)"
         )
     judged = [_suits(who, side, newest) for who, side in _torches(machine)]
+    judged += [refusal for refusal in [_blind(machine)] if refusal is not None]
     for state in ("error", "warning"):
         if bad := next((found for found in judged if found.state == state), None):
             return bad
     return verdict.ok(f"torch {_builds(machine)}; the driver takes up to CUDA {versions.cuda(newest)}")
+
+
+def _blind(machine: Machine) -> Verdict | None:
+    """The refusal of a Python whose torch sees no GPU where the other's sees some."""
+    trainer, engine = machine.trainer, machine.engine_python
+    if trainer.torch is None or engine.torch is None or not (trainer.torch.cuda and engine.torch.cuda):
+        return None
+    counts = {"the trainer's": (trainer, trainer.torch, engine.torch), "the engines'": (engine, engine.torch, trainer.torch)}
+    for who, (side, own, other) in counts.items():
+        if not own.devices and other.devices and own.trouble is None:
+            return verdict.error(
+                f"the torch {own.version} of {who} Python, {side.executable}, sees no GPU",
+                f"{side.executable} -c 'import torch; torch.cuda.init()' says why; or run: make setup GPU=1",
+                f"{other.devices}, as the other Python's sees",
+            )
+    return None
 
 
 def _suits(who: str, side: PythonFacts, newest: int) -> Verdict:

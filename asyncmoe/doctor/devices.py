@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from asyncmoe.doctor import verdict
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from asyncmoe.doctor import architectures, cards, verdict
+from asyncmoe.doctor.cards import Card, labelled
 from asyncmoe.doctor.facts import Machine, Port
 from asyncmoe.doctor.verdict import Verdict
 
 CPU_IS_FINE = "there is no GPU; runs on the CPU work without"
-_BUILT_FOR = ("9", "10")
-"""Major compute capabilities that the extension's kernels are built for unless ASYNCMOE_CUDA_ARCHS is set (setup.py)."""
-IN_USE = 0.05
-"""Highest share of a GPU's memory that an idle driver may use."""
 
 
 def driver(machine: Machine) -> Verdict:
@@ -27,34 +27,60 @@ def driver(machine: Machine) -> Verdict:
 
 
 def gpus(machine: Machine) -> Verdict:
-    """Check that GPUs are present, idle, of one kind, and of an architecture that the kernels are built for."""
+    """Those that the run takes, or without a configuration those that CUDA shows: free, alike, and of a kind the kernels are built for."""
     nvidia = machine.nvidia
     if not nvidia.present:
         return verdict.absent(CPU_IS_FINE)
     if not nvidia.gpus:
         return verdict.error("the driver shows none", "see the line driver")
-    told = _described(machine)
-    if closed := [gpu.index for gpu in nvidia.gpus if gpu.compute_mode == "Prohibited"]:
-        return verdict.error(f"{told}; compute mode of {_numbers(closed)} is Prohibited", _compute_mode(closed))
-    if used := [gpu.index for gpu in nvidia.gpus if gpu.used_mib > IN_USE * gpu.memory_mib]:
-        most = max(gpu.used_mib for gpu in nvidia.gpus)
-        return verdict.warning(f"{told}; others use up to {most} MiB of {_numbers(used)}", "see with nvidia-smi whose they are; end them")
-    if len({(gpu.name, gpu.memory_mib) for gpu in nvidia.gpus}) > 1:
-        return verdict.warning(f"{told}: of different kinds", "the slowest sets the pace: choose alike ones with CUDA_VISIBLE_DEVICES")
-    if alone := [gpu.index for gpu in nvidia.gpus if gpu.compute_mode != "Default"]:
-        mode = nvidia.gpus[alone[0]].compute_mode
-        return verdict.warning(
-            f"{told}; compute mode of {_numbers(alone)} is {mode}: no two processes share one, so sync.transport ipc fails",
-            _compute_mode(alone),
-        )
-    other = sorted({gpu.capability for gpu in nvidia.gpus if gpu.capability.split(".")[0] not in _BUILT_FOR})
-    if other:
-        archs = ";".join(version.replace(".", "") for version in other)
-        return verdict.warning(
-            f"{told}; compute capability {', '.join(other)} is not among those the kernels are built for by default (9, 10)",
-            f'if it was not done: ASYNCMOE_CUDA_ARCHS="{archs}" when the extension is built',
-        )
+    told, there = _described(machine), _there(machine)
+    for refusal in (*_closed(machine, there), *architectures.refusals(machine, there)):
+        return replace(refusal, found=f"{told}; {refusal.found}")
+    warnings = [*_disturbing(machine, there), *architectures.warnings(machine, there)]
+    if warnings:
+        return verdict.warning("; ".join([told, *(one.found for one in warnings)]), "; ".join(one.cure or "" for one in warnings))
     return verdict.ok(told)
+
+
+def _there(machine: Machine) -> tuple[Card, ...]:
+    """The GPUs that matter: those the run takes, else those CUDA shows, else all that nvidia-smi lists."""
+    shown = cards.of(machine) or cards.cards(machine.nvidia, None)
+    taken = {number for _, devices in cards.taken(machine) for number in devices.taken}
+    return tuple(card for card in shown if card.number in taken) or shown
+
+
+def _closed(machine: Machine, there: Sequence[Card]) -> Iterator[Verdict]:
+    """Compute modes that keep the run's processes off a GPU."""
+    if not cards.taken(machine):
+        return
+    if closed := _in_mode(there, "Prohibited"):
+        yield verdict.error(f"compute mode of {labelled(closed)} is Prohibited", _compute_mode(closed), "Default")
+    shared = {number for _, devices in cards.taken(machine) for number in devices.shared}
+    if alone := [card for card in _in_mode(there, "Exclusive_Process") if card.number in shared]:
+        yield verdict.error(
+            f"compute mode of {labelled(alone)} is Exclusive_Process, and the trainer and an engine share {labelled(alone)}",
+            _compute_mode(alone),
+            "a GPU that takes two processes",
+        )
+
+
+def _disturbing(machine: Machine, there: Sequence[Card]) -> Iterator[Verdict]:
+    """What does not stop a run on these GPUs, or only some runs."""
+    if not cards.taken(machine) and (closed := _in_mode(there, "Prohibited")):
+        yield verdict.warning(f"compute mode of {labelled(closed)} is Prohibited: no run can take it", _compute_mode(closed))
+    if not cards.taken(machine) and (alone := _in_mode(there, "Exclusive_Process")):
+        yield verdict.warning(
+            f"compute mode of {labelled(alone)} is Exclusive_Process: runs with engines.share_gpus=true fail there", _compute_mode(alone)
+        )
+    if used := [card for card in there if card.used_mib]:
+        most = max(card.used_mib for card in used)
+        yield verdict.warning(f"others use up to {most} MiB of {labelled(used)}", "see with nvidia-smi whose they are; end them")
+    if len(cards.kinds(there)) > 1:
+        yield verdict.warning("of different kinds", "the slowest sets the pace: choose alike ones with CUDA_VISIBLE_DEVICES")
+
+
+def _in_mode(there: Sequence[Card], mode: str) -> list[Card]:
+    return [card for card in there if card.gpu is not None and card.gpu.compute_mode == mode]
 
 
 def nvlink(machine: Machine) -> Verdict:
@@ -104,19 +130,15 @@ def _described(machine: Machine) -> str:
     kinds: dict[tuple[str, int], int] = {}
     for gpu in machine.nvidia.gpus:
         kinds[gpu.name, gpu.memory_mib] = kinds.get((gpu.name, gpu.memory_mib), 0) + 1
-    told = ", ".join(f"{count} x {name} of {memory} MiB" for (name, memory), count in kinds.items())
+    told = ", ".join(f"{count} x {name}" + (f" of {memory} MiB" if memory else "") for (name, memory), count in kinds.items())
     if any(gpu.mig for gpu in machine.nvidia.gpus):
         told += ", cut into MIG instances"
     seen = machine.trainer.torch.devices if machine.trainer.torch is not None and machine.trainer.torch.cuda else None
     return told if seen in (None, len(machine.nvidia.gpus)) else f"{told}, of which torch sees {seen}"
 
 
-def _compute_mode(indices: list[int]) -> str:
-    return f"nvidia-smi -i {','.join(map(str, indices))} -c DEFAULT (as root)"
-
-
-def _numbers(indices: list[int]) -> str:
-    return ("GPU " if len(indices) == 1 else "GPUs ") + ", ".join(map(str, indices))
+def _compute_mode(closed: Sequence[Card]) -> str:
+    return f"nvidia-smi -i {cards.smi_numbers(closed)} -c DEFAULT (as root)"
 
 
 def _port(port: Port) -> str:

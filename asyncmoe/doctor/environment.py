@@ -26,14 +26,16 @@ class Extension:
     Attributes:
         package: the directory of asyncmoe; None if it is not importable.
         trouble: why an extension cannot be imported.
-        cuda: whether the extension contains the CUDA kernels.
-        built_from: source digests of `asyncmoe.reshard._C` and `asyncmoe.record._C`; empty if the build does not record them.
+        cuda: whether the CUDA kernels are in it.
+        built_from: digests of the sources of `asyncmoe.reshard._C` and `asyncmoe.record._C`; empty: a build that does not say.
+        architectures: compute capabilities, times 10, that the kernels are built for; empty: a build that does not say.
     """
 
     package: str | None
     trouble: str | None = None
     cuda: bool = False
     built_from: tuple[str, ...] = ()
+    architectures: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -50,14 +52,30 @@ class Nccl:
 
 
 @dataclass(frozen=True)
+class Shown:
+    """A GPU, or an instance of one, as torch describes it.
+
+    Attributes:
+        memory_bytes: all of it.
+        capability: e.g. 9.0.
+        uuid: NVIDIA's, without the GPU- before it; "": this torch does not say.
+    """
+
+    memory_bytes: int
+    capability: str
+    uuid: str = ""
+
+
+@dataclass(frozen=True)
 class Torch:
     """An imported torch.
 
     Attributes:
-        cuda: the CUDA version it was built for; None for a CPU build.
-        devices: number of GPUs that torch sees.
-        trouble: why a CUDA build cannot use CUDA.
-        apart: pairs of GPUs without peer access to each other's memory.
+        cuda: the CUDA version it was built for; None: a CPU build.
+        devices: GPUs it sees.
+        trouble: why it cannot use CUDA although it was built for it.
+        apart: pairs of GPUs that do not reach each other's memory.
+        shown: the GPUs it sees, in CUDA's order; empty: it was not asked.
     """
 
     version: str
@@ -65,6 +83,7 @@ class Torch:
     devices: int = 0
     trouble: str | None = None
     apart: tuple[tuple[int, int], ...] = ()
+    shown: tuple[Shown, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -72,11 +91,12 @@ class PythonFacts:
     """One Python environment: the trainer's and the controller's, or the engines'.
 
     Attributes:
-        version: Python version; None if this Python could not be run, see `unfinished`.
-        packages: versions of the declared requirements that are installed.
-        cuda_driver: newest CUDA version that the driver supports, from cuDriverGetVersion (12080 is 12.8); None: no driver.
-        transformer_engine: Transformer Engine was imported.
-        unfinished: the step at which the probe failed, and why.
+        version: None: it could not be run, and `unfinished` says why.
+        packages: versions of those of the declared requirements that are installed.
+        cuda_driver: the newest CUDA version the driver takes, as cuDriverGetVersion has it (12080 is 12.8); None: no driver.
+        transformer_engine: it was imported.
+        deep_ep: the package of DeepEP is there.
+        unfinished: at which step the look inside broke off, and why.
     """
 
     executable: str
@@ -88,4 +108,5 @@ class PythonFacts:
     cuda_driver: int | None = None
     torch: Torch | None = None
     transformer_engine: bool = False
+    deep_ep: bool = False
     unfinished: str | None = None

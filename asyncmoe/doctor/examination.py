@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from asyncmoe.doctor import built, devices, host, placement, run, software
+from asyncmoe.doctor import asked, built, devices, host, placement, run, software
 from asyncmoe.doctor.facts import Machine
 from asyncmoe.doctor.verdict import Finding, Verdict
 
@@ -35,6 +35,8 @@ CHECKS: Mapping[str, Callable[[Machine], Verdict]] = {
     "ports": run.ports,
     "run-dir": run.run_dir,
     "model": run.model,
+    "transport": asked.transport,
+    "megatron-switches": asked.megatron_switches,
     "placement": placement.placement,
     "gpu-memory": placement.gpu_memory,
 }
@@ -44,7 +46,7 @@ CHECKS: Mapping[str, Callable[[Machine], Verdict]] = {
 def examine(machine: Machine) -> tuple[Finding, ...]:
     """Return the finding of every check."""
     found = ((name, check(machine)) for name, check in CHECKS.items())
-    return tuple(Finding(name, verdict.state, verdict.found, verdict.cure) for name, verdict in found)
+    return tuple(Finding(name, verdict.state, verdict.line, verdict.cure) for name, verdict in found)
 
 
 def failed(findings: Sequence[Finding]) -> bool:

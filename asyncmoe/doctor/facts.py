@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Literal
 
 from asyncmoe.config.devices import Wanted
 from asyncmoe.doctor.environment import PythonFacts
+from asyncmoe.trainer.model.switches import RunFeatures
 
 
 @dataclass(frozen=True)
@@ -205,9 +207,15 @@ class OnGpus:
     Attributes:
         places: GPUs wanted on the machine; with several machines, on a trainer node and on an engine node.
         way: how weights travel between GPUs: "nccl" or "ipc".
-        float32: why engines in float32 would fail; None if they use another dtype or their attention supports float32.
-        trainer_bytes: bytes on the GPU of a rank of the largest pipeline stage; None if unknown.
-        engine_bytes: bytes on each GPU of an engine with the configured KV cache, or with one conversation's; None if unknown.
+        float32: why engines in float32 would fail there; None: they are not, or their attention takes it.
+        trainer_bytes: on the GPU of a rank, of the stage that holds most.
+        engine_bytes: on each GPU of an engine, with a KV cache as it is configured, else of one conversation; both None: not known.
+        trainer_parts, engine_parts: what they consist of, in bytes, under the planner's names (`asyncmoe.plan.memory`).
+        bfloat16: trainer or engines compute in it.
+        transport: `sync.transport`; None: weights are not sent shard to shard.
+        megatron: `trainer.megatron`.
+        features: what decides Megatron's switches; None: not known.
+        trainer_nodes: `cluster.trainer_nodes`.
     """
 
     places: tuple[Wanted, ...]
@@ -215,6 +223,13 @@ class OnGpus:
     float32: str | None = None
     trainer_bytes: int | None = None
     engine_bytes: int | None = None
+    trainer_parts: Mapping[str, int] = field(default_factory=dict)
+    engine_parts: Mapping[str, int] = field(default_factory=dict)
+    bfloat16: bool = True
+    transport: Literal["auto", "shm", "gloo", "nccl", "ipc"] | None = None
+    megatron: Mapping[str, bool | str | None] = field(default_factory=dict)
+    features: RunFeatures | None = None
+    trainer_nodes: int = 1
 
 
 @dataclass(frozen=True)

@@ -2,108 +2,148 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 
 from asyncmoe.config.devices import Devices, Wanted, counted, named, place
-from asyncmoe.doctor import verdict
-from asyncmoe.doctor.devices import IN_USE
-from asyncmoe.doctor.facts import GpuFacts, Machine, OnGpus
+from asyncmoe.doctor import cards, verdict
+from asyncmoe.doctor.asked import on_gpus
+from asyncmoe.doctor.cards import Card, labelled
+from asyncmoe.doctor.facts import Machine, OnGpus
 from asyncmoe.doctor.verdict import Verdict
 from asyncmoe.errors import ConfigError
-from asyncmoe.plan import memory
-
-_MIB = 1 << 20
+from asyncmoe.plan import memory, relief
 
 
 def placement(machine: Machine) -> Verdict:
-    """Check that every process of the run has a GPU, exclusive or shared by configuration, that is idle and of its group's kind."""
-    asked = _asked(machine)
+    """Every process of the run has a GPU that is its own, or shared on purpose, free, and like the others of its group."""
+    asked = on_gpus(machine)
     if isinstance(asked, Verdict):
         return asked
     if asked.float32 is not None:
-        return verdict.error(asked.float32, "set engines.dtype=bfloat16 and trainer.dtype=bfloat16")
-    count, fitting, trouble = seen(machine), [], ""
+        found, _, expected = asked.float32.partition(", expected ")
+        return verdict.error(
+            found.replace(": got ", ": ", 1), "set engines.dtype=bfloat16 and trainer.dtype=bfloat16", expected or "bfloat16"
+        )
+    visible, fitting = cards.of(machine), cards.taken(machine)
+    refusals: list[ConfigError] = []
     for wanted in asked.places:
         try:
-            fitting.append((wanted, place(wanted, count)))
+            place(wanted, len(visible), cards.hidden(machine.nvidia, len(visible)))
         except ConfigError as error:
-            trouble = f"{error.what}: got {error.got}, expected {error.expected}"
-            if len(asked.places) == 1:
-                return verdict.error(trouble, error.cure or "")
+            refusals.append(error)
+    if alone := _instance(asked, visible):
+        return alone
     if not fitting:
-        return verdict.error(f"neither the trainer's part nor the engines': {trouble}", "take fewer on each node: cluster.trainer_nodes")
-    visible = machine.nvidia.visible
+        return _no_room(refusals)
     for _, devices in fitting:
-        for found in _unusable(asked, devices, visible if len(visible) == count else (), machine):
-            return found
-    return verdict.ok("; or ".join(_told(wanted, devices) for wanted, devices in fitting))
+        for refusal in _unusable(asked, devices, visible, machine):
+            return refusal
+    told = "; or ".join(_told(wanted, devices) for wanted, devices in fitting)
+    if asked.trainer_nodes > 1 and machine.run is not None and not machine.run.several_machines:
+        return verdict.warning(
+            f"{told}; cluster.trainer_nodes is {asked.trainer_nodes}, but with cluster.network=loopback all of it is on this machine",
+            "set cluster.trainer_nodes=1, or cluster.network to the network that nodes share",
+        )
+    return verdict.ok(told)
 
 
 def gpu_memory(machine: Machine) -> Verdict:
-    """Check that the run fits into a GPU's memory, by the arithmetic of `asyncmoe plan`."""
-    asked = _asked(machine)
+    """What the run holds on each GPU fits, by the arithmetic of `asyncmoe plan`."""
+    asked = on_gpus(machine)
     if isinstance(asked, Verdict):
         return asked
     if asked.trainer_bytes is None or asked.engine_bytes is None:
         return verdict.absent("the model is not known", "see the line model")
-    sizes = [gpu.memory_mib * _MIB for gpu in machine.nvidia.visible if gpu.memory_mib]
-    if not sizes:
-        return verdict.absent("nvidia-smi does not say how much memory a process may have")
-    usable = memory.usable(min(sizes) / 1e9)
-    for wanted in asked.places:
-        trainer = asked.trainer_bytes if wanted.ranks else 0
-        engine = asked.engine_bytes if wanted.engines else 0
-        both = wanted.share and trainer and engine
-        needed = trainer + engine if both else max(trainer, engine)
-        if needed > usable:
-            whose = "the trainer and an engine" if both else "the trainer" if trainer >= engine else "an engine"
-            return verdict.error(
-                f"{whose} would hold {needed / 1e9:.3g} GB of a GPU, of which {usable / 1e9:.3g} can be planned for",
-                _cure(asked, bool(both), trainer >= engine),
-            )
+    visible, placed = cards.of(machine), cards.taken(machine)
+    if not placed:
+        return verdict.absent("not every process has a GPU", "see the line placement")
+    known = [visible[number] for _, devices in placed for number in devices.taken if visible[number].memory_bytes]
+    for card in known:
+        for _, devices in placed:
+            if found := _too_small(asked, card, devices):
+                return found
+    least = cards.smallest(known)
+    if least is None:
+        return verdict.absent("neither nvidia-smi nor torch says how much memory a process may have")
     parts = f"trainer {asked.trainer_bytes / 1e9:.3g} GB, engine at least {asked.engine_bytes / 1e9:.3g} GB"
-    return verdict.ok(f"{parts} of {usable / 1e9:.3g} that can be planned for")
+    return verdict.ok(f"{parts} of {_usable(least) / 1e9:.3g} that can be planned for")
 
 
-def seen(machine: Machine) -> int:
-    """Return the number of GPUs that torch sees."""
-    torch = machine.trainer.torch
-    return torch.devices if torch is not None else 0
+def _too_small(asked: OnGpus, card: Card, devices: Devices) -> Verdict | None:
+    """The refusal of a GPU that cannot hold its part; None: it can."""
+    trainer = (asked.trainer_bytes or 0) if card.number in devices.trainer else 0
+    engine = (asked.engine_bytes or 0) if any(card.number in one for one in devices.engines) else 0
+    if trainer + engine <= _usable(card):
+        return None
+    whose = "the trainer and an engine" if trainer and engine else "the trainer" if trainer else "an engine"
+    return verdict.error(
+        f"{whose} would hold {(trainer + engine) / 1e9:.3g} GB of {labelled([card])}"
+        + _largest(asked.trainer_parts if trainer >= engine else asked.engine_parts),
+        _cure(asked, trainer, engine),
+        f"at most {_usable(card) / 1e9:.3g}, as {1 - memory.USABLE:.0%} of its {(card.memory_bytes or 0) / 1e9:.3g} GB are left free",
+    )
 
 
-def _asked(machine: Machine) -> OnGpus | Verdict:
-    if not machine.nvidia.present:
-        return verdict.absent("there is no GPU; runs on the CPU work without")
-    if machine.run is None or machine.run.trouble is not None:
-        return verdict.absent("no valid configuration was given")
-    if machine.run.on_gpus is None:
-        return verdict.absent("the configuration does not suit its model", "see the line model")
-    if seen(machine) == 0:
-        return verdict.absent("torch sees no GPU", "see the line cuda")
-    return machine.run.on_gpus
+def _usable(card: Card) -> int:
+    """Bytes of a GPU that can be planned for."""
+    return memory.usable((card.memory_bytes or 0) / 1e9)
 
 
-def _unusable(asked: OnGpus, devices: Devices, visible: tuple[GpuFacts, ...], machine: Machine) -> Iterator[Verdict]:
-    """Yield the reasons why processes cannot use these GPUs, the most severe first."""
-    if visible:
-        if used := tuple(device for device in devices.taken if visible[device].used_mib > IN_USE * visible[device].memory_mib):
-            most = max(visible[device].used_mib for device in used)
+def _largest(parts: Mapping[str, int]) -> str:
+    """` (most of it weight sync, 60 GB)`; "" where parts are not known."""
+    name = max(parts, key=lambda one: parts[one], default="")
+    return f" (most of it {name}, {parts[name] / 1e9:.3g} GB)" if name else ""
+
+
+def _instance(asked: OnGpus, visible: Sequence[Card]) -> Verdict | None:
+    """The refusal of a run that needs more than the single MIG instance that CUDA shows a process."""
+    if not any(card.instance for card in visible):
+        return None
+    needed = min(len(wanted.devices.taken) for wanted in asked.places)
+    if needed < 2:
+        return None
+    return verdict.error(
+        f"a MIG instance, and CUDA shows a process one instance only, while the run takes {needed} GPUs",
+        "choose whole GPUs (nvidia-smi -mig 0, as root, or CUDA_VISIBLE_DEVICES), or share the instance: examples/demo-gpu.yaml",
+        f"{counted(needed)} without MIG",
+    )
+
+
+def _no_room(refusals: Sequence[ConfigError]) -> Verdict:
+    """The refusal where no part of the run finds its GPUs."""
+    last = refusals[-1]
+    if len(refusals) == 1:
+        return verdict.refused(last)
+    return verdict.error(
+        f"neither the trainer's part nor the engines' finds its GPUs: {last.what}: {last.got}",
+        f"take fewer on each node (cluster.trainer_nodes, cluster.engine_nodes), or {last.cure}",
+        str(last.expected),
+    )
+
+
+def _unusable(asked: OnGpus, devices: Devices, visible: Sequence[Card], machine: Machine) -> Iterator[Verdict]:
+    """What keeps processes from these GPUs, the worst first."""
+    if used := [visible[device] for device in devices.taken if visible[device].used_mib]:
+        most = max(card.used_mib for card in used)
+        yield verdict.error(
+            f"other processes use up to {most} MiB of {labelled(used)}, which the run would take",
+            "nvidia-smi says which; end them, or choose others with CUDA_VISIBLE_DEVICES",
+            "GPUs that nobody else uses",
+        )
+    for who, group in (("the trainer", devices.trainer), *((f"engine {i}", engine) for i, engine in enumerate(devices.engines))):
+        if len(kinds := cards.kinds(visible[device] for device in group)) > 1:
             yield verdict.error(
-                f"other processes use up to {most} MiB of {named(used)}, which the run would take",
-                "nvidia-smi says which; end them, or choose others with CUDA_VISIBLE_DEVICES",
+                f"{who} would compute on {' and '.join(kinds)}",
+                "choose alike ones with CUDA_VISIBLE_DEVICES and CUDA_DEVICE_ORDER=PCI_BUS_ID",
+                "GPUs of one kind in a group",
             )
-        for who, group in (("the trainer", devices.trainer), *((f"engine {i}", engine) for i, engine in enumerate(devices.engines))):
-            if len(kinds := sorted({f"{visible[device].name} of {visible[device].memory_mib} MiB" for device in group})) > 1:
-                yield verdict.error(
-                    f"{who} would compute on {' and '.join(kinds)}, expected GPUs of one kind in a group",
-                    "choose alike ones with CUDA_VISIBLE_DEVICES and CUDA_DEVICE_ORDER=PCI_BUS_ID",
-                )
     torch = machine.trainer.torch
     apart = {frozenset(pair) for pair in torch.apart} if torch is not None else set()
     engines = [device for engine in devices.engines for device in engine]
     if asked.way == "ipc" and (pair := next(((t, e) for t in devices.trainer for e in engines if frozenset((t, e)) in apart), None)):
         yield verdict.error(
-            f"GPUs {pair[0]} and {pair[1]} do not reach each other's memory, which weights travel by (CUDA IPC)",
+            f"GPUs {visible[pair[0]].label} and {visible[pair[1]].label} do not reach each other's memory, "
+            "which weights travel by (CUDA IPC)",
             "set sync.transport=nccl, or look at nvidia-smi topo -p2p r and at access control in the PCI bridges (ACS)",
         )
 
@@ -118,9 +158,20 @@ def _told(wanted: Wanted, devices: Devices) -> str:
     return ", ".join(parts) + (f", {named(devices.shared)} shared on purpose" if devices.shared else "")
 
 
-def _cure(asked: OnGpus, both: bool, trainer: bool) -> str:
-    if both:
-        return "take more GPUs and engines.share_gpus=false, sync.staging=false, or fewer tokens (trainer.tokens_per_microbatch)"
-    if trainer:
-        return "take more trainer.ranks, trainer.recompute=full, or fewer trainer.tokens_per_microbatch; see asyncmoe plan --config"
-    return "take sync.staging=false, a larger engines.tp on more GPUs, or fewer tokens (engines.max_total_tokens, environment.max_tokens)"
+def _cure(asked: OnGpus, trainer: int, engine: int) -> str:
+    """Args:
+    trainer, engine: bytes of each on the GPU; 0: it is not there.
+    """
+    dominating = (
+        *(relief.of_trainer(asked.trainer_parts, engine) if trainer else ()),
+        *(relief.of_engine(asked.engine_parts, trainer) if engine else ()),
+    )
+    usual: tuple[str, ...] = ("sync.staging=false", "a larger engines.tp on more GPUs", _TOKENS)
+    if trainer and engine:
+        usual = ("more GPUs and engines.share_gpus=false", "sync.staging=false", "fewer tokens (trainer.tokens_per_microbatch)")
+    elif trainer:
+        usual = ("more trainer.ranks", "trainer.recompute=full", "fewer trainer.tokens_per_microbatch")
+    return f"take {', or '.join(relief.joined(dominating, usual))}; see asyncmoe plan --config"
+
+
+_TOKENS = "fewer tokens (engines.max_total_tokens, environment.max_tokens)"

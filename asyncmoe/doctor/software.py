@@ -19,7 +19,7 @@ def python(machine: Machine) -> Verdict:
     if trainer.version is None:
         return verdict.error(f"{trainer.executable} could not be run: {trainer.unfinished}", "run: make setup")
     if not versions.within(trainer.version, wanted):
-        return verdict.error(f"{trainer.version}, expected {wanted}", "install a newer Python, then run: make clean; make setup PYTHON=...")
+        return verdict.error(trainer.version, "install a newer Python, then run: make clean; make setup PYTHON=...", wanted)
     return verdict.ok(f"{trainer.version} ({trainer.executable})")
 
 
@@ -108,6 +108,11 @@ def engine_python(machine: Machine) -> Verdict:
             f"asyncmoe's extension cannot be imported by {engine.executable}: {theirs.trouble}",
             f"use Python {machine.trainer.version}, which it was built with, for the engines too" if built else "see the line extension",
         )
+    if machine.nvidia.present and engine.torch.cuda is not None and not theirs.cuda:
+        return verdict.error(
+            f"asyncmoe's extension as {engine.executable} loads it ({theirs.package}) is built without CUDA kernels",
+            "run there: rm -f .venv/.built*; make setup GPU=1, which brings nvcc and insists on the kernels",
+        )
     if ours is not None and ours.package is not None and ours.package != theirs.package:
         return verdict.warning(
             f"engines load asyncmoe from {theirs.package}, the trainer from {ours.package}", "run: make setup in the directory you mean"
@@ -130,7 +135,7 @@ def declared(machine: Machine, where: PythonFacts, name: str, cure: str) -> Verd
     if name not in where.packages:
         return verdict.error(f"not installed in {where.executable}", cure)
     if not versions.within(where.packages[name], wanted):
-        return verdict.error(f"{where.packages[name]}, expected {wanted}", cure)
+        return verdict.error(where.packages[name], cure, wanted)
     return None
 
 

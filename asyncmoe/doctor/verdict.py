@@ -5,17 +5,26 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from asyncmoe.errors import UserError
+
 State = Literal["ok", "warning", "error", "not here"]
 """error: a run would fail. warning: a run would be slow, or fails under some configurations. not here: nothing to check, which is fine."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """State, finding and fix; `cure` is None if no fix is needed."""
+    """State, what was found, what was expected where `found` does not say it, and what to do about it; `cure` is None where nothing needs
+    to be done."""
 
     state: State
     found: str
     cure: str | None = None
+    expected: str | None = None
+
+    @property
+    def line(self) -> str:
+        """What was found, and what was expected."""
+        return self.found if self.expected is None else f"{self.found}, expected {self.expected}"
 
 
 @dataclass(frozen=True)
@@ -40,8 +49,13 @@ def warning(found: str, cure: str) -> Verdict:
     return Verdict("warning", found, cure)
 
 
-def error(found: str, cure: str) -> Verdict:
-    return Verdict("error", found, cure)
+def error(found: str, cure: str, expected: str | None = None) -> Verdict:
+    return Verdict("error", found, cure, expected)
+
+
+def refused(refusal: UserError, cure: str = "change what is named") -> Verdict:
+    """What a function of the run refuses: its got, its expected, and its cure, or this one where it has none."""
+    return Verdict("error", f"{refusal.what}: {refusal.got}", refusal.cure or cure, str(refusal.expected))
 
 
 def size(nbytes: float) -> str:

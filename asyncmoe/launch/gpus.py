@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 
 from asyncmoe import models
 from asyncmoe.config import Config, devices
-from asyncmoe.doctor.facts import GpuFacts
-from asyncmoe.doctor.probes import nvidia
+from asyncmoe.doctor import cards
+from asyncmoe.doctor.cards import Card
+from asyncmoe.doctor.facts import Nvidia
+from asyncmoe.doctor.probes import nvidia, pythons
 from asyncmoe.errors import ConfigError
 from asyncmoe.plan import budget
 from asyncmoe.rpc import address
-
-_MIB = 1 << 20
 
 
 def engine_arguments(config: Config, index: int | None = None) -> tuple[str, ...]:
@@ -22,13 +23,45 @@ def engine_arguments(config: Config, index: int | None = None) -> tuple[str, ...
         index: index of the engine on this machine; None if all engines of the configuration start here.
 
     Raises:
-        ConfigError: there is no GPU for the engine, or none with enough memory.
+        ConfigError: there is no GPU for it, none with room for it, or none whose memory is known.
     """
-    found = nvidia.look().visible
-    if not found or not _on_gpus():
+    found = nvidia.look()
+    if not found.gpus or found.chosen == () or not _on_gpus():
         return ()
-    check(config, index, len(found))
-    return budget.engine_arguments(config, models.load_hf_config(config.model.path), smallest(found))
+    visible = _cards(found)
+    if not visible and not found.visible:
+        return ()
+    taken = check(config, index, len(visible), cards.hidden(found, len(visible)))
+    least = cards.smallest([visible[number] for number in taken])
+    hf = models.load_hf_config(config.model.path)
+    if least is None or least.memory_bytes is None:
+        return _unbounded(config)
+    return budget.engine_arguments(config, hf, least.memory_bytes / 1e9)
+
+
+def _cards(found: Nvidia) -> tuple[Card, ...]:
+    """The GPUs that CUDA shows. torch is asked, in a process of its own, where nvidia-smi does not know their memory, and where they
+    differ: CUDA's order is then not nvidia-smi's."""
+    listed = cards.cards(found, None)
+    if listed and all(card.memory_bytes for card in listed) and len(cards.kinds(listed)) == 1:
+        return listed
+    return cards.cards(found, pythons.look(sys.executable, ["torch"]).torch)
+
+
+def _unbounded(config: Config) -> tuple[str, ...]:
+    """No arguments, where an engine needs none or the user gives them.
+
+    Raises:
+        ConfigError: it needs bounds that cannot be calculated.
+    """
+    if budget.is_bounded(config):
+        return ()
+    raise ConfigError(
+        "memory of an engine's GPU",
+        got="not known: neither nvidia-smi nor torch says",
+        expected="its size, by which the engine's memory is bounded",
+        cure="give engines.max_total_tokens, and --mem-fraction-static in engines.args",
+    )
 
 
 def _on_gpus() -> bool:
@@ -38,12 +71,11 @@ def _on_gpus() -> bool:
     return torch.version.cuda is not None
 
 
-def check(config: Config, index: int | None, gpus: int) -> None:
-    """Check that the engines find GPUs.
+def check(config: Config, index: int | None, gpus: int, hidden: int = 0) -> Sequence[int]:
+    """The GPUs of an engine, or of all engines of this machine.
 
     Args:
-        index: as in `engine_arguments`.
-        gpus: number of GPUs of this machine.
+        hidden: GPUs that CUDA_VISIBLE_DEVICES keeps from the run.
 
     Raises:
         ConfigError: this machine has too few GPUs, or the engines' GPUs overlap the trainer's.
@@ -51,14 +83,9 @@ def check(config: Config, index: int | None, gpus: int) -> None:
     several = address.several(config.cluster.network)
     if index is None:
         here = devices.wanted(config, several)[-1]
-        devices.place(here, gpus)
-        return
+        return [number for engine in devices.place(here, gpus, hidden).engines for number in engine]
     tp, first = config.engines.tp, devices.first_gpu(config, several)
     if (end := first + (index + 1) * tp) > gpus:
         got = f"GPUs {end - tp} to {end - 1} for engine {index} of a machine with {devices.counted(gpus)}"
         raise ConfigError("engines.tp", got=got, expected=f"GPUs below {gpus}", cure="start fewer engines here, or give engines.first_gpu")
-
-
-def smallest(found: Sequence[GpuFacts]) -> float:
-    """Return the memory of the smallest GPU, in GB (1e9 bytes)."""
-    return min(gpu.memory_mib for gpu in found) * _MIB / 1e9
+    return range(end - tp, end)

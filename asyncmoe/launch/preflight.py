@@ -6,9 +6,9 @@ import os
 from pathlib import Path
 
 from asyncmoe.config import Config
+from asyncmoe.doctor.cards import seen
 from asyncmoe.doctor.examination import CHECKS
 from asyncmoe.doctor.facts import Machine
-from asyncmoe.doctor.placement import seen
 from asyncmoe.doctor.probes.machine import gather_for
 from asyncmoe.doctor.verdict import Verdict
 from asyncmoe.errors import UserError
@@ -24,6 +24,8 @@ STOPS = (
     "cuda",
     "transformer-engine",
     "gpus",
+    "transport",
+    "megatron-switches",
     "placement",
     "gpu-memory",
     "nccl",
@@ -55,7 +57,8 @@ def judge(machine: Machine) -> tuple[str, ...]:
     found = {name: CHECKS[name](machine) for name in STOPS}
     for name, verdict in found.items():
         if verdict.state == "error":
-            raise UserError(f"{name} of {machine.host}", got=verdict.found, expected="what a run on GPUs needs", cure=verdict.cure)
+            expected = verdict.expected or "what a run on GPUs needs"
+            raise UserError(f"{name} of {machine.host}", got=verdict.found, expected=expected, cure=verdict.cure)
     if seen(machine) == 0:
         why = machine.nvidia.trouble or "CUDA shows none"
         cure = "look at nvidia-smi and CUDA_VISIBLE_DEVICES; in a container, start it with GPUs (--gpus all, --nv)"
@@ -64,4 +67,4 @@ def judge(machine: Machine) -> tuple[str, ...]:
 
 
 def _line(name: str, verdict: Verdict) -> str:
-    return f"{name}: {verdict.found}; {verdict.cure}" if verdict.cure else f"{name}: {verdict.found}"
+    return f"{name}: {verdict.line}; {verdict.cure}" if verdict.cure else f"{name}: {verdict.line}"

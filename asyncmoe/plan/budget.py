@@ -11,7 +11,7 @@ from typing import Any
 from asyncmoe.config import Config
 from asyncmoe.errors import ConfigError, UserError
 from asyncmoe.models import EngineParallel, adapter_of, engine_dtype, load_hf_config, make, trainer_parallel
-from asyncmoe.plan import memory
+from asyncmoe.plan import memory, relief
 from asyncmoe.plan.activations import Microbatch
 from asyncmoe.plan.memory import EngineMemory, GpuMemory, Training
 from asyncmoe.reshard import nccl_room
@@ -119,6 +119,13 @@ def engine_arguments(config: Config, hf: Mapping[str, Any], gpu_gb: float) -> tu
     return (*(() if given else (_TOKENS, str(tokens))), *(() if _is_given(section.args, _FRACTION) else fraction))
 
 
+def is_bounded(config: Config) -> bool:
+    """Whether an engine needs no bounds of its memory besides those that the user gives (see `engine_arguments`)."""
+    staging = config.sync.staging and config.sync.method == "reshard"
+    given = _tokens(config) is not None and _is_given(config.engines.args, _FRACTION)
+    return given or not (staging or config.engines.share_gpus)
+
+
 def too_large(config: Config, trainer: GpuMemory, engine: GpuMemory, gpu_gb: float) -> ConfigError:
     """Return the error for a trainer, an engine, or both on a shared GPU, that exceed the GPU's memory."""
     staging = ["sync.staging=false"] if "staging" in engine.parts else []
@@ -126,13 +133,11 @@ def too_large(config: Config, trainer: GpuMemory, engine: GpuMemory, gpu_gb: flo
     fewer = "fewer tokens (trainer.tokens_per_microbatch, engines.max_total_tokens, rollout.max_new_tokens)"
     if config.engines.share_gpus:
         got = f"{_gb(trainer.total + engine.total)} GB = {_gb(trainer.total)} of the trainer + {_gb(engine.total)} of an engine"
-        ways = [*staging, "engines.share_gpus=false on more GPUs", fewer]
+        dominating = (*relief.of_trainer(trainer.parts, engine.total), *relief.of_engine(engine.parts, trainer.total))
+        ways = relief.joined(dominating, (*staging, "engines.share_gpus=false on more GPUs", fewer))
         return ConfigError("memory of a GPU", got=got, expected=usable, cure=f"take {', or '.join(ways)}")
-    if trainer.total > memory.usable(gpu_gb):
-        ways = ["more trainer.ranks with a larger trainer.tp, ep or pp", "trainer.recompute=full", "fewer trainer.tokens_per_microbatch"]
-        got = f"{_gb(trainer.total)} GB ({_largest(trainer)})"
-        return ConfigError("memory of a trainer's GPU", got=got, expected=usable, cure=f"take {', or '.join(ways)}")
-    ways = [*staging, "a larger engines.tp on more GPUs", "fewer tokens (engines.max_total_tokens, environment.max_tokens)"]
+    usual = (*staging, "a larger engines.tp on more GPUs", "fewer tokens (engines.max_total_tokens, environment.max_tokens)")
+    ways = relief.joined(relief.of_engine(engine.parts), usual)
     got = f"{_gb(engine.total)} GB ({_largest(engine)})"
     return ConfigError("memory of an engine's GPU", got=got, expected=usable, cure=f"take {', or '.join(ways)}")
 

@@ -10,8 +10,6 @@ import importlib.metadata
 import importlib.util
 from dataclasses import dataclass
 
-import torch
-
 from asyncmoe.errors import UserError
 
 _ENGINE = "transformer_engine"
@@ -52,6 +50,8 @@ def detect() -> Kernels:
     Raises:
         UserError: the installed package apex is not NVIDIA's.
     """
+    import torch  # not at the top: the doctor asks this module's questions of what it found, without torch
+
     apex = _installed("apex")
     if apex and not _installed("apex.optimizers"):
         raise UserError(

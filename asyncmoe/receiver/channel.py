@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from typing import Literal
 
 import torch
 
-from asyncmoe.errors import AsyncmoeError, ConfigError
+from asyncmoe.errors import AsyncmoeError
 from asyncmoe.receiver import failing
 from asyncmoe.receiver.communicators import Communicators, agree
 from asyncmoe.receiver.control_store import Store
@@ -35,37 +34,6 @@ from asyncmoe.reshard.transport import Watch, nothing_to_watch
 _GROUP_S = 30.0
 """Timeout of making a process group once all ranks have arrived, during which torch does not detect a dead rank."""
 _GRACE_S = 5.0
-
-
-def transport_for(
-    wanted: Literal["auto", "shm", "gloo", "nccl", "ipc"], gpu: bool, together: bool = True, shared: bool = False
-) -> Literal["shm", "gloo", "nccl", "ipc"]:
-    """Choose the transport from `sync.transport` and the devices of the weights.
-
-    Args:
-        wanted: `sync.transport`.
-        gpu: the weights are on GPUs.
-        together: all ranks run on one machine.
-        shared: trainer and engines share GPUs (`engines.share_gpus`); NCCL refuses two ranks on one GPU.
-
-    Raises:
-        ConfigError: the transport does not work between these devices.
-    """
-    if gpu and shared and not together:
-        cure = "keep the trainer and all engines on one machine, or give engines GPUs of their own"
-        raise ConfigError("engines.share_gpus", got="true", expected="false between several machines", cure=cure)
-    if gpu and shared and wanted == "nccl":
-        raise ConfigError("sync.transport", got=wanted, expected="auto or ipc where trainer and engines share GPUs")
-    if not together and wanted in ("shm", "ipc"):
-        cure = "leave it out, or keep the trainer and all engines on one machine"
-        raise ConfigError("sync.transport", got=wanted, expected="auto, gloo or nccl between several machines", cure=cure)
-    possible = ("nccl", "ipc") if gpu else ("shm", "gloo")
-    if wanted == "auto":
-        return ("ipc" if shared else "nccl") if gpu else ("shm" if together else "gloo")
-    if wanted not in possible:
-        where = "GPUs" if gpu else "CPUs"
-        raise ConfigError("sync.transport", got=wanted, expected=f"auto, {possible[0]} or {possible[1]} between {where}")
-    return wanted
 
 
 class SideStream:

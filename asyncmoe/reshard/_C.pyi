@@ -3,6 +3,8 @@ import numpy as np
 COLUMNS: int
 MAX_DIMS: int
 CUDA: bool
+ARCHITECTURES: str
+"""Compute capabilities, times 10, that the CUDA kernels are built for, as `90;100`; empty without kernels."""
 SOURCES: str
 CAST_COLUMNS: int
 PIECE_COLUMNS: int

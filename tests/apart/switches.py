@@ -12,6 +12,7 @@ import torch
 
 from asyncmoe.config.training import MegatronSection
 from asyncmoe.errors import ConfigError
+from asyncmoe.models import family_of
 from asyncmoe.platform import megatron
 from asyncmoe.platform.kernels import Kernels, release
 from asyncmoe.trainer.model import switches
@@ -183,7 +184,7 @@ def test_megatron_takes_what_is_decided(variant: str, tmp_path: Path, monkeypatc
                 update={"train": "lora" if lora else "full", "keep": config.keep.model_copy(update={"routing": keep})}
             )
             place = mesh_of(config.trainer)
-            family, _ = layers.family_of(hf).megatron_config(hf)
+            family, _ = family_of(hf).megatron_config(hf)
             on = layers.switches(hf, config, place, torch.bfloat16)
             made = layers.transformer_config(family, config, place, torch.bfloat16, on)
             assert made.moe_token_dispatcher_type == ("flex" if flex else "alltoall")

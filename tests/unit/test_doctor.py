@@ -20,6 +20,7 @@ from asyncmoe.doctor.facts import Clock, GpuFacts, Machine, Port, WantedPort
 from asyncmoe.doctor.probes import config_probe
 from asyncmoe.doctor.report import Report, show
 from asyncmoe.doctor.verdict import Finding
+from asyncmoe.trainer.model.switches import RunFeatures
 
 DEMO = Path(asyncmoe.__file__).resolve().parent.parent / "examples" / "demo.yaml"
 
@@ -28,6 +29,20 @@ DOWN = Port("mlx5_1", 1, "DOWN", "10 Gb/sec (4X SDR)", "InfiniBand")
 OVERLAP = (Wanted(ranks=4, engines=2, tp=2, first=2),)
 SHARED = (replace(OVERLAP[0], share=True),)
 APART = (Wanted(ranks=4, engines=0, tp=4, first=0), Wanted(ranks=0, engines=2, tp=4, first=0))
+DENSE = RunFeatures(
+    dp=1,
+    exchanged=1,
+    expert_widths=(),
+    lora=False,
+    keeps_routing=False,
+    latent=False,
+    interleaved_rope=False,
+    float32=False,
+    distributed=False,
+    published_every=1,
+)
+EXCLUSIVE = tuple(replace(gpu, compute_mode="Exclusive_Process") for gpu in GPUS[:2])
+FLEX = {"moe_token_dispatcher_type": "flex"}
 A100 = GpuFacts(0, "NVIDIA A100-SXM4-80GB", 81920, 4, "Default", "8.0")
 
 
@@ -41,7 +56,20 @@ def test_a_healthy_node_has_nothing_to_mend() -> None:
 
 def test_a_laptop_is_fine_without_what_it_does_not_have() -> None:
     states = {finding.name: finding.state for finding in examine(LAPTOP)}
-    missing = ["transformer-engine", "apex", "driver", "cuda", "gpus", "nvlink", "nccl", "infiniband", "placement", "gpu-memory"]
+    missing = [
+        "transformer-engine",
+        "apex",
+        "driver",
+        "cuda",
+        "gpus",
+        "nvlink",
+        "nccl",
+        "infiniband",
+        "placement",
+        "gpu-memory",
+        "transport",
+        "megatron-switches",
+    ]
     without_config = ["configuration", "ports", "run-dir", "model"]
     assert states == dict.fromkeys(CHECKS, "ok") | dict.fromkeys(missing + without_config, "not here")
     assert all("GPU" in line(LAPTOP, name).found for name in ("driver", "cuda", "gpus", "nvlink", "nccl", "placement"))
@@ -51,13 +79,34 @@ Case = tuple[str, Machine, dict[str, Any], str, str, str]
 """Line, machine, what is changed on it, state, part of what is found, part of the cure."""
 
 CASES: list[Case] = [
-    ("placement", NODE, {"trainer__torch__devices": 7}, "error", "got 7, expected 8: 2 x engines.tp 2 from GPU 4 on and 4", "share_gpus"),
-    ("placement", NODE, {"trainer__torch__devices": 3}, "error", "trainer.ranks: got 4 on a machine with 3 GPUs", "trainer.tp"),
-    ("placement", NODE, {"run__on_gpus__places": OVERLAP}, "error", "got 2: an engine and the trainer on GPUs 2, 3", "share_gpus=true"),
+    (
+        "placement",
+        NODE,
+        {"trainer__torch__devices": 7},
+        "error",
+        "GPUs of this machine: 7, expected 8: 2 x engines.tp 2 from GPU 4 on and 4",
+        "share_gpus",
+    ),
+    ("placement", NODE, {"trainer__torch__devices": 3}, "error", "trainer.ranks: 4 on a machine with 3 GPUs", "trainer.tp"),
+    (
+        "placement",
+        NODE,
+        {"run__on_gpus__places": OVERLAP},
+        "error",
+        "engines.first_gpu: 2: an engine and the trainer on GPUs 2, 3",
+        "share_gpus=true",
+    ),
     ("placement", NODE, {"run__on_gpus__places": SHARED}, "ok", "GPUs 2, 3 shared on purpose", ""),
     ("placement", NODE, {"run__on_gpus__places": APART, "trainer__torch__devices": 3}, "error", "neither", "cluster.trainer_nodes"),
     ("placement", NODE, {"run__on_gpus__places": APART}, "ok", "trainer on GPUs 0, 1, 2, 3; or 2 engines on GPU 0-3, 4-7", ""),
-    ("placement", NODE, {"run__on_gpus__float32": "engines.dtype: got float32"}, "error", "got float32", "engines.dtype=bfloat16"),
+    (
+        "placement",
+        NODE,
+        {"run__on_gpus__float32": "engines.dtype: got float32"},
+        "error",
+        "engines.dtype: float32",
+        "engines.dtype=bfloat16",
+    ),
     ("placement", NODE, {"nvidia__gpus": (*GPUS[:7], replace(GPUS[7], used_mib=9000))}, "error", "9000 MiB of GPU 7", "nvidia-smi says"),
     ("placement", NODE, {"nvidia__gpus": (A100, *GPUS[1:])}, "error", "the trainer would compute on NVIDIA A100", "CUDA_DEVICE_ORDER"),
     ("placement", NODE, {"trainer__torch__apart": ((6, 0),), "run__on_gpus__way": "ipc"}, "error", "GPUs 0 and 6 do not", "=nccl"),
@@ -66,6 +115,10 @@ CASES: list[Case] = [
     ("gpu-memory", NODE, {"run__on_gpus__trainer_bytes": 82 * 10**9}, "error", "the trainer would hold 82 GB", "trainer.recompute=full"),
     ("gpu-memory", NODE, {"run__on_gpus__places": SHARED}, "error", "the trainer and an engine would hold 130 GB", "share_gpus=false"),
     ("gpu-memory", NODE, {"run__on_gpus__trainer_bytes": None}, "not here", "the model is not known", "line model"),
+    ("transport", NODE, {"run__on_gpus__transport": "gloo"}, "error", "sync.transport: gloo, expected auto, nccl or ipc", "leave it out"),
+    ("transport", NODE, {"run__on_gpus__transport": "auto"}, "ok", "over nccl", ""),
+    ("megatron-switches", NODE, {"run__on_gpus__features": DENSE, "run__on_gpus__megatron": FLEX}, "error", "flex, expected", "leave it"),
+    ("megatron-switches", NODE, {"run__on_gpus__features": DENSE}, "ok", "off here", ""),
     ("nccl", NODE, {"engine__nccl__version": 23007, "run__on_gpus__way": "ipc"}, "warning", "2.30.7", "sync.transport: ipc"),
     ("python", NODE, {"trainer__version": "3.10.4"}, "error", "3.10.4, expected >=3.11", "newer Python"),
     ("python", NODE, {"trainer__version": None, "trainer__unfinished": "killed"}, "error", "could not be run: killed", "make setup"),
@@ -193,11 +246,12 @@ CASES: list[Case] = [
     (
         "gpus",
         NODE,
-        {"nvidia__gpus": tuple(replace(gpu, compute_mode="Exclusive_Process") for gpu in GPUS[:2])},
+        {"nvidia__gpus": EXCLUSIVE, "trainer__torch__devices": 2, "run": None},
         "warning",
         "of GPUs 0, 1 is Exclusive_Process",
         "-i 0,1 -c DEFAULT",
     ),
+    ("gpus", NODE, {"nvidia__gpus": EXCLUSIVE}, "ok", "2 x NVIDIA H100", ""),
     ("gpus", NODE, {"trainer__torch__devices": 2}, "ok", "8 x NVIDIA H100 80GB HBM3 of 81559 MiB, of which torch sees 2", ""),
     ("gpus", NODE, {"nvidia__gpus": (replace(GPUS[0], mig=True),)}, "ok", "MIG", ""),
     ("nvlink", NODE, {"nvidia__gpus": GPUS[:1], "nvidia__links": ()}, "not here", "fewer than two", ""),
@@ -328,4 +382,4 @@ def test_a_configuration_that_is_wrong_is_a_line_among_others() -> None:
     assert wrong.startswith("error     configuration       ")
     assert "run.stepz: got an unknown key" in wrong
     assert lines[lines.index(wrong) + 1].strip().startswith("-> correct what is named")
-    assert lines[-1] == "laptop: ok: 14, warning: 0, error: 1, not here: 13"
+    assert lines[-1] == "laptop: ok: 14, warning: 0, error: 1, not here: 15"

@@ -14,11 +14,12 @@ from pathlib import Path
 import pytest
 
 import asyncmoe
-from asyncmoe.doctor.environment import Apex
+from asyncmoe.doctor.environment import Apex, Shown
 from asyncmoe.doctor.facts import Port
 from asyncmoe.doctor.probes import network, nvidia, python_probe, pythons, requirements, shell, sources, system
 from asyncmoe.doctor.probes.call_with_timeout import Later
 from asyncmoe.errors import WaitTimeout
+from asyncmoe.reshard import _C
 
 ROOT = Path(asyncmoe.__file__).resolve().parent.parent
 
@@ -168,6 +169,7 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (torch / "version.py").write_text("cuda = '12.8'\n")
     (torch / "cuda.py").write_text(
         "init = lambda: None\ndevice_count = lambda: 3\ncan_device_access_peer = lambda i, j: (i, j) != (2, 1)\n"
+        "class Properties:\n total_memory, major, minor, uuid = 9 << 30, 9, 0, '4e0d'\nget_device_properties = lambda device: Properties\n"
     )
     return tmp_path / "site"
 
@@ -179,9 +181,12 @@ def test_a_python_is_looked_into(site: Path) -> None:
     assert set(found.packages) == {"torch", "msgspec"}
     assert found.extension is not None
     assert found.extension.package == str(ROOT / "asyncmoe")
+    assert found.extension.architectures == tuple(filter(None, _C.ARCHITECTURES.split(";")))
+    assert bool(found.extension.architectures) == _C.CUDA, "kernels say what they are built for"
     assert found.torch is not None
     assert (found.torch.version, found.torch.cuda, found.torch.devices, found.torch.trouble) == ("2.9.0+cu128", "12.8", 3, None)
     assert found.torch.apart == ((2, 1),)
+    assert found.torch.shown == (Shown(9 << 30, "9.0", "4e0d"),) * 3
     assert found.unfinished is None
 
 

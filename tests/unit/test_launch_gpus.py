@@ -11,12 +11,13 @@ import pytest
 from doctor_machines import ENGINE, GPUS, NODE, but
 
 from asyncmoe.config import Config, devices, load
+from asyncmoe.doctor.environment import PythonFacts, Shown, Torch
 from asyncmoe.doctor.facts import GpuFacts, Machine, Nvidia, RunFacts
 from asyncmoe.doctor.probes import config_probe
 from asyncmoe.errors import ConfigError, UserError
 from asyncmoe.launch import gpus, local, preflight
 from asyncmoe.plan import budget
-from asyncmoe.receiver.channel import transport_for
+from asyncmoe.receiver.transport import transport_for
 from asyncmoe.rollout.engines import engine_process
 from asyncmoe.trainer.model import connections
 
@@ -213,7 +214,7 @@ def test_an_engine_that_joins_has_gpus_of_its_machine() -> None:
 
 def test_engines_in_float32_are_for_attention_that_takes_it() -> None:
     config, hf = configured("demo-gpus.yaml", "engines.dtype=float32")
-    with pytest.raises(UserError, match=r"engines.dtype: got float32.*expected bfloat16.*set engines.dtype=bfloat16"):
+    with pytest.raises(UserError, match=r"got engines.dtype: float32.*expected bfloat16.*set engines.dtype=bfloat16"):
         preflight.judge(machine(config, hf, 2, GPUS[0]))
     for given in ('["--attention-backend","triton"]', '["--attention-backend=torch_native"]'):
         config, hf = configured("demo-gpus.yaml", "engines.dtype=float32", f"engines.args={given}")
@@ -317,10 +318,12 @@ def test_kernels_begin_in_order_where_tensor_parallelism_counts_on_it(caplog: py
     assert "unset it" in caplog.text
 
 
-def test_an_engine_is_bounded_by_the_smallest_gpu_of_its_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_is_bounded_by_the_smallest_gpu_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     config, hf = configured("demo-gpu.yaml")
-    found = Nvidia(2, "580.65", (GPUS[0], replace(GPUS[1], memory_mib=40960)))
+    found = Nvidia(2, "580.65", (replace(GPUS[0], memory_mib=40960), GPUS[1]))
     monkeypatch.setattr(gpus.nvidia, "look", lambda: found)
+    shown = tuple(Shown(gpu.memory_mib << 20, gpu.capability) for gpu in found.gpus)
+    monkeypatch.setattr(gpus.pythons, "look", lambda *_: PythonFacts("python", torch=Torch("2.9.0", "13.0", devices=2, shown=shown)))
     monkeypatch.setattr(gpus.models, "load_hf_config", lambda path: hf)
     monkeypatch.setattr("torch.version.cuda", None)
     assert gpus.engine_arguments(config) == (), "this environment computes on the CPU"

@@ -32,9 +32,9 @@ from asyncmoe.errors import (
 from asyncmoe.models import EngineParallel, MegatronParallel, family_of
 from asyncmoe.models.lora.adapter import Kind, halves
 from asyncmoe.receiver import channel, command, control_store, failing, handshake, protocol, transfer_plan, worker
-from asyncmoe.receiver.channel import transport_for
 from asyncmoe.receiver.control_store import Store
 from asyncmoe.receiver.protocol import AdapterTerms, EngineRanks, Header, Outcome, Ready, Terms
+from asyncmoe.receiver.transport import transport_for
 from asyncmoe.receiver.weight_buffers import AdapterMemory, Weights
 from asyncmoe.reshard import Exchanger, plan
 from asyncmoe.reshard.torch_transport import TorchTransport

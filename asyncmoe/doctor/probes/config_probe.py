@@ -14,6 +14,7 @@ from asyncmoe.doctor.facts import Disk, OnGpus, RunFacts
 from asyncmoe.doctor.probes import disk, model, network
 from asyncmoe.doctor.probes.call_with_timeout import Later
 from asyncmoe.errors import ConfigError, UserError, WaitTimeout
+from asyncmoe.receiver.transport import transport_for
 from asyncmoe.rpc import address
 
 T = TypeVar("T")
@@ -95,19 +96,37 @@ def on_gpus(config: Config, hf: Mapping[str, Any]) -> OnGpus:
     """
     from asyncmoe import models
     from asyncmoe.plan import budget
+    from asyncmoe.trainer.model.features import run_features
 
     models.check(config, hf)
     trainer, engine = budget.least(config, hf)
     several = address.several(config.cluster.network)
-    over_ipc = config.sync.method == "reshard" and (config.sync.transport == "ipc" or config.engines.share_gpus)
-    float32 = models.engine_dtype(hf, config.engines) == "float32" and not TAKES_FLOAT32 & set(_attention(config.engines.args))
+    engine_dtype, trainer_float32 = models.engine_dtype(hf, config.engines), config.trainer.dtype == "float32"
+    float32 = engine_dtype == "float32" and not TAKES_FLOAT32 & set(_attention(config.engines.args))
     return OnGpus(
         places=devices.wanted(config, several),
-        way="ipc" if over_ipc else "nccl",
+        way=_way(config, several),
         float32=_FLOAT32 if float32 else None,
         trainer_bytes=trainer.total,
         engine_bytes=engine.total,
+        trainer_parts=trainer.parts,
+        engine_parts=engine.parts,
+        bfloat16=engine_dtype == "bfloat16" or not trainer_float32,
+        transport=config.sync.transport if config.sync.method == "reshard" else None,
+        megatron=config.trainer.megatron.model_dump(),
+        features=run_features(hf, config, models.trainer_parallel(config), trainer_float32),
+        trainer_nodes=config.cluster.trainer_nodes,
     )
+
+
+def _way(config: Config, several: bool) -> str:
+    """ "ipc" or "nccl"; "nccl" also where the trainer would refuse `sync.transport`, which is a check of its own."""
+    if config.sync.method != "reshard":
+        return "nccl"
+    try:
+        return transport_for(config.sync.transport, gpu=True, together=not several, shared=config.engines.share_gpus)
+    except ConfigError:
+        return "nccl"
 
 
 def _attention(arguments: Sequence[str]) -> Iterator[str]:

@@ -21,7 +21,8 @@ from typing import Any
 def main(names: Iterable[str]) -> None:
     """Print all facts, the riskiest last."""
     packages = installed(names)
-    say(version=".".join(map(str, sys.version_info[:3])), packages=packages, apex=apex())
+    deep_ep = importlib.util.find_spec("deep_ep") is not None
+    say(version=".".join(map(str, sys.version_info[:3])), packages=packages, apex=apex(), deep_ep=deep_ep)
     say(step="loading asyncmoe's extension")
     say(extension=extension())
     say(step="opening NCCL")
@@ -74,7 +75,12 @@ def extension() -> dict[str, Any]:
     except ImportError as error:
         return {**found, "trouble": str(error)}
     built = [digest for digest in (getattr(reshard, "SOURCES", None), getattr(record, "SOURCES", None)) if digest]
-    return {**found, "cuda": reshard.CUDA, "built_from": built}
+    return {
+        **found,
+        "cuda": reshard.CUDA,
+        "built_from": built,
+        "architectures": list(filter(None, getattr(reshard, "ARCHITECTURES", "").split(";"))),
+    }
 
 
 def nccl() -> dict[str, Any] | None:
@@ -113,7 +119,14 @@ def torch() -> dict[str, Any]:
     count = module.cuda.device_count()
     pairs = [(i, j) for i in range(count) for j in range(i)]
     apart = [pair for pair in pairs if not module.cuda.can_device_access_peer(*pair)]
-    return {**found, "devices": count, "apart": apart}
+    return {**found, "devices": count, "apart": apart, "shown": [described(module, device) for device in range(count)]}
+
+
+def described(module: Any, device: int) -> dict[str, Any]:
+    """Memory of a GPU or of the instance that CUDA shows, which nvidia-smi may not know."""
+    found = module.cuda.get_device_properties(device)
+    uuid = str(getattr(found, "uuid", ""))
+    return {"memory_bytes": found.total_memory, "capability": f"{found.major}.{found.minor}", "uuid": uuid}
 
 
 if __name__ == "__main__":

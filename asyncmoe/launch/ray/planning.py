@@ -76,12 +76,9 @@ def bundles(config: Config, gpus: bool) -> tuple[Bundle, ...]:
         gpus: whether the cluster has GPUs.
 
     Raises:
-        ConfigError: ranks or engines cannot be spread over their nodes, or `engines.first_gpu` is set, although Ray chooses the GPUs.
+        ConfigError: engines that cannot be spread over their nodes, or GPUs that Ray is not to choose.
     """
     cluster, ranks = config.cluster, config.trainer.ranks
-    if ranks % cluster.trainer_nodes:
-        cure = "each node runs as many ranks as the others"
-        raise ConfigError("cluster.trainer_nodes", got=cluster.trainer_nodes, expected=f"a divisor of trainer.ranks = {ranks}", cure=cure)
     if config.engines.count < cluster.engine_nodes:
         raise ConfigError("cluster.engine_nodes", got=cluster.engine_nodes, expected=f"at most engines.count = {config.engines.count}")
     if config.engines.first_gpu:

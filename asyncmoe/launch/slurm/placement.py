@@ -39,17 +39,10 @@ def place(allocation: Allocation, config: Config) -> Placement:
     and the trainer on the second. Both share the node of a one-node job.
 
     Raises:
-        UserError: there are too few nodes, or a heterogeneous job does not have two components.
-        ConfigError: ranks or engines cannot be spread over their nodes.
+        UserError: too few nodes, or a number of components that is not two.
+        ConfigError: engines that cannot be spread over their nodes.
     """
     cluster = config.cluster
-    if config.trainer.ranks % cluster.trainer_nodes:
-        raise ConfigError(
-            "cluster.trainer_nodes",
-            got=cluster.trainer_nodes,
-            expected=f"a divisor of trainer.ranks = {config.trainer.ranks}",
-            cure="each node runs as many ranks as the others",
-        )
     if config.engines.count < cluster.engine_nodes:
         raise ConfigError("cluster.engine_nodes", got=cluster.engine_nodes, expected=f"at most engines.count = {config.engines.count}")
     engines, trainers, unused = _split(allocation, cluster.engine_nodes, cluster.trainer_nodes)

@@ -9,12 +9,10 @@ import torch
 
 from asyncmoe.config import Config
 from asyncmoe.errors import ConfigError
-from asyncmoe.models import family_of, kept_routing
-from asyncmoe.models.latent import Latent
-from asyncmoe.models.shape import Shape
 from asyncmoe.platform import kernels, megatron
+from asyncmoe.trainer.model.features import run_features
 from asyncmoe.trainer.model.mesh import Mesh
-from asyncmoe.trainer.model.switches import RunFeatures, Switches, decide, megatron_arguments
+from asyncmoe.trainer.model.switches import Switches, decide, megatron_arguments
 
 megatron.prepare()
 
@@ -38,27 +36,7 @@ def switches(hf: Mapping[str, Any], config: Config, mesh: Mesh, dtype: torch.dty
     Raises:
         ConfigError: the configuration requests an impossible setting.
     """
-    shape, trainer = family_of(hf).shape_of(hf), config.trainer
-    run = RunFeatures(
-        dp=mesh.dp,
-        exchanged=mesh.etp * mesh.ep,
-        expert_widths=_expert_widths(shape, config, mesh),
-        lora=config.adapter is not None,
-        keeps_routing=kept_routing(config, hf) is not None,
-        latent=isinstance(shape.attention, Latent),
-        interleaved_rope=bool(family_of(hf).megatron_config(hf)[0].get("rotary_interleaved")),
-        float32=dtype == torch.float32,
-        distributed=trainer.distributed_optimizer,
-        published_every=config.sync.every,
-    )
-    return decide(trainer.megatron, kernels.detect(), run)
-
-
-def _expert_widths(shape: Shape, config: Config, mesh: Mesh) -> tuple[int, ...]:
-    if not shape.experts:
-        return ()
-    rank = () if config.adapter is None else (config.adapter.rank,)
-    return (shape.hidden, shape.expert_width // mesh.etp, *rank)
+    return decide(config.trainer.megatron, kernels.detect(), run_features(hf, config, mesh.parallel(te=False), dtype == torch.float32))
 
 
 def ddp_config(config: Config, on: Switches) -> DistributedDataParallelConfig:

@@ -1,0 +1,285 @@
+"""Runs on machines whose GPUs are not all alike, free, whole or in nvidia-smi's order: only the GPUs that a run takes count."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+import pytest
+from doctor_machines import GPUS, NODE, but
+from test_launch_gpus import H200, configured, machine
+
+from asyncmoe.doctor import cards
+from asyncmoe.doctor.environment import PythonFacts, Shown, Torch
+from asyncmoe.doctor.examination import examine
+from asyncmoe.doctor.facts import GpuFacts, Machine, Nvidia
+from asyncmoe.errors import ConfigError, UserError
+from asyncmoe.launch import gpus, preflight
+from asyncmoe.plan import budget
+
+H100 = GPUS[0]
+T400 = GpuFacts(0, "NVIDIA T400 4GB", 4096, 4, "Default", "7.5")
+T4 = GpuFacts(0, "Tesla T4", 15360, 4, "Default", "7.5")
+V100 = GpuFacts(0, "Tesla V100-SXM2-32GB", 32768, 4, "Default", "7.0")
+A100 = GpuFacts(0, "NVIDIA A100-SXM4-80GB", 81920, 4, "Default", "8.0")
+GB10 = GpuFacts(0, "NVIDIA GB10", 0, 4, "Default", "12.1")
+PROHIBITED, EXCLUSIVE = replace(H100, compute_mode="Prohibited"), replace(H100, compute_mode="Exclusive_Process")
+SLICED, BUSY = replace(H100, mig=True), replace(H100, used_mib=60000)
+ONE, TWO = "demo-gpu.yaml", "demo-gpus.yaml"
+FULL = "one-node/qwen3-30b-a3b.yaml"
+
+
+def node(name: str, found: list[GpuFacts], *overrides: str, **changes: Any) -> Machine:
+    """A node with these cards, examined for an example."""
+    numbered = tuple(replace(gpu, index=index, uuid=f"GPU-{index:08x}") for index, gpu in enumerate(found))
+    config, hf = configured(name, *overrides)
+    base = but(machine(config, hf, len(found), H100), nvidia__gpus=numbered, trainer__packages={"transformer-engine": "2.8.0"})
+    return but(base, **changes) if changes else base
+
+
+def refused(found: Machine) -> str:
+    with pytest.raises(UserError) as caught:
+        preflight.judge(found)
+    said = str(caught.value)
+    assert "\n" not in said
+    assert said.count(": got ") == 1, said
+    assert said.count(", expected ") == 1, said
+    return said
+
+
+@pytest.mark.parametrize(
+    ("found", "changes"),
+    [
+        pytest.param([H100, H100, T400], {}, id="a small card"),
+        pytest.param([H100, H100, replace(T4, used_mib=12000)], {}, id="an old and busy card"),
+        pytest.param([H100, H100, PROHIBITED], {}, id="a prohibited card"),
+        pytest.param([H100, H100, PROHIBITED], {"nvidia__chosen": ("0", "1"), "trainer__torch__devices": 2}, id="a hidden prohibited card"),
+        pytest.param([BUSY, *[H100] * 7], {"nvidia__chosen": ("6", "7"), "trainer__torch__devices": 2}, id="a hidden busy card"),
+        pytest.param([EXCLUSIVE, EXCLUSIVE], {}, id="one process to a GPU, and one process on each"),
+        pytest.param([replace(H100, memory_mib=0), replace(H100, memory_mib=0)], {}, id="memory that is not told"),
+        pytest.param([replace(H100, memory_mib=0), H100], {}, id="memory of one that is not told"),
+        pytest.param([replace(H100, capability="[N/A]")] * 2, {}, id="a capability that is not told"),
+    ],
+)
+def test_what_does_not_concern_the_run_is_not_spoken_of(found: list[GpuFacts], changes: dict[str, Any]) -> None:
+    assert preflight.judge(node(TWO, found, **changes)) == ()
+
+
+REFUSED: list[tuple[str, Callable[[], Machine], tuple[str, ...]]] = [
+    (
+        "the trainer's cards are too small",
+        lambda: node(FULL, [H100] * 6 + [H200] * 2),
+        ("gpu-memory of node01: got the trainer would hold 103 GB of GPU 0", "expected at most 81.2", "trainer.ranks"),
+    ),
+    (
+        "the engine's cards are too small",
+        lambda: node(FULL, [H200] * 6 + [H100] * 2),
+        ("gpu-memory of node01: got an engine would hold 130 GB of GPU 6", "expected at most 81.2", "engines.tp"),
+    ),
+    (
+        "a taken card is prohibited",
+        lambda: node(TWO, [H100, PROHIBITED]),
+        ("gpus of node01: got", "compute mode of GPU 1 is Prohibited, expected Default", "nvidia-smi -i 1 -c DEFAULT"),
+    ),
+    (
+        "two processes share an exclusive card",
+        lambda: node(ONE, [EXCLUSIVE]),
+        ("compute mode of GPU 0 is Exclusive_Process, and the trainer and an engine share GPU 0", "; nvidia-smi -i 0 -c DEFAULT"),
+    ),
+    (
+        "two GPUs out of MIG mode",
+        lambda: node(TWO, [SLICED] * 8, trainer__torch__devices=1),
+        ("a MIG instance", "CUDA shows a process one instance only, while the run takes 2 GPUs", "expected 2 GPUs without MIG"),
+    ),
+    (
+        "two instances of MIG",
+        lambda: node(TWO, [SLICED] * 2, nvidia__chosen=("MIG-a", "MIG-b"), trainer__torch__devices=1),
+        ("CUDA shows a process one instance only",),
+    ),
+    (
+        "an instance of MIG is small",
+        lambda: node(ONE, [SLICED], trainer__torch__shown=(Shown(10 << 30, "9.0"),)),
+        ("the trainer and an engine would hold 14.8 GB of GPU 0", "expected at most 10.2"),
+    ),
+    (
+        "torch tells that a card is small",
+        lambda: node(ONE, [GB10], trainer__torch__shown=(Shown(10 << 30, "12.1"),)),
+        ("gpu-memory of node01: got the trainer and an engine would hold 14.8 GB of GPU 0", "expected at most 10.2"),
+    ),
+    (
+        "CUDA 13 does not compile for it",
+        lambda: node(TWO, [V100] * 2),
+        ("GPUs 0, 1 of compute capability 7.0, expected 8.0 or higher", "CUDA 13 compiles for none before 7.5", "CUDA_VISIBLE_DEVICES"),
+    ),
+    ("it has no bfloat16", lambda: node(ONE, [T4]), ("GPU 0 of compute capability 7.5, expected 8.0 or higher, as bfloat16 needs",)),
+    (
+        "the kernels are for others",
+        lambda: node(TWO, [A100] * 2, trainer__extension__architectures=("90", "100")),
+        ("for which the extension's kernels are not built", "expected one of 9.0, 10.0", 'ASYNCMOE_CUDA_ARCHS="80" make setup GPU=1'),
+    ),
+    (
+        "a busy card under another number",
+        lambda: node(TWO, [BUSY, *[H100] * 7], nvidia__chosen=("6", "0"), trainer__torch__devices=2),
+        ("other processes use up to 60000 MiB of GPU 1 (nvidia-smi: 0), which",),
+    ),
+    (
+        "a busy card that torch's id tells",
+        lambda: node(TWO, [BUSY, H100], trainer__torch__shown=(Shown(8 << 30, "9.0", "00000001"), Shown(8 << 30, "9.0", "00000000"))),
+        ("of GPU 1 (nvidia-smi: 0), which",),
+    ),
+    (
+        "memory to send weights through",
+        lambda: node(TWO, [H100] * 2, "sync.bucket_bytes=1000000000000"),
+        ("most of it weight sync", "; take a smaller sync.bucket_bytes"),
+    ),
+    (
+        "CUDA_VISIBLE_DEVICES",
+        lambda: node(TWO, [H100] * 8, nvidia__chosen=("1",), trainer__torch__devices=1),
+        ("got GPUs of this machine: 1 (CUDA_VISIBLE_DEVICES hides 7 more), expected 2", "; name more of them in CUDA_VISIBLE_DEVICES, or"),
+    ),
+    (
+        "engines.first_gpu",
+        lambda: node(TWO, [H100] * 8, "engines.first_gpu=8"),
+        ("8, expected 9: 1 x engines.tp 1 from GPU 8 on (engines.first_gpu)", "; lower engines.first_gpu, or"),
+    ),
+    (
+        "shared GPUs are counted once",
+        lambda: node(ONE, [H100], "engines.count=2"),
+        ("got GPUs of this machine: 1, expected 2: 2 x engines.tp 1 from GPU 0 on, shared with 1 rank of the trainer; take fewer",),
+    ),
+    ("transport=shm", lambda: node(TWO, [H100] * 2, "sync.transport=shm"), ("got sync.transport: shm, expected auto, nccl or ipc",)),
+    ("transport=gloo", lambda: node(TWO, [H100] * 2, "sync.transport=gloo"), ("got sync.transport: gloo, expected auto, nccl or ipc",)),
+    (
+        "ipc between machines",
+        lambda: node("cluster/qwen3-30b-a3b.yaml", [H100] * 8, "sync.transport=ipc"),
+        ("got sync.transport: ipc, expected auto, gloo or nccl between several machines",),
+    ),
+    (
+        "no Transformer Engine for its layers",
+        lambda: node(
+            TWO, [H100] * 2, "trainer.megatron.transformer_impl=transformer_engine", trainer__packages={"transformer-engine": None}
+        ),
+        ("got trainer.megatron.transformer_impl: transformer_engine, expected local because Transformer Engine is not installed",),
+    ),
+    (
+        "no Transformer Engine for a switch",
+        lambda: node(TWO, [H100] * 2, "trainer.megatron.moe_permute_fusion=true", trainer__packages={"transformer-engine": None}),
+        ("got trainer.megatron.moe_permute_fusion: true, expected false or null because",),
+    ),
+    (
+        "no DeepEP",
+        lambda: node(TWO, [H100] * 2, "trainer.megatron.moe_token_dispatcher_type=flex"),
+        ("moe_token_dispatcher_type: flex, expected alltoall because DeepEP",),
+    ),
+    (
+        "engines whose torch sees nothing",
+        lambda: node(TWO, [H100] * 2, engine__torch__devices=0),
+        ("cuda of node01: got the torch 2.9.0+cu128 of the engines' Python, /engine/bin/python, sees no GPU, expected 2",),
+    ),
+    (
+        "engines without kernels",
+        lambda: node(TWO, [H100] * 2, engine__extension__cuda=False),
+        ("engine-python of node01: got asyncmoe's extension as /engine/bin/python loads it", "without CUDA kernels"),
+    ),
+    (
+        "mixed cards in a group",
+        lambda: node(FULL, [*[H200] * 7, H100]),
+        ("engine 0 would compute on NVIDIA H100 80GB HBM3 of 81559 MiB and NVIDIA H200", "expected GPUs of one kind in a group"),
+    ),
+]
+
+
+@pytest.mark.parametrize(("make", "words"), [pytest.param(*case[1:], id=case[0]) for case in REFUSED])
+def test_what_stops_a_run_has_one_got_one_expected_and_a_cure(make: Callable[[], Machine], words: tuple[str, ...]) -> None:
+    said = refused(make())
+    assert all(word in said for word in words), said
+
+
+def test_an_instance_of_mig_that_both_share_is_enough() -> None:
+    shared = node(ONE, [SLICED], trainer__torch__shown=(Shown(40 << 30, "9.0"),))
+    assert preflight.judge(shared) == ()
+    (card,) = cards.of(shared)
+    assert (card.instance, card.memory_bytes) == (True, 40 << 30)
+
+
+def test_without_a_configuration_compute_modes_are_warned_of() -> None:
+    for gpu, words in ((PROHIBITED, "is Prohibited"), (EXCLUSIVE, "engines.share_gpus=true fail there")):
+        verdict = preflight.CHECKS["gpus"](but(NODE, nvidia__gpus=(gpu, *GPUS[1:]), run=None))
+        assert (verdict.state, words in verdict.found) == ("warning", True)
+        assert "ipc" not in verdict.line
+
+
+def test_one_warning_does_not_hide_another() -> None:
+    (line,) = preflight.judge(node(TWO, [A100, H100]))
+    assert "of different kinds" in line
+    assert 'ASYNCMOE_CUDA_ARCHS="80;90"' in line, "a build for the one card alone would lack the other"
+
+
+def test_float32_needs_no_bfloat16() -> None:
+    overrides = ("trainer.dtype=float32", "engines.dtype=float32", 'engines.args=["--attention-backend","triton"]')
+    assert all("bfloat16" not in line for line in preflight.judge(node(TWO, [replace(T4, memory_mib=81559)] * 2, *overrides)))
+
+
+def test_a_trainer_spread_over_nodes_of_one_machine_is_warned_of() -> None:
+    (line,) = preflight.judge(node(TWO, [H100] * 3, "cluster.trainer_nodes=2", "trainer.ranks=2", "trainer.ep=2"))
+    assert "cluster.trainer_nodes is 2, but with cluster.network=loopback" in line
+
+
+def test_nodes_of_the_trainer_divide_its_ranks() -> None:
+    with pytest.raises(ConfigError, match=r"cluster.trainer_nodes: got 3, expected a divisor of trainer.ranks = 8"):
+        configured("cluster/qwen3-30b-a3b.yaml", "cluster.trainer_nodes=3")
+
+
+def test_facts_travel_as_json() -> None:
+    facts = node(TWO, [H100] * 2, trainer__torch__shown=(Shown(1, "9.0", "4e"), Shown(1, "9.0")))
+    assert examine(msgspec.json.decode(msgspec.json.encode(facts), type=Machine)) == examine(facts)
+
+
+def bounds(monkeypatch: pytest.MonkeyPatch, name: str, found: Nvidia, shown: tuple[Shown, ...] = (), *overrides: str) -> tuple[str, ...]:
+    """The arguments of an engine on a machine."""
+    config, hf = configured(name, *overrides)
+    monkeypatch.setattr(gpus.nvidia, "look", lambda: found)
+    torch = Torch("2.9.0", "13.0", devices=len(shown), shown=shown)
+    monkeypatch.setattr(gpus.pythons, "look", lambda *_: PythonFacts("python", torch=torch))
+    monkeypatch.setattr(gpus.models, "load_hf_config", lambda path: hf)
+    monkeypatch.setattr("torch.version.cuda", "13.0")
+    return gpus.engine_arguments(config)
+
+
+def test_an_engine_is_bounded_by_the_gpus_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    config, hf = configured(TWO)
+    h100 = budget.engine_arguments(config, hf, 81559 * 2**20 / 1e9)
+    large, small = Shown(81559 << 20, "9.0"), Shown(4096 << 20, "7.5")
+    assert bounds(monkeypatch, TWO, Nvidia(3, "580.65", (H100, GPUS[1], replace(T400, index=2))), (large, large, small)) == h100
+    chosen = Nvidia(3, "580.65", (replace(T400, index=0), GPUS[1], GPUS[2]), chosen=("1", "2"))
+    assert bounds(monkeypatch, TWO, chosen) == h100
+    # CUDA puts the fastest first, nvidia-smi what comes first on the bus: torch's ids tell.
+    named = tuple(replace(gpu, uuid=f"GPU-{index}") for index, gpu in enumerate((GPUS[0], replace(T400, index=1), GPUS[2])))
+    order = (replace(large, uuid="0"), replace(large, uuid="2"), replace(small, uuid="1"))
+    assert bounds(monkeypatch, TWO, Nvidia(3, "580.65", named), order) == h100
+
+
+def test_an_engine_is_bounded_by_what_torch_says_where_nvidia_smi_does_not_know(monkeypatch: pytest.MonkeyPatch) -> None:
+    config, hf = configured(ONE)
+    shown = (Shown(40 << 30, "9.0"),)
+    expected = budget.engine_arguments(config, hf, (40 << 30) / 1e9)
+    for found in (Nvidia(1, "580.65", (SLICED,)), Nvidia(1, "580.65", (SLICED,), chosen=("MIG-a",)), Nvidia(1, "580.65", (GB10,))):
+        assert bounds(monkeypatch, ONE, found, shown) == expected
+    monkeypatch.setattr(gpus.cards, "cards", lambda *_: (cards.Card(0),))
+    with pytest.raises(ConfigError, match=r"memory of an engine's GPU: got not known.*engines.max_total_tokens"):
+        bounds(monkeypatch, ONE, Nvidia(1, "580.65", (GB10,)))
+    given = ("engines.max_total_tokens=9000", 'engines.args=["--mem-fraction-static","0.3"]')
+    assert bounds(monkeypatch, ONE, Nvidia(1, "580.65", (GB10,)), (), *given) == ()
+
+
+def test_an_engine_whose_torch_sees_no_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match=r"got 0, expected"):
+        bounds(monkeypatch, "cluster/qwen3-30b-a3b.yaml", Nvidia(1, "580.65", (SLICED,)))
+
+
+def test_an_engine_refused_for_its_weight_sync_is_told_the_key() -> None:
+    config, hf = configured(TWO, "sync.bucket_bytes=1000000000000")
+    with pytest.raises(ConfigError, match=r"memory of an engine's GPU.*take a smaller sync.bucket_bytes"):
+        budget.engine_arguments(config, hf, 80.0)

@@ -146,8 +146,9 @@ def test_its_configuration_on_a_card_is_what_a_run_accepts(tmp_path: Path) -> No
     assert preflight.judge(machine) == ()
     small = replace(H200, memory_mib=24000)
     for card in (H200, small):
-        assert budget.of_run(config, hf, gpus.smallest([card])).fits
-        assert "--mem-fraction-static" in budget.engine_arguments(config, hf, gpus.smallest([card]))
+        gigabytes = card.memory_mib * (1 << 20) / 1e9
+        assert budget.of_run(config, hf, gigabytes).fits
+        assert "--mem-fraction-static" in budget.engine_arguments(config, hf, gigabytes)
     script = (tmp_path / "python").read_text()
     assert f"{servers.MODE}=graphs" in script
     assert "tests.gpu.bundle.bare_server" in script

@@ -51,7 +51,7 @@ def section_of(**values: Any) -> LoraSection:
     try:
         return config.Config.model_validate({**base, "lora": values}).lora
     except ValidationError as error:
-        raise config._explain(error, "config") from None
+        raise config._explain(error, config.Source("config"))[0] from None
 
 
 @pytest.mark.parametrize(

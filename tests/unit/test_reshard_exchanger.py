@@ -237,7 +237,8 @@ def test_a_run_does_nothing_in_python_for_a_tensor() -> None:
         sys.setprofile(None)
         calls[tensors] = counted[0]
         exchanger.close()
-    assert calls[500] <= calls[5] + 20
+    # One call a tensor would add 495. Waits poll, and what they add depends on the machine's load.
+    assert calls[500] - calls[5] < 495 / 2
 
 
 @pytest.mark.parametrize(

@@ -38,7 +38,7 @@ def check_features(family: str, m: Shape, wanted: Iterable[Wanted]) -> None:
     """
     for key, got, carried in {one[0]: one for one in wanted}.values():
         if got not in carried:
-            expected = f"{' or '.join(map(repr, carried))} ({family} is carried over without this feature)"
+            expected = f"{' or '.join(map(repr, carried))} ({family} is supported only without this feature)"
             raise ConfigError(f"{key} in config.json", got=repr(got), expected=expected)
     m.attention.check(m)
     if m.experts_per_token > m.experts:
@@ -94,9 +94,11 @@ def check_engine(family: str, m: Shape, engine: EngineClass, parallel: EnginePar
     if parallel.pp > m.layers:
         raise ConfigError("engines.pp", got=parallel.pp, expected=f"at most the model's num_hidden_layers = {m.layers}")
     if parallel.dp > 1 and not engine.dp_attention:
-        raise ConfigError("engines.dp", got=parallel.dp, expected=f"1, as SGLang's {family} knows no data-parallel attention")
+        raise ConfigError("engines.dp", got=parallel.dp, expected=f"1, as SGLang's {family} does not support data-parallel attention")
     if parallel.redundant and not engine.redundant:
-        raise ConfigError("engines.redundant", got=parallel.redundant, expected=f"0, as SGLang's {family} has no room for them")
+        raise ConfigError(
+            "engines.redundant", got=parallel.redundant, expected=f"0, as SGLang's {family} does not support redundant experts"
+        )
     if m.experts:
         slots = "num_experts" + (" + redundant experts" if parallel.redundant else "")
         check_divides("engines.ep", parallel.ep, slots, m.experts + parallel.redundant)

@@ -42,7 +42,7 @@ def make_model(out: Path, shape: MadeModel, seed: int) -> None:
         StorageError: the model could not be written.
     """
     if out.exists():
-        raise DataError(str(out), got="something is there already", expected="a path where nothing is")
+        raise DataError(str(out), got="an existing path", expected="a new path")
     written = settings(shape)
     FAMILY.check(written, MegatronParallel(), EngineParallel())
     with writing("model", out):

@@ -63,7 +63,7 @@ def float8_of(hf: Mapping[str, Any]) -> Float8 | None:
             raise ConfigError(f"{KEY}.{key} in config.json", got=repr(given.get(key)), expected=expected)
     for module in given.get("ignored_layers") or given.get("modules_to_not_convert") or ():
         if not str(module).endswith(_LEFT):
-            raise ConfigError(f"{KEY} in config.json", got=f"{module} left as it is", expected="every linear layer but routers quantised")
+            raise ConfigError(f"{KEY} in config.json", got=f"{module} unquantised", expected="every linear layer except routers quantised")
     return Float8(power_of_two=given.get("scale_fmt") == "ue8m0")
 
 

@@ -72,14 +72,16 @@ def run(asked: PlanArguments, console: Console) -> dict[str, Any]:
 def _of_sizes(asked: PlanArguments, model: Path, console: Console) -> dict[str, Any]:
     if asked.trainer is None or asked.engines is None:
         missing = "--engines" if asked.engines is None else "--trainer"
-        raise ConfigError(missing, got="nothing", expected="sizes, as there are those of the other side")
+        raise ConfigError(missing, got="nothing", expected="sizes, because the other side's are given")
     found = traffic.forecast(
         model, asked.trainer, asked.engines, dtype=asked.dtype, bucket_bytes=asked.bucket_bytes, speeds=asked.speeds, lora=asked.lora
     )
     columns = _memory(asked, found, models.load_hf_config(model))
     render_plan.show(found, console)
     render_plan.show_memory(columns, asked.gb, console)
-    console.print(f"Micro-batches of {asked.context} tokens; the optimizer's state is shared out; an engine's KV cache is what is left.")
+    console.print(
+        f"Micro-batches of {asked.context} tokens; the optimizer's state is sharded; an engine's KV cache fills the rest of the GPU."
+    )
     return {**asdict(found), "memory": _values(columns)}
 
 

@@ -104,9 +104,7 @@ def show_splits(found: Sequence[tuple[Split, Forecast]], cluster: Cluster, conso
     split = found[0][0]
     show_memory({"trainer of split 1": split.trainer.memory, "engine of split 1": split.engine.memory}, cluster.gpu_gb, console)
     console.print("Keys of split 1:\n" + "\n".join(yaml_keys(split)), highlight=False, markup=False, soft_wrap=True)
-    console.print(
-        "Split 1 gives the trainer as few nodes as its memory asks for; that says nothing about speed: `asyncmoe simulate --sweep` does."
-    )
+    console.print("Split 1 gives the trainer as few nodes as its memory needs; that ignores speed, see `asyncmoe simulate --sweep`.")
 
 
 def _split_lines(found: Sequence[tuple[Split, Forecast]], cluster: Cluster) -> list[tuple[str, list[str]]]:
@@ -118,7 +116,7 @@ def _split_lines(found: Sequence[tuple[Split, Forecast]], cluster: Cluster) -> l
         ("trainer", [trainer_text(split.trainer.parallel) for split in splits]),
         ("recompute", ["full" if split.trainer.recompute else "none" for split in splits]),
         ("engines", [engines_text(split.engines, split.engine.parallel) for split in splits]),
-        ("new weights arrive", ["while they generate" if split.engine.serving.staging else "while they stand still" for split in splits]),
+        ("new weights arrive", ["while they generate" if split.engine.serving.staging else "while they are paused" for split in splits]),
         (f"conversations of {cluster.context} at once", [str(split.conversations(cluster.context)) for split in splits]),
         ("memory of a trainer's GPU", [_size(split.trainer.memory.total) for split in splits]),
         ("memory of an engine's GPU", [_size(split.engine.memory.total) for split in splits]),

@@ -132,7 +132,7 @@ def check(kind: Kind, m: Shape) -> None:
                 raise ConfigError(
                     "lora.rank",
                     got=kind.rank,
-                    expected=f"at most {least}, the smaller side of {projection} (a pair of a higher rank says no more than the layer)",
+                    expected=f"at most {least}, the smaller side of {projection} (a pair of a higher rank adds nothing)",
                     cure="lower it, or take the layer out of lora.targets",
                 )
 

@@ -83,7 +83,7 @@ def check_expressible(m: Shape, kind: Kind) -> None:
         got, expected = ", ".join(kind.targets), f"of {', '.join(MLP)} all three, or down_proj alone: PEFT has no others of experts"
         raise UserError("adapter's targets", got=got, expected=expected)
     if of_experts and kind.experts == "shared_outer":
-        cure = "write adapters.expanded(...) of it: the same function, in which the experts no longer share"
+        cure = "write adapter.expanded(...) instead, an equivalent adapter whose experts share no halves"
         raise UserError("adapter's experts", got="shared_outer", expected="per_expert, as PEFT has no halves that experts share", cure=cure)
 
 

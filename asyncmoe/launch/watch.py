@@ -111,12 +111,12 @@ def supervise(config: Config, start: Callable[[ExitStack], Processes]) -> dict[s
     finally:
         stop.restore()
     if stop.count and not read_steps(config.run.dir / METRICS):
-        raise AsyncmoeError("stopped before the first step; the same command begins anew")
+        raise AsyncmoeError("stopped before the first step; the same command starts over")
     with storage.writing("summary and report of the run", config.run.dir):
         summary = write_summary(config.run.dir)
         report(config.run.dir)
     if stop.count:
-        raise AsyncmoeError(f"stopped at a checkpoint; the same command goes on from {checkpoints.newest(config.run.dir)}")
+        raise AsyncmoeError(f"stopped at a checkpoint; the same command resumes from {checkpoints.newest(config.run.dir)}")
     return summary
 
 
@@ -128,7 +128,7 @@ def _watch(processes: Processes, view: LiveView, stop: StopOnSignal) -> None:
         if stop.count > told:
             told = stop.count
             if told > 1:
-                raise AsyncmoeError("ended at once; what was not in a checkpoint is lost")
+                raise AsyncmoeError("ended at once; progress since the last checkpoint is lost")
             view.say("stopping: saving a checkpoint (Ctrl-C again ends at once)")
             controller.signal(signal.SIGINT)
         if stop.count and controller.returncode in (0, _INTERRUPTED):  # the trainer has the request, or never joined

@@ -119,7 +119,7 @@ def test_ctrl_c_reaches_the_trainer_on_other_nodes(cluster: Nodes, tmp_path: Pat
     command.process.send_signal(signal.SIGINT)
     status, out, error = command.finish()
     assert status == 1, out + error
-    assert "error: stopped at a checkpoint; the same command goes on from" in error, error + logs(tmp_path / "run")
+    assert "error: stopped at a checkpoint; the same command resumes from" in error, error + logs(tmp_path / "run")
     assert command.gone(), command.alive()
     assert len(list((tmp_path / "run" / "checkpoints").glob("step-*"))) == 1
 

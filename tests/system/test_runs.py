@@ -120,7 +120,7 @@ def test_ctrl_c_leaves_a_run_that_resumes(tmp_path: Path) -> None:
     status, _, error = command.finish(90)
     assert status != 0
     assert "Traceback" not in error
-    assert "goes on from" in error
+    assert "resumes from" in error
     assert command.gone(), command.alive()
     stopped = metrics(directory)[-1]["step"]
     assert checkpoints.newest(directory) == checkpoints.directory(directory, stopped)

@@ -127,11 +127,11 @@ def test_a_job_whose_trainer_is_killed_goes_on_from_its_checkpoint(jobs: Jobs) -
     story = jobs.story(job)
     assert "trainer on n" in story
     assert "SIGKILL" in story
-    assert "goes back into the queue, 1 of at most 1 times" in story
+    assert "is requeued, 1 of at most 1 times" in story
     (start, before), (again, after) = jobs.sessions()
     assert start == 0
     assert again >= int(kept.name.removeprefix("step-"))
-    assert f"goes on from {checkpoints.directory(jobs.run, again).name}" in story
+    assert f"resumes from {checkpoints.directory(jobs.run, again).name}" in story
     assert before == list(range(1, len(before) + 1))
     assert again <= len(before)
     assert after == list(range(again + 1, steps + 5))
@@ -154,8 +154,8 @@ def test_engines_of_another_job_join_and_leave_and_the_time_limit_requeues(jobs:
     kept = checkpoints.newest(jobs.run)
     assert kept is not None
     assert kept == checkpoints.directory(jobs.run, metrics(jobs.run)[-1]["step"])
-    assert f"job {job} goes back into the queue with {kept.name}" in jobs.story(job)
-    assert f"job {job} goes on from {kept.name}" in jobs.story(job)
+    assert f"job {job} is requeued with {kept.name}" in jobs.story(job)
+    assert f"job {job} resumes from {kept.name}" in jobs.story(job)
     jobs.slurm.call("scancel", str(job))
     assert jobs.ended(job) == "CANCELLED", jobs.everything()
 

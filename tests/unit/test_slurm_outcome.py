@@ -55,7 +55,7 @@ def test_before_the_time_limit_it_goes_back_into_the_queue(job: Job, capsys: pyt
     before, _ = job.save(4), job.save(7)
     job.conclude(Asked(requeue=True), before=before)
     assert job.requeued == ["12_3"]
-    assert "job 12_3 goes back into the queue with step-00000007" in capsys.readouterr().out
+    assert "job 12_3 is requeued with step-00000007" in capsys.readouterr().out
 
 
 def test_a_time_limit_that_leaves_no_step_is_named_instead_of_tried_for_ever(job: Job) -> None:
@@ -66,8 +66,10 @@ def test_a_time_limit_that_leaves_no_step_is_named_instead_of_tried_for_ever(job
 
 
 def test_a_user_who_stops_it_is_told_where(job: Job) -> None:
+    with pytest.raises(AsyncmoeError, match="stopped at no checkpoint; the same command starts over"):
+        job.conclude(Asked(save=True))
     job.save(7)
-    with pytest.raises(AsyncmoeError, match="stopped at step-00000007; the same command goes on"):
+    with pytest.raises(AsyncmoeError, match="stopped at step-00000007; the same command resumes from there"):
         job.conclude(Asked(save=True))
     assert job.requeued == []
 
@@ -75,7 +77,7 @@ def test_a_user_who_stops_it_is_told_where(job: Job) -> None:
 def test_a_loss_is_requeued_so_often_as_allowed(job: Job, capsys: pytest.CaptureFixture[str]) -> None:
     for count in (1, 2):
         job.conclude(Asked(), DEAD)
-        assert f"goes back into the queue, {count} of at most 2 times" in capsys.readouterr().out
+        assert f"is requeued, {count} of at most 2 times" in capsys.readouterr().out
     with pytest.raises(AsyncmoeError, match=r"trainer on n3: .*SIGKILL.*lost 3 times, cluster.requeues allows 2") as raised:
         job.conclude(Asked(), DEAD)
     assert raised.value.exit_code == 1
@@ -90,10 +92,10 @@ def test_a_mistake_ends_it_with_its_own_status(job: Job) -> None:
 
 
 def test_a_cancelled_job_stays_out_of_the_queue_however_its_steps_end(job: Job) -> None:
-    with pytest.raises(AsyncmoeError, match="job 12_3 was told to end"):
+    with pytest.raises(AsyncmoeError, match="job 12_3 was cancelled"):
         job.conclude(Asked(now=True), DEAD)
     job.running = False  # the signal has not come yet
-    with pytest.raises(AsyncmoeError, match="job 12_3 was told to end"):
+    with pytest.raises(AsyncmoeError, match="job 12_3 was cancelled"):
         job.conclude(Asked(), DEAD)
     assert job.requeued == []
 

@@ -103,7 +103,7 @@ def _check_shared(posts: Sequence[Post], file: Path) -> None:
         if post.call("seen", os.getcwd(), str(file)) != here:
             raise UserError(
                 "run.dir",
-                got=f"{file.parent}, which is not there or another one for {post.title}",
+                got=f"{file.parent}, which is missing or a different directory for {post.title}",
                 expected=f"a directory that all nodes share, and {os.getcwd()} on each",
                 cure="put both on a shared file system",
             )

@@ -53,11 +53,12 @@ def conclude(where: Allocation, config: Config, before: Path | None, cause: Asyn
 def _stopped(where: Allocation, before: Path | None, newest: Path | None, stop: Stop) -> None:
     at = "no checkpoint" if newest is None else newest.name
     if not stop.requeue:
-        raise AsyncmoeError(f"stopped at {at}; the same command goes on from there")
+        then = "starts over" if newest is None else "resumes from there"
+        raise AsyncmoeError(f"stopped at {at}; the same command {then}")
     if newest == before:
-        cure = "raise sbatch --time, or lower the seconds of --signal=B:USR1@SECONDS, which are those before the time limit"
-        raise AsyncmoeError(f"job {where.name} made no step before it had to stop, at {at}: it would do so for ever; {cure}")
-    _say(f"job {where.name} goes back into the queue with {at}: its time is nearly over")
+        cure = "raise sbatch --time, or lower SECONDS, the time before that limit, in --signal=B:USR1@SECONDS"
+        raise AsyncmoeError(f"job {where.name} made no step before its time limit, at {at}; a requeue would repeat this; {cure}")
+    _say(f"job {where.name} is requeued with {at}: its time limit is near")
     control.requeue(where.name)
 
 
@@ -65,13 +66,13 @@ def _cancelled(where: Allocation) -> bool:
     try:
         return not control.running(where.name)
     except AsyncmoeError as error:
-        _say(f"taken for running: {error}")
+        _say(f"assuming the job is running: {error}")
         return False
 
 
 def told_to_end(where: Allocation) -> AsyncmoeError:
     """Return the error of a cancelled job."""
-    return AsyncmoeError(f"job {where.name} was told to end; what was not in a checkpoint is lost")
+    return AsyncmoeError(f"job {where.name} was cancelled; progress since the last checkpoint is lost")
 
 
 def _is_finished(config: Config, newest: Path | None) -> bool:
@@ -89,7 +90,7 @@ def _lost(where: Allocation, config: Config, cause: AsyncmoeError) -> None:
     if verdict.decide(cause.exit_code, count, limit) == "requeue":
         with storage.writing("count of the job's losses", path):
             path.write_bytes(msgspec.json.encode(Lost(where.name, count + 1)))
-        _say(f"{cause}; job {where.name} goes back into the queue, {count + 1} of at most {limit} times (cluster.requeues)")
+        _say(f"{cause}; job {where.name} is requeued, {count + 1} of at most {limit} times (cluster.requeues)")
         control.requeue(where.name)
         return
     if cause.exit_code == AsyncmoeError.exit_code and limit:

@@ -63,7 +63,7 @@ def run(path: Path, overrides: Sequence[str], stop: Stop) -> None:
 
 
 def _describe(where: Allocation, placed: placement.Placement, config: Config, newest: Path | None) -> str:
-    start = "begins" if newest is None else f"goes on from {newest.name}"
+    start = "starts" if newest is None else f"resumes from {newest.name}"
     engines = ", ".join(f"{node} ({len(numbers)})" for node, numbers in placed.engines)
     unused = f"; not used: {', '.join(placed.unused)}" if placed.unused else ""
     return (
@@ -135,7 +135,7 @@ class _Saving:
             try:
                 self._told = parts.ask_to_stop([self._controller])
             except AsyncmoeError as error:
-                print(f"the controller is told again in {_ASK_AGAIN_S:.0f} s: {error}", flush=True)
+                print(f"retrying the stop request to the controller in {_ASK_AGAIN_S:.0f} s: {error}", flush=True)
         return now > self.by
 
 

@@ -78,7 +78,7 @@ class OutOfDeviceMemory(UserError):
     )
 
     def __init__(self, device: str, what: str, nbytes: int | None = None, free: int | None = None, total: int | None = None) -> None:
-        wanted = "as much as it needs" if nbytes is None else gibibytes(nbytes)
+        wanted = "enough memory" if nbytes is None else gibibytes(nbytes)
         got = "no memory left" if free is None else f"{gibibytes(free)} free" + (f" of {gibibytes(total)}" if total is not None else "")
         super().__init__(f"memory of {device} for {what}", got=got, expected=wanted, cure=self.CURE)
 

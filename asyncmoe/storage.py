@@ -17,14 +17,14 @@ _ROOM = "make room there, or write to another file system"
 _CURES = {
     errno.ENOSPC: _ROOM,
     errno.EDQUOT: "make room there, ask for a larger quota, or write to another file system",
-    errno.EFBIG: "raise the limit of a file's size (ulimit -f), or write to another file system",
+    errno.EFBIG: "raise the file size limit (ulimit -f), or write to another file system",
     errno.EROFS: "mount it for writing, or write to another file system",
     errno.EIO: "the device or its server fails: see the node's kernel log, or write to another file system",
     errno.ESTALE: "mount it again on this node: its server has forgotten it",
-    errno.EACCES: "write where this user may, or change the permissions",
-    errno.EPERM: "write where this user may, or change the permissions",
-    errno.ENOTDIR: "choose a path of which no part is a file",
-    errno.EEXIST: "choose a path of which no part is a file",
+    errno.EACCES: "write to a directory this user may write to, or change the permissions",
+    errno.EPERM: "write to a directory this user may write to, or change the permissions",
+    errno.ENOTDIR: "choose a path with no file among its parts",
+    errno.EEXIST: "choose a path with no file among its parts",
 }
 """Fixes by errno, for all storage errors; any other errno is a bug in asyncmoe."""
 _RUST = re.compile(r"\(os error (\d+)\)")
@@ -115,7 +115,7 @@ def _free(path: Path) -> str:
     except OSError as error:
         return f"free space unknown ({error.strerror})"
     if nodes.f_files and not nodes.f_favail:
-        return f"no file is free of {nodes.f_files}"
+        return f"0 of {nodes.f_files} inodes free"
     return f"{usage.free / _GIB:.3f} of {usage.total / _GIB:.3f} GiB free"
 
 

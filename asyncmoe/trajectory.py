@@ -278,7 +278,7 @@ def _read(key: str, spec: _ArraySpec, frame: memoryview, limits: Limits) -> np.n
         raise ProtocolError(f"trajectory {key} {spec.name}: got {len(frame)} bytes, expected {expected}")
     # NumPy operations treat a bool array with bytes other than 0 and 1 inconsistently.
     if spec.dtype == "|b1" and np.frombuffer(frame, dtype=np.uint8).max() > 1:
-        raise ProtocolError(f"trajectory {key} {spec.name}: got bytes that are no truth values, expected 0 or 1")
+        raise ProtocolError(f"trajectory {key} {spec.name}: got invalid bool bytes, expected 0 or 1")
     return np.frombuffer(frame.toreadonly(), dtype=spec.dtype)
 
 

@@ -73,13 +73,15 @@ def _validate_teacher(t: Trajectory, teacher: np.ndarray) -> None:
 def _validate_record(t: Trajectory, recording: Recording) -> None:
     if t.oldest_version != NOT_SAMPLED:
         if t.routes is None and recording.routing is not None:
-            raise TrajectoryRejected("no_routes", f"{t.key}: routing is kept, but it carries no routes")
+            raise TrajectoryRejected("no_routes", f"{t.key}: routing is recorded, but the trajectory has no routes")
         if t.masks is None and recording.masks:
-            raise TrajectoryRejected("no_mask", f"{t.key}: sampling masks are kept, but it carries none")
+            raise TrajectoryRejected("no_mask", f"{t.key}: sampling masks are recorded, but the trajectory has none")
         if recording.rewards and (t.rewards is None or np.isnan(t.rewards).all()):
-            raise TrajectoryRejected("no_step_rewards", f"{t.key}: objective.process needs rewards of steps, but it carries none")
+            raise TrajectoryRejected("no_step_rewards", f"{t.key}: objective.process needs rewards of steps, but the trajectory has none")
         if recording.teacher and t.teacher is None:
-            raise TrajectoryRejected("no_teacher", f"{t.key}: objective.distill needs a teacher's log-probabilities, but it carries none")
+            raise TrajectoryRejected(
+                "no_teacher", f"{t.key}: objective.distill needs teacher log-probabilities, but the trajectory has none"
+            )
     try:
         if t.routes is not None:
             _validate_routes(t, t.routes, recording.routing)

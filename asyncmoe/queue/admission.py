@@ -64,7 +64,7 @@ class Ledger:
     def __post_init__(self) -> None:
         counts = {f.name: getattr(self, f.name) for f in fields(self)}
         if min(counts.values()) < 0 or 2 * self.started != sum(counts.values()):
-            raise InvariantBroken(f"ledger: counts that are negative or do not add up: {counts}")
+            raise InvariantBroken(f"ledger: negative or inconsistent counts: {counts}")
 
     @property
     def accepted(self) -> int:

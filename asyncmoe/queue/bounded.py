@@ -146,7 +146,7 @@ class BoundedQueue:
     def started(self, count: int, spare: int = 0) -> None:
         """Record the start of `count` episodes and `spare` episodes without a place. Raises InvariantBroken against the capacity law."""
         if not self.can_start(count):
-            raise InvariantBroken(f"queue: {count} started against the capacity law at version {self._version}: {self._ledger}")
+            raise InvariantBroken(f"queue: starting {count} violates the capacity law at version {self._version}: {self._ledger}")
         self._ledger = self._ledger.start(count)
         if spare:
             self._ledger = self._ledger.start_spare(spare)
@@ -342,7 +342,7 @@ class BoundedQueue:
     def _try_lease(self, step: int, terms: _Terms) -> Leased | None:
         if step not in self._answers:
             if self._asked.get(step) != terms:
-                raise ProtocolError(f"lease of step {step}: it was committed or released while it was asked for")
+                raise ProtocolError(f"lease of step {step}: it was committed or released during the request")
             if self._stopping:
                 self._answers[step] = self._answer(step, terms.phase, stop=True)
             else:

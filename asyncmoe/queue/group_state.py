@@ -37,7 +37,7 @@ class Gathering:
 
     def __post_init__(self) -> None:
         if min(self.places, self.spare, self.done) < 0 or not self.done <= self.places <= self.size:
-            raise InvariantBroken(f"group: counts that cannot be: {self}")
+            raise InvariantBroken(f"group: impossible counts: {self}")
 
     @property
     def whole(self) -> bool:

@@ -68,9 +68,9 @@ class QueueService:
 
     def _goodbye(self, goodbye: Goodbye) -> None:
         if self._world is None or not 0 <= goodbye.rank < self._world:
-            raise ProtocolError(f"goodbye: got rank {goodbye.rank} of {self._world or 'a trainer that has not said hello'}")
+            raise ProtocolError(f"goodbye: got rank {goodbye.rank} of {self._world or 'a trainer that sent no Hello'}")
         self._left[goodbye.rank] = goodbye.finished
         if len(set(self._left.values())) > 1:
-            raise ProtocolError(f"goodbye: rank {goodbye.rank} says finished={goodbye.finished}, another said otherwise")
+            raise ProtocolError(f"goodbye: rank {goodbye.rank} sent finished={goodbye.finished}, another rank sent the opposite")
         if len(self._left) == self._world and not self.finished.done():
             self.finished.set_result(goodbye.finished)

@@ -44,9 +44,7 @@ def resolve(what: str, host: str) -> str:
         return socket.gethostbyname(host)
     except OSError as error:
         cure = "name an interface or a network in cluster.network, or set ASYNCMOE_HOST to an address"
-        raise UserError(
-            what, got=f"{host!r} ({error.strerror or error})", expected="a name that stands for an address", cure=cure
-        ) from error
+        raise UserError(what, got=f"{host!r} ({error.strerror or error})", expected="a resolvable host name", cure=cure) from error
 
 
 def interfaces() -> dict[str, list[str]]:

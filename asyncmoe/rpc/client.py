@@ -82,7 +82,7 @@ class Client:
     def _why_unsent(self) -> str:
         """Explain a failed send. A refused connection cannot send either, but its event may arrive slightly later."""
         self._connection.wait(1.0)
-        return "it refused our key" if self._connection.refused else "too many requests unanswered"
+        return "it rejected our key" if self._connection.refused else "too many unanswered requests"
 
     def _patience(self, begin: float, timeout_s: float) -> float:
         limit = timeout_s if self._connection.up else min(timeout_s, CONNECT_S)
@@ -99,9 +99,9 @@ class Client:
         if lost:
             why = "the connection was lost; it has probably died, see its log"
         elif connection.refused:
-            why = "it refused our key"
+            why = "it rejected our key"
         elif not connection.up:
-            why = "no connection; it does not run, or not with our keys"
+            why = "no connection; it is not running, or running with other keys"
         else:
             why = "no reply"
         raise WaitTimeout(self._peer, f"{self.name} asked {name}: {why}", waited)

@@ -47,11 +47,11 @@ def given(environment: Mapping[str, str] = os.environ) -> RendezvousVariables | 
     if not address and not secret:
         return None
     if not secret:
-        raise UserError(KEYS, got=f"nothing beside {CONTROLLER}", expected="64 hexadecimal digits", cure=_MAKE_KEYS)
+        raise UserError(KEYS, got=f"nothing, although {CONTROLLER} is set", expected="64 hexadecimal digits", cure=_MAKE_KEYS)
     if not address:
         raise UserError(
             CONTROLLER,
-            got=f"nothing beside {KEYS}",
+            got=f"nothing, although {KEYS} is set",
             expected="tcp://HOST:PORT of the controller",
             cure=f"set it in every process of the run, or unset {KEYS} to meet by the run directory",
         )

@@ -127,7 +127,7 @@ def refuse_another(run_dir: Path, listening: str = "") -> Rendezvous | None:
             got=f"a second controller, process {os.getpid()} on {socket.gethostname()}, beside process {value.pid} on {value.host}, "
             f"which answers at {value.address}",
             expected="one controller of a run",
-            cure="end the other, or give this run a directory of its own (run.dir)",
+            cure="stop the other controller, or choose another run.dir",
         )
     return value
 
@@ -182,7 +182,7 @@ def _found_at(given: RendezvousVariables) -> str:
         socket.create_connection((given.host, given.port), _PROBE_S).close()
     except OSError as error:
         return f"{CONTROLLER} is {given.address}, which cannot be reached from {socket.gethostname()} ({error.strerror or error})"
-    return f"{CONTROLLER} is {given.address}, and what listens there has not the keys of {KEYS}"
+    return f"{CONTROLLER} is {given.address}, and the listener there does not have the keys of {KEYS}"
 
 
 def _parse(path: Path) -> Rendezvous | None:

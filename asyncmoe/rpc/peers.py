@@ -69,7 +69,7 @@ def check(ours: Facts, theirs: Facts, clock_s: float) -> None:
             theirs.who,
             got=f"a clock {abs(apart):.1f} s {way} that of {ours.who}",
             expected=f"at most {clock_s:g} s (cluster.clock_s)",
-            cure="set the clocks of both nodes by the same server (chronyc tracking, timedatectl)",
+            cure="synchronise both nodes with the same time server (chronyc tracking, timedatectl)",
         )
 
 

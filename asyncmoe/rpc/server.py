@@ -191,7 +191,7 @@ def _explain(error: zmq.ZMQError, host: str, port: int, given: RendezvousVariabl
     if given is not None:
         where = f"{given.address} ({host} on {socket.gethostname()})"
         if error.errno == errno.EADDRINUSE:
-            cure = "if another controller of this run has it, end that one; else choose another port"
+            cure = "stop the other controller of this run if it has the port, or choose another port"
             return UserError(CONTROLLER, got=f"{where}, which is in use", expected="a free port", cure=cure)
         cure = "start the controller on the machine it names"
         return UserError(CONTROLLER, got=f"{where}: {error.strerror}", expected="an address of this machine", cure=cure)

@@ -37,7 +37,7 @@ def advise(gauges: Gauges) -> list[str]:
 def _loss(g: Gauges) -> str | None:
     if g.lost_step is None:
         return None
-    return f"The loss of step {g.lost_step} is not a finite number: lower trainer.optimizer.lr and go on from an earlier checkpoint."
+    return f"The loss of step {g.lost_step} is not a finite number: lower trainer.optimizer.lr and resume from an earlier checkpoint."
 
 
 def _agreement(g: Gauges) -> str | None:
@@ -61,7 +61,7 @@ def _no_signal(g: Gauges) -> str | None:
 def _rejected(g: Gauges) -> str | None:
     if (g.rejected or 0.0) <= REJECTED:
         return None
-    return f"{percent(g.rejected)} of the trajectories were rejected, most of them because of {g.rejected_most}: look at scoring.scorer."
+    return f"{percent(g.rejected)} of the trajectories were rejected, most of them because of {g.rejected_most}: check scoring.scorer."
 
 
 def _off_policy(g: Gauges) -> str | None:
@@ -109,7 +109,7 @@ def _sync(g: Gauges) -> str | None:
 def _pause(g: Gauges) -> str | None:
     if g.pause_ms is None or not g.step_seconds or g.pause_ms / 1000 <= PAUSE_SHARE * g.step_seconds:
         return None
-    return f"Engines stand still {number(g.pause_ms, 'ms')} for each update: raise sync.bucket_bytes, or sync.every."
+    return f"Engines pause {number(g.pause_ms, 'ms')} per update: raise sync.bucket_bytes, or sync.every."
 
 
 _RULES: tuple[Rule, ...] = (_loss, _agreement, _no_signal, _rejected, _off_policy, _idle, _dropped, _sync, _pause)

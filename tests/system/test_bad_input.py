@@ -87,7 +87,7 @@ def test_a_path_below_a_file_is_named(tmp_path: Path, command: str) -> None:
     place = str(tmp_path / "file" / "x")
     line = refused(command, place) if command == "make-model" else refused(*arguments(tmp_path, f"run.dir={place}"))
     assert f"cannot write {place} on {socket.gethostname()}: " in line
-    assert "choose a path of which no part is a file" in line
+    assert "choose a path with no file among its parts" in line
 
 
 def test_a_broken_line_of_a_data_file_is_named(tmp_path: Path) -> None:

@@ -572,7 +572,7 @@ async def test_hello_refuses_another_configuration_world_or_step() -> None:
 @asynchronous
 async def test_the_trainer_has_left_when_every_rank_has_and_all_say_the_same() -> None:
     service = QueueService(queue(), run="r", config_digest="")
-    with pytest.raises(ProtocolError, match="goodbye: got rank 0 of a trainer that has not said hello"):
+    with pytest.raises(ProtocolError, match="goodbye: got rank 0 of a trainer that sent no Hello"):
         await service(Goodbye(0, True))
     await service(Hello(1, 2, "", 0))
     for _ in range(2):
@@ -582,5 +582,5 @@ async def test_the_trainer_has_left_when_every_rank_has_and_all_say_the_same() -
         await service(Goodbye(2, True))
     assert await service(Goodbye(0, True)) == Done()
     assert service.finished.result() is True
-    with pytest.raises(ProtocolError, match="says finished=False, another said otherwise"):
+    with pytest.raises(ProtocolError, match="sent finished=False, another rank sent the opposite"):
         await service(Goodbye(0, False))

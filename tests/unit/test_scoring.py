@@ -230,5 +230,5 @@ def test_a_class_that_cannot_be_made_is_a_configuration_error() -> None:
 
     with pytest.raises(ConfigError, match=r"scoring\.options.*colour"):
         asyncio.run(run())
-    with pytest.raises(ConfigError, match=r"is a function; leave them out"):
+    with pytest.raises(ConfigError, match=r"is a function; omit them"):
         scorer(f"{SCORERS}:length", options={"colour": "red"})

@@ -187,7 +187,7 @@ def test_waiting_for_a_turn_counts_towards_the_deadline() -> None:
         assert found[0] == 0.0
         assert [str(text).partition(":")[0] for text in found[1:]] == ["scorer_timeout"] * 3
         assert "the judge did not answer within scoring.deadline_s = 10 s" in str(found[1])
-        assert "its turn with the judge did not come" in str(found[2])
+        assert "no free slot of the judge within" in str(found[2])
 
     run(body())
     assert made.stats().failed == {"scorer_timeout": 3}
@@ -237,7 +237,7 @@ def test_who_waits_for_a_judge_out_of_order_waits_until_the_deadline() -> None:
     async def body() -> None:
         assert await outcome(made) == "scorer_unavailable: call 0"
         found = str(await outcome(made))
-        assert found.startswith("scorer_unavailable: the judge did not answer again within scoring.deadline_s = 20 s")
+        assert found.startswith("scorer_unavailable: the judge did not recover within scoring.deadline_s = 20 s")
         assert "call 0" in found
         assert now() == 20.0
 

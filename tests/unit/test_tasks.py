@@ -125,7 +125,7 @@ GOOD = '{"question": "q", "answer": "1"}'
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ('{"question": "q", "answer": ', "no JSON"),
+        ('{"question": "q", "answer": ', "invalid JSON"),
         ('["q", "1"]', "list"),
         ('{"question": "q"}', "answer: got nothing"),
         ('{"question": 3, "answer": "1"}', "question: got 3"),

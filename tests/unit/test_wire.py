@@ -287,7 +287,7 @@ def test_wrong_client_key_is_refused_and_the_error_names_the_controller() -> Non
         public, secret = zmq.curve_keypair()
         wrong = msgspec.structs.replace(running.rendezvous, local_dir="", client_public=public.decode(), client_secret=secret.decode())
         begin = time.monotonic()
-        with Client(wrong, "t") as client, pytest.raises(WaitTimeout, match="refused our key") as caught:
+        with Client(wrong, "t") as client, pytest.raises(WaitTimeout, match="rejected our key") as caught:
             client.ask(HELLO, 60)
         assert time.monotonic() - begin < 20
         assert running.rendezvous.address in str(caught.value)

@@ -105,7 +105,7 @@ def test_a_client_may_come_first(tmp_path: Path, here: dict[str, str]) -> None:
 def test_another_secret_is_not_let_in(tmp_path: Path, here: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     with controller(tmp_path, **here):
         monkeypatch.setenv(KEYS, OTHER)
-        with pytest.raises(WaitTimeout, match=rf"{here[CONTROLLER]}, and what listens there has not the keys of {KEYS}") as caught:
+        with pytest.raises(WaitTimeout, match=rf"{here[CONTROLLER]}, and the listener there does not have the keys of {KEYS}") as caught:
             keys.read(tmp_path, 1)
         wrong = environment.given()
         assert wrong is not None
@@ -198,7 +198,7 @@ def test_a_second_controller_by_the_same_environment_is_refused(tmp_path: Path, 
     with controller(tmp_path / "one", **here), controller(tmp_path / "two", **here) as (_, said):
         assert said.startswith(f"error: {CONTROLLER}: got {here[CONTROLLER]}")
         assert "in use" in said
-        assert "another controller" in said
+        assert "the other controller of this run" in said
 
 
 def test_a_second_controller_of_a_run_directory_is_refused_and_the_first_goes_on(tmp_path: Path) -> None:

@@ -78,7 +78,7 @@ def test_a_wrong_secret_is_refused(after_s: float) -> None:
     def ask(to: Rendezvous) -> None:
         with Client(msgspec.structs.replace(to, local_secret="wrong"), "t") as client:
             time.sleep(after_s)
-            with pytest.raises(WaitTimeout, match="refused our key"):
+            with pytest.raises(WaitTimeout, match="rejected our key"):
                 client.ask(Commit(0), 20)
 
     served(ask)

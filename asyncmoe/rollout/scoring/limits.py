@@ -163,7 +163,7 @@ class LimitedScorer:
             self._breaker, period = self._breaker.begin(_now())
             if period is not None:
                 if before == "open":
-                    log.info("%s is tried again", self.name)
+                    log.info("probing %s", self.name)
                 return period
             # Wakes at each state change, and when the cool-down ends.
             changed, wait_s = self._changed, self._breaker.wait_s(_now())
@@ -181,19 +181,19 @@ class LimitedScorer:
         self._changed.set()
         self._changed = asyncio.Event()
         if self._breaker.state == "open" and outcome == "failed":
-            log.warning("%s is left alone for %g s: %s", self.name, self._limits.breaker_cooldown_s, self._last_outage)
+            log.warning("%s: circuit breaker open for %g s: %s", self.name, self._limits.breaker_cooldown_s, self._last_outage)
         elif self._breaker.state == "closed":
-            log.info("%s answers again", self.name)
+            log.info("%s recovered", self.name)
 
     def _late(self, progress: _Progress) -> TrajectoryRejected:
         """Build the rejection for a missed deadline, with its cause."""
         within = f"within scoring.deadline_s = {self._limits.deadline_s:g} s"
         if progress.doing == "turn" and self._breaker.state != "closed":
-            return TrajectoryRejected(UNAVAILABLE, f"{self.name} did not answer again {within}: {self._last_outage}")
+            return TrajectoryRejected(UNAVAILABLE, f"{self.name} did not recover {within}: {self._last_outage}")
         before = "" if progress.last is None else f"; before: {progress.last}"
         if progress.doing == "call":
             return TrajectoryRejected(TIMEOUT, f"{self.name} did not answer {within}{before}")
-        return TrajectoryRejected(TIMEOUT, f"its turn with {self.name} did not come {within}; raise scoring.concurrency{before}")
+        return TrajectoryRejected(TIMEOUT, f"no free slot of {self.name} {within}; raise scoring.concurrency{before}")
 
 
 def _now() -> float:

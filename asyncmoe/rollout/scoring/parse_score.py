@@ -29,7 +29,7 @@ def plain(value: object) -> dict[str, Any]:
     if isinstance(value, Mapping):
         unknown = [key for key in value if key not in ("reward", "steps")]
         if unknown or "reward" not in value:
-            raise _garbage(f"the keys {[*value]}", 'a "reward", and "steps" if any')
+            raise _garbage(f"the keys {[*value]}", '"reward" and optionally "steps"')
         reward, steps = value["reward"], value.get("steps")
     elif hasattr(value, "reward"):
         reward, steps = value.reward, getattr(value, "steps", None)

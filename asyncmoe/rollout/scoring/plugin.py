@@ -46,7 +46,7 @@ class Loaded:
             raise
         except Exception as error:
             got = f"{self.target}: {type(error).__name__}: {error}"
-            raise ConfigError("scoring.options", got=got, expected="what the class can be made with") from error
+            raise ConfigError("scoring.options", got=got, expected="arguments that the class accepts") from error
 
     def ask(self, options: Mapping[str, object]) -> tuple[Callable[[Sample], object], HasScore | None]:
         """Return the function to call with a sample, and the instance behind it, if any. Raises as `make`."""
@@ -74,7 +74,7 @@ def find(target: str) -> Loaded:
     if inspect.isclass(found):
         method = getattr(found, "score", None)
         if not callable(method):
-            raise ConfigError("scoring.scorer", got=f"{target}, a class without a method score(sample)", expected="one with it")
+            raise ConfigError("scoring.scorer", got=f"{target}, a class without a method score", expected="a class with score(sample)")
         return Loaded(target, found, inspect.iscoroutinefunction(method))
     if not callable(found):
         raise ConfigError("scoring.scorer", got=f"{target}, a {type(found).__name__}", expected="a function or a class")

@@ -69,7 +69,7 @@ def read(body: object, sample: Sample) -> Score:
     # SGLang reports the last id of its vocabulary as 0 (`_process_input_token_logprobs`, logprob_result_processor.py).
     shown = tuple(token or sent for (_, token, _), sent in zip(entries, sample.tokens, strict=False))
     if len(entries) != len(sample.tokens) or shown != sample.tokens:
-        raise TrajectoryRejected(GARBAGE, f"the teacher's log-probabilities are not those of the {len(sample.tokens)} tokens it was sent")
+        raise TrajectoryRejected(GARBAGE, f"the teacher's log-probabilities do not match the {len(sample.tokens)} tokens sent")
     values = np.zeros(len(entries), dtype=np.float32)
     for i, ((value, _, _), sampled) in enumerate(zip(entries, sample.sampled, strict=True)):
         if not sampled:

@@ -137,7 +137,7 @@ class _Worker:
                 raise WaitTimeout("a scorer's process", f"start with {self._target}", _START_S) from error
             raise AsyncmoeError(f"a scorer's process did not start with {self._target}: {error}") from error
         if "unusable" in answer:
-            raise ConfigError("scoring.scorer", got=answer["unusable"], expected="a scorer that can be made in a process of its own")
+            raise ConfigError("scoring.scorer", got=answer["unusable"], expected="a scorer that loads in a separate process")
         return process
 
     async def _exchange(self, process: asyncio.subprocess.Process, line: str, timeout_s: float) -> dict[str, Any]:
@@ -155,7 +155,7 @@ class _Worker:
         except ValueError as error:
             raise TrajectoryRejected(GARBAGE, f"the scorer answered with more than {_LINE_BYTES} bytes") from error
         if not answer:
-            raise TrajectoryRejected(ERROR, f"the scorer ended its process with status {await process.wait()}")
+            raise TrajectoryRejected(ERROR, f"the scorer's process exited with status {await process.wait()}")
         try:
             return cast(dict[str, Any], json.loads(answer))
         except ValueError as error:

@@ -89,14 +89,14 @@ def _row(path: Path, number: int, line: str) -> JsonLine:
     try:
         values = json.loads(line)
     except json.JSONDecodeError as error:
-        raise DataError(where, got=f"no JSON ({error})", expected='{"question": ..., "answer": ...}') from error
+        raise DataError(where, got=f"invalid JSON ({error})", expected='{"question": ..., "answer": ...}') from error
     if not isinstance(values, dict):
         raise DataError(where, got=type(values).__name__, expected="an object with question and answer")
     for name in ("question", "answer"):
         value = values.get(name)
         if not isinstance(value, str) or not value.strip():
             got = "nothing" if name not in values else repr(value)
-            raise DataError(f"{where}, {name}", got=got, expected="a text that is not empty")
+            raise DataError(f"{where}, {name}", got=got, expected="non-empty text")
     reference = values["answer"].rpartition(MARK)[2].strip().replace(",", "")
     if not reference:
         raise DataError(f"{where}, answer", got=f"nothing after {MARK}", expected="the reference answer")

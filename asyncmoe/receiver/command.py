@@ -52,5 +52,5 @@ def parse(text: str) -> Command:
     try:
         command: Command = msgspec.json.decode(text, type=Command)
     except msgspec.DecodeError as error:
-        raise ProtocolError(f"a weight command: {error}") from error
+        raise ProtocolError(f"invalid weight command: {error}") from error
     return command

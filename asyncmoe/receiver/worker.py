@@ -49,7 +49,7 @@ def obey(model: torch.nn.Module, text: str) -> None:
             _receivers[model].start()
         case CommitCommand() as commit:
             if receiver is None:
-                raise InvariantBroken(f"version {commit.version} was committed in a worker that joined no sender")
+                raise InvariantBroken(f"version {commit.version} was committed in a worker without a receiver")
             receiver.commit(commit.version, commit.update)
 
 
@@ -130,7 +130,7 @@ class Receiver:
             whom = f"rank {self._join.rank}" if self._terms is None else protocol.names(self._terms)[self._join.rank]
             self._store.resign(self._number, f"{why} ({whom} on {failing.where(self._device)})")
         except AsyncmoeError as gone:
-            log.info("nobody is left to hear of it: %s", gone)
+            log.info("could not report the failure: %s", gone)
 
     def leave(self) -> None:
         """Tell the thread to stop receiving."""
@@ -146,7 +146,7 @@ class Receiver:
             staged, self._staged = self._staged, None
             if staged is None or (staged.version, staged.update) != (version, update):
                 what = "nothing" if staged is None else f"version {staged.version} of update {staged.update}"
-                raise InvariantBroken(f"rank {self._join.rank}: staged is {what}, to be committed version {version} of update {update}")
+                raise InvariantBroken(f"rank {self._join.rank}: cannot commit version {version} of update {update}: staged is {what}")
             # Commit after all forward passes that read the weights, on any stream, and return only when the commit has finished, so that
             # the recorded pause is the real one.
             wait_idle(self._device, _COMMIT_S)

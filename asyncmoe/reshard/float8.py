@@ -82,7 +82,7 @@ def _block_with_scales(block: Block, rank: int, tensors: Mapping[str, tuple[int,
     for piece in block.pieces:
         if piece.storage in held:
             if not chosen(piece.tensor):
-                raise LayoutError(f"rank {rank}: storage {piece.storage}", got=f"{piece.tensor} in it", expected="only tensors of blocks")
+                raise LayoutError(f"rank {rank}: storage {piece.storage}", got=f"{piece.tensor} in it", expected="only quantised tensors")
             pieces.append(_scales(piece, block.storages[piece.storage], tensors[front + piece.tensor], rank))
     for name in [name for name in block.storages if name in held]:  # in an order that is the same on all ranks
         shape = storages[name].shape

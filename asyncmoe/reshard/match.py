@@ -107,7 +107,7 @@ class Match:
         return LayoutError(
             wanted.describe(row, tensors),
             got=got,
-            expected="one dtype for a tensor in source and destination, float32 there and bfloat16 here, or either there and float8 here",
+            expected="the same dtype, or float32 -> bfloat16, or float32/bfloat16 -> float8",
         )
 
     def _hole(self, table: int, row: int) -> LayoutError:

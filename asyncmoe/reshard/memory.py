@@ -115,7 +115,7 @@ def _numpy_memory(array: Array, what: str, write: bool) -> Memory:
     if not view.flags.c_contiguous:
         raise LayoutError(what, got="an array with gaps or transposed", expected="a contiguous, row-major array")
     if write and not view.flags.writeable:
-        raise LayoutError(what, got="a read-only array", expected="one that can be written")
+        raise LayoutError(what, got="a read-only array", expected="a writable array")
     if not view.dtype.isnative:
         raise LayoutError(what, got=f"{view.dtype.str}, foreign byte order", expected="the machine's byte order")
     return Memory(view.__array_interface__["data"][0], view.nbytes, view.dtype.name, "cpu")

@@ -135,7 +135,7 @@ class _Progress:
         with self._changed:
             self._changed.wait_for(lambda: self._done >= needed or self._error is not None)
             if self._error is not None:
-                raise InvariantBroken("the round before failed, so there is nothing to pass on") from self._error
+                raise InvariantBroken("the first exchange failed; nothing to forward") from self._error
 
 
 class _Receiving(Exchanger):

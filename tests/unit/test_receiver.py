@@ -567,7 +567,7 @@ def test_layouts_that_cannot_be_planned_are_reported(monkeypatch: pytest.MonkeyP
 
 
 def test_a_commit_without_a_sender_is_refused() -> None:
-    with pytest.raises(InvariantBroken, match="joined no sender"):
+    with pytest.raises(InvariantBroken, match="a worker without a receiver"):
         worker.obey(torch.nn.Linear(2, 2), msgspec.json.encode(command.CommitCommand(1, 1)).decode())
 
 

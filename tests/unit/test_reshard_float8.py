@@ -242,7 +242,7 @@ def test_blocks_that_are_cut_are_refused() -> None:
     refused([("w", rows((256, 256), 64, 128))], "w box [64:192, 0:256] in storage fused", "blocks of 128 x 128")
     refused([("w", columns((256, 256), 0, 64))], "w box [0:256, 0:64]")
     refused([("w.short", whole((100, 256))), ("w", whole((256, 256)))], "w.short box [0:100, 0:256]")
-    refused([("w", whole((256, 256))), ("x", whole((256, 256)))], "x in it", "only tensors of blocks")
+    refused([("w", whole((256, 256))), ("x", whole((256, 256)))], "x in it", "only quantised tensors")
     with pytest.raises(LayoutError, match=r"tensor w.vector: got shape \(5,\), expected a matrix"):
         with_scale_tensors(shapes, chosen)
 

@@ -266,7 +266,7 @@ def _disagreement(store: Store, terms: Terms, mine: Ready, wait_s: float, watch:
 
 def _differences(terms: Terms, ready: Mapping[int, Ready], names: Mapping[int, str]) -> list[str]:
     layouts = {layout.rank: layout for layout in transfer_plan.engine_layouts(terms)}
-    wrong = [f"{whom} has planned otherwise than rank 0" for rank, whom in names.items() if ready[rank].plan != ready[0].plan]
+    wrong = [f"{whom} has a different plan from rank 0" for rank, whom in names.items() if ready[rank].plan != ready[0].plan]
     for engine in terms.engines:
         for tp in range(engine.tp):
             rank = engine.first + tp

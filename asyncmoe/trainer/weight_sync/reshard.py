@@ -170,7 +170,7 @@ class ReshardPublisher:
             begin = time.perf_counter()
             try:
                 pause_ms = sender.send(version, expected)
-                published, why = Published(version, time.perf_counter() - begin, pause_ms), "they have all gone"
+                published, why = Published(version, time.perf_counter() - begin, pause_ms), "all its engines are gone"
                 if not sender.needed_again(self._settling):
                     return published
             except AsyncmoeError as error:
@@ -179,8 +179,8 @@ class ReshardPublisher:
                     raise
                 why = str(error)
             again = self._still_has()
-            then = "those there are now are sent it" if again else "those there are now get the next one"
-            log.warning("the engines are others than those that version %d was for; %s: %s", version, then, why)
+            then = "sending it again to the current engines" if again else "the current engines get the next version"
+            log.warning("engines changed during version %d; %s: %s", version, then, why)
             if not again:
                 return published
 
@@ -195,7 +195,7 @@ class ReshardPublisher:
     def _together(self) -> Sender:
         """Return a sender to the current engines; meet them first if the set has changed."""
         if self._sender is not None and changed(self._config, self._model, self._client, self._group, self._sender.met.roster):
-            log.info("the engines are others than before; meeting them")
+            log.info("engines changed; starting a new rendezvous")
             self._disperse()
         while self._sender is None:
             if (met := self._meet()) is not None:
@@ -215,7 +215,7 @@ class ReshardPublisher:
         except NotMet as error:
             if not self._others(error.roster):
                 raise
-            log.warning("the engines that are left meet: %s", error)
+            log.warning("retrying the rendezvous with the remaining engines: %s", error)
             return None
 
     def _disperse(self) -> None:

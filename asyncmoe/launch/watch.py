@@ -33,7 +33,7 @@ _SETTLE_S, _UNEXPLAINED_S = 1.0, 6.0
 """Seconds to wait after the first failure for the other processes' reasons: the first once a root cause is known, else the second."""
 _INTERRUPTED = 130
 """Exit status of a command that received SIGINT before it installed its handler."""
-_FOLLOWS = ("waited", "was given up")
+_FOLLOWS = ("waited", "was ended by the controller")
 """Words in the reason of a process that failed because it lost another one."""
 _UNEXPLAINED = 3
 """Sort key (`_rank`) of a failure without a reason."""

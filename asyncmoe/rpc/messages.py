@@ -143,7 +143,7 @@ class WeightsAdapter(Message, frozen=True):
 
 
 class WeightsAbort(Message, frozen=True):
-    """The sender failed: fence the engines if they may hold a part of `version`."""
+    """The sender failed: fence the engines if they may hold part of `version`."""
 
     version: int
     why: str

@@ -43,7 +43,7 @@ def test_words_travel_between_hosts_where_the_default_group_takes_none() -> None
 
 @pytest.mark.usefixtures("device_only")
 def test_before_there_is_a_group() -> None:
-    with pytest.raises(InvariantBroken, match=r"mesh\.start comes first"):
+    with pytest.raises(InvariantBroken, match=r"call asyncmoe\.trainer\.model\.mesh\.start first"):
         collectives.barrier()
 
 

@@ -84,13 +84,13 @@ def test_without_a_gpu_nothing_is_on_and_the_log_says_why_in_few_lines() -> None
         ("engine", "plain", "moe_router_fusion", "routing is kept"),
         ("engine 2.1", "live routing", "moe_router_fusion", "older than 2.7"),
         ("engine", "latent", "apply_rope_fusion", "YaRN only"),
-        ("engine", "interleaved rope", "apply_rope_fusion", "does not know"),
+        ("engine", "interleaved rope", "apply_rope_fusion", "does not support"),
         ("engine", "adapters", "gradient_accumulation_fusion", "weights are frozen"),
         ("engine", "dense", "moe_permute_fusion", "no experts"),
         ("engine", "alone", "overlap_grad_reduce", "one data-parallel rank"),
         ("engine", "plain", "overlap_param_gather", "published after every step"),
         ("engine", "adapters", "overlap_param_gather", "adapters"),
-        ("bare", "seldom published", "overlap_param_gather", "read outside their layers"),
+        ("bare", "seldom published", "overlap_param_gather", "without calling their layers"),
     ],
 )
 def test_what_is_off_is_named_with_its_reason(machine: str, run: str, name: str, why: str) -> None:
@@ -120,7 +120,7 @@ def test_experts_are_grouped_by_whoever_can() -> None:
         ({"overlap_param_gather": True}, "engine", "adapters", "adapters"),
         ({"overlap_param_gather": True}, "engine", "alone", "not sharded"),
         ({"moe_token_dispatcher_type": "flex"}, "engine", "plain", "deep_ep"),
-        ({"moe_token_dispatcher_type": "flex"}, "all", "alone", "rows travel between no ranks"),
+        ({"moe_token_dispatcher_type": "flex"}, "all", "alone", "rows do not travel between ranks"),
         ({"moe_token_dispatcher_type": "flex"}, "all", "dense", "no experts"),
     ],
 )

@@ -62,7 +62,7 @@ def test_every_rank_says_the_same_of_the_one_that_could_not_write(job: tuple[dic
     assert first == second
     assert first.startswith(f"checkpoint of step {step}: cannot write ")
     assert f"step-{int(step):08d}.writing on {socket.gethostname()}: File too large (EFBIG), " in first
-    assert first.endswith("the run goes on from step-00000001")
+    assert first.endswith("the run resumes from step-00000001")
 
 
 def test_what_was_half_written_is_removed_and_the_checkpoint_before_is_whole(job: tuple[dict[str, Any], Any]) -> None:

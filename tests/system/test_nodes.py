@@ -120,6 +120,6 @@ def test_what_does_not_come_is_named(nodes: Nodes) -> None:
     name = f"engine.{host.partition('.')[0]}.0"
     # Whichever takes longer than that: its own server, or the controller's answer.
     assert re.search(rf"error: {name} on {host}: waited [\d.]+ s for (the controller|{name}): ", nodes.said("a")), nodes.said("a")
-    assert "for engines: join: 2 of 2 are missing, here is none" in nodes.said("controller")
+    assert "for engines: 2 of 2 have not joined; joined: none" in nodes.said("controller")
     assert engine.gone()
     assert controller.gone()

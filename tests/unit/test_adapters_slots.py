@@ -123,6 +123,8 @@ def test_a_version_that_cannot_be_loaded_leaves_the_one_before() -> None:
     async def run() -> None:
         server = Fake()
         slots = TwoSlots(server, 1.0)
+        with pytest.raises(WeightSyncError, match=r"engine\.0: got adapter version -1, expected at least 0"):
+            await slots.publish(-1, ADAPTER)
         await slots.publish(0, ADAPTER)
         await slots.publish(3, ADAPTER)
         server.refusing = True
@@ -130,7 +132,7 @@ def test_a_version_that_cannot_be_loaded_leaves_the_one_before() -> None:
             await slots.publish(4, ADAPTER)
         assert (slots.serving, server.loaded) == (ServedBy(3, "v3"), ["v3"])
         for version in (3, 0, -1):
-            with pytest.raises(WeightSyncError, match=rf"engine\.0: adapter of version {version} after that of version 3"):
+            with pytest.raises(WeightSyncError, match=rf"engine\.0: got adapter version {version}, expected above 3"):
                 await slots.publish(version, ADAPTER)
         server.refusing = False
         await slots.publish(4, ADAPTER)
@@ -143,7 +145,7 @@ def test_a_response_is_of_its_adapters_version() -> None:
     made = Generation((5, 6, 7), (-1.0, -1.0, -1.0), (VersionSpan("0", 0, 1), VersionSpan("0", 1, 3)), "length", 0)
     assert attributed(made, ServedBy(4, "v4")).spans == (VersionSpan("4", 0, 3),)
     changed = Generation((5,), (-1.0,), (VersionSpan("1", 0, 1),), "length", 0)
-    with pytest.raises(EngineError, match="base weights of version 1 under an adapter"):
+    with pytest.raises(EngineError, match="got base weights of version 1 under an adapter"):
         attributed(changed, ServedBy(4, "v4"))
 
 

@@ -315,7 +315,7 @@ def test_kernels_begin_in_order_where_tensor_parallelism_counts_on_it(caplog: py
     assert environment(2) == {connections.VARIABLE: "1"}
     assert not caplog.records
     assert environment(2, **{connections.VARIABLE: "8"}) == {connections.VARIABLE: "8"}
-    assert "unset it" in caplog.text
+    assert "unset the variable" in caplog.text
 
 
 def test_an_engine_is_bounded_by_the_smallest_gpu_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:

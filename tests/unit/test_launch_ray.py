@@ -137,9 +137,9 @@ class Ended:
 def test_the_first_cause_is_told_and_a_mistake_of_the_user_is_marked() -> None:
     silent = Ended("trainer.0", 1, None)
     waited = Ended("trainer.1", 1, "waited 30.0 s for the controller: ask")
-    given_up = Ended("engine.0", 1, "engine.0 was given up: the run has failed: no engine is left")
+    ended = Ended("engine.0", 1, "engine.0 was ended by the controller: the run has failed: no engine is left")
     mistake = Ended("controller", 2, "port 30000: got in use, expected a free port")
-    assert str(failure([silent, waited, given_up, mistake])) == "controller: port 30000: got in use, expected a free port"
+    assert str(failure([silent, waited, ended, mistake])) == "controller: port 30000: got in use, expected a free port"
     assert failure([silent, mistake]).exit_code == UserError.exit_code
     assert str(failure([silent, waited])) == "trainer.0: 1"
     assert failure([silent, waited]).exit_code == 1

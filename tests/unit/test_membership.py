@@ -157,7 +157,7 @@ def test_one_that_falls_silent_is_dead(rig: Play) -> None:
         for _ in range(12):
             await it.membership.handle(EngineAlive("a", 0.1))
         assert silent.fenced is not None
-        assert "not heard of" in silent.fenced
+        assert "no heartbeat" in silent.fenced
         assert it.pool.members[0].fenced is None
         watching.cancel()
         order = await it.membership.handle(EngineAlive("b", 5.0))  # it was only slow
@@ -201,7 +201,7 @@ def test_the_end_is_told_to_all(rig: Play) -> None:
             "engine.b on n7: got msgspec 0.1, expected msgspec",
         ),
         ({"facts": Facts("n7", "engine.b", {}, time.time() - 99)}, UserError, "engine.b on n7: got a clock \\d.* s behind"),
-        ({"name": "a"}, UserError, "engine a: got a name that is taken"),
+        ({"name": "a"}, UserError, "engine a: got a name already taken"),
     ],
 )
 def test_who_may_not_join(rig: Play, changed: dict[str, Any], error: type[AsyncmoeError], words: str) -> None:
@@ -218,7 +218,7 @@ def test_who_may_not_join(rig: Play, changed: dict[str, Any], error: type[Asyncm
 def test_one_that_cannot_be_reached_is_refused(rig: Play, monkeypatch: pytest.MonkeyPatch) -> None:
     async def scene(it: Rig) -> None:
         monkeypatch.setattr(Client, "there", False)
-        with pytest.raises(EngineError, match=r"b: the controller does not reach it at http://10\.0\.0\.1:1; see cluster\.network"):
+        with pytest.raises(EngineError, match=r"b: the controller cannot reach it at http://10\.0\.0\.1:1; see cluster\.network"):
             await it.join("b")
 
     rig(scene)
@@ -238,7 +238,7 @@ def test_strangers_and_the_missing_are_named(rig: Play) -> None:
         with pytest.raises(ProtocolError, match="b: no engine of that name"):
             await it.membership.handle(EngineAlive("b", 1.0))
         await it.join("a")
-        with pytest.raises(WaitTimeout, match=r"for engines: join: 1 of 2 are missing, here is a"):
+        with pytest.raises(WaitTimeout, match=r"for engines: 1 of 2 have not joined; joined: a"):
             await it.membership.wait_joined(0.2)
         await it.join("c")
         await it.membership.wait_joined(0.2)
@@ -256,7 +256,7 @@ def test_a_request_waits_while_all_engines_wait_for_a_version(rig: Play) -> None
         await asyncio.wait_for(waiting, 2)
         await asyncio.sleep(0.5)
         it.pool.fence(member, "gone")
-        with pytest.raises(EngineError, match="no engine is left: a: not heard of"):
+        with pytest.raises(EngineError, match="no engine is left: a: no heartbeat"):
             await it.pool._some()
 
     rig(scene)
@@ -266,7 +266,7 @@ def test_a_remote_engine_is_killed_by_an_order() -> None:
     async def scene() -> None:
         engine = RemoteEngine(EngineJoin("a", "http://10.0.0.1:1", "k", "h", 1, 1, ""), 5.0)
         engine.kill()
-        assert "given it up" in (await engine.ask(1.0)).why
+        assert "the controller fenced it" in (await engine.ask(1.0)).why
         assert engine.told
         await engine.client.close()
 

@@ -283,7 +283,7 @@ def test_agents_that_never_end_stop_the_run(known: Tokenizer, monkeypatch: pytes
         for _ in range(2):
             with pytest.raises(TrajectoryRejected, match="agent_timeout"):
                 await environment.run(policy.episode(known))
-        with pytest.raises(UserError, match="go on after their time-out"):
+        with pytest.raises(UserError, match="still running after their timeout"):
             await environment.run(policy.episode(known))
         await environment.close()
 

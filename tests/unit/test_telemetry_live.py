@@ -191,7 +191,7 @@ WELL = Gauges(steps=5, reward_std=0.3, trainer_idle=0.1, engine_idle=0.1, step_s
         ({"trainer_idle": 0.5, "engine_idle": 0.45}, "they wait for each other"),
         ({"dropped": 0.12}, "12 % of the trajectories were dropped"),
         ({"sync_share": 0.3, "sync_seconds": 1.5}, r"30 % of the time \(1.5 s an update\)"),
-        ({"pause_ms": 900.0}, "stand still 900 ms"),
+        ({"pause_ms": 900.0}, "pause 900 ms per update"),
     ],
 )
 def test_one_gauge_off_is_one_sentence(changed: dict[str, float], said: str) -> None:

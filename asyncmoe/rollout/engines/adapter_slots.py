@@ -114,7 +114,8 @@ class TwoSlots:
         async with self._exchanging:
             started = self._serving.adapter is not None
             if version < 0 or (started and version <= self._serving.version):
-                raise WeightSyncError(f"{self._server.name}: adapter of version {version} after that of version {self._serving.version}")
+                expected = f"above {self._serving.version}" if started else "at least 0"
+                raise WeightSyncError(f"{self._server.name}: got adapter version {version}, expected {expected}")
             slot = await self._vacated()
             serving = ServedBy(version, f"v{version}")
             await self._server.load_adapter(f"v{version}", adapter, self._timeout_s)
@@ -146,5 +147,5 @@ def attributed(generation: Generation, serving: ServedBy) -> Generation:
         EngineError: the engine's base weights are no longer the checkpoint's.
     """
     if any(span.version != BASE for span in generation.spans):
-        raise EngineError(f"base weights of version {generation.spans[-1].version} under an adapter, expected those of version {BASE}")
+        raise EngineError(f"got base weights of version {generation.spans[-1].version} under an adapter, expected version {BASE}")
     return replace(generation, spans=(VersionSpan(str(serving.version), 0, len(generation.tokens)),))

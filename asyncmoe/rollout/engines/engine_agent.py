@@ -135,7 +135,7 @@ class _Stay:
     async def _ended(self, orders: asyncio.Task[EngineOrder], health: asyncio.Task[str]) -> None:
         if orders.done():
             if (why := orders.result().why) != "":
-                raise EngineError(f"{self._engine.name} was given up: {why}")
+                raise EngineError(f"{self._engine.name} was ended by the controller: {why}")
             return
         await self._ask(EngineLeave(self._engine.name, health.result()), _GRACE_S)
         raise EngineError(f"{self._engine.name} died: {health.result()}")

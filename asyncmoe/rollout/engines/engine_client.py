@@ -316,7 +316,7 @@ class EngineClient:
         tokens = tuple(reply.output_ids)
         logprobs = tuple(entry[0] for entry in meta.output_token_logprobs)
         if tuple(entry[1] for entry in meta.output_token_logprobs) != tokens or None in logprobs:
-            raise EngineError(f"{self.name}: the log-probabilities are not those of the response's {len(tokens)} tokens")
+            raise EngineError(f"{self.name}: log-probabilities do not match the response's {len(tokens)} tokens")
         ends = [span.end for span in meta.weight_versions]
         if [span.start for span in meta.weight_versions] != [0, *ends[:-1]] or ends[-1:] != [len(tokens)]:
             raise EngineError(f"{self.name}: version spans {meta.weight_versions} do not cover {len(tokens)} tokens")
@@ -324,7 +324,7 @@ class EngineClient:
         if recording.masks:
             values = tuple(meta.output_token_sampling_logprobs or ())
             if len(values) != len(tokens):
-                raise EngineError(f"{self.name}: got {len(values)} log-probabilities over supports, expected {len(tokens)}")
+                raise EngineError(f"{self.name}: got {len(values)} log-probabilities over sampling masks, expected {len(tokens)}")
         return Generation(
             tokens,
             values,

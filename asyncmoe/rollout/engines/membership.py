@@ -46,12 +46,12 @@ class RemoteEngine:
         """Why the engine counts as dead, or None."""
         silent = time.monotonic() - self._heard
         if not self._gone and silent > self._silence_s:
-            self._gone = f"not heard of for {silent:.0f} s (cluster.silence_s {self._silence_s:g})"
+            self._gone = f"no heartbeat for {silent:.0f} s (cluster.silence_s {self._silence_s:g})"
         return self._gone or None
 
     def kill(self) -> None:
         """Order the engine to end; it polls for orders continuously."""
-        self.tell(EngineOrder(why=self._gone or "the controller has given it up; its log says more"))
+        self.tell(EngineOrder(why=self._gone or "the controller fenced it; see the controller's log"))
 
     def gone(self, why: str) -> None:
         """Record that the engine itself reported its end."""
@@ -113,7 +113,7 @@ class Membership:
             if time.monotonic() > until:
                 here = ", ".join(member.engine.name for member in self._pool.present) or "none"
                 what = (
-                    f"join: {count - len(self._pool.present)} of {count} are missing, here is {here}; start asyncmoe engine, or see its log"
+                    f"{count - len(self._pool.present)} of {count} have not joined; joined: {here}; start asyncmoe engine, or see its log"
                 )
                 raise WaitTimeout("engines", what, timeout_s)
             await asyncio.sleep(_POLL_S)
@@ -133,12 +133,12 @@ class Membership:
         _check(self._config, request)
         for member in [m for m in self._pool.members if m.engine.name == request.name]:
             if member.fenced is None:
-                raise UserError(f"engine {request.name}", got="a name that is taken", expected="one of its own", cure="give it --name")
+                raise UserError(f"engine {request.name}", got="a name already taken", expected="a unique name", cure="set another --name")
             self._pool.remove(member)
         engine = RemoteEngine(request, self._config.cluster.silence_s)
         if not await engine.client.ready():
             await engine.client.close()
-            why = f"{request.name}: the controller does not reach it at {request.url}; see cluster.network, ASYNCMOE_HOST and the firewall"
+            why = f"{request.name}: the controller cannot reach it at {request.url}; see cluster.network, ASYNCMOE_HOST and the firewall"
             raise EngineError(why)
         self._pool.join(engine)
         if self._ended is not None:

@@ -239,7 +239,7 @@ class Pool:
         while not self.serving:
             self._any()
             if time.monotonic() > until:
-                raise TrajectoryRejected("engine_timeout", f"no engine has got a version within {self._timeout_s:g} s")
+                raise TrajectoryRejected("engine_timeout", f"no engine received a version within {self._timeout_s:g} s")
             await asyncio.sleep(_WATCH_S)
 
     async def _ask(self, member: Member, tokens: Sequence[int], sampling: Sampling, held: int) -> PooledGeneration:

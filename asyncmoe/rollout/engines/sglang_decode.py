@@ -36,13 +36,13 @@ def routed_experts(text: str | None, routing: Routing, *, tokens: int, held: int
             number of rows with a wrong number of layers or experts per token, "length_mismatch" for a wrong number of rows.
     """
     if text is None:
-        raise TrajectoryRejected("no_routes", f"{key}: the engine sent none; it needs --enable-return-routed-experts")
+        raise TrajectoryRejected("no_routes", f"{key}: the engine sent no routes; it needs --enable-return-routed-experts")
     row = routing.all_layers * routing.top_k * 4
     rows = tokens - 1 - held
     try:
         raw = decode_base64(text)
     except ValueError as error:
-        raise TrajectoryRejected("routes_malformed", f"{key}: routes in base64: {error}") from error
+        raise TrajectoryRejected("routes_malformed", f"{key}: invalid base64 in routes: {error}") from error
     if len(raw) == rows * row:
         return raw.view("<i4").reshape(rows, routing.all_layers, routing.top_k)
     if rows and len(raw) % row and len(raw) % (4 * rows) == 0:
@@ -85,7 +85,7 @@ def sampling_masks(
     ids = ids[np.lexsort((ids, rows))]
     repeated = (ids[1:] == ids[:-1]) & (rows[1:] == rows[:-1])
     outside = (ids < 0) | (ids >= vocabulary)
-    for wrong, what in ((outside, f"none of a vocabulary of {vocabulary}"), (repeated, "there twice")):
+    for wrong, what in ((outside, f"outside the vocabulary of {vocabulary}"), (repeated, "repeated")):
         if wrong.any():
             at = int(np.argmax(wrong))
             raise TrajectoryRejected("bad_mask", f"{key}: response token {rows[at]}: id {ids[at]} is {what}")

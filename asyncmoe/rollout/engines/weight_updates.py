@@ -242,7 +242,7 @@ class WeightUpdateCoordinator:
     def _claim(self, version: int) -> _Update:
         # An update that only stages may be left from a sender that is gone, so a new one replaces it.
         if self._update is not None and self._update.held:
-            raise WeightSyncError(f"version {version} was begun while version {self._update.version} is open")
+            raise WeightSyncError(f"cannot begin version {version}: version {self._update.version} is still open")
         self._update = _Update(version, self._whole())
         return self._update
 
@@ -341,7 +341,7 @@ class WeightUpdateCoordinator:
 
         async def load(member: Member) -> None:
             if member.slots is None:
-                raise WeightSyncError(f"{member.engine.name} was not started for adapters that are loaded (sync.method broadcast)")
+                raise WeightSyncError(f"{member.engine.name} was started without adapter loading (sync.method broadcast)")
             await member.slots.publish(request.version, Path(request.folder))
             member.version, member.waiting = request.version, False
 
@@ -408,11 +408,11 @@ class WeightUpdateCoordinator:
 
     def _fell_silent(self) -> None:
         if (update := self._update) is not None:
-            self._ending = asyncio.ensure_future(self._end(update, f"the sender said nothing for {self._timeout_s:g} s"))
+            self._ending = asyncio.ensure_future(self._end(update, f"the sender was silent for {self._timeout_s:g} s"))
 
     def _fence_all(self, update: _Update, why: str) -> None:
         for member in update.members:
-            self._pool.fence(member, f"it may hold a part of version {update.version}: {why}")
+            self._pool.fence(member, f"it may hold part of version {update.version}: {why}")
 
     def _standing_ends(self, update: _Update, member: Member) -> float:
         """Record an engine's pause; return its length in seconds."""
@@ -422,8 +422,8 @@ class WeightUpdateCoordinator:
 
     def _open(self, version: int) -> _Update:
         if self._update is None or self._update.version != version:
-            is_open = "none" if self._update is None else f"version {self._update.version}"
-            raise WeightSyncError(f"version {version} was not begun; open is {is_open}")
+            current = "none" if self._update is None else f"version {self._update.version}"
+            raise WeightSyncError(f"version {version} is not open (open: {current})")
         return self._update
 
     def _close(self, update: _Update) -> None:

@@ -114,7 +114,7 @@ class Agent:
     def see(self, what: str | Sequence[int]) -> None:
         """Give the agent text or tokens; they are not trained on."""
         if self._speaking:
-            raise self._failed(ERROR, "was given something to see while it makes a response")
+            raise self._failed(ERROR, "see() while a response is in progress")
         self._given += self._tokenizer.encode(what) if isinstance(what, str) else what
 
     def credit(self, reward: float) -> None:
@@ -152,11 +152,11 @@ class Agent:
     def rest(self) -> None:
         """End the agent's part in the episode; it fails if a response is still in progress."""
         if self._speaking:
-            self._failed(ERROR, "the environment ended while it was making a response")
+            self._failed(ERROR, "the environment ended while a response was in progress")
 
     def _sampled_as(self, max_new_tokens: int | None, stop: Sequence[int] | None) -> Sampling:
         if self._speaking:
-            raise self._failed(ERROR, "asked for a response while it makes one")
+            raise self._failed(ERROR, "respond() while a response is in progress")
         if not self._given and not self.turns:
             raise self._failed(ERROR, "asked for a response before it has seen anything")
         outside = [t for t in self._given if not 0 <= t < self._tokenizer.vocabulary]

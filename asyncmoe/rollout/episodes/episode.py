@@ -79,7 +79,7 @@ async def run(stage: RolloutContext, prompt: Prompt, place: EpisodeId) -> tuple[
     rewards = await _play(stage.environment, made, stage.timeout_s)
     agents = made.spoke
     if not agents:
-        raise TrajectoryRejected("empty_response", f"{place.key()}: no agent said anything")
+        raise TrajectoryRejected("empty_response", f"{place.key()}: no agent responded")
     generated = time.perf_counter()
     worth = await _worth(rewards, agents, prompt, stage.scorer)
     seconds = {"generate": generated - begin, "score": time.perf_counter() - generated}

@@ -121,7 +121,7 @@ def _versions(turn: Turn, key: str) -> np.ndarray:
     versions = np.full(len(turn), NOT_SAMPLED, dtype=np.int32)
     for span in turn.generation.spans:
         if not span.version.isdecimal():
-            raise TrajectoryRejected("bad_version", f"{key}: the engine serves {span.version!r}, which is no version of this run")
+            raise TrajectoryRejected("bad_version", f"{key}: the engine serves {span.version!r}, which is not a version of this run")
         versions[len(turn.given) + span.start : len(turn.given) + span.end] = int(span.version)
     return versions
 

@@ -119,5 +119,5 @@ def _input_of(linear: Any, name: str) -> Callable[[torch.Tensor], torch.Tensor]:
         "lora.targets",
         got=f"a {name} that is a {type(linear).__name__}",
         expected=f"one of {', '.join(sorted(_PLAIN | _NORMED))}",
-        cure="take what it holds out of the targets",
+        cure="remove its projections from lora.targets",
     )

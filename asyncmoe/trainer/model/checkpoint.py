@@ -53,7 +53,7 @@ def _explain(config: Config, step: int, error: BaseException) -> StorageError | 
     """Return the error for the user if storage is the cause. Call it before anything is removed: torch gives no reason, so this checks
     the disk."""
     newest = checkpoints.newest(config.run.dir)
-    then = f"the run goes on from {newest.name}" if newest else "the run begins anew"
+    then = f"the run resumes from {newest.name}" if newest else "the run starts from step 0"
     path = checkpoints.temporary(config.run.dir, step)
     own = storage.explain(writer.results.failure or error, f"checkpoint of step {step}", path, then)
     if not isinstance(error, CheckpointException):  # only this rank knows of the failure

@@ -65,5 +65,5 @@ def _takes_host() -> bool:
 
 def _host() -> dist.ProcessGroup:
     if not _HOSTS:
-        raise InvariantBroken("ranks have nothing to speak through: asyncmoe.trainer.model.mesh.start comes first")
+        raise InvariantBroken("the host process group does not exist: call asyncmoe.trainer.model.mesh.start first")
     return _HOSTS[0]

@@ -22,5 +22,5 @@ def in_order(trainer: TrainerSection, environ: MutableMapping[str, str]) -> None
     if trainer.tp == 1:
         return
     if (given := environ.setdefault(VARIABLE, "1")) != "1":
-        told = "collectives of trainer.tp > 1 may begin after the products they should overlap with; unset it"
+        told = "collectives of trainer.tp > 1 may start after the matrix products they should overlap; unset the variable"
         log.warning("%s=%s: %s", VARIABLE, given, told)

@@ -34,7 +34,8 @@ class GroupedExperts(SequentialMLP):  # type: ignore[misc]
         super().__init__(num_local_experts, config, *args, **kwargs)
         gated = config.gated_linear_unit and config.activation_func is F.silu
         if not gated or config.add_bias_linear or config.moe_apply_probs_on_input:
-            raise InvariantBroken("GroupedExperts is a gated MLP with SiLU, without biases, weighted after it")
+            supported = "gated SiLU MLPs without biases, with probabilities applied after the activation"
+            raise InvariantBroken(f"GroupedExperts supports only {supported}")
         self.added: dict[str, Added] = {}
 
     def forward(self, rows: torch.Tensor, tokens_per_expert: torch.Tensor, probs: torch.Tensor) -> tuple[torch.Tensor, None]:

@@ -115,7 +115,7 @@ def decide(wanted: MegatronSection, kernels: Kernels, run: RunFeatures) -> Switc
     return Switches(engine, experts, flex=flex, off=tuple(off), **on)
 
 
-_SAID = "the configuration says so"
+_SAID = "disabled by the configuration"
 
 
 def _refusal(name: str, got: str, expected: str, why: str) -> ConfigError:
@@ -139,7 +139,7 @@ def _lacks_flex(kernels: Kernels, run: RunFeatures) -> str:
         return "there is no GPU"
     if not kernels.deep_ep:
         return "DeepEP (the package deep_ep) is not installed"
-    return "rows travel between no ranks: trainer.tp and trainer.ep are 1" if run.exchanged == 1 else ""
+    return "rows do not travel between ranks: trainer.expert_tp and trainer.ep are 1" if run.exchanged == 1 else ""
 
 
 def _experts(wanted: bool | None, kernels: Kernels, run: RunFeatures, engine: bool) -> tuple[Experts, str]:
@@ -190,7 +190,7 @@ def _rules(kernels: Kernels, run: RunFeatures, engine: bool, no_engine: str, exp
     yield "apply_rope_fusion", _Rule(missing or _lacks_rope(run))
     yield "bias_activation_fusion", _Rule("", no_gpu)
     yield "gradient_accumulation_fusion", _Rule(missing or ("weights are frozen: adapters are trained" if run.lora else ""))
-    yield "overlap_grad_reduce", _Rule("", alone or ("" if kernels.cuda else "a CPU's cores add and compute in turn"))
+    yield "overlap_grad_reduce", _Rule("", alone or ("" if kernels.cuda else "a CPU reduces and computes on the same cores"))
     yield "overlap_param_gather", _Rule(_lacks_gather(run, experts), alone or _unwise_gather(run) or no_gpu)
 
 
@@ -204,7 +204,8 @@ def _lacks_rope(run: RunFeatures) -> str:
     if run.latent:
         return "Megatron's kernel for latent attention is experimental and takes YaRN only"
     # `fused_apply_rotary_pos_emb_thd` of megatron-core 0.16.1 does not pass this on to Transformer Engine, which would rotate halves.
-    return "neighbouring dimensions turn together, which Megatron's kernel for packed rows does not know" if run.interleaved_rope else ""
+    rotates = "the model rotates neighbouring dimensions, which Megatron's kernel for packed rows does not support"
+    return rotates if run.interleaved_rope else ""
 
 
 def _lacks_gather(run: RunFeatures, experts: Experts) -> str:
@@ -213,8 +214,8 @@ def _lacks_gather(run: RunFeatures, experts: Experts) -> str:
     if not run.distributed:
         return "the optimizer's state is not sharded"
     if run.lora:
-        return "adapters are small, and no layers that Megatron calls"
-    return "weights of experts that torch groups are read outside their layers" if experts == "torch" else ""
+        return "Megatron does not call adapters as layers"
+    return "torch's grouped matmul reads expert weights without calling their layers" if experts == "torch" else ""
 
 
 def _unwise_gather(run: RunFeatures) -> str:

@@ -39,10 +39,10 @@ _NEUTRAL: Mapping[str, tuple[object, ...]] = {
 
 
 class RequestRefused(Exception):
-    """A request that is answered with an error in OpenAI's form. `again`: True if a client may repeat it."""
+    """A request that is answered with an error in OpenAI's form."""
 
-    def __init__(self, status: int, message: str, *, code: str | None = None, parameter: str | None = None, again: bool = False) -> None:
-        self.status, self.code, self.parameter, self.again = status, code, parameter, again
+    def __init__(self, status: int, message: str, *, code: str | None = None, parameter: str | None = None) -> None:
+        self.status, self.code, self.parameter = status, code, parameter
         super().__init__(message)
 
     def body(self) -> dict[str, Any]:
@@ -97,7 +97,7 @@ def parse(body: bytes, sampling: Sampling) -> CompletionRequest:
         # A lone surrogate is valid JSON but not encodable text; nesting too deep to serialize here is also too deep for templates.
         json.dumps(fields, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
-        raise RequestRefused(400, f"the body is no JSON text: {str(error)[:200]}") from error
+        raise RequestRefused(400, f"the body is not valid JSON: {str(error)[:200]}") from error
     if not isinstance(fields, dict):
         raise RequestRefused(400, "the body must be a JSON object")
     fields = {key: value for key, value in fields.items() if value is not None}
@@ -172,10 +172,6 @@ def _check_neutral(fields: Mapping[str, Any], sampling: Sampling) -> None:
             raise _wrong(name, f"cannot be {str(value)[:80]!r} where what is sampled is trained on. Leave it out")
         if name not in drawn and name not in _NEUTRAL and name not in _NO_MATTER:
             raise _wrong(name, "is not supported. Leave it out")
-
-
-def _same(value: object, neutral: object) -> bool:
-    return value == neutral and isinstance(value, bool) == isinstance(neutral, bool)
 
 
 def _most(limits: list[object]) -> int | None:

@@ -31,7 +31,7 @@ class Threads:
         """
         self._left = [thread for thread in self._left if thread.is_alive()]
         if len(self._left) >= MAX_LEFT:
-            got, expected = f"{MAX_LEFT} calls that go on after their time-out", "a function that ends when its requests fail"
+            got, expected = f"{MAX_LEFT} calls still running after their timeout", "a function that ends when its requests fail"
             raise UserError("environment.agent", got=got, expected=expected)
 
     async def call(self, function: Callable[..., object], *arguments: object) -> object:

@@ -70,7 +70,7 @@ def _parse(expression: str) -> ast.expr:
 
 def _value(node: ast.expr, depth: int) -> int | float:
     if depth > MAX_DEPTH:
-        raise _wrong(f"more than {MAX_DEPTH} operations in one another")
+        raise _wrong(f"more than {MAX_DEPTH} nested operations")
     match node:
         case ast.Constant(value=int() | float() as value) if not isinstance(value, bool):
             return _bounded(value)
@@ -81,7 +81,7 @@ def _value(node: ast.expr, depth: int) -> int | float:
         case ast.BinOp(left=left, op=op, right=right) if type(op) in _BINARY:
             return _apply(op, _value(left, depth + 1), _value(right, depth + 1))
         case _:
-            raise _wrong(f"{type(node).__name__} is no arithmetic; there are numbers, + - * / // % ** and parentheses")
+            raise _wrong(f"{type(node).__name__} is not arithmetic; allowed are numbers, + - * / // % ** and parentheses")
 
 
 def _apply(op: ast.operator, left: int | float, right: int | float) -> int | float:
@@ -97,7 +97,7 @@ def _bounded(value: object) -> int | float:
             raise _too_large()
         return value
     if not isinstance(value, float) or not math.isfinite(value):
-        raise _wrong("the value is no finite real number")
+        raise _wrong("the value is not a finite real number")
     return value
 
 

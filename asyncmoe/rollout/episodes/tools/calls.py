@@ -82,7 +82,7 @@ def _hermes(inner: str, start: int, end: int) -> Call | Malformed:
     try:
         call = json.loads(inner)
     except (ValueError, RecursionError) as error:
-        return Malformed(start, end, f"error: a call that is no JSON: {error}")
+        return Malformed(start, end, f"error: a call that is not valid JSON: {error}")
     if not isinstance(call, dict) or not isinstance(call.get("name"), str) or not isinstance(call.get("arguments"), dict):
         return Malformed(start, end, 'error: a call is {"name": text, "arguments": object}')
     arguments = json.dumps(call["arguments"], ensure_ascii=False)

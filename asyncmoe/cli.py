@@ -85,7 +85,7 @@ def make_model(
     seed: Annotated[int, typer.Option(help="Seed of the random weights.")] = 0,
 ) -> None:
     """Write a tiny random Qwen3-MoE as a Hugging Face checkpoint, with a byte-level tokenizer, to try everything on a laptop."""
-    from asyncmoe.config.generation import MadeModel
+    from asyncmoe.config.model import MadeModel
     from asyncmoe.models import make
 
     shape = MadeModel(layers=layers, hidden=hidden, experts=experts, experts_per_token=experts_per_token, expert_hidden=expert_hidden)

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from asyncmoe.config.generation import MadeModel
+from asyncmoe.config.model import MadeModel
 from asyncmoe.models.make import make_model
 from asyncmoe.simulate import laws
 from asyncmoe.simulate.plant import MODES, Mode, Plant

@@ -9,7 +9,8 @@ from typing import Any, get_args
 
 from asyncmoe import config as configuration
 from asyncmoe.config import Config
-from asyncmoe.config.generation import Interruption, MadeModel
+from asyncmoe.config.model import MadeModel
+from asyncmoe.config.rollout import Interruption
 from asyncmoe.models.make import make_model
 from benchmarks import async_case, async_live
 from benchmarks.async_case import PoolSizes

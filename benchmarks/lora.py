@@ -11,7 +11,7 @@ from typing import Any
 
 from asyncmoe import config as configuration
 from asyncmoe.config import Config
-from asyncmoe.config.generation import MadeModel
+from asyncmoe.config.model import MadeModel
 from asyncmoe.models import EngineParallel, adapter_of, load_hf_config, trainer_parallel
 from asyncmoe.models.make import make_model
 from asyncmoe.models.payload import Payload

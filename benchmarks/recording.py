@@ -21,7 +21,7 @@ import numpy as np
 from asyncmoe import config as configuration
 from asyncmoe import models
 from asyncmoe.config import Config
-from asyncmoe.config.generation import MadeModel
+from asyncmoe.config.model import MadeModel
 from asyncmoe.errors import InvariantBroken
 from asyncmoe.models.make import make_model
 from asyncmoe.record import NOTHING, Recording, Routing, encode_routes

@@ -51,7 +51,7 @@ def measure(folder: Path) -> dict[str, Any]:
     import torch
 
     from asyncmoe.config import parse
-    from asyncmoe.config.generation import MadeModel
+    from asyncmoe.config.model import MadeModel
     from asyncmoe.models import load_hf_config
     from asyncmoe.models.make import make_model
     from asyncmoe.record import encode_routes

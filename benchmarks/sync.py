@@ -18,7 +18,7 @@ import aiohttp
 
 from asyncmoe import config as configuration
 from asyncmoe.config import Config
-from asyncmoe.config.generation import MadeModel
+from asyncmoe.config.model import MadeModel
 from asyncmoe.errors import EngineError, WaitTimeout
 from asyncmoe.launch.local import trainer_command
 from asyncmoe.models.make import make_model

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from asyncmoe.config.training import MegatronSection
+from asyncmoe.config.trainer import MegatronSection
 from asyncmoe.doctor import cards, verdict
 from asyncmoe.doctor.facts import Machine, OnGpus
 from asyncmoe.doctor.verdict import Verdict

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncmoe.config import Config
-from asyncmoe.config.generation import EngineSection
+from asyncmoe.config.engines import EngineSection
 from asyncmoe.errors import ConfigError, DataError, LayoutError
 from asyncmoe.models import checks
 from asyncmoe.models.families import FAMILIES, family_of

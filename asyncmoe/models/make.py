@@ -8,7 +8,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from asyncmoe.config.generation import MadeModel
+from asyncmoe.config.model import MadeModel
 from asyncmoe.errors import DataError
 from asyncmoe.models.parallel import EngineParallel, MegatronParallel
 from asyncmoe.models.qwen3_moe import FAMILY

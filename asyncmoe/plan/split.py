@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
-from asyncmoe.config.training import SyncSection
+from asyncmoe.config.sync import SyncSection
 from asyncmoe.errors import ConfigError
 from asyncmoe.models import EngineParallel, MegatronParallel, family_of
 from asyncmoe.models.lora import halves

@@ -35,7 +35,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
 
-from asyncmoe.config.generation import StalenessRule
+from asyncmoe.config.queue import StalenessRule
 from asyncmoe.errors import ConfigError, InvariantBroken
 
 

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from asyncmoe.config.generation import StalenessRule
+from asyncmoe.config.queue import StalenessRule
 from asyncmoe.errors import AsyncmoeError, ConfigError, InvariantBroken, ProtocolError, TrajectoryRejected, WaitTimeout
 from asyncmoe.queue.admission import Admission, Ledger
 from asyncmoe.queue.condition import Changes

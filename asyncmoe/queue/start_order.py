@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from asyncmoe.config.generation import Unit
+from asyncmoe.config.queue import Unit
 from asyncmoe.errors import InvariantBroken
 
 

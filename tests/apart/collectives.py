@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from asyncmoe.config.training import TrainerSection
+from asyncmoe.config.trainer import TrainerSection
 from asyncmoe.errors import InvariantBroken
 from asyncmoe.trainer.model import collectives, mesh
 from tests.unit.doc_pages import ROOT

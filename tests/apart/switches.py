@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from asyncmoe.config.training import MegatronSection
+from asyncmoe.config.trainer import MegatronSection
 from asyncmoe.errors import ConfigError
 from asyncmoe.models import family_of
 from asyncmoe.platform import megatron

@@ -12,7 +12,7 @@ import pytest
 
 from asyncmoe import config as configuration
 from asyncmoe.config import Config
-from asyncmoe.config.generation import MadeModel
+from asyncmoe.config.model import MadeModel
 from asyncmoe.models.make import make_model
 from asyncmoe.rollout.engines.adapters import asked
 from asyncmoe.rollout.engines.engine_process import Engine

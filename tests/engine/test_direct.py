@@ -19,7 +19,7 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from asyncmoe import models
-from asyncmoe.config.generation import MadeModel
+from asyncmoe.config.model import MadeModel
 from asyncmoe.models.make import make_model
 from asyncmoe.rollout.engines.engine_client import Sampling
 from asyncmoe.rollout.engines.engine_process import Engine

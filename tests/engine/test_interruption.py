@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from asyncmoe.config.generation import Interruption
+from asyncmoe.config.rollout import Interruption
 from asyncmoe.models.make import VOCAB
 from asyncmoe.record import Recording, Routing, decode_routes
 from asyncmoe.rollout.engines.engine_client import Sampling

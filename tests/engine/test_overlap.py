@@ -22,7 +22,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from asyncmoe.config.generation import Interruption, MadeModel
+from asyncmoe.config.model import MadeModel
+from asyncmoe.config.rollout import Interruption
 from asyncmoe.errors import AsyncmoeError
 from asyncmoe.models.make import VOCAB, make_model
 from asyncmoe.record import Recording, Routing, decode_masks, decode_routes

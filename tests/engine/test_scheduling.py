@@ -7,7 +7,7 @@ from random import Random
 
 import pytest
 
-from asyncmoe.config.generation import Balance
+from asyncmoe.config.rollout import Balance
 from asyncmoe.rollout.engines.engine_client import Sampling
 from asyncmoe.rollout.engines.engine_process import Engine
 from asyncmoe.rollout.engines.pool import Pool

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from asyncmoe.config.generation import TaskSection
 from asyncmoe.config.scoring import ScoringSection
+from asyncmoe.config.task import TaskSection
 from asyncmoe.errors import TrajectoryRejected
 from asyncmoe.rollout import scoring
 from asyncmoe.rollout.scoring import Sample, Score, Scorer

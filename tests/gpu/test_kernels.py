@@ -12,7 +12,7 @@ if not torch.cuda.is_available():
     pytest.skip("no GPU here", allow_module_level=True)
 
 from asyncmoe.config import Config, parse  # noqa: E402
-from asyncmoe.config.generation import MadeModel  # noqa: E402
+from asyncmoe.config.model import MadeModel  # noqa: E402
 from asyncmoe.models import load_hf_config  # noqa: E402
 from asyncmoe.models.make import make_model  # noqa: E402
 from asyncmoe.platform import kernels  # noqa: E402

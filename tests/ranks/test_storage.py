@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from asyncmoe.config.generation import MadeModel
+from asyncmoe.config.model import MadeModel
 from asyncmoe.models.make import make_model
 from tests.ranks.launch import HERE
 from tests.system.runs import wait_for

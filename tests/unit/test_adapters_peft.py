@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncmoe.config.generation import MadeModel
+from asyncmoe.config.model import MadeModel
 from asyncmoe.errors import DataError, UserError
 from asyncmoe.models import family_of, load_hf_config, qwen3_moe
 from asyncmoe.models.lora import adapter as adapters

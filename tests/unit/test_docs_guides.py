@@ -17,8 +17,8 @@ import pytest
 import yaml
 
 from asyncmoe.config import parse
-from asyncmoe.config.generation import TaskSection
 from asyncmoe.config.scoring import ScoringSection
+from asyncmoe.config.task import TaskSection
 from asyncmoe.rollout import scoring
 from asyncmoe.rollout.engines.engine_client import Generation, Sampling, VersionSpan
 from asyncmoe.rollout.engines.pool import PooledGeneration

@@ -118,7 +118,7 @@ DEMO = ROOT / "examples" / "demo.yaml"
 
 
 def test_what_a_configuration_asks(tmp_path: Path) -> None:
-    from asyncmoe.config.generation import MadeModel
+    from asyncmoe.config.model import MadeModel
     from asyncmoe.models.make import make_model
 
     shape = MadeModel(layers=2, hidden=64, experts=8, experts_per_token=2, expert_hidden=64)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncmoe.config.generation import MadeModel
+from asyncmoe.config.model import MadeModel
 from asyncmoe.errors import TrajectoryRejected
 from asyncmoe.models.make import make_model
 from asyncmoe.rollout.engines.engine_client import Generation, Sampling, VersionSpan

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from asyncmoe.config import Config, parse
-from asyncmoe.config.generation import MadeModel
+from asyncmoe.config.model import MadeModel
 from asyncmoe.errors import ConfigError, DataError, EngineError, TrajectoryRejected
 from asyncmoe.models.make import make_model
 from asyncmoe.record import NOTHING, Recording

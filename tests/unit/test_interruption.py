@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from asyncmoe.config import Config, parse
-from asyncmoe.config.generation import Interruption
+from asyncmoe.config.rollout import Interruption
 from asyncmoe.errors import ConfigError, TrajectoryRejected
 from asyncmoe.models import kept_routing
 from asyncmoe.rollout.engines.engine_client import ABORTED, Generation, Sampling, VersionSpan

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 from plan_steps import carry_out
-from pydantic import ValidationError
 from reshard_ranks import blank, filled, numbered
 
 from asyncmoe import config
@@ -48,10 +47,7 @@ def section_of(**values: Any) -> LoraSection:
     """As the configuration parses it."""
 
     base = {"run": {"dir": "runs/x", "steps": 1}, "model": {"path": "m"}, "task": {"kind": "arithmetic"}}
-    try:
-        return config.Config.model_validate({**base, "lora": values}).lora
-    except ValidationError as error:
-        raise config._explain(error, config.Source("config"))[0] from None
+    return config.parse({**base, "lora": values}).lora
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from asyncmoe.config.training import OptimizerSection
+from asyncmoe.config.trainer import OptimizerSection
 from asyncmoe.trainer.model.lr import lr_at
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
-from asyncmoe.config.generation import MadeModel
+from asyncmoe.config.model import MadeModel
 from asyncmoe.errors import ConfigError, DataError
 from asyncmoe.models import family_of, load_hf_config
 from asyncmoe.models.make import VOCAB, make_model

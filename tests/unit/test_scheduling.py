@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncmoe.config.generation import Order
+from asyncmoe.config.rollout import Order
 from asyncmoe.errors import EngineError
 from asyncmoe.rollout.engines.engine_client import ABORTED, EngineLost, Generation, Sampling, VersionSpan
 from asyncmoe.rollout.engines.gate import Gate

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from asyncmoe.config.generation import TaskSection
 from asyncmoe.config.scoring import ScoringSection
+from asyncmoe.config.task import TaskSection
 from asyncmoe.errors import ConfigError, TrajectoryRejected
 from asyncmoe.rollout import scoring
 from asyncmoe.rollout.scoring import Sample, Score, Scorer

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from aiohttp import web
 
-from asyncmoe.config.generation import TaskSection
 from asyncmoe.config.scoring import ScoringSection
+from asyncmoe.config.task import TaskSection
 from asyncmoe.errors import TrajectoryRejected
 from asyncmoe.rollout import scoring
 from asyncmoe.rollout.scoring import Sample, Score, Taught, Teaches

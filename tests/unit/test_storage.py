@@ -16,7 +16,7 @@ import torch
 from safetensors.numpy import save_file
 
 from asyncmoe import storage
-from asyncmoe.config.generation import MadeModel
+from asyncmoe.config.model import MadeModel
 from asyncmoe.errors import AsyncmoeError, StorageError, UserError
 from asyncmoe.launch import watch
 from asyncmoe.models.make import make_model

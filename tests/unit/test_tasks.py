@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncmoe.config.generation import MadeModel
+from asyncmoe.config.model import MadeModel
 from asyncmoe.errors import DataError
 from asyncmoe.models.make import make_model
 from asyncmoe.rollout.tasks.arithmetic import Arithmetic

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from asyncmoe.config.generation import Interruption
+from asyncmoe.config.rollout import Interruption
 from asyncmoe.errors import TrajectoryRejected
 from asyncmoe.rollout.engines.engine_client import ABORTED, Sampling
 from asyncmoe.rollout.engines.pool import Pool

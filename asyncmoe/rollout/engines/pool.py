@@ -21,7 +21,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol
 
-from asyncmoe.config.generation import Balance, Order
+from asyncmoe.config.rollout import Balance, Order
 from asyncmoe.errors import EngineError, TrajectoryRejected, WaitTimeout
 from asyncmoe.rollout.engines.adapter_slots import ServedBy, TwoSlots, attributed
 from asyncmoe.rollout.engines.engine_client import ABORTED, EngineClient, EngineLost, Generation, Sampling

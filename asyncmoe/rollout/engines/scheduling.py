@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
 
-from asyncmoe.config.generation import Balance, Order
+from asyncmoe.config.rollout import Balance, Order
 
 KEPT_PROMPTS = 1024
 """Number of most recent prompts whose lengths `Lengths` remembers."""

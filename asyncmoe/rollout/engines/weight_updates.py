@@ -36,7 +36,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from asyncmoe.config.generation import Interruption
+from asyncmoe.config.rollout import Interruption
 from asyncmoe.errors import AsyncmoeError, WaitTimeout, WeightSyncError
 from asyncmoe.receiver import command
 from asyncmoe.rollout.engines.engine_client import EngineLost

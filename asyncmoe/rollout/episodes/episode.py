@@ -16,7 +16,7 @@ from random import Random
 
 import numpy as np
 
-from asyncmoe.config.generation import Interruption
+from asyncmoe.config.rollout import Interruption
 from asyncmoe.errors import AsyncmoeError, TrajectoryRejected
 from asyncmoe.rollout.engines.engine_client import Generation, Sampling
 from asyncmoe.rollout.engines.interruption import respond

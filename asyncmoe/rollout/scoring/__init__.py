@@ -15,8 +15,8 @@ import os
 from collections.abc import Mapping
 from functools import partial
 
-from asyncmoe.config.generation import TaskSection
 from asyncmoe.config.scoring import ScoringSection
+from asyncmoe.config.task import TaskSection
 from asyncmoe.errors import ConfigError
 from asyncmoe.rollout.scoring import parse_score, plugin, teacher
 from asyncmoe.rollout.scoring.async_scorer import AsyncScorer

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import MutableMapping
 
-from asyncmoe.config.training import TrainerSection
+from asyncmoe.config.trainer import TrainerSection
 
 log = logging.getLogger(__name__)
 VARIABLE = "CUDA_DEVICE_MAX_CONNECTIONS"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from asyncmoe.config.training import OptimizerSection
+from asyncmoe.config.trainer import OptimizerSection
 
 
 def lr_at(step: int, section: OptimizerSection, total: int) -> float:

@@ -10,7 +10,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from asyncmoe.config.training import TrainerSection
+from asyncmoe.config.trainer import TrainerSection
 from asyncmoe.errors import ConfigError
 from asyncmoe.models import MegatronParallel
 from asyncmoe.platform import megatron

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Literal
 
-from asyncmoe.config.training import MegatronSection
+from asyncmoe.config.trainer import MegatronSection
 from asyncmoe.errors import ConfigError
 from asyncmoe.platform.kernels import Kernels
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from asyncmoe.config.generation import EngineSection
+from asyncmoe.config.engines import EngineSection
 from asyncmoe.models import EngineParallel, engine_dtype
 from asyncmoe.models.payload import Payload
 from asyncmoe.platform.float8 import dequantised

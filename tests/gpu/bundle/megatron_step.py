@@ -84,7 +84,7 @@ def step(spec: str, dtype: str, target: str) -> None:
 
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     from asyncmoe.config import parse
-    from asyncmoe.config.generation import MadeModel
+    from asyncmoe.config.model import MadeModel
     from asyncmoe.models import load_hf_config
     from asyncmoe.models.make import make_model
     from asyncmoe.trainer import loop, objective

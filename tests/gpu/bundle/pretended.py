@@ -67,7 +67,7 @@ def ask(name: str, folder: Path) -> Answers:
 
 def serve() -> None:
     """The server of this process's environment; it ends when it has answered."""
-    from asyncmoe.config.generation import MadeModel
+    from asyncmoe.config.model import MadeModel
     from asyncmoe.launch.torchrun import free_port
     from asyncmoe.models.make import make_model
     from asyncmoe.platform.sglang import cpu

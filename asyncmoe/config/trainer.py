@@ -1,4 +1,4 @@
-"""Configuration of training: the Megatron process group, its optimizer, the warm-up, weight sync and agreement checks."""
+"""The Megatron process group: parallel sizes, memory, checkpoints, optimizer, and Megatron's own switches."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from asyncmoe.config.fields import Decay, NonNegative, NonNegativeFloat, Positive, PositiveFloat, Section
+
+Recomputed = Literal["core_attn", "mla_up_proj", "layernorm", "mlp", "moe", "shared_experts", "moe_act"]
+"""Parts of a layer that Megatron can recompute separately."""
 
 
 class OptimizerSection(Section):
@@ -63,10 +66,6 @@ class MegatronSection(Section):
     moe_token_dispatcher_type: Literal["alltoall", "flex"] = Field(
         "alltoall", description="Transport of tokens to the ranks of their experts. alltoall: NCCL; flex: DeepEP, which must be installed."
     )
-
-
-Recomputed = Literal["core_attn", "mla_up_proj", "layernorm", "mlp", "moe", "shared_experts", "moe_act"]
-"""Parts of a layer that Megatron can recompute separately."""
 
 
 class TrainerSection(Section):
@@ -155,74 +154,4 @@ class TrainerSection(Section):
         for key in ("first_stage_layers", "last_stage_layers"):
             if self.pp == 1 and getattr(self, key) is not None:
                 raise ValueError(f"trainer.{key}: got {getattr(self, key)}, expected nothing because trainer.pp is 1; leave it out")
-        return self
-
-
-class WarmupSection(Section):
-    """Supervised steps on the task's own demonstrations, before reinforcement learning."""
-
-    steps: NonNegative = Field(0, description="Supervised steps; 0: none. A random model needs some, a real checkpoint none.")
-    batch: Positive = Field(64, description="Demonstrations per step.")
-    lr: PositiveFloat = Field(1e-3, description="Learning rate of the warm-up, constant.")
-    wrong_share: float = Field(
-        0.0, ge=0, lt=1, description="arithmetic: share of demonstrations with a wrong answer, to leave something for RL to improve."
-    )
-
-
-class SyncSection(Section):
-    """Weight sync: how new weights reach the engines."""
-
-    method: Literal["reshard", "broadcast"] = Field(
-        "reshard",
-        description="reshard: every engine rank receives exactly its own shards from the trainer ranks that hold them while it generates, "
-        "and pauses only to swap them in; broadcast: rank 0 gathers whole tensors and sends all of them to every engine, which pauses.",
-    )
-    transport: Literal["auto", "shm", "gloo", "nccl", "ipc"] = Field(
-        "auto",
-        description="Transport of reshard. Between CPUs, shm: shared memory of one host, or gloo: TCP. Between GPUs, nccl, or ipc: CUDA "
-        "IPC between the GPUs of one host. auto: shm on CPU; on GPU nccl, or ipc with engines.share_gpus.",
-    )
-    staging: bool = Field(
-        True,
-        description="true: engines receive a version into staging memory, as large as their shard, while they generate. false: reshard "
-        "writes their parameters in place while they are paused; set it if the second copy does not fit.",
-    )
-    every: Positive = Field(
-        1, description="Training steps between published versions; at most queue.staleness.eta + 1. Raise it if weight sync is slow."
-    )
-    bucket_bytes: Positive = Field(256 << 20, description="Size of a bucket in bytes: a rank's message buffers take at most two buckets.")
-    nccl_max_ctas: Positive = Field(
-        8,
-        description="Multiprocessors of a GPU that NCCL may use to move weights, taken from the generating engine or the training step: "
-        "maxCTAs of each engine's communicator. With more than 16 engines each communicator gets fewer, at least 4.",
-    )
-    verify_every: NonNegative = Field(
-        0, description="Compare checksums of the engines' and the trainer's weights every n updates; 0: never. 1 to find a faulty sync."
-    )
-    timeout_s: PositiveFloat = Field(300.0, description="Seconds each part of an update may take before it fails.")
-
-
-class VerifySection(Section):
-    """Checks that engine and trainer compute the same log-probabilities, and limits beyond which the run stops."""
-
-    logprobs_every: NonNegative = Field(
-        0,
-        description="Compare the log-probabilities of engine and trainer every n steps, with an extra forward pass, on trajectories of the "
-        "trainer's version, and log the tokens that differ most, with their neighbours and experts; 0: never. Use 1 for a new model.",
-    )
-    show: Positive = Field(3, description="Number of tokens to log.")
-    max_logprob_diff: PositiveFloat | None = Field(
-        None, description="Stop before training on a batch with a larger |engine - trainer| at equal version, in nats; null: no limit."
-    )
-    max_kl: PositiveFloat | None = Field(
-        None, description="Stop if the mean KL(engine || trainer) over those tokens is larger, in nats per token; null: no limit."
-    )
-
-    @model_validator(mode="after")
-    def _check(self) -> VerifySection:
-        for key in ("max_logprob_diff", "max_kl"):
-            if getattr(self, key) is not None and not self.logprobs_every:
-                raise ValueError(
-                    f"verify.{key}: got {getattr(self, key)}, expected null because verify.logprobs_every is 0; set it to 1 or more"
-                )
         return self

@@ -1,0 +1,77 @@
+"""The SGLang servers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from asyncmoe.config.fields import NonNegative, Port, Positive, PositiveFloat, Section
+
+_OWNED = {
+    **dict.fromkeys(("--tp", "--tp-size", "--tensor-parallel-size"), "engines.tp"),
+    **dict.fromkeys(("--ep", "--ep-size", "--expert-parallel-size"), "engines.ep"),
+    **dict.fromkeys(("--model", "--model-path"), "model.path"),
+    "--base-gpu-id": "engines.first_gpu",
+    "--host": "engines.host",
+    "--port": "engines.port",
+    "--dtype": "engines.dtype",
+    "--max-running-requests": "engines.max_running",
+    "--random-seed": "run.seed",
+    "--trust-remote-code": "model.trust_remote_code",
+    **dict.fromkeys(("--device", "--nnodes", "--node-rank", "--dist-init-addr", "--nccl-init-addr", "--weight-version"), ""),
+    **dict.fromkeys(("--custom-weight-loader", "--skip-tokenizer-init", "--api-key", "--pp", "--pp-size", "--pipeline-parallel-size"), ""),
+    **dict.fromkeys(("--dp", "--dp-size", "--data-parallel-size"), ""),
+}
+"""Arguments of SGLang's server that follow from the configuration -> the key that sets them; empty: none does."""
+
+
+class EngineSection(Section):
+    """The SGLang servers."""
+
+    count: Positive = Field(1, description="SGLang servers. With join, the number that must have joined before the run begins.")
+    join: bool = Field(
+        False,
+        description="true: `asyncmoe engine` starts engines, on any machine and at any time, and they join the run. false: the controller "
+        "starts them on its own machine.",
+    )
+    tp: Positive = Field(1, description="Tensor-parallel ranks of an engine, one GPU each. Raise it if weights and KV cache do not fit.")
+    ep: Positive = Field(1, description="Expert-parallel ranks of an engine; must divide tp.")
+    dtype: Literal["float32", "bfloat16", "auto"] = Field(
+        "auto", description="Dtype of the engine's weights; auto: SGLang's choice from the checkpoint."
+    )
+    python: Path | None = Field(
+        None, description="Python interpreter with SGLang; null: `.venv-engine` beside this environment, else this Python."
+    )
+    host: str = Field("127.0.0.1", description="Address a server listens on; an engine that joins uses the address of cluster.network.")
+    port: Port = Field(0, description="First port: engine i of a machine listens on port + i. 0: any free ports.")
+    first_gpu: NonNegative | None = Field(
+        None,
+        description="First GPU of the engines on a machine: engine i takes tp GPUs starting at first_gpu + i * tp. null: the first GPU "
+        "after the trainer's if the run has one machine (0 with share_gpus), else 0.",
+    )
+    share_gpus: bool = Field(
+        False,
+        description="Engines and trainer of one machine share GPUs, starting at GPU 0: the arithmetic of `asyncmoe plan` divides the "
+        "memory of each, and weights travel over CUDA IPC. false: a run in which an engine and the trainer would use one GPU is refused.",
+    )
+    max_running: Positive = Field(
+        16, description="Requests a server decodes at once; further requests wait in its queue. Lower it if the server retracts requests."
+    )
+    max_total_tokens: Positive | None = Field(
+        None, description="Size of a server's KV cache, in tokens; null: what fits, by SGLang or by the arithmetic of `asyncmoe plan`."
+    )
+    start_timeout_s: PositiveFloat = Field(
+        180.0, description="Seconds processes wait for each other at the start. Raise it for large checkpoints on a slow file system."
+    )
+    args: tuple[str, ...] = Field((), description="Further command-line arguments for sglang.launch_server.")
+
+    @model_validator(mode="after")
+    def _check_args(self) -> EngineSection:
+        for word in self.args:
+            flag = word.partition("=")[0]
+            if (key := _OWNED.get(flag)) is not None:
+                way = f"set {key}" if key else "leave it out; asyncmoe sets it"
+                raise ValueError(f"engines.args: got {flag}, expected none of the arguments asyncmoe gives an engine; {way}")
+        return self

@@ -1,0 +1,33 @@
+"""The model: a checkpoint, or a random model to make."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pydantic import Field
+
+from asyncmoe.config.fields import Positive, Section
+
+
+class MadeModel(Section):
+    """A tiny random model, written to `model.path` if nothing is there (`asyncmoe make-model` writes the same)."""
+
+    layers: Positive = Field(2, description="Decoder layers; each has experts.")
+    hidden: Positive = Field(64, description="Width of a hidden state.")
+    heads: Positive = Field(4, description="Query heads.")
+    kv_heads: Positive = Field(2, description="Key and value heads; must divide heads.")
+    head_dim: Positive = Field(32, description="Width of a head.")
+    experts: Positive = Field(8, description="Experts per layer.")
+    experts_per_token: Positive = Field(2, description="Experts the router chooses for a token.")
+    expert_hidden: Positive = Field(64, description="Intermediate width of an expert: rows of its gate and up projections.")
+    context: Positive = Field(2048, description="Context length, in tokens.")
+
+
+class ModelSection(Section):
+    """The Hugging Face checkpoint that training starts from."""
+
+    path: Path = Field(description="Directory with config.json, safetensors files and a tokenizer.")
+    trust_remote_code: bool = Field(
+        False, description="Run the Python code shipped with the checkpoint; the tokenizers of Kimi-K2 and Moonlight need it."
+    )
+    make: MadeModel | None = Field(None, description="Write a tiny random Qwen3-MoE to `path` if it does not exist.")

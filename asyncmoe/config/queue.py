@@ -1,0 +1,66 @@
+"""The bounded queue and its staleness rules."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from asyncmoe.config.fields import NonNegative, Positive, PositiveFloat, Section, Share
+
+StalenessRule = Literal["drop", "requeue", "downweight"]
+Unit = Literal["group", "trajectory"]
+
+
+class StalenessSection(Section):
+    """Staleness: how many versions a trained token may be behind the trainer."""
+
+    eta: NonNegative = Field(
+        1,
+        description="Versions a trained token may be behind. Capacity law: a response starts only while accepted + running < "
+        "(eta + version + 1) * batch. Raise it if engines and trainer wait for each other; lower it if too many ratios are clipped.",
+    )
+    rule: StalenessRule = Field(
+        "drop",
+        description="What happens to a group whose oldest token is more than eta versions old when its turn to train comes. drop: it is "
+        "discarded. requeue: its prompt is sampled again. downweight: it is trained with less weight, up to max_age.",
+    )
+    downweight: Share | None = Field(None, description="downweight: factor on a group's weight for each version beyond eta.")
+    max_age: Positive | None = Field(None, description="downweight: drop a group with a token older than this many versions.")
+
+    @model_validator(mode="after")
+    def _check(self) -> StalenessSection:
+        for name, value in (("downweight", self.downweight), ("max_age", self.max_age)):
+            if self.rule == "downweight" and value is None:
+                what = "a factor of at most 1" if name == "downweight" else f"a number above queue.staleness.eta = {self.eta}"
+                raise ValueError(
+                    f"queue.staleness.{name}: got nothing, expected {what} because queue.staleness.rule is downweight; give both"
+                )
+            if self.rule != "downweight" and value is not None:
+                raise ValueError(
+                    f"queue.staleness.{name}: got {value}, expected nothing because queue.staleness.rule is {self.rule}; leave it out, or "
+                    "set the rule to downweight"
+                )
+        if self.max_age is not None and self.max_age <= self.eta:
+            raise ValueError(
+                f"queue.staleness.max_age: got {self.max_age}, expected more than queue.staleness.eta = {self.eta}; raise it, or set "
+                "queue.staleness.rule to drop"
+            )
+        return self
+
+
+class QueueSection(Section):
+    """The bounded queue between engines and trainer."""
+
+    staleness: StalenessSection = StalenessSection()
+    admission: Unit = Field(
+        "group",
+        description="Unit that the capacity law admits. group: all responses to a prompt together. trajectory: single responses; a "
+        "response that an engine failed is started over alone.",
+    )
+    capacity: Positive | None = Field(
+        None, description="Trajectories the queue holds before adding waits; null: (eta + 1) * batch. Lower it to save memory."
+    )
+    lease_timeout_s: PositiveFloat = Field(
+        600.0, description="Seconds the trainer waits for a batch before the run fails. Raise it if responses are long."
+    )

@@ -1,0 +1,86 @@
+"""How responses are sampled, and how requests are spread over engines."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from asyncmoe.config.fields import NonNegative, Positive, PositiveFloat, Real, Section, Share
+
+Interruption = Literal["in_place", "retract", "abort_resume", "abort_retry", "drain"]
+Balance = Literal["least_loaded", "prefix_affine"]
+Order = Literal["fifo", "longest_first"]
+
+
+class RolloutSection(Section):
+    """How responses are sampled."""
+
+    groups_per_step: Positive = Field(16, description="Prompts per training step. The batch is groups_per_step * group_size responses.")
+    group_size: Positive = Field(8, description="Responses to each prompt, whose rewards are compared with each other; at least 2.")
+    max_new_tokens: Positive = Field(16, description="Maximum tokens of a response. Raise it if responses are cut off before their answer.")
+    temperature: PositiveFloat = Field(
+        1.0,
+        description="Sampling temperature: engine and trainer divide the logits by it. Raise it if the responses to a prompt all get the "
+        "same reward.",
+    )
+    top_p: Share = Field(1.0, description="Sample only from the fewest tokens whose probabilities add up to this; 1: from all.")
+    top_k: Positive | None = Field(None, description="Sample only from this many most probable tokens; null: from all.")
+    min_p: Annotated[Real, Field(ge=0, lt=1)] = Field(
+        0.0, description="Do not sample tokens less probable than this share of the most probable token's probability; 0: off."
+    )
+    max_concurrent: Positive = Field(
+        64,
+        description="Maximum requests in flight over all engines. Raise it together with engines.count or engines.max_running, or slots "
+        "stay empty.",
+    )
+    balance: Balance = Field(
+        "least_loaded",
+        description="Which engine gets a request. least_loaded: the engine with the fewest requests; prefix_affine: one engine for all "
+        "requests of a group, including later turns of its episodes, so that they find their prefix in its cache.",
+    )
+    affinity_slack: NonNegative = Field(
+        8, description="prefix_affine: requests a group's engine may have above the least loaded engine; beyond, they go elsewhere."
+    )
+    order: Order = Field(
+        "fifo",
+        description="Which request goes next once max_concurrent are in flight; a request that continues an episode precedes a new one. "
+        "fifo: first come, first served; longest_first: prompts whose responses have been long so far.",
+    )
+    request_timeout_s: PositiveFloat = Field(
+        300.0, description="Seconds an engine may take for a response; a slower response is rejected and its group started over."
+    )
+    interruption: Interruption = Field(
+        "in_place",
+        description="What happens to responses in flight when a version lands. in_place: they pause and continue; retract: they pause, and "
+        "their keys and values are recomputed (not with keep.routing); abort_resume: they are aborted and sent again as prefixes; "
+        "abort_retry: they start again from the prompt; drain: they finish before the version lands.",
+    )
+    filter_equal: bool = Field(
+        False, description="Drop groups whose rewards are all equal, since they carry no advantage, and sample other prompts (DAPO)."
+    )
+    oversample: NonNegative = Field(
+        0,
+        description="Spare responses to each prompt beyond group_size: the first group_size to finish make the group, the others are "
+        "cancelled. This cuts the tail of response lengths, and biases training towards short responses.",
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> RolloutSection:
+        together = self.group_size + self.oversample
+        if self.oversample and self.max_concurrent < together:
+            raise ValueError(
+                f"rollout.max_concurrent: got {self.max_concurrent}, expected at least rollout.group_size + rollout.oversample = "
+                f"{together} so that the extra responses do not wait for the others; raise it, or lower rollout.oversample"
+            )
+        return self
+
+    @property
+    def batch(self) -> int:
+        """Trajectories in a training step."""
+        return self.groups_per_step * self.group_size
+
+    @property
+    def truncated(self) -> bool:
+        """True if top_p, top_k or min_p keep some tokens from being sampled."""
+        return self.top_p < 1 or self.top_k is not None or self.min_p > 0

@@ -1,0 +1,27 @@
+"""The run: its directory, its length, and how engines and trainer take turns."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field
+
+from asyncmoe.config.fields import NonNegative, Positive, Section
+
+
+class RunSection(Section):
+    """Where the run writes, how long it lasts, and how engines and trainer take turns."""
+
+    dir: Path = Field(
+        description="Run directory: checkpoints, logs, records and the report. Starting again with the same directory resumes the run."
+    )
+    steps: Positive = Field(description="Reinforcement-learning steps, not counting warmup.steps.")
+    mode: Literal["async", "sync", "one_step_off"] = Field(
+        "async",
+        description="async: engines and trainer run at the same time, within queue.staleness.eta. The other two are baselines. sync: each "
+        "batch is sampled by the weights it is trained from, so engines and trainer take turns (sets eta 0). one_step_off: a batch is "
+        "sampled while the previous one is trained, and finishes before new weights land (sets eta 1 and rollout.interruption drain).",
+    )
+    seed: NonNegative = Field(0, description="Seed of every random draw: prompts, sampling, dropout.")
+    resume: bool = Field(True, description="Resume from the newest checkpoint in `dir`; if false, fail when a checkpoint exists.")

@@ -1,0 +1,217 @@
+"""The whole configuration, its checks across sections, and the values that follow from several of them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field, model_validator
+
+from asyncmoe.config.cluster import ClusterSection
+from asyncmoe.config.engines import EngineSection
+from asyncmoe.config.environment import EnvironmentSection
+from asyncmoe.config.evaluation import EvaluationSection
+from asyncmoe.config.fields import Section
+from asyncmoe.config.keep import KeepSection
+from asyncmoe.config.lora import LoraSection
+from asyncmoe.config.model import ModelSection
+from asyncmoe.config.objective import ObjectiveSection
+from asyncmoe.config.queue import QueueSection
+from asyncmoe.config.rollout import RolloutSection
+from asyncmoe.config.run import RunSection
+from asyncmoe.config.scoring import ScoringSection
+from asyncmoe.config.sync import SyncSection
+from asyncmoe.config.task import TaskSection
+from asyncmoe.config.telemetry import TelemetrySection
+from asyncmoe.config.trainer import TrainerSection
+from asyncmoe.config.verify import VerifySection
+from asyncmoe.config.warmup import WarmupSection
+
+MAX_SUPPORT = 4096
+"""SGLang's --sampling-mask-max-tokens."""
+
+
+class Config(Section):
+    """The whole configuration."""
+
+    run: RunSection
+    model: ModelSection
+    task: TaskSection
+    environment: EnvironmentSection = EnvironmentSection()
+    scoring: ScoringSection = ScoringSection()
+    rollout: RolloutSection = RolloutSection()
+    keep: KeepSection = KeepSection()
+    engines: EngineSection = EngineSection()
+    queue: QueueSection = QueueSection()
+    train: Literal["full", "lora"] = Field("full", description="full: train all weights. lora: freeze them and train adapters (`lora`).")
+    trainer: TrainerSection = TrainerSection()
+    lora: LoraSection = LoraSection()
+    objective: ObjectiveSection = ObjectiveSection()
+    warmup: WarmupSection = WarmupSection()
+    sync: SyncSection = SyncSection()
+    verify: VerifySection = VerifySection()
+    evaluation: EvaluationSection = EvaluationSection()
+    telemetry: TelemetrySection = TelemetrySection()
+    cluster: ClusterSection = ClusterSection()
+    launch: Literal["local", "ray"] = Field(
+        "local", description="Where `asyncmoe run` starts processes. local: this machine; ray: a placement group of a Ray cluster."
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _preset(cls, values: Any) -> Any:
+        """Set the keys that `run.mode` implies; refuse values that contradict it."""
+        run = values.get("run") if isinstance(values, dict) else None
+        mode = run.get("mode") if isinstance(run, dict) else None
+        if isinstance(mode, str):
+            for (section, *path), implied in _IMPLIED.get(mode, {}).items():
+                values = {**values, section: _imply(values.get(section, {}), path, implied, ".".join((section, *path)), mode)}
+        return values
+
+    @model_validator(mode="after")
+    def _check(self) -> Config:
+        if self.rollout.group_size < 2:
+            raise ValueError("rollout.group_size: got 1, expected at least 2; advantages compare the responses to one prompt")
+        if self.rollout.groups_per_step % self.objective.updates_per_batch:
+            raise ValueError(
+                f"objective.updates_per_batch: got {self.objective.updates_per_batch}, expected a divisor of "
+                f"rollout.groups_per_step = {self.rollout.groups_per_step}"
+            )
+        if self.sync.every > self.queue.staleness.eta + 1:
+            raise ValueError(
+                f"sync.every: got {self.sync.every}, expected at most queue.staleness.eta + 1 = {self.queue.staleness.eta + 1}; with fewer "
+                "versions than batches the capacity law would never admit the next batch"
+            )
+        if self.queue_capacity < self.rollout.batch:
+            raise ValueError(
+                f"queue.capacity: got {self.queue.capacity}, expected at least a step's batch of rollout.groups_per_step * "
+                f"rollout.group_size = {self.rollout.batch}; leave it out or raise it"
+            )
+        if self.keeps_sampling_mask and self.rollout.top_k is None:
+            raise ValueError(
+                "rollout.top_k: got null, expected a number because sampling masks are kept (engines report only supports of bounded "
+                "size); set rollout.top_k, or keep.sampling_mask to off"
+            )
+        if self.keeps_sampling_mask and self.rollout.top_k is not None and self.rollout.top_k > MAX_SUPPORT:
+            raise ValueError(
+                f"rollout.top_k: got {self.rollout.top_k}, expected at most {MAX_SUPPORT} because sampling masks are kept (engines report "
+                "no larger supports); lower it, or set keep.sampling_mask to off"
+            )
+        if (self.evaluation.max_concurrent or 0) > self.rollout.max_concurrent:
+            raise ValueError(
+                f"evaluation.max_concurrent: got {self.evaluation.max_concurrent}, expected at most rollout.max_concurrent = "
+                f"{self.rollout.max_concurrent}, of which it is a share; lower it or leave it out"
+            )
+        if self.trainer.ranks % self.cluster.trainer_nodes:
+            raise ValueError(
+                f"cluster.trainer_nodes: got {self.cluster.trainer_nodes}, expected a divisor of trainer.ranks = {self.trainer.ranks}; "
+                "every node of the trainer has as many of them"
+            )
+        if self.engines.tp % self.engines.ep:
+            raise ValueError(f"engines.ep: got {self.engines.ep}, expected a divisor of engines.tp = {self.engines.tp}")
+        return self
+
+    @model_validator(mode="after")
+    def _check_rewards(self) -> Config:
+        """Refuse an objective without the rewards, steps or teacher it learns from."""
+        if self.rollout.filter_equal and self.objective.advantage == "reinforce_plus_plus":
+            raise ValueError(
+                "rollout.filter_equal: got true, expected false because objective.advantage is reinforce_plus_plus, to which a group of "
+                "equal rewards carries an advantage; set it to false, or choose an advantage that compares within the group"
+            )
+        for name, weight in (("process", self.objective.process.weight), ("distill", self.objective.distill.weight)):
+            if self.rollout.filter_equal and weight:
+                raise ValueError(
+                    f"rollout.filter_equal: got true, expected false because objective.{name}.weight is {weight:g}, and a group of equal "
+                    "rewards has steps or tokens to learn from; set it to false"
+                )
+        if self.objective.distill.weight and self.scoring.teacher is None:
+            raise ValueError(
+                f"objective.distill.weight: got {self.objective.distill.weight:g}, expected 0 because there is no scoring.teacher; name "
+                "one, or set the weight to 0"
+            )
+        if self.objective.process.weight and self.environment.kind == "single_turn" and not self.scoring.may_score_steps:
+            raise ValueError(
+                f"objective.process.weight: got {self.objective.process.weight:g}, expected 0 because scoring.scorer is "
+                f"{self.scoring.scorer}, which does not score steps; name a scorer of your own, or set the weight to 0"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_sharing(self) -> Config:
+        """Refuse what shared GPUs rule out: NCCL, which refuses two ranks on one GPU, and runs on several machines."""
+        if not self.engines.share_gpus:
+            return self
+        because = "because engines.share_gpus is true"
+        refused = {
+            "sync.method": (self.sync.method, "broadcast", f"reshard {because}: NCCL refuses two ranks on one GPU"),
+            "sync.transport": (self.sync.transport, "nccl", f"auto or ipc {because}: NCCL refuses two ranks on one GPU"),
+            "launch": (self.launch, "ray", f"local {because}: Ray gives every process GPUs of its own"),
+        }
+        for key, (got, bad, expected) in refused.items():
+            if got == bad:
+                raise ValueError(f"{key}: got {got}, expected {expected}; change it, or set engines.share_gpus to false")
+        if self.cluster.network != "loopback":
+            raise ValueError(
+                f"cluster.network: got {self.cluster.network}, expected loopback {because}: the trainer and all engines are on one "
+                "machine; leave it out, or set engines.share_gpus to false"
+            )
+        return self
+
+    @property
+    def adapter(self) -> LoraSection | None:
+        """The adapters to train in place of the weights, or None."""
+        return self.lora if self.train == "lora" else None
+
+    @property
+    def keeps_sampling_mask(self) -> bool:
+        """True if engines report the ids each token was sampled from; trajectories without them are refused."""
+        return self.rollout.truncated if self.keep.sampling_mask == "auto" else self.keep.sampling_mask == "on"
+
+    @property
+    def queue_capacity(self) -> int:
+        """Trajectories the queue holds before `put` waits."""
+        return self.queue.capacity or (self.queue.staleness.eta + 1) * self.rollout.batch
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 in hex of every value except paths, which may differ between machines. Processes of one run have equal digests."""
+        return hashlib.sha256(json.dumps(_without_paths(self.model_dump()), sort_keys=True).encode()).hexdigest()
+
+    @property
+    def trainer_data_parallel(self) -> int:
+        return self.trainer.ranks // (self.trainer.tp * self.trainer.pp)
+
+
+_IMPLIED: Mapping[str, Mapping[tuple[str, ...], Any]] = {
+    "sync": {("queue", "staleness", "eta"): 0},
+    "one_step_off": {("queue", "staleness", "eta"): 1, ("rollout", "interruption"): "drain"},
+}
+"""The keys each `run.mode` sets."""
+
+
+def _without_paths(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return nested values without the paths."""
+    kept = {key: _without_paths(value) if isinstance(value, dict) else value for key, value in values.items()}
+    return {key: value for key, value in kept.items() if not isinstance(value, Path)}
+
+
+def _imply(section: Any, path: Sequence[str], implied: Any, key: str, mode: str) -> Any:
+    """Return `section` with the key at `path` set to `implied`; type validation reports a section that is no mapping.
+
+    Raises:
+        ValueError: the section sets the key to another value.
+    """
+    if not isinstance(section, dict):
+        return section
+    name, *rest = path
+    if rest:
+        return {**section, name: _imply(section.get(name, {}), rest, implied, key, mode)}
+    if section.get(name, implied) != implied:
+        raise ValueError(
+            f"{key}: got {section[name]}, expected {implied} because run.mode is {mode}; leave it out, or set run.mode to async"
+        )
+    return {**section, name: implied}

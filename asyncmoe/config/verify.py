@@ -1,0 +1,33 @@
+"""Checks that engine and trainer compute the same log-probabilities."""
+
+from __future__ import annotations
+
+from pydantic import Field, model_validator
+
+from asyncmoe.config.fields import NonNegative, Positive, PositiveFloat, Section
+
+
+class VerifySection(Section):
+    """Checks that engine and trainer compute the same log-probabilities, and limits beyond which the run stops."""
+
+    logprobs_every: NonNegative = Field(
+        0,
+        description="Compare the log-probabilities of engine and trainer every n steps, with an extra forward pass, on trajectories of the "
+        "trainer's version, and log the tokens that differ most, with their neighbours and experts; 0: never. Use 1 for a new model.",
+    )
+    show: Positive = Field(3, description="Number of tokens to log.")
+    max_logprob_diff: PositiveFloat | None = Field(
+        None, description="Stop before training on a batch with a larger |engine - trainer| at equal version, in nats; null: no limit."
+    )
+    max_kl: PositiveFloat | None = Field(
+        None, description="Stop if the mean KL(engine || trainer) over those tokens is larger, in nats per token; null: no limit."
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> VerifySection:
+        for key in ("max_logprob_diff", "max_kl"):
+            if getattr(self, key) is not None and not self.logprobs_every:
+                raise ValueError(
+                    f"verify.{key}: got {getattr(self, key)}, expected null because verify.logprobs_every is 0; set it to 1 or more"
+                )
+        return self

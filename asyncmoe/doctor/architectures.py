@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from asyncmoe.build import ARCHS
 from asyncmoe.doctor import verdict
 from asyncmoe.doctor.built import REBUILD
 from asyncmoe.doctor.cards import Card, labelled
@@ -14,8 +15,6 @@ _OLDEST = (7, 5)
 """The oldest compute capability that CUDA 13 compiles for (CUDA Toolkit 13.0 release notes: Maxwell, Pascal and Volta are dropped)."""
 _BFLOAT16 = (8, 0)
 """The oldest with bfloat16 in its matrix units (CUDA C++ Programming Guide, "Compute Capabilities")."""
-_DEFAULT = ("90", "100")
-"""Architectures the kernels are built for unless ASYNCMOE_CUDA_ARCHS says otherwise (`asyncmoe.doctor.probes.toolchain`)."""
 
 
 def refusals(machine: Machine, there: Sequence[Card]) -> Iterator[Verdict]:
@@ -43,7 +42,7 @@ def warnings(machine: Machine, there: Sequence[Card]) -> Iterator[Verdict]:
     """GPUs for which the kernels may not be built, where the build does not say."""
     if _built(machine):
         return
-    other = [card for card in there if (capability := _numbers(card)) and not _runs(_DEFAULT, capability)]
+    other = [card for card in there if (capability := _numbers(card)) and not _runs(ARCHS, capability)]
     if other:
         yield verdict.warning(
             f"compute capability {', '.join(_versions(other))} is not among those the kernels are built for by default (9, 10)",

@@ -14,9 +14,10 @@ from pathlib import Path
 import pytest
 
 import asyncmoe
+from asyncmoe import build
 from asyncmoe.doctor.environment import Apex, Shown
 from asyncmoe.doctor.facts import Port
-from asyncmoe.doctor.probes import network, nvidia, python_probe, pythons, requirements, shell, sources, system
+from asyncmoe.doctor.probes import network, nvidia, python_probe, pythons, requirements, shell, system
 from asyncmoe.doctor.probes.call_with_timeout import Later
 from asyncmoe.errors import WaitTimeout
 from asyncmoe.reshard import _C
@@ -278,15 +279,15 @@ def test_requirements_are_those_of_pyproject(tmp_path: Path) -> None:
 
 
 def test_sources_that_change_are_other_sources(tmp_path: Path) -> None:
-    assert sources.present(tmp_path) == ()
+    assert build.source_digests(tmp_path) == ()
     (tmp_path / "csrc/record").mkdir(parents=True)
     (tmp_path / "csrc/plan.cpp").write_text("int a;")
     (tmp_path / "csrc/record/bits.h").write_text("int b;")
-    before = sources.present(tmp_path)
+    before = build.source_digests(tmp_path)
     (tmp_path / "csrc/notes.txt").write_text("no source")
-    assert sources.present(tmp_path) == before
+    assert build.source_digests(tmp_path) == before
     (tmp_path / "csrc/record/bits.h").write_text("int c;")
-    after = sources.present(tmp_path)
+    after = build.source_digests(tmp_path)
     assert (after[0] == before[0], after[1] == before[1]) == (True, False)
     (tmp_path / "csrc/plan.cpp").rename(tmp_path / "csrc/plain.cpp")
-    assert sources.present(tmp_path)[0] != before[0]
+    assert build.source_digests(tmp_path)[0] != before[0]

@@ -10,10 +10,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import asyncmoe
+from asyncmoe import build
 from asyncmoe.config import Config
 from asyncmoe.doctor.environment import PythonFacts
 from asyncmoe.doctor.facts import Machine, RunFacts
-from asyncmoe.doctor.probes import config_probe, network, nvidia, pythons, requirements, sources, system
+from asyncmoe.doctor.probes import config_probe, network, nvidia, pythons, requirements, system
 from asyncmoe.doctor.probes.call_with_timeout import Later
 from asyncmoe.errors import UserError
 from asyncmoe.rollout.engines.engine_python import engine_python
@@ -43,13 +44,13 @@ def _gather(config: Config | None, run: RunFacts | None) -> Machine:
         run = config_probe.with_files(run, config)
     return Machine(
         host=socket.gethostname(),
-        asyncmoe=f"{declared.version} ({sources.code(package)[:12]})",
+        asyncmoe=f"{declared.version} ({build.package_digest(package)[:12]})",
         kernel=platform.platform(),
         cores=len(os.sched_getaffinity(0)),
         memory_bytes=system.memory(),
         requirements=declared.specifiers,
         train=declared.train,
-        sources=sources.present(checkout),
+        sources=build.source_digests(checkout),
         trainer=trainer.result(sys.executable, "the end of its imports", 2 * pythons.LOOK_S),
         engine=engine.result("the engines' Python", "the end of its imports", 2 * pythons.LOOK_S),
         nvidia=gpus.result("nvidia-smi", "its answers", _REST_S),

@@ -15,10 +15,10 @@ import pytest
 
 import asyncmoe
 from asyncmoe import build
-from asyncmoe.doctor.environment import Apex, Shown
 from asyncmoe.doctor.facts import Port
 from asyncmoe.doctor.probes import machine, nvidia, python_probe, pythons, timeouts
 from asyncmoe.doctor.probes.timeouts import Later
+from asyncmoe.doctor.python_facts import Apex, Shown
 from asyncmoe.errors import WaitTimeout
 from asyncmoe.reshard import _C
 

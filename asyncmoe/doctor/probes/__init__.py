@@ -16,10 +16,10 @@ from pathlib import Path
 import asyncmoe
 from asyncmoe import build
 from asyncmoe.config import Config
-from asyncmoe.doctor.environment import PythonFacts
 from asyncmoe.doctor.facts import Machine, RunFacts
 from asyncmoe.doctor.probes import config_probe, machine, nvidia, pythons
 from asyncmoe.doctor.probes.timeouts import Later
+from asyncmoe.doctor.python_facts import PythonFacts
 from asyncmoe.errors import UserError
 from asyncmoe.rollout.engines.engine_python import engine_python
 

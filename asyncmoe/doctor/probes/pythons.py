@@ -14,8 +14,8 @@ import msgspec
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from asyncmoe.doctor.environment import PythonFacts
 from asyncmoe.doctor.probes import python_probe, timeouts
+from asyncmoe.doctor.python_facts import PythonFacts
 
 LOOK_S = 180.0
 """Timeout in seconds; importing torch and Transformer Engine from a file system that all nodes read at once takes a minute."""

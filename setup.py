@@ -1,7 +1,7 @@
 """Builds the extensions asyncmoe.reshard._C and asyncmoe.record._C; everything else is in pyproject.toml.
 
 ASYNCMOE_CUDA=1 insists on the CUDA kernels, 0 leaves them out; unset, they are built where a working nvcc is found
-(which nvcc: asyncmoe/doctor/probes/toolchain.py).
+(which nvcc: asyncmoe/build.py).
 ASYNCMOE_CUDA_ARCHS names the architectures; by default those of 90 and 100 that nvcc knows.
 ASYNCMOE_CXXFLAGS are further flags of the C++ compiler and linker (sanitizers).
 """
@@ -14,6 +14,7 @@ import subprocess
 import sys
 from glob import glob
 from pathlib import Path
+from types import SimpleNamespace
 
 from pybind11.setup_helpers import ParallelCompile, Pybind11Extension
 from setuptools import setup
@@ -24,14 +25,8 @@ CUDA_SOURCES = ["csrc/copy.cu", "csrc/device.cu", "csrc/scales.cu"]
 EXTRA_FLAGS = os.environ.get("ASYNCMOE_CXXFLAGS", "").split()
 
 
-digest = runpy.run_path("asyncmoe/doctor/probes/sources.py")["digest"]
-"""Of the sources in a folder: the extension keeps it, and `asyncmoe doctor` compares it with the sources that are there."""
-
-
-toolchain = runpy.run_path("asyncmoe/doctor/probes/toolchain.py")
-nvcc, cuda_obstacle, cuda_command, cuda_libraries, cuda_architectures = (
-    toolchain[name] for name in ("nvcc", "obstacle", "command", "libraries", "architectures")
-)
+build = SimpleNamespace(**runpy.run_path("asyncmoe/build.py"))
+"""asyncmoe.build, by path: asyncmoe cannot be imported before it is installed."""
 
 
 def wanted_compiler() -> Path | None:
@@ -41,12 +36,12 @@ def wanted_compiler() -> Path | None:
         sys.exit(f"ASYNCMOE_CUDA: got {wish!r}, expected 0, 1 or nothing")
     if wish == "0":
         return None
-    compiler: Path | None = nvcc()
-    obstacle = cuda_obstacle(compiler)
+    compiler: Path | None = build.nvcc()
+    obstacle = build.obstacle(compiler)
     if obstacle is None:
         return compiler
     if wish == "1":
-        sys.exit(f"ASYNCMOE_CUDA=1, but {obstacle}; {toolchain['CURE']}")
+        sys.exit(f"ASYNCMOE_CUDA=1, but {obstacle}; {build.CURE}")
     print(f"asyncmoe: building without CUDA kernels: {obstacle}", file=sys.stderr)
     return None
 
@@ -60,13 +55,13 @@ class Build(build_ext):
             Path(self.build_temp).mkdir(parents=True, exist_ok=True)
             for source in CUDA_SOURCES:
                 target = Path(self.build_temp) / f"{Path(source).stem}.cu.o"
-                command = cuda_command(compiler, Path(source), target)
+                command = build.command(compiler, Path(source), target)
                 print(" ".join(command))
                 subprocess.run(command, check=True)
                 ext.extra_objects.append(str(target))
             ext.define_macros.append(("ASYNCMOE_CUDA", None))
-            ext.define_macros.append(("ASYNCMOE_ARCHS", f'"{";".join(cuda_architectures(compiler))}"'))
-            ext.library_dirs.append(str(cuda_libraries(compiler)))
+            ext.define_macros.append(("ASYNCMOE_ARCHS", f'"{";".join(build.architectures(compiler))}"'))
+            ext.library_dirs.append(str(build.libraries(compiler)))
             ext.libraries += ["cudart_static", "dl", "rt", "pthread"]
         super().build_extension(ext)
 
@@ -77,7 +72,7 @@ def extension(name: str, folder: str, depends: list[str]) -> Pybind11Extension:
         sorted(glob(f"{folder}/*.cpp")),
         depends=[*sorted(glob(f"{folder}/*.h")), *depends],
         cxx_std=17,
-        define_macros=[("ASYNCMOE_SOURCES", f'"{digest(Path(folder))}"')],
+        define_macros=[("ASYNCMOE_SOURCES", f'"{build.digest(Path(folder))}"')],
         extra_compile_args=["-O3", "-Wall", "-Wextra", "-Werror", "-pthread", *EXTRA_FLAGS],
         extra_link_args=["-pthread", "-lrt", "-ldl", *EXTRA_FLAGS],
     )

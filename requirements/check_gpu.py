@@ -11,13 +11,14 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 HERE = Path(__file__).resolve().parent
 DOCTOR = HERE.parent / "asyncmoe" / "doctor"
 SMI = ("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
 _SMI_S = 60.0
 
-drivers = runpy.run_path(str(DOCTOR / "drivers.py"))
+versions = SimpleNamespace(**runpy.run_path(str(DOCTOR / "versions.py")))
 
 
 @dataclass(frozen=True)
@@ -57,12 +58,12 @@ def wanted_cuda() -> int:
 
 def refusal(facts: Facts, cuda: int) -> str | None:
     """Return why CUDA builds of a major version cannot run on this machine; None if they can, or if it is unknown."""
-    if facts.driver is None or not drivers["too_old"](facts.driver, facts.newest_cuda, cuda):
+    if facts.driver is None or not versions.driver_too_old(facts.driver, facts.newest_cuda, cuda):
         return None
-    can = f", for CUDA {facts.newest_cuda // 1000}.{facts.newest_cuda % 1000 // 10}" if facts.newest_cuda else ""
+    can = f", for CUDA {versions.cuda(facts.newest_cuda)}" if facts.newest_cuda else ""
     return (
-        f"NVIDIA's driver: got {facts.driver}{can}, expected {drivers['OLDEST'][cuda]} or newer: GPU=1 installs CUDA {cuda} only, as "
-        f"SGLang does; {drivers['cure'](cuda)}"
+        f"NVIDIA's driver: got {facts.driver}{can}, expected {versions.OLDEST_DRIVER[cuda]} or newer: GPU=1 installs CUDA {cuda} only, as "
+        f"SGLang does; {versions.driver_cure(cuda)}"
     )
 
 
@@ -73,7 +74,7 @@ def main() -> None:
     if facts.driver is None:
         print(
             f"GPU=1: no driver of NVIDIA's answers here ({facts.silence}); CUDA {cuda} builds are installed all the same, for machines "
-            f"with driver {drivers['OLDEST'][cuda]} or newer",
+            f"with driver {versions.OLDEST_DRIVER[cuda]} or newer",
             file=sys.stderr,
         )
 

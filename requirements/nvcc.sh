@@ -7,4 +7,4 @@ shift
 folder=$(cd "$(dirname "$0")" && pwd)
 "$python" -m pip install --quiet --disable-pip-version-check -c "$folder/gpu.txt" "$@" -r "$folder/nvcc.txt" \
   || echo "NVIDIA's package of nvcc cannot be installed; looking for another nvcc" >&2
-"$python" "$folder/../asyncmoe/doctor/probes/toolchain.py"
+"$python" -P "$folder/../asyncmoe/build.py"  # -P, because folders beside it have the names of standard modules

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from asyncmoe.doctor import drivers, verdict, versions
-from asyncmoe.doctor.environment import PythonFacts
+from asyncmoe.doctor import verdict, versions
 from asyncmoe.doctor.facts import Machine
+from asyncmoe.doctor.python_facts import PythonFacts
 from asyncmoe.doctor.verdict import Verdict
 
 REBUILD = "build it again: rm -f .venv/.built*; make setup"
@@ -98,7 +98,7 @@ def _suits(who: str, side: PythonFacts, newest: int) -> Verdict:
     built, driver = versions.cuda_number(side.torch.cuda), versions.cuda(newest)
     told = f"{who} torch is built for CUDA {side.torch.cuda}, the driver takes up to {driver}"
     if built // 1000 > newest // 1000 and not side.torch.devices:
-        return verdict.error(told, drivers.cure(built // 1000))
+        return verdict.error(told, versions.driver_cure(built // 1000))
     if side.torch.trouble is not None:
         return verdict.error(f"{who} torch cannot use the GPUs: {side.torch.trouble}", "mend that first; nvidia-smi and dmesg say more")
     if built > newest:

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from asyncmoe.config.devices import Devices, Wanted, place
-from asyncmoe.doctor.environment import Torch
 from asyncmoe.doctor.facts import GpuFacts, Machine, Nvidia
+from asyncmoe.doctor.python_facts import Torch
 from asyncmoe.errors import ConfigError
 
 _MIB = 1 << 20

@@ -10,10 +10,9 @@ from pathlib import Path
 from rich.console import Console
 
 from asyncmoe.doctor import report
-from asyncmoe.doctor.comparison import differences
 from asyncmoe.doctor.examination import examine, failed
 from asyncmoe.doctor.probes import gather
-from asyncmoe.doctor.report import Report
+from asyncmoe.doctor.report import Report, differences
 from asyncmoe.errors import ConfigError
 
 

@@ -1,16 +1,22 @@
-"""Checks of GPUs, their links, and InfiniBand."""
+"""Checks of GPUs, the kernels and data types that run on them, their links, and InfiniBand."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from asyncmoe.doctor import architectures, cards, verdict
+from asyncmoe.build import ARCHS
+from asyncmoe.doctor import cards, verdict
+from asyncmoe.doctor.built import REBUILD
 from asyncmoe.doctor.cards import Card, labelled
 from asyncmoe.doctor.facts import Machine, Port
 from asyncmoe.doctor.verdict import Verdict
 
 CPU_IS_FINE = "there is no GPU; runs on the CPU work without"
+_OLDEST = (7, 5)
+"""The oldest compute capability that CUDA 13 compiles for (CUDA Toolkit 13.0 release notes: Maxwell, Pascal and Volta are dropped)."""
+_BFLOAT16 = (8, 0)
+"""The oldest with bfloat16 in its matrix units (CUDA C++ Programming Guide, "Compute Capabilities")."""
 
 
 def driver(machine: Machine) -> Verdict:
@@ -34,9 +40,9 @@ def gpus(machine: Machine) -> Verdict:
     if not nvidia.gpus:
         return verdict.error("the driver shows none", "see the line driver")
     told, there = _described(machine), _there(machine)
-    for refusal in (*_closed(machine, there), *architectures.refusals(machine, there)):
+    for refusal in (*_closed(machine, there), *_without_kernels(machine, there)):
         return replace(refusal, found=f"{told}; {refusal.found}")
-    warnings = [*_disturbing(machine, there), *architectures.warnings(machine, there)]
+    warnings = [*_disturbing(machine, there), *_perhaps_without_kernels(machine, there)]
     if warnings:
         return verdict.warning("; ".join([told, *(one.found for one in warnings)]), "; ".join(one.cure or "" for one in warnings))
     return verdict.ok(told)
@@ -81,6 +87,73 @@ def _disturbing(machine: Machine, there: Sequence[Card]) -> Iterator[Verdict]:
 
 def _in_mode(there: Sequence[Card], mode: str) -> list[Card]:
     return [card for card in there if card.gpu is not None and card.gpu.compute_mode == mode]
+
+
+def _without_kernels(machine: Machine, there: Sequence[Card]) -> Iterator[Verdict]:
+    """What no build, or not the one that is there, can run on these GPUs."""
+    known = [(card, capability) for card in there if (capability := _numbers(card))]
+    asked = machine.run.on_gpus if machine.run is not None else None
+    needed = _BFLOAT16 if asked is not None and asked.bfloat16 else _OLDEST
+    if old := [card for card, capability in known if capability < needed]:
+        why = "bfloat16 needs (and CUDA 13 compiles for none before 7.5)" if needed == _BFLOAT16 else "CUDA 13 compiles for none before"
+        yield verdict.error(
+            f"{labelled(old)} of compute capability {', '.join(_versions(old))}",
+            "choose newer GPUs with CUDA_VISIBLE_DEVICES, or another machine",
+            f"{needed[0]}.{needed[1]} or higher, as {why}",
+        )
+    built = _built(machine)
+    if built and (other := [card for card, capability in known if not _runs(built, capability)]):
+        yield verdict.error(
+            f"{labelled(other)} of compute capability {', '.join(_versions(other))}, for which the extension's kernels are not built",
+            _rebuild(there),
+            f"one of {', '.join(map(_version, built))}, or of the same major number and a higher minor one",
+        )
+
+
+def _perhaps_without_kernels(machine: Machine, there: Sequence[Card]) -> Iterator[Verdict]:
+    """GPUs for which the kernels may not be built, where the build does not say."""
+    if _built(machine):
+        return
+    other = [card for card in there if (capability := _numbers(card)) and not _runs(ARCHS, capability)]
+    if other:
+        yield verdict.warning(
+            f"compute capability {', '.join(_versions(other))} is not among those the kernels are built for by default (9, 10)",
+            f"if it was not done: {_rebuild(there)}",
+        )
+
+
+def _built(machine: Machine) -> tuple[str, ...]:
+    extension = machine.trainer.extension
+    return extension.architectures if extension is not None else ()
+
+
+def _runs(built: Sequence[str], capability: tuple[int, int]) -> bool:
+    """Machine code runs on its own capability and on later ones of the same major number (CUDA C++ Programming Guide, "Binary
+    Compatibility"); none of the build is compiled at run time."""
+    return any(int(arch[:-1]) == capability[0] and int(arch[-1]) <= capability[1] for arch in built)
+
+
+def _rebuild(there: Sequence[Card]) -> str:
+    """The command that builds for all of these GPUs, not only for those that lack kernels."""
+    archs = ";".join(version.replace(".", "") for version in _versions(there))
+    before, _, command = REBUILD.rpartition("make setup")
+    return f'{before}ASYNCMOE_CUDA_ARCHS="{archs}" make setup{command} GPU=1'
+
+
+def _versions(there: Sequence[Card]) -> list[str]:
+    known = {numbers for card in there if (numbers := _numbers(card))}
+    return [f"{major}.{minor}" for major, minor in sorted(known)]
+
+
+def _version(arch: str) -> str:
+    return f"{arch[:-1]}.{arch[-1]}"
+
+
+def _numbers(card: Card) -> tuple[int, int] | None:
+    if card.capability is None:
+        return None
+    major, _, minor = card.capability.partition(".")
+    return int(major), int(minor)
 
 
 def nvlink(machine: Machine) -> Verdict:

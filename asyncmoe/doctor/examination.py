@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from asyncmoe.doctor import asked, built, devices, host, placement, run, software
+from asyncmoe.doctor import built, devices, host, run, run_on_gpus, software
 from asyncmoe.doctor.facts import Machine
 from asyncmoe.doctor.verdict import Finding, Verdict
 
@@ -35,10 +35,10 @@ CHECKS: Mapping[str, Callable[[Machine], Verdict]] = {
     "ports": run.ports,
     "run-dir": run.run_dir,
     "model": run.model,
-    "transport": asked.transport,
-    "megatron-switches": asked.megatron_switches,
-    "placement": placement.placement,
-    "gpu-memory": placement.gpu_memory,
+    "transport": run_on_gpus.transport,
+    "megatron-switches": run_on_gpus.megatron_switches,
+    "placement": run_on_gpus.placement,
+    "gpu-memory": run_on_gpus.gpu_memory,
 }
 """Check by the name of its line. Every check returns a verdict for every machine."""
 

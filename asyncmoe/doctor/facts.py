@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from asyncmoe.config.devices import Wanted
-from asyncmoe.doctor.environment import PythonFacts
+from asyncmoe.doctor.python_facts import PythonFacts
 from asyncmoe.trainer.model.switches import RunFeatures
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from asyncmoe.doctor import verdict, versions
-from asyncmoe.doctor.environment import PythonFacts
 from asyncmoe.doctor.facts import Machine
+from asyncmoe.doctor.python_facts import PythonFacts
 from asyncmoe.doctor.verdict import Verdict
 
 _OWN_LINE = frozenset({"torch", "megatron-core"})

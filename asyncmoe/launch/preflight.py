@@ -9,7 +9,7 @@ from asyncmoe.config import Config
 from asyncmoe.doctor.cards import seen
 from asyncmoe.doctor.examination import CHECKS
 from asyncmoe.doctor.facts import Machine
-from asyncmoe.doctor.probes.machine import gather_for
+from asyncmoe.doctor.probes import gather_for
 from asyncmoe.doctor.verdict import Verdict
 from asyncmoe.errors import UserError
 

@@ -6,8 +6,8 @@ from dataclasses import replace
 from typing import Any
 
 from asyncmoe.config.devices import Wanted
-from asyncmoe.doctor.environment import Extension, Nccl, PythonFacts, Torch
 from asyncmoe.doctor.facts import Clock, Disk, Fabric, GpuFacts, Machine, ModelFacts, Network, Nvidia, OnGpus, Port, RunFacts, SystemLimits
+from asyncmoe.doctor.python_facts import Extension, Nccl, PythonFacts, Torch
 
 SOURCES = ("5e" * 32, "ca" * 32)
 REQUIREMENTS = {

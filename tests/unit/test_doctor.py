@@ -14,10 +14,10 @@ from rich.console import Console
 import asyncmoe
 from asyncmoe.config.devices import Wanted
 from asyncmoe.doctor import versions
-from asyncmoe.doctor.environment import Apex, Torch
 from asyncmoe.doctor.examination import CHECKS, examine, failed
 from asyncmoe.doctor.facts import Clock, GpuFacts, Machine, Port, WantedPort
 from asyncmoe.doctor.probes import config_probe
+from asyncmoe.doctor.python_facts import Apex, Torch
 from asyncmoe.doctor.report import Report, show
 from asyncmoe.doctor.verdict import Finding
 from asyncmoe.trainer.model.switches import RunFeatures

@@ -9,10 +9,9 @@ import pytest
 from doctor_machines import LAPTOP, NODE, SOURCES, but
 
 from asyncmoe.doctor import command, report
-from asyncmoe.doctor.comparison import differences
 from asyncmoe.doctor.examination import examine
 from asyncmoe.doctor.facts import Machine
-from asyncmoe.doctor.report import Report
+from asyncmoe.doctor.report import Report, differences
 from asyncmoe.errors import ConfigError, DataError
 
 

@@ -15,13 +15,13 @@ import pytest
 
 import asyncmoe
 from asyncmoe import config as configuration
-from asyncmoe.doctor.probes import config_probe, disk, model
+from asyncmoe.doctor.probes import config_probe, machine
 
 ROOT = Path(asyncmoe.__file__).resolve().parent.parent
 
 
 def test_a_directory_that_is_not_there_yet(tmp_path: Path) -> None:
-    found = disk.look(tmp_path / "runs" / "new", 2)
+    found = machine.disk(tmp_path / "runs" / "new", 2)
     assert (found.probed, found.checkpoints, found.trouble) == (str(tmp_path), 2, None)
     assert found.free_bytes > 0
     assert found.kind != "unknown"
@@ -31,14 +31,14 @@ def test_a_directory_that_is_not_there_yet(tmp_path: Path) -> None:
 
 
 def test_a_directory_that_cannot_be_written() -> None:
-    found = disk.look(Path("/proc/asyncmoe"), 0)
+    found = machine.disk(Path("/proc/asyncmoe"), 0)
     assert found.kind == "proc"
     assert str(found.trouble).startswith("making a directory: ")
 
 
 def test_the_last_of_the_longest_mount_points_wins() -> None:
     mounts = "/dev/a / ext4 rw 0 0\nfs /share lustre rw 0 0\nfs /sharp nfs4 rw 0 0\nx /a\\040b tmpfs rw 0 0\ny /share overlay rw 0 0\n"
-    kinds = {path: disk.kind_of(Path(path), mounts) for path in ("/home", "/share", "/share/run", "/sharp", "/a b/c", "/shared")}
+    kinds = {path: machine.kind_of(Path(path), mounts) for path in ("/home", "/share", "/share/run", "/sharp", "/a b/c", "/shared")}
     assert kinds == {"/home": "ext4", "/share": "overlay", "/share/run": "overlay", "/sharp": "nfs4", "/a b/c": "tmpfs", "/shared": "ext4"}
 
 
@@ -46,8 +46,8 @@ LOOK = """
 import json, sys
 from dataclasses import asdict
 from pathlib import Path
-from asyncmoe.doctor.probes import disk
-print(json.dumps(asdict(disk.look(Path(sys.argv[1]), 0))))
+from asyncmoe.doctor.probes import machine
+print(json.dumps(asdict(machine.disk(Path(sys.argv[1]), 0))))
 """
 MOUNT = """
 d=$(mktemp -d)
@@ -59,7 +59,7 @@ mount -t tmpfs -o "$2" tmpfs "$d" || exit 77
 
 
 def on_a_disk_of_its_own(options: str, fill: str) -> dict[str, object]:
-    """`disk.look` on a new file system in a mount namespace, where the system lets us make one."""
+    """`machine.disk` on a new file system in a mount namespace, where the system lets us make one."""
     done = subprocess.run(
         ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", MOUNT, sys.executable, LOOK, options, fill],
         env={**os.environ, "PYTHONPATH": str(ROOT)},
@@ -89,18 +89,18 @@ def safetensors(file: Path, nbytes: int = 16) -> None:
 
 def test_files_of_a_model_that_are_missing_or_cut_short(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{}")
-    assert "no model.safetensors" in next(model.broken(tmp_path))
+    assert "no model.safetensors" in next(config_probe.broken(tmp_path))
     safetensors(tmp_path / "model.safetensors")
-    assert list(model.broken(tmp_path)) == []
+    assert list(config_probe.broken(tmp_path)) == []
     (tmp_path / "tokenizer.json").unlink()
-    assert "no tokenizer.json" in next(model.broken(tmp_path))
+    assert "no tokenizer.json" in next(config_probe.broken(tmp_path))
     (tmp_path / "tokenizer_config.json").write_text("{}")
     index = tmp_path / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"a": "one.safetensors", "b": "two.safetensors"}}))
     safetensors(tmp_path / "one.safetensors")
-    assert list(model.broken(tmp_path)) == [f"{tmp_path}: no two.safetensors"]
+    assert list(config_probe.broken(tmp_path)) == [f"{tmp_path}: no two.safetensors"]
     safetensors(tmp_path / "two.safetensors")
-    assert list(model.broken(tmp_path)) == []
+    assert list(config_probe.broken(tmp_path)) == []
     whole = (tmp_path / "two.safetensors").read_bytes()
     for content, why in (
         (whole[:-1], "its header says"),
@@ -109,9 +109,9 @@ def test_files_of_a_model_that_are_missing_or_cut_short(tmp_path: Path) -> None:
         (b"version https://git-lfs", "does not begin"),
     ):
         (tmp_path / "two.safetensors").write_bytes(content)
-        assert why in next(model.broken(tmp_path)), content
+        assert why in next(config_probe.broken(tmp_path)), content
     index.write_text("[]")
-    assert "no index" in next(model.broken(tmp_path))
+    assert "no index" in next(config_probe.broken(tmp_path))
 
 
 DEMO = ROOT / "examples" / "demo.yaml"
@@ -125,14 +125,14 @@ def test_what_a_configuration_asks(tmp_path: Path) -> None:
     make_model(tmp_path / "model", shape, seed=0)
     settings = [f"model.path={tmp_path / 'model'}", f"run.dir={tmp_path / 'run'}", "engines.count=2", "rollout.max_concurrent=8"]
     config = configuration.load(DEMO, settings)
-    found = model.look(config)
+    found = config_probe.model(config)
     stored = (tmp_path / "model" / "model.safetensors").stat().st_size
     assert (found.trouble, found.family) == (None, "qwen3_moe")
     assert found.weights_bytes is not None
     assert found.parameters is not None
     assert 0 <= stored - found.weights_bytes < 0.1 * stored, "all that the file holds but its header"
     assert found.parameters == found.weights_bytes // 4
-    adapted = model.look(configuration.load(DEMO, [*settings, "train=lora"]))
+    adapted = config_probe.model(configuration.load(DEMO, [*settings, "train=lora"]))
     assert adapted.parameters is not None
     assert 0 < adapted.parameters < found.parameters
     with socket.create_server(("127.0.0.1", 0)) as server:
@@ -148,4 +148,4 @@ def test_what_a_configuration_asks(tmp_path: Path) -> None:
     assert run.disk is not None
     assert run.disk.trouble is None
     broken = configuration.load(DEMO, [*settings, "trainer.tp=2", "trainer.ep=1", "engines.tp=3", "engines.ep=1"])
-    assert "engines.tp: got 3" in str(model.look(broken).trouble)
+    assert "engines.tp: got 3" in str(config_probe.model(broken).trouble)

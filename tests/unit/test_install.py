@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from asyncmoe.doctor.probes import toolchain
+from asyncmoe import build
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "requirements"
@@ -181,35 +181,35 @@ def test_nvcc_is_found_in_the_packages_of_this_python(tmp_path: Path, monkeypatc
     monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path / "site")])
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
     monkeypatch.delenv("CUDA_HOME", raising=False)
-    packaged = [path for path in toolchain.compilers() if tmp_path in path.parents]
+    packaged = [path for path in build.compilers() if tmp_path in path.parents]
     assert packaged == [tmp_path / "site/nvidia/cu13/bin/nvcc", tmp_path / "site/nvidia/cu12/bin/nvcc", on_path]
     chosen = program(tmp_path / "cuda" / "bin" / "nvcc", "true")
     monkeypatch.setenv("CUDA_HOME", str(tmp_path / "cuda"))
-    assert toolchain.compilers()[0] == chosen
+    assert build.compilers()[0] == chosen
 
 
 def test_the_runtime_is_found_in_the_packages(tmp_path: Path) -> None:
     top = tmp_path / "nvidia" / "cu13"
     compiler = program(top / "bin" / "nvcc", f'echo "#\\$ TOP={top}/bin/.." >&2')
-    assert toolchain.libraries(compiler) is None
+    assert build.libraries(compiler) is None
     (top / "lib").mkdir()
     (top / "lib" / "libcudart_static.a").touch()
-    assert toolchain.libraries(compiler) == top / "bin" / ".." / "lib"
+    assert build.libraries(compiler) == top / "bin" / ".." / "lib"
 
 
 def test_a_broken_nvcc_gives_way_to_one_that_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     broken, works = tmp_path / "broken", tmp_path / "works"
-    monkeypatch.setattr(toolchain, "compilers", lambda: [broken, works])
-    monkeypatch.setattr(toolchain, "obstacle", lambda compiler: None if compiler == works else "cannot")
-    assert toolchain.nvcc() == works
+    monkeypatch.setattr(build, "compilers", lambda: [broken, works])
+    monkeypatch.setattr(build, "obstacle", lambda compiler: None if compiler == works else "cannot")
+    assert build.nvcc() == works
 
 
 @pytest.mark.parametrize("there", [False, True])
 def test_without_an_nvcc_that_works_one_line_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, there: bool) -> None:
     compiler = program(tmp_path / "nvcc", "echo 'unsupported GNU version' >&2; exit 1")
-    monkeypatch.setattr(toolchain, "compilers", lambda: [compiler] if there else [])
+    monkeypatch.setattr(build, "compilers", lambda: [compiler] if there else [])
     with pytest.raises(SystemExit) as refused:
-        toolchain.main()
+        build.main()
     text = str(refused.value)
     assert text.startswith("nvcc: got none that builds the CUDA kernels (" + (f"{compiler} has no libcudart" if there else "no nvcc in"))
     assert "make setup GPU=1" in text

@@ -12,9 +12,9 @@ from doctor_machines import GPUS, NODE, but
 from test_launch_gpus import H200, configured, machine
 
 from asyncmoe.doctor import cards
-from asyncmoe.doctor.environment import PythonFacts, Shown, Torch
 from asyncmoe.doctor.examination import examine
 from asyncmoe.doctor.facts import GpuFacts, Machine, Nvidia
+from asyncmoe.doctor.python_facts import PythonFacts, Shown, Torch
 from asyncmoe.errors import ConfigError, UserError
 from asyncmoe.launch import gpus, preflight
 from asyncmoe.plan import budget

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from asyncmoe.errors import AsyncmoeError
-from asyncmoe.launch.slurm import agent, task
-from asyncmoe.launch.slurm.signals import Stop
+from asyncmoe.launch.slurm import task
+from asyncmoe.launch.slurm.command import Stop
 
 ROOT = Path(__file__).parents[2]
 
@@ -54,8 +54,8 @@ def test_a_port_that_is_taken_is_named() -> None:
         taken.listen()
         port = taken.getsockname()[1]
         with pytest.raises(AsyncmoeError, match=f"port {port}, where the trainer's ranks meet: got one in use"):
-            agent.check_free(port)
-    agent.check_free(port)
+            task.check_free(port)
+    task.check_free(port)
 
 
 def test_sigurg_becomes_the_signal_that_a_part_stops_at() -> None:

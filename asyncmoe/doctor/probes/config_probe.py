@@ -1,8 +1,10 @@
-"""A configuration's demands on the machine: ports, disk, shared memory, GPUs and its model."""
+"""A configuration's demands on the machine: ports, disk, shared memory, GPUs, and a complete model of a supported family."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import json
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -10,9 +12,9 @@ from typing import Any, TypeVar
 from asyncmoe import checkpoints
 from asyncmoe import config as configuration
 from asyncmoe.config import Config, devices
-from asyncmoe.doctor.facts import Disk, OnGpus, RunFacts
-from asyncmoe.doctor.probes import disk, model, network
-from asyncmoe.doctor.probes.call_with_timeout import Later
+from asyncmoe.doctor.facts import Disk, ModelFacts, OnGpus, RunFacts
+from asyncmoe.doctor.probes import machine
+from asyncmoe.doctor.probes.timeouts import Later
 from asyncmoe.errors import ConfigError, UserError, WaitTimeout
 from asyncmoe.receiver.transport import transport_for
 from asyncmoe.rpc import address
@@ -28,6 +30,10 @@ arg_groups/model_override_base.py), which supports float16, bfloat16 and float8.
 _FLOAT32 = "engines.dtype: got float32, which SGLang's attention on GPUs does not take, expected bfloat16"
 _ANY = ""
 """The host that stands for all addresses."""
+_INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
+_TOKENIZERS = ("tokenizer.json", "tokenizer_config.json")
+_LONGEST_HEADER = 100 << 20
+"""The longest header that safetensors accepts, in bytes."""
 
 
 def read(path: Path, overrides: Sequence[str]) -> tuple[Config | None, RunFacts]:
@@ -48,7 +54,7 @@ def of(config: Config, name: str) -> RunFacts:
         clock_s=config.cluster.clock_s,
         connections=config.rollout.max_concurrent,
         keep_checkpoints=config.trainer.keep_checkpoints,
-        ports=network.try_ports(_ports(config)),
+        ports=machine.try_ports(_ports(config)),
     )
 
 
@@ -66,7 +72,7 @@ def _ports(config: Config) -> list[tuple[str, str, int]]:
 def with_files(run: RunFacts, config: Config) -> RunFacts:
     """Add the facts about the run directory and the model, and the sizes that follow from the model."""
     found_disk, disk_trouble = _answer(lambda: _disk(config), "run.dir")
-    found_model, model_trouble = _answer(lambda: model.look(config), "model.path")
+    found_model, model_trouble = _answer(lambda: model(config), "model.path")
     asked_of_gpus, _ = _answer(lambda: _on_gpus(config), "model.path")
     run = replace(run, disk=found_disk, disk_trouble=disk_trouble, model=found_model, model_trouble=model_trouble, on_gpus=asked_of_gpus)
     if found_model is None or found_model.parameters is None or found_model.weights_bytes is None:
@@ -119,6 +125,53 @@ def on_gpus(config: Config, hf: Mapping[str, Any]) -> OnGpus:
     )
 
 
+def model(config: Config) -> ModelFacts:
+    """Return the facts that are available without reading the weights.
+
+    Raises:
+        ImportError: asyncmoe's extension, which layouts need, is missing.
+    """
+    from asyncmoe import models
+    from asyncmoe.models.payload import Payload
+    from asyncmoe.reshard.layout import ITEM_BYTES
+
+    path = config.model.path
+    if config.model.make is not None and not path.exists():
+        return ModelFacts(str(path), to_make=True)
+    try:
+        hf = models.load_hf_config(path)
+        models.check(config, hf)
+    except UserError as error:
+        return ModelFacts(str(path), trouble=str(error))
+    weights = _elements(Payload(hf).tensors().values())
+    adapter = config.adapter and _elements(Payload(hf, models.adapter_of(config, hf)).tensors().values())
+    return ModelFacts(
+        path=str(path),
+        family=str(hf["model_type"]),
+        parameters=adapter or weights,
+        weights_bytes=weights * ITEM_BYTES.get(models.engine_dtype(hf, config.engines), 2),
+        trouble=next(broken(path), None),
+    )
+
+
+def broken(path: Path) -> Iterator[str]:
+    """Yield the missing and truncated files of a model directory."""
+    if not any((path / name).is_file() for name in _TOKENIZERS):
+        yield f"{path}: no tokenizer.json"
+    files = [_SINGLE]
+    if (path / _INDEX).is_file():
+        try:
+            files = sorted(set(json.loads((path / _INDEX).read_text())["weight_map"].values()))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            yield f"{path / _INDEX} is no index of safetensors: {error}"
+            return
+    for name in files:
+        if not (path / name).is_file():
+            yield f"{path}: no {name}"
+        elif trouble := _cut_short(path / name):
+            yield f"{path / name}: {trouble}"
+
+
 def _way(config: Config, several: bool) -> str:
     """ "ipc" or "nccl"; "nccl" also where the trainer would refuse `sync.transport`, which is a check of its own."""
     if config.sync.method != "reshard":
@@ -149,4 +202,24 @@ def _disk(config: Config) -> Disk:
     kept = config.run.dir / "checkpoints"
     complete = checkpoints.newest(config.run.dir)
     count = len([path for path in kept.iterdir() if not path.suffix]) if complete else 0
-    return disk.look(config.run.dir, count)
+    return machine.disk(config.run.dir, count)
+
+
+def _cut_short(file: Path) -> str | None:
+    """Compare a safetensors file's size with its header; the file holds the header's length in 8 bytes, the header, and the tensors."""
+    size = file.stat().st_size
+    with file.open("rb") as opened:
+        header = int.from_bytes(opened.read(8), "little")
+        if header > _LONGEST_HEADER:
+            return "it does not begin like a safetensors file"
+        text = opened.read(header)
+    try:
+        ends = [entry["data_offsets"][1] for name, entry in json.loads(text).items() if name != "__metadata__"]
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return "its header is cut short" if len(text) < header else "its header is not that of a safetensors file"
+    expected = 8 + header + max(ends, default=0)
+    return None if size == expected else f"it has {size} bytes, its header says {expected}; download it again"
+
+
+def _elements(shapes: Iterable[tuple[int, ...]]) -> int:
+    return sum(map(math.prod, shapes))

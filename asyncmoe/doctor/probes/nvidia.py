@@ -8,8 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from asyncmoe.doctor.facts import GpuFacts, Nvidia
-from asyncmoe.doctor.probes import shell
-from asyncmoe.doctor.probes.system import says
+from asyncmoe.doctor.probes import timeouts
+from asyncmoe.doctor.probes.machine import says
 
 _SMI_S = 30.0
 """Timeout in seconds; without persistence mode, nvidia-smi initializes every GPU, which takes some seconds each."""
@@ -20,14 +20,14 @@ _VENDOR, _DISPLAY_CLASS = "0x10de", "0x03"
 def look(devices: Path = Path("/sys/bus/pci/devices")) -> Nvidia:
     """Return all facts about GPUs, within twice `_SMI_S`."""
     on_bus = _on_bus(devices)
-    listed = shell.run(["nvidia-smi", f"--query-gpu={','.join(_FIELDS)}", "--format=csv,noheader,nounits"], _SMI_S)
+    listed = timeouts.run(["nvidia-smi", f"--query-gpu={','.join(_FIELDS)}", "--format=csv,noheader,nounits"], _SMI_S)
     if listed.trouble is not None:
-        said = shell.last_line(listed.errors or listed.text)
+        said = timeouts.last_line(listed.errors or listed.text)
         return Nvidia(on_bus, trouble=f"{listed.trouble}: {said}" if said else listed.trouble)
     found = replace(read_gpus(listed.text, on_bus), chosen=_chosen())
     if len(found.gpus) < 2:
         return found
-    return replace(found, links=read_links(shell.run(["nvidia-smi", "topo", "-m"], _SMI_S).text, len(found.gpus)))
+    return replace(found, links=read_links(timeouts.run(["nvidia-smi", "topo", "-m"], _SMI_S).text, len(found.gpus)))
 
 
 def read_gpus(text: str, on_bus: int) -> Nvidia:

@@ -1,6 +1,6 @@
 """Facts about a Python environment. That Python runs the text of this file, which may import only the standard library at its top.
 
-It prints each field of `environment.PythonFacts` as a JSON object on a line as soon as it is known, because an import may crash or hang
+It prints each field of `python_facts.PythonFacts` as a JSON object on a line as soon as it is known, because an import may crash or hang
 the process. The field `step` names the next operation.
 
 usage: python - PACKAGE...      (the packages whose versions to report)

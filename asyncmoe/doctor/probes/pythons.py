@@ -1,28 +1,56 @@
-"""Inspect a Python environment by running `python_probe` in it."""
+"""What a Python environment has, found by running `python_probe` in it, and what asyncmoe requires of it."""
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
-from collections.abc import Sequence
+import tomllib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import msgspec
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
-from asyncmoe.doctor.environment import PythonFacts
-from asyncmoe.doctor.probes import python_probe, shell
+from asyncmoe.doctor.probes import python_probe, timeouts
+from asyncmoe.doctor.python_facts import PythonFacts
 
 LOOK_S = 180.0
 """Timeout in seconds; importing torch and Transformer Engine from a file system that all nodes read at once takes a minute."""
+_TRAIN, _OTHERS = "train", ("engine", "gpu")
+
+
+@dataclass(frozen=True)
+class Declared:
+    """asyncmoe's version, the specifiers by name (including `python`), and the names that trainer and controller need."""
+
+    version: str
+    specifiers: Mapping[str, str]
+    train: tuple[str, ...]
+
+
+def declared(checkout: Path) -> Declared:
+    """Read the requirements of the checkout, or of the installation if there is no pyproject.toml."""
+    file = checkout / "pyproject.toml"
+    if file.is_file():
+        project = tomllib.loads(file.read_text(encoding="utf-8"))["project"]
+        extras = project["optional-dependencies"]
+        needed = [*project["dependencies"], *extras[_TRAIN]]
+        return _declared(project["version"], project["requires-python"], needed, [line for extra in _OTHERS for line in extras[extra]])
+    metadata = importlib.metadata.metadata("asyncmoe")
+    lines = importlib.metadata.requires("asyncmoe") or []
+    return _declared(metadata["Version"], metadata["Requires-Python"], _asked(lines, _TRAIN), _asked(lines, *_OTHERS))
 
 
 def look(executable: str, names: Sequence[str], seconds: float = LOOK_S) -> PythonFacts:
     """Return the facts of a Python: the versions of the packages in `names`, and how far its imports succeed."""
-    output = shell.run([executable, "-", *names], seconds, Path(python_probe.__file__).read_text(encoding="utf-8"))
+    output = timeouts.run([executable, "-", *names], seconds, Path(python_probe.__file__).read_text(encoding="utf-8"))
     return read(executable, output)
 
 
-def read(executable: str, output: shell.Output) -> PythonFacts:
+def read(executable: str, output: timeouts.Output) -> PythonFacts:
     """Parse the facts from the output of `python_probe`, ignoring the output of its imports."""
     fields: dict[str, Any] = {}
     for line in output.text.splitlines():
@@ -32,11 +60,11 @@ def read(executable: str, output: shell.Output) -> PythonFacts:
     return msgspec.convert({"executable": executable, **fields, "unfinished": _unfinished(output, step)}, PythonFacts)
 
 
-def _unfinished(output: shell.Output, step: str | None) -> str | None:
+def _unfinished(output: timeouts.Output, step: str | None) -> str | None:
     """Return the step at which the probe failed and the reason: the exception's message, or how the process ended."""
     if output.trouble is None:
         return None
-    raised = shell.last_line(output.errors) if "Traceback (most recent call last)" in output.errors else ""
+    raised = timeouts.last_line(output.errors) if "Traceback (most recent call last)" in output.errors else ""
     return f"{step}: {raised or output.trouble}" if step else raised or output.trouble
 
 
@@ -47,3 +75,19 @@ def _object(line: str) -> dict[str, Any]:
         return {}
     known = {*PythonFacts.__dataclass_fields__, "step"}
     return found if isinstance(found, dict) and found.keys() <= known else {}
+
+
+def _declared(version: str, python: str, train: Iterable[str], others: Iterable[str]) -> Declared:
+    needed, more = _specifiers(train), _specifiers(others)
+    more.pop("asyncmoe", None)
+    return Declared(version, {"python": python, **more, **needed}, tuple(needed))
+
+
+def _specifiers(lines: Iterable[str]) -> dict[str, str]:
+    return {str(canonicalize_name(wanted.name)): str(wanted.specifier) for wanted in map(Requirement, lines)}
+
+
+def _asked(lines: Iterable[str], *extras: str) -> list[str]:
+    """Return the requirements of the given extras and those outside any extra."""
+    markers = [(line, Requirement(line).marker) for line in lines]
+    return [line for line, marker in markers if marker is None or any(marker.evaluate({"extra": extra}) for extra in extras)]

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from asyncmoe.errors import UserError
-from asyncmoe.launch.slurm.command import main
-from asyncmoe.launch.slurm.signals import Stop
+from asyncmoe.launch.slurm.command import Stop, main
 
 
 def run(arguments: Sequence[str], stop: Stop) -> None:

@@ -17,9 +17,8 @@ from asyncmoe.config import Config
 from asyncmoe.errors import ConfigError, UserError, WaitTimeout
 from asyncmoe.launch.slurm import allocation, control, parts, steps
 from asyncmoe.launch.slurm.allocation import Allocation
-from asyncmoe.launch.slurm.command import main
+from asyncmoe.launch.slurm.command import Stop, main
 from asyncmoe.launch.slurm.parts import Part
-from asyncmoe.launch.slurm.signals import Stop
 
 _POLL_S = 0.5
 _LEAVE_S = 90.0

@@ -1,17 +1,20 @@
-"""Running steps: start them, ask them to stop, end them, and explain their failures."""
+"""Running steps: start them, ask them to stop, end them, and explain their failures from srun's output and their tasks' logs."""
 
 from __future__ import annotations
 
 import logging
+import re
+import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from asyncmoe.errors import AsyncmoeError
 from asyncmoe.launch import watch
-from asyncmoe.launch.slurm import control, verdict
+from asyncmoe.launch.slurm import control
 from asyncmoe.launch.slurm.steps import JobStep
-from asyncmoe.process import Child
+from asyncmoe.process import ERROR_PREFIX, KILLED, Child
 
 log = logging.getLogger(__name__)
 STOP = "URG"
@@ -26,6 +29,39 @@ _SETTLE_S = 2.0
 _POLITE_S = 15.0
 _FORCED_S = 45.0
 """Seconds for srun to end; it waits KillWait + 2 s (32 s by default) for its tasks before it gives up."""
+_ENDED = re.compile(r"srun: error: (?P<nodes>\S+): tasks? (?P<tasks>[\d,-]+): (?P<how>[^\r\n]+)")
+_OURS = re.compile(r"srun: (launch/slurm: )?.*(Terminating|Force Terminated|forcing job termination|Job step aborted)")
+_NAMED = re.compile(r"[\w.-]+ on \S+: ")
+"""Prefix of an error that already names its part and node (`asyncmoe.process.named`)."""
+
+
+@dataclass(frozen=True)
+class EndedStep:
+    """A failed step, as an `asyncmoe.launch.watch.Ended`.
+
+    Attributes:
+        name: name of the step.
+        node: node that failed first; SLURM's node list if several nodes failed alike.
+        returncode: exit status of the process, negative if a signal ended it.
+        reason: the reason that the process gave, if any.
+        log: log file with details.
+    """
+
+    name: str
+    node: str
+    returncode: int
+    reason: str | None
+    log: Path
+
+    def why(self) -> str:
+        """Part and node, with the reason and log; without a reason, with the status and log."""
+        if self.reason is not None:
+            named = _NAMED.match(self.reason) is not None
+            return f"{self.reason if named else f'{self.name} on {self.node}: {self.reason}'} (log: {self.log})"
+        if self.returncode < 0:
+            how = f"was ended by {_signal_name(-self.returncode)}, as when memory runs out"
+            return f"{self.name} on {self.node}: {how}; look at `sacct -j` for the job's memory, the node's dmesg, and {self.log}"
+        return f"{self.name} on {self.node}: ended with status {self.returncode}; its log is {self.log}"
 
 
 class Part:
@@ -45,16 +81,16 @@ class Part:
     def failed(self) -> bool:
         return self.status not in (None, 0)
 
-    def ended(self) -> verdict.EndedStep:
+    def ended(self) -> EndedStep:
         """Return how the step ended. Requires that it has failed."""
         assert self.status is not None
         output = self._since_start(self.step.output)
-        nodes, status = verdict.first_end(output, self.step.nodes, self.status)
+        nodes, status = first_end(output, self.step.nodes, self.status)
         first = sorted(self.step.logs, key=lambda node: node != nodes)
         written = {node: self._since_start(self.step.logs[node]) for node in first}
         files = [self.step.logs.get(nodes), *self.step.logs.values(), self.step.output]
         file = next((file for file in files if file is not None and file.exists()), self.step.output)
-        return verdict.EndedStep(self.step.name, nodes, status, verdict.reason(written, output), file)
+        return EndedStep(self.step.name, nodes, status, reason(written, output), file)
 
     def end(self) -> None:
         """End srun, which ends its tasks."""
@@ -111,6 +147,41 @@ def wait_until(condition: Callable[[], bool], seconds: float) -> bool:
     return True
 
 
+def first_end(output: str, nodes: Sequence[str], status: int) -> tuple[str, int]:
+    """Return node and status (negative for a signal) of a step's first failed task, from srun's own messages.
+
+    srun exits with the highest status of all tasks, so a task that was killed because another failed would hide the cause.
+
+    Args:
+        output: srun's output.
+        nodes: nodes of the step, returned if srun names none.
+        status: exit status of srun, returned if srun reports none.
+    """
+    for line in output.splitlines():
+        if _OURS.match(line):
+            break
+        match = _ENDED.match(line)
+        if match is not None:
+            return match["nodes"], _signed(_status(match["how"], status))
+    return ",".join(nodes), _signed(status)
+
+
+def reason(logs: Mapping[str, str], output: str) -> str | None:
+    """Return a step's own reason for its end: a rank that a signal ended, because other ranks' errors follow from it, else the first
+    error line of asyncmoe, else srun's last error.
+
+    Args:
+        logs: log of each node's task, the node that failed first at the front.
+        output: output of srun, and of tasks that could not open their log.
+    """
+    lines = [line for text in (*logs.values(), output) for line in text.splitlines()]
+    errors = [line.removeprefix(ERROR_PREFIX) for line in lines if line.startswith(ERROR_PREFIX)]
+    if errors:
+        return next((error for error in errors if error.startswith(KILLED)), errors[0])
+    complaints = [line for line in output.splitlines() if _complaint(line)]
+    return complaints[-1] if complaints else None
+
+
 def _numbers(parts: Sequence[Part]) -> dict[str, str]:
     """Return SLURM's step numbers by part name, for the parts that SLURM knows."""
     known = {job: control.steps(job) for job in {part.step.job for part in parts}}
@@ -119,3 +190,38 @@ def _numbers(parts: Sequence[Part]) -> dict[str, str]:
 
 def _size(path: Path) -> int:
     return path.stat().st_size if path.exists() else 0
+
+
+def _complaint(line: str) -> bool:
+    if line.startswith(("srun: error:", "srun: fatal:")):
+        return _ENDED.match(line) is None
+    return line.startswith(("slurmstepd", "pyxis:", "error: pyxis:")) and "error" in line and "CANCELLED" not in line
+
+
+def _status(how: str, otherwise: int) -> int:
+    match = re.search(r"exit code (\d+)", how)
+    if match is not None:
+        return int(match[1])
+    word = how.split()[0].rstrip(",")
+    return 128 + _WORDS[word] if word in _WORDS else max(otherwise, 1)
+
+
+def _signed(status: int) -> int:
+    """Convert a shell's status 128 + n for signal n to -n."""
+    return 128 - status if status > 128 else status
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def _words() -> dict[str, int]:
+    described = {number: signal.strsignal(number) for number in signal.valid_signals()}
+    return {text.split()[0]: number for number, text in described.items() if text}
+
+
+_WORDS = _words()
+"""Signals by the first word of the C library's description, which srun prints: "Killed", "Segmentation fault"."""

@@ -13,10 +13,10 @@ from asyncmoe import config as configuration
 from asyncmoe.config import Config
 from asyncmoe.errors import AsyncmoeError
 from asyncmoe.launch import local
-from asyncmoe.launch.slurm import allocation, control, outcome, parts, placement, steps
+from asyncmoe.launch.slurm import allocation, control, outcome, parts, steps
 from asyncmoe.launch.slurm.allocation import Allocation
+from asyncmoe.launch.slurm.command import Stop
 from asyncmoe.launch.slurm.parts import Part
-from asyncmoe.launch.slurm.signals import Stop
 from asyncmoe.telemetry.live import LiveView
 
 _POLL_S = 0.25
@@ -46,13 +46,13 @@ def run(path: Path, overrides: Sequence[str], stop: Stop) -> None:
     """
     where = allocation.read(os.environ, control.hostnames)
     config = configuration.load(path, overrides)
-    config = configuration.load(path, [*overrides, *placement.implied(where, config)])
-    placed = placement.place(where, config)
+    config = configuration.load(path, [*overrides, *steps.implied(where, config)])
+    placed = steps.place(where, config)
     if (gpus := os.environ.get("SLURM_GPUS_ON_NODE", "")).isdecimal():
-        placement.check_gpus(placed, config, int(gpus))
+        steps.check_gpus(placed, config, int(gpus))
     with local.claim(config.run.dir):
         resolved = local.prepare(config)
-        port = placement.master_port(where.job, where.restarts)
+        port = steps.master_port(where.job, where.restarts)
         master = (control.address(placed.trainers[0]), port)
         program = steps.container(os.environ, sys.executable)
         planned = steps.all_steps(where, placed, config, resolved, master, program)
@@ -62,7 +62,7 @@ def run(path: Path, overrides: Sequence[str], stop: Stop) -> None:
         outcome.conclude(where, config, before, cause, stop)
 
 
-def _describe(where: Allocation, placed: placement.Placement, config: Config, newest: Path | None) -> str:
+def _describe(where: Allocation, placed: steps.Placement, config: Config, newest: Path | None) -> str:
     start = "starts" if newest is None else f"resumes from {newest.name}"
     engines = ", ".join(f"{node} ({len(numbers)})" for node, numbers in placed.engines)
     unused = f"; not used: {', '.join(placed.unused)}" if placed.unused else ""

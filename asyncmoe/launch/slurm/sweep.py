@@ -9,8 +9,7 @@ from pathlib import Path
 
 from asyncmoe import config as configuration
 from asyncmoe.errors import DataError, UserError
-from asyncmoe.launch.slurm.command import main
-from asyncmoe.launch.slurm.signals import Stop
+from asyncmoe.launch.slurm.command import Stop, main
 
 
 def run(arguments: Sequence[str], stop: Stop) -> None:

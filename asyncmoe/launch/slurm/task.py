@@ -6,14 +6,16 @@ the signal that asks its part to stop.
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
+import socket
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 from asyncmoe.errors import AsyncmoeError
-from asyncmoe.launch import part
+from asyncmoe.launch import part, torchrun
 from asyncmoe.launch.slurm.steps import log_of
 from asyncmoe.process import say
 from asyncmoe.storage import writing
@@ -45,12 +47,45 @@ def _engine(node: str, arguments: list[str]) -> None:
 
 
 def _trainer(node: str, arguments: list[str]) -> None:
-    from asyncmoe.launch.slurm import agent
-
     config, nodes, ranks, address, port = arguments
     names = nodes.split(",")
     # SLURM sorts the nodes of a step, but the rendezvous is on the first node of the argument.
-    agent.run(names.index(node), len(names), int(ranks), address, int(port), config)
+    run_ranks(names.index(node), len(names), int(ranks), address, int(port), config)
+
+
+def run_ranks(node: int, nodes: int, ranks: int, address: str, port: int, config: str) -> None:
+    """Run this node's trainer ranks under torchrun to their end, then exit with the status of the root-cause rank.
+
+    torchrun itself exits with 1 for every failure of a rank, but a job that failed by a user error must not be requeued.
+
+    Args:
+        node: index of this node among `nodes`; node 0 hosts the rendezvous at `address` and `port`.
+        ranks: number of ranks on this node.
+    """
+    os.environ.update({name: os.environ.get(name, value) for name, value in torchrun.TRAINER_ENVIRONMENT.items()})
+    try:
+        if node == 0:
+            check_free(port)
+    except AsyncmoeError as error:
+        say(error)
+        sys.exit(error.exit_code)
+    torchrun.run(torchrun.arguments_of(ranks, (address, port), "asyncmoe.trainer", config, node=node, nodes=nodes))
+
+
+def check_free(port: int) -> None:
+    """Check that a port of this node is free.
+
+    Raises:
+        AsyncmoeError: the port is in use. Not a user error, because the next start of the job takes another port.
+    """
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", port))
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise
+            raise AsyncmoeError(f"port {port}, where the trainer's ranks meet: got one in use, expected a free one; start again") from None
 
 
 def stop_as(number: signal.Signals) -> None:

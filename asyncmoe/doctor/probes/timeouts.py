@@ -1,14 +1,49 @@
-"""Run a command that may be missing, fail, or hang."""
+"""Calls and commands that may hang, such as on an unresponsive file system, name server or driver, each with a timeout."""
 
 from __future__ import annotations
 
 import os
 import signal
 import subprocess
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
+from asyncmoe.errors import WaitTimeout
+
+T = TypeVar("T")
 _REAP_S = 1.0
+
+
+class Later(Generic[T]):
+    """Runs `work` in a daemon thread, which does not prevent the process from exiting."""
+
+    def __init__(self, work: Callable[[], T]) -> None:
+        self._work = work
+        self._result: T | None = None
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def result(self, whom: str, what: str, seconds: float) -> T:
+        """Return the result of `work`, or raise its exception.
+
+        Raises:
+            WaitTimeout: `work` did not finish in time.
+        """
+        self._thread.join(seconds)
+        if self._thread.is_alive():
+            raise WaitTimeout(whom, what, seconds)
+        if self._error is not None:
+            raise self._error
+        return self._result  # type: ignore[return-value]
+
+    def _run(self) -> None:
+        try:
+            self._result = self._work()
+        except BaseException as error:  # noqa: BLE001  re-raised by `result`
+            self._error = error
 
 
 @dataclass(frozen=True)
@@ -31,7 +66,7 @@ def last_line(text: str) -> str:
 
 
 def run(command: Sequence[str], seconds: float, given: str = "") -> Output:
-    """Run a command with `given` on standard input, and kill it after `seconds`."""
+    """Run a command, which may be missing or fail, with `given` on standard input, and kill it after `seconds`."""
     try:
         process = subprocess.Popen(
             list(command),

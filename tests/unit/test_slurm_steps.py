@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from asyncmoe import config as configuration
 from asyncmoe.config import Config
 from asyncmoe.errors import ConfigError, DataError, UserError
-from asyncmoe.launch.slurm import allocation, control, join, placement, steps, sweep
+from asyncmoe.launch.slurm import allocation, control, join, steps, sweep
 from asyncmoe.launch.slurm.allocation import Allocation, JobComponent
 
 DEMO = Path(__file__).parents[2] / "examples" / "demo.yaml"
@@ -68,19 +68,19 @@ def test_outside_of_slurm_the_command_that_works_is_named() -> None:
 
 
 def test_engines_come_first_and_the_controller_is_beside_them() -> None:
-    placed = placement.place(job(5), config("engines.count=4", "cluster.engine_nodes=2", "cluster.trainer_nodes=2"))
+    placed = steps.place(job(5), config("engines.count=4", "cluster.engine_nodes=2", "cluster.trainer_nodes=2"))
     assert placed.engines == (("n1", (0, 1)), ("n2", (2, 3)))
     assert placed.controller == "n1"
     assert (placed.trainers, placed.ranks, placed.unused) == (("n3", "n4"), 1, ("n5",))
 
 
 def test_of_a_heterogeneous_job_the_second_component_trains() -> None:
-    placed = placement.place(allocation.read(HETEROGENEOUS, expand), config("cluster.trainer_nodes=2"))
+    placed = steps.place(allocation.read(HETEROGENEOUS, expand), config("cluster.trainer_nodes=2"))
     assert (placed.controller, placed.trainers) == ("a1", ("n2", "n3"))
 
 
 def test_one_node_is_shared() -> None:
-    placed = placement.place(job(1), config())
+    placed = steps.place(job(1), config())
     assert (placed.controller, placed.trainers, placed.ranks) == ("n1", ("n1",), 2)
 
 
@@ -95,40 +95,40 @@ def test_one_node_is_shared() -> None:
 )
 def test_what_does_not_fit_is_named(nodes: int, overrides: tuple[str, ...], words: str) -> None:
     with pytest.raises(UserError, match=words):
-        placement.place(job(nodes), config(*overrides))
+        steps.place(job(nodes), config(*overrides))
 
 
 def test_a_component_with_too_few_nodes_is_named() -> None:
     with pytest.raises(UserError, match=r"nodes of component 1 of job 5: got 2 .*expected at least cluster.trainer_nodes 4"):
-        placement.place(allocation.read(HETEROGENEOUS, expand), config("trainer.ranks=4", "cluster.trainer_nodes=4"))
+        steps.place(allocation.read(HETEROGENEOUS, expand), config("trainer.ranks=4", "cluster.trainer_nodes=4"))
     three = Allocation(5, "5", 0, tuple(JobComponent(str(5 + index), (f"n{index}",), index) for index in range(3)))
     with pytest.raises(UserError, match="components of heterogeneous job 5: got 3, expected 2"):
-        placement.place(three, config())
+        steps.place(three, config())
 
 
 @given(st.integers(1, 40), st.integers(1, 200))
 def test_engines_are_spread_evenly_and_none_is_left_out(nodes: int, count: int) -> None:
-    spread = placement.spread([str(node) for node in range(nodes)], count)
+    spread = steps.spread([str(node) for node in range(nodes)], count)
     assert [number for _, numbers in spread for number in numbers] == list(range(count))
     sizes = [len(numbers) for _, numbers in spread]
     assert max(sizes) - min(sizes) <= 1
 
 
 def test_several_nodes_are_reached_by_their_names_unless_told_otherwise() -> None:
-    assert placement.implied(job(3), config()) == ("engines.join=true", "cluster.network=hostname")
-    assert placement.implied(job(3), config("cluster.network=ib0")) == ("engines.join=true",)
-    assert placement.implied(job(1), config()) == ("engines.join=true",)
+    assert steps.implied(job(3), config()) == ("engines.join=true", "cluster.network=hostname")
+    assert steps.implied(job(3), config("cluster.network=ib0")) == ("engines.join=true",)
+    assert steps.implied(job(1), config()) == ("engines.join=true",)
 
 
 def test_on_one_node_engines_are_behind_the_trainer_also_where_others_may_join() -> None:
-    assert placement.implied(job(1), config("cluster.network=ib0")) == ("engines.join=true", "engines.first_gpu=2")
-    assert placement.implied(job(1), config("cluster.network=ib0", "engines.first_gpu=4")) == ("engines.join=true",)
+    assert steps.implied(job(1), config("cluster.network=ib0")) == ("engines.join=true", "engines.first_gpu=2")
+    assert steps.implied(job(1), config("cluster.network=ib0", "engines.first_gpu=4")) == ("engines.join=true",)
 
 
 def test_a_node_has_a_gpu_for_every_process() -> None:
     def check(nodes: int, gpus: int, *overrides: str) -> None:
-        options = config(*overrides, *placement.implied(job(nodes), config(*overrides)))
-        placement.check_gpus(placement.place(job(nodes), options), options, gpus)
+        options = config(*overrides, *steps.implied(job(nodes), config(*overrides)))
+        steps.check_gpus(steps.place(job(nodes), options), options, gpus)
 
     check(1, 3)
     check(2, 2)
@@ -141,21 +141,21 @@ def test_a_node_has_a_gpu_for_every_process() -> None:
 
 
 def test_a_job_that_starts_again_resumes_its_own_run() -> None:
-    assert placement.implied(replace(job(1), restarts=1), config()) == ("engines.join=true", "run.resume=true")
+    assert steps.implied(replace(job(1), restarts=1), config()) == ("engines.join=true", "run.resume=true")
 
 
 @given(st.integers(1, 10**8), st.integers(0, 3))
 def test_a_job_that_starts_again_meets_at_another_port(number: int, restarts: int) -> None:
-    port, next_port = placement.master_port(number, restarts), placement.master_port(number, restarts + 1)
+    port, next_port = steps.master_port(number, restarts), steps.master_port(number, restarts + 1)
     assert 1024 < port < 32768
     assert port != next_port
-    assert port != placement.master_port(number + 1, restarts)
+    assert port != steps.master_port(number + 1, restarts)
 
 
 def test_every_part_is_a_step_of_its_own() -> None:
     options = config("engines.count=2", "cluster.trainer_nodes=2")
     where = job(3)
-    planned = steps.all_steps(where, placement.place(where, options), options, Path("/runs/mine/config.yaml"), ("10.0.0.2", 23456), OUTSIDE)
+    planned = steps.all_steps(where, steps.place(where, options), options, Path("/runs/mine/config.yaml"), ("10.0.0.2", 23456), OUTSIDE)
     assert [step.name for step in planned] == ["controller", "engine.0", "engine.1", "trainer"]
     controller, first, second, trainer = planned
     for step in planned:
@@ -175,7 +175,7 @@ def test_every_part_is_a_step_of_its_own() -> None:
 def test_steps_of_the_second_component_say_so() -> None:
     options = config("cluster.trainer_nodes=2")
     where = allocation.read(HETEROGENEOUS, expand)
-    planned = steps.all_steps(where, placement.place(where, options), options, Path("c"), ("10.0.0.2", 23456), OUTSIDE)
+    planned = steps.all_steps(where, steps.place(where, options), options, Path("c"), ("10.0.0.2", 23456), OUTSIDE)
     assert [(step.name, step.job) for step in planned] == [("controller", "5"), ("engine.0", "5"), ("trainer", "6")]
     assert ["--het-group=0" in step.command for step in planned] == [True, True, False]
     assert "--het-group=1" in planned[-1].command

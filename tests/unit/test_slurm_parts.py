@@ -11,8 +11,8 @@ import pytest
 
 from asyncmoe.errors import UserError
 from asyncmoe.launch import local, torchrun, watch
-from asyncmoe.launch.slurm import verdict
-from asyncmoe.launch.slurm.verdict import EndedStep
+from asyncmoe.launch.slurm import outcome, parts
+from asyncmoe.launch.slurm.parts import EndedStep
 
 ONE_OF_TWO = """srun: error: n2: task 0: Exited with exit code 2
 srun: launch/slurm: _step_signal: Terminating StepId=3.1
@@ -37,24 +37,24 @@ NOT_STARTED = "srun: error: Unable to create step for job 3: Requested node conf
     ],
 )
 def test_the_first_task_that_ended_badly(output: str, status: int, end: tuple[str, int]) -> None:
-    assert verdict.first_end(output, ("n2", "n3"), status) == end
+    assert parts.first_end(output, ("n2", "n3"), status) == end
 
 
 def test_a_task_that_was_ended_because_of_another_is_not_the_first() -> None:
     aborted = "srun: Job step aborted: Waiting up to 32 seconds for job step to finish.\n" + KILLED
-    assert verdict.first_end(aborted, ("n2",), 1) == ("n2", 1)
+    assert parts.first_end(aborted, ("n2",), 1) == ("n2", 1)
 
 
 def test_a_reason_is_a_line_of_ours_or_the_complaint_of_srun() -> None:
-    assert verdict.reason({"n2": "loading\nerror: no room\nerror: later\n", "n3": "error: other\n"}, KILLED) == "no room"
-    assert verdict.reason({"n2": "loading\n"}, KILLED) is None
+    assert parts.reason({"n2": "loading\nerror: no room\nerror: later\n", "n3": "error: other\n"}, KILLED) == "no room"
+    assert parts.reason({"n2": "loading\n"}, KILLED) is None
     told = {"n2": "error: trainer.0 on n2: closed by peer\nerror: a rank was ended by SIGKILL, as when memory runs out: rank 1\n"}
-    assert verdict.reason(told, "") == "a rank was ended by SIGKILL, as when memory runs out: rank 1"
-    assert verdict.reason({}, NOT_STARTED) == NOT_STARTED.strip()
+    assert parts.reason(told, "") == "a rank was ended by SIGKILL, as when memory runs out: rank 1"
+    assert parts.reason({}, NOT_STARTED) == NOT_STARTED.strip()
     execve = "slurmstepd: error: execve(): nowhere: No such file or directory\nsrun: error: n1: task 0: Exited with exit code 2\n"
-    assert verdict.reason({"n1": ""}, execve) == "slurmstepd: error: execve(): nowhere: No such file or directory"
+    assert parts.reason({"n1": ""}, execve) == "slurmstepd: error: execve(): nowhere: No such file or directory"
     cancelled = "slurmstepd: error: *** STEP 3.0 ON n2 CANCELLED AT 2026-11-22T03:41:00 ***\n"
-    assert verdict.reason({}, cancelled + KILLED) is None
+    assert parts.reason({}, cancelled + KILLED) is None
 
 
 MISTAKE = EndedStep("controller", "n1", 2, "controller on n1: scoring.scorer: got x, expected y", Path("logs/controller.n1.log"))
@@ -87,9 +87,9 @@ def test_the_end_that_the_others_follow_from(
 
 
 def test_a_mistake_is_never_requeued_and_a_loss_so_often_as_allowed() -> None:
-    assert verdict.decide(2, 0, 3) == "fail"
-    assert [verdict.decide(1, lost, 2) for lost in range(4)] == ["requeue", "requeue", "fail", "fail"]
-    assert verdict.decide(1, 0, 0) == "fail"
+    assert outcome.decide(2, 0, 3) == "fail"
+    assert [outcome.decide(1, lost, 2) for lost in range(4)] == ["requeue", "requeue", "fail", "fail"]
+    assert outcome.decide(1, 0, 0) == "fail"
 
 
 def test_a_cause_names_part_node_and_log_once() -> None:

@@ -1,26 +1,50 @@
-"""Find nvcc, or the reason why it cannot build the CUDA kernels. setup.py and the Makefile run this file by path, so it imports only the
-standard library.
+"""The build of the extensions: digests of their sources, and nvcc, or the reason why it cannot build the CUDA kernels.
 
-usage: python toolchain.py      (prints the chosen compiler; without one, prints the reason and exits with status 1)
+setup.py and requirements/nvcc.sh run this file by path before asyncmoe is installed, so it imports only the standard library.
+
+usage: python asyncmoe/build.py      (prints the chosen nvcc; without one, prints the reason and exits with status 1)
 """
 
 from __future__ import annotations
 
 import functools
+import hashlib
 import os
 import re
 import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+FOLDERS = ("csrc", "csrc/record")
+"""Source directories of asyncmoe.reshard._C and asyncmoe.record._C, relative to the checkout."""
+_SUFFIXES = {".h", ".cpp", ".cu"}
 ARCHS = ("90", "100")
 """Compute capabilities, times 10, that the kernels are built for unless ASYNCMOE_CUDA_ARCHS is set."""
 CURE = "run: make setup GPU=1, which installs NVIDIA's package of it, or put nvcc on PATH, or set CUDA_HOME"
 _PROBE_S = 120.0
 _STATIC = "libcudart_static.a"
+
+
+def digest(folder: Path) -> str:
+    """Return the SHA-256 in hex over names and contents of the sources in a folder, excluding subfolders.
+
+    An extension keeps the digest of its sources, and `asyncmoe doctor` compares it with the sources of the checkout.
+    """
+    return _digest(folder, (path for path in folder.iterdir() if path.suffix in _SUFFIXES))
+
+
+def package_digest(package: Path) -> str:
+    """Return the SHA-256 in hex over names and contents of all Python files of a package."""
+    return _digest(package, package.rglob("*.py"))
+
+
+def source_digests(checkout: Path) -> tuple[str, ...]:
+    """Return the digests of a checkout's `FOLDERS`; empty without sources, as in an installed wheel."""
+    folders = [checkout / folder for folder in FOLDERS]
+    return tuple(digest(folder) for folder in folders) if all(folder.is_dir() for folder in folders) else ()
 
 
 def compilers() -> list[Path]:
@@ -80,6 +104,14 @@ def obstacle(compiler: Path | None) -> str | None:
     except (OSError, subprocess.TimeoutExpired) as error:
         return f"{compiler} cannot be run: {error}"
     return None if done.returncode == 0 else f"{compiler} cannot compile a small file: {(done.stderr or done.stdout).strip()[-600:]}"
+
+
+def _digest(folder: Path, files: Iterable[Path]) -> str:
+    found = hashlib.sha256()
+    for file in sorted(files):
+        content = file.read_bytes()
+        found.update(f"{file.relative_to(folder)} {len(content)}\n".encode() + content)
+    return found.hexdigest()
 
 
 def _packaged() -> list[Path]:

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 FOLDERS = ("csrc", "csrc/record")
-"""Source directories of asyncmoe.reshard._C and asyncmoe.record._C, relative to the checkout."""
+"""Source directories of asyncmoe.reshard._C and asyncmoe.trajectory._C, relative to the checkout."""
 _SUFFIXES = {".h", ".cpp", ".cu"}
 
 

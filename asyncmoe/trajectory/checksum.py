@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from asyncmoe.record import _C
+from asyncmoe.trajectory import _C
 
 Buffer = bytes | bytearray | memoryview
 

@@ -16,8 +16,8 @@ from functools import cached_property
 import numpy as np
 
 from asyncmoe.errors import ProtocolError, TrajectoryRejected
-from asyncmoe.record import _C
-from asyncmoe.record.checksum import crc32c
+from asyncmoe.trajectory import _C
+from asyncmoe.trajectory.checksum import crc32c
 
 Buffer = bytes | bytearray | memoryview
 

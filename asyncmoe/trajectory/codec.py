@@ -17,10 +17,9 @@ import msgspec
 import numpy as np
 
 from asyncmoe.errors import ProtocolError
-from asyncmoe.record import EncodedMasks, Routes
-from asyncmoe.record.checksum import crc32c
-from asyncmoe.record.masks import check_masks
-from asyncmoe.record.routes import check_routes
+from asyncmoe.trajectory.checksum import crc32c
+from asyncmoe.trajectory.masks import EncodedMasks, check_masks
+from asyncmoe.trajectory.routes import Routes, check_routes
 
 Buffer = bytes | bytearray | memoryview
 NOT_SAMPLED = -1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from asyncmoe.record import _C
+from asyncmoe.trajectory import _C
 
 
 def decode_base64(text: str) -> np.ndarray:

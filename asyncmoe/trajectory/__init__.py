@@ -3,11 +3,12 @@
 Depends only on `asyncmoe.errors`, NumPy and msgspec; csrc/record packs routes and masks.
 """
 
-from asyncmoe.trajectory.base64 import decode_base64
-from asyncmoe.trajectory.codec import ARRAYS, NOT_SAMPLED, OPTIONAL, Buffer, Limits, Trajectory, decode, encode, frames_in, part
+from asyncmoe.trajectory.codec import Limits, decode, encode, frames_in, part
 from asyncmoe.trajectory.masks import EncodedMasks, Masks, decode_masks, encode_masks, token_outside
+from asyncmoe.trajectory.native import Buffer, decode_base64
 from asyncmoe.trajectory.recording import NOTHING, Recording
 from asyncmoe.trajectory.routes import Routes, Routing, decode_routes, encode_routes
+from asyncmoe.trajectory.trajectory import ARRAYS, NOT_SAMPLED, OPTIONAL, Trajectory
 from asyncmoe.trajectory.validation import validate
 
 __all__ = [

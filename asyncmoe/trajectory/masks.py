@@ -9,9 +9,7 @@ import numpy as np
 
 from asyncmoe.errors import ProtocolError, TrajectoryRejected
 from asyncmoe.trajectory import _C
-from asyncmoe.trajectory.checksum import crc32c
-
-Buffer = bytes | bytearray | memoryview
+from asyncmoe.trajectory.native import Buffer, crc32c
 
 
 @dataclass(frozen=True, eq=False)

@@ -17,9 +17,7 @@ import numpy as np
 
 from asyncmoe.errors import ProtocolError, TrajectoryRejected
 from asyncmoe.trajectory import _C
-from asyncmoe.trajectory.checksum import crc32c
-
-Buffer = bytes | bytearray | memoryview
+from asyncmoe.trajectory.native import Buffer, crc32c
 
 MAX_EXPERTS = 1 << 16
 MAX_TOP_K = 256

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncmoe.trajectory import _C
-from asyncmoe.trajectory.checksum import crc32c
+from asyncmoe.trajectory.native import crc32c
 
 # RFC 3720, appendix B.4.
 PUBLISHED = {

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from asyncmoe.errors import ProtocolError, TrajectoryRejected
 from asyncmoe.trajectory import EncodedMasks, Masks, decode_masks, encode_masks, token_outside
-from asyncmoe.trajectory.checksum import crc32c
 from asyncmoe.trajectory.masks import _digest
+from asyncmoe.trajectory.native import crc32c
 
 
 def csr(rows: list[list[int]], vocabulary: int) -> Masks:

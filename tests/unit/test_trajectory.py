@@ -35,7 +35,7 @@ from asyncmoe.trajectory import (
     part,
     validate,
 )
-from asyncmoe.trajectory.checksum import crc32c
+from asyncmoe.trajectory.native import crc32c
 
 INT32 = np.iinfo(np.int32)
 NONE = np.nan

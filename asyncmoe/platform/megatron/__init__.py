@@ -13,6 +13,9 @@ incompatible upgrade fails at startup instead of producing wrong numbers. With C
     everywhere, installed by `asyncmoe.trainer.model.checkpoint` and `asyncmoe.trainer.model.layers` respectively
         writer       writes checkpoints without processes that outlive a rank
         rope         rotary angles of packed sequences without device synchronization
+
+`packed_attention`, `grouped_experts` and `local_layers` patch nothing: they are layers that take the place of Transformer Engine's, and are
+imported after `prepare()`.
 """
 
 from __future__ import annotations

@@ -145,4 +145,4 @@ $(NEXT)/.installed: $(TRAIN)/$(INSTALLED)
 	@touch $@
 
 clean:
-	rm -rf $(TRAIN) $(ENGINE) $(NEXT) $(PEERS) build asyncmoe.egg-info asyncmoe/reshard/_C*.so asyncmoe/record/_C*.so
+	rm -rf $(TRAIN) $(ENGINE) $(NEXT) $(PEERS) build asyncmoe.egg-info asyncmoe/reshard/_C*.so asyncmoe/trajectory/_C*.so

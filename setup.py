@@ -1,4 +1,4 @@
-"""Builds the extensions asyncmoe.reshard._C and asyncmoe.record._C; everything else is in pyproject.toml.
+"""Builds the extensions asyncmoe.reshard._C and asyncmoe.trajectory._C; everything else is in pyproject.toml.
 
 ASYNCMOE_CUDA=1 insists on the CUDA kernels, 0 leaves them out; unset, they are built where a working nvcc is found
 (which nvcc: asyncmoe/build.py).
@@ -80,6 +80,6 @@ def extension(name: str, folder: str, depends: list[str]) -> Pybind11Extension:
 
 ParallelCompile(default=0).install()  # 0: on every core
 setup(
-    ext_modules=[extension(RESHARD, "csrc", CUDA_SOURCES), extension("asyncmoe.record._C", "csrc/record", [])],
+    ext_modules=[extension(RESHARD, "csrc", CUDA_SOURCES), extension("asyncmoe.trajectory._C", "csrc/record", [])],
     cmdclass={"build_ext": Build},
 )

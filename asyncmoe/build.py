@@ -19,7 +19,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 FOLDERS = ("csrc", "csrc/record")
-"""Source directories of asyncmoe.reshard._C and asyncmoe.record._C, relative to the checkout."""
+"""Source directories of asyncmoe.reshard._C and asyncmoe.trajectory._C, relative to the checkout."""
 _SUFFIXES = {".h", ".cpp", ".cu"}
 ARCHS = ("90", "100")
 """Compute capabilities, times 10, that the kernels are built for unless ASYNCMOE_CUDA_ARCHS is set."""

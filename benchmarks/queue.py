@@ -14,10 +14,9 @@ import numpy as np
 
 from asyncmoe.queue.bounded import BoundedQueue
 from asyncmoe.queue.service import QueueService
-from asyncmoe.record import Recording, Routing, encode_routes
 from asyncmoe.rpc.messages import Commit, Reply
 from asyncmoe.rpc.server import Server
-from asyncmoe.trajectory import Trajectory, encode
+from asyncmoe.trajectory import Recording, Routing, Trajectory, encode, encode_routes
 from benchmarks import queue_floor, queue_peers
 from benchmarks.provenance import here
 from benchmarks.queue_case import QueueCase, Ranks, expect_all, figures

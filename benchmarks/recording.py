@@ -24,7 +24,6 @@ from asyncmoe.config import Config
 from asyncmoe.config.model import MadeModel
 from asyncmoe.errors import InvariantBroken
 from asyncmoe.models.make import make_model
-from asyncmoe.record import NOTHING, Recording, Routing, encode_routes
 from asyncmoe.rollout.engines.engine_client import Generated, Sampling
 from asyncmoe.rollout.engines.engine_process import Engine
 from asyncmoe.rollout.engines.pool import Pool
@@ -35,6 +34,7 @@ from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId
 from asyncmoe.rollout.scoring import Sample, Score
 from asyncmoe.rollout.tasks import Prompt
 from asyncmoe.rollout.tokenizer import Tokenizer
+from asyncmoe.trajectory import NOTHING, Recording, Routing, encode_routes
 
 SHAPE = {"layers": 4, "hidden": 256, "heads": 4, "experts": 32, "experts_per_token": 4, "expert_hidden": 128}
 EPISODES, PROMPT, NEW = 16, 16, 64

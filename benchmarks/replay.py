@@ -54,12 +54,12 @@ def measure(folder: Path) -> dict[str, Any]:
     from asyncmoe.config.model import MadeModel
     from asyncmoe.models import load_hf_config
     from asyncmoe.models.make import make_model
-    from asyncmoe.record import encode_routes
     from asyncmoe.trainer import loop, objective
     from asyncmoe.trainer.data import batch
     from asyncmoe.trainer.losses import SupervisedLoss
     from asyncmoe.trainer.model import gpt, mesh, optimizer
     from asyncmoe.trainer.step import logprobs_only, train_step
+    from asyncmoe.trajectory import encode_routes
     from benchmarks.trajectories import demonstrations
 
     logging.disable(logging.WARNING)

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from asyncmoe.errors import InvariantBroken
-from asyncmoe.record import Routing, decode_routes, encode_routes
+from asyncmoe.trajectory import Routing, decode_routes, encode_routes
 from benchmarks.provenance import here
 
 ROUTING = Routing(all_layers=48, layers=tuple(range(48)), top_k=8, experts=128)

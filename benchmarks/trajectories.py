@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from asyncmoe.record import Routing, encode_routes
-from asyncmoe.trajectory import NOT_SAMPLED, Trajectory
+from asyncmoe.trajectory import NOT_SAMPLED, Routing, Trajectory, encode_routes
 
 
 def demonstrations(count: int, tokens: int, vocabulary: int, routing: Routing | None = None) -> list[Trajectory]:

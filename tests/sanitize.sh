@@ -20,7 +20,7 @@ done
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
 cp -r asyncmoe csrc tests setup.py pyproject.toml README.md LICENSE "$folder"
-rm -f "$folder"/asyncmoe/reshard/_C*.so "$folder"/asyncmoe/record/_C*.so
+rm -f "$folder"/asyncmoe/reshard/_C*.so "$folder"/asyncmoe/trajectory/_C*.so
 cd "$folder"
 # GCC 12 takes instrumented code of pybind11 for uninitialized, hence no warnings.
 flags="-fsanitize=$kind -fno-sanitize-recover=all -fno-omit-frame-pointer -g1 -O1 -w"

@@ -11,7 +11,7 @@ from asyncmoe import config as configuration
 from asyncmoe.errors import AsyncmoeError, UserError
 from asyncmoe.process import say
 
-_EXTENSIONS = ("asyncmoe.reshard._C", "asyncmoe.record._C")
+_EXTENSIONS = ("asyncmoe.reshard._C", "asyncmoe.trajectory._C")
 
 
 def controller(config: Path, overrides: Sequence[str] = ()) -> None:

@@ -19,7 +19,7 @@ from asyncmoe.models.parallel import EngineParallel, MegatronParallel
 from asyncmoe.models.payload import Payload
 from asyncmoe.models.quantised import float8_of
 from asyncmoe.models.shape import Shape
-from asyncmoe.record import Recording, Routing
+from asyncmoe.trajectory import Recording, Routing
 
 __all__ = [
     "FAMILIES",

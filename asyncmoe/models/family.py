@@ -10,8 +10,8 @@ from asyncmoe.models import checkpoint, checks, megatron, sglang, shape
 from asyncmoe.models.parallel import EngineParallel, MegatronParallel
 from asyncmoe.models.sglang import EngineClass
 from asyncmoe.models.shape import HfConfig, Shape, Shapes
-from asyncmoe.record import Routing
 from asyncmoe.reshard.layout import RankLayout
+from asyncmoe.trajectory import Routing
 
 
 @dataclass(frozen=True)

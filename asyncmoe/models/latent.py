@@ -67,7 +67,7 @@ class Latent:
 
     def put_megatron(self, builder: LayoutBuilder, m: Shape, parallel: MegatronParallel) -> None:
         """Add the storages of a trainer rank. The down-projections are whole on every rank, as with Transformer Engine and in
-        `asyncmoe.trainer.model.latent`."""
+        `asyncmoe.platform.megatron.local_layers`."""
         shapes, place = self.shapes(m), (parallel.tp, parallel.tp_rank(builder.rank))
         put_whole(builder, {"attn_norm": (m.hidden,)}, "input_layernorm.weight", "attn_norm")
         for part in ("q", "kv"):

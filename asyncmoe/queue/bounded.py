@@ -28,10 +28,8 @@ from asyncmoe.queue.admission import Admission, Ledger
 from asyncmoe.queue.condition import Changes
 from asyncmoe.queue.group_buffer import Group, GroupBuffer, pack
 from asyncmoe.queue.start_order import Start
-from asyncmoe.record import NOTHING, Recording
 from asyncmoe.rpc.messages import Item, Leased, Phase
-from asyncmoe.trajectory import NOT_SAMPLED, Buffer, Trajectory, part
-from asyncmoe.validity import validate
+from asyncmoe.trajectory import NOT_SAMPLED, NOTHING, Buffer, Recording, Trajectory, part, validate
 
 MAX_LEASE_WAIT_S = 86_400.0
 
@@ -182,7 +180,7 @@ class BoundedQueue:
         If this raises, the group still counts as running: the caller must report it as `rejected`.
 
         Raises:
-            TrajectoryRejected: a trajectory is unfit for training (`asyncmoe.validity.validate`), or carries no version.
+            TrajectoryRejected: a trajectory is unfit for training (`asyncmoe.trajectory.validate`), or carries no version.
             InvariantBroken: not one whole group of `group_size` episodes, or a key that is already queued or leased.
             WaitTimeout: no space within `wait_s` seconds (None: no limit).
             AsyncmoeError: the error passed to `fail`.

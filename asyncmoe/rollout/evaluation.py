@@ -19,7 +19,6 @@ from statistics import fmean, stdev
 
 from asyncmoe.config import Config
 from asyncmoe.errors import TrajectoryRejected
-from asyncmoe.record import NOTHING
 from asyncmoe.rollout import scoring
 from asyncmoe.rollout.engines.engine_client import Sampling
 from asyncmoe.rollout.episodes import episode
@@ -27,7 +26,7 @@ from asyncmoe.rollout.episodes.episode import RolloutContext
 from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId
 from asyncmoe.rollout.tasks import Task
 from asyncmoe.telemetry.schema import Evaluation
-from asyncmoe.trajectory import Trajectory
+from asyncmoe.trajectory import NOTHING, Trajectory
 
 log = logging.getLogger(__name__)
 STREAM = "evaluation"

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from asyncmoe.record import decode_routes
-from asyncmoe.trajectory import Trajectory
+from asyncmoe.trajectory import Trajectory, decode_routes
 
 _AROUND = 2
 """Tokens shown on either side of a mismatched token."""

@@ -29,7 +29,7 @@ megatron.prepare()
 from megatron.core.optimizer import MegatronOptimizer  # noqa: E402
 from megatron.core.pipeline_parallel import get_forward_backward_func  # noqa: E402
 
-from asyncmoe.trainer.model.attention import PackedSequences  # noqa: E402
+from asyncmoe.platform.megatron.packed_attention import PackedSequences  # noqa: E402
 from asyncmoe.trainer.model.optimizer import set_lr  # noqa: E402
 from asyncmoe.trainer.model.replay import Replay  # noqa: E402
 

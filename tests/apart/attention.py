@@ -18,8 +18,9 @@ megatron.prepare()
 from megatron.core.models.common.embeddings import rope_utils  # noqa: E402
 
 from asyncmoe.errors import InvariantBroken  # noqa: E402
+from asyncmoe.platform.megatron import packed_attention as attention  # noqa: E402
 from asyncmoe.platform.megatron import rope  # noqa: E402
-from asyncmoe.trainer.model import attention, layers  # noqa: E402, F401  layers installs the angles
+from asyncmoe.trainer.model import layers  # noqa: E402, F401  layers installs the angles
 
 BOUNDS = [0, 5, 6, 13]
 CONFIG = SimpleNamespace(context_parallel_size=1, attention_dropout=0.0, window_size=None)

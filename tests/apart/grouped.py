@@ -9,7 +9,7 @@ from asyncmoe.platform import megatron
 
 megatron.prepare()
 
-from asyncmoe.trainer.model.grouped import multiply  # noqa: E402
+from asyncmoe.platform.megatron.grouped_experts import multiply  # noqa: E402
 
 
 def one_by_one(rows: torch.Tensor, counts: list[int], weights: list[torch.Tensor]) -> torch.Tensor:

@@ -18,7 +18,6 @@ from asyncmoe import config as configuration
 from asyncmoe.models import family_of, load_hf_config
 from asyncmoe.models.lora.adapter import Adapter, Kind
 from asyncmoe.models.shape import Shape
-from asyncmoe.record import Recording, decode_routes
 from asyncmoe.rollout import scoring
 from asyncmoe.rollout.engines.engine_client import Sampling
 from asyncmoe.rollout.engines.engine_process import Engine
@@ -30,8 +29,7 @@ from asyncmoe.rollout.tokenizer import Tokenizer
 from asyncmoe.rpc import keys
 from asyncmoe.rpc.messages import Reply, Request, WeightsCommit
 from asyncmoe.rpc.server import Server
-from asyncmoe.trajectory import Trajectory, encode
-from asyncmoe.validity import validate
+from asyncmoe.trajectory import Recording, Trajectory, decode_routes, encode, validate
 from tests import families
 from tests.engine.conftest import Rig, make, settings
 from tests.engine.oracle import Merged, gaps, routes

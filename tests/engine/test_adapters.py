@@ -19,13 +19,12 @@ from asyncmoe.models.lora.adapter import Adapter, Experts, Kind
 from asyncmoe.models.lora.peft import write_served
 from asyncmoe.models.make import VOCAB
 from asyncmoe.models.shape import Shape
-from asyncmoe.record import Recording, Routing, decode_routes
 from asyncmoe.rollout.engines.adapter_slots import ServedBy, TwoSlots, attributed
 from asyncmoe.rollout.engines.adapters import flags, message
 from asyncmoe.rollout.engines.engine_client import AdapterMessage, Generation, Sampling
 from asyncmoe.rollout.engines.engine_process import Engine
 from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId, Turn, assemble
-from asyncmoe.validity import validate
+from asyncmoe.trajectory import Recording, Routing, decode_routes, validate
 from tests.engine.conftest import settings
 from tests.engine.oracle import Merged, routes
 from tests.unit.adapters import ALL, random_adapter

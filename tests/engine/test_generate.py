@@ -13,7 +13,6 @@ from asyncmoe.config.scoring import ScoringSection
 from asyncmoe.config.task import TaskSection
 from asyncmoe.errors import EngineError, TrajectoryRejected
 from asyncmoe.queue.bounded import BoundedQueue
-from asyncmoe.record import Recording
 from asyncmoe.rollout import scoring
 from asyncmoe.rollout.engines.engine_client import Sampling
 from asyncmoe.rollout.episodes import episode
@@ -22,8 +21,7 @@ from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId
 from asyncmoe.rollout.producer import Producer
 from asyncmoe.rollout.tasks.arithmetic import Arithmetic
 from asyncmoe.rollout.tokenizer import Tokenizer
-from asyncmoe.trajectory import Trajectory
-from asyncmoe.validity import validate
+from asyncmoe.trajectory import Recording, Trajectory, validate
 from tests.engine.conftest import Rig
 from tests.engine.oracle import Oracle, largest_difference
 

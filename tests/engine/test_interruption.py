@@ -15,12 +15,10 @@ import torch
 
 from asyncmoe.config.rollout import Interruption
 from asyncmoe.models.make import VOCAB
-from asyncmoe.record import Recording, Routing, decode_routes
 from asyncmoe.rollout.engines.engine_client import Sampling
 from asyncmoe.rollout.engines.interruption import respond
 from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId, assemble
-from asyncmoe.trajectory import Trajectory
-from asyncmoe.validity import validate
+from asyncmoe.trajectory import Recording, Routing, Trajectory, decode_routes, validate
 from tests.engine.conftest import Rig
 from tests.engine.oracle import Oracle, perturbed
 

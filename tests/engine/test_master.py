@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from asyncmoe.models.make import VOCAB
-from asyncmoe.record import Recording, Routing, decode_masks
 from asyncmoe.rollout import scoring
 from asyncmoe.rollout.engines.engine_client import Sampling
 from asyncmoe.rollout.episodes import episode
@@ -22,8 +21,7 @@ from asyncmoe.rollout.episodes.episode import RolloutContext
 from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId
 from asyncmoe.rollout.tasks.arithmetic import Arithmetic
 from asyncmoe.rollout.tokenizer import Tokenizer
-from asyncmoe.trajectory import Trajectory, encode
-from asyncmoe.validity import validate
+from asyncmoe.trajectory import Recording, Routing, Trajectory, decode_masks, encode, validate
 from tests.engine.conftest import Rig
 from tests.engine.oracle import Oracle, perturbed
 from tests.ranks import launch

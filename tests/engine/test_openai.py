@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 
-from asyncmoe.record import Recording, Routing, decode_masks, decode_routes
 from asyncmoe.rollout import scoring
 from asyncmoe.rollout.engines.engine_client import Sampling
 from asyncmoe.rollout.episodes import episode
@@ -18,8 +17,7 @@ from asyncmoe.rollout.episodes.openai_endpoint.environment import OpenAIEnvironm
 from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId
 from asyncmoe.rollout.tasks import Prompt
 from asyncmoe.rollout.tokenizer import Tokenizer
-from asyncmoe.trajectory import Trajectory
-from asyncmoe.validity import validate
+from asyncmoe.trajectory import Recording, Routing, Trajectory, decode_masks, decode_routes, validate
 from tests.engine.conftest import Rig
 from tests.engine.oracle import Oracle
 

@@ -26,14 +26,12 @@ from asyncmoe.config.model import MadeModel
 from asyncmoe.config.rollout import Interruption
 from asyncmoe.errors import AsyncmoeError
 from asyncmoe.models.make import VOCAB, make_model
-from asyncmoe.record import Recording, Routing, decode_masks, decode_routes
 from asyncmoe.rollout.engines import engine_process as engines
 from asyncmoe.rollout.engines.engine_client import ABORTED, Generation, Sampling
 from asyncmoe.rollout.engines.engine_process import Engine
 from asyncmoe.rollout.engines.interruption import respond
 from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId, Turn, assemble
-from asyncmoe.trajectory import Trajectory
-from asyncmoe.validity import validate
+from asyncmoe.trajectory import Recording, Routing, Trajectory, decode_masks, decode_routes, validate
 from tests.engine.conftest import Rig, make, settings
 from tests.engine.oracle import routes
 from tests.engine.overlap_server import CASES

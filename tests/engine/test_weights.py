@@ -14,13 +14,12 @@ import pytest
 
 from asyncmoe import models
 from asyncmoe.errors import EngineError, TrajectoryRejected, WeightSyncError
-from asyncmoe.record import Recording
 from asyncmoe.rollout.engines.engine_client import Sampling
 from asyncmoe.rollout.engines.pool import PooledGeneration
 from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId, Turn, assemble
 from asyncmoe.rpc.messages import EnginesAsk, WeightsAbort, WeightsBegin, WeightsCommit
 from asyncmoe.trainer.weight_sync.expected_checksums import engine_checksums
-from asyncmoe.trajectory import Trajectory
+from asyncmoe.trajectory import Recording, Trajectory
 from tests.engine.conftest import Rig, make
 from tests.engine.lifetime import command_of, in_session, wait_until
 from tests.engine.oracle import Oracle, largest_difference, perturbed

@@ -16,12 +16,12 @@ from asyncmoe.config.model import MadeModel  # noqa: E402
 from asyncmoe.models import load_hf_config  # noqa: E402
 from asyncmoe.models.make import make_model  # noqa: E402
 from asyncmoe.platform import kernels  # noqa: E402
+from asyncmoe.platform.megatron.packed_attention import PackedSequences  # noqa: E402
 from asyncmoe.trainer.model import (  # noqa: E402
     gpt,
     mesh,
     optimizer,
 )
-from asyncmoe.trainer.model.attention import PackedSequences  # noqa: E402
 
 ENGINE = kernels.detect().transformer_engine
 BOUNDS = [0, 7, 40, 64]
@@ -102,7 +102,7 @@ def test_experts_that_torch_groups(path: Path, place: Any, dtype: str) -> None:
 
 
 def test_flash_attention_to_packed_sequences(path: Path, place: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from asyncmoe.trainer.model import attention
+    from asyncmoe.platform.megatron import packed_attention as attention
 
     made, _ = build(path, place, megatron={"transformer_impl": "local"})
     flash = gradients(made)

@@ -14,8 +14,7 @@ import numpy as np
 import torch
 
 from asyncmoe.models import family_of
-from asyncmoe.record import Masks, Routing, encode_masks, encode_routes
-from asyncmoe.trajectory import Trajectory, encode
+from asyncmoe.trajectory import Masks, Routing, Trajectory, encode, encode_masks, encode_routes
 from tests import families
 from tests.ranks import case
 from tests.ranks.oracle import _logits, _save_gradients
@@ -139,7 +138,7 @@ def trajectories(recorded: list[np.ndarray], routing: Routing) -> list[Trajector
 
 def over_support(logits: torch.Tensor, trajectory: Trajectory) -> torch.Tensor:
     """float[T]: of each token given those before it, over its ids; 0 for the first."""
-    from asyncmoe.record import decode_masks
+    from asyncmoe.trajectory import decode_masks
 
     assert trajectory.masks is not None
     masks = decode_masks(trajectory.masks, trajectory.key)

@@ -29,7 +29,7 @@ from tests import families
 
 megatron.prepare()
 
-from asyncmoe.trainer.model.attention import PackedSequences  # noqa: E402  only after the platform is prepared
+from asyncmoe.platform.megatron.packed_attention import PackedSequences  # noqa: E402  only after the platform is prepared
 
 ROWS = 256
 SPECIAL = ("distributed", "lora", "model")

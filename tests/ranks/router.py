@@ -10,10 +10,10 @@ from typing import Any
 import torch
 
 from asyncmoe.config import parse
-from asyncmoe.record import Routing
 from asyncmoe.trainer.data.replay_data import Experts
 from asyncmoe.trainer.model import mesh
 from asyncmoe.trainer.model.replay import Replay
+from asyncmoe.trajectory import Routing
 
 ROWS, HIDDEN, EXPERTS, TOP_K, SCALE = 64, 32, 16, 4, 2.5
 KINDS: dict[str, dict[str, Any]] = {

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from asyncmoe.record import Masks, Routing, encode_masks, encode_routes
-from asyncmoe.trajectory import Trajectory
+from asyncmoe.trajectory import Masks, Routing, Trajectory, encode_masks, encode_routes
 
 ROUTING = Routing(all_layers=4, layers=(1, 2, 3), top_k=2, experts=300)
 VOCABULARY = 50

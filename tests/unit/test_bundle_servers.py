@@ -25,7 +25,7 @@ from asyncmoe.launch import gpus, preflight
 from asyncmoe.models.make import make_model
 from asyncmoe.plan import budget
 from asyncmoe.platform.sglang.patching import PatchTargetGone
-from asyncmoe.record import Routing
+from asyncmoe.trajectory import Routing
 from benchmarks.trajectories import demonstrations
 from tests.gpu.bundle import parts, pretended, pretended_card, servers, tiny_run, triton_experts, without_kernels
 from tests.gpu.bundle.summary import read_outcome

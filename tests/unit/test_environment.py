@@ -17,7 +17,6 @@ from asyncmoe.config.model import MadeModel
 from asyncmoe.errors import TrajectoryRejected
 from asyncmoe.models.make import make_model
 from asyncmoe.queue.bounded import BoundedQueue
-from asyncmoe.record import Recording
 from asyncmoe.rollout.engines.engine_client import Generation, Sampling, VersionSpan
 from asyncmoe.rollout.engines.pool import PooledGeneration
 from asyncmoe.rollout.episodes import episode
@@ -28,8 +27,7 @@ from asyncmoe.rollout.producer import Producer
 from asyncmoe.rollout.scoring import Exact
 from asyncmoe.rollout.tasks import Prompt
 from asyncmoe.rollout.tokenizer import Tokenizer
-from asyncmoe.trajectory import NOT_SAMPLED, Trajectory
-from asyncmoe.validity import validate
+from asyncmoe.trajectory import NOT_SAMPLED, Recording, Trajectory, validate
 
 BOUNDS = Bounds(turns=4, tokens=64, agents=3)
 

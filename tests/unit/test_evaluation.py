@@ -14,7 +14,6 @@ from asyncmoe.config import Config, parse
 from asyncmoe.config.model import MadeModel
 from asyncmoe.errors import ConfigError, DataError, EngineError, TrajectoryRejected
 from asyncmoe.models.make import make_model
-from asyncmoe.record import NOTHING, Recording
 from asyncmoe.rollout import tasks
 from asyncmoe.rollout.engines.engine_client import Generation, Sampling, VersionSpan
 from asyncmoe.rollout.engines.pool import PooledGeneration
@@ -24,7 +23,7 @@ from asyncmoe.rollout.evaluation import Evaluator, due, measure, sampling
 from asyncmoe.rollout.scoring import Exact
 from asyncmoe.rollout.tokenizer import Tokenizer
 from asyncmoe.telemetry.schema import Evaluation
-from asyncmoe.trajectory import NOT_SAMPLED, Trajectory
+from asyncmoe.trajectory import NOT_SAMPLED, NOTHING, Recording, Trajectory
 
 WARMUP = 10
 

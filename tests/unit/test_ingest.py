@@ -18,7 +18,6 @@ from test_producer import alone
 from asyncmoe.errors import ProtocolError
 from asyncmoe.queue.bounded import BoundedQueue
 from asyncmoe.queue.service import QueueService
-from asyncmoe.record import Recording, Routing, decode_routes, encode_routes
 from asyncmoe.rollout.engines.engine_client import Generation, VersionSpan
 from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId, Turn, assemble
 from asyncmoe.rollout.producer import Producer
@@ -26,7 +25,7 @@ from asyncmoe.rollout.tasks import Demonstration, Prompt
 from asyncmoe.rpc.client import Client
 from asyncmoe.rpc.messages import Fetch, Fetched, Lease
 from asyncmoe.rpc.server import Server
-from asyncmoe.trajectory import Trajectory, decode, frames_in
+from asyncmoe.trajectory import Recording, Routing, Trajectory, decode, decode_routes, encode_routes, frames_in
 
 GROUP, BATCH, VOCABULARY = 2, 4, 50
 ROUTING = Routing(all_layers=5, layers=(1, 2, 3, 4), top_k=2, experts=8)

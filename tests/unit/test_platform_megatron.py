@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from asyncmoe.errors import ConfigError
-from asyncmoe.platform.megatron import moe, patch
+from asyncmoe.platform.megatron import assumptions, patch
 
 
 def test_a_missing_target_is_an_error_that_names_it() -> None:
@@ -27,9 +27,9 @@ def test_a_router_that_does_without_the_missing_name_is_an_error(monkeypatch: py
         @staticmethod
         def forward() -> None: ...
 
-    monkeypatch.setattr(moe, "module", lambda name: SimpleNamespace(RouterGatingLinearFunction=RouterGatingLinearFunction))
+    monkeypatch.setattr(assumptions, "module", lambda name: SimpleNamespace(RouterGatingLinearFunction=RouterGatingLinearFunction))
     with pytest.raises(ConfigError, match="te_general_gemm"):
-        moe.install()
+        assumptions.define_router_gemm()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="nothing is patched here")

@@ -11,13 +11,12 @@ import pytest
 
 from asyncmoe.errors import AsyncmoeError, EngineError, TrajectoryRejected
 from asyncmoe.queue.bounded import BoundedQueue
-from asyncmoe.record import Recording
 from asyncmoe.rollout.engines.engine_client import Generation, VersionSpan
 from asyncmoe.rollout.episodes import episode
 from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId, Turn, assemble
 from asyncmoe.rollout.producer import Producer, demonstrate
 from asyncmoe.rollout.tasks import Demonstration, Prompt
-from asyncmoe.trajectory import NOT_SAMPLED, Trajectory
+from asyncmoe.trajectory import NOT_SAMPLED, Recording, Trajectory
 
 GROUP, BATCH = 4, 8
 Play = Callable[[Prompt, EpisodeId], Awaitable[Trajectory]]

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncmoe.record import _C
-from asyncmoe.record.checksum import crc32c
+from asyncmoe.trajectory import _C
+from asyncmoe.trajectory.native import crc32c
 
 # RFC 3720, appendix B.4.
 PUBLISHED = {

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncmoe.errors import ProtocolError, TrajectoryRejected
-from asyncmoe.record import EncodedMasks, Masks, decode_masks, encode_masks, token_outside
-from asyncmoe.record.checksum import crc32c
-from asyncmoe.record.masks import _digest
+from asyncmoe.trajectory import EncodedMasks, Masks, decode_masks, encode_masks, token_outside
+from asyncmoe.trajectory.masks import _digest
+from asyncmoe.trajectory.native import crc32c
 
 
 def csr(rows: list[list[int]], vocabulary: int) -> Masks:

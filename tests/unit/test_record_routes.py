@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from kept_trajectory import distinct
 
 from asyncmoe.errors import ProtocolError, TrajectoryRejected
-from asyncmoe.record import Routes, Routing, decode_routes, encode_routes
-from asyncmoe.record.routes import _digests
+from asyncmoe.trajectory import Routes, Routing, decode_routes, encode_routes
+from asyncmoe.trajectory.routes import _digests
 
 
 @st.composite

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncmoe.rollout.scoring.breaker import Breaker, Outcome
+from asyncmoe.rollout.scoring.limits import Breaker, Outcome
 
 COOLDOWN = 10.0
 OUTCOMES: tuple[Outcome, ...] = ("answered", "failed", "abandoned")

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from asyncmoe.rollout.scoring.steps import ends, placed
+from asyncmoe.rollout.scoring.parse_score import ends, placed
 
 WORDS = ["a", "b", "\n", "\n\n", "", " ", "ab\n"]
 """Texts of the tokens 0 to 6. The fifth is the end of the sequence."""

@@ -8,9 +8,8 @@ import torch
 from kept_trajectory import ROUTING, trajectory
 
 from asyncmoe.errors import InvariantBroken
-from asyncmoe.record import Routing
 from asyncmoe.trainer.data.batch import BatchGrid, MicroBatch, pack
-from asyncmoe.trajectory import Trajectory
+from asyncmoe.trajectory import Routing, Trajectory
 
 
 def packed(trajectories: list[Trajectory], routing: Routing | None) -> MicroBatch:

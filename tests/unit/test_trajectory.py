@@ -15,10 +15,27 @@ from hypothesis import strategies as st
 from kept_trajectory import distinct
 
 from asyncmoe.errors import ProtocolError, TrajectoryRejected
-from asyncmoe.record import EncodedMasks, Masks, Recording, Routes, Routing, decode_routes, encode_masks, encode_routes
-from asyncmoe.record.checksum import crc32c
-from asyncmoe.trajectory import ARRAYS, NOT_SAMPLED, OPTIONAL, Limits, Trajectory, decode, encode, frames_in, part
-from asyncmoe.validity import validate
+from asyncmoe.trajectory import (
+    ARRAYS,
+    NOT_SAMPLED,
+    OPTIONAL,
+    EncodedMasks,
+    Limits,
+    Masks,
+    Recording,
+    Routes,
+    Routing,
+    Trajectory,
+    decode,
+    decode_routes,
+    encode,
+    encode_masks,
+    encode_routes,
+    frames_in,
+    part,
+    validate,
+)
+from asyncmoe.trajectory.native import crc32c
 
 INT32 = np.iinfo(np.int32)
 NONE = np.nan

@@ -71,10 +71,10 @@ def extension() -> dict[str, Any]:
         return {"package": None}
     found: dict[str, Any] = {"package": str(Path(spec.origin).resolve().parent)}
     try:
-        record, reshard = (importlib.import_module(f"asyncmoe.{part}._C") for part in ("record", "reshard"))
+        trajectory, reshard = (importlib.import_module(f"asyncmoe.{part}._C") for part in ("trajectory", "reshard"))
     except ImportError as error:
         return {**found, "trouble": str(error)}
-    built = [digest for digest in (getattr(reshard, "SOURCES", None), getattr(record, "SOURCES", None)) if digest]
+    built = [digest for digest in (getattr(reshard, "SOURCES", None), getattr(trajectory, "SOURCES", None)) if digest]
     return {
         **found,
         "cuda": reshard.CUDA,

@@ -5,16 +5,17 @@ incompatible upgrade fails at startup instead of producing wrong numbers. With C
 
     without CUDA
         device       maps "cuda" to the CPU: devices, streams, events
-        rng          Megatron's random-state tracker over the CPU generator
         collectives  calls that NCCL accepts and gloo does not
-        names        parameters whose types are not "torch.cuda" types
+        assumptions  random states, type names
     without Transformer Engine
-        moe          a name that the router reads
-        mla          latent attention's flag for Transformer Engine
+        assumptions  a name that the router reads, latent attention's flag
         adam         the distributed optimizer's state with torch's Adam
     everywhere, installed by `asyncmoe.trainer.model.checkpoint` and `asyncmoe.trainer.model.layers` respectively
         writer       writes checkpoints without processes that outlive a rank
         rope         rotary angles of packed sequences without device synchronization
+
+`packed_attention`, `grouped_experts` and `local_layers` patch nothing: they are layers that take the place of Transformer Engine's, and are
+imported after `prepare()`.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def prepare() -> None:
     cuda, engine = torch.cuda.is_available(), importlib.util.find_spec("transformer_engine") is not None
     if _prepared or (cuda and engine):
         return
-    from asyncmoe.platform.megatron import adam, collectives, device, mla, moe, names, rng
+    from asyncmoe.platform.megatron import adam, assumptions, collectives, device
     from asyncmoe.platform.megatron.patch import require_megatron
 
     if not cuda:
@@ -46,12 +47,12 @@ def prepare() -> None:
         device.install()  # first: Megatron's modules ask for the current device while they are imported
     require_megatron(compile=cuda)
     if not cuda:
-        rng.install()
         collectives.install()
-        names.install()
+        assumptions.use_cpu_random_state()
+        assumptions.use_cuda_type_names()
     if not engine:
-        moe.install()
-        mla.install()
+        assumptions.define_router_gemm()
+        assumptions.clear_latent_flag()
         adam.install()
     _prepared = True
 

@@ -15,7 +15,7 @@ import msgspec
 
 from asyncmoe.errors import EngineError, WaitTimeout
 from asyncmoe.receiver.command import LOADER, Command, payload
-from asyncmoe.record import NOTHING, Recording
+from asyncmoe.trajectory import NOTHING, Recording
 
 T = TypeVar("T")
 KEEP_ALIVE_S = 5.0

@@ -16,7 +16,7 @@ from itertools import chain
 import numpy as np
 
 from asyncmoe.errors import TrajectoryRejected
-from asyncmoe.record import Masks, Routing, decode_base64, token_outside
+from asyncmoe.trajectory import Masks, Routing, decode_base64, token_outside
 
 
 def routed_experts(text: str | None, routing: Routing, *, tokens: int, held: int, key: str) -> np.ndarray:

@@ -9,10 +9,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from asyncmoe.errors import TrajectoryRejected
-from asyncmoe.record import EncodedMasks, Masks, Recording, Routes, encode_masks, encode_routes
 from asyncmoe.rollout.engines.engine_client import Generation
 from asyncmoe.rollout.engines.sglang_decode import routed_experts, sampling_masks
-from asyncmoe.trajectory import NOT_SAMPLED, Trajectory
+from asyncmoe.trajectory import NOT_SAMPLED, EncodedMasks, Masks, Recording, Routes, Trajectory, encode_masks, encode_routes
 
 
 @dataclass(frozen=True)

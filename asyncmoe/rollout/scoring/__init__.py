@@ -19,14 +19,11 @@ from asyncmoe.config.scoring import ScoringSection
 from asyncmoe.config.task import TaskSection
 from asyncmoe.errors import ConfigError
 from asyncmoe.rollout.scoring import parse_score, plugin, teacher
-from asyncmoe.rollout.scoring.async_scorer import AsyncScorer
-from asyncmoe.rollout.scoring.endpoint import HttpJudge
-from asyncmoe.rollout.scoring.exact import Exact
-from asyncmoe.rollout.scoring.judge import Judge
+from asyncmoe.rollout.scoring.http import HttpJudge
 from asyncmoe.rollout.scoring.limits import LimitedScorer, ScoringLimits, Stats
-from asyncmoe.rollout.scoring.scorer_with_teacher import Taught
-from asyncmoe.rollout.scoring.steps import Decode
-from asyncmoe.rollout.scoring.types import Sample, Score, Scorer, Teaches
+from asyncmoe.rollout.scoring.parse_score import Decode
+from asyncmoe.rollout.scoring.teacher import Taught
+from asyncmoe.rollout.scoring.types import Judge, Sample, Score, Scorer, Teaches
 from asyncmoe.rollout.scoring.workers import InWorkers
 
 __all__ = ["Exact", "Sample", "Score", "Scorer", "Stats", "Taught", "Teaches", "load", "stats", "untaught"]
@@ -34,6 +31,17 @@ __all__ = ["Exact", "Sample", "Score", "Scorer", "Stats", "Taught", "Teaches", "
 MATH_VERIFY = "asyncmoe.rollout.scoring.mathematics:score"
 _AT_ONCE = 64
 _WORKERS = min(4, os.cpu_count() or 1)
+
+
+class Exact:
+    """Reward 1 if the response, without surrounding white space, equals the answer, else 0."""
+
+    async def score(self, sample: Sample) -> Score:
+        """See `Scorer`."""
+        return Score(float(sample.response.strip() == sample.answer))
+
+    async def close(self) -> None:
+        """See `Scorer`."""
 
 
 def load(section: ScoringSection, task: TaskSection, decode: Decode, seed: int = 0) -> Scorer:
@@ -93,7 +101,7 @@ def _judge(section: ScoringSection, kind: str) -> Judge:
         )
     if found.awaits:
         ask, made = found.ask(section.options)
-        return AsyncScorer(ask, made, section.timeout_s)
+        return plugin.AsyncScorer(ask, made, section.timeout_s)
     return InWorkers(target, section.options, found.is_class, section.timeout_s, section.concurrency or _WORKERS)
 
 

@@ -1,17 +1,17 @@
-"""HTTP POST to a scoring server, with limits on time and size."""
+"""A judge behind an HTTP endpoint that receives a sample and returns its score, both as JSON, and the POST to any scoring server."""
 
 from __future__ import annotations
 
 import aiohttp
+import msgspec
 
 from asyncmoe.errors import TrajectoryRejected
-from asyncmoe.rollout.scoring.judge import SHOWN
-from asyncmoe.rollout.scoring.types import GARBAGE, TIMEOUT, UNAVAILABLE
+from asyncmoe.rollout.scoring.types import GARBAGE, SHOWN, TIMEOUT, UNAVAILABLE, Sample
 
 _LATER = {408, 429}
 """Statuses below 500 with which a server asks for a retry."""
-
 _KEEP_ALIVE_S = 2.0
+_ANSWER_BYTES = 1 << 20
 
 
 class Poster:
@@ -56,6 +56,24 @@ class Poster:
         """Close the connections."""
         if self._session is not None:
             await self._session.close()
+
+
+class HttpJudge:
+    """See `Judge`. Posts {"prompt", "response", "answer", "agent"}; `parse_score.read_json` parses the answer."""
+
+    width: int | None = None
+
+    def __init__(self, url: str, timeout_s: float) -> None:
+        self._poster = Poster(url, timeout_s)
+
+    async def call(self, sample: Sample) -> object:
+        """See `Judge`. Returns bytes."""
+        told = {"prompt": sample.prompt, "response": sample.response, "answer": sample.answer, "agent": sample.agent}
+        return await self._poster.post(msgspec.json.encode(told), _ANSWER_BYTES)
+
+    async def close(self) -> None:
+        """See `Judge`."""
+        await self._poster.close()
 
 
 async def _bounded(content: aiohttp.StreamReader, max_bytes: int) -> bytes:

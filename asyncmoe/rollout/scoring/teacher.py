@@ -1,4 +1,4 @@
-"""A teacher: a second SGLang server that returns its log-probability of every token the policy sampled.
+"""A teacher beside a scorer: a second SGLang server that returns its log-probability of every token the policy sampled.
 
 A request prefills the conversation and generates nothing (POST /generate with `max_new_tokens` 0, `logprob_start_len` 0). SGLang computes
 the log-probabilities of a prompt from the plain softmax, whatever the temperature (`temp_scaled_logprobs`, schedule_batch.py).
@@ -7,15 +7,18 @@ The teacher must have the policy's tokenizer.
 
 from __future__ import annotations
 
+import asyncio
 import math
+from dataclasses import replace
 from typing import cast
 
 import msgspec
 import numpy as np
 
 from asyncmoe.errors import TrajectoryRejected
+from asyncmoe.rollout.scoring.gather_or_cancel import together
 from asyncmoe.rollout.scoring.http import Poster
-from asyncmoe.rollout.scoring.types import GARBAGE, NAN, Sample, Score
+from asyncmoe.rollout.scoring.types import GARBAGE, NAN, Sample, Score, Scorer
 
 _TOKEN_BYTES = 128
 _REST_BYTES = 1 << 20
@@ -27,6 +30,33 @@ class _Meta(msgspec.Struct, frozen=True):
 
 class _Read(msgspec.Struct, frozen=True):
     meta_info: _Meta
+
+
+class Taught:
+    """A scorer and a teacher, called concurrently: see `Scorer` and `Teaches`. If scorer or teacher fails, the other call is cancelled.
+
+    Args:
+        scorer: None (`scoring.scorer: none`): the reward is 0.
+        teacher: supplies `Score.teacher`.
+    """
+
+    def __init__(self, scorer: Scorer | None, teacher: Scorer) -> None:
+        self.scorer, self.teacher = scorer, teacher
+
+    async def score(self, sample: Sample) -> Score:
+        """See `Scorer`."""
+        if self.scorer is None:
+            return Score(0.0, teacher=await self.teach(sample))
+        score, taught = await together([one.score(sample) for one in (self.scorer, self.teacher)])
+        return replace(score, teacher=taught.teacher)
+
+    async def teach(self, sample: Sample) -> np.ndarray | None:
+        """See `Teaches`."""
+        return (await self.teacher.score(sample)).teacher
+
+    async def close(self) -> None:
+        """See `Scorer`."""
+        await asyncio.gather(*(one.close() for one in (self.scorer, self.teacher) if one is not None))
 
 
 class TeacherJudge:

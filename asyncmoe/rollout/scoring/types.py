@@ -1,4 +1,4 @@
-"""Samples, scores, and the reasons for a missing score."""
+"""Samples, scores, the reasons for a missing score, and the interfaces of scorers and judges."""
 
 from __future__ import annotations
 
@@ -9,6 +9,9 @@ import numpy as np
 
 ERROR, NAN, TIMEOUT = "scorer_error", "scorer_nan", "scorer_timeout"
 GARBAGE, UNAVAILABLE = "scorer_garbage", "scorer_unavailable"
+SHOWN = 500
+"""Maximum length of an error message in a rejection, in characters."""
+_UNREACHABLE = (ConnectionError, TimeoutError)
 
 PASSING = frozenset({ERROR, TIMEOUT, UNAVAILABLE})
 """Transient failures, worth a retry. Garbage is not transient: a retry of the same sample would return it again."""
@@ -75,3 +78,35 @@ class Teaches(Protocol):
     async def teach(self, sample: Sample) -> np.ndarray | None:
         """Return only `Score.teacher`. Raises as `Scorer.score`."""
         ...
+
+
+class Judge(Protocol):
+    """A function, worker processes or an endpoint: computes the raw answer for a sample. `LimitedScorer` calls it, concurrently.
+
+    Attributes:
+        width: useful number of concurrent calls; None: unlimited.
+    """
+
+    width: int | None
+
+    async def call(self, sample: Sample) -> object:
+        """Return the answer, not yet parsed.
+
+        Raises:
+            TrajectoryRejected: "scorer_error", "scorer_timeout" (`scoring.timeout_s`), "scorer_unavailable" or "scorer_garbage".
+        """
+        ...
+
+    async def close(self) -> None:
+        """Release connections, processes and the user's object."""
+        ...
+
+
+def reason_of(error: BaseException, otherwise: str) -> str:
+    """Map a user's exception to a rejection reason: "scorer_unavailable" for connection errors and timeouts, else `otherwise`."""
+    return UNAVAILABLE if isinstance(error, _UNREACHABLE) else otherwise
+
+
+def said(error: BaseException) -> str:
+    """Format an exception as type and message, at most `SHOWN` characters."""
+    return f"{type(error).__name__}: {error}"[:SHOWN]

@@ -18,9 +18,8 @@ from typing import TextIO
 from asyncmoe.errors import TrajectoryRejected, UserError
 from asyncmoe.process import die_with_parent
 from asyncmoe.rollout.scoring import plugin
-from asyncmoe.rollout.scoring.judge import SHOWN, reason_of, said
 from asyncmoe.rollout.scoring.parse_score import plain
-from asyncmoe.rollout.scoring.types import ERROR, Sample
+from asyncmoe.rollout.scoring.types import ERROR, SHOWN, Sample, reason_of, said
 
 
 def main() -> None:

@@ -14,10 +14,9 @@ import numpy as np
 import torch
 
 from asyncmoe.errors import InvariantBroken
-from asyncmoe.record import Routing
 from asyncmoe.trainer.data import replay_data
 from asyncmoe.trainer.data.replay_data import Experts, Support
-from asyncmoe.trajectory import NOT_SAMPLED, Trajectory
+from asyncmoe.trajectory import NOT_SAMPLED, Routing, Trajectory
 
 Indices = tuple[int, ...]
 

@@ -13,14 +13,13 @@ import numpy as np
 
 from asyncmoe.config import Config
 from asyncmoe.errors import WaitTimeout
-from asyncmoe.record import Routing
 from asyncmoe.rpc.client import Client
 from asyncmoe.rpc.messages import Fetch, Fetched, Item, Lease, Leased, Phase
 from asyncmoe.trainer import objective
 from asyncmoe.trainer.data import batch
 from asyncmoe.trainer.data.batch import MicroBatch, Schedule
 from asyncmoe.trainer.model.mesh import Mesh
-from asyncmoe.trajectory import Trajectory, decode, frames_in
+from asyncmoe.trajectory import Routing, Trajectory, decode, frames_in
 
 ANSWER_S = 60.0
 """Timeout of controller replies that require no waiting."""

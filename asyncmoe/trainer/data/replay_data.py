@@ -9,8 +9,7 @@ import numpy as np
 import torch
 
 from asyncmoe.errors import InvariantBroken
-from asyncmoe.record import Routes, Routing, decode_masks, decode_routes
-from asyncmoe.trajectory import Trajectory
+from asyncmoe.trajectory import Routes, Routing, Trajectory, decode_masks, decode_routes
 
 _MAX_EXPERTS = 1 << 15
 """Ids are stored as int16 because torch has no arithmetic for uint16."""

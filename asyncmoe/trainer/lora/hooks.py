@@ -21,7 +21,7 @@ megatron.prepare()
 
 from megatron.core.transformer.moe.experts import SequentialMLP, TEGroupedMLP  # noqa: E402
 
-from asyncmoe.trainer.model.grouped import GroupedExperts  # noqa: E402
+from asyncmoe.platform.megatron.grouped_experts import GroupedExperts  # noqa: E402
 
 _PLAIN = {"ColumnParallelLinear", "RowParallelLinear", "ReplicatedLinear", "TEColumnParallelLinear", "TERowParallelLinear", "TELinear"}
 _NORMED = {"TELayerNormColumnParallelLinear"}

@@ -24,7 +24,7 @@ from megatron.core.tensor_parallel import (  # noqa: E402
     reduce_scatter_to_sequence_parallel_region,
 )
 
-from asyncmoe.trainer.model.grouped import multiply  # noqa: E402
+from asyncmoe.platform.megatron.grouped_experts import multiply  # noqa: E402
 
 Join = Callable[[Sequence[torch.Tensor]], torch.Tensor]
 """[..., rows of a projection] for each projection of a fused layer -> [..., rows of the layer]."""

@@ -22,10 +22,9 @@ from megatron.core.transformer.identity_op import IdentityOp  # noqa: E402
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig  # noqa: E402
 
 from asyncmoe.platform.megatron import rope  # noqa: E402
-from asyncmoe.trainer.model.attention import PackedAttention  # noqa: E402
-from asyncmoe.trainer.model.grouped import GroupedExperts  # noqa: E402
-from asyncmoe.trainer.model.latent import LatentAttention  # noqa: E402
-from asyncmoe.trainer.model.norm import RMSNorm  # noqa: E402
+from asyncmoe.platform.megatron.grouped_experts import GroupedExperts  # noqa: E402
+from asyncmoe.platform.megatron.local_layers import LatentAttention, RMSNorm  # noqa: E402
+from asyncmoe.platform.megatron.packed_attention import PackedAttention  # noqa: E402
 
 rope.install()
 

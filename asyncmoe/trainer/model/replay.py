@@ -18,9 +18,9 @@ from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
 
 from asyncmoe.errors import InvariantBroken
-from asyncmoe.record import Routing
 from asyncmoe.trainer.data.replay_data import Experts
 from asyncmoe.trainer.model import collectives
+from asyncmoe.trajectory import Routing
 
 
 class RecordedRouter(RouterReplay):  # type: ignore[misc]

@@ -16,10 +16,8 @@ from functools import cached_property
 import numpy as np
 
 from asyncmoe.errors import ProtocolError, TrajectoryRejected
-from asyncmoe.record import _C
-from asyncmoe.record.checksum import crc32c
-
-Buffer = bytes | bytearray | memoryview
+from asyncmoe.trajectory import _C
+from asyncmoe.trajectory.native import Buffer, crc32c
 
 MAX_EXPERTS = 1 << 16
 MAX_TOP_K = 256

@@ -8,10 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from asyncmoe.errors import ProtocolError, TrajectoryRejected
-from asyncmoe.record import _C
-from asyncmoe.record.checksum import crc32c
-
-Buffer = bytes | bytearray | memoryview
+from asyncmoe.trajectory import _C
+from asyncmoe.trajectory.native import Buffer, crc32c
 
 
 @dataclass(frozen=True, eq=False)

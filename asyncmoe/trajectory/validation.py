@@ -5,9 +5,10 @@ from __future__ import annotations
 import numpy as np
 
 from asyncmoe.errors import ProtocolError, TrajectoryRejected
-from asyncmoe.record import NOTHING, EncodedMasks, Recording, Routes, Routing, decode_masks, token_outside
-from asyncmoe.record.routes import check_routes
-from asyncmoe.trajectory import ARRAYS, NOT_SAMPLED, OPTIONAL, Trajectory
+from asyncmoe.trajectory.masks import EncodedMasks, decode_masks, token_outside
+from asyncmoe.trajectory.recording import NOTHING, Recording
+from asyncmoe.trajectory.routes import Routes, Routing, check_routes
+from asyncmoe.trajectory.trajectory import ARRAYS, NOT_SAMPLED, OPTIONAL, Trajectory
 
 
 def validate(trajectory: Trajectory, recording: Recording = NOTHING, *, newest_version: int | None = None) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from asyncmoe.record.routes import Routing
+from asyncmoe.trajectory.routes import Routing
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 import numpy as np
 
-from asyncmoe.record.checksum import Buffer
+from asyncmoe.trajectory.native import Buffer
 
 SOURCES: str
 

@@ -32,7 +32,7 @@ class PackedSequences(PackedSeqParams):  # type: ignore[misc]
     """Megatron's parameters of packed sequences, with the bounds on the host too: reading them from the device would stall every layer.
 
     Args:
-        cu_seqlens: int32[n + 1], on the model's device; see `asyncmoe.trainer.data.batch.MicroBatch`.
+        cu_seqlens: int32[n + 1], on the model's device; starts of the packed sequences, then T; padding is a sequence of its own.
         bounds: the same numbers on the host.
         longest: length of the longest sequence.
     """

@@ -1,0 +1,38 @@
+"""The record of one agent's conversation in an episode: its type, wire format and validity, and the encoded routes and masks in it.
+
+Depends only on `asyncmoe.errors`, NumPy and msgspec; csrc/record packs routes and masks.
+"""
+
+from asyncmoe.trajectory.codec import Limits, decode, encode, frames_in, part
+from asyncmoe.trajectory.masks import EncodedMasks, Masks, decode_masks, encode_masks, token_outside
+from asyncmoe.trajectory.native import Buffer, decode_base64
+from asyncmoe.trajectory.recording import NOTHING, Recording
+from asyncmoe.trajectory.routes import Routes, Routing, decode_routes, encode_routes
+from asyncmoe.trajectory.trajectory import ARRAYS, NOT_SAMPLED, OPTIONAL, Trajectory
+from asyncmoe.trajectory.validation import validate
+
+__all__ = [
+    "ARRAYS",
+    "NOTHING",
+    "NOT_SAMPLED",
+    "OPTIONAL",
+    "Buffer",
+    "EncodedMasks",
+    "Limits",
+    "Masks",
+    "Recording",
+    "Routes",
+    "Routing",
+    "Trajectory",
+    "decode",
+    "decode_base64",
+    "decode_masks",
+    "decode_routes",
+    "encode",
+    "encode_masks",
+    "encode_routes",
+    "frames_in",
+    "part",
+    "token_outside",
+    "validate",
+]

@@ -18,9 +18,9 @@ from asyncmoe import models
 from asyncmoe.config import Config
 from asyncmoe.errors import EngineError, WaitTimeout
 from asyncmoe.process import Child
-from asyncmoe.rollout.engines.engine_client import EngineClient, Sampling
-from asyncmoe.rollout.engines.engine_process import Engine
 from asyncmoe.rollout.engines.pool import Pool, PooledGeneration
+from asyncmoe.rollout.engines.sglang.client import EngineClient, Sampling
+from asyncmoe.rollout.engines.sglang.process import Engine
 from asyncmoe.rollout.episodes import episode
 from asyncmoe.rollout.episodes.episode import RolloutContext
 from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId

@@ -25,10 +25,10 @@ from asyncmoe.config.generation import MadeModel
 from asyncmoe.errors import InvariantBroken
 from asyncmoe.models.make import make_model
 from asyncmoe.record import NOTHING, Recording, Routing, encode_routes
-from asyncmoe.rollout.engines.engine_client import Generated, Sampling
-from asyncmoe.rollout.engines.engine_process import Engine
+from asyncmoe.rollout.engines.decode import routed_experts
 from asyncmoe.rollout.engines.pool import Pool
-from asyncmoe.rollout.engines.sglang_decode import routed_experts
+from asyncmoe.rollout.engines.sglang.client import Generated, Sampling
+from asyncmoe.rollout.engines.sglang.process import Engine
 from asyncmoe.rollout.episodes import episode
 from asyncmoe.rollout.episodes.episode import RolloutContext
 from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId

@@ -18,11 +18,11 @@ from asyncmoe.queue.bounded import BoundedQueue
 from asyncmoe.queue.service import QueueService
 from asyncmoe.rollout import scoring, tasks
 from asyncmoe.rollout.engines import adapters
-from asyncmoe.rollout.engines.engine_client import Sampling
-from asyncmoe.rollout.engines.engine_process import Engine
 from asyncmoe.rollout.engines.membership import Membership, MembershipRequest
 from asyncmoe.rollout.engines.pool import Pool
-from asyncmoe.rollout.engines.weight_updates import WeightsRequest, WeightUpdateCoordinator
+from asyncmoe.rollout.engines.sglang.client import Sampling
+from asyncmoe.rollout.engines.sglang.process import Engine
+from asyncmoe.rollout.engines.weight_updates.coordinator import WeightsRequest, WeightUpdateCoordinator
 from asyncmoe.rollout.episodes import environments, episode
 from asyncmoe.rollout.episodes.environment import Demonstrator, Environment
 from asyncmoe.rollout.episodes.environments.tools import WithTools
@@ -51,7 +51,7 @@ def run(config: Config, run_dir: Path, memory: Sequence[str] = ()) -> None:
     """Serve one run, from the start of the engines to the trainer's goodbye.
 
     Args:
-        memory: memory arguments of each engine started here; see `asyncmoe.rollout.engines.engine_process.command`.
+        memory: memory arguments of each engine started here; see `asyncmoe.rollout.engines.sglang.process.command`.
 
     Returns after the trainer's goodbye or SIGTERM. SIGINT asks the trainer to save and say goodbye; without a trainer, or the second
     time, it acts like SIGTERM. Every process started here has ended when this function returns or raises.

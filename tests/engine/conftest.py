@@ -15,9 +15,9 @@ from asyncmoe.config import Config
 from asyncmoe.config.generation import MadeModel
 from asyncmoe.models.make import make_model
 from asyncmoe.rollout.engines.adapters import asked
-from asyncmoe.rollout.engines.engine_process import Engine
 from asyncmoe.rollout.engines.pool import Pool
-from asyncmoe.rollout.engines.weight_updates import WeightUpdateCoordinator
+from asyncmoe.rollout.engines.sglang.process import Engine
+from asyncmoe.rollout.engines.weight_updates.coordinator import WeightUpdateCoordinator
 from asyncmoe.rollout.tokenizer import Tokenizer
 from tests.engine.sender import Sender
 

@@ -20,8 +20,8 @@ from asyncmoe.models.lora.adapter import Adapter, Kind
 from asyncmoe.models.shape import Shape
 from asyncmoe.record import Recording, decode_routes
 from asyncmoe.rollout import scoring
-from asyncmoe.rollout.engines.engine_client import Sampling
-from asyncmoe.rollout.engines.engine_process import Engine
+from asyncmoe.rollout.engines.sglang.client import Sampling
+from asyncmoe.rollout.engines.sglang.process import Engine
 from asyncmoe.rollout.episodes import episode
 from asyncmoe.rollout.episodes.episode import RolloutContext
 from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId

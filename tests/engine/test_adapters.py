@@ -22,8 +22,8 @@ from asyncmoe.models.shape import Shape
 from asyncmoe.record import Recording, Routing, decode_routes
 from asyncmoe.rollout.engines.adapter_slots import ServedBy, TwoSlots, attributed
 from asyncmoe.rollout.engines.adapters import flags, message
-from asyncmoe.rollout.engines.engine_client import AdapterMessage, Generation, Sampling
-from asyncmoe.rollout.engines.engine_process import Engine
+from asyncmoe.rollout.engines.sglang.client import AdapterMessage, Generation, Sampling
+from asyncmoe.rollout.engines.sglang.process import Engine
 from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId, Turn, assemble
 from asyncmoe.validity import validate
 from tests.engine.conftest import settings

@@ -21,9 +21,9 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from asyncmoe import models
 from asyncmoe.config.generation import MadeModel
 from asyncmoe.models.make import make_model
-from asyncmoe.rollout.engines.engine_client import Sampling
-from asyncmoe.rollout.engines.engine_process import Engine
 from asyncmoe.rollout.engines.pool import PooledGeneration
+from asyncmoe.rollout.engines.sglang.client import Sampling
+from asyncmoe.rollout.engines.sglang.process import Engine
 from asyncmoe.rpc import keys
 from asyncmoe.rpc.messages import Reply, Request, WeightsAbort, WeightsCommit, WeightsJoin, WeightsStage
 from asyncmoe.rpc.server import Server

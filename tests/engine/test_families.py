@@ -14,9 +14,9 @@ import torch
 from asyncmoe.config import Config
 from asyncmoe.models import family_of, load_hf_config
 from asyncmoe.record import Recording
-from asyncmoe.rollout.engines.engine_client import Sampling
-from asyncmoe.rollout.engines.engine_process import Engine
-from asyncmoe.rollout.engines.sglang_decode import routed_experts
+from asyncmoe.rollout.engines.decode import routed_experts
+from asyncmoe.rollout.engines.sglang.client import Sampling
+from asyncmoe.rollout.engines.sglang.process import Engine
 from tests import families
 from tests.engine.conftest import Rig, make, settings
 from tests.engine.oracle import Oracle, perturbed

@@ -15,7 +15,7 @@ from asyncmoe.errors import EngineError, TrajectoryRejected
 from asyncmoe.queue.bounded import BoundedQueue
 from asyncmoe.record import Recording
 from asyncmoe.rollout import scoring
-from asyncmoe.rollout.engines.engine_client import Sampling
+from asyncmoe.rollout.engines.sglang.client import Sampling
 from asyncmoe.rollout.episodes import episode
 from asyncmoe.rollout.episodes.episode import RolloutContext
 from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId

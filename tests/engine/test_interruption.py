@@ -16,8 +16,8 @@ import torch
 from asyncmoe.config.generation import Interruption
 from asyncmoe.models.make import VOCAB
 from asyncmoe.record import Recording, Routing, decode_routes
-from asyncmoe.rollout.engines.engine_client import Sampling
 from asyncmoe.rollout.engines.interruption import respond
+from asyncmoe.rollout.engines.sglang.client import Sampling
 from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId, assemble
 from asyncmoe.trajectory import Trajectory
 from asyncmoe.validity import validate

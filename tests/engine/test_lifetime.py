@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from asyncmoe.errors import UserError
-from asyncmoe.rollout.engines.engine_process import Engine
+from asyncmoe.rollout.engines.sglang.process import Engine
 from tests.engine.conftest import settings
 from tests.engine.lifetime import MARK, command_of, marked, wait_until
 

@@ -26,10 +26,10 @@ from asyncmoe.config.generation import Interruption, MadeModel
 from asyncmoe.errors import AsyncmoeError
 from asyncmoe.models.make import VOCAB, make_model
 from asyncmoe.record import Recording, Routing, decode_masks, decode_routes
-from asyncmoe.rollout.engines import engine_process as engines
-from asyncmoe.rollout.engines.engine_client import ABORTED, Generation, Sampling
-from asyncmoe.rollout.engines.engine_process import Engine
 from asyncmoe.rollout.engines.interruption import respond
+from asyncmoe.rollout.engines.sglang import process as engines
+from asyncmoe.rollout.engines.sglang.client import ABORTED, Generation, Sampling
+from asyncmoe.rollout.engines.sglang.process import Engine
 from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId, Turn, assemble
 from asyncmoe.trajectory import Trajectory
 from asyncmoe.validity import validate

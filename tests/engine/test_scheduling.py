@@ -8,10 +8,10 @@ from random import Random
 import pytest
 
 from asyncmoe.config.generation import Balance
-from asyncmoe.rollout.engines.engine_client import Sampling
-from asyncmoe.rollout.engines.engine_process import Engine
 from asyncmoe.rollout.engines.pool import Pool
 from asyncmoe.rollout.engines.scheduling import ScheduledRequest
+from asyncmoe.rollout.engines.sglang.client import Sampling
+from asyncmoe.rollout.engines.sglang.process import Engine
 from tests.engine.conftest import Rig
 
 pytestmark = pytest.mark.engine

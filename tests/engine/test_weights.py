@@ -15,8 +15,8 @@ import pytest
 from asyncmoe import models
 from asyncmoe.errors import EngineError, TrajectoryRejected, WeightSyncError
 from asyncmoe.record import Recording
-from asyncmoe.rollout.engines.engine_client import Sampling
 from asyncmoe.rollout.engines.pool import PooledGeneration
+from asyncmoe.rollout.engines.sglang.client import Sampling
 from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId, Turn, assemble
 from asyncmoe.rpc.messages import EnginesAsk, WeightsAbort, WeightsBegin, WeightsCommit
 from asyncmoe.trainer.weight_sync.expected_checksums import engine_checksums

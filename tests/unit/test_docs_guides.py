@@ -20,8 +20,8 @@ from asyncmoe.config import parse
 from asyncmoe.config.generation import TaskSection
 from asyncmoe.config.scoring import ScoringSection
 from asyncmoe.rollout import scoring
-from asyncmoe.rollout.engines.engine_client import Generation, Sampling, VersionSpan
 from asyncmoe.rollout.engines.pool import PooledGeneration
+from asyncmoe.rollout.engines.sglang.client import Generation, Sampling, VersionSpan
 from asyncmoe.rollout.episodes import episode, tools
 from asyncmoe.rollout.episodes.environment import Bounds, Environment
 from asyncmoe.rollout.episodes.environments import load

@@ -16,7 +16,7 @@ from asyncmoe.errors import AsyncmoeError, ConfigError, EngineError, ProtocolErr
 from asyncmoe.rollout.engines import membership
 from asyncmoe.rollout.engines.membership import Membership, RemoteEngine
 from asyncmoe.rollout.engines.pool import Member, Pool
-from asyncmoe.rollout.engines.weight_updates import WeightUpdateCoordinator
+from asyncmoe.rollout.engines.weight_updates.coordinator import WeightUpdateCoordinator
 from asyncmoe.rpc.messages import (
     Committed,
     EngineAlive,

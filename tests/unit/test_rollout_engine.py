@@ -11,7 +11,8 @@ from aiohttp import web
 
 from asyncmoe import config as configuration
 from asyncmoe.config import Config
-from asyncmoe.rollout.engines import engine_client, engine_process
+from asyncmoe.rollout.engines.sglang import client as engine_client
+from asyncmoe.rollout.engines.sglang import process as engine_process
 
 
 def config(trust: bool = False, **engines: object) -> Config:
@@ -86,7 +87,7 @@ def test_the_cause_is_found_among_its_consequences(log: str, reason: str | None)
 
 def test_the_client_of_an_engine_needs_no_torch() -> None:
     """Weights are swapped by commands the controller pickles; it must not have to load torch for that."""
-    code = "import sys, asyncmoe.rollout.engines.engine_client; sys.exit('torch' in sys.modules)"
+    code = "import sys, asyncmoe.rollout.engines.sglang.client; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

@@ -12,7 +12,7 @@ from kept_trajectory import distinct
 
 from asyncmoe.errors import TrajectoryRejected
 from asyncmoe.record import Routing, decode_masks, decode_routes, encode_masks, encode_routes
-from asyncmoe.rollout.engines.sglang_decode import routed_experts, sampling_masks
+from asyncmoe.rollout.engines.decode import routed_experts, sampling_masks
 
 ROUTING = Routing(all_layers=3, layers=(1, 2), top_k=2, experts=8)
 

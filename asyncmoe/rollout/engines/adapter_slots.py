@@ -20,7 +20,7 @@ from typing import Protocol
 
 from asyncmoe.errors import EngineError, WaitTimeout, WeightSyncError
 from asyncmoe.rollout.engines.adapters import BASE, SLOTS
-from asyncmoe.rollout.engines.engine_client import AdapterMessage, Generation, VersionSpan
+from asyncmoe.rollout.engines.sglang.client import AdapterMessage, Generation, VersionSpan
 
 
 class StillInUse(WaitTimeout):

@@ -23,13 +23,13 @@ from asyncmoe.errors import UserError
 from asyncmoe.models.lora import peft
 from asyncmoe.models.lora.adapter import DTYPES, Adapter, Kind, check_rank, served, served_config, served_shapes, served_targets
 from asyncmoe.models.shape import Shape
-from asyncmoe.rollout.engines.engine_client import AdapterMessage, EngineClient, Sampling
+from asyncmoe.rollout.engines.sglang.client import AdapterMessage, EngineClient, Sampling
 
 NAME = "policy"
 """The adapter of an engine whose adapter memory the receivers write."""
 SLOTS = 2
 BASE = "0"
-"""An engine's version string for the checkpoint's weights (`engine_process.command`)."""
+"""An engine's version string for the checkpoint's weights (`sglang.process.command`)."""
 _IN_MEMORY = Path("/dev/shm")
 _LIMIT = "--max-lora-rank"
 

@@ -18,7 +18,7 @@ from typing import TypeVar
 from asyncmoe.config import Config
 from asyncmoe.errors import AsyncmoeError, EngineError, WaitTimeout
 from asyncmoe.process import named
-from asyncmoe.rollout.engines.engine_process import Engine
+from asyncmoe.rollout.engines.sglang.process import Engine
 from asyncmoe.rpc import address, keys
 from asyncmoe.rpc.client import Client
 from asyncmoe.rpc.messages import EngineAlive, EngineJoin, EngineLeave, EngineOrder
@@ -43,7 +43,7 @@ def run(config: Config, run_dir: Path, name: str, index: int, memory: Sequence[s
 
     Args:
         index: index of this engine on its machine.
-        memory: see `asyncmoe.rollout.engines.engine_process.command`.
+        memory: see `asyncmoe.rollout.engines.sglang.process.command`.
 
     Raises:
         UserError: this machine has no address in `cluster.network`, or a port is taken.

@@ -14,8 +14,8 @@ from collections.abc import Callable
 
 from asyncmoe.config import Config
 from asyncmoe.errors import ConfigError, EngineError, ProtocolError, UserError, WaitTimeout
-from asyncmoe.rollout.engines.engine_client import EngineClient
 from asyncmoe.rollout.engines.pool import Member, Pool
+from asyncmoe.rollout.engines.sglang.client import EngineClient
 from asyncmoe.rpc.messages import Done, EngineAlive, EngineJoin, EngineLeave, EngineOrder
 from asyncmoe.rpc.peers import check, facts
 

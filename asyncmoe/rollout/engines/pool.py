@@ -24,9 +24,9 @@ from typing import Protocol
 from asyncmoe.config.generation import Balance, Order
 from asyncmoe.errors import EngineError, TrajectoryRejected, WaitTimeout
 from asyncmoe.rollout.engines.adapter_slots import ServedBy, TwoSlots, attributed
-from asyncmoe.rollout.engines.engine_client import ABORTED, EngineClient, EngineLost, Generation, Sampling
 from asyncmoe.rollout.engines.gate import Gate
 from asyncmoe.rollout.engines.scheduling import UNKNOWN, Homes, Lengths, ScheduledRequest, Waiting, choose
+from asyncmoe.rollout.engines.sglang.client import ABORTED, EngineClient, EngineLost, Generation, Sampling
 
 log = logging.getLogger(__name__)
 _WATCH_S = 0.5

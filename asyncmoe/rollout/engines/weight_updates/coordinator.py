@@ -39,8 +39,8 @@ from typing import Any
 from asyncmoe.config.generation import Interruption
 from asyncmoe.errors import AsyncmoeError, WaitTimeout, WeightSyncError
 from asyncmoe.receiver import command
-from asyncmoe.rollout.engines.engine_client import EngineLost
 from asyncmoe.rollout.engines.pool import Member, Pool
+from asyncmoe.rollout.engines.sglang.client import EngineLost
 from asyncmoe.rpc.messages import (
     Committed,
     Done,

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from asyncmoe.errors import WeightSyncError
-from asyncmoe.rollout.engines.engine_client import EngineLost
 from asyncmoe.rollout.engines.pool import Pool
-from asyncmoe.rollout.engines.weight_updates import EngineSet, WeightUpdateCoordinator
+from asyncmoe.rollout.engines.sglang.client import EngineLost
+from asyncmoe.rollout.engines.weight_updates.coordinator import EngineSet, WeightUpdateCoordinator
 from asyncmoe.rpc.messages import Committed, Engines, EnginesAsk, WeightsCommit, WeightsStage
 from asyncmoe.trainer.weight_sync.publisher import device_of
 

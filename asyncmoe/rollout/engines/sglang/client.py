@@ -126,7 +126,7 @@ class Generation:
         spans: the version that sampled each range of tokens; cover 0 to R without a gap.
         finish: "stop", "length", or `ABORTED` if `abort` ended it; an aborted response may have no tokens.
         cached_tokens: number of prompt tokens whose keys and values came from the prefix cache.
-        routes, masks: as the engine reports them (`asyncmoe.rollout.engines.sglang_decode`), if requested.
+        routes, masks: as the engine reports them (`asyncmoe.rollout.engines.decode`), if requested.
     """
 
     tokens: tuple[int, ...]

@@ -19,8 +19,8 @@ from asyncmoe.platform.sglang.lifetime import API_KEY, PARENT
 from asyncmoe.process import Child
 from asyncmoe.receiver.command import LOADER
 from asyncmoe.rollout.engines import adapters
-from asyncmoe.rollout.engines.engine_client import KEEP_ALIVE_S, EngineClient
 from asyncmoe.rollout.engines.engine_python import engine_python
+from asyncmoe.rollout.engines.sglang.client import KEEP_ALIVE_S, EngineClient
 from asyncmoe.rpc import address
 
 _POLL_S = 0.2

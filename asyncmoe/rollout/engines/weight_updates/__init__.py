@@ -1,0 +1,1 @@
+"""Weight updates, as the controller drives them."""

@@ -21,7 +21,7 @@ from asyncmoe.config import Config
 from asyncmoe.errors import TrajectoryRejected
 from asyncmoe.record import NOTHING
 from asyncmoe.rollout import scoring
-from asyncmoe.rollout.engines.sglang.client import Sampling
+from asyncmoe.rollout.engines.types import Sampling
 from asyncmoe.rollout.episodes import episode
 from asyncmoe.rollout.episodes.episode import RolloutContext
 from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId

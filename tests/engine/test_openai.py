@@ -11,7 +11,7 @@ import torch
 
 from asyncmoe.record import Recording, Routing, decode_masks, decode_routes
 from asyncmoe.rollout import scoring
-from asyncmoe.rollout.engines.sglang.client import Sampling
+from asyncmoe.rollout.engines.types import Sampling
 from asyncmoe.rollout.episodes import episode
 from asyncmoe.rollout.episodes.episode import RolloutContext
 from asyncmoe.rollout.episodes.openai_endpoint.environment import OpenAIEnvironment

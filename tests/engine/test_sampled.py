@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from asyncmoe.models.make import VOCAB
 from asyncmoe.record import Recording, Routing, decode_masks, decode_routes
-from asyncmoe.rollout.engines.sglang.client import Sampling
+from asyncmoe.rollout.engines.types import Sampling
 from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId, Turn, assemble, held
 from asyncmoe.trajectory import Trajectory
 from asyncmoe.validity import validate

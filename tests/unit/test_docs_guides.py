@@ -21,7 +21,7 @@ from asyncmoe.config.generation import TaskSection
 from asyncmoe.config.scoring import ScoringSection
 from asyncmoe.rollout import scoring
 from asyncmoe.rollout.engines.pool import PooledGeneration
-from asyncmoe.rollout.engines.sglang.client import Generation, Sampling, VersionSpan
+from asyncmoe.rollout.engines.types import Generation, Sampling, VersionSpan
 from asyncmoe.rollout.episodes import episode, tools
 from asyncmoe.rollout.episodes.environment import Bounds, Environment
 from asyncmoe.rollout.episodes.environments import load

@@ -19,7 +19,7 @@ from asyncmoe.models.make import make_model
 from asyncmoe.queue.bounded import BoundedQueue
 from asyncmoe.record import Recording
 from asyncmoe.rollout.engines.pool import PooledGeneration
-from asyncmoe.rollout.engines.sglang.client import Generation, Sampling, VersionSpan
+from asyncmoe.rollout.engines.types import Generation, Sampling, VersionSpan
 from asyncmoe.rollout.episodes import episode
 from asyncmoe.rollout.episodes.environment import Agent, Bounds, Environment, Episode
 from asyncmoe.rollout.episodes.episode import RolloutContext, Teaching

@@ -18,7 +18,7 @@ from asyncmoe.record import NOTHING, Recording
 from asyncmoe.rollout import tasks
 from asyncmoe.rollout.engines.pool import PooledGeneration
 from asyncmoe.rollout.engines.scheduling import ScheduledRequest
-from asyncmoe.rollout.engines.sglang.client import Generation, Sampling, VersionSpan
+from asyncmoe.rollout.engines.types import Generation, Sampling, VersionSpan
 from asyncmoe.rollout.episodes.episode import RolloutContext
 from asyncmoe.rollout.evaluation import Evaluator, due, measure, sampling
 from asyncmoe.rollout.scoring import Exact

@@ -19,7 +19,7 @@ from asyncmoe.errors import ProtocolError
 from asyncmoe.queue.bounded import BoundedQueue
 from asyncmoe.queue.service import QueueService
 from asyncmoe.record import Recording, Routing, decode_routes, encode_routes
-from asyncmoe.rollout.engines.sglang.client import Generation, VersionSpan
+from asyncmoe.rollout.engines.types import Generation, VersionSpan
 from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId, Turn, assemble
 from asyncmoe.rollout.producer import Producer
 from asyncmoe.rollout.tasks import Demonstration, Prompt

@@ -15,7 +15,7 @@ from asyncmoe.models import kept_routing
 from asyncmoe.rollout.engines.interruption import respond
 from asyncmoe.rollout.engines.pool import PooledGeneration
 from asyncmoe.rollout.engines.scheduling import ScheduledRequest
-from asyncmoe.rollout.engines.sglang.client import ABORTED, Generation, Sampling, VersionSpan
+from asyncmoe.rollout.engines.types import ABORTED, Generation, Sampling, VersionSpan
 from asyncmoe.rollout.episodes.trajectory_builder import Turn
 
 HF = {

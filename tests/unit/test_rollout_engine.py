@@ -11,7 +11,7 @@ from aiohttp import web
 
 from asyncmoe import config as configuration
 from asyncmoe.config import Config
-from asyncmoe.rollout.engines.sglang import client as engine_client
+from asyncmoe.rollout.engines.sglang import client, connection
 from asyncmoe.rollout.engines.sglang import process as engine_process
 
 
@@ -92,8 +92,8 @@ def test_the_client_of_an_engine_needs_no_torch() -> None:
 
 
 def test_we_close_idle_connections_long_before_the_engine_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert float(engine_process.environment(config(), 0)["SGLANG_TIMEOUT_KEEP_ALIVE"]) >= 10 * engine_client.KEEP_ALIVE_S
-    monkeypatch.setattr(engine_client, "KEEP_ALIVE_S", 0.1)
+    assert float(engine_process.environment(config(), 0)["SGLANG_TIMEOUT_KEEP_ALIVE"]) >= 10 * connection.KEEP_ALIVE_S
+    monkeypatch.setattr(connection, "KEEP_ALIVE_S", 0.1)
     connections: set[object] = set()
 
     async def answer(request: web.Request) -> web.Response:
@@ -109,11 +109,11 @@ def test_we_close_idle_connections_long_before_the_engine_does(monkeypatch: pyte
         await site.start()
         assert site._server is not None
         port = site._server.sockets[0].getsockname()[1]  # type: ignore[attr-defined]
-        client = engine_client.EngineClient("engine.0", f"http://127.0.0.1:{port}")
+        made = client.SGLangClient("engine.0", f"http://127.0.0.1:{port}")
         for rest_s in (0.0, 0.5, 0.0):
-            await client.go_on()
+            await made.resume()
             await asyncio.sleep(rest_s)
-        await client.close()
+        await made.close()
         await runner.cleanup()
 
     asyncio.run(ask_three_times())

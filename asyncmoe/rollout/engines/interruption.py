@@ -20,7 +20,7 @@ from asyncmoe.config.generation import Interruption
 from asyncmoe.errors import TrajectoryRejected
 from asyncmoe.rollout.engines.pool import Pool
 from asyncmoe.rollout.engines.scheduling import UNKNOWN, ScheduledRequest
-from asyncmoe.rollout.engines.sglang.client import ABORTED, Sampling
+from asyncmoe.rollout.engines.types import ABORTED, Sampling
 from asyncmoe.rollout.episodes.trajectory_builder import Turn, held
 
 

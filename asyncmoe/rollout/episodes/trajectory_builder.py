@@ -11,7 +11,7 @@ import numpy as np
 from asyncmoe.errors import TrajectoryRejected
 from asyncmoe.record import EncodedMasks, Masks, Recording, Routes, encode_masks, encode_routes
 from asyncmoe.rollout.engines.decode import routed_experts, sampling_masks
-from asyncmoe.rollout.engines.sglang.client import Generation
+from asyncmoe.rollout.engines.types import Generation
 from asyncmoe.trajectory import NOT_SAMPLED, Trajectory
 
 

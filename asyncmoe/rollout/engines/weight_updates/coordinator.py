@@ -40,7 +40,7 @@ from asyncmoe.config.generation import Interruption
 from asyncmoe.errors import AsyncmoeError, WaitTimeout, WeightSyncError
 from asyncmoe.receiver import command
 from asyncmoe.rollout.engines.pool import Member, Pool
-from asyncmoe.rollout.engines.sglang.client import EngineLost
+from asyncmoe.rollout.engines.types import EngineLost
 from asyncmoe.rpc.messages import (
     Committed,
     Done,
@@ -211,7 +211,9 @@ class WeightUpdateCoordinator:
 
         async def join(member: Member) -> None:
             offset = self._offset(member)
-            await member.engine.client.join(request.host, request.port, offset, world, request.group, request.backend, self._timeout_s)
+            await member.engine.client.join_group(
+                request.host, request.port, offset, world, request.group, request.backend, self._timeout_s
+            )
 
         _raise(await _on_each(members, join), f"joining the weight group {request.group}")
 
@@ -223,7 +225,7 @@ class WeightUpdateCoordinator:
         async def start(member: Member) -> None:
             first = request.senders + self._offset(member) - 1
             joins = [command.JoinCommand(request.host, request.port, request.group, first + rank) for rank in range(member.engine.tp)]
-            await member.engine.client.tell(joins, self._timeout_s)
+            await member.engine.client.command_receivers(joins, self._timeout_s)
 
         failed = await self._fencing(update, start)
         await self._give_up(update)
@@ -257,7 +259,7 @@ class WeightUpdateCoordinator:
             await member.engine.client.pause(retract=self._interruption == "retract")
             if self._interruption == "retract":
                 await member.engine.client.flush()  # else retracted requests would reuse the old weights' keys and values
-            await member.engine.client.begin()
+            await member.engine.client.begin_update()
 
         failed = await _on_each(update.members, begin)
         for member, error in failed:
@@ -295,7 +297,7 @@ class WeightUpdateCoordinator:
 
         async def load(member: Member) -> None:
             try:
-                await member.engine.client.bucket(request.names, request.dtypes, request.shapes, self._group, self._timeout_s)
+                await member.engine.client.load_bucket(request.names, request.dtypes, request.shapes, self._group, self._timeout_s)
             except AsyncmoeError as error:
                 self._fence_all(update, str(error))
                 raise
@@ -312,21 +314,21 @@ class WeightUpdateCoordinator:
         failed = await self._swap(update, request.update) if update.staged else []
 
         async def finish(member: Member) -> None:
-            await member.engine.client.end()
+            await member.engine.client.end_update()
             if request.checksums:
                 _compare(request.checksums, await member.engine.client.checksums(self._timeout_s))
 
         failed += await self._fencing(update, finish)
         pauses: dict[str, float] = {}
 
-        async def go_on(member: Member) -> None:
+        async def resume(member: Member) -> None:
             if not update.staged:
                 await member.engine.client.set_version(update.version)
-            await member.engine.client.go_on()
+            await member.engine.client.resume()
             pauses[member.engine.name] = self._standing_ends(update, member)
             member.version, member.waiting = update.version, False
 
-        failed += await self._fencing(update, go_on)
+        failed += await self._fencing(update, resume)
         self._close(update)
         # An engine whose process has ended is fenced and serves nothing; the others have the version.
         _raise([(m, error) for m, error in failed if not isinstance(error, EngineLost)], f"publishing version {update.version}")
@@ -358,7 +360,7 @@ class WeightUpdateCoordinator:
 
         async def swap(member: Member) -> None:
             commits = [command.CommitCommand(update.version, number)] * member.engine.tp
-            await member.engine.client.tell(commits, self._timeout_s, update.version)
+            await member.engine.client.command_receivers(commits, self._timeout_s, update.version)
 
         return await self._fencing(update, swap)
 
@@ -381,12 +383,12 @@ class WeightUpdateCoordinator:
             self._close(update)
 
     async def _give_up(self, update: _Update) -> None:
-        async def go_on(member: Member) -> None:
-            await member.engine.client.end()
-            await member.engine.client.go_on()
+        async def resume(member: Member) -> None:
+            await member.engine.client.end_update()
+            await member.engine.client.resume()
             self._standing_ends(update, member)
 
-        await self._fencing(update, go_on)
+        await self._fencing(update, resume)
         self._close(update)
 
     async def _fencing(self, update: _Update, action: Callable[[Member], Awaitable[None]]) -> list[tuple[Member, AsyncmoeError]]:

@@ -47,9 +47,9 @@ class Played:
         self.bounds = [int(np.argmax(self.record.versions == v)) for v in sorted(set(self.record.versions[self.record.loss_mask].tolist()))]
 
     async def _play(self, rig: Rig, oracles: Sequence[Oracle], interruption: Interruption) -> None:
-        rig.coordinator._interruption = "in_place"
+        rig.coordinator.driver.interruption = "in_place"
         await rig.sender.publish(self.first, oracles[0].weights)
-        rig.coordinator._interruption = interruption
+        rig.coordinator.driver.interruption = interruption
         self.lost, self.recomputed = rig.pool.lost_tokens, rig.pool.recomputed_tokens
         asking = asyncio.create_task(respond(rig.pool, PROMPT, (), SAMPLING, interruption))
         pauses = []
@@ -57,7 +57,7 @@ class Played:
             await asyncio.sleep(0.5)
             pauses += (await rig.sender.publish(self.first + number, oracles[number].weights)).pause_ms
         turns = await asking
-        rig.coordinator._interruption = "in_place"
+        rig.coordinator.driver.interruption = "in_place"
         self.turns = len(turns)
         self.record = assemble(turns, EpisodeId(0, 0, 0), RECORDING, 0.0, {})
         self.lost, self.recomputed = rig.pool.lost_tokens - self.lost, rig.pool.recomputed_tokens - self.recomputed
@@ -154,13 +154,13 @@ def test_many_responses_at_once_are_resumed(rig: Rig, oracles: list[Oracle]) -> 
     async def play() -> list[int]:
         short = replace(SAMPLING, max_new_tokens=150)
         before = rig.pool.version
-        rig.coordinator._interruption = "abort_resume"
+        rig.coordinator.driver.interruption = "abort_resume"
         asking = [asyncio.create_task(respond(rig.pool, (*PROMPT, i), (), short, "abort_resume")) for i in range(12)]
         for number in (1, 2, 3):
             await asyncio.sleep(0.3)
             await rig.sender.publish(before + number, oracles[number % 3].weights)
         done = await asyncio.gather(*asking)
-        rig.coordinator._interruption = "in_place"
+        rig.coordinator.driver.interruption = "in_place"
         return [sum(len(turn.generation.tokens) for turn in turns) for turns in done]
 
     assert rig.run(play()) == [150] * 12

@@ -98,14 +98,14 @@ class Load:
         Args:
             aborts: some responses are aborted while an engine stands still, and some clients go away.
         """
-        self.rig.coordinator._interruption = interruption
+        self.rig.coordinator.driver.interruption = interruption
         async with self._asked(interruption, aborts):
             for _ in range(count):
                 version = self.rig.pool.version + 1
                 publishing = self.rig.sender.publish(version, {"lm_head.weight": head(version, self.hidden)}, buckets=1)
                 await asyncio.gather(publishing, *([self._abort()] if aborts else []))
                 await asyncio.sleep(0.02 * self.random.random())
-        self.rig.coordinator._interruption = "in_place"
+        self.rig.coordinator.driver.interruption = "in_place"
 
     @asynccontextmanager
     async def _asked(self, interruption: Interruption, aborts: bool) -> AsyncIterator[None]:

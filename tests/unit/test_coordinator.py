@@ -11,7 +11,8 @@ import pytest
 from asyncmoe.errors import WeightSyncError
 from asyncmoe.rollout.engines.pool import Pool
 from asyncmoe.rollout.engines.types import EngineLost
-from asyncmoe.rollout.engines.weight_updates.coordinator import EngineSet, WeightUpdateCoordinator
+from asyncmoe.rollout.engines.weight_updates.coordinator import WeightUpdateCoordinator
+from asyncmoe.rollout.engines.weight_updates.roster import EngineSet
 from asyncmoe.rpc.messages import Committed, Engines, EnginesAsk, WeightsCommit, WeightsStage
 from asyncmoe.trainer.weight_sync.publisher import device_of
 

@@ -23,7 +23,7 @@ class _ServerInfo(msgspec.Struct):
 
 
 class SGLangClient(WeightEndpoints):
-    """Client of one engine's endpoints; see `Connection` for its arguments."""
+    """Client of one engine's endpoints; see `SGLangConnection` for its arguments."""
 
     _device = ""
     """Cached by `device`."""

@@ -23,7 +23,7 @@ class Acknowledged(msgspec.Struct, frozen=True):
     message: str = ""
 
 
-class Connection:
+class SGLangConnection:
     """Connections to one engine's endpoints.
 
     Args:

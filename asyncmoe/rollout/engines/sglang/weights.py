@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import msgspec
 
 from asyncmoe.receiver.command import LOADER, Command, payload
-from asyncmoe.rollout.engines.sglang.connection import Acknowledged, Connection
+from asyncmoe.rollout.engines.sglang.connection import Acknowledged, SGLangConnection
 
 
 class _CheckedRank(msgspec.Struct, frozen=True):
@@ -18,7 +18,7 @@ class _Checked(msgspec.Struct, frozen=True):
     ranks: list[_CheckedRank]
 
 
-class WeightEndpoints(Connection):
+class WeightEndpoints(SGLangConnection):
     """The weight updates of an `Engine`, whose docstrings say what each call does."""
 
     async def pause(self, retract: bool = False) -> None:

@@ -18,11 +18,11 @@ async def join(driver: UpdateDriver, request: WeightsJoin) -> None:
     members, roster = driver.whole(), driver.roster
     driver.group = request.group
 
-    async def join(member: Member) -> None:
+    async def ask(member: Member) -> None:
         place = (request.host, request.port, roster.offset(member), roster.world, request.group, request.backend)
         await member.engine.client.join_group(*place, driver.timeout_s)
 
-    raise_first(await on_each(members, join), f"joining the weight group {request.group}")
+    raise_first(await on_each(members, ask), f"joining the weight group {request.group}")
 
 
 async def begin(driver: UpdateDriver, version: int) -> None:
@@ -43,14 +43,14 @@ async def load(driver: UpdateDriver, request: WeightsBucket) -> None:
     update = driver.expect(request.version)
     update.state = state.load_bucket(update.state)
 
-    async def load(member: Member) -> None:
+    async def take(member: Member) -> None:
         try:
             await member.engine.client.load_bucket(request.names, request.dtypes, request.shapes, driver.group, driver.timeout_s)
         except AsyncmoeError as error:
             driver.fence_all(update, str(error))
             raise
 
-    failed = await on_each(update.members, load)
+    failed = await on_each(update.members, take)
     if failed:
         driver.close(update)
         raise_first(failed, f"loading version {update.version}")

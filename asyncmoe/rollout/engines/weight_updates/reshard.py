@@ -63,8 +63,8 @@ async def swap(driver: UpdateDriver, update: OpenUpdate, number: int) -> Failure
         await driver.pause_all(update)
     update.state = state.load(update.state)
 
-    async def swap(member: Member) -> None:
+    async def commit(member: Member) -> None:
         commits = [CommitCommand(update.version, number)] * member.engine.tp
         await member.engine.client.command_receivers(commits, driver.timeout_s, update.version)
 
-    return await driver.fencing(update, swap)
+    return await driver.fencing(update, commit)

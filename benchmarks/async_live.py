@@ -18,9 +18,10 @@ from asyncmoe import models
 from asyncmoe.config import Config
 from asyncmoe.errors import EngineError, WaitTimeout
 from asyncmoe.process import Child
-from asyncmoe.rollout.engines.engine_client import EngineClient, Sampling
-from asyncmoe.rollout.engines.engine_process import Engine
+from asyncmoe.rollout.engines import backend
+from asyncmoe.rollout.engines.engine import EngineProcess
 from asyncmoe.rollout.engines.pool import Pool, PooledGeneration
+from asyncmoe.rollout.engines.types import Sampling
 from asyncmoe.rollout.episodes import episode
 from asyncmoe.rollout.episodes.episode import RolloutContext
 from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId
@@ -62,7 +63,7 @@ def rates(config: Config, folder: Path, name: str, sizes: PoolSizes) -> Rates:
 
 async def _rates(config: Config, folder: Path, name: str, sizes: PoolSizes) -> Rates:
     folder.mkdir()
-    engine = Engine("engine.0", config, 0, folder)
+    engine = backend.start("engine.0", config, 0, folder)
     try:
         await engine.wait_ready()
         await _slow_down(config, sizes.step_s)
@@ -90,7 +91,7 @@ class _Timed(Pool):
         return answer
 
 
-async def _rate(engine: Engine, config: Config, drawn: Drawn, slots: int) -> tuple[float, float]:
+async def _rate(engine: EngineProcess, config: Config, drawn: Drawn, slots: int) -> tuple[float, float]:
     """Tokens a second with so many slots taken: by those that take them, over the responses that end within `_SATURATED_S`, or the first;
     and the mean tokens of those responses.
 
@@ -146,7 +147,7 @@ def run(config: Config, sizes: PoolSizes) -> RunRecords:
 async def _when_ready(config: Config, seconds: float, child: Child, cores: Cores) -> None:
     """Place the trainer as soon as there is one, and slow the engine down as soon as it answers."""
     placed = 0
-    client = EngineClient("engine.0", f"http://{config.engines.host}:{config.engines.port}")
+    client = backend.connect("engine.0", f"http://{config.engines.host}:{config.engines.port}", "")
     until = time.monotonic() + config.engines.start_timeout_s
     try:
         while not await client.ready():

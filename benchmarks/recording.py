@@ -24,10 +24,11 @@ from asyncmoe.config import Config
 from asyncmoe.config.model import MadeModel
 from asyncmoe.errors import InvariantBroken
 from asyncmoe.models.make import make_model
-from asyncmoe.rollout.engines.engine_client import Generated, Sampling
-from asyncmoe.rollout.engines.engine_process import Engine
+from asyncmoe.rollout.engines import backend
+from asyncmoe.rollout.engines.decode import routed_experts
 from asyncmoe.rollout.engines.pool import Pool
-from asyncmoe.rollout.engines.sglang_decode import routed_experts
+from asyncmoe.rollout.engines.sglang.generation import Generated
+from asyncmoe.rollout.engines.types import Sampling
 from asyncmoe.rollout.episodes import episode
 from asyncmoe.rollout.episodes.episode import RolloutContext
 from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId
@@ -135,7 +136,7 @@ async def _pairs(with_: Config, without: Config, pairs: int) -> list[tuple[Cost,
     """(without, with), first the one then the other way first."""
     path = with_.model.path
     recording, tokenizer = models.recording(with_, models.load_hf_config(path)), Tokenizer(path)
-    engines = [Engine(f"engine.{i}", config, i, config.run.dir) for i, config in enumerate((without, with_))]
+    engines = [backend.start(f"engine.{i}", config, i, config.run.dir) for i, config in enumerate((without, with_))]
     try:
         await asyncio.gather(*(engine.wait_ready() for engine in engines))
         plain_pool, kept_pool = (Pool([engine], EPISODES, _TIMEOUT_S, lambda *_: None) for engine in engines)

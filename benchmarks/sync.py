@@ -22,10 +22,10 @@ from asyncmoe.config.model import MadeModel
 from asyncmoe.errors import EngineError, WaitTimeout
 from asyncmoe.launch.local import trainer_command
 from asyncmoe.models.make import make_model
-from asyncmoe.rollout.engines import adapters
-from asyncmoe.rollout.engines.engine_process import Engine
+from asyncmoe.rollout.engines import adapters, backend
+from asyncmoe.rollout.engines.engine import EngineProcess
 from asyncmoe.rollout.engines.pool import Member, Pool
-from asyncmoe.rollout.engines.weight_updates import WeightUpdateCoordinator
+from asyncmoe.rollout.engines.weight_updates.coordinator import WeightUpdateCoordinator
 from asyncmoe.rpc import keys
 from asyncmoe.rpc.messages import Reply, Request, WeightsCommit, WeightsStage
 from asyncmoe.rpc.server import Server
@@ -109,7 +109,7 @@ async def measure(config: Config, updates: int) -> dict[str, Any]:
         "staging", "share"}: all tokens that came in those times over the times, where there was any staging.
     """
     config.run.dir.mkdir(parents=True)
-    engines = [Engine(f"engine.{index}", config, index, config.run.dir) for index in range(config.engines.count)]
+    engines = [backend.start(f"engine.{index}", config, index, config.run.dir) for index in range(config.engines.count)]
     seen = Seen()
     try:
         await asyncio.gather(*(engine.wait_ready() for engine in engines))
@@ -131,15 +131,15 @@ async def measure(config: Config, updates: int) -> dict[str, Any]:
     return found
 
 
-async def _publish(config: Config, engines: Sequence[Engine], seen: Seen, updates: int) -> list[dict[str, float]]:
+async def _publish(config: Config, engines: Sequence[EngineProcess], seen: Seen, updates: int) -> list[dict[str, float]]:
     """Have a trainer publish while the first engine generates; the first update, in which all meet, is left out."""
 
     async def nothing(_: int) -> None:
         pass
 
     pool = Pool(engines, 64, 60.0, lambda *_: None, **adapters.asked(config))
-    conductor = WeightUpdateCoordinator(pool, config.sync.timeout_s, nothing, lambda *_: None)
-    conductor.engines_started()
+    coordinator = WeightUpdateCoordinator(pool, config.sync.timeout_s, nothing, lambda *_: None)
+    coordinator.engines_started()
     staged, ended = 0.0, 0.0
 
     async def answer(request: Request) -> Reply:
@@ -150,7 +150,7 @@ async def _publish(config: Config, engines: Sequence[Engine], seen: Seen, update
                 seen.calm.append((ended, staged))
         if isinstance(request, WeightsCommit) and ended and config.sync.method == "reshard" and config.sync.staging:
             seen.staging.append((staged, time.monotonic()))
-        reply = await conductor.handle(request)  # type: ignore[arg-type]  # only those of weights are sent
+        reply = await coordinator.handle(request)  # type: ignore[arg-type]  # only those of weights are sent
         if isinstance(request, WeightsCommit):
             ended = time.monotonic()
         return reply
@@ -161,7 +161,7 @@ async def _publish(config: Config, engines: Sequence[Engine], seen: Seen, update
         rendezvous = await server.start()
         keys.write(config.run.dir, rendezvous)
         background = [asyncio.create_task(server.serve())]
-        background += [asyncio.create_task(_generate(engines[0].client.url, pool.members[0], seen)) for _ in range(STREAMS)]
+        background += [asyncio.create_task(_generate(engines[0].url, pool.members[0], seen)) for _ in range(STREAMS)]
         try:
             await _train(config, result, updates)
         finally:

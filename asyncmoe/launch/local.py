@@ -29,7 +29,7 @@ from asyncmoe.models.lora import peft
 from asyncmoe.models.lora.adapter import check_rank
 from asyncmoe.models.make import make_model
 from asyncmoe.process import Child
-from asyncmoe.rollout.engines import adapters
+from asyncmoe.rollout.engines import backend
 
 
 def run(config: Config) -> dict[str, object]:
@@ -118,7 +118,7 @@ def _check_adapter(config: Config, hf: Mapping[str, Any]) -> None:
     section, kind = config.adapter, models.adapter_of(config, hf)
     if section is None or kind is None:
         return
-    limit = adapters.limit_in(config.engines.args)
+    limit = backend.rank_limit(config.engines.args)
     check_rank(kind, kind.rank if limit is None else limit)
     if section.start is not None:
         peft.start_from(section.start, models.family_of(hf).shape_of(hf), kind, str(config.model.path), kind.rank)

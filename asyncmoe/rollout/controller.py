@@ -17,12 +17,12 @@ from asyncmoe.process import named
 from asyncmoe.queue.bounded import BoundedQueue
 from asyncmoe.queue.service import QueueService
 from asyncmoe.rollout import scoring, tasks
-from asyncmoe.rollout.engines import adapters
-from asyncmoe.rollout.engines.engine_client import Sampling
-from asyncmoe.rollout.engines.engine_process import Engine
+from asyncmoe.rollout.engines import adapters, backend
+from asyncmoe.rollout.engines.engine import EngineProcess
 from asyncmoe.rollout.engines.membership import Membership, MembershipRequest
 from asyncmoe.rollout.engines.pool import Pool
-from asyncmoe.rollout.engines.weight_updates import WeightsRequest, WeightUpdateCoordinator
+from asyncmoe.rollout.engines.types import Sampling
+from asyncmoe.rollout.engines.weight_updates.coordinator import WeightsRequest, WeightUpdateCoordinator
 from asyncmoe.rollout.episodes import environments, episode
 from asyncmoe.rollout.episodes.environment import Demonstrator, Environment
 from asyncmoe.rollout.episodes.environments.tools import WithTools
@@ -51,7 +51,7 @@ def run(config: Config, run_dir: Path, memory: Sequence[str] = ()) -> None:
     """Serve one run, from the start of the engines to the trainer's goodbye.
 
     Args:
-        memory: memory arguments of each engine started here; see `asyncmoe.rollout.engines.engine_process.command`.
+        memory: memory arguments of each engine started here; see `asyncmoe.rollout.engines.backend.start`.
 
     Returns after the trainer's goodbye or SIGTERM. SIGINT asks the trainer to save and say goodbye; without a trainer, or the second
     time, it acts like SIGTERM. Every process started here has ended when this function returns or raises.
@@ -82,11 +82,11 @@ async def _serve(
     environment: Environment,
     memory: Sequence[str],
 ) -> None:
-    engines: list[Engine] = []
+    engines: list[EngineProcess] = []
     recorder = Recorder(run_dir)
     try:
         for index in range(0 if config.engines.join else config.engines.count):
-            engines.append(Engine(f"engine.{index}", config, index, run_dir, memory=memory))
+            engines.append(backend.start(f"engine.{index}", config, index, run_dir, memory=memory))
         controller = Controller(config, engines, recorder, tokenizer, task, evaluated, scorer, environment)
         host = address.reachable(config.cluster.network)
         async with Server(controller.answer, host=host, port=config.cluster.port, given=at) as server:
@@ -111,7 +111,7 @@ class Controller:
     def __init__(
         self,
         config: Config,
-        engines: Sequence[Engine],
+        engines: Sequence[EngineProcess],
         recorder: Recorder,
         tokenizer: Tokenizer,
         task: Task,
@@ -158,10 +158,10 @@ class Controller:
         self._teaching = None
         if isinstance(environment, Demonstrator):
             self._teaching = Teaching(environment, environment, tokenizer, tokenizer.eos, limits, config.run.seed)
-        self._conductor = WeightUpdateCoordinator(
+        self._coordinator = WeightUpdateCoordinator(
             self._pool, config.sync.timeout_s, self._published, recorder.paused, rollout.interruption, self._unfinished
         )
-        self._membership = Membership(config, self._pool, self._conductor.updating)
+        self._membership = Membership(config, self._pool, self._coordinator.updating)
         self._queue: BoundedQueue | None = None
         self._service: QueueService | None = None
         self._met = asyncio.Event()
@@ -172,7 +172,7 @@ class Controller:
     async def answer(self, request: Request) -> Reply | tuple[Reply, list[Buffer]]:
         """Answer one request of the trainer or of an engine on another machine."""
         if isinstance(request, WeightsRequest):
-            return await self._conductor.handle(request)
+            return await self._coordinator.handle(request)
         if isinstance(request, MembershipRequest):
             return await self._membership.handle(request)
         if isinstance(request, Hello) and request.facts is not None:
@@ -216,7 +216,7 @@ class Controller:
         except Exception as error:
             self._failure = self._failure or error
             told = error if isinstance(error, AsyncmoeError) else AsyncmoeError(f"the controller has failed: {error}")
-            self._conductor.engines_failed(told)
+            self._coordinator.engines_failed(told)
             if self._queue is not None:
                 self._queue.fail(told)
             self._over.set()
@@ -227,12 +227,12 @@ class Controller:
             await self._membership.wait_joined(self._config.engines.start_timeout_s)
         else:
             await asyncio.gather(*(engine.wait_ready() for engine in self._engines))
-        self._conductor.engines_started()
+        self._coordinator.engines_started()
         log.info("%d engine(s) ready", len(self._pool.present))
 
     async def _watch_engines(self) -> None:
         # Before the start, `wait_ready` watches the engines and reports the reason for a failed start better.
-        await self._conductor.wait_started()
+        await self._coordinator.wait_started()
         await self._pool.watch()
 
     async def _demonstrate(self) -> None:
@@ -242,7 +242,7 @@ class Controller:
         await demonstrate(self._queue, self._demonstration, self._queue.trained_steps * warmup.batch, warmup.steps * warmup.batch)
 
     async def _produce(self) -> None:
-        await self._conductor.wait_started()
+        await self._coordinator.wait_started()
         await self._met.wait()
         assert self._queue is not None
         config = self._config
@@ -311,7 +311,7 @@ class Controller:
 
     def _interrupt(self) -> None:
         # A trainer that waits for engines cannot save, and has saved what it had.
-        if self._queue is None or self._stopping or self._conductor.awaited:
+        if self._queue is None or self._stopping or self._coordinator.awaited:
             self._over.set()
             return
         self._stopping = True

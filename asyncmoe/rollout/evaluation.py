@@ -20,7 +20,7 @@ from statistics import fmean, stdev
 from asyncmoe.config import Config
 from asyncmoe.errors import TrajectoryRejected
 from asyncmoe.rollout import scoring
-from asyncmoe.rollout.engines.engine_client import Sampling
+from asyncmoe.rollout.engines.types import Sampling
 from asyncmoe.rollout.episodes import episode
 from asyncmoe.rollout.episodes.episode import RolloutContext
 from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId

@@ -15,21 +15,21 @@ from asyncmoe.config import Config
 from asyncmoe.config.model import MadeModel
 from asyncmoe.models.make import make_model
 from asyncmoe.rollout.engines.adapters import asked
-from asyncmoe.rollout.engines.engine_process import Engine
 from asyncmoe.rollout.engines.pool import Pool
-from asyncmoe.rollout.engines.weight_updates import WeightUpdateCoordinator
+from asyncmoe.rollout.engines.sglang.process import SGLangProcess
+from asyncmoe.rollout.engines.weight_updates.coordinator import WeightUpdateCoordinator
 from asyncmoe.rollout.tokenizer import Tokenizer
 from tests.engine.sender import Sender
 
 
 @dataclass
 class Rig:
-    """A pool of engines, its conductor, and what they recorded."""
+    """A pool of engines, its coordinator, and what they recorded."""
 
     config: Config
-    engines: list[Engine]
+    engines: list[SGLangProcess]
     pool: Pool
-    conductor: WeightUpdateCoordinator
+    coordinator: WeightUpdateCoordinator
     sender: Sender
     run: Callable[..., Any]
     """Runs a coroutine to its end."""
@@ -38,7 +38,7 @@ class Rig:
     busy: list[tuple[str, float, float]]
 
     @property
-    def engine(self) -> Engine:
+    def engine(self) -> SGLangProcess:
         return self.engines[0]
 
 
@@ -69,15 +69,15 @@ def runner() -> Iterator[asyncio.Runner]:
 @pytest.fixture(scope="session")
 def make_rig(model: Path, runner: asyncio.Runner, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Rig]]:
     """Starts a rig of so many engines, numbered from the second argument on."""
-    started: list[Engine] = []
+    started: list[SGLangProcess] = []
 
     async def start(count: int, first: int) -> Rig:
         config = settings(model, tmp_path_factory.mktemp("run"), count=count)
-        engines = [Engine(f"engine.{first + index}", config, index, config.run.dir) for index in range(count)]
+        engines = [SGLangProcess(f"engine.{first + index}", config, index, config.run.dir) for index in range(count)]
         started.extend(engines)
         rig = await make(config, engines, runner.run)
         await asyncio.gather(*(engine.wait_ready() for engine in engines))
-        rig.conductor.engines_started()
+        rig.coordinator.engines_started()
         return rig
 
     async def stop() -> None:
@@ -99,8 +99,8 @@ def untouched(make_rig: Callable[..., Rig]) -> Rig:
     return make_rig(1, 1)
 
 
-async def make(config: Config, engines: list[Engine], run: Callable[..., Any], timeout_s: float = 30.0) -> Rig:
-    """A pool and a conductor, waiting `timeout_s`, over engines that run."""
+async def make(config: Config, engines: list[SGLangProcess], run: Callable[..., Any], timeout_s: float = 30.0) -> Rig:
+    """A pool and a coordinator, waiting `timeout_s`, over engines that run."""
     published: list[int] = []
     pauses: list[tuple[str, float, float]] = []
     busy: list[tuple[str, float, float]] = []
@@ -109,5 +109,5 @@ async def make(config: Config, engines: list[Engine], run: Callable[..., Any], t
         published.append(version)
 
     pool = Pool(engines, 64, 60.0, lambda *span: busy.append(span), **asked(config))
-    conductor = WeightUpdateCoordinator(pool, timeout_s, publish, lambda *span: pauses.append(span))
-    return Rig(config, engines, pool, conductor, Sender(conductor), run, published, pauses, busy)
+    coordinator = WeightUpdateCoordinator(pool, timeout_s, publish, lambda *span: pauses.append(span))
+    return Rig(config, engines, pool, coordinator, Sender(coordinator), run, published, pauses, busy)

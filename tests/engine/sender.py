@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import torch
 import torch.distributed as dist
 
-from asyncmoe.rollout.engines.weight_updates import WeightUpdateCoordinator
+from asyncmoe.rollout.engines.weight_updates.coordinator import WeightUpdateCoordinator
 from asyncmoe.rpc.messages import Committed, Engines, EnginesAsk, WeightsBegin, WeightsBucket, WeightsCommit, WeightsJoin
 from asyncmoe.trainer.weight_sync import broadcast_group
 
@@ -17,10 +17,10 @@ TIMEOUT_S = 30.0
 
 
 class Sender:
-    """Sends whole checkpoints through a conductor. Joins the group at the first."""
+    """Sends whole checkpoints through a coordinator. Joins the group at the first."""
 
-    def __init__(self, conductor: WeightUpdateCoordinator) -> None:
-        self._conductor = conductor
+    def __init__(self, coordinator: WeightUpdateCoordinator) -> None:
+        self._coordinator = coordinator
         self._group: dist.ProcessGroup | None = None
 
     async def publish(self, version: int, weights: Weights, checksums: tuple[dict[str, str], ...] = (), buckets: int = 3) -> Committed:
@@ -29,7 +29,7 @@ class Sender:
         names = list(weights)
         for part in range(buckets):
             await self.bucket(version, weights, names[part::buckets])
-        reply = await self._conductor.handle(WeightsCommit(version, checksums))
+        reply = await self._coordinator.handle(WeightsCommit(version, checksums))
         assert isinstance(reply, Committed)
         return reply
 
@@ -37,21 +37,21 @@ class Sender:
         """Join if need be, then pause the engines."""
         if self._group is None:
             self._group = await self._join()
-        await self._conductor.handle(WeightsBegin(version))
+        await self._coordinator.handle(WeightsBegin(version))
 
     async def bucket(self, version: int, weights: Weights, names: Sequence[str]) -> None:
         """Send some of the weights."""
         flat = torch.cat([weights[name].contiguous().view(-1).view(torch.uint8) for name in names])
         dtypes = tuple(str(weights[name].dtype).removeprefix("torch.") for name in names)
         request = WeightsBucket(version, tuple(names), dtypes, tuple(tuple(weights[name].shape) for name in names))
-        await asyncio.gather(self._conductor.handle(request), asyncio.to_thread(dist.broadcast, flat, src=0, group=self._group))
+        await asyncio.gather(self._coordinator.handle(request), asyncio.to_thread(dist.broadcast, flat, src=0, group=self._group))
 
     async def _join(self) -> dist.ProcessGroup:
-        engines = await self._conductor.handle(EnginesAsk(TIMEOUT_S))
+        engines = await self._coordinator.handle(EnginesAsk(TIMEOUT_S))
         assert isinstance(engines, Engines)
         # One group of a name in a process, and every rig has a group of its own.
         name = f"weights-{id(self)}"
         listener = broadcast_group.listen("127.0.0.1")
         request = WeightsJoin("127.0.0.1", listener.getsockname()[1], name, "gloo")
         joining = asyncio.to_thread(broadcast_group.join, listener, engines.world, name, "gloo", TIMEOUT_S)
-        return (await asyncio.gather(joining, self._conductor.handle(request)))[0]
+        return (await asyncio.gather(joining, self._coordinator.handle(request)))[0]

@@ -19,8 +19,8 @@ from asyncmoe.models import family_of, load_hf_config
 from asyncmoe.models.lora.adapter import Adapter, Kind
 from asyncmoe.models.shape import Shape
 from asyncmoe.rollout import scoring
-from asyncmoe.rollout.engines.engine_client import Sampling
-from asyncmoe.rollout.engines.engine_process import Engine
+from asyncmoe.rollout.engines.sglang.process import SGLangProcess
+from asyncmoe.rollout.engines.types import Sampling
 from asyncmoe.rollout.episodes import episode
 from asyncmoe.rollout.episodes.episode import RolloutContext
 from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId
@@ -87,7 +87,7 @@ class Dock:
         seen: dict[int, list[Trajectory]] = {}
 
         async def answer(request: Request) -> Reply:
-            reply = await self.rig.conductor.handle(request)  # type: ignore[arg-type]  # only those of weights are sent
+            reply = await self.rig.coordinator.handle(request)  # type: ignore[arg-type]  # only those of weights are sent
             if isinstance(request, WeightsCommit):
                 seen[request.version] = await self.sampled(request.version)
                 frames = [[bytes(frame) for frame in encode(t)] for t in seen[request.version]]
@@ -134,9 +134,9 @@ def dock(
         torch.save({name: torch.from_numpy(value) for name, value in adapter.values.items()}, file)
 
     async def start() -> Rig:
-        rig = await make(config, [Engine("engine.0", config, 0, config.run.dir)], runner.run)
+        rig = await make(config, [SGLangProcess("engine.0", config, 0, config.run.dir)], runner.run)
         await rig.engine.wait_ready()
-        rig.conductor.engines_started()
+        rig.coordinator.engines_started()
         return rig
 
     rig = runner.run(start())

@@ -20,9 +20,9 @@ from asyncmoe.models.lora.peft import write_served
 from asyncmoe.models.make import VOCAB
 from asyncmoe.models.shape import Shape
 from asyncmoe.rollout.engines.adapter_slots import ServedBy, TwoSlots, attributed
-from asyncmoe.rollout.engines.adapters import flags, message
-from asyncmoe.rollout.engines.engine_client import AdapterMessage, Generation, Sampling
-from asyncmoe.rollout.engines.engine_process import Engine
+from asyncmoe.rollout.engines.sglang.lora import flags, message
+from asyncmoe.rollout.engines.sglang.process import SGLangProcess
+from asyncmoe.rollout.engines.types import AdapterMessage, Generation, Sampling
 from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId, Turn, assemble
 from asyncmoe.trajectory import Recording, Routing, decode_routes, validate
 from tests.engine.conftest import settings
@@ -41,7 +41,7 @@ WORKERS = 8
 class Rig:
     """One engine with adapters."""
 
-    engine: Engine
+    engine: SGLangProcess
     experts: Experts
     m: Shape
     run: Callable[..., Any]
@@ -64,9 +64,9 @@ def rig(request: pytest.FixtureRequest, model: Path, runner: asyncio.Runner, tmp
     experts, tp = request.param
     told = flags(Kind(ALL, 4, 8.0, experts), LIMIT)
 
-    async def start() -> Engine:
+    async def start() -> SGLangProcess:
         config = settings(model, tmp_path_factory.mktemp("adapters"), tp=tp, args=told)
-        engine = Engine("engine.0", config, 0, config.run.dir)
+        engine = SGLangProcess("engine.0", config, 0, config.run.dir)
         await engine.wait_ready()
         return engine
 

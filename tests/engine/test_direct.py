@@ -21,9 +21,9 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from asyncmoe import models
 from asyncmoe.config.model import MadeModel
 from asyncmoe.models.make import make_model
-from asyncmoe.rollout.engines.engine_client import Sampling
-from asyncmoe.rollout.engines.engine_process import Engine
 from asyncmoe.rollout.engines.pool import PooledGeneration
+from asyncmoe.rollout.engines.sglang.process import SGLangProcess
+from asyncmoe.rollout.engines.types import Sampling
 from asyncmoe.rpc import keys
 from asyncmoe.rpc.messages import Reply, Request, WeightsAbort, WeightsCommit, WeightsJoin, WeightsStage
 from asyncmoe.rpc.server import Server
@@ -84,7 +84,7 @@ class Stage:
 
         async def answer(request: Request) -> Reply:
             self.asked[type(request)] = time.monotonic()
-            reply = await self.rig.conductor.handle(request)  # type: ignore[arg-type]  # only those of weights are sent
+            reply = await self.rig.coordinator.handle(request)  # type: ignore[arg-type]  # only those of weights are sent
             if isinstance(request, WeightsCommit):
                 found.arrived[request.version] = await self.rig.engine.client.checksums(30.0)
             return reply
@@ -131,17 +131,17 @@ def stages(model: Path, runner: asyncio.Runner, tmp_path_factory: pytest.TempPat
     first = Oracle(model)
     checkpoints = [first, perturbed(first, folder / "a", 1), perturbed(first, folder / "b", 2)]
     rigs: list[Rig] = []
-    started: list[Engine] = []
+    started: list[SGLangProcess] = []
 
     async def start() -> None:
         for name, sizes in (("one", {}), ("two", {"tp": 2}), ("pair", {"count": 2})):
             config = settings(model, folder / f"run-{name}", max_total_tokens=8192, **sizes)
-            engines = [Engine(f"engine.{index}", config, index, config.run.dir) for index in range(config.engines.count)]
+            engines = [SGLangProcess(f"engine.{index}", config, index, config.run.dir) for index in range(config.engines.count)]
             started.extend(engines)
             rigs.append(await make(config, engines, runner.run))
         await asyncio.gather(*(engine.wait_ready() for engine in started))
         for rig in rigs:
-            rig.conductor.engines_started()
+            rig.coordinator.engines_started()
 
     async def stop() -> None:
         await asyncio.gather(*(engine.stop() for engine in started))
@@ -165,9 +165,9 @@ def dense(runner: asyncio.Runner, tmp_path_factory: pytest.TempPathFactory) -> I
     config = settings(first.path, folder / "run", max_total_tokens=8192, tp=2, dtype="bfloat16")
 
     async def start() -> Rig:
-        rig = await make(config, [Engine("engine.0", config, 0, config.run.dir)], runner.run)
+        rig = await make(config, [SGLangProcess("engine.0", config, 0, config.run.dir)], runner.run)
         await rig.engine.wait_ready()
-        rig.conductor.engines_started()
+        rig.coordinator.engines_started()
         return rig
 
     rig = runner.run(start())

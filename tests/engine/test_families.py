@@ -13,9 +13,9 @@ import torch
 
 from asyncmoe.config import Config
 from asyncmoe.models import family_of, load_hf_config
-from asyncmoe.rollout.engines.engine_client import Sampling
-from asyncmoe.rollout.engines.engine_process import Engine
-from asyncmoe.rollout.engines.sglang_decode import routed_experts
+from asyncmoe.rollout.engines.decode import routed_experts
+from asyncmoe.rollout.engines.sglang.process import SGLangProcess
+from asyncmoe.rollout.engines.types import Sampling
 from asyncmoe.trajectory import Recording
 from tests import families
 from tests.engine.conftest import Rig, make, settings
@@ -30,9 +30,9 @@ every = [name if name == FEW else pytest.param(name, marks=pytest.mark.thorough)
 
 def start(runner: asyncio.Runner, config: Config) -> Rig:
     async def started() -> Rig:
-        rig = await make(config, [Engine("engine.0", config, 0, config.run.dir)], runner.run)
+        rig = await make(config, [SGLangProcess("engine.0", config, 0, config.run.dir)], runner.run)
         await rig.engine.wait_ready()
-        rig.conductor.engines_started()
+        rig.coordinator.engines_started()
         return rig
 
     rig: Rig = runner.run(started())

@@ -14,7 +14,7 @@ from asyncmoe.config.task import TaskSection
 from asyncmoe.errors import EngineError, TrajectoryRejected
 from asyncmoe.queue.bounded import BoundedQueue
 from asyncmoe.rollout import scoring
-from asyncmoe.rollout.engines.engine_client import Sampling
+from asyncmoe.rollout.engines.types import Sampling
 from asyncmoe.rollout.episodes import episode
 from asyncmoe.rollout.episodes.episode import RolloutContext
 from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId
@@ -71,7 +71,7 @@ def test_a_prompt_too_long_is_rejected_in_the_engines_words(rig: Rig) -> None:
 
 def test_a_request_out_of_turn_is_refused_in_the_engines_words(rig: Rig) -> None:
     with pytest.raises(EngineError, match=r"engine\.0: /end_weight_update: no weight-update session is open"):
-        rig.run(rig.engine.client.end())
+        rig.run(rig.engine.client.end_update())
 
 
 def test_a_prefix_is_shared_under_its_salt_only(rig: Rig) -> None:

@@ -15,8 +15,8 @@ import torch
 
 from asyncmoe.config.rollout import Interruption
 from asyncmoe.models.make import VOCAB
-from asyncmoe.rollout.engines.engine_client import Sampling
 from asyncmoe.rollout.engines.interruption import respond
+from asyncmoe.rollout.engines.types import Sampling
 from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId, assemble
 from asyncmoe.trajectory import Recording, Routing, Trajectory, decode_routes, validate
 from tests.engine.conftest import Rig
@@ -45,9 +45,9 @@ class Played:
         self.bounds = [int(np.argmax(self.record.versions == v)) for v in sorted(set(self.record.versions[self.record.loss_mask].tolist()))]
 
     async def _play(self, rig: Rig, oracles: Sequence[Oracle], interruption: Interruption) -> None:
-        rig.conductor._interruption = "in_place"
+        rig.coordinator.driver.interruption = "in_place"
         await rig.sender.publish(self.first, oracles[0].weights)
-        rig.conductor._interruption = interruption
+        rig.coordinator.driver.interruption = interruption
         self.lost, self.recomputed = rig.pool.lost_tokens, rig.pool.recomputed_tokens
         asking = asyncio.create_task(respond(rig.pool, PROMPT, (), SAMPLING, interruption))
         pauses = []
@@ -55,7 +55,7 @@ class Played:
             await asyncio.sleep(0.5)
             pauses += (await rig.sender.publish(self.first + number, oracles[number].weights)).pause_ms
         turns = await asking
-        rig.conductor._interruption = "in_place"
+        rig.coordinator.driver.interruption = "in_place"
         self.turns = len(turns)
         self.record = assemble(turns, EpisodeId(0, 0, 0), RECORDING, 0.0, {})
         self.lost, self.recomputed = rig.pool.lost_tokens - self.lost, rig.pool.recomputed_tokens - self.recomputed
@@ -152,13 +152,13 @@ def test_many_responses_at_once_are_resumed(rig: Rig, oracles: list[Oracle]) -> 
     async def play() -> list[int]:
         short = replace(SAMPLING, max_new_tokens=150)
         before = rig.pool.version
-        rig.conductor._interruption = "abort_resume"
+        rig.coordinator.driver.interruption = "abort_resume"
         asking = [asyncio.create_task(respond(rig.pool, (*PROMPT, i), (), short, "abort_resume")) for i in range(12)]
         for number in (1, 2, 3):
             await asyncio.sleep(0.3)
             await rig.sender.publish(before + number, oracles[number % 3].weights)
         done = await asyncio.gather(*asking)
-        rig.conductor._interruption = "in_place"
+        rig.coordinator.driver.interruption = "in_place"
         return [sum(len(turn.generation.tokens) for turn in turns) for turns in done]
 
     assert rig.run(play()) == [150] * 12

@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from asyncmoe.errors import UserError
-from asyncmoe.rollout.engines.engine_process import Engine
+from asyncmoe.rollout.engines.sglang.process import SGLangProcess
 from tests.engine.conftest import settings
 from tests.engine.lifetime import MARK, command_of, marked, wait_until
 
@@ -81,10 +81,10 @@ def test_a_port_in_use_is_refused_before_anything_starts(model: Path, tmp_path: 
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(UserError, match=f"port {port} on 127.0.0.1: got Address already in use"):
-            Engine("engine.0", settings(model, tmp_path, port=port), 0, tmp_path)
+            SGLangProcess("engine.0", settings(model, tmp_path, port=port), 0, tmp_path)
     assert not (tmp_path / "logs").exists()
 
 
 def test_a_python_without_sglang_is_one_line(model: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"engines\.python"):
-        Engine("engine.0", settings(model, tmp_path, python=tmp_path / "python"), 0, tmp_path)
+        SGLangProcess("engine.0", settings(model, tmp_path, python=tmp_path / "python"), 0, tmp_path)

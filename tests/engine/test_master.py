@@ -15,7 +15,7 @@ import torch
 
 from asyncmoe.models.make import VOCAB
 from asyncmoe.rollout import scoring
-from asyncmoe.rollout.engines.engine_client import Sampling
+from asyncmoe.rollout.engines.types import Sampling
 from asyncmoe.rollout.episodes import episode
 from asyncmoe.rollout.episodes.episode import RolloutContext
 from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId

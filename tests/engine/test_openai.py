@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from asyncmoe.rollout import scoring
-from asyncmoe.rollout.engines.engine_client import Sampling
+from asyncmoe.rollout.engines.types import Sampling
 from asyncmoe.rollout.episodes import episode
 from asyncmoe.rollout.episodes.episode import RolloutContext
 from asyncmoe.rollout.episodes.openai_endpoint.environment import OpenAIEnvironment

@@ -26,10 +26,10 @@ from asyncmoe.config.model import MadeModel
 from asyncmoe.config.rollout import Interruption
 from asyncmoe.errors import AsyncmoeError
 from asyncmoe.models.make import VOCAB, make_model
-from asyncmoe.rollout.engines import engine_process as engines
-from asyncmoe.rollout.engines.engine_client import ABORTED, Generation, Sampling
-from asyncmoe.rollout.engines.engine_process import Engine
 from asyncmoe.rollout.engines.interruption import respond
+from asyncmoe.rollout.engines.sglang import process as engines
+from asyncmoe.rollout.engines.sglang.process import SGLangProcess
+from asyncmoe.rollout.engines.types import ABORTED, Generation, Sampling
 from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId, Turn, assemble
 from asyncmoe.trajectory import Recording, Routing, Trajectory, decode_masks, decode_routes, validate
 from tests.engine.conftest import Rig, make, settings
@@ -97,14 +97,14 @@ class Load:
         Args:
             aborts: some responses are aborted while an engine stands still, and some clients go away.
         """
-        self.rig.conductor._interruption = interruption
+        self.rig.coordinator.driver.interruption = interruption
         async with self._asked(interruption, aborts):
             for _ in range(count):
                 version = self.rig.pool.version + 1
                 publishing = self.rig.sender.publish(version, {"lm_head.weight": head(version, self.hidden)}, buckets=1)
                 await asyncio.gather(publishing, *([self._abort()] if aborts else []))
                 await asyncio.sleep(0.02 * self.random.random())
-        self.rig.conductor._interruption = "in_place"
+        self.rig.coordinator.driver.interruption = "in_place"
 
     @asynccontextmanager
     async def _asked(self, interruption: Interruption, aborts: bool) -> AsyncIterator[None]:
@@ -201,7 +201,7 @@ def check_record(record: Trajectory, reference: Any) -> None:
 @pytest.fixture(scope="module")
 def start(certain: Path, runner: asyncio.Runner, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Load]]:
     """Starts an engine of `overlap_server`, settled, plain, unordered or naive."""
-    started: list[Engine] = []
+    started: list[SGLangProcess] = []
 
     async def begin(how: str) -> Load:
         folder = tmp_path_factory.mktemp(how)
@@ -215,10 +215,10 @@ def start(certain: Path, runner: asyncio.Runner, tmp_path_factory: pytest.TempPa
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(engines, "command", command)
-            started.append(Engine("engine.0", config, 0, config.run.dir))
+            started.append(SGLangProcess("engine.0", config, 0, config.run.dir))
         rig = await make(config, started[-1:], runner.run)
         await started[-1].wait_ready()
-        rig.conductor.engines_started()
+        rig.coordinator.engines_started()
         return Load(rig, folder / "pauses")
 
     async def stop() -> None:

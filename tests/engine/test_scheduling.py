@@ -8,10 +8,10 @@ from random import Random
 import pytest
 
 from asyncmoe.config.rollout import Balance
-from asyncmoe.rollout.engines.engine_client import Sampling
-from asyncmoe.rollout.engines.engine_process import Engine
 from asyncmoe.rollout.engines.pool import Pool
 from asyncmoe.rollout.engines.scheduling import ScheduledRequest
+from asyncmoe.rollout.engines.sglang.process import SGLangProcess
+from asyncmoe.rollout.engines.types import Sampling
 from tests.engine.conftest import Rig
 
 pytestmark = pytest.mark.engine
@@ -28,7 +28,7 @@ def test_prefix_affinity_raises_prefix_reuse(rig: Rig, untouched: Rig) -> None:
     assert cached["least_loaded"] <= 0.8 * whole
 
 
-async def _cached(engines: list[Engine], balance: Balance, first: int) -> int:
+async def _cached(engines: list[SGLangProcess], balance: Balance, first: int) -> int:
     """Tokens found in caches when the members of each group come one after the other, among those of the other groups."""
     pool, random = Pool(engines, 64, 60.0, lambda *_: None, balance=balance, slack=GROUPS), Random(0)
     prompts = {group: tuple(Random(group).randrange(3, 60) for _ in range(PROMPT)) for group in range(first, first + GROUPS)}

@@ -14,8 +14,8 @@ import pytest
 
 from asyncmoe import models
 from asyncmoe.errors import EngineError, TrajectoryRejected, WeightSyncError
-from asyncmoe.rollout.engines.engine_client import Sampling
 from asyncmoe.rollout.engines.pool import PooledGeneration
+from asyncmoe.rollout.engines.types import Sampling
 from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId, Turn, assemble
 from asyncmoe.rpc.messages import EnginesAsk, WeightsAbort, WeightsBegin, WeightsCommit
 from asyncmoe.trainer.weight_sync.expected_checksums import engine_checksums
@@ -132,7 +132,7 @@ def test_a_request_during_an_update_waits_for_the_new_version(rig: Rig, checkpoi
         assert rig.pool.members[0].in_flight == 0
         names = list(checkpoints[1].weights)
         await rig.sender.bucket(version, checkpoints[1].weights, names)
-        await rig.conductor.handle(WeightsCommit(version))
+        await rig.coordinator.handle(WeightsCommit(version))
         return await asking
 
     answer = rig.run(during())
@@ -148,7 +148,7 @@ def test_a_sender_that_fails_before_the_first_bucket_costs_nothing(rig: Rig, che
         asking = asyncio.create_task(generate(rig, 400))
         await asyncio.sleep(0.2)
         await rig.sender.begin(version + 1)
-        await rig.conductor.handle(WeightsAbort(version + 1, "out of memory"))
+        await rig.coordinator.handle(WeightsAbort(version + 1, "out of memory"))
         return await asking
 
     assert [span.version for span in rig.run(give_up()).generation.spans] == [str(version)]
@@ -162,7 +162,7 @@ def test_a_sender_that_falls_silent_before_the_first_bucket_costs_nothing(rig: R
 
     async def fall_silent() -> PooledGeneration:
         hasty = await make(rig.config, rig.engines, rig.run, timeout_s=0.5)
-        await hasty.conductor.handle(WeightsBegin(version + 1))
+        await hasty.coordinator.handle(WeightsBegin(version + 1))
         asking = asyncio.create_task(hasty.pool.generate((9, 9, 9), Sampling(1.0, 4, ())))
         await asyncio.sleep(0.2)
         assert not asking.done()
@@ -174,13 +174,13 @@ def test_a_sender_that_falls_silent_before_the_first_bucket_costs_nothing(rig: R
 def test_requests_out_of_turn_are_refused(rig: Rig, checkpoints: list[Oracle]) -> None:
     version = next_version(rig)
     with pytest.raises(WeightSyncError, match=rf"version {version} is not open \(open: none\)"):
-        rig.run(rig.conductor.handle(WeightsCommit(version)))
+        rig.run(rig.coordinator.handle(WeightsCommit(version)))
     rig.run(rig.sender.begin(version))
     with pytest.raises(WeightSyncError, match=f"cannot begin version {version + 1}: version {version} is still open"):
-        rig.run(rig.conductor.handle(WeightsBegin(version + 1)))
+        rig.run(rig.coordinator.handle(WeightsBegin(version + 1)))
     with pytest.raises(WeightSyncError, match=rf"version {version + 1} is not open \(open: version {version}\)"):
-        rig.run(rig.conductor.handle(WeightsCommit(version + 1)))
-    rig.run(rig.conductor.handle(WeightsAbort(version, "enough")))
+        rig.run(rig.coordinator.handle(WeightsCommit(version + 1)))
+    rig.run(rig.coordinator.handle(WeightsAbort(version, "enough")))
     assert rig.pool.serving
 
 
@@ -208,14 +208,14 @@ def test_two_engines_are_updated_at_once_and_one_may_die(pair: Rig, checkpoints:
     assert [member.fenced is None for member in rig.pool.members] == [True, False]
     wait_until(lambda: in_session(leader) == [], 10, "the dead engine's processes")
     assert rig.run(generate(rig)).generation.tokens
-    left = rig.run(rig.conductor.handle(EnginesAsk(1.0)))
+    left = rig.run(rig.coordinator.handle(EnginesAsk(1.0)))
     assert [engine.name for engine in left.engines] == ["engine.0"]
 
 
 def test_an_engine_that_differs_is_fenced_and_the_parameters_named(pair: Rig, checkpoints: list[Oracle]) -> None:
     """After the one before it: the engine that is left, as a rig of its own."""
     rig = pair.run(make(pair.config, pair.engines[:1], pair.run))
-    rig.conductor.engines_started()
+    rig.coordinator.engines_started()
     leader = rig.engine._child._process.pid
     wrong = expected(rig, checkpoints[1])[0] | {"lm_head.weight": "0" * 16, "model.norm.weight": "1" * 16}
 
@@ -247,7 +247,7 @@ def test_a_sender_that_fails_after_a_bucket_leaves_no_mixed_engine(rig: Rig, che
     async def fail() -> None:
         await rig.sender.begin(version)
         await rig.sender.bucket(version, checkpoints[2].weights, names)
-        await rig.conductor.handle(WeightsAbort(version, "the trainer lost a rank"))
+        await rig.coordinator.handle(WeightsAbort(version, "the trainer lost a rank"))
 
     rig.run(fail())
     assert in_session(leader) == []

@@ -9,7 +9,7 @@ from pathlib import Path
 from random import Random
 
 from asyncmoe.models import make
-from asyncmoe.rollout.engines.engine_client import Generation, Sampling, VersionSpan
+from asyncmoe.rollout.engines.types import Generation, Sampling, VersionSpan
 from asyncmoe.rollout.episodes.environment import Agent, Bounds, Episode
 from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId, Turn
 from asyncmoe.rollout.tasks import Prompt

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from asyncmoe.errors import EngineError, UserError, WeightSyncError
 from asyncmoe.models.lora.adapter import Kind
 from asyncmoe.rollout.engines.adapter_slots import ServedBy, StillInUse, TwoSlots, attributed
-from asyncmoe.rollout.engines.adapters import flags, payload
-from asyncmoe.rollout.engines.engine_client import AdapterMessage, Generation, VersionSpan
+from asyncmoe.rollout.engines.sglang.lora import flags, payload
+from asyncmoe.rollout.engines.types import AdapterMessage, Generation, VersionSpan
 
 ADAPTER = AdapterMessage({}, ())
 

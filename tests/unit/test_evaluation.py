@@ -15,9 +15,9 @@ from asyncmoe.config.model import MadeModel
 from asyncmoe.errors import ConfigError, DataError, EngineError, TrajectoryRejected
 from asyncmoe.models.make import make_model
 from asyncmoe.rollout import tasks
-from asyncmoe.rollout.engines.engine_client import Generation, Sampling, VersionSpan
 from asyncmoe.rollout.engines.pool import PooledGeneration
 from asyncmoe.rollout.engines.scheduling import ScheduledRequest
+from asyncmoe.rollout.engines.types import Generation, Sampling, VersionSpan
 from asyncmoe.rollout.episodes.episode import RolloutContext
 from asyncmoe.rollout.evaluation import Evaluator, due, measure, sampling
 from asyncmoe.rollout.scoring import Exact

@@ -12,10 +12,10 @@ from asyncmoe.config import Config, parse
 from asyncmoe.config.rollout import Interruption
 from asyncmoe.errors import ConfigError, TrajectoryRejected
 from asyncmoe.models import kept_routing
-from asyncmoe.rollout.engines.engine_client import ABORTED, Generation, Sampling, VersionSpan
 from asyncmoe.rollout.engines.interruption import respond
 from asyncmoe.rollout.engines.pool import PooledGeneration
 from asyncmoe.rollout.engines.scheduling import ScheduledRequest
+from asyncmoe.rollout.engines.types import ABORTED, Generation, Sampling, VersionSpan
 from asyncmoe.rollout.episodes.trajectory_builder import Turn
 
 HF = {

@@ -18,7 +18,7 @@ from asyncmoe.errors import ConfigError, UserError
 from asyncmoe.launch import gpus, local, preflight
 from asyncmoe.plan import budget
 from asyncmoe.receiver.transport import transport_for
-from asyncmoe.rollout.engines import engine_process
+from asyncmoe.rollout.engines.sglang import process as engine_process
 from asyncmoe.trainer.model import connections
 
 ROOT = Path(__file__).parents[2]

@@ -16,7 +16,7 @@ from asyncmoe.errors import AsyncmoeError, ConfigError, EngineError, ProtocolErr
 from asyncmoe.rollout.engines import membership
 from asyncmoe.rollout.engines.membership import Membership, RemoteEngine
 from asyncmoe.rollout.engines.pool import Member, Pool
-from asyncmoe.rollout.engines.weight_updates import WeightUpdateCoordinator
+from asyncmoe.rollout.engines.weight_updates.coordinator import WeightUpdateCoordinator
 from asyncmoe.rpc.messages import (
     Committed,
     EngineAlive,
@@ -54,9 +54,9 @@ class Rig:
         self.config = config
         self.pool = Pool([], 8, 5.0, lambda *_: None)
         self.published: list[int] = []
-        self.conductor = WeightUpdateCoordinator(self.pool, 5.0, self._published, lambda *_: None)
-        self.conductor.engines_started()
-        self.membership = Membership(config, self.pool, self.conductor.updating)
+        self.coordinator = WeightUpdateCoordinator(self.pool, 5.0, self._published, lambda *_: None)
+        self.coordinator.engines_started()
+        self.membership = Membership(config, self.pool, self.coordinator.updating)
 
     async def _published(self, version: int) -> None:
         self.published.append(version)
@@ -67,21 +67,21 @@ class Rig:
         return self.pool.members[-1]
 
     async def roster(self) -> Engines:
-        reply = await self.conductor.handle(EnginesAsk(1.0))
+        reply = await self.coordinator.handle(EnginesAsk(1.0))
         assert isinstance(reply, Engines)
         return reply
 
     async def publish(self, version: int) -> Committed:
         await self.roster()
-        await self.conductor.handle(WeightsStage(version))
-        reply = await self.conductor.handle(WeightsCommit(version, update=1))
+        await self.coordinator.handle(WeightsStage(version))
+        reply = await self.coordinator.handle(WeightsCommit(version, update=1))
         assert isinstance(reply, Committed)
         return reply
 
 
 @pytest.fixture
 def rig(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Rig], Awaitable[None]]], None]:
-    monkeypatch.setattr(membership, "EngineClient", Client)
+    monkeypatch.setattr(membership, "connect", Client)
     demo = Path(__file__).parents[2] / "examples" / "demo.yaml"
     settings = ("engines.join=true", "engines.count=2", f"run.dir={tmp_path}", "cluster.silence_s=0.4", "rollout.request_timeout_s=5")
     config = configuration.load(demo, settings)

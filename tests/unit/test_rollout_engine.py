@@ -11,7 +11,8 @@ from aiohttp import web
 
 from asyncmoe import config as configuration
 from asyncmoe.config import Config
-from asyncmoe.rollout.engines import engine_client, engine_process
+from asyncmoe.rollout.engines.sglang import client, connection
+from asyncmoe.rollout.engines.sglang import process as engine_process
 
 
 def config(trust: bool = False, **engines: object) -> Config:
@@ -86,13 +87,13 @@ def test_the_cause_is_found_among_its_consequences(log: str, reason: str | None)
 
 def test_the_client_of_an_engine_needs_no_torch() -> None:
     """Weights are swapped by commands the controller pickles; it must not have to load torch for that."""
-    code = "import sys, asyncmoe.rollout.engines.engine_client; sys.exit('torch' in sys.modules)"
+    code = "import sys, asyncmoe.rollout.engines.sglang.client; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 def test_we_close_idle_connections_long_before_the_engine_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert float(engine_process.environment(config(), 0)["SGLANG_TIMEOUT_KEEP_ALIVE"]) >= 10 * engine_client.KEEP_ALIVE_S
-    monkeypatch.setattr(engine_client, "KEEP_ALIVE_S", 0.1)
+    assert float(engine_process.environment(config(), 0)["SGLANG_TIMEOUT_KEEP_ALIVE"]) >= 10 * connection.KEEP_ALIVE_S
+    monkeypatch.setattr(connection, "KEEP_ALIVE_S", 0.1)
     connections: set[object] = set()
 
     async def answer(request: web.Request) -> web.Response:
@@ -108,11 +109,11 @@ def test_we_close_idle_connections_long_before_the_engine_does(monkeypatch: pyte
         await site.start()
         assert site._server is not None
         port = site._server.sockets[0].getsockname()[1]  # type: ignore[attr-defined]
-        client = engine_client.EngineClient("engine.0", f"http://127.0.0.1:{port}")
+        made = client.SGLangClient("engine.0", f"http://127.0.0.1:{port}")
         for rest_s in (0.0, 0.5, 0.0):
-            await client.go_on()
+            await made.resume()
             await asyncio.sleep(rest_s)
-        await client.close()
+        await made.close()
         await runner.cleanup()
 
     asyncio.run(ask_three_times())

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from kept_trajectory import distinct
 
 from asyncmoe.errors import TrajectoryRejected
-from asyncmoe.rollout.engines.sglang_decode import routed_experts, sampling_masks
+from asyncmoe.rollout.engines.decode import routed_experts, sampling_masks
 from asyncmoe.trajectory import Routing, decode_masks, decode_routes, encode_masks, encode_routes
 
 ROUTING = Routing(all_layers=3, layers=(1, 2), top_k=2, experts=8)

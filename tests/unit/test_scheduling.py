@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 from asyncmoe.config.rollout import Order
 from asyncmoe.errors import EngineError
-from asyncmoe.rollout.engines.engine_client import ABORTED, EngineLost, Generation, Sampling, VersionSpan
 from asyncmoe.rollout.engines.gate import Gate
 from asyncmoe.rollout.engines.pool import Pool
 from asyncmoe.rollout.engines.scheduling import KEPT_CONVERSATIONS, KEPT_PROMPTS, Homes, Lengths, ScheduledRequest, Waiting, choose
+from asyncmoe.rollout.engines.types import ABORTED, EngineLost, Generation, Sampling, VersionSpan
 
 LOADS = st.dictionaries(st.sampled_from([f"engine.{i}" for i in range(8)]), st.integers(0, 20), min_size=1)
 ORDERS = st.sampled_from(["fifo", "longest_first"])

@@ -1,1 +1,9 @@
-"""The SGLang engines of a run: their processes, the pool that dispatches requests, and the weights they serve."""
+"""The engines of a run: their processes, the pool that dispatches requests, and the weights they serve.
+
+- `engine.py`, `types.py`: what the code needs of an engine. `sglang/` implements it, and only `backend.py` imports that.
+- `pool.py`: dispatches requests, with `gate.py` (how many at a time) and `scheduling.py` (which next, and where).
+- `interruption.py`: responses that a weight update cuts short. `decode.py`: what an engine records with a response.
+- `weight_updates/`: pauses engines for a version, and keeps the ledger of who serves which. `adapter_slots.py`, `adapters.py`: adapters.
+- `membership.py`, `engine_agent.py`: engines of other machines, as the controller and they themselves see it. `engine_python.py`: the
+  Python that they run in.
+"""

@@ -16,25 +16,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Protocol
 
 from asyncmoe.errors import EngineError, WaitTimeout, WeightSyncError
 from asyncmoe.rollout.engines.adapters import BASE, SLOTS
-from asyncmoe.rollout.engines.engine_client import AdapterMessage, Generation, VersionSpan
+from asyncmoe.rollout.engines.engine import AdapterHost
+from asyncmoe.rollout.engines.types import AdapterMessage, Generation, VersionSpan
 
 
 class StillInUse(WaitTimeout):
     """Responses of an older version did not end in time; the engine received no call."""
-
-
-class AdapterHost(Protocol):
-    """The part of `EngineClient` used here."""
-
-    name: str
-
-    async def load_adapter(self, name: str, adapter: Path | AdapterMessage, timeout_s: float) -> None: ...
-
-    async def unload_adapter(self, name: str, timeout_s: float) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -104,7 +94,7 @@ class TwoSlots:
 
         Args:
             version: higher than every earlier version; or 0 as the first, if training starts from an adapter.
-            adapter: from `peft.write_served` or `adapters.message`; as for `EngineClient.load_adapter`.
+            adapter: from `peft.write_served` or `sglang.lora.message`; as for `AdapterHost.load_adapter`.
 
         Raises:
             WeightSyncError: the version is out of order. New requests still use the previous version.

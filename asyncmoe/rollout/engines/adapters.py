@@ -1,37 +1,21 @@
-"""Adapters in the forms that engines accept: server arguments, files and messages.
+"""Which adapters the engines of a run serve.
 
 Either the receivers write an adapter's memory in the engines (`asyncmoe.receiver`): then there is one adapter, `NAME`, installed at the
-start. Or every version is an adapter of its own that SGLang loads (`asyncmoe.rollout.engines.adapter_slots`).
+start. Or every version is an adapter of its own that the engine loads (`asyncmoe.rollout.engines.adapter_slots`).
 """
 
 from __future__ import annotations
 
-import base64
-import io
-import pickle
-from collections import OrderedDict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
-from tempfile import TemporaryDirectory
-from typing import Any, TypedDict
-
-import numpy as np
+from typing import TypedDict
 
 from asyncmoe.config import Config
-from asyncmoe.errors import UserError
-from asyncmoe.models.lora import peft
-from asyncmoe.models.lora.adapter import DTYPES, Adapter, Kind, check_rank, served, served_config, served_shapes, served_targets
-from asyncmoe.models.shape import Shape
-from asyncmoe.rollout.engines.engine_client import AdapterMessage, EngineClient, Sampling
 
 NAME = "policy"
 """The adapter of an engine whose adapter memory the receivers write."""
 SLOTS = 2
+"""Number of adapters that an engine holds at a time."""
 BASE = "0"
-"""An engine's version string for the checkpoint's weights (`engine_process.command`)."""
-_IN_MEMORY = Path("/dev/shm")
-_LIMIT = "--max-lora-rank"
+"""An engine's version string for the checkpoint's weights."""
 
 
 def in_memory(config: Config) -> bool:
@@ -49,118 +33,3 @@ class AdapterChoice(TypedDict):
 def asked(config: Config) -> AdapterChoice:
     """Return the adapter arguments of the pool for a configuration."""
     return {"adapter": NAME if in_memory(config) else None, "slots": config.adapter is not None and not in_memory(config)}
-
-
-def flags(kind: Kind, limit: int | None = None) -> list[str]:
-    """Return the server arguments for adapters of a kind, without device-specific arguments.
-
-    Args:
-        limit: highest rank the server reserves memory for; None: the rank of `kind`.
-
-    Raises:
-        UserError: the rank is above the limit.
-    """
-    limit = kind.rank if limit is None else limit
-    check_rank(kind, limit)
-    sharing = "" if kind.experts == "shared_outer" else "no-"
-    return [
-        "--enable-lora",
-        *(_LIMIT, str(limit)),
-        *("--lora-target-modules", *served_targets(kind)),
-        # Requests without an adapter occupy a slot too.
-        *("--max-loras-per-batch", str(SLOTS)),
-        # By default SGLang infers this from the adapters given at the start, and there are none.
-        f"--{sharing}experts-shared-outer-loras",
-        "--lora-strict-loading",
-    ]
-
-
-def limit_in(arguments: Sequence[str]) -> int | None:
-    """Return the highest rank set by the user's own server arguments, or None if they set none.
-
-    Raises:
-        UserError: the value is not a number.
-    """
-    for at, argument in enumerate(arguments):
-        name, _, value = argument.partition("=")
-        if name == _LIMIT:
-            text = value or "".join(arguments[at + 1 : at + 2])
-            if not text.isdecimal():
-                raise UserError(f"engines.args: {_LIMIT}", got=repr(text), expected="a number")
-            return int(text)
-    return None
-
-
-async def install(client: EngineClient, m: Shape, kind: Kind, dtype: str, timeout_s: float) -> None:
-    """Load the adapter `NAME` into an engine as memory for the receivers to write; until then it changes nothing.
-
-    It is pinned and sampled with once: from then on SGLang never reuses its slot. Its scale is 1, because the values that the receivers
-    write include the scale.
-
-    Raises:
-        EngineError, WaitTimeout: the engine refused or did not answer.
-    """
-    with TemporaryDirectory(prefix="asyncmoe-adapter-", dir=_IN_MEMORY if _IN_MEMORY.is_dir() else None) as folder:
-        blank(Path(folder), m, replace(kind, alpha=float(kind.rank)), dtype)
-        await client.load_adapter(NAME, Path(folder), timeout_s, pinned=True)
-    await client.generate((0,), Sampling(1.0, 1, ()), NAME, timeout_s, adapter=NAME)
-
-
-def blank(folder: Path, m: Shape, kind: Kind, dtype: str) -> Path:
-    """Write an adapter of zeros as `peft.write_served` does; its file takes no disk space, whatever its size. Returns `folder`."""
-    peft.write_blank(folder, served_config(kind), dtype, served_shapes(m, kind))
-    return folder
-
-
-def message(m: Shape, adapter: Adapter, ranks: int) -> AdapterMessage:
-    """Return an adapter as a message, which engines on any machine accept.
-
-    Args:
-        ranks: number of tensor-parallel ranks of the engine; each receives the whole adapter.
-
-    Raises:
-        UserError: see `Adapter.check`.
-    """
-    return AdapterMessage(served_config(adapter.kind), (payload(served(m, adapter), adapter.dtype),) * ranks)
-
-
-def payload(tensors: Mapping[str, np.ndarray], dtype: str) -> str:
-    """Serialize tensors for one rank of an engine: torch's pickle of {name: tensor}, in base64.
-
-    All tensors are views of one storage, so the engine reads one block of bytes instead of one per tensor.
-
-    Args:
-        tensors: result of `asyncmoe.models.lora.adapter.served`.
-        dtype: their dtype, a key of `asyncmoe.models.lora.adapter.DTYPES`.
-    """
-    import torch
-
-    flat = torch.from_numpy(np.concatenate([np.ascontiguousarray(value, DTYPES[dtype]).ravel() for value in tensors.values()]))
-    typed: Any = torch.storage.TypedStorage
-    storage = typed(wrap_storage=flat.untyped_storage(), dtype=getattr(torch, dtype), _internal=True)
-    parts, offset = {}, 0
-    for name, value in tensors.items():
-        strides = tuple(int(np.prod(value.shape[axis + 1 :])) for axis in range(value.ndim))
-        parts[name] = _Part((storage, offset, value.shape, strides, False, OrderedDict()))
-        offset += value.size
-    written = io.BytesIO()
-    _Pickler(written, protocol=4).dump(parts)
-    return base64.b64encode(written.getbuffer()).decode()
-
-
-@dataclass(frozen=True)
-class _Part:
-    """A tensor, as the arguments of `torch._utils._rebuild_tensor_v2`."""
-
-    arguments: tuple[Any, ...]
-
-
-class _Pickler(pickle.Pickler):
-    """Pickles a `_Part` as the tensor it represents."""
-
-    def reducer_override(self, value: Any) -> Any:
-        if not isinstance(value, _Part):
-            return NotImplemented
-        from torch._utils import _rebuild_tensor_v2
-
-        return _rebuild_tensor_v2, value.arguments

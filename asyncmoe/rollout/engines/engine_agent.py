@@ -18,7 +18,8 @@ from typing import TypeVar
 from asyncmoe.config import Config
 from asyncmoe.errors import AsyncmoeError, EngineError, WaitTimeout
 from asyncmoe.process import named
-from asyncmoe.rollout.engines.engine_process import Engine
+from asyncmoe.rollout.engines import backend
+from asyncmoe.rollout.engines.engine import EngineProcess
 from asyncmoe.rpc import address, keys
 from asyncmoe.rpc.client import Client
 from asyncmoe.rpc.messages import EngineAlive, EngineJoin, EngineLeave, EngineOrder
@@ -43,7 +44,7 @@ def run(config: Config, run_dir: Path, name: str, index: int, memory: Sequence[s
 
     Args:
         index: index of this engine on its machine.
-        memory: see `asyncmoe.rollout.engines.engine_process.command`.
+        memory: see `asyncmoe.rollout.engines.backend.start`.
 
     Raises:
         UserError: this machine has no address in `cluster.network`, or a port is taken.
@@ -60,18 +61,18 @@ async def _serve(config: Config, run_dir: Path, name: str, index: int, memory: S
     stop = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    engine = Engine(name, config, index, run_dir, host=host, key=key, seed=zlib.crc32(name.encode()) >> 1, memory=memory)
+    engine = backend.start(name, config, index, run_dir, host=host, key=key, seed=zlib.crc32(name.encode()) >> 1, memory=memory)
     try:
         ready = await _unless(stop, _ready(engine, run_dir, config.engines.start_timeout_s))
         if ready is not None:
-            place = (engine.client.url, key, address.host_id())
+            place = (engine.url, key, address.host_id())
             request = EngineJoin(name, *place, engine.tp, engine.ep, config.digest, facts(name))
             await _Stay(config, engine, ready).until(stop, request)
     finally:
         await engine.stop()
 
 
-async def _ready(engine: Engine, run_dir: Path, wait_s: float) -> Rendezvous:
+async def _ready(engine: EngineProcess, run_dir: Path, wait_s: float) -> Rendezvous:
     rendezvous, _ = await asyncio.gather(_controller(run_dir, wait_s), engine.wait_ready())
     return rendezvous
 
@@ -92,7 +93,7 @@ async def _controller(run_dir: Path, wait_s: float) -> Rendezvous:
 class _Stay:
     """An engine's membership in a run, from joining to leaving."""
 
-    def __init__(self, config: Config, engine: Engine, rendezvous: Rendezvous) -> None:
+    def __init__(self, config: Config, engine: EngineProcess, rendezvous: Rendezvous) -> None:
         self._config, self._engine, self._rendezvous = config, engine, rendezvous
 
     async def until(self, stop: asyncio.Event, request: EngineJoin) -> None:

@@ -18,9 +18,9 @@ from dataclasses import replace
 
 from asyncmoe.config.rollout import Interruption
 from asyncmoe.errors import TrajectoryRejected
-from asyncmoe.rollout.engines.engine_client import ABORTED, Sampling
 from asyncmoe.rollout.engines.pool import Pool
 from asyncmoe.rollout.engines.scheduling import UNKNOWN, ScheduledRequest
+from asyncmoe.rollout.engines.types import ABORTED, Sampling
 from asyncmoe.rollout.episodes.trajectory_builder import Turn, held
 
 

@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 from asyncmoe.config import Config
 from asyncmoe.errors import ConfigError, EngineError, ProtocolError, UserError, WaitTimeout
-from asyncmoe.rollout.engines.engine_client import EngineClient
+from asyncmoe.rollout.engines.backend import connect
 from asyncmoe.rollout.engines.pool import Member, Pool
 from asyncmoe.rpc.messages import Done, EngineAlive, EngineJoin, EngineLeave, EngineOrder
 from asyncmoe.rpc.peers import check, facts
@@ -28,7 +28,7 @@ LEFT = "it has left"
 
 
 class RemoteEngine:
-    """An engine that has joined; an `asyncmoe.rollout.engines.pool.EngineHandle`.
+    """An engine that has joined; an `asyncmoe.rollout.engines.engine.EngineHandle`.
 
     Args:
         silence_s: seconds without a heartbeat after which it counts as dead.
@@ -36,7 +36,7 @@ class RemoteEngine:
 
     def __init__(self, joined: EngineJoin, silence_s: float) -> None:
         self.name, self.tp, self.ep, self.host = joined.name, joined.tp, joined.ep, joined.host
-        self.client = EngineClient(joined.name, joined.url, joined.key)
+        self.client = connect(joined.name, joined.url, joined.key)
         self.order: asyncio.Future[EngineOrder] = asyncio.get_running_loop().create_future()
         self.told = False
         self._silence_s, self._heard, self._gone = silence_s, time.monotonic(), ""

@@ -19,34 +19,19 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Protocol
 
 from asyncmoe.config.rollout import Balance, Order
 from asyncmoe.errors import EngineError, TrajectoryRejected, WaitTimeout
 from asyncmoe.rollout.engines.adapter_slots import ServedBy, TwoSlots, attributed
-from asyncmoe.rollout.engines.engine_client import ABORTED, EngineClient, EngineLost, Generation, Sampling
+from asyncmoe.rollout.engines.engine import EngineHandle
 from asyncmoe.rollout.engines.gate import Gate
 from asyncmoe.rollout.engines.scheduling import UNKNOWN, Homes, Lengths, ScheduledRequest, Waiting, choose
+from asyncmoe.rollout.engines.types import ABORTED, EngineLost, Generation, Sampling
 
 log = logging.getLogger(__name__)
 _WATCH_S = 0.5
 _PATIENCE = 4
 """A request is overtaken at most `_PATIENCE * limit` times, so the order yields only after a wait of several responses."""
-
-
-class EngineHandle(Protocol):
-    """The part of `Engine` that the pool uses."""
-
-    name: str
-    tp: int
-    ep: int
-    host: str
-    client: EngineClient
-
-    @property
-    def died(self) -> str | None: ...
-
-    def kill(self) -> None: ...
 
 
 @dataclass(eq=False)
@@ -146,7 +131,7 @@ class Pool:
         """Generate one response.
 
         Args:
-            held: as for `EngineClient.generate`.
+            held: as for `Engine.generate`.
             request: decides when the prompt is sent, and to which engine.
 
         Raises:

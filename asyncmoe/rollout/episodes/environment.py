@@ -23,7 +23,7 @@ from random import Random
 from typing import Protocol, runtime_checkable
 
 from asyncmoe.errors import TrajectoryRejected
-from asyncmoe.rollout.engines.engine_client import Sampling
+from asyncmoe.rollout.engines.types import Sampling
 from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId, Turn
 from asyncmoe.rollout.tasks import Prompt
 from asyncmoe.rollout.tokenizer import Tokenizer

@@ -18,10 +18,10 @@ import numpy as np
 
 from asyncmoe.config.rollout import Interruption
 from asyncmoe.errors import AsyncmoeError, TrajectoryRejected
-from asyncmoe.rollout.engines.engine_client import Generation, Sampling
 from asyncmoe.rollout.engines.interruption import respond
 from asyncmoe.rollout.engines.pool import Pool
 from asyncmoe.rollout.engines.scheduling import ScheduledRequest
+from asyncmoe.rollout.engines.types import Generation, Sampling
 from asyncmoe.rollout.episodes import environment
 from asyncmoe.rollout.episodes.environment import Agent, Bounds, Demonstrator, Environment, Episode, Rewards
 from asyncmoe.rollout.episodes.environments.single_turn import SingleTurn

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from asyncmoe.errors import TrajectoryRejected
-from asyncmoe.rollout.engines.engine_client import Generation
-from asyncmoe.rollout.engines.sglang_decode import routed_experts, sampling_masks
+from asyncmoe.rollout.engines.decode import routed_experts, sampling_masks
+from asyncmoe.rollout.engines.types import Generation
 from asyncmoe.trajectory import NOT_SAMPLED, EncodedMasks, Masks, Recording, Routes, Trajectory, encode_masks, encode_routes
 
 

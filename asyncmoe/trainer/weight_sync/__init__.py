@@ -9,9 +9,9 @@ A version on its way from the optimizer step to serving, with `sync.method: resh
    trainer and engine ranks meet and compare plans (`TERMS`, `ready(rank)`, `VERDICT`).
 4. `sender.py`: rank 0 asks the controller to stage the version and sets `header(N)`; every rank connects channel E if it has none and
    sends its shards (`sent(N, rank)`) while the next step computes. `trainer/loop.py` calls `wait_sent` before it changes the weights.
-5. `sender.py`: when all ranks have reported `sent` and `staged`, rank 0 asks the controller to commit. `rollout/engines/weight_updates.py`
-   pauses the engines, has them swap, compares their checksums with the expected ones (`expected_checksums.py`) and resumes them; rank 0
-   sets `end(N)`.
+5. `sender.py`: when all ranks have reported `sent` and `staged`, rank 0 asks the controller to commit. `rollout/engines/weight_updates/`
+   pauses the engines (`driver.py`), has them swap (`reshard.py`), compares their checksums with the expected ones
+   (`expected_checksums.py`) and resumes them (`coordinator.py`); rank 0 sets `end(N)`.
 6. `sender.py`: until `settle`, rank 0 watches whether the version must be sent again to new engines, then sets `over(N)`.
 
 `asyncmoe.receiver` lists the engine's side of steps 3 to 5. With `sync.method: broadcast`, `broadcast.py` gathers whole tensors to rank 0

@@ -22,7 +22,7 @@ from asyncmoe.config import parse
 from asyncmoe.launch.torchrun import TRAINER_ENVIRONMENT, free_port, torchrun
 from asyncmoe.models.make import make_model
 from asyncmoe.process import Child
-from asyncmoe.rollout.engines.engine_process import reason_in
+from asyncmoe.rollout.engines.sglang.process import reason_in
 from asyncmoe.telemetry.summary import summarise
 from tests.gpu.bundle import needs, servers
 from tests.gpu.bundle.summary import write_outcome

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from asyncmoe.rollout.engines.engine_client import Sampling
+from asyncmoe.rollout.engines.types import Sampling
 from asyncmoe.rollout.episodes.openai_endpoint.conversation import Message, PolicyRequest
 from asyncmoe.rollout.episodes.tools.calls import Call, find
 

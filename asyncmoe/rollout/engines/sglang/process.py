@@ -19,8 +19,10 @@ from asyncmoe.platform.sglang.lifetime import API_KEY, PARENT
 from asyncmoe.process import Child
 from asyncmoe.receiver.command import LOADER
 from asyncmoe.rollout.engines import adapters
-from asyncmoe.rollout.engines.engine_client import KEEP_ALIVE_S, EngineClient
 from asyncmoe.rollout.engines.engine_python import engine_python
+from asyncmoe.rollout.engines.sglang import lora
+from asyncmoe.rollout.engines.sglang.client import SGLangClient
+from asyncmoe.rollout.engines.sglang.connection import KEEP_ALIVE_S
 from asyncmoe.rpc import address
 
 _POLL_S = 0.2
@@ -28,12 +30,14 @@ _SEEDS = 1 << 31
 _GPUS = Path("/dev/nvidiactl")
 
 
-class Engine:
-    """A running server.
+class SGLangProcess:
+    """A running server; an `asyncmoe.rollout.engines.engine.EngineProcess`.
 
     Attributes:
         name: "engine.0"; its name in records and messages.
+        tp, ep: as `engines.tp` and `engines.ep`.
         host: its machine, as `asyncmoe.rpc.address.host_id`.
+        url: "http://host:port".
         client: client of its endpoints.
     """
 
@@ -49,18 +53,7 @@ class Engine:
         seed: int | None = None,
         memory: Sequence[str] = (),
     ) -> None:
-        """Start the process. Call from the main thread, because Linux ends the server when the thread that started it ends.
-
-        Args:
-            index: index of this engine on its machine.
-            host: address to listen on; default: engines.host.
-            key: API key it requires with every request; empty: none.
-            seed: added to the run's seed, so that no two engines draw the same samples; default: `index`.
-            memory: see `command`.
-
-        Raises:
-            UserError: the port is taken.
-        """
+        """Start the process, as `asyncmoe.rollout.engines.backend.start` says."""
         section = config.engines
         self.name, self.tp, self.ep = name, section.tp, section.ep
         self.host = address.host_id()
@@ -81,7 +74,8 @@ class Engine:
         # Not an argument, because every user of this machine can read arguments.
         secret = {API_KEY: key} if key else {}
         self._child = Child(name, arguments, log, environment(config, index) | secret)
-        self.client = EngineClient(name, f"http://{host}:{port}", key)
+        self.url = f"http://{host}:{port}"
+        self.client = SGLangClient(name, self.url, key)
 
     @property
     def died(self) -> str | None:
@@ -107,7 +101,7 @@ class Engine:
                 raise WaitTimeout(self.name, f"start; its log is {self._child.log}", self._start_timeout_s)
             await asyncio.sleep(_POLL_S)
         if self._adapter is not None:
-            await adapters.install(self.client, *self._adapter, self._start_timeout_s)
+            await lora.install(self.client, *self._adapter, self._start_timeout_s)
 
     async def stop(self) -> None:
         """End the server with every process it spawned.
@@ -168,7 +162,7 @@ def command(
     if keeps_routing:
         switches.append("--enable-return-routed-experts")
     if adapter is not None:
-        switches += adapters.flags(adapter, adapters.limit_in(section.args))
+        switches += lora.flags(adapter, lora.limit_in(section.args))
     named = [word for flag, value in flags.items() for word in (f"--{flag}", str(value))]
     return [str(engine_python(section.python)), "-m", "asyncmoe.platform.sglang", *named, *switches, *memory, *section.args]
 

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from asyncmoe.errors import WeightSyncError
-from asyncmoe.rollout.engines.engine_client import EngineLost
 from asyncmoe.rollout.engines.pool import Pool
-from asyncmoe.rollout.engines.weight_updates import EngineSet, WeightUpdateCoordinator
+from asyncmoe.rollout.engines.types import EngineLost
+from asyncmoe.rollout.engines.weight_updates.coordinator import WeightUpdateCoordinator
+from asyncmoe.rollout.engines.weight_updates.roster import EngineSet
 from asyncmoe.rpc.messages import Committed, Engines, EnginesAsk, WeightsCommit, WeightsStage
 from asyncmoe.trainer.weight_sync.publisher import device_of
 
@@ -44,10 +45,10 @@ def publish(engines: int, dead: int) -> tuple[Pool, list[int], Committed]:
                 pool.fence(member, "")
 
         client: Any = pool.members[0].engine.client
-        client.end = found
-        conductor = WeightUpdateCoordinator(pool, 5.0, publishing, lambda *_: None)
-        await conductor.handle(WeightsStage(1))
-        committed = await conductor.handle(WeightsCommit(1, update=1))
+        client.end_update = found
+        coordinator = WeightUpdateCoordinator(pool, 5.0, publishing, lambda *_: None)
+        await coordinator.handle(WeightsStage(1))
+        committed = await coordinator.handle(WeightsCommit(1, update=1))
         assert isinstance(committed, Committed)
         return pool, published, committed
 
@@ -73,10 +74,10 @@ def test_one_whose_connection_is_lost_in_the_swap_is_left_behind() -> None:
             pass
 
         client: Any = pool.members[1].engine.client
-        client.tell = lost
-        conductor = WeightUpdateCoordinator(pool, 5.0, publishing, lambda *_: None)
-        await conductor.handle(WeightsStage(1))
-        committed = await conductor.handle(WeightsCommit(1, update=1))
+        client.command_receivers = lost
+        coordinator = WeightUpdateCoordinator(pool, 5.0, publishing, lambda *_: None)
+        await coordinator.handle(WeightsStage(1))
+        committed = await coordinator.handle(WeightsCommit(1, update=1))
         assert isinstance(committed, Committed)
         return pool, committed
 
@@ -91,7 +92,7 @@ def test_a_version_that_no_engine_takes_is_not_published() -> None:
 
 
 def asked(said: list[str], devices: bool) -> Engines:
-    """What the conductor says of engines that say what they compute on."""
+    """What the coordinator says of engines that say what they compute on."""
 
     async def run() -> Engines:
         pool = Pool([engine(number) for number in range(len(said))], 8, 5.0, lambda *_: None)
@@ -107,9 +108,9 @@ def asked(said: list[str], devices: bool) -> Engines:
         async def published(version: int) -> None:
             pass
 
-        conductor = WeightUpdateCoordinator(pool, 5.0, published, lambda *_: None)
-        conductor.wait_started = published_at_once  # type: ignore[method-assign]
-        reply = await conductor.handle(EnginesAsk(1.0, devices))
+        coordinator = WeightUpdateCoordinator(pool, 5.0, published, lambda *_: None)
+        coordinator.wait_started = published_at_once  # type: ignore[method-assign]
+        reply = await coordinator.handle(EnginesAsk(1.0, devices))
         assert isinstance(reply, Engines)
         return reply
 

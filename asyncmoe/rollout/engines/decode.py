@@ -1,4 +1,4 @@
-"""Decodes the routes and sampling masks that SGLang 0.5.23 reports for a response into the recorded arrays.
+"""Decodes the routes and sampling masks of a `Generation` into the recorded arrays. Their form is that of SGLang 0.5.23:
 
 Routes: `meta_info.routed_experts`, base64 of int32[seqlen - 1 - start, num_hidden_layers, top_k] in C order
 (`sglang/srt/state_capturer`): seqlen counts prompt and response, the last token has not passed through the model, dense layers are

@@ -1,0 +1,53 @@
+"""The implementation of `asyncmoe.rollout.engines.engine` that runs use: SGLang. No other module imports it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from asyncmoe.config import Config
+from asyncmoe.rollout.engines.engine import Engine, EngineProcess
+from asyncmoe.rollout.engines.sglang import lora
+from asyncmoe.rollout.engines.sglang.client import SGLangClient
+from asyncmoe.rollout.engines.sglang.process import SGLangProcess
+
+
+def start(
+    name: str,
+    config: Config,
+    index: int,
+    run_dir: Path,
+    *,
+    host: str | None = None,
+    key: str = "",
+    seed: int | None = None,
+    memory: Sequence[str] = (),
+) -> EngineProcess:
+    """Start an engine on this machine. Call from the main thread, because Linux ends the server when the thread that started it ends.
+
+    Args:
+        name: name of the engine in records and messages.
+        index: index of this engine on its machine.
+        host: address to listen on; default: engines.host.
+        key: key that every request needs; empty: none.
+        seed: added to the run's seed, so that no two engines draw the same samples; default: `index`.
+        memory: arguments that limit its GPU memory (`asyncmoe.plan.budget.engine_arguments`).
+
+    Raises:
+        UserError: the port is taken.
+    """
+    return SGLangProcess(name, config, index, run_dir, host=host, key=key, seed=seed, memory=memory)
+
+
+def connect(name: str, url: str, key: str) -> Engine:
+    """Return the client of an engine that another machine has started; the arguments are those of its process."""
+    return SGLangClient(name, url, key)
+
+
+def rank_limit(arguments: Sequence[str]) -> int | None:
+    """Return the highest rank of adapters set by the user's own `engines.args`, or None if they set none.
+
+    Raises:
+        UserError: the value is not a number.
+    """
+    return lora.limit_in(arguments)

@@ -1,0 +1,219 @@
+"""What a run needs of an inference engine: the only description of it that the rest of the code imports.
+
+`Engine` is the interface of a running server, `EngineHandle` adds its process as the pool sees it, and `EngineProcess` adds what starts
+and ends a process of this machine. SGLang (`asyncmoe.rollout.engines.sglang`) implements all three, and `asyncmoe.rollout.engines.backend`
+alone chooses the implementation; docs/guides/engine.md says how to add another.
+
+Every coroutine of `Engine` waits a bounded time, and either succeeds or raises:
+
+- `EngineLost`: the connection or the process is gone. The pool fences the engine.
+- `EngineError`: the engine refused, or its answer is malformed. A refused response is rejected; a refused weight update fences the engine.
+- `WaitTimeout`: no answer in time, with the same consequences as an `EngineError`.
+
+Calls without a `timeout_s` have the implementation's own limit, about a minute. Times are seconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+from asyncmoe.receiver.command import Command
+from asyncmoe.rollout.engines.types import AdapterMessage, Generation, Sampling
+
+
+class AdapterHost(Protocol):
+    """The part of an engine that serves adapters by name (`asyncmoe.rollout.engines.adapter_slots`).
+
+    Attributes:
+        name: name of the engine in errors and records: "engine.0".
+    """
+
+    name: str
+
+    async def load_adapter(self, name: str, adapter: Path | AdapterMessage, timeout_s: float) -> None:
+        """Load an adapter on every rank, for requests that name it; returns when such requests are accepted.
+
+        Args:
+            name: a name that no loaded adapter has.
+            adapter: a folder that the engine can also read, as `asyncmoe.models.lora.peft.write_served` writes it; or the adapter itself.
+                The folder's files must not change, and are best deleted once loaded.
+        """
+        ...
+
+    async def unload_adapter(self, name: str, timeout_s: float) -> None:
+        """Unload an adapter that no request uses any more."""
+        ...
+
+
+class Engine(AdapterHost, Protocol):
+    """A running server that samples responses, records what trained them, and changes its weights while requests wait.
+
+    A weight update is a sequence of calls, which the coordinator makes for all engines at the same time:
+
+        pause, begin_update, then any number of load_bucket or command_receivers, end_update, checksums, set_version, resume
+
+    From `pause` to `resume` no token is sampled, but requests are accepted and wait.
+    """
+
+    # Health
+
+    async def ready(self) -> bool:
+        """Return True if the engine accepts requests; False also while nothing listens yet. Never raises."""
+        ...
+
+    async def device(self) -> str:
+        """Return the type of device it computes on: "cpu", "cuda"."""
+        ...
+
+    async def close(self) -> None:
+        """Close the connections to the engine; it cancels the requests in flight. The engine itself continues."""
+        ...
+
+    # Generation
+
+    async def generate(
+        self, tokens: Sequence[int], sampling: Sampling, salt: str, timeout_s: float, held: int = 0, adapter: str | None = None
+    ) -> Generation:
+        """Sample one response to a prompt of token ids.
+
+        Args:
+            tokens: the prompt; no text passes through an engine.
+            salt: cached prefixes are shared only between requests with the same salt.
+            held: number of leading tokens whose routes are omitted, because earlier turns have them; 0 without recorded routes.
+            adapter: name of a loaded adapter; None: the model without an adapter.
+
+        Raises:
+            EngineLost: the connection failed.
+            EngineError: the engine refused or itself aborted the request, or its answer is malformed.
+            WaitTimeout: no answer within `timeout_s`.
+        """
+        ...
+
+    async def abort(self) -> None:
+        """End all requests; each is answered with the tokens sampled so far and finish `ABORTED`."""
+        ...
+
+    async def pause(self, retract: bool = False) -> None:
+        """Stop between two forward passes; returns when no token of the weights so far is still to come.
+
+        Args:
+            retract: drop the keys and values of running requests, which `resume` recomputes; False: keep them.
+        """
+        ...
+
+    async def flush(self) -> None:
+        """Drop all cached prefixes; requires an engine without running requests (retracted requests wait)."""
+        ...
+
+    async def resume(self) -> None:
+        """Continue after `pause`."""
+        ...
+
+    # Weights
+
+    async def begin_update(self) -> None:
+        """Open a weight update; the engine is paused."""
+        ...
+
+    async def end_update(self) -> None:
+        """Close the weight update; the engine still waits for `resume`."""
+        ...
+
+    async def join_group(self, host: str, port: int, rank_offset: int, world: int, group: str, backend: str, timeout_s: float) -> None:
+        """Have the engine's ranks join a process group with the sender, for `load_bucket`; returns when all `world` ranks have joined.
+
+        Args:
+            host, port: rendezvous of the group, a torch store that the sender keeps.
+            rank_offset: the engine's first rank; the sender is rank 0.
+            world: number of ranks: the sender's one, and `tp` for each engine.
+            group: name of the group.
+            backend: "gloo" or "nccl".
+        """
+        ...
+
+    async def load_bucket(
+        self, names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Sequence[int]], group: str, timeout_s: float
+    ) -> None:
+        """Receive one bucket, broadcast by rank 0 of `group`, and load it; returns when it is loaded.
+
+        The bucket is one uint8 tensor: the bytes of whole tensors of the checkpoint, in C order, one after another.
+
+        Args:
+            names: the tensors' names in the Hugging Face checkpoint.
+            dtypes: torch's names: "bfloat16".
+        """
+        ...
+
+    async def command_receivers(self, commands: Sequence[Command], timeout_s: float, version: int | None = None) -> None:
+        """Have `asyncmoe.receiver.worker.obey` execute one command in each rank's main thread, between `begin_update` and `end_update`.
+
+        Args:
+            commands: one per rank.
+            version: version of the weights from then on; None: unchanged.
+        """
+        ...
+
+    async def set_version(self, version: int) -> None:
+        """Set the version of the weights from the next sampled token on; the checkpoint's weights are version 0."""
+        ...
+
+    async def checksums(self, timeout_s: float) -> tuple[dict[str, str], ...]:
+        """Return {parameter or buffer: checksum} for each rank.
+
+        Names are the engine's own; a checksum is `asyncmoe.reshard.checksum` of the bytes.
+        """
+        ...
+
+
+class EngineHandle(Protocol):
+    """An engine and its process, as the pool sees them; the process may run on another machine.
+
+    Attributes:
+        name: "engine.0"; its name in records and messages.
+        tp, ep: tensor- and expert-parallel ranks; the engine has `tp` workers.
+        host: its machine, as `asyncmoe.rpc.address.host_id`.
+    """
+
+    name: str
+    tp: int
+    ep: int
+    host: str
+
+    @property
+    def client(self) -> Engine:
+        """The interface of the server."""
+        ...
+
+    @property
+    def died(self) -> str | None:
+        """Why the process ended, or None while it runs."""
+        ...
+
+    def kill(self) -> None:
+        """End the process, at once or as soon as its machine hears of it; its requests in progress fail with `EngineLost`."""
+        ...
+
+
+class EngineProcess(EngineHandle, Protocol):
+    """An engine of this machine, started by this process.
+
+    Attributes:
+        url: "http://host:port", from which `asyncmoe.rollout.engines.backend.connect` makes a client in another process.
+    """
+
+    url: str
+
+    async def wait_ready(self) -> None:
+        """Return once the server accepts requests, including requests for the adapter that the receivers write, if any.
+
+        Raises:
+            EngineError: the server died first.
+            WaitTimeout: the start took longer than engines.start_timeout_s.
+        """
+        ...
+
+    async def stop(self) -> None:
+        """Close the client, and end the server with every process it spawned."""
+        ...

@@ -1,0 +1,11 @@
+"""SGLang 0.5.23 as an engine: implements `asyncmoe.rollout.engines.engine`, for `asyncmoe.rollout.engines.backend` alone to import.
+
+- `process.py`: one server as a child process: command line, environment, start and end.
+- `connection.py`: HTTP requests and their errors.
+- `generation.py`: the body of `/generate`, and a response from its answer; pure functions.
+- `weights.py`: pause, weight updates, checksums.
+- `client.py`: all of these as an `Engine`; health, aborts, adapters.
+- `lora.py`: server arguments and messages for adapters.
+
+Changes inside the server's process are `asyncmoe.platform.sglang` and `asyncmoe.receiver`.
+"""

@@ -1,0 +1,80 @@
+"""HTTP requests to one SGLang 0.5.23 server (`sglang.srt.entrypoints.http_server`): each waits a bounded time, and succeeds or raises."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+import aiohttp
+import msgspec
+
+from asyncmoe.errors import EngineError, WaitTimeout
+from asyncmoe.rollout.engines.types import EngineLost
+
+T = TypeVar("T")
+KEEP_ALIVE_S = 5.0
+"""The client closes idle connections long before the engine would, because a request sent just as the engine closes is lost."""
+
+
+class Acknowledged(msgspec.Struct, frozen=True):
+    """The answer of an endpoint that only succeeds or fails."""
+
+    success: bool = True
+    message: str = ""
+
+
+class SGLangConnection:
+    """Connections to one engine's endpoints.
+
+    Args:
+        name: name of the engine in errors.
+        url: "http://host:port".
+        key: API key the engine requires; empty: none.
+        timeout_s: limit on every call without a timeout of its own.
+    """
+
+    def __init__(self, name: str, url: str, key: str = "", timeout_s: float = 60.0) -> None:
+        self.name, self.url, self._timeout_s = name, url, timeout_s
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        # The engine queues requests it cannot run yet, so a limit on connections would only hide requests from it.
+        self._session = aiohttp.ClientSession(headers=headers, connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S))
+
+    async def close(self) -> None:
+        """Close the connections; the engine cancels the requests in flight."""
+        await self._session.close()
+
+    async def _post(self, path: str, body: Mapping[str, Any], kind: type[T], timeout_s: float | None = None) -> T:
+        text = await self._send(path, body, timeout_s or self._timeout_s)
+        try:
+            return msgspec.json.decode(text, type=kind)
+        except msgspec.DecodeError as error:
+            raise EngineError(f"{self.name}: {path}: unexpected answer: {error}") from error
+
+    async def _send(self, path: str, body: Mapping[str, Any] | None, seconds: float) -> bytes:
+        """POST a body, or GET without one; return the answer's body."""
+        headers = {"Content-Type": "application/json"}
+        method, data = ("GET", None) if body is None else ("POST", msgspec.json.encode(body))
+        try:
+            async with self._session.request(
+                method, self.url + path, data=data, headers=headers, timeout=aiohttp.ClientTimeout(seconds)
+            ) as reply:
+                status, text = reply.status, await reply.read()
+        except TimeoutError as error:
+            raise WaitTimeout(self.name, path, seconds) from error
+        except aiohttp.ClientError as error:
+            raise EngineLost(f"{self.name}: {path}: {error or type(error).__name__}") from error
+        if status != 200:
+            raise EngineError(f"{self.name}: {path}: {_message(text)}")
+        return text
+
+
+def _message(text: bytes) -> str:
+    """Return the error message in an answer: {"error": {"message": ...}}, {"message": ...}, {"error_message": ...} or plain text."""
+    try:
+        answer = msgspec.json.decode(text)
+    except msgspec.DecodeError:
+        return text.decode(errors="replace").strip()[:500]
+    if isinstance(answer, dict):
+        inner = answer.get("error")
+        answer = inner.get("message", answer) if isinstance(inner, dict) else answer.get("message", answer.get("error_message", answer))
+    return str(answer)[:500]

@@ -1,0 +1,95 @@
+"""The body of a request to `/generate`, and the response in its answer. Decisions only: nothing here waits or communicates."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import msgspec
+
+from asyncmoe.errors import EngineError
+from asyncmoe.rollout.engines.types import ABORTED, Generation, Sampling, VersionSpan
+from asyncmoe.trajectory import Recording
+
+
+class _Finish(msgspec.Struct, frozen=True):
+    type: Literal["stop", "length", "abort"]
+    message: str | None = None
+    status_code: int | None = None
+
+
+class _Meta(msgspec.Struct, frozen=True):
+    finish_reason: _Finish
+    output_token_logprobs: list[tuple[float | None, int, str | None]]
+    weight_versions: list[VersionSpan]
+    cached_tokens: int = 0
+    routed_experts: str | None = None
+    output_token_sampling_mask: list[list[int]] | None = None
+    output_token_sampling_logprobs: list[float] | None = None
+
+
+class Generated(msgspec.Struct, frozen=True):
+    """The answer of `/generate`."""
+
+    output_ids: list[int]
+    meta_info: _Meta
+
+
+def request_body(tokens: Sequence[int], sampling: Sampling, salt: str, held: int, adapter: str | None) -> dict[str, Any]:
+    """Return the request for one response; the arguments are those of `Engine.generate`."""
+    recording = sampling.recording
+    return {
+        "input_ids": list(tokens),
+        "return_logprob": True,
+        "return_sampling_mask": recording.masks,
+        "return_routed_experts": recording.routing is not None,
+        "routed_experts_start_len": held if recording.routing is not None else 0,
+        "cache_salt": salt,
+        "lora_path": adapter,
+        "sampling_params": {
+            "temperature": sampling.temperature,
+            "max_new_tokens": sampling.max_new_tokens,
+            "stop_token_ids": list(sampling.stop),
+            "ignore_eos": not sampling.stop,
+            # Always sent, because a model's generation_config.json can change the server's defaults.
+            "top_p": sampling.top_p,
+            "top_k": -1 if sampling.top_k is None else sampling.top_k,
+            "min_p": sampling.min_p,
+            "skip_special_tokens": False,
+        },
+    }
+
+
+def response(name: str, reply: Generated, recording: Recording) -> Generation:
+    """Return the response in an answer.
+
+    Args:
+        name: name of the engine in errors.
+
+    Raises:
+        EngineError: the engine itself aborted the request, or the parts of the answer contradict each other.
+    """
+    meta = reply.meta_info
+    if meta.finish_reason.type == ABORTED and meta.finish_reason.status_code is not None:
+        raise EngineError(f"{name}: the request was aborted: {meta.finish_reason.message}")
+    tokens = tuple(reply.output_ids)
+    logprobs = tuple(entry[0] for entry in meta.output_token_logprobs)
+    if tuple(entry[1] for entry in meta.output_token_logprobs) != tokens or None in logprobs:
+        raise EngineError(f"{name}: log-probabilities do not match the response's {len(tokens)} tokens")
+    ends = [span.end for span in meta.weight_versions]
+    if [span.start for span in meta.weight_versions] != [0, *ends[:-1]] or ends[-1:] != [len(tokens)]:
+        raise EngineError(f"{name}: version spans {meta.weight_versions} do not cover {len(tokens)} tokens")
+    values = tuple(value for value in logprobs if value is not None)
+    if recording.masks:
+        values = tuple(meta.output_token_sampling_logprobs or ())
+        if len(values) != len(tokens):
+            raise EngineError(f"{name}: got {len(values)} log-probabilities over sampling masks, expected {len(tokens)}")
+    return Generation(
+        tokens,
+        values,
+        tuple(meta.weight_versions),
+        meta.finish_reason.type,
+        meta.cached_tokens,
+        meta.routed_experts,
+        meta.output_token_sampling_mask,
+    )

@@ -1,0 +1,89 @@
+"""What a request asks of an engine, and what a response holds: plain data, the same for every engine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from asyncmoe.errors import EngineError
+from asyncmoe.trajectory import NOTHING, Recording
+
+ABORTED = "abort"
+"""`Generation.finish` of a response that `Engine.abort` ended."""
+
+
+class EngineLost(EngineError):
+    """The engine did not answer: its process or the connection to it is gone."""
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How a response is sampled, and which data is recorded with it.
+
+    There is no seed per request: SGLang honors `sampling_seed` only with --enable-deterministic-inference
+    (`sampling_batch_info.py`), which CPU and many GPU backends lack. Each engine is seeded as a whole instead, so a response
+    depends on how requests were batched.
+
+    Attributes:
+        temperature: divides the logits; > 0.
+        max_new_tokens: maximum length of the response, which then ends with finish "length".
+        stop: token ids that end a response, in addition to those of the model's generation_config.json; the stop token is part of the
+            response. Empty: only its length ends it.
+        top_p, top_k, min_p: as in `RolloutSection`; by default, tokens are drawn from the whole vocabulary.
+        recording: additional data that the engine reports.
+    """
+
+    temperature: float
+    max_new_tokens: int
+    stop: tuple[int, ...]
+    top_p: float = 1.0
+    top_k: int | None = None
+    min_p: float = 0.0
+    recording: Recording = NOTHING
+
+
+class VersionSpan(msgspec.Struct, frozen=True):
+    """Output tokens `start` to `end` (exclusive) were sampled with weights `version`, the engine's version string at that time."""
+
+    version: str
+    start: int
+    end: int
+
+
+@dataclass(frozen=True)
+class Generation:
+    """One response.
+
+    Attributes:
+        tokens: R sampled token ids, including the stop token if `finish` is "stop".
+        logprobs: R natural log-probabilities: softmax of logits / temperature over the ids of the sampling mask if masks are recorded,
+            else over the whole vocabulary.
+        spans: the version that sampled each range of tokens; cover 0 to R without a gap.
+        finish: "stop", "length", or `ABORTED` if `abort` ended it; an aborted response may have no tokens.
+        cached_tokens: number of prompt tokens whose keys and values came from the prefix cache.
+        routes, masks: in the forms that `asyncmoe.rollout.engines.decode` reads, if requested.
+    """
+
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    spans: tuple[VersionSpan, ...]
+    finish: str
+    cached_tokens: int
+    routes: str | None = None
+    masks: Sequence[Sequence[int]] | None = None
+
+
+@dataclass(frozen=True)
+class AdapterMessage:
+    """An adapter in the form engines receive it (`asyncmoe.rollout.engines.sglang.lora.message`).
+
+    Attributes:
+        config: result of `asyncmoe.models.lora.adapter.served_config`.
+        tensors: one entry per tensor-parallel rank, each with all tensors.
+    """
+
+    config: Mapping[str, Any]
+    tensors: tuple[str, ...]

@@ -1,0 +1,204 @@
+"""The coordinator: answers the sender's requests, and publishes a version once every engine serves it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from typing import Any
+
+from asyncmoe.config.rollout import Interruption
+from asyncmoe.errors import AsyncmoeError, WaitTimeout, WeightSyncError
+from asyncmoe.rollout.engines.pool import Member, Pool
+from asyncmoe.rollout.engines.types import EngineLost
+from asyncmoe.rollout.engines.weight_updates import adapter_files, broadcast, reshard
+from asyncmoe.rollout.engines.weight_updates.driver import UpdateDriver, raise_first
+from asyncmoe.rpc.messages import (
+    Committed,
+    Done,
+    EngineInfo,
+    Engines,
+    EnginesAsk,
+    WeightsAbort,
+    WeightsAdapter,
+    WeightsBegin,
+    WeightsBucket,
+    WeightsCommit,
+    WeightsJoin,
+    WeightsStage,
+)
+
+WeightsRequest = WeightsJoin | WeightsStage | WeightsBegin | WeightsBucket | WeightsCommit | WeightsAdapter | WeightsAbort | EnginesAsk
+_NAMED = 8
+"""Maximum number of differing parameters that an error names; the rest are counted."""
+
+
+class WeightUpdateCoordinator:
+    """Answers the sender's requests by driving all engines.
+
+    Args:
+        pool: the engines; its members' `version` is the ledger.
+        timeout_s: limit on each request, and on the sender's silence between two requests while engines are paused.
+        published: awaited with a version once every engine serves it.
+        record: called with (engine, begin, end), Unix seconds, for every pause.
+        interruption, unfinished: as for `UpdateDriver`.
+    """
+
+    def __init__(
+        self,
+        pool: Pool,
+        timeout_s: float,
+        published: Callable[[int], Awaitable[None]],
+        record: Callable[[str, float, float], None],
+        interruption: Interruption = "in_place",
+        unfinished: Callable[[], int] = lambda: 0,
+    ) -> None:
+        self.driver = UpdateDriver(pool, timeout_s, record, interruption, unfinished)
+        self._pool, self._timeout_s, self._published = pool, timeout_s, published
+        self._started: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting = 0
+        self._silence: asyncio.TimerHandle | None = None
+        self._ending: asyncio.Future[None] | None = None
+
+    def engines_started(self) -> None:
+        """Report that all engines accept requests, so that `EnginesAsk` is answered."""
+        self._started.set_result(None)
+
+    def engines_failed(self, error: AsyncmoeError) -> None:
+        """Report that not all engines will start; everyone who waits for them gets `error`."""
+        if not self._started.done():
+            self._started.set_exception(error)
+            # Mark the exception as retrieved: asyncio warns about a future whose exception nobody retrieves.
+            self._started.exception()
+
+    @property
+    def awaited(self) -> bool:
+        """Whether the trainer waits for engines that have not started."""
+        return self._waiting > 0
+
+    async def wait_started(self) -> None:
+        """Return when all engines accept requests.
+
+        Raises:
+            AsyncmoeError: the error passed to `engines_failed`.
+        """
+        await asyncio.shield(self._started)
+
+    def updating(self, member: Member) -> bool:
+        """Return True if an open update goes to this engine."""
+        return self.driver.current is not None and member in self.driver.current.members
+
+    async def handle(self, request: WeightsRequest) -> Engines | Committed | Done:
+        """Answer one request.
+
+        Raises:
+            WeightSyncError: an engine refused, died or has different checksums, or the request is out of order.
+            WaitTimeout: the engines did not start, or responses did not end, in time.
+        """
+        match request:
+            case EnginesAsk():
+                return await self._engines(request)
+            case WeightsAbort():
+                await self._abort(request)
+            case WeightsJoin():
+                await (broadcast.join if request.method == "broadcast" else reshard.start_receivers)(self.driver, request)
+            case WeightsStage():
+                update = reshard.stage(self.driver, request)
+                if request.in_place:
+                    await self._expecting_next(reshard.stage_in_place(self.driver, update))
+            case WeightsBegin():
+                await self._expecting_next(broadcast.begin(self.driver, request.version))
+            case WeightsBucket():
+                await self._expecting_next(broadcast.load(self.driver, request))
+            case WeightsAdapter():
+                engines = await adapter_files.publish(self.driver, request)
+                await self._published(request.version)
+                return Committed(request.version, (0.0,) * engines)
+            case WeightsCommit():
+                self._listen(False)
+                return await self._commit(request)
+        return Done()
+
+    async def _engines(self, request: EnginesAsk) -> Engines:
+        self._waiting += 1
+        try:
+            await asyncio.wait_for(self.wait_started(), request.wait_s)
+        except TimeoutError:
+            raise WaitTimeout("the engines", "start", request.wait_s) from None
+        finally:
+            self._waiting -= 1
+        self._pool.fence_dead()
+        driver = self.driver
+        concerned = driver.roster.members if driver.current is None else driver.current.members
+        lost = tuple(member.engine.name for member in concerned if member.fenced is not None)
+        roster = driver.roster = driver.roster.now(self._pool)
+        devices = [await m.engine.client.device() if request.devices else "" for m in roster.members]
+        infos = tuple(
+            EngineInfo(m.engine.name, m.engine.tp, m.engine.ep, offset, m.version, m.engine.host, device)
+            for m, offset, device in zip(roster.members, roster.offsets, devices, strict=True)
+        )
+        return Engines(infos, roster.world, roster.number, lost)
+
+    async def _commit(self, request: WeightsCommit) -> Committed:
+        update = self.driver.expect(request.version)
+        failed = await reshard.swap(self.driver, update, request.update) if update.state.staged else []
+
+        async def finish(member: Member) -> None:
+            await member.engine.client.end_update()
+            if request.checksums:
+                _compare(request.checksums, await member.engine.client.checksums(self._timeout_s))
+
+        failed += await self.driver.fencing(update, finish)
+        pauses: list[float] = []
+
+        async def resume(member: Member) -> None:
+            if not update.state.staged:
+                await member.engine.client.set_version(update.version)
+            await member.engine.client.resume()
+            pauses.append(self.driver.pause_ended(update, member))
+            member.version, member.waiting = update.version, False
+
+        failed += await self.driver.fencing(update, resume)
+        self.driver.close(update)
+        # An engine whose process has ended is fenced and serves nothing; the others have the version.
+        raise_first([(m, error) for m, error in failed if not isinstance(error, EngineLost)], f"publishing version {update.version}")
+        if not pauses:
+            why = update.members[0].fenced if update.members else "all have left"
+            raise WeightSyncError(f"publishing version {update.version}: no engine is left; {why}")
+        await self._published(update.version)
+        return Committed(update.version, tuple(1e3 * seconds for seconds in pauses))
+
+    async def _abort(self, request: WeightsAbort) -> None:
+        update = self.driver.current
+        if update is not None and update.version == request.version:
+            self._listen(False)
+            await self.driver.end(update, f"the sender failed: {request.why}")
+
+    async def _expecting_next(self, work: Coroutine[Any, Any, None]) -> None:
+        """Await `work`; if the sender then falls silent while the engines are paused, end the update."""
+        self._listen(False)
+        await work
+        self._listen(True)
+
+    def _listen(self, for_next: bool) -> None:
+        if self._silence is not None:
+            self._silence.cancel()
+        self._silence = asyncio.get_running_loop().call_later(self._timeout_s, self._fell_silent) if for_next else None
+
+    def _fell_silent(self) -> None:
+        if (update := self.driver.current) is not None:
+            self._ending = asyncio.ensure_future(self.driver.end(update, f"the sender was silent for {self._timeout_s:g} s"))
+
+
+def _compare(expected: Sequence[Mapping[str, str]], found: Sequence[Mapping[str, str]]) -> None:
+    """Raise if an engine's ranks do not hold the expected values; names without an expected checksum (buffers) are not compared."""
+    if len(expected) != len(found):
+        raise WeightSyncError(f"checksums: got {len(found)} ranks, expected {len(expected)}")
+    wrong = [
+        f"{name} of rank {rank}"
+        for rank, (ours, theirs) in enumerate(zip(expected, found, strict=True))
+        for name, checksum in ours.items()
+        if theirs.get(name) != checksum
+    ]
+    if wrong:
+        more = f" and {len(wrong) - _NAMED} more" if len(wrong) > _NAMED else ""
+        raise WeightSyncError(f"checksums differ: {', '.join(wrong[:_NAMED])}{more}")

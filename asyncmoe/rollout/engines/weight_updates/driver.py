@@ -1,0 +1,199 @@
+"""Makes all engines of an update follow its state: pauses, resumes and fences them, all at the same time."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+
+from asyncmoe.config.rollout import Interruption
+from asyncmoe.errors import AsyncmoeError, WaitTimeout, WeightSyncError
+from asyncmoe.rollout.engines.pool import Member, Pool
+from asyncmoe.rollout.engines.types import EngineLost
+from asyncmoe.rollout.engines.weight_updates import state
+from asyncmoe.rollout.engines.weight_updates.roster import EngineSet
+from asyncmoe.rollout.engines.weight_updates.state import Ending, UpdateState
+
+Failures = list[tuple[Member, AsyncmoeError]]
+"""Engines that failed, and why; the cause before its consequences."""
+_ENDING_S = 0.02
+"""Seconds between two checks for unfinished responses."""
+
+
+@dataclass(eq=False)
+class OpenUpdate:
+    """The open update and its engines.
+
+    Attributes:
+        paused: Unix time at which each engine was asked to pause.
+    """
+
+    state: UpdateState
+    members: list[Member]
+    paused: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def version(self) -> int:
+        return self.state.version
+
+
+class UpdateDriver:
+    """The engines of a run, as an update changes them.
+
+    Attributes:
+        pool: the engines; its members' `version` is the ledger.
+        timeout_s: limit on each call to an engine, and on each wait for responses.
+        interruption: how responses in progress are handled (`asyncmoe.rollout.engines.interruption`).
+        roster: the engines that versions go to.
+        group: name of the process group that they are in with the sender, if it broadcasts.
+
+    Args:
+        record: called with (engine, begin, end), Unix seconds, for every pause.
+        unfinished: returns the number of started trajectories that must finish before a version lands, whether or not they are at an
+            engine.
+    """
+
+    def __init__(
+        self,
+        pool: Pool,
+        timeout_s: float,
+        record: Callable[[str, float, float], None],
+        interruption: Interruption,
+        unfinished: Callable[[], int],
+    ) -> None:
+        self.pool, self.timeout_s, self.interruption = pool, timeout_s, interruption
+        self._record, self._unfinished = record, unfinished
+        self.roster = EngineSet(0, ())
+        self.group = ""
+        self.current: OpenUpdate | None = None
+
+    def whole(self) -> list[Member]:
+        """Return the roster's members; raise if any is fenced, because the weight group needs all of them."""
+        if not self.roster.number:
+            self.roster = self.roster.now(self.pool)
+        lost = [f"{m.engine.name}: {m.fenced}" for m in self.roster.members if m.fenced is not None]
+        if lost:
+            raise WeightSyncError(f"an engine of the weight group is gone ({'; '.join(lost)})")
+        return list(self.roster.members)
+
+    def claim(self, version: int, staged: bool = False) -> OpenUpdate:
+        """Open an update to `version`; see `state.claim`."""
+        claimed = state.claim(self._state, version, staged)
+        self.current = OpenUpdate(claimed, self.whole())
+        return self.current
+
+    def expect(self, version: int) -> OpenUpdate:
+        """Return the open update; see `state.expect`."""
+        state.expect(self._state, version)
+        assert self.current is not None
+        return self.current
+
+    async def pause_all(self, update: OpenUpdate) -> None:
+        """Close the gate and pause all engines; if an engine fails to pause, fence it, resume the others and raise."""
+        update.state = state.pause(update.state)
+        await self._interrupt(update)
+        self.pool.hold()
+        retract = self.interruption == "retract"
+
+        async def begin(member: Member) -> None:
+            update.paused[member.engine.name] = time.time()
+            await member.engine.client.pause(retract=retract)
+            if retract:
+                await member.engine.client.flush()  # else retracted requests would reuse the old weights' keys and values
+            await member.engine.client.begin_update()
+
+        failed = await on_each(update.members, begin)
+        for member, error in failed:
+            self.pool.fence(member, str(error))
+        if failed:
+            await self.give_up(update)
+            raise_first(failed, f"beginning version {update.version}")
+
+    async def give_up(self, update: OpenUpdate) -> None:
+        """Resume paused engines with the version they have, and close the update."""
+
+        async def resume(member: Member) -> None:
+            await member.engine.client.end_update()
+            await member.engine.client.resume()
+            self.pause_ended(update, member)
+
+        await self.fencing(update, resume)
+        self.close(update)
+
+    async def end(self, update: OpenUpdate, why: str) -> None:
+        """End an update that will not be committed; if nothing was loaded, the engines resume with the version they have."""
+        match state.ending(update.state):
+            case Ending.DROP:
+                self.close(update)
+            case Ending.RESUME:
+                await self.give_up(update)
+            case Ending.FENCE:
+                self.fence_all(update, why)
+                self.close(update)
+
+    def close(self, update: OpenUpdate) -> None:
+        """Forget an update, and open the gate if it closed the gate."""
+        if self.current is update:
+            self.current = None
+            if update.state.gate_closed:
+                self.pool.release()
+
+    async def fencing(self, update: OpenUpdate, action: Callable[[Member], Awaitable[None]]) -> Failures:
+        """Run `action` on every engine that is not fenced; fence those that fail."""
+        failed = await on_each([member for member in update.members if member.fenced is None], action)
+        for member, error in failed:
+            self.pool.fence(member, str(error))
+        return failed
+
+    def fence_all(self, update: OpenUpdate, why: str) -> None:
+        """Fence every engine, because it may hold part of the version."""
+        for member in update.members:
+            self.pool.fence(member, f"it may hold part of version {update.version}: {why}")
+
+    def pause_ended(self, update: OpenUpdate, member: Member) -> float:
+        """Record an engine's pause; return its length in seconds."""
+        begin, end = update.paused[member.engine.name], time.time()
+        self._record(member.engine.name, begin, end)
+        return end - begin
+
+    @property
+    def _state(self) -> UpdateState | None:
+        return None if self.current is None else self.current.state
+
+    async def _interrupt(self, update: OpenUpdate) -> None:
+        """Wait until no request is at an engine, unless responses survive the update."""
+        if self.interruption in ("in_place", "retract"):
+            return
+        until = time.monotonic() + self.timeout_s
+        while count := self._unfinished():
+            await self._later(update, until, f"{count} trajectories")
+        self.pool.close()
+        while count := sum(member.in_flight for member in self.pool.serving):
+            if self.interruption != "drain":
+                await self.fencing(update, lambda member: member.engine.client.abort())
+            await self._later(update, until, f"{count} responses")
+
+    async def _later(self, update: OpenUpdate, until: float, unfinished: str) -> None:
+        """Sleep until the next check; after `until`, drop the update and raise WaitTimeout."""
+        if time.monotonic() > until:
+            self.close(update)
+            what = f"the end of {unfinished} before version {update.version} (rollout.interruption {self.interruption})"
+            raise WaitTimeout("the engines", what, self.timeout_s)
+        await asyncio.sleep(_ENDING_S)
+
+
+async def on_each(members: Sequence[Member], action: Callable[[Member], Awaitable[None]]) -> Failures:
+    """Run `action` on all members concurrently; return the members that failed."""
+    results = await asyncio.gather(*(action(member) for member in members), return_exceptions=True)
+    for result in results:
+        if isinstance(result, BaseException) and not isinstance(result, AsyncmoeError):
+            raise result
+    failed = [(m, result) for m, result in zip(members, results, strict=True) if isinstance(result, AsyncmoeError)]
+    return sorted(failed, key=lambda pair: isinstance(pair[1], EngineLost))
+
+
+def raise_first(failed: Failures, doing: str) -> None:
+    """Raise WeightSyncError if any engine failed."""
+    if failed:
+        raise WeightSyncError(f"{doing}: {failed[0][1]}") from failed[0][1]

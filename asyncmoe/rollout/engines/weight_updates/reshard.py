@@ -1,0 +1,70 @@
+"""Shards that the receivers inside the engines take from the trainer's ranks (`asyncmoe.receiver`)."""
+
+from __future__ import annotations
+
+from asyncmoe.receiver.command import CommitCommand, JoinCommand
+from asyncmoe.rollout.engines.pool import Member
+from asyncmoe.rollout.engines.weight_updates import state
+from asyncmoe.rollout.engines.weight_updates.driver import Failures, OpenUpdate, UpdateDriver, raise_first
+from asyncmoe.rpc.messages import WeightsJoin, WeightsStage
+
+
+async def start_receivers(driver: UpdateDriver, request: WeightsJoin) -> None:
+    """Start the receivers inside an update that changes nothing, because SGLang only lets calls into its workers during an update.
+
+    Raises:
+        WeightSyncError: another update is open, or an engine is gone or refused.
+    """
+    update = driver.claim(driver.pool.version)
+    await driver.pause_all(update)
+
+    async def start(member: Member) -> None:
+        first = request.senders + driver.roster.offset(member) - 1
+        joins = [JoinCommand(request.host, request.port, request.group, first + rank) for rank in range(member.engine.tp)]
+        await member.engine.client.command_receivers(joins, driver.timeout_s)
+
+    failed = await driver.fencing(update, start)
+    await driver.give_up(update)
+    raise_first(failed, "starting the weight receivers")
+
+
+def stage(driver: UpdateDriver, request: WeightsStage) -> OpenUpdate:
+    """Open an update whose weights the receivers stage while the engines generate.
+
+    Raises:
+        WeightSyncError: another update is open, or an engine is gone.
+    """
+    return driver.claim(request.version, staged=True)
+
+
+async def stage_in_place(driver: UpdateDriver, update: OpenUpdate) -> None:
+    """Pause the engines of a new update, because its receivers write the weights themselves, without staging memory.
+
+    Raises:
+        WeightSyncError: an engine refused.
+    """
+    await driver.pause_all(update)
+    update.state = state.load(update.state)
+
+
+async def swap(driver: UpdateDriver, update: OpenUpdate, number: int) -> Failures:
+    """Have each rank swap in the weights it received, and pause the engines first if they still generate.
+
+    Args:
+        number: the number under which all receivers reported the version as received.
+
+    Returns:
+        The engines that failed; they are fenced.
+
+    Raises:
+        WeightSyncError: an engine did not pause.
+    """
+    if not update.state.gate_closed:
+        await driver.pause_all(update)
+    update.state = state.load(update.state)
+
+    async def commit(member: Member) -> None:
+        commits = [CommitCommand(update.version, number)] * member.engine.tp
+        await member.engine.client.command_receivers(commits, driver.timeout_s, update.version)
+
+    return await driver.fencing(update, commit)

@@ -1,0 +1,131 @@
+"""The phases of a weight update. Decisions only: nothing here waits or communicates.
+
+    ARRIVING   the engines generate; their receivers stage the version in memory of its own
+    PAUSED     the gate is closed; every engine pauses, or will in a moment, and holds one whole version
+    LOADING    the same, but an engine may hold part of the new version
+
+    claim --> ARRIVING --pause--> PAUSED --load--> LOADING --load--> LOADING
+                 |                  |                 |
+              Ending.DROP      Ending.RESUME      Ending.FENCE       if the update ends without a commit
+
+One update is open at a time. Another takes its place only while it is ARRIVING: a sender that is gone may have left it. A commit has no
+phase of its own, because an engine that fails in it is fenced, whatever the phase.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from enum import Enum, IntEnum
+
+from asyncmoe.errors import InvariantBroken, WeightSyncError
+
+
+class UpdatePhase(IntEnum):
+    """See the module; an update's phase never falls."""
+
+    ARRIVING = 0
+    PAUSED = 1
+    LOADING = 2
+
+
+class Ending(Enum):
+    """How an update ends without a commit.
+
+    Attributes:
+        DROP: forget it; no engine was asked for anything.
+        RESUME: every engine resumes with the version it has.
+        FENCE: every engine is fenced, because it may hold part of the version.
+    """
+
+    DROP = "drop"
+    RESUME = "resume"
+    FENCE = "fence"
+
+
+@dataclass(frozen=True)
+class UpdateState:
+    """An open update.
+
+    Attributes:
+        version: the version that the engines will serve.
+        staged: True if the version arrives through the receivers, False if in buckets.
+    """
+
+    version: int
+    staged: bool = False
+    phase: UpdatePhase = UpdatePhase.ARRIVING
+
+    @property
+    def gate_closed(self) -> bool:
+        """Whether no request may enter an engine."""
+        return self.phase >= UpdatePhase.PAUSED
+
+
+def claim(current: UpdateState | None, version: int, staged: bool = False) -> UpdateState:
+    """Open an update to `version`.
+
+    Args:
+        current: the update that is open now, if any.
+
+    Raises:
+        WeightSyncError: `current` has paused engines.
+    """
+    if current is not None and current.gate_closed:
+        raise WeightSyncError(f"cannot begin version {version}: version {current.version} is still open")
+    return UpdateState(version, staged)
+
+
+def expect(current: UpdateState | None, version: int) -> UpdateState:
+    """Return the open update, which must be to `version`.
+
+    Raises:
+        WeightSyncError: no update is open, or another is.
+    """
+    if current is None or current.version != version:
+        found = "none" if current is None else f"version {current.version}"
+        raise WeightSyncError(f"version {version} is not open (open: {found})")
+    return current
+
+
+def pause(update: UpdateState) -> UpdateState:
+    """Close the gate and pause the engines.
+
+    Raises:
+        InvariantBroken: they are paused already.
+    """
+    if update.gate_closed:
+        raise InvariantBroken(f"version {update.version}: its engines are paused already")
+    return replace(update, phase=UpdatePhase.PAUSED)
+
+
+def load(update: UpdateState) -> UpdateState:
+    """Let the engines write their weights.
+
+    Raises:
+        InvariantBroken: they still generate.
+    """
+    if not update.gate_closed:
+        raise InvariantBroken(f"version {update.version}: its engines are not paused")
+    return replace(update, phase=UpdatePhase.LOADING)
+
+
+def load_bucket(update: UpdateState) -> UpdateState:
+    """Let the engines write a bucket.
+
+    Raises:
+        WeightSyncError: the version arrives through the receivers.
+    """
+    if update.staged:
+        raise WeightSyncError(f"version {update.version} is staged by the receivers; it takes no buckets")
+    return load(update)
+
+
+def ending(update: UpdateState) -> Ending:
+    """Return how an update ends that will not be committed."""
+    match update.phase:
+        case UpdatePhase.ARRIVING:
+            return Ending.DROP
+        case UpdatePhase.PAUSED:
+            return Ending.RESUME
+        case UpdatePhase.LOADING:
+            return Ending.FENCE

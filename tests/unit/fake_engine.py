@@ -1,0 +1,163 @@
+"""An engine that is not SGLang, and refuses what an engine must refuse; mypy holds it against the protocol."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+
+from asyncmoe.errors import EngineError
+from asyncmoe.receiver.command import Command, CommitCommand
+from asyncmoe.rollout.engines.engine import EngineHandle
+from asyncmoe.rollout.engines.types import ABORTED, AdapterMessage, EngineLost, Generation, Sampling, VersionSpan
+
+
+class FakeEngine:
+    """Samples one token a turn of the event loop: the length of the text so far, with the log-probability -1.
+
+    Attributes:
+        version: version of its weights.
+        partial: True while it holds part of another.
+        failures: the results of its next calls, in turn: None succeeds. When they are used up, every call does.
+        wrong: what it did that no engine may be made to do.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name, self.version, self.partial = name, 0, False
+        self.paused, self.updating, self.dead = False, False, False
+        self.adapters: set[str] = set()
+        self.failures: deque[type[EngineError] | None] = deque()
+        self.wrong: list[str] = []
+        self._aborting = 0
+
+    async def ready(self) -> bool:
+        return not self.dead
+
+    async def device(self) -> str:
+        return "cpu"
+
+    async def close(self) -> None:
+        pass
+
+    async def generate(
+        self, tokens: Sequence[int], sampling: Sampling, salt: str, timeout_s: float, held: int = 0, adapter: str | None = None
+    ) -> Generation:
+        if adapter is not None and adapter not in self.adapters:
+            raise EngineError(f"{self.name}: no adapter {adapter}")
+        versions: list[int] = []
+        aborting = self._aborting
+        while len(versions) < sampling.max_new_tokens and aborting == self._aborting:
+            await asyncio.sleep(0)
+            if self.dead:
+                raise EngineLost(f"{self.name} is gone")
+            if not self.paused:
+                self._check(not self.partial, "sampled with part of a version")
+                versions.append(self.version)
+        made = tuple(range(len(tokens), len(tokens) + len(versions)))
+        finish = "length" if len(versions) == sampling.max_new_tokens else ABORTED
+        return Generation(made, (-1.0,) * len(made), _spans(versions), finish, 0)
+
+    async def abort(self) -> None:
+        await self._called()
+        self._aborting += 1
+
+    async def pause(self, retract: bool = False) -> None:
+        await self._called()
+        self.paused = True
+
+    async def flush(self) -> None:
+        await self._called()
+
+    async def resume(self) -> None:
+        await self._called()
+        self._check(not self.updating, "resumed in an update")
+        self._check(not self.partial, "resumed with part of a version")
+        self.paused = False
+
+    async def begin_update(self) -> None:
+        await self._called()
+        self._check(self.paused, "updated while it samples")
+        self.updating = True
+
+    async def end_update(self) -> None:
+        await self._called()
+        self.updating = False
+
+    async def join_group(self, host: str, port: int, rank_offset: int, world: int, group: str, backend: str, timeout_s: float) -> None:
+        await self._called()
+
+    async def load_bucket(
+        self, names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Sequence[int]], group: str, timeout_s: float
+    ) -> None:
+        self._check(self.updating, "took weights outside an update")
+        self.partial = True
+        await self._called()
+
+    async def command_receivers(self, commands: Sequence[Command], timeout_s: float, version: int | None = None) -> None:
+        self._check(self.updating, "took a command outside an update")
+        self.partial = self.partial or any(isinstance(one, CommitCommand) for one in commands)
+        await self._called()
+        if version is not None:
+            self.version, self.partial = version, False
+
+    async def set_version(self, version: int) -> None:
+        await self._called()
+        self.version, self.partial = version, False
+
+    async def checksums(self, timeout_s: float) -> tuple[dict[str, str], ...]:
+        await self._called()
+        return ({"weight": str(self.version)},)
+
+    async def load_adapter(self, name: str, adapter: Path | AdapterMessage, timeout_s: float) -> None:
+        await self._called()
+        self.adapters.add(name)
+
+    async def unload_adapter(self, name: str, timeout_s: float) -> None:
+        await self._called()
+        self.adapters.remove(name)
+
+    def _check(self, right: bool, wrong: str) -> None:
+        if not right:
+            self.wrong.append(wrong)
+
+    async def _called(self) -> None:
+        await asyncio.sleep(0)
+        failure = self.failures.popleft() if self.failures else None
+        if self.dead:
+            raise EngineLost(f"{self.name} is gone")
+        if failure is not None:
+            raise failure(f"{self.name} refuses")
+
+
+class FakeHandle:
+    """A fake engine and its process, which ends when it is killed."""
+
+    tp = ep = 1
+    host = ""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.client = name, FakeEngine(name)
+
+    @property
+    def died(self) -> str | None:
+        return "killed" if self.client.dead else None
+
+    def kill(self) -> None:
+        self.client.dead = True
+
+
+def handles(count: int) -> list[EngineHandle]:
+    """Engines for a pool."""
+    return [FakeHandle(f"engine.{number}") for number in range(count)]
+
+
+def fake(handle: EngineHandle) -> FakeEngine:
+    """The engine of one of `handles`."""
+    assert isinstance(handle.client, FakeEngine)
+    return handle.client
+
+
+def _spans(versions: Sequence[int]) -> tuple[VersionSpan, ...]:
+    starts = [at for at, version in enumerate(versions) if not at or versions[at - 1] != version]
+    return tuple(VersionSpan(str(versions[a]), a, b) for a, b in zip(starts, [*starts[1:], len(versions)], strict=True))

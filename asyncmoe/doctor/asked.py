@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from asyncmoe.config.training import MegatronSection
+from asyncmoe.config.transports import transport_for
 from asyncmoe.doctor import cards, verdict
 from asyncmoe.doctor.facts import Machine, OnGpus
 from asyncmoe.doctor.verdict import Verdict
 from asyncmoe.errors import ConfigError
 from asyncmoe.platform.kernels import Kernels, release
-from asyncmoe.receiver.transport import transport_for
 from asyncmoe.trainer.model import switches
 
 

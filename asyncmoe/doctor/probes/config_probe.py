@@ -10,11 +10,11 @@ from typing import Any, TypeVar
 from asyncmoe import checkpoints
 from asyncmoe import config as configuration
 from asyncmoe.config import Config, devices
+from asyncmoe.config.transports import transport_for
 from asyncmoe.doctor.facts import Disk, OnGpus, RunFacts
 from asyncmoe.doctor.probes import disk, model, network
 from asyncmoe.doctor.probes.call_with_timeout import Later
 from asyncmoe.errors import ConfigError, UserError, WaitTimeout
-from asyncmoe.receiver.transport import transport_for
 from asyncmoe.rpc import address
 
 T = TypeVar("T")

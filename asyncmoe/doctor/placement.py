@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from asyncmoe.config.devices import Devices, Wanted, counted, named, place
+from asyncmoe.config.transports import TRANSPORTS
 from asyncmoe.doctor import cards, verdict
 from asyncmoe.doctor.asked import on_gpus
 from asyncmoe.doctor.cards import Card, labelled
@@ -140,10 +141,11 @@ def _unusable(asked: OnGpus, devices: Devices, visible: Sequence[Card], machine:
     torch = machine.trainer.torch
     apart = {frozenset(pair) for pair in torch.apart} if torch is not None else set()
     engines = [device for engine in devices.engines for device in engine]
-    if asked.way == "ipc" and (pair := next(((t, e) for t in devices.trainer for e in engines if frozenset((t, e)) in apart), None)):
+    pair = next(((t, e) for t in devices.trainer for e in engines if frozenset((t, e)) in apart), None)
+    if pair is not None and TRANSPORTS[asked.way].reads_sender:
         yield verdict.error(
             f"GPUs {visible[pair[0]].label} and {visible[pair[1]].label} do not reach each other's memory, "
-            "which weights travel by (CUDA IPC)",
+            f"through which sync.transport {asked.way} moves weights",
             "set sync.transport=nccl, or look at nvidia-smi topo -p2p r and at access control in the PCI bridges (ACS)",
         )
 

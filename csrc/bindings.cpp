@@ -9,6 +9,7 @@
 #include <string>
 #include <vector>
 
+#include "arrays.h"
 #include "copy.h"
 #include "cuda_bindings.h"
 #include "digest.h"
@@ -22,23 +23,26 @@ namespace py = pybind11;
 
 namespace {
 
-using Int64Array = py::array_t<int64_t, py::array::c_style>;
+using asyncmoe::Int64Array;
+using asyncmoe::numbers_of;
+using asyncmoe::rows_of;
 using Casts = std::optional<Int64Array>;
 
 const int64_t* casts_of(const Casts& casts, int64_t rows) {
     if (!casts) return nullptr;
-    if (casts->ndim() != 2 || casts->shape(0) != rows || casts->shape(1) != asyncmoe::kCastColumns)
-        throw std::invalid_argument("expected casts int64[n, " + std::to_string(asyncmoe::kCastColumns) + "], n rows");
-    return casts->data();
+    const int64_t* data = rows_of(*casts, asyncmoe::kCastColumns, "casts");
+    if (casts->shape(0) != rows)
+        throw std::invalid_argument("casts: got " + std::to_string(casts->shape(0)) + " rows, expected " +
+                                    std::to_string(rows) + ", one for each row of copies");
+    return data;
 }
 
 std::vector<asyncmoe::BoxCopy> resolve(const Int64Array& rows, const Int64Array& sources,
                                        const Int64Array& destinations, const Casts& casts) {
-    if (rows.ndim() != 2 || rows.shape(1) != asyncmoe::kColumns || sources.ndim() != 1 || destinations.ndim() != 1)
-        throw std::invalid_argument("expected rows int64[n, " + std::to_string(asyncmoe::kColumns) +
-                                    "] and addresses int64[m], int64[k]");
-    return asyncmoe::resolve(rows.data(), casts_of(casts, rows.shape(0)), rows.shape(0), sources.data(),
-                             sources.shape(0), destinations.data(), destinations.shape(0));
+    const int64_t* copies = rows_of(rows, asyncmoe::kColumns, "rows of copies");
+    const auto from = numbers_of(sources, "sources"), to = numbers_of(destinations, "destinations");
+    return asyncmoe::resolve(copies, casts_of(casts, rows.shape(0)), rows.shape(0), from.data(),
+                             static_cast<int64_t>(from.size()), to.data(), static_cast<int64_t>(to.size()));
 }
 
 void copy(const Int64Array& rows, const Int64Array& sources, const Int64Array& destinations, int threads,
@@ -49,7 +53,7 @@ void copy(const Int64Array& rows, const Int64Array& sources, const Int64Array& d
 }
 
 uint64_t digest(uintptr_t address, int64_t nbytes, int threads) {
-    if (nbytes < 0) throw std::invalid_argument("nbytes is negative");
+    if (nbytes < 0) throw std::invalid_argument("nbytes: got " + std::to_string(nbytes) + ", expected at least 0");
     py::gil_scoped_release released;
     return asyncmoe::digest(reinterpret_cast<const std::byte*>(address), nbytes, threads);
 }
@@ -67,8 +71,10 @@ bool is_row_major(const asyncmoe::dlpack::Tensor& tensor) {
 
 // Returns (address, elements, device type, device id, type code, bits of an element, row-major).
 py::tuple inspect(const py::capsule& capsule) {
-    if (!capsule.name() || std::string(capsule.name()) != "dltensor")
-        throw std::invalid_argument("not an unused DLPack capsule");
+    const std::string name = capsule.name() ? capsule.name() : "no name";
+    if (name != "dltensor")
+        throw std::invalid_argument("DLPack capsule: got " + name +
+                                    ", expected dltensor, a capsule that is not used yet");
     const auto& tensor = capsule.get_pointer<asyncmoe::dlpack::ManagedTensor>()->tensor;
     int64_t elements = 1;
     for (int k = 0; k < tensor.ndim; ++k) elements *= tensor.shape[k];
@@ -77,26 +83,20 @@ py::tuple inspect(const py::capsule& capsule) {
                           tensor.dtype.bits * tensor.dtype.lanes, is_row_major(tensor));
 }
 
-std::vector<int64_t> numbers(const Int64Array& array) {
-    if (array.ndim() != 1) throw std::invalid_argument("expected int64[n]");
-    return {array.data(), array.data() + array.shape(0)};
-}
-
 asyncmoe::Program make_program(const Int64Array& rows, const Int64Array& firsts, const std::string& wire,
                                const Casts& casts) {
-    if (rows.ndim() != 2 || rows.shape(1) != asyncmoe::kColumns)
-        throw std::invalid_argument("expected rows int64[n, " + std::to_string(asyncmoe::kColumns) + "]");
+    const int64_t* copies = rows_of(rows, asyncmoe::kColumns, "rows of copies");
     if (wire != "none" && wire != "source" && wire != "destination")
-        throw std::invalid_argument("wire is none, source or destination");
+        throw std::invalid_argument("wire: got " + wire + ", expected none, source or destination");
     const auto side = wire == "none"     ? asyncmoe::Wire::kNone
                       : wire == "source" ? asyncmoe::Wire::kSource
                                          : asyncmoe::Wire::kDestination;
-    return {rows.data(), casts_of(casts, rows.shape(0)), rows.shape(0), numbers(firsts), side};
+    return {copies, casts_of(casts, rows.shape(0)), rows.shape(0), numbers_of(firsts, "firsts"), side};
 }
 
 uint64_t run_program(const asyncmoe::Program& program, int64_t chunk, const Int64Array& sources,
                      const Int64Array& destinations, int threads) {
-    const auto from = numbers(sources), to = numbers(destinations);
+    const auto from = numbers_of(sources, "sources"), to = numbers_of(destinations, "destinations");
     py::gil_scoped_release released;
     return program.run(chunk, from, to, threads);
 }
@@ -133,7 +133,7 @@ void define_ring(const py::module_& module) {
                     py::call_guard<py::gil_scoped_release>(), py::return_value_policy::take_ownership)
         .def("slot", &slot_of_ring, py::arg("index"))
         .def("wait", &wait_for_ring, py::arg("timeout_s"), py::arg("needed") = 1,
-             "0: ready, 1: not within the time, 2: the other end is gone.")
+             "0: ready, 1: timeout, 2: the other end is gone.")
         .def("advance", &ShmRing::advance);
 }
 
@@ -160,7 +160,7 @@ PYBIND11_MODULE(_C, module) {
              "Run a chunk on the CPU and return its message's digest. Addresses are not checked.");
     define_ring(module);
     module.def("digest", &digest, py::arg("address"), py::arg("nbytes"), py::arg("threads") = 0,
-               "64-bit digest of a buffer (csrc/digest.h says how it is defined).");
+               "64-bit digest of a buffer, as defined in csrc/digest.h.");
     module.def("inspect", &inspect, py::arg("capsule"),
                "(address, elements, device type, device id, type code, bits, row-major) of a DLPack capsule.");
     asyncmoe::bind_cuda(module);

@@ -1,6 +1,7 @@
 #include "copy.h"
 
 #include <algorithm>
+#include <cstdint>
 #include <cstring>
 #include <stdexcept>
 #include <string>
@@ -45,15 +46,30 @@ Descriptor read_row(const int64_t* row, const int64_t* given) {
 }
 
 void check_row(const int64_t* row, const int64_t* given, int64_t index) {
+    const auto check = [index](const char* what, int64_t value, int64_t least, int64_t most = INT64_MAX) {
+        if (value >= least && value <= most) return;
+        const std::string range = most == least       ? std::to_string(least)
+                                  : most == INT64_MAX ? "at least " + std::to_string(least)
+                                                      : std::to_string(least) + " to " + std::to_string(most);
+        throw std::invalid_argument(std::string(what) + " of copy descriptor " + std::to_string(index) + ": got " +
+                                    std::to_string(value) + ", expected " + range);
+    };
+    check("destination", row[kDestination], 0);
+    check("source offset", row[kSourceOffset], 0);
+    check("destination offset", row[kDestinationOffset], 0);
     const int64_t number = given ? given[kCast] : 0;
-    bool good = row[kDestination] >= 0 && row[kSourceOffset] >= 0 && row[kDestinationOffset] >= 0;
-    good = good && number >= 0 && number < kCasts;
-    const Cast cast = good ? static_cast<Cast>(number) : Cast::kNone;
-    good = good && (cast == Cast::kNone ? row[kItem] >= 1 : row[kItem] == source_bytes(cast));
-    good = good && (!to_float8(cast) || (given[kScales] >= 0 && given[kWidth] >= 1));
-    for (int k = 0; k < kMaxDims; ++k)
-        good = good && row[kExtents + k] >= 0 && row[kSourceStrides + k] >= 0 && row[kDestinationStrides + k] >= 0;
-    if (!good) throw std::invalid_argument("copy descriptor " + std::to_string(index) + " is malformed");
+    check("cast", number, 0, kCasts - 1);
+    const Cast cast = static_cast<Cast>(number);
+    check("item bytes", row[kItem], source_bytes(cast), cast == Cast::kNone ? INT64_MAX : source_bytes(cast));
+    if (to_float8(cast)) {
+        check("scales", given[kScales], 0);
+        check("width", given[kWidth], 1);
+    }
+    for (int k = 0; k < kMaxDims; ++k) {
+        check("extent", row[kExtents + k], 0);
+        check("source stride", row[kSourceStrides + k], 0);
+        check("destination stride", row[kDestinationStrides + k], 0);
+    }
 }
 
 using Run = void (*)(const std::byte*, std::byte*, int64_t, float);
@@ -204,10 +220,15 @@ std::vector<Descriptor> read_rows(const int64_t* rows, const int64_t* casts, int
 }
 
 void check_bases(const std::vector<Descriptor>& descriptors, int64_t sources, int64_t destinations) {
-    for (size_t i = 0; i < descriptors.size(); ++i)
-        if (std::max(descriptors[i].source_index, descriptors[i].scales_index) >= sources ||
-            descriptors[i].destination_index >= destinations)
-            throw std::invalid_argument("copy descriptor " + std::to_string(i) + " is malformed: no such base");
+    for (size_t i = 0; i < descriptors.size(); ++i) {
+        const int64_t source = std::max(descriptors[i].source_index, descriptors[i].scales_index);
+        const int64_t destination = descriptors[i].destination_index;
+        if (source >= sources || destination >= destinations)
+            throw std::invalid_argument("bases of copy descriptor " + std::to_string(i) + ": got source " +
+                                        std::to_string(source) + " and destination " + std::to_string(destination) +
+                                        ", expected below " + std::to_string(sources) + " and " +
+                                        std::to_string(destinations));
+    }
 }
 
 std::vector<BoxCopy> resolve(const int64_t* rows, const int64_t* casts, int64_t count, const int64_t* sources,

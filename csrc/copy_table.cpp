@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <limits>
 #include <stdexcept>
+#include <string>
 
 namespace asyncmoe {
 
@@ -131,7 +132,8 @@ class Tiler {
 CopyTable::CopyTable(const Program& program) : wire(program.wire()) {
     const auto& descriptors = program.descriptors();
     if (descriptors.size() > static_cast<size_t>(std::numeric_limits<int32_t>::max()))
-        throw std::invalid_argument("more copies than a GPU's table holds");
+        throw std::invalid_argument("copies of a program on a GPU: got " + std::to_string(descriptors.size()) +
+                                    ", expected below 2^31");
     for (int64_t c = 0; c < program.chunks(); ++c) {
         Chunk chunk{static_cast<int64_t>(jobs.size()), static_cast<int64_t>(tiles.size()), 0, 0};
         const auto first = static_cast<size_t>(program.firsts()[static_cast<size_t>(c)]);

@@ -1,6 +1,5 @@
 #include "cuda_bindings.h"
 
-#include <pybind11/numpy.h>
 #include <pybind11/stl.h>
 
 #include <algorithm>
@@ -9,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "arrays.h"
 #include "copy_table.h"
 #ifdef ASYNCMOE_CUDA
 #include "device.h"
@@ -21,16 +21,14 @@ namespace py = pybind11;
 namespace asyncmoe {
 namespace {
 
-using Int64Array = py::array_t<int64_t, py::array::c_style>;
+std::vector<int64_t> sources_of(const Int64Array& array) { return numbers_of(array, "sources"); }
 
-std::vector<int64_t> numbers(const Int64Array& array) {
-    if (array.ndim() != 1) throw std::invalid_argument("expected int64[n]");
-    return {array.data(), array.data() + array.shape(0)};
-}
+std::vector<int64_t> destinations_of(const Int64Array& array) { return numbers_of(array, "destinations"); }
 
 uint64_t emulate_cuda(const Program& program, int64_t chunk, const Int64Array& sources, const Int64Array& destinations,
                       int blocks) {
-    return emulate(program, CopyTable(program), chunk, numbers(sources), numbers(destinations), std::max(1, blocks));
+    return emulate(program, CopyTable(program), chunk, sources_of(sources), destinations_of(destinations),
+                   std::max(1, blocks));
 }
 
 constexpr std::array<const char*, kWays> kWayNames = {"run", "rows", "uneven"};
@@ -38,7 +36,7 @@ constexpr std::array<const char*, kWays> kWayNames = {"run", "rows", "uneven"};
 // Returns {(way, cast): (tiles, bytes)}, without empty entries.
 py::dict ways_on_cuda(const Program& program, int64_t chunk, const Int64Array& sources,
                       const Int64Array& destinations) {
-    const auto found = ways(program, CopyTable(program), chunk, numbers(sources), numbers(destinations));
+    const auto found = ways(program, CopyTable(program), chunk, sources_of(sources), destinations_of(destinations));
     py::dict named;
     for (size_t way = 0; way < kWays; ++way)
         for (size_t cast = 0; cast < kCasts; ++cast)
@@ -67,7 +65,7 @@ void define_device(py::module_& module) {
         .def("record", &DeviceEvent::record, py::arg("stream"))
         .def("done", &DeviceEvent::done)
         .def("hold", &DeviceEvent::hold, py::arg("stream"))
-        .def("wait", &wait_for_event, py::arg("timeout_s"), "Whether the device came past it in time.");
+        .def("wait", &wait_for_event, py::arg("timeout_s"), "Whether the device passed the point in time.");
     py::class_<DeviceMemory>(module, "DeviceMemory", "Memory of a device (csrc/device.h).")
         .def(py::init<int, int64_t>(), py::arg("device"), py::arg("nbytes"))
         .def_static(
@@ -85,7 +83,7 @@ void define_device(py::module_& module) {
             "run",
             [](DeviceProgram& self, int64_t chunk, const Int64Array& sources, const Int64Array& destinations,
                uint64_t seal, uintptr_t stream) {
-                const auto from = numbers(sources), to = numbers(destinations);
+                const auto from = sources_of(sources), to = destinations_of(destinations);
                 py::gil_scoped_release released;
                 self.run(chunk, from, to, seal, stream);
             },

@@ -106,7 +106,7 @@ bool DeviceEvent::done() const {
         cudaGetLastError();
         return false;
     }
-    check(status, "what was enqueued on the GPU");
+    check(status, "work enqueued on the GPU");
     return true;
 }
 
@@ -123,7 +123,9 @@ DeviceMemory::DeviceMemory(int device, int64_t nbytes) : device_(device), nbytes
 DeviceMemory::DeviceMemory(int device, int64_t nbytes, const std::string& handle)
     : device_(device), nbytes_(nbytes), foreign_(true) {
     static_assert(sizeof(cudaIpcMemHandle_t) == kHandleBytes, "the size of a handle");
-    if (handle.size() != kHandleBytes) throw std::invalid_argument("a handle of another size");
+    if (handle.size() != kHandleBytes)
+        throw std::invalid_argument("handle of device memory: got " + std::to_string(handle.size()) +
+                                    " bytes, expected " + std::to_string(kHandleBytes));
     const DeviceScope scope(device);
     cudaIpcMemHandle_t copy;
     std::memcpy(&copy, handle.data(), sizeof copy);

@@ -4,6 +4,7 @@
 #include <map>
 #include <numeric>
 #include <stdexcept>
+#include <string>
 #include <tuple>
 
 namespace asyncmoe {
@@ -74,7 +75,9 @@ void Holdings::add_grid(const std::vector<Region>& boxes, const std::vector<Hold
         std::sort(edges[k].begin(), edges[k].end());
         edges[k].erase(std::unique(edges[k].begin(), edges[k].end()), edges[k].end());
         count *= static_cast<int64_t>(edges[k].size()) - 1;
-        if (count > kMostCells) throw std::length_error("boxes of one tensor overlap in too many ways");
+        if (count > kMostCells)
+            throw std::length_error("overlapping boxes of one tensor: got more than " + std::to_string(kMostCells) +
+                                    " cells, expected at most that many");
     }
     std::vector<std::vector<Holder>> inside(count);
     for (const Holder& holder : held) {

@@ -70,7 +70,7 @@ struct NcclLibrary {
     template <typename Function>
     void find(Function*& function, const char* name) {
         function = reinterpret_cast<Function*>(dlsym(handle, name));
-        if (!function) throw std::runtime_error(std::string("it has no ") + name);
+        if (!function) throw std::runtime_error(std::string("a library without ") + name);
     }
 
     void check(int code, const char* what) const {
@@ -119,7 +119,9 @@ std::string nccl_unique_id(const std::string& library) {
 NcclCommunicator::NcclCommunicator(const std::string& library, int rank, int world, const std::string& unique_id,
                                    int max_ctas)
     : library_(std::make_shared<const NcclLibrary>(library)) {
-    if (unique_id.size() != kIdBytes) throw std::invalid_argument("a unique id has 128 bytes");
+    if (unique_id.size() != kIdBytes)
+        throw std::invalid_argument("NCCL unique ID: got " + std::to_string(unique_id.size()) +
+                                    " bytes, expected 128 bytes from nccl_unique_id");
     UniqueId id;
     std::memcpy(id.bytes, unique_id.data(), kIdBytes);
     Config config = config_of(version_of(*library_), max_ctas);
@@ -132,7 +134,8 @@ void NcclCommunicator::check(int code, const char* what) const { library_->check
 
 // `lock_` must be held.
 void* NcclCommunicator::open() const {
-    if (!communicator_) throw std::runtime_error("the communicator has been ended");
+    if (!communicator_)
+        throw std::runtime_error("NCCL communicator: got one that has ended, expected an open one; create another");
     return communicator_;
 }
 

@@ -68,7 +68,7 @@ void bind_nccl(py::module_& module) {
              "Enqueue (peer, address, bytes) as one group.")
         .def("state", &NcclCommunicator::state, py::call_guard<py::gil_scoped_release>())
         .def("wait", &wait, py::arg("timeout_s"),
-             "Its state as soon as it is not in progress; in progress after so long.")
+             "The state once it is no longer in progress, or in progress after the timeout.")
         .def("describe", &NcclCommunicator::describe, py::arg("code"))
         .def("abort", &NcclCommunicator::abort, py::call_guard<py::gil_scoped_release>())
         .def("destroy", &NcclCommunicator::destroy, py::call_guard<py::gil_scoped_release>());

@@ -1,6 +1,5 @@
 #include "plan_bindings.h"
 
-#include <pybind11/numpy.h>
 #include <pybind11/stl.h>
 
 #include <memory>
@@ -9,6 +8,7 @@
 #include <tuple>
 #include <vector>
 
+#include "arrays.h"
 #include "plan.h"
 
 namespace py = pybind11;
@@ -17,17 +17,9 @@ namespace asyncmoe {
 
 namespace {
 
-using Int64Array = py::array_t<int64_t, py::array::c_style>;
-
-const int64_t* matrix(const Int64Array& array, int64_t columns, const char* what) {
-    if (array.ndim() != 2 || array.shape(1) != columns)
-        throw std::invalid_argument(std::string(what) + ": expected int64[n, " + std::to_string(columns) + "]");
-    return array.data();
-}
-
 std::vector<int64_t> values(const Int64Array& array) { return {array.data(), array.data() + array.size()}; }
 
-Table table_of(const Int64Array& array) { return {matrix(array, kPieceColumns, "pieces"), array.shape(0)}; }
+Table table_of(const Int64Array& array) { return {rows_of(array, kPieceColumns, "pieces"), array.shape(0)}; }
 
 // Keeps the arrays alive for the object that reads them.
 struct Tables {
@@ -40,11 +32,13 @@ struct Tables {
         side.ranks = values(ranks);
         for (int64_t number : values(numbers)) {
             if (number < 0 || number >= static_cast<int64_t>(arrays.size()))
-                throw std::invalid_argument("a rank names a table that is not there");
+                throw std::invalid_argument("table of a rank: got " + std::to_string(number) + ", expected below " +
+                                            std::to_string(arrays.size()) + ", the number of tables");
             side.table_of.push_back(static_cast<int32_t>(number));
         }
         if (side.ranks.size() != side.table_of.size())
-            throw std::invalid_argument("expected as many table numbers as ranks");
+            throw std::invalid_argument("tables of ranks: got " + std::to_string(side.table_of.size()) + ", expected " +
+                                        std::to_string(side.ranks.size()) + ", one for each rank");
     }
 };
 
@@ -67,11 +61,13 @@ Int64Array rows(const std::vector<int64_t>& flat, int64_t columns) {
 
 py::object find_bad(const Int64Array& pieces, const Int64Array& extents, const Int64Array& elements) {
     const Table table = table_of(pieces);
-    const int64_t* bounds = matrix(extents, kMaxDims, "extents");
+    const int64_t* bounds = rows_of(extents, kMaxDims, "extents");
     for (int64_t i = 0; i < table.count; ++i) {
         const int64_t tensor = table[i][kTensor], storage = table[i][kStorage];
         if (tensor < kPadding || tensor >= extents.shape(0) || storage < 0 || storage >= elements.size())
-            throw std::invalid_argument("row " + std::to_string(i) + " names a tensor or storage that is not there");
+            throw std::invalid_argument("piece " + std::to_string(i) + ": got tensor " + std::to_string(tensor) +
+                                        " and storage " + std::to_string(storage) + ", expected below " +
+                                        std::to_string(extents.shape(0)) + " and " + std::to_string(elements.size()));
     }
     std::optional<BadRow> bad;
     {
@@ -83,7 +79,7 @@ py::object find_bad(const Int64Array& pieces, const Int64Array& extents, const I
 
 std::vector<int64_t> doubtful(const Int64Array& pieces, const Int64Array& shapes, bool covered) {
     const Table table = table_of(pieces);
-    const int64_t* data = matrix(shapes, kMaxDims, "shapes");
+    const int64_t* data = rows_of(shapes, kMaxDims, "shapes");
     const int64_t storages = shapes.shape(0);
     py::gil_scoped_release released;
     return doubtful_storages(table, data, storages, covered);
@@ -129,7 +125,8 @@ py::object fault(const BoundMatching& self) {
 }
 
 py::tuple part(const BoundMatching& self, const Int64Array& ranks) {
-    if (self.matching->fault()) throw std::invalid_argument("there is a fault, so there is no plan");
+    if (self.matching->fault())
+        throw std::invalid_argument("matching: got one with a fault, expected one without; see its attribute fault");
     const std::vector<int64_t> wanted = values(ranks);
     Transfers made;
     {
@@ -161,9 +158,11 @@ void bind_plan(py::module_& module) {
     module.attr("COPY_COLUMNS") = static_cast<int>(kCopyColumns);
     module.def("find_bad_row", &find_bad, py::arg("pieces").noconvert(), py::arg("extents").noconvert(),
                py::arg("elements").noconvert(),
-               "(row, outside its storage) of the first piece that is out of bounds, or None.");
+               "(row, whether it is outside its storage) of the first piece that is out of bounds, or None.");
     module.def("doubtful_storages", &doubtful, py::arg("pieces").noconvert(), py::arg("shapes").noconvert(),
-               py::arg("covered"), "Storages whose elements are not seen to be held once at most, or exactly once.");
+               py::arg("covered"),
+               "Storages for which a quick check cannot confirm that each element is in at most one piece, or exactly "
+               "one (csrc/pieces.h).");
     py::class_<BoundHoldings, std::shared_ptr<BoundHoldings>>(module, "Holdings")
         .def(py::init(&hold), py::arg("tables"), py::arg("ranks").noconvert(), py::arg("table_of").noconvert(),
              py::arg("tensors"))
@@ -173,10 +172,10 @@ void bind_plan(py::module_& module) {
              py::arg("table_of").noconvert(), py::arg("item_bytes").noconvert(), py::arg("casts"),
              py::arg("in_place") = false)
         .def_property_readonly("fault", &fault, "(dtype, table, row, source table, source row) or None.")
-        .def_property_readonly("shares", &shares, "Bytes each source rank sends when shared as evenly as can be.")
+        .def_property_readonly("shares", &shares, "Bytes each source rank sends in the most even division.")
         .def("part", &part, py::arg("ranks").noconvert(),
-             "(copies int64[n, COPY_COLUMNS], [(source, destination, bytes, last copy, check)]) that concern some "
-             "ranks.")
+             "All copies from or to some ranks: (copies int64[n, COPY_COLUMNS], [(source, destination, bytes, last "
+             "copy, check)]).")
         .def("traffic", &traffic, "int64[n, 3]: source, destination, bytes; pairs may repeat.");
 }
 

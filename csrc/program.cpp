@@ -76,10 +76,12 @@ Program::Program(const int64_t* rows, const int64_t* casts, int64_t count, std::
     : descriptors_(read_rows(rows, casts, count)), firsts_(std::move(firsts)), wire_(wire) {
     if (firsts_.empty() || firsts_.front() != 0 || firsts_.back() != count ||
         !std::is_sorted(firsts_.begin(), firsts_.end()))
-        throw std::invalid_argument("chunks do not divide the rows");
+        throw std::invalid_argument("first rows of chunks: got " + std::to_string(firsts_.size()) + " numbers" +
+                                    (firsts_.empty() ? "" : ", the last " + std::to_string(firsts_.back())) +
+                                    ", expected ascending ones from 0 to " + std::to_string(count));
     for (const auto& descriptor : descriptors_) {
         if (wire == Wire::kSource && descriptor.copy.cast != Cast::kNone)
-            throw std::invalid_argument("a cast belongs to packing");
+            throw std::invalid_argument("cast: got one while unpacking, expected it while packing");
         sources_ = std::max({sources_, descriptor.source_index + 1, descriptor.scales_index + 1});
         destinations_ = std::max(destinations_, descriptor.destination_index + 1);
     }
@@ -100,17 +102,32 @@ void Program::check_messages() const {
             const int64_t base = wire_ == Wire::kSource ? d.source_index : d.destination_index;
             const int64_t offset = wire_ == Wire::kSource ? d.source_offset : d.destination_offset;
             if (base != 0 || offset != at || !lies_row_major(d.copy, wire_))
-                throw std::invalid_argument("copy descriptor " + std::to_string(i) + " does not lie in its message");
+                throw std::invalid_argument("message of copy descriptor " + std::to_string(i) + ": got base " +
+                                            std::to_string(base) + ", offset " + std::to_string(offset) +
+                                            ", expected base 0, offset " + std::to_string(at) + ", row-major");
             at += d.copy.bytes();
         }
     }
 }
 
+void Program::check_chunk(int64_t chunk) const {
+    if (chunk < 0 || chunk >= chunks())
+        throw std::invalid_argument("chunk: got " + std::to_string(chunk) + ", expected below " +
+                                    std::to_string(chunks()));
+}
+
+int64_t Program::bytes(int64_t chunk) const {
+    check_chunk(chunk);
+    return bytes_[static_cast<size_t>(chunk)];
+}
+
 void Program::check(int64_t chunk, const std::vector<int64_t>& sources,
                     const std::vector<int64_t>& destinations) const {
-    if (chunk < 0 || chunk >= chunks()) throw std::invalid_argument("no chunk " + std::to_string(chunk));
+    check_chunk(chunk);
     if (static_cast<int64_t>(sources.size()) < sources_ || static_cast<int64_t>(destinations.size()) < destinations_)
-        throw std::invalid_argument("fewer base addresses than the copies name");
+        throw std::invalid_argument("base addresses: got " + std::to_string(sources.size()) + " sources and " +
+                                    std::to_string(destinations.size()) + " destinations, expected at least " +
+                                    std::to_string(sources_) + " and " + std::to_string(destinations_));
 }
 
 std::vector<BoxCopy> Program::copies(int64_t chunk, const std::vector<int64_t>& sources,

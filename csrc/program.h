@@ -20,8 +20,8 @@ class Program {
     Program(const int64_t* rows, const int64_t* casts, int64_t count, std::vector<int64_t> firsts, Wire wire);
 
     int64_t chunks() const { return static_cast<int64_t>(firsts_.size()) - 1; }
-    // Bytes written by a chunk.
-    int64_t bytes(int64_t chunk) const { return bytes_.at(static_cast<size_t>(chunk)); }
+    // Bytes written by a chunk. Throws std::invalid_argument if it does not exist.
+    int64_t bytes(int64_t chunk) const;
     Wire wire() const { return wire_; }
     const std::vector<Descriptor>& descriptors() const { return descriptors_; }
     // Chunk c consists of the descriptors firsts()[c] <= i < firsts()[c + 1].
@@ -41,6 +41,7 @@ class Program {
 
   private:
     void check_messages() const;
+    void check_chunk(int64_t chunk) const;
 
     std::vector<Descriptor> descriptors_;
     std::vector<int64_t> firsts_;

@@ -59,14 +59,15 @@ int64_t blocks_in(int64_t elements) { return (elements + kBlockSize - 1) / kBloc
 
 }  // namespace
 
-ScaleJobs scale_jobs(const int64_t* matrices, int64_t count, int64_t columns) {
-    if (count < 0 || columns != kMatrixColumns)
-        throw std::invalid_argument("expected matrices int64[n, " + std::to_string(kMatrixColumns) + "]");
+ScaleJobs scale_jobs(const int64_t* matrices, int64_t count) {
     ScaleJobs made{{}, 0, 0};
     for (int64_t i = 0; i < count; ++i) {
         const int64_t* m = matrices + i * kMatrixColumns;
         if ((m[kMatrixItem] != 2 && m[kMatrixItem] != 4) || m[kMatrixRows] < 0 || m[kMatrixWidth] < 0)
-            throw std::invalid_argument("matrix " + std::to_string(i) + " is malformed");
+            throw std::invalid_argument("matrix " + std::to_string(i) + ": got " + std::to_string(m[kMatrixRows]) +
+                                        " rows of " + std::to_string(m[kMatrixWidth]) + " elements of " +
+                                        std::to_string(m[kMatrixItem]) +
+                                        " bytes, expected sizes of at least 0 and elements of 2 or 4 bytes");
         ScaleJob job{reinterpret_cast<const std::byte*>(m[kMatrix]),
                      reinterpret_cast<float*>(m[kScalesThere]),
                      m[kMatrixRows],

@@ -38,8 +38,8 @@ struct ScaleJobs {
     int64_t bytes;  // of all matrices
 };
 
-// Throws std::invalid_argument for a wrong number of columns, a negative size, or an item size that is not 2 or 4.
-ScaleJobs scale_jobs(const int64_t* matrices, int64_t count, int64_t columns);
+// Reads rows of kMatrixColumns. Throws std::invalid_argument for a negative size, or an item size that is not 2 or 4.
+ScaleJobs scale_jobs(const int64_t* matrices, int64_t count);
 
 // The last job that begins at or before a block.
 ASYNCMOE_BOTH inline int64_t job_of_block(const ScaleJob* jobs, int64_t count, int64_t block) {

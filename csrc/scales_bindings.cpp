@@ -1,7 +1,6 @@
 #include "scales_bindings.h"
 
-#include <pybind11/numpy.h>
-
+#include "arrays.h"
 #include "scales.h"
 
 namespace py = pybind11;
@@ -9,11 +8,9 @@ namespace py = pybind11;
 namespace asyncmoe {
 namespace {
 
-using Int64Array = py::array_t<int64_t, py::array::c_style>;
-
 ScaleJobs jobs_of(const Int64Array& matrices) {
-    const bool table = matrices.ndim() == 2;
-    return scale_jobs(matrices.data(), table ? matrices.shape(0) : -1, table ? matrices.shape(1) : -1);
+    const int64_t* rows = rows_of(matrices, kMatrixColumns, "matrices");
+    return scale_jobs(rows, matrices.shape(0));
 }
 
 }  // namespace
@@ -32,7 +29,7 @@ void bind_scales(py::module_& module) {
         "emulate_scale_blocks",
         [](const Int64Array& matrices, bool power_of_two) { emulate_scale_blocks(jobs_of(matrices), power_of_two); },
         py::arg("matrices").noconvert(), py::arg("power_of_two"),
-        "The same as the GPU's kernel would, in host memory. Slow.");
+        "Write the scales as the GPU's kernel would, in host memory. Slow.");
 #ifdef ASYNCMOE_CUDA
     module.def(
         "scale_blocks_on_gpu",
@@ -40,7 +37,7 @@ void bind_scales(py::module_& module) {
             scale_blocks_on_gpu(jobs_of(matrices), power_of_two, device, stream);
         },
         py::arg("matrices").noconvert(), py::arg("power_of_two"), py::arg("device"), py::arg("stream"),
-        "Enqueue the same on a GPU's stream. Addresses are not checked.");
+        "Write the scales on a GPU: enqueue the kernel on its stream. Addresses are not checked.");
 #endif
 }
 

@@ -15,6 +15,7 @@
 #include <climits>
 #include <new>
 #include <stdexcept>
+#include <string>
 #include <system_error>
 
 namespace asyncmoe {
@@ -39,6 +40,8 @@ constexpr int64_t kHeaderBytes = 4096;
 constexpr int64_t kSlotAlignment = 4096;
 constexpr int kSpins = 64;
 constexpr off_t kSenderLock = 0, kReceiverLock = 1;  // the byte of the segment that each end keeps locked
+
+constexpr const char* kOwnName = "give every exchange its own session name";
 
 int64_t slot_stride(int64_t slot_bytes) { return (slot_bytes + kSlotAlignment - 1) / kSlotAlignment * kSlotAlignment; }
 
@@ -91,11 +94,12 @@ int create_exclusively(const std::string& name) {
         if (errno != EEXIST) fail("shm_open " + name);
         const Descriptor old(shm_open(name.c_str(), O_RDWR | O_CLOEXEC, 0));
         if (old.get() >= 0 && another_holds(old.get(), kSenderLock))
-            throw std::invalid_argument("shared memory " + name +
-                                        " is in use; give every exchange its own session name");
+            throw std::invalid_argument("shared memory " + name + ": got a name in use, expected a free one; " +
+                                        kOwnName);
         shm_unlink(name.c_str());  // left behind by a process that died
     }
-    throw std::invalid_argument("shared memory " + name + " is created again and again by another process");
+    throw std::invalid_argument("shared memory " + name +
+                                ": got a name that another process keeps creating, expected a free one; " + kOwnName);
 }
 
 void* map(int descriptor, int64_t bytes, const std::string& name) {
@@ -126,17 +130,18 @@ ShmRing::ShmRing(std::string name, int descriptor, Header* header, int64_t slots
       sender_(sender) {}
 
 ShmRing* ShmRing::create(const std::string& name, int64_t slots, int64_t slot_bytes) {
-    if (slots < 1 || slot_bytes < 1) throw std::invalid_argument("a ring needs slots of at least one byte");
+    if (slots < 1 || slot_bytes < 1)
+        throw std::invalid_argument("ring of shared memory: got " + std::to_string(slots) + " slots of " +
+                                    std::to_string(slot_bytes) + " bytes, expected at least one of each");
     Descriptor segment(create_exclusively(name));
     const int64_t bytes = segment_bytes(slots, slot_bytes);
     if (!take_lock(segment.get(), kSenderLock)) fail("locking " + name);
     // Otherwise a full /dev/shm would kill the process with SIGBUS in the middle of a copy.
-    errno = posix_fallocate(segment.get(), 0, bytes);
-    if (errno != 0) {
-        const int reason = errno;
+    if (const int reason = posix_fallocate(segment.get(), 0, bytes)) {
         shm_unlink(name.c_str());
-        errno = reason;
-        fail("taking " + std::to_string(bytes) + " bytes of /dev/shm");
+        throw std::runtime_error("shared memory " + name + ": got " + std::generic_category().message(reason) +
+                                 ", expected " + std::to_string(bytes) +
+                                 " bytes of /dev/shm; enlarge it or lower bucket_bytes");
     }
     auto* header = new (map(segment.get(), bytes, name)) Header{};
     header->slots = slots;
@@ -161,10 +166,12 @@ ShmRing* ShmRing::attach(const std::string& name, int64_t slots, int64_t slot_by
     const bool same = ready && header->slots == slots && header->slot_bytes == slot_bytes &&
                       status.st_size == segment_bytes(slots, slot_bytes);
     if (!same || !take_lock(segment.get(), kReceiverLock)) {
+        const std::string found = std::to_string(header->slots) + " slots of " + std::to_string(header->slot_bytes);
         munmap(start, static_cast<size_t>(status.st_size));
         if (!ready) return nullptr;
-        throw std::invalid_argument("shared memory " + name +
-                                    (same ? " has a receiver already" : " is of another size"));
+        if (same) throw std::invalid_argument("shared memory " + name + ": got a second receiver, expected one");
+        throw std::invalid_argument("shared memory " + name + ": got " + found + " bytes, expected " +
+                                    std::to_string(slots) + " slots of " + std::to_string(slot_bytes) + " bytes");
     }
     header->attached.store(1, std::memory_order_release);
     shm_unlink(name.c_str());
@@ -180,7 +187,9 @@ ShmRing::~ShmRing() {
 }
 
 std::byte* ShmRing::slot(int64_t index) const {
-    if (index < 0 || index >= slots_) throw std::invalid_argument("no slot " + std::to_string(index));
+    if (index < 0 || index >= slots_)
+        throw std::invalid_argument("slot: got " + std::to_string(index) + ", expected below " +
+                                    std::to_string(slots_));
     return reinterpret_cast<std::byte*>(header_) + kHeaderBytes + index * slot_stride(slot_bytes_);
 }
 

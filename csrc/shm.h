@@ -14,11 +14,11 @@ enum class Arrival : int { kReady, kNotYet, kGone };
 // from the system. Each end notices if the other dies, because the kernel drops the lock it held on the segment.
 class ShmRing {
   public:
-    // The sender's end. Allocates all memory at once. Throws std::system_error, and std::invalid_argument if another
-    // live process uses the name.
+    // The sender's end. Allocates all memory at once. Throws std::runtime_error with the system's message, and
+    // std::invalid_argument if another live process uses the name.
     static ShmRing* create(const std::string& name, int64_t slots, int64_t slot_bytes);
-    // The receiver's end, or null if there is no sender yet. Throws std::system_error, and std::invalid_argument if the
-    // ring has a different size or already has a receiver.
+    // The receiver's end, or null if there is no sender yet. Throws std::runtime_error with the system's message, and
+    // std::invalid_argument if the ring has a different size or already has a receiver.
     static ShmRing* attach(const std::string& name, int64_t slots, int64_t slot_bytes);
     ~ShmRing();
     ShmRing(const ShmRing&) = delete;

@@ -3,6 +3,7 @@
 
 #include <cstring>
 #include <stdexcept>
+#include <string>
 
 #include "cast.h"
 #include "digest.h"
@@ -16,13 +17,20 @@ struct alignas(kUnit) Unit {
     uint64_t high;
 };
 
-// Aligned accesses, as a GPU requires them. The host throws if an access is not aligned.
+inline void check_aligned(const std::byte* address, size_t bytes) {
+    const auto number = reinterpret_cast<uintptr_t>(address);
+    if (number % bytes)
+        throw std::logic_error("address of an access: got " + std::to_string(number) + ", expected a multiple of " +
+                               std::to_string(bytes));
+}
+
+// Aligned accesses, as a GPU requires them. The host throws std::logic_error if an access is not aligned.
 template <typename T>
 ASYNCMOE_BOTH inline T load_as(const std::byte* from) {
 #ifdef __CUDA_ARCH__
     return *reinterpret_cast<const T*>(from);
 #else
-    if (reinterpret_cast<uintptr_t>(from) % sizeof(T)) throw std::logic_error("a load that is not aligned");
+    check_aligned(from, sizeof(T));
     T value;
     std::memcpy(&value, from, sizeof value);
     return value;
@@ -34,7 +42,7 @@ ASYNCMOE_BOTH inline void store_as(std::byte* to, const T& value) {
 #ifdef __CUDA_ARCH__
     *reinterpret_cast<T*>(to) = value;
 #else
-    if (reinterpret_cast<uintptr_t>(to) % sizeof(T)) throw std::logic_error("a store that is not aligned");
+    check_aligned(to, sizeof(T));
     std::memcpy(to, &value, sizeof value);
 #endif
 }

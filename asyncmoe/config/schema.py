@@ -27,6 +27,7 @@ from asyncmoe.config.sync import SyncSection
 from asyncmoe.config.task import TaskSection
 from asyncmoe.config.telemetry import TelemetrySection
 from asyncmoe.config.trainer import TrainerSection
+from asyncmoe.config.transports import choices, shareable, unshared
 from asyncmoe.config.verify import VerifySection
 from asyncmoe.config.warmup import WarmupSection
 
@@ -146,13 +147,14 @@ class Config(Section):
         if not self.engines.share_gpus:
             return self
         because = "because engines.share_gpus is true"
+        why = unshared(self.sync.transport)
         refused = {
-            "sync.method": (self.sync.method, "broadcast", f"reshard {because}: NCCL refuses two ranks on one GPU"),
-            "sync.transport": (self.sync.transport, "nccl", f"auto or ipc {because}: NCCL refuses two ranks on one GPU"),
-            "launch": (self.launch, "ray", f"local {because}: Ray gives every process GPUs of its own"),
+            "sync.method": (self.sync.method, self.sync.method == "broadcast", f"reshard {because}: NCCL refuses two ranks on one GPU"),
+            "sync.transport": (self.sync.transport, why != "", f"{choices(shareable)} {because}: {why}"),
+            "launch": (self.launch, self.launch == "ray", f"local {because}: Ray gives every process GPUs of its own"),
         }
         for key, (got, bad, expected) in refused.items():
-            if got == bad:
+            if bad:
                 raise ValueError(f"{key}: got {got}, expected {expected}; change it, or set engines.share_gpus to false")
         if self.cluster.network != "loopback":
             raise ValueError(

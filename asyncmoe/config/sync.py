@@ -6,6 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
+from asyncmoe.config import transports
 from asyncmoe.config.fields import NonNegative, Positive, PositiveFloat, Section
 
 
@@ -17,11 +18,7 @@ class SyncSection(Section):
         description="reshard: every engine rank receives exactly its own shards from the trainer ranks that hold them while it generates, "
         "and pauses only to swap them in; broadcast: rank 0 gathers whole tensors and sends all of them to every engine, which pauses.",
     )
-    transport: Literal["auto", "shm", "gloo", "nccl", "ipc"] = Field(
-        "auto",
-        description="Transport of reshard. Between CPUs, shm: shared memory of one host, or gloo: TCP. Between GPUs, nccl, or ipc: CUDA "
-        "IPC between the GPUs of one host. auto: shm on CPU; on GPU nccl, or ipc with engines.share_gpus.",
-    )
+    transport: transports.TransportChoice = Field(transports.AUTO, description=transports.description())
     staging: bool = Field(
         True,
         description="true: engines receive a version into staging memory, as large as their shard, while they generate. false: reshard "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from asyncmoe.config.transports import TRANSPORTS, either
 from asyncmoe.doctor import verdict, versions
 from asyncmoe.doctor.facts import Machine
 from asyncmoe.doctor.python_facts import PythonFacts
@@ -40,13 +41,14 @@ def nccl(machine: Machine) -> Verdict:
     missing = [f"{who}: {_why_no_nccl(side)}" for who, side in sides if who not in versions_of]
     if not machine.nvidia.present:
         there = ", ".join(f"{versions.nccl(number)} in {who}" for who, number in versions_of.items())
-        return verdict.absent(f"no GPU; weights go over shared memory or gloo{f' ({there})' if there else ''}")
+        between_cpus = either([name for name, one in TRANSPORTS.items() if not one.gpu])
+        return verdict.absent(f"no GPU; weights go over {between_cpus}{f' ({there})' if there else ''}")
     if missing:
         cure = "run: make setup GPU=1, or put the directory of libnccl.so.2 on LD_LIBRARY_PATH"
         return verdict.error("; ".join(missing), cure)
     if len(set(versions_of.values())) > 1:
         told = ", ".join(f"{versions.nccl(number)} in {who}" for who, number in versions_of.items())
-        over_nccl = machine.run is None or machine.run.on_gpus is None or machine.run.on_gpus.way == "nccl"
+        over_nccl = machine.run is None or machine.run.on_gpus is None or TRANSPORTS[machine.run.on_gpus.way].nccl
         judge = verdict.error if over_nccl else verdict.warning
         return judge(
             f"{told}; NCCL refuses ranks of different versions",

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
 
 from asyncmoe.config.devices import Wanted
+from asyncmoe.config.transports import TransportChoice, TransportName
 from asyncmoe.doctor.python_facts import PythonFacts
 from asyncmoe.trainer.model.switches import RunFeatures
 
@@ -206,7 +206,7 @@ class OnGpus:
 
     Attributes:
         places: GPUs wanted on the machine; with several machines, on a trainer node and on an engine node.
-        way: how weights travel between GPUs: "nccl" or "ipc".
+        way: the transport of weights between GPUs; "nccl" if they are broadcast.
         float32: why engines in float32 would fail there; None: they are not, or their attention takes it.
         trainer_bytes: on the GPU of a rank, of the stage that holds most.
         engine_bytes: on each GPU of an engine, with a KV cache as it is configured, else of one conversation; both None: not known.
@@ -219,14 +219,14 @@ class OnGpus:
     """
 
     places: tuple[Wanted, ...]
-    way: str
+    way: TransportName
     float32: str | None = None
     trainer_bytes: int | None = None
     engine_bytes: int | None = None
     trainer_parts: Mapping[str, int] = field(default_factory=dict)
     engine_parts: Mapping[str, int] = field(default_factory=dict)
     bfloat16: bool = True
-    transport: Literal["auto", "shm", "gloo", "nccl", "ipc"] | None = None
+    transport: TransportChoice | None = None
     megatron: Mapping[str, bool | str | None] = field(default_factory=dict)
     features: RunFeatures | None = None
     trainer_nodes: int = 1

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from asyncmoe.config.devices import Devices, Wanted, counted, named, place
 from asyncmoe.config.trainer import MegatronSection
+from asyncmoe.config.transports import transport_for
 from asyncmoe.doctor import cards, verdict
 from asyncmoe.doctor.cards import Card, labelled
 from asyncmoe.doctor.facts import Machine, OnGpus
@@ -16,7 +17,6 @@ from asyncmoe.doctor.verdict import Verdict
 from asyncmoe.errors import ConfigError
 from asyncmoe.plan import memory, relief
 from asyncmoe.platform.kernels import Kernels, release
-from asyncmoe.receiver.transport import transport_for
 from asyncmoe.trainer.model import switches
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncmoe.config import Config
+from asyncmoe.config.transports import TRANSPORTS, resolved
 from asyncmoe.errors import ConfigError, UserError
 from asyncmoe.models import EngineParallel, adapter_of, engine_dtype, load_hf_config, make, trainer_parallel
 from asyncmoe.plan import memory, relief
@@ -212,7 +213,7 @@ def serving(config: Config, hf: Mapping[str, Any], cpu: bool = False) -> EngineM
 def _communicators(config: Config, cpu: bool, mine: int) -> int:
     """Return the bytes of a rank's NCCL communicators, of which it has `mine`, one for each engine it exchanges weights with."""
     sync = config.sync
-    over_nccl = sync.transport == "nccl" or (sync.transport == "auto" and not config.engines.share_gpus)
+    over_nccl = TRANSPORTS[resolved(sync.transport, gpu=True, shared=config.engines.share_gpus)].nccl
     if cpu or sync.method != "reshard" or not over_nccl:
         return 0
     return nccl_room.nbytes(sync.nccl_max_ctas, config.engines.count, mine)

@@ -6,8 +6,8 @@ its format. A weight's path in the worker:
 1. `command.py`: the controller (`rollout/engines/weight_updates/reshard.py`) sends a `JoinCommand`; `worker.py` starts a receiver thread.
 2. `worker.py`: the thread connects to rank 0's store (`control_store.py`), reads `TERMS`, plans (`transfer_plan.py`), reports parameters
    and GPU under `ready(rank)` (`handshake.py`, `card.py`), and waits for `VERDICT` (rank 0 checks with `handshake.py` and `cards.py`).
-3. `channel.py`: at `header(N)` with a new channel E, all ranks connect (`channel(E, stage, rank)`); NCCL communicators are reused
-   from earlier meetings (`communicators.py`).
+3. `channel.py`: at `header(N)` with a new channel E, all ranks connect (`channel(E, stage, rank)`): `channel_end.py` opens the transport
+   that the terms name; NCCL communicators are reused from earlier meetings (`communicators.py`).
 4. `worker.py`: the thread receives the worker's shards into staging memory (`weight_buffers.py`) while the worker generates, checks their
    digests and sets `staged(N, rank)`. No parameter is written.
 5. The controller pauses the engine and sends a `CommitCommand`: `worker.py`, in the worker's main thread, makes the staged tensors the

@@ -7,6 +7,7 @@ from concurrent.futures import Future
 
 import torch
 
+from asyncmoe.config.transports import TRANSPORTS
 from asyncmoe.errors import WaitTimeout
 from asyncmoe.receiver.protocol import Card, Terms
 from asyncmoe.reshard import device_threads
@@ -24,7 +25,7 @@ def card_of(device: torch.device, terms: Terms, wanted: int) -> Card | None:
     """
     if device.type != "cuda":
         return None
-    found = origin() if terms.transport == "nccl" else None
+    found = origin() if TRANSPORTS[terms.transport].nccl else None
     major, minor = torch.cuda.get_device_capability(device)
     free, total = torch.cuda.mem_get_info(device)
     # Torch frees its cached memory before it reports that memory is short, though fragments may be too small.

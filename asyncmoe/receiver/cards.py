@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
+from asyncmoe.config.transports import TRANSPORTS
 from asyncmoe.errors import OutOfDeviceMemory, gibibytes
 from asyncmoe.receiver import protocol
 from asyncmoe.receiver.protocol import Card, Terms
@@ -19,7 +20,7 @@ def unfit(cards: Mapping[int, Card], terms: Terms) -> list[str]:
         cards: by rank in the meeting, for the ranks with a GPU.
     """
     short = [line for rank, card in sorted(cards.items()) for line in _shortage(protocol.names(terms)[rank], card)]
-    return _differences(cards, terms) + short + (_unreachable(cards, terms) if terms.transport == "ipc" else [])
+    return _differences(cards, terms) + short + (_unreachable(cards, terms) if TRANSPORTS[terms.transport].reads_sender else [])
 
 
 def _differences(cards: Mapping[int, Card], terms: Terms) -> list[str]:
@@ -44,10 +45,10 @@ def _shortage(whom: str, card: Card) -> list[str]:
 
 
 def _unreachable(cards: Mapping[int, Card], terms: Terms) -> list[str]:
-    """Return a line for every engine GPU that cannot read the memory of a trainer GPU on its host, as sync.transport=ipc requires."""
+    """Return a line for every engine GPU that cannot read the memory of a trainer GPU on its host, as the transport requires."""
     whom, trainer = protocol.names(terms), terms.engines[0].first
     return [
-        f"sync.transport ipc on {reader.host}: got no peer access from {whom[rank]}'s {reader.device} to {whom[other]}'s "
+        f"sync.transport {terms.transport} on {reader.host}: got no peer access from {whom[rank]}'s {reader.device} to {whom[other]}'s "
         f"{writer.device}, expected it between all GPUs of the trainer and the engines; {_REACH}"
         for rank, reader in sorted(cards.items())
         for other, writer in sorted(cards.items())

@@ -7,8 +7,10 @@ from contextlib import AbstractContextManager
 
 import torch
 
+from asyncmoe.config.transports import TRANSPORTS
 from asyncmoe.errors import AsyncmoeError
 from asyncmoe.receiver import failing
+from asyncmoe.receiver.channel_end import ChannelEnd, open_transport
 from asyncmoe.receiver.communicators import Communicators, agree
 from asyncmoe.receiver.control_store import Store
 from asyncmoe.receiver.protocol import (
@@ -24,15 +26,10 @@ from asyncmoe.receiver.protocol import (
     names,
     update_failed,
 )
-from asyncmoe.reshard import Exchanger, Plan, SharedTransport, Transport
-from asyncmoe.reshard.gpu import Gpu, nothing_to_give
-from asyncmoe.reshard.ipc_transport import IpcTransport
-from asyncmoe.reshard.shm_transport import ShmTransport
-from asyncmoe.reshard.torch_transport import TorchTransport
+from asyncmoe.reshard import Exchanger, Plan
+from asyncmoe.reshard.gpu import nothing_to_give
 from asyncmoe.reshard.transport import Watch, nothing_to_watch
 
-_GROUP_S = 30.0
-"""Timeout of making a process group once all ranks have arrived, during which torch does not detect a dead rank."""
 _GRACE_S = 5.0
 
 
@@ -92,7 +89,7 @@ def connect(
     stream = side.stream.cuda_stream if side else 0
     place = side.stream.device if side else torch.device("cpu")
     relieve = torch.cuda.empty_cache if side else nothing_to_give
-    held = side.communicators.held() if side and terms.transport == "nccl" else {}
+    held = side.communicators.held() if side and TRANSPORTS[terms.transport].nccl else {}
     exchanger, bound, failure = None, None, ""
 
     def look() -> None:
@@ -108,11 +105,25 @@ def connect(
     mine = Arrived(failure, held)
     agreed = _assemble(store, terms, epoch, "arrive", watch, mine, lambda every: _agreed(terms, every, side)).agreed
     try:
-        transport = _transport(store, terms, epoch, side, agreed, look)
+        end = ChannelEnd(
+            rank=store.rank,
+            world=terms.world,
+            session=f"{terms.session}-{epoch}",
+            timeout_s=terms.timeout_s,
+            device=place.index,
+            stream=stream,
+            relieve=relieve,
+            watch=look,
+            store=store,
+            epoch=epoch,
+            terms=terms,
+            communicators=side.communicators if side else None,
+            agreed=agreed,
+        )
         # One thread: the trainer's step or the engine runs at the same time.
         exchanger = Exchanger(
             plan,
-            transport,
+            open_transport(end),
             bucket_bytes=terms.bucket_bytes,
             timeout_s=terms.timeout_s,
             threads=1,
@@ -177,22 +188,6 @@ def _assemble(
 
 
 def _agreed(terms: Terms, there: Mapping[int, Arrived], side: SideStream | None) -> dict[str, Agreed]:
-    if side is None or terms.transport != "nccl":
+    if side is None or not TRANSPORTS[terms.transport].nccl:
         return {}
     return agree(terms, {rank: one.held for rank, one in there.items()}, side.communicators.unique_id)
-
-
-def _transport(
-    store: Store, terms: Terms, epoch: int, side: SideStream | None, agreed: Mapping[str, Agreed], watch: Watch
-) -> Transport | SharedTransport:
-    session = f"{terms.session}-{epoch}"
-    match terms.transport:
-        case "shm":
-            return ShmTransport(store.rank, session)
-        case "gloo":
-            return TorchTransport(store.connect(terms.world, epoch, min(_GROUP_S, terms.timeout_s)))
-    assert side is not None
-    stream, device = side.stream.cuda_stream, side.stream.device.index
-    if terms.transport == "ipc":
-        return IpcTransport(store.rank, session, device, stream=stream, gpu=Gpu(device, torch.cuda.empty_cache))
-    return side.communicators.transport(store.rank, terms, agreed, stream, terms.timeout_s, watch)

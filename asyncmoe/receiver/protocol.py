@@ -22,6 +22,7 @@ from typing import Any, Generic, Literal, TypeVar
 
 import msgspec
 
+from asyncmoe.config.transports import TransportName
 from asyncmoe.errors import WeightSyncError
 
 T = TypeVar("T", bound=msgspec.Struct)
@@ -69,7 +70,7 @@ class Terms(msgspec.Struct, frozen=True):
     engines: tuple[EngineRanks, ...]
     dtype: str
     engine_dtype: str
-    transport: Literal["shm", "gloo", "nccl", "ipc"]
+    transport: TransportName
     session: str
     staging: bool
     bucket_bytes: int

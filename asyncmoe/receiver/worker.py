@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
+from asyncmoe.config.transports import TRANSPORTS
 from asyncmoe.errors import AsyncmoeError, InvariantBroken, WaitTimeout
 from asyncmoe.process import yield_cores
 from asyncmoe.receiver import channel, command, failing, handshake, protocol, transfer_plan
@@ -168,10 +169,10 @@ class Receiver:
         return plan
 
     def _wanted(self, terms: Terms) -> int:
-        """Return an upper bound of the bytes that receiving allocates on the worker's GPU: staging memory and, with NCCL, message buffers.
-        With IPC all message buffers are in the senders' memory. Messages may be smaller than the buckets."""
+        """Return an upper bound of the bytes that receiving allocates on the worker's GPU: staging memory and, unless messages stay in
+        the senders' memory, message buffers. Messages may be smaller than the buckets."""
         room = self._target.room_bytes(getattr(torch, terms.engine_dtype))
-        messages = 2 * terms.bucket_bytes if terms.transport == "nccl" else 0
+        messages = 0 if TRANSPORTS[terms.transport].reads_sender else 2 * terms.bucket_bytes
         return min(messages, 2 * room) + (room if terms.staging else 0)
 
     def _serve(self, store: Store, terms: Terms, plan: Plan) -> None:

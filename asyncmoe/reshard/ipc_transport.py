@@ -9,11 +9,11 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 import asyncmoe.reshard._C as _C
-from asyncmoe.errors import TransferError, WaitTimeout
+from asyncmoe.errors import InvariantBroken, TransferError, WaitTimeout
 from asyncmoe.reshard.gpu import Event, Gpu
 from asyncmoe.reshard.memory import DeviceBuffer
 from asyncmoe.reshard.shm_transport import ShmTransport, used_slots, wait_for
-from asyncmoe.reshard.transport import Lane, Link
+from asyncmoe.reshard.transport import Lane, Link, TransportEnd
 
 _HANDLE_BYTES = 64
 """Size of a cudaIpcMemHandle_t (CUDA runtime API)."""
@@ -64,6 +64,18 @@ class IpcTransport:
             return self._gpu.allocate(used_slots(lane, slots) * _stride(lane))
         except RuntimeError as error:
             raise TransferError(self.rank, lane.peer, str(error)) from error
+
+
+def open_ipc(end: TransportEnd) -> IpcTransport:
+    """Open a rank's end of a channel between GPUs.
+
+    Raises:
+        InvariantBroken: the end is not on a GPU.
+        UserError: as `IpcTransport`.
+    """
+    if end.device is None:
+        raise InvariantBroken("sync.transport ipc was chosen for weights in host memory")
+    return IpcTransport(end.rank, end.session, end.device, stream=end.stream, gpu=Gpu(end.device, end.relieve))
 
 
 class _Half:

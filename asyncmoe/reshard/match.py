@@ -40,7 +40,8 @@ class Sources:
         try:
             self.holdings = _C.Holdings([table.pieces for table in side.tables], side.ranks, side.table_of, len(tensors.extent))
         except ValueError as error:
-            raise LayoutError("source layouts", got=str(error), expected="boxes that are equal, disjoint or cut along few lines") from error
+            got, expected = "boxes of one tensor that overlap in too many ways", "boxes that are equal, disjoint or cut along few lines"
+            raise LayoutError("source layouts", got=got, expected=expected) from error
 
 
 class Match:

@@ -10,7 +10,7 @@ import numpy as np
 
 import asyncmoe.reshard._C as _C
 from asyncmoe.errors import LayoutError, TransferError, WaitTimeout
-from asyncmoe.reshard.transport import Lane, Link
+from asyncmoe.reshard.transport import Lane, Link, TransportEnd
 
 _READY, _NOT_YET, _GONE = 0, 1, 2
 """Results of `ShmRing.wait` (csrc/shm.h)."""
@@ -76,6 +76,11 @@ class ShmTransport:
                 raise WaitTimeout(f"rank {lane.peer}", f"its ring of shared memory for rank {self.rank}", waited)
             time.sleep(pause)
             pause = min(0.05, 2 * pause)
+
+
+def open_shm(end: TransportEnd) -> ShmTransport:
+    """Open a rank's end of a channel through shared memory."""
+    return ShmTransport(end.rank, end.session)
 
 
 class _ShmLink:

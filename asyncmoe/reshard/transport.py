@@ -11,6 +11,7 @@ import numpy as np
 
 from asyncmoe.errors import InvariantBroken
 from asyncmoe.reshard import device_threads
+from asyncmoe.reshard.gpu import Relieve, nothing_to_give
 from asyncmoe.reshard.memory import memory_of
 
 LOOK_S = 0.5
@@ -22,6 +23,30 @@ Watch = Callable[[], None]
 
 def nothing_to_watch() -> None:
     """A `Watch` for callers that have no other information about the peers."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransportEnd:
+    """A rank's end of a channel, from which a transport is opened (`asyncmoe.config.transports`).
+
+    Attributes:
+        rank, world: this process's rank, and the number of ranks.
+        session: name of the channel, unique on every host, the same on all ranks; letters, digits and `-`, at most 64.
+        timeout_s: how long to wait for the other ranks.
+        device: CUDA number of this process's GPU; None: the weights are in host memory.
+        stream: the `Exchanger`'s stream, a cudaStream_t as an integer.
+        relieve: for allocations on the GPU.
+        watch: to call about twice a second while waiting for other ranks; raises if one of them has failed.
+    """
+
+    rank: int
+    world: int
+    session: str
+    timeout_s: float
+    device: int | None = None
+    stream: int = 0
+    relieve: Relieve = nothing_to_give
+    watch: Watch = nothing_to_watch
 
 
 Buffer = Any

@@ -2,6 +2,7 @@
 #include <pybind11/pybind11.h>
 
 #include <stdexcept>
+#include <string>
 #include <string_view>
 
 #include "base64.h"
@@ -21,16 +22,22 @@ asyncmoe::record::RouteShape shape_of(int64_t rows, int64_t top_k, int64_t exper
     int bits = 1;
     while (int64_t{1} << bits < experts) ++bits;
     if (rows < 0 || rows > INT32_MAX || top_k < 1 || top_k > asyncmoe::record::kMaxTopK || experts < 1 || bits > 16)
-        throw std::invalid_argument("expected 0 <= rows < 2^31, 1 <= top_k <= 256, 1 <= experts <= 65536");
+        throw std::invalid_argument("routes: got " + std::to_string(rows) + " rows, top " + std::to_string(top_k) +
+                                    " of " + std::to_string(experts) +
+                                    " experts, expected fewer than 2^31 rows, top 1 to 256 of 1 to 65536 experts");
     return {rows, top_k, bits, experts};
 }
 
 py::tuple pack_routes(const Int32Array& routes, const Int64Array& layers, int64_t experts) {
-    if (routes.ndim() != 3 || layers.ndim() != 1) throw std::invalid_argument("expected [rows, layers, top_k] and [m]");
+    if (routes.ndim() != 3 || layers.ndim() != 1)
+        throw std::invalid_argument("routes and layers: got " + std::to_string(routes.ndim()) + " and " +
+                                    std::to_string(layers.ndim()) +
+                                    " dimensions, expected 3 (rows, layers, top_k) and 1");
     const auto shape = shape_of(routes.shape(0), routes.shape(2), experts);
     for (py::ssize_t i = 0; i < layers.size(); ++i)
         if (layers.data()[i] < 0 || layers.data()[i] >= routes.shape(1))
-            throw std::invalid_argument("a layer that is not among those of the routes");
+            throw std::invalid_argument("layer: got " + std::to_string(layers.data()[i]) + ", expected below " +
+                                        std::to_string(routes.shape(1)));
     Bytes planes(layers.size() * shape.plane_bytes());
     uint8_t* to = planes.mutable_data();
     int64_t bad;
@@ -58,21 +65,34 @@ py::tuple unpack_routes(const Bytes& planes, int64_t rows, int64_t top_k, int64_
     // Divides, because count * plane_bytes may overflow 64 bits.
     const int64_t plane = shape.plane_bytes();
     if (count < 0 || (plane ? planes.size() % plane || planes.size() / plane != count : planes.size() != 0))
-        throw std::invalid_argument("the planes have another size");
+        throw std::invalid_argument("planes: got " + std::to_string(planes.size()) + " bytes, expected " +
+                                    std::to_string(count) + " planes of " + std::to_string(plane));
     return shape.bits <= 8 ? unpack_as<uint8_t>(planes, shape, count) : unpack_as<uint16_t>(planes, shape, count);
 }
 
 void check_vocabulary(int64_t vocabulary) {
-    if (vocabulary < 1 || vocabulary > INT32_MAX) throw std::invalid_argument("expected 1 <= vocabulary < 2^31");
+    if (vocabulary < 1 || vocabulary > INT32_MAX)
+        throw std::invalid_argument("vocabulary: got " + std::to_string(vocabulary) + ", expected 1 to 2^31 - 1");
+}
+
+std::string ends_of(const Int32Array& offsets) {
+    if (offsets.ndim() != 1) return std::to_string(offsets.ndim()) + " dimensions";
+    const py::ssize_t size = offsets.size();
+    return size < 1 ? "none" : std::to_string(offsets.at(0)) + " to " + std::to_string(offsets.at(size - 1));
 }
 
 Bytes encode_masks(const Int32Array& offsets, const Int32Array& ids, int64_t vocabulary) {
     check_vocabulary(vocabulary);
-    if (offsets.ndim() != 1 || ids.ndim() != 1 || offsets.size() < 1 || ids.size() > INT32_MAX || offsets.at(0) != 0 ||
-        offsets.at(offsets.size() - 1) != ids.size())
-        throw std::invalid_argument("expected offsets from 0 to the number of ids");
+    if (ids.ndim() != 1 || ids.size() > INT32_MAX)
+        throw std::invalid_argument("ids: got " + std::to_string(ids.size()) + " in " + std::to_string(ids.ndim()) +
+                                    " dimensions, expected fewer than 2^31 in one");
+    if (offsets.ndim() != 1 || offsets.size() < 1 || offsets.at(0) != 0 || offsets.at(offsets.size() - 1) != ids.size())
+        throw std::invalid_argument("offsets: got " + ends_of(offsets) + ", expected 0 to " +
+                                    std::to_string(ids.size()) + ", the number of ids");
     for (py::ssize_t i = 1; i < offsets.size(); ++i)
-        if (offsets.data()[i] < offsets.data()[i - 1]) throw std::invalid_argument("expected offsets that do not fall");
+        if (offsets.data()[i] < offsets.data()[i - 1])
+            throw std::invalid_argument("offsets: got " + std::to_string(offsets.data()[i]) + " after " +
+                                        std::to_string(offsets.data()[i - 1]) + ", expected offsets that do not fall");
     const auto bytes = asyncmoe::record::encode_masks(offsets.data(), offsets.size() - 1, ids.data(), vocabulary);
     return Bytes(static_cast<py::ssize_t>(bytes.size()), bytes.data());
 }
@@ -80,7 +100,8 @@ Bytes encode_masks(const Int32Array& offsets, const Int32Array& ids, int64_t voc
 py::tuple decode_masks(const Bytes& bytes, int64_t rows, int64_t count, int64_t vocabulary) {
     check_vocabulary(vocabulary);
     if (rows < 0 || rows >= INT32_MAX || count < 0 || count > INT32_MAX)
-        throw std::invalid_argument("expected fewer than 2^31 rows and ids");
+        throw std::invalid_argument("masks: got " + std::to_string(rows) + " rows and " + std::to_string(count) +
+                                    " ids, expected fewer than 2^31 of each");
     const auto masks = asyncmoe::record::decode_masks(bytes.data(), bytes.size(), rows, count, vocabulary);
     return py::make_tuple(Int32Array(static_cast<py::ssize_t>(masks.offsets.size()), masks.offsets.data()),
                           Int32Array(static_cast<py::ssize_t>(masks.ids.size()), masks.ids.data()));
@@ -89,7 +110,8 @@ py::tuple decode_masks(const Bytes& bytes, int64_t rows, int64_t count, int64_t 
 Bytes decode_base64(std::string_view text) {
     const auto size = static_cast<int64_t>(text.size());
     const int64_t count = asyncmoe::record::base64_bytes(text.data(), size);
-    if (count < 0) throw std::invalid_argument("expected whole groups of four characters");
+    if (count < 0)
+        throw std::invalid_argument("Base64: got " + std::to_string(size) + " characters, expected a multiple of 4");
     Bytes bytes(count);
     uint8_t* to = bytes.mutable_data();
     bool right;
@@ -97,7 +119,9 @@ Bytes decode_base64(std::string_view text) {
         py::gil_scoped_release released;
         right = asyncmoe::record::decode_base64(text.data(), size, to);
     }
-    if (!right) throw std::invalid_argument("expected characters of its alphabet and padding at the end");
+    if (!right)
+        throw std::invalid_argument(
+            "Base64: got another character, or padding before the end, expected its alphabet and then padding");
     return bytes;
 }
 
@@ -108,7 +132,7 @@ uint32_t crc_of(const py::buffer& buffer, uint32_t before) {
     constexpr size_t kWorthReleasing = 1 << 16;
     const auto info = buffer.request();
     if (info.ndim > 1 || (info.ndim == 1 && info.strides[0] != info.itemsize))
-        throw std::invalid_argument("expected consecutive bytes");
+        throw std::invalid_argument("buffer: got one with gaps or several dimensions, expected consecutive bytes");
     const auto* bytes = static_cast<const uint8_t*>(info.ptr);
     const auto size = static_cast<size_t>(info.size * info.itemsize);
     if (size < kWorthReleasing) return crc(bytes, size, before);

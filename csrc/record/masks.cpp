@@ -27,16 +27,22 @@ void put_base128(std::vector<uint8_t>& bytes, uint32_t value) {
     bytes.push_back(static_cast<uint8_t>(value));
 }
 
-[[noreturn]] void refuse(int64_t row, const std::string& what) {
-    throw std::invalid_argument("row " + std::to_string(row) + ": " + what);
+[[noreturn]] void refuse(const std::string& what, int64_t got, const std::string& expected) {
+    throw std::invalid_argument(what + ": got " + std::to_string(got) + ", expected " + expected);
+}
+
+[[noreturn]] void refuse_row(int64_t row, const std::string& got) {
+    throw std::invalid_argument("row " + std::to_string(row) + ": got " + got);
 }
 
 void check_id(int64_t row, int64_t before, int64_t id, int64_t vocabulary) {
     if (id < 0 || id >= vocabulary)
-        refuse(row, "got id " + std::to_string(id) + ", expected one of 0 to " + std::to_string(vocabulary - 1));
+        refuse_row(row, "id " + std::to_string(id) + ", expected one of 0 to " + std::to_string(vocabulary - 1));
     if (id <= before)
-        refuse(row, "got id " + std::to_string(id) + " after " + std::to_string(before) + ", expected ascending ids");
+        refuse_row(row, "id " + std::to_string(id) + " after " + std::to_string(before) + ", expected ascending ids");
 }
+
+constexpr const char* kEnds = "the end of the bytes, expected a number";
 
 class Reader {
   public:
@@ -48,19 +54,19 @@ class Reader {
     int64_t base128(int64_t row) {
         uint64_t value = 0;
         for (int shift = 0; shift < 35; shift += 7) {
-            if (at_ == end_) refuse(row, "the bytes end in the middle");
+            if (at_ == end_) refuse_row(row, kEnds);
             const uint8_t byte = *at_++;
             value |= uint64_t{byte & 127u} << shift;
             if (byte & 128) continue;
             if (value >> 31 || (byte == 0 && shift)) break;
             return static_cast<int64_t>(value);
         }
-        refuse(row, "a number longer than it need be or too large");
+        refuse_row(row, "a number in too many bytes, expected one below 2^31 in its shortest encoding");
     }
 
     int64_t packed(int64_t row, int bits) {
         for (; held_ < bits; held_ += 8) {
-            if (at_ == end_) refuse(row, "the bytes end in the middle");
+            if (at_ == end_) refuse_row(row, kEnds);
             word_ |= uint64_t{*at_++} << held_;
         }
         const auto value = static_cast<int64_t>(word_ & ((uint64_t{1} << bits) - 1));
@@ -121,21 +127,21 @@ std::vector<uint8_t> encode_masks(const int32_t* offsets, int64_t rows, const in
 
 Masks decode_masks(const uint8_t* bytes, int64_t size, int64_t rows, int64_t count, int64_t vocabulary) {
     const int bits = bits_of(vocabulary);
-    if (size < 1 + rows) throw std::invalid_argument("fewer bytes than rows");
+    if (size < 1 + rows) refuse("bytes", size, "at least " + std::to_string(1 + rows) + " for this number of rows");
     const uint8_t way = bytes[0];
-    if (way != kPacked && way != kGaps) throw std::invalid_argument("ids written in an unknown way");
+    if (way != kPacked && way != kGaps) refuse("encoding", way, "0 (packed) or 1 (gaps)");
     const int64_t most = way == kPacked ? (size - 1 - rows) * 8 / bits : size - 1 - rows;
-    if (count > most) throw std::invalid_argument("more ids than there is room for");
+    if (count > most) refuse("ids", count, "at most " + std::to_string(most) + " in these bytes");
     Reader reader(bytes + 1, size - 1);
     Masks masks;
     masks.offsets.reserve(static_cast<size_t>(rows + 1));
     masks.offsets.push_back(0);
     for (int64_t row = 0; row < rows; ++row) {
         const int64_t end = masks.offsets.back() + reader.base128(row);
-        if (end > count) refuse(row, "more ids than all rows have");
+        if (end > count) refuse("ids up to row " + std::to_string(row), end, "at most " + std::to_string(count));
         masks.offsets.push_back(static_cast<int32_t>(end));
     }
-    if (masks.offsets.back() != count) throw std::invalid_argument("fewer ids than all rows have");
+    if (masks.offsets.back() != count) refuse("ids of all rows", masks.offsets.back(), std::to_string(count));
     masks.ids.reserve(static_cast<size_t>(count));
     for (int64_t row = 0; row < rows; ++row) {
         int64_t before = -1;
@@ -146,7 +152,7 @@ Masks decode_masks(const uint8_t* bytes, int64_t size, int64_t rows, int64_t cou
             before = id;
         }
     }
-    if (!reader.at_end()) throw std::invalid_argument("bytes after the last id");
+    if (!reader.at_end()) throw std::invalid_argument("end: got bytes after the last id, expected none");
     return masks;
 }
 

@@ -11,13 +11,13 @@ import pytest
 from doctor_machines import ENGINE, GPUS, NODE, but
 
 from asyncmoe.config import Config, devices, load
+from asyncmoe.config.transports import transport_for
 from asyncmoe.doctor.facts import GpuFacts, Machine, Nvidia, RunFacts
 from asyncmoe.doctor.probes import config_probe
 from asyncmoe.doctor.python_facts import PythonFacts, Shown, Torch
 from asyncmoe.errors import ConfigError, UserError
 from asyncmoe.launch import gpus, local, preflight
 from asyncmoe.plan import budget
-from asyncmoe.receiver.transport import transport_for
 from asyncmoe.rollout.engines.sglang import process as engine_process
 from asyncmoe.trainer.model import connections
 

@@ -19,6 +19,7 @@ import msgspec
 import pytest
 import torch
 
+from asyncmoe.config.transports import transport_for
 from asyncmoe.errors import (
     AsyncmoeError,
     ConfigError,
@@ -34,7 +35,6 @@ from asyncmoe.models.lora.adapter import Kind, halves
 from asyncmoe.receiver import channel, command, control_store, failing, handshake, protocol, transfer_plan, worker
 from asyncmoe.receiver.control_store import Store
 from asyncmoe.receiver.protocol import AdapterTerms, EngineRanks, Header, Outcome, Ready, Terms
-from asyncmoe.receiver.transport import transport_for
 from asyncmoe.receiver.weight_buffers import AdapterMemory, Weights
 from asyncmoe.reshard import Exchanger, plan
 from asyncmoe.reshard.torch_transport import TorchTransport

@@ -117,7 +117,7 @@ def test_a_refused_communicator(library: str, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_no_library(tmp_path: Path) -> None:
-    for path, expected in ((tmp_path / "none.so", "cannot open shared object"), (Path(_C.__file__), "it has no ncclGetVersion")):
+    for path, expected in ((tmp_path / "none.so", "cannot open shared object"), (Path(_C.__file__), "a library without ncclGetVersion")):
         with pytest.raises(UserError, match=f"{expected}.*expected NVIDIA's NCCL 2.14 or later; install"):
             make_unique_id(str(path))
         with pytest.raises(UserError, match="install"):

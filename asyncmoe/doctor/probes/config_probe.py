@@ -12,11 +12,11 @@ from typing import Any, TypeVar
 from asyncmoe import checkpoints
 from asyncmoe import config as configuration
 from asyncmoe.config import Config, devices
+from asyncmoe.config.transports import TRANSPORTS, TransportName, resolved, transport_for
 from asyncmoe.doctor.facts import Disk, ModelFacts, OnGpus, RunFacts
 from asyncmoe.doctor.probes import machine
 from asyncmoe.doctor.probes.timeouts import Later
 from asyncmoe.errors import ConfigError, UserError, WaitTimeout
-from asyncmoe.receiver.transport import transport_for
 from asyncmoe.rpc import address
 
 T = TypeVar("T")
@@ -78,7 +78,7 @@ def with_files(run: RunFacts, config: Config) -> RunFacts:
     if found_model is None or found_model.parameters is None or found_model.weights_bytes is None:
         return run
     item = 2 if config.trainer.dtype == "bfloat16" else 4
-    over_shm = config.sync.method == "reshard" and config.sync.transport in ("auto", "shm")
+    over_shm = config.sync.method == "reshard" and TRANSPORTS[resolved(config.sync.transport, gpu=False)].in_shm
     under_way = 2 * min(config.trainer.ranks * config.sync.bucket_bytes, config.engines.count * found_model.weights_bytes)
     return replace(run, checkpoint_bytes=found_model.parameters * (item + _OPTIMIZER_BYTES), shm_bytes=under_way if over_shm else 0)
 
@@ -172,8 +172,9 @@ def broken(path: Path) -> Iterator[str]:
             yield f"{path / name}: {trouble}"
 
 
-def _way(config: Config, several: bool) -> str:
-    """ "ipc" or "nccl"; "nccl" also where the trainer would refuse `sync.transport`, which is a check of its own."""
+def _way(config: Config, several: bool) -> TransportName:
+    """Return the transport of weights between GPUs: "nccl" for a broadcast, and where the trainer refuses `sync.transport`, which the
+    check `transport` reports."""
     if config.sync.method != "reshard":
         return "nccl"
     try:

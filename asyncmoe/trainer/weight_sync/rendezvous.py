@@ -14,13 +14,13 @@ import torch
 import torch.distributed as dist
 
 from asyncmoe.config import Config
+from asyncmoe.config.transports import transport_for
 from asyncmoe.errors import AsyncmoeError, WeightSyncError
 from asyncmoe.models import engine_dtype
 from asyncmoe.receiver import cards, control_store, failing, handshake, protocol, transfer_plan
 from asyncmoe.receiver.card import card_of
 from asyncmoe.receiver.control_store import Store
 from asyncmoe.receiver.protocol import AdapterTerms, Card, EngineRanks, Outcome, Ready, Terms
-from asyncmoe.receiver.transport import transport_for
 from asyncmoe.reshard import Plan
 from asyncmoe.reshard.nccl_room import max_ctas
 from asyncmoe.rpc import address

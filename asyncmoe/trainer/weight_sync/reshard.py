@@ -30,12 +30,12 @@ import torch
 import torch.distributed as dist
 
 from asyncmoe.config import Config
+from asyncmoe.config.transports import transport_for
 from asyncmoe.errors import AsyncmoeError, ConfigError, WaitTimeout, WeightSyncError
 from asyncmoe.models import engine_dtype
 from asyncmoe.process import yield_cores
 from asyncmoe.receiver import failing
 from asyncmoe.receiver.channel import SideStream
-from asyncmoe.receiver.transport import transport_for
 from asyncmoe.reshard import device_threads
 from asyncmoe.rpc.client import Client
 from asyncmoe.trainer.lora.snapshot import Snapshot

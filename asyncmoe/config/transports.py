@@ -1,0 +1,142 @@
+"""The transports of weights: the choices of `sync.transport`, where each can serve, and the function that opens it.
+
+Everything that depends on a transport's name follows from `TRANSPORTS`. docs/guides/transport.md shows how to add one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from asyncmoe.errors import ConfigError
+
+AUTO = "auto"
+_KEY = "sync.transport"
+
+
+@dataclass(frozen=True)
+class TransportEntry:
+    """A transport of weights from trainer ranks to engine ranks.
+
+    Attributes:
+        what: what carries the messages, for the description of `sync.transport`.
+        opened_by: "module:function". The function takes an `asyncmoe.receiver.channel_end.ChannelEnd`, or the
+            `asyncmoe.reshard.transport.TransportEnd` it is derived from, and returns a `Transport` or `SharedTransport`. Its module is
+            imported when a rank opens a channel, so this file needs neither the module nor its dependencies.
+        gpu: serves weights in GPU memory; otherwise weights in host memory.
+        one_host: serves only ranks that share one machine's memory.
+        unshared: why a trainer rank and an engine rank cannot use it on the same GPU; empty if they can.
+        nccl: sends with NCCL: all ranks need the same version of it, and communicators take memory of every GPU.
+        reads_sender: receivers read messages where the sender packed them: they need no message buffers, and between GPUs peer access.
+        in_shm: messages lie in /dev/shm.
+    """
+
+    what: str
+    opened_by: str
+    gpu: bool
+    one_host: bool = False
+    unshared: str = ""
+    nccl: bool = False
+    reads_sender: bool = False
+    in_shm: bool = False
+
+
+TRANSPORTS: dict[str, TransportEntry] = {
+    "shm": TransportEntry(
+        "shared memory of one host",
+        "asyncmoe.reshard.shm_transport:open_shm",
+        gpu=False,
+        one_host=True,
+        reads_sender=True,
+        in_shm=True,
+    ),
+    "gloo": TransportEntry("TCP", "asyncmoe.receiver.channel_end:open_gloo", gpu=False),
+    "nccl": TransportEntry(
+        "NCCL, within and between hosts",
+        "asyncmoe.receiver.channel_end:open_nccl",
+        gpu=True,
+        unshared="NCCL refuses two ranks on one GPU",
+        nccl=True,
+    ),
+    "ipc": TransportEntry(
+        "CUDA IPC between the GPUs of one host",
+        "asyncmoe.reshard.ipc_transport:open_ipc",
+        gpu=True,
+        one_host=True,
+        reads_sender=True,
+    ),
+}
+"""By name. `auto` is the first that can serve."""
+
+if TYPE_CHECKING:
+    TransportName = str
+    TransportChoice = str
+else:
+    TransportName = Literal[tuple(TRANSPORTS)]
+    TransportChoice = Literal[(AUTO, *TRANSPORTS)]
+
+
+def transport_for(wanted: TransportChoice, gpu: bool, together: bool = True, shared: bool = False) -> TransportName:
+    """Return the transport of a run, from `sync.transport` and where the weights are.
+
+    Args:
+        gpu: the weights are in GPU memory.
+        together: all ranks share one machine's memory.
+        shared: trainer and engines share GPUs (`engines.share_gpus`).
+
+    Raises:
+        ConfigError: the transport cannot serve there.
+    """
+    if gpu and shared and not together:
+        cure = "keep the trainer and all engines on one machine, or give engines GPUs of their own"
+        raise ConfigError("engines.share_gpus", got="true", expected="false between several machines", cure=cure)
+    name = resolved(wanted, gpu, together, shared)
+    entry = TRANSPORTS[name]
+    if gpu and shared and entry.unshared:
+        raise ConfigError(_KEY, got=name, expected=f"{choices(shareable)} where trainer and engines share GPUs")
+    if not together and entry.one_host:
+        cure = "leave it out, or keep the trainer and all engines on one machine"
+        expected = f"{choices(lambda one: not one.one_host)} between several machines"
+        raise ConfigError(_KEY, got=name, expected=expected, cure=cure)
+    if entry.gpu != gpu:
+        raise ConfigError(_KEY, got=name, expected=f"{choices(lambda one: one.gpu == gpu)} between {'GPUs' if gpu else 'CPUs'}")
+    return name
+
+
+def resolved(wanted: TransportChoice, gpu: bool, together: bool = True, shared: bool = False) -> TransportName:
+    """Return the transport that a choice means, whether it can serve there or not. For the arguments see `transport_for`."""
+    if wanted != AUTO:
+        return wanted
+    able = (name for name, one in TRANSPORTS.items() if one.gpu == gpu and (together or not one.one_host))
+    return next(name for name in able if not (gpu and shared and TRANSPORTS[name].unshared))
+
+
+def unshared(wanted: TransportChoice) -> str:
+    """Return why a choice cannot serve a trainer and engines that share GPUs; empty if it can."""
+    return "" if wanted == AUTO else TRANSPORTS[wanted].unshared
+
+
+def choices(serves: Callable[[TransportEntry], bool]) -> str:
+    """Return the choices that serve, in words: "auto, nccl or ipc"."""
+    return either([AUTO, *(name for name, one in TRANSPORTS.items() if serves(one))])
+
+
+def description() -> str:
+    """Return the description of `sync.transport`."""
+    cpu, gpu = (either([f"{name} ({one.what})" for name, one in TRANSPORTS.items() if one.gpu == where]) for where in (False, True))
+    apart, shared = resolved(AUTO, gpu=False, together=False), resolved(AUTO, gpu=True, shared=True)
+    return (
+        f"Transport of reshard. Between CPUs: {cpu}. Between GPUs: {gpu}. auto: on CPU {resolved(AUTO, gpu=False)}, or {apart} between "
+        f"machines; on GPU {resolved(AUTO, gpu=True)}, or {shared} with engines.share_gpus."
+    )
+
+
+def shareable(one: TransportEntry) -> bool:
+    """Return whether a transport serves a trainer and engines that share GPUs."""
+    return one.gpu and not one.unshared
+
+
+def either(words: list[str]) -> str:
+    """Return "a", "a or b", "a, b or c"."""
+    return " or ".join([*([", ".join(words[:-1])] if words[1:] else []), words[-1]])

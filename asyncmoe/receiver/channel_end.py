@@ -1,0 +1,69 @@
+"""A rank's end of a channel in a meeting, and the transports whose ranks find each other through the meeting's store."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import cast
+
+from asyncmoe.config.transports import TRANSPORTS
+from asyncmoe.errors import InvariantBroken
+from asyncmoe.receiver.communicators import Communicators
+from asyncmoe.receiver.control_store import Store
+from asyncmoe.receiver.protocol import Agreed, Terms
+from asyncmoe.reshard import SharedTransport, Transport
+from asyncmoe.reshard.nccl_transport import RoutedTransport
+from asyncmoe.reshard.torch_transport import TorchTransport
+from asyncmoe.reshard.transport import TransportEnd
+
+_GROUP_S = 30.0
+"""Timeout of making a process group once all ranks have arrived, during which torch does not detect a dead rank."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChannelEnd(TransportEnd):
+    """A rank's end of channel `epoch`.
+
+    Attributes:
+        store: the meeting's, for addresses: a transport sets `Key`s of its own there, whose names contain the epoch.
+        communicators: NCCL communicators of this process's GPU; None without a GPU.
+        agreed: the communicators to use, by engine; empty unless the transport is NCCL.
+    """
+
+    store: Store
+    epoch: int
+    terms: Terms
+    communicators: Communicators | None
+    agreed: Mapping[str, Agreed]
+
+
+def open_transport(end: ChannelEnd) -> Transport | SharedTransport:
+    """Open the transport that the terms name. All ranks of the channel call it.
+
+    Raises:
+        Exception: whatever its `opened_by` raises.
+    """
+    module, _, function = TRANSPORTS[end.terms.transport].opened_by.partition(":")
+    return cast("Transport | SharedTransport", getattr(importlib.import_module(module), function)(end))
+
+
+def open_gloo(end: ChannelEnd) -> TorchTransport:
+    """Make a gloo process group of all ranks.
+
+    Raises:
+        WaitTimeout, WeightSyncError: as `Store.connect`.
+    """
+    return TorchTransport(end.store.connect(end.world, end.epoch, min(_GROUP_S, end.timeout_s)))
+
+
+def open_nccl(end: ChannelEnd) -> RoutedTransport:
+    """Make the communicators that the ranks agreed on, or take those held.
+
+    Raises:
+        InvariantBroken: the end is not on a GPU.
+        UserError, TransferError, WaitTimeout: as `Communicators.transport`.
+    """
+    if end.communicators is None:
+        raise InvariantBroken("sync.transport nccl was chosen for weights in host memory")
+    return end.communicators.transport(end.rank, end.terms, end.agreed, end.stream, end.timeout_s, end.watch)

@@ -46,9 +46,10 @@ DEMO  = examples/demo$(if $(filter 1,$(GPU)),$(if $(filter 0 1,$(SHOWN)),-gpu,-g
 demo: setup
 	$(TRAIN)/bin/asyncmoe run $(DEMO) $(OVERRIDES)
 
-# Generate docs/config.md from the schema of the configuration.
+# Generate docs/config.md and docs/metrics.md from the schemas of the configuration and of the records.
 docs: setup
 	$(TRAIN)/bin/python docs/generate.py
+	$(TRAIN)/bin/python docs/generate_metrics.py
 
 # Unit tests take one core each. Other tests start many processes; system tests run two at a time, because they wait more than they compute.
 test: setup lint $(TRAIN)/.system

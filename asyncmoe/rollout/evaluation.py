@@ -25,7 +25,7 @@ from asyncmoe.rollout.episodes import episode
 from asyncmoe.rollout.episodes.episode import RolloutContext
 from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId
 from asyncmoe.rollout.tasks import Task
-from asyncmoe.telemetry.schema import Evaluation
+from asyncmoe.telemetry.rollout_schema import Evaluation
 from asyncmoe.trajectory import NOTHING, Trajectory
 
 log = logging.getLogger(__name__)

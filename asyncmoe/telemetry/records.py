@@ -15,9 +15,14 @@ import msgspec
 
 from asyncmoe.errors import DataError
 from asyncmoe.storage import writing
-from asyncmoe.telemetry.schema import Evaluation, Record, Resume, Rollout, Span, Step, What
+from asyncmoe.telemetry.rollout_schema import Evaluation, Rollout
+from asyncmoe.telemetry.schema import Resume, Span, Step, What
 
+Record = Step | Resume | Rollout | Evaluation | Span
 R = TypeVar("R", Step, Resume, Rollout, Evaluation, Span)
+
+RENAMED = {"kl_engine": "train_infer_kl", "routing_differs": "routing_mismatch", "engine_busy_share": "engine_utilization"}
+"""Former names of fields, and their names now: a run that an older version began is read as one series."""
 
 
 class JsonLines:
@@ -218,8 +223,9 @@ def _step_or_resume(path: Path, number: int, values: dict[str, Any]) -> Step | R
 
 
 def _convert(path: Path, number: int, values: dict[str, Any], kind: type[R]) -> R:
+    current = {RENAMED.get(name, name): value for name, value in values.items()}
     try:
-        return msgspec.convert(values, kind, str_keys=True)
+        return msgspec.convert(current, kind, str_keys=True)
     except msgspec.ValidationError as error:
         raise DataError(f"{path} line {number}", got=str(error), expected=f"a {kind.__name__} record") from error
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import msgspec
 
-from asyncmoe.queue.bounded import QueueStats
+from asyncmoe.queue.accounts import QueueStats
 from asyncmoe.rollout.episodes.tools.runner import Counts
 from asyncmoe.rollout.scoring import Stats
 from asyncmoe.telemetry.metric import declared

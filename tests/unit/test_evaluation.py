@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from asyncmoe.rollout.engines.engine_client import Generation, Sampling, VersionSpan
 
 from asyncmoe.config import Config, parse
 from asyncmoe.config.model import MadeModel
@@ -18,6 +17,7 @@ from asyncmoe.models.make import make_model
 from asyncmoe.rollout import tasks
 from asyncmoe.rollout.engines.pool import PooledGeneration
 from asyncmoe.rollout.engines.scheduling import ScheduledRequest
+from asyncmoe.rollout.engines.types import Generation, Sampling, VersionSpan
 from asyncmoe.rollout.episodes.episode import RolloutContext
 from asyncmoe.rollout.evaluation import Evaluator, due, measure, sampling
 from asyncmoe.rollout.scoring import Exact

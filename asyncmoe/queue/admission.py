@@ -21,10 +21,10 @@ member takes back its own place before anything else starts. B and the group siz
 <= v was served belong to at most C(v) / size groups: the proof holds for groups ordered by their oldest token.
 
 A trajectory that finishes too late for the theorem meets the consumption rule, so the age of trained tokens is always bounded; because of
-the law, the rule is rarely needed. Lemma: under every rule, no trained token is more than `Admission.max_age` versions old: eta for drop
-and requeue, the configured age for downweight. Proof. When a step is leased at trainer version i, every queued group with a token older
-than i - max_age leaves the queue (`oldest_allowed`); only queued groups are leased; the step trains at version i. The groups of a released
-lease are queued again and meet the rule again. []
+the law, the rule is rarely needed. Lemma: under every rule, no trained token is more than `Admission.age_bound` versions old: eta for
+drop and requeue, `drop_above` for downweight. Proof. When a step is leased at trainer version i, every queued group with a token older
+than i - age_bound leaves the queue (`oldest_allowed`); only queued groups are leased; the step trains at version i. The groups of a
+released lease are queued again and meet the rule again. []
 
 To the law, a requeued group is a new group: its places were returned, and its age counts from the versions that sample it again.
 The law needs a new version at least every eta + 1 steps: once eta + 1 steps' worth of trajectories has started, no more start until the
@@ -137,10 +137,10 @@ class Admission:
         base_version: version at which reinforcement learning began; nothing starts before it is served.
         rule: what happens to a group whose oldest token is more than eta versions old.
         downweight: with rule downweight, the factor on a group's weight for each version beyond eta.
-        hard_limit: with rule downweight, the age in versions beyond which a group is dropped.
+        drop_above: with rule downweight, the age in versions beyond which a group is dropped.
 
     Raises:
-        ConfigError: rule downweight without a `hard_limit` above eta, another rule with a `hard_limit`, or `downweight` outside (0, 1].
+        ConfigError: rule downweight without a `drop_above` above eta, another rule with a `drop_above`, or `downweight` outside (0, 1].
     """
 
     batch: int
@@ -148,20 +148,24 @@ class Admission:
     base_version: int = 0
     rule: StalenessRule = "drop"
     downweight: float = 1.0
-    hard_limit: int | None = None
+    drop_above: int | None = None
 
     def __post_init__(self) -> None:
-        if self.rule == "downweight" and (self.hard_limit is None or self.hard_limit <= self.eta):
-            raise ConfigError("queue.staleness.max_age", got=self.hard_limit, expected=f"more than eta = {self.eta} with rule downweight")
-        if self.rule != "downweight" and self.hard_limit is not None:
-            raise ConfigError("queue.staleness.max_age", got=self.hard_limit, expected=f"nothing with rule {self.rule}: its bound is eta")
+        if self.rule == "downweight" and (self.drop_above is None or self.drop_above <= self.eta):
+            raise ConfigError(
+                "queue.staleness.drop_above", got=self.drop_above, expected=f"more than eta = {self.eta} with rule downweight"
+            )
+        if self.rule != "downweight" and self.drop_above is not None:
+            raise ConfigError(
+                "queue.staleness.drop_above", got=self.drop_above, expected=f"nothing with rule {self.rule}: its bound is eta"
+            )
         if not 0 < self.downweight <= 1:
             raise ConfigError("queue.staleness.downweight", got=self.downweight, expected="more than 0, at most 1")
 
     @property
-    def max_age(self) -> int:
+    def age_bound(self) -> int:
         """Hard bound on the number of versions that a trained token may be behind the trainer."""
-        return self.eta if self.hard_limit is None else self.hard_limit
+        return self.eta if self.drop_above is None else self.drop_above
 
     def capacity(self, version: int) -> int:
         """Number of trajectories that may have started while `version` is served, without rejected and dropped ones."""
@@ -173,7 +177,7 @@ class Admission:
 
     def oldest_allowed(self, version: int) -> int:
         """Oldest version that a token may have in a step that begins at trainer version `version`."""
-        return version - self.max_age
+        return version - self.age_bound
 
     def is_stale(self, oldest_version: int, version: int) -> bool:
         """Whether a group with this oldest token is too old for a step that begins at trainer version `version`."""

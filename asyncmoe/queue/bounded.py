@@ -6,7 +6,7 @@ requeued, the last three under a reason, and the counts add up after every call 
 
 Guarantees to the trainer. The answer to `lease(step)` is decided once: every rank gets the same answer, whenever it asks. A leased
 trajectory keeps its arrays until `commit(step)` or `release(step)`. No trajectory is trained twice. No trained trajectory has a token more
-than `Admission.max_age` versions (eta, unless old groups are downweighted) older than the trainer's weights.
+than `Admission.age_bound` versions (eta, unless old groups are downweighted) older than the trainer's weights.
 
 After a resume at step k (`trained_steps=k`) the versions and the capacity law continue from k, as if everything up to k had passed
 through this queue. Trajectories that an earlier process had queued, leased or running count as never started and are sampled again.
@@ -16,47 +16,23 @@ Steps after k that an earlier process trained but did not save are trained again
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 
 import msgspec
 
 from asyncmoe.config.queue import StalenessRule
 from asyncmoe.errors import AsyncmoeError, ConfigError, InvariantBroken, ProtocolError, TrajectoryRejected, WaitTimeout
+from asyncmoe.queue.accounts import Accounts, QueueStats
 from asyncmoe.queue.admission import Admission, Ledger
 from asyncmoe.queue.condition import Changes
 from asyncmoe.queue.group_buffer import Group, GroupBuffer, pack
+from asyncmoe.queue.leases import Leases, LeaseTerms
 from asyncmoe.queue.start_order import Start
 from asyncmoe.rpc.messages import Item, Leased, Phase
 from asyncmoe.trajectory import NOT_SAMPLED, NOTHING, Buffer, Recording, Trajectory, part, validate
 
 MAX_LEASE_WAIT_S = 86_400.0
-
-
-@dataclass(frozen=True)
-class QueueStats:
-    """Current contents and running totals of the queue; counts of episodes."""
-
-    version: int
-    depth: int
-    running: int
-    leased: int
-    started: int
-    accepted: int
-    trained: int
-    dropped: dict[str, int]
-    rejected: dict[str, int]
-    requeued: dict[str, int]
-    demonstrations: int
-    """Demonstrations waiting in the warm-up lane."""
-
-
-@dataclass(frozen=True)
-class _Terms:
-    phase: Phase
-    count: int
-    version: int
 
 
 class BoundedQueue:
@@ -66,7 +42,7 @@ class BoundedQueue:
         capacity: episodes the queue holds, including leased episodes, before `put_group` waits; at least `batch`.
         batch: episodes in a training step; a multiple of `group_size`.
         group_size: episodes in a group.
-        eta, rule, downweight, max_age: as in `queue.staleness`; see `Admission`.
+        eta, rule, downweight, drop_above: as in `queue.staleness`; see `Admission`.
         base_version: version at which reinforcement learning began.
         trained_steps: optimizer steps taken before this queue was created, warm-up included.
         demonstrations: capacity of the warm-up lane; 0: no warm-up.
@@ -89,26 +65,21 @@ class BoundedQueue:
         recording: Recording = NOTHING,
         rule: StalenessRule = "drop",
         downweight: float = 1.0,
-        max_age: int | None = None,
+        drop_above: int | None = None,
     ) -> None:
         if batch % group_size:
             raise ConfigError("batch", got=batch, expected=f"a multiple of the group size {group_size}")
         if capacity < batch:
             raise ConfigError("queue.capacity", got=capacity, expected=f"at least one step's batch of {batch} trajectories")
-        self.admission = Admission(batch, eta, base_version, rule, downweight, max_age)
+        self.admission = Admission(batch, eta, base_version, rule, downweight, drop_above)
         trained = max(0, trained_steps - base_version) * batch
-        self._ledger = Ledger(started=trained, trained=trained)
+        self._accounts = Accounts(Ledger(started=trained, trained=trained))
         self._group_size = group_size
         self._recording = recording
         self._lanes: dict[Phase, GroupBuffer] = {"rl": GroupBuffer(capacity), "warmup": GroupBuffer(demonstrations)}
         self._version = 0
-        self._trained_steps, self._last_commit = trained_steps, -1
+        self._leases = Leases(trained_steps)
         self._arrivals = 0
-        self._asked: dict[int, _Terms] = {}
-        self._answers: dict[int, Leased] = {}
-        self._dropped: Counter[str] = Counter()
-        self._rejected: Counter[str] = Counter()
-        self._requeued: Counter[str] = Counter()
         self._again: list[Start] = []
         self._stopping = False
         self._changes = Changes()
@@ -129,7 +100,7 @@ class BoundedQueue:
 
     def can_start(self, count: int) -> bool:
         """Whether the capacity law admits `count` more episodes now."""
-        return self.admission.may_start(self._ledger, count, self._version)
+        return self.admission.may_start(self.ledger, count, self._version)
 
     async def wait_can_start(self, count: int, wait_s: float | None = None) -> None:
         """Wait until `count` more episodes may start. Call `started` before the next await, or another task may take the places.
@@ -144,30 +115,22 @@ class BoundedQueue:
     def started(self, count: int, spare: int = 0) -> None:
         """Record the start of `count` episodes and `spare` episodes without a place. Raises InvariantBroken against the capacity law."""
         if not self.can_start(count):
-            raise InvariantBroken(f"queue: starting {count} violates the capacity law at version {self._version}: {self._ledger}")
-        self._ledger = self._ledger.start(count)
-        if spare:
-            self._ledger = self._ledger.start_spare(spare)
+            raise InvariantBroken(f"queue: starting {count} violates the capacity law at version {self._version}: {self.ledger}")
+        self._accounts = self._accounts.start(count, spare)
 
     def rejected(self, count: int, reason: str, spare: int = 0) -> None:
         """Record that `count` started episodes and `spare` spare episodes failed; they count as rejected under `reason`."""
-        if count or not spare:
-            self._ledger = self._ledger.reject(count)
-        if spare:
-            self._ledger = self._ledger.reject_spare(spare)
-        self._rejected[reason] += count + spare
+        self._accounts = self._accounts.reject(count, spare, reason)
         self._changes.wake()
 
     def discarded(self, count: int, reason: str) -> None:
         """Record that a complete group of `count` episodes is not worth queueing; they count as dropped under `reason`."""
-        self._ledger = self._ledger.discard(count)
-        self._dropped[reason] += count
+        self._accounts = self._accounts.discard(count, reason)
         self._changes.wake()
 
     def spared(self, count: int) -> None:
         """Record that `count` spare episodes were cancelled because their group is complete; they count as dropped, "oversampled"."""
-        self._ledger = self._ledger.discard_spare(count)
-        self._dropped["oversampled"] += count
+        self._accounts = self._accounts.discard_spare(count, "oversampled")
 
     def take_requeued(self) -> list[Start]:
         """Return the groups requeued since the last call, in order; the caller starts them again."""
@@ -214,12 +177,12 @@ class BoundedQueue:
     @property
     def trained_steps(self) -> int:
         """Optimizer steps taken before this queue was created, plus steps committed since."""
-        return self._trained_steps
+        return self._leases.trained_steps
 
     async def lease(self, step: int, phase: Phase, count: int, version: int, wait_s: float) -> Leased:
         """Lease the batch of step `step`: whole groups, `count` episodes in all, oldest first.
 
-        Groups with a token more than `Admission.max_age` versions older than `version` are first dropped (rule requeue: requeued), under
+        Groups with a token more than `Admission.age_bound` versions older than `version` are first dropped (rule requeue: requeued), under
         "stale". With rule downweight, items carry their weight. Any number of ranks may ask, at any time until the commit, and get the
         same answer. An answer without items (and with `stop` false) means that `wait_s` (at most a day) expired: ask again.
 
@@ -229,8 +192,12 @@ class BoundedQueue:
             ConfigError: `count` exceeds the capacity.
             AsyncmoeError: the error passed to `fail`.
         """
-        terms = _Terms(phase, count, version)
-        self._check_terms(step, terms, wait_s)
+        if not math.isfinite(wait_s) or count <= 0:
+            raise ProtocolError(f"lease of step {step}: got count {count} and wait_s {wait_s}, expected a positive and a finite number")
+        if phase == "rl" and count % self._group_size:
+            raise ProtocolError(f"lease of step {step}: got count {count}, expected whole groups of {self._group_size}")
+        terms = LeaseTerms(phase, count, version)
+        self._leases = self._leases.ask(step, terms, self._lanes[phase].capacity)
         answer = await self._changes.until(lambda: self._try_lease(step, terms), min(wait_s, MAX_LEASE_WAIT_S))
         return answer if answer is not None else self._answer(step, phase)
 
@@ -243,7 +210,7 @@ class BoundedQueue:
         Raises:
             ProtocolError: `step` holds no lease, a key is not in the lease, or a trajectory lacks the routes of one of `layers`.
         """
-        frames = self._lane_of(step).frames(step)
+        frames = self._lanes[self._leases.phase(step)].frames(step)
         unknown = [key for key in keys if key not in frames]
         if unknown:
             raise ProtocolError(f"fetch: {unknown[0]} is not leased to step {step}")
@@ -255,18 +222,14 @@ class BoundedQueue:
         Raises:
             ProtocolError: `step` was never leased, or an earlier step is not committed yet.
         """
-        if step <= self._last_commit:
+        if step <= self._leases.last_commit:
             return
-        lane = self._lane_of(step)
-        earlier = [s for one in self._lanes.values() for s in one.leases if s < step]
-        if earlier:
-            raise ProtocolError(f"commit: step {step} before step {min(earlier)}")
-        count = lane.commit(step)
-        if lane is self._lanes["rl"]:
-            self._ledger = self._ledger.train(count)
-        self._last_commit = step
-        self._trained_steps += 1
-        self._end_lease(step)
+        phase = self._leases.phase(step)
+        self._leases = self._leases.commit(step)
+        count = self._lanes[phase].commit(step)
+        if phase == "rl":
+            self._count(self.ledger.train(count))
+        self._changes.wake()
 
     def release(self, step: int) -> None:
         """End the lease of `step` untrained and return its groups to the queue. Used when a trainer died.
@@ -274,11 +237,12 @@ class BoundedQueue:
         Raises:
             ProtocolError: `step` holds no lease.
         """
-        lane = self._lane_of(step)
-        count = lane.release(step)
-        if lane is self._lanes["rl"]:
-            self._ledger = self._ledger.release(count)
-        self._end_lease(step)
+        phase = self._leases.phase(step)
+        self._leases = self._leases.release(step)
+        count = self._lanes[phase].release(step)
+        if phase == "rl":
+            self._count(self.ledger.release(count))
+        self._changes.wake()
 
     # ------------------------------------------------------------ controller side
 
@@ -294,60 +258,23 @@ class BoundedQueue:
     @property
     def ledger(self) -> Ledger:
         """Counts of all episodes by state."""
-        return self._ledger
+        return self._accounts.ledger
 
     def stats(self) -> QueueStats:
         """Return the current counts."""
-        count = self._ledger
-        return QueueStats(
-            version=self._version,
-            depth=count.queued,
-            running=count.running + count.spare,
-            leased=count.leased,
-            started=count.started,
-            accepted=count.accepted,
-            trained=count.trained,
-            dropped=dict(self._dropped),
-            rejected=dict(self._rejected),
-            requeued=dict(self._requeued),
-            demonstrations=self._lanes["warmup"].depth,
-        )
+        return self._accounts.stats(self._version, self._lanes["warmup"].depth)
 
     # ------------------------------------------------------------ internals
 
-    def _check_terms(self, step: int, terms: _Terms, wait_s: float) -> None:
-        if not math.isfinite(wait_s) or terms.count <= 0:
-            raise ProtocolError(
-                f"lease of step {step}: got count {terms.count} and wait_s {wait_s}, expected a positive and a finite number"
-            )
-        if step <= self._last_commit:
-            raise ProtocolError(f"lease of step {step}: it has been trained already, the last was {self._last_commit}")
-        if self._asked.get(step, terms) != terms:
-            raise ProtocolError(f"lease of step {step}: ranks disagree, {terms} after {self._asked[step]}")
-        lane = self._lanes[terms.phase]
-        if terms.phase == "rl" and terms.count % self._group_size:
-            raise ProtocolError(f"lease of step {step}: got count {terms.count}, expected whole groups of {self._group_size}")
-        if terms.count > lane.capacity:
-            raise ConfigError(
-                f"{terms.phase} lease", got=terms.count, expected=f"at most what the queue holds, {lane.capacity} trajectories"
-            )
-        if step not in self._answers and lane.leased + terms.count > lane.capacity:
-            raise ProtocolError(
-                f"lease of step {step}: {lane.leased} of {lane.capacity} are leased to steps {lane.leases}; commit those first"
-            )
-        self._asked[step] = terms
-
-    def _try_lease(self, step: int, terms: _Terms) -> Leased | None:
-        if step not in self._answers:
-            if self._asked.get(step) != terms:
-                raise ProtocolError(f"lease of step {step}: it was committed or released during the request")
+    def _try_lease(self, step: int, terms: LeaseTerms) -> Leased | None:
+        if self._leases.answer_to(step, terms) is None:
             if self._stopping:
-                self._answers[step] = self._answer(step, terms.phase, stop=True)
+                self._leases = self._leases.decide(step, self._answer(step, terms.phase, stop=True))
             else:
                 self._grant(step, terms)
-        return self._answers.get(step)
+        return self._leases.answer_to(step, terms)
 
-    def _grant(self, step: int, terms: _Terms) -> None:
+    def _grant(self, step: int, terms: LeaseTerms) -> None:
         lane = self._lanes[terms.phase]
         if terms.phase == "rl":
             self._refuse(lane.drop_older(self.admission.oldest_allowed(terms.version)))
@@ -355,12 +282,12 @@ class BoundedQueue:
         if groups is None:
             return
         if terms.phase == "rl":
-            self._ledger = self._ledger.lease(terms.count)
+            self._count(self.ledger.lease(terms.count))
             newest = max(g.newest_version for g in groups)
             if newest > terms.version:
                 raise InvariantBroken(f"lease of step {step}: a token of version {newest}, but the trainer is at {terms.version}")
         items = tuple(item for group in groups for item in self._weighed(group, terms))
-        self._answers[step] = self._answer(step, terms.phase, items)
+        self._leases = self._leases.decide(step, self._answer(step, terms.phase, items))
         self._changes.wake()
 
     def _refuse(self, stale: Sequence[Group]) -> None:
@@ -368,30 +295,21 @@ class BoundedQueue:
         if not count:
             return
         if self.admission.rule == "requeue":
-            self._ledger = self._ledger.requeue(count)
-            self._requeued["stale"] += count
+            self._accounts = self._accounts.requeue(count, "stale")
             self._again += [Start(group.number, group.attempt + 1) for group in stale]
         else:
-            self._ledger = self._ledger.drop(count)
-            self._dropped["stale"] += count
+            self._accounts = self._accounts.drop(count, "stale")
         self._changes.wake()
 
-    def _weighed(self, group: Group, terms: _Terms) -> Sequence[Item]:
+    def _count(self, ledger: Ledger) -> None:
+        self._accounts = replace(self._accounts, ledger=ledger)
+
+    def _weighed(self, group: Group, terms: LeaseTerms) -> Sequence[Item]:
         weight = self.admission.weight(group.oldest_version, terms.version) if terms.phase == "rl" else 1.0
         return group.items if weight == 1 else [msgspec.structs.replace(item, weight=weight) for item in group.items]
 
     def _answer(self, step: int, phase: Phase, items: tuple[Item, ...] = (), *, stop: bool = False) -> Leased:
-        return Leased(step, items, self._lanes[phase].depth, dict(self._dropped), stop)
-
-    def _lane_of(self, step: int) -> GroupBuffer:
-        for lane in self._lanes.values():
-            if step in lane.leases:
-                return lane
-        raise ProtocolError(f"step {step} holds no lease")
-
-    def _end_lease(self, step: int) -> None:
-        del self._answers[step], self._asked[step]
-        self._changes.wake()
+        return Leased(step, items, self._lanes[phase].depth, dict(self._accounts.dropped), stop)
 
     def _pack(self, trajectories: Sequence[Trajectory]) -> Group:
         self._arrivals += 1
@@ -406,7 +324,7 @@ class BoundedQueue:
                 raise WaitTimeout("the trainer", f"space in the queue, which holds {lane.capacity} trajectories", wait_s or 0.0)
             lane.insert(group)
             if phase == "rl":
-                self._ledger = self._ledger.accept(len(group))
+                self._count(self.ledger.accept(len(group)))
         finally:
             lane.putting.remove(group.arrival)
             self._changes.wake()

@@ -105,11 +105,6 @@ class GroupBuffer:
         """Number of leased episodes, neither committed nor released."""
         return sum(len(g) for groups in self._leased.values() for g in groups)
 
-    @property
-    def leases(self) -> tuple[int, ...]:
-        """Steps that hold a lease."""
-        return tuple(self._leased)
-
     def fits(self, count: int) -> bool:
         """Whether `count` more episodes fit into the capacity."""
         return self.depth + self.leased + count <= self.capacity

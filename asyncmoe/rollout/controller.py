@@ -297,7 +297,7 @@ class Controller:
             eta=staleness.eta,
             rule=staleness.rule,
             downweight=staleness.downweight or 1.0,
-            max_age=staleness.max_age,
+            drop_above=staleness.max_age,
             base_version=config.warmup.steps,
             trained_steps=request.step,
             demonstrations=2 * config.warmup.batch if config.warmup.steps else 0,

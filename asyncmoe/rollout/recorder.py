@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Protocol
 
-from asyncmoe.queue.bounded import QueueStats
+from asyncmoe.queue.accounts import QueueStats
 from asyncmoe.rollout.episodes.tools.runner import Counts
 from asyncmoe.rollout.scoring import Stats
 from asyncmoe.telemetry.records import JsonLines, Spans

@@ -153,7 +153,7 @@ class Policies(RuleBasedStateMachine):
         self.queued = self.queued[self.groups :]
         for flight in batch:
             age = max(self.trainer - one.oldest for one in flight.done)
-            assert age <= (self.law.eta if self.law.rule != "downweight" else self.law.hard_limit)
+            assert age <= (self.law.eta if self.law.rule != "downweight" else self.law.drop_above)
             assert self.law.weight(flight.oldest, self.trainer) == 0.5 ** max(0, age - self.law.eta)
             self._end(flight, "trained")
         self.trained += batch

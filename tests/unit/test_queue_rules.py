@@ -31,7 +31,8 @@ async def test_requeued_groups_are_counted_and_handed_out_once() -> None:
 
 @asynchronous
 async def test_old_groups_weigh_less_and_too_old_ones_are_dropped() -> None:
-    held = await filled(group(0, 9, oldest=2), group(1, 9, oldest=3), group(2, 9, oldest=5), rule="downweight", downweight=0.5, max_age=11)
+    groups = group(0, 9, oldest=2), group(1, 9, oldest=3), group(2, 9, oldest=5)
+    held = await filled(*groups, rule="downweight", downweight=0.5, drop_above=11)
     granted = await held.lease(0, "rl", 4, 14, 0)
     assert [(item.group, item.weight) for item in granted.items] == [(1, 0.25), (1, 0.25), (2, 1.0), (2, 1.0)]
     assert granted.dropped == {"stale": 2}

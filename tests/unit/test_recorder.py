@@ -6,7 +6,7 @@ from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
-from asyncmoe.queue.bounded import QueueStats
+from asyncmoe.queue.accounts import QueueStats
 from asyncmoe.rollout.episodes.tools.runner import Counts
 from asyncmoe.rollout.recorder import Recorder
 from asyncmoe.rollout.scoring import Stats

@@ -1,0 +1,94 @@
+"""The ledger of all episodes, with a reason for each that ended untrained. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from asyncmoe.errors import InvariantBroken
+from asyncmoe.queue.admission import Ledger
+
+
+@dataclass(frozen=True)
+class QueueStats:
+    """Current contents and running totals of the queue; counts of episodes."""
+
+    version: int
+    depth: int
+    running: int
+    leased: int
+    started: int
+    accepted: int
+    trained: int
+    dropped: dict[str, int]
+    rejected: dict[str, int]
+    requeued: dict[str, int]
+    demonstrations: int
+    """Demonstrations waiting in the warm-up lane."""
+
+
+@dataclass(frozen=True)
+class Accounts:
+    """A ledger, and the reasons of the episodes that it counts as dropped, rejected or requeued.
+
+    Each transition returns new accounts. It raises InvariantBroken if the ledger refuses it.
+    """
+
+    ledger: Ledger
+    dropped: Mapping[str, int] = field(default_factory=dict)
+    rejected: Mapping[str, int] = field(default_factory=dict)
+    requeued: Mapping[str, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for state in ("dropped", "rejected", "requeued"):
+            reasons: Mapping[str, int] = getattr(self, state)
+            if sum(reasons.values()) != getattr(self.ledger, state):
+                raise InvariantBroken(f"ledger: the reasons {reasons} do not add up to {state} of {self.ledger}")
+
+    def start(self, count: int, spare: int) -> Accounts:
+        """Sampling of `count` episodes and `spare` spare episodes begins."""
+        ledger = self.ledger.start(count)
+        return replace(self, ledger=ledger.start_spare(spare) if spare else ledger)
+
+    def reject(self, count: int, spare: int, reason: str) -> Accounts:
+        """`count` running and `spare` spare episodes are unusable."""
+        ledger = self.ledger.reject(count) if count or not spare else self.ledger
+        ledger = ledger.reject_spare(spare) if spare else ledger
+        return replace(self, ledger=ledger, rejected=_plus(self.rejected, reason, count + spare))
+
+    def discard(self, count: int, reason: str) -> Accounts:
+        """`count` running episodes are complete, but not worth queueing."""
+        return replace(self, ledger=self.ledger.discard(count), dropped=_plus(self.dropped, reason, count))
+
+    def discard_spare(self, count: int, reason: str) -> Accounts:
+        """`count` spare episodes were cancelled because their group is complete."""
+        return replace(self, ledger=self.ledger.discard_spare(count), dropped=_plus(self.dropped, reason, count))
+
+    def drop(self, count: int, reason: str) -> Accounts:
+        """The consumption rule drops `count` queued episodes."""
+        return replace(self, ledger=self.ledger.drop(count), dropped=_plus(self.dropped, reason, count))
+
+    def requeue(self, count: int, reason: str) -> Accounts:
+        """The consumption rule starts `count` queued episodes again."""
+        return replace(self, ledger=self.ledger.requeue(count), requeued=_plus(self.requeued, reason, count))
+
+    def stats(self, version: int, demonstrations: int) -> QueueStats:
+        """Return the counts, with the served version and the number of queued demonstrations."""
+        count = self.ledger
+        return QueueStats(
+            version=version,
+            depth=count.queued,
+            running=count.running + count.spare,
+            leased=count.leased,
+            started=count.started,
+            accepted=count.accepted,
+            trained=count.trained,
+            dropped=dict(self.dropped),
+            rejected=dict(self.rejected),
+            requeued=dict(self.requeued),
+            demonstrations=demonstrations,
+        )
+
+
+def _plus(reasons: Mapping[str, int], reason: str, count: int) -> Mapping[str, int]:
+    return {**reasons, reason: reasons.get(reason, 0) + count}

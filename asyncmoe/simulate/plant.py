@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args
 
 from asyncmoe.errors import ConfigError
 from asyncmoe.queue.admission import Admission
-from asyncmoe.simulate.engines import StepTime
+from asyncmoe.simulate.fleet import StepTime
 
 Mode = Literal["sync", "one_step_off", "async"]
 MODES: tuple[Mode, ...] = get_args(Mode)

@@ -17,7 +17,7 @@ from heapq import heappop, heappush
 
 from asyncmoe.errors import InvariantBroken
 from asyncmoe.queue.admission import Ledger
-from asyncmoe.simulate.engines import Fleet
+from asyncmoe.simulate.fleet import Fleet
 from asyncmoe.simulate.plant import Plant
 from asyncmoe.simulate.trace import Reading, SimulatedRun, Trace, summarise
 from asyncmoe.simulate.workload import Episode, Floats, Workload

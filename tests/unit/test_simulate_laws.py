@@ -10,7 +10,7 @@ import pytest
 
 from asyncmoe.simulate import laws
 from asyncmoe.simulate.compare import compare
-from asyncmoe.simulate.engines import Fleet, StepTime
+from asyncmoe.simulate.fleet import Fleet, StepTime
 from asyncmoe.simulate.plant import Plant
 from asyncmoe.simulate.simulation import simulate
 from asyncmoe.simulate.sweep import sweep

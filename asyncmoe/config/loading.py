@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import yaml
 from pydantic import BaseModel, ValidationError
@@ -16,6 +16,8 @@ from asyncmoe.errors import ConfigError
 
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
+
+Schema = TypeVar("Schema", bound=BaseModel)
 
 
 @dataclass(frozen=True)
@@ -37,11 +39,25 @@ class Source:
 
 
 def load(path: Path, overrides: Sequence[str] = ()) -> Config:
-    """Read a YAML file and apply `key.path=value` overrides; values are parsed as YAML.
+    """Read the configuration of a run; see `load_as`."""
+    return load_as(Config, path, overrides)
+
+
+def load_as(schema: type[Schema], path: Path | None, overrides: Sequence[str] = ()) -> Schema:
+    """Read a YAML file and apply `key.path=value` overrides; values are parsed as YAML. Without a file the overrides are all.
 
     Raises:
         ConfigError: the file is missing or not YAML, or a key, type or value is refused; every refused key has a line.
     """
+    values, lines = ({}, {}) if path is None else _read(path)
+    for override in overrides:
+        _override(values, override)
+        lines.pop(tuple(override.partition("=")[0].split(".")), None)
+    return _validated(schema, values, Source(str(path or "command line"), lines))
+
+
+def _read(path: Path) -> tuple[dict[str, Any], dict[tuple[str, ...], int]]:
+    """Return the values of a YAML file, and the line of each key by its path. Raises ConfigError if it is missing or not YAML."""
     if not path.is_file():
         raise ConfigError(str(path), got="no such file", expected="a YAML configuration")
     try:
@@ -53,11 +69,7 @@ def load(path: Path, overrides: Sequence[str] = ()) -> Config:
         raise ConfigError(str(path), got=" ".join(str(error).split()), expected="valid YAML") from error
     if not isinstance(values, dict):
         raise ConfigError(str(path), got=type(values).__name__, expected="a mapping of sections")
-    lines = dict(_lines(node))
-    for override in overrides:
-        _override(values, override)
-        lines.pop(tuple(override.partition("=")[0].split(".")), None)
-    return _validated(values, Source(str(path), lines))
+    return values, dict(_lines(node))
 
 
 def parse(values: dict[str, Any], source: str = "config") -> Config:
@@ -66,14 +78,14 @@ def parse(values: dict[str, Any], source: str = "config") -> Config:
     Raises:
         ConfigError: names every invalid value with the path of its key, a line each.
     """
-    return _validated(values, Source(source))
+    return _validated(Config, values, Source(source))
 
 
-def _validated(values: dict[str, Any], source: Source) -> Config:
+def _validated(schema: type[Schema], values: dict[str, Any], source: Source) -> Schema:
     try:
-        return Config.model_validate(values)
+        return schema.model_validate(values)
     except ValidationError as error:
-        first, *others = _explain(error, source)
+        first, *others = _explain(error, source, schema)
         if others:
             first.args = ("\n".join(str(one) for one in (first, *others)),)
         raise first from None
@@ -114,20 +126,20 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-def _explain(error: ValidationError, source: Source) -> list[ConfigError]:
+def _explain(error: ValidationError, source: Source, schema: type[BaseModel] = Config) -> list[ConfigError]:
     """Return an error for each invalid key, in the order of the schema. Not empty."""
     found: dict[str, ConfigError] = {}
     for one in error.errors():
-        made = _explained(one, source)
+        made = _explained(one, source, schema)
         found.setdefault(made.what, made)  # a union reports a value once for each of its types
     return list(found.values())
 
 
-def _explained(one: ErrorDetails, source: Source) -> ConfigError:
+def _explained(one: ErrorDetails, source: Source, schema: type[BaseModel]) -> ConfigError:
     parts = tuple(str(part) for part in one["loc"])
     what = f"{source.at(parts)}: {'.'.join(parts)}"
     if one["type"] == "extra_forbidden":
-        return _unknown(one["loc"], what)
+        return _unknown(one["loc"], what, schema)
     if one["type"] == "missing":
         return ConfigError(what, got="nothing", expected="a value")
     if one["type"] == "model_type":
@@ -141,12 +153,12 @@ def _explained(one: ErrorDetails, source: Source) -> ConfigError:
     return ConfigError(what, got=repr(one["input"]), expected=expected)
 
 
-def _unknown(location: tuple[int | str, ...], what: str) -> ConfigError:
+def _unknown(location: tuple[int | str, ...], what: str, schema: type[BaseModel]) -> ConfigError:
     """Refuse an unknown key; suggest a key of the section with nearly this name, or the keys of this name elsewhere."""
     *section, name = (str(part) for part in location)
-    fields = list(_section_at(location[:-1]).model_fields)
+    fields = list(_section_at(schema, location[:-1]).model_fields)
     near = [".".join((*section, one)) for one in get_close_matches(name, fields, 1)]
-    elsewhere = [key for key in _keys(Config) if key.rpartition(".")[2] == name]
+    elsewhere = [key for key in _keys(schema) if key.rpartition(".")[2] == name]
     meant = near or elsewhere[:3]
     cure = f"did you mean {' or '.join(meant)}?" if meant else None
     return ConfigError(what, got="an unknown key", expected=f"one of {', '.join(fields)}", cure=cure)
@@ -161,8 +173,7 @@ def _keys(section: type[BaseModel], prefix: str = "") -> Iterator[str]:
                 yield from _keys(option, f"{prefix}{name}.")
 
 
-def _section_at(location: tuple[int | str, ...]) -> type[BaseModel]:
-    section: type[BaseModel] = Config
+def _section_at(section: type[BaseModel], location: tuple[int | str, ...]) -> type[BaseModel]:
     for part in location:
         annotation = section.model_fields[str(part)].annotation
         options = [annotation, *getattr(annotation, "__args__", ())]

@@ -192,103 +192,51 @@ def plan(
         render_plan.write(found, json_file)
 
 
-@app.command("simulate")
+@app.command("simulate", context_settings={"ignore_unknown_options": True})  # `read_plant` refuses them
 def simulate_command(
-    workload: Annotated[
-        str,
-        typer.Option(
-            help="Distribution of response lengths: lognormal, gamma, fixed, math, kimi-k2, moonlight, qwen2-vl, search or tools, with "
-            "keys, e.g. lognormal:median=4096,sigma=1,cap=32768,icc=0.3; or a file with one length in tokens per line."
-        ),
-    ] = "lognormal",
-    engines: Annotated[int, typer.Option(help="Number of SGLang servers.")] = 48,
-    gpus_per_engine: Annotated[int, typer.Option(help="GPUs of an engine.")] = 1,
-    concurrency: Annotated[int, typer.Option(help="Requests an engine decodes at once.")] = 64,
-    step_s: Annotated[float, typer.Option(help="Seconds of a decoding step with an empty batch: t0 in t0 (1 + B / b0).")] = 0.008,
-    step_batch: Annotated[float, typer.Option(help="Batch size at which a step takes twice as long: b0.")] = 128.0,
-    prefill_s: Annotated[float, typer.Option(help="Seconds to prefill new prompts, during which the engine's other requests wait.")] = 0.0,
-    trainer_gpus: Annotated[int, typer.Option(help="GPUs of the trainer.")] = 16,
-    groups: Annotated[int, typer.Option(help="Prompts per training step.")] = 384,
-    group_size: Annotated[int, typer.Option(help="Responses per prompt.")] = 8,
-    train_s: Annotated[float, typer.Option(help="Seconds of a training step on the trainer's GPUs.")] = 60.0,
-    sync_s: Annotated[float, typer.Option(help="Seconds of a weight update during which engines generate.")] = 0.0,
-    sync_plan: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE", help="Take --sync-s from a file of `asyncmoe plan --json FILE`: seconds over the NIC for weights or an adapter."
+    arguments: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[PLANT] [KEY=VALUE]...",
+            help="YAML file that describes cluster and run, and keys to override. docs/simulate.md lists the keys and their defaults.",
         ),
     ] = None,
-    pause_s: Annotated[float, typer.Option(help="Seconds of a weight update during which engines pause.")] = 0.0,
-    landing: Annotated[
-        str, typer.Option(help="How a new version lands: running requests pause (pause), or finish first (drain).")
-    ] = "pause",
-    score_s: Annotated[float, typer.Option(help="Median seconds to score a response.")] = 0.0,
-    score_sigma: Annotated[float, typer.Option(help="Standard deviation of the logarithm of the scoring time.")] = 0.0,
-    score_concurrency: Annotated[int, typer.Option(help="Responses scored at once; 0: no limit.")] = 0,
-    eta: Annotated[int, typer.Option(help="Versions a trained token may be behind the trainer, in mode async.")] = 4,
-    queue_capacity: Annotated[int, typer.Option(help="Trajectories the queue holds; 0: (eta + 1) batches.")] = 0,
-    mode: Annotated[str, typer.Option(help="async, one_step_off, sync, or all. sync is always simulated, as the baseline.")] = "all",
-    steps: Annotated[int, typer.Option(help="Training steps to simulate.")] = 40,
-    seed: Annotated[int, typer.Option(help="Random seed; the same seed gives the same result.")] = 0,
-    score_failure: Annotated[float, typer.Option(help="Share of responses that cannot be scored.")] = 0.0,
-    engine_mtbf_s: Annotated[float, typer.Option(help="Mean seconds between failures of an engine; 0: no failures.")] = 0.0,
-    trainer_failure: Annotated[float, typer.Option(help="Share of training steps in which the trainer crashes.")] = 0.0,
-    jitter: Annotated[
-        float, typer.Option(help="Random variation of training, sync and pause times: standard deviation of their logarithm.")
-    ] = 0.0,
     sweep: Annotated[
-        bool,
-        typer.Option("--sweep", help="Try several splits of the same GPUs between engines and trainer, each with every eta of --etas."),
+        bool, typer.Option("--sweep", help="Try several splits of the same GPUs between engines and trainer, each with --staleness.")
     ] = False,
-    etas: Annotated[str, typer.Option(help="Values of eta for --sweep.")] = "1,2,4,8",
+    staleness: Annotated[
+        str | None, typer.Option(metavar="LIST", help="Values of max_staleness that --sweep tries; default: 1,2,4,8.")
+    ] = None,
+    mode: Annotated[str, typer.Option(help="async, one_step_off, sync, or all. sync is always simulated, as the baseline.")] = "all",
     json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Also write the figures to this file, as JSON.")] = None,
     plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Also plot the figures to this .svg or .png file.")] = None,
 ) -> None:
-    """Predict the speed of a run on a cluster in each mode, by simulating engines, queue, scoring, trainer and weight sync as events.
+    """Predict the speed of a run on a cluster, by simulating engines, queue, scoring, trainer and weight sync as events.
 
     The simulation starts no process and needs no GPU. It admits and drops
-    groups by the same rules as `asyncmoe run`. First measure three things on a
-    few GPUs: the step time of an engine at two batch sizes (--step-s,
-    --step-batch), the seconds of a training step (--train-s), and some response
-    lengths (--workload FILE). Then run, for the whole cluster:
+    groups by the same rules as `asyncmoe run`. Measure three things on a few
+    GPUs and write them into a copy of examples/plant.yaml:
 
-        asyncmoe simulate --engines 768 --gpus-per-engine 8 --trainer-gpus 2048 --groups 1024 --group-size 16 --train-s 90 --sweep
+    - the step time of an engine at two batch sizes: engines.step_s, engines.step_batch
 
-    It reports how many of the 8192 GPUs should generate, which eta to choose,
+    - the seconds of a training step: trainer.step_s
+
+    - some response lengths, one per line in a file: workload
+
+    Then describe the whole cluster and find its best split:
+
+        asyncmoe simulate examples/plant.yaml engines.count=96 trainer.gpus=32 --sweep
+
+    It reports how many GPUs should generate, which max_staleness to choose,
     and the speed-up over synchronous training.
     """
     from rich.console import Console
 
     from asyncmoe.simulate import command, show
-    from asyncmoe.simulate.plant import Hazards, Plant
-    from asyncmoe.simulate.workload import parse
 
     show.check_plot(plot)
-    sync_s = command.sync_seconds(sync_s, sync_plan)
-    plant = Plant(
-        engines=engines,
-        gpus_per_engine=gpus_per_engine,
-        concurrency=concurrency,
-        step_s=step_s,
-        step_batch=step_batch,
-        prefill_s=prefill_s,
-        trainer_gpus=trainer_gpus,
-        groups=groups,
-        group_size=group_size,
-        train_s=train_s,
-        sync_s=sync_s,
-        pause_s=pause_s,
-        landing=command.landing(landing),
-        score_s=score_s,
-        score_sigma=score_sigma,
-        score_concurrency=score_concurrency,
-        eta=eta,
-        queue_capacity=queue_capacity,
-        steps=steps,
-        seed=seed,
-        hazards=Hazards(score_failure=score_failure, engine_mtbf_s=engine_mtbf_s, trainer_failure=trainer_failure, jitter=jitter),
-    )
-    found = command.run(plant, parse(workload), mode, command.etas(etas) if sweep else ())
+    bounds = command.staleness_bounds(staleness, sweep)
+    found = command.run(command.read_plant(arguments or ()), mode, bounds)
     if json_file is not None:
         show.write(found, json_file)
     if plot is not None:

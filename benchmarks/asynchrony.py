@@ -106,25 +106,26 @@ def _simulated(name: str, mode: Mode, sizes: PoolSizes, rates: Rates, t_train: f
     # t = t0 (1 + B / b0) through both points; a step that does not grow with the batch has a b0 far away.
     slope = max((t_all - t_few) / (sizes.slots - few), 1e-9)
     t0 = t_all - slope * sizes.slots
-    plant = Plant(
-        engines=1,
-        concurrency=sizes.slots,
-        step_s=t0,
-        step_batch=t0 / slope,
-        prefill_s=prefill_s,
-        trainer_gpus=1,
-        groups=sizes.groups,
-        group_size=sizes.group_size,
-        train_s=t_train,
-        sync_s=sync_s,
-        pause_s=pause_s,
-        mode=mode,
-        eta=sizes.eta,
-        steps=sizes.steps_of(mode) + sizes.skip,
+    plant = Plant().having(
+        {
+            "engines.count": 1,
+            "engines.max_running": sizes.slots,
+            "engines.step_s": t0,
+            "engines.step_batch": t0 / slope,
+            "engines.prefill_s": prefill_s,
+            "trainer.gpus": 1,
+            "groups_per_step": sizes.groups,
+            "group_size": sizes.group_size,
+            "trainer.step_s": t_train,
+            "sync.seconds": sync_s,
+            "sync.pause_s": pause_s,
+            "max_staleness": sizes.eta,
+            "steps": sizes.steps_of(mode) + sizes.skip,
+        }
     )
     drawn = parse(WORKLOADS[name])
     scaled = replace(drawn, tokens=_scaled(drawn.tokens, name), last=drawn.last and _scaled(drawn.last, name))
-    return simulate(plant, scaled, sizes.skip).step_s
+    return simulate(plant, scaled, mode, sizes.skip).step_s
 
 
 def _scaled(tokens: Quantile, name: str) -> Quantile:

@@ -1,7 +1,7 @@
-"""Write docs/config.md from the schema of the configuration. `make docs` runs this script.
+"""Write docs/config.md and docs/simulate.md from the schemas of a run and of a plant. `make docs` runs this script.
 
-The page depends on `asyncmoe.config.Config` alone: sections and keys in schema order, types and bounds in words, defaults, and the
-descriptions of the keys in `asyncmoe/config`. tests/unit/test_docs.py compares the page with the file.
+The tables depend on `asyncmoe.config.Config` and `asyncmoe.simulate.plant.Plant` alone: sections and keys in schema order, types and bounds
+in words, defaults, and the descriptions of the keys. tests/unit/test_docs.py compares the pages with the files.
 """
 
 from __future__ import annotations
@@ -18,8 +18,10 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from asyncmoe.config import Config
+from asyncmoe.simulate.plant import Plant
 
 OUT = Path(__file__).parent / "config.md"
+OUT_PLANT = Path(__file__).parent / "simulate.md"
 HEAD = """\
 # Configuration
 
@@ -35,6 +37,32 @@ the key, the value given and the value expected. Sizes that must divide the mode
 `null` means unset. A section marked *optional* is absent unless the file has it. Words such as eta, version, lease and bucket are explained
 in the [glossary](glossary.md).
 """
+HEAD_PLANT = """\
+# Simulating a run
+
+<!-- Made by docs/generate.py from asyncmoe/simulate/plant.py. Do not edit: change the texts there, then run `make docs`. -->
+
+`asyncmoe simulate` predicts, before any GPU is rented, how many GPUs should generate, which staleness bound to choose, and the speed-up
+over synchronous training. It simulates engines, queue, scoring, trainer and weight sync as events, and admits and drops groups by the same
+rules as `asyncmoe run`. One YAML file describes the plant, that is the cluster and the run on it:
+
+```
+cp examples/plant.yaml my-plant.yaml
+asyncmoe simulate my-plant.yaml
+asyncmoe simulate my-plant.yaml engines.count=96 trainer.gpus=32 --sweep
+```
+
+First measure three things on a few GPUs: the step time of an engine at two batch sizes (`engines.step_s`, `engines.step_batch`), the
+seconds of a training step (`trainer.step_s`), and some response lengths (`workload`). `asyncmoe plan --json FILE` estimates the weight sync
+(`sync.plan`).
+
+The first command compares async, one_step_off and sync on the plant, with the largest speed-up that the stragglers allow in theory
+(`asyncmoe/simulate/laws.py` derives it). `--sweep` divides the same GPUs differently between engines and trainer and tries each split with
+several values of `max_staleness`. `--json FILE` and `--plot FILE` write the figures.
+
+The command line can override any key. A wrong key or value is refused with its line in the file, all at once. A key that is left out has
+its default; without a file all have theirs.
+"""
 _WORDS = {int: "whole number", float: "number", bool: "`true` or `false`", str: "text", Path: "path", type(None): "`null`", Any: "anything"}
 
 
@@ -49,18 +77,18 @@ class Group:
     inner: tuple[Group, ...]
 
 
-def groups() -> list[Group]:
+def groups(schema: type[BaseModel] = Config) -> list[Group]:
     """The top-level sections; a key outside any section is a group of its own."""
-    whole = _group("", Config, False)
+    whole = _group("", schema, False)
     found = {group.path: group for group in whole.inner}
     found |= {path: Group(path, "", False, ((path, field),), ()) for path, field in whole.keys}
-    return [found[name] for name in Config.model_fields]
+    return [found[name] for name in schema.model_fields]
 
 
-def every_key() -> dict[str, FieldInfo]:
+def every_key(schema: type[BaseModel] = Config) -> dict[str, FieldInfo]:
     """All keys by path, in reading order."""
     found: dict[str, FieldInfo] = {}
-    waiting = groups()
+    waiting = groups(schema)
     while waiting:
         group, *waiting = waiting
         found |= dict(group.keys)
@@ -160,5 +188,15 @@ def generate() -> str:
     return "\n".join(parts)
 
 
+def generate_plant() -> str:
+    """Return the whole page on plants."""
+    whole = _group("", Plant, False)
+    parts = [HEAD_PLANT, *_section(Group("Plant", whole.text, False, whole.keys, ()), 2)]
+    for group in whole.inner:
+        parts += _section(group, 2)
+    return "\n".join(parts)
+
+
 if __name__ == "__main__":
     OUT.write_text(generate())
+    OUT_PLANT.write_text(generate_plant())

@@ -104,7 +104,9 @@ def show_splits(found: Sequence[tuple[Split, Forecast]], cluster: Cluster, conso
     split = found[0][0]
     show_memory({"trainer of split 1": split.trainer.memory, "engine of split 1": split.engine.memory}, cluster.gpu_gb, console)
     console.print("Keys of split 1:\n" + "\n".join(yaml_keys(split)), highlight=False, markup=False, soft_wrap=True)
-    console.print("Split 1 gives the trainer as few nodes as its memory needs; that ignores speed, see `asyncmoe simulate --sweep`.")
+    command = f"asyncmoe simulate --sweep {' '.join(plant_keys(split))}"
+    hint = "Split 1 gives the trainer as few nodes as its memory needs. For the fastest split, add measured speeds (docs/simulate.md) to:"
+    console.print(f"{hint}\n{command}", highlight=False, markup=False, soft_wrap=True)
 
 
 def _split_lines(found: Sequence[tuple[Split, Forecast]], cluster: Cluster) -> list[tuple[str, list[str]]]:
@@ -144,6 +146,13 @@ def yaml_keys(split: Split) -> list[str]:
         *([] if engine.serving.staging else ["sync: {staging: false}"]),
         *([] if engine.serving.adapter is None else ["train: lora"]),
     ]
+
+
+def plant_keys(split: Split) -> list[str]:
+    """Return the sizes of a split as keys of a plant for `asyncmoe simulate`."""
+    engines, serving = split.engine.parallel, split.engine.serving
+    sizes = {"engines.count": split.engines, "engines.gpus": engines.world, "engines.max_running": serving.running}
+    return [f"{key}={size}" for key, size in {**sizes, "trainer.gpus": split.trainer.parallel.world}.items()]
 
 
 def write(values: Mapping[str, Any], file: Path) -> None:

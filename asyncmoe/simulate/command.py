@@ -1,27 +1,78 @@
-"""Validation of the arguments of `asyncmoe simulate`, and the run itself."""
+"""The arguments of `asyncmoe simulate`, and the run itself."""
 
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
+from asyncmoe.config.loading import load_as
 from asyncmoe.errors import ConfigError, DataError
 from asyncmoe.simulate.compare import Comparison, compare
-from asyncmoe.simulate.plant import LANDINGS, MODES, Landing, Mode, Plant
+from asyncmoe.simulate.plant import MODES, Mode, Plant
 from asyncmoe.simulate.sweep import Sweep, sweep
-from asyncmoe.simulate.workload import Workload
+from asyncmoe.simulate.workload import parse
+
+BOUNDS = (1, 2, 4, 8)
+"""Values of max_staleness that --sweep tries by default."""
+_OPTIONS = ("--sweep", "--staleness", "--mode", "--json", "--plot")
+_KEYS = {
+    "--workload": "workload",
+    "--groups": "groups_per_step",
+    "--group-size": "group_size",
+    "--eta": "max_staleness",
+    "--queue-capacity": "queue_capacity",
+    "--steps": "steps",
+    "--seed": "seed",
+    "--engines": "engines.count",
+    "--gpus-per-engine": "engines.gpus",
+    "--concurrency": "engines.max_running",
+    "--step-s": "engines.step_s",
+    "--step-batch": "engines.step_batch",
+    "--prefill-s": "engines.prefill_s",
+    "--trainer-gpus": "trainer.gpus",
+    "--train-s": "trainer.step_s",
+    "--sync-s": "sync.seconds",
+    "--sync-plan": "sync.plan",
+    "--pause-s": "sync.pause_s",
+    "--landing": "sync.landing",
+    "--score-s": "scoring.seconds",
+    "--score-sigma": "scoring.sigma",
+    "--score-concurrency": "scoring.concurrency",
+    "--score-failure": "failures.scoring",
+    "--engine-mtbf-s": "failures.engine_mtbf_s",
+    "--trainer-failure": "failures.trainer",
+    "--jitter": "failures.jitter",
+}
+"""The key of each former option."""
+_NULL_FOR_0 = ("--queue-capacity", "--score-concurrency", "--engine-mtbf-s")
 
 
-def run(plant: Plant, workload: Workload, mode: str, etas: Sequence[int]) -> Comparison | Sweep:
-    """Return a sweep over `etas`, or a comparison of modes if `etas` is empty.
+def run(plant: Plant, mode: str, bounds: Sequence[int]) -> Comparison | Sweep:
+    """Return a sweep over `bounds` of the staleness, or a comparison of modes if there are none.
 
     Raises:
-        ConfigError: an unknown mode.
+        ConfigError: an unknown mode, or a workload file that is not a list of lengths.
+        DataError: `sync.plan` is not a plan.
         InvariantBroken: see `asyncmoe.simulate.simulation.simulate`.
     """
-    wanted = modes(mode)
-    return sweep(plant, workload, etas) if etas else compare(plant, workload, wanted)
+    wanted, drawn = modes(mode), parse(plant.workload)
+    if plant.sync.plan is not None:
+        plant = plant.having({"sync.seconds": sync_seconds(plant.sync.plan), "sync.plan": None})
+    return sweep(plant, drawn, bounds) if bounds else compare(plant, drawn, wanted)
+
+
+def read_plant(arguments: Sequence[str]) -> Plant:
+    """Read the plant from `[PLANT] [KEY=VALUE]...`; without a file every key has its default.
+
+    Raises:
+        ConfigError: a former or unknown option, or a file, key or value that is refused; see `asyncmoe.config.loading.load_as`.
+    """
+    _refuse_options(arguments)
+    if arguments and "=" not in arguments[0]:
+        return load_as(Plant, Path(arguments[0]), arguments[1:])
+    return load_as(Plant, None, arguments)
 
 
 def modes(text: str) -> tuple[Mode, ...]:
@@ -32,34 +83,41 @@ def modes(text: str) -> tuple[Mode, ...]:
     return found
 
 
-def landing(text: str) -> Landing:
-    """Return `text` as a landing. Raises ConfigError for an unknown landing."""
-    for known in LANDINGS:
-        if text == known:
-            return known
-    raise ConfigError("--landing", got=repr(text), expected=f"one of {', '.join(LANDINGS)}")
-
-
-def sync_seconds(given: float, plan: Path | None) -> float:
-    """Return the seconds of a weight update: `given`, or the fastest method in a file of `asyncmoe plan --json`.
-
-    Raises:
-        ConfigError: both are given.
-        DataError: the file is missing or is not such a plan.
-    """
-    if plan is None:
-        return given
-    if given:
-        raise ConfigError("--sync-s and --sync-plan", got="both", expected="one of them")
+def sync_seconds(plan: Path) -> float:
+    """Return the seconds of the fastest method in a file of `asyncmoe plan --json`. Raises DataError if it is missing or no such file."""
     try:
         return min(float(way["nic_seconds"]) for way in json.loads(plan.read_text())["ways"].values())
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise DataError(str(plan), got=repr(error), expected="what asyncmoe plan --json has written") from error
 
 
-def etas(text: str) -> tuple[int, ...]:
-    """Parse a list like `1,2,4`. Raises ConfigError for anything else."""
+def staleness_bounds(text: str | None, sweep: bool) -> tuple[int, ...]:
+    """Return the bounds to sweep over, none without --sweep. Raises ConfigError unless `text` is None or a list like `1,2,4`."""
+    if text is None:
+        return BOUNDS if sweep else ()
+    if not sweep:
+        raise ConfigError("--staleness", got="it without --sweep", expected=f"both, or max_staleness={text} for one value")
     parts = text.split(",")
     if not all(part.isascii() and part.isdigit() and len(part) <= 4 for part in parts):
-        raise ConfigError("--etas", got=repr(text), expected="whole numbers like 1,2,4,8")
+        raise ConfigError("--staleness", got=repr(text), expected="whole numbers like 1,2,4,8")
     return tuple(sorted({int(part) for part in parts}))
+
+
+def _refuse_options(arguments: Sequence[str]) -> None:
+    """Raise ConfigError if there are options among the arguments; former options are named with their keys."""
+    words, given, keys = iter(arguments), [], []
+    for word in words:
+        if not word.startswith("-"):
+            continue
+        name, separator, value = word.partition("=")
+        if name != "--etas" and name not in _KEYS:
+            raise ConfigError("asyncmoe simulate", got=f"an unknown option {name}", expected=f"KEY=VALUE or one of {', '.join(_OPTIONS)}")
+        value = value if separator else next(words, "VALUE")
+        given.append(f"{name} {value}")
+        if name == "--etas":
+            keys += ["--staleness", value]
+        else:
+            keys.append(f"{_KEYS[name]}={'null' if value == '0' and name in _NULL_FOR_0 else value}")
+    if given:
+        cure = "the plant is described by keys, in a file or on the command line: asyncmoe simulate --help"
+        raise ConfigError("asyncmoe simulate", got=" ".join(given), expected=shlex.join(keys), cure=cure)

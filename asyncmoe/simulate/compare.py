@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from asyncmoe.simulate import laws
@@ -87,15 +87,15 @@ class Comparison:
 
 def one_pool(plant: Plant, workload: Workload) -> Baseline:
     """Simulate synchronous training that uses all GPUs of both pools for each phase in turn; switching phases costs nothing."""
-    engines = max(1, plant.gpus // plant.gpus_per_engine)
-    train_s = plant.train_s * plant.trainer_gpus / plant.gpus
-    whole = replace(plant, engines=engines, train_s=train_s, mode="sync", queue_capacity=0)
-    return _baseline(whole, simulate(whole, workload), (plant.gpus, plant.gpus))
+    engines = max(1, plant.gpus // plant.engines.gpus)
+    step_s = plant.trainer.step_s * plant.trainer.gpus / plant.gpus
+    whole = plant.having({"engines.count": engines, "trainer.step_s": step_s, "queue_capacity": None})
+    return _baseline(whole, simulate(whole, workload, "sync"), (plant.gpus, plant.gpus))
 
 
 def two_pools(plant: Plant, outcome: SimulatedRun) -> Baseline:
     """Return the baseline of the same two pools, from a synchronous run of the plant."""
-    return _baseline(plant, outcome, (plant.engines * plant.gpus_per_engine, plant.trainer_gpus))
+    return _baseline(plant, outcome, (plant.engine_gpus, plant.trainer.gpus))
 
 
 def _baseline(plant: Plant, outcome: SimulatedRun, gpus: tuple[int, int]) -> Baseline:
@@ -114,11 +114,12 @@ def compare(plant: Plant, workload: Workload, modes: Sequence[Mode], whole: Base
     outcomes: dict[str, SimulatedRun] = {}
     wanted: tuple[Mode, ...] = ("sync", *(mode for mode in modes if mode != "sync"))
     for mode in wanted:
-        outcomes[mode] = simulate(replace(plant, mode=mode, queue_capacity=plant.queue_capacity if mode == "async" else 0), workload)
+        outcomes[mode] = simulate(plant if mode == "async" else plant.having({"queue_capacity": None}), workload, mode)
     pools = two_pools(plant, outcomes["sync"])
-    s_pools = laws.s_pools(pools.t_gen, pools.t_train, pools.e, max(0.0, pools.t_sync - plant.pause_s), min(plant.pause_s, pools.t_sync))
+    pause_s = min(plant.sync.pause_s, pools.t_sync)
+    s_pools = laws.s_pools(pools.t_gen, pools.t_train, pools.e, pools.t_sync - pause_s, pause_s)
     s_max = laws.s_max(whole.g, whole.e)
-    best = laws.best_share(whole.t_gen, whole.t_train, whole.e) * plant.gpus / plant.gpus_per_engine
+    best = laws.best_share(whole.t_gen, whole.t_train, whole.e) * plant.gpus / plant.engines.gpus
     rows = {
         mode: ModeComparison(
             outcome,
@@ -130,4 +131,4 @@ def compare(plant: Plant, workload: Workload, modes: Sequence[Mode], whole: Base
         for mode, outcome in outcomes.items()
     }
     engines = max(1, round(best))
-    return Comparison(workload.name, plant.described(), plant.gpus, pools, whole, s_pools, s_max, engines * plant.gpus_per_engine, rows)
+    return Comparison(workload.name, plant.described(), plant.gpus, pools, whole, s_pools, s_max, engines * plant.engines.gpus, rows)

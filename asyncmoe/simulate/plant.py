@@ -1,155 +1,187 @@
-"""Parameters of a simulation: sizes and speeds of a run. Validated on construction, so that a simulation cannot fail on its input."""
+"""The plant of a simulation, as YAML describes it: sizes and speeds of a cluster, and the policy of the run on it.
+
+The loader of `asyncmoe.config` reads it, so a wrong key or value is refused as in the configuration of a run.
+"""
 
 from __future__ import annotations
 
-import math
-from dataclasses import asdict, dataclass, fields
-from typing import Any, Literal, get_args
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args
 
+from pydantic import Field, field_validator, model_validator
+
+from asyncmoe.config.fields import NonNegative, NonNegativeFloat, Positive, PositiveFloat, Real, Section
 from asyncmoe.errors import ConfigError
 from asyncmoe.queue.admission import Admission
+from asyncmoe.simulate import workload as workloads
 from asyncmoe.simulate.fleet import StepTime
 
 Mode = Literal["sync", "one_step_off", "async"]
 MODES: tuple[Mode, ...] = get_args(Mode)
 Landing = Literal["pause", "drain"]
 LANDINGS: tuple[Landing, ...] = get_args(Landing)
+FailureShare = Annotated[Real, Field(ge=0, le=0.9)]
+Spread = Annotated[Real, Field(ge=0, le=5)]
 
 
-@dataclass(frozen=True)
-class Hazards:
-    """Failures and random variation.
+class PlantEngines(Section):
+    """The GPUs that generate. A decoding step with B requests takes step_s * (1 + B / step_batch) seconds and gives each of them a token.
 
-    Attributes:
-        score_failure: share of responses that cannot be scored; their groups are rejected.
-        engine_mtbf_s: mean seconds between two failures of one engine; 0: no failures.
-        engine_restart_s: seconds until a failed engine is back.
-        trainer_failure: share of training steps in which the trainer dies; its lease returns to the queue.
-        trainer_restart_s: seconds until a failed trainer is back.
-        jitter: standard deviation of the logarithm of every training time, sync time and pause.
+    Measure an engine's step at two batch sizes and solve for `step_s` and `step_batch`.
     """
 
-    score_failure: float = 0.0
-    engine_mtbf_s: float = 0.0
-    engine_restart_s: float = 300.0
-    trainer_failure: float = 0.0
-    trainer_restart_s: float = 300.0
-    jitter: float = 0.0
+    count: Annotated[Positive, Field(le=1_000_000)] = Field(48, description="Number of SGLang servers.")
+    gpus: Positive = Field(1, description="GPUs of one engine.")
+    max_running: Annotated[Positive, Field(le=65_536)] = Field(
+        64, description="Requests an engine decodes at once; further requests wait. A larger batch makes steps slower and tokens cheaper."
+    )
+    step_s: PositiveFloat = Field(0.008, description="Seconds of a decoding step with an empty batch: the time to read the weights.")
+    step_batch: PositiveFloat = Field(128.0, description="Batch size at which a decoding step takes twice as long as an empty one.")
+    prefill_s: NonNegativeFloat = Field(
+        0.0, description="Seconds to prefill the prompts that arrived since the last step; the engine's other requests wait meanwhile."
+    )
 
 
-@dataclass(frozen=True)
-class Plant:
-    """Resources, speeds and policy.
+class PlantTrainer(Section):
+    """The GPUs that train."""
 
-    Attributes:
-        engines, gpus_per_engine: size of the generating pool.
-        concurrency: requests an engine decodes at once.
-        step_s, step_batch: t0 and b0 of `StepTime`.
-        prefill_s: seconds to prefill the prompts that arrived since the last step; the engine's other requests pause meanwhile.
-        trainer_gpus: size of the training pool.
-        train_s: seconds of a training step on these GPUs.
-        sync_s: seconds after a training step during which engines still generate with the previous version.
-        pause_s: seconds after that during which the engines pause, before they serve the new version.
-        landing: "pause": requests pause with the engines and continue with the new version. "drain": before a version lands, new requests
-            wait until the running ones finish.
-        score_s, score_sigma: median seconds to score a response, and standard deviation of their logarithm.
-        score_concurrency: responses scored at once; 0: no limit.
-        mode: "async": the capacity law with `eta`. "sync": eta 0, so a batch is generated, trained and published before the next starts.
-            "one_step_off": eta 1, and a batch starts only when the previous one is complete.
-        queue_capacity: trajectories the queue holds before a group waits; 0: (eta + 1) batches.
-        steps: training steps to simulate.
-    """
+    gpus: Positive = Field(16, description="GPUs of the trainer.")
+    step_s: PositiveFloat = Field(
+        60.0, description="Seconds of a training step on these GPUs. --sweep takes it to fall in proportion to their number."
+    )
 
-    engines: int = 48
-    gpus_per_engine: int = 1
-    concurrency: int = 64
-    step_s: float = 0.008
-    step_batch: float = 128.0
-    prefill_s: float = 0.0
-    trainer_gpus: int = 16
-    groups: int = 384
-    group_size: int = 8
-    train_s: float = 60.0
-    sync_s: float = 0.0
-    pause_s: float = 0.0
-    landing: Landing = "pause"
-    score_s: float = 0.0
-    score_sigma: float = 0.0
-    score_concurrency: int = 0
-    mode: Mode = "async"
-    eta: int = 4
-    queue_capacity: int = 0
-    steps: int = 30
-    seed: int = 0
-    hazards: Hazards = Hazards()
 
-    def __post_init__(self) -> None:
-        for owner in (self, self.hazards):
-            for field in fields(owner):
-                _check(field.name, getattr(owner, field.name))
-        if self.queue_capacity and self.queue_capacity < self.batch:
-            raise ConfigError(
-                "--queue-capacity", got=self.queue_capacity, expected=f"at least one step's batch of {self.batch} trajectories"
+class PlantSync(Section):
+    """The weight update after each training step."""
+
+    seconds: NonNegativeFloat = Field(0.0, description="Seconds of an update during which engines generate with the previous version.")
+    plan: Path | None = Field(
+        None, description="Take `seconds` from this file of `asyncmoe plan --json FILE`: the fastest method's seconds over the NIC."
+    )
+    pause_s: NonNegativeFloat = Field(0.0, description="Seconds after that during which the engines pause, to swap the weights.")
+    landing: Landing = Field(
+        "pause",
+        description="How a version lands. pause: running requests pause and continue with it. drain: no request starts until all running "
+        "ones are complete, so every version waits for the longest response.",
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> PlantSync:
+        if self.plan is not None and self.seconds:
+            raise ValueError(f"sync.plan: got {self.plan}, expected nothing because sync.seconds is {self.seconds:g}; give one of them")
+        return self
+
+
+class PlantScoring(Section):
+    """The scoring of responses, which no engine waits for."""
+
+    seconds: NonNegativeFloat = Field(0.0, description="Median seconds to score a response.")
+    sigma: Spread = Field(0.0, description="Standard deviation of the logarithm of the scoring time; 0: always the median.")
+    concurrency: Positive | None = Field(None, description="Responses scored at once; null: no limit.")
+
+
+class PlantFailures(Section):
+    """Failures and random variation; by default there are none."""
+
+    scoring: FailureShare = Field(0.0, description="Share of responses that cannot be scored; the whole group of each is rejected.")
+    engine_mtbf_s: PositiveFloat | None = Field(None, description="Mean seconds between two failures of one engine; null: no failures.")
+    engine_restart_s: NonNegativeFloat = Field(300.0, description="Seconds until a failed engine is back.")
+    trainer: FailureShare = Field(0.0, description="Share of training steps in which the trainer dies; its batch returns to the queue.")
+    trainer_restart_s: NonNegativeFloat = Field(300.0, description="Seconds until a failed trainer is back.")
+    jitter: Spread = Field(0.0, description="Standard deviation of the logarithm of every training, sync and pause time.")
+
+
+class Plant(Section):
+    """The cluster to simulate, and the run on it."""
+
+    workload: str = Field(
+        "lognormal",
+        description="Distribution of response lengths: lognormal, gamma, fixed, math, kimi-k2, moonlight, qwen2-vl, search or tools, with "
+        "keys, e.g. lognormal:median=4096,sigma=1,cap=32768,icc=0.3 (icc: how alike the responses of a group are); or a file with one "
+        "length in tokens per line.",
+    )
+    groups_per_step: Positive = Field(384, description="Prompts per training step. The batch is groups_per_step * group_size responses.")
+    group_size: Positive = Field(8, description="Responses to each prompt.")
+    max_staleness: NonNegative = Field(
+        4,
+        description="Versions a trained token may be behind the trainer, in mode async. Raise it until engines and trainer no longer wait "
+        "for each other; older tokens are worse to learn from. --sweep tries several.",
+    )
+    queue_capacity: Positive | None = Field(
+        None, description="Trajectories the queue holds before complete groups wait outside; null: (max_staleness + 1) batches."
+    )
+    steps: Positive = Field(40, description="Training steps to simulate; speeds leave out the first 2 * (max_staleness + 1), at most half.")
+    seed: NonNegative = Field(0, description="Seed of every random draw; the same seed gives the same result.")
+    engines: PlantEngines = PlantEngines()
+    trainer: PlantTrainer = PlantTrainer()
+    sync: PlantSync = PlantSync()
+    scoring: PlantScoring = PlantScoring()
+    failures: PlantFailures = PlantFailures()
+
+    @field_validator("workload")
+    @classmethod
+    def _known(cls, text: str) -> str:
+        try:
+            workloads.check(text)
+        except ConfigError as error:
+            raise ValueError(str(error)) from error
+        return text
+
+    @model_validator(mode="after")
+    def _check(self) -> Plant:
+        if self.queue_capacity is not None and self.queue_capacity < self.batch:
+            raise ValueError(
+                f"queue_capacity: got {self.queue_capacity}, expected at least a step's batch of groups_per_step * group_size = "
+                f"{self.batch}; leave it out or raise it"
             )
+        return self
 
     @property
     def batch(self) -> int:
         """Trajectories in a training step."""
-        return self.groups * self.group_size
+        return self.groups_per_step * self.group_size
+
+    @property
+    def engine_gpus(self) -> int:
+        """GPUs that generate."""
+        return self.engines.count * self.engines.gpus
 
     @property
     def gpus(self) -> int:
         """GPUs of both pools together."""
-        return self.engines * self.gpus_per_engine + self.trainer_gpus
+        return self.engine_gpus + self.trainer.gpus
 
     @property
     def step(self) -> StepTime:
         """Step time of an engine."""
-        return StepTime(self.step_s, self.step_batch)
+        return StepTime(self.engines.step_s, self.engines.step_batch)
 
     @property
     def full_rate(self) -> float:
         """Tokens per second of all engines with every slot taken and nothing to prefill."""
-        return self.engines * self.concurrency / self.step(self.concurrency)
+        return self.engines.count * self.engines.max_running / self.step(self.engines.max_running)
 
-    @property
-    def admission(self) -> Admission:
-        """The live system's admission policy, with the eta of the mode."""
-        return Admission(self.batch, {"sync": 0, "one_step_off": 1, "async": self.eta}[self.mode])
+    def admission(self, mode: Mode) -> Admission:
+        """Return the live system's admission policy.
 
-    @property
-    def capacity(self) -> int:
-        """Trajectories the queue holds."""
-        return self.queue_capacity or (self.admission.eta + 1) * self.batch
+        Mode async has the capacity law with `max_staleness`. sync has the bound 0: a batch is generated, trained and published before the
+        next starts. one_step_off has the bound 1, and a batch starts only when the previous one is complete.
+        """
+        return Admission(self.batch, {"sync": 0, "one_step_off": 1, "async": self.max_staleness}[mode])
+
+    def capacity(self, mode: Mode) -> int:
+        """Return the number of trajectories the queue holds."""
+        return self.queue_capacity or (self.admission(mode).eta + 1) * self.batch
+
+    def having(self, changes: Mapping[str, Any]) -> Plant:
+        """Return a plant with other values at some keys, e.g. {"engines.count": 8}. Raises pydantic's ValidationError."""
+        values = self.model_dump()
+        for key, value in changes.items():
+            *section, name = key.split(".")
+            (values[section[0]] if section else values)[name] = value
+        return Plant.model_validate(values)
 
     def described(self) -> dict[str, Any]:
-        """Return all parameters as plain values for JSON."""
-        return asdict(self)
-
-
-_AT_LEAST_1 = {"engines", "gpus_per_engine", "concurrency", "trainer_gpus", "groups", "group_size", "steps"}
-_POSITIVE = {"step_s", "step_batch", "train_s"}
-_SHARES = {"score_failure", "trainer_failure"}
-_SPREADS = {"score_sigma", "jitter"}
-_MOST = {"engines": 1_000_000, "concurrency": 65_536}
-
-
-def _check(name: str, value: Any) -> None:
-    option = "--" + name.replace("_", "-")
-    if not isinstance(value, int | float):
-        return
-    if name in _AT_LEAST_1:
-        most = _MOST.get(name, 1 << 30)
-        if not 1 <= value <= most:
-            raise ConfigError(option, got=value, expected=f"a whole number from 1 to {most}")
-    elif name in _POSITIVE:
-        if not (math.isfinite(value) and value > 0):
-            raise ConfigError(option, got=value, expected="a positive number")
-    elif name in _SHARES:
-        if not 0 <= value <= 0.9:
-            raise ConfigError(option, got=value, expected="a share from 0 to 0.9")
-    elif name in _SPREADS:
-        if not 0 <= value <= 5:
-            raise ConfigError(option, got=value, expected="a number from 0 to 5")
-    elif not (math.isfinite(value) and value >= 0):
-        raise ConfigError(option, got=value, expected="0 or more")
+        """Return all values for JSON; a plant file may have the same."""
+        return self.model_dump(mode="json")

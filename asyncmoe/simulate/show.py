@@ -62,7 +62,8 @@ def plot(found: Comparison | Sweep, path: Path) -> None:
 def _comparison_table(found: Comparison, console: Console) -> None:
     pools, whole = found.pools, found.one_pool
     console.print(
-        f"{found.gpus} GPUs, workload {found.workload}, batch {found.plant['groups']} x {found.plant['group_size']}", highlight=False
+        f"{found.gpus} GPUs, workload {found.workload}, batch {found.plant['groups_per_step']} x {found.plant['group_size']}",
+        highlight=False,
     )
     console.print(_line("sync, these pools", pools), highlight=False)
     console.print(_line("sync, one pool", whole), highlight=False)
@@ -103,7 +104,8 @@ def _line(what: str, base: Baseline) -> str:
 
 def _sweep_table(found: Sweep, console: Console) -> None:
     console.print(
-        f"{found.gpus} GPUs, workload {found.workload}, batch {found.plant['groups']} x {found.plant['group_size']}", highlight=False
+        f"{found.gpus} GPUs, workload {found.workload}, batch {found.plant['groups_per_step']} x {found.plant['group_size']}",
+        highlight=False,
     )
     console.print(_line("sync, one pool", found.one_pool), highlight=False)
     console.print(f"the law allows {found.s_max:.2f}x, with {found.law_engine_gpus:.0f} GPUs generating", highlight=False)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from asyncmoe.simulate import laws
@@ -59,8 +59,8 @@ class Sweep:
         return asdict(self)
 
 
-def sweep(plant: Plant, workload: Workload, etas: Sequence[int]) -> Sweep:
-    """Simulate splits around the law's best, each with all `etas`. Every split does the same work per training step.
+def sweep(plant: Plant, workload: Workload, bounds: Sequence[int]) -> Sweep:
+    """Simulate splits around the law's best, each with all `bounds` of the staleness. Every split does the same work per training step.
 
     Raises:
         InvariantBroken: see `asyncmoe.simulate.simulation.simulate`.
@@ -68,7 +68,9 @@ def sweep(plant: Plant, workload: Workload, etas: Sequence[int]) -> Sweep:
     whole = one_pool(plant, workload)
     best = laws.best_share(whole.t_gen, whole.t_train, whole.e) * plant.gpus
     points = tuple(
-        _point(eta, compare(replace(part, eta=eta), workload, ("async",), whole)) for part in _splits(plant, best) for eta in etas
+        _point(bound, compare(part.having({"max_staleness": bound}), workload, ("async",), whole))
+        for part in _splits(plant, best)
+        for bound in bounds
     )
     fastest = min(points, key=lambda point: point.step_s)
     as_fast = [point for point in points if point.step_s <= _AS_FAST * fastest.step_s]
@@ -86,14 +88,14 @@ def sweep(plant: Plant, workload: Workload, etas: Sequence[int]) -> Sweep:
 
 
 def _splits(plant: Plant, best: float) -> list[Plant]:
-    most = (plant.gpus - 1) // plant.gpus_per_engine
+    most = (plant.gpus - 1) // plant.engines.gpus
     shares = [factor * best / (factor * best + plant.gpus - best) for factor in _SPLITS]
-    counts = sorted({min(most, max(1, round(share * plant.gpus / plant.gpus_per_engine))) for share in shares})
+    counts = sorted({min(most, max(1, round(share * plant.gpus / plant.engines.gpus))) for share in shares})
     parts = []
     for engines in counts:
-        trainer_gpus = plant.gpus - engines * plant.gpus_per_engine
-        train_s = plant.train_s * plant.trainer_gpus / trainer_gpus
-        parts.append(replace(plant, engines=engines, trainer_gpus=trainer_gpus, train_s=train_s))
+        trainer_gpus = plant.gpus - engines * plant.engines.gpus
+        step_s = plant.trainer.step_s * plant.trainer.gpus / trainer_gpus
+        parts.append(plant.having({"engines.count": engines, "trainer.gpus": trainer_gpus, "trainer.step_s": step_s}))
     return parts
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from asyncmoe.queue.admission import Ledger
-from asyncmoe.simulate.plant import Plant
+from asyncmoe.simulate.plant import Mode, Plant
 
 
 @dataclass
@@ -86,7 +86,7 @@ class SimulatedRun:
     ledger: dict[str, int]
 
 
-def summarise(plant: Plant, trace: Trace, since: Reading, warm: int, ledger: Ledger) -> SimulatedRun:
+def summarise(plant: Plant, mode: Mode, trace: Trace, since: Reading, warm: int, ledger: Ledger) -> SimulatedRun:
     """Summarise a run whose steady state began at the reading `since`, after `warm` steps."""
     now, steps = trace.now, plant.steps - warm
     window = now.seconds - since.seconds
@@ -95,10 +95,10 @@ def summarise(plant: Plant, trace: Trace, since: Reading, warm: int, ledger: Led
     }
     tokens = sum(trace.ages.values())
     return SimulatedRun(
-        mode=plant.mode,
-        eta=plant.admission.eta,
-        engines=plant.engines,
-        trainer_gpus=plant.trainer_gpus,
+        mode=mode,
+        eta=plant.admission(mode).eta,
+        engines=plant.engines.count,
+        trainer_gpus=plant.trainer.gpus,
         steps=plant.steps,
         warm=warm,
         wall=now.seconds,
@@ -108,7 +108,7 @@ def summarise(plant: Plant, trace: Trace, since: Reading, warm: int, ledger: Led
         wait_s=(now.waiting - since.waiting) / steps,
         tokens=(now.trained_tokens - since.trained_tokens) / steps,
         trainer_idle=max(0.0, 1 - (now.training - since.training) / window),
-        engine_idle=max(0.0, 1 - (now.busy - since.busy) / (window * plant.engines)),
+        engine_idle=max(0.0, 1 - (now.busy - since.busy) / (window * plant.engines.count)),
         engine_rate=(now.sampled - since.sampled) / (window * plant.full_rate),
         ages={age: trace.ages[age] / tokens for age in sorted(trace.ages)},
         oldest_age=max(trace.oldest),

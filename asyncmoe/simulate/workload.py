@@ -155,19 +155,31 @@ def parse(text: str) -> Workload:
     Raises:
         ConfigError: an unknown name or key, an invalid value, or a file that is not such a list.
     """
+    name, values = _spec(text)
+    if values is None:
+        return Workload(text, empirical(_read(Path(text))))
+    return replace(_build(name, values), name=text, icc=values.get("icc", 0.0))
+
+
+def check(text: str) -> None:
+    """Raise ConfigError unless `text` names a workload with valid keys, or a file, which is not read."""
+    _spec(text)
+
+
+def _spec(text: str) -> tuple[str, Mapping[str, float] | None]:
+    """Return the name of a workload and the values of its keys, or None for a file."""
     name, _, rest = text.partition(":")
     if name not in _DEFAULTS:
-        path = Path(text)
-        if not path.is_file():
-            raise ConfigError("--workload", got=repr(text), expected=f"one of {', '.join(NAMES)}, or a file with one length a line")
-        return Workload(text, empirical(_read(path)))
+        if not Path(text).is_file():
+            raise ConfigError("workload", got=repr(text), expected=f"one of {', '.join(NAMES)}, or a file with one length a line")
+        return name, None
     values = dict(_DEFAULTS[name])
     for part in filter(None, rest.split(",")):
         key, _, value = part.partition("=")
         if key not in values:
-            raise ConfigError(f"--workload {name}", got=repr(part), expected=f"key=value with a key of {', '.join(values)}")
+            raise ConfigError("workload", got=f"{part!r} of {name}", expected=f"key=value with a key of {', '.join(values)}")
         values[key] = _number(name, key, value)
-    return replace(_build(name, values), name=text, icc=values.get("icc", 0.0))
+    return name, values
 
 
 def _number(name: str, key: str, value: str) -> float:
@@ -177,7 +189,7 @@ def _number(name: str, key: str, value: str) -> float:
     except ValueError:
         number = math.nan
     if not least <= number <= most:
-        raise ConfigError(f"--workload {name}: {key}", got=repr(value), expected=f"a number from {least:g} to {most:g}")
+        raise ConfigError("workload", got=f"{key}={value} of {name}", expected=f"a number from {least:g} to {most:g}")
     return number
 
 

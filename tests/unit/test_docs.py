@@ -18,13 +18,15 @@ from xml.etree import ElementTree
 import pytest
 import typer
 import yaml
-from pydantic import TypeAdapter
+from pydantic import BaseModel, TypeAdapter
 from typer.main import get_command
 
 from asyncmoe import cli
 from asyncmoe import config as configuration
 from asyncmoe.config import Config
 from asyncmoe.errors import ConfigError
+from asyncmoe.simulate.command import read_plant
+from asyncmoe.simulate.plant import Plant
 from tests.unit.doc_pages import PAGES, ROOT, blocks, prose, read, spans, tables
 
 USAGE: Any = typer.BadParameter.__base__
@@ -44,13 +46,13 @@ def generator() -> ModuleType:
 
 
 @functools.cache
-def keys() -> Mapping[str, Any]:
-    found: Mapping[str, Any] = generator().every_key()
+def keys(schema: type[BaseModel] = Config) -> Mapping[str, Any]:
+    found: Mapping[str, Any] = generator().every_key(schema)
     return found
 
 
-def sections() -> set[str]:
-    return {".".join(key.split(".")[:n]) for key in keys() for n in range(1, key.count(".") + 1)}
+def sections(schema: type[BaseModel] = Config) -> set[str]:
+    return {".".join(key.split(".")[:n]) for key in keys(schema) for n in range(1, key.count(".") + 1)}
 
 
 def code(page: Path, *words: str) -> str:
@@ -74,11 +76,12 @@ def test_what_was_coming_has_not_come() -> None:
 
 def test_the_reference_is_what_the_schema_says() -> None:
     assert read("config.md") == generator().generate(), "run: make docs"
+    assert read("simulate.md") == generator().generate_plant(), "run: make docs"
 
 
 def test_every_key_and_every_section_is_described() -> None:
-    assert [path for path, field in keys().items() if not field.description] == []
-    groups = list(generator().groups())
+    assert [path for path, field in {**keys(), **keys(Plant)}.items() if not field.description] == []
+    groups = [*generator().groups(), *generator().groups(Plant)]
     while groups:
         group = groups.pop()
         assert group.text or len(group.keys) == 1, group.path
@@ -96,11 +99,11 @@ def test_bounds_are_in_words() -> None:
     assert words["task.operations"] == "list of: one of `+`, `-`, `*`"
 
 
-def accepts(key: str, value: Any) -> None:
+def accepts(key: str, value: Any, schema: type[BaseModel] = Config) -> None:
     """Raises unless the key exists and takes the value."""
     if coming(key):
         return
-    field = keys()[key]
+    field = keys(schema)[key]
     TypeAdapter(Annotated[(field.annotation, *field.metadata)] if field.metadata else field.annotation).validate_python(value)
 
 
@@ -115,12 +118,13 @@ def leaves(values: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any
 
 @pages
 def test_keys_exist_and_take_their_values(page: Path) -> None:
+    schema = Plant if page.name == "simulate.md" else Config
     for key, value in re.findall(r"(?<![\w./:-])([a-z_]+(?:\.[a-z_]+)+|train|launch)(?:=([^\s'`]+))?", code(page, "", "message")):
-        if key.split(".")[0] not in Config.model_fields or key.rpartition(".")[2] in ("jsonl", "json", "yaml"):
+        if key.split(".")[0] not in schema.model_fields or key.rpartition(".")[2] in ("jsonl", "json", "yaml"):
             continue
-        assert coming(key) or key in keys() or key in sections(), f"{key} is no key"
-        if value and value[0] not in "[{" and key in keys():  # lists and mappings: with the commands
-            accepts(key, yaml.safe_load(value.rstrip(":.,;")))
+        assert coming(key) or key in keys(schema) or key in sections(schema), f"{key} is no key"
+        if value and value[0] not in "[{" and key in keys(schema):  # lists and mappings: with the commands
+            accepts(key, yaml.safe_load(value.rstrip(":.,;")), schema)
     for block in blocks(page.read_text(), "yaml"):
         for key, value in leaves(yaml.safe_load(block.text)):
             accepts(key, value)
@@ -157,10 +161,14 @@ def check(arguments: Sequence[str]) -> None:
         if command is None:
             return
     try:
-        command.make_context(name, list(rest), parent=context)
+        made = command.make_context(name, list(rest), parent=context)
     except USAGE as error:
         if type(error).__name__ != "MissingParameter":
             raise AssertionError(str(error)) from error
+    else:
+        if name == "simulate":
+            plant = [str(ROOT / "examples" / "plant.yaml") if word == "my-plant.yaml" else word for word in made.params["arguments"] or ()]
+            read_plant(plant)
     if name in ("run", "rollout", "engine") and rest and (ROOT / rest[0]).is_file():
         configuration.load(ROOT / rest[0], rest[1:])
 
@@ -177,7 +185,14 @@ def test_commands_are_those_of_the_command_line(page: Path) -> None:
 
 
 def test_the_check_of_commands_finds_what_is_wrong() -> None:
-    for wrong in (["no-such"], ["plan", "--no-such", "1"], ["run", "examples/demo.yaml", "run.stepz=3"], ["bench", "no-such"]):
+    for wrong in (
+        ["no-such"],
+        ["simulate", "--eta", "4"],
+        ["simulate", "engines.tp=4"],
+        ["plan", "--no-such", "1"],
+        ["run", "examples/demo.yaml", "run.stepz=3"],
+        ["bench", "no-such"],
+    ):
         with pytest.raises((AssertionError, ConfigError)):
             check(wrong)
     check(["run", "examples/demo.yaml", "run.steps=3"])

@@ -18,7 +18,12 @@ from asyncmoe.plan import budget, split, traffic
 from asyncmoe.plan.sizes import parse_adapter
 
 REPOSITORY = Path(__file__).parents[2]
-YAMLS = sorted(path.relative_to(REPOSITORY) for folder in ("examples", "slurm") for path in (REPOSITORY / folder).rglob("*.yaml"))
+YAMLS = sorted(
+    path.relative_to(REPOSITORY)
+    for folder in ("examples", "slurm")
+    for path in (REPOSITORY / folder).rglob("*.yaml")
+    if path.name != "plant.yaml"
+)
 CLUSTER = [path for path in YAMLS if path.parent.name == "cluster"]
 ONE_NODE = [path for path in YAMLS if path.parent.name == "one-node"]
 GPUS = 8

@@ -272,13 +272,10 @@ def test_the_simulator_takes_its_seconds_from_a_plan(tmp_path: Path) -> None:
     file, plan_file = config(tmp_path), tmp_path / "plan.json"
     found = of(file, "tp=2,pp=2,ep=2,dp=2", "2xtp2", lora="rank=4,targets=q_proj+down_proj")
     write(asdict(found), plan_file)
-    assert sync_seconds(0.0, plan_file) == min(way.nic_seconds for way in found.ways.values())
-    assert sync_seconds(3.0, None) == 3.0
-    with pytest.raises(ConfigError, match="--sync-s and --sync-plan: got both"):
-        sync_seconds(1.0, plan_file)
+    assert sync_seconds(plan_file) == min(way.nic_seconds for way in found.ways.values())
     plan_file.write_text("[]")
     with pytest.raises(DataError, match="what asyncmoe plan --json has written"):
-        sync_seconds(0.0, plan_file)
+        sync_seconds(plan_file)
 
 
 @pytest.mark.parametrize("text", ["", "32", "rank=x", "rank=4,alpha=3", "rank=4,targets=lm_head", "rank=4,experts=all", "rank=4096"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -16,14 +15,25 @@ from asyncmoe.simulate.simulation import simulate
 from asyncmoe.simulate.sweep import sweep
 from asyncmoe.simulate.workload import Workload, parse
 
-SIXTEEN = Plant(engines=16, concurrency=32, groups=64, group_size=8, trainer_gpus=4, train_s=1.0, eta=16, steps=80)
+SIXTEEN = Plant().having(
+    {
+        "engines.count": 16,
+        "engines.max_running": 32,
+        "groups_per_step": 64,
+        "group_size": 8,
+        "trainer.gpus": 4,
+        "trainer.step_s": 1.0,
+        "max_staleness": 16,
+        "steps": 80,
+    }
+)
 """A batch fills the slots; what is left to chance is what a batch of 512 leaves to it."""
 
 
 def balanced(plant: Plant, workload: Workload) -> Plant:
     """With a training step that lasts as long as the engines need for a batch at their full rate."""
-    sync = simulate(replace(plant, mode="sync", steps=40), workload)
-    return replace(plant, train_s=sync.tokens / plant.full_rate)
+    sync = simulate(plant.having({"steps": 40}), workload, "sync")
+    return plant.having({"trainer.step_s": sync.tokens / plant.full_rate})
 
 
 @pytest.mark.parametrize("ratio", [0.4, 1.0, 1.6])
@@ -35,7 +45,7 @@ def test_within_5_percent_of_two_pools(workload: str, ratio: float) -> None:
     """Where engines are the narrower pool, where the trainer is, and where they are equal."""
     drawn = parse(workload)
     plant = balanced(SIXTEEN, drawn)
-    plant = replace(plant, train_s=plant.train_s * ratio)
+    plant = plant.having({"trainer.step_s": plant.trainer.step_s * ratio})
     found = compare(plant, drawn, ("async",))
     assert found.rows["async"].efficiency == pytest.approx(1, abs=0.05)
     assert found.rows["async"].outcome.lost == 0
@@ -46,7 +56,7 @@ def test_within_5_percent_of_two_pools(workload: str, ratio: float) -> None:
 def test_within_5_percent_of_one_pool(workload: str, trainer_gpus: int) -> None:
     """The split is the best one by construction: both pools need as long."""
     drawn = parse(workload)
-    found = compare(balanced(replace(SIXTEEN, trainer_gpus=trainer_gpus), drawn), drawn, ("async",))
+    found = compare(balanced(SIXTEEN.having({"trainer.gpus": trainer_gpus}), drawn), drawn, ("async",))
     assert found.s_max == pytest.approx(1 / (found.one_pool.g * found.one_pool.e + 1 - found.one_pool.g))
     assert found.rows["async"].efficiency_one_pool == pytest.approx(1, abs=0.05)
     assert found.best_engine_gpus == pytest.approx(16, abs=1)
@@ -76,8 +86,10 @@ def test_the_laws_meet() -> None:
 def test_cost_of_stragglers_as_an_independent_simulation_has_it(workload: str, expected: tuple[float, float, float]) -> None:
     """e of 64 engines with 16, 64 and 128 requests each, from a simulation of single engines in token steps, to its two digits."""
     for concurrency, e in zip((16, 64, 128), expected, strict=True):
-        plant = Plant(engines=64, concurrency=concurrency, groups=8 * concurrency, train_s=1.0, mode="sync", steps=4)
-        sync = simulate(plant, parse(workload))
+        plant = Plant().having(
+            {"engines.count": 64, "engines.max_running": concurrency, "groups_per_step": 8 * concurrency, "trainer.step_s": 1.0, "steps": 4}
+        )
+        sync = simulate(plant, parse(workload), "sync")
         assert sync.tokens / plant.full_rate / sync.wait_s == pytest.approx(e, rel=0.1)
 
 
@@ -155,7 +167,19 @@ def test_requests_go_where_the_fewest_are() -> None:
 
 def test_a_slow_judge_sets_the_pace_and_nothing_else() -> None:
     """2 judges of 1 s are 2 trajectories a second, though engines could do 20: engines run on until the capacity law stops them."""
-    plant = Plant(engines=4, concurrency=16, groups=8, group_size=8, train_s=1.0, score_s=1.0, score_concurrency=2, eta=3, steps=40)
+    plant = Plant().having(
+        {
+            "engines.count": 4,
+            "engines.max_running": 16,
+            "groups_per_step": 8,
+            "group_size": 8,
+            "trainer.step_s": 1.0,
+            "scoring.seconds": 1.0,
+            "scoring.concurrency": 2,
+            "max_staleness": 3,
+            "steps": 40,
+        }
+    )
     found = simulate(plant, parse("fixed:tokens=350"))
     assert found.step_s == pytest.approx(64 / 2, rel=0.02)
     assert found.oldest_age <= 3
@@ -164,8 +188,8 @@ def test_a_slow_judge_sets_the_pace_and_nothing_else() -> None:
 
 def test_a_pause_costs_engines_its_seconds_and_no_tokens() -> None:
     """Engines are the narrower pool, and never stop but for the pause."""
-    plant = replace(SIXTEEN, train_s=1.0, eta=8)
-    free, paused = simulate(plant, parse("math")), simulate(replace(plant, pause_s=5.0), parse("math"))
+    plant = SIXTEEN.having({"trainer.step_s": 1.0, "max_staleness": 8})
+    free, paused = simulate(plant, parse("math")), simulate(plant.having({"sync.pause_s": 5.0}), parse("math"))
     assert paused.step_s - free.step_s == pytest.approx(5.0, abs=0.05 * free.step_s)
     assert paused.lost == free.lost == 0
 
@@ -173,13 +197,13 @@ def test_a_pause_costs_engines_its_seconds_and_no_tokens() -> None:
 def test_draining_waits_for_stragglers() -> None:
     """Every version waits for the longest response that runs, so it is never shorter than a synchronous generation's tail."""
     plant = balanced(SIXTEEN, parse("lognormal"))
-    pause, drain = (simulate(replace(plant, landing=landing), parse("lognormal")) for landing in ("pause", "drain"))
+    pause, drain = (simulate(plant.having({"sync.landing": landing}), parse("lognormal")) for landing in ("pause", "drain"))
     assert drain.step_s > 2 * pause.step_s
 
 
 def test_one_step_off_takes_the_longer_phase_of_the_two() -> None:
     """Its law is (t_gen + t_train) / max(t_gen, t_train): the tail is still waited for."""
-    found = compare(replace(balanced(SIXTEEN, parse("math")), train_s=20.0, steps=30), parse("math"), ("one_step_off",))
+    found = compare(balanced(SIXTEEN, parse("math")).having({"trainer.step_s": 20.0, "steps": 30}), parse("math"), ("one_step_off",))
     pools = found.pools
     assert found.rows["one_step_off"].speedup == pytest.approx((pools.t_gen + pools.t_train) / max(pools.t_gen, pools.t_train), rel=0.03)
     assert found.rows["one_step_off"].outcome.oldest_age == 1
@@ -187,7 +211,7 @@ def test_one_step_off_takes_the_longer_phase_of_the_two() -> None:
 
 
 def test_the_sweep_finds_the_split_of_the_law_and_an_eta_that_is_large_enough() -> None:
-    plant = replace(SIXTEEN, engines=12, trainer_gpus=8, train_s=20.0, steps=32)
+    plant = SIXTEEN.having({"engines.count": 12, "trainer.gpus": 8, "trainer.step_s": 20.0, "steps": 32})
     found = sweep(plant, parse("lognormal"), (1, 8))
     assert {point.engine_gpus + point.trainer_gpus for point in found.points} == {20}
     assert abs(found.advised.engine_gpus - found.law_engine_gpus) <= 2

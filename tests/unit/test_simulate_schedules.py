@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,48 +14,46 @@ from typer.testing import CliRunner
 from asyncmoe.cli import app
 from asyncmoe.errors import ConfigError, InvariantBroken
 from asyncmoe.queue.admission import Admission
-from asyncmoe.simulate.plant import LANDINGS, MODES, Hazards, Plant
+from asyncmoe.simulate import command
+from asyncmoe.simulate.plant import LANDINGS, MODES, Mode, Plant
 from asyncmoe.simulate.simulation import simulate
 from asyncmoe.simulate.trace import SimulatedRun
 from asyncmoe.simulate.workload import parse
 
 MILLION = 1_000_000
 
-hazards = st.builds(
-    Hazards,
-    score_failure=st.sampled_from([0.0, 0.02, 0.2]),
-    engine_mtbf_s=st.sampled_from([0.0, 300.0, 5000.0]),
-    engine_restart_s=st.sampled_from([0.0, 5.0, 200.0]),
-    trainer_failure=st.sampled_from([0.0, 0.1, 0.5]),
-    trainer_restart_s=st.sampled_from([0.0, 30.0]),
-    jitter=st.sampled_from([0.0, 0.3, 1.0]),
-)
-plants = st.builds(
-    Plant,
-    engines=st.integers(1, 6),
-    concurrency=st.integers(1, 12),
-    prefill_s=st.sampled_from([0.0, 0.05, 2.0]),
-    groups=st.integers(1, 6),
-    group_size=st.integers(1, 4),
-    train_s=st.sampled_from([0.5, 10.0, 60.0]),
-    sync_s=st.sampled_from([0.0, 3.0, 40.0]),
-    pause_s=st.sampled_from([0.0, 1.0]),
-    landing=st.sampled_from(LANDINGS),
-    score_s=st.sampled_from([0.0, 0.5, 5.0]),
-    score_sigma=st.sampled_from([0.0, 1.5]),
-    score_concurrency=st.sampled_from([0, 1, 8]),
-    mode=st.sampled_from(MODES),
-    eta=st.integers(0, 5),
-    steps=st.integers(1, 60),
-    seed=st.integers(0, 1 << 20),
-    hazards=hazards,
-)
+plants = st.fixed_dictionaries(
+    {
+        "engines.count": st.integers(1, 6),
+        "engines.max_running": st.integers(1, 12),
+        "engines.prefill_s": st.sampled_from([0.0, 0.05, 2.0]),
+        "groups_per_step": st.integers(1, 6),
+        "group_size": st.integers(1, 4),
+        "trainer.step_s": st.sampled_from([0.5, 10.0, 60.0]),
+        "sync.seconds": st.sampled_from([0.0, 3.0, 40.0]),
+        "sync.pause_s": st.sampled_from([0.0, 1.0]),
+        "sync.landing": st.sampled_from(LANDINGS),
+        "scoring.seconds": st.sampled_from([0.0, 0.5, 5.0]),
+        "scoring.sigma": st.sampled_from([0.0, 1.5]),
+        "scoring.concurrency": st.sampled_from([None, 1, 8]),
+        "max_staleness": st.integers(0, 5),
+        "steps": st.integers(1, 60),
+        "seed": st.integers(0, 1 << 20),
+        "failures.scoring": st.sampled_from([0.0, 0.02, 0.2]),
+        "failures.engine_mtbf_s": st.sampled_from([None, 300.0, 5000.0]),
+        "failures.engine_restart_s": st.sampled_from([0.0, 5.0, 200.0]),
+        "failures.trainer": st.sampled_from([0.0, 0.1, 0.5]),
+        "failures.trainer_restart_s": st.sampled_from([0.0, 30.0]),
+        "failures.jitter": st.sampled_from([0.0, 0.3, 1.0]),
+    }
+).map(Plant().having)
+modes = st.sampled_from(MODES)
 workloads = st.sampled_from(["lognormal:median=300", "lognormal:median=100,sigma=2,icc=0.5", "fixed:tokens=50", "search", "tools"])
 
 
 def check(plant: Plant, found: SimulatedRun) -> None:
     """What must hold whatever happened."""
-    assert found.oldest_age <= plant.admission.eta == found.eta
+    assert found.oldest_age <= plant.admission(found.mode).eta == found.eta
     assert max(found.ages) <= found.eta
     assert sum(found.ages.values()) == pytest.approx(1)
     ledger = dict(found.ledger)
@@ -72,36 +69,41 @@ def check(plant: Plant, found: SimulatedRun) -> None:
 
 
 @settings(max_examples=300)
-@given(plant=plants, workload=workloads)
-def test_whatever_goes_wrong_the_bound_holds_and_the_counts_add_up(plant: Plant, workload: str) -> None:
-    check(plant, simulate(plant, parse(workload)))
+@given(plant=plants, mode=modes, workload=workloads)
+def test_whatever_goes_wrong_the_bound_holds_and_the_counts_add_up(plant: Plant, mode: Mode, workload: str) -> None:
+    check(plant, simulate(plant, parse(workload), mode))
 
 
 @settings(max_examples=40)
-@given(plant=plants, workload=workloads, room=st.floats(0, 1))
-def test_a_queue_that_is_too_small_only_delays(plant: Plant, workload: str, room: float) -> None:
+@given(plant=plants, mode=modes, workload=workloads, room=st.floats(0, 1))
+def test_a_queue_that_is_too_small_only_delays(plant: Plant, mode: Mode, workload: str, room: float) -> None:
     """Down to one batch: groups wait for space outside, and oldest first may no longer hold between those and the ones inside."""
-    most = (plant.admission.eta + 1) * plant.batch
-    check(plant, simulate(replace(plant, queue_capacity=plant.batch + int(room * (most - plant.batch))), parse(workload)))
+    least, most = plant.batch, plant.capacity(mode)
+    check(plant, simulate(plant.having({"queue_capacity": least + int(room * (most - least))}), parse(workload), mode))
 
 
 def test_capacity_law_over_a_million_trajectories() -> None:
-    plant = Plant(
-        engines=64,
-        concurrency=16,
-        groups=64,
-        group_size=8,
-        train_s=20.0,
-        sync_s=5.0,
-        pause_s=0.5,
-        score_s=2.0,
-        score_sigma=1.0,
-        score_concurrency=512,
-        eta=4,
-        steps=MILLION // 512 + 1,
-        hazards=Hazards(
-            score_failure=0.002, engine_mtbf_s=20_000, engine_restart_s=120, trainer_failure=0.02, trainer_restart_s=60, jitter=0.5
-        ),
+    plant = Plant().having(
+        {
+            "engines.count": 64,
+            "engines.max_running": 16,
+            "groups_per_step": 64,
+            "group_size": 8,
+            "trainer.step_s": 20.0,
+            "sync.seconds": 5.0,
+            "sync.pause_s": 0.5,
+            "scoring.seconds": 2.0,
+            "scoring.sigma": 1.0,
+            "scoring.concurrency": 512,
+            "max_staleness": 4,
+            "steps": MILLION // 512 + 1,
+            "failures.scoring": 0.002,
+            "failures.engine_mtbf_s": 20_000,
+            "failures.engine_restart_s": 120,
+            "failures.trainer": 0.02,
+            "failures.trainer_restart_s": 60,
+            "failures.jitter": 0.5,
+        }
     )
     found = simulate(plant, parse("lognormal:median=1024,cap=16384,icc=0.3"))
     check(plant, found)
@@ -114,7 +116,17 @@ def test_capacity_law_over_a_million_trajectories() -> None:
 def test_a_policy_that_forgets_staleness_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     """The simulator looks at the ages itself, it does not take the policy's word for them."""
     monkeypatch.setattr(Admission, "is_stale", lambda *_: False)
-    plant = Plant(engines=4, concurrency=16, groups=8, group_size=8, train_s=1.0, eta=1, steps=40)
+    plant = Plant().having(
+        {
+            "engines.count": 4,
+            "engines.max_running": 16,
+            "groups_per_step": 8,
+            "group_size": 8,
+            "trainer.step_s": 1.0,
+            "max_staleness": 1,
+            "steps": 40,
+        }
+    )
     with pytest.raises(InvariantBroken, match="trained a token of age"):
         simulate(plant, parse("lognormal"))
 
@@ -126,40 +138,30 @@ def test_a_policy_that_lets_nothing_start_is_caught(monkeypatch: pytest.MonkeyPa
 
 
 @settings(max_examples=15)
-@given(plant=plants, workload=workloads)
-def test_the_same_seed_gives_the_same_run(plant: Plant, workload: str) -> None:
-    assert simulate(plant, parse(workload)) == simulate(plant, parse(workload))
+@given(plant=plants, mode=modes, workload=workloads)
+def test_the_same_seed_gives_the_same_run(plant: Plant, mode: Mode, workload: str) -> None:
+    assert simulate(plant, parse(workload), mode) == simulate(plant, parse(workload), mode)
 
 
 def test_another_seed_gives_another_run() -> None:
-    plant = Plant(engines=4, groups=8, steps=6)
-    assert simulate(plant, parse("lognormal")).wall != simulate(replace(plant, seed=1), parse("lognormal")).wall
+    plant = Plant().having({"engines.count": 4, "groups_per_step": 8, "steps": 6})
+    assert simulate(plant, parse("lognormal")).wall != simulate(plant.having({"seed": 1}), parse("lognormal")).wall
 
 
 # ---------------------------------------------------------------- the command
 
-SMALL = [
-    "--engines",
-    "4",
-    "--trainer-gpus",
-    "2",
-    "--concurrency",
-    "8",
-    "--groups",
-    "8",
-    "--group-size",
-    "4",
-    "--train-s",
-    "5",
-    "--steps",
-    "12",
-]
+SMALL = ["engines.count=4", "trainer.gpus=2", "engines.max_running=8", "groups_per_step=8", "group_size=4", "trainer.step_s=5", "steps=12"]
 
 
 def invoke(*arguments: str) -> str:
     found = CliRunner().invoke(app, ["simulate", *arguments], catch_exceptions=False, env={"COLUMNS": "140"})
     assert found.exit_code == 0, found.output
     return found.output
+
+
+def test_help_is_one_screen() -> None:
+    found = CliRunner().invoke(app, ["simulate", "--help"], env={"COLUMNS": "100"})
+    assert len(found.output.splitlines()) <= 45
 
 
 def test_command_compares(tmp_path: Path) -> None:
@@ -190,7 +192,7 @@ def test_command_compares(tmp_path: Path) -> None:
 
 
 def test_command_sweeps(tmp_path: Path) -> None:
-    output = invoke(*SMALL, "--sweep", "--etas", "1,4", "--json", str(tmp_path / "a.json"), "--plot", str(tmp_path / "a.png"))
+    output = invoke(*SMALL, "--sweep", "--staleness", "1,4", "--json", str(tmp_path / "a.json"), "--plot", str(tmp_path / "a.png"))
     figures = json.loads((tmp_path / "a.json").read_text())
     assert {point["eta"] for point in figures["points"]} == {1, 4}
     assert figures["fastest"]["step_s"] == min(point["step_s"] for point in figures["points"])
@@ -198,6 +200,29 @@ def test_command_sweeps(tmp_path: Path) -> None:
     assert advised
     assert [int(n) for n in advised.groups()] == [figures["advised"][key] for key in ("engine_gpus", "trainer_gpus", "eta")]
     assert (tmp_path / "a.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_the_example_is_a_plant_and_all_its_wrong_keys_are_named_with_their_lines(tmp_path: Path) -> None:
+    example = Path(__file__).parents[2] / "examples" / "plant.yaml"
+    assert "64 GPUs" in invoke(str(example), "steps=4", "groups_per_step=16", "--mode", "async")
+    wrong = tmp_path / "wrong.yaml"
+    wrong.write_text(example.read_text().replace("  count: 48", "  count: 0").replace("workload: lognormal", "workload: lognormale"))
+    with pytest.raises(ConfigError) as refused:
+        invoke(str(wrong), "sync.pause=3")
+    assert re.findall(r"wrong\.yaml(?::\d+)?: [\w.]+", str(refused.value)) == [
+        "wrong.yaml:4: workload",
+        "wrong.yaml:11: engines.count",
+        "wrong.yaml: sync.pause",
+    ]
+
+
+def test_every_former_option_is_refused_with_a_key_that_exists() -> None:
+    values = Plant().described()
+    for option, key in command._KEYS.items():
+        with pytest.raises(ConfigError, match=re.escape(f"got {option} 7, expected {key}=7; ")):
+            invoke(option, "7")
+        section, _, name = key.rpartition(".")
+        assert name in (values[section] if section else values)
 
 
 def test_lengths_of_one_s_own(tmp_path: Path) -> None:
@@ -211,21 +236,29 @@ def test_lengths_of_one_s_own(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--engines", "0"], "--engines: got 0, expected a whole number from 1"),
-        (["--train-s", "nan"], "--train-s: got nan, expected a positive number"),
-        (["--train-s", "-1"], "--train-s: got -1.0, expected a positive number"),
-        (["--pause-s", "inf"], "--pause-s: got inf, expected 0 or more"),
-        (["--eta", "-1"], "--eta: got -1, expected 0 or more"),
-        (["--score-failure", "1"], "--score-failure: got 1.0, expected a share from 0 to 0.9"),
-        (["--queue-capacity", "7"], "--queue-capacity: got 7, expected at least one step's batch"),
+        (["engines.count=0"], "engines.count: got 0, expected greater than 0"),
+        (["engines.count=2000000"], "engines.count: got 2000000, expected less than or equal to 1000000"),
+        (["trainer.step_s=.nan"], "trainer.step_s: got nan, expected a finite number"),
+        (["trainer.step_s=-1"], "trainer.step_s: got -1, expected greater than 0"),
+        (["sync.pause_s=.inf"], "sync.pause_s: got inf, expected a finite number"),
+        (["max_staleness=-1"], "max_staleness: got -1, expected greater than or equal to 0"),
+        (["failures.scoring=1"], "failures.scoring: got 1, expected less than or equal to 0.9"),
+        (["queue_capacity=7"], "queue_capacity: got 7, expected at least a step's batch"),
         (["--mode", "semi"], "--mode: got 'semi', expected all or one of sync, one_step_off, async"),
-        (["--landing", "stop"], "--landing: got 'stop', expected one of pause, drain"),
-        (["--sweep", "--etas", "1,x"], "--etas: got '1,x', expected whole numbers"),
+        (["sync.landing=stop"], "sync.landing: got 'stop', expected 'pause' or 'drain'"),
+        (["sync.seconds=1", "sync.plan=p.json"], "sync.plan: got p.json, expected nothing because sync.seconds is 1"),
+        (["--sweep", "--staleness", "1,x"], "--staleness: got '1,x', expected whole numbers"),
+        (["--staleness", "4"], "--staleness: got it without --sweep, expected both, or max_staleness=4"),
         (["--plot", "a.pdf"], "--plot: got a.pdf, expected a file that ends in .svg or .png"),
-        (["--workload", "lognormale"], "--workload: got 'lognormale', expected one of lognormal"),
-        (["--workload", "lognormal:mean=3"], "--workload lognormal: got 'mean=3', expected key=value with a key of median"),
-        (["--workload", "lognormal:icc=2"], "--workload lognormal: icc: got '2', expected a number from 0 to 1"),
-        (["--workload", "math:cap=much"], "--workload math: cap: got 'much', expected a number"),
+        (["workload=lognormale"], "workload: got 'lognormale', expected one of lognormal"),
+        (["workload=lognormal:mean=3"], "workload: got 'mean=3' of lognormal, expected key=value with a key of median"),
+        (["workload=lognormal:icc=2"], "workload: got icc=2 of lognormal, expected a number from 0 to 1"),
+        (["workload=math:cap=much"], "workload: got cap=much of math, expected a number"),
+        (["max_stalenes=4"], "did you mean max_staleness?"),
+        (["no-such.yaml", "steps=3"], "no-such.yaml: got no such file"),
+        (["--eta", "4"], "asyncmoe simulate: got --eta 4, expected max_staleness=4; "),
+        (["--engines=8", "--queue-capacity", "0", "--etas", "1,2"], "expected engines.count=8 queue_capacity=null --staleness 1,2; "),
+        (["--swep"], "asyncmoe simulate: got an unknown option --swep, expected KEY=VALUE or one of --sweep,"),
     ],
 )
 def test_bad_input_is_refused_by_name(arguments: list[str], message: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -21,6 +22,7 @@ from asyncmoe.models import EngineParallel, MegatronParallel, family_of
 from asyncmoe.plan import budget, memory, render_plan, split, traffic
 from asyncmoe.plan.plan_command import PlanArguments, run
 from asyncmoe.plan.split import Cluster
+from asyncmoe.simulate.command import read_plant
 from benchmarks.published import REAL
 
 HF = REAL["Qwen3-30B-A3B"]
@@ -152,6 +154,8 @@ def test_a_table_of_splits() -> None:
     for words in ("split 2", "tp=4,ep=8,dp=2", "6xtp4ep4", "while they generate", "73.6 GB", "simulate --sweep", "staging", "fits"):
         assert words in text
     assert "does not fit" not in text
+    plant = read_plant(shlex.split(text.rpartition("asyncmoe simulate --sweep ")[2]))
+    assert (plant.engine_gpus, plant.trainer.gpus) == (24, 8)
 
 
 def plan(*arguments: object) -> tuple[int, str, str]:

@@ -1,0 +1,113 @@
+"""What all actors of a simulation share: time and events, the admission policy, counts, and groups of responses."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable
+from heapq import heappop, heappush
+
+from asyncmoe.queue.admission import Ledger
+from asyncmoe.simulate.plant import Mode, Plant
+from asyncmoe.simulate.trace import Trace
+from asyncmoe.simulate.workload import Episode
+
+
+class SimulatedGroup:
+    """A group between start and training.
+
+    Attributes:
+        left: members not scored yet.
+        oldest: version of the group's first sampled token.
+        tokens: tokens of complete turns, by version.
+        lost: the group has been rejected.
+    """
+
+    __slots__ = ("attempt", "episodes", "left", "lost", "members", "oldest", "tokens")
+
+    def __init__(self, episodes: list[Episode], attempt: int) -> None:
+        self.episodes, self.attempt = episodes, attempt
+        self.members = [SimulatedResponse(self, episode) for episode in episodes]
+        self.left, self.lost = len(episodes), False
+        self.oldest: float = math.inf
+        self.tokens: dict[int, float] = {}
+
+
+class SimulatedResponse:
+    """One response of a group; `version` is the version served when its current turn was sent."""
+
+    __slots__ = ("group", "tools", "turn", "turns", "version")
+
+    def __init__(self, group: SimulatedGroup, episode: Episode) -> None:
+        self.group, self.turn, self.version = group, 0, 0
+        self.turns, self.tools = episode
+
+
+class EventClock:
+    """Simulated seconds, and the events to come. Engine time stands still while the engines pause.
+
+    Attributes:
+        now: simulated seconds since the start.
+        paused: True while the engines pause.
+    """
+
+    def __init__(self) -> None:
+        self.now, self.paused = 0.0, False
+        self._paused_at = self._paused_s = 0.0
+        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._scheduled = 0
+
+    @property
+    def engine_time(self) -> float:
+        """Seconds in which the engines were not paused."""
+        return (self._paused_at if self.paused else self.now) - self._paused_s
+
+    def at_engine_time(self, seconds: float) -> float:
+        """Return when engine time reads `seconds`; inf while the engines pause."""
+        return math.inf if self.paused else seconds + self._paused_s
+
+    def pause(self) -> None:
+        """Stop engine time."""
+        self.paused, self._paused_at = True, self.now
+
+    def resume(self) -> None:
+        """Let engine time run again."""
+        self.paused = False
+        self._paused_s += self.now - self._paused_at
+
+    def after(self, seconds: float, what: Callable[[], None]) -> None:
+        """Call `what` after `seconds`; events at the same time happen in the order in which they were scheduled."""
+        self._scheduled += 1
+        heappush(self._events, (self.now + seconds, self._scheduled, what))
+
+    def next_event(self) -> float:
+        """Return the time of the next event; inf if there is none."""
+        return self._events[0][0] if self._events else math.inf
+
+    def run_next(self) -> None:
+        """Advance to the next event and let it happen."""
+        self.now, _, what = heappop(self._events)
+        what()
+
+
+class RunState:
+    """The facts of a run that several actors read and change.
+
+    Attributes:
+        law: the live system's admission policy, with the bound of the mode.
+        capacity: trajectories the queue holds.
+        version: version that the engines serve.
+        steps: steps trained so far.
+    """
+
+    def __init__(self, plant: Plant, mode: Mode) -> None:
+        self.plant, self.mode = plant, mode
+        self.law, self.capacity = plant.admission(mode), plant.capacity(mode)
+        self.clock, self.rng = EventClock(), random.Random(plant.seed)
+        self.trace, self.ledger = Trace(), Ledger()
+        self.version, self.steps = 0, 0
+
+    def varied(self, seconds: float) -> float:
+        """Return `seconds` with the plant's random variation."""
+        jitter = self.plant.failures.jitter
+        return seconds * self.rng.lognormvariate(0.0, jitter) if jitter and seconds else seconds

@@ -40,7 +40,7 @@ def declare(name: str, before: str, after: str) -> None:
 
 def write(run_dir: Path) -> None:
     """Three steps of two optimizer updates each, and rollout records beside them."""
-    from asyncmoe.queue.bounded import QueueStats
+    from asyncmoe.queue.accounts import QueueStats
     from asyncmoe.rollout.recorder import Recorder
     from asyncmoe.telemetry.records import JsonLines
     from asyncmoe.telemetry.schema import METRICS

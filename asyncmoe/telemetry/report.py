@@ -9,7 +9,7 @@ from dataclasses import replace
 from html import escape
 from pathlib import Path
 
-from asyncmoe.telemetry import figures, timeline_figure
+from asyncmoe.telemetry import figures, timeline
 from asyncmoe.telemetry.advice import advise
 from asyncmoe.telemetry.format import duration, number, percent
 from asyncmoe.telemetry.gauges import gauge
@@ -23,7 +23,7 @@ _SECTIONS: tuple[tuple[str, str, tuple[Draw, ...]], ...] = (
     (
         "Timeline",
         "A run that overlaps keeps its engines generating (green) while the trainer trains (blue). Purple: engines paused for new weights.",
-        (timeline_figure.recent, timeline_figure.whole),
+        (timeline.recent, timeline.whole),
     ),
     ("Learning", "", (figures.reward, figures.evaluation, figures.loss, figures.grad_norm, figures.warmup_loss)),
     ("Staleness", "Age: the trainer's version minus the version that sampled the token.", (figures.age_histogram, figures.staleness)),

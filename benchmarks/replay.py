@@ -98,8 +98,8 @@ def measure(folder: Path) -> dict[str, Any]:
         begin = time.perf_counter()
         metrics = train_step(built, adam, microbatches(kept), SupervisedLoss(), 0.0, replay=replay)
         seconds = time.perf_counter() - begin
-        if kept and max(metrics.routing_differs.values()) > 0.01:
-            raise InvariantBroken(f"bench replay: the experts replayed are not the router's own: {metrics.routing_differs}")
+        if kept and max(metrics.routing_mismatch.values()) > 0.01:
+            raise InvariantBroken(f"bench replay: the experts replayed are not the router's own: {metrics.routing_mismatch}")
         return seconds
 
     pairs = [(step(False), step(True)) if round % 2 else (step(True), step(False))[::-1] for round in range(ROUNDS + 2)][2:]

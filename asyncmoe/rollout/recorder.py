@@ -74,7 +74,7 @@ class Recorder:
                 scoring={name: Scoring(**{**vars(s), "failed": dict(s.failed)}) for name, s in (scoring or {}).items()},
                 tools={name: Calls(calls=c.calls, seconds=c.seconds, failures=dict(c.failures)) for name, c in (tools or {}).items()},
                 tokens_per_s=(tokens - self._last_tokens) / seconds,
-                engine_busy_share={name: min(self._busy[name] / seconds, 1.0) for name in engines},
+                engine_utilization={name: min(self._busy[name] / seconds, 1.0) for name in engines},
             )
         )
         self._busy.clear()

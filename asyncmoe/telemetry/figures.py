@@ -93,9 +93,9 @@ def staleness(run: RunRecords) -> str | None:
     return _curves("Age in each batch", "versions", [("oldest token", most, ORANGE), ("mean", mean, BLUE)], floor=0)
 
 
-def kl_engine(run: RunRecords) -> str | None:
+def train_infer_kl(run: RunRecords) -> str | None:
     """KL divergence between the sampling engines and the trainer."""
-    points = series.by_step(run, lambda step: step.kl_engine)
+    points = series.by_step(run, lambda step: step.train_infer_kl)
     return _curves("KL(engine ‖ trainer)", "nats a token", [("", points, PURPLE)], floor=0)
 
 
@@ -105,9 +105,9 @@ def kl_reference(run: RunRecords) -> str | None:
     return _curves("KL(trainer ‖ reference)", "nats a token", [("", points, PURPLE)], floor=0)
 
 
-def routing_differs(run: RunRecords) -> str | None:
+def routing_mismatch(run: RunRecords) -> str | None:
     """Share of tokens, by layer, that the trainer's router would have sent to other experts."""
-    shares = series.routing_differs(run)
+    shares = series.routing_mismatch(run)
     if not shares:
         return None
     with style():

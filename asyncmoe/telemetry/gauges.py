@@ -53,7 +53,7 @@ def gauge(rl: Sequence[Step], rollout: Sequence[Rollout] = ()) -> Gauges:
     for step in rl:
         ages.update(step.ages or {})
     last = rollout[-1] if rollout else None
-    busy = [share for record in rollout for share in record.engine_busy_share.values()]
+    busy = [share for record in rollout for share in record.engine_utilization.values()]
     return Gauges(
         steps=len(rl),
         reward=_mean(step.reward_mean for step in rl),

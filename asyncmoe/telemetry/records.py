@@ -19,6 +19,9 @@ from asyncmoe.telemetry.schema import Evaluation, Record, Resume, Rollout, Span,
 
 R = TypeVar("R", Step, Resume, Rollout, Evaluation, Span)
 
+RENAMED = {"kl_engine": "train_infer_kl", "routing_differs": "routing_mismatch", "engine_busy_share": "engine_utilization"}
+"""Former names of fields, and their names now: a run that an older version began is read as one series."""
+
 
 class JsonLines:
     """Appends one JSON object per line; a reader sees each record immediately.
@@ -218,8 +221,9 @@ def _step_or_resume(path: Path, number: int, values: dict[str, Any]) -> Step | R
 
 
 def _convert(path: Path, number: int, values: dict[str, Any], kind: type[R]) -> R:
+    current = {RENAMED.get(name, name): value for name, value in values.items()}
     try:
-        return msgspec.convert(values, kind, str_keys=True)
+        return msgspec.convert(current, kind, str_keys=True)
     except msgspec.ValidationError as error:
         raise DataError(f"{path} line {number}", got=str(error), expected=f"a {kind.__name__} record") from error
 

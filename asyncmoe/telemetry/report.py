@@ -31,7 +31,7 @@ _SECTIONS: tuple[tuple[str, str, tuple[Draw, ...]], ...] = (
         "Agreement of engines and trainer",
         "How far apart the two are in what they make of the same tokens. Where routing is kept, tokens that the trainer's router would "
         "have sent elsewhere are trained through the experts that sampled them.",
-        (figures.kl_engine, figures.routing_differs, figures.ratio_quantiles, figures.rejected, figures.kl_reference),
+        (figures.train_infer_kl, figures.routing_mismatch, figures.ratio_quantiles, figures.rejected, figures.kl_reference),
     ),
     ("Idle time and queue", "Who waits for whom.", (figures.idle, figures.queue_depth)),
     ("Weight updates", "", (figures.sync_seconds, figures.pause_ms)),
@@ -114,10 +114,10 @@ def _table(summary: Summary) -> str:
             "largest age trained on",
         ),
         ("Log-prob difference", number(diff, "nats", 2), "largest |trainer - engine| on tokens of the same version; – when there was none"),
-        ("KL engine to trainer", number(summary.kl_engine_mean, "nats", 2), "a token, mean over RL steps; staleness included"),
+        ("KL engine to trainer", number(summary.train_infer_kl_mean, "nats", 2), "a token, mean over RL steps; staleness included"),
         (
             "Routed otherwise",
-            percent(summary.routing_differs_mean),
+            percent(summary.routing_mismatch_mean),
             "of tokens, by the trainer's router; mean over layers",
         ),
     ]

@@ -1,4 +1,5 @@
-"""The records of a run, one JSON object per line. A reader ignores unknown fields and rejects wrong types.
+"""The records of a run, one JSON object per line. A reader ignores unknown fields, accepts former names (`records.RENAMED`) and rejects
+wrong types.
 
 metrics.jsonl           Step, one per optimizer step, and Resume once per resumed start; written by trainer rank 0
 rollout.jsonl           Rollout, about one per second; written by the controller
@@ -64,7 +65,7 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
     """Largest |trainer - engine| log-probability, in nats, over tokens whose whole prefix was computed under the trainer's version."""
     logprob_diff_mean_same_version: float | None = None
     """Mean |trainer - engine| log-probability over the same tokens, in nats."""
-    kl_engine: float | None = None
+    train_infer_kl: float | None = None
     """KL(engine || trainer), estimated, in nats per sampled token: the combined effect of staleness and train-inference mismatch."""
     kl_reference: float | None = None
     """KL(trainer || reference policy), estimated, in nats per sampled token."""
@@ -86,7 +87,7 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
     """Share of the sampled tokens that each rule alone would reject."""
     rejected_by_age: Mapping[int, float] | None = None
     """Rejected share of the tokens of each age."""
-    routing_differs: Mapping[int, float] | None = None
+    routing_mismatch: Mapping[int, float] | None = None
     """Share of tokens, by layer, that the trainer's router would have sent to other experts than the engine's router; None if routing
     is not recorded."""
     response_tokens_mean: float | None = None
@@ -160,7 +161,7 @@ class Rollout(msgspec.Struct, frozen=True, kw_only=True):
     """Calls by the tool's name."""
     tokens_per_s: float | None = None
     """Gauge: sampled tokens per second since the last record."""
-    engine_busy_share: Mapping[str, float] = {}
+    engine_utilization: Mapping[str, float] = {}
     """Gauge, 0 to 1: share of the time since the last record in which the engine had work."""
 
 

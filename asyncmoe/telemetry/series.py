@@ -82,11 +82,11 @@ def ages(run: RunRecords) -> dict[int, int]:
     return {age: found[age] for age in sorted(found)}
 
 
-def routing_differs(run: RunRecords) -> dict[int, float]:
+def routing_mismatch(run: RunRecords) -> dict[int, float]:
     """Share of tokens, by layer, that the trainer's router would have sent to other experts; mean over RL steps."""
     found: dict[int, list[float]] = {}
     for step in run.rl:
-        for layer, share in (step.routing_differs or {}).items():
+        for layer, share in (step.routing_mismatch or {}).items():
             found.setdefault(layer, []).append(share)
     return {layer: fmean(found[layer]) for layer in sorted(found)}
 

@@ -40,10 +40,10 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     """Median of `pause_ms` over the updates."""
     max_abs_logprob_diff_same_version: float | None
     """Largest `logprob_diff_max_same_version` of an RL step, in nats; None if no step had a token to compare."""
-    kl_engine_mean: float | None
-    """Mean of `kl_engine` over the RL steps, in nats per token."""
-    routing_differs_mean: float | None
-    """Mean of `routing_differs` over layers and RL steps; None if routing was not recorded."""
+    train_infer_kl_mean: float | None
+    """Mean of `train_infer_kl` over the RL steps, in nats per token."""
+    routing_mismatch_mean: float | None
+    """Mean of `routing_mismatch` over layers and RL steps; None if routing was not recorded."""
     trainer_idle_share: float | None
     """Sum of `wait_seconds` of the RL steps / `wall_seconds`."""
     engine_idle_share: float | None
@@ -97,8 +97,8 @@ def summary_of(run: RunRecords) -> Summary:
         sync_seconds_median=_median(_known(step.sync_seconds for step in updates)),
         pause_ms_median=_median(_known(step.pause_ms for step in updates)),
         max_abs_logprob_diff_same_version=max(_known(step.logprob_diff_max_same_version for step in rl), default=None),
-        kl_engine_mean=_mean(_known(step.kl_engine for step in rl)),
-        routing_differs_mean=_mean([share for step in rl for share in (step.routing_differs or {}).values()]),
+        train_infer_kl_mean=_mean(_known(step.train_infer_kl for step in rl)),
+        routing_mismatch_mean=_mean([share for step in rl for share in (step.routing_mismatch or {}).values()]),
         trainer_idle_share=_ratio(sum(waits), wall) if waits else None,
         engine_idle_share=_engine_idle_share(run, wall),
         overlap_share=overlap_share(run),

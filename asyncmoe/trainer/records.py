@@ -16,7 +16,7 @@ from asyncmoe.trainer.step import StepMetrics
 from asyncmoe.trainer.weight_sync.publisher import Published
 
 _FIGURES = {
-    "kl": "kl_engine",
+    "kl": "train_infer_kl",
     "kl_reference": "kl_reference",
     "clip_fraction": "clip_fraction",
     "tis_capped_fraction": "tis_capped_fraction",
@@ -91,7 +91,7 @@ def step_record(
         staleness_max=max(ages),
         staleness_mean=sum(age * count for age, count in ages.items()) / max(tokens, 1),
         ages=ages,
-        routing_differs=_by_key([u.routing_differs for u in updates]) or None,
+        routing_mismatch=_by_key([u.routing_mismatch for u in updates]) or None,
         **{record: figures[name] for name, record in _FIGURES.items()},
         **{name: _by_key([u.figures[name] for u in updates]) for name in _BY_KEY},
     )

@@ -50,7 +50,7 @@ class StepMetrics:
         entropy: entropy of the trainer's distribution over the whole vocabulary, in nats; mean over sampled tokens.
         updated: False if every token was rejected and no parameter changed.
         figures: `objective.metrics` of a policy loss; {} for other losses.
-        routing_differs: by layer, the share of tokens for which the trainer's router would have chosen other experts than the engine's;
+        routing_mismatch: by layer, the share of tokens for which the trainer's router would have chosen other experts than the engine's;
             {} if routing was not kept.
     """
 
@@ -62,7 +62,7 @@ class StepMetrics:
     entropy: float
     updated: bool
     figures: Mapping[str, Any]
-    routing_differs: Mapping[int, float]
+    routing_mismatch: Mapping[int, float]
 
 
 def train_step(
@@ -110,7 +110,7 @@ def train_step(
         entropy=float(sums["entropy"]) / max(tokens, 1),
         updated=bool(scale),
         figures=objective.metrics(sums) if loss.sums is objective.SUMS else {},
-        routing_differs=differs,
+        routing_mismatch=differs,
     )
 
 

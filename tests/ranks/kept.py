@@ -80,7 +80,7 @@ def kept(path: Path, layout: str, packed: bool) -> dict[str, Any]:
         "gradients": parity.relative_error(parity.gradients(built), parity.expected(built, path / "kept")),
         "routers": sum(name.endswith("router.weight") for name in parity.gradients(built)) * 1.0,
         "differ": max(
-            abs(stepped.routing_differs[layer] - share) for layer, share in zip(routing.layers, job.reference["differ"], strict=True)
+            abs(stepped.routing_mismatch[layer] - share) for layer, share in zip(routing.layers, job.reference["differ"], strict=True)
         ),
         "microbatches": len(batches),
     }

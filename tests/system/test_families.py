@@ -29,7 +29,7 @@ def test_a_family_learns_from_an_engine_of_its_own(family: str, tmp_path: Path) 
     )
     assert summary["steps"] == 4
     assert summary["max_abs_logprob_diff_same_version"] <= 1e-4
-    differ = [step["routing_differs"] for step in metrics(tmp_path / "run") if step["phase"] == "rl"]
+    differ = [step["routing_mismatch"] for step in metrics(tmp_path / "run") if step["phase"] == "rl"]
     routed = bool(family_of(hf).shape_of(hf).experts)
     assert all(max(shares.values()) < 0.5 if routed else shares is None for shares in differ)
     resumed = run(tmp_path / "run", "warmup.steps=2", "run.steps=5", "trainer.ranks=1", "trainer.ep=1", f"trainer.router_bias_rate={rate}")

@@ -75,11 +75,11 @@ def _rl_step(draw: random.Random, step: int, warmup: int, rl: int, edges: Sequen
         staleness_mean=1 - young / 1500,
         ages={0: young, 1: 1500 - young},
         logprob_diff_max_same_version=draw.uniform(1e-6, 3e-5),
-        kl_engine=draw.uniform(1e-4, 2e-3),
+        train_infer_kl=draw.uniform(1e-4, 2e-3),
         kl_reference=0.01 * progress,
         ratio_quantiles={"0.01": 0.9, "0.5": 1.0, "0.99": draw.uniform(1.0, 1.2)},
         rejected_by_rule={"token_band": draw.uniform(0, 0.01)},
-        routing_differs={0: 0.05, 1: draw.uniform(0.1, 0.15)},
+        routing_mismatch={0: 0.05, 1: draw.uniform(0.1, 0.15)},
         clip_fraction=draw.uniform(0, 0.02),
         tis_capped_fraction=0.001,
         ratio_mean=1.0,
@@ -114,6 +114,6 @@ def _rollout(run_dir: Path, draw: random.Random, engines: int, begin: float, end
                     rejected={"scorer_timeout": 1},
                     dropped={"stale": 2},
                     tokens_per_s=draw.uniform(700, 1100),
-                    engine_busy_share={f"engine.{engine}": draw.uniform(0.85, 1.0) for engine in range(engines)},
+                    engine_utilization={f"engine.{engine}": draw.uniform(0.85, 1.0) for engine in range(engines)},
                 )
             )

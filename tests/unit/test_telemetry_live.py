@@ -151,7 +151,7 @@ def test_gauges_by_hand() -> None:
         Step(step=4, phase="rl", time=10, step_seconds=6, wait_seconds=4, sync_seconds=0, pause_ms=0, tokens=300, loss=3, ages={1: 4}),
     ]
     rollout = [
-        Rollout(time=1, started=5, accepted=1, engine_busy_share={"engine.0": 0.5, "engine.1": 1.0}),
+        Rollout(time=1, started=5, accepted=1, engine_utilization={"engine.0": 0.5, "engine.1": 1.0}),
         Rollout(time=2, queue_depth=7, started=50, accepted=40, rejected={"nan": 2, "timeout": 3}, dropped={"stale": 8}, tokens_per_s=9.0),
     ]
     assert gauge(steps, rollout) == Gauges(
@@ -241,7 +241,7 @@ def test_prometheus_serves_the_newest_numbers() -> None:
                 Step(step=4, phase="rl", time=2.0, reward_mean=0.5, ages={1: 7}),
                 Rollout(
                     time=2.0,
-                    engine_busy_share={"engine.0": 0.9},
+                    engine_utilization={"engine.0": 0.9},
                     rejected={"engine_died": 3},
                     dropped={"stale": 2},
                     requeued={"stale": 1},
@@ -271,7 +271,7 @@ def test_prometheus_serves_the_newest_numbers() -> None:
         'asyncmoe_rollout_tools_failures{tool="python"} 2.0',
     ):
         assert expected in shown
-    assert 'asyncmoe_rollout_engine_busy_share{engine="engine.0"} 0.9' in shown
+    assert 'asyncmoe_rollout_engine_utilization{engine="engine.0"} 0.9' in shown
     assert not [text for text in shown if 'age="0"' in text]
     with socket.socket() as probe:
         assert probe.connect_ex(("127.0.0.1", sink.port)) != 0

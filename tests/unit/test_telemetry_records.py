@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
+from statistics import fmean
 
 import numpy as np
 import pytest
+from telemetry_runs import write_run
 
 from asyncmoe.errors import DataError
-from asyncmoe.telemetry.records import JsonLines, Spans, Tail, read, read_sessions, read_spans, read_steps
-from asyncmoe.telemetry.schema import Resume, Span, Step
+from asyncmoe.telemetry.records import RENAMED, JsonLines, Spans, Tail, read, read_sessions, read_spans, read_steps
+from asyncmoe.telemetry.run import load
+from asyncmoe.telemetry.schema import METRICS, ROLLOUT, Resume, Span, Step
+from asyncmoe.telemetry.summary import summarise
 
 
 def _steps(path: Path, *steps: int, loss: float = 0.0) -> None:
@@ -120,3 +124,20 @@ def test_span_is_recorded_when_the_block_raises(tmp_path: Path) -> None:
     assert first == Span("engine.0", "generate", 1.0, 2.5)
     assert (second.who, second.what) == ("trainer.0", "train")
     assert 0 <= second.end - second.begin < 5
+
+
+def test_a_run_begun_under_former_names_is_one_series(tmp_path: Path) -> None:
+    write_run(tmp_path, warmup=2, rl=3)
+    for name in (METRICS, ROLLOUT):
+        path = tmp_path / name
+        for former, now in RENAMED.items():
+            path.write_text(path.read_text().replace(f'"{now}"', f'"{former}"'))
+    before = load(tmp_path)
+    assert "kl_engine" in (tmp_path / METRICS).read_text()
+    assert "engine_busy_share" in (tmp_path / ROLLOUT).read_text()
+    write_run(tmp_path, warmup=2, rl=6, first=6, start=before.steps[-1].time + 60)
+    run = load(tmp_path)
+    assert [step.train_infer_kl is not None and step.routing_mismatch is not None for step in run.rl] == [True] * 6
+    assert all(set(record.engine_utilization) == {"engine.0", "engine.1"} for record in run.rollout)
+    assert len(run.rollout) > len(before.rollout) > 0
+    assert summarise(tmp_path)["train_infer_kl_mean"] == pytest.approx(fmean(step.train_infer_kl or 0.0 for step in run.rl))

@@ -27,13 +27,13 @@ def run_dir(tmp_path: Path) -> Path:
         warmup = Step(step=1, phase="warmup", time=10, step_seconds=10, wait_seconds=9, tokens=10**6, reward_mean=99, staleness_max=50)
         metrics.write(warmup)
         metrics.write(_rl(2, 20, wait=4, sync=1, pause=10))
-        metrics.write(_rl(3, 30, sync=None, pause=None, logprob_diff_max_same_version=2e-5, kl_engine=0.5))
+        metrics.write(_rl(3, 30, sync=None, pause=None, logprob_diff_max_same_version=2e-5, train_infer_kl=0.5))
         metrics.write(
-            _rl(4, 40, wait=9, sync=50, pause=5000, staleness_max=60, reward_mean=-7, logprob_diff_max_same_version=9, kl_engine=9)
+            _rl(4, 40, wait=9, sync=50, pause=5000, staleness_max=60, reward_mean=-7, logprob_diff_max_same_version=9, train_infer_kl=9)
         )
         metrics.write(Resume(3, 90))
         metrics.write(_rl(4, 110, sync=3, pause=20, staleness_max=2))
-        metrics.write(_rl(5, 120, sync=0, pause=None, kl_engine=0.25, routing_differs={1: 0.1, 2: 0.3}))
+        metrics.write(_rl(5, 120, sync=0, pause=None, train_infer_kl=0.25, routing_mismatch={1: 0.1, 2: 0.3}))
         for step in (6, 7, 8):
             metrics.write(_rl(step, 70 + 10 * step, sync=4, pause=40, logprob_diff_max_same_version=1e-5, tokens=200))
     with JsonLines(tmp_path / EVALUATION) as evaluations:
@@ -67,8 +67,8 @@ def test_every_number(run_dir: Path) -> None:
         "sync_seconds_median": 4,  # of 1, 3, 4, 4, 4
         "pause_ms_median": 40,  # of 10, 20, 40, 40, 40
         "max_abs_logprob_diff_same_version": 2e-5,
-        "kl_engine_mean": 0.375,
-        "routing_differs_mean": pytest.approx(0.2),
+        "train_infer_kl_mean": 0.375,
+        "routing_mismatch_mean": pytest.approx(0.2),
         "trainer_idle_share": pytest.approx((4 + 6 * 1) / wall),
         "engine_idle_share": pytest.approx(1 - ((5 + 5 + 1) + (2 + 10)) / 2 / wall),
         "overlap_share": pytest.approx((4 + 2) / (6 + 4)),

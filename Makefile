@@ -46,7 +46,7 @@ DEMO  = examples/demo$(if $(filter 1,$(GPU)),$(if $(filter 0 1,$(SHOWN)),-gpu,-g
 demo: setup
 	$(TRAIN)/bin/asyncmoe run $(DEMO) $(OVERRIDES)
 
-# Generate docs/config.md from the schema of the configuration.
+# Generate docs/config.md and docs/metrics.md from the schemas of the configuration and of the records.
 docs: setup
 	$(TRAIN)/bin/python docs/generate.py
 

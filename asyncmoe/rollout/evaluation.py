@@ -26,7 +26,7 @@ from asyncmoe.rollout.episodes import episode
 from asyncmoe.rollout.episodes.episode import RolloutContext
 from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId
 from asyncmoe.rollout.tasks import Task
-from asyncmoe.telemetry.schema import Evaluation
+from asyncmoe.telemetry.rollout_schema import Evaluation
 from asyncmoe.trajectory import Trajectory
 
 log = logging.getLogger(__name__)

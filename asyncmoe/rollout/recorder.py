@@ -6,21 +6,16 @@ import time
 from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Protocol
+
+import msgspec
 
 from asyncmoe.queue.bounded import QueueStats
 from asyncmoe.rollout.episodes.tools.runner import Counts
 from asyncmoe.rollout.scoring import Stats
+from asyncmoe.telemetry.metric import declared
 from asyncmoe.telemetry.records import JsonLines, Spans
-from asyncmoe.telemetry.schema import CONTROLLER_SPANS, EVALUATION, ROLLOUT, Calls, Evaluation, Rollout, Scoring
-
-
-class Counters(Protocol):
-    """The counts of the pool since the start (`Pool`)."""
-
-    generated_tokens: int
-    lost_tokens: int
-    recomputed_tokens: int
+from asyncmoe.telemetry.rollout_schema import Calls, Evaluation, Rollout, Scoring
+from asyncmoe.telemetry.schema import CONTROLLER_SPANS, EVALUATION, ROLLOUT
 
 
 class Recorder:
@@ -49,32 +44,25 @@ class Recorder:
         self,
         stats: QueueStats,
         engines: list[str],
-        counters: Counters,
+        pool: object,
         scoring: Mapping[str, Stats] | None = None,
         tools: Mapping[str, Counts] | None = None,
     ) -> None:
-        """Record the current counters; `scoring` and `tools` are by name."""
-        tokens = counters.generated_tokens
+        """Record the current counters: `Rollout` says which it copies from `stats` and `pool`; `scoring` and `tools` are by name."""
         now = time.time()
         seconds = max(now - self._last, 1e-6)
+        sources = {"queue": stats, "pool": pool}
+        copied = {name: getattr(sources[metric.source], name) for name, metric in declared(Rollout).items() if metric.source}
+        tokens = copied["generated_tokens"]
         self._lines.write(
             Rollout(
                 time=now,
-                version=stats.version,
                 queue_depth=stats.depth,
-                running=stats.running,
-                started=stats.started,
-                accepted=stats.accepted,
-                rejected=stats.rejected,
-                dropped=stats.dropped,
-                requeued=stats.requeued,
-                generated_tokens=tokens,
-                lost_tokens=counters.lost_tokens,
-                recomputed_tokens=counters.recomputed_tokens,
-                scoring={name: Scoring(**{**vars(s), "failed": dict(s.failed)}) for name, s in (scoring or {}).items()},
-                tools={name: Calls(calls=c.calls, seconds=c.seconds, failures=dict(c.failures)) for name, c in (tools or {}).items()},
+                scoring={name: msgspec.convert(one, Scoring, from_attributes=True) for name, one in (scoring or {}).items()},
+                tools={name: msgspec.convert(one, Calls, from_attributes=True) for name, one in (tools or {}).items()},
                 tokens_per_s=(tokens - self._last_tokens) / seconds,
                 engine_utilization={name: min(self._busy[name] / seconds, 1.0) for name in engines},
+                **copied,
             )
         )
         self._busy.clear()

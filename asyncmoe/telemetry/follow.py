@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Protocol
 
 from asyncmoe.telemetry.records import Tail
-from asyncmoe.telemetry.schema import EVALUATION, METRICS, ROLLOUT, Evaluation, Resume, Rollout, Step
+from asyncmoe.telemetry.rollout_schema import Evaluation, Rollout
+from asyncmoe.telemetry.schema import EVALUATION, METRICS, ROLLOUT, Resume, Step
 
 Followed = Step | Resume | Rollout | Evaluation
 

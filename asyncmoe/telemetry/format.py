@@ -45,6 +45,15 @@ def duration(seconds: float | None) -> str:
     return f"{hours} h {rest:02d} min"
 
 
+def quantity(value: float | None, unit: str) -> str:
+    """Format a metric in its unit (`metric.Metric.unit`); units that need no name in a row of numbers are left out."""
+    if unit == "seconds":
+        return duration(value)
+    if unit.startswith("share"):
+        return percent(value)
+    return number(value, "ms" if unit == "milliseconds" else "")
+
+
 def bars(counts: Mapping[int, int] | None, width: int = 10, most: int = 5) -> str:
     """Draw a histogram in one line: each key, a bar (`width` cells stand for 100 %) and its share. Keys from `most - 1` on are merged."""
     total = sum(counts.values()) if counts else 0

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import statistics
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import fmean, median
 
-from asyncmoe.telemetry.schema import Rollout, Step
+from asyncmoe.telemetry.rollout_schema import Rollout
+from asyncmoe.telemetry.schema import Step
 
 
 @dataclass(frozen=True)
@@ -56,26 +57,26 @@ def gauge(rl: Sequence[Step], rollout: Sequence[Rollout] = ()) -> Gauges:
     busy = [share for record in rollout for share in record.engine_utilization.values()]
     return Gauges(
         steps=len(rl),
-        reward=_mean(step.reward_mean for step in rl),
+        reward=mean(step.reward_mean for step in rl),
         reward_std=max((step.reward_std for step in rl if step.reward_std is not None), default=None),
-        loss=_mean(step.loss for step in rl),
+        loss=mean(step.loss for step in rl),
         lost_step=next((step.step for step in rl if step.loss is None), None),
-        step_seconds=_median(step.step_seconds for step in rl),
-        trainer_idle=_per((step.wait_seconds for step in rl), seconds),
-        engine_idle=1 - fmean(busy) if busy else None,
-        sync_seconds=_median(step.sync_seconds for step in updates),
-        sync_share=_per((step.sync_wait_seconds for step in rl), seconds),
-        pause_ms=_median(step.pause_ms for step in updates),
-        trained_per_s=_per((step.tokens for step in rl), seconds),
-        generated_per_s=_mean(record.tokens_per_s for record in rollout),
+        step_seconds=median(step.step_seconds for step in rl),
+        trainer_idle=sum_over((step.wait_seconds for step in rl), seconds),
+        engine_idle=1 - statistics.fmean(busy) if busy else None,
+        sync_seconds=median(step.sync_seconds for step in updates),
+        sync_share=sum_over((step.sync_wait_seconds for step in rl), seconds),
+        pause_ms=median(step.pause_ms for step in updates),
+        trained_per_s=sum_over((step.tokens for step in rl), seconds),
+        generated_per_s=mean(record.tokens_per_s for record in rollout),
         queue_depth=_latest([*(s.queue_depth for s in rl[-1:]), *(r.queue_depth for r in rollout[-1:])]),
         running=last.running if last else None,
         ages=dict(ages) or None,
-        clip_fraction=_mean(step.clip_fraction for step in rl),
-        tis_capped=_mean(step.tis_capped_fraction for step in rl),
+        clip_fraction=mean(step.clip_fraction for step in rl),
+        tis_capped=mean(step.tis_capped_fraction for step in rl),
         logprob_diff=max((s.logprob_diff_max_same_version for s in rl if s.logprob_diff_max_same_version is not None), default=None),
-        dropped=_part(_too_old(last), last.accepted) if last else None,
-        rejected=_part(total(last.rejected), last.started) if last else None,
+        dropped=ratio(_too_old(last), last.accepted) if last else None,
+        rejected=ratio(total(last.rejected), last.started) if last else None,
         rejected_most=max(last.rejected, key=lambda reason: last.rejected[reason]) if last and last.rejected else None,
     )
 
@@ -90,26 +91,31 @@ def _too_old(last: Rollout) -> int:
     return dropped + last.requeued.get("stale", 0)
 
 
-def _known(values: Iterable[float | None]) -> list[float]:
+def known(values: Iterable[float | None]) -> list[float]:
+    """Return the measured values."""
     return [value for value in values if value is not None]
 
 
-def _mean(values: Iterable[float | None]) -> float | None:
-    known = _known(values)
-    return fmean(known) if known else None
+def mean(values: Iterable[float | None]) -> float | None:
+    """Return the mean of the measured values; None without any."""
+    measured = known(values)
+    return statistics.fmean(measured) if measured else None
 
 
-def _median(values: Iterable[float | None]) -> float | None:
-    known = _known(values)
-    return median(known) if known else None
+def median(values: Iterable[float | None]) -> float | None:
+    """Return the median of the measured values; None without any."""
+    measured = known(values)
+    return statistics.median(measured) if measured else None
 
 
-def _per(values: Iterable[float | None], whole: float) -> float | None:
-    known = _known(values)
-    return sum(known) / whole if known and whole > 0 else None
+def sum_over(values: Iterable[float | None], whole: float) -> float | None:
+    """Return the sum of the measured values / `whole`; None without any, or if `whole` is not above 0."""
+    measured = known(values)
+    return ratio(sum(measured), whole) if measured else None
 
 
-def _part(part: int, whole: int) -> float | None:
+def ratio(part: float, whole: float) -> float | None:
+    """Return `part` / `whole`; None if `whole` is not above 0."""
     return part / whole if whole > 0 else None
 
 

@@ -16,7 +16,8 @@ from asyncmoe.errors import StorageError
 from asyncmoe.telemetry.follow import Followed, Follower, Sink
 from asyncmoe.telemetry.prometheus import Prometheus
 from asyncmoe.telemetry.records import sessions
-from asyncmoe.telemetry.schema import Evaluation, Resume, Rollout, Step
+from asyncmoe.telemetry.rollout_schema import Evaluation, Rollout
+from asyncmoe.telemetry.schema import Resume, Step
 from asyncmoe.telemetry.screen import RECENT_ROLLOUTS, View, evaluated, line, panel
 from asyncmoe.telemetry.tensorboard import TensorBoard
 

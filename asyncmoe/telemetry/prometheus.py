@@ -5,8 +5,8 @@ from __future__ import annotations
 from prometheus_client import CollectorRegistry, Gauge, start_http_server
 
 from asyncmoe.errors import ConfigError
-from asyncmoe.telemetry.flatten import label, numbers
 from asyncmoe.telemetry.follow import Followed
+from asyncmoe.telemetry.metric import numbers
 from asyncmoe.telemetry.schema import Resume, Step
 
 
@@ -36,14 +36,14 @@ class Prometheus:
     def feed(self, records: list[Followed]) -> None:
         for record in records:
             if isinstance(record, Resume):
-                self._gauge("asyncmoe_step").set(record.resumed_at)
+                self._gauge("asyncmoe_step", "Steps taken.").set(record.resumed_at)
                 continue
             source = type(record).__name__.lower()
             if isinstance(record, Step):
-                self._gauge("asyncmoe_step").set(record.step)
+                self._gauge("asyncmoe_step", "Steps taken.").set(record.step)
             cleared: set[str] = set()
-            for name, key, value in numbers(record):
-                gauge = self._gauge(f"asyncmoe_{source}_{name}", label(name) if key is not None else None)
+            for name, label, key, value, help in numbers(record):
+                gauge = self._gauge(f"asyncmoe_{source}_{name}", help, label)
                 if key is None:
                     gauge.set(value)
                     continue
@@ -57,8 +57,7 @@ class Prometheus:
         self._server.server_close()
         self._thread.join()
 
-    def _gauge(self, name: str, label: str | None = None) -> Gauge:
+    def _gauge(self, name: str, help: str, label: str | None = None) -> Gauge:
         if name not in self._gauges:
-            labels = () if label is None else (label,)
-            self._gauges[name] = Gauge(name, name.removeprefix("asyncmoe_").replace("_", " "), labels, registry=self._registry)
+            self._gauges[name] = Gauge(name, help, () if label is None else (label,), registry=self._registry)
         return self._gauges[name]

@@ -15,8 +15,10 @@ import msgspec
 
 from asyncmoe.errors import DataError
 from asyncmoe.storage import writing
-from asyncmoe.telemetry.schema import Evaluation, Record, Resume, Rollout, Span, Step, What
+from asyncmoe.telemetry.rollout_schema import Evaluation, Rollout
+from asyncmoe.telemetry.schema import Resume, Span, Step, What
 
+Record = Step | Resume | Rollout | Evaluation | Span
 R = TypeVar("R", Step, Resume, Rollout, Evaluation, Span)
 
 RENAMED = {"kl_engine": "train_infer_kl", "routing_differs": "routing_mismatch", "engine_busy_share": "engine_utilization"}

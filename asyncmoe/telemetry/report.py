@@ -13,30 +13,31 @@ from asyncmoe.telemetry import figures, timeline
 from asyncmoe.telemetry.advice import advise
 from asyncmoe.telemetry.format import duration, number, percent
 from asyncmoe.telemetry.gauges import gauge
+from asyncmoe.telemetry.rollout_schema import Evaluation
 from asyncmoe.telemetry.run import RunRecords, load
-from asyncmoe.telemetry.schema import Evaluation
 from asyncmoe.telemetry.summary import Summary, summary_of
 
 Draw = Callable[[RunRecords], str | None]
 
-_SECTIONS: tuple[tuple[str, str, tuple[Draw, ...]], ...] = (
+_SECTIONS: tuple[tuple[str, str, tuple[Draw | str, ...]], ...] = (
     (
         "Timeline",
         "A run that overlaps keeps its engines generating (green) while the trainer trains (blue). Purple: engines paused for new weights.",
         (timeline.recent, timeline.whole),
     ),
-    ("Learning", "", (figures.reward, figures.evaluation, figures.loss, figures.grad_norm, figures.warmup_loss)),
-    ("Staleness", "Age: the trainer's version minus the version that sampled the token.", (figures.age_histogram, figures.staleness)),
+    ("Learning", "", ("Mean reward", "Evaluation", "Policy loss", "Gradient norm", figures.warmup_loss)),
+    ("Staleness", "Age: the trainer's version minus the version that sampled the token.", ()),
     (
         "Agreement of engines and trainer",
         "How far apart the two are in what they make of the same tokens. Where routing is kept, tokens that the trainer's router would "
         "have sent elsewhere are trained through the experts that sampled them.",
-        (figures.train_infer_kl, figures.routing_mismatch, figures.ratio_quantiles, figures.rejected, figures.kl_reference),
+        (),
     ),
-    ("Idle time and queue", "Who waits for whom.", (figures.idle, figures.queue_depth)),
-    ("Weight updates", "", (figures.sync_seconds, figures.pause_ms)),
-    ("Throughput", "", (figures.tokens_per_s, figures.generated_per_s)),
+    ("Idle time and queue", "Who waits for whom.", (figures.idle,)),
+    ("Weight updates", "", ()),
+    ("Throughput", "", ()),
 )
+"""Title, note, and the figures that come first: functions, or titles of declared figures. The section's other declared figures follow."""
 
 _CSS = """
 body { font: 15px/1.5 system-ui, sans-serif; color: #1f2328; background: #fff; max-width: 1120px; margin: 2rem auto; padding: 0 1rem; }
@@ -73,13 +74,18 @@ def report(run_dir: Path) -> Path:
 def html(run: RunRecords) -> str:
     """Render the page."""
     summary = summary_of(run)
-    sections = "".join(_section(title, note, [draw(run) for draw in draws]) for title, note, draws in _SECTIONS)
+    sections = "".join(_section(title, note, _drawn(run, title, first)) for title, note, first in _SECTIONS)
     return (
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">'
         f"<title>{escape(run.name)} · asyncmoe</title><style>{_CSS}</style></head><body>\n"
         f'<h1>{escape(run.name)}</h1>\n<p class="note">{escape(_what_it_was(run, summary))}</p>\n'
         f"{_advice(run, summary)}{_table(summary)}{sections}</body></html>\n"
     )
+
+
+def _drawn(run: RunRecords, section: str, first: Sequence[Draw | str]) -> list[str | None]:
+    every = [*first, *(title for title in figures.titles(section) if title not in first)]
+    return [figures.declared_figure(run, draw) if isinstance(draw, str) else draw(run) for draw in every]
 
 
 def _what_it_was(run: RunRecords, summary: Summary) -> str:

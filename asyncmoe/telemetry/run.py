@@ -11,7 +11,8 @@ from pathlib import Path
 from asyncmoe.errors import DataError
 from asyncmoe.telemetry.overlap import Interval
 from asyncmoe.telemetry.records import read_evaluations, read_rollout, read_sessions, read_spans
-from asyncmoe.telemetry.schema import CONTROLLER_SPANS, EVALUATION, METRICS, ROLLOUT, TRAINER_SPANS, Evaluation, Rollout, Span, Step, What
+from asyncmoe.telemetry.rollout_schema import Evaluation, Rollout
+from asyncmoe.telemetry.schema import CONTROLLER_SPANS, EVALUATION, METRICS, ROLLOUT, TRAINER_SPANS, Span, Step, What
 
 
 @dataclass(frozen=True)

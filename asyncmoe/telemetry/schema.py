@@ -6,14 +6,19 @@ rollout.jsonl           Rollout, about one per second; written by the controller
 evaluation.jsonl        Evaluation, one per evaluation; written by the controller
 spans-trainer.jsonl     Span; written by trainer rank 0
 spans-controller.jsonl  Span; written by the controller
+
+Step, Resume and Span are here, Rollout and Evaluation in `rollout_schema`. A field with a `Metric` is a metric, and this declaration is all
+that TensorBoard, Prometheus, the live view, the report and docs/metrics.md know of it. They show metrics in the order of the fields.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
+
+from asyncmoe.telemetry.metric import Metric, Plot
 
 METRICS = "metrics.jsonl"
 ROLLOUT = "rollout.jsonl"
@@ -21,80 +26,213 @@ EVALUATION = "evaluation.jsonl"
 TRAINER_SPANS = "spans-trainer.jsonl"
 CONTROLLER_SPANS = "spans-controller.jsonl"
 
+AGREEMENT: Literal["Agreement of engines and trainer"] = "Agreement of engines and trainer"
+
 What = Literal["wait", "train", "sync", "generate", "pause"]
 
 
 class Step(msgspec.Struct, frozen=True, kw_only=True):
-    """One step of the trainer. None: not measured in this step, or not finite. Times are in seconds unless the name says otherwise.
+    """One step of the trainer. None: not measured in this step, or not finite.
 
     The step lasted from `time - step_seconds` to `time`: waiting for a batch, training, and weight sync.
     """
 
-    step: int
-    """Number of optimizer steps taken, including this step and the warm-up."""
-    phase: Literal["warmup", "rl"]
-    time: float
-    """Unix seconds at the end of the step."""
-    step_seconds: float | None = None
-    wait_seconds: float | None = None
-    train_seconds: float | None = None
-    sync_seconds: float | None = None
-    """Weight sync of the latest published version: from the end of its optimizer step until every engine served it. None if an earlier
-    step already reported it, or no version was published."""
-    sync_wait_seconds: float | None = None
-    """Time that this step waited for weight sync, during or after training."""
-    pause_ms: float | None = None
-    """Longest pause of an engine for that version, in milliseconds."""
-    version: int | None = None
-    loss: float | None = None
-    reward_mean: float | None = None
-    reward_std: float | None = None
-    step_reward_mean: float | None = None
-    """Mean reward of the rewarded steps of the batch's responses."""
-    grad_norm: float | None = None
-    lr: float | None = None
-    tokens: int | None = None
-    """Trained tokens, prompt and response, over all ranks."""
-    tokens_per_s: float | None = None
-    staleness_max: float | None = None
-    """Age of the oldest sampled token, in versions."""
-    staleness_mean: float | None = None
-    ages: Mapping[int, int] | None = None
-    """Number of sampled tokens by age in versions."""
-    logprob_diff_max_same_version: float | None = None
-    """Largest |trainer - engine| log-probability, in nats, over tokens whose whole prefix was computed under the trainer's version."""
-    logprob_diff_mean_same_version: float | None = None
-    """Mean |trainer - engine| log-probability over the same tokens, in nats."""
-    train_infer_kl: float | None = None
-    """KL(engine || trainer), estimated, in nats per sampled token: the combined effect of staleness and train-inference mismatch."""
-    kl_reference: float | None = None
-    """KL(trainer || reference policy), estimated, in nats per sampled token."""
-    kl_teacher: float | None = None
-    """KL(engine || teacher) in nats per sampled token, estimated as mean log-probability difference: unbiased, may be negative."""
-    entropy: float | None = None
-    """Entropy of the trainer's distribution over the whole vocabulary, in nats per sampled token."""
-    clip_fraction: float | None = None
-    tis_capped_fraction: float | None = None
-    ratio_mean: float | None = None
-    """Mean importance ratio pi_trainer / pi_engine over sampled tokens."""
-    ratio_quantiles: Mapping[str, float] | None = None
-    """Quantiles of the importance ratio, by share."""
-    ess: float | None = None
-    """Effective sample size of the importance ratios, as a share of the sampled tokens."""
-    rejected_fraction: float | None = None
-    """Share of the sampled tokens that corrections excluded from the loss."""
-    rejected_by_rule: Mapping[str, float] | None = None
-    """Share of the sampled tokens that each rule alone would reject."""
-    rejected_by_age: Mapping[int, float] | None = None
-    """Rejected share of the tokens of each age."""
-    routing_mismatch: Mapping[int, float] | None = None
-    """Share of tokens, by layer, that the trainer's router would have sent to other experts than the engine's router; None if routing
-    is not recorded."""
-    response_tokens_mean: float | None = None
-    queue_depth: int | None = None
-    """Trajectories left in the queue when the batch was leased."""
-    dropped: Mapping[str, int] | None = None
-    """Trajectories dropped since the controller started, by reason."""
+    step: Annotated[int, "Number of optimizer steps taken, including this step and the warm-up."]
+    phase: Annotated[Literal["warmup", "rl"], "The supervised warm-up, or reinforcement learning."]
+    time: Annotated[float, "Unix seconds at the end of the step."]
+    version: Annotated[int | None, Metric("Version of the weights after the step.")] = None
+
+    # Learning
+    reward_mean: Annotated[
+        float | None,
+        Metric("Mean reward of the batch.", unit="reward", word="reward", panel=True, plot=Plot("Learning", "Mean reward", smooth=True)),
+    ] = None
+    reward_std: Annotated[float | None, Metric("Standard deviation of the batch's rewards.", unit="reward")] = None
+    step_reward_mean: Annotated[float | None, Metric("Mean reward of the rewarded steps of the batch's responses.", unit="reward")] = None
+    loss: Annotated[
+        float | None,
+        Metric("Loss.", unit="loss", word="loss", panel=True, plot=Plot("Learning", "Policy loss", colour="red", smooth=True)),
+    ] = None
+    grad_norm: Annotated[
+        float | None, Metric("Gradient norm before clipping.", unit="norm", plot=Plot("Learning", "Gradient norm", colour="purple"))
+    ] = None
+    lr: Annotated[float | None, Metric("Learning rate.")] = None
+    entropy: Annotated[
+        float | None,
+        Metric("Entropy of the trainer's distribution over the whole vocabulary, per sampled token.", unit="nats a token"),
+    ] = None
+    clip_fraction: Annotated[
+        float | None, Metric("Share of the trained sampled tokens on which the clip acts.", unit="share of tokens")
+    ] = None
+    response_tokens_mean: Annotated[float | None, Metric("Mean number of sampled tokens per response.", unit="tokens")] = None
+
+    # Staleness
+    ages: Annotated[
+        Mapping[int, int] | None,
+        Metric(
+            "Number of sampled tokens by age in versions.",
+            unit="tokens",
+            key="age",
+            plot=Plot("Staleness", "Age of the trained tokens", bars="share", keys="age in versions"),
+            over_updates="sum",
+        ),
+    ] = None
+    staleness_max: Annotated[
+        float | None,
+        Metric(
+            "Age of the oldest sampled token.",
+            unit="versions",
+            word="age",
+            plot=Plot("Staleness", "Age in each batch", curve="oldest token", colour="orange", from_zero=True),
+        ),
+    ] = None
+    staleness_mean: Annotated[
+        float | None,
+        Metric(
+            "Mean age of the sampled tokens.", unit="versions", plot=Plot("Staleness", "Age in each batch", curve="mean", from_zero=True)
+        ),
+    ] = None
+
+    # Agreement of engines and trainer
+    logprob_diff_mean: Annotated[
+        float | None, Metric("Mean |trainer - engine| log-probability over sampled tokens.", unit="nats a token")
+    ] = None
+    logprob_diff_max_same_version: Annotated[
+        float | None,
+        Metric(
+            "Largest |trainer - engine| log-probability over tokens whose whole prefix was computed under the trainer's version.",
+            unit="nats a token",
+            over_updates="first",
+        ),
+    ] = None
+    logprob_diff_mean_same_version: Annotated[
+        float | None, Metric("Mean |trainer - engine| log-probability over the same tokens.", unit="nats a token", over_updates="first")
+    ] = None
+    train_infer_kl: Annotated[
+        float | None,
+        Metric(
+            "KL(engine || trainer), estimated, never negative: the combined effect of staleness and train-inference mismatch.",
+            unit="nats a token",
+            plot=Plot(AGREEMENT, "KL(engine ‖ trainer)", colour="purple", from_zero=True),
+        ),
+    ] = None
+    train_infer_kl_direct: Annotated[
+        float | None,
+        Metric("The same divergence, estimated as the mean log-probability difference: unbiased, may be negative.", unit="nats a token"),
+    ] = None
+    routing_mismatch: Annotated[
+        Mapping[int, float] | None,
+        Metric(
+            "Share of tokens, by layer, that the trainer's router would have sent to other experts than the engine's router; absent if "
+            "routing is not recorded.",
+            unit="share of tokens",
+            key="layer",
+            plot=Plot(AGREEMENT, "Tokens the trainer's router would send elsewhere", colour="orange", bars="mean", keys="layer"),
+        ),
+    ] = None
+    ratio_mean: Annotated[
+        float | None, Metric("Mean importance ratio pi_trainer / pi_engine over sampled tokens.", unit="trainer / engine")
+    ] = None
+    ratio_quantiles: Annotated[
+        Mapping[str, float] | None,
+        Metric(
+            "Quantiles of the importance ratio, by share.",
+            unit="trainer / engine",
+            key="quantile",
+            plot=Plot(AGREEMENT, "Importance ratio, quantiles", colour="grey"),
+        ),
+    ] = None
+    ess: Annotated[
+        float | None,
+        Metric("Effective sample size of the importance ratios, as a share of the sampled tokens.", unit="share of tokens"),
+    ] = None
+    tis_capped_fraction: Annotated[
+        float | None, Metric("Share of the sampled tokens whose importance weight is capped.", unit="share of tokens")
+    ] = None
+    correction_mean: Annotated[float | None, Metric("Mean importance weight of the trained sampled tokens.", unit="weight")] = None
+    rejected_fraction: Annotated[
+        float | None, Metric("Share of the sampled tokens that corrections excluded from the loss.", unit="share of tokens")
+    ] = None
+    rejected_by_rule: Annotated[
+        Mapping[str, float] | None,
+        Metric(
+            "Share of the sampled tokens that each rule alone would reject.",
+            unit="share of tokens",
+            key="rule",
+            plot=Plot(AGREEMENT, "Rejected tokens", from_zero=True),
+        ),
+    ] = None
+    rejected_by_age: Annotated[
+        Mapping[int, float] | None, Metric("Rejected share of the tokens of each age.", unit="share of tokens", key="age")
+    ] = None
+    kl_reference: Annotated[
+        float | None,
+        Metric(
+            "KL(trainer || reference policy), estimated, per sampled token.",
+            unit="nats a token",
+            plot=Plot(AGREEMENT, "KL(trainer ‖ reference)", colour="purple", from_zero=True),
+        ),
+    ] = None
+    kl_teacher: Annotated[
+        float | None,
+        Metric(
+            "KL(engine || teacher) per sampled token, estimated as the mean log-probability difference: unbiased, may be negative.",
+            unit="nats a token",
+        ),
+    ] = None
+
+    # Idle time and queue
+    queue_depth: Annotated[
+        int | None, Metric("Trajectories left in the queue when the batch was leased.", unit="trajectories", word="queue")
+    ] = None
+    dropped: Annotated[
+        Mapping[str, int] | None,
+        Metric("Trajectories dropped since the controller started, by reason.", unit="trajectories", key="reason"),
+    ] = None
+    step_seconds: Annotated[float | None, Metric("Duration of the step.", unit="seconds")] = None
+    wait_seconds: Annotated[float | None, Metric("Time the step waited for its batch.", unit="seconds", word="wait")] = None
+    train_seconds: Annotated[
+        float | None, Metric("Time from the batch's arrival to the end of training.", unit="seconds", word="train")
+    ] = None
+
+    # Weight updates
+    sync_seconds: Annotated[
+        float | None,
+        Metric(
+            "Weight sync of the latest published version: from the end of its optimizer step until every engine served it. Absent if an "
+            "earlier step already reported it, or no version was published.",
+            unit="seconds",
+            word="sync",
+            plot=Plot("Weight updates", "Weight sync", colour="red", from_zero=True),
+        ),
+    ] = None
+    sync_wait_seconds: Annotated[
+        float | None, Metric("Time that the step waited for weight sync, during or after training.", unit="seconds")
+    ] = None
+    pause_ms: Annotated[
+        float | None,
+        Metric(
+            "Longest pause of an engine for that version.",
+            unit="milliseconds",
+            word="pause",
+            plot=Plot("Weight updates", "Engines' pause for an update", colour="red", from_zero=True),
+        ),
+    ] = None
+
+    # Throughput
+    tokens: Annotated[int | None, Metric("Trained tokens, prompt and response, over all ranks.", unit="tokens")] = None
+    sampled_tokens: Annotated[
+        int | None, Metric("Trained tokens that engines sampled, over all ranks.", unit="tokens", over_updates="sum")
+    ] = None
+    tokens_per_s: Annotated[
+        float | None,
+        Metric(
+            "Trained tokens, prompt and response, per second of the step.",
+            unit="tokens/s",
+            word="tokens/s",
+            plot=Plot("Throughput", "Trained tokens", from_zero=True),
+        ),
+    ] = None
 
     @property
     def begin(self) -> float:
@@ -109,93 +247,6 @@ class Resume(msgspec.Struct, frozen=True):
     time: float = 0.0
 
 
-class Scoring(msgspec.Struct, frozen=True, kw_only=True):
-    """Statistics of a scorer or teacher; counts of samples since the controller started."""
-
-    in_flight: int = 0
-    """Gauge: samples in a call to the judge."""
-    waiting: int = 0
-    """Gauge: samples waiting for a slot, for the breaker or in backoff."""
-    scored: int = 0
-    retried: int = 0
-    """Number of retries."""
-    failed: Mapping[str, int] = {}
-    """Failed samples by reason."""
-    seconds: float = 0.0
-    """Total time of the scored and failed samples."""
-    breaker: str = "closed"
-
-
-class Calls(msgspec.Struct, frozen=True, kw_only=True):
-    """Calls of a tool since the controller started."""
-
-    calls: int = 0
-    seconds: float = 0.0
-    failures: Mapping[str, int] = {}
-    """Failed calls by reason."""
-
-
-class Rollout(msgspec.Struct, frozen=True, kw_only=True):
-    """The controller's counters. Except for gauges, they count trajectories (or tokens) since the controller started."""
-
-    time: float
-    version: int | None = None
-    queue_depth: int | None = None
-    """Gauge: trajectories ready for the trainer."""
-    running: int | None = None
-    """Gauge: trajectories being generated or scored."""
-    started: int = 0
-    accepted: int = 0
-    rejected: Mapping[str, int] = {}
-    dropped: Mapping[str, int] | int = 0
-    requeued: Mapping[str, int] = {}
-    """Trajectories whose prompts are sampled again, by reason."""
-    generated_tokens: int = 0
-    lost_tokens: int = 0
-    """Generated tokens that were discarded because their response restarted."""
-    recomputed_tokens: int = 0
-    """Tokens of prefixes that were sent again because a response was interrupted."""
-    scoring: Mapping[str, Scoring] = {}
-    """Statistics by stage, "scorer" and "teacher", for stages in use."""
-    tools: Mapping[str, Calls] = {}
-    """Calls by the tool's name."""
-    tokens_per_s: float | None = None
-    """Gauge: sampled tokens per second since the last record."""
-    engine_utilization: Mapping[str, float] = {}
-    """Gauge, 0 to 1: share of the time since the last record in which the engine had work."""
-
-
-class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
-    """One evaluation: the same questions to one version.
-
-    None: every episode failed; for `reward_stderr`, also if fewer than two questions have answers.
-    """
-
-    time: float
-    """Unix seconds at the end of the evaluation."""
-    version: int
-    """Version that every engine served at its start."""
-    version_min: int | None = None
-    """Oldest version that sampled a token of the evaluation."""
-    version_max: int | None = None
-    """Newest version that sampled a token; later than `version` if weights were updated during the evaluation."""
-    questions: int
-    episodes: int
-    reward_mean: float | None = None
-    """Mean over questions of the mean reward of their episodes, without failed episodes."""
-    reward_stderr: float | None = None
-    """Standard error of `reward_mean`, over questions."""
-    failed: Mapping[str, int] = {}
-    """Episodes without a reward, by reason."""
-    failed_share: float = 0.0
-    """Failed share of the episodes."""
-    response_tokens_mean: float | None = None
-    """Mean number of sampled tokens per successful episode."""
-    seconds: float
-    skipped: int = 0
-    """Evaluations skipped since the controller started, because another evaluation was running."""
-
-
 class Span(msgspec.Struct, frozen=True):
     """`who` ("trainer.0", "engine.0") did `what` from `begin` to `end`, in Unix seconds."""
 
@@ -203,6 +254,3 @@ class Span(msgspec.Struct, frozen=True):
     what: What
     begin: float
     end: float
-
-
-Record = Step | Resume | Rollout | Evaluation | Span

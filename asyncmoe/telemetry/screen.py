@@ -12,9 +12,11 @@ from rich.table import Table
 from rich.text import Text
 
 from asyncmoe.telemetry.advice import advise
-from asyncmoe.telemetry.format import ABSENT, bars, duration, number, percent
-from asyncmoe.telemetry.gauges import Gauges, gauge
-from asyncmoe.telemetry.schema import Evaluation, Rollout, Step
+from asyncmoe.telemetry.format import ABSENT, bars, duration, number, percent, quantity
+from asyncmoe.telemetry.gauges import Gauges, gauge, mean
+from asyncmoe.telemetry.metric import Metric, declared
+from asyncmoe.telemetry.rollout_schema import Evaluation, Rollout
+from asyncmoe.telemetry.schema import Step
 
 RECENT_STEPS = 10
 RECENT_ROLLOUTS = 30
@@ -42,8 +44,12 @@ class View:
     @property
     def recent(self) -> Gauges:
         """Gauges of the last few RL steps and rollout records."""
-        rl = [step for step in self.steps[-RECENT_STEPS:] if step.phase == "rl"]
-        return gauge(rl, self.rollout[-RECENT_ROLLOUTS:])
+        return gauge(self.recent_rl, self.rollout[-RECENT_ROLLOUTS:])
+
+    @property
+    def recent_rl(self) -> list[Step]:
+        """The RL steps among the last few steps."""
+        return [step for step in self.steps[-RECENT_STEPS:] if step.phase == "rl"]
 
 
 def remaining_seconds(view: View) -> float | None:
@@ -66,10 +72,8 @@ def heading(view: View) -> str:
 def panel(view: View) -> RenderableType:
     """Render the whole view; fits 80 columns, longer lines are folded."""
     g = view.recent
-    last = view.steps[-1] if view.steps else None
-    loss = g.loss if g.steps else (last.loss if last else None)
     rows = {
-        "learning": f"reward {number(g.reward)}   loss {number(loss)}",
+        "learning": "   ".join(f"{metric.word} {text}" for metric, text in _learning(view)),
         "speed": f"{number(g.trained_per_s)} tokens/s trained   {number(g.generated_per_s)} sampled   {duration(g.step_seconds)} a step",
         "queue": f"depth {number(g.queue_depth)}   in flight {number(g.running)}",
         "age": bars(g.ages),
@@ -87,6 +91,13 @@ def panel(view: View) -> RenderableType:
     for label, text in rows.items():
         grid.add_row(label, Text(text, style="yellow" if label in ("advice", "note") else ""))
     return Panel(Group(_progress(view), grid), title=Text(heading(view)), title_align="left")
+
+
+def _learning(view: View) -> list[tuple[Metric, str]]:
+    """Return the metrics of the panel: each is the mean over the recent RL steps, or the last step's before there is an RL step."""
+    steps = view.recent_rl or view.steps[-1:]
+    shown = {name: metric for name, metric in declared(Step).items() if metric.panel}
+    return [(metric, quantity(mean([getattr(step, name) for step in steps]), metric.unit)) for name, metric in shown.items()]
 
 
 def _progress(view: View) -> RenderableType:
@@ -114,15 +125,5 @@ def evaluated(record: Evaluation) -> str:
 def line(view: View, step: Step) -> str:
     """Describe one step in one line of plain text, without missing values."""
     phase = f"warm-up {step.step}/{view.warmup}" if step.phase == "warmup" else f"step {step.step - view.warmup}/{view.total - view.warmup}"
-    parts = [
-        ("reward", number(step.reward_mean)),
-        ("loss", number(step.loss)),
-        ("age", number(step.staleness_max)),
-        ("queue", number(step.queue_depth)),
-        ("wait", duration(step.wait_seconds)),
-        ("train", duration(step.train_seconds)),
-        ("sync", duration(step.sync_seconds)),
-        ("pause", number(step.pause_ms, "ms")),
-        ("tokens/s", number(step.tokens_per_s)),
-    ]
-    return "  ".join([phase, *(f"{name} {text}" for name, text in parts if text != ABSENT)])
+    parts = [(metric.word, quantity(getattr(step, name), metric.unit)) for name, metric in declared(Step).items() if metric.word]
+    return "  ".join([phase, *(f"{word} {text}" for word, text in parts if text != ABSENT)])

@@ -1,17 +1,22 @@
-"""The data of the report's curves."""
+"""The data of the report's curves and bars."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Sequence
+import math
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
+from asyncmoe.telemetry.metric import Metric
 from asyncmoe.telemetry.overlap import Cover
+from asyncmoe.telemetry.rollout_schema import Evaluation, Rollout
 from asyncmoe.telemetry.run import RunRecords
 from asyncmoe.telemetry.schema import Step
 
 MOST_POINTS = 500
+Drawn = Step | Rollout | Evaluation
+_NUMBER = re.compile(r"-?\d+(\.\d+)?")
 
 
 @dataclass(frozen=True)
@@ -41,15 +46,43 @@ def rl_step(run: RunRecords, step: Step) -> int:
     return step.step - run.rl[0].step + 1
 
 
-def by_step(run: RunRecords, value: Callable[[Step], float | None]) -> Series:
-    """Return a value of each RL step, over RL steps."""
-    return Series.of([(rl_step(run, step), value(step)) for step in run.rl])
+def placed(run: RunRecords, kind: type[Drawn]) -> Sequence[tuple[float, Drawn]]:
+    """Return the records of a kind with their place on the x axis: for steps the RL step, for evaluations the RL step evaluated, for
+    rollout records the minutes of RL time since the first RL step began."""
+    if kind is Step:
+        return [(rl_step(run, step), step) for step in run.rl]
+    if kind is Evaluation:
+        first = run.rl[0].step if run.rl else 1
+        return [(record.version - first + 1, record) for record in run.evaluations]
+    points: list[tuple[float, Drawn]] = []
+    before = 0.0
+    for begin, end in run.rl_windows:
+        points += [((before + record.time - begin) / 60, record) for record in run.rollout if begin <= record.time <= end]
+        before += end - begin
+    return points
 
 
-def evaluation(run: RunRecords) -> Series:
-    """Mean reward of each evaluation, over the RL steps behind the evaluated version."""
-    first = run.rl[0].step if run.rl else 1
-    return Series.of([(record.version - first + 1, record.reward_mean) for record in run.evaluations])
+def curves(run: RunRecords, kind: type[Drawn], name: str, metric: Metric) -> list[tuple[str, Series]]:
+    """Return the curve of a metric; for a mapping, each key and its curve. Shares are in per cent; a missing key of shares is 0."""
+    values = [(x, getattr(record, name)) for x, record in placed(run, kind)]
+    if not metric.key:
+        return [("", Series.of([(x, _scaled(value, metric)) for x, value in values]))]
+    absent = 0.0 if metric.is_share else None
+    known = [(x, value) for x, value in values if value is not None]
+    keys = sorted({key for _, value in known for key in value}, key=_order)
+    return [(str(key), Series.of([(x, _scaled(value.get(key, absent), metric)) for x, value in known])) for key in keys]
+
+
+def bars(run: RunRecords, kind: type[Drawn], name: str, metric: Metric) -> dict[int, float]:
+    """Return the height of each bar of a mapping from whole numbers, as `Plot.bars` says; shares are in per cent."""
+    found: dict[int, list[float]] = {}
+    for _, record in placed(run, kind):
+        for key, value in (getattr(record, name) or {}).items():
+            found.setdefault(key, []).append(value)
+    if metric.plot is not None and metric.plot.bars == "share":
+        whole = sum(map(sum, found.values()))
+        return {key: 100 * sum(found[key]) / whole for key in sorted(found)} if whole else {}
+    return {key: _scaled(fmean(found[key]), metric) or 0.0 for key in sorted(found)}
 
 
 def warmup_loss(run: RunRecords) -> Series:
@@ -57,9 +90,13 @@ def warmup_loss(run: RunRecords) -> Series:
     return Series.of([(step.step, step.loss) for step in run.steps if step.phase == "warmup"])
 
 
-def trainer_idle(step: Step) -> float | None:
-    """Percentage of the step in which the trainer waited for a batch."""
-    return 100 * step.wait_seconds / step.step_seconds if step.step_seconds and step.wait_seconds is not None else None
+def trainer_idle(run: RunRecords) -> Series:
+    """Percentage of each RL step in which the trainer waited for a batch."""
+
+    def idle(step: Step) -> float | None:
+        return 100 * step.wait_seconds / step.step_seconds if step.step_seconds and step.wait_seconds is not None else None
+
+    return Series.of([(rl_step(run, step), idle(step)) for step in run.rl])
 
 
 def engine_idle(run: RunRecords) -> Series:
@@ -71,37 +108,14 @@ def engine_idle(run: RunRecords) -> Series:
             return None
         return 100 * (1 - fmean(cover.within(step.begin, step.time) for cover in covers) / (step.time - step.begin))
 
-    return by_step(run, idle)
+    return Series.of([(rl_step(run, step), idle(step)) for step in run.rl])
 
 
-def ages(run: RunRecords) -> dict[int, int]:
-    """Number of sampled tokens of all RL steps by age in versions."""
-    found: Counter[int] = Counter()
-    for step in run.rl:
-        found.update(step.ages or {})
-    return {age: found[age] for age in sorted(found)}
+def _scaled(value: float | None, metric: Metric) -> float | None:
+    return 100 * value if value is not None and metric.is_share else value
 
 
-def routing_mismatch(run: RunRecords) -> dict[int, float]:
-    """Share of tokens, by layer, that the trainer's router would have sent to other experts; mean over RL steps."""
-    found: dict[int, list[float]] = {}
-    for step in run.rl:
-        for layer, share in (step.routing_mismatch or {}).items():
-            found.setdefault(layer, []).append(share)
-    return {layer: fmean(found[layer]) for layer in sorted(found)}
-
-
-def trained_per_s(step: Step) -> float | None:
-    """Trained tokens per second of the step."""
-    return step.tokens / step.step_seconds if step.step_seconds and step.tokens is not None else None
-
-
-def over_minutes(run: RunRecords, value: str) -> Series:
-    """A gauge of the rollout records over minutes of RL time since the first RL step began."""
-    points: list[tuple[float, float | None]] = []
-    before = 0.0
-    for begin, end in run.rl_windows:
-        inside = [record for record in run.rollout if begin <= record.time <= end]
-        points += [((before + record.time - begin) / 60, getattr(record, value)) for record in inside]
-        before += end - begin
-    return Series.of(points)
+def _order(key: str | int) -> tuple[float, str]:
+    """Sort numbers by value, before any text."""
+    text = str(key)
+    return (float(text), text) if _NUMBER.fullmatch(text) else (math.inf, text)

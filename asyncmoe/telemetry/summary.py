@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
 from pathlib import Path
-from statistics import fmean, median
+from statistics import fmean
 
 import msgspec
 
+from asyncmoe.telemetry.gauges import known, mean, median, ratio, sum_over
 from asyncmoe.telemetry.overlap import intersection, length
+from asyncmoe.telemetry.rollout_schema import Evaluation
 from asyncmoe.telemetry.run import RunRecords, load
-from asyncmoe.telemetry.schema import Evaluation
 
 ENDS = 5
 """Number of RL steps over which `reward_first` and `reward_last` are averaged."""
@@ -85,21 +85,20 @@ def summary_of(run: RunRecords) -> Summary:
     """Compute the summary; each field of `Summary` defines its number."""
     rl = run.rl
     wall = length(run.rl_windows)
-    rewards = _known(step.reward_mean for step in rl)
+    rewards = known(step.reward_mean for step in rl)
     updates = [step for step in rl if step.sync_seconds]
-    waits = _known(step.wait_seconds for step in rl)
     return Summary(
         steps=len(rl),
         reward_first=fmean(rewards[:ENDS]) if rewards else None,
         reward_last=fmean(rewards[-ENDS:]) if rewards else None,
-        tokens_per_s=_ratio(sum(step.tokens or 0 for step in rl), wall),
-        max_staleness_seen=max(_known(step.staleness_max for step in rl), default=None),
-        sync_seconds_median=_median(_known(step.sync_seconds for step in updates)),
-        pause_ms_median=_median(_known(step.pause_ms for step in updates)),
-        max_abs_logprob_diff_same_version=max(_known(step.logprob_diff_max_same_version for step in rl), default=None),
-        train_infer_kl_mean=_mean(_known(step.train_infer_kl for step in rl)),
-        routing_mismatch_mean=_mean([share for step in rl for share in (step.routing_mismatch or {}).values()]),
-        trainer_idle_share=_ratio(sum(waits), wall) if waits else None,
+        tokens_per_s=ratio(sum(step.tokens or 0 for step in rl), wall),
+        max_staleness_seen=max(known(step.staleness_max for step in rl), default=None),
+        sync_seconds_median=median(step.sync_seconds for step in updates),
+        pause_ms_median=median(step.pause_ms for step in updates),
+        max_abs_logprob_diff_same_version=max(known(step.logprob_diff_max_same_version for step in rl), default=None),
+        train_infer_kl_mean=mean(step.train_infer_kl for step in rl),
+        routing_mismatch_mean=mean([share for step in rl for share in (step.routing_mismatch or {}).values()]),
+        trainer_idle_share=sum_over((step.wait_seconds for step in rl), wall),
         engine_idle_share=_engine_idle_share(run, wall),
         overlap_share=overlap_share(run),
         wall_seconds=wall,
@@ -111,7 +110,7 @@ def summary_of(run: RunRecords) -> Summary:
 def overlap_share(run: RunRecords) -> float | None:
     """Return the share of the trainer's training time, within RL time, in which at least one engine was generating."""
     train = intersection(run.intervals("train", "trainer.0"), run.rl_windows)
-    return _ratio(length(intersection(train, run.intervals("generate"))), length(train))
+    return ratio(length(intersection(train, run.intervals("generate"))), length(train))
 
 
 def _engine_idle_share(run: RunRecords, wall: float) -> float | None:
@@ -119,19 +118,3 @@ def _engine_idle_share(run: RunRecords, wall: float) -> float | None:
         return None
     busy = [length(intersection(run.intervals("generate", engine), run.rl_windows)) for engine in run.engines]
     return 1 - fmean(busy) / wall
-
-
-def _known(values: Iterable[float | None]) -> list[float]:
-    return [value for value in values if value is not None]
-
-
-def _mean(values: list[float]) -> float | None:
-    return fmean(values) if values else None
-
-
-def _median(values: list[float]) -> float | None:
-    return median(values) if values else None
-
-
-def _ratio(part: float, whole: float) -> float | None:
-    return part / whole if whole > 0 else None

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING
 
 from asyncmoe.errors import StorageError
 from asyncmoe.storage import writing
-from asyncmoe.telemetry.flatten import numbers
 from asyncmoe.telemetry.follow import Followed
+from asyncmoe.telemetry.metric import Number, numbers
 from asyncmoe.telemetry.records import sessions
-from asyncmoe.telemetry.schema import Evaluation, Resume, Rollout, Step
+from asyncmoe.telemetry.rollout_schema import Evaluation, Rollout
+from asyncmoe.telemetry.schema import Resume, Step
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -67,23 +68,23 @@ class TensorBoard:
     def _write(self, record: Step) -> None:
         writer = self._writer_from(record.step)
         self._step = record.step
-        for name, key, value in numbers(record):
-            writer.add_scalar(_tag(record.phase, name, key), value, record.step, walltime=record.time)
+        for number in numbers(record):
+            writer.add_scalar(_tag(record.phase, number), number.value, record.step, walltime=record.time)
 
     def _write_rollout(self, record: Rollout) -> None:
         # The current step is unknown before the first step of this start.
         if self._writer is None:
             return
-        for name, key, value in numbers(record):
-            self._writer.add_scalar(_tag("rollout", name, key), value, self._step, walltime=record.time)
+        for number in numbers(record):
+            self._writer.add_scalar(_tag("rollout", number), number.value, self._step, walltime=record.time)
 
     def _write_evaluations(self) -> None:
         # An evaluation may arrive before the first step of this start; it is kept until then.
         if self._writer is None:
             return
         for record in self._evaluations:
-            for name, key, value in numbers(record):
-                self._writer.add_scalar(_tag("evaluation", name, key), value, record.version, walltime=record.time)
+            for number in numbers(record):
+                self._writer.add_scalar(_tag("evaluation", number), number.value, record.version, walltime=record.time)
         self._evaluations.clear()
 
     def _writer_from(self, step: int) -> SummaryWriter:
@@ -107,5 +108,5 @@ def _told_by_the_next_call(args: threading.ExceptHookArgs) -> None:
         _others(args)
 
 
-def _tag(group: str, name: str, key: str | None) -> str:
-    return f"{group}/{name}" if key is None else f"{group}/{name}/{key}"
+def _tag(group: str, number: Number) -> str:
+    return f"{group}/{number.name}" if number.key is None else f"{group}/{number.name}/{number.key}"

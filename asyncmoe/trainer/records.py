@@ -3,31 +3,21 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
 
+from asyncmoe.errors import InvariantBroken
 from asyncmoe.rpc.messages import Leased, Phase
+from asyncmoe.telemetry.metric import declared
 from asyncmoe.telemetry.schema import Step
 from asyncmoe.trainer.data.credit import credit_figures
-from asyncmoe.trainer.step import StepMetrics
-from asyncmoe.trainer.weight_sync.publisher import Published
 
-_FIGURES = {
-    "kl": "train_infer_kl",
-    "kl_reference": "kl_reference",
-    "clip_fraction": "clip_fraction",
-    "tis_capped_fraction": "tis_capped_fraction",
-    "ratio_mean": "ratio_mean",
-    "ess": "ess",
-    "rejected_fraction": "rejected_fraction",
-    "logprob_diff_max_same_version": "logprob_diff_max_same_version",
-    "logprob_diff_mean_same_version": "logprob_diff_mean_same_version",
-}
-"""Scalar figures of an objective (`objective.metrics`), and their names in the record."""
-_BY_KEY = ("ratio_quantiles", "rejected_by_rule", "rejected_by_age")
+if TYPE_CHECKING:  # both import Megatron
+    from asyncmoe.trainer.step import StepMetrics
+    from asyncmoe.trainer.weight_sync.publisher import Published
 
 
 def step_record(
@@ -43,10 +33,13 @@ def step_record(
 
     Args:
         step: steps taken, this one included.
-        updates: metrics of the step's optimizer updates.
+        updates: metrics of the step's optimizer updates; their figures go to the fields of the same names.
         published: the last version published by the end of the step; None if an earlier step reported it.
         waited: seconds the step waited for weight sync.
         times: Unix times at which the step began, received its batch and finished training.
+
+    Raises:
+        InvariantBroken: a figure has no field.
     """
     begin, got, trained = times
     end = time.time()
@@ -72,36 +65,49 @@ def step_record(
         response_tokens_mean=tokens / len(items),
         queue_depth=leased.queue_depth,
         dropped=leased.dropped,
+        **combined([update.figures for update in updates]),
     )
     if phase == "warmup":
         return common
-    ages: dict[int, int] = {}
-    for update in updates:
-        for age, count in update.figures["ages"].items():
-            ages[age] = ages.get(age, 0) + count
+    ages = common.ages or {}
     rewards = np.array([item.reward for item in items])
-    # Engine and trainer have the same weights only in a batch's first update.
-    same_version = {name: updates[0].figures[name] for name in _FIGURES if name.endswith("same_version")}
-    figures = {name: _mean(u.figures[name] for u in updates) for name in _FIGURES} | same_version
     return msgspec.structs.replace(
         common,
         reward_mean=float(rewards.mean()),
         reward_std=float(rewards.std()),
-        **credit_figures(items),
-        staleness_max=max(ages),
+        routing_mismatch=_mean_by_key([u.routing_mismatch for u in updates]) or None,
+        staleness_max=max(ages, default=None),
         staleness_mean=sum(age * count for age, count in ages.items()) / max(tokens, 1),
-        ages=ages,
-        routing_mismatch=_by_key([u.routing_mismatch for u in updates]) or None,
-        **{record: figures[name] for name, record in _FIGURES.items()},
-        **{name: _by_key([u.figures[name] for u in updates]) for name in _BY_KEY},
+        **credit_figures(items),
     )
 
 
-def _mean(values: Iterable[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return float(np.mean(known)) if known else None
+def combined(updates: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Combine the figures of a step's optimizer updates to one each, as `Metric.over_updates` of their fields of `Step` says.
+
+    Raises:
+        InvariantBroken: a figure has no field.
+    """
+    fields = declared(Step)
+    names = sorted({name for figures in updates for name in figures})
+    if unknown := [name for name in names if name not in fields]:
+        raise InvariantBroken(f"figures without a declaration: {', '.join(unknown)}; declare them in asyncmoe/telemetry/schema.py (Step)")
+    return {name: _combine(fields[name].over_updates, [figures.get(name) for figures in updates]) for name in names}
 
 
-def _by_key(each: Sequence[Mapping[Any, float]]) -> dict[Any, float]:
-    """Means by key; a missing key counts as 0."""
-    return {key: sum(one.get(key, 0.0) for one in each) / len(each) for key in sorted({key for one in each for key in one})}
+def _combine(how: str, each: Sequence[Any]) -> Any:
+    known = [value for value in each if value is not None]
+    if how == "first" or not known:
+        return each[0]
+    if isinstance(known[0], Mapping):
+        return _sum_by_key(known) if how == "sum" else _mean_by_key(known)
+    return sum(known) if how == "sum" else float(np.mean(known))
+
+
+def _sum_by_key(each: Sequence[Mapping[Any, float]]) -> dict[Any, float]:
+    """Sums by key; a missing key counts as 0."""
+    return {key: sum(one.get(key, 0) for one in each) for key in sorted({key for one in each for key in one})}
+
+
+def _mean_by_key(each: Sequence[Mapping[Any, float]]) -> dict[Any, float]:
+    return {key: total / len(each) for key, total in _sum_by_key(each).items()}

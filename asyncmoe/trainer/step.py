@@ -49,7 +49,7 @@ class StepMetrics:
         tokens: sampled tokens.
         entropy: entropy of the trainer's distribution over the whole vocabulary, in nats; mean over sampled tokens.
         updated: False if every token was rejected and no parameter changed.
-        figures: `objective.metrics` of a policy loss; {} for other losses.
+        figures: further numbers by their field's name in `telemetry.schema.Step`: `objective.metrics` of a policy loss.
         routing_mismatch: by layer, the share of tokens for which the trainer's router would have chosen other experts than the engine's;
             {} if routing was not kept.
     """

@@ -34,6 +34,8 @@ from asyncmoe.trainer.model import mesh, optimizer
 from asyncmoe.trainer.model.hf_checkpoint import HFCheckpoint
 from tests.ranks import case
 
+COMPARED = ("clip_fraction", "tis_capped_fraction", "ratio_mean", "train_infer_kl")
+"""Figures of the policy loss that are the same in every layout."""
 OVERLAPPED = {"overlap_grad_reduce": True, "overlap_param_gather": True, "bias_activation_fusion": True}
 """Switches of Megatron's that work without a GPU ..."""
 SWITCHED = ("ep=2", "pp=2,vpp=2", "tp=2,ep=2,etp=2")
@@ -166,10 +168,7 @@ def forward_and_gradients(job: Job) -> dict[str, Any]:
         "policy_loss": abs(policy.loss - job.reference["policy"]["loss"]),
         "policy_norm": abs(policy.grad_norm / job.reference["policy"]["grad_norm"] - 1),
         "same_version": policy.figures["logprob_diff_max_same_version"],
-        "metrics": [
-            round(value, 5)
-            for value in (*(policy.figures[name] for name in ("clip_fraction", "tis_capped_fraction", "ratio_mean", "kl")), policy.entropy)
-        ],
+        "metrics": [round(value, 5) for value in (*(policy.figures[name] for name in COMPARED), policy.entropy)],
         "counts": [policy.rows, policy.tokens, {str(age): count for age, count in policy.figures["ages"].items()}],
         "microbatches": len(batches),
         "filler": sum(not indices for rank in job.schedule.ranks for indices in rank),

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from asyncmoe.telemetry.records import JsonLines, Spans
-from asyncmoe.telemetry.schema import CONTROLLER_SPANS, EVALUATION, METRICS, ROLLOUT, TRAINER_SPANS, Evaluation, Resume, Rollout, Step
+from asyncmoe.telemetry.rollout_schema import Evaluation, Rollout
+from asyncmoe.telemetry.schema import CONTROLLER_SPANS, EVALUATION, METRICS, ROLLOUT, TRAINER_SPANS, Resume, Step
 
 START = 1_790_000_000.0
 

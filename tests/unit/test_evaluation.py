@@ -23,7 +23,7 @@ from asyncmoe.rollout.episodes.episode import RolloutContext
 from asyncmoe.rollout.evaluation import Evaluator, due, measure, sampling
 from asyncmoe.rollout.scoring import Exact
 from asyncmoe.rollout.tokenizer import Tokenizer
-from asyncmoe.telemetry.schema import Evaluation
+from asyncmoe.telemetry.rollout_schema import Evaluation
 from asyncmoe.trajectory import NOT_SAMPLED, Trajectory
 
 WARMUP = 10

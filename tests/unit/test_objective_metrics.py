@@ -39,12 +39,12 @@ def test_ratios_and_divergences(values: list[tuple[float, float, float]]) -> Non
     new, behaviour, reference = (np.array(column, np.float64) for column in zip(*values, strict=True))
     said = metrics(sums_of(new.tolist(), behaviour=behaviour.tolist(), reference=reference.tolist()))
     w = np.exp(new - behaviour)
-    assert said["tokens"] == len(values)
+    assert said["sampled_tokens"] == len(values)
     assert said["ratio_mean"] == pytest.approx(w.mean(), rel=1e-5)
     assert said["ess"] == pytest.approx(w.sum() ** 2 / (len(w) * (w**2).sum()), rel=1e-5)
     assert 1 / len(w) - 1e-9 <= said["ess"] <= 1 + 1e-9
-    assert said["kl"] == pytest.approx((w - 1 - np.log(w)).mean(), rel=1e-4, abs=1e-6)
-    assert said["kl_direct"] == pytest.approx(-np.log(w).mean(), rel=1e-4, abs=1e-6)
+    assert said["train_infer_kl"] == pytest.approx((w - 1 - np.log(w)).mean(), rel=1e-4, abs=1e-6)
+    assert said["train_infer_kl_direct"] == pytest.approx(-np.log(w).mean(), rel=1e-4, abs=1e-6)
     back = reference - new
     assert said["kl_reference"] == pytest.approx((np.exp(back) - 1 - back).mean(), rel=1e-4, abs=1e-6)
     assert said["logprob_diff_mean"] == pytest.approx(np.abs(new - behaviour).mean(), rel=1e-4, abs=1e-6)
@@ -111,7 +111,7 @@ def test_shares_are_of_what_they_are_about() -> None:
 
 def test_figures_without_tokens_and_without_a_reference() -> None:
     said = metrics({name: torch.zeros(shape, dtype=torch.float64) for name, shape in SUMS.items()})
-    assert (said["tokens"], said["kl"], said["ess"], said["kl_reference"], said["ages"], said["ratio_quantiles"]) == (
+    assert (said["sampled_tokens"], said["train_infer_kl"], said["ess"], said["kl_reference"], said["ages"], said["ratio_quantiles"]) == (
         0,
         0.0,
         0.0,

@@ -22,7 +22,8 @@ from asyncmoe.telemetry.gauges import Gauges, gauge
 from asyncmoe.telemetry.live import LiveView
 from asyncmoe.telemetry.prometheus import Prometheus
 from asyncmoe.telemetry.records import read_steps
-from asyncmoe.telemetry.schema import METRICS, Calls, Resume, Rollout, Scoring, Step
+from asyncmoe.telemetry.rollout_schema import Calls, Rollout, Scoring
+from asyncmoe.telemetry.schema import METRICS, Resume, Step
 from asyncmoe.telemetry.screen import View, evaluated, heading, line, panel, remaining_seconds
 from asyncmoe.telemetry.tensorboard import TensorBoard
 

@@ -111,14 +111,16 @@ def metrics(sums: Mapping[str, Any]) -> dict[str, Any]:
     """Compute the figures of a step from `SUMS` over all micro-batches and ranks. Means are over sampled tokens, log-probabilities in nats.
 
     Returns:
-        tokens: sampled tokens.
+        A figure for each of these fields of `telemetry.schema.Step`, which record it:
+        sampled_tokens: sampled tokens.
         rejected_fraction: share of tokens not trained on; rejected_by_rule: share each rule rejects on its own, for rules that reject any;
             rejected_by_age: rejected share of the tokens of each age, for ages with rejected tokens.
         clip_fraction: share of the kept tokens on which the clip acts.
         tis_capped_fraction: share of tokens whose weight is capped; correction_mean: mean weight of kept tokens.
         ratio_mean, ratio_quantiles: of w = pi / pi_engine, log w within [-20, 20]; quantiles by share, with the precision of `histogram`.
         ess: effective sample size as a share, (sum w)^2 / (n sum w^2): 1 on policy, 1 / n if a single token has all the weight.
-        kl: KL(engine || trainer), the k3 estimate, never negative; kl_direct: mean of log pi_engine - log pi, unbiased but noisy.
+        train_infer_kl: KL(engine || trainer), the k3 estimate, never negative; train_infer_kl_direct: mean of log pi_engine - log pi,
+            unbiased but noisy.
         kl_reference: KL(trainer || reference), k3 estimate, valid only for tokens sampled by the trainer's policy; None without reference.
         logprob_diff_mean: mean |trainer - engine|; logprob_diff_mean_same_version, logprob_diff_max_same_version: mean and maximum over
             tokens of trajectories sampled entirely by the weights being trained; None without such tokens.
@@ -129,7 +131,7 @@ def metrics(sums: Mapping[str, Any]) -> dict[str, Any]:
     tokens, kept, same = max(one["tokens"], 1.0), max(one["kept"], 1.0), one["same_version"]
     ages, rejected_ages = values["ages"], values["rejected_ages"]
     return {
-        "tokens": int(one["tokens"]),
+        "sampled_tokens": int(one["tokens"]),
         "rejected_fraction": (one["tokens"] - one["kept"]) / tokens,
         "rejected_by_rule": {name: float(n) / tokens for name, n in zip(RULES, values["rejected"], strict=True) if n},
         "rejected_by_age": {int(age): float(rejected_ages[age] / ages[age]) for age in np.flatnonzero(rejected_ages)},
@@ -139,8 +141,8 @@ def metrics(sums: Mapping[str, Any]) -> dict[str, Any]:
         "ratio_mean": one["ratio"] / tokens,
         "ratio_quantiles": _quantiles(values["ratio_bins"]),
         "ess": one["ratio"] ** 2 / (tokens * one["ratio_squared"]) if one["ratio_squared"] > 0 else 0.0,
-        "kl": one["kl"] / tokens,
-        "kl_direct": one["kl_direct"] / tokens,
+        "train_infer_kl": one["kl"] / tokens,
+        "train_infer_kl_direct": one["kl_direct"] / tokens,
         "kl_reference": one["kl_reference"] / one["referenced"] if one["referenced"] else None,
         "logprob_diff_mean": one["logprob_diff"] / tokens,
         "logprob_diff_mean_same_version": one["logprob_diff_same_version"] / same if same else None,

@@ -1,0 +1,115 @@
+"""What a metric is: the declaration beside a field of a record, and what readers derive from it.
+
+A field of a record is a metric if its type is annotated with a `Metric`; a field annotated with a text is described, but not exported.
+TensorBoard, Prometheus, the live view, the report and docs/metrics.md know no metric by name: they show what is declared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Literal, NamedTuple, get_type_hints
+
+import msgspec
+
+Section = Literal["Learning", "Staleness", "Agreement of engines and trainer", "Idle time and queue", "Weight updates", "Throughput"]
+Colour = Literal["grey", "blue", "green", "orange", "red", "purple"]
+
+
+@dataclass(frozen=True)
+class Plot:
+    """A metric in the report's figure with the title `figure`; metrics with the same title share the figure.
+
+    A step's metric is drawn over RL steps, a rollout record's over minutes, an evaluation's over the step evaluated. A mapping is one curve
+    for each key, or bars.
+
+    Attributes:
+        curve: the curve's name in the legend of a figure with several metrics.
+        colour: the colour; several keys take it and its successors.
+        from_zero: the axis begins at 0.
+        smooth: add the running mean.
+        bars: draw a mapping with a bar for each key: its mean over the steps, or its share of the total over all keys and steps.
+        keys: label of the axis of the bars.
+    """
+
+    section: Section
+    figure: str
+    curve: str = ""
+    colour: Colour = "blue"
+    from_zero: bool = False
+    smooth: bool = False
+    bars: Literal["mean", "share"] | None = None
+    keys: str = ""
+
+
+@dataclass(frozen=True)
+class Metric:
+    """The declaration of a metric.
+
+    Attributes:
+        help: one or two sentences, for Prometheus and docs/metrics.md.
+        unit: unit in words, the label of the figure's axis. If it begins with "share", values are between 0 and 1, and people see per cent.
+        key: what the keys of a mapping are; the label in Prometheus.
+        word: its name in the live view's line of a step; "" leaves it out.
+        panel: the live view's panel shows it too, as the mean of the recent steps.
+        plot: where the report draws it; None: nowhere.
+        over_updates: how figures that `trainer.step.StepMetrics` has under this name become one if a step made several optimizer updates.
+        source: the object in the controller with an attribute of the same name that the record copies.
+    """
+
+    help: str
+    unit: str = ""
+    key: str = ""
+    word: str = ""
+    panel: bool = False
+    plot: Plot | None = None
+    over_updates: Literal["mean", "sum", "first"] = "mean"
+    source: Literal["queue", "pool"] | None = None
+
+    @property
+    def is_share(self) -> bool:
+        return self.unit.startswith("share")
+
+
+class Number(NamedTuple):
+    """A measured number of a record. `label` and `key` are None for a plain number; for an entry of a mapping, they are what the key is,
+    and the key."""
+
+    name: str
+    label: str | None
+    key: str | None
+    value: float
+    help: str
+
+
+@cache
+def declared(kind: type[msgspec.Struct]) -> Mapping[str, Metric]:
+    """Return the metrics of a kind of record by field, in the order of its fields."""
+    found = ((name, getattr(hint, "__metadata__", (None,))[0]) for name, hint in get_type_hints(kind, include_extras=True).items())
+    return {name: metric for name, metric in found if isinstance(metric, Metric)}
+
+
+def numbers(record: msgspec.Struct) -> Iterator[Number]:
+    """Yield every measured number of a record's metrics.
+
+    A mapping to records yields each of their metrics under the name of both ("tools_calls"); counts by reason in it are summed.
+    """
+    for name, metric in declared(type(record)).items():
+        value = getattr(record, name)
+        if not isinstance(value, Mapping):
+            yield from _plain(name, None, None, value, metric.help)
+            continue
+        for key, inner in value.items():
+            if not isinstance(inner, msgspec.Struct):
+                yield from _plain(name, metric.key, str(key), inner, metric.help)
+                continue
+            for part, of_part in declared(type(inner)).items():
+                counted: Any = getattr(inner, part)
+                whole = sum(counted.values()) if isinstance(counted, Mapping) else counted
+                yield from _plain(f"{name}_{part}", metric.key, str(key), whole, of_part.help)
+
+
+def _plain(name: str, label: str | None, key: str | None, value: Any, help: str) -> Iterator[Number]:
+    if isinstance(value, int | float):
+        yield Number(name, label, key, float(value), help)

@@ -1,0 +1,117 @@
+"""A metric is its declaration: every reader shows what is declared, and what is declared makes sense."""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Mapping
+from itertools import groupby
+from pathlib import Path
+from typing import Any, get_args, get_origin, get_type_hints
+
+import msgspec
+import pytest
+import torch
+
+from asyncmoe.errors import InvariantBroken
+from asyncmoe.telemetry import metric, report
+from asyncmoe.telemetry.metric import Metric, declared
+from asyncmoe.telemetry.rollout_schema import Calls, Evaluation, Rollout, Scoring
+from asyncmoe.telemetry.schema import Step
+from asyncmoe.trainer import objective
+from asyncmoe.trainer.records import combined
+
+ROOT = Path(__file__).parents[2]
+KINDS: tuple[type[msgspec.Struct], ...] = (Step, Rollout, Evaluation, Scoring, Calls)
+
+
+def test_a_declaration_alone_brings_a_metric_to_every_reader(tmp_path: Path) -> None:
+    command = [sys.executable, str(Path(__file__).with_name("made_up_metric.py")), str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-3000:]
+    shown: dict[str, Any] = json.loads(done.stdout)
+    assert shown["records"] == [1.5, 2.5, 3.5]
+    assert [re.findall(r"surprise (\S+)", line) for line in shown["lines"]] == [["1.5"], ["2.5"], ["3.5"]]
+    assert re.search(r"learning +surprise 2\.5 +reward 1", shown["panel"])
+    assert shown["tensorboard"]["rl/surprise"] == [1.5, 2.5, 3.5]
+    assert shown["tensorboard"]["rollout/stalls/engine.0"] == [1, 2, 3]
+    assert "# HELP asyncmoe_step_surprise Mean surprise." in shown["prometheus"]
+    assert "asyncmoe_step_surprise 3.5" in shown["prometheus"]
+    assert 'asyncmoe_rollout_stalls{engine="engine.0"} 3.0' in shown["prometheus"]
+    drawn = [base64.b64decode(data).decode() for data in re.findall(r'base64,([^"]*)"', shown["report"])]
+    assert [sum(f"<!-- {text} -->" in picture for picture in drawn) for text in ("Surprise", "nats a token", "Stalls of engines")] == [
+        1,
+        1,
+        1,
+    ]
+
+
+def test_every_number_of_a_record_is_declared_and_described() -> None:
+    for kind in KINDS:
+        for name, hint in get_type_hints(kind, include_extras=True).items():
+            (about,) = getattr(hint, "__metadata__", (None,))
+            assert isinstance(about, Metric | str), f"{kind.__name__}.{name} has no declaration"
+            assert isinstance(about, Metric) or name in ("step", "phase", "time", "breaker"), f"{kind.__name__}.{name}"
+            text = about if isinstance(about, str) else about.help
+            assert text.endswith("."), f"{kind.__name__}.{name}: {text}"
+
+
+def _is_mapping(hint: Any) -> bool:
+    return any(get_origin(option) is Mapping for option in (hint, *get_args(hint)))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_declarations_make_sense(kind: type[msgspec.Struct]) -> None:
+    hints = get_type_hints(kind)
+    for name, found in declared(kind).items():
+        assert bool(found.key) == _is_mapping(hints[name]), f"{name}: a mapping needs a key, and only a mapping"
+        assert not (found.word and found.key), f"{name}: the live view shows plain numbers"
+        assert not found.panel or (found.word and kind is Step), f"{name}: the panel shows steps' metrics that have a word"
+        assert found.source is None or kind is Rollout, f"{name}: only rollout records are copied"
+        if found.plot is not None:
+            assert found.unit, f"{name}: the axis of a figure needs a unit"
+            assert found.plot.section in [title for title, _, _ in report._SECTIONS]
+            assert found.plot.bars is None or found.key, f"{name}: bars are for mappings"
+
+
+def test_metrics_that_share_a_figure_agree_on_it() -> None:
+    plots = [(found.plot, found, kind) for kind in KINDS for found in declared(kind).values() if found.plot is not None]
+    for title, group in groupby(sorted(plots, key=lambda drawn: drawn[0].figure), key=lambda drawn: drawn[0].figure):
+        members = list(group)
+        assert len({(plot.section, plot.from_zero, found.unit, kind) for plot, found, kind in members}) == 1, title
+        assert len(members) == 1 or all(plot.curve and not plot.bars and not plot.smooth for plot, _, _ in members), title
+    titles = {plot.figure for plot, _, _ in plots}
+    assert [first for _, _, firsts in report._SECTIONS for first in firsts if isinstance(first, str) and first not in titles] == []
+
+
+def test_figures_of_the_objective_are_recorded() -> None:
+    sums = {name: torch.zeros(shape, dtype=torch.float64) for name, shape in objective.SUMS.items()}
+    figures = objective.metrics(sums)
+    assert set(combined([figures, figures])) == set(figures) <= set(declared(Step))
+
+
+def test_figures_of_several_updates_become_one() -> None:
+    one = {"ess": 0.5, "ages": {0: 3}, "logprob_diff_max_same_version": 0.1, "rejected_by_rule": {"veto": 0.2}, "kl_reference": None}
+    other = {"ess": 1.0, "ages": {0: 1, 2: 4}, "logprob_diff_max_same_version": 7.0, "rejected_by_rule": {}, "kl_reference": None}
+    assert combined([one, other]) == {
+        "ess": 0.75,
+        "ages": {0: 4, 2: 4},
+        "logprob_diff_max_same_version": 0.1,  # afterwards the trainer's weights are not the engines' any more
+        "rejected_by_rule": {"veto": 0.1},
+        "kl_reference": None,
+    }
+    assert combined([{}, {}]) == {}
+    with pytest.raises(InvariantBroken, match=r"figures without a declaration: surprize; declare them in asyncmoe/telemetry/schema\.py"):
+        combined([{"surprize": 1.0}])
+
+
+def test_numbers_of_nested_records_have_their_own_help() -> None:
+    record = Rollout(time=1.0, scoring={"teacher": Scoring(failed={"a": 2, "b": 1})}, dropped={"stale": 4})
+    found = {(number.name, number.label, number.key): (number.value, number.help) for number in metric.numbers(record)}
+    assert found["scoring_failed", "who", "teacher"] == (3.0, "Failed samples by reason.")
+    assert found["dropped", "reason", "stale"][0] == 4.0
+    assert found["started", None, None][0] == 0.0
+    assert "time" not in {name for name, _, _ in found}

@@ -58,7 +58,7 @@ def gauge(rl: Sequence[Step], rollout: Sequence[Rollout] = ()) -> Gauges:
     return Gauges(
         steps=len(rl),
         reward=mean(step.reward_mean for step in rl),
-        reward_std=max((step.reward_std for step in rl if step.reward_std is not None), default=None),
+        reward_std=max(known(step.reward_std for step in rl), default=None),
         loss=mean(step.loss for step in rl),
         lost_step=next((step.step for step in rl if step.loss is None), None),
         step_seconds=median(step.step_seconds for step in rl),
@@ -74,7 +74,7 @@ def gauge(rl: Sequence[Step], rollout: Sequence[Rollout] = ()) -> Gauges:
         ages=dict(ages) or None,
         clip_fraction=mean(step.clip_fraction for step in rl),
         tis_capped=mean(step.tis_capped_fraction for step in rl),
-        logprob_diff=max((s.logprob_diff_max_same_version for s in rl if s.logprob_diff_max_same_version is not None), default=None),
+        logprob_diff=max(known(step.logprob_diff_max_same_version for step in rl), default=None),
         dropped=ratio(_too_old(last), last.accepted) if last else None,
         rejected=ratio(total(last.rejected), last.started) if last else None,
         rejected_most=max(last.rejected, key=lambda reason: last.rejected[reason]) if last and last.rejected else None,

@@ -13,12 +13,12 @@ from asyncmoe.telemetry.metric import Metric, Plot
 class Scoring(msgspec.Struct, frozen=True, kw_only=True):
     """Statistics of a scorer or teacher; counts of samples since the controller started."""
 
-    in_flight: Annotated[int, Metric("Samples in a call to the judge.", unit="samples")] = 0
-    waiting: Annotated[int, Metric("Samples waiting for a slot, for the breaker or in backoff.", unit="samples")] = 0
-    scored: Annotated[int, Metric("Scored samples.", unit="samples")] = 0
+    in_flight: Annotated[int, Metric("Samples in a call to the judge.", "samples")] = 0
+    waiting: Annotated[int, Metric("Samples waiting for a slot, for the breaker or in backoff.", "samples")] = 0
+    scored: Annotated[int, Metric("Scored samples.", "samples")] = 0
     retried: Annotated[int, Metric("Retries.")] = 0
-    failed: Annotated[Mapping[str, int], Metric("Failed samples by reason.", unit="samples", key="reason")] = {}
-    seconds: Annotated[float, Metric("Total time of the scored and failed samples.", unit="seconds")] = 0.0
+    failed: Annotated[Mapping[str, int], Metric("Failed samples by reason.", "samples", key="reason")] = {}
+    seconds: Annotated[float, Metric("Total time of the scored and failed samples.", "seconds")] = 0.0
     breaker: Annotated[str, "State of the circuit breaker."] = "closed"
 
 
@@ -26,7 +26,7 @@ class Calls(msgspec.Struct, frozen=True, kw_only=True):
     """Calls of a tool since the controller started."""
 
     calls: Annotated[int, Metric("Calls.")] = 0
-    seconds: Annotated[float, Metric("Total time of the calls.", unit="seconds")] = 0.0
+    seconds: Annotated[float, Metric("Total time of the calls.", "seconds")] = 0.0
     failures: Annotated[Mapping[str, int], Metric("Failed calls by reason.", key="reason")] = {}
 
 
@@ -39,7 +39,7 @@ class Rollout(msgspec.Struct, frozen=True, kw_only=True):
         int | None,
         Metric(
             "Trajectories being generated or scored, at the moment.",
-            unit="trajectories",
+            "trajectories",
             plot=Plot("Idle time and queue", "Queue", curve="in flight", colour="grey", from_zero=True),
             source="queue",
         ),
@@ -48,28 +48,21 @@ class Rollout(msgspec.Struct, frozen=True, kw_only=True):
         int | None,
         Metric(
             "Trajectories ready for the trainer, at the moment.",
-            unit="trajectories",
+            "trajectories",
             plot=Plot("Idle time and queue", "Queue", curve="queued", from_zero=True),
         ),
     ] = None
-    started: Annotated[int, Metric("Started trajectories.", unit="trajectories", source="queue")] = 0
-    accepted: Annotated[int, Metric("Accepted trajectories.", unit="trajectories", source="queue")] = 0
-    rejected: Annotated[
-        Mapping[str, int], Metric("Rejected trajectories by reason.", unit="trajectories", key="reason", source="queue")
-    ] = {}
-    dropped: Annotated[
-        Mapping[str, int] | int, Metric("Dropped trajectories by reason.", unit="trajectories", key="reason", source="queue")
-    ] = 0
+    started: Annotated[int, Metric("Started trajectories.", "trajectories", source="queue")] = 0
+    accepted: Annotated[int, Metric("Accepted trajectories.", "trajectories", source="queue")] = 0
+    rejected: Annotated[Mapping[str, int], Metric("Rejected trajectories by reason.", "trajectories", key="reason", source="queue")] = {}
+    dropped: Annotated[Mapping[str, int] | int, Metric("Dropped trajectories by reason.", "trajectories", key="reason", source="queue")] = 0
     requeued: Annotated[
-        Mapping[str, int],
-        Metric("Trajectories whose prompts are sampled again, by reason.", unit="trajectories", key="reason", source="queue"),
+        Mapping[str, int], Metric("Trajectories whose prompts are sampled again, by reason.", "trajectories", key="reason", source="queue")
     ] = {}
-    generated_tokens: Annotated[int, Metric("Sampled tokens.", unit="tokens", source="pool")] = 0
-    lost_tokens: Annotated[
-        int, Metric("Sampled tokens that were discarded because their response restarted.", unit="tokens", source="pool")
-    ] = 0
+    generated_tokens: Annotated[int, Metric("Sampled tokens.", "tokens", source="pool")] = 0
+    lost_tokens: Annotated[int, Metric("Sampled tokens that were discarded because their response restarted.", "tokens", source="pool")] = 0
     recomputed_tokens: Annotated[
-        int, Metric("Tokens of prefixes that were sent again because a response was interrupted.", unit="tokens", source="pool")
+        int, Metric("Tokens of prefixes that were sent again because a response was interrupted.", "tokens", source="pool")
     ] = 0
     scoring: Annotated[Mapping[str, Scoring], Metric('Statistics by stage, "scorer" and "teacher", for stages in use.', key="who")] = {}
     tools: Annotated[Mapping[str, Calls], Metric("Calls by the tool's name.", key="tool")] = {}
@@ -77,13 +70,12 @@ class Rollout(msgspec.Struct, frozen=True, kw_only=True):
         float | None,
         Metric(
             "Sampled tokens per second since the last record.",
-            unit="tokens/s",
+            "tokens/s",
             plot=Plot("Throughput", "Sampled tokens", colour="green", from_zero=True),
         ),
     ] = None
     engine_utilization: Annotated[
-        Mapping[str, float],
-        Metric("Share of the time since the last record in which the engine had work.", unit="share of time", key="engine"),
+        Mapping[str, float], Metric("Share of the time since the last record in which the engine had work.", "share of time", key="engine")
     ] = {}
 
 
@@ -105,13 +97,13 @@ class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
         float | None,
         Metric(
             "Mean over questions of the mean reward of their episodes, without failed episodes.",
-            unit="reward",
+            "reward",
             plot=Plot("Learning", "Evaluation", colour="green"),
         ),
     ] = None
-    reward_stderr: Annotated[float | None, Metric("Standard error of `reward_mean`, over questions.", unit="reward")] = None
-    failed: Annotated[Mapping[str, int], Metric("Episodes without a reward, by reason.", unit="episodes", key="reason")] = {}
-    failed_share: Annotated[float, Metric("Failed share of the episodes.", unit="share of episodes")] = 0.0
-    response_tokens_mean: Annotated[float | None, Metric("Mean number of sampled tokens per successful episode.", unit="tokens")] = None
-    seconds: Annotated[float, Metric("Duration of the evaluation.", unit="seconds")]
+    reward_stderr: Annotated[float | None, Metric("Standard error of `reward_mean`, over questions.", "reward")] = None
+    failed: Annotated[Mapping[str, int], Metric("Episodes without a reward, by reason.", "episodes", key="reason")] = {}
+    failed_share: Annotated[float, Metric("Failed share of the episodes.", "share of episodes")] = 0.0
+    response_tokens_mean: Annotated[float | None, Metric("Mean number of sampled tokens per successful episode.", "tokens")] = None
+    seconds: Annotated[float, Metric("Duration of the evaluation.", "seconds")]
     skipped: Annotated[int, Metric("Evaluations skipped since the controller started, because another evaluation was running.")] = 0

@@ -49,6 +49,7 @@ demo: setup
 # Generate docs/config.md and docs/metrics.md from the schemas of the configuration and of the records.
 docs: setup
 	$(TRAIN)/bin/python docs/generate.py
+	$(TRAIN)/bin/python docs/generate_metrics.py
 
 # Unit tests take one core each. Other tests start many processes; system tests run two at a time, because they wait more than they compute.
 test: setup lint $(TRAIN)/.system

@@ -1,8 +1,7 @@
-"""Write docs/config.md from the schema of the configuration, and docs/metrics.md from that of the records. `make docs` runs this script.
+"""Write docs/config.md from the schema of the configuration. `make docs` runs this script.
 
-config.md depends on `asyncmoe.config.Config` alone: sections and keys in schema order, types and bounds in words, defaults, and the
-descriptions of the keys in `asyncmoe/config`. metrics.md depends on the declarations of `asyncmoe.telemetry.schema` and `rollout_schema`
-alone. tests/unit/test_docs.py compares the pages with the files.
+The page depends on `asyncmoe.config.Config` alone: sections and keys in schema order, types and bounds in words, defaults, and the
+descriptions of the keys in `asyncmoe/config`. tests/unit/test_docs.py compares the page with the file.
 """
 
 from __future__ import annotations
@@ -13,16 +12,12 @@ import types
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-import msgspec
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from asyncmoe.config import Config
-from asyncmoe.telemetry.metric import Metric
-from asyncmoe.telemetry.rollout_schema import Evaluation, Rollout
-from asyncmoe.telemetry.schema import EVALUATION, METRICS, ROLLOUT, Step
 
 OUT = Path(__file__).parent / "config.md"
 HEAD = """\
@@ -39,20 +34,6 @@ the key, the value given and the value expected. Sizes that must divide the mode
 
 `null` means unset. A section marked *optional* is absent unless the file has it. Words such as eta, version, lease and bucket are explained
 in the [glossary](glossary.md).
-"""
-METRICS_OUT = Path(__file__).parent / "metrics.md"
-METRICS_HEAD = """\
-# Metrics
-
-<!-- Made by docs/generate.py from asyncmoe/telemetry/schema.py and rollout_schema.py. Change the declarations, then run `make docs`. -->
-
-The records of a run, in its directory `run.dir`: one JSON object a line. A number that was not measured is `null`. The last column has the
-figure of `report.html` that draws it. How to add one: [CONTRIBUTING](../CONTRIBUTING.md#a-new-metric).
-
-TensorBoard has every number as `rl/<field>`, `warmup/<field>` (steps of the warm-up), `rollout/<field>` or `evaluation/<field>`;
-Prometheus as `asyncmoe_step_<field>`, `asyncmoe_rollout_<field>` or `asyncmoe_evaluation_<field>`. A field with an entry below *by* is a
-mapping: in TensorBoard, each key is a tag of its own (`rl/ages/0`), in Prometheus a label (`asyncmoe_step_ages{age="0"}`).
-`scoring` and `tools` map names to objects; `scoring_failed` is their field `failed`, in TensorBoard and Prometheus the sum over reasons.
 """
 _WORDS = {int: "whole number", float: "number", bool: "`true` or `false`", str: "text", Path: "path", type(None): "`null`", Any: "anything"}
 
@@ -179,30 +160,5 @@ def generate() -> str:
     return "\n".join(parts)
 
 
-def _fields(kind: type[msgspec.Struct], prefix: str = "") -> Iterator[str]:
-    for name, hint in get_type_hints(kind, include_extras=True).items():
-        annotated, about = get_args(hint)
-        metric = about if isinstance(about, Metric) else Metric(about)
-        drawn = "" if metric.plot is None else plain(metric.plot.figure)
-        yield f"| `{prefix}{name}` | {plain(metric.help)} | {metric.unit} | {metric.key} | {drawn} |"
-        inner = [part for part in get_args(annotated) if isinstance(part, type) and issubclass(part, msgspec.Struct)]
-        for record in inner:
-            yield from _fields(record, f"{name}_")
-
-
-def metrics() -> str:
-    """Return the page on the records."""
-    parts = [METRICS_HEAD]
-    for file, kind in ((METRICS, Step), (ROLLOUT, Rollout), (EVALUATION, Evaluation)):
-        parts += [
-            f"## {file}\n",
-            " ".join((kind.__doc__ or "").split()) + "\n",
-            "| field | meaning | unit | by | figure |\n|---|---|---|---|---|",
-        ]
-        parts += [*_fields(kind), ""]
-    return "\n".join(parts)
-
-
 if __name__ == "__main__":
     OUT.write_text(generate())
-    METRICS_OUT.write_text(metrics())

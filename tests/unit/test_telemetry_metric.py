@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import re
+import runpy
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -57,6 +58,11 @@ def test_every_number_of_a_record_is_declared_and_described() -> None:
             assert isinstance(about, Metric) or name in ("step", "phase", "time", "breaker"), f"{kind.__name__}.{name}"
             text = about if isinstance(about, str) else about.help
             assert text.endswith("."), f"{kind.__name__}.{name}: {text}"
+
+
+def test_the_page_on_metrics_is_what_is_declared() -> None:
+    page = runpy.run_path(str(ROOT / "docs" / "generate_metrics.py"))["generate"]()
+    assert (ROOT / "docs" / "metrics.md").read_text() == page, "run: make docs"
 
 
 def _is_mapping(hint: Any) -> bool:

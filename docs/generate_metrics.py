@@ -1,0 +1,65 @@
+"""Write docs/metrics.md from the declarations of the records' fields. `make docs` runs this script.
+
+The page depends on `asyncmoe.telemetry.schema` and `rollout_schema` alone. tests/unit/test_telemetry_metric.py compares it with the file.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import get_args, get_type_hints
+
+import msgspec
+
+from asyncmoe.telemetry.metric import Metric
+from asyncmoe.telemetry.rollout_schema import Evaluation, Rollout
+from asyncmoe.telemetry.schema import EVALUATION, METRICS, ROLLOUT, Step
+
+OUT = Path(__file__).parent / "metrics.md"
+HEAD = """\
+# Metrics
+
+<!-- Made by docs/generate_metrics.py from asyncmoe/telemetry/schema.py and rollout_schema.py. Change them, then run `make docs`. -->
+
+The records of a run, in its directory `run.dir`: one JSON object a line. A number that was not measured is `null`. The last column has the
+figure of `report.html` that draws it. How to add one: [CONTRIBUTING](../CONTRIBUTING.md#a-new-metric).
+
+TensorBoard has every number as `rl/<field>`, `warmup/<field>` (steps of the warm-up), `rollout/<field>` or `evaluation/<field>`;
+Prometheus as `asyncmoe_step_<field>`, `asyncmoe_rollout_<field>` or `asyncmoe_evaluation_<field>`. A field with an entry below *by* is a
+mapping: in TensorBoard, each key is a tag of its own (`rl/ages/0`), in Prometheus a label (`asyncmoe_step_ages{age="0"}`).
+`scoring` and `tools` map names to objects; `scoring_failed` is their field `failed`, in TensorBoard and Prometheus the sum over reasons.
+"""
+
+
+def _fields(kind: type[msgspec.Struct], prefix: str = "") -> Iterator[str]:
+    for name, hint in get_type_hints(kind, include_extras=True).items():
+        annotated, about = get_args(hint)
+        metric = about if isinstance(about, Metric) else Metric(about)
+        drawn = "" if metric.plot is None else _plain(metric.plot.figure)
+        yield f"| `{prefix}{name}` | {_plain(metric.help)} | {metric.unit} | {metric.key} | {drawn} |"
+        inner = [part for part in get_args(annotated) if isinstance(part, type) and issubclass(part, msgspec.Struct)]
+        for record in inner:
+            yield from _fields(record, f"{name}_")
+
+
+def generate() -> str:
+    """Return the whole page."""
+    parts = [HEAD]
+    for file, kind in ((METRICS, Step), (ROLLOUT, Rollout), (EVALUATION, Evaluation)):
+        parts += [
+            f"## {file}\n",
+            " ".join((kind.__doc__ or "").split()) + "\n",
+            "| field | meaning | unit | by | figure |\n|---|---|---|---|---|",
+        ]
+        parts += [*_fields(kind), ""]
+    return "\n".join(parts)
+
+
+def _plain(text: str) -> str:
+    """Escape characters that Markdown would interpret."""
+    return re.sub(r"([|<>*])", r"\\\1", text)
+
+
+if __name__ == "__main__":
+    OUT.write_text(generate())

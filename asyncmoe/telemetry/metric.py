@@ -29,7 +29,7 @@ class Plot:
         colour: the colour; several keys take it and its successors.
         from_zero: the axis begins at 0.
         smooth: add the running mean.
-        bars: draw a mapping with a bar for each key: its mean over the steps, or its share of the total over all keys and steps.
+        bars: draw a mapping from whole numbers with a bar for each: its mean over the steps, or its share of the total of all steps.
         keys: label of the axis of the bars.
     """
 
@@ -54,8 +54,8 @@ class Metric:
         word: its name in the live view's line of a step; "" leaves it out.
         panel: the live view's panel shows it too, as the mean of the recent steps.
         plot: where the report draws it; None: nowhere.
-        over_updates: how figures that `trainer.step.StepMetrics` has under this name become one if a step made several optimizer updates.
-        source: the object in the controller with an attribute of the same name that the record copies.
+        over_updates: how the figures of a step's optimizer updates (`StepMetrics.figures` of the trainer) become one.
+        source: the record copies the attribute of the same name, of the queue's statistics or of the engine pool.
     """
 
     help: str

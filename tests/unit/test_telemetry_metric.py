@@ -80,7 +80,8 @@ def test_declarations_make_sense(kind: type[msgspec.Struct]) -> None:
         if found.plot is not None:
             assert found.unit, f"{name}: the axis of a figure needs a unit"
             assert found.plot.section in [title for title, _, _ in report._SECTIONS]
-            assert found.plot.bars is None or found.key, f"{name}: bars are for mappings"
+            assert found.plot.bars is None or "Mapping[int" in str(hints[name]), f"{name}: bars are for mappings from whole numbers"
+            assert not (found.plot.smooth and found.key), f"{name}: a running mean is for plain numbers"
 
 
 def test_metrics_that_share_a_figure_agree_on_it() -> None:

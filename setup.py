@@ -41,7 +41,7 @@ def wanted_compiler() -> Path | None:
     if obstacle is None:
         return compiler
     if wish == "1":
-        sys.exit(f"ASYNCMOE_CUDA=1, but {obstacle}; {build.CURE}")
+        sys.exit(f"ASYNCMOE_CUDA=1, but {obstacle}; {build.HINT}")
     print(f"asyncmoe: building without CUDA kernels: {obstacle}", file=sys.stderr)
     return None
 

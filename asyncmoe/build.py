@@ -23,7 +23,7 @@ FOLDERS = ("csrc", "csrc/record")
 _SUFFIXES = {".h", ".cpp", ".cu"}
 ARCHS = ("90", "100")
 """Compute capabilities, times 10, that the kernels are built for unless ASYNCMOE_CUDA_ARCHS is set."""
-CURE = "run: make setup GPU=1, which installs NVIDIA's package of it, or put nvcc on PATH, or set CUDA_HOME"
+HINT = "run: make setup GPU=1, which installs NVIDIA's package of it, or put nvcc on PATH, or set CUDA_HOME"
 _PROBE_S = 120.0
 _STATIC = "libcudart_static.a"
 
@@ -130,7 +130,7 @@ def main() -> None:
     found = nvcc()
     trouble = obstacle(found)
     if trouble is not None:
-        sys.exit(f"nvcc: got none that builds the CUDA kernels ({' '.join(trouble.split())}), expected one of CUDA 12 or newer; {CURE}")
+        sys.exit(f"nvcc: got none that builds the CUDA kernels ({' '.join(trouble.split())}), expected one of CUDA 12 or newer; {HINT}")
     print(f"CUDA kernels are built with {found}")
 
 

@@ -266,8 +266,8 @@ def _benchmarks() -> typer.Typer:
 
     @absent.callback(invoke_without_command=True)
     def refuse() -> None:
-        cure = "clone asyncmoe's repository and run asyncmoe bench from its environment"
-        raise UserError("benchmarks", got="an installed package", expected="a checkout, which has the folder benchmarks", cure=cure)
+        hint = "clone asyncmoe's repository and run asyncmoe bench from its environment"
+        raise UserError("benchmarks", got="an installed package", expected="a checkout, which has the folder benchmarks", hint=hint)
 
     return absent
 

@@ -21,15 +21,15 @@ class UserError(AsyncmoeError):
         what: the wrong item, in the user's terms ("trainer.tp", "port 30000", "train.jsonl line 7").
         got: the actual value.
         expected: the valid values.
-        cure: the fix; omitted if `expected` already implies it.
+        hint: the fix; omitted if `expected` already implies it.
     """
 
     exit_code = 2
 
-    def __init__(self, what: str, *, got: object, expected: object, cure: str | None = None) -> None:
-        self.what, self.got, self.expected, self.cure = what, got, expected, cure
+    def __init__(self, what: str, *, got: object, expected: object, hint: str | None = None) -> None:
+        self.what, self.got, self.expected, self.hint = what, got, expected, hint
         line = f"{what}: got {got}, expected {expected}"
-        super().__init__(f"{line}; {cure}" if cure else line)
+        super().__init__(f"{line}; {hint}" if hint else line)
 
 
 class ConfigError(UserError):
@@ -72,7 +72,7 @@ class OutOfDeviceMemory(UserError):
         free, total: free and total bytes of the device; None: unknown.
     """
 
-    CURE = (
+    HINT = (
         "leave more of the device free: engines.max_total_tokens, or --mem-fraction-static in engines.args, "
         "a smaller sync.bucket_bytes, or sync.staging=false"
     )
@@ -80,7 +80,7 @@ class OutOfDeviceMemory(UserError):
     def __init__(self, device: str, what: str, nbytes: int | None = None, free: int | None = None, total: int | None = None) -> None:
         wanted = "enough memory" if nbytes is None else gibibytes(nbytes)
         got = "no memory left" if free is None else f"{gibibytes(free)} free" + (f" of {gibibytes(total)}" if total is not None else "")
-        super().__init__(f"memory of {device} for {what}", got=got, expected=wanted, cure=self.CURE)
+        super().__init__(f"memory of {device} for {what}", got=got, expected=wanted, hint=self.HINT)
 
 
 def gibibytes(nbytes: int) -> str:

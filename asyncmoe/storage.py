@@ -64,8 +64,8 @@ def explain(error: BaseException, what: str, path: Path, then: str = "") -> Stor
     if number is None:
         return None
     name, reason = errno.errorcode.get(number, str(number)), os.strerror(number)
-    cure = f"{_CURES[number]}; {then}" if then else _CURES[number]
-    return StorageError(f"{what}: cannot write {path} on {socket.gethostname()}: {reason} ({name}), {_free(path)}; {cure}")
+    hint = f"{_CURES[number]}; {then}" if then else _CURES[number]
+    return StorageError(f"{what}: cannot write {path} on {socket.gethostname()}: {reason} ({name}), {_free(path)}; {hint}")
 
 
 def probe(directory: Path) -> OSError | None:

@@ -32,7 +32,7 @@ class PoolSizes:
     Attributes:
         slots: requests the engine runs at once.
         step_s: slept by the engine in every forward pass.
-        eta: of mode async.
+        max_staleness: of mode async.
         steps: measured, by mode; `skip` before them are not.
     """
 
@@ -40,7 +40,7 @@ class PoolSizes:
     group_size: int = 4
     slots: int = 32
     step_s: float = 0.075
-    eta: int = 4
+    max_staleness: int = 4
     steps: Mapping[str, int] | None = None
     skip: int = 3
 
@@ -76,11 +76,11 @@ def config(name: str, folder: Path, mode: Mode, sizes: PoolSizes) -> Config:
         # A reference policy, and a look at the log-probabilities before training: work enough for about a fifth of a synchronous step.
         "trainer": {"dtype": "float32", "pack": False, "recompute": "full", "checkpoint_every": 0, "optimizer": {"lr": 1e-6}},
         "objective": {"kl": {"coefficient": 1e-4}},
-        "verify": {"logprobs_every": 1},
+        "mismatch": {"every": 1},
         "telemetry": {"live": "off", "tensorboard": False},
     }
     if mode == "async":
-        values["queue"] = {"staleness": {"eta": sizes.eta}}
+        values["queue"] = {"staleness": {"max_staleness": sizes.max_staleness}}
     return configuration.parse(values)
 
 

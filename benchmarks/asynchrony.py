@@ -58,7 +58,7 @@ def run(names: Sequence[str] = tuple(WORKLOADS), sizes: PoolSizes | None = None)
             "trainer_ranks": 1,
             "batch": sizes.batch,
             "group_size": sizes.group_size,
-            "eta": sizes.eta,
+            "max_staleness": sizes.max_staleness,
         },
         "workloads": found,
     }
@@ -85,7 +85,7 @@ def _workload(name: str, folder: Path, sizes: PoolSizes) -> dict[str, Any]:
         modes[mode] = {
             **symbols,
             **figures,
-            "eta": {"sync": 0, "one_step_off": 1, "async": sizes.eta}[mode],
+            "max_staleness": {"sync": 0, "one_step_off": 1, "async": sizes.max_staleness}[mode],
             "speedup": speedup,
             "efficiency": speedup / bound["s_pools"],
             "engine_rate": figures["sampled_per_s"] / rate,
@@ -119,7 +119,7 @@ def _simulated(name: str, mode: Mode, sizes: PoolSizes, rates: Rates, t_train: f
             "trainer.step_s": t_train,
             "sync.seconds": sync_s,
             "sync.pause_s": pause_s,
-            "max_staleness": sizes.eta,
+            "max_staleness": sizes.max_staleness,
             "steps": sizes.steps_of(mode) + sizes.skip,
         }
     )
@@ -146,7 +146,8 @@ def table(found: dict[str, Any]) -> str:
         lines.append(f"{name} ({workload['drawn']} x {workload['scale']})")
         for mode, m in workload["modes"].items():
             lines.append(
-                f"  {mode:<12} eta {m['eta']}  step {m['step_s']:6.2f} s  speed-up {m['speedup']:4.2f} of {m['s_pools']:4.2f} "
+                f"  {mode:<12} max_staleness {m['max_staleness']}  step {m['step_s']:6.2f} s  "
+                f"speed-up {m['speedup']:4.2f} of {m['s_pools']:4.2f} "
                 f"({m['efficiency']:6.1%})  g {m['g']:.2f}  e {m['e']:.2f}  trainer idle {m['trainer_idle']:5.1%}  "
                 f"engine {m['engine_rate']:6.1%} of its rate  oldest {m['oldest']:.0f}  simulated {m['simulated_over_live']:.2f}"
             )

@@ -110,13 +110,15 @@ def queue_(
 def async_(
     json_path: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the results there too.")] = None,
     workload: Annotated[list[str] | None, typer.Option(help="lognormal, math or search; default: all.")] = None,
-    eta: Annotated[int, typer.Option(help="Versions a trained token may be behind, in mode async.", min=0)] = 4,
+    max_staleness: Annotated[int, typer.Option(help="Versions a trained token may be behind, in mode async.", min=0)] = 4,
     step_ms: Annotated[float, typer.Option(help="What an engine sleeps in every step.", min=0.0)] = 75.0,
 ) -> None:
     """Asynchronous, one-step-off and synchronous runs on the same engine and trainer: the speed-up, next to the laws and the simulator."""
     from benchmarks import async_case, asynchrony
 
-    results = asynchrony.run(workload or tuple(async_case.WORKLOADS), async_case.PoolSizes(eta=eta, step_s=step_ms / 1e3))
+    results = asynchrony.run(
+        workload or tuple(async_case.WORKLOADS), async_case.PoolSizes(max_staleness=max_staleness, step_s=step_ms / 1e3)
+    )
     _show(results, json_path)
     typer.echo(asynchrony.table(results))
 

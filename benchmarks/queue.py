@@ -108,7 +108,7 @@ def trajectories(routing: Routing, tokens: int) -> list[Trajectory]:
 async def _ours(made: list[Trajectory], routing: Routing, sizes: QueueCase, local: bool) -> dict[str, float]:
     """The controller's own queue, service and server in this process."""
     total = sizes.steps * sizes.batch
-    queue = BoundedQueue(capacity=total, batch=sizes.batch, group_size=GROUP, eta=sizes.steps, recording=Recording(routing))
+    queue = BoundedQueue(capacity=total, batch=sizes.batch, group_size=GROUP, max_staleness=sizes.steps, recording=Recording(routing))
     begin = time.monotonic()
     for group in range(total // GROUP):
         queue.started(GROUP)

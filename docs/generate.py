@@ -28,14 +28,14 @@ HEAD = """\
 <!-- Made by docs/generate.py from asyncmoe/config. Do not edit: change the descriptions there, then run `make docs`. -->
 
 One YAML file describes a run, and every process of the run reads the same file. The command line can override any key with its path and a
-YAML value: `asyncmoe run examples/demo.yaml run.steps=20 queue.staleness.eta=2`.
+YAML value: `asyncmoe run examples/demo.yaml run.steps=20 queue.staleness.max_staleness=2`.
 
 Unknown keys, wrong types, values out of bounds and combinations that cannot work are refused before anything starts, in one line that names
 the key, the value given and the value expected. Sizes that must divide the model (`trainer.tp`, `engines.ep` ...) are checked against its
 `config.json`. The resolved values of a run, defaults included, are in `config.yaml` in its directory.
 
-`null` means unset. A section marked *optional* is absent unless the file has it. Words such as eta, version, lease and bucket are explained
-in the [glossary](glossary.md).
+`null` means unset. A section marked *optional* is absent unless the file has it. Words such as staleness, version, lease and bucket are
+explained in the [glossary](glossary.md).
 """
 HEAD_PLANT = """\
 # Simulating a run

@@ -63,7 +63,7 @@ def refusal(facts: Facts, cuda: int) -> str | None:
     can = f", for CUDA {versions.cuda(facts.newest_cuda)}" if facts.newest_cuda else ""
     return (
         f"NVIDIA's driver: got {facts.driver}{can}, expected {versions.OLDEST_DRIVER[cuda]} or newer: GPU=1 installs CUDA {cuda} only, as "
-        f"SGLang does; {versions.driver_cure(cuda)}"
+        f"SGLang does; {versions.driver_hint(cuda)}"
     )
 
 

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-CURE = (
+HINT = (
     "look for an index of other builds in `pip config list` and in PIP_INDEX_URL, PIP_EXTRA_INDEX_URL and PIP_FIND_LINKS; without it "
     "(PIP_CONFIG_FILE=/dev/null leaves out pip's files) run: make setup GPU=1"
 )
@@ -32,10 +32,10 @@ def refusal(version: str, cuda: str | None, nccl: str | None, wanted: Mapping[st
     major = wanted["cuda-toolkit"].split(".")[0]
     if version.split("+")[0] != wanted["torch"] or cuda is None or cuda.split(".")[0] != major:
         return (
-            f"torch: got {version}, built for {f'CUDA {cuda}' if cuda else 'the CPU'}, expected {wanted['torch']} for CUDA {major}; {CURE}"
+            f"torch: got {version}, built for {f'CUDA {cuda}' if cuda else 'the CPU'}, expected {wanted['torch']} for CUDA {major}; {HINT}"
         )
     if nccl != wanted["nvidia-nccl-cu13"]:
-        return f"nvidia-nccl-cu13: got {nccl or 'none'}, expected {wanted['nvidia-nccl-cu13']}, as in both environments; {CURE}"
+        return f"nvidia-nccl-cu13: got {nccl or 'none'}, expected {wanted['nvidia-nccl-cu13']}, as in both environments; {HINT}"
     return None
 
 

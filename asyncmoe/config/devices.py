@@ -100,7 +100,7 @@ def place(asked: Wanted, gpus: int, hidden: int = 0) -> Devices:
             "trainer.ranks",
             got=f"{asked.ranks} on a machine with {counted(gpus)}{limited}",
             expected=f"at most {gpus}, as NCCL refuses two ranks on one GPU",
-            cure=f"{more}lower it, with trainer.tp, pp and ep, or take a machine with more GPUs; examples/demo-gpu.yaml is for one",
+            hint=f"{more}lower it, with trainer.tp, pp and ep, or take a machine with more GPUs; examples/demo-gpu.yaml is for one",
         )
     devices = asked.devices
     if devices.shared and not asked.share:
@@ -108,7 +108,7 @@ def place(asked: Wanted, gpus: int, hidden: int = 0) -> Devices:
             "engines.first_gpu",
             got=f"{asked.first}: an engine and the trainer on {named(devices.shared)}",
             expected=f"at least {asked.ranks}, behind those of the trainer",
-            cure="leave it out, or share them on purpose with engines.share_gpus=true",
+            hint="leave it out, or share them on purpose with engines.share_gpus=true",
         )
     end = asked.first + asked.engines * asked.tp
     if asked.engines and end > gpus:
@@ -127,7 +127,7 @@ def place(asked: Wanted, gpus: int, hidden: int = 0) -> Devices:
             "GPUs of this machine",
             got=f"{gpus}{limited}",
             expected=f"{end}: {asked.engines} x engines.tp {asked.tp} from GPU {asked.first} on{besides}",
-            cure=more + ", or ".join(ways),
+            hint=more + ", or ".join(ways),
         )
     return devices
 

@@ -153,15 +153,31 @@ def _explained(one: ErrorDetails, source: Source, schema: type[BaseModel]) -> Co
     return ConfigError(what, got=repr(one["input"]), expected=expected)
 
 
+RENAMED: Mapping[str, str] = {
+    "queue.staleness.eta": "queue.staleness.max_staleness",
+    "queue.staleness.max_age": "queue.staleness.drop_above",
+    "verify": "mismatch, whose key every was logprobs_every",
+    "mismatch.logprobs_every": "mismatch.every",
+    "cluster.silence_s": "cluster.heartbeat_timeout_s",
+    "cluster.clock_s": "cluster.max_clock_skew_s",
+    "objective.tis_cap": "objective.correction.cap",
+    "task.scorer": "scoring.scorer",
+    "task.scorer_timeout_s": "scoring.timeout_s",
+}
+"""Former key -> its present name."""
+
+
 def _unknown(location: tuple[int | str, ...], what: str, schema: type[BaseModel]) -> ConfigError:
-    """Refuse an unknown key; suggest a key of the section with nearly this name, or the keys of this name elsewhere."""
+    """Refuse an unknown key; name what replaced a renamed one, else suggest the nearest key of the section or the same key elsewhere."""
     *section, name = (str(part) for part in location)
+    if schema is Config and (now := RENAMED.get(".".join((*section, name)))) is not None:
+        return ConfigError(what, got="a key that was renamed", expected=now)
     fields = list(_section_at(schema, location[:-1]).model_fields)
     near = [".".join((*section, one)) for one in get_close_matches(name, fields, 1)]
     elsewhere = [key for key in _keys(schema) if key.rpartition(".")[2] == name]
     meant = near or elsewhere[:3]
-    cure = f"did you mean {' or '.join(meant)}?" if meant else None
-    return ConfigError(what, got="an unknown key", expected=f"one of {', '.join(fields)}", cure=cure)
+    hint = f"did you mean {' or '.join(meant)}?" if meant else None
+    return ConfigError(what, got="an unknown key", expected=f"one of {', '.join(fields)}", hint=hint)
 
 
 def _keys(section: type[BaseModel], prefix: str = "") -> Iterator[str]:

@@ -60,8 +60,8 @@ class LoraSection(Section):
             raise ValueError(f"lora.targets: got {value!r}, expected a list of {', '.join(TARGETS)}")
         for name in value:
             if name not in TARGETS:
-                cure = f"; write {_FUSED[name]}" if isinstance(name, str) and name in _FUSED else "; take it out"
-                raise ValueError(f"lora.targets: got {name}, expected some of {', '.join(TARGETS)}{cure}")
+                hint = f"; write {_FUSED[name]}" if isinstance(name, str) and name in _FUSED else "; take it out"
+                raise ValueError(f"lora.targets: got {name}, expected some of {', '.join(TARGETS)}{hint}")
             if value.count(name) > 1:
                 raise ValueError(f"lora.targets: got {name} twice, expected it once; take one out")
         if not value:

@@ -15,24 +15,29 @@ Unit = Literal["group", "trajectory"]
 class StalenessSection(Section):
     """Staleness: how many versions a trained token may be behind the trainer."""
 
-    eta: NonNegative = Field(
+    max_staleness: NonNegative = Field(
         1,
-        description="Versions a trained token may be behind. Capacity law: a response starts only while accepted + running < "
-        "(eta + version + 1) * batch. Raise it if engines and trainer wait for each other; lower it if too many ratios are clipped.",
+        description="Versions a trained token may be behind (eta in AReaL's paper). Capacity law: a response starts only while accepted + "
+        "running < (max_staleness + version + 1) * batch. Raise it if engines and trainer wait for each other; lower it if too many ratios "
+        "are clipped.",
     )
     rule: StalenessRule = Field(
         "drop",
-        description="What happens to a group whose oldest token is more than eta versions old when its turn to train comes. drop: it is "
-        "discarded. requeue: its prompt is sampled again. downweight: it is trained with less weight, up to max_age.",
+        description="What happens to a group whose oldest token is more than max_staleness versions old when its turn to train comes. "
+        "drop: it is discarded. requeue: its prompt is sampled again. downweight: it is trained with less weight, up to drop_above.",
     )
-    downweight: Share | None = Field(None, description="downweight: factor on a group's weight for each version beyond eta.")
-    max_age: Positive | None = Field(None, description="downweight: drop a group with a token older than this many versions.")
+    downweight: Share | None = Field(None, description="downweight: factor on a group's weight for each version beyond max_staleness.")
+    drop_above: Positive | None = Field(None, description="downweight: drop a group with a token older than this many versions.")
 
     @model_validator(mode="after")
     def _check(self) -> StalenessSection:
-        for name, value in (("downweight", self.downweight), ("max_age", self.max_age)):
+        for name, value in (("downweight", self.downweight), ("drop_above", self.drop_above)):
             if self.rule == "downweight" and value is None:
-                what = "a factor of at most 1" if name == "downweight" else f"a number above queue.staleness.eta = {self.eta}"
+                what = (
+                    "a factor of at most 1"
+                    if name == "downweight"
+                    else f"a number above queue.staleness.max_staleness = {self.max_staleness}"
+                )
                 raise ValueError(
                     f"queue.staleness.{name}: got nothing, expected {what} because queue.staleness.rule is downweight; give both"
                 )
@@ -41,10 +46,10 @@ class StalenessSection(Section):
                     f"queue.staleness.{name}: got {value}, expected nothing because queue.staleness.rule is {self.rule}; leave it out, or "
                     "set the rule to downweight"
                 )
-        if self.max_age is not None and self.max_age <= self.eta:
+        if self.drop_above is not None and self.drop_above <= self.max_staleness:
             raise ValueError(
-                f"queue.staleness.max_age: got {self.max_age}, expected more than queue.staleness.eta = {self.eta}; raise it, or set "
-                "queue.staleness.rule to drop"
+                f"queue.staleness.drop_above: got {self.drop_above}, expected more than queue.staleness.max_staleness = "
+                f"{self.max_staleness}; raise it, or set queue.staleness.rule to drop"
             )
         return self
 
@@ -59,7 +64,7 @@ class QueueSection(Section):
         "response that an engine failed is started over alone.",
     )
     capacity: Positive | None = Field(
-        None, description="Trajectories the queue holds before adding waits; null: (eta + 1) * batch. Lower it to save memory."
+        None, description="Trajectories the queue holds before adding waits; null: (max_staleness + 1) * batch. Lower it to save memory."
     )
     lease_timeout_s: PositiveFloat = Field(
         600.0, description="Seconds the trainer waits for a batch before the run fails. Raise it if responses are long."

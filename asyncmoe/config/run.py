@@ -19,9 +19,10 @@ class RunSection(Section):
     steps: Positive = Field(description="Reinforcement-learning steps, not counting warmup.steps.")
     mode: Literal["async", "sync", "one_step_off"] = Field(
         "async",
-        description="async: engines and trainer run at the same time, within queue.staleness.eta. The other two are baselines. sync: each "
-        "batch is sampled by the weights it is trained from, so engines and trainer take turns (sets eta 0). one_step_off: a batch is "
-        "sampled while the previous one is trained, and finishes before new weights land (sets eta 1 and rollout.interruption drain).",
+        description="async: engines and trainer run at the same time, within queue.staleness.max_staleness. The other two are baselines. "
+        "sync: each batch is sampled by the weights it is trained from, so engines and trainer take turns (sets max_staleness 0). "
+        "one_step_off: a batch is sampled while the previous one is trained, and finishes before new weights land (sets max_staleness 1 "
+        "and rollout.interruption drain).",
     )
     seed: NonNegative = Field(0, description="Seed of every random draw: prompts, sampling, dropout.")
     resume: bool = Field(True, description="Resume from the newest checkpoint in `dir`; if false, fail when a checkpoint exists.")

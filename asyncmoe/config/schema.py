@@ -17,6 +17,7 @@ from asyncmoe.config.evaluation import EvaluationSection
 from asyncmoe.config.fields import Section
 from asyncmoe.config.keep import KeepSection
 from asyncmoe.config.lora import LoraSection
+from asyncmoe.config.mismatch import MismatchSection
 from asyncmoe.config.model import ModelSection
 from asyncmoe.config.objective import ObjectiveSection
 from asyncmoe.config.queue import QueueSection
@@ -28,7 +29,6 @@ from asyncmoe.config.task import TaskSection
 from asyncmoe.config.telemetry import TelemetrySection
 from asyncmoe.config.trainer import TrainerSection
 from asyncmoe.config.transports import choices, shareable, unshared
-from asyncmoe.config.verify import VerifySection
 from asyncmoe.config.warmup import WarmupSection
 
 MAX_SUPPORT = 4096
@@ -53,7 +53,7 @@ class Config(Section):
     objective: ObjectiveSection = ObjectiveSection()
     warmup: WarmupSection = WarmupSection()
     sync: SyncSection = SyncSection()
-    verify: VerifySection = VerifySection()
+    mismatch: MismatchSection = MismatchSection()
     evaluation: EvaluationSection = EvaluationSection()
     telemetry: TelemetrySection = TelemetrySection()
     cluster: ClusterSection = ClusterSection()
@@ -81,10 +81,10 @@ class Config(Section):
                 f"objective.updates_per_batch: got {self.objective.updates_per_batch}, expected a divisor of "
                 f"rollout.groups_per_step = {self.rollout.groups_per_step}"
             )
-        if self.sync.every > self.queue.staleness.eta + 1:
+        if self.sync.every > (most := self.queue.staleness.max_staleness + 1):
             raise ValueError(
-                f"sync.every: got {self.sync.every}, expected at most queue.staleness.eta + 1 = {self.queue.staleness.eta + 1}; with fewer "
-                "versions than batches the capacity law would never admit the next batch"
+                f"sync.every: got {self.sync.every}, expected at most queue.staleness.max_staleness + 1 = {most}; with fewer versions than "
+                "batches the capacity law would never admit the next batch"
             )
         if self.queue_capacity < self.rollout.batch:
             raise ValueError(
@@ -176,7 +176,7 @@ class Config(Section):
     @property
     def queue_capacity(self) -> int:
         """Trajectories the queue holds before `put` waits."""
-        return self.queue.capacity or (self.queue.staleness.eta + 1) * self.rollout.batch
+        return self.queue.capacity or (self.queue.staleness.max_staleness + 1) * self.rollout.batch
 
     @property
     def digest(self) -> str:
@@ -189,8 +189,8 @@ class Config(Section):
 
 
 _IMPLIED: Mapping[str, Mapping[tuple[str, ...], Any]] = {
-    "sync": {("queue", "staleness", "eta"): 0},
-    "one_step_off": {("queue", "staleness", "eta"): 1, ("rollout", "interruption"): "drain"},
+    "sync": {("queue", "staleness", "max_staleness"): 0},
+    "one_step_off": {("queue", "staleness", "max_staleness"): 1, ("rollout", "interruption"): "drain"},
 }
 """The keys each `run.mode` sets."""
 

@@ -25,7 +25,9 @@ class SyncSection(Section):
         "writes their parameters in place while they are paused; set it if the second copy does not fit.",
     )
     every: Positive = Field(
-        1, description="Training steps between published versions; at most queue.staleness.eta + 1. Raise it if weight sync is slow."
+        1,
+        description="Training steps between published versions; at most queue.staleness.max_staleness + 1. "
+        "Raise it if weight sync is slow.",
     )
     bucket_bytes: Positive = Field(256 << 20, description="Size of a bucket in bytes: a rank's message buffers take at most two buckets.")
     nccl_max_ctas: Positive = Field(

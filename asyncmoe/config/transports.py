@@ -89,16 +89,16 @@ def transport_for(wanted: TransportChoice, gpu: bool, together: bool = True, sha
         ConfigError: the transport cannot serve there.
     """
     if gpu and shared and not together:
-        cure = "keep the trainer and all engines on one machine, or give engines GPUs of their own"
-        raise ConfigError("engines.share_gpus", got="true", expected="false between several machines", cure=cure)
+        hint = "keep the trainer and all engines on one machine, or give engines GPUs of their own"
+        raise ConfigError("engines.share_gpus", got="true", expected="false between several machines", hint=hint)
     name = resolved(wanted, gpu, together, shared)
     entry = TRANSPORTS[name]
     if gpu and shared and entry.unshared:
         raise ConfigError(_KEY, got=name, expected=f"{choices(shareable)} where trainer and engines share GPUs")
     if not together and entry.one_host:
-        cure = "leave it out, or keep the trainer and all engines on one machine"
+        hint = "leave it out, or keep the trainer and all engines on one machine"
         expected = f"{choices(lambda one: not one.one_host)} between several machines"
-        raise ConfigError(_KEY, got=name, expected=expected, cure=cure)
+        raise ConfigError(_KEY, got=name, expected=expected, hint=hint)
     if entry.gpu != gpu:
         raise ConfigError(_KEY, got=name, expected=f"{choices(lambda one: one.gpu == gpu)} between {'GPUs' if gpu else 'CPUs'}")
     return name

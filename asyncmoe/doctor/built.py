@@ -44,8 +44,8 @@ def nccl(machine: Machine) -> Verdict:
         between_cpus = either([name for name, one in TRANSPORTS.items() if not one.gpu])
         return verdict.absent(f"no GPU; weights go over {between_cpus}{f' ({there})' if there else ''}")
     if missing:
-        cure = "run: make setup GPU=1, or put the directory of libnccl.so.2 on LD_LIBRARY_PATH"
-        return verdict.error("; ".join(missing), cure)
+        hint = "run: make setup GPU=1, or put the directory of libnccl.so.2 on LD_LIBRARY_PATH"
+        return verdict.error("; ".join(missing), hint)
     if len(set(versions_of.values())) > 1:
         told = ", ".join(f"{versions.nccl(number)} in {who}" for who, number in versions_of.items())
         over_nccl = machine.run is None or machine.run.on_gpus is None or TRANSPORTS[machine.run.on_gpus.way].nccl
@@ -100,7 +100,7 @@ def _suits(who: str, side: PythonFacts, newest: int) -> Verdict:
     built, driver = versions.cuda_number(side.torch.cuda), versions.cuda(newest)
     told = f"{who} torch is built for CUDA {side.torch.cuda}, the driver takes up to {driver}"
     if built // 1000 > newest // 1000 and not side.torch.devices:
-        return verdict.error(told, versions.driver_cure(built // 1000))
+        return verdict.error(told, versions.driver_hint(built // 1000))
     if side.torch.trouble is not None:
         return verdict.error(f"{who} torch cannot use the GPUs: {side.torch.trouble}", "mend that first; nvidia-smi and dmesg say more")
     if built > newest:

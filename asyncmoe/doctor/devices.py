@@ -44,7 +44,7 @@ def gpus(machine: Machine) -> Verdict:
         return replace(refusal, found=f"{told}; {refusal.found}")
     warnings = [*_disturbing(machine, there), *_perhaps_without_kernels(machine, there)]
     if warnings:
-        return verdict.warning("; ".join([told, *(one.found for one in warnings)]), "; ".join(one.cure or "" for one in warnings))
+        return verdict.warning("; ".join([told, *(one.found for one in warnings)]), "; ".join(one.hint or "" for one in warnings))
     return verdict.ok(told)
 
 

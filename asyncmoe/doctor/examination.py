@@ -46,7 +46,7 @@ CHECKS: Mapping[str, Callable[[Machine], Verdict]] = {
 def examine(machine: Machine) -> tuple[Finding, ...]:
     """Return the finding of every check."""
     found = ((name, check(machine)) for name, check in CHECKS.items())
-    return tuple(Finding(name, verdict.state, verdict.line, verdict.cure) for name, verdict in found)
+    return tuple(Finding(name, verdict.state, verdict.line, verdict.hint) for name, verdict in found)
 
 
 def failed(findings: Sequence[Finding]) -> bool:

@@ -240,7 +240,7 @@ class RunFacts:
         trouble: why the configuration cannot be used; the other fields are then empty.
         digest: digest of all values of the configuration.
         network: address at which other machines reach this one (cluster.network); "loopback": no other machines.
-        clock_s: highest allowed clock difference between two machines, in seconds.
+        max_clock_skew_s: highest allowed clock difference between two machines, in seconds.
         shm_bytes: upper bound for the bytes of weights in transit in /dev/shm.
         connections: upper bound for concurrent requests, each with a socket.
         checkpoint_bytes: upper bound for the bytes of a checkpoint; None if the model is unknown.
@@ -253,7 +253,7 @@ class RunFacts:
     trouble: str | None = None
     digest: str | None = None
     network: str = "loopback"
-    clock_s: float | None = None
+    max_clock_skew_s: float | None = None
     shm_bytes: int = 0
     connections: int = 0
     checkpoint_bytes: int | None = None

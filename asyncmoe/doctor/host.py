@@ -25,10 +25,10 @@ def shm(machine: Machine) -> Verdict:
     told = f"{size(free)} free of {size(total)}"
     if free >= needed:
         return verdict.ok(told)
-    cure = f"docker run --shm-size={-(-needed >> 30)}g, or as root: mount -o remount,size={-(-needed >> 30)}G /dev/shm"
+    hint = f"docker run --shm-size={-(-needed >> 30)}g, or as root: mount -o remount,size={-(-needed >> 30)}G /dev/shm"
     if machine.run and machine.run.shm_bytes > free:
-        return verdict.warning(f"{told}; weights under way may take {size(machine.run.shm_bytes)}", f"{cure}; or lower sync.bucket_bytes")
-    return verdict.warning(f"{told}, expected {size(needed)}", cure)
+        return verdict.warning(f"{told}; weights under way may take {size(machine.run.shm_bytes)}", f"{hint}; or lower sync.bucket_bytes")
+    return verdict.warning(f"{told}, expected {size(needed)}", hint)
 
 
 def open_files(machine: Machine) -> Verdict:
@@ -102,19 +102,19 @@ def loopback(machine: Machine) -> Verdict:
 
 def clock(machine: Machine) -> Verdict:
     """Check that the clock is synchronized, because timestamps of several machines are compared."""
-    run, cure = machine.run, "start chrony or systemd-timesyncd (timedatectl set-ntp true), or ask who runs the machine"
+    run, hint = machine.run, "start chrony or systemd-timesyncd (timedatectl set-ntp true), or ask who runs the machine"
     ahead = run.disk.ahead_s if run and run.disk else None
-    allowed = (run.clock_s if run else None) or _AHEAD_S
+    allowed = (run.max_clock_skew_s if run else None) or _AHEAD_S
     if ahead is not None and abs(ahead) > max(allowed, _AHEAD_S):
         judge = verdict.error if run and run.several_machines else verdict.warning
-        return judge(f"{abs(ahead):.1f} s {'behind' if ahead > 0 else 'ahead of'} the file system of run.dir", cure)
+        return judge(f"{abs(ahead):.1f} s {'behind' if ahead > 0 else 'ahead of'} the file system of run.dir", hint)
     if machine.clock.synchronised is None:
         return verdict.warning(
             f"it cannot be told whether it is synchronised ({machine.clock.told_by})", "look with timedatectl or chronyc"
         )
     if not machine.clock.synchronised:
         enough = "clocks of several machines drift apart" if run and run.several_machines else "enough for one machine"
-        return verdict.warning(f"not synchronised by NTP ({machine.clock.told_by}); {enough}", cure)
+        return verdict.warning(f"not synchronised by NTP ({machine.clock.told_by}); {enough}", hint)
     within = "" if machine.clock.error_s is None else f", within {machine.clock.error_s:.3g} s"
     return verdict.ok(f"synchronised{within} ({machine.clock.told_by})")
 

@@ -48,8 +48,8 @@ def read(file: Path) -> Report:
     except OSError as error:
         raise DataError(str(file), got=error.strerror, expected="what asyncmoe doctor --json printed") from error
     except msgspec.MsgspecError as error:
-        cure = "write it again there: srun --output=doctor-%N.json asyncmoe doctor --json"
-        raise DataError(str(file), got=str(error), expected="what asyncmoe doctor --json printed", cure=cure) from error
+        hint = "write it again there: srun --output=doctor-%N.json asyncmoe doctor --json"
+        raise DataError(str(file), got=str(error), expected="what asyncmoe doctor --json printed", hint=hint) from error
 
 
 def show(report: Report, console: Console) -> None:
@@ -58,8 +58,8 @@ def show(report: Report, console: Console) -> None:
         line = Text(f"{finding.state:<9}", style=_STYLE[finding.state])
         line.append(f" {finding.name:<19} ", style="bold").append(finding.found, style="")
         console.print(line, soft_wrap=True)
-        if finding.cure is not None:
-            console.print(Text(f"{'':{_INDENT}}-> {finding.cure}"), soft_wrap=True)
+        if finding.hint is not None:
+            console.print(Text(f"{'':{_INDENT}}-> {finding.hint}"), soft_wrap=True)
     counts = Counter(finding.state for finding in report.checks)
     told = ", ".join(f"{state}: {counts[state]}" for state in get_args(State))
     console.print(f"{report.machine.host}: {told}", highlight=False, soft_wrap=True)
@@ -81,12 +81,12 @@ class Difference:
     found: str
     expected: str
     others: int
-    cure: str
+    hint: str
 
     def __str__(self) -> str:
         verb = "has" if len(self.nodes) == 1 else "have"
         most = f"{self.others} {'other' if self.others == 1 else 'others'}"
-        return f"{self.what}: {', '.join(self.nodes)} {verb} {self.found}, {most} {self.expected}; {self.cure} on {', '.join(self.nodes)}"
+        return f"{self.what}: {', '.join(self.nodes)} {verb} {self.found}, {most} {self.expected}; {self.hint} on {', '.join(self.nodes)}"
 
 
 def differences(reports: Mapping[str, Report]) -> list[Difference]:
@@ -100,10 +100,10 @@ def differences(reports: Mapping[str, Report]) -> list[Difference]:
     told = {node: _compared(report.machine) for node, report in reports.items()}
     aspects = {what: aspect for aspects in told.values() for what, aspect in aspects.items()}
     found: list[Difference] = []
-    for what, (_, cure, optional) in aspects.items():
+    for what, (_, hint, optional) in aspects.items():
         values = {node: aspects[what][0] if what in aspects else None for node, aspects in told.items()}
         has = {node: value or _NONE for node, value in values.items() if value is not None or not optional}
-        found.extend(_deviations(what, has, cure))
+        found.extend(_deviations(what, has, hint))
     return found
 
 
@@ -147,7 +147,7 @@ def _install(name: str, version: str) -> str:
     return f"uninstall {name}" if version == _NONE else f"install {name} {version}"
 
 
-def _deviations(what: str, has: Mapping[str, str], cure: Callable[[str], str]) -> Iterator[Difference]:
+def _deviations(what: str, has: Mapping[str, str], hint: Callable[[str], str]) -> Iterator[Difference]:
     nodes_of: dict[str, list[str]] = {}
     for node, value in has.items():
         nodes_of.setdefault(value, []).append(node)
@@ -156,7 +156,7 @@ def _deviations(what: str, has: Mapping[str, str], cure: Callable[[str], str]) -
     expected = max(nodes_of, key=lambda value: (len(nodes_of[value]), _newness(value)))
     for value, nodes in nodes_of.items():
         if value != expected:
-            yield Difference(what, tuple(nodes), value, expected, len(nodes_of[expected]), cure(expected))
+            yield Difference(what, tuple(nodes), value, expected, len(nodes_of[expected]), hint(expected))
 
 
 def _newness(value: str) -> tuple[bool, list[int], str]:

@@ -97,9 +97,9 @@ def _room(run: RunFacts, disk: Disk, told: str) -> Verdict | None:
     if run.checkpoint_bytes is None:
         return None
     to_come = max(1, run.keep_checkpoints + 1 - disk.checkpoints)
-    cure = "free space, choose another run.dir, or keep fewer (trainer.keep_checkpoints)"
+    hint = "free space, choose another run.dir, or keep fewer (trainer.keep_checkpoints)"
     if disk.free_bytes < run.checkpoint_bytes:
-        return verdict.error(f"{told}; one checkpoint takes about {size(run.checkpoint_bytes)}", cure)
+        return verdict.error(f"{told}; one checkpoint takes about {size(run.checkpoint_bytes)}", hint)
     if disk.free_bytes < to_come * run.checkpoint_bytes:
-        return verdict.warning(f"{told}; {to_come} more checkpoints take about {size(to_come * run.checkpoint_bytes)}", cure)
+        return verdict.warning(f"{told}; {to_come} more checkpoints take about {size(to_come * run.checkpoint_bytes)}", hint)
     return None

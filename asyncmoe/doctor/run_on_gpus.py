@@ -140,7 +140,7 @@ def _too_small(asked: OnGpus, card: Card, devices: Devices) -> Verdict | None:
     return verdict.error(
         f"{whose} would hold {(trainer + engine) / 1e9:.3g} GB of {labelled([card])}"
         + _largest(asked.trainer_parts if trainer >= engine else asked.engine_parts),
-        _cure(asked, trainer, engine),
+        _hint(asked, trainer, engine),
         f"at most {_usable(card) / 1e9:.3g}, as {1 - memory.USABLE:.0%} of its {(card.memory_bytes or 0) / 1e9:.3g} GB are left free",
     )
 
@@ -177,7 +177,7 @@ def _no_room(refusals: Sequence[ConfigError]) -> Verdict:
         return verdict.refused(last)
     return verdict.error(
         f"neither the trainer's part nor the engines' finds its GPUs: {last.what}: {last.got}",
-        f"take fewer on each node (cluster.trainer_nodes, cluster.engine_nodes), or {last.cure}",
+        f"take fewer on each node (cluster.trainer_nodes, cluster.engine_nodes), or {last.hint}",
         str(last.expected),
     )
 
@@ -219,7 +219,7 @@ def _told(wanted: Wanted, devices: Devices) -> str:
     return ", ".join(parts) + (f", {named(devices.shared)} shared on purpose" if devices.shared else "")
 
 
-def _cure(asked: OnGpus, trainer: int, engine: int) -> str:
+def _hint(asked: OnGpus, trainer: int, engine: int) -> str:
     """Args:
     trainer, engine: bytes of each on the GPU; 0: it is not there.
     """

@@ -122,20 +122,20 @@ def engine_python(machine: Machine) -> Verdict:
 
 def sglang(machine: Machine) -> Verdict:
     """Check for the only version whose internals the engines' loader supports."""
-    cure = f"set engines.python to a Python that has sglang{machine.requirements.get('sglang', '')}, or run: make setup" + _gpu(machine)
-    found = declared(machine, machine.engine_python, "sglang", cure)
+    hint = f"set engines.python to a Python that has sglang{machine.requirements.get('sglang', '')}, or run: make setup" + _gpu(machine)
+    found = declared(machine, machine.engine_python, "sglang", hint)
     return found or verdict.ok(machine.engine_python.packages["sglang"])
 
 
-def declared(machine: Machine, where: PythonFacts, name: str, cure: str) -> Verdict | None:
+def declared(machine: Machine, where: PythonFacts, name: str, hint: str) -> Verdict | None:
     """Return an error if a package is not installed in the declared range."""
     wanted = machine.requirements.get(name, "")
     if where.version is None:
-        return verdict.error(f"unknown: {where.executable} could not be run", cure)
+        return verdict.error(f"unknown: {where.executable} could not be run", hint)
     if name not in where.packages:
-        return verdict.error(f"not installed in {where.executable}", cure)
+        return verdict.error(f"not installed in {where.executable}", hint)
     if not versions.within(where.packages[name], wanted):
-        return verdict.error(where.packages[name], cure, wanted)
+        return verdict.error(where.packages[name], hint, wanted)
     return None
 
 

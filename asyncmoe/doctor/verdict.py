@@ -13,12 +13,12 @@ State = Literal["ok", "warning", "error", "not here"]
 
 @dataclass(frozen=True)
 class Verdict:
-    """State, what was found, what was expected where `found` does not say it, and what to do about it; `cure` is None where nothing needs
+    """State, what was found, what was expected where `found` does not say it, and what to do about it; `hint` is None where nothing needs
     to be done."""
 
     state: State
     found: str
-    cure: str | None = None
+    hint: str | None = None
     expected: str | None = None
 
     @property
@@ -34,28 +34,28 @@ class Finding:
     name: str
     state: State
     found: str
-    cure: str | None = None
+    hint: str | None = None
 
 
 def ok(found: str) -> Verdict:
     return Verdict("ok", found)
 
 
-def absent(found: str, cure: str | None = None) -> Verdict:
-    return Verdict("not here", found, cure)
+def absent(found: str, hint: str | None = None) -> Verdict:
+    return Verdict("not here", found, hint)
 
 
-def warning(found: str, cure: str) -> Verdict:
-    return Verdict("warning", found, cure)
+def warning(found: str, hint: str) -> Verdict:
+    return Verdict("warning", found, hint)
 
 
-def error(found: str, cure: str, expected: str | None = None) -> Verdict:
-    return Verdict("error", found, cure, expected)
+def error(found: str, hint: str, expected: str | None = None) -> Verdict:
+    return Verdict("error", found, hint, expected)
 
 
-def refused(refusal: UserError, cure: str = "change what is named") -> Verdict:
-    """What a function of the run refuses: its got, its expected, and its cure, or this one where it has none."""
-    return Verdict("error", f"{refusal.what}: {refusal.got}", refusal.cure or cure, str(refusal.expected))
+def refused(refusal: UserError, hint: str = "change what is named") -> Verdict:
+    """What a function of the run refuses: its got, its expected, and its hint, or this one where it has none."""
+    return Verdict("error", f"{refusal.what}: {refusal.got}", refusal.hint or hint, str(refusal.expected))
 
 
 def size(nbytes: float) -> str:

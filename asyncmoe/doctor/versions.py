@@ -36,7 +36,7 @@ def cuda_number(version: str) -> int:
     return 1000 * major + 10 * minor
 
 
-def driver_cure(cuda: int) -> str:
+def driver_hint(cuda: int) -> str:
     """Return the fix for a driver that is too old for a CUDA major version."""
     wanted = f"update NVIDIA's driver to {OLDEST_DRIVER[cuda]} or newer" if cuda in OLDEST_DRIVER else "update NVIDIA's driver"
     compatible = f"NVIDIA's package cuda-compat-{cuda}-0 with its directory first on LD_LIBRARY_PATH"

@@ -60,7 +60,7 @@ def _unbounded(config: Config) -> tuple[str, ...]:
         "memory of an engine's GPU",
         got="not known: neither nvidia-smi nor torch says",
         expected="its size, by which the engine's memory is bounded",
-        cure="give engines.max_total_tokens, and --mem-fraction-static in engines.args",
+        hint="give engines.max_total_tokens, and --mem-fraction-static in engines.args",
     )
 
 
@@ -87,5 +87,5 @@ def check(config: Config, index: int | None, gpus: int, hidden: int = 0) -> Sequ
     tp, first = config.engines.tp, devices.first_gpu(config, several)
     if (end := first + (index + 1) * tp) > gpus:
         got = f"GPUs {end - tp} to {end - 1} for engine {index} of a machine with {devices.counted(gpus)}"
-        raise ConfigError("engines.tp", got=got, expected=f"GPUs below {gpus}", cure="start fewer engines here, or give engines.first_gpu")
+        raise ConfigError("engines.tp", got=got, expected=f"GPUs below {gpus}", hint="start fewer engines here, or give engines.first_gpu")
     return range(end - tp, end)

@@ -55,7 +55,7 @@ def prepare(config: Config) -> Path:
     newest = checkpoints.newest(config.run.dir)
     if newest is not None and not config.run.resume:
         raise ConfigError(
-            "run.dir", got=f"{config.run.dir} with {newest.name}", expected="a new directory", cure="set run.resume=true or another run.dir"
+            "run.dir", got=f"{config.run.dir} with {newest.name}", expected="a new directory", hint="set run.resume=true or another run.dir"
         )
     if newest is None:
         for stale in (

@@ -56,7 +56,7 @@ def main(run: Callable[[], object]) -> None:
         except ModuleNotFoundError as error:
             if error.name not in _EXTENSIONS:
                 raise
-            raise UserError(error.name, got="no compiled extension", expected="it beside the package", cure="run: make setup") from None
+            raise UserError(error.name, got="no compiled extension", expected="it beside the package", hint="run: make setup") from None
     except AsyncmoeError as error:
         say(error)
         sys.exit(error.exit_code)

@@ -58,13 +58,13 @@ def judge(machine: Machine) -> tuple[str, ...]:
     for name, verdict in found.items():
         if verdict.state == "error":
             expected = verdict.expected or "what a run on GPUs needs"
-            raise UserError(f"{name} of {machine.host}", got=verdict.found, expected=expected, cure=verdict.cure)
+            raise UserError(f"{name} of {machine.host}", got=verdict.found, expected=expected, hint=verdict.hint)
     if seen(machine) == 0:
         why = machine.nvidia.trouble or "CUDA shows none"
-        cure = "look at nvidia-smi and CUDA_VISIBLE_DEVICES; in a container, start it with GPUs (--gpus all, --nv)"
-        raise UserError(f"GPUs of {machine.host}", got=f"none, though its driver is loaded ({why})", expected="at least one", cure=cure)
+        hint = "look at nvidia-smi and CUDA_VISIBLE_DEVICES; in a container, start it with GPUs (--gpus all, --nv)"
+        raise UserError(f"GPUs of {machine.host}", got=f"none, though its driver is loaded ({why})", expected="at least one", hint=hint)
     return tuple(_line(name, verdict) for name, verdict in found.items() if verdict.state == "warning")
 
 
 def _line(name: str, verdict: Verdict) -> str:
-    return f"{name}: {verdict.line}; {verdict.cure}" if verdict.cure else f"{name}: {verdict.line}"
+    return f"{name}: {verdict.line}; {verdict.hint}" if verdict.hint else f"{name}: {verdict.line}"

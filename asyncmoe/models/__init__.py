@@ -88,8 +88,8 @@ def _check_float8(config: Config, hf: Mapping[str, Any]) -> None:
     if float8_of(hf) is None:
         return
     if config.adapter is not None:
-        cure = "take the checkpoint in bfloat16"
-        raise ConfigError("train", got="lora", expected="full because the model's checkpoint is of float8", cure=cure)
+        hint = "take the checkpoint in bfloat16"
+        raise ConfigError("train", got="lora", expected="full because the model's checkpoint is of float8", hint=hint)
     payload, engines = Payload(hf), EngineParallel(config.engines.tp, config.engines.ep)
     what = "trainer"
     try:
@@ -97,15 +97,15 @@ def _check_float8(config: Config, hf: Mapping[str, Any]) -> None:
         what = "engines"
         payload.engines(engines, "bfloat16")
     except LayoutError as error:
-        cure = f"lower tp of the {what}, or take the checkpoint in bfloat16"
-        raise ConfigError("shards of float8", got=str(error), expected="whole blocks in every rank", cure=cure) from error
+        hint = f"lower tp of the {what}, or take the checkpoint in bfloat16"
+        raise ConfigError("shards of float8", got=str(error), expected="whole blocks in every rank", hint=hint) from error
 
 
 def _check_router_bias(config: Config, m: Shape) -> None:
     why = "train is lora, and nothing but adapters is sent to engines" if config.adapter is not None else None
     why = "the model's routers have no selection bias" if not m.router_bias else why
     if config.trainer.router_bias_rate and why:
-        raise ConfigError("trainer.router_bias_rate", got=config.trainer.router_bias_rate, expected=f"0 because {why}", cure="leave it out")
+        raise ConfigError("trainer.router_bias_rate", got=config.trainer.router_bias_rate, expected=f"0 because {why}", hint="leave it out")
 
 
 def trainer_parallel(config: Config) -> MegatronParallel:
@@ -137,7 +137,7 @@ def kept_routing(config: Config, hf: Mapping[str, Any]) -> Routing | None:
             "rollout.interruption",
             got="retract",
             expected="another because routing is kept (SGLang then reports the new weights' routes for tokens that the old ones sampled)",
-            cure="set rollout.interruption to in_place, or keep.routing to off",
+            hint="set rollout.interruption to in_place, or keep.routing to off",
         )
     return None if config.keep.routing == "off" else routing
 

@@ -56,7 +56,7 @@ def check_trained_layers(hf: HfConfig) -> None:
             "num_nextn_predict_layers in config.json",
             got=extra,
             expected="0, as layers of multi-token prediction are neither trained nor sent to engines, and would soon predict another model",
-            cure="set it to 0: the model is then trained, served and exported without them",
+            hint="set it to 0: the model is then trained, served and exported without them",
         )
 
 
@@ -121,7 +121,7 @@ def check_divides(key: str, size: int, name: str, total: int) -> None:
         ConfigError: names the sizes that do.
     """
     if total % size:
-        raise ConfigError(key, got=size, expected=f"a divisor of the model's {name} = {total}", cure=_possible(_divisors(total)))
+        raise ConfigError(key, got=size, expected=f"a divisor of the model's {name} = {total}", hint=_possible(_divisors(total)))
 
 
 def _check_stages(m: Shape, parallel: MegatronParallel) -> None:
@@ -135,11 +135,11 @@ def _check_stages(m: Shape, parallel: MegatronParallel) -> None:
         others = [replace(parallel, first_layers=n) if first is not None else replace(parallel, last_layers=n) for n in range(1, m.layers)]
         fit = [n for n, other in enumerate(others, 1) if other.stage_layers(m.layers)]
         expected = f"a count that leaves the other stages of trainer.pp = {pp} equal shares of the model's num_hidden_layers = {m.layers}"
-        raise ConfigError(f"trainer.{key}", got=got, expected=expected, cure=_possible(fit))
+        raise ConfigError(f"trainer.{key}", got=got, expected=expected, hint=_possible(fit))
     if any(count % parallel.vpp for count in counts):
         sizes = ", ".join(map(str, sorted(set(counts))))
         expected = f"a divisor of the layers of every pipeline stage: {sizes}"
-        raise ConfigError("trainer.vpp", got=parallel.vpp, expected=expected, cure=_possible(_divisors(gcd(*counts))))
+        raise ConfigError("trainer.vpp", got=parallel.vpp, expected=expected, hint=_possible(_divisors(gcd(*counts))))
 
 
 def _divisors(total: int) -> list[int]:

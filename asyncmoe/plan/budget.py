@@ -136,11 +136,11 @@ def too_large(config: Config, trainer: GpuMemory, engine: GpuMemory, gpu_gb: flo
         got = f"{_gb(trainer.total + engine.total)} GB = {_gb(trainer.total)} of the trainer + {_gb(engine.total)} of an engine"
         dominating = (*relief.of_trainer(trainer.parts, engine.total), *relief.of_engine(engine.parts, trainer.total))
         ways = relief.joined(dominating, (*staging, "engines.share_gpus=false on more GPUs", fewer))
-        return ConfigError("memory of a GPU", got=got, expected=usable, cure=f"take {', or '.join(ways)}")
+        return ConfigError("memory of a GPU", got=got, expected=usable, hint=f"take {', or '.join(ways)}")
     usual = (*staging, "a larger engines.tp on more GPUs", "fewer tokens (engines.max_total_tokens, environment.max_tokens)")
     ways = relief.joined(relief.of_engine(engine.parts), usual)
     got = f"{_gb(engine.total)} GB ({_largest(engine)})"
-    return ConfigError("memory of an engine's GPU", got=got, expected=usable, cure=f"take {', or '.join(ways)}")
+    return ConfigError("memory of an engine's GPU", got=got, expected=usable, hint=f"take {', or '.join(ways)}")
 
 
 def _largest(held: GpuMemory) -> str:
@@ -231,7 +231,7 @@ def stated(text: str, source: str) -> tuple[float, bool]:
             f"{source}: memory",
             got=f"{len(found)} lines `# memory: ...`",
             expected="one like `# memory: trainer 72.8 GB, engine 70 GB of 80`, or `... of 2 on CPU`",
-            cure=f"asyncmoe plan --config {source} prints it",
+            hint=f"asyncmoe plan --config {source} prints it",
         )
     return float(found[0][0]), found[0][1] == " on CPU"
 

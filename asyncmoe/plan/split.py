@@ -132,9 +132,9 @@ def suggest(hf: Mapping[str, Any], cluster: Cluster) -> tuple[Split, ...]:
     if first is None:
         enough = _fewest_nodes(hf, cluster, _MOST_NODES - 1, per_node)
         others = " or train adapters (--lora)" if cluster.adapter is None else " or lower --context"
-        cure = None if enough is None else f"take at least {enough + 1} nodes,{others}"
+        hint = None if enough is None else f"take at least {enough + 1} nodes,{others}"
         expected = f"so many that a trainer fits on all but one of them, with {cluster.gpus} GPUs of {cluster.gpu_gb:g} GB each"
-        raise ConfigError("--nodes", got=cluster.nodes, expected=expected, cure=cure)
+        raise ConfigError("--nodes", got=cluster.nodes, expected=expected, hint=hint)
     found = []
     for nodes in sorted({first * times for times in _TIMES}):
         rest = cluster.nodes - nodes
@@ -243,7 +243,7 @@ def best_engine(hf: Mapping[str, Any], cluster: Cluster) -> EngineSizes:
         "--gpus-per-node and --gpu-gb",
         got=f"{cluster.gpus} GPUs of {cluster.gpu_gb:g} GB",
         expected=f"room for an engine with {LEAST} conversations of {cluster.context} tokens within a node",
-        cure="lower --context, or take nodes with more memory (an engine over several nodes is not supported)",
+        hint="lower --context, or take nodes with more memory (an engine over several nodes is not supported)",
     )
 
 

@@ -58,7 +58,7 @@ def detect() -> Kernels:
             "the package apex",
             got="one without apex.optimizers",
             expected="NVIDIA's apex, built from its source, or none",
-            cure="run: pip uninstall apex",
+            hint="run: pip uninstall apex",
         )
     if not torch.cuda.is_available():
         return Kernels()

@@ -1,9 +1,9 @@
 r"""Which trajectories may start and which may still be trained on: pure functions, and a ledger of all trajectories.
 
 The capacity law is AReaL's (Fu et al., arXiv 2505.24298, section 5.1): with N trajectories started, B of them in a training step and
-version i being served, another may start iff floor((N - 1) / B) <= i + eta. Here the law applies to whole groups, counts only
-trajectories that may still be trained (a rejected or dropped trajectory returns its place), and counts versions from `base_version`,
-where reinforcement learning began.
+version i being served, another may start iff floor((N - 1) / B) <= i + eta, where eta is `queue.staleness.max_staleness`. Here the law
+applies to whole groups, counts only trajectories that may still be trained (a rejected or dropped trajectory returns its place), and counts
+versions from `base_version`, where reinforcement learning began.
 
 Theorem. Let every training step take the B trajectories with the oldest first-sampled token. If each trajectory is in the queue when the
 step that would train it is leased, no trained token is more than eta versions old.
@@ -133,31 +133,34 @@ class Admission:
 
     Attributes:
         batch: trajectories in a training step.
-        eta: versions a trained token may be behind the trainer under the capacity law.
+        max_staleness: versions a trained token may be behind the trainer under the capacity law.
         base_version: version at which reinforcement learning began; nothing starts before it is served.
-        rule: what happens to a group whose oldest token is more than eta versions old.
-        downweight: with rule downweight, the factor on a group's weight for each version beyond eta.
+        rule: what happens to a group whose oldest token is more than max_staleness versions old.
+        downweight: with rule downweight, the factor on a group's weight for each version beyond max_staleness.
         drop_above: with rule downweight, the age in versions beyond which a group is dropped.
 
     Raises:
-        ConfigError: rule downweight without a `drop_above` above eta, another rule with a `drop_above`, or `downweight` outside (0, 1].
+        ConfigError: rule downweight without a `drop_above` above max_staleness, another rule with a `drop_above`, or `downweight` outside
+            (0, 1].
     """
 
     batch: int
-    eta: int
+    max_staleness: int
     base_version: int = 0
     rule: StalenessRule = "drop"
     downweight: float = 1.0
     drop_above: int | None = None
 
     def __post_init__(self) -> None:
-        if self.rule == "downweight" and (self.drop_above is None or self.drop_above <= self.eta):
+        if self.rule == "downweight" and (self.drop_above is None or self.drop_above <= self.max_staleness):
             raise ConfigError(
-                "queue.staleness.drop_above", got=self.drop_above, expected=f"more than eta = {self.eta} with rule downweight"
+                "queue.staleness.drop_above",
+                got=self.drop_above,
+                expected=f"more than max_staleness = {self.max_staleness} with rule downweight",
             )
         if self.rule != "downweight" and self.drop_above is not None:
             raise ConfigError(
-                "queue.staleness.drop_above", got=self.drop_above, expected=f"nothing with rule {self.rule}: its bound is eta"
+                "queue.staleness.drop_above", got=self.drop_above, expected=f"nothing with rule {self.rule}: its bound is max_staleness"
             )
         if not 0 < self.downweight <= 1:
             raise ConfigError("queue.staleness.downweight", got=self.downweight, expected="more than 0, at most 1")
@@ -165,11 +168,11 @@ class Admission:
     @property
     def age_bound(self) -> int:
         """Hard bound on the number of versions that a trained token may be behind the trainer."""
-        return self.eta if self.drop_above is None else self.drop_above
+        return self.max_staleness if self.drop_above is None else self.drop_above
 
     def capacity(self, version: int) -> int:
         """Number of trajectories that may have started while `version` is served, without rejected and dropped ones."""
-        return (self.eta + version - self.base_version + 1) * self.batch if version >= self.base_version else 0
+        return (self.max_staleness + version - self.base_version + 1) * self.batch if version >= self.base_version else 0
 
     def may_start(self, ledger: Ledger, count: int, version: int) -> bool:
         """Whether the capacity law admits `count` more trajectories, spare trajectories not counted."""
@@ -184,8 +187,8 @@ class Admission:
         return oldest_version < self.oldest_allowed(version)
 
     def weight(self, oldest_version: int, version: int) -> float:
-        """Weight of a group with this oldest token: downweight ** (versions beyond eta), 1 up to eta.
+        """Weight of a group with this oldest token: downweight ** (versions beyond max_staleness), 1 up to max_staleness.
 
         The whole group has one weight, so advantages that sum to zero still do.
         """
-        return float(self.downweight ** max(0, version - oldest_version - self.eta)) if self.rule == "downweight" else 1.0
+        return float(self.downweight ** max(0, version - oldest_version - self.max_staleness)) if self.rule == "downweight" else 1.0

@@ -6,7 +6,7 @@ requeued, the last three under a reason, and the counts add up after every call 
 
 Guarantees to the trainer. The answer to `lease(step)` is decided once: every rank gets the same answer, whenever it asks. A leased
 trajectory keeps its arrays until `commit(step)` or `release(step)`. No trajectory is trained twice. No trained trajectory has a token more
-than `Admission.age_bound` versions (eta, unless old groups are downweighted) older than the trainer's weights.
+than `Admission.age_bound` versions (max_staleness, unless old groups are downweighted) older than the trainer's weights.
 
 After a resume at step k (`trained_steps=k`) the versions and the capacity law continue from k, as if everything up to k had passed
 through this queue. Trajectories that an earlier process had queued, leased or running count as never started and are sampled again.
@@ -42,7 +42,7 @@ class BoundedQueue:
         capacity: episodes the queue holds, including leased episodes, before `put_group` waits; at least `batch`.
         batch: episodes in a training step; a multiple of `group_size`.
         group_size: episodes in a group.
-        eta, rule, downweight, drop_above: as in `queue.staleness`; see `Admission`.
+        max_staleness, rule, downweight, drop_above: as in `queue.staleness`; see `Admission`.
         base_version: version at which reinforcement learning began.
         trained_steps: optimizer steps taken before this queue was created, warm-up included.
         demonstrations: capacity of the warm-up lane; 0: no warm-up.
@@ -58,7 +58,7 @@ class BoundedQueue:
         capacity: int,
         batch: int,
         group_size: int,
-        eta: int,
+        max_staleness: int,
         base_version: int = 0,
         trained_steps: int = 0,
         demonstrations: int = 0,
@@ -71,7 +71,7 @@ class BoundedQueue:
             raise ConfigError("batch", got=batch, expected=f"a multiple of the group size {group_size}")
         if capacity < batch:
             raise ConfigError("queue.capacity", got=capacity, expected=f"at least one step's batch of {batch} trajectories")
-        self.admission = Admission(batch, eta, base_version, rule, downweight, drop_above)
+        self.admission = Admission(batch, max_staleness, base_version, rule, downweight, drop_above)
         trained = max(0, trained_steps - base_version) * batch
         self._accounts = Accounts(Ledger(started=trained, trained=trained))
         self._group_size = group_size

@@ -54,7 +54,7 @@ class QueueService:
                 "configuration of the trainer",
                 got=f"digest {hello.config_digest[:12]}",
                 expected=f"the controller's, {self._digest[:12]}",
-                cure="start both with the same file and the same key=value overrides",
+                hint="start both with the same file and the same key=value overrides",
             )
         if self._world is None:
             self._world = hello.world

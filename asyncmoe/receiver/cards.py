@@ -41,7 +41,7 @@ def _shortage(whom: str, card: Card) -> list[str]:
         return []
     got, expected = f"{gibibytes(card.free)} free of {gibibytes(card.total)}", gibibytes(card.wanted)
     what = f"{whom} on {card.host}, {card.device}: memory to receive weights in"
-    return [f"{what}: got {got}, expected {expected}; {OutOfDeviceMemory.CURE}"]
+    return [f"{what}: got {got}, expected {expected}; {OutOfDeviceMemory.HINT}"]
 
 
 def _unreachable(cards: Mapping[int, Card], terms: Terms) -> list[str]:
@@ -56,7 +56,7 @@ def _unreachable(cards: Mapping[int, Card], terms: Terms) -> list[str]:
     ]
 
 
-def _several(what: str, cards: Mapping[int, Card], fact: Callable[[Card], str], terms: Terms, cure: str) -> list[str]:
+def _several(what: str, cards: Mapping[int, Card], fact: Callable[[Card], str], terms: Terms, hint: str) -> list[str]:
     """Return one line if `fact` differs between GPUs."""
     found: dict[str, list[int]] = {}
     for rank in sorted(cards):
@@ -64,7 +64,7 @@ def _several(what: str, cards: Mapping[int, Card], fact: Callable[[Card], str], 
     if len(found) < 2:
         return []
     got = " and ".join(f"{value} ({_who(ranks, cards, terms)})" for value, ranks in found.items())
-    return [f"{what}: got {got}, expected one; {cure}"]
+    return [f"{what}: got {got}, expected one; {hint}"]
 
 
 def _who(ranks: list[int], cards: Mapping[int, Card], terms: Terms) -> str:

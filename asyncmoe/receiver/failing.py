@@ -39,7 +39,7 @@ def in_one_line(error: Exception, terms: Terms | None = None) -> str:
         return str(error) if terms is None else in_words(error, terms)
     words = (str(error).splitlines() or [""])[0]
     if is_out_of_memory(error):
-        return f"out of memory: {words or type(error).__name__}; {OutOfDeviceMemory.CURE}"
+        return f"out of memory: {words or type(error).__name__}; {OutOfDeviceMemory.HINT}"
     return f"{type(error).__name__}: {words}"
 
 

@@ -38,7 +38,7 @@ def engine_checksums(parameters: Mapping[str, Array], device: str = "cpu") -> di
     """
     if device not in _HASHES:
         expected = " or ".join(_HASHES)
-        raise LayoutError("device of an engine whose weights are verified", got=device, expected=expected, cure="set sync.verify_every=0")
+        raise LayoutError("device of an engine whose weights are verified", got=device, expected=expected, hint="set sync.verify_every=0")
     return {name: f"{_HASHES[device](name, _content(name, array)):016x}" for name, array in parameters.items()}
 
 
@@ -57,7 +57,7 @@ def gpu_hash(name: str, content: np.ndarray) -> int:
     count = -(-len(content) // 4)
     if count >= _MOST_WORDS:
         most = "less than 8 GiB, as far as SGLang's kernel counts"
-        raise LayoutError(f"checksum of {name}", got=f"{len(content)} bytes", expected=most, cure="set sync.verify_every=0")
+        raise LayoutError(f"checksum of {name}", got=f"{len(content)} bytes", expected=most, hint="set sync.verify_every=0")
     if count == 0:
         return 0
     seeds = _SEED, (_SEED * 0x9E3779B1 ^ 0xDEADBEEF) & 0xFFFFFFFF

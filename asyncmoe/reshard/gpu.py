@@ -49,8 +49,8 @@ class Gpu:
 
     def __init__(self, index: int, relieve: Relieve = nothing_to_give) -> None:
         if not _C.CUDA:
-            cure = "build asyncmoe with nvcc installed and ASYNCMOE_CUDA=1"
-            raise UserError(f"GPU {index}", got="a build without CUDA kernels", expected="one with them", cure=cure)
+            hint = "build asyncmoe with nvcc installed and ASYNCMOE_CUDA=1"
+            raise UserError(f"GPU {index}", got="a build without CUDA kernels", expected="one with them", hint=hint)
         count = _C.cuda_device_count()
         if not 0 <= index < count:
             raise UserError(f"GPU {index}", got=f"{count} visible devices", expected="a device of that number")
@@ -102,8 +102,8 @@ class GpuCopies:
     def __init__(self, device: str, stream: int, programs: Sequence[_C.Program], relieve: Relieve = nothing_to_give) -> None:
         number = re.fullmatch(r"cuda:(\d+)", device)
         if number is None or not _C.CUDA:
-            cure = "build asyncmoe with nvcc installed and ASYNCMOE_CUDA=1"
-            raise LayoutError("arrays of an exchange", got=device, expected="cpu, as this build has no CUDA kernels", cure=cure)
+            hint = "build asyncmoe with nvcc installed and ASYNCMOE_CUDA=1"
+            raise LayoutError("arrays of an exchange", got=device, expected="cpu, as this build has no CUDA kernels", hint=hint)
         self.device, self._stream = device, stream
         index = int(number[1])
         self._programs = {

@@ -32,7 +32,7 @@ class MpiTransport:
         try:
             from mpi4py import MPI
         except (ImportError, RuntimeError) as error:  # RuntimeError: mpi4py without an MPI library
-            raise ConfigError("MPI", got=str(error), expected="mpi4py and an MPI library", cure="pip install mpi4py") from error
+            raise ConfigError("MPI", got=str(error), expected="mpi4py and an MPI library", hint="pip install mpi4py") from error
         if MPI.Query_thread() < MPI.THREAD_SERIALIZED:
             raise ConfigError("MPI", got="a library started for one thread", expected="MPI_THREAD_SERIALIZED or more")
         self._mpi: Any = MPI

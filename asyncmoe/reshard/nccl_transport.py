@@ -319,5 +319,5 @@ def _opened(library: str | None, call: Callable[[str], T]) -> T:
     try:
         return call(path)
     except RuntimeError as error:
-        cure = "install nvidia-nccl-cu13 (or -cu12), or put the library's directory on LD_LIBRARY_PATH"
-        raise UserError(f"NCCL ({path})", got=str(error), expected="NVIDIA's NCCL 2.14 or later", cure=cure) from error
+        hint = "install nvidia-nccl-cu13 (or -cu12), or put the library's directory on LD_LIBRARY_PATH"
+        raise UserError(f"NCCL ({path})", got=str(error), expected="NVIDIA's NCCL 2.14 or later", hint=hint) from error

@@ -176,7 +176,7 @@ class Controller:
         if isinstance(request, MembershipRequest):
             return await self._membership.handle(request)
         if isinstance(request, Hello) and request.facts is not None:
-            check(facts("controller"), request.facts, self._config.cluster.clock_s)
+            check(facts("controller"), request.facts, self._config.cluster.max_clock_skew_s)
         if self._service is None:
             return await self._meet(request)
         reply = await self._service(request)
@@ -294,10 +294,10 @@ class Controller:
             capacity=config.queue_capacity,
             batch=config.rollout.batch,
             group_size=config.rollout.group_size,
-            eta=staleness.eta,
+            max_staleness=staleness.max_staleness,
             rule=staleness.rule,
             downweight=staleness.downweight or 1.0,
-            drop_above=staleness.max_age,
+            drop_above=staleness.drop_above,
             base_version=config.warmup.steps,
             trained_steps=request.step,
             demonstrations=2 * config.warmup.batch if config.warmup.steps else 0,

@@ -38,8 +38,8 @@ class Tokenizer:
             self._tokenizer: Any = loader.from_pretrained(path, local_files_only=True, trust_remote_code=trust_remote_code)
         except (OSError, ValueError, ImportError) as error:
             untrusted = "auto_map" in settings and not trust_remote_code
-            cure = "model.trust_remote_code=true runs the Python that lies beside it, which is yours to read first" if untrusted else None
-            raise DataError("model.path", got=" ".join(str(error).split())[:300], expected=f"a tokenizer in {path}", cure=cure) from error
+            hint = "model.trust_remote_code=true runs the Python that lies beside it, which is yours to read first" if untrusted else None
+            raise DataError("model.path", got=" ".join(str(error).split())[:300], expected=f"a tokenizer in {path}", hint=hint) from error
         if self._tokenizer.eos_token_id is None:
             raise DataError(f"tokenizer in {path}", got="no eos_token", expected="an end-of-sequence token; responses end with it")
         self.eos: int = self._tokenizer.eos_token_id
@@ -73,8 +73,8 @@ class Tokenizer:
             DataError: the tokenizer has no chat template, or the template cannot render the conversation.
         """
         if self._tokenizer.chat_template is None:
-            cure = "set task.chat_template=false or use a model with one"
-            raise DataError("task.chat_template", got="a tokenizer without a chat template", expected="one that has it", cure=cure)
+            hint = "set task.chat_template=false or use a model with one"
+            raise DataError("task.chat_template", got="a tokenizer without a chat template", expected="one that has it", hint=hint)
         from jinja2 import TemplateError
 
         given = [dict(message) for message in messages], [dict(tool) for tool in tools] or None

@@ -43,8 +43,8 @@ def resolve(what: str, host: str) -> str:
     try:
         return socket.gethostbyname(host)
     except OSError as error:
-        cure = "name an interface or a network in cluster.network, or set ASYNCMOE_HOST to an address"
-        raise UserError(what, got=f"{host!r} ({error.strerror or error})", expected="a resolvable host name", cure=cure) from error
+        hint = "name an interface or a network in cluster.network, or set ASYNCMOE_HOST to an address"
+        raise UserError(what, got=f"{host!r} ({error.strerror or error})", expected="a resolvable host name", hint=hint) from error
 
 
 def interfaces() -> dict[str, list[str]]:

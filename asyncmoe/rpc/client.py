@@ -119,7 +119,7 @@ def rebuild(refused: Refused) -> AsyncmoeError:
     error = kind.__new__(kind)
     Exception.__init__(error, refused.text)
     if isinstance(error, UserError):
-        error.what, error.got, error.expected, error.cure = refused.text, None, None, None
+        error.what, error.got, error.expected, error.hint = refused.text, None, None, None
     elif isinstance(error, TrajectoryRejected):
         error.reason = refused.text.partition(": ")[0]
     elif isinstance(error, WaitTimeout):

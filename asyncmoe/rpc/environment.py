@@ -47,13 +47,13 @@ def given(environment: Mapping[str, str] = os.environ) -> RendezvousVariables | 
     if not address and not secret:
         return None
     if not secret:
-        raise UserError(KEYS, got=f"nothing, although {CONTROLLER} is set", expected="64 hexadecimal digits", cure=_MAKE_KEYS)
+        raise UserError(KEYS, got=f"nothing, although {CONTROLLER} is set", expected="64 hexadecimal digits", hint=_MAKE_KEYS)
     if not address:
         raise UserError(
             CONTROLLER,
             got=f"nothing, although {KEYS} is set",
             expected="tcp://HOST:PORT of the controller",
-            cure=f"set it in every process of the run, or unset {KEYS} to meet by the run directory",
+            hint=f"set it in every process of the run, or unset {KEYS} to meet by the run directory",
         )
     return RendezvousVariables(*_address(address), _secret(secret))
 
@@ -83,7 +83,7 @@ def _address(text: str) -> tuple[str, int]:
     matched = _ADDRESS.fullmatch(text)
     if matched is None or not 0 < int(matched[2]) < 1 << 16:
         raise UserError(
-            CONTROLLER, got=repr(text), expected="tcp://HOST:PORT, a name or IPv4 address and a port from 1 to 65535", cure="correct it"
+            CONTROLLER, got=repr(text), expected="tcp://HOST:PORT, a name or IPv4 address and a port from 1 to 65535", hint="correct it"
         )
     return matched[1], int(matched[2])
 
@@ -92,5 +92,5 @@ def _secret(text: str) -> bytes:
     if not re.fullmatch(r"[0-9a-fA-F]{64}", text):
         others = sum(c not in "0123456789abcdefABCDEF" for c in text)
         got = f"{len(text)} characters" + (f", {others} of them no hexadecimal digits" if others else "")
-        raise UserError(KEYS, got=got, expected="64 hexadecimal digits", cure=_MAKE_KEYS)
+        raise UserError(KEYS, got=got, expected="64 hexadecimal digits", hint=_MAKE_KEYS)
     return bytes.fromhex(text)

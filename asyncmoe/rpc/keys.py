@@ -127,7 +127,7 @@ def refuse_another(run_dir: Path, listening: str = "") -> Rendezvous | None:
             got=f"a second controller, process {os.getpid()} on {socket.gethostname()}, beside process {value.pid} on {value.host}, "
             f"which answers at {value.address}",
             expected="one controller of a run",
-            cure="stop the other controller, or choose another run.dir",
+            hint="stop the other controller, or choose another run.dir",
         )
     return value
 

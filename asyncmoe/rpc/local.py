@@ -35,7 +35,7 @@ def make() -> Path:
     folder = tempfile.gettempdir()
     if len(os.fsencode(folder)) > _MAX_FOLDER:
         raise UserError(
-            "directory for temporary files", got=folder, expected=f"at most {_MAX_FOLDER} bytes", cure="set TMPDIR to a shorter path"
+            "directory for temporary files", got=folder, expected=f"at most {_MAX_FOLDER} bytes", hint="set TMPDIR to a shorter path"
         )
     for old in Path(folder).glob(f"{PREFIX}*"):
         if is_private(old) and _is_left_behind(old / SOCKET):

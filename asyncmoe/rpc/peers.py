@@ -44,7 +44,7 @@ def facts(role: str, packages: Iterable[str] = ALIKE) -> Facts:
     return Facts(socket.gethostname(), role, found, time.time())
 
 
-def check(ours: Facts, theirs: Facts, clock_s: float) -> None:
+def check(ours: Facts, theirs: Facts, max_clock_skew_s: float) -> None:
     """Refuse an incompatible process. The error is one line that names the process, its node and a fix.
 
     Compares only packages that both processes have: the environments of engines and trainers differ. The measured clock difference
@@ -52,24 +52,24 @@ def check(ours: Facts, theirs: Facts, clock_s: float) -> None:
 
     Args:
         ours: facts of the receiving process, collected when the other's facts arrive.
-        clock_s: largest allowed clock difference in seconds.
+        max_clock_skew_s: largest allowed clock difference in seconds.
 
     Raises:
-        UserError: versions differ, or clocks differ by more than `clock_s`.
+        UserError: versions differ, or clocks differ by more than `max_clock_skew_s`.
     """
     both = ours.versions.keys() & theirs.versions.keys()
     differ = sorted(name for name in both if _public(ours.versions[name]) != _public(theirs.versions[name]))
     if differ:
         got, expected = (", ".join(f"{name} {one.versions[name]}" for name in differ) for one in (theirs, ours))
-        raise UserError(theirs.who, got=got, expected=f"{expected} as {ours.who} has", cure="install the same versions on both nodes")
+        raise UserError(theirs.who, got=got, expected=f"{expected} as {ours.who} has", hint="install the same versions on both nodes")
     apart = theirs.time - ours.time
-    if not math.isfinite(apart) or abs(apart) > clock_s:
+    if not math.isfinite(apart) or abs(apart) > max_clock_skew_s:
         way = "ahead of" if apart > 0 else "behind"
         raise UserError(
             theirs.who,
             got=f"a clock {abs(apart):.1f} s {way} that of {ours.who}",
-            expected=f"at most {clock_s:g} s (cluster.clock_s)",
-            cure="synchronise both nodes with the same time server (chronyc tracking, timedatectl)",
+            expected=f"at most {max_clock_skew_s:g} s (cluster.max_clock_skew_s)",
+            hint="synchronise both nodes with the same time server (chronyc tracking, timedatectl)",
         )
 
 

@@ -191,10 +191,10 @@ def _explain(error: zmq.ZMQError, host: str, port: int, given: RendezvousVariabl
     if given is not None:
         where = f"{given.address} ({host} on {socket.gethostname()})"
         if error.errno == errno.EADDRINUSE:
-            cure = "stop the other controller of this run if it has the port, or choose another port"
-            return UserError(CONTROLLER, got=f"{where}, which is in use", expected="a free port", cure=cure)
-        cure = "start the controller on the machine it names"
-        return UserError(CONTROLLER, got=f"{where}: {error.strerror}", expected="an address of this machine", cure=cure)
+            hint = "stop the other controller of this run if it has the port, or choose another port"
+            return UserError(CONTROLLER, got=f"{where}, which is in use", expected="a free port", hint=hint)
+        hint = "start the controller on the machine it names"
+        return UserError(CONTROLLER, got=f"{where}: {error.strerror}", expected="an address of this machine", hint=hint)
     if error.errno == errno.EADDRINUSE:
-        return UserError(f"port {port}", got=f"in use on {host}", expected="a free port", cure="choose another, or 0 for any free one")
+        return UserError(f"port {port}", got=f"in use on {host}", expected="a free port", hint="choose another, or 0 for any free one")
     return UserError(f"address {host}:{port}", got=str(error.strerror), expected="an address of this machine and a port it may open")

@@ -21,7 +21,7 @@ _KEYS = {
     "--workload": "workload",
     "--groups": "groups_per_step",
     "--group-size": "group_size",
-    "--eta": "max_staleness",
+    "--max_staleness": "max_staleness",
     "--queue-capacity": "queue_capacity",
     "--steps": "steps",
     "--seed": "seed",
@@ -119,5 +119,5 @@ def _refuse_options(arguments: Sequence[str]) -> None:
         else:
             keys.append(f"{_KEYS[name]}={'null' if value == '0' and name in _NULL_FOR_0 else value}")
     if given:
-        cure = "the plant is described by keys, in a file or on the command line: asyncmoe simulate --help"
-        raise ConfigError("asyncmoe simulate", got=" ".join(given), expected=shlex.join(keys), cure=cure)
+        hint = "the plant is described by keys, in a file or on the command line: asyncmoe simulate --help"
+        raise ConfigError("asyncmoe simulate", got=" ".join(given), expected=shlex.join(keys), hint=hint)

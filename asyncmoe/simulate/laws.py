@@ -21,8 +21,9 @@ the longer phase:
 
     S_pools = (t_gen + t_train) / max(e t_gen, t_train).
 
-Assumptions: a batch fills the slots; eta is large enough that the capacity law stops no engine and nothing is dropped (at least the number
-of steps the longest response lasts, rounded up); scoring keeps up; weight sync costs nothing. `s_pools` can include the cost of the sync.
+Assumptions: a batch fills the slots; max_staleness is large enough that the capacity law stops no engine and nothing is dropped (at least
+the number of steps the longest response lasts, rounded up); scoring keeps up; weight sync costs nothing. `s_pools` can include the cost of
+the sync.
 """
 
 from __future__ import annotations

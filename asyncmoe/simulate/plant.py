@@ -172,7 +172,7 @@ class Plant(Section):
 
     def capacity(self, mode: Mode) -> int:
         """Return the number of trajectories the queue holds."""
-        return self.queue_capacity or (self.admission(mode).eta + 1) * self.batch
+        return self.queue_capacity or (self.admission(mode).max_staleness + 1) * self.batch
 
     def having(self, changes: Mapping[str, Any]) -> Plant:
         """Return a plant with other values at some keys, e.g. {"engines.count": 8}. Raises pydantic's ValidationError."""

@@ -74,7 +74,7 @@ def _comparison_table(found: Comparison, console: Console) -> None:
     grid = Table(show_edge=False)
     grid.add_column("", no_wrap=True)
     for mode, row in found.rows.items():
-        grid.add_column(f"{mode}, eta {row.outcome.eta}", justify="right")
+        grid.add_column(f"{mode}, max_staleness {row.outcome.max_staleness}", justify="right")
     rows = [(row, row.outcome) for row in found.rows.values()]
     for label, values in (
         ("step", [number(o.step_s, "s") for _, o in rows]),
@@ -113,7 +113,7 @@ def _sweep_table(found: Sweep, console: Console) -> None:
     heads = (
         "engine\nGPUs",
         "trainer\nGPUs",
-        "eta",
+        "max_staleness",
         "step",
         "one\npool",
         "two\npools",
@@ -129,7 +129,7 @@ def _sweep_table(found: Sweep, console: Console) -> None:
         grid.add_row(
             str(p.engine_gpus),
             str(p.trainer_gpus),
-            str(p.eta),
+            str(p.max_staleness),
             number(p.step_s, "s"),
             f"{p.speedup_one_pool:.2f}x",
             f"{p.speedup:.2f}x",
@@ -140,9 +140,10 @@ def _sweep_table(found: Sweep, console: Console) -> None:
             style=mark,
         )
     console.print(grid)
-    for what, p in (("fastest", found.fastest), ("advised: the smallest eta within 3 % of it", found.advised)):
+    for what, p in (("fastest", found.fastest), ("advised: the smallest max_staleness within 3 % of it", found.advised)):
         console.print(
-            f"{what}: {p.engine_gpus} engine GPUs, {p.trainer_gpus} trainer GPUs, eta {p.eta}: {p.speedup_one_pool:.2f}x over sync on the "
+            f"{what}: {p.engine_gpus} engine GPUs, {p.trainer_gpus} trainer GPUs, max_staleness {p.max_staleness}: "
+            f"{p.speedup_one_pool:.2f}x over sync on the "
             f"same {found.gpus} GPUs as one pool, {p.speedup:.2f}x over sync in the same two pools",
             highlight=False,
         )
@@ -169,12 +170,19 @@ def _comparison_figure(found: Comparison, left: Any, right: Any) -> None:
 
 
 def _sweep_figure(found: Sweep, left: Any, right: Any) -> None:
-    etas = sorted({point.eta for point in found.points})
-    for index, eta in enumerate(etas):
-        points = [point for point in found.points if point.eta == eta]
+    etas = sorted({point.max_staleness for point in found.points})
+    for index, max_staleness in enumerate(etas):
+        points = [point for point in found.points if point.max_staleness == max_staleness]
         gpus = [point.engine_gpus for point in points]
         colour = (PURPLE, ORANGE, GREEN, BLUE)[index % 4]
-        left.plot(gpus, [point.speedup_one_pool for point in points], color=colour, marker="o", markersize=3, label=f"eta {eta}")
+        left.plot(
+            gpus,
+            [point.speedup_one_pool for point in points],
+            color=colour,
+            marker="o",
+            markersize=3,
+            label=f"max_staleness {max_staleness}",
+        )
         right.plot(gpus, [100 * point.trainer_idle for point in points], color=colour, marker="o", markersize=3)
     left.axhline(found.s_max, color=RED, linewidth=1.2, label=f"the law, {found.s_max:.2f}x")
     left.set_title("Speed-up over sync on one pool")

@@ -48,7 +48,7 @@ class Simulation:
         self._queue = SimulatedQueue(state)
         self._trainer = SimulatedTrainer(state, self._queue, self._stepped, self._dropped)
         self._sync = SimulatedSync(state, self._engines, self._served)
-        self._warm = min(2 * (state.law.eta + 1), plant.steps // 2) if skip is None else skip
+        self._warm = min(2 * (state.law.max_staleness + 1), plant.steps // 2) if skip is None else skip
         self._since = Reading()
 
     def run(self) -> SimulatedRun:

@@ -1,4 +1,4 @@
-"""Sweep over splits of one cluster and over eta: how many GPUs should generate, and which eta to choose."""
+"""Sweep over splits of one cluster and over max_staleness: how many GPUs should generate, and which max_staleness to choose."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _AS_FAST = 1.03
 
 @dataclass(frozen=True)
 class Point:
-    """One split and one eta. Speed-ups as in `asyncmoe.simulate.compare.ModeComparison`."""
+    """One split and one max_staleness. Speed-ups as in `asyncmoe.simulate.compare.ModeComparison`."""
 
     engine_gpus: int
     trainer_gpus: int
-    eta: int
+    max_staleness: int
     step_s: float
     speedup: float
     s_pools: float
@@ -40,8 +40,8 @@ class Sweep:
 
     Attributes:
         fastest: the point with the shortest step.
-        advised: among the points whose step is at most 3 % longer, the fastest one with the smallest eta, because older trajectories are
-            worse to learn from.
+        advised: among the points whose step is at most 3 % longer, the fastest one with the smallest max_staleness, because older
+            trajectories are worse to learn from.
     """
 
     workload: str
@@ -83,7 +83,7 @@ def sweep(plant: Plant, workload: Workload, bounds: Sequence[int]) -> Sweep:
         law_engine_gpus=best,
         points=points,
         fastest=fastest,
-        advised=min(as_fast, key=lambda point: (point.eta, point.step_s)),
+        advised=min(as_fast, key=lambda point: (point.max_staleness, point.step_s)),
     )
 
 
@@ -99,13 +99,13 @@ def _splits(plant: Plant, best: float) -> list[Plant]:
     return parts
 
 
-def _point(eta: int, found: Comparison) -> Point:
+def _point(max_staleness: int, found: Comparison) -> Point:
     row = found.rows["async"]
     outcome = row.outcome
     return Point(
         engine_gpus=found.pools.gpus[0],
         trainer_gpus=found.pools.gpus[1],
-        eta=eta,
+        max_staleness=max_staleness,
         step_s=outcome.step_s,
         speedup=row.speedup,
         s_pools=found.s_pools,

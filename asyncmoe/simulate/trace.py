@@ -63,7 +63,7 @@ class SimulatedRun:
     """
 
     mode: str
-    eta: int
+    max_staleness: int
     engines: int
     trainer_gpus: int
     steps: int
@@ -96,7 +96,7 @@ def summarise(plant: Plant, mode: Mode, trace: Trace, since: Reading, warm: int,
     tokens = sum(trace.ages.values())
     return SimulatedRun(
         mode=mode,
-        eta=plant.admission(mode).eta,
+        max_staleness=plant.admission(mode).max_staleness,
         engines=plant.engines.count,
         trainer_gpus=plant.trainer.gpus,
         steps=plant.steps,

@@ -67,7 +67,7 @@ def _rejected(g: Gauges) -> str | None:
 def _off_policy(g: Gauges) -> str | None:
     for share, name in ((g.clip_fraction, "clipped"), (g.tis_capped, "capped by objective.correction.cap")):
         if (share or 0.0) > OFF_POLICY:
-            return f"{percent(share)} of the tokens are {name}: lower queue.staleness.eta or trainer.optimizer.lr."
+            return f"{percent(share)} of the tokens are {name}: lower queue.staleness.max_staleness or trainer.optimizer.lr."
     return None
 
 
@@ -76,7 +76,7 @@ def _idle(g: Gauges) -> str | None:
     if min(trainer, engines) > BOTH_IDLE:
         return (
             f"Trainer idle {percent(trainer)} and engines idle {percent(engines)}: they wait for each other; "
-            "raise queue.staleness.eta so that the engines may run ahead."
+            "raise queue.staleness.max_staleness so that the engines may run ahead."
         )
     if trainer > IDLE:
         return (
@@ -95,7 +95,7 @@ def _dropped(g: Gauges) -> str | None:
     if (g.dropped or 0.0) <= DROPPED:
         return None
     return (
-        f"{percent(g.dropped)} of the trajectories were dropped or requeued as too old: raise queue.staleness.eta or lower "
+        f"{percent(g.dropped)} of the trajectories were dropped or requeued as too old: raise queue.staleness.max_staleness or lower "
         "rollout.max_concurrent."
     )
 

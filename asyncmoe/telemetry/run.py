@@ -69,6 +69,6 @@ def load(run_dir: Path) -> RunRecords:
     """
     found = read_sessions(run_dir / METRICS)
     if not found:
-        raise DataError(str(run_dir / METRICS), got="no step", expected="at least one recorded step", cure="give the run.dir of a run")
+        raise DataError(str(run_dir / METRICS), got="no step", expected="at least one recorded step", hint="give the run.dir of a run")
     spans = read_spans(run_dir / TRAINER_SPANS) + read_spans(run_dir / CONTROLLER_SPANS)
     return RunRecords(run_dir.resolve().name, found, read_rollout(run_dir / ROLLOUT), spans, read_evaluations(run_dir / EVALUATION))

@@ -92,7 +92,7 @@ def test_a_scorer_that_fails_costs_its_groups_and_nothing_else(rig: Rig, tokeniz
     play = partial(episode.run, RolloutContext(rig.pool, sampling, tokenizer, scorer))
 
     async def run() -> BoundedQueue:
-        queue = BoundedQueue(capacity=32, batch=16, group_size=4, eta=1)
+        queue = BoundedQueue(capacity=32, batch=16, group_size=4, max_staleness=1)
         producing = asyncio.create_task(Producer(queue, task, play, 4).run())
         async with asyncio.timeout(60):
             while queue.stats().depth < 32:

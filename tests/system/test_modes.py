@@ -19,8 +19,14 @@ SYNCS = {"sync": ("sync.staging=false", "sync.transport=gloo"), "one_step_off": 
 def test_batches_are_as_far_ahead_as_the_mode_says(tmp_path: Path, mode: str, oldest: int) -> None:
     """With fewer places at the engine than a batch has responses: a version that lands must not cut a batch in two."""
     directory = tmp_path / "run"
-    shape = ("warmup.steps=0", "run.steps=5", "rollout.max_concurrent=6", "rollout.max_new_tokens=24", f"queue.staleness.eta={oldest}")
-    summary = run(directory, f"run.mode={mode}", *shape, "sync.verify_every=1", "verify.logprobs_every=1", *SYNCS[mode])
+    shape = (
+        "warmup.steps=0",
+        "run.steps=5",
+        "rollout.max_concurrent=6",
+        "rollout.max_new_tokens=24",
+        f"queue.staleness.max_staleness={oldest}",
+    )
+    summary = run(directory, f"run.mode={mode}", *shape, "sync.verify_every=1", "mismatch.every=1", *SYNCS[mode])
     assert summary["max_staleness_seen"] == oldest
     assert summary["max_abs_logprob_diff_same_version"] <= 1e-4
     assert 0 < summary["pause_ms_median"] <= 1e3 * summary["sync_seconds_median"]

@@ -15,7 +15,7 @@ from asyncmoe.launch.local import TRAINER_ENVIRONMENT
 from tests.system.runs import SMALL, Command, logs, metrics, wait_for
 
 pytestmark = pytest.mark.system
-OVERRIDES = ("run.steps=2000", "engines.join=true", "trainer.timeout_s=120", "cluster.silence_s=4")
+OVERRIDES = ("run.steps=2000", "engines.join=true", "trainer.timeout_s=120", "cluster.heartbeat_timeout_s=4")
 
 
 def free_port() -> int:

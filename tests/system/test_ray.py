@@ -152,7 +152,7 @@ def test_a_rank_that_is_killed_is_named_with_its_node(cluster: Nodes, tmp_path: 
 
 @pytest.mark.thorough
 def test_a_node_that_is_lost_is_the_cause(cluster: Nodes, tmp_path: Path) -> None:
-    command = start(tmp_path / "run", *ON_RAY, "run.steps=2000", "cluster.silence_s=20")
+    command = start(tmp_path / "run", *ON_RAY, "run.steps=2000", "cluster.heartbeat_timeout_s=20")
     assert wait_for(lambda: len(metrics(tmp_path / "run")) > 4, 240), logs(tmp_path / "run")
     cluster.lose(OTHERS[1])
     status, _, error = command.finish()

@@ -24,9 +24,9 @@ class Flying:
 class InTime(RuleBasedStateMachine):
     """Any order of starting, finishing, rejecting and publishing, with one promise: what a step needs is there when it is leased."""
 
-    @initialize(eta=st.integers(0, 3), groups=st.integers(1, 3), size=st.integers(1, 3), base=st.integers(0, 5))
-    def begin(self, eta: int, groups: int, size: int, base: int) -> None:
-        self.law = Admission(groups * size, eta, base)
+    @initialize(max_staleness=st.integers(0, 3), groups=st.integers(1, 3), size=st.integers(1, 3), base=st.integers(0, 5))
+    def begin(self, max_staleness: int, groups: int, size: int, base: int) -> None:
+        self.law = Admission(groups * size, max_staleness, base)
         self.groups, self.size = groups, size
         self.ledger, self.served, self.trainer = Ledger(), base, base
         self.waiting: list[Flying] = []
@@ -67,7 +67,7 @@ class InTime(RuleBasedStateMachine):
                 self._finish(group)
         self.queued.sort(key=lambda g: (g.oldest, g.arrival))
         batch, self.queued = self.queued[: self.groups], self.queued[self.groups :]
-        assert max(self.trainer - g.oldest for g in batch) <= self.law.eta
+        assert max(self.trainer - g.oldest for g in batch) <= self.law.max_staleness
         assert not any(self.law.is_stale(g.oldest, self.trainer) for g in batch)
         self.ledger = self.ledger.lease(self.law.batch).train(self.law.batch)
         self.trainer += 1
@@ -94,31 +94,31 @@ TestInTime = InTime.TestCase
 TestInTime.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
 
 
-@pytest.mark.parametrize("eta", [0, 1, 3])
-def test_the_bound_is_reached_and_the_law_stops_right_there(eta: int) -> None:
-    law, ledger = Admission(batch=8, eta=eta), Ledger()
+@pytest.mark.parametrize("max_staleness", [0, 1, 3])
+def test_the_bound_is_reached_and_the_law_stops_right_there(max_staleness: int) -> None:
+    law, ledger = Admission(batch=8, max_staleness=max_staleness), Ledger()
     while law.may_start(ledger, 4, 0):
         ledger = ledger.start(4)
-    assert ledger.started == 8 * (eta + 1)
+    assert ledger.started == 8 * (max_staleness + 1)
     ledger = ledger.accept(ledger.running)
-    for trainer in range(eta + 1):
+    for trainer in range(max_staleness + 1):
         assert not law.is_stale(0, trainer)
         ledger = ledger.lease(8).train(8)
         assert not law.may_start(ledger, 4, 0)
         assert law.may_start(ledger, 4, trainer + 1)
-    assert law.is_stale(0, eta + 1)
+    assert law.is_stale(0, max_staleness + 1)
 
 
 @settings(deadline=None)
 @given(st.integers(0, 5), st.integers(0, 5), st.integers(1, 50), st.integers(0, 500))
-def test_with_groups_of_one_the_law_is_that_of_the_paper(eta: int, version: int, batch: int, accepted: int) -> None:
+def test_with_groups_of_one_the_law_is_that_of_the_paper(max_staleness: int, version: int, batch: int, accepted: int) -> None:
     ledger = Ledger(started=accepted, trained=accepted)
-    paper = (accepted + 1 - 1) // batch <= version + eta
-    assert Admission(batch, eta).may_start(ledger, 1, version) == paper
+    paper = (accepted + 1 - 1) // batch <= version + max_staleness
+    assert Admission(batch, max_staleness).may_start(ledger, 1, version) == paper
 
 
 def test_nothing_starts_before_reinforcement_learning_began() -> None:
-    law = Admission(batch=4, eta=9, base_version=3)
+    law = Admission(batch=4, max_staleness=9, base_version=3)
     assert [law.may_start(Ledger(), 4, v) for v in range(5)] == [False, False, False, True, True]
     assert law.capacity(3) == 40
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 import yaml
 
 from asyncmoe.config import Config, load, parse
+from asyncmoe.config.loading import RENAMED
 from asyncmoe.errors import ConfigError
 
 GOOD: dict[str, Any] = {
@@ -86,8 +88,8 @@ def test_defaults_are_valid_and_frozen() -> None:
         ("engines.args", ["--base-gpu-id=0"], "--base-gpu-id", "none of the arguments asyncmoe gives"),
         ("engines.args", ["--port", "80"], "--port", "none of the arguments asyncmoe gives"),
         ("engines.args", ["--device", "cpu"], "--device", "none of the arguments asyncmoe gives an engine; leave it out"),
-        ("queue.staleness.eta", -1, "-1", "greater than or equal to 0"),
-        ("queue.staleness.eta", True, "True", "a number"),
+        ("queue.staleness.max_staleness", -1, "-1", "greater than or equal to 0"),
+        ("queue.staleness.max_staleness", True, "True", "a number"),
         ("queue.staleness.rule", "keep", "'keep'", "'drop'"),
         ("queue.capacity", 127, "127", "at least a step's batch"),
         ("trainer", None, "None", "a section"),
@@ -111,7 +113,7 @@ def test_defaults_are_valid_and_frozen() -> None:
         ("objective.distill.clip", 0.0, "0.0", "greater than 0"),
         ("objective.kl.coefficient", -0.1, "-0.1", "greater than or equal to 0"),
         ("objective.kl.estimator", "k4", "'k4'", "'k1', 'k2', 'k3' or 'unbiased'"),
-        ("sync.every", 3, "3", "at most queue.staleness.eta + 1 = 2"),
+        ("sync.every", 3, "3", "at most queue.staleness.max_staleness + 1 = 2"),
         ("telemetry.live", "maybe", "'maybe'", "'auto', 'on' or 'off'"),
     ],
 )
@@ -124,7 +126,7 @@ def test_a_bad_value_names_its_key_what_was_got_and_what_was_expected(path: str,
 
 
 @pytest.mark.parametrize(
-    ("objective", "got", "expected", "cure"),
+    ("objective", "got", "expected", "hint"),
     [
         ({"proximal": "behaviour"}, "token", "none because objective.proximal is behaviour", "set it to none"),
         ({"proximal": "behaviour", "correction": {"weight": "sequence"}}, "sequence", "would be applied twice", "objective.proximal to"),
@@ -135,11 +137,11 @@ def test_a_bad_value_names_its_key_what_was_got_and_what_was_expected(path: str,
         ({"process": {"weight": 1}, "advantage": "pass_at_k"}, "1", "0 because objective.advantage is pass_at_k", "advantage to grpo"),
     ],
 )
-def test_objectives_that_contradict_themselves_are_refused_with_a_cure(objective: Any, got: str, expected: str, cure: str) -> None:
+def test_objectives_that_contradict_themselves_are_refused_with_a_hint(objective: Any, got: str, expected: str, hint: str) -> None:
     line = refused(with_value("objective", objective))
     assert f": got {got}, expected " in line
     assert expected in line
-    assert cure in line
+    assert hint in line
 
 
 @pytest.mark.parametrize(
@@ -194,13 +196,22 @@ def test_a_wrong_element_is_named_by_its_index() -> None:
         ("trainr", "run, model, task"),
         ("trainer.tensor_parallel", "ranks, tp, pp, ep"),
         ("trainer.optimizer.learning_rate", "lr, min_lr"),
-        ("queue.staleness.max", "eta, rule"),
+        ("queue.staleness.max", "max_staleness, rule"),
         ("model.make.depth", "layers, hidden"),
     ],
 )
 def test_an_unknown_key_lists_those_there_are(path: str, known: str) -> None:
     line = refused(with_value(path, 1))
     assert f"{path}: got an unknown key, expected one of {known}" in line
+
+
+@pytest.mark.parametrize(("old", "now"), RENAMED.items())
+def test_a_renamed_key_is_refused_with_its_present_name(old: str, now: str) -> None:
+    line = refused(with_value(old, {"logprobs_every": 1} if old == "verify" else 1))
+    assert f"{old}: got a key that was renamed, expected {now}" in line
+    section: Any = Config
+    for part in re.match(r"[\w.]+", now)[0].split("."):  # type: ignore[index]
+        section = section.model_fields[part].annotation  # the present name is a key of the schema
 
 
 def test_a_missing_key_and_a_missing_section() -> None:
@@ -237,10 +248,12 @@ def test_an_unquoted_on_or_off_is_taken_as_written(tmp_path: Path, word: str, va
 
 
 def test_overrides_are_yaml_and_reach_any_depth(tmp_path: Path) -> None:
-    config = load(good_file(tmp_path), ["trainer.optimizer.lr=1e-3", "engines.args=[--a, b]", "queue.staleness.eta=0", "run.steps=9"])
+    config = load(
+        good_file(tmp_path), ["trainer.optimizer.lr=1e-3", "engines.args=[--a, b]", "queue.staleness.max_staleness=0", "run.steps=9"]
+    )
     assert config.trainer.optimizer.lr == 1e-3
     assert config.engines.args == ("--a", "b")
-    assert (config.queue.staleness.eta, config.run.steps) == (0, 9)
+    assert (config.queue.staleness.max_staleness, config.run.steps) == (0, 9)
 
 
 @pytest.mark.parametrize(
@@ -323,12 +336,12 @@ def test_uneven_pipeline_stages() -> None:
 
 def test_modes_to_compare_with_decide_how_old_a_batch_may_be() -> None:
     sync, ahead = parse(with_value("run.mode", "sync")), parse(with_value("run.mode", "one_step_off"))
-    assert (sync.queue.staleness.eta, sync.rollout.interruption) == (0, "in_place")
-    assert (ahead.queue.staleness.eta, ahead.rollout.interruption) == (1, "drain")
+    assert (sync.queue.staleness.max_staleness, sync.rollout.interruption) == (0, "in_place")
+    assert (ahead.queue.staleness.max_staleness, ahead.rollout.interruption) == (1, "drain")
     assert parse(json.loads(ahead.model_dump_json())) == ahead
     contradicting = with_value("run.mode", "sync")
-    contradicting["queue"] = {"staleness": {"eta": 2}}
-    assert "queue.staleness.eta: got 2, expected 0 because run.mode is sync; leave it out" in refused(contradicting)
+    contradicting["queue"] = {"staleness": {"max_staleness": 2}}
+    assert "queue.staleness.max_staleness: got 2, expected 0 because run.mode is sync; leave it out" in refused(contradicting)
     for wrong in ("later", ["sync"], 3):
         assert "run.mode" in refused(with_value("run.mode", wrong))
     assert "queue" in refused({**with_value("run.mode", "sync"), "queue": 3})

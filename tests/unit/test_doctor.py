@@ -76,7 +76,7 @@ def test_a_laptop_is_fine_without_what_it_does_not_have() -> None:
 
 
 Case = tuple[str, Machine, dict[str, Any], str, str, str]
-"""Line, machine, what is changed on it, state, part of what is found, part of the cure."""
+"""Line, machine, what is changed on it, state, part of what is found, part of the hint."""
 
 CASES: list[Case] = [
     (
@@ -347,12 +347,12 @@ CASES: list[Case] = [
 ]
 
 
-@pytest.mark.parametrize(("name", "machine", "changes", "state", "found", "cure"), CASES)
-def test_a_line(name: str, machine: Machine, changes: dict[str, Any], state: str, found: str, cure: str) -> None:
+@pytest.mark.parametrize(("name", "machine", "changes", "state", "found", "hint"), CASES)
+def test_a_line(name: str, machine: Machine, changes: dict[str, Any], state: str, found: str, hint: str) -> None:
     finding = line(but(machine, **changes), name)
     assert (finding.state, found in finding.found) == (state, True), finding
-    assert cure in (finding.cure or ""), finding
-    assert (finding.cure is None) <= (state in ("ok", "not here")), "what is wrong has a cure"
+    assert hint in (finding.hint or ""), finding
+    assert (finding.hint is None) <= (state in ("ok", "not here")), "what is wrong has a hint"
     assert failed([finding]) == (state == "error")
 
 

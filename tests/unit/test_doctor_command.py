@@ -33,9 +33,9 @@ def test_the_report_of_this_machine(tmp_path: Path) -> None:
     report: dict[str, Any] = json.loads(printed)
     lines = {line["name"]: line for line in report["checks"]}
     assert list(lines) == list(CHECKS)
-    assert all(set(line) == {"name", "state", "found", "cure"} and line["found"] for line in lines.values())
+    assert all(set(line) == {"name", "state", "found", "hint"} and line["found"] for line in lines.values())
     assert {line["state"] for line in lines.values()} <= {"ok", "warning", "error", "not here"}
-    assert all(line["cure"] for line in lines.values() if line["state"] in ("warning", "error"))
+    assert all(line["hint"] for line in lines.values() if line["state"] in ("warning", "error"))
     assert (status, lines["ports"]["state"]) == (1, "error")
     assert "already in use" in lines["ports"]["found"]
     for name in ("python", "torch", "megatron-core", "packages", "engine-python", "sglang", "loopback", "configuration", "model"):

@@ -29,7 +29,7 @@ def test_equal_nodes_do_not_differ() -> None:
     assert told() == []
 
 
-def test_a_version_is_one_line_with_node_and_cure() -> None:
+def test_a_version_is_one_line_with_node_and_hint() -> None:
     older = but(NODE, trainer__packages={"megatron-core": "0.16.0"})
     (line,) = told(node03=older)
     assert line == ("megatron-core of the trainer's Python: node03 has 0.16.0, 3 others 0.16.1; install megatron-core 0.16.1 on node03")

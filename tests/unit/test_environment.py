@@ -361,7 +361,7 @@ def test_a_bad_episode_costs_its_group_and_nothing_else(bad: Environment, expect
     stage = RolloutContext(Plain(), Sampling(1.0, 8, (2,)), tokenizer, Exact(), Turns(bad), BOUNDS, 0.2)  # type: ignore[arg-type]
 
     async def run() -> None:
-        held = BoundedQueue(capacity=12, batch=4, group_size=2, eta=2)
+        held = BoundedQueue(capacity=12, batch=4, group_size=2, max_staleness=2)
         producing = asyncio.create_task(Producer(held, Questions(), partial(episode.run, stage), 2).run())
         trained: list[int] = []
         for step in range(3):

@@ -78,7 +78,7 @@ def record(place: EpisodeId, generation: Generation, recording: Recording = RECO
 
 
 def queue() -> BoundedQueue:
-    return BoundedQueue(capacity=2 * BATCH, batch=BATCH, group_size=GROUP, eta=2, recording=RECORDING)
+    return BoundedQueue(capacity=2 * BATCH, batch=BATCH, group_size=GROUP, max_staleness=2, recording=RECORDING)
 
 
 def damaged(made: Trajectory, name: str, field: str) -> Trajectory:

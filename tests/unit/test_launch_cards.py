@@ -192,7 +192,7 @@ REFUSED: list[tuple[str, Callable[[], Machine], tuple[str, ...]]] = [
 
 
 @pytest.mark.parametrize(("make", "words"), [pytest.param(*case[1:], id=case[0]) for case in REFUSED])
-def test_what_stops_a_run_has_one_got_one_expected_and_a_cure(make: Callable[[], Machine], words: tuple[str, ...]) -> None:
+def test_what_stops_a_run_has_one_got_one_expected_and_a_hint(make: Callable[[], Machine], words: tuple[str, ...]) -> None:
     said = refused(make())
     assert all(word in said for word in words), said
 

@@ -123,7 +123,7 @@ def _small(node: Machine) -> tuple[GpuFacts, ...]:
 
 
 @each
-@pytest.mark.parametrize(("change", "got", "cure"), [pytest.param(*case[1:], id=case[0]) for case in LINES])
+@pytest.mark.parametrize(("change", "got", "hint"), [pytest.param(*case[1:], id=case[0]) for case in LINES])
 def test_what_stops_a_run_is_said_in_a_line(
     total: int,
     name: str,
@@ -132,14 +132,14 @@ def test_what_stops_a_run_is_said_in_a_line(
     processes: tuple[int, ...],
     change: Callable[[Machine], Machine],
     got: str,
-    cure: str,
+    hint: str,
 ) -> None:
     node = change(machine(*configured(name), gpus_each, card))
     with pytest.raises(UserError) as caught:
         preflight.judge(node)
     said = str(caught.value)
     assert said.startswith(got)
-    assert cure in said
+    assert hint in said
     assert "\n" not in said
 
 

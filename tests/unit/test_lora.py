@@ -69,7 +69,7 @@ def section_of(**values: Any) -> LoraSection:
         ({"dropout": 1}, r"lora\.dropout: got 1, expected .*less than 1"),
     ],
 )
-def test_what_cannot_be_is_refused_with_its_cure(values: dict[str, Any], said: str) -> None:
+def test_what_cannot_be_is_refused_with_its_hint(values: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         section_of(**values)
 

@@ -83,7 +83,13 @@ class Rig:
 def rig(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Rig], Awaitable[None]]], None]:
     monkeypatch.setattr(membership, "connect", Client)
     demo = Path(__file__).parents[2] / "examples" / "demo.yaml"
-    settings = ("engines.join=true", "engines.count=2", f"run.dir={tmp_path}", "cluster.silence_s=0.4", "rollout.request_timeout_s=5")
+    settings = (
+        "engines.join=true",
+        "engines.count=2",
+        f"run.dir={tmp_path}",
+        "cluster.heartbeat_timeout_s=0.4",
+        "rollout.request_timeout_s=5",
+    )
     config = configuration.load(demo, settings)
 
     def play(scene: Callable[[Rig], Awaitable[None]]) -> None:

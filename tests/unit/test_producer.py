@@ -46,8 +46,8 @@ def respond(prompt: Prompt, place: EpisodeId, version: int = 0) -> Trajectory:
     return assemble([Turn(prompt.tokens, generation, version)], place, Recording(), 1.0, {})
 
 
-def queue(eta: int = 1, capacity: int = 16, demonstrations: int = 0) -> BoundedQueue:
-    return BoundedQueue(capacity=capacity, batch=BATCH, group_size=GROUP, eta=eta, demonstrations=demonstrations)
+def queue(max_staleness: int = 1, capacity: int = 16, demonstrations: int = 0) -> BoundedQueue:
+    return BoundedQueue(capacity=capacity, batch=BATCH, group_size=GROUP, max_staleness=max_staleness, demonstrations=demonstrations)
 
 
 async def until(condition: Callable[[], bool]) -> None:

@@ -66,11 +66,11 @@ def demonstration(number: int) -> Trajectory:
 
 
 def queue(**changes: Any) -> BoundedQueue:
-    return BoundedQueue(**({"capacity": 8, "batch": 4, "group_size": 2, "eta": 1} | changes))
+    return BoundedQueue(**({"capacity": 8, "batch": 4, "group_size": 2, "max_staleness": 1} | changes))
 
 
 async def filled(*groups: list[Trajectory], **changes: Any) -> BoundedQueue:
-    made = queue(eta=9, **changes)
+    made = queue(max_staleness=9, **changes)
     made.set_version(9)
     for one in groups:
         made.started(len(one))
@@ -228,7 +228,7 @@ async def test_a_group_that_was_not_started_cannot_be_put() -> None:
 
 @asynchronous
 async def test_starting_against_the_law_is_refused() -> None:
-    held = queue(eta=0)
+    held = queue(max_staleness=0)
     held.started(4)
     assert not held.can_start(2)
     with pytest.raises(InvariantBroken, match="capacity law"):
@@ -238,7 +238,7 @@ async def test_starting_against_the_law_is_refused() -> None:
 @asynchronous
 @pytest.mark.parametrize("event", ["version", "rejected"])
 async def test_the_producer_wakes_when_it_may_start(event: str) -> None:
-    held = queue(eta=0)
+    held = queue(max_staleness=0)
     held.started(4)
     waiting = asyncio.create_task(held.wait_can_start(2))
     await settle()

@@ -42,11 +42,11 @@ def make_group(number: int, size: int, versions: list[int]) -> list[Trajectory]:
 class QueueMachine(RuleBasedStateMachine):
     """Real queue on a private loop; after every action the loop runs until nothing more happens, and both must agree."""
 
-    @initialize(eta=st.integers(0, 2), groups=st.integers(1, 3), size=st.integers(1, 2), spare=st.integers(0, 3))
-    def begin(self, eta: int, groups: int, size: int, spare: int) -> None:
+    @initialize(max_staleness=st.integers(0, 2), groups=st.integers(1, 3), size=st.integers(1, 2), spare=st.integers(0, 3))
+    def begin(self, max_staleness: int, groups: int, size: int, spare: int) -> None:
         self.loop = asyncio.new_event_loop()
-        self.eta, self.groups, self.size, self.capacity = eta, groups, size, groups + spare
-        self.queue = BoundedQueue(capacity=self.capacity * size, batch=groups * size, group_size=size, eta=eta)
+        self.max_staleness, self.groups, self.size, self.capacity = max_staleness, groups, size, groups + spare
+        self.queue = BoundedQueue(capacity=self.capacity * size, batch=groups * size, group_size=size, max_staleness=max_staleness)
         self.number = 0
         self.running: dict[int, int] = {}
         self.putting: list[tuple[int, int]] = []
@@ -65,7 +65,7 @@ class QueueMachine(RuleBasedStateMachine):
     @rule()
     def start(self) -> None:
         alive = len(self.running) + len(self.putting) + len(self.queued) + len(self.leased or ()) + len(self.trained)
-        may = alive + 1 <= (self.eta + self.version + 1) * self.groups
+        may = alive + 1 <= (self.max_staleness + self.version + 1) * self.groups
         assert self.queue.can_start(self.size) == may
         if may:
             self.queue.started(self.size)
@@ -151,13 +151,13 @@ class QueueMachine(RuleBasedStateMachine):
             if self.leased is not None:
                 items = lease.result().items
                 assert [i.key for i in items] == [f"g{n}.e{e}" for _, n in self.leased for e in range(self.size)]
-                assert all(self.step - i.oldest_version <= self.eta for i in items)
+                assert all(self.step - i.oldest_version <= self.max_staleness for i in items)
 
     def _model(self) -> None:
         while True:
             before = (len(self.putting), len(self.queued), self.leased is None)
             if self.asked and self.leased is None:
-                stale = [g for g in self.queued if g[0] < self.step - self.eta]
+                stale = [g for g in self.queued if g[0] < self.step - self.max_staleness]
                 self.dropped |= {number for _, number in stale}
                 self.queued = sorted((g for g in self.queued if g not in stale), key=lambda g: (g[0], self.arrival[g[1]]))
                 if len(self.queued) >= self.groups:

@@ -47,7 +47,7 @@ class Policies(RuleBasedStateMachine):
     """The pure policies, composed as the queue and the producer compose them, against a list of single trajectories."""
 
     @initialize(
-        eta=st.integers(0, 2),
+        max_staleness=st.integers(0, 2),
         beyond=st.integers(1, 2),
         groups=st.integers(1, 3),
         size=st.integers(1, 3),
@@ -56,9 +56,9 @@ class Policies(RuleBasedStateMachine):
         unit=st.sampled_from(["group", "trajectory"]),
         base=st.integers(0, 2),
     )
-    def begin(self, eta: int, beyond: int, groups: int, size: int, spare: int, which: str, unit: str, base: int) -> None:
-        limit = eta + beyond if which == "downweight" else None
-        self.law = Admission(groups * size, eta, base, which, 0.5 if limit else 1.0, limit)  # type: ignore[arg-type]
+    def begin(self, max_staleness: int, beyond: int, groups: int, size: int, spare: int, which: str, unit: str, base: int) -> None:
+        limit = max_staleness + beyond if which == "downweight" else None
+        self.law = Admission(groups * size, max_staleness, base, which, 0.5 if limit else 1.0, limit)  # type: ignore[arg-type]
         self.groups, self.size = groups, size
         self.ledger, self.line = Ledger(), Line(0, unit, size, spare)  # type: ignore[arg-type]
         self.served = self.trainer = base
@@ -153,8 +153,8 @@ class Policies(RuleBasedStateMachine):
         self.queued = self.queued[self.groups :]
         for flight in batch:
             age = max(self.trainer - one.oldest for one in flight.done)
-            assert age <= (self.law.eta if self.law.rule != "downweight" else self.law.drop_above)
-            assert self.law.weight(flight.oldest, self.trainer) == 0.5 ** max(0, age - self.law.eta)
+            assert age <= (self.law.max_staleness if self.law.rule != "downweight" else self.law.drop_above)
+            assert self.law.weight(flight.oldest, self.trainer) == 0.5 ** max(0, age - self.law.max_staleness)
             self._end(flight, "trained")
         self.trained += batch
         self.ledger = self.ledger.train(self.law.batch)
@@ -294,8 +294,8 @@ def test_only_exactly_equal_rewards_carry_nothing(rewards: list[float], equal: b
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("downweight", 0.5, None), "expected more than eta = 1"),
-        (("downweight", 0.5, 1), "got 1, expected more than eta = 1"),
+        (("downweight", 0.5, None), "expected more than max_staleness = 1"),
+        (("downweight", 0.5, 1), "got 1, expected more than max_staleness = 1"),
         (("drop", 1.0, 3), "expected nothing with rule drop"),
         (("downweight", 0.0, 3), "expected more than 0, at most 1"),
     ],

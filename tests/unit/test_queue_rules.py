@@ -47,7 +47,7 @@ async def test_oversampling_keeps_the_first_and_counts_the_rest() -> None:
             await asyncio.sleep(60)
         return respond(prompt, place)
 
-    held = BoundedQueue(capacity=16, batch=BATCH, group_size=GROUP, eta=0)
+    held = BoundedQueue(capacity=16, batch=BATCH, group_size=GROUP, max_staleness=0)
     producing = asyncio.create_task(Producer(held, Numbers(), alone(play), GROUP, oversample=2).run())
     await until(lambda: held.stats().depth == BATCH)
     leased = await held.lease(0, "rl", BATCH, 0, 1.0)
@@ -64,7 +64,7 @@ async def test_equal_rewards_are_left_out_and_the_prompts_go_on() -> None:
         made.__dict__["reward"] = float(place.episode) if place.group else 1.0
         return made
 
-    held = BoundedQueue(capacity=16, batch=BATCH, group_size=GROUP, eta=0)
+    held = BoundedQueue(capacity=16, batch=BATCH, group_size=GROUP, max_staleness=0)
     producing = asyncio.create_task(Producer(held, Numbers(), alone(play), GROUP, filter_equal=True).run())
     await until(lambda: held.stats().depth == BATCH)
     assert held.stats().dropped == {"equal_rewards": GROUP}
@@ -79,7 +79,7 @@ async def test_admitted_alone_a_spoiled_response_is_started_over_alone() -> None
             raise TrajectoryRejected("engine_error", "once")
         return respond(prompt, place)
 
-    held = BoundedQueue(capacity=16, batch=BATCH, group_size=GROUP, eta=0)
+    held = BoundedQueue(capacity=16, batch=BATCH, group_size=GROUP, max_staleness=0)
     producing = asyncio.create_task(Producer(held, Numbers(), alone(play), GROUP, unit="trajectory").run())
     await until(lambda: held.stats().depth == BATCH)
     assert held.stats().rejected == {"engine_error": 1}
@@ -91,9 +91,9 @@ async def test_admitted_alone_a_spoiled_response_is_started_over_alone() -> None
 @pytest.mark.parametrize(
     ("path", "value", "expected"),
     [
-        ("queue.staleness", {"rule": "downweight", "downweight": 0.5}, "a number above queue.staleness.eta"),
-        ("queue.staleness", {"rule": "downweight", "downweight": 0.5, "max_age": 1}, "more than queue.staleness.eta = 1"),
-        ("queue.staleness.max_age", 3, "nothing because queue.staleness.rule is drop"),
+        ("queue.staleness", {"rule": "downweight", "downweight": 0.5}, "a number above queue.staleness.max_staleness"),
+        ("queue.staleness", {"rule": "downweight", "downweight": 0.5, "drop_above": 1}, "more than queue.staleness.max_staleness = 1"),
+        ("queue.staleness.drop_above", 3, "nothing because queue.staleness.rule is drop"),
         ("rollout", {"oversample": 60}, "at least rollout.group_size + rollout.oversample = 68"),
     ],
 )
@@ -115,7 +115,7 @@ async def test_a_requeued_prompt_is_asked_again_and_trained_with_newer_tokens() 
             await late.wait()
         return respond(prompt, place, sampled_at)
 
-    held = BoundedQueue(capacity=16, batch=BATCH, group_size=GROUP, eta=1, rule="requeue")
+    held = BoundedQueue(capacity=16, batch=BATCH, group_size=GROUP, max_staleness=1, rule="requeue")
     producing = asyncio.create_task(Producer(held, Numbers(), alone(play), GROUP).run())
     trained: list[tuple[int, int, int]] = []
     for step in range(5):

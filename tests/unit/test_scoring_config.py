@@ -35,7 +35,7 @@ def parsed(**section: Any) -> config.Config:
         ({"on_failure": "zero"}, "'drop' or 'requeue'"),
     ],
 )
-def test_what_cannot_be_is_refused_with_its_cure(section: dict[str, Any], said: str) -> None:
+def test_what_cannot_be_is_refused_with_its_hint(section: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         parsed(**section)
 

@@ -215,6 +215,6 @@ def test_the_sweep_finds_the_split_of_the_law_and_an_eta_that_is_large_enough() 
     found = sweep(plant, parse("lognormal"), (1, 8))
     assert {point.engine_gpus + point.trainer_gpus for point in found.points} == {20}
     assert abs(found.advised.engine_gpus - found.law_engine_gpus) <= 2
-    assert found.advised.eta == 8
+    assert found.advised.max_staleness == 8
     assert found.advised.speedup_one_pool == pytest.approx(found.s_max, rel=0.07)
-    assert sweep(plant, parse("lognormal:sigma=0.2"), (3, 8)).advised.eta == 3
+    assert sweep(plant, parse("lognormal:sigma=0.2"), (3, 8)).advised.max_staleness == 3

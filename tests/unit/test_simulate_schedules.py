@@ -53,8 +53,8 @@ workloads = st.sampled_from(["lognormal:median=300", "lognormal:median=100,sigma
 
 def check(plant: Plant, found: SimulatedRun) -> None:
     """What must hold whatever happened."""
-    assert found.oldest_age <= plant.admission(found.mode).eta == found.eta
-    assert max(found.ages) <= found.eta
+    assert found.oldest_age <= plant.admission(found.mode).max_staleness == found.max_staleness
+    assert max(found.ages) <= found.max_staleness
     assert sum(found.ages.values()) == pytest.approx(1)
     ledger = dict(found.ledger)
     assert ledger["trained"] == plant.steps * plant.batch
@@ -62,7 +62,7 @@ def check(plant: Plant, found: SimulatedRun) -> None:
     assert ledger["dropped"] == sum(found.dropped.values())
     assert ledger["rejected"] == sum(found.rejected.values())
     # Until the last step is served, one version less counts.
-    assert ledger["running"] + ledger["queued"] + ledger["leased"] <= (found.eta + 1) * plant.batch
+    assert ledger["running"] + ledger["queued"] + ledger["leased"] <= (found.max_staleness + 1) * plant.batch
     assert 0 <= found.trainer_idle <= 1
     assert 0 <= found.engine_idle <= 1
     assert found.engine_rate <= 1 + 1e-9
@@ -186,7 +186,7 @@ def test_command_compares(tmp_path: Path) -> None:
     assert wanted <= set(figures["modes"]["async"])
     assert figures["modes"]["sync"]["speedup"] == 1
     assert f"{figures['modes']['async']['speedup']:.2f}x" in output
-    assert "eta 4" in output
+    assert "max_staleness 4" in output
     assert "6 GPUs" in output
     assert "</svg>" in (tmp_path / "a.svg").read_text()
 
@@ -194,11 +194,11 @@ def test_command_compares(tmp_path: Path) -> None:
 def test_command_sweeps(tmp_path: Path) -> None:
     output = invoke(*SMALL, "--sweep", "--staleness", "1,4", "--json", str(tmp_path / "a.json"), "--plot", str(tmp_path / "a.png"))
     figures = json.loads((tmp_path / "a.json").read_text())
-    assert {point["eta"] for point in figures["points"]} == {1, 4}
+    assert {point["max_staleness"] for point in figures["points"]} == {1, 4}
     assert figures["fastest"]["step_s"] == min(point["step_s"] for point in figures["points"])
-    advised = re.search(r"advised.*: (\d+) engine GPUs, (\d+) trainer GPUs, eta (\d+)", output)
+    advised = re.search(r"advised.*: (\d+) engine GPUs, (\d+) trainer GPUs, max_staleness (\d+)", output)
     assert advised
-    assert [int(n) for n in advised.groups()] == [figures["advised"][key] for key in ("engine_gpus", "trainer_gpus", "eta")]
+    assert [int(n) for n in advised.groups()] == [figures["advised"][key] for key in ("engine_gpus", "trainer_gpus", "max_staleness")]
     assert (tmp_path / "a.png").read_bytes()[:4] == b"\x89PNG"
 
 
@@ -256,7 +256,7 @@ def test_lengths_of_one_s_own(tmp_path: Path) -> None:
         (["workload=math:cap=much"], "workload: got cap=much of math, expected a number"),
         (["max_stalenes=4"], "did you mean max_staleness?"),
         (["no-such.yaml", "steps=3"], "no-such.yaml: got no such file"),
-        (["--eta", "4"], "asyncmoe simulate: got --eta 4, expected max_staleness=4; "),
+        (["--max_staleness", "4"], "asyncmoe simulate: got --max_staleness 4, expected max_staleness=4; "),
         (["--engines=8", "--queue-capacity", "0", "--etas", "1,2"], "expected engines.count=8 queue_capacity=null --staleness 1,2; "),
         (["--swep"], "asyncmoe simulate: got an unknown option --swep, expected KEY=VALUE or one of --sweep,"),
     ],

@@ -16,7 +16,7 @@ from asyncmoe.trajectory import Trajectory
 from tests.unit.virtual_time import run
 
 SLOTS, GENERATE_S, JUDGE_S = 8, 1.0, 10.0
-GROUP, BATCH, ETA = 2, 8, 2
+GROUP, BATCH, MAX_STALENESS = 2, 8, 2
 SECONDS = 2000
 
 
@@ -24,7 +24,7 @@ def test_a_slow_judge_lowers_throughput_to_its_own_rate_and_nothing_else() -> No
     judge = takes(JUDGE_S)
     scoring = stage(judge, concurrency=SLOTS, deadline_s=1e6)
     slots, generating, most_held, idle_without_need = asyncio.Semaphore(SLOTS), 0, 0, 0
-    held = BoundedQueue(capacity=(ETA + 1) * BATCH, batch=BATCH, group_size=GROUP, eta=ETA)
+    held = BoundedQueue(capacity=(MAX_STALENESS + 1) * BATCH, batch=BATCH, group_size=GROUP, max_staleness=MAX_STALENESS)
 
     async def play(prompt: Prompt, place: EpisodeId) -> tuple[Trajectory, ...]:
         nonlocal generating
@@ -40,7 +40,7 @@ def test_a_slow_judge_lowers_throughput_to_its_own_rate_and_nothing_else() -> No
         step = 0
         while True:
             leased = await held.lease(step, "rl", BATCH, step, 1e5)
-            assert all(step - item.oldest_version <= ETA for item in leased.items)
+            assert all(step - item.oldest_version <= MAX_STALENESS for item in leased.items)
             held.commit(step)
             step += 1
             held.set_version(step)
@@ -64,10 +64,10 @@ def test_a_slow_judge_lowers_throughput_to_its_own_rate_and_nothing_else() -> No
     run(play_all())
     judged = SECONDS / JUDGE_S * SLOTS
     # The judge is never without work: what is trained is what it can judge, but for the batches in hand at the ends.
-    assert judged - (ETA + 2) * BATCH <= held.stats().trained <= judged
+    assert judged - (MAX_STALENESS + 2) * BATCH <= held.stats().trained <= judged
     assert judge.most == SLOTS
     assert idle_without_need == 0
     # Groups in all stages together are within the capacity law, whatever waits for the judge.
-    assert most_held <= (ETA + 1) * BATCH
+    assert most_held <= (MAX_STALENESS + 1) * BATCH
     assert held.stats().rejected == {}
     assert held.stats().dropped == {}

@@ -52,7 +52,7 @@ def fill(disk: Path) -> None:
         (errno.EACCES, "Permission denied (EACCES)"),
     ],
 )
-def test_the_line_names_what_where_node_reason_free_space_and_cure(tmp_path: Path, number: int, words: str) -> None:
+def test_the_line_names_what_where_node_reason_free_space_and_hint(tmp_path: Path, number: int, words: str) -> None:
     path = tmp_path / "not yet" / "there"
     with pytest.raises(StorageError) as caught, storage.writing("model", path, "start again"):
         raise OSError(number, os.strerror(number))

@@ -133,7 +133,7 @@ def test_a_late_reply_is_not_taken_for_the_next() -> None:
     [
         (ProtocolError("out of turn"), ProtocolError),
         (EngineError("engine 0 died"), EngineError),
-        (ConfigError("trainer.tp", got=3, expected="a divisor", cure="change it"), ConfigError),
+        (ConfigError("trainer.tp", got=3, expected="a divisor", hint="change it"), ConfigError),
         (TrajectoryRejected("bad_reward", "g1: nan"), TrajectoryRejected),
         (WaitTimeout("engine 0", "health", 3.0), WaitTimeout),
     ],
@@ -183,7 +183,7 @@ def test_every_error_class_can_be_rebuilt() -> None:
         assert type(error) is kind
         assert str(error) == "what: got 1, expected 2"
         if isinstance(error, UserError):
-            assert error.cure is None
+            assert error.hint is None
 
 
 @pytest.mark.parametrize("raised", [KeyError("broken"), InvariantBroken("counts")])
@@ -375,7 +375,7 @@ def test_the_last_reply_leaves_before_the_server_closes() -> None:
     asyncio.run(main())
 
 
-def test_a_taken_port_is_the_users_error_with_a_cure() -> None:
+def test_a_taken_port_is_the_users_error_with_a_hint() -> None:
     async def main(port: int) -> None:
         async with Server(_done, port=port) as server:
             await server.start()

@@ -16,10 +16,10 @@ VERSIONS = {"asyncmoe": "0.1.0", "torch": "2.13.0"}
 OURS = Facts("node1", "controller", VERSIONS, 1_000.0)
 
 
-def refuse(ours: Facts, theirs: Facts, clock_s: float) -> str:
+def refuse(ours: Facts, theirs: Facts, max_clock_skew_s: float) -> str:
     """Why the other is refused, or nothing."""
     try:
-        check(ours, theirs, clock_s)
+        check(ours, theirs, max_clock_skew_s)
     except UserError as error:
         return str(error)
     return ""
@@ -43,7 +43,7 @@ def test_builds_of_one_version_are_alike() -> None:
     assert refuse(OURS, other({"torch": "2.13.0+cu126"}), 10.0) == ""
 
 
-def test_every_version_that_differs_is_named_on_both_nodes_with_the_cure() -> None:
+def test_every_version_that_differs_is_named_on_both_nodes_with_the_hint() -> None:
     assert refuse(OURS, other({"asyncmoe": "0.2.0", "torch": "2.12.1"}), 10.0) == (
         "trainer.3 on node7: got asyncmoe 0.2.0, torch 2.12.1, expected asyncmoe 0.1.0, torch 2.13.0 as controller on node1 has; "
         "install the same versions on both nodes"
@@ -51,10 +51,10 @@ def test_every_version_that_differs_is_named_on_both_nodes_with_the_cure() -> No
 
 
 @pytest.mark.parametrize(("seconds", "words"), [(12.34, "12.3 s ahead of"), (-3600.0, "3600.0 s behind")])
-def test_a_clock_apart_is_named_with_the_limit_and_the_cure(seconds: float, words: str) -> None:
+def test_a_clock_apart_is_named_with_the_limit_and_the_hint(seconds: float, words: str) -> None:
     line = refuse(OURS, other(seconds=seconds), 10.0)
     assert line.startswith(
-        f"trainer.3 on node7: got a clock {words} that of controller on node1, expected at most 10 s (cluster.clock_s); "
+        f"trainer.3 on node7: got a clock {words} that of controller on node1, expected at most 10 s (cluster.max_clock_skew_s); "
     )
     assert "chronyc" in line
 

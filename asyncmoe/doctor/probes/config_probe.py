@@ -51,7 +51,7 @@ def of(config: Config, name: str) -> RunFacts:
         config=name,
         digest=config.digest,
         network=config.cluster.network,
-        clock_s=config.cluster.clock_s,
+        max_clock_skew_s=config.cluster.max_clock_skew_s,
         connections=config.rollout.max_concurrent,
         keep_checkpoints=config.trainer.keep_checkpoints,
         ports=machine.try_ports(_ports(config)),

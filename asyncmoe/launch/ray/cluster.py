@@ -39,13 +39,13 @@ def connected() -> Iterator[Any]:
     try:
         ray.init(address=where, log_to_driver=False, logging_level=logging.ERROR)
     except (ConnectionError, RuntimeError, ValueError, AssertionError) as error:
-        cure = "run this on a node of the cluster, with the Python and the Ray that its nodes have"
+        hint = "run this on a node of the cluster, with the Python and the Ray that its nodes have"
         found = where != "auto"
         raise UserError(
             f"Ray cluster at {where}" if found else "Ray cluster",
             got=_in_one_line(error) if found else "none on this machine",
             expected="one to run on",
-            cure=cure if found else _START,
+            hint=hint if found else _START,
         ) from error
     try:
         yield ray
@@ -74,8 +74,8 @@ def reserved(ray: Any, wanted: Sequence[Bundle], wait_s: float, say: Callable[[s
         if not _comes(ray, group, min(_ANSWER_S, wait_s)):
             say(f"waiting {wait_s:.0f} s for Ray: {planning.wanted_words(wanted)}; there is {_there(ray)}")
             if not _comes(ray, group, wait_s - _ANSWER_S):
-                cure = "add nodes, end what runs there (ray status), or change cluster.trainer_nodes and cluster.engine_nodes"
-                raise UserError("Ray cluster", got=_there(ray), expected=planning.wanted_words(wanted), cure=cure)
+                hint = "add nodes, end what runs there (ray status), or change cluster.trainer_nodes and cluster.engine_nodes"
+                raise UserError("Ray cluster", got=_there(ray), expected=planning.wanted_words(wanted), hint=hint)
         yield group
     finally:
         ray.util.remove_placement_group(group)
@@ -129,7 +129,7 @@ def _module() -> Any:
         import ray.util.scheduling_strategies
     except ImportError as error:
         python = sys.executable
-        raise UserError("launch: ray", got=f"no Ray in {python} ({error})", expected="the package ray", cure='pip install "ray"') from error
+        raise UserError("launch: ray", got=f"no Ray in {python} ({error})", expected="the package ray", hint='pip install "ray"') from error
     return ray
 
 
@@ -146,11 +146,11 @@ def _address(environment: Mapping[str, str]) -> tuple[str, int] | None:
             return None
         given = file.read_text().strip()
     if given.startswith("ray://"):
-        cure = "start asyncmoe on a node of the cluster, for instance with ray job submit"
-        raise UserError("RAY_ADDRESS", got=given, expected="HOST:PORT of the head", cure=cure)
+        hint = "start asyncmoe on a node of the cluster, for instance with ray job submit"
+        raise UserError("RAY_ADDRESS", got=given, expected="HOST:PORT of the head", hint=hint)
     matched = re.fullmatch(r"\[?([^\s\[\]/]+?)\]?:(\d{1,5})", given)
     if matched is None or not 0 < int(matched[2]) < 1 << 16:
-        raise UserError("RAY_ADDRESS", got=repr(given), expected="HOST:PORT of the head, or auto", cure=_START)
+        raise UserError("RAY_ADDRESS", got=repr(given), expected="HOST:PORT of the head, or auto", hint=_START)
     return matched[1], int(matched[2])
 
 
@@ -160,7 +160,7 @@ def _check_answers(host: str, port: int) -> None:
         socket.create_connection((host, port), _ANSWER_S).close()
     except OSError as error:
         got = f"no answer ({error.strerror or error})"
-        raise UserError(f"Ray's head at {host}:{port}", got=got, expected="one that listens", cure=_START) from error
+        raise UserError(f"Ray's head at {host}:{port}", got=got, expected="one that listens", hint=_START) from error
 
 
 def _in_one_line(error: BaseException) -> str:

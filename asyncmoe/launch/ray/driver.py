@@ -65,7 +65,7 @@ def _posts(ray: Any, group: Any, wanted: Sequence[Bundle], config: Config) -> li
     for bundle, actor, place in zip(wanted, actors, asked, strict=True):
         waited = time.monotonic() - begin
         found = cluster.result(ray, place, f"Ray's worker for {bundle.title}", "start", waited, limit - waited)
-        posts.append(Post(ray, actor, bundle, found, config.cluster.silence_s))
+        posts.append(Post(ray, actor, bundle, found, config.cluster.heartbeat_timeout_s))
     return posts
 
 
@@ -105,7 +105,7 @@ def _check_shared(posts: Sequence[Post], file: Path) -> None:
                 "run.dir",
                 got=f"{file.parent}, which is missing or a different directory for {post.title}",
                 expected=f"a directory that all nodes share, and {os.getcwd()} on each",
-                cure="put both on a shared file system",
+                hint="put both on a shared file system",
             )
 
 

@@ -83,7 +83,7 @@ def bundles(config: Config, gpus: bool) -> tuple[Bundle, ...]:
         raise ConfigError("cluster.engine_nodes", got=cluster.engine_nodes, expected=f"at most engines.count = {config.engines.count}")
     if config.engines.first_gpu:
         expected = "0 with launch: ray, which gives every node's engines GPUs of their own"
-        raise ConfigError("engines.first_gpu", got=config.engines.first_gpu, expected=expected, cure="leave it out")
+        raise ConfigError("engines.first_gpu", got=config.engines.first_gpu, expected=expected, hint="leave it out")
 
     def bundle(part: Literal["engines", "trainer"], node: int, numbers: range, size: int) -> Bundle:
         total = len(numbers) * size

@@ -22,12 +22,12 @@ class Post:
     Args:
         ray: the connected `ray` module.
         actor: Ray's handle of the actor.
-        silence_s: seconds without an answer after which the node counts as lost.
+        heartbeat_timeout_s: seconds without an answer after which the node counts as lost.
     """
 
-    def __init__(self, ray: Any, actor: Any, bundle: Bundle, place: NodeFacts, silence_s: float) -> None:
+    def __init__(self, ray: Any, actor: Any, bundle: Bundle, place: NodeFacts, heartbeat_timeout_s: float) -> None:
         self.bundle, self.place = bundle, place
-        self._actor, self._ray, self._silence_s = actor, ray, silence_s
+        self._actor, self._ray, self._silence_s = actor, ray, heartbeat_timeout_s
         self._ended: Mapping[str, End] = {}
         self._asked: Any = None
         self._since = 0.0
@@ -51,7 +51,7 @@ class Post:
         return getattr(self._actor, method).remote(*arguments)
 
     def ended(self) -> Mapping[str, End]:
-        """Return the last known ends of the node's processes. An unreachable node counts as lost only after `silence_s`.
+        """Return the last known ends of the node's processes. An unreachable node counts as lost only after `heartbeat_timeout_s`.
 
         Raises:
             AsyncmoeError: the node is lost.
@@ -80,7 +80,7 @@ class Post:
         self.call("ended")
 
     def _result(self, reference: Any, waited_s: float, wait_s: float = 0.0) -> Any:
-        what = f"answer (cluster.silence_s {self._silence_s:g})"
+        what = f"answer (cluster.heartbeat_timeout_s {self._silence_s:g})"
         return cluster.result(self._ray, reference, self.title, what, waited_s, wait_s)
 
 

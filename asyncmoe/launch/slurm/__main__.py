@@ -14,8 +14,8 @@ def run(arguments: Sequence[str], stop: Stop) -> None:
     from asyncmoe.launch.slurm import supervise  # imports for seconds, so only after the signal handlers are set
 
     if not arguments:
-        cure = "sbatch --nodes=N slurm/train.sbatch CONFIG [key=value ...]"
-        raise UserError("CONFIG", got="nothing", expected="a YAML file", cure=cure)
+        hint = "sbatch --nodes=N slurm/train.sbatch CONFIG [key=value ...]"
+        raise UserError("CONFIG", got="nothing", expected="a YAML file", hint=hint)
     supervise.run(Path(arguments[0]), arguments[1:], stop)
 
 

@@ -59,8 +59,8 @@ def read(environ: Mapping[str, str], expand: Expand) -> Allocation:
         UserError: this process is not in a SLURM job.
     """
     if "SLURM_JOB_ID" not in environ or "SLURM_JOB_NODELIST" not in environ:
-        cure = "start it with: sbatch --nodes=N slurm/train.sbatch CONFIG; on a machine without SLURM: asyncmoe run CONFIG"
-        raise UserError("SLURM_JOB_ID", got="no such variable", expected="a SLURM job", cure=cure)
+        hint = "start it with: sbatch --nodes=N slurm/train.sbatch CONFIG; on a machine without SLURM: asyncmoe run CONFIG"
+        raise UserError("SLURM_JOB_ID", got="no such variable", expected="a SLURM job", hint=hint)
     job = int(environ["SLURM_JOB_ID"])
     array = environ.get("SLURM_ARRAY_JOB_ID")
     name = f"{array}_{environ['SLURM_ARRAY_TASK_ID']}" if array else str(job)

@@ -37,8 +37,8 @@ def run(arguments: Sequence[str], stop: Stop) -> None:
         AsyncmoeError: an engine failed; the error is the root cause.
     """
     if not 1 <= len(arguments) <= 2:
-        cure = "sbatch slurm/rollout.sbatch RUN_DIR [ENGINES_PER_NODE]"
-        raise UserError("arguments", got=len(arguments), expected="a run directory, and perhaps a number of engines", cure=cure)
+        hint = "sbatch slurm/rollout.sbatch RUN_DIR [ENGINES_PER_NODE]"
+        raise UserError("arguments", got=len(arguments), expected="a run directory, and perhaps a number of engines", hint=hint)
     where = allocation.read(os.environ, control.hostnames)
     config, resolved = _resolved(Path(arguments[0]), stop)
     each = number(arguments[1]) if len(arguments) == 2 else engines_each(config)
@@ -99,8 +99,8 @@ def _resolved(given: Path, stop: Stop) -> tuple[Config, Path]:
         time.sleep(_POLL_S)
     config = configuration.load(resolved)
     if not config.engines.join:
-        cure = "start it with slurm/train.sbatch, or with engines.join=true"
-        raise ConfigError(f"{resolved}: engines.join", got="false", expected="true: a run that engines may join", cure=cure)
+        hint = "start it with slurm/train.sbatch, or with engines.join=true"
+        raise ConfigError(f"{resolved}: engines.join", got="false", expected="true: a run that engines may join", hint=hint)
     return config, resolved
 
 

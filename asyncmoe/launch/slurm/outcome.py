@@ -58,8 +58,8 @@ def _stopped(where: Allocation, before: Path | None, newest: Path | None, stop: 
         then = "starts over" if newest is None else "resumes from there"
         raise AsyncmoeError(f"stopped at {at}; the same command {then}")
     if newest == before:
-        cure = "raise sbatch --time, or lower SECONDS, the time before that limit, in --signal=B:USR1@SECONDS"
-        raise AsyncmoeError(f"job {where.name} made no step before its time limit, at {at}; a requeue would repeat this; {cure}")
+        hint = "raise sbatch --time, or lower SECONDS, the time before that limit, in --signal=B:USR1@SECONDS"
+        raise AsyncmoeError(f"job {where.name} made no step before its time limit, at {at}; a requeue would repeat this; {hint}")
     _say(f"job {where.name} is requeued with {at}: its time limit is near")
     control.requeue(where.name)
 

@@ -99,23 +99,23 @@ def _split(allocation: Allocation, engines: int, trainers: int) -> tuple[tuple[s
         if len(nodes) == 1 and (engines, trainers) == (1, 1):
             return nodes, nodes, ()
         wanted = f"{engines + trainers} = cluster.engine_nodes {engines} + cluster.trainer_nodes {trainers}"
-        cure = f"sbatch --nodes={engines + trainers} ..., or lower cluster.engine_nodes or cluster.trainer_nodes"
-        _check(f"nodes of job {allocation.name}", nodes, engines + trainers, wanted, cure)
+        hint = f"sbatch --nodes={engines + trainers} ..., or lower cluster.engine_nodes or cluster.trainer_nodes"
+        _check(f"nodes of job {allocation.name}", nodes, engines + trainers, wanted, hint)
         return nodes[:engines], nodes[engines : engines + trainers], nodes[engines + trainers :]
     if len(groups) != 2:
         raise UserError(
             f"components of heterogeneous job {allocation.name}", got=len(groups), expected="2: the engines' and then the trainer's"
         )
     for group, what, number in zip(groups, ("engine", "trainer"), (engines, trainers), strict=True):
-        cure = f"raise --nodes of that component, or lower cluster.{what}_nodes"
-        _check(f"nodes of component {group.index} of job {allocation.name}", group.nodes, number, f"cluster.{what}_nodes {number}", cure)
+        hint = f"raise --nodes of that component, or lower cluster.{what}_nodes"
+        _check(f"nodes of component {group.index} of job {allocation.name}", group.nodes, number, f"cluster.{what}_nodes {number}", hint)
     first, second = groups
     return first.nodes[:engines], second.nodes[:trainers], (*first.nodes[engines:], *second.nodes[trainers:])
 
 
-def _check(what: str, nodes: Sequence[str], wanted: int, expected: str, cure: str) -> None:
+def _check(what: str, nodes: Sequence[str], wanted: int, expected: str, hint: str) -> None:
     if len(nodes) < wanted:
-        raise UserError(what, got=f"{len(nodes)} ({', '.join(nodes)})", expected=f"at least {expected}", cure=cure)
+        raise UserError(what, got=f"{len(nodes)} ({', '.join(nodes)})", expected=f"at least {expected}", hint=hint)
 
 
 def spread(nodes: Sequence[str], count: int) -> tuple[tuple[str, tuple[int, ...]], ...]:

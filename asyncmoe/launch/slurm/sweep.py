@@ -17,8 +17,8 @@ def run(arguments: Sequence[str], stop: Stop) -> None:
     from asyncmoe.launch.slurm import supervise  # imports for seconds, so only after the signal handlers are set
 
     if len(arguments) < 2:
-        cure = "sbatch --array=1-N --nodes=M slurm/sweep.sbatch CONFIG FILE [key=value ...]"
-        raise UserError("arguments", got=len(arguments), expected="a YAML file and a file of overrides", cure=cure)
+        hint = "sbatch --array=1-N --nodes=M slurm/sweep.sbatch CONFIG FILE [key=value ...]"
+        raise UserError("arguments", got=len(arguments), expected="a YAML file and a file of overrides", hint=hint)
     path, lines = Path(arguments[0]), Path(arguments[1])
     if not lines.is_file():
         raise DataError(str(lines), got="no such file", expected="a file with the overrides of one run on each line")
@@ -36,7 +36,7 @@ def task(environ: Mapping[str, str]) -> int:
     """
     found = environ.get("SLURM_ARRAY_TASK_ID", "")
     if not found.isdigit():
-        raise UserError("SLURM_ARRAY_TASK_ID", got=found or "no such variable", expected="a job array", cure="sbatch --array=1-N ...")
+        raise UserError("SLURM_ARRAY_TASK_ID", got=found or "no such variable", expected="a job array", hint="sbatch --array=1-N ...")
     return int(found)
 
 
@@ -48,8 +48,8 @@ def line(text: str, number: int, name: str) -> list[str]:
     """
     runs = [line for line in text.splitlines() if line.strip() and not line.lstrip().startswith("#")]
     if not 1 <= number <= len(runs):
-        cure = f"sbatch --array=1-{len(runs)} ..."
-        raise DataError(name, got=f"array task {number}", expected=f"1 to {len(runs)}, its lines of overrides", cure=cure)
+        hint = f"sbatch --array=1-{len(runs)} ..."
+        raise DataError(name, got=f"array task {number}", expected=f"1 to {len(runs)}, its lines of overrides", hint=hint)
     try:
         return shlex.split(runs[number - 1])
     except ValueError as error:

@@ -156,7 +156,7 @@ class Adapter:
             value = self.values[name]
             if value.shape != shape or value.dtype != DTYPES[self.dtype]:
                 got = f"{value.dtype} {value.shape}"
-                raise UserError(f"adapter's {name}", got=got, expected=f"{DTYPES[self.dtype]} {shape}", cure=f"the model has {_sizes(m)}")
+                raise UserError(f"adapter's {name}", got=got, expected=f"{DTYPES[self.dtype]} {shape}", hint=f"the model has {_sizes(m)}")
 
     @cached_property
     def bytes(self) -> int:
@@ -173,8 +173,8 @@ def check_rank(kind: Kind, limit: int) -> None:
         UserError: the rank exceeds the limit.
     """
     if kind.rank > limit:
-        cure = "take an adapter of a smaller rank, or raise the engines' --max-lora-rank"
-        raise UserError("adapter's rank", got=kind.rank, expected=f"at most the engines' {limit}", cure=cure)
+        hint = "take an adapter of a smaller rank, or raise the engines' --max-lora-rank"
+        raise UserError("adapter's rank", got=kind.rank, expected=f"at most the engines' {limit}", hint=hint)
 
 
 def expanded(m: Shape, adapter: Adapter) -> Adapter:
@@ -196,9 +196,9 @@ def shared(m: Shape, adapter: Adapter) -> Adapter:
         for name, to in ((old.a, new.a), (old.b, new.b)):
             value = adapter.values[name]
             if not np.array_equal(found.setdefault(to, value), value):
-                cure = "set lora.experts to per_expert"
+                hint = "set lora.experts to per_expert"
                 raise UserError(
-                    f"adapter's {name}", got="values of its own", expected=f"those of the layer's other experts ({to})", cure=cure
+                    f"adapter's {name}", got="values of its own", expected=f"those of the layer's other experts ({to})", hint=hint
                 )
     return Adapter(kind, adapter.dtype, found)
 

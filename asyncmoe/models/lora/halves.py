@@ -122,9 +122,9 @@ def check(kind: Kind, m: Shape) -> None:
     """
     if refused := [target for target in kind.targets if target not in m.adapters]:
         expected = f"some of {', '.join(m.adapters)}, which can have adapters in this model"
-        raise ConfigError("lora.targets", got=", ".join(refused), expected=expected, cure="take the others out")
+        raise ConfigError("lora.targets", got=", ".join(refused), expected=expected, hint="take the others out")
     if kind.experts == "shared_outer" and len(m.dense_layers) == m.layers:
-        raise ConfigError("lora.experts", got="shared_outer", expected="per_expert as the model has no experts", cure="leave it out")
+        raise ConfigError("lora.experts", got="shared_outer", expected="per_expert as the model has no experts", hint="leave it out")
     for dense in sorted({layer in m.dense_layers for layer in range(m.layers)}):
         for projection in kind.targets:
             least = min(size for place in places(m, projection, dense) for size in sizes(m, projection, dense, place))
@@ -133,7 +133,7 @@ def check(kind: Kind, m: Shape) -> None:
                     "lora.rank",
                     got=kind.rank,
                     expected=f"at most {least}, the smaller side of {projection} (a pair of a higher rank adds nothing)",
-                    cure="lower it, or take the layer out of lora.targets",
+                    hint="lower it, or take the layer out of lora.targets",
                 )
 
 

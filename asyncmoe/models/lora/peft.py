@@ -83,8 +83,8 @@ def check_expressible(m: Shape, kind: Kind) -> None:
         got, expected = ", ".join(kind.targets), f"of {', '.join(MLP)} all three, or down_proj alone: PEFT has no others of experts"
         raise UserError("adapter's targets", got=got, expected=expected)
     if of_experts and kind.experts == "shared_outer":
-        cure = "write adapter.expanded(...) instead, an equivalent adapter whose experts share no halves"
-        raise UserError("adapter's experts", got="shared_outer", expected="per_expert, as PEFT has no halves that experts share", cure=cure)
+        hint = "write adapter.expanded(...) instead, an equivalent adapter whose experts share no halves"
+        raise UserError("adapter's experts", got="shared_outer", expected="per_expert, as PEFT has no halves that experts share", hint=hint)
 
 
 def to_peft(m: Shape, adapter: Adapter, base: str) -> Files:
@@ -192,14 +192,14 @@ def start_from(path: Path, m: Shape, kind: Kind, base: str, limit: int) -> Adapt
     files = read(path)
     named = files.config.get("base_model_name_or_path")
     if named and _last(named) != _last(base):
-        cure = f"if they are the same weights, set base_model_name_or_path in {path / CONFIG} to {base}"
-        raise UserError(f"base model of the adapter in {path}", got=named, expected=base, cure=cure)
+        hint = f"if they are the same weights, set base_model_name_or_path in {path / CONFIG} to {base}"
+        raise UserError(f"base model of the adapter in {path}", got=named, expected=base, hint=hint)
     adapter = from_peft(m, files)
     for key in ("targets", "rank", "alpha"):
         got, wanted = getattr(adapter.kind, key), getattr(kind, key)
         if got != wanted:
             shown = ", ".join(got) if key == "targets" else got
-            raise UserError(f"{key} of the adapter in {path}", got=shown, expected=wanted, cure=f"set lora.{key} to {shown}")
+            raise UserError(f"{key} of the adapter in {path}", got=shown, expected=wanted, hint=f"set lora.{key} to {shown}")
     check_rank(kind, limit)
     return shared(m, adapter) if kind.experts == "shared_outer" else adapter
 
@@ -321,7 +321,7 @@ def _gate_and_up(name: str, own: np.ndarray, half: str, rank: int) -> dict[str, 
         return {"gate_proj": gate, "up_proj": up}
     if gate[:, rank:].any() or up[:, :rank].any():
         expected = f"zeros outside of gate_proj's {rank} columns and up_proj's {rank}"
-        raise UserError(name, got="values there", expected=expected, cure=f"train gate_up_proj with rank {2 * rank} and no rank_pattern")
+        raise UserError(name, got="values there", expected=expected, hint=f"train gate_up_proj with rank {2 * rank} and no rank_pattern")
     return {"gate_proj": gate[:, :rank], "up_proj": up[:, rank:]}
 
 

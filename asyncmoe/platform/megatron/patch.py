@@ -43,7 +43,7 @@ def require_megatron(compile: bool) -> None:
         importlib.import_module("megatron.core")
         importlib.import_module("megatron.core.transformer.moe.router")
     except ModuleNotFoundError as error:
-        raise ConfigError("megatron-core", got=str(error), expected=SUPPORTED, cure="pip install 'asyncmoe[train]'") from error
+        raise ConfigError("megatron-core", got=str(error), expected=SUPPORTED, hint="pip install 'asyncmoe[train]'") from error
     finally:
         torch.compile = original
 
@@ -94,5 +94,5 @@ def gone(what: str, everywhere: bool = False) -> ConfigError:
         "megatron-core",
         got=f"version {version()} without {what}",
         expected=f"{SUPPORTED}, whose {what} asyncmoe replaces on this machine",
-        cure="install a supported version" + ("" if everywhere else ", or run with CUDA and Transformer Engine"),
+        hint="install a supported version" + ("" if everywhere else ", or run with CUDA and Transformer Engine"),
     )

@@ -98,7 +98,7 @@ class _Stay:
 
     async def until(self, stop: asyncio.Event, request: EngineJoin) -> None:
         with Client(self._rendezvous, request.name) as client:
-            limit = self._config.cluster.silence_s
+            limit = self._config.cluster.heartbeat_timeout_s
             await asyncio.to_thread(client.ask, request, limit + _GRACE_S)
             log.info("%s has joined", request.name)
             orders = asyncio.create_task(self._orders(client))
@@ -119,11 +119,13 @@ class _Stay:
 
     async def _orders(self, client: Client) -> EngineOrder:
         """Send heartbeats until an answer is the last order."""
-        wait_s = self._config.cluster.silence_s / 3
+        wait_s = self._config.cluster.heartbeat_timeout_s / 3
         while True:
-            reply = (await asyncio.to_thread(client.ask, EngineAlive(self._engine.name, wait_s), wait_s + self._config.cluster.silence_s))[
-                0
-            ]
+            reply = (
+                await asyncio.to_thread(
+                    client.ask, EngineAlive(self._engine.name, wait_s), wait_s + self._config.cluster.heartbeat_timeout_s
+                )
+            )[0]
             assert isinstance(reply, EngineOrder)
             if reply.finished or reply.why:
                 return reply

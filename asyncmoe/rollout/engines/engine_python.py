@@ -17,5 +17,5 @@ def engine_python(configured: Path | None) -> Path:
     beside = Path(sys.prefix).parent / ".venv-engine" / "bin" / "python"
     python = configured or (beside if beside.exists() else Path(sys.executable))
     if not python.exists():
-        raise UserError("engines.python", got=python, expected="a Python that has SGLang", cure="run: make setup")
+        raise UserError("engines.python", got=python, expected="a Python that has SGLang", hint="run: make setup")
     return python

@@ -31,22 +31,22 @@ class RemoteEngine:
     """An engine that has joined; an `asyncmoe.rollout.engines.engine.EngineHandle`.
 
     Args:
-        silence_s: seconds without a heartbeat after which it counts as dead.
+        heartbeat_timeout_s: seconds without a heartbeat after which it counts as dead.
     """
 
-    def __init__(self, joined: EngineJoin, silence_s: float) -> None:
+    def __init__(self, joined: EngineJoin, heartbeat_timeout_s: float) -> None:
         self.name, self.tp, self.ep, self.host = joined.name, joined.tp, joined.ep, joined.host
         self.client = connect(joined.name, joined.url, joined.key)
         self.order: asyncio.Future[EngineOrder] = asyncio.get_running_loop().create_future()
         self.told = False
-        self._silence_s, self._heard, self._gone = silence_s, time.monotonic(), ""
+        self._silence_s, self._heard, self._gone = heartbeat_timeout_s, time.monotonic(), ""
 
     @property
     def died(self) -> str | None:
         """Why the engine counts as dead, or None."""
         silent = time.monotonic() - self._heard
         if not self._gone and silent > self._silence_s:
-            self._gone = f"no heartbeat for {silent:.0f} s (cluster.silence_s {self._silence_s:g})"
+            self._gone = f"no heartbeat for {silent:.0f} s (cluster.heartbeat_timeout_s {self._silence_s:g})"
         return self._gone or None
 
     def kill(self) -> None:
@@ -133,9 +133,9 @@ class Membership:
         _check(self._config, request)
         for member in [m for m in self._pool.members if m.engine.name == request.name]:
             if member.fenced is None:
-                raise UserError(f"engine {request.name}", got="a name already taken", expected="a unique name", cure="set another --name")
+                raise UserError(f"engine {request.name}", got="a name already taken", expected="a unique name", hint="set another --name")
             self._pool.remove(member)
-        engine = RemoteEngine(request, self._config.cluster.silence_s)
+        engine = RemoteEngine(request, self._config.cluster.heartbeat_timeout_s)
         if not await engine.client.ready():
             await engine.client.close()
             why = f"{request.name}: the controller cannot reach it at {request.url}; see cluster.network, ASYNCMOE_HOST and the firewall"
@@ -176,14 +176,14 @@ class Membership:
 
 def _check(config: Config, request: EngineJoin) -> None:
     if not config.engines.join:
-        cure = "set engines.join=true for the whole run"
-        raise ConfigError("engines.join", got="false at the controller", expected=f"true, so that {request.name} can join", cure=cure)
+        hint = "set engines.join=true for the whole run"
+        raise ConfigError("engines.join", got="false at the controller", expected=f"true, so that {request.name} can join", hint=hint)
     if request.config_digest != config.digest:
         raise ConfigError(
             f"configuration of {request.name}",
             got=f"digest {request.config_digest[:12]}",
             expected=f"the controller's, {config.digest[:12]}",
-            cure="start both with the same file, run.dir/config.yaml",
+            hint="start both with the same file, run.dir/config.yaml",
         )
     if request.facts is not None:
-        check(facts("controller"), request.facts, config.cluster.clock_s)
+        check(facts("controller"), request.facts, config.cluster.max_clock_skew_s)

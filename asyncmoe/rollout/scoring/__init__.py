@@ -97,7 +97,7 @@ def _judge(section: ScoringSection, kind: str) -> Judge:
             "scoring.options",
             got=section.options,
             expected=f"none, because {target} is a function",
-            cure="omit them, or write a class that accepts them",
+            hint="omit them, or write a class that accepts them",
         )
     if found.awaits:
         ask, made = found.ask(section.options)

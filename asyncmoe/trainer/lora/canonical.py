@@ -83,5 +83,5 @@ def refuse_another(wanted: Mapping[str, tuple[int, ...]], given: Mapping[str, tu
             got = "nothing" if name not in given else f"shape {list(given[name])}"
             expected = "nothing: not a target, or not in this model" if name not in wanted else f"shape {list(wanted[name])}"
             raise DataError(
-                f"adapter: {name}", got=got, expected=expected, cure="make lora.rank, lora.targets and lora.experts those of the adapter"
+                f"adapter: {name}", got=got, expected=expected, hint="make lora.rank, lora.targets and lora.experts those of the adapter"
             )

@@ -68,7 +68,7 @@ def _hook_experts(experts: Any, name: str, pairs: ExpertPairs, adapters: Adapter
             "lora.targets",
             got=f"experts that are a {type(experts).__name__}",
             expected="SequentialMLP or TEGroupedMLP",
-            cure="take gate_proj, up_proj and down_proj out",
+            hint="take gate_proj, up_proj and down_proj out",
         )
 
 
@@ -119,5 +119,5 @@ def _input_of(linear: Any, name: str) -> Callable[[torch.Tensor], torch.Tensor]:
         "lora.targets",
         got=f"a {name} that is a {type(linear).__name__}",
         expected=f"one of {', '.join(sorted(_PLAIN | _NORMED))}",
-        cure="remove its projections from lora.targets",
+        hint="remove its projections from lora.targets",
     )

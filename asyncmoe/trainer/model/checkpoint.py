@@ -146,7 +146,7 @@ def _refuse_another_kind(checkpoint: Path, saved: Mapping[str, Any], now: Mappin
                 f"{checkpoint.name}: optimizer state",
                 got=f"{key} = {saved.get(key)}",
                 expected=f"{key} = {value}, as the configuration says",
-                cure=f"set trainer.optimizer.distributed to {str(saved.get(key)).lower()}" if key == "distributed_optimizer" else None,
+                hint=f"set trainer.optimizer.distributed to {str(saved.get(key)).lower()}" if key == "distributed_optimizer" else None,
             )
 
 

@@ -100,7 +100,7 @@ def _recompute(config: Config, on: Switches, latent: bool) -> Mapping[str, Any]:
         ("mla_up_proj", latent, "the model's attention is not latent"),
     ):
         if module in modules and not possible:
-            raise ConfigError("trainer.recompute_modules", got=module, expected=f"a list without it, because {why}", cure="remove it")
+            raise ConfigError("trainer.recompute_modules", got=module, expected=f"a list without it, because {why}", hint="remove it")
     return {"recompute_granularity": "selective", "recompute_modules": list(modules)}
 
 

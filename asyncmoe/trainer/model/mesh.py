@@ -93,7 +93,7 @@ def start(trainer: TrainerSection, seed: int = 0) -> Mesh:
     world = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
     if world != trainer.ranks:
         raise ConfigError(
-            "trainer.ranks", got=trainer.ranks, expected=f"{world}, the ranks torchrun started", cure="set both to the same number"
+            "trainer.ranks", got=trainer.ranks, expected=f"{world}, the ranks torchrun started", hint="set both to the same number"
         )
     cuda = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if cuda else torch.device("cpu")

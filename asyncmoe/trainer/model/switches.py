@@ -119,7 +119,7 @@ _SAID = "disabled by the configuration"
 
 
 def _refusal(name: str, got: str, expected: str, why: str) -> ConfigError:
-    return ConfigError(f"trainer.megatron.{name}", got=got, expected=f"{expected} because {why}", cure="leave it out")
+    return ConfigError(f"trainer.megatron.{name}", got=got, expected=f"{expected} because {why}", hint="leave it out")
 
 
 def _lacks_engine(kernels: Kernels) -> str:

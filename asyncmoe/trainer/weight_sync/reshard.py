@@ -205,7 +205,7 @@ class ReshardPublisher:
     def _others(self, roster: int) -> bool:
         """Return whether the set of engines differs from `roster`, after waiting for the controller to notice a dead engine."""
         # The controller notices the death of an engine on its own machine almost at once.
-        wait_s = self._config.cluster.silence_s + GRACE_S if self._config.engines.join else _NOTICED_S
+        wait_s = self._config.cluster.heartbeat_timeout_s + GRACE_S if self._config.engines.join else _NOTICED_S
         return changed(self._config, self._model, self._client, self._group, roster, wait_s)
 
     def _meet(self) -> Meeting | None:
@@ -254,5 +254,5 @@ def _check(config: Config, model: Model) -> None:
     transport_for(config.sync.transport, model.mesh.backend == "nccl", shared=config.engines.share_gpus)
     ours, theirs = str(model.dtype).removeprefix("torch."), engine_dtype(model.hf, config.engines)
     if theirs not in (ours, "bfloat16"):
-        cure = f"set engines.dtype={ours} or sync.method=broadcast"
-        raise ConfigError("engines.dtype", got=theirs, expected=f"the trainer's {ours}, or bfloat16", cure=cure)
+        hint = f"set engines.dtype={ours} or sync.method=broadcast"
+        raise ConfigError("engines.dtype", got=theirs, expected=f"the trainer's {ours}, or bfloat16", hint=hint)

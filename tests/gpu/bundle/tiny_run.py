@@ -140,7 +140,7 @@ def configuration(folder: Path, card: bool, server: servers.Server) -> dict[str,
         "engines": engines,
         "trainer": {"ranks": 1, "dtype": dtype, "checkpoint_every": 0, "optimizer": {"lr": 1e-3}},
         "sync": {"transport": "ipc" if card else "shm", "timeout_s": 60},
-        "queue": {"staleness": {"eta": 0}},
+        "queue": {"staleness": {"max_staleness": 0}},
         "telemetry": {"tensorboard": False, "live": "off"},
     }
 

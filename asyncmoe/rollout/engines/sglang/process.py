@@ -202,8 +202,8 @@ def _reserve(host: str, wanted: int) -> socket.socket:
         reserved.bind((host, wanted))
     except OSError as error:
         reserved.close()
-        cure = "choose another engines.port, or 0 for any"
-        raise UserError(f"port {wanted} on {host}", got=error.strerror, expected="a free port", cure=cure) from error
+        hint = "choose another engines.port, or 0 for any"
+        raise UserError(f"port {wanted} on {host}", got=error.strerror, expected="a free port", hint=hint) from error
     return reserved
 
 

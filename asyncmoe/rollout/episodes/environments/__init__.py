@@ -43,7 +43,7 @@ def load(config: Config) -> Environment:
             "warmup.steps",
             got=config.warmup.steps,
             expected=f"0, because {section.kind} has no method demonstrate(agent, episode) to learn from",
-            cure="write one, or start from a model that needs no warm-up",
+            hint="write one, or start from a model that needs no warm-up",
         )
     return made
 

@@ -220,9 +220,9 @@ class PythonTool:
                 raise WaitTimeout("the guard of the python tool", "end a first program", _PROBE_S) from error
         if done.stdout != b"ready\n":
             lines = (done.stdout + done.stderr).decode(errors="replace").strip().splitlines() or ["nothing"]
-            cure = "allow unprivileged user namespaces (kernel 5.12+), or set namespaces=false where the code may write what this user may"
+            hint = "allow unprivileged user namespaces (kernel 5.12+), or set namespaces=false where the code may write what this user may"
             raise ConfigError(
-                "tools python", got=lines[-1], expected="a kernel that confines a program", cure=cure if self._limits.namespaces else None
+                "tools python", got=lines[-1], expected="a kernel that confines a program", hint=hint if self._limits.namespaces else None
             )
 
 

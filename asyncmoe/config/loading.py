@@ -156,8 +156,6 @@ def _explained(one: ErrorDetails, source: Source, schema: type[BaseModel]) -> Co
 RENAMED: Mapping[str, str] = {
     "queue.staleness.eta": "queue.staleness.max_staleness",
     "queue.staleness.max_age": "queue.staleness.drop_above",
-    "verify": "mismatch, whose key every was logprobs_every",
-    "mismatch.logprobs_every": "mismatch.every",
     "cluster.silence_s": "cluster.heartbeat_timeout_s",
     "cluster.clock_s": "cluster.max_clock_skew_s",
     "objective.tis_cap": "objective.correction.cap",

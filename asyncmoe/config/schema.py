@@ -17,7 +17,6 @@ from asyncmoe.config.evaluation import EvaluationSection
 from asyncmoe.config.fields import Section
 from asyncmoe.config.keep import KeepSection
 from asyncmoe.config.lora import LoraSection
-from asyncmoe.config.mismatch import MismatchSection
 from asyncmoe.config.model import ModelSection
 from asyncmoe.config.objective import ObjectiveSection
 from asyncmoe.config.queue import QueueSection
@@ -29,6 +28,7 @@ from asyncmoe.config.task import TaskSection
 from asyncmoe.config.telemetry import TelemetrySection
 from asyncmoe.config.trainer import TrainerSection
 from asyncmoe.config.transports import choices, shareable, unshared
+from asyncmoe.config.verify import VerifySection
 from asyncmoe.config.warmup import WarmupSection
 
 MAX_SUPPORT = 4096
@@ -53,7 +53,7 @@ class Config(Section):
     objective: ObjectiveSection = ObjectiveSection()
     warmup: WarmupSection = WarmupSection()
     sync: SyncSection = SyncSection()
-    mismatch: MismatchSection = MismatchSection()
+    verify: VerifySection = VerifySection()
     evaluation: EvaluationSection = EvaluationSection()
     telemetry: TelemetrySection = TelemetrySection()
     cluster: ClusterSection = ClusterSection()

@@ -117,7 +117,7 @@ class Learner:
         Either is None if the objective does not need it.
         """
         config = self._config
-        every = config.mismatch.every
+        every = config.verify.logprobs_every
         verify = every > 0 and (step - config.warmup.steps) % every == 0
         recompute = len(updates) > 1 and config.objective.proximal == "recompute"
         before: LogProbs = {}
@@ -138,7 +138,7 @@ class Learner:
         return before if recompute else None, reference if self._reference is not None else None
 
     def _verify(self, trajectories: Mapping[int, Trajectory], ours: LogProbs, version: int) -> None:
-        limits = self._config.mismatch
+        limits = self._config.verify
         mine = trajectories if self._mesh.reports else {}
         part = logprob_mismatch.compare(list(mine.values()), [ours[i] for i in mine], version, limits.show)
         whole = logprob_mismatch.merge(collectives.everyones(part), limits.show)

@@ -73,6 +73,6 @@ def test_too_large_a_mismatch_is_refused_before_anything_is_trained(tmp_path: Pa
     small = ("rollout.groups_per_step=4", "rollout.group_size=4", "telemetry.live=off")
     line = refused("run", "examples/demo.yaml", f"run.dir={run_dir}", model, *small, *STILL, "engines.dtype=bfloat16", verify)
     assert "engine and trainer differ by" in line
-    assert "mismatch.max_logprob_diff is 1e-12" in line
+    assert "verify.max_logprob_diff is 1e-12" in line
     assert not metrics(run_dir)
     assert not json.loads((run_dir / "rollout.jsonl").read_text().splitlines()[-1])["dropped"]

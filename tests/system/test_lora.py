@@ -78,7 +78,7 @@ def test_adapters_learn_the_task_and_leave_the_weights_alone(base: Path, tmp_pat
 def test_adapters_as_files_take_two_slots_in_turn(tmp_path: Path) -> None:
     """The way for engines whose memory cannot be written, and the reference policy, which is the model without the adapter."""
     directory = tmp_path / "run"
-    summary = run(directory, *LORA, "sync.method=broadcast", "run.steps=4", "objective.kl.coefficient=0.01", "mismatch.every=1")
+    summary = run(directory, *LORA, "sync.method=broadcast", "run.steps=4", "objective.kl.coefficient=0.01", "verify.logprobs_every=1")
     assert summary["steps"] == 4
     last = json.loads((directory / "rollout.jsonl").read_text().splitlines()[-1])
     assert last["rejected"] == {}
@@ -89,8 +89,8 @@ def test_adapters_as_files_take_two_slots_in_turn(tmp_path: Path) -> None:
 
 def test_a_run_of_adapters_resumes_and_is_not_mistaken_for_another(tmp_path: Path) -> None:
     directory = tmp_path / "run"
-    run(directory, *LORA, "objective.kl.coefficient=0.01", "mismatch.every=1")
-    run(directory, *LORA, "objective.kl.coefficient=0.01", "mismatch.every=1", "run.steps=5")
+    run(directory, *LORA, "objective.kl.coefficient=0.01", "verify.logprobs_every=1")
+    run(directory, *LORA, "objective.kl.coefficient=0.01", "verify.logprobs_every=1", "run.steps=5")
     assert [step["step"] for step in metrics(directory)] == list(range(1, 10))
     model = directory.parent / "model"
     line = refused("run", "examples/demo.yaml", f"run.dir={directory}", f"model.path={model}", *SMALL, "run.steps=6")

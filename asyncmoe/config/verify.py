@@ -7,10 +7,10 @@ from pydantic import Field, model_validator
 from asyncmoe.config.fields import NonNegative, Positive, PositiveFloat, Section
 
 
-class MismatchSection(Section):
+class VerifySection(Section):
     """Checks that engine and trainer compute the same log-probabilities, and limits beyond which the run stops."""
 
-    every: NonNegative = Field(
+    logprobs_every: NonNegative = Field(
         0,
         description="Compare the log-probabilities of engine and trainer every n steps, with an extra forward pass, on trajectories of the "
         "trainer's version, and log the tokens that differ most, with their neighbours and experts; 0: never. Use 1 for a new model.",
@@ -24,10 +24,10 @@ class MismatchSection(Section):
     )
 
     @model_validator(mode="after")
-    def _check(self) -> MismatchSection:
+    def _check(self) -> VerifySection:
         for key in ("max_logprob_diff", "max_kl"):
-            if getattr(self, key) is not None and not self.every:
+            if getattr(self, key) is not None and not self.logprobs_every:
                 raise ValueError(
-                    f"mismatch.{key}: got {getattr(self, key)}, expected null because mismatch.every is 0; set it to 1 or more"
+                    f"verify.{key}: got {getattr(self, key)}, expected null because verify.logprobs_every is 0; set it to 1 or more"
                 )
         return self

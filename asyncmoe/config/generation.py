@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from asyncmoe.config.fields import NonNegative, Port, Positive, PositiveFloat, Real, Section, Share, Switch
+from asyncmoe.config.fields import NameOrPlugin, NonNegative, Port, Positive, PositiveFloat, Real, Section, Share, Switch
 
 StalenessRule = Literal["drop", "requeue", "downweight"]
 Unit = Literal["group", "trajectory"]
@@ -31,6 +31,10 @@ class ModelSection(Section):
     """The Hugging Face checkpoint that training starts from."""
 
     path: Path = Field(description="Directory with config.json, safetensors files and a tokenizer.")
+    family: Annotated[str, NameOrPlugin(("auto",))] = Field(
+        "auto",
+        description="Model family. auto: by model_type in config.json; or your own `Family` object (docs/guides/model-family.md).",
+    )
     trust_remote_code: bool = Field(
         False, description="Run the Python code shipped with the checkpoint; the tokenizers of Kimi-K2 and Moonlight need it."
     )
@@ -108,7 +112,9 @@ class RolloutSection(Section):
         "abort_retry: they start again from the prompt; drain: they finish before the version lands.",
     )
     filter_equal: bool = Field(
-        False, description="Drop groups whose rewards are all equal, since they carry no advantage, and sample other prompts (DAPO)."
+        False,
+        description="Drop groups whose rewards are all equal, since they carry no advantage, and sample other prompts (DAPO). Not with "
+        "objective.advantage reinforce_plus_plus, to which they carry one.",
     )
     oversample: NonNegative = Field(
         0,

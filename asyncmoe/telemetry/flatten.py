@@ -14,6 +14,7 @@ _LABELS = {
     "rejected_by_age": "age",
     "rejected_by_rule": "rule",
     "ratio_quantiles": "quantile",
+    "plugin_metrics": "name",
     "routing_differs": "layer",
     "dropped": "reason",
     "failed": "reason",

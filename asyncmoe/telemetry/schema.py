@@ -86,6 +86,8 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
     """Share of the sampled tokens that each rule alone would reject."""
     rejected_by_age: Mapping[int, float] | None = None
     """Rejected share of the tokens of each age."""
+    plugin_metrics: Mapping[str, float] | None = None
+    """Metrics reported by the user's own parts of the objective, by "advantage/NAME", "loss/NAME" or "weight/NAME"."""
     routing_differs: Mapping[int, float] | None = None
     """Share of tokens, by layer, that the trainer's router would have sent to other experts than the engine's router; None if routing
     is not recorded."""

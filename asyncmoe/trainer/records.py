@@ -91,6 +91,7 @@ def step_record(
         staleness_max=max(ages),
         staleness_mean=sum(age * count for age, count in ages.items()) / max(tokens, 1),
         ages=ages,
+        plugin_metrics=_by_key([u.figures["plugin_metrics"] for u in updates]) or None,
         routing_differs=_by_key([u.routing_differs for u in updates]) or None,
         **{record: figures[name] for name, record in _FIGURES.items()},
         **{name: _by_key([u.figures[name] for u in updates]) for name in _BY_KEY},

@@ -72,3 +72,18 @@ def facts(checkpoint: Path) -> dict[str, Any]:
     if not isinstance(values, dict) or "step" not in values:
         raise DataError(str(checkpoint / _FACTS), got=str(values)[:80], expected="a mapping with the key step")
     return values
+
+
+def check_family(checkpoint: Path, family: str) -> None:
+    """Refuse a checkpoint that another model family made; checkpoints of before families were recorded are accepted.
+
+    Args:
+        family: name of the run's family, which is a `model_type`.
+
+    Raises:
+        DataError: another family made it, or as `facts`.
+    """
+    made = facts(checkpoint).get("family", family)
+    if made != family:
+        hint = "set model.family as in the run that made it, or choose another run.dir"
+        raise DataError(f"{checkpoint.name}: model family", got=made, expected=f"{family}, as the configuration says", hint=hint)

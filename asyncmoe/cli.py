@@ -168,6 +168,7 @@ def plan(
             help="Train and move an adapter instead of the weights: rank=32, or rank=32,experts=shared_outer,targets=q_proj+v_proj."
         ),
     ] = None,
+    family: Annotated[str, typer.Option(help="Model family of your own, package.module:name, as model.family.")] = "auto",
     json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Also write the figures to this file, as JSON.")] = None,
 ) -> None:
     """Estimate the memory of every GPU and the cost of moving weights from trainer to engines; --nodes suggests a split of a cluster.
@@ -185,7 +186,7 @@ def plan(
 
     speeds = Speeds(nvlink, nic)
     asked = plan_command.PlanArguments(
-        model, trainer, engines, nodes, config, gpus_per_node, gpu_gb, context, dtype, bucket_bytes, speeds=speeds, lora=lora
+        model, trainer, engines, nodes, config, gpus_per_node, gpu_gb, context, dtype, bucket_bytes, speeds=speeds, lora=lora, family=family
     )
     found = plan_command.run(asked, Console())
     if json_file is not None:

@@ -123,6 +123,8 @@ def kind(annotation: Any, metadata: Sequence[Any] = ()) -> str:
         return f"list of: {kind(inner[0])}"
     if origin is tuple:
         return f"list of {len(inner)}: {'; '.join(dict.fromkeys(map(kind, inner)))}"
+    if names := [name for mark in metadata for name in getattr(mark, "names", ())]:
+        return ("one of " if names[1:] else "") + ", ".join(f"`{name}`" for name in names) + ", or `package.module:name`"
     if origin is dict:
         return "mapping" if inner[1] is Any else f"mapping to: {kind(inner[1])}"
     return _WORDS[annotation] + _bounds(metadata, whole=annotation is int)

@@ -1,11 +1,16 @@
-"""Building blocks of the configuration: bounded numbers, and sections that refuse unknown keys."""
+"""Building blocks of the configuration: bounded numbers, names of a user's own code, and sections that refuse unknown keys."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
-from pydantic_core import PydanticCustomError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, GetCoreSchemaHandler
+from pydantic_core import CoreSchema, PydanticCustomError
+from pydantic_core.core_schema import no_info_after_validator_function
+
+from asyncmoe import plugins
 
 
 def _not_bool(value: Any) -> Any:
@@ -30,6 +35,39 @@ Decay = Annotated[Real, Field(ge=0, lt=1)]
 Share = Annotated[Real, Field(gt=0, le=1)]
 Port = Annotated[NonNegative, Field(le=65535)]
 Switch = BeforeValidator(_switch)
+
+
+@dataclass(frozen=True)
+class NameOrPlugin:
+    """Marks a text that is one of some `names`, or names a user's own code as `package.module:name`."""
+
+    names: tuple[str, ...]
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        """Return the schema of the text with its check."""
+        return no_info_after_validator_function(self._check, handler(source))
+
+    def _check(self, value: str) -> str:
+        if value not in self.names and not plugins.is_name(value):
+            known = ", ".join(map(repr, self.names))
+            raise PydanticCustomError("name_or_plugin", f"Input should be {known} or {plugins.FORM}")
+        return value
+
+
+def check_options(key: str, options: Mapping[str, Any] | None, named: str, target: str) -> None:
+    """Refuse options for anything but a user's own code.
+
+    Args:
+        key, options: the key of the options, and its value.
+        named, target: the key that names the code, and its value.
+
+    Raises:
+        ValueError: there are options, but the target is built in.
+    """
+    if options is not None and not plugins.is_name(target):
+        raise ValueError(
+            f"{key}: got {options}, expected null because {named} is {target}; leave them out, or name your own as {plugins.FORM}"
+        )
 
 
 class Section(BaseModel):

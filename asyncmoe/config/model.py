@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Annotated
 
 from pydantic import Field
 
-from asyncmoe.config.fields import Positive, Section
+from asyncmoe.config.fields import NameOrPlugin, Positive, Section
 
 
 class MadeModel(Section):
@@ -27,6 +28,10 @@ class ModelSection(Section):
     """The Hugging Face checkpoint that training starts from."""
 
     path: Path = Field(description="Directory with config.json, safetensors files and a tokenizer.")
+    family: Annotated[str, NameOrPlugin(("auto",))] = Field(
+        "auto",
+        description="Model family. auto: by model_type in config.json; or your own `Family` object (docs/guides/model-family.md).",
+    )
     trust_remote_code: bool = Field(
         False, description="Run the Python code shipped with the checkpoint; the tokenizers of Kimi-K2 and Moonlight need it."
     )

@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field, model_validator
 
-from asyncmoe.config.fields import NonNegative, NonNegativeFloat, Positive, PositiveFloat, Real, Section
+from asyncmoe.config.fields import (
+    NameOrPlugin,
+    NonNegative,
+    NonNegativeFloat,
+    Positive,
+    PositiveFloat,
+    Real,
+    Section,
+    check_options,
+)
+from asyncmoe.plugins import is_name
 
 Band = tuple[NonNegativeFloat, PositiveFloat]
 """Lowest and highest ratio to keep."""
@@ -17,6 +27,9 @@ PROCESS_ADVANTAGES: tuple[Advantage, ...] = ("grpo", "reinforce_plus_plus", "rei
 pass_at_k gives 0 to all but the best response."""
 Clip = Literal["ppo", "cispo", "dppo_tv", "ipo", "none"]
 Estimator = Literal["k1", "k2", "k3", "unbiased"]
+Weight = Literal["token", "sequence", "none"]
+_SURROGATE = ("ratio", "clip", "clip_low", "clip_high", "dual_clip")
+"""The keys of the built-in loss."""
 
 
 class CorrectionSection(Section):
@@ -26,10 +39,12 @@ class CorrectionSection(Section):
     probability under the trainer's policy divided by the engine's.
     """
 
-    weight: Literal["token", "sequence", "none"] = Field(
+    weight: Annotated[str, NameOrPlugin(get_args(Weight))] = Field(
         "token",
-        description="Importance weight of a token: its ratio (token), the product of its sequence's ratios (sequence), or 1 (none).",
+        description="Importance weight of a token: its ratio (token), the product of its sequence's ratios (sequence), 1 (none), or the "
+        "result of your own function (docs/guides/objective.md).",
     )
+    weight_options: dict[str, Any] | None = Field(None, description="Keyword arguments of your own weight.")
     cap: PositiveFloat | None = Field(2.0, description="Truncated importance sampling: use min(weight, cap); null: no cap.")
     token_band: Band | None = Field(
         None, description="IcePop, MIS: reject tokens whose ratio is outside, for example [0.5, 5]; use with cap null."
@@ -60,6 +75,7 @@ class CorrectionSection(Section):
                     f"objective.correction.{name}: got {list(band)}, expected one number below 1 and one above (equal policies have the "
                     "ratio 1, and must not be rejected)"
                 )
+        check_options("objective.correction.weight_options", self.weight_options, "objective.correction.weight", self.weight)
         return self
 
 
@@ -100,13 +116,21 @@ class DistillSection(Section):
 class ObjectiveSection(Section):
     """The loss of a reinforcement-learning step: advantage, clipping, correction, penalties, aggregation."""
 
-    advantage: Advantage = Field(
+    advantage: Annotated[str, NameOrPlugin(get_args(Advantage))] = Field(
         "grpo",
         description="Advantage of a response. grpo: reward minus the group's mean, divided by the group's deviation; dr_grpo: the same "
         "without division; rloo: reward minus the mean of the other responses; opo: reward minus the mean weighted by length; pass_at_k: "
         "only the best of a group, by its lead over the second best; reinforce_plus_plus: reward normalised over the batch's tokens; "
-        "reinforce_plus_plus_baseline: reward minus the group's mean, then normalised over the batch's tokens.",
+        "reinforce_plus_plus_baseline: reward minus the group's mean, then normalised over the batch's tokens, which gives all groups of "
+        "equal rewards the same small advantage; or your own function (docs/guides/objective.md).",
     )
+    advantage_options: dict[str, Any] | None = Field(None, description="Keyword arguments of your own advantage.")
+    loss: Annotated[str, NameOrPlugin(("surrogate",))] = Field(
+        "surrogate",
+        description="Loss of a token. surrogate: minus its advantage times its ratio, as ratio and clip say; or your own function, which "
+        "replaces ratio, clip, clip_low, clip_high and dual_clip (docs/guides/objective.md).",
+    )
+    loss_options: dict[str, Any] | None = Field(None, description="Keyword arguments of your own loss.")
     ratio: Literal["token", "sequence"] = Field(
         "token", description="Clipped ratio. token: each token's own; sequence: the geometric mean over the sequence (GSPO)."
     )
@@ -142,7 +166,16 @@ class ObjectiveSection(Section):
     @model_validator(mode="after")
     def _check(self) -> ObjectiveSection:
         weight = self.correction.weight
-        if self.proximal == "behaviour" and weight != "none":
+        check_options("objective.advantage_options", self.advantage_options, "objective.advantage", self.advantage)
+        check_options("objective.loss_options", self.loss_options, "objective.loss", self.loss)
+        for name in _SURROGATE if is_name(self.loss) else ():
+            default = ObjectiveSection.model_fields[name].default
+            if getattr(self, name) != default:
+                raise ValueError(
+                    f"objective.{name}: got {getattr(self, name)}, expected {'null' if default is None else default}, its default, because "
+                    f"objective.loss is {self.loss}, which replaces it; leave it out, or pass it in objective.loss_options"
+                )
+        if self.proximal == "behaviour" and weight in ("token", "sequence"):
             raise ValueError(
                 f"objective.correction.weight: got {weight}, expected none because objective.proximal is behaviour (the ratio to the "
                 "engine would be applied twice); set it to none, or objective.proximal to recompute"
@@ -157,7 +190,7 @@ class ObjectiveSection(Section):
                 f"objective.ratio: got sequence, expected token because objective.clip is {self.clip} (it compares tokens' "
                 "probabilities); leave it out, or set objective.clip to ppo"
             )
-        if self.process.weight and self.advantage not in PROCESS_ADVANTAGES:
+        if self.process.weight and self.advantage not in PROCESS_ADVANTAGES and not is_name(self.advantage):
             raise ValueError(
                 f"objective.process.weight: got {self.process.weight:g}, expected 0 because objective.advantage is {self.advantage} (step "
                 f"rewards are in deviations, its advantages are not); set it to 0, or objective.advantage to {PROCESS_ADVANTAGES[0]}"

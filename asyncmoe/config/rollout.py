@@ -57,7 +57,9 @@ class RolloutSection(Section):
         "abort_retry: they start again from the prompt; drain: they finish before the version lands.",
     )
     filter_equal: bool = Field(
-        False, description="Drop groups whose rewards are all equal, since they carry no advantage, and sample other prompts (DAPO)."
+        False,
+        description="Drop groups whose rewards are all equal, since they carry no advantage, and sample other prompts (DAPO). Not with "
+        "objective.advantage reinforce_plus_plus, to which they carry one.",
     )
     oversample: NonNegative = Field(
         0,

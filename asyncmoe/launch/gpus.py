@@ -33,7 +33,7 @@ def engine_arguments(config: Config, index: int | None = None) -> tuple[str, ...
         return ()
     taken = check(config, index, len(visible), cards.hidden(found, len(visible)))
     least = cards.smallest([visible[number] for number in taken])
-    hf = models.load_hf_config(config.model.path)
+    hf = models.hf_config_of(config)
     if least is None or least.memory_bytes is None:
         return _unbounded(config)
     return budget.engine_arguments(config, hf, least.memory_bytes / 1e9)

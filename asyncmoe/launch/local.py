@@ -28,6 +28,7 @@ from asyncmoe.launch.watch import STOP_GRACE_S, Processes, supervise
 from asyncmoe.models.lora import peft
 from asyncmoe.models.lora.adapter import check_rank
 from asyncmoe.models.make import make_model
+from asyncmoe.plugins import is_name
 from asyncmoe.process import Child
 from asyncmoe.rollout.engines import backend
 
@@ -49,10 +50,13 @@ def prepare(config: Config) -> Path:
     """Check whatever can be checked before a process starts, and return the configuration file that all processes read."""
     if config.model.make is not None and not config.model.path.exists():
         make_model(config.model.path, config.model.make, seed=config.run.seed)
-    hf = models.load_hf_config(config.model.path)
+    hf = models.hf_config_of(config)
     models.check(config, hf)
     _check_adapter(config, hf)
+    _check_plugins(config)
     newest = checkpoints.newest(config.run.dir)
+    if newest is not None:
+        checkpoints.check_family(newest, models.family_of(hf).name)
     if newest is not None and not config.run.resume:
         raise ConfigError(
             "run.dir", got=f"{config.run.dir} with {newest.name}", expected="a new directory", hint="set run.resume=true or another run.dir"
@@ -122,6 +126,19 @@ def _check_adapter(config: Config, hf: Mapping[str, Any]) -> None:
     check_rank(kind, kind.rank if limit is None else limit)
     if section.start is not None:
         peft.start_from(section.start, models.family_of(hf).shape_of(hf), kind, str(config.model.path), kind.rank)
+
+
+def _check_plugins(config: Config) -> None:
+    """Load and try the user's own parts of the objective.
+
+    Raises:
+        ConfigError: one cannot be used.
+    """
+    section = config.objective
+    if any(map(is_name, (section.advantage, section.loss, section.correction.weight))):
+        from asyncmoe.trainer import objective  # imports torch, which takes seconds
+
+        objective.load(section)
 
 
 def trainer_command(config: Config, resolved: Path, module: str = "asyncmoe.trainer", *arguments: str) -> list[str]:

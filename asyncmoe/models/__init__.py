@@ -11,7 +11,7 @@ from asyncmoe.config import Config
 from asyncmoe.config.engines import EngineSection
 from asyncmoe.errors import ConfigError, DataError, LayoutError
 from asyncmoe.models import checks
-from asyncmoe.models.families import FAMILIES, family_of
+from asyncmoe.models.families import FAMILIES, FAMILY, family_of, try_family, with_family
 from asyncmoe.models.family import Family
 from asyncmoe.models.lora import halves
 from asyncmoe.models.lora.adapter import Kind, kind_of
@@ -30,10 +30,12 @@ __all__ = [
     "check",
     "engine_dtype",
     "family_of",
+    "hf_config_of",
     "kept_routing",
     "load_hf_config",
     "recording",
     "trainer_parallel",
+    "with_family",
 ]
 
 
@@ -54,7 +56,14 @@ def load_hf_config(path: Path) -> dict[str, Any]:
         raise DataError(str(file), got=str(error), expected="valid JSON") from error
     if not isinstance(values, dict):
         raise DataError(str(file), got=type(values).__name__, expected="a JSON object")
+    if FAMILY in values:
+        raise DataError(str(file), got=f"the key {FAMILY}", expected="none: model.family alone names the code of a family")
     return values
+
+
+def hf_config_of(config: Config) -> dict[str, Any]:
+    """Read the configuration of a run's model, with its family (`model.family`). Raises as `load_hf_config`."""
+    return with_family(load_hf_config(config.model.path), config.model.family)
 
 
 def check(config: Config, hf: Mapping[str, Any]) -> None:
@@ -65,6 +74,7 @@ def check(config: Config, hf: Mapping[str, Any]) -> None:
         UserError: unsupported model family.
     """
     family = family_of(hf)
+    try_family(hf)
     checks.check_trained_layers(hf)
     family.check(hf, trainer_parallel(config), EngineParallel(config.engines.tp, config.engines.ep))
     _check_float8(config, hf)

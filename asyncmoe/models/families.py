@@ -1,13 +1,20 @@
-"""The registry of model families; each family has its own file."""
+"""The registry of model families, each in its own file, and families that a user wrote.
+
+`model.family` travels with the model's configuration (`with_family`), so every process that lays out weights finds the same family, the
+engines' workers included.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, cast
 
-from asyncmoe.errors import UserError
+from asyncmoe import plugins
+from asyncmoe.errors import ConfigError, UserError
 from asyncmoe.models import deepseek_v3, glm4_moe, mixtral, qwen3, qwen3_moe
 from asyncmoe.models.family import Family
+from asyncmoe.models.parallel import EngineParallel, MegatronParallel
+from asyncmoe.models.shape import Shape
 
 FAMILIES: Mapping[str, Family] = {
     model_type: family
@@ -15,6 +22,20 @@ FAMILIES: Mapping[str, Family] = {
     for model_type in (family.name, *family.also)
 }
 """Supported families by `model_type`."""
+FAMILY = "asyncmoe_family"
+"""Key under which a model's configuration in memory names the user's own family. In a file it is refused, because a checkpoint must not
+choose the code that runs."""
+_KEY = "model.family"
+
+
+def with_family(hf: Mapping[str, Any], family: str) -> dict[str, Any]:
+    """Return a model's configuration with the family to use: "auto" or `package.module:name`."""
+    return without_family(hf) if family == "auto" else {**hf, FAMILY: family}
+
+
+def without_family(hf: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a model's configuration as its checkpoint has it."""
+    return {key: value for key, value in hf.items() if key != FAMILY}
 
 
 def family_of(hf: Mapping[str, Any]) -> Family:
@@ -22,8 +43,51 @@ def family_of(hf: Mapping[str, Any]) -> Family:
 
     Raises:
         UserError: unsupported `model_type`.
+        ConfigError: the user's own family cannot be imported, or is for another `model_type`.
     """
     kind = hf.get("model_type")
+    if FAMILY in hf:
+        return _own(hf[FAMILY], kind)
     if not isinstance(kind, str) or kind not in FAMILIES:
         raise UserError("model_type in config.json", got=repr(kind), expected=" or ".join(sorted(FAMILIES)))
     return FAMILIES[kind]
+
+
+def _own(target: str, kind: object) -> Family:
+    found = plugins.load(target, _KEY, forms=f"auto or {plugins.FORM}", wanted="a Family that can be imported")
+    if not isinstance(found, Family):
+        raise ConfigError(_KEY, got=f"{target}, a {type(found).__name__}", expected="an object of asyncmoe.models.Family")
+    if kind not in (found.name, *found.also):
+        expected = f"model_type {' or '.join((found.name, *found.also))} in config.json, for which {target} is"
+        raise ConfigError(_KEY, got=f"{target} for a model of model_type {kind!r}", expected=expected)
+    return found
+
+
+def try_family(hf: Mapping[str, Any]) -> None:
+    """Call every function of the user's own family on the model, and lay its weights out on one rank. Does nothing for a built-in family.
+
+    Raises:
+        ConfigError: a function raised an exception or returned something else than its type; names its file and line.
+        LayoutError: the layouts are inconsistent.
+    """
+    if FAMILY not in hf:
+        return
+    family, target = family_of(hf), hf[FAMILY]
+    steps: Mapping[str, Callable[[], bool]] = {
+        "shape_of": lambda: isinstance(family.shape_of(hf), Shape),
+        "features": lambda: all(len(one) == 3 and isinstance(one[0], str) and isinstance(one[2], tuple) for one in family.features(hf)),
+        "router": lambda: isinstance(cast(object, family.router(hf)), dict),
+        "hf_names": lambda: bool(family.hf_layout(hf, "bfloat16").storages),
+        "attention": lambda: bool(family.megatron_layout(hf, MegatronParallel(), 0, "bfloat16").storages and family.megatron_config(hf)),
+        "engine": lambda: bool(family.sglang_layout(hf, EngineParallel(), 0, "bfloat16").storages and family.glued(hf) is not None),
+    }
+    for name, step in steps.items():
+        try:
+            right = step()
+        except UserError:
+            raise
+        except Exception as error:
+            got = f"{plugins.told(error)} at {plugins.raised_at(error)} from {name} of {target}"
+            raise ConfigError(_KEY, got=got, expected="a result; it must not raise an exception") from error
+        if not right:
+            raise ConfigError(_KEY, got=f"another type from {name} of {target}", expected="the type that asyncmoe.models.Family documents")

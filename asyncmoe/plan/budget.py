@@ -11,7 +11,7 @@ from typing import Any
 from asyncmoe.config import Config
 from asyncmoe.config.transports import TRANSPORTS, resolved
 from asyncmoe.errors import ConfigError, UserError
-from asyncmoe.models import EngineParallel, adapter_of, engine_dtype, load_hf_config, make, trainer_parallel
+from asyncmoe.models import EngineParallel, adapter_of, engine_dtype, load_hf_config, make, trainer_parallel, with_family
 from asyncmoe.plan import memory, relief
 from asyncmoe.plan.activations import Microbatch
 from asyncmoe.plan.memory import EngineMemory, GpuMemory, Training
@@ -164,8 +164,8 @@ def hf_of(config: Config, model: Path | None = None) -> Mapping[str, Any]:
         DataError: there is none.
     """
     if model is None and config.model.make is not None:
-        return make.settings(config.model.make)
-    return load_hf_config(model or config.model.path)
+        return with_family(make.settings(config.model.make), config.model.family)
+    return with_family(load_hf_config(model or config.model.path), config.model.family)
 
 
 def for_cpu(config: Config) -> bool:

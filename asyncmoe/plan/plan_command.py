@@ -40,6 +40,7 @@ class PlanArguments:
     bucket_bytes: int = 256 << 20
     speeds: Speeds = Speeds()  # noqa: RUF009  frozen
     lora: str | None = None
+    family: str = "auto"
 
     @property
     def gb(self) -> float:
@@ -74,9 +75,16 @@ def _of_sizes(asked: PlanArguments, model: Path, console: Console) -> dict[str, 
         missing = "--engines" if asked.engines is None else "--trainer"
         raise ConfigError(missing, got="nothing", expected="sizes, because the other side's are given")
     found = traffic.forecast(
-        model, asked.trainer, asked.engines, dtype=asked.dtype, bucket_bytes=asked.bucket_bytes, speeds=asked.speeds, lora=asked.lora
+        model,
+        asked.trainer,
+        asked.engines,
+        dtype=asked.dtype,
+        bucket_bytes=asked.bucket_bytes,
+        speeds=asked.speeds,
+        lora=asked.lora,
+        family=asked.family,
     )
-    columns = _memory(asked, found, models.load_hf_config(model))
+    columns = _memory(asked, found, models.with_family(models.load_hf_config(model), asked.family))
     render_plan.show(found, console)
     render_plan.show_memory(columns, asked.gb, console)
     console.print(
@@ -97,7 +105,7 @@ def _memory(asked: PlanArguments, found: Forecast, hf: dict[str, Any]) -> dict[s
 
 
 def _of_cluster(asked: PlanArguments, model: Path, nodes: int, console: Console) -> dict[str, Any]:
-    hf = models.load_hf_config(model)
+    hf = models.with_family(models.load_hf_config(model), asked.family)
     adapter = None if asked.lora is None else parse_adapter(asked.lora, models.family_of(hf).shape_of(hf))
     cluster = Cluster(nodes, asked.gpus_per_node, asked.gb, asked.context, adapter, asked.dtype, asked.bucket_bytes)
     found = []

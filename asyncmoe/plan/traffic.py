@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from asyncmoe.errors import ConfigError
-from asyncmoe.models import EngineParallel, MegatronParallel, family_of, load_hf_config
+from asyncmoe.models import EngineParallel, MegatronParallel, family_of, load_hf_config, with_family
 from asyncmoe.models.lora.adapter import Kind
 from asyncmoe.models.payload import Payload
 from asyncmoe.plan.sizes import parse_adapter, parse_engines, parse_trainer
@@ -104,7 +104,15 @@ class Forecast:
 
 
 def forecast(
-    model: Path, trainer: str, engines: str, *, dtype: str, bucket_bytes: int, speeds: Speeds, lora: str | None = None
+    model: Path,
+    trainer: str,
+    engines: str,
+    *,
+    dtype: str,
+    bucket_bytes: int,
+    speeds: Speeds,
+    lora: str | None = None,
+    family: str = "auto",
 ) -> Forecast:
     """Forecast every route for all engines.
 
@@ -112,6 +120,7 @@ def forecast(
         model: a config.json or its directory.
         dtype: dtype of the moved tensors, as torch prints it without the prefix.
         lora: move an adapter of this kind (`parse_adapter`) in place of the weights.
+        family: as `model.family`.
 
     Raises:
         ConfigError: impossible sizes.
@@ -119,7 +128,7 @@ def forecast(
         UserError: unsupported model family.
     """
     grid, (count, engine) = parse_trainer(trainer), parse_engines(engines)
-    hf = load_hf_config(model)
+    hf = with_family(load_hf_config(model), family)
     adapter = None if lora is None else parse_adapter(lora, family_of(hf).shape_of(hf))
     return foresee(str(model), hf, grid, engine, count, dtype=dtype, bucket_bytes=bucket_bytes, speeds=speeds, adapter=adapter)
 

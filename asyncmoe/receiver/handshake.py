@@ -6,8 +6,10 @@ from collections.abc import Sequence
 
 import torch
 
+from asyncmoe.errors import ProtocolError
 from asyncmoe.models import EngineParallel
-from asyncmoe.receiver.protocol import EngineRanks, Parameter, Ready
+from asyncmoe.models.families import FAMILY
+from asyncmoe.receiver.protocol import EngineRanks, Parameter, Ready, Terms
 from asyncmoe.reshard import RankLayout
 from asyncmoe.reshard.float8 import SCALES
 from asyncmoe.reshard.layout import contiguous_strides
@@ -22,6 +24,16 @@ def places() -> dict[str, int]:
 
     parallel = get_parallel()
     return {"tp_rank": parallel.tp_rank, "moe_ep_rank": parallel.moe_ep_rank}
+
+
+def check_family(terms: Terms, ours: str | None) -> None:
+    """Refuse terms that name another family than the engine was started with: a message must not choose the code that a worker imports.
+
+    Raises:
+        ProtocolError: they do.
+    """
+    if terms.hf.get(FAMILY) != ours:
+        raise ProtocolError(f"the model's family: got {terms.hf.get(FAMILY)}, expected {ours}, with which the engine was started")
 
 
 _RAW_BACKENDS = frozenset({"auto", "triton", "deep_gemm", "lora_triton"})

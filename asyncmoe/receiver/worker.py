@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
 import threading
 import weakref
 from contextlib import nullcontext
@@ -17,7 +18,7 @@ from asyncmoe.process import yield_cores
 from asyncmoe.receiver import channel, command, failing, handshake, protocol, transfer_plan
 from asyncmoe.receiver.card import card_of, wait_idle
 from asyncmoe.receiver.channel import SideStream
-from asyncmoe.receiver.command import CommitCommand, JoinCommand
+from asyncmoe.receiver.command import FAMILY_VARIABLE, CommitCommand, JoinCommand
 from asyncmoe.receiver.control_store import Store, StoreGone
 from asyncmoe.receiver.protocol import Header, Outcome, Ready, Terms
 from asyncmoe.receiver.weight_buffers import AdapterMemory, Target, Weights
@@ -159,6 +160,7 @@ class Receiver:
     def _plan(self, store: Store, terms: Terms) -> Plan:
         key = protocol.ready(self._join.rank)
         try:
+            handshake.check_family(terms, os.environ.get(FAMILY_VARIABLE))
             plan = transfer_plan.route(terms, self._join.rank)
             card = card_of(self._device, terms, self._wanted(terms))
             ready = Ready("", plan.digest, self._target.described(), self._places, self._obstacles, card)

@@ -122,7 +122,7 @@ class Controller:
         self._config, self._engines, self._recorder = config, engines, recorder
         self._tokenizer, self._task, self._scorer = tokenizer, task, scorer
         rollout = config.rollout
-        self._recording = models.recording(config, models.load_hf_config(config.model.path))
+        self._recording = models.recording(config, models.hf_config_of(config))
         self._sampling = Sampling(
             rollout.temperature,
             rollout.max_new_tokens,

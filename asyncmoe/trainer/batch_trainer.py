@@ -17,12 +17,13 @@ from asyncmoe.trainer import logprob_mismatch
 from asyncmoe.trainer.data import batch_client
 from asyncmoe.trainer.data.batch import MicroBatch
 from asyncmoe.trainer.data.batch_client import Update
-from asyncmoe.trainer.data.credit import token_advantages
+from asyncmoe.trainer.data.credit import outcome_advantages, token_advantages
 from asyncmoe.trainer.losses import PolicyLoss, SupervisedLoss
 from asyncmoe.trainer.model import collectives, optimizer
 from asyncmoe.trainer.model.gpt import Model
 from asyncmoe.trainer.model.reference import reference
 from asyncmoe.trainer.model.replay import Replay
+from asyncmoe.trainer.objective import Plugins
 from asyncmoe.trainer.step import StepMetrics, logprobs_only, train_step
 from asyncmoe.trajectory import Trajectory
 
@@ -42,12 +43,16 @@ class Learner:
     Args:
         client: fetches trajectories.
         replay: replays recorded experts; None if routing is not kept.
+        plugins: the user's own parts of the objective.
 
     Raises:
         DataError: the reference policy's checkpoint cannot be read.
     """
 
-    def __init__(self, config: Config, model: Model, adam: MegatronOptimizer, client: Client, replay: Replay | None) -> None:
+    def __init__(
+        self, config: Config, model: Model, adam: MegatronOptimizer, client: Client, replay: Replay | None, plugins: Plugins
+    ) -> None:
+        self._plugins = plugins
         self._config, self._model, self._optimizer, self._client, self._replay = config, model, adam, client, replay
         self._mesh = model.mesh
         self._reference = reference(model, config.model.path) if config.objective.kl.coefficient else None
@@ -88,7 +93,8 @@ class Learner:
     ) -> list[StepMetrics]:
         config, mesh = self._config, self._mesh
         routing = None if self._replay is None else self._replay.routing
-        advantages = token_advantages(leased.items, trajectories, config.objective)
+        outcome, reported = outcome_advantages(leased.items, config.objective, self._plugins)
+        advantages = token_advantages(leased.items, trajectories, config.objective, outcome)
         lr = optimizer.lr_at(step - config.warmup.steps, config.trainer.optimizer, config.run.steps)
 
         def microbatches(update: Update, before: LogProbs | None = None, reference: LogProbs | None = None) -> list[MicroBatch]:
@@ -97,9 +103,10 @@ class Learner:
         before, reference = self._logprobs(updates, microbatches, leased, trajectories, step)
         metrics = []
         for i, update in enumerate(updates):
-            loss = PolicyLoss(config.objective, config.rollout.temperature, step, progress=i / len(updates))
+            loss = PolicyLoss(config.objective, config.rollout.temperature, step, progress=i / len(updates), plugins=self._plugins)
             made = microbatches(update, before, reference)
-            metrics.append(train_step(self._model, self._optimizer, made, loss, lr, before_update, self._replay))
+            found = train_step(self._model, self._optimizer, made, loss, lr, before_update, self._replay)
+            metrics.append(replace(found, figures={**found.figures, "plugin_metrics": reported | found.figures["plugin_metrics"]}))
             if not metrics[-1].updated:
                 log.warning("step %d: every token was rejected (%s); no update", step, metrics[-1].figures["rejected_by_rule"])
         return metrics

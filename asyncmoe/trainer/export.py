@@ -23,6 +23,7 @@ from asyncmoe import config as configuration  # noqa: E402
 from asyncmoe.config import Config  # noqa: E402
 from asyncmoe.errors import AsyncmoeError, DataError, StorageError  # noqa: E402
 from asyncmoe.models import family_of  # noqa: E402
+from asyncmoe.models.families import without_family  # noqa: E402
 from asyncmoe.models.lora import peft  # noqa: E402
 from asyncmoe.models.lora.adapter import expanded  # noqa: E402
 from asyncmoe.models.quantised import KEY, without  # noqa: E402
@@ -53,7 +54,7 @@ def export(config: Config, out: Path, form: str = "weights") -> None:
     if newest is None:
         raise DataError(str(config.run.dir), got="no complete checkpoint", expected="checkpoints/step-*")
     place = mesh.start(config.trainer, config.run.seed)
-    built = gpt.build(models.load_hf_config(config.model.path), config, place)
+    built = gpt.build(models.hf_config_of(config), config, place)
     checkpoint.load(newest, config, built, None)
     if built.adapter is not None and form != "adapter":
         gpt.load_hf(built, config.model.path)
@@ -127,7 +128,7 @@ def write_hf(built: Model, origin: Path, out: Path, timeout_s: float, *, quantis
         if path.is_file() and not any(path.name.endswith(suffix) for suffix in _WEIGHTS):
             shutil.copy2(path, writing / path.name)
     if KEY in built.hf and not quantised:
-        (writing / "config.json").write_text(json.dumps(without(built.hf), indent=2))
+        (writing / "config.json").write_text(json.dumps(without(without_family(built.hf)), indent=2))
     writing.rename(out)
 
 

@@ -16,6 +16,7 @@ import torch
 
 from asyncmoe import checkpoints, models
 from asyncmoe.config import Config
+from asyncmoe.errors import ConfigError
 from asyncmoe.platform import kernels
 from asyncmoe.rpc import keys
 from asyncmoe.rpc.client import Client
@@ -23,13 +24,15 @@ from asyncmoe.rpc.messages import Commit, Goodbye, Hello, Leased, Phase, Saved
 from asyncmoe.rpc.peers import facts
 from asyncmoe.telemetry.records import JsonLines, Spans
 from asyncmoe.telemetry.schema import METRICS, TRAINER_SPANS, Resume
+from asyncmoe.trainer import objective
 from asyncmoe.trainer.batch_trainer import Learner
 from asyncmoe.trainer.data import batch_client
 from asyncmoe.trainer.data.batch_client import ANSWER_S
 from asyncmoe.trainer.lora import canonical
 from asyncmoe.trainer.lora.files import AdapterFiles
-from asyncmoe.trainer.model import checkpoint, gpt, mesh, optimizer
+from asyncmoe.trainer.model import checkpoint, collectives, gpt, mesh, optimizer
 from asyncmoe.trainer.model.replay import Replay
+from asyncmoe.trainer.objective import Plugins
 from asyncmoe.trainer.records import step_record
 from asyncmoe.trainer.step import StepMetrics
 from asyncmoe.trainer.weight_sync.broadcast import BroadcastPublisher
@@ -49,8 +52,10 @@ _NOTICED_S = 0.001
 def run(config: Config) -> None:
     """Train until all steps are done or the controller asks to stop. Collective over torchrun's ranks."""
     place = mesh.start(config.trainer, config.run.seed)
-    hf = models.load_hf_config(config.model.path)
+    hf = models.hf_config_of(config)
     models.check(config, hf)
+    plugins = objective.load(config.objective)
+    agree(plugins)
     if place.rank == 0:
         log.info("%d rank(s), %s", place.world, kernels.detect())
     newest = checkpoints.newest(config.run.dir)
@@ -66,7 +71,7 @@ def run(config: Config) -> None:
     done = 0 if newest is None else checkpoint.load(newest, config, built, adam)
     rendezvous = keys.read(config.run.dir, wait_s=config.engines.start_timeout_s)
     with Client(rendezvous, f"trainer.{place.rank}") as client, Client(rendezvous, f"trainer.{place.rank}.weights") as weights:
-        Trainer(config, place, built, adam, client, publisher(config, built, weights), done).run()
+        Trainer(config, place, built, adam, client, publisher(config, built, weights), done, plugins).run()
     mesh.stop()
 
 
@@ -82,9 +87,10 @@ class Trainer:
         client: Client,
         sync: Publisher,
         done: int,
+        plugins: Plugins,
     ) -> None:
         self._config, self._mesh, self._model, self._optimizer, self._client = config, place, built, adam, client
-        self._learner = Learner(config, built, adam, client, replay(config, built))
+        self._learner = Learner(config, built, adam, client, replay(config, built), plugins)
         self._step = self._saved = done
         self._first = place.rank == 0
         self._total = config.warmup.steps + config.run.steps
@@ -175,6 +181,20 @@ class Trainer:
         if self._metrics is not None:
             waited = sum(end - begin for begin, end in self._waits)
             self._metrics.write(step_record(self._step, leased, phase, updates, published, waited, times))
+
+
+def agree(plugins: Plugins) -> None:
+    """Refuse plug-ins whose source differs between ranks, which would train with different objectives. Collective over all ranks.
+
+    Raises:
+        ConfigError: names the plug-in and the ranks; the same on every rank.
+    """
+    everyone = collectives.everyones(plugins.sources)
+    for target, digest in everyone[0].items():
+        others = [rank for rank, found in enumerate(everyone) if found.get(target) != digest]
+        if others:
+            got = f"another file of {target} on rank {others[0]} than on rank 0"
+            raise ConfigError("objective", got=got, expected="the same on every machine", hint="copy the file, or set PYTHONPATH")
 
 
 def between(begin: float, end: float, gaps: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:

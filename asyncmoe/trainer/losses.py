@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
 from asyncmoe.config.objective import ObjectiveSection
 from asyncmoe.trainer import objective
 from asyncmoe.trainer.data.batch import MicroBatch
-from asyncmoe.trainer.objective import Sums
+from asyncmoe.trainer.objective import NO_PLUGINS, Plugins, Sums
 
 _DENOMINATOR: Mapping[str, tuple[int, ...]] = {"tokens": (), "kept": (), "planned_weight": (), "kept_weight": ()}
 
@@ -47,16 +47,39 @@ class PolicyLoss:
     Attributes:
         version: weight version before the batch's first update.
         progress: share of the batch's updates already made.
+        plugins: the user's own parts that `section` names.
     """
 
     section: ObjectiveSection
     temperature: float
     version: int
     progress: float = 0.0
+    plugins: Plugins = NO_PLUGINS
 
     @property
     def sums(self) -> Mapping[str, tuple[int, ...]]:
-        return objective.SUMS
+        found = dict(objective.SUMS)
+        for plugin in self.plugins.of_tokens:
+            found |= plugin.sums
+        return found
+
+    def figures(self, sums: Mapping[str, Any]) -> dict[str, Any]:
+        """Return `objective.metrics` of the step's sums, and in `plugin_metrics` the plug-ins' metrics averaged over sampled tokens."""
+        found: dict[str, Any] = objective.metrics(sums) | {"plugin_metrics": {}}
+        for plugin in self.plugins.of_tokens:
+            means, rejected = plugin.figures(sums)
+            found["plugin_metrics"] |= means
+            found["rejected_by_rule"] |= {plugin.short: rejected} if rejected else {}
+        return found
+
+    def check(self, sums: Mapping[str, Any]) -> None:
+        """Refuse a step in which a plug-in returned wrong values.
+
+        Raises:
+            InvariantBroken: the same on every rank.
+        """
+        for plugin in self.plugins.of_tokens:
+            plugin.check(sums)
 
     @property
     def wants_unmasked(self) -> bool:
@@ -75,7 +98,9 @@ class PolicyLoss:
             proximal=batch.proximal,
             reference=batch.reference,
         )
-        return objective.policy_loss(logprobs, rows, self.section, self.version, progress=self.progress, unmasked=unmasked)
+        return objective.policy_loss(
+            logprobs, rows, self.section, self.version, progress=self.progress, unmasked=unmasked, plugins=self.plugins
+        )
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from asyncmoe.platform import megatron
 from asyncmoe.trainer import objective
 from asyncmoe.trainer.data.batch import MicroBatch
 from asyncmoe.trainer.lora import attach
-from asyncmoe.trainer.losses import Loss
+from asyncmoe.trainer.losses import Loss, PolicyLoss
 from asyncmoe.trainer.model import collectives
 from asyncmoe.trainer.model.gpt import Model
 from asyncmoe.trainer.model.logprobs import target_logprobs
@@ -49,7 +49,7 @@ class StepMetrics:
         tokens: sampled tokens.
         entropy: entropy of the trainer's distribution over the whole vocabulary, in nats; mean over sampled tokens.
         updated: False if every token was rejected and no parameter changed.
-        figures: further numbers by their field's name in `telemetry.schema.Step`: `objective.metrics` of a policy loss.
+        figures: further numbers by their field's name in `telemetry.schema.Step`: `PolicyLoss.figures`; {} for other losses.
         routing_mismatch: by layer, the share of tokens for which the trainer's router would have chosen other experts than the engine's;
             {} if routing was not kept.
     """
@@ -83,8 +83,9 @@ def train_step(
         replay: routes micro-batches with recorded experts through these experts.
 
     Raises:
-        InvariantBroken: the loss or the gradient norm is not finite, or a token was sampled by a version that does not exist yet. Raised
-            on every rank, before any parameter changes.
+        ConfigError: a plug-in fails on this rank.
+        InvariantBroken: the loss, a plug-in's value or the gradient norm is not finite, or a token was sampled by a version that does not
+            exist yet. Raised on every rank, before any parameter changes.
     """
     set_lr(optimizer, lr)
     for chunk in model.ddp:
@@ -94,6 +95,9 @@ def train_step(
         model.balance.forget()
     results, differs = _run(model, microbatches, partial(_loss_of, model.mesh, loss), forward_only=False, replay=replay)
     sums = _reduce(model.mesh, results, {**_COMMON, **loss.sums})
+    policy = loss if isinstance(loss, PolicyLoss) else None
+    if policy is not None:
+        policy.check(sums)
     value, tokens = float(sums["loss"]), int(sums["tokens"])
     if not math.isfinite(value):
         raise InvariantBroken(f"the loss is {value}; no parameter was changed")
@@ -109,7 +113,7 @@ def train_step(
         tokens=tokens,
         entropy=float(sums["entropy"]) / max(tokens, 1),
         updated=bool(scale),
-        figures=objective.metrics(sums) if loss.sums is objective.SUMS else {},
+        figures={} if policy is None else policy.figures(sums),
         routing_mismatch=differs,
     )
 

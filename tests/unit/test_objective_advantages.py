@@ -5,13 +5,15 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncmoe.errors import InvariantBroken
+from asyncmoe.config import parse
+from asyncmoe.errors import ConfigError, InvariantBroken
 from asyncmoe.trainer.objective import group_advantages
 
 ESTIMATORS = ("grpo", "dr_grpo", "rloo", "opo", "pass_at_k", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
@@ -89,6 +91,25 @@ def test_a_group_of_one_beside_others() -> None:
         if estimator != "reinforce_plus_plus":
             assert got[0] == pytest.approx(0, abs=1e-6), estimator
         assert np.isfinite(got).all()
+
+
+def test_equal_groups_of_the_baseline_share_the_batch_mean() -> None:
+    """The published definition subtracts the mean over all tokens after the group's: a covariance of length and reward, here of the first
+    group, over the mean length. Without that covariance groups of equal rewards have no advantage."""
+    rewards, groups = [1.0, 0.0, 5.0, 5.0, -2.0, -2.0], [0, 0, 1, 1, 2, 2]
+    for lengths, shared in (([30, 10, 20, 20, 7, 13], True), ([20, 20, 30, 10, 7, 13], False)):
+        got = group_advantages(rewards, groups, "reinforce_plus_plus_baseline", lengths)
+        centred = np.repeat([0.5, -0.5, 0, 0, 0, 0], lengths)
+        assert got[2:] == pytest.approx(-centred.mean() / centred.std(ddof=1), abs=1e-6)
+        assert (got[2] < -0.1) == shared
+        assert (got[2:] == got[2]).all()
+    config: dict[str, Any] = {"run": {"dir": "x", "steps": 1}, "model": {"path": "m"}, "task": {"kind": "arithmetic"}}
+    config |= {"rollout": {"filter_equal": True}}
+    parse(config | {"objective": {"advantage": "reinforce_plus_plus_baseline"}})
+    with pytest.raises(
+        ConfigError, match=r"rollout\.filter_equal: got true, expected false because objective\.advantage is reinforce_plus_plus,"
+    ):
+        parse(config | {"objective": {"advantage": "reinforce_plus_plus"}})
 
 
 @pytest.mark.parametrize(

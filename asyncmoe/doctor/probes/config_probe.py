@@ -139,7 +139,7 @@ def model(config: Config) -> ModelFacts:
     if config.model.make is not None and not path.exists():
         return ModelFacts(str(path), to_make=True)
     try:
-        hf = models.load_hf_config(path)
+        hf = models.hf_config_of(config)
         models.check(config, hf)
     except UserError as error:
         return ModelFacts(str(path), trouble=str(error))

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import importlib
 import inspect
 import logging
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
+from asyncmoe import plugins
 from asyncmoe.errors import ConfigError, TrajectoryRejected, UserError
 from asyncmoe.rollout.scoring.types import ERROR, TIMEOUT, Sample, reason_of, said
 
@@ -66,15 +66,7 @@ def find(target: str) -> Loaded:
     Raises:
         ConfigError: the target cannot be imported, is not callable, or is a class without a method `score`.
     """
-    module, _, name = target.partition(":")
-    if not module or not name:
-        raise ConfigError("scoring.scorer", got=repr(target), expected=EXPECTED)
-    try:
-        found = getattr(importlib.import_module(module), name)
-    except Exception as error:
-        raise ConfigError(
-            "scoring.scorer", got=f"{target}: {type(error).__name__}: {error}", expected="a function or class that can be imported"
-        ) from error
+    found = plugins.load(target, "scoring.scorer", forms=EXPECTED, wanted="a function or class that can be imported")
     if inspect.isclass(found):
         method = getattr(found, "score", None)
         if not callable(method):

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import cast
 
 import numpy as np
 
-from asyncmoe.config.objective import ObjectiveSection
+from asyncmoe.config.objective import Advantage, ObjectiveSection
 from asyncmoe.errors import InvariantBroken
 from asyncmoe.rpc.messages import Item
 from asyncmoe.trainer import objective
+from asyncmoe.trainer.objective import NO_PLUGINS, Plugins, Responses
 from asyncmoe.trajectory import Trajectory
 
 
@@ -19,23 +21,49 @@ def roles(items: Sequence[Item]) -> list[int]:
     return [known.setdefault((item.group, item.agent), len(known)) for item in items]
 
 
-def token_advantages(items: Sequence[Item], trajectories: Mapping[int, Trajectory], section: ObjectiveSection) -> dict[int, np.ndarray]:
+def outcome_advantages(
+    items: Sequence[Item], section: ObjectiveSection, plugins: Plugins = NO_PLUGINS
+) -> tuple[np.ndarray, dict[str, float]]:
+    """Compute `objective.advantage` of every response of a batch, float32[n], and the metrics that a user's own function reports.
+
+    Raises:
+        ConfigError: the user's own function fails.
+    """
+    role, rewards, sampled = roles(items), [i.reward for i in items], [i.sampled for i in items]
+    if plugins.advantage is None:
+        return objective.group_advantages(rewards, role, cast(Advantage, section.advantage), sampled), {}
+    responses = Responses.of(
+        rewards=rewards,
+        groups=role,
+        sampled=sampled,
+        tokens=[i.tokens for i in items],
+        oldest_versions=[i.oldest_version for i in items],
+        newest_versions=[i.newest_version for i in items],
+    )
+    value, metrics = plugins.advantage.of_responses(responses)
+    return value, {f"{plugins.advantage.short}/{name}": metric for name, metric in metrics.items()}
+
+
+def token_advantages(
+    items: Sequence[Item], trajectories: Mapping[int, Trajectory], section: ObjectiveSection, outcome: np.ndarray | None = None
+) -> dict[int, np.ndarray]:
     """Compute the token advantages of some trajectories of a batch: float32[T] by position in the batch.
 
         objective.advantage of the rewards + process.weight * step advantages + distill.weight * teacher advantages
 
-    (`objective.group_advantages`, `process_advantages`, `distill_advantages`). Trajectories are compared within their `roles`.
+    (`outcome_advantages`, `process_advantages`, `distill_advantages`). Trajectories are compared within their `roles`.
 
     Args:
         items: metadata of the whole batch.
         trajectories: the wanted trajectories, by position in the batch.
+        outcome: float32[n]: the result of `outcome_advantages`; None: compute it, without plug-ins.
 
     Raises:
         InvariantBroken: a trajectory lacks the step rewards or teacher log-probabilities that a weight above 0 needs; such trajectories
             are rejected on intake.
     """
     role = roles(items)
-    outcome = objective.group_advantages([i.reward for i in items], role, section.advantage, [i.sampled for i in items])
+    outcome = outcome_advantages(items, section)[0] if outcome is None else outcome
     mean, deviation = objective.step_scales([i.steps for i in items], [i.step_mean for i in items], [i.step_squares for i in items], role)
     found = {}
     for i, t in trajectories.items():

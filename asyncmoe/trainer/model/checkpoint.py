@@ -14,6 +14,7 @@ from typing import Any
 from asyncmoe import checkpoints, storage
 from asyncmoe.config import Config
 from asyncmoe.errors import DataError, StorageError
+from asyncmoe.models import family_of
 from asyncmoe.platform import megatron
 from asyncmoe.platform.megatron import writer
 from asyncmoe.trainer.model import collectives
@@ -71,7 +72,8 @@ def _write(config: Config, step: int, model: Model, optimizer: MegatronOptimizer
     dist_checkpointing.save(_state(model, optimizer, loading=False), str(checkpoints.temporary(directory, step)))
     collectives.barrier()
     if first:
-        checkpoints.finish(directory, step, {"step": step, **_kind(config, model)}, config.trainer.keep_checkpoints)
+        facts = {"step": step, "family": family_of(model.hf).name, **_kind(config, model)}
+        checkpoints.finish(directory, step, facts, config.trainer.keep_checkpoints)
     collectives.barrier()
     return checkpoints.directory(directory, step)
 
@@ -89,9 +91,10 @@ def load(checkpoint: Path, config: Config, model: Model, optimizer: MegatronOpti
     """Restore the model and, if given, the optimizer; return the step. Collective over all ranks.
 
     Raises:
-        DataError: the optimizer state was written by the other kind of optimizer, or the run has switched between ep = 1 and ep > 1, or
-            the trained parameters differ from the configuration's.
+        DataError: another model family made the checkpoint, or the optimizer state was written by the other kind of optimizer, or the run
+            has switched between ep = 1 and ep > 1, or the trained parameters differ from the configuration's.
     """
+    checkpoints.check_family(checkpoint, family_of(model.hf).name)
     facts = checkpoints.facts(checkpoint)
     if optimizer is not None:
         _refuse_another_kind(checkpoint, facts, _kind(config, model))

@@ -5,7 +5,8 @@
 Step rewards (`process`) and a teacher (`distill`) give single tokens their own advantages. The configuration
 (`asyncmoe.config.objective`) selects each part; `policy_loss` combines them. A loss is a weighted sum over rows. Row weights
 (`aggregation`) are planned for the whole step before any forward pass, so losses, gradients and figures (`metrics`) do not depend on how
-rows are distributed over micro-batches and ranks.
+rows are distributed over micro-batches and ranks. A user's own advantage, loss or importance weight (`plugin`, `trial`) takes the place of
+`advantages`, of `ratio` and `clip`, or of the weight in `correction`.
 """
 
 from asyncmoe.trainer.objective.advantages import group_advantages
@@ -13,16 +14,24 @@ from asyncmoe.trainer.objective.aggregation import scale, token_weights
 from asyncmoe.trainer.objective.distill import distill_advantages
 from asyncmoe.trainer.objective.loss import policy_loss, supervised_loss
 from asyncmoe.trainer.objective.metrics import AGES, SUMS, metrics
+from asyncmoe.trainer.objective.plugin import NO_PLUGINS, Plugins, Responses
 from asyncmoe.trainer.objective.process import process_advantages, step_scales
-from asyncmoe.trainer.objective.rows import Rows, Sums, segments
+from asyncmoe.trainer.objective.rows import PolicyRows, Rows, Sums, exp, segments
+from asyncmoe.trainer.objective.trial import load
 
 __all__ = [
     "AGES",
+    "NO_PLUGINS",
     "SUMS",
+    "Plugins",
+    "PolicyRows",
+    "Responses",
     "Rows",
     "Sums",
     "distill_advantages",
+    "exp",
     "group_advantages",
+    "load",
     "metrics",
     "policy_loss",
     "process_advantages",

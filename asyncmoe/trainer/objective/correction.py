@@ -26,7 +26,9 @@ class Correction:
     """bool[len(RULES), T]; True if the rule, on its own, rejects the token."""
 
 
-def correct(new: torch.Tensor, old: torch.Tensor, rows: Rows, section: ObjectiveSection, version: int) -> Correction:
+def correct(
+    new: torch.Tensor, old: torch.Tensor, rows: Rows, section: ObjectiveSection, version: int, own: torch.Tensor | None = None
+) -> Correction:
     """Weight or reject every sampled token. A token is trained on if no rule rejects it.
 
     The ratio is rho = pi_prox / pi_b, which the clipped ratio does not cover; with proximal: behaviour, where that is 1, it is w = pi /
@@ -48,6 +50,7 @@ def correct(new: torch.Tensor, old: torch.Tensor, rows: Rows, section: Objective
         new, old: float32[T] without gradient, clamped by `held`; log-probabilities of the trainer and of the proximal policy.
         rows: from `Rows.held`.
         version: weight version before the batch's first update.
+        own: float64[T]; the user's own weights, still to be capped; required if `section` names any.
     """
     rule = section.correction
     behaviour = rows.behaviour.double()
@@ -55,8 +58,9 @@ def correct(new: torch.Tensor, old: torch.Tensor, rows: Rows, section: Objective
     product = rows.sum(log_ratio)
     never = torch.zeros_like(rows.mask)
 
-    log_weight = {"token": log_ratio, "sequence": rows.spread(product), "none": torch.zeros_like(log_ratio)}[rule.weight]
-    weight, capped = exp(log_weight), never
+    if own is None:
+        own = exp({"token": log_ratio, "sequence": rows.spread(product), "none": torch.zeros_like(log_ratio)}[rule.weight])
+    weight, capped = own, never
     if rule.cap is not None and rule.weight != "none":
         capped = (weight > rule.cap) & rows.mask
         weight = weight.clamp(max=rule.cap)

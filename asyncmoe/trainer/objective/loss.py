@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from asyncmoe.config.objective import ObjectiveSection
@@ -11,9 +13,10 @@ from asyncmoe.trainer.objective.clip import surrogate
 from asyncmoe.trainer.objective.correction import correct
 from asyncmoe.trainer.objective.kl import penalty
 from asyncmoe.trainer.objective.metrics import measure
+from asyncmoe.trainer.objective.plugin import NO_PLUGINS, Plugins
 from asyncmoe.trainer.objective.proximal import proximal_logprobs
 from asyncmoe.trainer.objective.ratio import ratio
-from asyncmoe.trainer.objective.rows import Rows, Sums, held
+from asyncmoe.trainer.objective.rows import PolicyRows, Rows, Sums, held
 
 
 def policy_loss(
@@ -24,13 +27,15 @@ def policy_loss(
     *,
     progress: float = 0.0,
     unmasked: torch.Tensor | None = None,
+    plugins: Plugins = NO_PLUGINS,
 ) -> tuple[torch.Tensor, Sums]:
     """Compute a micro-batch's share of the configured objective.
 
         loss = sum over sampled rows of  weight * ([kept] * correction * surrogate(ratio, A) + coefficient * KL(pi || pi_ref))
 
-    from `kept_weights`, `correct`, `surrogate`, `ratio` and `penalty`. The caller must multiply the loss and its gradient by `scale` of the
-    step's sums, so that rejected rows leave the denominator; nothing else depends on other micro-batches.
+    from `kept_weights`, `correct`, `surrogate`, `ratio` and `penalty`. A plug-in loss takes the place of the surrogate, a plug-in weight
+    that of the correction; a row with a plug-in weight of 0 is not kept. The caller must multiply the loss and its gradient by `scale` of
+    the step's sums, so that rejected rows leave the denominator; nothing else depends on other micro-batches.
 
     The loss and its gradient are finite for all log-probabilities, even infinite ones; a NaN in a sampled row makes the loss NaN.
 
@@ -41,11 +46,13 @@ def policy_loss(
         version: weight version before the batch's first update.
         progress: share of the batch's updates already made; only `loglinear` uses it.
         unmasked: float32[T] with gradient: log pi over the whole vocabulary, like `rows.reference`; None: use `logprobs`.
+        plugins: the user's own parts that `section` names.
 
     Returns:
-        The loss, a float32 scalar, and the sums that `metrics.SUMS` declares.
+        The loss, a float32 scalar, and the sums that `metrics.SUMS` and the plug-ins declare.
 
     Raises:
+        ConfigError: a plug-in fails.
         InvariantBroken: `rows` lacks the reference or proximal log-probabilities that `section` needs.
     """
     if section.kl.coefficient and rows.reference is None:
@@ -53,12 +60,24 @@ def policy_loss(
     rows, new = rows.held(), held(logprobs, rows.mask)
     compared = new if unmasked is None else held(unmasked, rows.mask)
     old = proximal_logprobs(new, rows, section, version, progress)
-    value, cut = surrogate(ratio(new, old, rows, section.ratio), new, old, rows.advantages, section)
+    seen = PolicyRows(**vars(rows) | {"logprobs": new, "proximal": old, "version": version})
+    added: Sums = {}
+    if plugins.loss is None:
+        value, cut = surrogate(ratio(new, old, rows, section.ratio), new, old, rows.advantages, section)
+    else:
+        value, reported = plugins.loss.of_rows(seen)
+        cut, added = torch.zeros_like(rows.mask), plugins.loss.measure(seen, value, reported)
     with torch.no_grad():
-        correction = correct(new, old, rows, section, version)
+        own = None
+        if plugins.weight is not None:
+            own, reported = plugins.weight.of_rows(replace(seen, logprobs=new.detach()))
+            added = added | plugins.weight.measure(seen, own, reported)
+        correction = correct(new, old, rows, section, version, own)
         kept = rows.mask & ~correction.rejected.any(dim=0)
+        if own is not None:
+            kept = kept & (own != 0)
         weights = kept_weights(rows, kept, section.aggregation, section.correction.denominator)
-        sums = measure(new, compared, rows, kept, correction, cut, weights, version)
+        sums = measure(new, compared, rows, kept, correction, cut, weights, version) | added
     loss = (torch.where(kept, value * correction.weight, 0.0) * weights).sum()
     if rows.reference is not None and section.kl.coefficient:
         divergence = penalty(compared, rows.reference, new - rows.behaviour, section.kl.estimator)

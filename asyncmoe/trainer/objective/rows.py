@@ -77,6 +77,31 @@ class Rows:
         return torch.where(self.segments < 0, self.sequences, self.segments)
 
 
+@dataclass(frozen=True, kw_only=True)
+class PolicyRows(Rows):
+    """`Rows` with the trainer's policy and the proximal policy: the input of a loss or an importance weight of the user's own.
+
+    Every tensor is on the rank's device and has zeros outside `mask`, except `versions` and `segments`; log-probabilities are within
+    `LOGPROB_LIMIT`.
+    """
+
+    logprobs: torch.Tensor
+    """float32[T]; log-probability of the token under the trainer's current weights; with gradient for a loss, without for a weight."""
+    proximal: torch.Tensor
+    """float32[T]; log-probability under `objective.proximal`'s policy, without gradient."""
+    version: int
+    """Version of the trainer's weights before the batch's first update."""
+
+    @property
+    def ages(self) -> torch.Tensor:
+        """int[T]; age of each token in versions; meaningless outside `mask`."""
+        return self.version - self.versions
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Return the tensors by name."""
+        return {name: value for name, value in vars(self).items() if isinstance(value, torch.Tensor)}
+
+
 def segments(lengths: Sequence[int], rows: int) -> torch.Tensor:
     """Return the sequence number of each row, for consecutive sequences of these lengths: int64[rows]; -1 for the remaining rows."""
     out = np.full(rows, -1, np.int64)

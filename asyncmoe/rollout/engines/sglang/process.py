@@ -17,7 +17,7 @@ from asyncmoe.models import family_of
 from asyncmoe.models.lora.adapter import Kind
 from asyncmoe.platform.sglang.lifetime import API_KEY, PARENT
 from asyncmoe.process import Child
-from asyncmoe.receiver.command import LOADER
+from asyncmoe.receiver.command import FAMILY_VARIABLE, LOADER
 from asyncmoe.rollout.engines import adapters
 from asyncmoe.rollout.engines.engine_python import engine_python
 from asyncmoe.rollout.engines.sglang import lora
@@ -64,7 +64,7 @@ class SGLangProcess:
         port = int(self._reserved.getsockname()[1])
         log = run_dir / "logs" / f"{name.replace('.', '-')}.log"
         self._log_start = log.stat().st_size if log.exists() else 0
-        hf = models.load_hf_config(config.model.path)
+        hf = models.hf_config_of(config)
         self._adapter = None
         kind = models.adapter_of(config, hf)
         if kind is not None and adapters.in_memory(config):
@@ -174,7 +174,8 @@ def environment(config: Config, index: int) -> dict[str, str]:
     if config.engines.tp > 1:
         # Without it, SGLang on CPU binds each rank to a NUMA node of its own; ignored on GPU.
         given["SGLANG_CPU_OMP_THREADS_BIND"] = _cores(sorted(os.sched_getaffinity(0)), index, config.engines.tp)
-    return {PARENT: str(os.getpid()), **{name: os.environ.get(name, value) for name, value in given.items()}}
+    family = {} if config.model.family == "auto" else {FAMILY_VARIABLE: config.model.family}
+    return {PARENT: str(os.getpid()), **family, **{name: os.environ.get(name, value) for name, value in given.items()}}
 
 
 def reason_in(log: str) -> str | None:

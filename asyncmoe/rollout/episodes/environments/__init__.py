@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
 
-from asyncmoe import models
+from asyncmoe import models, plugins
 from asyncmoe.config import Config
 from asyncmoe.errors import ConfigError, UserError
 from asyncmoe.rollout.episodes.environment import Bounds, Demonstrator, Environment
@@ -54,11 +53,9 @@ def _chats(config: Config) -> bool:
 
 def _own(target: str, options: dict[str, object]) -> Environment:
     """Construct `package.module:Class` with keyword arguments."""
-    module, _, name = target.partition(":")
-    if not module or not name:
-        raise ConfigError("environment.kind", got=repr(target), expected="single_turn, tools, openai or package.module:Class")
+    forms = "single_turn, tools, openai or package.module:Class"
+    found = plugins.load(target, "environment.kind", forms=forms, wanted="a class that can be imported")
     try:
-        found = getattr(importlib.import_module(module), name)
         made = found(**options)
     except UserError:
         raise
@@ -66,7 +63,7 @@ def _own(target: str, options: dict[str, object]) -> Environment:
         raise ConfigError(
             "environment.kind",
             got=f"{target}: {type(error).__name__}: {error}",
-            expected="a class that can be imported, and made with environment.options",
+            expected="a class that can be made with environment.options",
         ) from error
     if not inspect.iscoroutinefunction(getattr(made, "run", None)):
         raise ConfigError("environment.kind", got=f"{target}, which has no `async def run(self, episode)`", expected="an environment")

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import importlib
-from collections.abc import Callable
 from typing import cast
 
-from asyncmoe.errors import ConfigError, TrajectoryRejected
+from asyncmoe import plugins
+from asyncmoe.errors import TrajectoryRejected
 from asyncmoe.rollout.episodes.environment import Episode, Rewards
 from asyncmoe.rollout.episodes.openai_endpoint.server import ClientLimits, OpenAIEndpoint
 from asyncmoe.rollout.episodes.openai_endpoint.threads import Threads
@@ -31,7 +30,7 @@ class OpenAIEnvironment:
     """
 
     def __init__(self, agent: str, *, timeout_s: float = 600.0, limits: ClientLimits | None = None) -> None:
-        self._function = find(agent)
+        self._function = plugins.load_function(agent, "environment.agent", forms="package.module:function")
         self._timeout_s = timeout_s
         self._endpoint, self._threads = OpenAIEndpoint(limits), Threads()
 
@@ -63,22 +62,3 @@ class OpenAIEnvironment:
     async def close(self) -> None:
         """Stop the endpoint."""
         await self._endpoint.close()
-
-
-def find(target: str) -> Callable[..., object]:
-    """Import `package.module:function`.
-
-    Raises:
-        ConfigError: it cannot be imported or called.
-    """
-    module, _, name = target.partition(":")
-    if not module or not name:
-        raise ConfigError("environment.agent", got=repr(target), expected="package.module:function")
-    try:
-        function = getattr(importlib.import_module(module), name)
-    except Exception as error:
-        got = f"{target}: {type(error).__name__}: {error}"
-        raise ConfigError("environment.agent", got=got, expected="a function that can be imported") from error
-    if not callable(function):
-        raise ConfigError("environment.agent", got=f"{target}, a {type(function).__name__}", expected="a function")
-    return cast(Callable[..., object], function)

@@ -8,7 +8,6 @@ killed.
 from __future__ import annotations
 
 import asyncio
-import importlib
 import inspect
 import json
 import os
@@ -18,7 +17,8 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import cast
 
-from asyncmoe.errors import ConfigError, WaitTimeout
+from asyncmoe import plugins
+from asyncmoe.errors import WaitTimeout
 from asyncmoe.rollout.episodes.tools.tool import CRASH, ERROR, Tool, ToolError, one_string
 
 _START_S = 60.0
@@ -40,22 +40,8 @@ def load(target: str) -> Tool:
 
 
 def find(target: str) -> Callable[..., object]:
-    """Import `package.module:function`.
-
-    Raises:
-        ConfigError: it cannot be imported or called.
-    """
-    module, _, name = target.partition(":")
-    expected = "calculator, python or package.module:function"
-    if not module or not name:
-        raise ConfigError("tools", got=repr(target), expected=expected)
-    try:
-        function = getattr(importlib.import_module(module), name)
-    except Exception as error:
-        raise ConfigError("tools", got=f"{target}: {type(error).__name__}: {error}", expected="a function that can be imported") from error
-    if not callable(function):
-        raise ConfigError("tools", got=f"{target}, a {type(function).__name__}", expected="a function")
-    return cast(Callable[..., object], function)
+    """Import `package.module:function`. Raises as `asyncmoe.plugins.load_function`."""
+    return plugins.load_function(target, "tools", forms="calculator, python or package.module:function")
 
 
 class AsyncFunction:

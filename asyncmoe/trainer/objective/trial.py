@@ -1,0 +1,173 @@
+"""Load the user's own parts of an objective, and try each on small inputs before a run starts.
+
+A trial finds a wrong signature, an exception, a wrong or infinite result, randomness, a changed input, and a loss or weight that depends on
+how sequences are distributed over micro-batches and ranks.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from asyncmoe import plugins
+from asyncmoe.config.objective import ObjectiveSection
+from asyncmoe.errors import ConfigError
+from asyncmoe.trainer.objective import plugin
+from asyncmoe.trainer.objective.plugin import Plugin, Plugins, Responses
+from asyncmoe.trainer.objective.rows import PolicyRows, segments
+
+_VERSION = 7
+_CLAMP = "clamp ratios, for example with asyncmoe.trainer.objective.exp"
+_PURE = "a pure function: equal results for equal inputs, without random numbers or state"
+
+
+def load(section: ObjectiveSection) -> Plugins:
+    """Load and try the functions that a configuration names.
+
+    Raises:
+        ConfigError: a function cannot be imported or called, or failed its trial; names the function, its file and line.
+    """
+    found = Plugins(
+        advantage=_find(plugin.ADVANTAGE, section.advantage, section.advantage_options or {}),
+        loss=_find(plugin.LOSS, section.loss, section.loss_options or {}),
+        weight=_find(plugin.WEIGHT, section.correction.weight, section.correction.weight_options or {}),
+    )
+    if found.advantage is not None:
+        try_advantage(found.advantage)
+    return Plugins(found.advantage, *(None if one is None else try_rows(one) for one in (found.loss, found.weight)))
+
+
+def _find(key: str, target: str, options: Mapping[str, Any]) -> Plugin | None:
+    if not plugins.is_name(target):
+        return None
+    function = plugins.load_function(target, key, forms=plugins.FORM)
+    made = Plugin(key, target, function, options)
+    if inspect.isclass(function) or inspect.iscoroutinefunction(function):
+        kind = "a class" if inspect.isclass(function) else "a coroutine function"
+        raise ConfigError(key, got=f"{target}, {kind}", expected="a plain function")
+    try:
+        inspect.signature(function).bind(None, **options)
+    except TypeError as error:
+        given = ", ".join(("responses" if key == plugin.ADVANTAGE else "rows", *(f"{name}=..." for name in options)))
+        expected = f"one that takes ({given})"
+        raise made.refused(f"the signature {inspect.signature(function)}", expected, f"see {made.options_key}") from error
+    except ValueError:  # a function that is not written in Python may have no signature
+        pass
+    return made
+
+
+def try_advantage(tried: Plugin) -> None:
+    """Try an advantage estimator on groups of different sizes, lengths and rewards.
+
+    Raises:
+        ConfigError: it failed.
+    """
+    batch = _responses()
+    value, metrics = tried.of_responses(batch)
+    again, metrics_again = tried.of_responses(_responses())
+    if not np.array_equal(value, again) or metrics != metrics_again:
+        raise tried.refused("different advantages for equal responses", _PURE)
+
+
+def try_rows(tried: Plugin) -> Plugin:
+    """Try a loss or weight on packed sequences, on each of them alone, and on a micro-batch without any. Return it with its metrics' names.
+
+    Raises:
+        ConfigError: it failed.
+    """
+    every, loss = (0, 1, 2), tried.key == plugin.LOSS
+    rows = _rows(every, loss)
+    value, metrics = tried.of_rows(rows)
+    tried = replace(tried, metrics=tuple(sorted(metrics)))
+    for name, tensor in _rows(every, loss).tensors().items():
+        if not torch.equal(tensor, rows.tensors()[name]):
+            raise tried.refused(f"a changed rows.{name}", "rows as they were", "compute out of place")
+    if not torch.equal(*(torch.where(rows.mask, one, 0) for one in (value, tried.of_rows(_rows(every, loss))[0]))):
+        raise tried.refused("different results for equal rows", _PURE)
+    tried.measure(rows, value, metrics)
+    _check_finite(tried, rows, value)
+    for alone in ((0,), (1,), (2,), ()):
+        few = _rows(alone, loss)
+        own, reported = tried.of_rows(few)
+        tried.measure(few, own, reported)
+        whole = torch.cat([value[rows.segments == i] for i in (*alone, -1)])
+        if not torch.allclose(torch.where(few.mask, own, 0.0), torch.where(few.mask, whole, 0.0), rtol=1e-4, atol=1e-5):
+            got = "other values for a sequence alone than beside others"
+            raise tried.refused(got, "values that depend on the row's own sequence only; micro-batches and ranks divide a step in any way")
+        _check_gradient(tried, few, own)
+    _check_gradient(tried, rows, value)
+    return tried
+
+
+def _check_finite(tried: Plugin, rows: PolicyRows, value: torch.Tensor) -> None:
+    wrong = rows.mask & (~value.isfinite() | (value < 0 if tried.key == plugin.WEIGHT else torch.zeros_like(rows.mask)))
+    if not wrong.any():
+        return
+    at = int(wrong.nonzero()[0])
+    said = ", ".join(f"{name} {float(getattr(rows, name)[at].detach()):g}" for name in ("logprobs", "proximal", "behaviour", "advantages"))
+    expected = "finite numbers, none negative" if tried.key == plugin.WEIGHT else "finite numbers"
+    raise tried.refused(f"{float(value[at].detach()):g} for a token with {said}", expected, _CLAMP)
+
+
+def _check_gradient(tried: Plugin, rows: PolicyRows, value: torch.Tensor) -> None:
+    if tried.key != plugin.LOSS:
+        return
+    if not value.requires_grad:
+        raise tried.refused("a loss without gradient", "a loss that depends on rows.logprobs")
+    (gradient,) = torch.autograd.grad(torch.where(rows.mask, value, 0.0).sum(), rows.logprobs, allow_unused=True)
+    if gradient is None:
+        raise tried.refused("a loss without gradient", "a loss that depends on rows.logprobs")
+    if not torch.where(rows.mask, gradient, 0.0).isfinite().all():
+        raise tried.refused("a gradient that is not finite", "finite gradients", _CLAMP)
+
+
+def _responses() -> Responses:
+    """A batch of four groups: one mixed, one with equal rewards, one of a single response, one with a response without sampled tokens."""
+    groups = (0, 0, 0, 0, 1, 1, 1, 2, 3, 3)
+    sampled = (3, 9, 1, 5, 2, 4, 6, 7, 0, 8)
+    return Responses.of(
+        rewards=(1.0, 0.0, 0.5, 0.0, 1.0, 1.0, 1.0, -2.0, 0.0, 1e3),
+        groups=groups,
+        sampled=sampled,
+        tokens=tuple(n + 4 for n in sampled),
+        oldest_versions=tuple(_VERSION - group for group in groups),
+        newest_versions=(_VERSION,) * len(groups),
+    )
+
+
+_LENGTHS = (6, 4, 5)
+_SAMPLED = ((0, 0, 1, 1, 1, 0), (0, 1, 1, 0), (0, 0, 0, 0, 0))
+_LOGPROBS = ((0, 0, -0.5, -1.25, -2.0, 0), (0, -0.75, -1.0, 0), (0,) * 5)
+_PROXIMAL = ((0, 0, -0.75, -1.25, -1.0, 0), (0, -0.5, -101.0, 0), (0,) * 5)
+_BEHAVIOUR = ((0, 0, -1.0, -0.25, -101.0, 0), (0, -0.25, -1.0, 0), (0,) * 5)
+_ADVANTAGES = ((0, 0, 1.5, 1.5, 1.5, 0), (0, -0.5, -0.5, 0), (0,) * 5)
+_VERSIONS = ((-1, -1, 5, 6, 7, -1), (-1, 7, 7, -1), (-1,) * 5)
+"""Three sequences, the last without sampled tokens. Two ratios are e^100, as an engine's impossible tokens have."""
+
+
+def _rows(chosen: tuple[int, ...], gradient: bool) -> PolicyRows:
+    """A micro-batch of some of the sequences and one row of padding."""
+
+    def flat(values: tuple[tuple[float, ...], ...], dtype: torch.dtype, padding: float = 0) -> torch.Tensor:
+        return torch.tensor([*(value for i in chosen for value in values[i]), padding], dtype=dtype)
+
+    mask = flat(_SAMPLED, torch.bool)
+    lengths = [_LENGTHS[i] for i in chosen]
+    return PolicyRows(
+        mask=mask,
+        weights=mask * 0.2,
+        advantages=flat(_ADVANTAGES, torch.float32),
+        behaviour=flat(_BEHAVIOUR, torch.float32),
+        versions=flat(_VERSIONS, torch.int32, -1),
+        pure=torch.zeros_like(mask),
+        segments=segments(lengths, len(mask)),
+        sequences=len(chosen),
+        proximal=flat(_PROXIMAL, torch.float32),
+        logprobs=flat(_LOGPROBS, torch.float32).requires_grad_(gradient),
+        version=_VERSION,
+    )

@@ -1,0 +1,57 @@
+"""Users' own losses, importance weights and model families on Megatron's ranks: a copy of a built-in part trains the same bits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncmoe.config.model import MadeModel
+from asyncmoe.models.make import make_model
+from tests.ranks import launch
+
+pytestmark = pytest.mark.ranks
+LAYOUTS = ("pp=2", "ep=2")
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """What both ranks found, by layout."""
+    path: Path = tmp_path_factory.mktemp("plugin")
+    make_model(path / "hf", MadeModel(), seed=0)
+    return launch.run("plugin", 2, path, str(path), *LAYOUTS)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_copy_of_the_built_in_parts_trains_the_same_bits(found: Any, layout: str) -> None:
+    for rank in found:
+        one = rank[layout]
+        assert one["steps"][0] == one["steps"][1]
+        assert one["same"]
+        assert one["moved"]
+        assert one["clipped"] > 0, "the clip decides some of the gradient"
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_metrics_are_the_same_on_every_rank(found: Any, layout: str) -> None:
+    first, second = (rank[layout]["metrics"] for rank in found)
+    assert first == second
+    for metrics, ratio in zip(first, found[0][layout]["means"], strict=True):
+        assert metrics == {"loss/ratio": pytest.approx(ratio, rel=1e-5), "loss/sampled": 1.0}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_rank_refuses_a_wrong_value_before_any_parameter_changes(found: Any, layout: str) -> None:
+    first, second = (rank[layout]["wrong"] for rank in found)
+    assert first == second
+    line, unchanged = first
+    assert line.startswith("objective.loss: got 1 wrong values from tests.unit.plugin_functions:breaks_later (")
+    assert unchanged
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_rank_refuses_a_stale_copy(found: Any, layout: str) -> None:
+    first, second = (rank[layout]["stale"] for rank in found)
+    assert first == second
+    assert first.startswith("objective: got another file of own_loss:loss on rank 1 than on rank 0, expected the same on every machine")

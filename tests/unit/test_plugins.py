@@ -1,0 +1,361 @@
+"""Users' own losses, importance weights, advantages and model families: equal to the built-in ones they copy, refused if they are unfit."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from asyncmoe import checkpoints, models, plugins
+from asyncmoe.config import Config, parse
+from asyncmoe.config.model import MadeModel
+from asyncmoe.config.objective import ObjectiveSection
+from asyncmoe.errors import AsyncmoeError, ConfigError, DataError, InvariantBroken, ProtocolError, UserError
+from asyncmoe.launch import local
+from asyncmoe.models import EngineParallel, families, make, qwen3_moe
+from asyncmoe.receiver import handshake
+from asyncmoe.receiver.command import FAMILY_VARIABLE
+from asyncmoe.receiver.protocol import EngineRanks, Terms
+from asyncmoe.rollout.engines import engine_process
+from asyncmoe.rpc.messages import Item
+from asyncmoe.trainer import objective
+from asyncmoe.trainer.data.credit import outcome_advantages
+from asyncmoe.trainer.losses import PolicyLoss
+from asyncmoe.trainer.objective import Plugins, Rows, segments
+from tests.unit import doc_pages, plugin_functions
+from tests.unit.model_cases import MODELS
+
+HF = MODELS["qwen3_moe"]
+OWN = "tests.unit.plugin_functions"
+FILE = "tests/unit/plugin_functions.py"
+
+
+def own(**names: Any) -> tuple[ObjectiveSection, Plugins]:
+    section = ObjectiveSection.model_validate(names)
+    return section, objective.load(section)
+
+
+def rows(seed: int, versions: tuple[int, ...] = (4, 5)) -> tuple[torch.Tensor, Rows]:
+    """Random rows of three sequences, on and off policy, with an own advantage each; and their log-probabilities."""
+    rng = torch.Generator().manual_seed(seed)
+    lengths, count = [9, 5, 7], 24
+    mask = torch.rand(count, generator=rng) < 0.7
+    mask[sum(lengths) :] = False
+    places = segments(lengths, count)
+    new = -torch.rand(count, generator=rng) * 3
+    picked = torch.randint(len(versions), (count,), generator=rng)
+    return new, Rows(
+        mask=mask,
+        weights=mask * torch.rand(count, generator=rng),
+        advantages=torch.randn(4, generator=rng)[places],
+        behaviour=new + torch.randn(count, generator=rng) * 0.4,
+        versions=torch.where(mask, torch.tensor(versions)[picked], -1),
+        pure=torch.zeros_like(mask),
+        segments=places,
+        sequences=len(lengths),
+        proximal=new + torch.randn(count, generator=rng) * 0.2,
+    )
+
+
+def loss_of(
+    section: ObjectiveSection, plugins: Plugins, seed: int
+) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor], PolicyLoss]:
+    new, at = rows(seed)
+    leaf = new.clone().requires_grad_()
+    loss, sums = objective.policy_loss(leaf, at, section, 5, plugins=plugins)
+    (gradient,) = torch.autograd.grad(loss, leaf)
+    return loss.detach(), gradient, sums, PolicyLoss(section, 1.0, 5, plugins=plugins)
+
+
+# ---------------------------------------------------------------- equal to what they copy
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(
+    "names",
+    [
+        {"loss": f"{OWN}:ppo"},
+        {"loss": f"{OWN}:ppo_with_metrics"},
+        {"correction": {"weight": f"{OWN}:truncated", "cap": 1.2, "token_band": [0.5, 2]}},
+        {"loss": f"{OWN}:ppo", "correction": {"weight": f"{OWN}:truncated"}, "aggregation": "sequence_mean"},
+    ],
+)
+def test_a_copy_of_a_built_in_part_gives_the_same_bits(names: dict[str, Any], seed: int) -> None:
+    section, loaded = own(**names)
+    built_in = {**names, "loss": "surrogate", "correction": {**names.get("correction", {}), "weight": "token"}}
+    wanted_loss, wanted_gradient, wanted_sums, _ = loss_of(ObjectiveSection.model_validate(built_in), objective.NO_PLUGINS, seed)
+    loss, gradient, sums, policy = loss_of(section, loaded, seed)
+    assert torch.equal(loss, wanted_loss)
+    assert torch.equal(gradient, wanted_gradient)
+    assert gradient.abs().sum() > 0
+    assert sums.keys() == policy.sums.keys()
+    assert all(torch.equal(sums[name], value) for name, value in wanted_sums.items() if loaded.loss is None or name != "clipped")
+
+
+def test_options_reach_the_function() -> None:
+    section, loaded = own(loss=f"{OWN}:ppo", loss_options={"low": 0.01, "high": 0.02})
+    got = loss_of(section, loaded, 1)
+    wanted = loss_of(ObjectiveSection(clip_low=0.01, clip_high=0.02), objective.NO_PLUGINS, 1)
+    assert torch.equal(got[0], wanted[0])
+    assert torch.equal(got[1], wanted[1])
+    assert not torch.equal(got[1], loss_of(*own(loss=f"{OWN}:ppo"), 1)[1])
+
+
+def test_a_weight_of_zero_rejects_and_metrics_are_means_over_sampled_tokens() -> None:
+    section, loaded = own(correction={"weight": f"{OWN}:young", "cap": None})
+    loss, gradient, sums, policy = loss_of(section, loaded, 2)
+    wanted = ObjectiveSection.model_validate({"correction": {"weight": "none", "max_age": 0}})
+    by_rule = loss_of(wanted, objective.NO_PLUGINS, 2)
+    assert torch.equal(loss, by_rule[0])
+    assert torch.equal(gradient, by_rule[1])
+    figures, rule = policy.figures(sums), by_rule[3].figures(by_rule[2])
+    assert 0 < figures["rejected_fraction"] == rule["rejected_fraction"] < 1
+    assert figures["rejected_by_rule"] == {"weight": rule["rejected_by_rule"]["max_age"]}
+    _, at = rows(2)
+    assert figures["plugin_metrics"] == {"weight/age": pytest.approx(float((5 - at.versions[at.mask]).double().mean()))}
+    assert rule["plugin_metrics"] == {}
+    policy.check(sums)
+
+
+def items(rewards: list[float], groups: list[int]) -> list[Item]:
+    each = zip(rewards, groups, strict=True)
+    return [Item(f"g{g}.e{i}", g, i, 0, 10 + i, 3 + i, reward, 4, 5) for i, (reward, g) in enumerate(each)]
+
+
+def test_an_advantage_sees_the_batch_and_replaces_the_built_in_one() -> None:
+    section, loaded = own(advantage=f"{OWN}:centred")
+    batch = items([1.0, 0.0, 2.0, 0.5, 0.5], [7, 7, 7, 3, 3])
+    got, metrics = outcome_advantages(batch, section, loaded)
+    assert got.dtype == np.float32
+    assert got.tolist() == outcome_advantages(batch, ObjectiveSection(advantage="dr_grpo"))[0].tolist()
+    assert metrics == {}
+
+
+def test_a_wrong_value_during_a_run_names_the_function_and_changes_nothing() -> None:
+    section, loaded = own(loss=f"{OWN}:breaks_later")
+    new, at = rows(0)
+    for wrong, fault in ((False, 0.0), (True, 1.0)):
+        at.behaviour[int(at.mask.nonzero()[0])] = -3.0 if wrong else -2.0
+        _, sums = objective.policy_loss(new.requires_grad_(), at, section, 5, plugins=loaded)
+        policy = PolicyLoss(section, 1.0, 5, plugins=loaded)
+        assert sums["objective.loss/faults"] == fault
+    with pytest.raises(InvariantBroken, match=rf"objective\.loss: got 1 wrong values from {OWN}:breaks_later \({FILE}:\d+\), expected"):
+        policy.check(sums)
+    poisoned = new.detach().clone()
+    poisoned[at.mask] = torch.nan  # the model's fault, not the function's
+    _, sums = objective.policy_loss(poisoned.requires_grad_(), at, section, 5, plugins=own(loss=f"{OWN}:ppo")[1])
+    assert sums["objective.loss/faults"] == 0
+
+
+# ---------------------------------------------------------------- what is refused before anything starts
+
+LOSS, WEIGHT, ADVANTAGE = "objective.loss", "objective.correction.weight", "objective.advantage"
+BAD: list[tuple[str, str, str]] = [
+    (LOSS, "no.such.module:f", "ModuleNotFoundError: No module named 'no', expected a function that can be imported"),
+    (LOSS, f"{OWN}:missing", "AttributeError.*expected a function that can be imported"),
+    (LOSS, f"{OWN}:NUMBER", "a int, expected a function"),
+    (LOSS, f"{OWN}:Class", "a class, expected a plain function"),
+    (LOSS, f"{OWN}:coroutine", "a coroutine function, expected a plain function"),
+    (LOSS, f"{OWN}:no_argument", r"the signature \(\) -> 'None' from .*no_argument.*expected one that takes \(rows\)"),
+    (LOSS, f"{OWN}:raises", rf"ZeroDivisionError: no mean at {FILE}:\d+ from {OWN}:raises \({FILE}:\d+\), expected a result"),
+    (LOSS, f"{OWN}:none", r"NoneType 'None' from .*none.*expected a tensor of float32, \[16\], on cpu: a number for each row"),
+    (LOSS, f"{OWN}:scalar", r"a tensor of float32, \[\], on cpu from .*expected a tensor of float32, \[16\]"),
+    (LOSS, f"{OWN}:double", r"a tensor of float64, \[16\], on cpu"),
+    (LOSS, f"{OWN}:detached", r"a loss without gradient from .*expected a loss that depends on rows\.logprobs"),
+    (LOSS, f"{OWN}:unclamped", r"-inf for a token with logprobs -2, proximal -1, behaviour -101, advantages 1\.5 from .*clamp ratios"),
+    (LOSS, f"{OWN}:infinite_gradient", "a gradient that is not finite"),
+    (LOSS, f"{OWN}:random_loss", "different results for equal rows from .*expected a pure function"),
+    (LOSS, f"{OWN}:across_sequences", "other values for a sequence alone than beside others .*the row's own sequence only"),
+    (LOSS, f"{OWN}:changes_advantages", r"a changed rows\.advantages from .*expected rows as they were; compute out of place"),
+    (LOSS, f"{OWN}:changes_memory", r"a changed rows\.advantages"),
+    (LOSS, f"{OWN}:mean_metric", r"the metric 'mean' = a tensor of float32, \[\], on cpu"),
+    (LOSS, f"{OWN}:other_metrics", r"the metrics \[\] from .*expected \['many'\], as in its trial"),
+    (WEIGHT, f"{OWN}:negative", "-0.5 for a token .*expected finite numbers, none negative"),
+    (WEIGHT, f"{OWN}:unclamped", "for a token with"),
+    (ADVANTAGE, f"{OWN}:writes", rf"ValueError: assignment destination is read-only at {FILE}:\d+"),
+    (ADVANTAGE, f"{OWN}:stateful", "different advantages for equal responses"),
+    (ADVANTAGE, f"{OWN}:not_a_number", r"the advantage nan of response 8 \(reward 0, 0 sampled tokens\) from .*expected finite numbers"),
+    (ADVANTAGE, f"{OWN}:too_few", r"an array of float64, \[9\] from .*expected a numpy array of float32 or float64, \[10\]"),
+    (ADVANTAGE, f"{OWN}:whole_numbers", r"an array of int64, \[10\]"),
+    (ADVANTAGE, f"{OWN}:wrong_metric", "the metric 'each' = an array of float64"),
+]
+
+
+def section_with(key: str, target: str) -> ObjectiveSection:
+    if key == WEIGHT:
+        return ObjectiveSection.model_validate({"correction": {"weight": target}})
+    return ObjectiveSection.model_validate({key.rpartition(".")[2]: target})
+
+
+@pytest.mark.parametrize(
+    ("key", "target", "said"), BAD, ids=[f"{key.rpartition('.')[2]}-{target.rpartition(':')[2]}" for key, target, _ in BAD]
+)
+def test_an_unfit_function_is_refused_with_its_name_file_and_line(key: str, target: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said) as caught:
+        objective.load(section_with(key, target))
+    line = str(caught.value)
+    assert line.startswith(f"{key}: got ")
+    assert "\n" not in line
+    assert target in line
+    if hasattr(plugin_functions, name := target.rpartition(":")[2]) and name not in ("NUMBER", "Class", "coroutine"):
+        assert re.search(rf"\({FILE}:\d+\)", line)
+
+
+def test_the_guide_shows_messages_of_the_code() -> None:
+    said = []
+    for key, target, _ in BAD:
+        with pytest.raises(ConfigError) as caught:
+            objective.load(section_with(key, target))
+        said.append(str(caught.value))
+    (block,) = doc_pages.blocks(doc_pages.read("guides/objective.md"), "message")
+    for message in block.text.splitlines():
+        pattern = ".*".join(re.escape(part.strip()) for part in message.split("…"))
+        assert any(re.match(pattern, line) for line in said), message
+
+
+def test_options_that_no_function_takes() -> None:
+    with pytest.raises(ConfigError, match=r"the signature .*expected one that takes \(rows, width=\.\.\.\); see objective\.loss_options"):
+        own(loss=f"{OWN}:ppo", loss_options={"width": 1})
+    with pytest.raises(ConfigError, match=r"objective\.correction\.weight_options"):
+        own(correction={"weight": f"{OWN}:young", "weight_options": {"width": 1}})
+
+
+GOOD: dict[str, Any] = {"run": {"dir": "runs/x", "steps": 1}, "model": {"path": "m"}, "task": {"kind": "arithmetic"}}
+
+
+@pytest.mark.parametrize(
+    ("section", "said"),
+    [
+        ({"loss": "gspo"}, "objective.loss: got 'gspo', expected 'surrogate' or package.module:name"),
+        ({"loss": "a:b:c"}, "objective.loss: got 'a:b:c'"),
+        ({"loss": "m:f", "clip": "cispo"}, "objective.clip: got cispo, expected ppo, its default, because objective.loss is m:f"),
+        ({"loss": "m:f", "dual_clip": 3}, "objective.dual_clip: got 3.0, expected null, its default"),
+        ({"loss_options": {"a": 1}}, "objective.loss_options: got {'a': 1}, expected null because objective.loss is surrogate"),
+        ({"advantage_options": {}}, "objective.advantage_options: got {}, expected null because objective.advantage is grpo"),
+        ({"correction": {"weight_options": {"a": 1}}}, "objective.correction.weight_options"),
+    ],
+)
+def test_keys_that_contradict_each_other(section: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse({**GOOD, "objective": section})
+    assert said in str(caught.value)
+
+
+def test_names_survive_being_written_out() -> None:
+    section = {"advantage": "m:a", "loss": "m:f", "loss_options": {"k": 1}, "correction": {"weight": "m:w"}, "process": {"weight": 1}}
+    scoring = {"scorer": "m:s"}
+    config = parse({**GOOD, "objective": section, "scoring": scoring, "model": {"path": "m", "family": "m:F"}})
+    assert parse(config.model_dump(mode="json")) == config
+
+
+def test_ranks_can_compare_sources() -> None:
+    _, loaded = own(loss=f"{OWN}:ppo", advantage=f"{OWN}:centred")
+    assert loaded.sources == dict.fromkeys((f"{OWN}:centred", f"{OWN}:ppo"), plugins.source_digest(f"{OWN}:ppo"))
+    assert len(plugins.source_digest(f"{OWN}:ppo")) == 64
+
+
+# ---------------------------------------------------------------- model families
+
+
+def prepared(tmp_path: Path, **objective_keys: Any) -> Config:
+    made = tmp_path / "model"
+    if not made.exists():
+        made.mkdir()
+        (made / "config.json").write_text(json.dumps(make.settings(MadeModel())))
+    family = objective_keys.pop("family", "auto")
+    return parse(
+        {
+            **GOOD,
+            "run": {"dir": str(tmp_path / "run"), "steps": 1},
+            "model": {"path": str(made), "family": family},
+            "objective": objective_keys,
+        }
+    )
+
+
+def test_a_run_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    for config, said in (
+        (prepared(tmp_path, loss=f"{OWN}:raises"), r"objective\.loss: got ZeroDivisionError"),
+        (
+            prepared(tmp_path, family=f"{OWN}:BROKEN"),
+            r"model\.family: got KeyError: 'no_such_key' at .*plugin_functions.py:\d+ from router",
+        ),
+        (prepared(tmp_path, family=f"{OWN}:WRONG_TYPE"), r"model\.family: got another type from shape_of of "),
+        (prepared(tmp_path, family=f"{OWN}:NUMBER"), r"model\.family: got .*NUMBER, a int, expected an object of asyncmoe\.models\.Family"),
+        (prepared(tmp_path, family="no.such:F"), r"model\.family: got no\.such:F: ModuleNotFoundError"),
+        (
+            prepared(tmp_path, family=f"{OWN}:OTHER"),
+            r"model\.family: .* for a model of model_type 'qwen3_moe', expected model_type other or",
+        ),
+    ):
+        with pytest.raises(UserError, match=said) as caught:
+            local.prepare(config)
+        assert "\n" not in str(caught.value)
+        assert not config.run.dir.exists()
+    local.prepare(prepared(tmp_path, family=f"{OWN}:SAME", loss=f"{OWN}:ppo", advantage=f"{OWN}:centred"))
+
+
+def test_every_process_finds_the_family_of_the_configuration(tmp_path: Path) -> None:
+    config = prepared(tmp_path, family=f"{OWN}:SAME")
+    hf = models.hf_config_of(config)
+    assert models.family_of(hf) is plugin_functions.SAME
+    assert models.family_of(families.without_family(hf)) is qwen3_moe.FAMILY
+    assert families.with_family(hf, "auto") == models.load_hf_config(config.model.path)
+    assert models.family_of(json.loads(json.dumps(hf))) is plugin_functions.SAME, "as the terms of a meeting carry it"
+    assert engine_process.environment(config, 0)[FAMILY_VARIABLE] == f"{OWN}:SAME"
+    assert FAMILY_VARIABLE not in engine_process.environment(prepared(tmp_path), 0)
+
+
+def test_a_checkpoint_must_not_choose_the_code_that_runs(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**HF, families.FAMILY: f"{OWN}:SAME"}))
+    with pytest.raises(DataError, match=r"config\.json: got the key asyncmoe_family, expected none"):
+        models.load_hf_config(tmp_path)
+    terms = Terms(
+        {**HF, families.FAMILY: "os:path"}, None, {}, (EngineRanks("e", 1, 1, 1),), "float32", "float32", "shm", "s", True, 1, 1.0
+    )
+    for ours in (None, f"{OWN}:SAME"):
+        with pytest.raises(ProtocolError, match=f"got os:path, expected {ours}, with which the engine was started"):
+            handshake.check_family(terms, ours)
+    handshake.check_family(terms, "os:path")
+
+
+def test_a_checkpoint_of_another_family_is_refused(tmp_path: Path) -> None:
+    config = prepared(tmp_path)
+    for family, refused in (({}, False), ({"family": "qwen3_moe"}, False), ({"family": "my_moe"}, True)):
+        path = checkpoints.directory(config.run.dir, 3)
+        path.mkdir(parents=True, exist_ok=True)
+        (path / "asyncmoe.json").write_text(json.dumps({"step": 3, **family}))
+        if refused:
+            with pytest.raises(DataError, match="step-00000003: model family: got my_moe, expected qwen3_moe, as the configuration says"):
+                local.prepare(config)
+        else:
+            local.prepare(config)
+
+
+def test_a_family_of_ones_own_lays_weights_out_like_the_built_in_one() -> None:
+    hf = families.with_family(HF, f"{OWN}:SAME")
+    for layout in (
+        lambda family: family.hf_layout(hf, "float32"),
+        lambda family: family.sglang_layout(hf, EngineParallel(2), 1, "float32"),
+    ):
+        assert layout(models.family_of(hf)) == layout(qwen3_moe.FAMILY)
+
+
+def test_one_loader_refuses_every_kind_of_name() -> None:
+    calls: list[Callable[[], object]] = [
+        lambda: plugins.load("nothing", "a.key", forms="some forms", wanted="x"),
+        lambda: plugins.load_function("json:__name__", "a.key", forms="some forms"),
+    ]
+    for call, said in zip(
+        calls, ("a.key: got 'nothing', expected some forms", "a.key: got json:__name__, a str, expected a function"), strict=True
+    ):
+        with pytest.raises(AsyncmoeError, match=re.escape(said)):
+            call()
+    assert plugins.is_name("a.b:c")
+    assert not any(map(plugins.is_name, ("a", "a:", ":a", "a:b.c", "http://h:1/p", "a b:c")))

@@ -100,7 +100,7 @@ def _combine(how: str, each: Sequence[Any]) -> Any:
     if how == "first" or not known:
         return each[0]
     if isinstance(known[0], Mapping):
-        return _sum_by_key(known) if how == "sum" else _mean_by_key(known)
+        return (_sum_by_key(known) if how == "sum" else _mean_by_key(known)) or None
     return sum(known) if how == "sum" else float(np.mean(known))
 
 

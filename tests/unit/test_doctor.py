@@ -297,7 +297,7 @@ CASES: list[Case] = [
     ("clock", NODE, {"clock": Clock(False, "adjtimex"), "run__network": "hostname"}, "warning", "drift apart", "set-ntp true"),
     ("clock", NODE, {"run__disk__ahead_s": -40.0}, "warning", "40.0 s ahead of the file system", "chrony"),
     ("clock", NODE, {"run__disk__ahead_s": 40.0, "run__network": "hostname"}, "error", "40.0 s behind the file system", "chrony"),
-    ("clock", NODE, {"run__disk__ahead_s": 40.0, "run__clock_s": 60.0}, "ok", "within 0.01 s", ""),
+    ("clock", NODE, {"run__disk__ahead_s": 40.0, "run__max_clock_skew_s": 60.0}, "ok", "within 0.01 s", ""),
     ("shm", LAPTOP, {"limits__shm_bytes": None}, "error", "no /dev/shm", "mount -t tmpfs"),
     ("shm", LAPTOP, {"limits__shm_bytes": 1 << 26, "limits__shm_free": 1 << 26}, "warning", "67.1 MB free of 67.1 MB", "--shm-size=1g"),
     ("shm", NODE, {"limits__shm_free": 1 << 31, "run__shm_bytes": 1 << 32}, "warning", "may take 4.29 GB", "sync.bucket_bytes"),

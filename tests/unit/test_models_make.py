@@ -95,7 +95,7 @@ def test_callers_random_numbers_are_left_alone(tmp_path: Path) -> None:
 
 def test_an_existing_path_is_refused(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
-    with pytest.raises(DataError, match="already"):
+    with pytest.raises(DataError, match="an existing path"):
         make_model(tmp_path / "model", SHAPE, seed=0)
     assert list((tmp_path / "model").iterdir()) == []
 

@@ -20,7 +20,7 @@ EM_CUDA = 190
 
 
 @pytest.fixture(scope="module")
-def build() -> ModuleType:
+def setup_py() -> ModuleType:
     """setup.py, without running it."""
     import setuptools
 
@@ -48,13 +48,14 @@ def architectures(content: bytes) -> set[int]:
 
 
 @pytest.mark.parametrize("number", range(3))
-def test_the_kernels_compile_for_hopper_and_blackwell(build: ModuleType, number: int, tmp_path: Path) -> None:
+def test_the_kernels_compile_for_hopper_and_blackwell(setup_py: ModuleType, number: int, tmp_path: Path) -> None:
+    build = setup_py.build
     compiler = build.nvcc()
-    if obstacle := build.cuda_obstacle(compiler):
+    if obstacle := build.obstacle(compiler):
         pytest.skip(obstacle)
-    assert len(build.CUDA_SOURCES) == 3
+    assert len(setup_py.CUDA_SOURCES) == 3
     target = tmp_path / "kernels.o"
-    command = build.cuda_command(compiler, ROOT / build.CUDA_SOURCES[number], target)
+    command = build.command(compiler, ROOT / setup_py.CUDA_SOURCES[number], target)
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     listed = subprocess.run([compiler, "--list-gpu-arch"], capture_output=True, text=True, timeout=60, check=True).stdout.split()

@@ -27,7 +27,7 @@ class Post:
 
     def __init__(self, ray: Any, actor: Any, bundle: Bundle, place: NodeFacts, heartbeat_timeout_s: float) -> None:
         self.bundle, self.place = bundle, place
-        self._actor, self._ray, self._silence_s = actor, ray, heartbeat_timeout_s
+        self._actor, self._ray, self._timeout_s = actor, ray, heartbeat_timeout_s
         self._ended: Mapping[str, End] = {}
         self._asked: Any = None
         self._since = 0.0
@@ -44,7 +44,7 @@ class Post:
         Raises:
             AsyncmoeError: the call failed, the node is lost, or there was no answer in time.
         """
-        return self._result(self.tell(method, *arguments), 0.0, self._silence_s)
+        return self._result(self.tell(method, *arguments), 0.0, self._timeout_s)
 
     def tell(self, method: str, *arguments: object) -> Any:
         """Call a method without waiting, and return Ray's reference to its result."""
@@ -61,13 +61,13 @@ class Post:
             self._since = self._since or time.monotonic()
         answered, _ = self._ray.wait([self._asked], timeout=0)
         silent = time.monotonic() - self._since
-        if not answered and silent < self._silence_s:
+        if not answered and silent < self._timeout_s:
             return self._ended
         asked, self._asked = self._asked, None
         try:
             self._ended, self._since = self._result(asked, silent), 0.0
         except Unreachable:
-            if silent > self._silence_s:
+            if silent > self._timeout_s:
                 raise
         return self._ended
 
@@ -80,7 +80,7 @@ class Post:
         self.call("ended")
 
     def _result(self, reference: Any, waited_s: float, wait_s: float = 0.0) -> Any:
-        what = f"answer (cluster.heartbeat_timeout_s {self._silence_s:g})"
+        what = f"answer (cluster.heartbeat_timeout_s {self._timeout_s:g})"
         return cluster.result(self._ray, reference, self.title, what, waited_s, wait_s)
 
 

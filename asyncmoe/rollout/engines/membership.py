@@ -39,14 +39,14 @@ class RemoteEngine:
         self.client = connect(joined.name, joined.url, joined.key)
         self.order: asyncio.Future[EngineOrder] = asyncio.get_running_loop().create_future()
         self.told = False
-        self._silence_s, self._heard, self._gone = heartbeat_timeout_s, time.monotonic(), ""
+        self._timeout_s, self._heard, self._gone = heartbeat_timeout_s, time.monotonic(), ""
 
     @property
     def died(self) -> str | None:
         """Why the engine counts as dead, or None."""
         silent = time.monotonic() - self._heard
-        if not self._gone and silent > self._silence_s:
-            self._gone = f"no heartbeat for {silent:.0f} s (cluster.heartbeat_timeout_s {self._silence_s:g})"
+        if not self._gone and silent > self._timeout_s:
+            self._gone = f"no heartbeat for {silent:.0f} s (cluster.heartbeat_timeout_s {self._timeout_s:g})"
         return self._gone or None
 
     def kill(self) -> None:
@@ -65,7 +65,7 @@ class RemoteEngine:
     async def ask(self, wait_s: float) -> EngineOrder:
         """Record a heartbeat; wait at most `wait_s` for the last order, and return it or an empty order."""
         self._heard = time.monotonic()
-        await asyncio.wait([self.order], timeout=min(wait_s, self._silence_s / 2))
+        await asyncio.wait([self.order], timeout=min(wait_s, self._timeout_s / 2))
         self._heard = time.monotonic()
         self.told = self.order.done()
         return self.order.result() if self.told else EngineOrder()

@@ -101,13 +101,13 @@ def answer(routes: np.ndarray, routing: Routing, rounds: int = 7) -> dict[str, f
     tokens = len(routes)
     with_, without = _body(tokens, routes), _body(tokens, None)
     text = msgspec.json.decode(with_, type=Generated).meta_info.routed_experts
-    got = routed_experts(text, routing, tokens=tokens + 1, held=0, key="bench")
+    got = routed_experts(text, routing, tokens=tokens + 1, routed=0, key="bench")
     if not np.array_equal(got, routes):
         raise InvariantBroken("routes came out other than they went in")
     turns: dict[str, Callable[[], object]] = {
         "read": lambda: msgspec.json.decode(with_, type=Generated),
         "read_plain": lambda: msgspec.json.decode(without, type=Generated),
-        "decode": lambda: routed_experts(text, routing, tokens=tokens + 1, held=0, key="bench"),
+        "decode": lambda: routed_experts(text, routing, tokens=tokens + 1, routed=0, key="bench"),
         "pack": lambda: encode_routes(got, routing, "bench"),
     }
     spent: dict[str, list[float]] = {name: [] for name in turns}

@@ -17,7 +17,7 @@ _INSTANCE = "MIG-"
 
 
 @dataclass(frozen=True)
-class Card:
+class GpuCard:
     """A GPU, or an instance of a GPU, as CUDA shows it to a process.
 
     Attributes:
@@ -54,13 +54,13 @@ class Card:
         return self.gpu.used_mib if self.gpu.used_mib * _MIB > IN_USE * self.memory_bytes else 0
 
 
-def labelled(cards: Iterable[Card]) -> str:
+def labelled(cards: Iterable[GpuCard]) -> str:
     """`GPU 0`, `GPUs 0, 1 (nvidia-smi: 6)`."""
     labels = [card.label for card in cards]
     return ("GPU " if len(labels) == 1 else "GPUs ") + ", ".join(labels)
 
 
-def kinds(group: Iterable[Card]) -> tuple[str, ...]:
+def kinds(group: Iterable[GpuCard]) -> tuple[str, ...]:
     """The kinds of cards, as far as nvidia-smi tells them: a card whose memory is not known is of every kind with its name."""
     found: dict[str, dict[int, str]] = {}
     for card in group:
@@ -69,7 +69,7 @@ def kinds(group: Iterable[Card]) -> tuple[str, ...]:
     return tuple(sorted(kind for sizes in found.values() for nbytes, kind in sizes.items() if nbytes or len(sizes) == 1))
 
 
-def smi_numbers(cards: Iterable[Card]) -> str:
+def smi_numbers(cards: Iterable[GpuCard]) -> str:
     """Numbers that `nvidia-smi -i` takes."""
     return ",".join(str(card.gpu.index if card.gpu is not None else card.number) for card in cards)
 
@@ -80,7 +80,7 @@ def seen(machine: Machine) -> int:
     return torch.devices if torch is not None else 0
 
 
-def cards(nvidia: Nvidia, torch: Torch | None) -> tuple[Card, ...]:
+def cards(nvidia: Nvidia, torch: Torch | None) -> tuple[GpuCard, ...]:
     """The GPUs that CUDA shows, in its order.
 
     torch's unique ids decide which line of nvidia-smi a GPU has. Without them it is the place in the list, where both lists are equally
@@ -107,11 +107,11 @@ def cards(nvidia: Nvidia, torch: Torch | None) -> tuple[Card, ...]:
         version = gpu.capability if gpu is not None else min(common_version) if len(common_version) == 1 else ""
         told = (asked.capability if asked is not None else "", version)
         capability = next((version for version in told if _is_capability(version)), None)
-        found.append(Card(number, gpu, memory, capability, instance))
+        found.append(GpuCard(number, gpu, memory, capability, instance))
     return tuple(found)
 
 
-def of(machine: Machine) -> tuple[Card, ...]:
+def of(machine: Machine) -> tuple[GpuCard, ...]:
     """The GPUs that the trainer's Python sees."""
     return cards(machine.nvidia, machine.trainer.torch)
 
@@ -135,7 +135,7 @@ def hidden(nvidia: Nvidia, count: int) -> int:
     return max(0, len(nvidia.gpus) - count) if nvidia.chosen is not None else 0
 
 
-def smallest(of_group: Sequence[Card]) -> Card | None:
+def smallest(of_group: Sequence[GpuCard]) -> GpuCard | None:
     """The card with the least memory, of those whose memory is known."""
     return min((card for card in of_group if card.memory_bytes), key=lambda card: card.memory_bytes or 0, default=None)
 

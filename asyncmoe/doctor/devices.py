@@ -8,7 +8,7 @@ from dataclasses import replace
 from asyncmoe.build import ARCHS
 from asyncmoe.doctor import cards, verdict
 from asyncmoe.doctor.built import REBUILD
-from asyncmoe.doctor.cards import Card, labelled
+from asyncmoe.doctor.cards import GpuCard, labelled
 from asyncmoe.doctor.facts import Machine, Port
 from asyncmoe.doctor.verdict import Verdict
 
@@ -48,14 +48,14 @@ def gpus(machine: Machine) -> Verdict:
     return verdict.ok(told)
 
 
-def _there(machine: Machine) -> tuple[Card, ...]:
+def _there(machine: Machine) -> tuple[GpuCard, ...]:
     """The GPUs that matter: those the run takes, else those CUDA shows, else all that nvidia-smi lists."""
     shown = cards.of(machine) or cards.cards(machine.nvidia, None)
     taken = {number for _, devices in cards.taken(machine) for number in devices.taken}
     return tuple(card for card in shown if card.number in taken) or shown
 
 
-def _closed(machine: Machine, there: Sequence[Card]) -> Iterator[Verdict]:
+def _closed(machine: Machine, there: Sequence[GpuCard]) -> Iterator[Verdict]:
     """Compute modes that keep the run's processes off a GPU."""
     if not cards.taken(machine):
         return
@@ -70,7 +70,7 @@ def _closed(machine: Machine, there: Sequence[Card]) -> Iterator[Verdict]:
         )
 
 
-def _disturbing(machine: Machine, there: Sequence[Card]) -> Iterator[Verdict]:
+def _disturbing(machine: Machine, there: Sequence[GpuCard]) -> Iterator[Verdict]:
     """What does not stop a run on these GPUs, or only some runs."""
     if not cards.taken(machine) and (closed := _in_mode(there, "Prohibited")):
         yield verdict.warning(f"compute mode of {labelled(closed)} is Prohibited: no run can take it", _compute_mode(closed))
@@ -85,11 +85,11 @@ def _disturbing(machine: Machine, there: Sequence[Card]) -> Iterator[Verdict]:
         yield verdict.warning("of different kinds", "the slowest sets the pace: choose alike ones with CUDA_VISIBLE_DEVICES")
 
 
-def _in_mode(there: Sequence[Card], mode: str) -> list[Card]:
+def _in_mode(there: Sequence[GpuCard], mode: str) -> list[GpuCard]:
     return [card for card in there if card.gpu is not None and card.gpu.compute_mode == mode]
 
 
-def _without_kernels(machine: Machine, there: Sequence[Card]) -> Iterator[Verdict]:
+def _without_kernels(machine: Machine, there: Sequence[GpuCard]) -> Iterator[Verdict]:
     """What no build, or not the one that is there, can run on these GPUs."""
     known = [(card, capability) for card in there if (capability := _numbers(card))]
     asked = machine.run.on_gpus if machine.run is not None else None
@@ -110,7 +110,7 @@ def _without_kernels(machine: Machine, there: Sequence[Card]) -> Iterator[Verdic
         )
 
 
-def _perhaps_without_kernels(machine: Machine, there: Sequence[Card]) -> Iterator[Verdict]:
+def _perhaps_without_kernels(machine: Machine, there: Sequence[GpuCard]) -> Iterator[Verdict]:
     """GPUs for which the kernels may not be built, where the build does not say."""
     if _built(machine):
         return
@@ -133,14 +133,14 @@ def _runs(built: Sequence[str], capability: tuple[int, int]) -> bool:
     return any(int(arch[:-1]) == capability[0] and int(arch[-1]) <= capability[1] for arch in built)
 
 
-def _rebuild(there: Sequence[Card]) -> str:
+def _rebuild(there: Sequence[GpuCard]) -> str:
     """The command that builds for all of these GPUs, not only for those that lack kernels."""
     archs = ";".join(version.replace(".", "") for version in _versions(there))
     before, _, command = REBUILD.rpartition("make setup")
     return f'{before}ASYNCMOE_CUDA_ARCHS="{archs}" make setup{command} GPU=1'
 
 
-def _versions(there: Sequence[Card]) -> list[str]:
+def _versions(there: Sequence[GpuCard]) -> list[str]:
     known = {numbers for card in there if (numbers := _numbers(card))}
     return [f"{major}.{minor}" for major, minor in sorted(known)]
 
@@ -149,7 +149,7 @@ def _version(arch: str) -> str:
     return f"{arch[:-1]}.{arch[-1]}"
 
 
-def _numbers(card: Card) -> tuple[int, int] | None:
+def _numbers(card: GpuCard) -> tuple[int, int] | None:
     if card.capability is None:
         return None
     major, _, minor = card.capability.partition(".")
@@ -210,7 +210,7 @@ def _described(machine: Machine) -> str:
     return told if seen in (None, len(machine.nvidia.gpus)) else f"{told}, of which torch sees {seen}"
 
 
-def _compute_mode(closed: Sequence[Card]) -> str:
+def _compute_mode(closed: Sequence[GpuCard]) -> str:
     return f"nvidia-smi -i {cards.smi_numbers(closed)} -c DEFAULT (as root)"
 
 

@@ -11,7 +11,7 @@ from asyncmoe.config.devices import Devices, Wanted, counted, named, place
 from asyncmoe.config.trainer import MegatronSection
 from asyncmoe.config.transports import transport_for
 from asyncmoe.doctor import cards, verdict
-from asyncmoe.doctor.cards import Card, labelled
+from asyncmoe.doctor.cards import GpuCard, labelled
 from asyncmoe.doctor.facts import Machine, OnGpus
 from asyncmoe.doctor.verdict import Verdict
 from asyncmoe.errors import ConfigError
@@ -130,7 +130,7 @@ def gpu_memory(machine: Machine) -> Verdict:
     return verdict.ok(f"{parts} of {_usable(least) / 1e9:.3g} that can be planned for")
 
 
-def _too_small(asked: OnGpus, card: Card, devices: Devices) -> Verdict | None:
+def _too_small(asked: OnGpus, card: GpuCard, devices: Devices) -> Verdict | None:
     """The refusal of a GPU that cannot hold its part; None: it can."""
     trainer = (asked.trainer_bytes or 0) if card.number in devices.trainer else 0
     engine = (asked.engine_bytes or 0) if any(card.number in one for one in devices.engines) else 0
@@ -145,7 +145,7 @@ def _too_small(asked: OnGpus, card: Card, devices: Devices) -> Verdict | None:
     )
 
 
-def _usable(card: Card) -> int:
+def _usable(card: GpuCard) -> int:
     """Bytes of a GPU that can be planned for."""
     return memory.usable((card.memory_bytes or 0) / 1e9)
 
@@ -156,7 +156,7 @@ def _largest(parts: Mapping[str, int]) -> str:
     return f" (most of it {name}, {parts[name] / 1e9:.3g} GB)" if name else ""
 
 
-def _instance(asked: OnGpus, visible: Sequence[Card]) -> Verdict | None:
+def _instance(asked: OnGpus, visible: Sequence[GpuCard]) -> Verdict | None:
     """The refusal of a run that needs more than the single MIG instance that CUDA shows a process."""
     if not any(card.instance for card in visible):
         return None
@@ -182,7 +182,7 @@ def _no_room(refusals: Sequence[ConfigError]) -> Verdict:
     )
 
 
-def _unusable(asked: OnGpus, devices: Devices, visible: Sequence[Card], machine: Machine) -> Iterator[Verdict]:
+def _unusable(asked: OnGpus, devices: Devices, visible: Sequence[GpuCard], machine: Machine) -> Iterator[Verdict]:
     """What keeps processes from these GPUs, the worst first."""
     if used := [visible[device] for device in devices.taken if visible[device].used_mib]:
         most = max(card.used_mib for card in used)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from asyncmoe import models
 from asyncmoe.config import Config, devices
 from asyncmoe.doctor import cards
-from asyncmoe.doctor.cards import Card
+from asyncmoe.doctor.cards import GpuCard
 from asyncmoe.doctor.facts import Nvidia
 from asyncmoe.doctor.probes import nvidia, pythons
 from asyncmoe.errors import ConfigError
@@ -39,7 +39,7 @@ def engine_arguments(config: Config, index: int | None = None) -> tuple[str, ...
     return budget.engine_arguments(config, hf, least.memory_bytes / 1e9)
 
 
-def _cards(found: Nvidia) -> tuple[Card, ...]:
+def _cards(found: Nvidia) -> tuple[GpuCard, ...]:
     """The GPUs that CUDA shows. torch is asked, in a process of its own, where nvidia-smi does not know their memory, and where they
     differ: CUDA's order is then not nvidia-smi's."""
     listed = cards.cards(found, None)

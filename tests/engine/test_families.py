@@ -76,7 +76,7 @@ def check_routes(stage: Stage, oracle: Oracle) -> None:
     sampling = Sampling(1.0, 16, (), recording=Recording(routing, masks=False, vocabulary=hf["vocab_size"]))
     answer = stage.rig.run(stage.rig.engine.client.generate(PROMPT, sampling, "x", 60.0))
     seen = [*PROMPT, *answer.tokens]
-    reported = routed_experts(answer.routes, routing, tokens=len(seen), held=0, key="x")[:, list(routing.layers)]
+    reported = routed_experts(answer.routes, routing, tokens=len(seen), routed=0, key="x")[:, list(routing.layers)]
     np.testing.assert_array_equal(np.sort(reported, 2), np.sort(chosen(oracle.model, seen[:-1]), 2))
 
 

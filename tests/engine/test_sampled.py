@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from asyncmoe.models.make import VOCAB
 from asyncmoe.rollout.engines.types import Sampling
-from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId, Turn, assemble, held
+from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId, Turn, assemble, routed_tokens
 from asyncmoe.trajectory import Recording, Routing, Trajectory, decode_masks, decode_routes, validate
 from tests.engine.conftest import Rig
 from tests.engine.oracle import routes
@@ -40,7 +40,7 @@ def record(untouched: Rig) -> Trajectory:
         client = untouched.engine.client
         first = Turn(PROMPT, await client.generate(PROMPT, SAMPLING, "0", 60.0), 0)
         seen = (*PROMPT, *first.generation.tokens, *OBSERVATION)
-        answer = await client.generate(seen, SAMPLING, "0", 60.0, held=held([first]))
+        answer = await client.generate(seen, SAMPLING, "0", 60.0, routed=routed_tokens([first]))
         assert answer.routes is not None
         assert first.generation.routes is not None
         assert len(answer.routes) < len(first.generation.routes)  # what the first turn has is not sent again

@@ -41,7 +41,7 @@ class FakeEngine:
         pass
 
     async def generate(
-        self, tokens: Sequence[int], sampling: Sampling, salt: str, timeout_s: float, held: int = 0, adapter: str | None = None
+        self, tokens: Sequence[int], sampling: Sampling, salt: str, timeout_s: float, routed: int = 0, adapter: str | None = None
     ) -> Generation:
         if adapter is not None and adapter not in self.adapters:
             raise EngineError(f"{self.name}: no adapter {adapter}")

@@ -127,7 +127,7 @@ class Says:
     lost_tokens: int = field(default=0)
     recomputed_tokens: int = field(default=0)
 
-    async def generate(self, tokens: Sequence[int], sampling: Sampling, held: int = 0, **_: object) -> PooledGeneration:
+    async def generate(self, tokens: Sequence[int], sampling: Sampling, routed: int = 0, **_: object) -> PooledGeneration:
         said = (*self.tokenizer.encode(self.texts.pop(0)), self.tokenizer.eos)
         return PooledGeneration(Generation(said, (-0.5,) * len(said), (VersionSpan("1", 0, len(said)),), "stop", 0), 1)
 

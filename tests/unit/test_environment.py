@@ -48,7 +48,7 @@ class Echo:
         self.size = size
         self.asked: list[tuple[int, ...]] = []
 
-    async def generate(self, tokens: Sequence[int], sampling: Sampling, held: int = 0, **_: object) -> PooledGeneration:
+    async def generate(self, tokens: Sequence[int], sampling: Sampling, routed: int = 0, **_: object) -> PooledGeneration:
         self.asked.append(tuple(tokens))
         await asyncio.sleep(0)
         said = tuple(tokens[-min(self.size, sampling.max_new_tokens) :])
@@ -381,7 +381,7 @@ def test_a_bad_episode_costs_its_group_and_nothing_else(bad: Environment, expect
 class Plain(Echo):
     """All of version 0."""
 
-    async def generate(self, tokens: Sequence[int], sampling: Sampling, held: int = 0, **_: object) -> PooledGeneration:
+    async def generate(self, tokens: Sequence[int], sampling: Sampling, routed: int = 0, **_: object) -> PooledGeneration:
         said = tuple(tokens[-2:])
         await asyncio.sleep(0)
         return PooledGeneration(Generation(said, (-0.5,) * 2, (VersionSpan("0", 0, 2),), "stop", 0), 0)

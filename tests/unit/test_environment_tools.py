@@ -41,7 +41,7 @@ class Scripted:
     def __init__(self, tokenizer: Tokenizer, *lines: str) -> None:
         self.lines = [(*tokenizer.encode(line), tokenizer.eos) for line in lines]
 
-    async def generate(self, tokens: Sequence[int], sampling: Sampling, held: int = 0, **_: object) -> PooledGeneration:
+    async def generate(self, tokens: Sequence[int], sampling: Sampling, routed: int = 0, **_: object) -> PooledGeneration:
         said = self.lines.pop(0)
         return PooledGeneration(Generation(said, (-0.5,) * len(said), (VersionSpan("0", 0, len(said)),), "stop", 0), 0)
 

@@ -59,7 +59,7 @@ class Engines:
         self.go = asyncio.Event()
         self.go.set()
 
-    async def generate(self, tokens: Sequence[int], sampling: Sampling, held: int = 0, *, request: ScheduledRequest) -> PooledGeneration:
+    async def generate(self, tokens: Sequence[int], sampling: Sampling, routed: int = 0, *, request: ScheduledRequest) -> PooledGeneration:
         number = len(self.asked)
         self.asked.append(self.tokenizer.decode(tokens))
         self.requests.append(request)

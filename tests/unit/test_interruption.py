@@ -41,9 +41,9 @@ class Scripted:
         self.requests: list[ScheduledRequest] = []
         self.lost_tokens = self.recomputed_tokens = 0
 
-    async def generate(self, tokens: Sequence[int], sampling: Sampling, held: int = 0, *, request: ScheduledRequest) -> PooledGeneration:
+    async def generate(self, tokens: Sequence[int], sampling: Sampling, routed: int = 0, *, request: ScheduledRequest) -> PooledGeneration:
         self.requests.append(request)
-        self.asked.append((tuple(tokens), sampling.max_new_tokens, held))
+        self.asked.append((tuple(tokens), sampling.max_new_tokens, routed))
         count, finish = self.answers.pop(0)
         version = len(self.asked)
         made = tuple(range(100 * version, 100 * version + count))

@@ -267,7 +267,7 @@ def test_an_engine_is_bounded_by_what_torch_says_where_nvidia_smi_does_not_know(
     expected = budget.engine_arguments(config, hf, (40 << 30) / 1e9)
     for found in (Nvidia(1, "580.65", (SLICED,)), Nvidia(1, "580.65", (SLICED,), chosen=("MIG-a",)), Nvidia(1, "580.65", (GB10,))):
         assert bounds(monkeypatch, ONE, found, shown) == expected
-    monkeypatch.setattr(gpus.cards, "cards", lambda *_: (cards.Card(0),))
+    monkeypatch.setattr(gpus.cards, "cards", lambda *_: (cards.GpuCard(0),))
     with pytest.raises(ConfigError, match=r"memory of an engine's GPU: got not known.*engines.max_total_tokens"):
         bounds(monkeypatch, ONE, Nvidia(1, "580.65", (GB10,)))
     given = ("engines.max_total_tokens=9000", 'engines.args=["--mem-fraction-static","0.3"]')

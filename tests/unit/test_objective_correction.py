@@ -46,7 +46,7 @@ def judged(log_rho: list[list[float]], version: int = 0, new: list[float] | None
     rows, logprobs = batch(log_rho, advantages, versions)
     section = ObjectiveSection(proximal=proximal, correction={"weight": "none"} | rule)  # type: ignore[arg-type]
     current = logprobs if new is None else torch.tensor(new)
-    held = rows.held()
+    held = rows.clamped()
     return correct(current, held.behaviour if proximal == "behaviour" else logprobs, held, section, version)
 
 

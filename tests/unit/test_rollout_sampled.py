@@ -28,7 +28,7 @@ def made(rows: int) -> np.ndarray:
 
 def test_rows_are_of_all_tokens_but_the_last() -> None:
     routes = made(6)
-    got = routed_experts(answer(routes), ROUTING, tokens=7, held=0, key="g1")
+    got = routed_experts(answer(routes), ROUTING, tokens=7, routed=0, key="g1")
     np.testing.assert_array_equal(got, routes)
     np.testing.assert_array_equal(decode_routes(encode_routes(got, ROUTING, "g1"), "g1"), routes[:, 1:].transpose(1, 0, 2))
 
@@ -42,12 +42,12 @@ def test_turns_that_ask_only_for_what_they_lack_add_up(turns: list[int]) -> None
     for added in turns:
         seqlen += added
         text = answer(whole[: seqlen - 1], start=len(held))
-        held = np.concatenate([held, routed_experts(text, ROUTING, tokens=seqlen, held=len(held), key="g1")])
+        held = np.concatenate([held, routed_experts(text, ROUTING, tokens=seqlen, routed=len(held), key="g1")])
     np.testing.assert_array_equal(held, whole)
 
 
 def test_an_answer_without_new_rows() -> None:
-    assert routed_experts("", ROUTING, tokens=5, held=4, key="g1").shape == (0, 3, 2)
+    assert routed_experts("", ROUTING, tokens=5, routed=4, key="g1").shape == (0, 3, 2)
 
 
 @pytest.mark.parametrize(
@@ -68,20 +68,20 @@ def test_an_answer_without_new_rows() -> None:
 )
 def test_routes_of_another_form_are_refused_by_name(text: str | None, reason: str) -> None:
     with pytest.raises(TrajectoryRejected, match="g1: ") as caught:
-        routed_experts(text, ROUTING, tokens=8, held=0, key="g1")
+        routed_experts(text, ROUTING, tokens=8, routed=0, key="g1")
     assert caught.value.reason == reason
 
 
 def test_more_rows_held_than_there_are_is_refused() -> None:
     with pytest.raises(TrajectoryRejected, match=r"length_mismatch: g1: .* expected -1 rows"):
-        routed_experts("", ROUTING, tokens=5, held=5, key="g1")
+        routed_experts("", ROUTING, tokens=5, routed=5, key="g1")
 
 
 def test_a_row_of_minus_one_is_refused_when_it_is_packed() -> None:
     routes = made(7)
     routes[3] = -1
     with pytest.raises(TrajectoryRejected, match="routes_out_of_range: g1: token 3, layer 1, choice 0: got expert -1 of 8"):
-        encode_routes(routed_experts(answer(routes), ROUTING, tokens=8, held=0, key="g1"), ROUTING, "g1")
+        encode_routes(routed_experts(answer(routes), ROUTING, tokens=8, routed=0, key="g1"), ROUTING, "g1")
 
 
 def masks(lists: list[list[int]] | None, response: list[int], vocabulary: int = 10) -> list[list[int]]:

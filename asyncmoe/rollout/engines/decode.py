@@ -19,17 +19,17 @@ from asyncmoe.errors import TrajectoryRejected
 from asyncmoe.trajectory import Masks, Routing, decode_base64, token_outside
 
 
-def routed_experts(text: str | None, routing: Routing, *, tokens: int, held: int, key: str) -> np.ndarray:
+def routed_experts(text: str | None, routing: Routing, *, tokens: int, routed: int, key: str) -> np.ndarray:
     """Decode the routes in an answer.
 
     Args:
         text: `meta_info.routed_experts`.
         tokens: number of tokens of prompt and response.
-        held: number of leading rows that the request excluded (`routed_experts_start_len`), because earlier turns have them.
+        routed: number of leading rows that the request excluded (`routed_experts_start_len`), because earlier turns have them.
         key: the trajectory's name, for errors.
 
     Returns:
-        int32[tokens - 1 - held, all_layers, top_k]; allocates no more than the text's length.
+        int32[tokens - 1 - routed, all_layers, top_k]; allocates no more than the text's length.
 
     Raises:
         TrajectoryRejected: "no_routes" if there are none, "routes_malformed" for invalid base64, "routes_wrong_layers" for the right
@@ -38,7 +38,7 @@ def routed_experts(text: str | None, routing: Routing, *, tokens: int, held: int
     if text is None:
         raise TrajectoryRejected("no_routes", f"{key}: the engine sent no routes; it needs --enable-return-routed-experts")
     row = routing.all_layers * routing.top_k * 4
-    rows = tokens - 1 - held
+    rows = tokens - 1 - routed
     try:
         raw = decode_base64(text)
     except ValueError as error:

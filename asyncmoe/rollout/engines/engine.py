@@ -74,14 +74,14 @@ class Engine(AdapterHost, Protocol):
     # Generation
 
     async def generate(
-        self, tokens: Sequence[int], sampling: Sampling, salt: str, timeout_s: float, held: int = 0, adapter: str | None = None
+        self, tokens: Sequence[int], sampling: Sampling, salt: str, timeout_s: float, routed: int = 0, adapter: str | None = None
     ) -> Generation:
         """Sample one response to a prompt of token ids.
 
         Args:
             tokens: the prompt; no text passes through an engine.
             salt: cached prefixes are shared only between requests with the same salt.
-            held: number of leading tokens whose routes are omitted, because earlier turns have them; 0 without recorded routes.
+            routed: number of leading tokens whose routes are omitted, because earlier turns have them; 0 without recorded routes.
             adapter: name of a loaded adapter; None: the model without an adapter.
 
         Raises:

@@ -21,7 +21,7 @@ from asyncmoe.errors import TrajectoryRejected
 from asyncmoe.rollout.engines.pool import Pool
 from asyncmoe.rollout.engines.scheduling import UNKNOWN, ScheduledRequest
 from asyncmoe.rollout.engines.types import ABORTED, Sampling
-from asyncmoe.rollout.episodes.trajectory_builder import Turn, held
+from asyncmoe.rollout.episodes.trajectory_builder import Turn, routed_tokens
 
 
 async def respond(
@@ -50,7 +50,7 @@ async def respond(
     front, room = given, sampling.max_new_tokens
     while True:
         sampled = [token for turn in made for token in (*turn.given, *turn.generation.tokens)]
-        asked, known = (*prefix, *sampled, *front), held([*before, *made])
+        asked, known = (*prefix, *sampled, *front), routed_tokens([*before, *made])
         answer = await pool.generate(asked, replace(sampling, max_new_tokens=room), known, request=request)
         tokens = len(answer.generation.tokens)
         if answer.generation.finish != ABORTED:

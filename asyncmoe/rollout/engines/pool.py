@@ -126,12 +126,12 @@ class Pool:
         return min((member.version for member in self.serving), default=0)
 
     async def generate(
-        self, tokens: Sequence[int], sampling: Sampling, held: int = 0, request: ScheduledRequest = UNKNOWN
+        self, tokens: Sequence[int], sampling: Sampling, routed: int = 0, request: ScheduledRequest = UNKNOWN
     ) -> PooledGeneration:
         """Generate one response.
 
         Args:
-            held: as for `Engine.generate`.
+            routed: as for `Engine.generate`.
             request: decides when the prompt is sent, and to which engine.
 
         Raises:
@@ -141,7 +141,7 @@ class Pool:
         async with self._gate.place(request):
             await self._some()
             member = self._choose(request)
-            answer = await self._ask(member, tokens, sampling, held)
+            answer = await self._ask(member, tokens, sampling, routed)
         self._homes.note(request.conversation, member.engine.name)
         if answer.generation.finish != ABORTED:
             self._lengths.note(request.prompt, request.sampled + len(answer.generation.tokens))
@@ -227,12 +227,12 @@ class Pool:
                 raise TrajectoryRejected("engine_timeout", f"no engine received a version within {self._timeout_s:g} s")
             await asyncio.sleep(_WATCH_S)
 
-    async def _ask(self, member: Member, tokens: Sequence[int], sampling: Sampling, held: int) -> PooledGeneration:
+    async def _ask(self, member: Member, tokens: Sequence[int], sampling: Sampling, routed: int) -> PooledGeneration:
         self._enter(member)
         try:
             with member.serving() as serving:
                 salt = serving.version
-                generation = await member.engine.client.generate(tokens, sampling, str(salt), self._timeout_s, held, serving.adapter)
+                generation = await member.engine.client.generate(tokens, sampling, str(salt), self._timeout_s, routed, serving.adapter)
             if member.slots is not None:
                 generation = attributed(generation, serving)
         except EngineLost as error:

@@ -45,7 +45,7 @@ class Turn:
         return len(self.given) + len(self.generation.tokens)
 
 
-def held(turns: Sequence[Turn]) -> int:
+def routed_tokens(turns: Sequence[Turn]) -> int:
     """Return the number of tokens with known routes: all but the last, which has not passed through the model. The next turn omits them."""
     return max(sum(map(len, turns)) - 1, 0)
 
@@ -79,7 +79,7 @@ def assemble(
     rewards: np.ndarray | None = None,
     teacher: np.ndarray | None = None,
 ) -> Trajectory:
-    """Build the trajectory of one agent's part in an episode. Each turn's routes start at `held` of the earlier turns.
+    """Build the trajectory of one agent's part in an episode. Each turn's routes start at `routed_tokens` of the earlier turns.
 
     `prefix_version` is the salt of all turns if that version also sampled the first token of each turn. Then that version computed
     everything the turns read from the prefix cache under the salt: requests carry the salt only while the version is served, so a later
@@ -132,7 +132,7 @@ def _routes(turns: Sequence[Turn], recording: Recording, key: str) -> Routes | N
     parts = []
     for i, turn in enumerate(turns):
         tokens = sum(map(len, turns[: i + 1]))
-        parts.append(routed_experts(turn.generation.routes, routing, tokens=tokens, held=held(turns[:i]), key=key))
+        parts.append(routed_experts(turn.generation.routes, routing, tokens=tokens, routed=routed_tokens(turns[:i]), key=key))
     return encode_routes(parts[0] if len(parts) == 1 else np.concatenate(parts), routing, key)
 
 

@@ -60,7 +60,7 @@ def kept_weights(rows: Rows, kept: torch.Tensor, aggregation: Aggregation, denom
     Denominator "planned", or sequence_sum, whose denominator is a constant: the planned weights.
 
     Args:
-        rows: from `Rows.held`.
+        rows: from `Rows.clamped`.
         kept: bool[T]; subset of `rows.mask`.
     """
     if denominator == "planned" or aggregation == "sequence_sum":

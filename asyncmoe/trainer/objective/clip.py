@@ -23,7 +23,7 @@ def surrogate(
 
     Args:
         ratio: float32[T] with gradient.
-        new, old: float32[T], clamped by `held`; log-probabilities of the trainer, with gradient, and of the proximal policy.
+        new, old: float32[T], from `clamped`; log-probabilities of the trainer, with gradient, and of the proximal policy.
     """
     low, high = section.clip_low, section.clip_high
     bounded = ratio.clamp(1.0 - low, 1.0 + high)

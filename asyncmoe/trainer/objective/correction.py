@@ -47,8 +47,8 @@ def correct(
     loss. Weights are not divided by their mean over the batch: that would need all ranks' ratios before any gradient.
 
     Args:
-        new, old: float32[T] without gradient, clamped by `held`; log-probabilities of the trainer and of the proximal policy.
-        rows: from `Rows.held`.
+        new, old: float32[T] without gradient, from `clamped`; log-probabilities of the trainer and of the proximal policy.
+        rows: from `Rows.clamped`.
         version: weight version before the batch's first update.
         own: float64[T]; the user's own weights, still to be capped; required if `section` names any.
     """

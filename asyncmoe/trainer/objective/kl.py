@@ -26,8 +26,8 @@ def penalty(new: torch.Tensor, reference: torch.Tensor, log_weight: torch.Tensor
     (Schulman 2020; DeepSeek-V3.2, arXiv 2512.02556, section 3.1, whose pi_old is the engine's policy.)
 
     Args:
-        new: float32[T] with gradient, clamped by `held`; over the same ids as `reference`.
-        reference: float32[T], clamped by `held`.
+        new: float32[T] with gradient, from `clamped`; over the same ids as `reference`.
+        reference: float32[T], from `clamped`.
         log_weight: float32[T] with gradient: log w, relative to the behaviour policy, over the recorded support.
     """
     # In float64: for small d, k3 is a small difference of large numbers.

@@ -16,7 +16,7 @@ from asyncmoe.trainer.objective.metrics import measure
 from asyncmoe.trainer.objective.plugin import NO_PLUGINS, Plugins
 from asyncmoe.trainer.objective.proximal import proximal_logprobs
 from asyncmoe.trainer.objective.ratio import ratio
-from asyncmoe.trainer.objective.rows import PolicyRows, Rows, Sums, held
+from asyncmoe.trainer.objective.rows import PolicyRows, Rows, Sums, clamped
 
 
 def policy_loss(
@@ -57,8 +57,8 @@ def policy_loss(
     """
     if section.kl.coefficient and rows.reference is None:
         raise InvariantBroken("objective.kl.coefficient is above 0, but the rows have no log-probabilities of a reference policy")
-    rows, new = rows.held(), held(logprobs, rows.mask)
-    compared = new if unmasked is None else held(unmasked, rows.mask)
+    rows, new = rows.clamped(), clamped(logprobs, rows.mask)
+    compared = new if unmasked is None else clamped(unmasked, rows.mask)
     old = proximal_logprobs(new, rows, section, version, progress)
     seen = PolicyRows(**vars(rows) | {"logprobs": new, "proximal": old, "version": version})
     added: Sums = {}

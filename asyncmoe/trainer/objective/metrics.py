@@ -57,8 +57,8 @@ def measure(
     """Compute the sums declared in `SUMS` over the sampled rows of a micro-batch; `metrics` explains their use.
 
     Args:
-        new, compared: float32[T] without gradient, clamped by `held`; log-probabilities to compare with the engine's and the reference's.
-        rows: from `Rows.held`.
+        new, compared: float32[T] without gradient, from `clamped`; log-probabilities to compare with the engine's and the reference's.
+        rows: from `Rows.clamped`.
         kept: bool[T]; True for rows that are trained on.
         cut: bool[T]; True for rows on which the clip acts.
         weights: float32[T]; row weights (`kept_weights`).

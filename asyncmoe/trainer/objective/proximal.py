@@ -19,7 +19,7 @@ def proximal_logprobs(new: torch.Tensor, rows: Rows, section: ObjectiveSection, 
     (Decoupled PPO, arXiv 2110.00641, and AReaL, arXiv 2505.24298.)
 
     Args:
-        new: float32[T], clamped by `held`; the trainer's current log-probabilities.
+        new: float32[T], from `clamped`; the trainer's current log-probabilities.
 
     Raises:
         InvariantBroken: recompute with several updates per batch, without `rows.proximal`.

@@ -18,8 +18,8 @@ def ratio(new: torch.Tensor, old: torch.Tensor, rows: Rows, level: Literal["toke
     sg stops the gradient. The geometric mean is over all sampled tokens of the sequence, including tokens rejected later.
 
     Args:
-        new: float32[T] with gradient, clamped by `held`.
-        old: float32[T], clamped by `held`.
+        new: float32[T] with gradient, from `clamped`.
+        old: float32[T], from `clamped`.
     """
     log_ratio = new - old
     if level == "sequence":

@@ -48,15 +48,15 @@ class Rows:
     reference: torch.Tensor | None = None
     """float32[T]; log-probability under the reference policy. None: there is no reference policy."""
 
-    def held(self) -> Rows:
+    def clamped(self) -> Rows:
         """Return a copy with zeros outside `mask` and log-probabilities clamped to `LOGPROB_LIMIT`."""
         return replace(
             self,
             weights=torch.where(self.mask, self.weights, 0.0),
             advantages=torch.where(self.mask, self.advantages, 0.0),
-            behaviour=held(self.behaviour, self.mask),
-            proximal=None if self.proximal is None else held(self.proximal, self.mask),
-            reference=None if self.reference is None else held(self.reference, self.mask),
+            behaviour=clamped(self.behaviour, self.mask),
+            proximal=None if self.proximal is None else clamped(self.proximal, self.mask),
+            reference=None if self.reference is None else clamped(self.reference, self.mask),
         )
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
@@ -109,7 +109,7 @@ def segments(lengths: Sequence[int], rows: int) -> torch.Tensor:
     return torch.from_numpy(out)
 
 
-def held(logprobs: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+def clamped(logprobs: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """Clamp log-probabilities [T] to `LOGPROB_LIMIT` and zero them outside `mask`; a NaN inside `mask` stays."""
     return torch.where(mask, logprobs, 0.0).clamp(-LOGPROB_LIMIT, LOGPROB_LIMIT)
 

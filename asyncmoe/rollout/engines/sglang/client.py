@@ -45,9 +45,9 @@ class SGLangClient(WeightEndpoints):
         return self._device
 
     async def generate(
-        self, tokens: Sequence[int], sampling: Sampling, salt: str, timeout_s: float, held: int = 0, adapter: str | None = None
+        self, tokens: Sequence[int], sampling: Sampling, salt: str, timeout_s: float, routed: int = 0, adapter: str | None = None
     ) -> Generation:
-        body = request_body(tokens, sampling, salt, held, adapter)
+        body = request_body(tokens, sampling, salt, routed, adapter)
         return response(self.name, await self._post("/generate", body, Generated, timeout_s), sampling.recording)
 
     async def abort(self) -> None:

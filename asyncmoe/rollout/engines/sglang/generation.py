@@ -35,7 +35,7 @@ class Generated(msgspec.Struct, frozen=True):
     meta_info: _Meta
 
 
-def request_body(tokens: Sequence[int], sampling: Sampling, salt: str, held: int, adapter: str | None) -> dict[str, Any]:
+def request_body(tokens: Sequence[int], sampling: Sampling, salt: str, routed: int, adapter: str | None) -> dict[str, Any]:
     """Return the request for one response; the arguments are those of `Engine.generate`."""
     recording = sampling.recording
     return {
@@ -43,7 +43,7 @@ def request_body(tokens: Sequence[int], sampling: Sampling, salt: str, held: int
         "return_logprob": True,
         "return_sampling_mask": recording.masks,
         "return_routed_experts": recording.routing is not None,
-        "routed_experts_start_len": held if recording.routing is not None else 0,
+        "routed_experts_start_len": routed if recording.routing is not None else 0,
         "cache_salt": salt,
         "lora_path": adapter,
         "sampling_params": {

@@ -46,7 +46,7 @@ DEMO  = examples/demo$(if $(filter 1,$(GPU)),$(if $(filter 0 1,$(SHOWN)),-gpu,-g
 demo: setup
 	$(TRAIN)/bin/asyncmoe run $(DEMO) $(OVERRIDES)
 
-# Generate docs/config.md and docs/metrics.md from the schemas of the configuration and of the records.
+# Generate docs/config.md, docs/simulate.md and docs/metrics.md from the schemas of the configuration, the plant and the records.
 docs: setup
 	$(TRAIN)/bin/python docs/generate.py
 	$(TRAIN)/bin/python docs/generate_metrics.py

@@ -35,7 +35,11 @@ _INTERRUPTED = 130
 """Exit status of a command that received SIGINT before it installed its handler."""
 _FOLLOWS = ("waited", "was ended by the controller")
 """Words in the reason of a process that failed because it lost another one."""
-_UNEXPLAINED = 3
+_MAY_FOLLOW_A_CRASH = (*_FOLLOWS, "no engine is left")
+"""Words in the controller's reason that the crash of a rank can cause: engines that receive its weights can fail with it."""
+_CRASHES = (Signals.SIGSEGV, Signals.SIGBUS, Signals.SIGABRT, Signals.SIGFPE, Signals.SIGILL)
+"""Signals that a process raises by a fault of its own, in contrast to those that another process or the kernel sends it."""
+_UNEXPLAINED = 5
 """Sort key (`_rank`) of a failure without a reason."""
 
 
@@ -173,15 +177,22 @@ def failure(failed: Sequence[Ended]) -> AsyncmoeError:
 
 
 def _rank(ended: Ended) -> int:
-    """Sort key of a failure: a user error is lowest, then a signal, a reason of its own, no reason, and the loss of another process."""
-    status, reason = ended.returncode, ended.reason
+    """Sort key of a failure: a user error is lowest, then a kill, the controller's own reason, a crash, another own reason, no reason,
+    and the loss of another process.
+
+    The controller's own reason precedes a crash, because a rank may crash while it ends for lack of a controller; a kill has another cause.
+    """
+    status, reason = ended.returncode, ended.reason or ""
     if status == UserError.exit_code:
         return 0
-    if (status is not None and status < 0) or (reason or "").startswith(KILLED):
-        return 1
-    if reason is None:
+    if (status is not None and status < 0) or reason.startswith(KILLED):
+        named = reason.startswith(tuple(f"{KILLED} {number.name}" for number in _CRASHES))
+        return 3 if named or (not reason.startswith(KILLED) and -(status or 0) in _CRASHES) else 1
+    if not reason:
         return _UNEXPLAINED
-    return 4 if any(words in reason for words in _FOLLOWS) else 2
+    if ended.name.split()[0] == "controller" and not any(words in reason for words in _MAY_FOLLOW_A_CRASH):
+        return 2
+    return 6 if any(words in reason for words in _FOLLOWS) else 4
 
 
 class StopOnSignal:

@@ -17,6 +17,9 @@ from asyncmoe.rpc.rendezvous import Rendezvous
 
 _HEARTBEAT_MS = 5_000
 _SILENCE_MS = 60_000
+_MONITOR_STOP_S = 5.0
+_MONITOR_POLL_S = 0.002
+_MONITOR_QUIET = 3
 _EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 
 
@@ -65,10 +68,27 @@ class Connection:
 
     def close(self) -> None:
         """Close the connection; unsent messages are lost."""
-        self.socket.disable_monitor()
+        self._stop_monitor()
         self._monitor.close(0)
         self.socket.close(0)
         self._context.term()
+
+    def _stop_monitor(self) -> None:
+        """Stop the events, and wait until libzmq has closed its end of the monitor's inproc pipe and ours has acknowledged that.
+
+        libzmq's reaper thread crashes (SIGSEGV in `ctx_t::send_command`) if it ends an inproc pipe towards a socket that it has already
+        freed. So the reaper does not get both ends at once: libzmq's end goes while ours is open, and ours goes without a pipe to end.
+        A PAIR that is neither readable nor writable has acknowledged the end of its pipe, or does so with the next command it reads.
+        """
+        self.socket.disable_monitor()
+        until, ended = time.monotonic() + _MONITOR_STOP_S, 0
+        while ended < _MONITOR_QUIET and time.monotonic() < until:
+            ready = self._monitor.getsockopt(zmq.EVENTS)
+            if ready & zmq.POLLIN:
+                self._monitor.recv(zmq.NOBLOCK)
+            else:
+                ended = 0 if ready else ended + 1
+                time.sleep(_MONITOR_POLL_S)
 
     def _take_events(self) -> None:
         while self._monitor.poll(0):

@@ -70,8 +70,11 @@ def run(config: Config) -> None:
     adam = optimizer.build(config, built)
     done = 0 if newest is None else checkpoint.load(newest, config, built, adam)
     rendezvous = keys.read(config.run.dir, wait_s=config.engines.start_timeout_s)
-    with Client(rendezvous, f"trainer.{place.rank}") as client, Client(rendezvous, f"trainer.{place.rank}.weights") as weights:
-        Trainer(config, place, built, adam, client, publisher(config, built, weights), done, plugins).run()
+    client, weights = Client(rendezvous, f"trainer.{place.rank}"), Client(rendezvous, f"trainer.{place.rank}.weights")
+    Trainer(config, place, built, adam, client, publisher(config, built, weights), done, plugins).run()
+    # Not closed after an error: the process says it and leaves at once (`asyncmoe.trainer.__main__`), so nothing can fail before that.
+    weights.close()
+    client.close()
     mesh.stop()
 
 

@@ -149,6 +149,25 @@ def test_the_first_cause_is_told_and_a_mistake_of_the_user_is_marked() -> None:
     assert str(failure([silent, lost])) == "trainer.0: from rank 0 to rank 1: lost"
 
 
+@pytest.mark.parametrize("name", ["controller", "controller on 10.0.0.4 (n1)"])
+@pytest.mark.parametrize("status", [1, 139, -11])
+@pytest.mark.parametrize("order", [1, -1])
+def test_a_rank_that_crashes_as_the_controller_fails_does_not_hide_its_reason(name: str, status: int, order: int) -> None:
+    began = Ended(name, 1, "engine.0 did not start: unrecognized arguments: --no-such-argument")
+    crashed = Ended("trainer", status, "a rank was ended by SIGSEGV: rank 0 on n1")
+    assert str(failure([began, crashed][::order])) == f"{name}: {began.reason}"
+    for other in (
+        Ended(name, 1, "waited 30.0 s for the trainer: a lease"),
+        Ended(name, 1, "no engine is left: engine.0: the sender is gone"),
+        Ended(name, 1, None),
+        Ended("trainer.1", 1, "from rank 0 to rank 1: lost"),
+    ):
+        assert str(failure([other, crashed][::order])) == "trainer: a rank was ended by SIGSEGV: rank 0 on n1"
+    assert str(failure([began, Ended("trainer", -11, None)][::order])) == f"{name}: {began.reason}"
+    for killed in (Ended("trainer", 137, "a rank was ended by SIGKILL: rank 0 on n1"), Ended("engine.1", -9, None)):
+        assert str(failure([began, killed][::order])) == killed.why()
+
+
 def test_without_ray_the_cure_is_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
     real = builtins.__import__
 

@@ -26,6 +26,7 @@ from asyncmoe.errors import ConfigError, EngineError, InvariantBroken, ProtocolE
 from asyncmoe.rpc import client as client_module
 from asyncmoe.rpc import codec, keys
 from asyncmoe.rpc.client import Client, rebuild
+from asyncmoe.rpc.connection import Connection
 from asyncmoe.rpc.messages import Commit, Done, EnginesAsk, Fetch, Fetched, Goodbye, Hello, Lease, Leased, Refused, Reply, Request, Welcome
 from asyncmoe.rpc.rendezvous import Rendezvous
 from asyncmoe.rpc.server import Server
@@ -280,6 +281,31 @@ def test_a_dead_controller_is_noticed_long_before_the_timeout() -> None:
             waiting.result(30)
         assert time.monotonic() - begin < 20
         assert running.rendezvous.address in str(caught.value)
+
+
+class _Closing:
+    """A socket that notes its readiness when it is closed."""
+
+    def __init__(self, socket: zmq.Socket[bytes]) -> None:
+        self._socket, self.ready = socket, -1
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._socket, name)
+
+    def close(self, linger: int) -> None:
+        self.ready = self._socket.getsockopt(zmq.EVENTS)
+        self._socket.close(linger)
+
+
+def test_a_closed_connection_never_leaves_libzmq_both_ends_of_its_monitor() -> None:
+    with served(_done) as running:
+        connection = Connection(running.rendezvous)
+        assert connection._monitor.poll(10_000)  # an event that nobody has read
+        monitor = _Closing(connection._monitor)
+        connection._monitor = monitor  # type: ignore[assignment]
+        connection.close()
+        assert monitor.ready == 0
+        assert connection.socket.closed
 
 
 def test_wrong_client_key_is_refused_and_the_error_names_the_controller() -> None:

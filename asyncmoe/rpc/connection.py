@@ -18,8 +18,9 @@ from asyncmoe.rpc.rendezvous import Rendezvous
 _HEARTBEAT_MS = 5_000
 _SILENCE_MS = 60_000
 _MONITOR_STOP_S = 5.0
-_MONITOR_POLL_S = 0.002
-_MONITOR_QUIET = 3
+"""Longest wait for the end of the monitor's pipe."""
+_MONITOR_POLL_S, _MONITOR_QUIET = 0.002, 3
+"""Pause between looks at the pipe, and the number of looks that must find it ended."""
 _EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 
 
@@ -83,7 +84,7 @@ class Connection:
         self.socket.disable_monitor()
         until, ended = time.monotonic() + _MONITOR_STOP_S, 0
         while ended < _MONITOR_QUIET and time.monotonic() < until:
-            ready = self._monitor.getsockopt(zmq.EVENTS)
+            ready = int(self._monitor.getsockopt(zmq.EVENTS))
             if ready & zmq.POLLIN:
                 self._monitor.recv(zmq.NOBLOCK)
             else:

@@ -21,7 +21,7 @@ _KEYS = {
     "--workload": "workload",
     "--groups": "groups_per_step",
     "--group-size": "group_size",
-    "--max_staleness": "max_staleness",
+    "--eta": "max_staleness",
     "--queue-capacity": "queue_capacity",
     "--steps": "steps",
     "--seed": "seed",

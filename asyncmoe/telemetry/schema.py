@@ -155,7 +155,7 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
         Mapping[int, float] | None, Metric("Rejected share of the tokens of each age.", "share of tokens", key="age")
     ] = None
     plugin_metrics: Annotated[
-        Mapping[str, float] | None,
+        Mapping[str, float | None] | None,
         Metric('Metrics of the user\'s own parts of the objective, by "advantage/NAME", "loss/NAME" or "weight/NAME".', key="name"),
     ] = None
     kl_reference: Annotated[

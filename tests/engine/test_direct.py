@@ -228,10 +228,14 @@ def test_a_dense_model_with_tied_embeddings_is_rounded_on_its_way(dense: Stage) 
     assert difference(dense.rig.run(generate(dense)), b) < 0.05
 
 
-WAYS: list[dict[str, Any]] = [{"transport": "gloo"}, {"staging": False}, {"transport": "gloo", "staging": False}]
+WAYS: list[Any] = [
+    {"transport": "gloo"},
+    {"staging": False},
+    pytest.param({"transport": "gloo", "staging": False}, marks=pytest.mark.thorough),
+]
 
 
-@pytest.mark.parametrize("sync", [*WAYS[:2], pytest.param(WAYS[2], marks=pytest.mark.thorough)], ids=str)
+@pytest.mark.parametrize("sync", WAYS, ids=str)
 @pytest.mark.parametrize("engine", [pytest.param("two", marks=pytest.mark.thorough), "pair"])
 def test_every_way_ends_at_the_same_parameters(stages: Stages, engine: str, sync: dict[str, Any]) -> None:
     stage: Stage = getattr(stages, engine)

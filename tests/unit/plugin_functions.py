@@ -111,6 +111,14 @@ def mean_metric(rows: PolicyRows) -> tuple[torch.Tensor, dict[str, torch.Tensor]
     return rows.logprobs * 2, {"mean": rows.logprobs.mean()}
 
 
+def nan_metric(rows: PolicyRows) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    return rows.logprobs * 2, {"log": rows.advantages.log()}
+
+
+def nan_loss(rows: PolicyRows) -> torch.Tensor:
+    return rows.logprobs * rows.advantages.log()
+
+
 def other_metrics(rows: PolicyRows) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     return rows.logprobs * 2, {"many": rows.mask} if rows.sequences > 1 else {}
 
@@ -142,6 +150,10 @@ def too_few(responses: Responses) -> np.ndarray:
 
 def whole_numbers(responses: Responses) -> np.ndarray:
     return responses.groups
+
+
+def nan_of_responses(responses: Responses) -> tuple[np.ndarray, dict[str, Any]]:
+    return responses.rewards, {"mean": float("nan")}
 
 
 def wrong_metric(responses: Responses) -> tuple[np.ndarray, dict[str, Any]]:

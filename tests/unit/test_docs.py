@@ -187,7 +187,7 @@ def test_commands_are_those_of_the_command_line(page: Path) -> None:
 def test_the_check_of_commands_finds_what_is_wrong() -> None:
     for wrong in (
         ["no-such"],
-        ["simulate", "--max_staleness", "4"],
+        ["simulate", "--eta", "4"],
         ["simulate", "engines.tp=4"],
         ["plan", "--no-such", "1"],
         ["run", "examples/demo.yaml", "run.stepz=3"],

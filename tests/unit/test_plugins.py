@@ -175,6 +175,8 @@ BAD: list[tuple[str, str, str]] = [
     (LOSS, f"{OWN}:changes_advantages", r"a changed rows\.advantages from .*expected rows as they were; compute out of place"),
     (LOSS, f"{OWN}:changes_memory", r"a changed rows\.advantages"),
     (LOSS, f"{OWN}:mean_metric", r"the metric 'mean' = a tensor of float32, \[\], on cpu"),
+    (LOSS, f"{OWN}:nan_metric", "the metric 'log' that is not finite for a sampled token from .*expected finite numbers"),
+    (LOSS, f"{OWN}:nan_loss", "nan for a token with logprobs .*expected finite numbers"),
     (LOSS, f"{OWN}:other_metrics", r"the metrics \[\] from .*expected \['many'\], as in its trial"),
     (WEIGHT, f"{OWN}:negative", "-0.5 for a token .*expected finite numbers, none negative"),
     (WEIGHT, f"{OWN}:unclamped", "for a token with"),
@@ -183,6 +185,7 @@ BAD: list[tuple[str, str, str]] = [
     (ADVANTAGE, f"{OWN}:not_a_number", r"the advantage nan of response 8 \(reward 0, 0 sampled tokens\) from .*expected finite numbers"),
     (ADVANTAGE, f"{OWN}:too_few", r"an array of float64, \[9\] from .*expected a numpy array of float32 or float64, \[10\]"),
     (ADVANTAGE, f"{OWN}:whole_numbers", r"an array of int64, \[10\]"),
+    (ADVANTAGE, f"{OWN}:nan_of_responses", "the metric 'mean' = nan from .*expected a finite number"),
     (ADVANTAGE, f"{OWN}:wrong_metric", "the metric 'each' = an array of float64"),
 ]
 

@@ -256,7 +256,7 @@ def test_lengths_of_one_s_own(tmp_path: Path) -> None:
         (["workload=math:cap=much"], "workload: got cap=much of math, expected a number"),
         (["max_stalenes=4"], "did you mean max_staleness?"),
         (["no-such.yaml", "steps=3"], "no-such.yaml: got no such file"),
-        (["--max_staleness", "4"], "asyncmoe simulate: got --max_staleness 4, expected max_staleness=4; "),
+        (["--eta", "4"], "asyncmoe simulate: got --eta 4, expected max_staleness=4; "),
         (["--engines=8", "--queue-capacity", "0", "--etas", "1,2"], "expected engines.count=8 queue_capacity=null --staleness 1,2; "),
         (["--swep"], "asyncmoe simulate: got an unknown option --swep, expected KEY=VALUE or one of --sweep,"),
     ],

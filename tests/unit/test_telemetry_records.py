@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from statistics import fmean
 
@@ -141,3 +142,10 @@ def test_a_run_begun_under_former_names_is_one_series(tmp_path: Path) -> None:
     assert all(set(record.engine_utilization) == {"engine.0", "engine.1"} for record in run.rollout)
     assert len(run.rollout) > len(before.rollout) > 0
     assert summarise(tmp_path)["train_infer_kl_mean"] == pytest.approx(fmean(step.train_infer_kl or 0.0 for step in run.rl))
+
+
+def test_a_metric_of_a_plug_in_that_is_not_finite_is_read_as_none(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    with JsonLines(path) as lines:
+        lines.write(Step(step=1, phase="rl", time=1.0, plugin_metrics={"loss/a": math.nan, "loss/b": 2.0}))
+    assert read_steps(path)[0].plugin_metrics == {"loss/a": None, "loss/b": 2.0}

@@ -114,6 +114,8 @@ class Plugin:
         for name, metric in metrics.items():
             if not isinstance(name, str) or not isinstance(metric, float | int | np.number):
                 raise self.refused(f"the metric {name!r} = {_told(metric)}", "a number by name")
+            if not np.isfinite(metric):
+                raise self.refused(f"the metric {name!r} = {metric}", "a finite number")
         return value.astype(np.float32), {name: float(metric) for name, metric in metrics.items()}
 
     def of_rows(self, rows: PolicyRows) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:

@@ -87,10 +87,13 @@ def try_rows(tried: Plugin) -> Plugin:
     for name, tensor in _rows(every, loss).tensors().items():
         if not torch.equal(tensor, rows.tensors()[name]):
             raise tried.refused(f"a changed rows.{name}", "rows as they were", "compute out of place")
-    if not torch.equal(*(torch.where(rows.mask, one, 0) for one in (value, tried.of_rows(_rows(every, loss))[0]))):
-        raise tried.refused("different results for equal rows", _PURE)
     tried.measure(rows, value, metrics)
     _check_finite(tried, rows, value)
+    for name, metric in metrics.items():
+        if not torch.where(rows.mask, metric, 0).isfinite().all():
+            raise tried.refused(f"the metric {name!r} that is not finite for a sampled token", "finite numbers", _CLAMP)
+    if not torch.equal(*(torch.where(rows.mask, one, 0) for one in (value, tried.of_rows(_rows(every, loss))[0]))):
+        raise tried.refused("different results for equal rows", _PURE)
     for alone in ((0,), (1,), (2,), ()):
         few = _rows(alone, loss)
         own, reported = tried.of_rows(few)

@@ -101,6 +101,8 @@ def meet(config: Config, model: Model, client: Client, group: dist.ProcessGroup)
         part(store, model)
         raise NotMet(verdict.failure, roster)
     assert plan is not None
+    if rank == 0:
+        log.info("weights travel over %s to %s", terms.transport, ", ".join(engine.name for engine in terms.engines))
     return Meeting(roster, store, terms, plan, device)
 
 

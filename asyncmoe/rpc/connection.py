@@ -77,8 +77,9 @@ class Connection:
     def _stop_monitor(self) -> None:
         """Stop the events, and wait until libzmq has closed its end of the monitor's inproc pipe and ours has acknowledged that.
 
-        libzmq's reaper thread crashes (SIGSEGV in `ctx_t::send_command`) if it ends an inproc pipe towards a socket that it has already
-        freed. So the reaper does not get both ends at once: libzmq's end goes while ours is open, and ours goes without a pipe to end.
+        libzmq's reaper thread was seen to crash (SIGSEGV in `ctx_t::send_command`) in sending to a socket that was already freed. The only
+        pipe it can end towards such a socket appears to be the monitor's. So it does not get both ends at once: libzmq's end goes while
+        ours is open, and ours goes without a pipe to end.
         A PAIR that is neither readable nor writable has acknowledged the end of its pipe, or does so with the next command it reads.
         """
         self.socket.disable_monitor()

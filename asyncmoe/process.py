@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from signal import Signals
+from typing import NoReturn
 
 from asyncmoe.errors import AsyncmoeError
 from asyncmoe.storage import writing
@@ -41,6 +42,19 @@ def say(error: AsyncmoeError) -> None:
     """Print the error as one line for the user. Prints nothing if standard error is a log on a full disk."""
     with suppress(OSError):
         print(f"{ERROR_PREFIX}{error.where}{': ' if error.where else ''}{error}", file=sys.stderr, flush=True)
+
+
+def leave(status: int) -> NoReturn:
+    """End this process at once, without the interpreter's own end.
+
+    After a failure the interpreter would wait: other ranks may wait for this rank in a collective, and our own threads for a reply.
+    After a success it may abort: a thread of Gloo that still holds a tensor takes the interpreter's lock, which a finalizing
+    interpreter answers with "terminate called without an active exception" (torch/csrc/PyInterpreter.cpp, pytorch/pytorch#179291).
+    """
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError):  # the disk of the log may be full
+            stream.flush()
+    os._exit(status)
 
 
 def die_with_parent() -> None:

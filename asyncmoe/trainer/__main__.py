@@ -10,7 +10,7 @@ from pathlib import Path
 from asyncmoe import config as configuration
 from asyncmoe.errors import AsyncmoeError
 from asyncmoe.platform import megatron
-from asyncmoe.process import die_with_parent, named, say
+from asyncmoe.process import die_with_parent, leave, named, say
 from asyncmoe.trainer.model import connections
 
 
@@ -29,18 +29,12 @@ def main() -> None:
             loop.run(config)
     except AsyncmoeError as error:
         say(error)
-        _leave(error.exit_code)
+        leave(error.exit_code)
     except Exception:  # noqa: BLE001  not swallowed: the error is printed and ends the process
         with suppress(OSError):  # the disk of the log may be full
             traceback.print_exc()
-        _leave(1)
-
-
-def _leave(status: int) -> None:
-    """Exit at once: other ranks may wait for this rank in a collective, and our own threads for a reply. torchrun ends the other ranks."""
-    with suppress(OSError):
-        sys.stderr.flush()
-    os._exit(status)
+        leave(1)
+    leave(0)
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ from asyncmoe.models.families import without_family  # noqa: E402
 from asyncmoe.models.lora import peft  # noqa: E402
 from asyncmoe.models.lora.adapter import expanded  # noqa: E402
 from asyncmoe.models.quantised import KEY, without  # noqa: E402
-from asyncmoe.process import die_with_parent, named, say  # noqa: E402
+from asyncmoe.process import die_with_parent, leave, named, say  # noqa: E402
 from asyncmoe.trainer.lora.files import gathered  # noqa: E402
 from asyncmoe.trainer.lora.merge import merge  # noqa: E402
 from asyncmoe.trainer.model import checkpoint, gpt, mesh  # noqa: E402
@@ -140,7 +140,8 @@ def main() -> None:
             export(configuration.load(Path(sys.argv[1])), Path(sys.argv[2]), *sys.argv[3:])
     except AsyncmoeError as error:
         say(error)
-        os._exit(error.exit_code)  # other ranks may wait in a collective for this one
+        leave(error.exit_code)
+    leave(0)
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ def run(worker: str, ranks: int, out: Path, *arguments: str, timeout_s: float = 
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{os.environ.get('PYTHONPATH', '')}:{HERE.parent.parent}"}
     with log.open("w") as sink:
         process = subprocess.Popen(
-            [*command, str(HERE / f"{worker}.py"), str(result), *arguments],
+            [*command, "-m", "tests.ranks.worker", str(HERE / f"{worker}.py"), str(result), *arguments],
             stdout=sink,
             stderr=subprocess.STDOUT,
             env=environment,

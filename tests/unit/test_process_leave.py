@@ -1,0 +1,44 @@
+"""How a trainer's rank ends: without the interpreter's own end, which Gloo's threads may abort."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+ABORTS = "import atexit, os; atexit.register(os.abort); "
+"""Stands for a thread of Gloo at the interpreter's end: whatever runs there ends with SIGABRT."""
+LEAVES = "from asyncmoe.process import leave; print('said'); leave({status})"
+TRAINS = """
+from unittest import mock
+from asyncmoe.trainer import __main__ as command
+class Loop:
+    run = staticmethod({run})
+with (
+    mock.patch.object(command.sys, "argv", ["trainer", "run.yaml"]),
+    mock.patch.object(command.configuration, "load"),
+    mock.patch.object(command.connections, "in_order"),
+    mock.patch.object(command.megatron, "prepare"),
+    mock.patch.dict(command.sys.modules, {{"asyncmoe.trainer.loop": Loop}}),
+    mock.patch("asyncmoe.trainer.loop", Loop, create=True),
+):
+    command.main()
+"""
+
+
+def run(program: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", ABORTS + program], capture_output=True, text=True, timeout=120, check=False)
+
+
+@pytest.mark.parametrize("status", [0, 3])
+def test_a_process_leaves_with_its_status_and_its_output(status: int) -> None:
+    ended = run(LEAVES.format(status=status))
+    assert (ended.returncode, ended.stdout) == (status, "said\n")
+
+
+@pytest.mark.parametrize(("what", "status"), [("print", 0), ("lambda config: 1 / 0", 1)])
+def test_a_rank_of_the_trainer_leaves_so(what: str, status: int) -> None:
+    ended = run(TRAINS.format(run=what))
+    assert ended.returncode == status, ended.stderr
+    assert ("ZeroDivisionError" in ended.stderr) == bool(status)

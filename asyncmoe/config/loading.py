@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
@@ -12,7 +13,8 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from asyncmoe.config.schema import Config
-from asyncmoe.errors import ConfigError
+from asyncmoe.errors import ConfigError, together
+from asyncmoe.plugins import nearest
 
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
@@ -85,10 +87,7 @@ def _validated(schema: type[Schema], values: dict[str, Any], source: Source) -> 
     try:
         return schema.model_validate(values)
     except ValidationError as error:
-        first, *others = _explain(error, source, schema)
-        if others:
-            first.args = ("\n".join(str(one) for one in (first, *others)),)
-        raise first from None
+        raise together(_explain(error, source, schema)) from None
 
 
 def _lines(node: yaml.Node | None, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], int]]:
@@ -150,7 +149,16 @@ def _explained(one: ErrorDetails, source: Source, schema: type[BaseModel]) -> Co
         return ConfigError(f"{source.at(key.split('.'))}: {key}", got=got, expected=expected)
     message = one["msg"]
     expected = message[0].lower() + message[1:].removeprefix("Input should be ") if not message.startswith("Input") else message[16:]
-    return ConfigError(what, got=repr(one["input"]), expected=expected)
+    return ConfigError(what, got=repr(one["input"]), expected=expected, hint=_meant(one))
+
+
+def _meant(one: ErrorDetails) -> str | None:
+    """Return the choice that a misspelt one most likely means, as a hint."""
+    context = one.get("ctx", {})
+    near = context.get("meant")
+    if one["type"] == "literal_error" and isinstance(one["input"], str):
+        near = nearest(one["input"], re.findall(r"'([^']*)'", str(context.get("expected", ""))))
+    return f"did you mean {near}?" if near else None
 
 
 RENAMED: Mapping[str, str] = {

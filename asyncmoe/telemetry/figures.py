@@ -69,16 +69,19 @@ def titles(section: str) -> list[str]:
     return list(dict.fromkeys(drawn.plot.figure for drawn in _DRAWN if drawn.plot.section == section))
 
 
-def declared_figure(run: RunRecords, title: str) -> str | None:
-    """Draw the declared metrics of the figure with this title."""
+def declared_figures(run: RunRecords, title: str) -> list[str | None]:
+    """Draw the declared metrics of the figure with this title: one figure, or one for each key of a mapping."""
     members = [drawn for drawn in _DRAWN if drawn.plot.figure == title]
     first, *_ = members
     if first.plot.bars is not None:
-        return _bars(run, first)
+        return [_bars(run, first)]
     unit = f"{first.metric.unit}, %" if first.metric.is_share else first.metric.unit
     floor = 0 if first.plot.from_zero else None
     x = "minutes of RL" if first.kind is Rollout else "RL step"
-    return _curves(title, unit, [curve for drawn in members for curve in _of_metric(run, drawn)], x=x, floor=floor)
+    curves = [curve for drawn in members for curve in _of_metric(run, drawn)]
+    if first.plot.apart:
+        return [_curves(f"{title} {key}", unit, [("", points, colour)], x=x, floor=floor) for key, points, colour in curves]
+    return [_curves(title, unit, curves, x=x, floor=floor)]
 
 
 def _of_metric(run: RunRecords, drawn: _Drawn) -> list[Curve]:
@@ -162,7 +165,7 @@ def _limits(axes: Any, curves: Sequence[Curve], floor: float | None, ceiling: fl
 def _axes(title: str, x: str, y: str) -> tuple[Any, Any]:
     figure = Figure(figsize=(5.4, 2.5), layout="constrained")
     axes = figure.add_subplot()
-    axes.set_title(title)
+    axes.set_title(title, parse_math=False)  # a user's name of a metric may contain any character
     axes.set_xlabel(x)
     axes.set_ylabel(y)
     axes.grid(axis="y")

@@ -85,7 +85,7 @@ def html(run: RunRecords) -> str:
 
 def _drawn(run: RunRecords, section: str, first: Sequence[Draw | str]) -> list[str | None]:
     every = [*first, *(title for title in figures.titles(section) if title not in first)]
-    return [figures.declared_figure(run, draw) if isinstance(draw, str) else draw(run) for draw in every]
+    return [one for draw in every for one in (figures.declared_figures(run, draw) if isinstance(draw, str) else [draw(run)])]
 
 
 def _what_it_was(run: RunRecords, summary: Summary) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -28,6 +29,19 @@ Start with `asyncmoe run examples/demo.yaml`, then open runs/demo/report.html.""
 
 ConfigPath = Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML file that describes the run.")]
 Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Keys to override, e.g. run.steps=100.")]
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"asyncmoe {importlib.metadata.version('asyncmoe')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[bool, typer.Option("--version", help="Print the version and end.", is_eager=True, callback=_show_version)] = False,
+) -> None:
+    pass
 
 
 @app.command()
@@ -278,6 +292,9 @@ app.add_typer(_benchmarks(), name="bench")
 
 def main() -> None:
     """Run the command line."""
+    from functools import partial
+
+    from asyncmoe import usage
     from asyncmoe.launch import part
 
-    part.main(app)
+    part.main(partial(usage.invoke, app))

@@ -25,7 +25,7 @@ from asyncmoe.errors import ConfigError, UserError
 from asyncmoe.launch import preflight
 from asyncmoe.launch.torchrun import TRAINER_ENVIRONMENT as TRAINER_ENVIRONMENT
 from asyncmoe.launch.torchrun import free_port, torchrun
-from asyncmoe.launch.watch import STOP_GRACE_S, Processes, supervise
+from asyncmoe.launch.watch import STOP_GRACE_S, Processes, interruptible, supervise
 from asyncmoe.models.lora import peft
 from asyncmoe.models.lora.adapter import check_rank
 from asyncmoe.models.make import make_model
@@ -41,10 +41,12 @@ def run(config: Config) -> dict[str, object]:
         AsyncmoeError: a process failed; the message is that process's own.
     """
     with claim(config.run.dir):
-        plugin_probe.check(config)  # first, because the checks of the machine call a family of the user's own
-        for line in preflight.check(config):
-            print(f"warning: {line}", file=sys.stderr, flush=True)
-        return supervise(config, partial(_start, config, prepare(config)))
+        with interruptible():
+            plugin_probe.check(config)  # first, because the checks of the machine call a family of the user's own
+            for line in preflight.check(config):
+                print(f"warning: {line}", file=sys.stderr, flush=True)
+            file = prepare(config)
+        return supervise(config, partial(_start, config, file))
 
 
 def prepare(config: Config) -> Path:

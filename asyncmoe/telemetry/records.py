@@ -137,20 +137,11 @@ class Tail:
         return [_convert(self.path, number, values, kind) for number, values in self.numbered()]
 
 
-def read(path: Path) -> list[dict[str, Any]]:
-    """Read all records of a file; a missing file has none. An incomplete last line (killed writer) is ignored.
-
-    Raises:
-        DataError: a complete line is not a JSON object; names file and line.
-    """
-    return Tail(path).poll()
-
-
 def read_spans(path: Path) -> list[Span]:
     """Read all spans of a file, in the order written.
 
     Raises:
-        DataError: see `read`; or a field is missing or has a wrong type.
+        DataError: a complete line is not a JSON object, or a field is missing or has a wrong type; names file and line.
     """
     return Tail(path).poll_as(Span)
 

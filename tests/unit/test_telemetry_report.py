@@ -98,6 +98,14 @@ def test_metrics_of_ones_own_functions_are_drawn_each_on_its_own_scale(tmp_path:
     assert not any(set(titles) <= texts for texts in drawn)
 
 
+def test_the_words_for_an_image_say_what_it_shows(tmp_path: Path) -> None:
+    write_run(tmp_path, rl=30)
+    shown = re.findall(r'<img alt="([^"]*)"', report(tmp_path).read_text())
+    assert len(set(shown)) == len(shown)
+    assert "Idle: share of the step, % over RL step (trainer, engines)" in shown
+    assert any(re.match(r"Last 10 steps: .*: trainer, engine 0, engine 1, both at once over seconds \(train, ", text) for text in shown)
+
+
 def test_only_warmup(tmp_path: Path) -> None:
     write_run(tmp_path, warmup=3, rl=0)
     page = report(tmp_path).read_text()

@@ -32,8 +32,8 @@ def main() -> None:
     for key, target in request.targets.items():
         if key != families.KEY:
             import asyncmoe.trainer.objective  # noqa: F401  torch takes seconds, which are not the code's
-        # A C thread prints where Python is and ends the process, even if the code never returns to Python.
-        faulthandler.dump_traceback_later(request.whole_s, exit=True, file=sys.__stderr__)
+        # A C thread prints on standard error where Python is and ends the process, even if the code never returns to Python.
+        faulthandler.dump_traceback_later(request.whole_s, exit=True, file=2)
         try:
             _try(key, target, request)
             found = Result(key)

@@ -30,6 +30,8 @@ from asyncmoe.trajectory import Trajectory
 
 _SHOWN = 2000
 """Characters kept of a failure."""
+_SMALL = 8192
+"""Tokens of a group that are encoded and written within a few milliseconds, which is not worth a thread."""
 
 
 @dataclass(frozen=True)
@@ -99,8 +101,7 @@ class Samples:
 
     def ended(self, place: EpisodeId, outcome: Sequence[Trajectory] | TrajectoryRejected) -> None:
         """Note how an episode ended."""
-        made = self._episodes.get(place)
-        if not isinstance(made, Episode):
+        if not self._choice.takes(place.group) or not isinstance(made := self._episodes.get(place), Episode):
             return
         if isinstance(outcome, TrajectoryRejected):
             self._episodes[place] = _Ended(_parts(made), {}, str(outcome)[:_SHOWN])
@@ -117,6 +118,8 @@ class Samples:
             version: weight version that the engines serve.
             reason, detail: why it was dropped or rejected.
         """
+        if not self._choice.takes(group):
+            return
         noted = [(place, self._episodes.pop(place)) for place in places if place in self._episodes]
         if not noted:
             return
@@ -138,7 +141,10 @@ class Samples:
                 prompt=await self._stretch(shared),
                 members=members,
             )
-            await asyncio.to_thread(self._file.write, record)
+            if sum(len(member.rest.tokens) for member in members) < _SMALL:
+                self._file.write(record)
+            else:
+                await asyncio.to_thread(self._file.write, record)
 
     def stale(self, groups: Sequence[QueuedGroup], requeued: bool, version: int) -> None:
         """Write that groups were too old for a step that begins at `version`."""
@@ -210,9 +216,8 @@ def _parts(episode: Episode) -> tuple[_Part, ...]:
 
 def _part(agent: Agent) -> _Part:
     turns = tuple(_Turn(turn.given, turn.generation.tokens, turn.generation.logprobs, turn.generation.spans) for turn in agent.turns)
-    size = sum(len(turn.given) + len(turn.tokens) for turn in turns)
     finish = agent.turns[-1].generation.finish if agent.turns else ""
-    return _Part(agent.name, agent.number, turns, agent.tokens[size:], finish, tuple(agent.calls))
+    return _Part(agent.name, agent.number, turns, agent.unanswered, finish, tuple(agent.calls))
 
 
 def _result(t: Trajectory) -> _Result:

@@ -32,6 +32,7 @@ if TYPE_CHECKING:  # imports Megatron
 _FIELDS = ("logprobs", "proximal", "weights", "advantages", "states", "mismatch")
 _RULES = {rule: letter for letter, rule in records.REJECTED.items()}
 _STATES = (records.TRAINED, records.CLIPPED, records.CAPPED, records.NO_WEIGHT, *(_RULES[rule] for rule in RULES))
+_MISMATCH = _FIELDS.index("mismatch")
 _Places = tuple[tuple[int, int, int], ...]
 
 
@@ -103,26 +104,21 @@ class BatchSamples:
         """
         flat = np.zeros(self._size)
         for members, batch, fates in self._seen:
-            rows = {
-                "logprobs": fates.logprobs,
-                "proximal": fates.proximal,
-                "weights": fates.weight,
-                "advantages": batch.advantages,
-                "states": _states(fates),
-            }
-            self._place(flat, members, batch, {name: value.detach().double().cpu().numpy() for name, value in rows.items()})
+            rows = torch.stack([fates.logprobs, fates.proximal, fates.weight, batch.advantages, _states(fates).float()])
+            self._place(flat, members, batch, 0, rows.cpu().numpy())
             for index, _, _ in batch.places:
                 if (block := self.blocks.get(members[index])) is not None:
                     t = trajectories[members[index]]
                     flat[block.start] = records.digest_of(t.tokens, t.logprobs)
         for (members, _), (batch, differs) in self._differs.items():
-            self._place(flat, members, batch, {"mismatch": differs.double().cpu().numpy()})
+            self._place(flat, members, batch, _MISMATCH, differs[None].cpu().numpy())
         return torch.from_numpy(flat)
 
     def _has(self, members: Sequence[int], batch: MicroBatch) -> bool:
         return any(members[index] in self.blocks for index, _, _ in batch.places)
 
-    def _place(self, flat: np.ndarray, members: Sequence[int], batch: MicroBatch, rows: Mapping[str, np.ndarray]) -> None:
+    def _place(self, flat: np.ndarray, members: Sequence[int], batch: MicroBatch, first_field: int, rows: np.ndarray) -> None:
+        """Write values [fields, T] of a micro-batch to the blocks of its trajectories, from the field with number `first_field` on."""
         mask = batch.mask.cpu().numpy()
         for index, first, count in batch.places:
             block = self.blocks.get(members[index])
@@ -131,9 +127,8 @@ class BatchSamples:
             at = first + np.flatnonzero(mask[first : first + count])
             if block.tail:
                 at = np.concatenate([at[: block.head], at[-block.tail :]])
-            for name, values in rows.items():
-                begin = block.start + 1 + _FIELDS.index(name) * block.count
-                flat[begin : begin + block.count] = values[at]
+            begin = block.start + 1 + first_field * block.count
+            flat[begin : begin + len(rows) * block.count] = rows[:, at].reshape(-1)
 
 
 class TrainerSamples:
@@ -153,7 +148,8 @@ class TrainerSamples:
 
     def of(self, items: Sequence[Item]) -> BatchSamples | None:
         """Return a collector for a batch; None if it has no kept group."""
-        wanted = [i for i, item in enumerate(items) if self._choice.takes(item.group)]
+        groups = {group for group in {item.group for item in items} if self._choice.takes(group)}
+        wanted = [i for i, item in enumerate(items) if item.group in groups]
         return BatchSamples(items, wanted, self._section.max_tokens, self._mesh.reports) if wanted else None
 
     def write(self, batch: BatchSamples, items: Sequence[Item], trajectories: Mapping[int, Trajectory], version: int) -> None:
@@ -165,11 +161,13 @@ class TrainerSamples:
         values = collectives.total(batch.values(trajectories))
         if self._file is None or not self._file.is_open:
             return
-        flat, now = values.cpu().numpy(), time.time()
-        self._file.write(*(self._record(items[i], flat[block.start : block.end], block, version, now) for i, block in batch.blocks.items()))
+        listed, now = records.rounded(values.cpu().numpy()), time.time()
+        self._file.write(
+            *(self._record(items[i], listed[block.start : block.end], block, version, now) for i, block in batch.blocks.items())
+        )
 
-    def _record(self, item: Item, values: np.ndarray, block: _Block, version: int, now: float) -> Trained:
-        found = dict(zip(_FIELDS, values[1:].reshape(len(_FIELDS), block.count), strict=True))
+    def _record(self, item: Item, values: list[float], block: _Block, version: int, now: float) -> Trained:
+        found = {name: values[1 + i * block.count : 1 + (i + 1) * block.count] for i, name in enumerate(_FIELDS)}
         return Trained(
             time=now,
             step=version + 1,
@@ -177,12 +175,12 @@ class TrainerSamples:
             key=item.key,
             digest=int(values[0]),
             sampled=item.sampled,
-            logprobs=records.rounded(found["logprobs"]),
-            proximal=[] if self._same_proximal else records.rounded(found["proximal"]),
+            logprobs=found["logprobs"],
+            proximal=[] if self._same_proximal else found["proximal"],
             advantages=_one_or_all(found["advantages"]),
             weights=_one_or_all(found["weights"]),
-            states="".join(_STATES[state] for state in found["states"].astype(int)),
-            mismatch=found["mismatch"].astype(int).tolist() if self._layers else [],
+            states="".join(map(_STATES.__getitem__, map(int, found["states"]))),
+            mismatch=[*map(int, found["mismatch"])] if self._layers else [],
             layers=self._layers,
             group_weight=item.weight,
         )
@@ -196,6 +194,6 @@ def _states(fates: Fates) -> torch.Tensor:
     return torch.where(fates.kept, used, unkept)
 
 
-def _one_or_all(values: np.ndarray) -> float | list[records.Value]:
-    listed = records.rounded(values)
-    return float(listed[0]) if listed and listed[0] is not None and (values == values[0]).all() else listed
+def _one_or_all(values: list[float]) -> float | list[float]:
+    """Return the one value of a list of equal ones, else the list; a value that is not a number equals none."""
+    return values[0] if values and values.count(values[0]) == len(values) and values[0] == values[0] else values

@@ -123,8 +123,13 @@ class SampledRun:
 
         return asyncio.run(played())
 
-    def train(self, trajectories: Sequence[Trajectory], version: int, drift: float = 0.1, parts: int = 1) -> list[Item]:
-        """Train on whole groups as one update of `parts` micro-batches; the trainer's log-probabilities are the engine's plus `drift`."""
+    def train(
+        self, trajectories: Sequence[Trajectory], version: int, drift: float = 0.1, parts: int = 1, proximal_drift: float | None = None
+    ) -> list[Item]:
+        """Train on whole groups as one update of `parts` micro-batches.
+
+        The trainer's log-probabilities are the engine's plus `drift`, those before the batch's first update plus `proximal_drift`.
+        """
         items = [describe(t) for t in trajectories]
         collected = self.trainer.of(items)
         assert collected is not None
@@ -132,11 +137,20 @@ class SampledRun:
         section = ObjectiveSection(clip_high=0.05, correction={"token_band": (0.5, 2.0)})  # type: ignore[arg-type]
         loss = PolicyLoss(section, 1.0, version, observe=collected.observer(members))
         for part in np.array_split(np.array(members), parts):
-            self._micro(loss, collected, members, trajectories, [int(i) for i in part], drift)
+            self._micro(loss, collected, members, trajectories, [int(i) for i in part], drift, proximal_drift)
         self.trainer.write(collected, items, dict(enumerate(trajectories)), version)
         return items
 
-    def _micro(self, loss: PolicyLoss, collected: Any, members: Any, trajectories: Any, indices: list[int], drift: float) -> None:
+    def _micro(
+        self,
+        loss: PolicyLoss,
+        collected: Any,
+        members: Any,
+        trajectories: Any,
+        indices: list[int],
+        drift: float,
+        before: float | None = None,
+    ) -> None:
         made: MicroBatch = batch.pack(
             dict(enumerate(trajectories)),
             indices,
@@ -144,6 +158,7 @@ class SampledRun:
             weights=[0.1] * len(trajectories),
             grid=BatchGrid(),
             packed=True,
+            proximal=None if before is None else {i: trajectories[i].logprobs + np.float32(before) for i in indices},
         )
         new = (made.behaviour + drift).requires_grad_()
         if (counter := collected.counter(members)(made)) is not None:

@@ -107,6 +107,11 @@ class Agent:
         return (*(token for turn in self.turns for token in (*turn.given, *turn.generation.tokens)), *self._given)
 
     @property
+    def unanswered(self) -> tuple[int, ...]:
+        """Tokens given since its last response."""
+        return tuple(self._given)
+
+    @property
     def sampled(self) -> tuple[bool, ...]:
         """For each of `tokens`, True if the policy sampled it."""
         made = (flag for turn in self.turns for flag in (*(False,) * len(turn.given), *(True,) * len(turn.generation.tokens)))

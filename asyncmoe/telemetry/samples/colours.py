@@ -38,14 +38,13 @@ def style_of(token: Token, colour: Colour, versions: Sequence[int], layers: int)
     """Return the style of a token; tokens that were given, not sampled, are dim.
 
     Args:
-        versions: all versions that are shown, ascending: neighbours differ in colour.
+        versions: all versions of the tokens that are shown, ascending: neighbours differ in colour.
         layers: number of layers with experts.
     """
     if token.role != "response":
         return GIVEN
     if colour == "version":
-        known = token.version in versions if token.version is not None else False
-        return Style(color=_VERSIONS[versions.index(token.version) % len(_VERSIONS)]) if known else Style()  # type: ignore[arg-type]
+        return Style() if token.version is None else Style(color=_VERSIONS[versions.index(token.version) % len(_VERSIONS)])
     if colour == "mask":
         return _REJECTED if token.state in REJECTED else _STATES.get(token.state, Style())
     if colour == "logprob":

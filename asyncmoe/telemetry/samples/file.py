@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from pathlib import Path
@@ -12,7 +13,7 @@ import msgspec
 from asyncmoe.errors import StorageError
 from asyncmoe.storage import writing
 from asyncmoe.telemetry.records import JsonLines
-from asyncmoe.telemetry.samples.records import FOLDER, FORMAT, Begin, Full, Line
+from asyncmoe.telemetry.samples.records import FOLDER, FORMAT, ROLLOUT_SAMPLES, TRAINER_SAMPLES, Begin, Full, Line
 
 log = logging.getLogger(__name__)
 _KEPT_FREE = 256
@@ -76,9 +77,16 @@ class SampleFile:
         self._close()
 
     def _size(self) -> int:
-        return sum(path.stat().st_size for path in self._folder.glob("*.jsonl"))
+        return sum(_size(self._folder / name) for name in (ROLLOUT_SAMPLES, TRAINER_SAMPLES))
 
     def _close(self) -> None:
         if self._lines is not None:
             self._lines.close()
             self._lines = None
+
+
+def _size(path: Path) -> int:
+    try:
+        return os.stat(path).st_size
+    except FileNotFoundError:
+        return 0

@@ -201,7 +201,7 @@ def digest_of(tokens: np.ndarray, logprobs: np.ndarray) -> int:
     return zlib.crc32(np.ascontiguousarray(logprobs).tobytes(), zlib.crc32(np.ascontiguousarray(tokens).tobytes()))
 
 
-def rounded(values: np.ndarray) -> list[Value]:
-    """Return numbers as they are written."""
-    found: list[Value] = np.round(np.asarray(values, np.float64), 5).tolist()
+def rounded(values: np.ndarray) -> list[float]:
+    """Return numbers as they are written; those that are not finite are written as null."""
+    found: list[float] = np.round(np.asarray(values, np.float64), 5).tolist()
     return found

@@ -32,7 +32,8 @@ if TYPE_CHECKING:  # imports Megatron
 _FIELDS = ("logprobs", "proximal", "weights", "advantages", "states", "mismatch")
 _RULES = {rule: letter for letter, rule in records.REJECTED.items()}
 _STATES = (records.TRAINED, records.CLIPPED, records.CAPPED, records.NO_WEIGHT, *(_RULES[rule] for rule in RULES))
-_MISMATCH = _FIELDS.index("mismatch")
+_MISMATCH = len(_FIELDS) - 1
+"""Number of fields that the loss gives; the last field is the routers'."""
 _Places = tuple[tuple[int, int, int], ...]
 
 
@@ -105,30 +106,28 @@ class BatchSamples:
         flat = np.zeros(self._size)
         for members, batch, fates in self._seen:
             rows = torch.stack([fates.logprobs, fates.proximal, fates.weight, batch.advantages, _states(fates).float()])
-            self._place(flat, members, batch, 0, rows.cpu().numpy())
-            for index, _, _ in batch.places:
-                if (block := self.blocks.get(members[index])) is not None:
-                    t = trajectories[members[index]]
-                    flat[block.start] = records.digest_of(t.tokens, t.logprobs)
+            values = rows.cpu().numpy()
+            for i, block, at in self._rows(members, batch):
+                flat[block.start] = records.digest_of(trajectories[i].tokens, trajectories[i].logprobs)
+                flat[block.start + 1 : block.start + 1 + _MISMATCH * block.count] = values[:, at].reshape(-1)
         for (members, _), (batch, differs) in self._differs.items():
-            self._place(flat, members, batch, _MISMATCH, differs[None].cpu().numpy())
+            counts = differs.cpu().numpy()
+            for _, block, at in self._rows(members, batch):
+                flat[block.end - block.count : block.end] = counts[at]
         return torch.from_numpy(flat)
 
     def _has(self, members: Sequence[int], batch: MicroBatch) -> bool:
         return any(members[index] in self.blocks for index, _, _ in batch.places)
 
-    def _place(self, flat: np.ndarray, members: Sequence[int], batch: MicroBatch, first_field: int, rows: np.ndarray) -> None:
-        """Write values [fields, T] of a micro-batch to the blocks of its trajectories, from the field with number `first_field` on."""
+    def _rows(self, members: Sequence[int], batch: MicroBatch) -> list[tuple[int, _Block, np.ndarray]]:
+        """Return position, block and rows (int64[block.count]) of each kept trajectory in a micro-batch."""
         mask = batch.mask.cpu().numpy()
+        found = []
         for index, first, count in batch.places:
-            block = self.blocks.get(members[index])
-            if block is None:
-                continue
-            at = first + np.flatnonzero(mask[first : first + count])
-            if block.tail:
-                at = np.concatenate([at[: block.head], at[-block.tail :]])
-            begin = block.start + 1 + first_field * block.count
-            flat[begin : begin + len(rows) * block.count] = rows[:, at].reshape(-1)
+            if (block := self.blocks.get(members[index])) is not None:
+                at = first + mask[first : first + count].nonzero()[0]
+                found.append((members[index], block, np.concatenate([at[: block.head], at[-block.tail :]]) if block.tail else at))
+        return found
 
 
 class TrainerSamples:

@@ -33,6 +33,7 @@ class SampleFile:
 
     def __init__(self, run_dir: Path, name: str, max_bytes: int, step: int) -> None:
         self._folder, self._most, self._lock = run_dir / FOLDER, max_bytes, threading.Lock()
+        self._paths = [str(self._folder / one) for one in (ROLLOUT_SAMPLES, TRAINER_SAMPLES)]
         self._lines: JsonLines | None = None
         try:
             with writing("samples of the run", self._folder):
@@ -77,7 +78,7 @@ class SampleFile:
         self._close()
 
     def _size(self) -> int:
-        return sum(_size(self._folder / name) for name in (ROLLOUT_SAMPLES, TRAINER_SAMPLES))
+        return sum(map(_size, self._paths))
 
     def _close(self) -> None:
         if self._lines is not None:
@@ -85,7 +86,7 @@ class SampleFile:
             self._lines = None
 
 
-def _size(path: Path) -> int:
+def _size(path: str) -> int:
     try:
         return os.stat(path).st_size
     except FileNotFoundError:

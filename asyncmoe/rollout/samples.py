@@ -23,7 +23,7 @@ from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId
 from asyncmoe.rollout.pieces import Pieces
 from asyncmoe.rollout.tasks import Prompt
 from asyncmoe.telemetry.samples import records
-from asyncmoe.telemetry.samples.choice import Choice, choice_of, kept
+from asyncmoe.telemetry.samples.choice import Choice, choice_of, ends, kept
 from asyncmoe.telemetry.samples.file import SampleFile
 from asyncmoe.telemetry.samples.records import Fate, Member, Role, Stale, Stretch, ToolCall
 from asyncmoe.trajectory import Trajectory
@@ -54,6 +54,7 @@ class _Part:
     given: tuple[int, ...]
     finish: str
     calls: tuple[ToolCall, ...]
+    why: str
 
     @property
     def tokens(self) -> list[int]:
@@ -183,22 +184,24 @@ class Samples:
             shared=begins,
             rest=await self._stretch(part.tokens[len(shared) if begins else 0 :]),
             roles=roles,
-            logprobs=records.rounded(_ends(np.array(sampled, np.float32), head, tail)),
+            logprobs=records.rounded(ends(np.array(sampled, np.float32), head, tail)),
             versions=_versions(part.turns),
             finish=part.finish,
             reward=None if result is None else result.reward,
             rewards=[] if rewards is None else [(int(i), float(rewards[i])) for i in np.flatnonzero(~np.isnan(rewards))],
-            teacher=[] if teacher is None else records.rounded(_ends(teacher[_sampled(roles)], head, tail)),
+            teacher=[] if teacher is None else records.rounded(ends(teacher[_sampled(roles)], head, tail)),
             calls=part.calls,
             seconds={} if result is None else {name: round(seconds, 4) for name, seconds in result.seconds.items()},
             digest=None if result is None else result.digest,
+            why=_clean(part.why),
             failure=_clean(ended.failure),
         )
 
     async def _stretch(self, tokens: Sequence[int]) -> Stretch:
         head, tail = kept(len(tokens), self._most)
-        whole = list(tokens) if not tail else [*tokens[:head], *tokens[-tail:]]
-        return Stretch(tokens=whole, pieces=await self._pieces.of(whole), left_out=len(tokens) - head - tail, after=head if tail else 0)
+        left_out = len(tokens) - head - tail
+        some = [*tokens[:head], *tokens[len(tokens) - tail :]] if left_out else list(tokens)
+        return Stretch(tokens=some, pieces=await self._pieces.of(some), left_out=left_out, after=head if left_out else 0)
 
 
 def samples_of(config: Config, pieces: Pieces, step: int) -> Samples | None:
@@ -217,7 +220,7 @@ def _parts(episode: Episode) -> tuple[_Part, ...]:
 def _part(agent: Agent) -> _Part:
     turns = tuple(_Turn(turn.given, turn.generation.tokens, turn.generation.logprobs, turn.generation.spans) for turn in agent.turns)
     finish = agent.turns[-1].generation.finish if agent.turns else ""
-    return _Part(agent.name, agent.number, turns, agent.unanswered, finish, tuple(agent.calls))
+    return _Part(agent.name, agent.number, turns, agent.unanswered, finish, tuple(agent.calls), agent.why)
 
 
 def _result(t: Trajectory) -> _Result:
@@ -242,10 +245,6 @@ def _sampled(roles: Sequence[tuple[Role, int]]) -> np.ndarray:
 def _versions(turns: Sequence[_Turn]) -> list[tuple[int, int]]:
     spans = [(int(s.version) if s.version.isdecimal() else -1, s.end - s.start) for turn in turns for s in turn.spans]
     return [(version, sum(size for _, size in same)) for version, same in groupby(spans, key=lambda one: one[0])]
-
-
-def _ends(values: np.ndarray, head: int, tail: int) -> np.ndarray:
-    return values if not tail else np.concatenate([values[:head], values[-tail:]])
 
 
 def _clean(text: str) -> str:

@@ -7,6 +7,7 @@ disagreement on every stage. After the step the ranks add up their arrays, in wh
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ import torch
 from asyncmoe.config import Config
 from asyncmoe.rpc.messages import Item
 from asyncmoe.telemetry.samples import records
-from asyncmoe.telemetry.samples.choice import choice_of, kept
+from asyncmoe.telemetry.samples.choice import choice_of, ends, kept
 from asyncmoe.telemetry.samples.file import SampleFile
 from asyncmoe.telemetry.samples.records import Trained
 from asyncmoe.trainer.data.batch import MicroBatch
@@ -35,6 +36,24 @@ _STATES = (records.TRAINED, records.CLIPPED, records.CAPPED, records.NO_WEIGHT, 
 _MISMATCH = len(_FIELDS) - 1
 """Number of fields that the loss gives; the last field is the routers'."""
 _Places = tuple[tuple[int, int, int], ...]
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """The parts of a micro-batch that are kept until the step ends; its experts are large.
+
+    Attributes:
+        positions: position in the batch and first row and row count of each trajectory.
+        mask: bool[T].
+    """
+
+    positions: _Places
+    mask: torch.Tensor
+
+    @classmethod
+    def of(cls, members: Sequence[int], batch: MicroBatch) -> _Rows:
+        """Return those of a micro-batch of an update; `members`: as `Update.members`."""
+        return cls(tuple((members[index], first, count) for index, first, count in batch.places), batch.mask)
 
 
 @dataclass(frozen=True)
@@ -72,15 +91,15 @@ class BatchSamples:
             self.blocks[i] = _Block(start, *kept(items[i].sampled, most))
             start = self.blocks[i].end
         self._size = start
-        self._seen: list[tuple[Sequence[int], MicroBatch, Fates]] = []
-        self._differs: dict[tuple[tuple[int, ...], _Places], tuple[MicroBatch, torch.Tensor]] = {}
+        self._seen: list[tuple[_Rows, torch.Tensor, Fates]] = []
+        self._differs: dict[_Places, tuple[_Rows, torch.Tensor]] = {}
 
     def observer(self, members: Sequence[int]) -> Callable[[MicroBatch, Fates], None]:
         """Return what is to be told the fates of each micro-batch of an update; `members`: as `Update.members`."""
 
         def observe(batch: MicroBatch, fates: Fates) -> None:
             if self._reports and self._has(members, batch):
-                self._seen.append((members, batch, fates))
+                self._seen.append((_Rows.of(members, batch), batch.advantages, fates))
 
         return observe
 
@@ -90,10 +109,10 @@ class BatchSamples:
         def count(batch: MicroBatch) -> torch.Tensor | None:
             if not self._has(members, batch):
                 return None
-            key = (tuple(members), batch.places)
-            if key not in self._differs:
-                self._differs[key] = (batch, torch.zeros(batch.rows, dtype=torch.int32, device=batch.tokens.device))
-            return self._differs[key][1]
+            rows = _Rows.of(members, batch)
+            if rows.positions not in self._differs:
+                self._differs[rows.positions] = rows, torch.zeros(batch.rows, dtype=torch.int32, device=batch.tokens.device)
+            return self._differs[rows.positions][1]
 
         return count
 
@@ -104,29 +123,28 @@ class BatchSamples:
             trajectories: those this rank has fetched, by position in the batch.
         """
         flat = np.zeros(self._size)
-        for members, batch, fates in self._seen:
-            rows = torch.stack([fates.logprobs, fates.proximal, fates.weight, batch.advantages, _states(fates).float()])
-            values = rows.cpu().numpy()
-            for i, block, at in self._rows(members, batch):
+        for rows, advantages, fates in self._seen:
+            found = torch.stack([fates.logprobs, fates.proximal, fates.weight, advantages, _states(fates).float()])
+            values = found.cpu().numpy()
+            for i, block, at in self._kept(rows):
                 flat[block.start] = records.digest_of(trajectories[i].tokens, trajectories[i].logprobs)
                 flat[block.start + 1 : block.start + 1 + _MISMATCH * block.count] = values[:, at].reshape(-1)
-        for (members, _), (batch, differs) in self._differs.items():
+        for rows, differs in self._differs.values():
             counts = differs.cpu().numpy()
-            for _, block, at in self._rows(members, batch):
+            for _, block, at in self._kept(rows):
                 flat[block.end - block.count : block.end] = counts[at]
         return torch.from_numpy(flat)
 
     def _has(self, members: Sequence[int], batch: MicroBatch) -> bool:
         return any(members[index] in self.blocks for index, _, _ in batch.places)
 
-    def _rows(self, members: Sequence[int], batch: MicroBatch) -> list[tuple[int, _Block, np.ndarray]]:
+    def _kept(self, rows: _Rows) -> list[tuple[int, _Block, np.ndarray]]:
         """Return position, block and rows (int64[block.count]) of each kept trajectory in a micro-batch."""
-        mask = batch.mask.cpu().numpy()
+        mask = rows.mask.cpu().numpy()
         found = []
-        for index, first, count in batch.places:
-            if (block := self.blocks.get(members[index])) is not None:
-                at = first + mask[first : first + count].nonzero()[0]
-                found.append((members[index], block, np.concatenate([at[: block.head], at[-block.tail :]]) if block.tail else at))
+        for i, first, count in rows.positions:
+            if (block := self.blocks.get(i)) is not None:
+                found.append((i, block, ends(first + mask[first : first + count].nonzero()[0], block.head, block.tail)))
         return found
 
 
@@ -194,5 +212,5 @@ def _states(fates: Fates) -> torch.Tensor:
 
 
 def _one_or_all(values: list[float]) -> float | list[float]:
-    """Return the one value of a list of equal ones, else the list; a value that is not a number equals none."""
-    return values[0] if values and values.count(values[0]) == len(values) and values[0] == values[0] else values
+    """Return the one value of a list of equal finite ones, else the list."""
+    return values[0] if values and math.isfinite(values[0]) and values.count(values[0]) == len(values) else values

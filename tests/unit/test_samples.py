@@ -23,7 +23,7 @@ from asyncmoe.errors import DataError, TrajectoryRejected
 from asyncmoe.queue.bounded import BoundedQueue
 from asyncmoe.rollout.episodes.environments.tools import WithTools
 from asyncmoe.rollout.producer import Producer
-from asyncmoe.rollout.scoring import Sample, Score
+from asyncmoe.rollout.scoring import Sample, Score, parse_score
 from asyncmoe.telemetry.records import JsonLines
 from asyncmoe.telemetry.samples.choice import Choice, kept
 from asyncmoe.telemetry.samples.index import Sample as Kept
@@ -181,6 +181,19 @@ def test_long_trajectories_lose_their_middle_on_both_sides(tmp_path: Path) -> No
     assert text_of(every) == "0123[14 tokens left out]ij<eos>"
 
 
+@pytest.mark.parametrize("most", [1, 2])
+def test_as_little_as_a_token_may_be_kept(tmp_path: Path, most: int) -> None:
+    run = SampledRun(tmp_path / "run", max_tokens=most)
+    made = run.group(0, ["12345", "1"])
+    run.train(made, 4)
+    sample = only(tmp_path / "run")
+    left = responses(sample)
+    assert [one.piece for one in left] == ["1", "<eos>"][:most]
+    np.testing.assert_allclose([one.trainer for one in left], [0.09, 0.04][:most], atol=1e-5)
+    assert sum(one.count if isinstance(one, Gap) else 1 for one in tokens(sample)) == len(made[0])
+    assert text_of(tokens(sample)) == ["1[5 tokens left out]", "1[4 tokens left out]<eos>"][most - 1]
+
+
 def test_states_count_as_the_objective_counts() -> None:
     """The letters of single tokens add up to the sums from which the step's figures are computed."""
     draw = torch.Generator().manual_seed(4)
@@ -220,6 +233,16 @@ def test_tools_leave_their_calls(tmp_path: Path) -> None:
     assert [call.name for call in sample.group.members[1].calls] == ["abacus"]
     roles = [role for role, _ in sample.group.members[0].roles]
     assert roles == ["prompt", "response", "observation", "response"]
+
+
+def test_a_scorer_says_why(tmp_path: Path) -> None:
+    class Explains(Wrong):
+        async def score(self, sample: Sample) -> Score:
+            return parse_score.read({"reward": 0.5, "why": f"{sample.response!r} \udc80 is half right"}, sample, None, lambda tokens: "")
+
+    run = SampledRun(tmp_path / "run", scorer=Explains())
+    run.group(0, ["19", "18"])
+    assert [member.why for member in only(tmp_path / "run").group.members] == ["'19' ? is half right", "'18' ? is half right"]
 
 
 # ---------------------------------------------------------------- groups that are not trained

@@ -87,6 +87,7 @@ class Agent:
         responses: its responses so far, decoded.
         credits: {index of a sampled token: reward} of the steps that the environment rewarded.
         calls: tool calls that the environment made for it, for readers of samples.
+        why: what the scorer says about its reward, for readers of samples.
         failure: its first failure, or None.
     """
 
@@ -96,6 +97,7 @@ class Agent:
         self.responses: list[Response] = []
         self.credits: dict[int, float] = {}
         self.calls: list[ToolCall] = []
+        self.why = ""
         self._tokenizer, self._sampling, self._bounds, self._speak = tokenizer, sampling, bounds, speak
         self._given: list[int] = []
         self._speaking = False

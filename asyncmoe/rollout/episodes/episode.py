@@ -91,7 +91,7 @@ async def run(stage: RolloutContext, prompt: Prompt, place: EpisodeId) -> tuple[
     record = partial(assemble, place=place, recording=stage.sampling.recording, seconds=seconds)
     trajectories = []
     for agent, score in zip(agents, worth, strict=True):
-        credited = step_rewards(agent.turns, agent.credits)
+        credited, agent.why = step_rewards(agent.turns, agent.credits), score.why
         made_of = partial(record, agent.turns, reward=score.reward, agent=agent.number, teacher=score.teacher)
         trajectories.append(await asyncio.to_thread(made_of, rewards=score.rewards if credited is None else credited))
     return tuple(trajectories)

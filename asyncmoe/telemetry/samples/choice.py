@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from random import Random
 
+import numpy as np
+
 from asyncmoe.config import Config
 
 
@@ -45,3 +47,8 @@ def kept(size: int, most: int) -> tuple[int, int]:
     if size <= most:
         return size, 0
     return most - most // 2, most // 2
+
+
+def ends(values: np.ndarray, head: int, tail: int) -> np.ndarray:
+    """Return the first `head` and last `tail` values."""
+    return values if head + tail == len(values) else np.concatenate([values[:head], values[len(values) - tail :]])

@@ -24,7 +24,7 @@ def colour_of(name: str) -> Colour:
     """Return a way to colour tokens. Raises UserError if there is none of that name."""
     if name not in COLOURS:
         raise UserError("--colour", got=name, expected=f"one of {', '.join(COLOURS)}")
-    return cast(Colour, name)
+    return name
 
 
 def outcome_of(name: str | None) -> Outcome | None:

@@ -219,7 +219,7 @@ def _heads(path: Path, notes: _Notes) -> Iterator[tuple[Place, _Head]]:
     """Yield the heads of a file's records. A missing file has none; lines that cannot be read are noted and left out."""
     if not path.is_file():
         return
-    decoder, begin, name = msgspec.json.Decoder(_Head), 0, f"{FOLDER}/{path.name}"
+    decoder, begin, name, full = msgspec.json.Decoder(_Head), 0, f"{FOLDER}/{path.name}", None
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
             place, begin = Place(begin, len(line)), begin + len(line)
@@ -235,9 +235,10 @@ def _heads(path: Path, notes: _Notes) -> Iterator[tuple[Place, _Head]]:
                 raise DataError(
                     str(path), got=f"samples of format {head.format}", expected=f"at most {FORMAT}", hint="read them with a newer asyncmoe"
                 )
-            if isinstance(head, Full):
-                notes.add(f"the samples stopped when {FOLDER} reached telemetry.samples.max_bytes={head.bound}")
+            full = head if isinstance(head, Full) else None
             yield place, head
+    if full is not None:
+        notes.add(f"the samples stopped when {FOLDER} reached telemetry.samples.max_bytes={full.bound}")
 
 
 def _record(path: Path, place: Place, kind: type[Any]) -> Any:

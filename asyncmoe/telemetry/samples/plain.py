@@ -47,6 +47,7 @@ def lines(sample: Sample) -> Iterator[str]:
             reward=_short(member.reward),
             advantage=_short(advantage(trained)),
             finish=member.finish or None,
+            why=member.why or None,
             failure=member.failure or None,
             tokens=sum(count for role, count in member.roles if role == "response"),
             versions=sorted({version for version, _ in member.versions}),

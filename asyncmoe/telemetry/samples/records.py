@@ -99,6 +99,7 @@ class Member(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         teacher: the teacher's log-probability of each kept sampled token.
         seconds: duration of each stage, by name.
         digest: see `digest_of`; None if it is no whole trajectory.
+        why: what the scorer says about the reward.
         failure: why it was rejected, or "cancelled": its group had failed or was complete.
     """
 
@@ -119,6 +120,7 @@ class Member(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     calls: Sequence[ToolCall] = ()
     seconds: Mapping[str, float] = {}
     digest: int | None = None
+    why: str = ""
     failure: str = ""
 
 

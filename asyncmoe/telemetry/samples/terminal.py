@@ -78,6 +78,8 @@ def _response(
         parts.append(line)
     for at, reward in member.rewards:
         parts.append(Text(f"step that ends at token {at}: reward {number(reward)}", style="dim"))
+    if member.why:
+        parts.append(Text.assemble(("why ", "bold"), visible(member.why)))
     if member.failure:
         parts.append(Text(visible(member.failure), style="red"))
     parts.append(Text(_figures(member, said, trained), style="dim"))

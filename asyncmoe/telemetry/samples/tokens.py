@@ -63,13 +63,16 @@ def tokens_of(group: Group, member: Member, trained: Trained | None) -> list[Tok
     sides = None if trained is None else _Trained(trained)
     place = 0
     for stretch in (shared, member.rest):
-        for i, (id, piece) in enumerate(zip(stretch.tokens, stretch.pieces, strict=True)):
-            if i == stretch.after and stretch.left_out:
-                found.append(Gap(place, stretch.left_out, roles[place] if place < len(roles) else "observation"))
-                ordinal += roles[place : place + stretch.left_out].count("response")
-                place += stretch.left_out
-            role = roles[place] if place < len(roles) else "observation"
-            token = Token(place, id, piece, role)
+        kept_tokens = [*zip(stretch.tokens, stretch.pieces, strict=True)]
+        gap = [stretch.left_out] if stretch.left_out else []
+        for part in (*kept_tokens[: stretch.after], *gap, *kept_tokens[stretch.after :]):
+            role = roles[place]
+            if isinstance(part, int):
+                found.append(Gap(place, part, role))
+                ordinal += roles[place : place + part].count("response")
+                place += part
+                continue
+            token = Token(place, *part, role)
             if role == "response":
                 version = versions[ordinal] if ordinal < len(versions) else None
                 token = _sampled(token, version, engine.at(ordinal), teacher.at(ordinal), sides, ordinal)

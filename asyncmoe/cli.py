@@ -299,12 +299,12 @@ def show(
     step's. docs/guides/samples.md explains what is shown.
     """
     from asyncmoe.telemetry.samples import command
-    from asyncmoe.telemetry.samples.select import Wanted
+    from asyncmoe.telemetry.samples.select import SampleQuery
 
     for first, second in (("--worst", "--best"), ("--plain", "--json")):
         if all({"--worst": worst, "--best": best, "--plain": plain, "--json": as_json}[name] for name in (first, second)):
             raise UserError("asyncmoe show", got=f"{first} and {second}", expected="one of them")
-    wanted = Wanted(step, group, version, command.outcome_of(outcome), "worst" if worst else "best" if best else "newest", limit)
+    wanted = SampleQuery(step, group, version, command.outcome_of(outcome), "worst" if worst else "best" if best else "newest", limit)
     form: command.Form = "json" if as_json else "plain" if plain or not sys.stdout.isatty() else "terminal"
     command.show(run_dir, wanted, form, command.colour_of(colour), tokens)
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from asyncmoe.config import Config
 from asyncmoe.errors import TrajectoryRejected
-from asyncmoe.queue.group_buffer import Group as QueuedGroup
+from asyncmoe.queue.group_buffer import Group
 from asyncmoe.rollout.engines.types import VersionSpan
 from asyncmoe.rollout.episodes.environment import Agent, Episode
 from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId
@@ -25,7 +25,7 @@ from asyncmoe.rollout.tasks import Prompt
 from asyncmoe.telemetry.samples import records
 from asyncmoe.telemetry.samples.choice import Choice, choice_of, ends, kept
 from asyncmoe.telemetry.samples.file import SampleFile
-from asyncmoe.telemetry.samples.records import Fate, Member, Role, Stale, Stretch, ToolCall
+from asyncmoe.telemetry.samples.records import Fate, Role, SampledMember, Stale, Stretch, ToolCall
 from asyncmoe.trajectory import Trajectory
 
 _SHOWN = 2000
@@ -129,7 +129,7 @@ class Samples:
         now = time.time()
         async with self._writing:  # the memory that one group takes, not that of all that end at once
             members = [await self._member(place, part, one, shared) for place, one in ended for part in one.parts]
-            record = records.Group(
+            record = records.SampledGroup(
                 time=now,
                 group=group,
                 attempt=attempt,
@@ -147,7 +147,7 @@ class Samples:
             else:
                 await asyncio.to_thread(self._file.write, record)
 
-    def stale(self, groups: Sequence[QueuedGroup], requeued: bool, version: int) -> None:
+    def stale(self, groups: Sequence[Group], requeued: bool, version: int) -> None:
         """Write that groups were too old for a step that begins at `version`."""
         for group in groups:
             if self._choice.takes(group.number):
@@ -167,7 +167,7 @@ class Samples:
         """Close the file."""
         self._file.close()
 
-    async def _member(self, place: EpisodeId, part: _Part, ended: _Ended, shared: tuple[int, ...]) -> Member:
+    async def _member(self, place: EpisodeId, part: _Part, ended: _Ended, shared: tuple[int, ...]) -> SampledMember:
         result = ended.results.get(part.number)
         roles = _roles(part)
         begins = bool(part.turns) and part.turns[0].given == shared
@@ -175,7 +175,7 @@ class Samples:
         head, tail = kept(len(sampled), self._most)
         rewards = None if result is None else result.rewards
         teacher = None if result is None else result.teacher
-        return Member(
+        return SampledMember(
             key=place.key(part.number),
             episode=place.episode,
             agent=part.number,

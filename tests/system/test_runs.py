@@ -15,7 +15,7 @@ import pytest
 from asyncmoe import checkpoints
 from asyncmoe.telemetry.samples.index import index, load
 from asyncmoe.telemetry.samples.records import CLIPPED
-from asyncmoe.telemetry.samples.tokens import Token, tokens_of
+from asyncmoe.telemetry.samples.tokens import TokenView, tokens_of
 from tests.system.runs import REPOSITORY, Command, metrics, refused, run, start, wait_for
 
 pytestmark = pytest.mark.system
@@ -83,7 +83,7 @@ def test_samples_of_all_groups_have_the_figures_of_the_metrics(finished: Path) -
         assert [len(sample.trained) for sample in samples] == [4] * 4
         assert fmean(member.reward for _, member in members) == pytest.approx(step["reward_mean"])
         every = [one for sample, member in members for one in tokens_of(sample.group, member, sample.trained[member.key])]
-        said = [one for one in every if isinstance(one, Token) and one.role == "response"]
+        said = [one for one in every if isinstance(one, TokenView) and one.role == "response"]
         assert len(said) == sum(step["ages"].values())
         drift = [one.trainer - one.engine for one in said]
         assert fmean(map(abs, drift)) == pytest.approx(step["logprob_diff_mean"], abs=2e-5)

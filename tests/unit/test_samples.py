@@ -26,11 +26,10 @@ from asyncmoe.rollout.producer import Producer
 from asyncmoe.rollout.scoring import Sample, Score, parse_score
 from asyncmoe.telemetry.records import JsonLines
 from asyncmoe.telemetry.samples.choice import Choice, kept
-from asyncmoe.telemetry.samples.index import Sample as Kept
-from asyncmoe.telemetry.samples.index import index, load
+from asyncmoe.telemetry.samples.index import GroupSample, index, load
 from asyncmoe.telemetry.samples.plain import text_of
 from asyncmoe.telemetry.samples.records import CLIPPED, NO_WEIGHT, REJECTED, TRAINED
-from asyncmoe.telemetry.samples.tokens import Gap, Token, tokens_of
+from asyncmoe.telemetry.samples.tokens import Gap, TokenView, tokens_of
 from asyncmoe.trainer.model import collectives
 from asyncmoe.trainer.objective import Rows, policy_loss, segments
 from asyncmoe.trainer.samples import _STATES, _states
@@ -43,19 +42,19 @@ def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(collectives, "total", lambda tensor: tensor)
 
 
-def only(run_dir: Path) -> Kept:
+def only(run_dir: Path) -> GroupSample:
     found = index(run_dir)
     (entry,) = found.entries
     return load(found, entry)
 
 
-def tokens(sample: Kept, member: int = 0) -> list[Token | Gap]:
+def tokens(sample: GroupSample, member: int = 0) -> list[TokenView | Gap]:
     one = sample.group.members[member]
     return tokens_of(sample.group, one, sample.trained.get(one.key))
 
 
-def responses(sample: Kept, member: int = 0) -> list[Token]:
-    return [one for one in tokens(sample, member) if isinstance(one, Token) and one.role == "response"]
+def responses(sample: GroupSample, member: int = 0) -> list[TokenView]:
+    return [one for one in tokens(sample, member) if isinstance(one, TokenView) and one.role == "response"]
 
 
 # ---------------------------------------------------------------- the choice
@@ -98,7 +97,7 @@ def test_the_halves_of_a_trajectory_meet_token_by_token(tmp_path: Path) -> None:
     assert (sample.entry.outcome, sample.entry.step, sample.entry.reward) == ("trained", 5, 0.5)
     assert (sample.group.question, sample.group.answer) == ("12+7=", "19")
     for i, trajectory in enumerate(made):
-        every = [one for one in tokens(sample, i) if isinstance(one, Token)]
+        every = [one for one in tokens(sample, i) if isinstance(one, TokenView)]
         assert [one.id for one in every] == trajectory.tokens.tolist()
         assert [one.role == "response" for one in every] == trajectory.loss_mask.tolist()
         assert "".join(one.piece for one in every) == run.tokenizer.decode_all(trajectory.tokens.tolist())
@@ -110,7 +109,7 @@ def test_the_halves_of_a_trajectory_meet_token_by_token(tmp_path: Path) -> None:
         assert {one.advantage for one in said} == {1.0 - 2.0 * i}
         assert sample.group.members[i].reward == trajectory.reward
     assert all(
-        one.version is one.engine is one.trainer is None for one in tokens(sample) if isinstance(one, Token) and one.role == "prompt"
+        one.version is one.engine is one.trainer is None for one in tokens(sample) if isinstance(one, TokenView) and one.role == "prompt"
     )
 
 
@@ -177,7 +176,7 @@ def test_long_trajectories_lose_their_middle_on_both_sides(tmp_path: Path) -> No
     np.testing.assert_allclose([one.engine for one in left], [*full[:4], *full[-3:]], atol=1e-5)
     np.testing.assert_allclose([one.trainer for one in left], np.array([*full[:4], *full[-3:]]) + 0.1, atol=1e-5)
     assert [one.version for one in left] == [3, 3, 3, 3, 4, 4, 4]
-    assert [one.place for one in every if isinstance(one, Token)] == [*range(4), *range(13, 20), *range(34, 37)]
+    assert [one.place for one in every if isinstance(one, TokenView)] == [*range(4), *range(13, 20), *range(34, 37)]
     assert text_of(every) == "0123[14 tokens left out]ij<eos>"
 
 

@@ -24,7 +24,7 @@ from asyncmoe.rollout.pieces import BROKEN, Pieces
 from asyncmoe.telemetry.samples import command, terminal
 from asyncmoe.telemetry.samples.colours import COLOURS, Colour
 from asyncmoe.telemetry.samples.index import index, load
-from asyncmoe.telemetry.samples.select import Wanted, select, summary
+from asyncmoe.telemetry.samples.select import SampleQuery, select, summary
 from asyncmoe.telemetry.samples.visible import escaped, visible
 from asyncmoe.trainer.model import collectives
 from tests.unit.sampled_run import SampledRun
@@ -67,19 +67,19 @@ def printed(*arguments: str) -> list[str]:
 
 def test_without_conditions_the_newest_step_is_shown(run_dir: Path) -> None:
     found = index(run_dir)
-    assert [entry.step for entry in select(found, Wanted())] == [7]
+    assert [entry.step for entry in select(found, SampleQuery())] == [7]
     assert summary(found) == "3 groups: 3 trained (steps 5 to 7)"
 
 
 def test_conditions_and_orders(run_dir: Path) -> None:
     found = index(run_dir)
-    assert [entry.group for entry in select(found, Wanted(order="worst"))] == [1, 0, 2]
-    assert [entry.group for entry in select(found, Wanted(order="best", limit=1))] == [2]
-    assert [entry.group for entry in select(found, Wanted(step=6))] == [1]
-    assert [entry.group for entry in select(found, Wanted(version=4, limit=2))] == [2, 1]
-    assert [entry.group for entry in select(found, Wanted(group=0, outcome="trained"))] == [0]
+    assert [entry.group for entry in select(found, SampleQuery(order="worst"))] == [1, 0, 2]
+    assert [entry.group for entry in select(found, SampleQuery(order="best", limit=1))] == [2]
+    assert [entry.group for entry in select(found, SampleQuery(step=6))] == [1]
+    assert [entry.group for entry in select(found, SampleQuery(version=4, limit=2))] == [2, 1]
+    assert [entry.group for entry in select(found, SampleQuery(group=0, outcome="trained"))] == [0]
     with pytest.raises(DataError, match=r"no group in step 9 that was rejected, expected 3 groups: 3 trained \(steps 5 to 7\)"):
-        select(found, Wanted(step=9, outcome="rejected"))
+        select(found, SampleQuery(step=9, outcome="rejected"))
 
 
 # ---------------------------------------------------------------- printing
@@ -185,7 +185,7 @@ def test_help_teaches() -> None:
 
 def test_notes_go_beside_the_output(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (run_dir / "samples" / "trainer.jsonl").unlink()
-    command.show(run_dir, Wanted(), "json", "version", 0)
+    command.show(run_dir, SampleQuery(), "json", "version", 0)
     out, error = capsys.readouterr()
     assert all(json.loads(line) for line in out.splitlines())
     assert error.startswith("note: samples/trainer.jsonl is missing")

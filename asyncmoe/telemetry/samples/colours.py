@@ -10,7 +10,7 @@ from rich.color import Color
 from rich.style import Style
 
 from asyncmoe.telemetry.samples.records import CAPPED, CLIPPED, REJECTED, TRAINED
-from asyncmoe.telemetry.samples.tokens import Token
+from asyncmoe.telemetry.samples.tokens import TokenView
 
 Colour = Literal["version", "logprob", "ratio", "mask", "mismatch"]
 COLOURS: tuple[Colour, ...] = get_args(Colour)
@@ -34,7 +34,7 @@ LEGENDS: dict[Colour, str] = {
 }
 
 
-def style_of(token: Token, colour: Colour, versions: Sequence[int], layers: int) -> Style:
+def style_of(token: TokenView, colour: Colour, versions: Sequence[int], layers: int) -> Style:
     """Return the style of a token; tokens that were given, not sampled, are dim.
 
     Args:

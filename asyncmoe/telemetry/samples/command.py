@@ -14,7 +14,7 @@ from asyncmoe.errors import UserError
 from asyncmoe.telemetry.samples import plain, terminal
 from asyncmoe.telemetry.samples.colours import COLOURS, Colour
 from asyncmoe.telemetry.samples.index import Entry, Index, Outcome, index, load
-from asyncmoe.telemetry.samples.select import Wanted, select, summary
+from asyncmoe.telemetry.samples.select import SampleQuery, select, summary
 from asyncmoe.telemetry.samples.visible import visible
 
 Form = Literal["terminal", "plain", "json"]
@@ -34,7 +34,7 @@ def outcome_of(name: str | None) -> Outcome | None:
     return cast("Outcome | None", name)
 
 
-def show(run_dir: Path, wanted: Wanted, form: Form, colour: Colour, tokens: int) -> None:
+def show(run_dir: Path, wanted: SampleQuery, form: Form, colour: Colour, tokens: int) -> None:
     """Print samples of a run to standard output, and what a reader should know about them to standard error.
 
     Raises:

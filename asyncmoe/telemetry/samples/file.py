@@ -13,7 +13,7 @@ import msgspec
 from asyncmoe.errors import StorageError
 from asyncmoe.storage import writing
 from asyncmoe.telemetry.records import JsonLines
-from asyncmoe.telemetry.samples.records import FOLDER, FORMAT, ROLLOUT_SAMPLES, TRAINER_SAMPLES, Begin, Full, Line
+from asyncmoe.telemetry.samples.records import FOLDER, FORMAT, ROLLOUT_SAMPLES, TRAINER_SAMPLES, Begin, Full, SampleRecord
 
 log = logging.getLogger(__name__)
 _KEPT_FREE = 256
@@ -49,7 +49,7 @@ class SampleFile:
         """Whether records are still written."""
         return self._lines is not None
 
-    def write(self, *records: Line) -> None:
+    def write(self, *records: SampleRecord) -> None:
         """Append records; all or none of them if the bound is near."""
         text = b"".join(msgspec.json.encode(record) + b"\n" for record in records)
         with self._lock:

@@ -11,7 +11,7 @@ import msgspec
 import yaml
 
 from asyncmoe.errors import DataError
-from asyncmoe.telemetry.samples.records import FOLDER, FORMAT, ROLLOUT_SAMPLES, TRAINER_SAMPLES, Begin, Full, Group, Stale, Trained
+from asyncmoe.telemetry.samples.records import FOLDER, FORMAT, ROLLOUT_SAMPLES, TRAINER_SAMPLES, Begin, Full, SampledGroup, Stale, Trained
 
 Outcome = Literal["trained", "queued", "dropped", "requeued", "rejected", "lost"]
 """What became of a group. queued: it waits, or nothing more was written of it. lost: the run was started again before it was trained, or
@@ -26,7 +26,7 @@ class _MemberHead(msgspec.Struct):
 
 
 class _GroupHead(msgspec.Struct, tag_field="record", tag="group"):
-    """The part of a `Group` that an index needs."""
+    """The part of a `SampledGroup` that an index needs."""
 
     time: float
     group: int
@@ -100,11 +100,11 @@ class Index:
 
 
 @dataclass(frozen=True)
-class Sample:
+class GroupSample:
     """A kept group with all its records; `trained` by key."""
 
     entry: Entry
-    group: Group
+    group: SampledGroup
     trained: Mapping[str, Trained]
 
 
@@ -128,16 +128,16 @@ def index(run_dir: Path) -> Index:
     return Index(run_dir, entries, notes.said)
 
 
-def load(found: Index, entry: Entry) -> Sample:
+def load(found: Index, entry: Entry) -> GroupSample:
     """Read the records of a group.
 
     Raises:
         DataError: a record has changed since the index was made, or is malformed.
     """
     folder = found.run_dir / FOLDER
-    group = _record(folder / ROLLOUT_SAMPLES, entry.place, Group)
+    group = _record(folder / ROLLOUT_SAMPLES, entry.place, SampledGroup)
     trained = {key: _record(folder / TRAINER_SAMPLES, place, Trained) for key, place in entry.trained.items()}
-    return Sample(entry, group, trained)
+    return GroupSample(entry, group, trained)
 
 
 class _Notes:

@@ -9,15 +9,15 @@ from typing import Any
 
 import msgspec
 
-from asyncmoe.telemetry.samples.index import Sample
-from asyncmoe.telemetry.samples.records import REJECTED, TRAINED, Member, Trained
-from asyncmoe.telemetry.samples.tokens import Gap, Token, tokens_of
+from asyncmoe.telemetry.samples.index import GroupSample
+from asyncmoe.telemetry.samples.records import REJECTED, TRAINED, SampledMember, Trained
+from asyncmoe.telemetry.samples.tokens import Gap, TokenView, tokens_of
 from asyncmoe.telemetry.samples.visible import escaped
 
 _COLUMNS = ("id", "piece", "role", "version", "engine", "trainer", "ratio", "advantage", "weight", "teacher", "state", "mismatch")
 
 
-def lines(sample: Sample) -> Iterator[str]:
+def lines(sample: GroupSample) -> Iterator[str]:
     """Yield a line for the group, one for each response, and one for each tool call.
 
     A line is a kind and fields `name=value`, separated by tabs. Values are JSON: texts are quoted, and no line has a tab or a control
@@ -58,7 +58,7 @@ def lines(sample: Sample) -> Iterator[str]:
             yield _line("call", key=member.key, **msgspec.to_builtins(call))
 
 
-def as_json(sample: Sample) -> str:
+def as_json(sample: GroupSample) -> str:
     """Return a group as one line of JSON, with a list for each property of its tokens; what was left out is named in `gaps`."""
     entry, group = sample.entry, sample.group
     members = [_member(sample, member) for member in group.members]
@@ -100,15 +100,15 @@ def state_words(state: str) -> str:
     return known.get(state) or f"rejected by {REJECTED.get(state, state)}"
 
 
-def text_of(tokens: list[Token | Gap]) -> str:
+def text_of(tokens: list[TokenView | Gap]) -> str:
     """Return the text after the prompt, with a mark for what was left out."""
     return "".join(f"[{one.count} tokens left out]" if isinstance(one, Gap) else one.piece for one in tokens if one.role != "prompt")
 
 
-def _member(sample: Sample, member: Member) -> Mapping[str, Any]:
+def _member(sample: GroupSample, member: SampledMember) -> Mapping[str, Any]:
     trained = sample.trained.get(member.key)
     every = tokens_of(sample.group, member, trained)
-    tokens = [token for token in every if isinstance(token, Token)]
+    tokens = [token for token in every if isinstance(token, TokenView)]
     named = [name for name in member.__struct_fields__ if name not in ("shared", "rest", "logprobs", "teacher", "digest", "calls")]
     return {
         **{name: getattr(member, name) for name in named},

@@ -1,6 +1,6 @@
 """The records of sampled trajectories, one JSON object per line.
 
-samples/rollout.jsonl  Begin once per start of the controller, Group, Stale; written by the controller
+samples/rollout.jsonl  Begin once per start of the controller, SampledGroup, Stale; written by the controller
 samples/trainer.jsonl  Begin once per start of the trainer, Trained; written by trainer rank 0
 
 The last line of a file that reached its bound is Full. A trajectory's halves have the same key and digest: a key names a trajectory within
@@ -38,14 +38,14 @@ REJECTED: Mapping[str, str] = {
 """Letters of `Trained.states` for tokens that are not trained on, and the rule of objective.correction that rejects them."""
 
 
-class Line(msgspec.Struct, frozen=True, kw_only=True, tag_field="record", omit_defaults=True):
+class SampleRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="record", omit_defaults=True):
     """Base of all records."""
 
     time: float
     """Unix seconds."""
 
 
-class Begin(Line, frozen=True, kw_only=True, tag="begin"):
+class Begin(SampleRecord, frozen=True, kw_only=True, tag="begin"):
     """The process begins after `step` optimizer steps. Records of later steps before this line belong to steps that were trained again."""
 
     format: int
@@ -82,7 +82,7 @@ class ToolCall(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     seconds: float
 
 
-class Member(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class SampledMember(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One agent's part in an episode: T tokens, S of them sampled.
 
     Attributes:
@@ -124,7 +124,7 @@ class Member(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     failure: str = ""
 
 
-class Group(Line, frozen=True, kw_only=True, tag="group"):
+class SampledGroup(SampleRecord, frozen=True, kw_only=True, tag="group"):
     """All responses to one prompt, written when the group was complete or had failed.
 
     Attributes:
@@ -146,10 +146,10 @@ class Group(Line, frozen=True, kw_only=True, tag="group"):
     question: str
     answer: str
     prompt: Stretch = Stretch()
-    members: Sequence[Member] = ()
+    members: Sequence[SampledMember] = ()
 
 
-class Stale(Line, frozen=True, kw_only=True, tag="stale"):
+class Stale(SampleRecord, frozen=True, kw_only=True, tag="stale"):
     """A queued group left the queue untrained, because its oldest token was of `oldest` when the trainer had `version`."""
 
     group: int
@@ -160,7 +160,7 @@ class Stale(Line, frozen=True, kw_only=True, tag="stale"):
     oldest: int
 
 
-class Trained(Line, frozen=True, kw_only=True, tag="trained"):
+class Trained(SampleRecord, frozen=True, kw_only=True, tag="trained"):
     """What the trainer made of a trajectory; values of sampled tokens in order, of which `kept` of the first and last are there.
 
     Attributes:
@@ -192,7 +192,7 @@ class Trained(Line, frozen=True, kw_only=True, tag="trained"):
     group_weight: float = 1.0
 
 
-class Full(Line, frozen=True, kw_only=True, tag="full"):
+class Full(SampleRecord, frozen=True, kw_only=True, tag="full"):
     """The folder has reached telemetry.samples.max_bytes, which was `bound`; nothing follows."""
 
     bound: int

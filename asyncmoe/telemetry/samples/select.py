@@ -14,7 +14,7 @@ DEFAULT_LIMIT = 3
 
 
 @dataclass(frozen=True)
-class Wanted:
+class SampleQuery:
     """What to show; None: anything.
 
     Attributes:
@@ -34,7 +34,7 @@ class Wanted:
     limit: int | None = None
 
 
-def select(found: Index, wanted: Wanted) -> list[Entry]:
+def select(found: Index, wanted: SampleQuery) -> list[Entry]:
     """Return the groups to show. Without any condition: those of the newest step that trained kept groups.
 
     Raises:
@@ -73,7 +73,7 @@ def summary(found: Index) -> str:
     return f"{total} group{'' if total == 1 else 's'}: {', '.join(parts)}"
 
 
-def _is(entry: Entry, wanted: Wanted) -> bool:
+def _is(entry: Entry, wanted: SampleQuery) -> bool:
     tests: Sequence[tuple[object, Callable[[], bool]]] = (
         (wanted.step, lambda: entry.step == wanted.step),
         (wanted.group, lambda: entry.group == wanted.group),
@@ -83,7 +83,7 @@ def _is(entry: Entry, wanted: Wanted) -> bool:
     return all(asked is None or test() for asked, test in tests)
 
 
-def _words(wanted: Wanted) -> str:
+def _words(wanted: SampleQuery) -> str:
     conditions = (("in step", wanted.step), ("with number", wanted.group), ("with tokens of version", wanted.version))
     words = [f"{name} {value}" for name, value in conditions if value is not None]
     return " ".join([*words, *([f"that was {wanted.outcome}"] if wanted.outcome else [])])

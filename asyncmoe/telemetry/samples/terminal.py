@@ -14,10 +14,10 @@ from rich.text import Text
 from asyncmoe.telemetry.format import number, percent
 from asyncmoe.telemetry.samples.choice import kept
 from asyncmoe.telemetry.samples.colours import GIVEN, LEGENDS, Colour, style_of, version_legend
-from asyncmoe.telemetry.samples.index import Sample
+from asyncmoe.telemetry.samples.index import GroupSample
 from asyncmoe.telemetry.samples.plain import advantage, state_words, trained_share
-from asyncmoe.telemetry.samples.records import Member, Trained
-from asyncmoe.telemetry.samples.tokens import Gap, Token, tokens_of
+from asyncmoe.telemetry.samples.records import SampledMember, Trained
+from asyncmoe.telemetry.samples.tokens import Gap, TokenView, tokens_of
 from asyncmoe.telemetry.samples.visible import visible
 
 _BORDERS = {"trained": "green", "queued": "blue", "dropped": "yellow", "requeued": "yellow", "lost": "yellow", "rejected": "red"}
@@ -25,7 +25,7 @@ _LEAST_WIDTH, _MOST_LINES = 38, 12
 """Columns of a response beside others, at least; lines that it may fill there."""
 
 
-def show(sample: Sample, console: Console, colour: Colour, tokens: int) -> None:
+def show(sample: GroupSample, console: Console, colour: Colour, tokens: int) -> None:
     """Print a group.
 
     Args:
@@ -33,7 +33,7 @@ def show(sample: Sample, console: Console, colour: Colour, tokens: int) -> None:
     """
     group = sample.group
     every = [tokens_of(group, member, sample.trained.get(member.key)) for member in group.members]
-    versions = sorted({token.version for one in every for token in one if isinstance(token, Token) and token.version is not None})
+    versions = sorted({token.version for one in every for token in one if isinstance(token, TokenView) and token.version is not None})
     console.print(_title(sample))
     prompts = [_prompt(one) for one in every if _prompt(one)]
     if prompts:
@@ -49,7 +49,7 @@ def show(sample: Sample, console: Console, colour: Colour, tokens: int) -> None:
     console.print(_legend(colour, versions))
 
 
-def _title(sample: Sample) -> Text:
+def _title(sample: GroupSample) -> Text:
     entry, group = sample.entry, sample.group
     title = Text.assemble(("group ", "bold"), (str(group.group), "bold"), f" · {entry.outcome}", style=_BORDERS[entry.outcome])
     title.append(f" in step {entry.step}" if entry.step is not None else "")
@@ -61,14 +61,14 @@ def _title(sample: Sample) -> Text:
     return title
 
 
-def _prompt(tokens: Sequence[Token | Gap]) -> list[Token | Gap]:
+def _prompt(tokens: Sequence[TokenView | Gap]) -> list[TokenView | Gap]:
     """Return the tokens before the first response."""
     first = next((i for i, one in enumerate(tokens) if one.role != "prompt"), len(tokens))
     return list(tokens[:first])
 
 
 def _response(
-    member: Member, tokens: Sequence[Token | Gap], trained: Trained | None, colour: Colour, versions: Sequence[int], most: int
+    member: SampledMember, tokens: Sequence[TokenView | Gap], trained: Trained | None, colour: Colour, versions: Sequence[int], most: int
 ) -> Panel:
     said = list(tokens[len(_prompt(tokens)) :])
     parts: list[RenderableType] = [_text(_shortened(said, most), colour, versions, 0 if trained is None else trained.layers)]
@@ -91,15 +91,15 @@ def _response(
     )
 
 
-def _name(member: Member) -> str:
+def _name(member: SampledMember) -> str:
     reward = "no reward" if member.reward is None else f"reward {number(member.reward)}"
     agent = "" if member.name in ("", "policy") else f" {visible(member.name)}"
     again = f" attempt {member.attempt}" if member.attempt else ""
     return f"response {member.episode}{agent}{again} · {reward}"
 
 
-def _figures(member: Member, said: Sequence[Token | Gap], trained: Trained | None) -> str:
-    sampled = [one for one in said if isinstance(one, Token) and one.role == "response"]
+def _figures(member: SampledMember, said: Sequence[TokenView | Gap], trained: Trained | None) -> str:
+    sampled = [one for one in said if isinstance(one, TokenView) and one.role == "response"]
     count = sum(size for role, size in member.roles if role == "response")
     parts = [f"{count} tokens" if count != 1 else "1 token", *([member.finish] if member.finish else [])]
     if trained is None:
@@ -119,7 +119,7 @@ def _figures(member: Member, said: Sequence[Token | Gap], trained: Trained | Non
     return " · ".join(parts)
 
 
-def _shortened(tokens: list[Token | Gap], most: int) -> list[Token | Gap]:
+def _shortened(tokens: list[TokenView | Gap], most: int) -> list[TokenView | Gap]:
     if not most or len(tokens) <= most:
         return tokens
     head, tail = kept(len(tokens), most)
@@ -128,7 +128,7 @@ def _shortened(tokens: list[Token | Gap], most: int) -> list[Token | Gap]:
     return [*tokens[:head], Gap(cut[0].place, count, cut[0].role), *tokens[len(tokens) - tail :]]
 
 
-def _text(tokens: Sequence[Token | Gap], colour: Colour, versions: Sequence[int], layers: int) -> Text:
+def _text(tokens: Sequence[TokenView | Gap], colour: Colour, versions: Sequence[int], layers: int) -> Text:
     text = Text(overflow="fold")
     for one in tokens:
         if isinstance(one, Gap):
@@ -138,9 +138,9 @@ def _text(tokens: Sequence[Token | Gap], colour: Colour, versions: Sequence[int]
     return text
 
 
-def _beside(panels: list[Panel], every: Sequence[Sequence[Token | Gap]], most: int, width: int) -> RenderableType:
+def _beside(panels: list[Panel], every: Sequence[Sequence[TokenView | Gap]], most: int, width: int) -> RenderableType:
     """Lay panels out beside each other if they are short, else one below the other."""
-    longest = max((sum(len(one.piece) for one in tokens if isinstance(one, Token)) for tokens in every), default=0)
+    longest = max((sum(len(one.piece) for one in tokens if isinstance(one, TokenView)) for tokens in every), default=0)
     longest = min(longest, 8 * most) if most else longest
     across = next((n for n in (4, 3, 2) if width // n >= _LEAST_WIDTH and longest <= (width // n - 4) * _MOST_LINES), 1)
     if across == 1 or len(panels) == 1:

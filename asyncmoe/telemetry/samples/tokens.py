@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from itertools import chain, repeat
 
 from asyncmoe.telemetry.samples.choice import kept
-from asyncmoe.telemetry.samples.records import Group, Member, Role, Stretch, Trained, Value
+from asyncmoe.telemetry.samples.records import Role, SampledGroup, SampledMember, Stretch, Trained, Value
 
 _LIMIT = 20.0
 """Log-ratios are clamped to this, as in the objective."""
 
 
 @dataclass(frozen=True, slots=True)
-class Token:
+class TokenView:
     """A token as both sides saw it; None: not sampled, not known, or not finite.
 
     Attributes:
@@ -52,11 +52,11 @@ class Gap:
     role: Role
 
 
-def tokens_of(group: Group, member: Member, trained: Trained | None) -> list[Token | Gap]:
+def tokens_of(group: SampledGroup, member: SampledMember, trained: Trained | None) -> list[TokenView | Gap]:
     """Return the tokens of a member in order; `Gap`s stand for those that were left out."""
     shared = group.prompt if member.shared else Stretch()
     roles = list(chain.from_iterable(repeat(role, count) for role, count in member.roles))
-    found: list[Token | Gap] = []
+    found: list[TokenView | Gap] = []
     ordinal = 0
     versions = list(chain.from_iterable(repeat(version, count) for version, count in member.versions))
     engine, teacher = _Kept(member.logprobs, len(versions)), _Kept(member.teacher, len(versions))
@@ -65,14 +65,15 @@ def tokens_of(group: Group, member: Member, trained: Trained | None) -> list[Tok
     for stretch in (shared, member.rest):
         kept_tokens = [*zip(stretch.tokens, stretch.pieces, strict=True)]
         gap = [stretch.left_out] if stretch.left_out else []
-        for part in (*kept_tokens[: stretch.after], *gap, *kept_tokens[stretch.after :]):
+        parts: Sequence[tuple[int, str] | int] = (*kept_tokens[: stretch.after], *gap, *kept_tokens[stretch.after :])
+        for part in parts:
             role = roles[place]
             if isinstance(part, int):
                 found.append(Gap(place, part, role))
                 ordinal += roles[place : place + part].count("response")
                 place += part
                 continue
-            token = Token(place, *part, role)
+            token = TokenView(place, part[0], part[1], role)
             if role == "response":
                 version = versions[ordinal] if ordinal < len(versions) else None
                 token = _sampled(token, version, engine.at(ordinal), teacher.at(ordinal), sides, ordinal)
@@ -108,12 +109,12 @@ class _Trained:
         return _Kept([float(values)] * self._size if isinstance(values, int | float) else values, self._size)
 
 
-def _sampled(token: Token, version: int | None, engine: Value, teacher: Value, sides: _Trained | None, ordinal: int) -> Token:
+def _sampled(token: TokenView, version: int | None, engine: Value, teacher: Value, sides: _Trained | None, ordinal: int) -> TokenView:
     if sides is None:
-        return Token(token.place, token.id, token.piece, token.role, version, engine, teacher=teacher)
+        return TokenView(token.place, token.id, token.piece, token.role, version, engine, teacher=teacher)
     trainer, state, mismatch = sides.logprobs.at(ordinal), sides.states.at(ordinal), sides.mismatch.at(ordinal)
     ratio = None if trainer is None or engine is None else math.exp(max(-_LIMIT, min(_LIMIT, trainer - engine)))
-    return Token(
+    return TokenView(
         token.place,
         token.id,
         token.piece,

@@ -16,8 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Coroutine, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -26,12 +25,11 @@ from statistics import fmean, median, stdev
 from typing import Any
 
 import numpy as np
-import psutil
 
 from asyncmoe.errors import InvariantBroken, UserError
-from asyncmoe.telemetry.records import read_steps
-from asyncmoe.telemetry.schema import METRICS
 from benchmarks.provenance import here
+from benchmarks.samples_accounts import Accounts
+from benchmarks.samples_demo import demo
 
 SIZES = {"groups_per_step": 16, "group_size": 8}
 SHAPE = {"layers": 2, "hidden": 64, "experts": 8, "experts_per_token": 2, "expert_hidden": 64}
@@ -40,9 +38,6 @@ CASES = {"short": (6, 12), "long": (128, 5)}
 _SETTLE = 2
 """First steps of a run, which are not measured."""
 _LEAST_PAIRS = 10
-_DEMO_S = 500.0
-_DEMO_LEAST = 10
-"""Observed steps of the demo that a figure needs."""
 _LIMIT_S = 3600.0
 
 
@@ -50,12 +45,12 @@ def run(pairs: int = 30) -> dict[str, Any]:
     """Runs with `telemetry.samples.groups` 0 and 2 (the default) in alternating order, with short and with long responses.
 
     Returns:
-        {"date", "machine", "load", "pairs", "cases", "demo"}; "demo" is the result of `demo` with "share_of_both" (the accounted time of
-        the short case, over the CPU time that controller and trainer take for a step there) and "share_of_all"; of a case: "tokens" of a step, "cpu_us_per_token" without samples (median over the
-        steps of a run, mean over runs), "share" (the mean over pairs of with / without - 1), "low" and "high" (its 95 % interval),
-        "accounted" (the CPU time within the calls that keep samples, over that of a step without them: on a busy machine the more exact of
-        the two, but it does not see what they cost other code), "accounted_ms" (that time, of a step), "bytes_per_token" of the files,
-        over all tokens of a run.
+        {"date", "machine", "load", "pairs", "cases", "demo"}. Of a case: "tokens" of a step; "cpu_us_per_token" without samples (median
+        over the steps of a run, mean over runs); "share" (mean over pairs of with / without - 1), "low" and "high" (its 95 % interval);
+        "accounted_ms" (CPU time of a step within the calls that keep samples) and "accounted" (that time over the whole of a step without
+        them: on a busy machine the more exact of the two, but blind to what they cost other code); "bytes_per_token" of the files, over
+        all tokens of a run. "demo": `demo`, with the accounted time of the short case as "share_of_both" (over the CPU time that controller
+        and trainer take for a step there) and "share_of_all" (with the engine).
 
     Raises:
         UserError: too few pairs.
@@ -78,59 +73,6 @@ def run(pairs: int = 30) -> dict[str, Any]:
         "share_of_all": round(cases[0]["accounted_ms"] / whole["all_ms"], 5),
     }
     return {**measured_at, "pairs": pairs, "groups_of_each_step": 2, **SIZES, "cases": cases, "demo": whole}
-
-
-def demo(folder: Path, steps: int = 40) -> dict[str, Any]:
-    """CPU time of a step in a real run of the demo's sizes, with samples: an engine, two trainer ranks, responses of up to 6 tokens.
-
-    Returns:
-        "controller_ms", "trainer_ms" (both ranks), "engine_ms", "all_ms": of a step; "tokens" sampled in a step.
-
-    Raises:
-        InvariantBroken: the run failed.
-    """
-    run_dir, log = folder / "demo", folder / "demo.log"
-    settings = [f"run.dir={run_dir}", f"model.path={folder / 'demo-model'}", f"run.steps={steps}", "warmup.steps=4", "warmup.batch=16"]
-    command = [
-        sys.executable,
-        "-m",
-        "asyncmoe",
-        "run",
-        "examples/demo.yaml",
-        *settings,
-        "telemetry.live=off",
-        "telemetry.tensorboard=false",
-    ]
-    seen: list[tuple[dict[str, float], int, int]] = []
-    with log.open("w") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=output, cwd=Path(__file__).parents[1])
-        try:
-            until = time.monotonic() + _DEMO_S
-            while process.poll() is None and time.monotonic() < until:
-                taken = [step for step in read_steps(run_dir / METRICS) if step.phase == "rl"]
-                if len(taken) > (seen[-1][2] if seen else 0):
-                    seen.append((_cpu(process.pid), sum(sum((step.ages or {}).values()) for step in taken), len(taken)))
-                time.sleep(0.05)
-        finally:
-            process.terminate()
-            process.wait(60)
-    if process.returncode or len(seen) < _DEMO_LEAST:
-        raise InvariantBroken(f"bench samples: the demo ended with status {process.returncode}: {log.read_text()[-2000:]}")
-    (first, before, begin), (last, after, end) = seen[_SETTLE], seen[-2]
-    spent = {f"{role}_ms": round(1e3 * (last[role] - first[role]) / (end - begin), 2) for role in ("controller", "trainer", "engine")}
-    return {**spent, "all_ms": round(sum(spent.values()), 2), "tokens": round((after - before) / (end - begin))}
-
-
-def _cpu(pid: int) -> dict[str, float]:
-    """CPU seconds so far of the processes that a run started, by role."""
-    found = {"controller": 0.0, "trainer": 0.0, "engine": 0.0, "": 0.0}
-    for child in psutil.Process(pid).children(recursive=True):
-        with suppress(psutil.NoSuchProcess):
-            words, spent = " ".join(child.cmdline()), child.cpu_times()
-            roles = (("sglang", "engine"), ("torch.distributed", ""), ("asyncmoe.trainer", "trainer"), (" rollout ", "controller"))
-            role = next((role for part, role in roles if part in words), "")
-            found[role] += spent.user + spent.system
-    return found
 
 
 def table(found: dict[str, Any]) -> str:
@@ -222,65 +164,6 @@ class _Measured:
     tokens: int
     size: int
     accounted: float
-
-
-class Accounts:
-    """Adds up the CPU time that threads spend within the calls that keep samples."""
-
-    def __init__(self) -> None:
-        self.seconds = 0.0
-
-    @contextmanager
-    def counting(self) -> Iterator[None]:
-        """Count these calls within the block."""
-        from asyncmoe.rollout.samples import Samples
-        from asyncmoe.trainer.samples import BatchSamples, TrainerSamples
-
-        counted = [(Samples, "opened"), (Samples, "ended"), (TrainerSamples, "of"), (TrainerSamples, "write")]
-        before: list[tuple[type, str, Any]] = [(kind, name, getattr(kind, name)) for kind, name in counted]
-        before += [(Samples, "write", Samples.write), (BatchSamples, "observer", BatchSamples.observer)]
-        for kind, name, function in before[: len(counted)]:
-            setattr(kind, name, self._plain(function))
-        write, observer = Samples.write, BatchSamples.observer
-
-        async def written(*arguments: Any) -> None:
-            await _Stepped(self, write(*arguments))
-
-        Samples.write = written  # type: ignore[method-assign]
-        BatchSamples.observer = lambda batch, members: self._plain(observer(batch, members))  # type: ignore[method-assign]
-        try:
-            yield
-        finally:
-            for kind, name, function in before:
-                setattr(kind, name, function)
-
-    def _plain(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        def timed(*arguments: Any) -> Any:
-            begin = time.thread_time()
-            try:
-                return function(*arguments)
-            finally:
-                self.seconds += time.thread_time() - begin
-
-        return timed
-
-
-class _Stepped:
-    """A coroutine of which only the time it runs is counted, not that in which it waits."""
-
-    def __init__(self, accounts: Accounts, coroutine: Coroutine[Any, Any, None]) -> None:
-        self._accounts, self._coroutine = accounts, coroutine
-
-    def __await__(self) -> Iterator[Any]:
-        while True:
-            begin = time.thread_time()
-            try:
-                waited = self._coroutine.send(None)
-            except StopIteration:
-                return
-            finally:
-                self._accounts.seconds += time.thread_time() - begin
-            yield waited
 
 
 class _Rig:

@@ -130,16 +130,16 @@ class Agent:
             raise self._failed(ERROR, "see() while a response is in progress")
         self._given += self._tokenizer.encode(what) if isinstance(what, str) else what
 
+    def note_call(self, name: str | None, argument: str, observation: str, seconds: float) -> None:
+        """Note a tool call for readers of samples (docs/guides/samples.md); `name`: None if it was no valid call."""
+        texts = [text[:_NOTED].encode("utf-8", "replace").decode() for text in (argument, observation)]
+        self.calls.append(ToolCall(name=name, argument=texts[0], observation=texts[1], seconds=round(seconds, 4)))
+
     def credit(self, reward: float) -> None:
         """Reward the agent's last step, which is its last response (`objective.process`)."""
         if not self.turns or self._given:
             raise self._failed(ERROR, "credit: got no response to reward, expected to be called right after one")
         self.credits[len(self.tokens) - 1] = float(reward)
-
-    def note_call(self, name: str | None, argument: str, observation: str, seconds: float) -> None:
-        """Note a tool call for readers of samples (docs/guides/samples.md); `name`: None if it was no valid call."""
-        texts = [text[:_NOTED].encode("utf-8", "replace").decode() for text in (argument, observation)]
-        self.calls.append(ToolCall(name=name, argument=texts[0], observation=texts[1], seconds=round(seconds, 4)))
 
     async def respond(self, *, max_new_tokens: int | None = None, stop: Sequence[int] | None = None) -> Response:
         """Sample a response to everything the agent has seen.

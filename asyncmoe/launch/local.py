@@ -31,6 +31,7 @@ from asyncmoe.models.lora.adapter import check_rank
 from asyncmoe.models.make import make_model
 from asyncmoe.process import Child
 from asyncmoe.rollout.engines import backend
+from asyncmoe.telemetry.samples import records as samples
 
 
 def run(config: Config) -> dict[str, object]:
@@ -77,6 +78,7 @@ def prepare(config: Config) -> Path:
         ):
             (config.run.dir / stale).unlink(missing_ok=True)
         shutil.rmtree(config.run.dir / "tensorboard", ignore_errors=True)
+        shutil.rmtree(config.run.dir / samples.FOLDER, ignore_errors=True)
     file = resolved(config)
     temporary = file.with_suffix(".tmp")
     with storage.writing("configuration of the run", file):

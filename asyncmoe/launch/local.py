@@ -31,6 +31,7 @@ from asyncmoe.models.make import make_model
 from asyncmoe.plugins import is_name
 from asyncmoe.process import Child
 from asyncmoe.rollout.engines import backend
+from asyncmoe.telemetry.loggers import checks as loggers
 
 
 def run(config: Config) -> dict[str, object]:
@@ -48,6 +49,7 @@ def run(config: Config) -> dict[str, object]:
 
 def prepare(config: Config) -> Path:
     """Check whatever can be checked before a process starts, and return the configuration file that all processes read."""
+    loggers.check(config.telemetry)
     if config.model.make is not None and not config.model.path.exists():
         make_model(config.model.path, config.model.make, seed=config.run.seed)
     hf = models.hf_config_of(config)
@@ -72,7 +74,8 @@ def prepare(config: Config) -> Path:
             "report.html",
         ):
             (config.run.dir / stale).unlink(missing_ok=True)
-        shutil.rmtree(config.run.dir / "tensorboard", ignore_errors=True)
+        for stale in ("tensorboard", "loggers", "profile"):
+            shutil.rmtree(config.run.dir / stale, ignore_errors=True)
     file = resolved(config)
     temporary = file.with_suffix(".tmp")
     with storage.writing("configuration of the run", file):

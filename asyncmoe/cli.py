@@ -277,6 +277,20 @@ def log_command(
         typer.echo(f"{name}: has every step up to {state.sent.step}{' at ' if state.url else ''}{state.url}")
 
 
+@app.command()
+def stacks(run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="Run directory of a running run.")]) -> None:
+    """Show the Python stacks of every process of a run on this host, e.g. to see where it hangs. Needs py-spy, which [profile] installs.
+
+    The run's processes are those that it recorded in its directory, with
+    their children. Of a run on several hosts, the end of the output names
+    those not covered. To profile steps instead, see docs/guides/profiling.md.
+    """
+    from asyncmoe.launch import stacks as command
+
+    for text in command.stacks(run_dir):
+        typer.echo(f"{text}\n")
+
+
 def _benchmarks() -> typer.Typer:
     """Return the commands of the folder `benchmarks` beside this package; an installed wheel does not have it."""
     checkout = Path(__file__).parents[1]

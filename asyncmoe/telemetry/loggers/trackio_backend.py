@@ -69,7 +69,9 @@ class Trackio:
 
     def close(self, complete: bool) -> str | None:
         """See `Backend`."""
-        self._run.finish()
+        import trackio
+
+        trackio.finish()
         return self._warning()
 
     def _note(self, message: Warning | str, category: type[Warning], *_: object) -> None:

@@ -19,7 +19,7 @@ class WandbSection(Section):
     entity: str | None = Field(None, description="User or team; null: the account's own default.")
     name: str | None = Field(None, description="Name of the run; null: the name of run.dir.")
     group: str | None = Field(None, description="Group of the run.")
-    tags: list[str] = Field([], description="Tags of the run.")
+    tags: tuple[str, ...] = Field((), description="Tags of the run.")
     mode: Literal["online", "offline"] | None = Field(
         None,
         description="offline: write to run.dir/loggers/wandb only, and send it later with `wandb sync`. null: WANDB_MODE, else online.",
@@ -79,10 +79,10 @@ class LoggersSection(Section):
 class ProfileSection(Section):
     """Profiles of chosen steps and ranks of the trainer, in run.dir/profile."""
 
-    steps: list[Positive] = Field(
+    steps: tuple[Positive, ...] = Field(
         min_length=1, max_length=_MOST_STEPS, description="Steps to profile, counted as in metrics.jsonl: from 1, warm-up included."
     )
-    ranks: list[NonNegative] = Field([0], min_length=1, description="Trainer ranks to profile.")
+    ranks: tuple[NonNegative, ...] = Field((0,), min_length=1, description="Trainer ranks to profile.")
     trace: bool = Field(True, description="Write a trace of PyTorch's profiler, which ui.perfetto.dev and chrome://tracing open.")
     memory: bool = Field(
         False,

@@ -69,8 +69,8 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     """Evaluation of the lowest version; None without evaluations."""
     evaluation_last: Evaluation | None
     """Evaluation of the highest version; None without evaluations."""
-    loggers: Mapping[str, Logged] = {}
-    """What W&B, MLflow and Trackio got, by name."""
+    loggers: Mapping[str, Logged] | None = None
+    """What W&B, MLflow and Trackio got, by name; None without any."""
 
 
 def summarise(run_dir: Path) -> dict[str, object]:
@@ -97,9 +97,9 @@ def write_summary(run_dir: Path) -> dict[str, object]:
     return summary
 
 
-def _logged(run_dir: Path) -> dict[str, Logged]:
+def _logged(run_dir: Path) -> dict[str, Logged] | None:
     states = {name: state.read(run_dir, name) for name in state.known(run_dir)}
-    return {name: Logged(url=one.url, steps=one.sent.step, problem=one.problem) for name, one in states.items()}
+    return {name: Logged(url=one.url, steps=one.sent.step, problem=one.problem) for name, one in states.items()} or None
 
 
 def summary_of(run: RunRecords) -> Summary:

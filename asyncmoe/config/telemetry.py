@@ -69,7 +69,9 @@ class LoggersSection(Section):
     """What all loggers share. Each is a process of its own, which reads the run's records: slow or down, it holds up nothing."""
 
     samples: bool = Field(
-        False, description="Also send the samples, which contain prompts and responses, as tables to the loggers' servers."
+        False,
+        description="Also send the trained samples (telemetry.samples), with prompts and responses, as tables to the loggers' servers: "
+        "every five minutes and at the end.",
     )
     finish_timeout_s: PositiveFloat = Field(
         30.0, description="Seconds that the end of a run waits for loggers to send the rest; `asyncmoe log RUN` sends what is missing."
@@ -133,6 +135,14 @@ class TelemetrySection(Section):
     nvtx: bool = Field(
         False, description="Name the parts of every step in NVTX ranges, for `nsys profile`; needs GPUs. False costs nothing."
     )
+
+    @model_validator(mode="after")
+    def _check(self) -> TelemetrySection:
+        if self.loggers.samples and not self.samples.groups:
+            raise ValueError(
+                "telemetry.loggers.samples: got true, expected false because telemetry.samples.groups is 0; raise that, or set it to false"
+            )
+        return self
 
 
 def _refuse_secret(key: str, url: str, variables: str) -> None:

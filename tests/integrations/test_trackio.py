@@ -18,6 +18,7 @@ if find_spec("trackio") is None:
 os.environ["TRACKIO_DIR"] = tempfile.mkdtemp(prefix="trackio-")  # read when the package is imported
 
 from asyncmoe.telemetry.loggers import sender, state
+from asyncmoe.telemetry.loggers.trackio_backend import Trackio
 from tests.integrations.logged_run import config_of, figures, recorded, write_run
 
 
@@ -61,6 +62,20 @@ def test_a_run_and_its_resume_are_one_run_with_the_figures_of_the_records(tmp_pa
     (run,) = list(trackio.Api().runs("p"))
     assert run.name == state.read(run_dir, "trackio").id
     assert (run.config["run.steps"], run.config["versions.python"]) == (8, ".".join(map(str, sys.version_info[:3])))
+
+
+def test_samples_are_a_table(tmp_path: Path) -> None:
+    from trackio.sqlite_storage import SQLiteStorage
+
+    section = config_of(tmp_path / "run", trackio={"project": "t"}).telemetry.trackio
+    assert section is not None
+    backend = Trackio(section, "run")
+    opened = backend.open(None, 0, {})
+    backend.table("samples", 3, ["question", "reward"], [("2+2=", 1.0), ("ünï", None)])
+    assert backend.close(True) is None
+    (row,) = SQLiteStorage.get_logs("t", opened.id)
+    assert row["step"] == 3
+    assert row["samples"]["_value"] == [{"question": "2+2=", "reward": 1.0}, {"question": "ünï", "reward": None}]
 
 
 def test_the_command_says_what_was_sent(tmp_path: Path) -> None:

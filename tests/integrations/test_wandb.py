@@ -12,6 +12,7 @@ import pytest
 wandb = pytest.importorskip("wandb", reason="run: make test-integrations ONLY=wandb")
 
 from asyncmoe.telemetry.loggers import sender, state  # noqa: E402
+from asyncmoe.telemetry.loggers.wandb_backend import Wandb  # noqa: E402
 from tests.integrations.logged_run import config_of, figures, recorded, write_run  # noqa: E402
 
 
@@ -76,6 +77,22 @@ def test_a_run_and_its_resume_are_one_run_with_the_figures_of_the_records(tmp_pa
     assert {(one.glob_name, one.step_metric) for one in _records(run_dir, "metric") if one.glob_name} == {
         ("*", "step"),
         ("evaluation/*", "evaluation/version"),
+    }
+
+
+def test_samples_are_a_table(tmp_path: Path) -> None:
+    section = config_of(tmp_path / "run", wandb={"mode": "offline"}).telemetry.wandb
+    assert section is not None
+    backend = Wandb(section, tmp_path / "run", "run")
+    backend.open(None, 0, {})
+    backend.table("samples", 3, ["question", "reward"], [("2+2=", 1.0), ("ünï\x00", None)])
+    backend.close(True)
+    (row,) = _rows(tmp_path / "run")
+    assert row["step"] == 3
+    (kept,) = (tmp_path / "run").rglob("*.table.json")
+    assert json.loads(kept.read_text()) == {
+        "columns": ["question", "reward"],
+        "data": [["2+2=", 1.0], ["ünï\x00", None]],
     }
 
 

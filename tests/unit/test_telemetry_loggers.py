@@ -25,8 +25,11 @@ from asyncmoe.telemetry.loggers.points import Point, Points, Sent, batches
 from asyncmoe.telemetry.loggers.sender import LoggerFailed, Sender
 from asyncmoe.telemetry.records import read_steps
 from asyncmoe.telemetry.rollout_schema import Rollout
+from asyncmoe.telemetry.samples.index import index, load
 from asyncmoe.telemetry.schema import METRICS, Resume, Step
 from asyncmoe.telemetry.summary import summarise
+from asyncmoe.trainer.model import collectives
+from tests.unit.sampled_run import SampledRun
 
 
 def config_of(run_dir: Path, **telemetry: Any) -> Config:
@@ -55,6 +58,7 @@ class Fake:
         self.opened: list[tuple[str | None, int]] = []
         self.parameters: Mapping[str, Any] = {}
         self.closed: list[bool] = []
+        self.tables: list[tuple[int, list[dict[str, Any]]]] = []
 
     def _fail(self, where: str) -> None:
         if where in self.fails:
@@ -72,7 +76,8 @@ class Fake:
         self.points += points
         return None
 
-    def table(self, name: str, step: int, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None: ...
+    def table(self, name: str, step: int, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+        self.tables.append((step, [dict(zip(columns, row, strict=True)) for row in rows]))
 
     def close(self, complete: bool) -> str | None:
         self._fail("close")
@@ -178,6 +183,45 @@ def test_once_the_run_has_ended_a_logger_that_is_down_is_given_up(tmp_path: Path
     with pytest.raises(LoggerFailed, match=r"^mlflow: open: refused by the server$"):
         Sender(config, "mlflow", lambda: Fake(["open"]), _stopped(), retry_s=0.01).run()
     assert state.read(config.run.dir, "mlflow").problem == "mlflow: open: refused by the server"
+
+
+@pytest.fixture
+def sampled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Records of ten steps, and samples that the real writers wrote: three steps of one group each, and a group that waits."""
+    monkeypatch.setattr(collectives, "total", lambda tensor: tensor)
+    made = SampledRun(tmp_path / "run")
+    for n, texts in enumerate((["19", "x"], ["1", "2"], ["19", "19"])):
+        made.train(made.group(n, texts), 4 + n)
+    made.group(3, ["waits", "too"])
+    write_run(tmp_path / "run", warmup=2, rl=8)
+    return tmp_path / "run"
+
+
+def test_samples_are_sent_only_on_request_and_once(sampled: Path) -> None:
+    found = index(sampled)
+    trained = [load(found, entry) for entry in found.entries if entry.outcome == "trained"]
+    assert trained
+    silent, asked = config_of(sampled, trackio={}), config_of(sampled, mlflow={"uri": "http://h:1"}, loggers={"samples": True})
+    fake = Fake()
+    Sender(silent, "trackio", lambda: fake, _stopped()).run()
+    assert fake.tables == []
+    Sender(asked, "mlflow", lambda: fake, _stopped()).run()
+    rows = [row for _, table in fake.tables for row in table]
+    assert sorted((row["step"], row["group"], row["question"], row["reward"]) for row in rows) == sorted(
+        (one.entry.step, one.group.group, one.group.question, member.reward)
+        for one in trained
+        for member in one.group.members
+        if member.key in one.trained
+    )
+    assert all(isinstance(row["response"], str) and row["tokens"] > 0 for row in rows)
+    again = Fake()
+    Sender(asked, "mlflow", lambda: again, _stopped()).run()
+    assert again.tables == []
+
+
+def test_samples_that_are_not_kept_cannot_be_sent(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"telemetry\.loggers\.samples: got true, expected false because"):
+        config_of(tmp_path, loggers={"samples": True}, samples={"groups": 0})
 
 
 def test_another_server_gets_a_run_of_its_own(tmp_path: Path) -> None:

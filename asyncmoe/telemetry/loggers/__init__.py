@@ -1,6 +1,7 @@
 """Loggers: W&B, MLflow and Trackio, each an optional package, each fed by a process of its own that reads the run's files.
 
 - `points`: records as figures with a step. Pure.
+- `tables`: samples as tables.
 - `backend`: what the three have in common; `wandb_backend`, `mlflow_backend`, `trackio_backend`: the three.
 - `state`: what a logger has been sent, in run.dir/loggers.
 - `parameters`: configuration and versions, which a logger shows beside a run.

@@ -6,6 +6,7 @@ starts over with a new client, later and later, so that a logger that was down g
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import time
@@ -18,16 +19,19 @@ import msgspec
 
 from asyncmoe import config as configuration
 from asyncmoe.config import Config
-from asyncmoe.errors import AsyncmoeError, UserError
+from asyncmoe.errors import AsyncmoeError, DataError, UserError
 from asyncmoe.process import die_with_parent
 from asyncmoe.telemetry.follow import Follower
-from asyncmoe.telemetry.loggers import checks, state
+from asyncmoe.telemetry.loggers import checks, state, tables
 from asyncmoe.telemetry.loggers.backend import Backend
 from asyncmoe.telemetry.loggers.parameters import parameters
 from asyncmoe.telemetry.loggers.points import Points, Sent, batches
 
 T = TypeVar("T")
+log = logging.getLogger(__name__)
 _POLL_S = 1.0
+_TABLES_S = 300.0
+"""Seconds between two tables of samples: each is a file of the logger."""
 _FIRST_RETRY_S, _LAST_RETRY_S = 5.0, 300.0
 _CLAIM_S = 60.0
 _NICE = 10
@@ -53,6 +57,7 @@ class Sender:
     ) -> None:
         self._config, self._name, self._make, self._stop, self._retry_s = config, name, make, stop, retry_s
         self._state = state.read(config.run.dir, name)
+        self._next_tables = time.monotonic() + _TABLES_S
 
     def run(self) -> None:
         """Send until `stop` is set and everything is sent. Once `stop` is set, the first failure ends it.
@@ -91,11 +96,27 @@ class Sender:
             for batch in batches(points.take(follower.poll()), backend.most):
                 trouble = _call(self._name, partial(backend.log, batch))
                 self._note(sent=reduce(Sent.plus, batch, self._state.sent), problem=self._named(trouble))
+            if stopped or time.monotonic() > self._next_tables:
+                self._next_tables = time.monotonic() + _TABLES_S
+                self._send_samples(backend)
             if stopped:
                 break
             self._stop.wait(_POLL_S)
         total = self._config.warmup.steps + self._config.run.steps
         self._note(problem=self._named(_call(self._name, lambda: backend.close(self._state.sent.step >= total))))
+
+    def _send_samples(self, backend: Backend) -> None:
+        """Send the samples of the steps that were sent, if the user wants that."""
+        sent, sampled = self._state.sent, self._state.sampled
+        if not self._config.telemetry.loggers.samples or sent.step <= sampled:
+            return
+        try:
+            for table in tables.tables(self._config.run.dir, sampled, sent.step):
+                _call(self._name, partial(backend.table, "samples", table.step, tables.COLUMNS, table.rows))
+                sent = msgspec.structs.replace(sent, points=sent.points + 1)
+                self._note(sent=sent, sampled=table.step)
+        except DataError as error:
+            log.warning("%s: no samples: %s", self._name, error)
 
     def _named(self, trouble: str | None) -> str | None:
         return trouble and f"{self._name}: {trouble[:_MOST_PROBLEM]}"

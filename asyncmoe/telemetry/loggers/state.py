@@ -28,6 +28,8 @@ class State(msgspec.Struct, frozen=True, kw_only=True):
     later: str = ""
     """See `Backend.later`."""
     sent: Sent = Sent()
+    sampled: int = 0
+    """Last step whose samples were sent."""
     problem: str | None = None
     """Why the logger does not get what is recorded, in one line; None if it does."""
 

@@ -63,16 +63,18 @@ class LoggerProcess:
         """
         if state.read(self._run_dir, self.name).problem is not None:
             until = min(until, time.monotonic() + DOWN_S)
-        if not self._child.wait(max(0.0, until - time.monotonic())):
+        late = not self._child.wait(max(0.0, until - time.monotonic()))
+        if late:
             self._child.end(0)
-            found = state.read(self._run_dir, self.name)
-            if found.problem is None:
-                late = f"{self.name}: not everything was delivered in time (telemetry.loggers.finish_timeout_s)"
-                state.write(self._run_dir, self.name, msgspec.structs.replace(found, problem=late))
-        if (problem := self._problem()) is None:
+        found = state.read(self._run_dir, self.name)
+        if found.problem is None and self._child.returncode != 0:
+            late_words = f"{self.name}: not everything was delivered in time (telemetry.loggers.finish_timeout_s)"
+            found = msgspec.structs.replace(found, problem=late_words if late else f"{self.name}: {self._child.why()}")
+            state.write(self._run_dir, self.name, found)
+        if found.problem is None:
             return None
-        later = state.read(self._run_dir, self.name).later or f"asyncmoe log {self._run_dir}"
-        return f"{problem}; to send what is missing: {later}"
+        later = f", then: {found.later}" if found.later else ""
+        return f"{found.problem}; to send what is missing: asyncmoe log {self._run_dir}{later}"
 
     def _problem(self) -> str | None:
         found = state.read(self._run_dir, self.name).problem

@@ -36,7 +36,7 @@ class Profiler:
     """Profiles the configured steps of one rank.
 
     Raises:
-        ConfigError: `telemetry.nvtx` without a GPU.
+        ConfigError: `telemetry.nvtx`, or nothing but a snapshot of a GPU's memory, without a GPU.
     """
 
     def __init__(self, config: Config, rank: int) -> None:
@@ -44,6 +44,10 @@ class Profiler:
         section = config.telemetry.profile
         self._section, self._rank, self._folder = section, rank, config.run.dir / FOLDER
         self._steps = frozenset(section.steps) if section is not None and rank in section.ranks else frozenset[int]()
+        if section is not None and not section.trace and not torch.cuda.is_available():
+            hint = "without one, allocations are in the trace"
+            got = "false, and this machine shows the trainer no GPU to take a snapshot of"
+            raise ConfigError("telemetry.profile.trace", got=got, expected="true", hint=hint)
         self._nvtx = config.telemetry.nvtx
         if self._nvtx:
             if not torch.cuda.is_available():

@@ -93,6 +93,12 @@ def test_nvtx_without_a_gpu_is_refused(tmp_path: Path, monkeypatch: pytest.Monke
         Profiler(_config(tmp_path, nvtx=True), rank=0)
 
 
+def test_a_snapshot_alone_without_a_gpu_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ConfigError, match=r"telemetry\.profile\.trace: got false, and this machine shows the trainer no GPU"):
+        Profiler(_config(tmp_path, profile={"steps": [1], "trace": False, "memory": True}), rank=0)
+
+
 def test_nvtx_ranges_are_opened_and_closed_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """NVTX itself needs a GPU's build: here its two calls are recorded."""
     calls: list[str] = []

@@ -30,7 +30,7 @@ endif
 resolved   = $(if $(filter 1,$(GPU)),$(addprefix -c ,$(wildcard requirements/resolved/$(1)-gpu-$(TAG).txt)))
 emptied    = $(if $(wildcard $(1)-gpu$(OTHER)),--clear )
 
-.PHONY: setup transformer-engine bench-peers demo docs test test-thorough test-unit test-megatron-next sanitize lint clean
+.PHONY: setup transformer-engine bench-peers demo docs test test-thorough test-unit test-integrations test-megatron-next sanitize lint clean
 .DELETE_ON_ERROR:
 
 setup: $(TRAIN)/$(INSTALLED) $(BUILT) $(ENGINE)/$(INSTALLED) $(if $(filter 1,$(GPU)),$(TE))
@@ -65,6 +65,10 @@ test-thorough: setup lint $(TRAIN)/.system
 
 test-unit: setup lint $(TRAIN)/.system
 	$(TRAIN)/bin/python -m pytest -n 2 --dist loadfile tests/unit
+
+# Test against real packages, each file of tests/integrations in an environment of its own; ONLY="wandb mlflow" runs these two.
+test-integrations: setup
+	$(TRAIN)/bin/python tests/integrations/run.py $(ONLY)
 
 # Test the extension under AddressSanitizer and UndefinedBehaviorSanitizer, in a separate build.
 sanitize: setup
@@ -146,4 +150,4 @@ $(NEXT)/.installed: $(TRAIN)/$(INSTALLED)
 	@touch $@
 
 clean:
-	rm -rf $(TRAIN) $(ENGINE) $(NEXT) $(PEERS) build asyncmoe.egg-info asyncmoe/reshard/_C*.so asyncmoe/trajectory/_C*.so
+	rm -rf $(TRAIN) $(ENGINE) $(NEXT) $(PEERS) .venv-integrations build asyncmoe.egg-info asyncmoe/reshard/_C*.so asyncmoe/trajectory/_C*.so

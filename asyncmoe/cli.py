@@ -269,6 +269,42 @@ def report(run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="Run dire
     typer.echo(write_report(run_dir))
 
 
+@app.command("log")
+def log_command(
+    run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="Run directory.")],
+    names: Annotated[
+        list[str] | None, typer.Argument(metavar="[NAME]...", help="wandb, mlflow or trackio; default: all that the run is configured for.")
+    ] = None,
+) -> None:
+    """Send to W&B, MLflow or Trackio what they miss of a run: after a logger or the network was down, or after the run was killed.
+
+    A running run sends its records itself, if its configuration has
+    telemetry.wandb, telemetry.mlflow or telemetry.trackio:
+
+        asyncmoe run examples/demo.yaml telemetry.mlflow.uri=http://127.0.0.1:5000
+
+    Repeating this command sends nothing twice. docs/guides/loggers.md tells more.
+    """
+    from asyncmoe.telemetry.loggers import sender
+
+    for name, state in sender.send(run_dir, names or []).items():
+        typer.echo(f"{name}: has every step up to {state.sent.step}{' at ' if state.url else ''}{state.url}")
+
+
+@app.command()
+def stacks(run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="Run directory of a running run.")]) -> None:
+    """Show the Python stacks of every process of a run on this host, e.g. to see where it hangs. Needs py-spy, which [profile] installs.
+
+    The run's processes are those that it recorded in its directory, with
+    their children. Of a run on several hosts, the end of the output names
+    those not covered. To profile steps instead, see docs/guides/profiling.md.
+    """
+    from asyncmoe.launch import stacks as command
+
+    for text in command.stacks(run_dir):
+        typer.echo(f"{text}\n")
+
+
 @app.command()
 def show(
     run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="Run directory, of a finished or running run.")],

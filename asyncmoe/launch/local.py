@@ -31,6 +31,7 @@ from asyncmoe.models.lora.adapter import check_rank
 from asyncmoe.models.make import make_model
 from asyncmoe.process import Child
 from asyncmoe.rollout.engines import backend
+from asyncmoe.telemetry.loggers import checks as loggers
 from asyncmoe.telemetry.samples import records as samples
 
 
@@ -53,6 +54,7 @@ def run(config: Config) -> dict[str, object]:
 def prepare(config: Config) -> Path:
     """Check whatever can be checked before a process starts, and return the configuration file that all processes read."""
     transports.check_entries()
+    loggers.check(config.telemetry)
     if config.model.make is not None and not config.model.path.exists():
         make_model(config.model.path, config.model.make, seed=config.run.seed)
     plugin_probe.check(config)
@@ -77,8 +79,8 @@ def prepare(config: Config) -> Path:
             "report.html",
         ):
             (config.run.dir / stale).unlink(missing_ok=True)
-        shutil.rmtree(config.run.dir / "tensorboard", ignore_errors=True)
-        shutil.rmtree(config.run.dir / samples.FOLDER, ignore_errors=True)
+        for stale in ("tensorboard", samples.FOLDER, "loggers", "profile"):
+            shutil.rmtree(config.run.dir / stale, ignore_errors=True)
     file = resolved(config)
     temporary = file.with_suffix(".tmp")
     with storage.writing("configuration of the run", file):

@@ -10,6 +10,7 @@ from pathlib import Path
 from asyncmoe import config as configuration
 from asyncmoe.errors import AsyncmoeError, UserError
 from asyncmoe.process import say
+from asyncmoe.telemetry import processes
 
 _EXTENSIONS = ("asyncmoe.reshard._C", "asyncmoe.trajectory._C")
 
@@ -26,6 +27,7 @@ def controller(config: Path, overrides: Sequence[str] = ()) -> None:
     loaded = configuration.load(config, overrides)
     if config.resolve() != local.resolved(loaded).resolve():  # otherwise the parent process has prepared it
         local.prepare(loaded)
+    processes.record(loaded.run.dir, "controller")
     controller.run(loaded, loaded.run.dir, () if loaded.engines.join else gpus.engine_arguments(loaded))
 
 
@@ -43,7 +45,9 @@ def engine(config: Path, overrides: Sequence[str] = (), name: str | None = None,
     from asyncmoe.rollout.engines import engine_agent
 
     loaded = configuration.load(config, overrides)
-    engine_agent.run(loaded, loaded.run.dir, name or engine_agent.default_name(index), index, gpus.engine_arguments(loaded, index))
+    name = name or engine_agent.default_name(index)
+    processes.record(loaded.run.dir, name)
+    engine_agent.run(loaded, loaded.run.dir, name, index, gpus.engine_arguments(loaded, index))
 
 
 def main(run: Callable[[], object]) -> None:

@@ -20,6 +20,7 @@ from asyncmoe import checkpoints, storage
 from asyncmoe.config import Config
 from asyncmoe.errors import AsyncmoeError, UserError
 from asyncmoe.process import KILLED
+from asyncmoe.telemetry import processes
 from asyncmoe.telemetry.live import LiveView
 from asyncmoe.telemetry.records import read_steps
 from asyncmoe.telemetry.report import report
@@ -108,6 +109,7 @@ def supervise(config: Config, start: Callable[[ExitStack], Processes]) -> dict[s
     Raises:
         AsyncmoeError: a process failed, or the run was stopped.
     """
+    processes.record(config.run.dir, "supervisor")
     stop = StopOnSignal()
     try:
         with LiveView(config) as view, ExitStack() as ending:

@@ -24,6 +24,7 @@ from asyncmoe.trainer.model.gpt import Model
 from asyncmoe.trainer.model.reference import reference
 from asyncmoe.trainer.model.replay import Replay
 from asyncmoe.trainer.objective import Plugins
+from asyncmoe.trainer.profiling import mark
 from asyncmoe.trainer.samples import TrainerSamples
 from asyncmoe.trainer.step import Differs, StepMetrics, logprobs_only, train_step
 from asyncmoe.trajectory import Trajectory
@@ -79,7 +80,8 @@ class Learner:
         updates = batch_client.plan_updates(leased.items, phase, self._config, self._mesh)
         wanted = sorted({i for update in updates for i in batch_client.mine(update, self._mesh)})
         layers = () if self._replay is None else self._replay.layers
-        trajectories = batch_client.fetch(self._client, leased, wanted, layers, masks=self._mesh.last_stage)
+        with mark("fetch"):
+            trajectories = batch_client.fetch(self._client, leased, wanted, layers, masks=self._mesh.last_stage)
         if phase == "warmup":
             return self._warm_up(updates, trajectories, leased, before_update)
         return self._reinforce(updates, trajectories, leased, step, before_update)

@@ -23,6 +23,7 @@ from asyncmoe.trainer.model import collectives
 from asyncmoe.trainer.model.gpt import Model
 from asyncmoe.trainer.model.logprobs import target_logprobs
 from asyncmoe.trainer.model.mesh import Mesh
+from asyncmoe.trainer.profiling import mark
 
 megatron.prepare()
 
@@ -95,7 +96,10 @@ def train_step(
     optimizer.zero_grad()
     if model.balance is not None:
         model.balance.forget()
-    results, mismatch = _run(model, microbatches, partial(_loss_of, model.mesh, loss), forward_only=False, replay=replay, differs=differs)
+    with mark("forward and backward"):
+        results, mismatch = _run(
+            model, microbatches, partial(_loss_of, model.mesh, loss), forward_only=False, replay=replay, differs=differs
+        )
     sums = _reduce(model.mesh, results, {**_COMMON, **loss.sums})
     policy = loss if isinstance(loss, PolicyLoss) else None
     if policy is not None:
@@ -125,7 +129,8 @@ def _update(model: Model, optimizer: MegatronOptimizer, scale: float) -> float:
     if scale != 1.0:
         for chunk in model.ddp:
             chunk.scale_gradients(scale)
-    done, norm, _ = optimizer.step()
+    with mark("optimizer"):
+        done, norm, _ = optimizer.step()
     if not done:
         raise InvariantBroken("the optimizer skipped its step")
     if model.balance is not None:
@@ -147,7 +152,7 @@ def logprobs_only(
     Returns:
         float32[T_i] by trajectory index i, on every rank, aligned with the tokens; the first entry is 0 because nothing precedes its token.
     """
-    with nullcontext() if model.adapter is None else attach.without_dropout(model.chunks):
+    with mark("log-probabilities"), nullcontext() if model.adapter is None else attach.without_dropout(model.chunks):
         results, _ = _run(model, microbatches, partial(_logprobs_of, model.mesh, temperature), forward_only=True, replay=replay)
     starts = np.cumsum([0, *lengths])
     flat = torch.zeros(int(starts[-1]), dtype=torch.float32, device=model.mesh.device)

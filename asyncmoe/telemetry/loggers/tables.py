@@ -8,7 +8,7 @@ from itertools import groupby
 from pathlib import Path
 
 from asyncmoe.telemetry.samples import plain
-from asyncmoe.telemetry.samples.index import Sample, index, load
+from asyncmoe.telemetry.samples.index import GroupSample, index, load
 from asyncmoe.telemetry.samples.tokens import tokens_of
 
 COLUMNS = ("step", "group", "version", "question", "answer", "agent", "response", "reward", "advantage", "finish", "tokens")
@@ -47,7 +47,7 @@ def tables(run_dir: Path, after: int, through: int) -> Iterator[Table]:
         yield Table(last, rows)
 
 
-def _rows(sample: Sample, step: int) -> Iterator[Row]:
+def _rows(sample: GroupSample, step: int) -> Iterator[Row]:
     group = sample.group
     for member in group.members:
         trained = sample.trained.get(member.key)

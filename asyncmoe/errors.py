@@ -120,7 +120,8 @@ class TrajectoryRejected(AsyncmoeError):
 
     def __init__(self, reason: str, detail: str) -> None:
         self.reason = reason
-        super().__init__(f"{reason}: {detail}")
+        # A user's scorer may raise text with half a surrogate pair, which neither a log nor a record can hold.
+        super().__init__(f"{reason}: {detail.encode(errors='replace').decode()}")
 
 
 class Disagreement(AsyncmoeError):

@@ -258,6 +258,7 @@ class Controller:
             filter_equal=rollout.filter_equal,
             unit=config.queue.admission,
             start_over=config.scoring.start_over,
+            max_rejected=rollout.max_rejected_share,
         ).run()
 
     async def _demonstration(self, index: int) -> tuple[Trajectory, ...]:

@@ -21,6 +21,7 @@ from asyncmoe.config.queue import Unit
 from asyncmoe.errors import AsyncmoeError, TrajectoryRejected
 from asyncmoe.queue.bounded import BoundedQueue
 from asyncmoe.queue.group_state import Gathering, all_equal
+from asyncmoe.queue.rejections import Rejections
 from asyncmoe.queue.start_order import Admit, Line, Start
 from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId
 from asyncmoe.rollout.tasks import Prompt, Task
@@ -46,6 +47,7 @@ class _Flight:
     group: Start
     prompt: Prompt
     state: Gathering
+    restarted: bool = False
     tasks: set[asyncio.Task[None]] = field(default_factory=set)
     ended: asyncio.Queue[tuple[EpisodeId, Members | TrajectoryRejected]] = field(default_factory=asyncio.Queue)
 
@@ -70,6 +72,7 @@ class Producer:
         filter_equal: drop groups whose rewards are all equal, and count them under "equal_rewards".
         unit: unit that the capacity law admits.
         start_over: reasons after which a group is restarted, in addition to engine failures.
+        max_rejected: the run ends if more than this share of the groups is rejected and not restarted; see `Rejections`.
     """
 
     def __init__(
@@ -84,6 +87,7 @@ class Producer:
         filter_equal: bool = False,
         unit: Unit = "group",
         start_over: frozenset[str] = frozenset(),
+        max_rejected: float = 1.0,
     ) -> None:
         self._queue, self._task, self._episode, self._size = queue, task, episode, group_size
         self._filter_equal = filter_equal
@@ -91,12 +95,13 @@ class Producer:
         self._line = Line(first_group, unit, group_size, oversample)
         self._flights: dict[Start, _Flight] = {}
         self._in_a_row = self._equal_in_a_row = 0
+        self._rejections = Rejections(max_rejected)
 
     async def run(self) -> None:
         """Produce until cancelled.
 
         Raises:
-            AsyncmoeError: no engine is left, or too many consecutive groups are rejected or have equal rewards.
+            AsyncmoeError: no engine is left, too many groups are rejected, or too many consecutive groups have equal rewards.
         """
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -140,8 +145,11 @@ class Producer:
         except TrajectoryRejected as rejected:
             self._queue.rejected(flight.state.places, rejected.reason, flight.state.spare)
             self._note(rejected)
+            if not flight.restarted:
+                self._note_lost(rejected)
         else:
             self._in_a_row = 0
+            self._rejections = self._rejections.note("")
 
     async def _episodes(self, flight: _Flight) -> list[Members]:
         """Wait until the group is whole; return its episodes in order. Raise TrajectoryRejected if the group fails."""
@@ -175,6 +183,7 @@ class Producer:
             self._queue.rejected(1, rejected.reason)
         else:
             self._line = self._line.forget(group)
+            flight.restarted = worth_it
             if worth_it:
                 self._line = self._line.again(Start(group.number, place.attempt + 1, failures))
             raise rejected
@@ -185,6 +194,13 @@ class Producer:
         if self._in_a_row >= _HOPELESS:
             raise AsyncmoeError(f"the last {_HOPELESS} groups were all rejected, most recently for {rejected}")
         log.warning("a response was rejected for %s", rejected)
+
+    def _note_lost(self, rejected: TrajectoryRejected) -> None:
+        self._rejections = self._rejections.note(rejected.reason)
+        if self._rejections.exceeded:
+            raise AsyncmoeError(
+                f"{self._rejections}, more than rollout.max_rejected_share = {self._rejections.limit:g} allows; most recently: {rejected}"
+            )
 
     def _note_equal(self) -> None:
         self._equal_in_a_row += 1

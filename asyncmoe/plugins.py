@@ -65,16 +65,17 @@ def told(error: BaseException) -> str:
 def place(found: Callable[..., object]) -> str:
     """Return where a function is defined, as "FILE:LINE"; "no source file" if it is not written in Python."""
     code = getattr(inspect.unwrap(found), "__code__", None)
-    return "no source file" if code is None else f"{_short(code.co_filename)}:{code.co_firstlineno}"
+    return "no source file" if code is None else f"{short(code.co_filename)}:{code.co_firstlineno}"
 
 
 def raised_at(error: BaseException) -> str:
     """Return the line that raised an exception, as "FILE:LINE"."""
     last = traceback.extract_tb(error.__traceback__)[-1]
-    return f"{_short(last.filename)}:{last.lineno}"
+    return f"{short(last.filename)}:{last.lineno}"
 
 
-def _short(file: str) -> str:
+def short(file: str) -> str:
+    """Return a file's path, relative to the working directory if it lies below it."""
     path = Path(file)
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else file
 

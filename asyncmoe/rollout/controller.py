@@ -100,6 +100,7 @@ async def _serve(
         closing = getattr(environment, "close", None)
         await asyncio.gather(*(engine.stop() for engine in engines), scorer.close(), *([] if closing is None else [closing()]))
         recorder.close()
+        scoring.write_log(scorer, run_dir)
 
 
 class Controller:
@@ -276,6 +277,7 @@ class Controller:
         if self._queue is not None:
             names, tools = [member.engine.name for member in self._pool.members], self._stage.environment
             counts = tools.counts if isinstance(tools, WithTools) else {}
+            scoring.write_log(self._scorer, self._config.run.dir)
             self._recorder.write(self._queue.stats(), names, self._pool, scoring.stats(self._scorer), counts)
 
     async def _published(self, version: int) -> None:

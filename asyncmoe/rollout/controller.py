@@ -30,7 +30,7 @@ from asyncmoe.rollout.episodes.episode import RolloutContext, Teaching
 from asyncmoe.rollout.evaluation import Evaluator
 from asyncmoe.rollout.producer import Producer, demonstrate
 from asyncmoe.rollout.recorder import Recorder
-from asyncmoe.rollout.scoring import Scorer
+from asyncmoe.rollout.scoring import Scorer, trial
 from asyncmoe.rollout.tasks import Task
 from asyncmoe.rollout.tokenizer import Tokenizer
 from asyncmoe.rpc import address, keys
@@ -57,8 +57,8 @@ def run(config: Config, run_dir: Path, memory: Sequence[str] = ()) -> None:
     time, it acts like SIGTERM. Every process started here has ended when this function returns or raises.
 
     Raises:
-        UserError: the task, scorer, environment, tokenizer, a port, the engines' Python or the rendezvous variables are unusable, or the
-            run has another controller; nothing was started.
+        UserError: the task, an answer, scorer, environment, tokenizer, a port, the engines' Python or the rendezvous variables are
+            unusable, or the run has another controller; nothing was started.
         EngineError: an engine did not start, or none is left.
         AsyncmoeError: any other failure that ended the run early.
     """
@@ -85,6 +85,7 @@ async def _serve(
     engines: list[EngineProcess] = []
     recorder = Recorder(run_dir)
     try:
+        await trial.before_engines(config, tokenizer, task, evaluated, scorer)
         for index in range(0 if config.engines.join else config.engines.count):
             engines.append(backend.start(f"engine.{index}", config, index, run_dir, memory=memory))
         controller = Controller(config, engines, recorder, tokenizer, task, evaluated, scorer, environment)

@@ -90,7 +90,7 @@ def _gold(answer: str) -> Reading:
 
 
 def _final(response: str) -> Reading:
-    _, marked, rest = response.rpartition(MARK)
+    _, marked, rest = notation.plain(response).rpartition(MARK)
     first = rest.strip().partition("\n")[0]
     # The mark is also that of a heading in Markdown.
     heading = notation.in_latex(rest) or notation.is_prose(first) or not re.search(r"[\d\\]", first)

@@ -21,6 +21,15 @@ _WORD = r"[^\W\d_]"
 _WORDS = re.compile(rf"(?=.*{_WORD}{{4}}){_WORD}[\w\s,.'’/-]*", re.DOTALL)
 """Words have a run of four letters; a shorter one may be a product of variables."""
 _PROSE = re.compile(rf"(?i)\banswer\b|(?<![\\\w]){_WORD}{{3,}}\b.*?(?<![\\\w]){_WORD}{{3,}}\b", re.DOTALL)
+_BEGINS_WITH_A_WORD = re.compile(rf"(?!(?:arc)?{_NAMES}\b|sqrt\b)(?:I|{_WORD}{{2,}})\s+[^=<>]*\d[^=<>]*")
+"""Of a response only: "I think 5", "It is 5"."""
+_BOLD = re.compile(r"(?<![\w)}])\*\*(?=\S)(.+?)(?<=\S)\*\*(?![\w({\\])")
+_SIGNS = str.maketrans(
+    {"°": r"^\circ", "−": "-", "\u00a0": " ", "\u202f": " ", "∞": r"\infty ", "²": "^2", "³": "^3", "⁄": "/"}
+    | {"½": r"\frac{1}{2}", "⅓": r"\frac{1}{3}", "⅔": r"\frac{2}{3}", "¼": r"\frac{1}{4}", "¾": r"\frac{3}{4}"}
+    | {chr(ord("０") + digit): str(digit) for digit in range(10)}
+)
+_ROOT = re.compile(r"√\s*(?:\(([^()]*)\)|(\d+|[A-Za-z]))")
 _CHOICE = re.compile(r"\(?([A-J])(?:[).:](?:\s.*)?)?", re.DOTALL)
 
 _SEPARATOR = r"(?:\\[,;:! ]|\{,\}|,(?:\\!|\\,)?| )"
@@ -50,8 +59,17 @@ def in_latex(text: str) -> bool:
 
 
 def is_prose(text: str) -> bool:
-    """Return whether a text is a sentence: it has two words of three letters, or the word "answer", and is no quantity or choice."""
-    return _PROSE.search(text) is not None and not (_QUANTITY.fullmatch(tidy(text)) or choice(text))
+    """Return whether a text is a sentence: it has two words of three letters, the word "answer", or a word before a number.
+
+    A quantity or a choice is none.
+    """
+    sentence = _PROSE.search(text) is not None or _BEGINS_WITH_A_WORD.fullmatch(text) is not None
+    return sentence and not (_QUANTITY.fullmatch(tidy(text)) or choice(text))
+
+
+def plain(text: str) -> str:
+    """Return a text without Markdown's signs for bold."""
+    return _BOLD.sub(r"\1", text)
 
 
 def is_words(text: str) -> bool:
@@ -73,8 +91,8 @@ def bare(text: str) -> str:
 
 
 def tidy(text: str) -> str:
-    """Return an answer with one sign for degrees and minus, without separators of thousands that math-verify takes for something else."""
-    text = text.strip().replace("°", r"^\circ").replace("−", "-").replace("\u00a0", " ").replace("\u202f", " ")
+    """Return an answer with LaTeX for signs, without separators of thousands that math-verify takes for something else."""
+    text = _ROOT.sub(lambda root: rf"\sqrt{{{root[1] or root[2]}}}", text.strip().translate(_SIGNS))
     joined = _THOUSANDS.sub(",", text)
     return joined if _QUANTITY.fullmatch(joined) else _THOUSANDS.sub(_in_a_list, text)
 

@@ -293,7 +293,7 @@ def log_command(
 
 @app.command()
 def stacks(run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="Run directory of a running run.")]) -> None:
-    """Show the Python stacks of every process of a run on this host, e.g. to see where it hangs. Needs py-spy, which [profile] installs.
+    """Show the Python stacks of every process of a run on this host, e.g. to see where it hangs. Needs py-spy, of the extra profile.
 
     The run's processes are those that it recorded in its directory, with
     their children. Of a run on several hosts, the end of the output names
@@ -319,7 +319,9 @@ def show(
     limit: Annotated[
         int | None, typer.Option(min=1, help="Number of groups; default: 3, or all of a --step or --group that is named.")
     ] = None,
-    colour: Annotated[str, typer.Option(help="What colours tokens: version, logprob, ratio, mask or mismatch.")] = "version",
+    colour: Annotated[
+        str, typer.Option("--colour", "--color", help="What colours tokens: version, logprob, ratio, mask or mismatch.")
+    ] = "version",
     tokens: Annotated[int, typer.Option(min=0, help="Tokens shown of a prompt and of a response, from both ends; 0: all.")] = 400,
     plain: Annotated[bool, typer.Option("--plain", help="Lines for other programs; the default if the output is no terminal.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="A line of JSON for each group, with all its tokens.")] = False,
@@ -355,7 +357,7 @@ def show(
         if all({"--worst": worst, "--best": best, "--plain": plain, "--json": as_json}[name] for name in (first, second)):
             raise UserError("asyncmoe show", got=f"{first} and {second}", expected="one of them")
     wanted = SampleQuery(step, group, version, command.outcome_of(outcome), "worst" if worst else "best" if best else "newest", limit)
-    form: command.Form = "json" if as_json else "plain" if plain or not sys.stdout.isatty() else "terminal"
+    form: command.Form = "json" if as_json else "plain" if plain or not sys.stdout or not sys.stdout.isatty() else "terminal"
     command.show(run_dir, wanted, form, command.colour_of(colour), tokens)
 
 

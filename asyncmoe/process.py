@@ -22,6 +22,8 @@ from asyncmoe.storage import writing
 ERROR_PREFIX = "error: "
 KILLED = "a rank was ended by"
 """Prefix of the failure reason if a signal ended one of torchrun's ranks."""
+_ESCAPED = {code: f"\\x{code:02x}" for code in (*range(10), *range(11, 32), *range(127, 160))}
+"""Control characters but the line feed, which several errors at once need."""
 _PR_SET_PDEATHSIG = 1
 _YIELDING = 10
 """Added niceness: a thread with it gets about a tenth of the CPU time of a competing thread with niceness 0."""
@@ -39,9 +41,10 @@ def named(role: str) -> Iterator[None]:
 
 
 def say(error: AsyncmoeError) -> None:
-    """Print the error as one line for the user. Prints nothing if standard error is a log on a full disk."""
+    """Print the error for the user, with control characters of foreign texts as escapes. Prints nothing if its log is on a full disk."""
     with suppress(OSError):
-        print(f"{ERROR_PREFIX}{error.where}{': ' if error.where else ''}{error}", file=sys.stderr, flush=True)
+        text = f"{ERROR_PREFIX}{error.where}{': ' if error.where else ''}{error}"
+        print(text.translate(_ESCAPED), file=sys.stderr, flush=True)
 
 
 def leave(status: int) -> NoReturn:

@@ -47,10 +47,12 @@ class Source:
             message: why the value is refused; the overrides of other keys that it names are added to the place.
         """
         path = tuple(key)
-        line = self.lines.get(path)
+        line, section = self.lines.get(path), path[:-1]
         for override in self.overrides:
             within = path[: len(override)] == override
-            if within or (line is None and path and override[: len(path)] == path):
+            opened = line is None and path and override[: len(path)] == path
+            missing = line is None and section and section not in self.lines and override[: len(section)] == section
+            if within or opened or missing:
                 return COMMAND_LINE
         place = self.name if line is None else f"{self.name}:{line}"
         causes = [text for override, text in self.overrides.items() if _names(message, override)]
@@ -134,16 +136,16 @@ def _lines(node: yaml.Node | None, path: tuple[str, ...] = ()) -> Iterator[tuple
 def _override(values: dict[str, Any], override: str) -> None:
     path, separator, text = override.partition("=")
     if not separator or not path:
-        raise ConfigError("override", got=repr(override), expected="key.path=value")
+        raise ConfigError(COMMAND_LINE, got=repr(override), expected="key.path=value")
     *parents, last = path.split(".")
     for parent in parents:
         values = values.setdefault(parent, {})
         if not isinstance(values, dict):
-            raise ConfigError(f"override {path}", got=f"{parent} is not a section", expected="a section")
+            raise ConfigError(f"{COMMAND_LINE}: {path}", got=f"{parent} is not a section", expected="a section")
     try:
         values[last] = yaml.load(text, Loader=_Loader)
     except yaml.YAMLError as error:
-        raise ConfigError(f"override {path}", got=repr(text), expected="a YAML value") from error
+        raise ConfigError(f"{COMMAND_LINE}: {path}", got=repr(text), expected="a YAML value") from error
 
 
 class _Loader(yaml.SafeLoader):
@@ -161,10 +163,30 @@ class _Loader(yaml.SafeLoader):
 def _explain(error: ValidationError, source: Source, schema: type[BaseModel] = Config) -> list[ConfigError]:
     """Return an error for each invalid key, in the order of the schema. Not empty."""
     found: dict[str, ConfigError] = {}
-    for one in error.errors():
+    every = error.errors()
+    for one in every:
+        if one["type"] == "too_short" and any(_within(other, one) for other in every):
+            continue  # pydantic counts only the valid items
         made = _explained(one, source, schema)
         found.setdefault(made.what, made)  # a union reports a value once for each of its types
     return list(found.values())
+
+
+def _within(one: ErrorDetails, other: ErrorDetails) -> bool:
+    length = len(other["loc"])
+    return len(one["loc"]) > length and one["loc"][:length] == other["loc"]
+
+
+_KINDS: Mapping[str, str] = {
+    "int": "a whole number",
+    "float": "a number",
+    "bool": "true or false",
+    "string": "text",
+    "list": "a list",
+    "tuple": "a list",
+    "dict": "a mapping of keys",
+}
+"""What pydantic's errors about a type expect, by the beginning of their name (`int_parsing`, `int_from_float`, ...)."""
 
 
 def _explained(one: ErrorDetails, source: Source, schema: type[BaseModel]) -> ConfigError:
@@ -181,6 +203,12 @@ def _explained(one: ErrorDetails, source: Source, schema: type[BaseModel]) -> Co
         got, _, expected = rest.partition(", expected ")
         return ConfigError(f"{source.at(key.split('.'), expected)}: {key}", got=got, expected=expected)
     message = one["msg"]
+    kind, _, fault = one["type"].partition("_")
+    if kind in _KINDS and fault in ("type", "parsing", "from_float"):
+        return ConfigError(what, got=repr(one["input"]), expected=_KINDS[kind])
+    if one["type"] == "too_short":
+        least = one["ctx"]["min_length"]
+        return ConfigError(what, got=repr(one["input"]), expected=f"at least {least} item{'s' if least > 1 else ''}")
     expected = message[0].lower() + message[1:].removeprefix("Input should be ") if not message.startswith("Input") else message[16:]
     return ConfigError(what, got=repr(one["input"]), expected=expected, hint=_meant(one))
 

@@ -26,7 +26,7 @@ _MOST_OUTPUT = 200_000
 
 @dataclass(frozen=True)
 class Found:
-    """A running process of the run on this host. `role` is "" if the process recorded none."""
+    """A running process of the run on this host. `role` is what it recorded, or "child of" the nearest ancestor that recorded one."""
 
     pid: int
     role: str
@@ -41,6 +41,9 @@ def stacks(run_dir: Path) -> Iterator[str]:
     Raises:
         UserError: no process of the run is on this host, or py-spy may not read the processes.
     """
+    if not any((run_dir / name).exists() for name in ("config.yaml", processes.FOLDER)):  # the directory of an engine that joins has one
+        got = "a directory without config.yaml" if run_dir.is_dir() else "a file" if run_dir.exists() else "no such directory"
+        raise UserError("asyncmoe stacks", got=f"{run_dir}: {got}", expected="the directory of a run (run.dir)")
     recorded = processes.read(run_dir)
     found = tree([one for one in recorded if processes.runs(one)])
     elsewhere = _elsewhere(recorded)
@@ -69,13 +72,14 @@ def tree(roots: Sequence[Recorded]) -> list[Found]:
     roles = {one.pid: one.role for one in roots}
     found: dict[int, Found] = {}
 
-    def add(process: Any) -> None:
+    def add(process: Any, above: str = "") -> None:
         try:
             if process.pid in found or process.status() == psutil.STATUS_ZOMBIE:
                 return
-            found[process.pid] = _describe(process, roles.get(process.pid, ""))
+            role = roles.get(process.pid, "")
+            found[process.pid] = _describe(process, role or f"child of {above}")
             for child in process.children():
-                add(child)
+                add(child, role or above)
         except psutil.NoSuchProcess:
             return  # it ended meanwhile
 
@@ -97,7 +101,7 @@ def _describe(process: Any, role: str) -> Found:
 
 
 def _heading(one: Found) -> str:
-    return f"== {one.role or 'child'}, pid {one.pid}: {one.state}\n   {one.command}"
+    return f"== {one.role}, pid {one.pid}: {one.state}\n   {one.command}"
 
 
 def _elsewhere(recorded: Sequence[Recorded]) -> str:

@@ -59,9 +59,9 @@ def test_defaults_are_valid_and_frozen() -> None:
     [
         ("run.steps", 0, "0", "greater than 0"),
         ("run.steps", True, "True", "a number"),
-        ("run.steps", "many", "'many'", "a valid integer"),
-        ("run.steps", 1.5, "1.5", "a valid integer"),
-        ("run.steps", None, "None", "a valid integer"),
+        ("run.steps", "many", "'many'", "a whole number"),
+        ("run.steps", 1.5, "1.5", "a whole number"),
+        ("run.steps", None, "None", "a whole number"),
         ("run.dir", 3, "3", "path"),
         ("rollout.temperature", float("nan"), "nan", "a finite number"),
         ("rollout.temperature", float("inf"), "inf", "a finite number"),
@@ -78,7 +78,7 @@ def test_defaults_are_valid_and_frozen() -> None:
         ("task.operations", [], "an empty list", "at least one of"),
         ("task.kind", "jsonl", "nothing", "the path of a JSONL file"),
         ("engines.port", 65536, "65536", "less than or equal to 65535"),
-        ("engines.args", "--x", "'--x'", "tuple"),
+        ("engines.args", "--x", "'--x'", "a list"),
         (
             "engines.args",
             ["--enable-mixed-chunk", "--tp", "2"],
@@ -259,14 +259,18 @@ def test_overrides_are_yaml_and_reach_any_depth(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("override", "line"),
     [
-        ("run.steps", "override: got 'run.steps', expected key.path=value"),
-        ("=3", "override: got '=3', expected key.path=value"),
-        ("run.steps.more=1", "override run.steps.more: got steps is not a section, expected a section"),
-        ("run.steps=[1", "override run.steps: got '[1', expected a YAML value"),
+        ("run.steps", "command line: got 'run.steps', expected key.path=value"),
+        ("=3", "command line: got '=3', expected key.path=value"),
+        ("run.steps.more=1", "command line: run.steps.more: got steps is not a section, expected a section"),
+        ("run.steps=[1", "command line: run.steps: got '[1', expected a YAML value"),
         ("run.stps=1", "command line: run.stps: got an unknown key, expected one of dir, steps"),
-        ("run.steps=", "command line: run.steps: got None, expected a valid integer"),
+        ("run.steps=", "command line: run.steps: got None, expected a whole number"),
         ("run={dir: x, steps: 0}", "command line: run.steps: got 0, expected greater than 0"),
         ("rung.steps=1", "command line: rung: got an unknown key"),
+        ("telemetry.profile.memory=true", "command line: telemetry.profile.steps: got nothing, expected a value"),
+        ("telemetry.profile.steps=3", "command line: telemetry.profile.steps: got 3, expected a list"),
+        ("telemetry.profile.steps=[]", "command line: telemetry.profile.steps: got [], expected at least 1 item"),
+        ("telemetry.profile.steps=[0]", "command line: telemetry.profile.steps.0: got 0, expected greater than 0"),
     ],
 )
 def test_a_bad_override_is_one_line(tmp_path: Path, override: str, line: str) -> None:

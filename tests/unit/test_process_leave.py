@@ -7,6 +7,9 @@ import sys
 
 import pytest
 
+from asyncmoe.errors import UserError
+from asyncmoe.process import say
+
 ABORTS = "import atexit, os; atexit.register(os.abort); "
 """Stands for a thread of Gloo at the interpreter's end: whatever runs there ends with SIGABRT."""
 LEAVES = "from asyncmoe.process import leave; print('said'); leave({status})"
@@ -42,3 +45,8 @@ def test_a_rank_of_the_trainer_leaves_so(what: str, status: int) -> None:
     ended = run(TRAINS.format(run=what))
     assert ended.returncode == status, ended.stderr
     assert ("ZeroDivisionError" in ended.stderr) == bool(status)
+
+
+def test_an_error_reaches_a_terminal_without_control_characters(capsys: pytest.CaptureFixture[str]) -> None:
+    say(UserError("a.py", got="boom\x1b[31m\r\x9b2J", expected="none"))
+    assert capsys.readouterr().err == "error: a.py: got boom\\x1b[31m\\x0d\\x9b2J, expected none\n"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -21,11 +22,13 @@ from typer.testing import CliRunner
 from asyncmoe import cli
 from asyncmoe.errors import DataError, UserError
 from asyncmoe.rollout.pieces import BROKEN, Pieces
+from asyncmoe.telemetry.records import JsonLines
 from asyncmoe.telemetry.samples import command, terminal
 from asyncmoe.telemetry.samples.colours import COLOURS, Colour
 from asyncmoe.telemetry.samples.index import index, load
 from asyncmoe.telemetry.samples.select import SampleQuery, select, summary
 from asyncmoe.telemetry.samples.visible import escaped, visible
+from asyncmoe.telemetry.schema import METRICS, Step
 from asyncmoe.trainer.model import collectives
 from tests.unit.sampled_run import SampledRun
 
@@ -162,6 +165,11 @@ def test_mistakes_are_one_line(run_dir: Path) -> None:
         ((str(run_dir), "--worst", "--best"), "got --worst and --best, expected one of them"),
         ((str(run_dir), "--plain", "--json"), "got --plain and --json"),
         ((str(run_dir / "no"),), "got no such directory"),
+        (
+            (str(run_dir / "samples"),),
+            f"that kept some; did you mean {run_dir}?",
+        ),
+        ((str(run_dir / "config.yaml"),), "got a file"),
     ):
         with pytest.raises(UserError, match=re.escape(said)):
             printed(*arguments)
@@ -175,6 +183,30 @@ def test_a_reader_that_leaves_is_no_error(run_dir: Path) -> None:
     assert process.stderr is not None
     assert process.stderr.read() == ""
     assert process.wait(60) == 0
+
+
+@pytest.mark.parametrize(
+    ("output", "said"),
+    [(">/dev/full", "got No space left on device"), (">&-", "got closed")],
+)
+def test_an_output_that_takes_nothing_is_named(run_dir: Path, output: str, said: str) -> None:
+    program = f"{shlex.quote(sys.executable)} -m asyncmoe show {shlex.quote(str(run_dir))} --json {output}"
+    ended = subprocess.run(program, shell=True, stderr=subprocess.PIPE, text=True, timeout=120, check=False)
+    assert ended.returncode == 2
+    assert ended.stderr.splitlines() == [f"error: standard output: {said}, expected a file, pipe or terminal that takes the samples"]
+
+
+@pytest.mark.parametrize("left", [None, b"", b"\x80" * 99 + b"\n"])
+def test_samples_that_were_lost_are_not_still_to_come(run_dir: Path, left: bytes | None) -> None:
+    rollout = run_dir / "samples" / "rollout.jsonl"
+    rollout.unlink()
+    if left is not None:
+        rollout.write_bytes(left)
+    with JsonLines(run_dir / METRICS) as metrics:
+        metrics.write(Step(step=5, phase="rl", time=1.0, step_seconds=1.0, loss=0.1))
+    said = r"none that can be read: samples/rollout\.jsonl line 1 is no record" if left else r"no group in samples/rollout\.jsonl"
+    with pytest.raises(DataError, match=said):
+        printed(str(run_dir))
 
 
 def test_help_teaches() -> None:

@@ -45,7 +45,7 @@ def test_every_process_of_a_run_is_shown(tmp_path: Path) -> None:
     with _running(tmp_path) as root:
         paragraphs = list(stacks.stacks(tmp_path))
         assert paragraphs[0].startswith(f"== supervisor, pid {root.pid}: ")
-        assert paragraphs[1].startswith("== child, pid ")
+        assert paragraphs[1].startswith("== child of supervisor, pid ")
         if stacks._py_spy() is None:
             assert paragraphs[2].startswith("no stacks: py-spy is not installed; pip install")
         else:
@@ -66,6 +66,12 @@ def test_a_pid_that_another_process_has_now_is_left_alone(tmp_path: Path) -> Non
             with pytest.raises(UserError, match="no running process"):
                 list(stacks.stacks(tmp_path))
         path.write_bytes(whole)
+
+
+def test_a_path_that_is_no_run_is_named(tmp_path: Path) -> None:
+    for path, said in ((tmp_path / "no", "no such directory"), (tmp_path, "a directory without config.yaml")):
+        with pytest.raises(UserError, match=f"{path}: {said}"):
+            list(stacks.stacks(path))
 
 
 def test_other_hosts_are_named(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from asyncmoe.telemetry.samples.select import SampleQuery, select, summary
 from asyncmoe.telemetry.samples.visible import visible
 
 Form = Literal["terminal", "plain", "json"]
+_OUTPUT, _WRITABLE = "standard output", "a file, pipe or terminal that takes the samples"
 
 
 def colour_of(name: str) -> Colour:
@@ -39,7 +40,10 @@ def show(run_dir: Path, wanted: SampleQuery, form: Form, colour: Colour, tokens:
 
     Raises:
         DataError: the run has no samples, or none as wanted.
+        UserError: standard output cannot be written.
     """
+    if sys.__stdout__ is None:
+        raise UserError(_OUTPUT, got="closed", expected=_WRITABLE)
     found = index(run_dir)
     chosen = select(found, wanted)
     console = Console(highlight=False, markup=False, emoji=False)
@@ -47,8 +51,11 @@ def show(run_dir: Path, wanted: SampleQuery, form: Form, colour: Colour, tokens:
         print(f"note: {visible(note)}", file=sys.stderr)
     try:
         _print(found, chosen, form, colour, tokens, console)
-    except BrokenPipeError:  # the reader has what it wants, as `head` does
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.stdout.flush()
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter flushes at its end what could not be written
+        if not isinstance(error, BrokenPipeError):  # then the reader has what it wants, as `head` does
+            raise UserError(_OUTPUT, got=error.strerror, expected=_WRITABLE) from error
 
 
 def _print(found: Index, chosen: Sequence[Entry], form: Form, colour: Colour, tokens: int, console: Console) -> None:

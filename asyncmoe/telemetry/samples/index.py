@@ -11,7 +11,9 @@ import msgspec
 import yaml
 
 from asyncmoe.errors import DataError
+from asyncmoe.telemetry.records import read_steps
 from asyncmoe.telemetry.samples.records import FOLDER, FORMAT, ROLLOUT_SAMPLES, TRAINER_SAMPLES, Begin, Full, SampledGroup, Stale, Trained
+from asyncmoe.telemetry.schema import METRICS
 
 Outcome = Literal["trained", "queued", "dropped", "requeued", "rejected", "lost"]
 """What became of a group. queued: it waits, or nothing more was written of it. lost: the run was started again before it was trained, or
@@ -115,12 +117,10 @@ def index(run_dir: Path) -> Index:
         DataError: the run has none; says why, as far as its configuration tells.
     """
     folder, notes = run_dir / FOLDER, _Notes()
-    if not (folder / ROLLOUT_SAMPLES).is_file():
-        raise _none(run_dir)
     trained, undone = _trained(folder / TRAINER_SAMPLES, notes)
     entries = _groups(folder / ROLLOUT_SAMPLES, trained, undone, notes)
     if not entries:
-        raise _none(run_dir)
+        raise _none(run_dir, notes.said)
     if not (folder / TRAINER_SAMPLES).is_file():
         notes.add(f"{FOLDER}/{TRAINER_SAMPLES} is missing: nothing is known of what the trainer made of the tokens")
     elif not any(entry.trained for entry in entries):
@@ -151,6 +151,8 @@ class _Notes:
             self.said.append(sentence)
 
 
+_NOTES = 3
+"""Notes that an error repeats."""
 _Key = tuple[str, int]
 _Steps = dict[_Key, tuple[int, Place]]
 
@@ -251,13 +253,14 @@ def _record(path: Path, place: Place, kind: type[Any]) -> Any:
         raise DataError(f"{path} byte {place.begin}", got=str(error)[:200], expected=f"a {kind.__name__} record") from error
 
 
-def _none(run_dir: Path) -> DataError:
-    """Return why a directory has no samples."""
+def _none(run_dir: Path, notes: Sequence[str]) -> DataError:
+    """Return why a directory has no samples. `notes`: what was found while they were read."""
     what, expected = f"samples of {run_dir}", "the directory of a run (run.dir) that kept some"
     config = run_dir / "config.yaml"
     if not config.is_file():
-        got = "no such directory" if not run_dir.is_dir() else "a directory without config.yaml"
-        return DataError(what, got=got, expected=expected)
+        got = "a directory without config.yaml" if run_dir.is_dir() else "a file" if run_dir.exists() else "no such directory"
+        above = run_dir.parent if (run_dir.parent / config.name).is_file() else None
+        return DataError(what, got=got, expected=expected, hint=None if above is None else f"did you mean {above}?")
     try:
         values = yaml.safe_load(config.read_text())
         section = values.get("telemetry", {}).get("samples")
@@ -267,4 +270,9 @@ def _none(run_dir: Path) -> DataError:
         return DataError(what, got="none: the run began with an asyncmoe that kept none", expected=expected)
     if not isinstance(section, dict) or not section.get("groups"):
         return DataError(what, got="none: telemetry.samples.groups is 0", expected=expected, hint="set it to 2, and resume or run again")
+    if notes:
+        return DataError(what, got=f"none that can be read: {'; '.join(notes[:_NOTES])}", expected="a finished group")
+    if any(step.phase == "rl" for step in read_steps(run_dir / METRICS)):
+        gone = f"steps of reinforcement learning, but no group in {FOLDER}/{ROLLOUT_SAMPLES}"
+        return DataError(what, got=gone, expected="the file as the run wrote it", hint="logs/controller.log tells why")
     return DataError(what, got="none yet", expected="a finished group", hint="the first is written when reinforcement learning begins")

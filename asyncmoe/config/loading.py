@@ -84,11 +84,12 @@ def load_as(schema: type[Schema], path: Path | None, overrides: Sequence[str] = 
 
 def read(path: Path) -> tuple[dict[str, Any], dict[tuple[str, ...], int]]:
     """Return the values of a YAML file, and the line of each key by its path. Raises ConfigError if it is missing or not YAML."""
-    if path.is_dir():
-        raise ConfigError(str(path), got="a folder", expected="a YAML configuration", hint=_files_in(path))
-    if not path.exists():
-        raise ConfigError(str(path), got="no such file", expected="a YAML configuration")
     try:
+        if path.is_dir():
+            raise ConfigError(str(path), got="a folder", expected="a YAML configuration", hint=_files_in(path))
+        if not path.is_file():  # a device may have no end
+            got = "something else than a file" if path.exists() else "no such file"
+            raise ConfigError(str(path), got=got, expected="a YAML configuration")
         with path.open(encoding="utf-8") as file:
             node = yaml.compose(file, Loader=_Loader)
         with path.open(encoding="utf-8") as file:

@@ -316,6 +316,14 @@ def test_a_folder_is_refused_with_the_files_in_it(tmp_path: Path) -> None:
         load(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("path", "got"), [("/dev/zero", "something else than a file"), ("a" * 5000, "File name too long"), ("a\0b", "no such file")]
+)
+def test_what_cannot_be_read_is_refused_unread(path: str, got: str) -> None:
+    with pytest.raises(ConfigError, match=f": got {got}, expected a YAML configuration"):
+        load(Path(path))
+
+
 def test_no_file(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no such file"):
         load(tmp_path / "none.yaml")

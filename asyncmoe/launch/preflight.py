@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
-
-from asyncmoe.config import Config
+from asyncmoe.config import Config, devices
 from asyncmoe.doctor.cards import seen
 from asyncmoe.doctor.examination import CHECKS
 from asyncmoe.doctor.facts import Machine
@@ -31,7 +28,6 @@ STOPS = (
     "nccl",
 )
 """The doctor's checks whose errors stop a run on GPUs, ordered so that a root cause precedes its consequences."""
-_DEVICES = Path("/dev/nvidiactl")
 
 
 def check(config: Config) -> tuple[str, ...]:
@@ -43,7 +39,7 @@ def check(config: Config) -> tuple[str, ...]:
     Raises:
         UserError: a fault that would stop the run.
     """
-    if not _DEVICES.exists() or os.environ.get("CUDA_VISIBLE_DEVICES", "all") in ("", "-1"):
+    if devices.none_here():
         return ()
     return judge(gather_for(config))
 

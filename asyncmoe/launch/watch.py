@@ -7,6 +7,7 @@ checkpoint. A second Ctrl-C ends all processes at once.
 from __future__ import annotations
 
 import signal
+import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -16,13 +17,12 @@ from signal import Signals
 from types import FrameType
 from typing import Protocol
 
-from asyncmoe import checkpoints, storage
+from asyncmoe import checkpoints, installed, storage
 from asyncmoe.config import Config
 from asyncmoe.errors import AsyncmoeError, UserError
 from asyncmoe.process import KILLED
 from asyncmoe.telemetry.live import LiveView
 from asyncmoe.telemetry.records import read_steps
-from asyncmoe.telemetry.report import report
 from asyncmoe.telemetry.schema import METRICS
 from asyncmoe.telemetry.summary import write_summary
 
@@ -118,10 +118,20 @@ def supervise(config: Config, start: Callable[[ExitStack], Processes]) -> dict[s
         raise AsyncmoeError("stopped before the first step; the same command starts over")
     with storage.writing("summary and report of the run", config.run.dir):
         summary = write_summary(config.run.dir)
-        report(config.run.dir)
+        _report(config.run.dir)
     if stop.count:
         raise AsyncmoeError(f"stopped at a checkpoint; the same command resumes from {checkpoints.newest(config.run.dir)}")
     return summary
+
+
+def _report(run_dir: Path) -> None:
+    """Write the report, or say how to get it where the package that draws is not installed: the run itself needs none of it."""
+    if not installed.has("matplotlib"):
+        print(f"report.html: not written without matplotlib; {installed.fix('report')}, then: asyncmoe report {run_dir}", file=sys.stderr)
+        return
+    from asyncmoe.telemetry.report import report
+
+    report(run_dir)
 
 
 def _watch(processes: Processes, view: LiveView, stop: StopOnSignal) -> None:

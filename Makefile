@@ -78,7 +78,7 @@ lint: $(BUILT)
 	$(TRAIN)/bin/ruff check .
 	$(TRAIN)/bin/ruff format --check .
 	$(TRAIN)/bin/mypy
-	$(TRAIN)/bin/clang-format --dry-run --Werror csrc/*.h csrc/*.cpp csrc/*.cu csrc/record/*
+	$(TRAIN)/bin/clang-format --dry-run --Werror csrc/*.h csrc/*.cpp csrc/*.cu csrc/trajectory/*
 
 # Run the rank tests on the newest megatron-core, an overlay on the same environment. It declares Python >= 3.12 but runs on 3.11.
 test-megatron-next: setup $(NEXT)/.installed
@@ -107,7 +107,7 @@ else
 endif
 	@touch $@
 
-$(BUILT): $(TRAIN)/$(INSTALLED) pyproject.toml setup.py $(wildcard csrc/* csrc/record/*)
+$(BUILT): $(TRAIN)/$(INSTALLED) pyproject.toml setup.py $(wildcard csrc/* csrc/trajectory/*)
 	$(if $(filter 1,$(GPU)),ASYNCMOE_CUDA=1 )$(TRAIN)/bin/python $(PIP) --no-build-isolation --no-deps --editable .
 	@touch $@
 

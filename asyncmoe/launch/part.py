@@ -10,6 +10,7 @@ from pathlib import Path
 from asyncmoe import installed
 from asyncmoe.errors import AsyncmoeError, UserError
 from asyncmoe.process import say
+from asyncmoe.telemetry import processes
 
 _EXTENSIONS = ("asyncmoe.reshard._C", "asyncmoe.trajectory._C")
 
@@ -27,6 +28,7 @@ def controller(config: Path, overrides: Sequence[str] = ()) -> None:
     loaded = configuration.load(config, overrides)
     if config.resolve() != local.resolved(loaded).resolve():  # otherwise the parent process has prepared it
         local.prepare(loaded)
+    processes.record(loaded.run.dir, "controller")
     controller.run(loaded, loaded.run.dir, () if loaded.engines.join else gpus.engine_arguments(loaded))
 
 
@@ -50,7 +52,9 @@ def engine(config: Path, overrides: Sequence[str] = (), name: str | None = None,
     loaded = configuration.load(config, overrides)
     check_engine_python(loaded.engines.python)
     models.check(loaded, models.hf_config_of(loaded), cpu_engines=devices.none_here())
-    engine_agent.run(loaded, loaded.run.dir, name or engine_agent.default_name(index), index, gpus.engine_arguments(loaded, index))
+    name = name or engine_agent.default_name(index)
+    processes.record(loaded.run.dir, name)
+    engine_agent.run(loaded, loaded.run.dir, name, index, gpus.engine_arguments(loaded, index))
 
 
 def main(run: Callable[[], object]) -> None:

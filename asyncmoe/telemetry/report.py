@@ -17,7 +17,7 @@ from asyncmoe.telemetry.rollout_schema import Evaluation
 from asyncmoe.telemetry.run import RunRecords, load
 from asyncmoe.telemetry.summary import Summary, summary_of
 
-Draw = Callable[[RunRecords], str | None]
+Draw = Callable[[RunRecords], figures.Picture | None]
 
 _SECTIONS: tuple[tuple[str, str, tuple[Draw | str, ...]], ...] = (
     (
@@ -83,9 +83,9 @@ def html(run: RunRecords) -> str:
     )
 
 
-def _drawn(run: RunRecords, section: str, first: Sequence[Draw | str]) -> list[str | None]:
+def _drawn(run: RunRecords, section: str, first: Sequence[Draw | str]) -> list[figures.Picture | None]:
     every = [*first, *(title for title in figures.titles(section) if title not in first)]
-    return [figures.declared_figure(run, draw) if isinstance(draw, str) else draw(run) for draw in every]
+    return [one for draw in every for one in (figures.declared_figures(run, draw) if isinstance(draw, str) else [draw(run)])]
 
 
 def _what_it_was(run: RunRecords, summary: Summary) -> str:
@@ -139,8 +139,8 @@ def _evaluation(first: Evaluation, last: Evaluation) -> tuple[str, str, str]:
     return "Evaluation", f"{number(first.reward_mean)} → {number(last.reward_mean)}{error}", what
 
 
-def _section(title: str, note: str, drawn: Sequence[str | None]) -> str:
-    images = "".join(_image(title, picture) for picture in drawn if picture is not None)
+def _section(title: str, note: str, drawn: Sequence[figures.Picture | None]) -> str:
+    images = "".join(_image(picture) for picture in drawn if picture is not None)
     body = (
         f'<div class="plots{" wide" if title == "Timeline" else ""}">{images}</div>' if images else '<p class="note">Nothing recorded.</p>'
     )
@@ -148,7 +148,7 @@ def _section(title: str, note: str, drawn: Sequence[str | None]) -> str:
     return f"<h2>{escape(title)}</h2>\n{intro}{body}\n"
 
 
-def _image(title: str, picture: str) -> str:
+def _image(picture: figures.Picture) -> str:
     # Element ids of several inline SVGs would clash; as images, they do not.
-    data = base64.b64encode(picture.encode()).decode()
-    return f'<img alt="{escape(title)}" src="data:image/svg+xml;base64,{data}">'
+    data = base64.b64encode(picture.svg.encode()).decode()
+    return f'<img alt="{escape(picture.alt)}" src="data:image/svg+xml;base64,{data}">'

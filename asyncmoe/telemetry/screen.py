@@ -15,12 +15,13 @@ from asyncmoe.telemetry.advice import advise
 from asyncmoe.telemetry.format import ABSENT, bars, duration, number, percent, quantity
 from asyncmoe.telemetry.gauges import Gauges, gauge, mean
 from asyncmoe.telemetry.metric import Metric, declared
-from asyncmoe.telemetry.rollout_schema import Evaluation, Rollout
+from asyncmoe.telemetry.rollout_schema import Calls, Evaluation, Rollout, Scoring
 from asyncmoe.telemetry.schema import Step
 
 RECENT_STEPS = 10
 RECENT_ROLLOUTS = 30
 _LABEL = 9
+_MOST_TOOLS = 3
 
 
 @dataclass(frozen=True)
@@ -79,6 +80,7 @@ def panel(view: View) -> RenderableType:
         "age": bars(g.ages),
         "idle": f"trainer {percent(g.trainer_idle)}   engines {percent(g.engine_idle)}",
         "sync": f"{number(g.sync_seconds, 's')} an update   engines paused {number(g.pause_ms, 'ms')}",
+        **_judged(view.rollout),
         "advice": advise(g)[0],
     }
     if view.evaluation is not None:
@@ -98,6 +100,32 @@ def _learning(view: View) -> list[tuple[Metric, str]]:
     steps = view.recent_rl or view.steps[-1:]
     shown = {name: metric for name, metric in declared(Step).items() if metric.panel}
     return [(metric, quantity(mean([getattr(step, name) for step in steps]), metric.unit)) for name, metric in shown.items()]
+
+
+def _judged(records: Sequence[Rollout]) -> dict[str, str]:
+    """Return the rows of scoring and of tools, of what ended within the recent records; a stage or tool without any is left out."""
+    if not records:
+        return {}
+    last, first = records[-1], records[0]
+    stages, calls = [], []
+    for name, scoring in last.scoring.items():
+        before = first.scoring.get(name, Scoring())
+        samples = _samples(scoring) - _samples(before)
+        if samples > 0:
+            each, waited = (scoring.seconds - before.seconds) / samples, (scoring.wait_seconds - before.wait_seconds) / samples
+            waiting = f", {scoring.waiting} wait" if scoring.waiting else ""
+            stages.append(f"{name} {number(each, 's')} a response, {number(waited, 's')} of it waiting{waiting}")
+    for name, tool in last.tools.items():
+        earlier = first.tools.get(name, Calls())
+        if (ended := tool.calls - earlier.calls) > 0:
+            calls.append((tool.seconds - earlier.seconds, f"{name} {number((tool.seconds - earlier.seconds) / ended, 's')} a call"))
+    longest = [text for _, text in sorted(calls, reverse=True)[:_MOST_TOOLS]]
+    rows = {"scoring": "   ".join(stages), "tools": "   ".join(longest)}
+    return {label: text for label, text in rows.items() if text}
+
+
+def _samples(scoring: Scoring) -> int:
+    return scoring.scored + sum(scoring.failed.values())
 
 
 def _progress(view: View) -> RenderableType:

@@ -11,6 +11,7 @@ from asyncmoe import config as configuration
 from asyncmoe.errors import AsyncmoeError
 from asyncmoe.platform import megatron
 from asyncmoe.process import die_with_parent, leave, named, say
+from asyncmoe.telemetry import processes
 from asyncmoe.trainer.model import connections
 
 
@@ -22,6 +23,7 @@ def main() -> None:
     try:
         with named(f"trainer.{rank}"):
             config = configuration.load(Path(sys.argv[1]), sys.argv[2:])
+            processes.record(config.run.dir, f"trainer.{rank}")
             connections.in_order(config.trainer, os.environ)  # before `prepare`, which queries CUDA devices
             megatron.prepare()
             from asyncmoe.trainer import loop  # Megatron must not be imported before the platform is prepared

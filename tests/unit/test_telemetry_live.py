@@ -113,6 +113,22 @@ def test_panel_fits_80_columns_and_says_everything(tmp_path: Path) -> None:
     assert " left" in text
 
 
+def test_panel_shows_what_scoring_and_tools_take() -> None:
+    first = Rollout(time=1.0, scoring={"scorer": Scoring(scored=10, seconds=90.0)}, tools={"add": Calls(calls=5, seconds=50.0)})
+    scorer = Scoring(scored=13, failed={"scorer_timeout": 1}, seconds=98.0, wait_seconds=2.0, waiting=7)
+    tools = {"add": Calls(calls=7, seconds=51.0), "idle": Calls()}
+    last = Rollout(time=2.0, scoring={"scorer": scorer}, tools=tools)
+    console, out = _console(terminal=False)
+    console.print(panel(replace(View("demo", 2, 12), rollout=[first, last])))
+    assert "scorer 2 s a response, 0.5 s of it waiting, 7 wait" in out.getvalue()
+    assert "add 0.5 s a call" in out.getvalue()
+    assert "idle" not in out.getvalue().replace("trainer idle", "").split("advice")[0].split("tools ")[1]
+    started_over = Rollout(time=3.0, scoring={"scorer": Scoring(scored=2, seconds=1.0)})
+    console, out = _console(terminal=False)
+    console.print(panel(replace(View("demo", 2, 12), rollout=[last, started_over])))
+    assert "a response" not in out.getvalue()
+
+
 def test_heading_and_remaining_time(tmp_path: Path) -> None:
     empty = View("demo", 2, 12)
     assert (heading(empty), remaining_seconds(empty)) == ("demo · starting", None)

@@ -87,6 +87,25 @@ def test_a_whole_run_has_every_plot(tmp_path: Path) -> None:
     assert any(re.fullmatch(r"Whole run: during \S+ % of the RL training time an engine generates", text) for text in whole)
 
 
+def test_metrics_of_ones_own_functions_are_drawn_each_on_its_own_scale(tmp_path: Path) -> None:
+    with JsonLines(tmp_path / METRICS) as metrics:
+        for step in range(1, 5):
+            own = {"loss/gate $x_{": 0.5 / step, "advantage/deviation": None if step == 2 else 1e6 * step}
+            metrics.write(Step(step=step, phase="rl", time=START + step, step_seconds=1.0, loss=0.1, plugin_metrics=own))
+    drawn = [_texts(picture) for picture in _images(_sections(report(tmp_path).read_text())["Learning"])]
+    titles = ["Your function's advantage/deviation", "Your function's loss/gate $x_{"]
+    assert [sum(title in texts for texts in drawn) for title in titles] == [1, 1]
+    assert not any(set(titles) <= texts for texts in drawn)
+
+
+def test_the_words_for_an_image_say_what_it_shows(tmp_path: Path) -> None:
+    write_run(tmp_path, rl=30)
+    shown = re.findall(r'<img alt="([^"]*)"', report(tmp_path).read_text())
+    assert len(set(shown)) == len(shown)
+    assert "Idle: share of the step, % over RL step (trainer, engines)" in shown
+    assert any(re.match(r"Last 10 steps: .*: trainer, engine 0, engine 1, both at once over seconds \(train, ", text) for text in shown)
+
+
 def test_only_warmup(tmp_path: Path) -> None:
     write_run(tmp_path, warmup=3, rl=0)
     page = report(tmp_path).read_text()

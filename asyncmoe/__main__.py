@@ -19,6 +19,9 @@ COMMANDS = {
     "simulate": "the speed of a run on a cluster",
     "config": "show, validate and describe configurations",
     "report": "summary and report of a run",
+    "log": "what W&B, MLflow or Trackio miss of a run",
+    "stacks": "the Python stacks of a run's processes",
+    "show": "trajectories of a run",
     "bench": "the benchmarks of a checkout",
 }
 """What --help says of each command where typer is not installed."""

@@ -294,7 +294,7 @@ def log_command(
 
 @app.command()
 def stacks(run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="Run directory of a running run.")]) -> None:
-    """Show the Python stacks of every process of a run on this host, e.g. to see where it hangs. Needs py-spy, which [profile] installs.
+    """Show the Python stacks of every process of a run on this host, to see where it hangs. Needs py-spy (the extra profile).
 
     The run's processes are those that it recorded in its directory, with
     their children. Of a run on several hosts, the end of the output names

@@ -22,6 +22,9 @@ EXTRAS: Mapping[str, tuple[str, ...]] = {
     "tensorboard": ("tensorboard",),
     "engine": ("sglang",),
     "ray": ("ray",),
+    "wandb": ("wandb",),
+    "mlflow": ("mlflow",),
+    "trackio": ("trackio",),
 }
 """Modules that asyncmoe imports, by the extra of pyproject.toml that has them."""
 _LIGHT = ("plan", "simulate", "doctor", "config")
@@ -49,6 +52,25 @@ def fix(extra: str = "train", *, gpu: bool = False, python: Path | str | None = 
     if from_checkout():
         return "make setup GPU=1" if gpu else "make setup"
     return f'{python or sys.executable} -m pip install "asyncmoe[{extra}]"'
+
+
+def rebuild(*, gpu: bool = False, archs: str = "") -> str:
+    """Return how to build the extensions again.
+
+    Args:
+        gpu: with CUDA kernels.
+        archs: the architectures of the kernels, as ASYNCMOE_CUDA_ARCHS; "": those of a usual build.
+    """
+    variables = f'ASYNCMOE_CUDA_ARCHS="{archs}" ' if archs else ""
+    if from_checkout():
+        return f"build it again: rm -f .venv/.built*; {variables}make setup{' GPU=1' if gpu else ''}"
+    kernels = "ASYNCMOE_CUDA=1 " if gpu else ""
+    return f"build it again: {variables}{kernels}{sys.executable} -m pip install --force-reinstall --no-deps --no-binary asyncmoe asyncmoe"
+
+
+def rebuild_with_kernels() -> str:
+    """Return how to build the extensions again so that their CUDA kernels are not left out."""
+    return f"{rebuild(gpu=True)}, which {'brings nvcc' if from_checkout() else 'needs nvcc'} and insists on the kernels"
 
 
 def need(module: str, what: str) -> None:

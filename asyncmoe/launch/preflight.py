@@ -9,6 +9,7 @@ from asyncmoe.doctor.facts import Machine
 from asyncmoe.doctor.probes import gather_for
 from asyncmoe.doctor.verdict import Verdict
 from asyncmoe.errors import UserError
+from asyncmoe.installed import fix
 
 STOPS = (
     "torch",
@@ -49,7 +50,7 @@ def judge(machine: Machine) -> tuple[str, ...]:
     torches = [machine.trainer.torch, machine.engine_python.torch]
     if all(torch is not None and torch.cuda is None for torch in torches):
         what = "torch of trainer and engines is a build for the CPU, and so is the run"
-        return (f"{machine.host} has GPUs, but {what}; make setup GPU=1 installs one for GPUs",)
+        return (f"{machine.host} has GPUs, but {what}; {fix(gpu=True)} installs one for GPUs",)
     found = {name: CHECKS[name](machine) for name in STOPS}
     for name, verdict in found.items():
         if verdict.state == "error":

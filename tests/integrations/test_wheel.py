@@ -18,8 +18,7 @@ if find_spec("build") is None:
 
 ROOT = Path(__file__).parents[2]
 RESHARD = """
-import sys, numpy, asyncmoe.reshard as reshard
-assert reshard._C if hasattr(reshard, "_C") else True
+import sys, asyncmoe.reshard, asyncmoe.reshard._C
 names = {name.partition(".")[0] for name in sys.modules}
 print(sorted(names & {"torch", "msgspec", "pydantic", "yaml", "typer", "zmq"}))
 """
@@ -78,15 +77,6 @@ def test_the_wheel_needs_numpy_only(stranger: Path) -> None:
     listed = done(stranger, "-m", "pip", "list", "--format=freeze", cwd=home).lower()
     assert set(re.findall(r"^([\w-]+)==", listed, re.MULTILINE)) - {"pip", "setuptools"} == {"asyncmoe", "numpy"}
     assert done(stranger, "-c", RESHARD, cwd=home).strip() == "[]"
-
-
-def test_weights_are_moved_without_anything_else(stranger: Path, tmp_path: Path) -> None:
-    """The example of the standalone resharder, as far as one process goes: its layouts and plan."""
-    program = (
-        "import numpy as np; from asyncmoe.reshard.layout import LayoutBuilder, rows; from asyncmoe.reshard.plan import *\n"
-        "b = LayoutBuilder(0, 'float32'); b.stack('w', [('t', rows((4, 2), 0, 4))]); print(b.build().rank)"
-    )
-    assert done(stranger, "-c", program, cwd=tmp_path).strip() == "0"
 
 
 def test_help_is_helpful_and_every_command_names_its_extra(stranger: Path, tmp_path: Path) -> None:

@@ -140,7 +140,9 @@ def _conclude(run_dir: Path) -> dict[str, object]:
 def _report(run_dir: Path) -> None:
     """Write the report, or say how to get it where the package that draws is not installed: the run itself needs none of it."""
     if not installed.has("matplotlib"):
-        print(f"report.html: not written without matplotlib; {installed.fix('report')}, then: asyncmoe report {run_dir}", file=sys.stderr)
+        print(
+            f"report.html: not written without matplotlib; run: {installed.fix('report')}, then asyncmoe report {run_dir}", file=sys.stderr
+        )
         return
     from asyncmoe.telemetry.report import report
 

@@ -123,3 +123,31 @@ def test_without_typer_help_and_version_answer_and_commands_are_refused_in_one_l
     refused = bare("run", "x.yaml")
     assert (refused.returncode, refused.stdout, refused.stderr.count("\n")) == (2, "", 1)
     assert refused.stderr.startswith("error: asyncmoe run: got no module typer, expected the extra train; run: ")
+
+
+@pytest.mark.usefixtures("from_pip")
+def test_a_run_ends_well_without_the_package_that_draws(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from asyncmoe.launch import watch
+
+    monkeypatch.setattr(installed, "has", lambda name: name != "matplotlib")
+    watch._report(tmp_path)
+    told = capsys.readouterr().err
+    assert told == (
+        f'report.html: not written without matplotlib; run: {sys.executable} -m pip install "asyncmoe[report]", '
+        f"then asyncmoe report {tmp_path}\n"
+    )
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("wanted", "there", "written"), [("auto", True, 1), ("auto", False, 0), ("off", True, 0), ("on", True, 1)])
+def test_tensorboards_files_are_written_where_it_is_installed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wanted: str, there: bool, written: int
+) -> None:
+    from asyncmoe.config import parse
+    from asyncmoe.telemetry import live
+
+    monkeypatch.setattr(installed, "has", lambda name: there)
+    sections = {"run": {"dir": str(tmp_path), "steps": 1}, "model": {"path": "m"}, "task": {"kind": "arithmetic"}}
+    assert len(live._sinks(parse({**sections, "telemetry": {"tensorboard": wanted}}))) == written

@@ -64,8 +64,6 @@ def check(config: Config) -> None:
     if config.telemetry.tensorboard == "on":
         installed.need("tensorboard", "telemetry.tensorboard")
     here = not config.engines.join and config.launch == "local"
-    if here:
-        check_engine_python(config.engines.python)
     plugin_probe.check(config)
     hf = budget.hf_of(config)
     models.check(config, hf, cpu_engines=here and devices.none_here())
@@ -78,6 +76,8 @@ def check(config: Config) -> None:
     if newest is not None:
         checkpoints.check_family(newest, models.family_of(hf).name)
         checkpoints.check_kind(newest, config.checkpoint_kind)
+    if here:
+        check_engine_python(config.engines.python)  # last, because it starts an interpreter
 
 
 def prepare(config: Config) -> Path:

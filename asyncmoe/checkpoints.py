@@ -90,18 +90,19 @@ def check_family(checkpoint: Path, family: str) -> None:
         raise DataError(f"{checkpoint.name}: model family", got=made, expected=f"{family}, as the configuration says", hint=hint)
 
 
-def check_kind(checkpoint: Path, now: Mapping[str, Any]) -> None:
+def check_kind(checkpoint: Path, now: Mapping[str, Any], *, recorded: bool = False) -> None:
     """Refuse a checkpoint whose optimizer state another kind of training wrote.
 
     Args:
         now: settings that the names in a checkpoint depend on, as `finish` stored those of the run that wrote it.
+        recorded: compare only settings that the checkpoint has; otherwise one that it lacks differs.
 
     Raises:
         DataError: one of them differs, or as `facts`.
     """
     saved = facts(checkpoint)
     for key, value in now.items():
-        if saved.get(key) != value:
+        if saved.get(key) != value and not (recorded and key not in saved):
             raise DataError(
                 f"{checkpoint.name}: optimizer state",
                 got=f"{key} = {saved.get(key)}",

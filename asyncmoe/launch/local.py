@@ -75,7 +75,7 @@ def check(config: Config) -> None:
         )
     if newest is not None:
         checkpoints.check_family(newest, models.family_of(hf).name)
-        checkpoints.check_kind(newest, config.checkpoint_kind)
+        checkpoints.check_kind(newest, config.checkpoint_kind, recorded=True)
     if here:
         check_engine_python(config.engines.python)  # last, because it starts an interpreter
 

@@ -198,13 +198,13 @@ def told(error: BaseException) -> str:
 def place(found: Callable[..., object]) -> str:
     """Return where a function is defined, as "FILE:LINE"; "no source file" if it is not written in Python."""
     code = getattr(inspect.unwrap(found), "__code__", None)
-    return "no source file" if code is None else f"{_short(code.co_filename)}:{code.co_firstlineno}"
+    return "no source file" if code is None else f"{short(code.co_filename)}:{code.co_firstlineno}"
 
 
 def raised_at(error: BaseException) -> str:
     """Return the user's line that raised an exception or called what raised it, as "FILE:LINE"; "" if there is none."""
     if isinstance(error, SyntaxError) and error.filename is not None and Path(error.filename).is_file():
-        return f"{_short(error.filename)}:{error.lineno}"
+        return f"{short(error.filename)}:{error.lineno}"
     return place_in([(frame.filename, frame.lineno or 0) for frame in reversed(traceback.extract_tb(error.__traceback__))])
 
 
@@ -224,10 +224,11 @@ def place_in(lines: Sequence[tuple[str, int]]) -> str:
     """Return the first line, each (file, number), that is the user's: of no library, else of an installed package; "" if there is none."""
     own = (one for one in lines if not one[0].startswith(("<", *_LIBRARIES)))
     installed = (one for one in lines if one[0].startswith(_INSTALLED))
-    return next((f"{_short(file)}:{line}" for file, line in (*own, *installed)), "")
+    return next((f"{short(file)}:{line}" for file, line in (*own, *installed)), "")
 
 
-def _short(file: str) -> str:
+def short(file: str) -> str:
+    """Return a file's path, relative to the working directory if it lies below it."""
     path = Path(file)
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else file
 

@@ -34,7 +34,7 @@ from asyncmoe.rollout.pieces import Pieces
 from asyncmoe.rollout.producer import Producer, demonstrate
 from asyncmoe.rollout.recorder import Recorder
 from asyncmoe.rollout.samples import Samples, samples_of
-from asyncmoe.rollout.scoring import Scorer
+from asyncmoe.rollout.scoring import Scorer, trial
 from asyncmoe.rollout.tasks import Task
 from asyncmoe.rollout.tokenizer import Tokenizer
 from asyncmoe.rpc import address, keys
@@ -61,8 +61,8 @@ def run(config: Config, run_dir: Path, memory: Sequence[str] = ()) -> None:
     time, it acts like SIGTERM. Every process started here has ended when this function returns or raises.
 
     Raises:
-        UserError: the task, scorer, environment, tokenizer, a port, the engines' Python or the rendezvous variables are unusable, or the
-            run has another controller; nothing was started.
+        UserError: the task, an answer, scorer, environment, tokenizer, a port, the engines' Python or the rendezvous variables are
+            unusable, or the run has another controller; nothing was started.
         EngineError: an engine did not start, or none is left.
         AsyncmoeError: any other failure that ended the run early.
     """
@@ -104,6 +104,7 @@ async def _serve(
     engines: list[EngineProcess] = []
     recorder = Recorder(run_dir)
     try:
+        await trial.before_engines(config, tokenizer, task, evaluated, scorer)
         for index in range(0 if config.engines.join else config.engines.count):
             engines.append(backend.start(f"engine.{index}", config, index, run_dir, memory=memory))
         controller = Controller(config, engines, recorder, tokenizer, task, evaluated, scorer, environment)
@@ -118,6 +119,7 @@ async def _serve(
     finally:
         await asyncio.gather(*(engine.stop() for engine in engines), close_parts(scorer, environment))
         recorder.close()
+        scoring.write_log(scorer, run_dir)
 
 
 class Controller:
@@ -281,6 +283,7 @@ class Controller:
             unit=config.queue.admission,
             start_over=config.scoring.start_over,
             samples=self._samples,
+            max_rejected=rollout.max_rejected_share,
         ).run()
 
     async def _demonstration(self, index: int) -> tuple[Trajectory, ...]:
@@ -298,6 +301,7 @@ class Controller:
         if self._queue is not None:
             names, tools = [member.engine.name for member in self._pool.members], self._stage.environment
             counts = tools.counts if isinstance(tools, WithTools) else {}
+            scoring.write_log(self._scorer, self._config.run.dir)
             self._recorder.write(self._queue.stats(), names, self._pool, scoring.stats(self._scorer), counts)
 
     def _stale(self, groups: Sequence[Group], requeued: bool, version: int) -> None:

@@ -21,6 +21,7 @@ from asyncmoe.config.queue import Unit
 from asyncmoe.errors import AsyncmoeError, TrajectoryRejected
 from asyncmoe.queue.bounded import BoundedQueue
 from asyncmoe.queue.group_state import Gathering, all_equal
+from asyncmoe.queue.rejections import Rejections
 from asyncmoe.queue.start_order import Admit, Line, Start
 from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId
 from asyncmoe.rollout.samples import Samples
@@ -49,6 +50,7 @@ class _Flight:
     group: Start
     prompt: Prompt
     state: Gathering
+    restarted: bool = False
     tasks: set[asyncio.Task[None]] = field(default_factory=set)
     places: list[EpisodeId] = field(default_factory=list)
     ended: asyncio.Queue[tuple[EpisodeId, Members | TrajectoryRejected]] = field(default_factory=asyncio.Queue)
@@ -75,6 +77,7 @@ class Producer:
         unit: unit that the capacity law admits.
         start_over: reasons after which a group is restarted, in addition to engine failures.
         samples: keeps some groups to be read; None: keeps none.
+        max_rejected: the run ends if more than this share of the groups is rejected and not restarted; see `Rejections`.
     """
 
     def __init__(
@@ -90,6 +93,7 @@ class Producer:
         unit: Unit = "group",
         start_over: frozenset[str] = frozenset(),
         samples: Samples | None = None,
+        max_rejected: float = 1.0,
     ) -> None:
         self._queue, self._task, self._episode, self._size = queue, task, episode, group_size
         self._filter_equal, self._samples = filter_equal, samples
@@ -97,12 +101,13 @@ class Producer:
         self._line = Line(first_group, unit, group_size, oversample)
         self._flights: dict[Start, _Flight] = {}
         self._in_a_row = self._equal_in_a_row = 0
+        self._rejections = Rejections(max_rejected)
 
     async def run(self) -> None:
         """Produce until cancelled.
 
         Raises:
-            AsyncmoeError: no engine is left, or too many consecutive groups are rejected or have equal rewards.
+            AsyncmoeError: no engine is left, too many groups are rejected, or too many consecutive groups have equal rewards.
         """
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -152,8 +157,11 @@ class Producer:
             self._queue.rejected(flight.state.places, rejected.reason, flight.state.spare)
             await self._sample(flight, "rejected", rejected.reason, str(rejected))
             self._note(rejected)
+            if not flight.restarted:
+                self._note_lost(rejected)
         else:
             self._in_a_row = 0
+            self._rejections = self._rejections.note("")
 
     async def _sample(self, flight: _Flight, fate: Fate, reason: str = "", detail: str = "") -> None:
         if self._samples is not None:
@@ -192,6 +200,7 @@ class Producer:
             self._queue.rejected(1, rejected.reason)
         else:
             self._line = self._line.forget(group)
+            flight.restarted = worth_it
             if worth_it:
                 self._line = self._line.again(Start(group.number, place.attempt + 1, failures))
             raise rejected
@@ -202,6 +211,13 @@ class Producer:
         if self._in_a_row >= _HOPELESS:
             raise AsyncmoeError(f"the last {_HOPELESS} groups were all rejected, most recently for {rejected}")
         log.warning("a response was rejected for %s", rejected)
+
+    def _note_lost(self, rejected: TrajectoryRejected) -> None:
+        self._rejections = self._rejections.note(rejected.reason)
+        if self._rejections.exceeded:
+            raise AsyncmoeError(
+                f"{self._rejections}, more than rollout.max_rejected_share = {self._rejections.limit:g} allows; most recently: {rejected}"
+            )
 
     def _note_equal(self) -> None:
         self._equal_in_a_row += 1

@@ -20,6 +20,7 @@ from asyncmoe.telemetry.loggers import checks
 from asyncmoe.telemetry.loggers.supervised import DOWN_S, LoggerProcess
 from asyncmoe.telemetry.prometheus import Prometheus
 from asyncmoe.telemetry.records import sessions
+from asyncmoe.telemetry.rejected import rejected
 from asyncmoe.telemetry.rollout_schema import Evaluation, Rollout
 from asyncmoe.telemetry.schema import Resume, Step
 from asyncmoe.telemetry.screen import RECENT_ROLLOUTS, View, evaluated, line, panel
@@ -60,6 +61,9 @@ class LiveView:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        gone = rejected(self._view.rollout[-1:])
+        if self._live is None and gone.by_reason:
+            self._print(f"rejected {gone}")
         try:
             self._stack.close()
         except StorageError:

@@ -13,6 +13,7 @@ from asyncmoe.telemetry import figures, timeline
 from asyncmoe.telemetry.advice import advise
 from asyncmoe.telemetry.format import duration, number, percent
 from asyncmoe.telemetry.gauges import gauge
+from asyncmoe.telemetry.rejected import describe, rejected, scored
 from asyncmoe.telemetry.rollout_schema import Evaluation
 from asyncmoe.telemetry.run import RunRecords, load
 from asyncmoe.telemetry.summary import Summary, summary_of
@@ -79,7 +80,7 @@ def html(run: RunRecords) -> str:
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">'
         f"<title>{escape(run.name)} · asyncmoe</title><style>{_CSS}</style></head><body>\n"
         f'<h1>{escape(run.name)}</h1>\n<p class="note">{escape(_what_it_was(run, summary))}</p>\n'
-        f"{_advice(run, summary)}{_table(summary)}{sections}</body></html>\n"
+        f"{_advice(run, summary)}{_table(run, summary)}{sections}</body></html>\n"
     )
 
 
@@ -103,7 +104,7 @@ def _advice(run: RunRecords, summary: Summary) -> str:
     return f'<div class="advice"><ul>{items}</ul></div>\n'
 
 
-def _table(summary: Summary) -> str:
+def _table(run: RunRecords, summary: Summary) -> str:
     diff = summary.max_abs_logprob_diff_same_version
     reward = f"{number(summary.reward_first)} → {number(summary.reward_last)}"
     rows = [
@@ -129,6 +130,9 @@ def _table(summary: Summary) -> str:
     ]
     if summary.evaluation_first is not None and summary.evaluation_last is not None:
         rows.insert(1, _evaluation(summary.evaluation_first, summary.evaluation_last))
+    rows += [(f"Scoring: {name}", number(stage.scored), describe(stage)) for name, stage in scored(run.rollout).items()]
+    if run.rollout:
+        rows.append(("Rejected", percent(summary.rejected_share), f"trajectories: {rejected(run.rollout)}"))
     cells = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
     return f"<h2>Summary</h2>\n<table>{cells}</table>\n"
 

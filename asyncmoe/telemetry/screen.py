@@ -15,6 +15,7 @@ from asyncmoe.telemetry.advice import advise
 from asyncmoe.telemetry.format import ABSENT, bars, duration, number, percent, quantity
 from asyncmoe.telemetry.gauges import Gauges, gauge, mean
 from asyncmoe.telemetry.metric import Metric, declared
+from asyncmoe.telemetry.rejected import describe, rejected, scored
 from asyncmoe.telemetry.rollout_schema import Calls, Evaluation, Rollout, Scoring
 from asyncmoe.telemetry.schema import Step
 
@@ -83,6 +84,7 @@ def panel(view: View) -> RenderableType:
         **_judged(view.rollout),
         "advice": advise(g)[0],
     }
+    rows |= _scoring(view)
     if view.evaluation is not None:
         rows["evaluated"] = evaluated(view.evaluation)
     if view.message:
@@ -91,8 +93,15 @@ def panel(view: View) -> RenderableType:
     grid.add_column(width=_LABEL, style="dim")
     grid.add_column(overflow="fold")
     for label, text in rows.items():
-        grid.add_row(label, Text(text, style="yellow" if label in ("advice", "note") else ""))
+        grid.add_row(label, Text(text, style="yellow" if label in ("advice", "note", "rejected") else ""))
     return Panel(Group(_progress(view), grid), title=Text(heading(view)), title_align="left")
+
+
+def _scoring(view: View) -> dict[str, str]:
+    """Return a row for each scoring stage in use, and one for rejections if there are any."""
+    rows = {name: describe(stage) for name, stage in scored(view.rollout[-1:]).items()}
+    gone = rejected(view.rollout[-1:])
+    return rows | ({"rejected": str(gone)} if gone.by_reason else {})
 
 
 def _learning(view: View) -> list[tuple[Metric, str]]:
@@ -154,4 +163,6 @@ def line(view: View, step: Step) -> str:
     """Describe one step in one line of plain text, without missing values."""
     phase = f"warm-up {step.step}/{view.warmup}" if step.phase == "warmup" else f"step {step.step - view.warmup}/{view.total - view.warmup}"
     parts = [(metric.word, quantity(getattr(step, name), metric.unit)) for name, metric in declared(Step).items() if metric.word]
-    return "  ".join([phase, *(f"{word} {text}" for word, text in parts if text != ABSENT)])
+    gone = rejected(view.rollout[-1:])
+    lost = [f"rejected {percent(gone.share)}"] if gone.by_reason else []
+    return "  ".join([phase, *(f"{word} {text}" for word, text in parts if text != ABSENT), *lost])

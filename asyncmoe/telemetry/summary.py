@@ -12,6 +12,7 @@ import msgspec
 from asyncmoe.telemetry.gauges import known, mean, median, ratio, sum_over
 from asyncmoe.telemetry.loggers import state
 from asyncmoe.telemetry.overlap import intersection, length
+from asyncmoe.telemetry.rejected import rejected
 from asyncmoe.telemetry.rollout_schema import Evaluation
 from asyncmoe.telemetry.run import RunRecords, load
 
@@ -69,6 +70,10 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     """Evaluation of the lowest version; None without evaluations."""
     evaluation_last: Evaluation | None
     """Evaluation of the highest version; None without evaluations."""
+    rejected_share: float | None
+    """Rejected share of the started trajectories, over all starts of the controller; None if none was started."""
+    rejected: dict[str, int] | None
+    """Rejected trajectories by reason, over all starts of the controller; None without rollout records."""
     loggers: Mapping[str, Logged] | None = None
     """What W&B, MLflow and Trackio got, by name; None without any."""
 
@@ -108,6 +113,7 @@ def summary_of(run: RunRecords) -> Summary:
     wall = length(run.rl_windows)
     rewards = known(step.reward_mean for step in rl)
     updates = [step for step in rl if step.sync_seconds]
+    gone = rejected(run.rollout)
     return Summary(
         steps=len(rl),
         reward_first=fmean(rewards[:ENDS]) if rewards else None,
@@ -125,6 +131,8 @@ def summary_of(run: RunRecords) -> Summary:
         wall_seconds=wall,
         evaluation_first=run.evaluations[0] if run.evaluations else None,
         evaluation_last=run.evaluations[-1] if run.evaluations else None,
+        rejected_share=gone.share,
+        rejected=dict(gone.by_reason) if run.rollout else None,
     )
 
 

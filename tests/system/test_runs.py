@@ -193,7 +193,7 @@ def test_a_reward_that_fails_is_counted_and_never_zero(tmp_path: Path) -> None:
     directory = tmp_path / "run"
     os.environ["PYTHONPATH"] = str(tmp_path)
     try:
-        run(directory, "scoring.scorer=my_rewards:reward", "run.steps=2")
+        run(directory, "scoring.scorer=my_rewards:reward", "run.steps=2", "rollout.max_rejected_share=1", "scoring.try_first=false")
     finally:
         del os.environ["PYTHONPATH"]
     last = json.loads((directory / "rollout.jsonl").read_text().splitlines()[-1])

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -298,6 +298,15 @@ def test_a_name_that_is_not_found_has_a_hint(tmp_path: Path, monkeypatch: pytest
 # ---------------------------------------------------------------- code that does not return
 
 
+@pytest.fixture
+def ctrl_c() -> Iterator[None]:
+    """SIGINT as Python handles it; a shell starts processes in the background with SIGINT ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("ctrl_c")
 def test_what_a_user_s_code_raises_is_its_failure_but_for_ctrl_c() -> None:
     for error, said in ((SystemExit(3), "SystemExit: 3"), (KeyboardInterrupt(), "KeyboardInterrupt"), (StopIteration(), "StopIteration")):
         with pytest.raises(plugins.Failed, match=rf"^{said} at tests/unit/test_plugins\.py:\d+$"), plugins.guarded(9.0):

@@ -18,8 +18,9 @@ from telemetry_runs import START, write_run
 from asyncmoe.errors import DataError
 from asyncmoe.telemetry.records import JsonLines
 from asyncmoe.telemetry.report import html, report
+from asyncmoe.telemetry.rollout_schema import Rollout, Scoring
 from asyncmoe.telemetry.run import RunRecords, load
-from asyncmoe.telemetry.schema import METRICS, Span, Step
+from asyncmoe.telemetry.schema import METRICS, ROLLOUT, Span, Step
 from asyncmoe.telemetry.series import MOST_POINTS, Series
 from asyncmoe.telemetry.timeline import merge_equal, timeline
 
@@ -183,3 +184,16 @@ def test_long_curves_are_thinned_without_bias(points: int, seed: int) -> None:
     sizes = [min(size, points - size * i) for i in range(len(thin.y))]
     assert sum(y * n for y, n in zip(thin.y, sizes, strict=True)) == pytest.approx(sum(y for _, y in values))
     assert len(thin.smooth().y) == len(thin.y)
+
+
+def test_scoring_and_rejections_are_rows_over_all_starts(tmp_path: Path) -> None:
+    write_run(tmp_path, warmup=1, rl=1)
+    with JsonLines(tmp_path / ROLLOUT) as rollout:
+        for started in (100, 40):
+            judge = Scoring(scored=started, seconds=started / 2, failed={"scorer_<nan>": 10}, retried=1)
+            rollout.write(Rollout(time=START, started=started, rejected={"scorer_<nan>": 14}, scoring={"scorer": judge}))
+    summary = _sections(html(load(tmp_path)))["Summary"]
+    assert (
+        "<td>Scoring: scorer</td><td>140</td><td>140 scored in 0.44 s each   20 failed (scorer_&lt;nan&gt; 20)   2 retried</td>" in summary
+    )
+    assert "<td>Rejected</td><td>20 %</td><td>trajectories: 20 % of 140 started (scorer_&lt;nan&gt; 28)</td>" in summary

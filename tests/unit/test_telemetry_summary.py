@@ -11,7 +11,8 @@ from telemetry_runs import evaluation, write_run
 
 from asyncmoe.errors import DataError
 from asyncmoe.telemetry.records import JsonLines, Spans, read_evaluations
-from asyncmoe.telemetry.schema import CONTROLLER_SPANS, EVALUATION, METRICS, TRAINER_SPANS, Resume, Step
+from asyncmoe.telemetry.rollout_schema import Rollout
+from asyncmoe.telemetry.schema import CONTROLLER_SPANS, EVALUATION, METRICS, ROLLOUT, TRAINER_SPANS, Resume, Step
 from asyncmoe.telemetry.summary import summarise, write_summary
 
 
@@ -39,6 +40,15 @@ def run_dir(tmp_path: Path) -> Path:
     with JsonLines(tmp_path / EVALUATION) as evaluations:
         for version, reward in ((1, 0.1), (3, 0.2), (5, 0.9), (3, 0.3), (4, 0.4)):  # the run was resumed from version 3
             evaluations.write(evaluation(version, reward))
+    with JsonLines(tmp_path / ROLLOUT) as rollout:  # the controller was started three times
+        for started, gone in (
+            (50, {}),
+            (90, {"scorer_nan": 4}),
+            (40, {"scorer_nan": 1}),
+            (50, {"scorer_nan": 2, "scorer_error": 8}),
+            (10, {}),
+        ):
+            rollout.write(Rollout(time=10, started=started, rejected=gone))
     with Spans(tmp_path / TRAINER_SPANS) as spans:
         spans.add("trainer.0", "train", 1, 9)  # warm-up
         spans.add("trainer.0", "train", 12, 18)
@@ -76,6 +86,8 @@ def test_every_number(run_dir: Path) -> None:
         "evaluation_first": msgspec.to_builtins(evaluation(1, 0.1)),
         "evaluation_last": msgspec.to_builtins(evaluation(4, 0.4)),
         "loggers": None,
+        "rejected_share": pytest.approx((4 + 10) / (90 + 50 + 10)),
+        "rejected": {"scorer_error": 8, "scorer_nan": 6},
     }
 
 

@@ -18,6 +18,7 @@ from typing import Literal
 
 from asyncmoe.errors import TrajectoryRejected
 from asyncmoe.rollout.scoring.parse_score import Read
+from asyncmoe.rollout.scoring.tracebacks import ScorerRaised, Tracebacks
 from asyncmoe.rollout.scoring.types import OUT_OF_ORDER, PASSING, TIMEOUT, UNAVAILABLE, Judge, Sample, Score
 
 log = logging.getLogger(__name__)
@@ -145,6 +146,9 @@ class LimitedScorer:
         judge: computes the answers; enforces the timeout of a single call itself.
         read: converts an answer to a score.
         seed: seed of the backoff jitter.
+
+    Attributes:
+        tracebacks: what the user's scorer raised.
     """
 
     def __init__(self, name: str, judge: Judge, read: Read, limits: ScoringLimits, seed: int = 0) -> None:
@@ -157,6 +161,7 @@ class LimitedScorer:
         self._failed: Counter[str] = Counter()
         self._seconds = self._wait_seconds = 0.0
         self._last_outage = ""
+        self.tracebacks = Tracebacks()
 
     async def score(self, sample: Sample) -> Score:
         """See `Scorer`."""
@@ -177,6 +182,18 @@ class LimitedScorer:
         self._scored += 1
         self._took(begin, progress)
         return score
+
+    async def attempt(self, sample: Sample) -> Score:
+        """Score a sample by a single call, without retries, breaker and counts; only the judge's own timeout limits it.
+
+        Raises:
+            TrajectoryRejected: as `Scorer.score`.
+        """
+        try:
+            return self._read(await self._judge.call(sample), sample)
+        except ScorerRaised as error:
+            self.tracebacks.note(error.raised)
+            raise
 
     async def close(self) -> None:
         """See `Scorer`."""
@@ -199,6 +216,8 @@ class LimitedScorer:
             try:
                 return self._read(await self._call(sample, progress), sample)
             except TrajectoryRejected as rejected:
+                if isinstance(rejected, ScorerRaised):
+                    self.tracebacks.note(rejected.raised)
                 delay = backoff(self._limits.backoff_s, attempt, self._random.random())
                 if rejected.reason not in PASSING or attempt >= self._limits.retries or _now() + delay >= deadline:
                     raise

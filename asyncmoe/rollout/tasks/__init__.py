@@ -6,10 +6,10 @@ A task depends only on the seed and the number, so a resumed run asks the same q
 from __future__ import annotations
 
 from asyncmoe.config import Config
-from asyncmoe.rollout.tasks.types import Demonstration, Prompt, Task
+from asyncmoe.rollout.tasks.types import Demonstration, Gold, HasGolds, Prompt, Task
 from asyncmoe.rollout.tokenizer import Tokenizer
 
-__all__ = ["Demonstration", "Prompt", "Task", "load", "load_evaluation"]
+__all__ = ["Demonstration", "Gold", "HasGolds", "Prompt", "Task", "load", "load_evaluation"]
 
 
 def load(config: Config, tokenizer: Tokenizer) -> Task:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 
 from asyncmoe.errors import DataError
-from asyncmoe.rollout.tasks.types import Demonstration, Prompt, demonstrate
+from asyncmoe.rollout.tasks.types import Demonstration, Gold, Prompt, demonstrate
 from asyncmoe.rollout.tokenizer import Tokenizer
 
 MARK = "####"
@@ -23,7 +24,9 @@ class JsonLine:
     solution: str
     """The whole "answer": reasoning and reference."""
     reference: str
-    """The text after the last `MARK`, or the whole "answer" without a mark; thousands separators removed, as in GSM8K's own scorer."""
+    """The text after the last `MARK`, or the whole "answer" without a mark, as written: scorers decide what a comma means."""
+    where: str = ""
+    """File and line, for messages."""
 
 
 class JsonlTask:
@@ -54,6 +57,10 @@ class JsonlTask:
         row = self._row("demonstration", index)
         solution = (*self._tokenizer.encode(row.solution), self._tokenizer.eos)
         return demonstrate(self._tokens(row.question), solution)
+
+    def golds(self) -> Iterator[Gold]:
+        """See `HasGolds`."""
+        return (Gold(row.where, row.reference) for row in self._rows)
 
     def _tokens(self, question: str) -> tuple[int, ...]:
         return self._tokenizer.chat(question) if self._chat else self._tokenizer.encode(question + "\n")
@@ -97,7 +104,7 @@ def _row(path: Path, number: int, line: str) -> JsonLine:
         if not isinstance(value, str) or not value.strip():
             got = "nothing" if name not in values else repr(value)
             raise DataError(f"{where}, {name}", got=got, expected="non-empty text")
-    reference = values["answer"].rpartition(MARK)[2].strip().replace(",", "")
+    reference = values["answer"].rpartition(MARK)[2].strip()
     if not reference:
         raise DataError(f"{where}, answer", got=f"nothing after {MARK}", expected="the reference answer")
-    return JsonLine(values["question"], values["answer"], reference)
+    return JsonLine(values["question"], values["answer"], reference, where)

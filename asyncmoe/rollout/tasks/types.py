@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 
 @dataclass(frozen=True)
@@ -21,6 +22,23 @@ class Demonstration:
 
     tokens: tuple[int, ...]
     loss_mask: tuple[bool, ...]
+
+
+@dataclass(frozen=True)
+class Gold:
+    """A reference answer of a task. `where` names its file and line, for messages."""
+
+    where: str
+    answer: str
+
+
+@runtime_checkable
+class HasGolds(Protocol):
+    """A task whose reference answers are known before the run, so that they can be checked before engines start."""
+
+    def golds(self) -> Iterable[Gold]:
+        """Return the reference answers of all questions, in the order of the file."""
+        ...
 
 
 class Task(Protocol):

@@ -15,15 +15,14 @@ from asyncmoe.rollout import controller
 
 def validate(config: Config) -> str:
     """Check whatever can be known before a run starts: sizes, the model and its files, the engines' Python, checkpoints, and the user's own
-    code, tasks and data, which are imported and read. Return what the run would be, in one line.
+    code, tasks and data, which are imported, read and tried as before a run. Return what the run would be, in one line.
 
     Raises:
         UserError: what would stop the run.
     """
     local.check(config)
     with tempfile.TemporaryDirectory(prefix="asyncmoe-validate-") as scratch:
-        _, _, _, scorer, environment = controller.load_parts(_with_tokenizer(config, Path(scratch)))
-        asyncio.run(controller.close_parts(scorer, environment))
+        asyncio.run(controller.try_parts(_with_tokenizer(config, Path(scratch))))
     engines = f"{config.engines.count} engine{'s' if config.engines.count > 1 else ''} of {config.engines.tp} rank(s)"
     return f"{config.run.steps} steps of {config.rollout.batch} trajectories, {config.trainer.ranks} trainer rank(s), {engines}"
 

@@ -84,6 +84,19 @@ def load_parts(config: Config) -> tuple[Tokenizer, Task, Task, Scorer, Environme
     return tokenizer, task, evaluated, scorer, environment
 
 
+async def try_parts(config: Config) -> None:
+    """Load the parts, try them as before a run, and close them.
+
+    Raises:
+        UserError: one of them is unusable.
+    """
+    tokenizer, task, evaluated, scorer, environment = load_parts(config)
+    try:
+        await trial.before_engines(config, tokenizer, task, evaluated, scorer)
+    finally:
+        await close_parts(scorer, environment)
+
+
 async def close_parts(scorer: Scorer, environment: Environment) -> None:
     """Close the scorer and, if it can be closed, the environment."""
     closing = getattr(environment, "close", None)

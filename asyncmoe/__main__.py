@@ -1,5 +1,81 @@
-"""`python -m asyncmoe` runs the `asyncmoe` command."""
+"""`asyncmoe` and `python -m asyncmoe`: the command line, or without its packages one line that says how to install them."""
 
-from asyncmoe.cli import main
+from __future__ import annotations
 
-main()
+import sys
+from importlib.metadata import PackageNotFoundError, version
+
+from asyncmoe import installed
+from asyncmoe.errors import UserError
+
+COMMANDS = {
+    "run": "everything on this machine: engines, queue, trainer, live view, report",
+    "rollout": "only the controller",
+    "engine": "one engine that joins a run",
+    "make-model": "a tiny random model",
+    "export": "a run's newest checkpoint in Hugging Face's format",
+    "doctor": "what on this machine would stop a run",
+    "plan": "memory of every GPU, and a split of a cluster",
+    "simulate": "the speed of a run on a cluster",
+    "config": "show, validate and describe configurations",
+    "report": "summary and report of a run",
+    "log": "what W&B, MLflow or Trackio miss of a run",
+    "stacks": "the Python stacks of a run's processes",
+    "show": "trajectories of a run",
+    "bench": "the benchmarks of a checkout",
+}
+"""What --help says of each command where typer is not installed."""
+
+
+def main() -> None:
+    """Run the command line."""
+    try:
+        from asyncmoe import cli
+    except ModuleNotFoundError as error:
+        if installed.explained(error, "asyncmoe") is None:
+            raise
+        _without_packages(error, sys.argv[1:])
+    else:
+        cli.main()
+
+
+def _without_packages(error: ModuleNotFoundError, arguments: list[str]) -> None:
+    """Answer where the command line's own packages are missing; every command but the questions for help and version is refused."""
+    command = next((word for word in arguments if not word.startswith("-")), None)
+    if "--version" in arguments and command is None:
+        print(f"asyncmoe {_version()}")
+    elif command is None or command not in COMMANDS:
+        print(_help())
+        sys.exit(0 if command is None else 2)
+    else:
+        refused: UserError | None = installed.explained(error, f"asyncmoe {command}")
+        print(f"error: {refused}", file=sys.stderr)
+        sys.exit(UserError.exit_code)
+
+
+def _help() -> str:
+    width = max(map(len, COMMANDS))
+    return "\n".join(
+        [
+            f"asyncmoe {_version()}: asynchronous reinforcement learning of mixture-of-experts language models.",
+            "",
+            "This environment has asyncmoe.reshard, which needs only NumPy. The commands need an extra:",
+            f"  plan, simulate, doctor, config   {installed.fix('cli')}",
+            f"  all others                       {installed.fix('train')}",
+            f"  engines, in their own venv       {installed.fix('engine')}",
+            "",
+            "Commands:",
+            *(f"  asyncmoe {name:<{width}}  {what}" for name, what in COMMANDS.items()),
+        ]
+    )
+
+
+def _version() -> str:
+    try:
+        return version("asyncmoe")
+    except PackageNotFoundError:
+        return "of a checkout"
+
+
+if __name__ == "__main__":
+    main()

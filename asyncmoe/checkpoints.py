@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -87,3 +88,33 @@ def check_family(checkpoint: Path, family: str) -> None:
     if made != family:
         hint = "set model.family as in the run that made it, or choose another run.dir"
         raise DataError(f"{checkpoint.name}: model family", got=made, expected=f"{family}, as the configuration says", hint=hint)
+
+
+def check_kind(checkpoint: Path, now: Mapping[str, Any], *, recorded: bool = False) -> None:
+    """Refuse a checkpoint whose optimizer state another kind of training wrote.
+
+    Args:
+        now: settings that the names in a checkpoint depend on, as `finish` stored those of the run that wrote it.
+        recorded: compare only settings that the checkpoint has; otherwise one that it lacks differs.
+
+    Raises:
+        DataError: one of them differs, or as `facts`.
+    """
+    saved = facts(checkpoint)
+    for key, value in now.items():
+        if saved.get(key) != value and not (recorded and key not in saved):
+            raise DataError(
+                f"{checkpoint.name}: optimizer state",
+                got=f"{key} = {saved.get(key)}",
+                expected=f"{key} = {value}, as the configuration says",
+                hint=_REMEDIES.get((key, saved.get(key))) if key != "lora" else None,
+            )
+
+
+_ELSEWHERE = "or choose another run.dir"
+_REMEDIES: Mapping[tuple[str, object], str] = {
+    ("distributed_optimizer", True): "set trainer.optimizer.distributed to true",
+    ("distributed_optimizer", False): "set trainer.optimizer.distributed to false",
+    ("expert_parallel", True): f"set trainer.ep above 1, as when the run began, {_ELSEWHERE}",
+    ("expert_parallel", False): f"set trainer.ep to 1, as when the run began, {_ELSEWHERE}",
+}

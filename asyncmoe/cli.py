@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from asyncmoe import config_commands
 from asyncmoe.errors import UserError
 
 app = typer.Typer(
@@ -379,6 +380,7 @@ def _benchmarks() -> typer.Typer:
     return absent
 
 
+app.add_typer(config_commands.app, name="config")
 app.add_typer(_benchmarks(), name="bench")
 
 

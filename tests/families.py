@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from asyncmoe.models.make import VOCAB, _write_tokenizer
+from asyncmoe.models.make import VOCAB, write_tokenizer
 
 _SIGMOID: dict[str, Any] = {
     "n_routed_experts": 8, "n_shared_experts": 1, "first_k_dense_replace": 1, "routed_scaling_factor": 2.5, "norm_topk_prob": True,
@@ -80,7 +80,7 @@ def write(folder: Path, name: str) -> Path:
             elif "inv_freq" not in key:
                 value.add_(0.05 * torch.randn_like(value))
         model.save_pretrained(folder)
-    _write_tokenizer(folder, CONTEXT)
+    write_tokenizer(folder, CONTEXT)
     return folder
 
 

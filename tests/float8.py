@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from asyncmoe.models import family_of
-from asyncmoe.models.make import VOCAB, _write_tokenizer
+from asyncmoe.models.make import VOCAB, write_tokenizer
 from asyncmoe.models.quantised import quantised
 from benchmarks.published import FLOAT8 as CONFIG
 
@@ -46,7 +46,7 @@ def plain_model(folder: Path, kind: str) -> Path:
         for name, value in model.named_parameters():
             value.add_((0.2 if "norm" in name else 0.05) * torch.randn_like(value))
         model.save_pretrained(folder)
-    _write_tokenizer(folder, 512)
+    write_tokenizer(folder, 512)
     return folder
 
 

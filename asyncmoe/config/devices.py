@@ -6,10 +6,19 @@ A trainer rank takes the GPU of its LOCAL_RANK (`asyncmoe.trainer.model.mesh`). 
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
+from pathlib import Path
 
 from asyncmoe.config import Config
 from asyncmoe.errors import ConfigError
+
+_DRIVER = Path("/dev/nvidiactl")
+
+
+def none_here() -> bool:
+    """True if processes of this machine see no NVIDIA device: there is none, or CUDA_VISIBLE_DEVICES hides all."""
+    return not _DRIVER.exists() or os.environ.get("CUDA_VISIBLE_DEVICES", "all") in ("", "-1")
 
 
 @dataclass(frozen=True)

@@ -35,4 +35,8 @@ class ModelSection(Section):
     trust_remote_code: bool = Field(
         False, description="Run the Python code shipped with the checkpoint; the tokenizers of Kimi-K2 and Moonlight need it."
     )
-    make: MadeModel | None = Field(None, description="Write a tiny random Qwen3-MoE to `path` if it does not exist.")
+    make: MadeModel | None = Field(
+        None,
+        description="Write a tiny random Qwen3-MoE to `path` if it does not exist, below runs/models or run.dir "
+        "only; leave it out for a model of your own.",
+    )

@@ -24,10 +24,20 @@ class RolloutSection(Section):
         description="Sampling temperature: engine and trainer divide the logits by it. Raise it if the responses to a prompt all get the "
         "same reward.",
     )
-    top_p: Share = Field(1.0, description="Sample only from the fewest tokens whose probabilities add up to this; 1: from all.")
-    top_k: Positive | None = Field(None, description="Sample only from this many most probable tokens; null: from all.")
+    top_p: Share = Field(
+        1.0,
+        description="Sample only from the fewest tokens whose probabilities add up to this; 1: from all. "
+        "Below 1 it needs top_k, or keep.sampling_mask off.",
+    )
+    top_k: Positive | None = Field(
+        None,
+        description="Sample only from this many most probable tokens; null: from all. "
+        "Needed if top_p or min_p exclude tokens, at most 4096, unless keep.sampling_mask is off.",
+    )
     min_p: Annotated[Real, Field(ge=0, lt=1)] = Field(
-        0.0, description="Do not sample tokens less probable than this share of the most probable token's probability; 0: off."
+        0.0,
+        description="Do not sample tokens less probable than this share of the most probable token's probability; 0: off. "
+        "Above 0 it needs top_k, or keep.sampling_mask off.",
     )
     max_concurrent: Positive = Field(
         64,

@@ -190,6 +190,16 @@ class Config(Section):
         return self.rollout.truncated if self.keep.sampling_mask == "auto" else self.keep.sampling_mask == "on"
 
     @property
+    def checkpoint_kind(self) -> dict[str, Any]:
+        """Settings that the names in a checkpoint depend on, except `distributed_optimizer` where trainer.optimizer.distributed is null."""
+        kind: dict[str, Any] = {"expert_parallel": self.trainer.ep > 1, "train": self.train}
+        if self.trainer.optimizer.distributed is not None:
+            kind["distributed_optimizer"] = self.trainer.optimizer.distributed
+        if self.adapter is not None:
+            kind["lora"] = self.adapter.model_dump(mode="json", include={"rank", "targets", "experts"})
+        return kind
+
+    @property
     def queue_capacity(self) -> int:
         """Trajectories the queue holds before `put` waits."""
         return self.queue.capacity or (self.queue.staleness.max_staleness + 1) * self.rollout.batch

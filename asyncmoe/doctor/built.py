@@ -7,27 +7,26 @@ from asyncmoe.doctor import verdict, versions
 from asyncmoe.doctor.facts import Machine
 from asyncmoe.doctor.python_facts import PythonFacts
 from asyncmoe.doctor.verdict import Verdict
-
-REBUILD = "build it again: rm -f .venv/.built*; make setup"
+from asyncmoe.installed import fix, rebuild, rebuild_with_kernels
 
 
 def extension(machine: Machine) -> Verdict:
     """Check that the extension imports, was built from the current sources, and has CUDA kernels on a machine with GPUs."""
     found = machine.trainer.extension
     if found is None or found.package is None:
-        return verdict.error(f"{machine.trainer.executable} does not find asyncmoe", "run: make setup")
+        return verdict.error(f"{machine.trainer.executable} does not find asyncmoe", f"run: {fix()}")
     if found.trouble is not None:
-        return verdict.error(f"cannot be imported: {found.trouble}", REBUILD)
+        return verdict.error(f"cannot be imported: {found.trouble}", rebuild())
     if machine.nvidia.present and not found.cuda:
         return verdict.error(
             "built without CUDA kernels, on a machine with GPUs",
-            f"{REBUILD} GPU=1, which brings nvcc and insists on the kernels",
+            rebuild_with_kernels(),
         )
     kernels = "with CUDA kernels" if found.cuda else "without CUDA kernels, as there is no GPU"
     if machine.sources and not found.built_from:
-        return verdict.warning(f"{kernels}; the build does not say from which sources", REBUILD)
+        return verdict.warning(f"{kernels}; the build does not say from which sources", rebuild())
     if machine.sources and found.built_from != machine.sources:
-        return verdict.error(f"{kernels}, but built from other sources than those in csrc", REBUILD)
+        return verdict.error(f"{kernels}, but built from other sources than those in csrc", rebuild())
     return verdict.ok(kernels + (", built from the sources in csrc" if machine.sources else ""))
 
 
@@ -44,7 +43,7 @@ def nccl(machine: Machine) -> Verdict:
         between_cpus = either([name for name, one in TRANSPORTS.items() if not one.gpu])
         return verdict.absent(f"no GPU; weights go over {between_cpus}{f' ({there})' if there else ''}")
     if missing:
-        hint = "run: make setup GPU=1, or put the directory of libnccl.so.2 on LD_LIBRARY_PATH"
+        hint = f"run: {fix(gpu=True)}, or put the directory of libnccl.so.2 on LD_LIBRARY_PATH"
         return verdict.error("; ".join(missing), hint)
     if len(set(versions_of.values())) > 1:
         told = ", ".join(f"{versions.nccl(number)} in {who}" for who, number in versions_of.items())
@@ -52,7 +51,7 @@ def nccl(machine: Machine) -> Verdict:
         judge = verdict.error if over_nccl else verdict.warning
         return judge(
             f"{told}; NCCL refuses ranks of different versions",
-            "run: make setup GPU=1, which installs the same in both (requirements/gpu.txt); on one machine take sync.transport: ipc",
+            f"run: {fix(gpu=True)}, the same versions in both (requirements/gpu.txt); on one machine take sync.transport: ipc",
         )
     library = machine.trainer.nccl
     return verdict.ok(f"{versions.nccl(next(iter(versions_of.values())))} ({library.library if library else ''})")
@@ -85,7 +84,7 @@ def _blind(machine: Machine) -> Verdict | None:
         if not own.devices and other.devices and own.trouble is None:
             return verdict.error(
                 f"the torch {own.version} of {who} Python, {side.executable}, sees no GPU",
-                f"{side.executable} -c 'import torch; torch.cuda.init()' says why; or run: make setup GPU=1",
+                f"{side.executable} -c 'import torch; torch.cuda.init()' says why; or run: {fix(gpu=True)}",
                 f"{other.devices}, as the other Python's sees",
             )
     return None
@@ -96,7 +95,7 @@ def _suits(who: str, side: PythonFacts, newest: int) -> Verdict:
     if side.torch is None:
         return verdict.warning(f"unknown: {who} torch cannot be imported", "see the lines torch and engine-python")
     if side.torch.cuda is None:
-        return verdict.error(f"{who} torch {side.torch.version} is a build for the CPU", "run: make setup GPU=1")
+        return verdict.error(f"{who} torch {side.torch.version} is a build for the CPU", f"run: {fix(gpu=True)}")
     built, driver = versions.cuda_number(side.torch.cuda), versions.cuda(newest)
     told = f"{who} torch is built for CUDA {side.torch.cuda}, the driver takes up to {driver}"
     if built // 1000 > newest // 1000 and not side.torch.devices:

@@ -7,10 +7,10 @@ from dataclasses import replace
 
 from asyncmoe.build import ARCHS
 from asyncmoe.doctor import cards, verdict
-from asyncmoe.doctor.built import REBUILD
 from asyncmoe.doctor.cards import GpuCard, labelled
 from asyncmoe.doctor.facts import Machine, Port
 from asyncmoe.doctor.verdict import Verdict
+from asyncmoe.installed import rebuild
 
 CPU_IS_FINE = "there is no GPU; runs on the CPU work without"
 _OLDEST = (7, 5)
@@ -136,8 +136,7 @@ def _runs(built: Sequence[str], capability: tuple[int, int]) -> bool:
 def _rebuild(there: Sequence[GpuCard]) -> str:
     """The command that builds for all of these GPUs, not only for those that lack kernels."""
     archs = ";".join(version.replace(".", "") for version in _versions(there))
-    before, _, command = REBUILD.rpartition("make setup")
-    return f'{before}ASYNCMOE_CUDA_ARCHS="{archs}" make setup{command} GPU=1'
+    return rebuild(gpu=True, archs=archs)
 
 
 def _versions(there: Sequence[GpuCard]) -> list[str]:

@@ -18,6 +18,7 @@ from asyncmoe.doctor.facts import Machine
 from asyncmoe.doctor.python_facts import PythonFacts
 from asyncmoe.doctor.verdict import Finding, State
 from asyncmoe.errors import DataError
+from asyncmoe.installed import fix
 
 _STYLE: Mapping[State, str] = {"ok": "green", "warning": "yellow", "error": "bold red", "not here": "dim"}
 _INDENT = 30
@@ -125,7 +126,7 @@ def _compared(machine: Machine) -> dict[str, _Aspect]:
 
 def _of_python(machine: Machine, side: PythonFacts, whose: str) -> Iterator[tuple[str, _Aspect]]:
     """Yield the aspects of one environment: Python, packages, build of the extension, NCCL."""
-    again = "run make setup again"
+    again = f"run {fix('train')} again"
     yield f"{whose} Python", (side.version, lambda value: f"install Python {value}", False)
     for name in machine.requirements:
         if name != "python":

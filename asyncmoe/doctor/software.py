@@ -6,6 +6,7 @@ from asyncmoe.doctor import verdict, versions
 from asyncmoe.doctor.facts import Machine
 from asyncmoe.doctor.python_facts import PythonFacts
 from asyncmoe.doctor.verdict import Verdict
+from asyncmoe.installed import fix, from_checkout, rebuild_with_kernels
 
 _OWN_LINE = frozenset({"torch", "megatron-core"})
 """Requirements of the trainer with a check of their own."""
@@ -17,15 +18,15 @@ def python(machine: Machine) -> Verdict:
     """Check the trainer's Python version."""
     trainer, wanted = machine.trainer, machine.requirements["python"]
     if trainer.version is None:
-        return verdict.error(f"{trainer.executable} could not be run: {trainer.unfinished}", "run: make setup")
+        return verdict.error(f"{trainer.executable} could not be run: {trainer.unfinished}", f"run: {fix()}")
     if not versions.within(trainer.version, wanted):
-        return verdict.error(trainer.version, "install a newer Python, then run: make clean; make setup PYTHON=...", wanted)
+        return verdict.error(trainer.version, f"install a newer Python, then run: {_anew()}", wanted)
     return verdict.ok(f"{trainer.version} ({trainer.executable})")
 
 
 def torch(machine: Machine) -> Verdict:
     """Check that the trainer's torch is installed, in range and importable; the check `cuda` compares it with the driver."""
-    return declared(machine, machine.trainer, "torch", "run: make setup" + _gpu(machine)) or _imported(machine.trainer)
+    return declared(machine, machine.trainer, "torch", f"run: {fix(gpu=machine.nvidia.present)}") or _imported(machine.trainer)
 
 
 def megatron_core(machine: Machine) -> Verdict:
@@ -80,7 +81,7 @@ def packages(machine: Machine) -> Verdict:
         if name not in _OWN_LINE and not (name in has and versions.within(has[name], wanted)):
             wrong.append(f"{name} {has.get(name, 'is missing')}" + (f" (expected {wanted})" if wanted else ""))
     if wrong:
-        return verdict.error(", ".join(wrong), "run: make setup")
+        return verdict.error(", ".join(wrong), f"run: {fix()}")
     return verdict.ok(f"{len(machine.train)} requirements are installed in their ranges")
 
 
@@ -89,18 +90,18 @@ def engine_python(machine: Machine) -> Verdict:
     engine = machine.engine_python
     if engine.version is None:
         return verdict.error(
-            f"{engine.executable}: {engine.unfinished}", "run: make setup, or set engines.python to a Python that has SGLang"
+            f"{engine.executable}: {engine.unfinished}", f"run: {_engine(machine)}, or set engines.python to a Python that has SGLang"
         )
     if engine.torch is None:
         return verdict.error(
             f"{engine.version} ({engine.executable}), but torch cannot be imported: {engine.unfinished or 'not installed'}",
-            "run: make setup" + _gpu(machine),
+            f"run: {_engine(machine)}",
         )
     ours, theirs = machine.trainer.extension, engine.extension
     if theirs is None or theirs.package is None:
         return verdict.error(
             f"{engine.executable} does not find asyncmoe, which engines load weights with",
-            "write the directory above asyncmoe into a .pth file in its site-packages, as make setup does",
+            f"run: {_engine(machine)}, or write the directory above asyncmoe into a .pth file in its site-packages",
         )
     if theirs.trouble is not None:
         built = ours is not None and ours.trouble is None
@@ -111,18 +112,19 @@ def engine_python(machine: Machine) -> Verdict:
     if machine.nvidia.present and engine.torch.cuda is not None and not theirs.cuda:
         return verdict.error(
             f"asyncmoe's extension as {engine.executable} loads it ({theirs.package}) is built without CUDA kernels",
-            "run there: rm -f .venv/.built*; make setup GPU=1, which brings nvcc and insists on the kernels",
+            rebuild_with_kernels(),
         )
     if ours is not None and ours.package is not None and ours.package != theirs.package:
         return verdict.warning(
-            f"engines load asyncmoe from {theirs.package}, the trainer from {ours.package}", "run: make setup in the directory you mean"
+            f"engines load asyncmoe from {theirs.package}, the trainer from {ours.package}",
+            "run: make setup in the directory you mean" if from_checkout() else "install the same wheel in both",
         )
     return verdict.ok(f"{engine.version} with torch {engine.torch.version} ({engine.executable})")
 
 
 def sglang(machine: Machine) -> Verdict:
     """Check for the only version whose internals the engines' loader supports."""
-    hint = f"set engines.python to a Python that has sglang{machine.requirements.get('sglang', '')}, or run: make setup" + _gpu(machine)
+    hint = f"set engines.python to a Python that has sglang{machine.requirements.get('sglang', '')}, or run: {_engine(machine)}"
     found = declared(machine, machine.engine_python, "sglang", hint)
     return found or verdict.ok(machine.engine_python.packages["sglang"])
 
@@ -141,7 +143,7 @@ def declared(machine: Machine, where: PythonFacts, name: str, hint: str) -> Verd
 
 def _imported(where: PythonFacts) -> Verdict:
     if where.torch is None:
-        return verdict.error(f"{where.packages['torch']} cannot be imported: {where.unfinished}", "run: make clean; make setup")
+        return verdict.error(f"{where.packages['torch']} cannot be imported: {where.unfinished}", f"run: {_anew()}")
     return verdict.ok(where.torch.version + (f" for CUDA {where.torch.cuda}" if where.torch.cuda else ", for the CPU"))
 
 
@@ -149,5 +151,9 @@ def _pip(machine: Machine, name: str) -> str:
     return f'{machine.trainer.executable} -m pip install "{name}{machine.requirements.get(name, "")}"'
 
 
-def _gpu(machine: Machine) -> str:
-    return " GPU=1" if machine.nvidia.present else ""
+def _engine(machine: Machine) -> str:
+    return fix("engine", gpu=machine.nvidia.present, python=machine.engine_python.executable)
+
+
+def _anew() -> str:
+    return "make clean; make setup PYTHON=..." if from_checkout() else "python -m venv VENV; VENV/bin/pip install 'asyncmoe[train]'"

@@ -18,8 +18,8 @@ from typing import IO, Any
 
 import yaml
 
-from asyncmoe import checkpoints, models, storage
-from asyncmoe.config import Config, transports
+from asyncmoe import checkpoints, installed, models, storage
+from asyncmoe.config import Config, devices, transports
 from asyncmoe.doctor.probes import plugin_probe
 from asyncmoe.errors import ConfigError, UserError
 from asyncmoe.launch import preflight
@@ -28,9 +28,11 @@ from asyncmoe.launch.torchrun import free_port, torchrun
 from asyncmoe.launch.watch import STOP_GRACE_S, Processes, interruptible, supervise
 from asyncmoe.models.lora import peft
 from asyncmoe.models.lora.adapter import check_rank
-from asyncmoe.models.make import make_model
+from asyncmoe.models.make import make_model, to_make
+from asyncmoe.plan import budget
 from asyncmoe.process import Child
 from asyncmoe.rollout.engines import backend
+from asyncmoe.rollout.engines.engine_python import check_engine_python
 from asyncmoe.telemetry.loggers import checks as loggers
 from asyncmoe.telemetry.samples import records as samples
 
@@ -51,23 +53,40 @@ def run(config: Config) -> dict[str, object]:
         return supervise(config, partial(_start, config, file))
 
 
-def prepare(config: Config) -> Path:
-    """Check whatever can be checked before a process starts, and return the configuration file that all processes read."""
+def check(config: Config) -> None:
+    """Check whatever can be checked before a process starts; writes nothing.
+
+    Raises:
+        UserError: the configuration, the model, the engines' Python, the user's own parts or the run directory cannot be used.
+    """
     transports.check_entries()
     loggers.check(config.telemetry)
-    if config.model.make is not None and not config.model.path.exists():
-        make_model(config.model.path, config.model.make, seed=config.run.seed)
+    if config.telemetry.tensorboard == "on":
+        installed.need("tensorboard", "telemetry.tensorboard")
+    here = not config.engines.join and config.launch == "local"
     plugin_probe.check(config)
-    hf = models.hf_config_of(config)
-    models.check(config, hf)
+    hf = budget.hf_of(config)
+    models.check(config, hf, cpu_engines=here and devices.none_here())
     _check_adapter(config, hf)
     newest = checkpoints.newest(config.run.dir)
-    if newest is not None:
-        checkpoints.check_family(newest, models.family_of(hf).name)
     if newest is not None and not config.run.resume:
         raise ConfigError(
             "run.dir", got=f"{config.run.dir} with {newest.name}", expected="a new directory", hint="set run.resume=true or another run.dir"
         )
+    if newest is not None:
+        checkpoints.check_family(newest, models.family_of(hf).name)
+        checkpoints.check_kind(newest, config.checkpoint_kind, recorded=True)
+    if here:
+        check_engine_python(config.engines.python)  # last, because it starts an interpreter
+
+
+def prepare(config: Config) -> Path:
+    """Check the configuration (see `check`), and return the file of it that all processes read."""
+    check(config)
+    if config.model.make is not None and to_make(config.model, config.run.dir):
+        make_model(config.model.path, config.model.make, seed=config.run.seed)
+        print(f"model.make: wrote a random model to {config.model.path}", file=sys.stderr, flush=True)
+    newest = checkpoints.newest(config.run.dir)
     if newest is None:
         for stale in (
             "metrics.jsonl",

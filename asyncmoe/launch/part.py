@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from asyncmoe import config as configuration
+from asyncmoe import installed
 from asyncmoe.errors import AsyncmoeError, UserError
 from asyncmoe.process import say
 from asyncmoe.telemetry import processes
@@ -21,6 +21,7 @@ def controller(config: Path, overrides: Sequence[str] = ()) -> None:
     Raises:
         AsyncmoeError: see `asyncmoe.rollout.controller.run`.
     """
+    from asyncmoe import config as configuration
     from asyncmoe.launch import gpus, local
     from asyncmoe.rollout import controller
 
@@ -41,10 +42,16 @@ def engine(config: Path, overrides: Sequence[str] = (), name: str | None = None,
     Raises:
         AsyncmoeError: see `asyncmoe.rollout.engines.engine_agent.run`.
     """
+    from asyncmoe import config as configuration
+    from asyncmoe import models
+    from asyncmoe.config import devices
     from asyncmoe.launch import gpus
     from asyncmoe.rollout.engines import engine_agent
+    from asyncmoe.rollout.engines.engine_python import check_engine_python
 
     loaded = configuration.load(config, overrides)
+    check_engine_python(loaded.engines.python)
+    models.check(loaded, models.hf_config_of(loaded), cpu_engines=devices.none_here())
     name = name or engine_agent.default_name(index)
     processes.record(loaded.run.dir, name)
     engine_agent.run(loaded, loaded.run.dir, name, index, gpus.engine_arguments(loaded, index))
@@ -58,9 +65,17 @@ def main(run: Callable[[], object]) -> None:
         try:
             run()
         except ModuleNotFoundError as error:
-            if error.name not in _EXTENSIONS:
+            if error.name in _EXTENSIONS:
+                raise _no_extension(error.name) from None
+            command = next((word for word in sys.argv[1:] if not word.startswith("-")), "")
+            if (refused := installed.explained(error, f"asyncmoe {command}".strip())) is None:
                 raise
-            raise UserError(error.name, got="no compiled extension", expected="it beside the package", hint="run: make setup") from None
+            raise refused from None
     except AsyncmoeError as error:
         say(error)
         sys.exit(error.exit_code)
+
+
+def _no_extension(name: str) -> UserError:
+    hint = "run: make setup" if installed.from_checkout() else "install a wheel of asyncmoe that was built for this Python"
+    return UserError(name, got="no compiled extension", expected="it beside the package", hint=hint)

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
-
-from asyncmoe.config import Config
+from asyncmoe.config import Config, devices
 from asyncmoe.doctor.cards import seen
 from asyncmoe.doctor.examination import CHECKS
 from asyncmoe.doctor.facts import Machine
 from asyncmoe.doctor.probes import gather_for
 from asyncmoe.doctor.verdict import Verdict
 from asyncmoe.errors import UserError
+from asyncmoe.installed import fix
 
 STOPS = (
     "torch",
@@ -31,7 +29,6 @@ STOPS = (
     "nccl",
 )
 """The doctor's checks whose errors stop a run on GPUs, ordered so that a root cause precedes its consequences."""
-_DEVICES = Path("/dev/nvidiactl")
 
 
 def check(config: Config) -> tuple[str, ...]:
@@ -43,7 +40,7 @@ def check(config: Config) -> tuple[str, ...]:
     Raises:
         UserError: a fault that would stop the run.
     """
-    if not _DEVICES.exists() or os.environ.get("CUDA_VISIBLE_DEVICES", "all") in ("", "-1"):
+    if devices.none_here():
         return ()
     return judge(gather_for(config))
 
@@ -53,7 +50,7 @@ def judge(machine: Machine) -> tuple[str, ...]:
     torches = [machine.trainer.torch, machine.engine_python.torch]
     if all(torch is not None and torch.cuda is None for torch in torches):
         what = "torch of trainer and engines is a build for the CPU, and so is the run"
-        return (f"{machine.host} has GPUs, but {what}; make setup GPU=1 installs one for GPUs",)
+        return (f"{machine.host} has GPUs, but {what}; {fix(gpu=True)} installs one for GPUs",)
     found = {name: CHECKS[name](machine) for name in STOPS}
     for name, verdict in found.items():
         if verdict.state == "error":

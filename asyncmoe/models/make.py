@@ -8,8 +8,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from asyncmoe.config.model import MadeModel
-from asyncmoe.errors import DataError
+from asyncmoe.config.model import MadeModel, ModelSection
+from asyncmoe.errors import ConfigError, DataError
 from asyncmoe.models.parallel import EngineParallel, MegatronParallel
 from asyncmoe.models.qwen3_moe import FAMILY
 from asyncmoe.models.sglang import VOCAB_MULTIPLE
@@ -23,8 +23,30 @@ CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+PLACE = Path("runs/models")
+"""Below this directory, and below its own run directory, a run may make a model."""
 _INIT_STD_TIMES_ROOT_HIDDEN = 0.9
 """Qwen's standard deviation of 0.02 at hidden size 2048; a layer's output keeps its scale at any hidden size."""
+
+
+def to_make(model: ModelSection, run_dir: Path) -> bool:
+    """Return whether a run must make its model first.
+
+    A `model.make` that was left in the configuration must not turn a mistyped path, or the name of a model elsewhere, into a random model.
+
+    Raises:
+        ConfigError: `model.path` does not exist, and no run may make a model there.
+    """
+    if model.make is None or model.path.exists():
+        return False
+    if not any(model.path.resolve().is_relative_to(place.resolve()) for place in (PLACE, run_dir)):
+        raise ConfigError(
+            "model.path",
+            got=f"{model.path}, which does not exist",
+            expected=f"a model directory; model.make writes a random model only below {PLACE} and run.dir",
+            hint=f"correct the path, or run asyncmoe make-model {model.path} if you mean a random model there",
+        )
+    return True
 
 
 def make_model(out: Path, shape: MadeModel, seed: int) -> None:
@@ -51,7 +73,7 @@ def make_model(out: Path, shape: MadeModel, seed: int) -> None:
     try:
         with writing("model", out):
             _write_model(scratch, written, seed)
-            _write_tokenizer(scratch, shape.context)
+            write_tokenizer(scratch, shape.context)
         scratch.chmod(0o755)
         os.rename(scratch, out)  # fails if another process created `out` first
     except BaseException:
@@ -97,7 +119,8 @@ def _write_model(folder: Path, values: dict[str, Any], seed: int) -> None:
     model.save_pretrained(folder)
 
 
-def _write_tokenizer(folder: Path, context: int) -> None:
+def write_tokenizer(folder: Path, context: int) -> None:
+    """Write the byte-level tokenizer of a made model, for conversations of up to `context` tokens."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 

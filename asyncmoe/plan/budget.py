@@ -160,9 +160,11 @@ def hf_of(config: Config, model: Path | None = None) -> Mapping[str, Any]:
 
     Raises:
         DataError: there is none.
+        ConfigError: the model is to be made where no run may make one.
     """
-    if model is None and config.model.make is not None:
-        return with_family(make.settings(config.model.make), config.model.family)
+    made = config.model.make
+    if model is None and made is not None and make.to_make(config.model, config.run.dir):
+        return with_family(make.settings(made), config.model.family)
     return with_family(load_hf_config(model or config.model.path), config.model.family)
 
 

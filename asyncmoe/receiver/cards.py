@@ -9,7 +9,7 @@ from asyncmoe.errors import OutOfDeviceMemory, gibibytes
 from asyncmoe.receiver import protocol
 from asyncmoe.receiver.protocol import Card, Terms
 
-_SAME_NCCL = "install the same torch and nvidia-nccl in both environments (make setup GPU=1), or set sync.transport=ipc on one machine"
+_SAME_NCCL = "install the same torch and nvidia-nccl in both environments, or set sync.transport=ipc on one machine"
 _REACH = "set sync.transport=nccl, or place them on GPUs that reach each other (nvidia-smi topo -p2p r)"
 
 

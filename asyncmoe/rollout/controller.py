@@ -68,11 +68,39 @@ def run(config: Config, run_dir: Path, memory: Sequence[str] = ()) -> None:
     """
     keys.refuse_another(run_dir)
     at = given()
+    asyncio.run(_serve(config, run_dir, at, *load_parts(config), memory))
+
+
+def load_parts(config: Config) -> tuple[Tokenizer, Task, Task, Scorer, Environment]:
+    """Load what a configuration names besides engines: the tokenizer, the tasks of training and evaluation, the scorer, the environment.
+
+    Raises:
+        UserError: one of them is unusable.
+    """
     tokenizer = Tokenizer(config.model.path, config.model.trust_remote_code)
     task, environment = tasks.load(config, tokenizer), environments.load(config)
     evaluated = tasks.load_evaluation(config, tokenizer, task)
     scorer = scoring.load(config.scoring, config.task, tokenizer.decode, config.run.seed)
-    asyncio.run(_serve(config, run_dir, at, tokenizer, task, evaluated, scorer, environment, memory))
+    return tokenizer, task, evaluated, scorer, environment
+
+
+async def try_parts(config: Config) -> None:
+    """Load the parts, try them as before a run, and close them.
+
+    Raises:
+        UserError: one of them is unusable.
+    """
+    tokenizer, task, evaluated, scorer, environment = load_parts(config)
+    try:
+        await trial.before_engines(config, tokenizer, task, evaluated, scorer)
+    finally:
+        await close_parts(scorer, environment)
+
+
+async def close_parts(scorer: Scorer, environment: Environment) -> None:
+    """Close the scorer and, if it can be closed, the environment."""
+    closing = getattr(environment, "close", None)
+    await asyncio.gather(scorer.close(), *([] if closing is None else [closing()]))
 
 
 async def _serve(
@@ -102,8 +130,7 @@ async def _serve(
             finally:
                 keys.remove(run_dir, rendezvous)
     finally:
-        closing = getattr(environment, "close", None)
-        await asyncio.gather(*(engine.stop() for engine in engines), scorer.close(), *([] if closing is None else [closing()]))
+        await asyncio.gather(*(engine.stop() for engine in engines), close_parts(scorer, environment))
         recorder.close()
         scoring.write_log(scorer, run_dir)
 

@@ -5,12 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from asyncmoe.telemetry.format import number, percent
-from asyncmoe.telemetry.gauges import Gauges
+from asyncmoe.telemetry.gauges import Gauges, known
 
 IDLE = 0.4
 """Share of idle time above which the other side is called the bottleneck."""
 BOTH_IDLE = 0.25
 """Share of idle time of both sides above which they are reported to wait for each other."""
+HELD = 0.5
+"""Part of the engines' idle time from which on waiting episodes are its cause, and part of these from which on it is the scorer's."""
+SETTLED_STEPS = 5
+"""RL steps without which shares of time say more about the start than about the run."""
 DROPPED = 0.1
 REJECTED = 0.05
 SYNC_SHARE = 0.2
@@ -22,6 +26,7 @@ LOGPROB_DIFF = 0.5
 
 ALL_WELL = "No gauge is off."
 NO_STEP = "No reinforcement-learning step yet."
+FEW_STEPS = f"Nothing is wrong so far; what limits the speed is said after {SETTLED_STEPS} RL steps."
 
 Rule = Callable[[Gauges], str | None]
 
@@ -30,8 +35,9 @@ def advise(gauges: Gauges) -> list[str]:
     """Return one sentence per abnormal gauge, the most urgent first: wrong results before lost time."""
     if gauges.steps == 0:
         return [NO_STEP]
-    found = [sentence for rule in _RULES if (sentence := rule(gauges))]
-    return found or [ALL_WELL]
+    settled = gauges.steps >= SETTLED_STEPS
+    found = [sentence for rule in _RULES if (settled or rule not in _SPEED) and (sentence := rule(gauges))]
+    return found or [ALL_WELL if settled else FEW_STEPS]
 
 
 def _loss(g: Gauges) -> str | None:
@@ -72,23 +78,31 @@ def _off_policy(g: Gauges) -> str | None:
 
 
 def _idle(g: Gauges) -> str | None:
-    trainer, engines = g.trainer_idle or 0.0, g.engine_idle or 0.0
+    # A long start is in the mean of the steps but not in what is typical.
+    trainer = min(known((g.trainer_idle, g.trainer_idle_typical)), default=0.0)
+    engines = min(known((g.engine_idle, g.engine_idle_typical)), default=0.0)
     if min(trainer, engines) > BOTH_IDLE:
-        return (
-            f"Trainer idle {percent(trainer)} and engines idle {percent(engines)}: they wait for each other; "
-            "raise queue.staleness.max_staleness so that the engines may run ahead."
-        )
+        both = f"Trainer idle {percent(g.trainer_idle)} and engines idle {percent(g.engine_idle)}"
+        if (g.held or 0.0) > HELD * engines:
+            return f"{both}: {_holding(g)}"
+        return f"{both}: they wait for each other; raise queue.staleness.max_staleness so that the engines may run ahead."
     if trainer > IDLE:
         return (
-            f"Trainer idle {percent(trainer)}: the engines are the bottleneck; add engines (engines.count), raise engines.max_running and "
-            "rollout.max_concurrent, or lower rollout.max_new_tokens."
+            f"Trainer idle {percent(g.trainer_idle)}: the engines are the bottleneck; add engines (engines.count), raise "
+            "engines.max_running and rollout.max_concurrent, or lower rollout.max_new_tokens."
         )
     if engines > IDLE:
         return (
-            f"Engines idle {percent(engines)}: the trainer is the bottleneck; add trainer ranks (trainer.ranks), raise "
+            f"Engines idle {percent(g.engine_idle)}: the trainer is the bottleneck; add trainer ranks (trainer.ranks), raise "
             "trainer.tokens_per_microbatch, or give engines' devices to the trainer."
         )
     return None
+
+
+def _holding(g: Gauges) -> str:
+    if (g.held_in_scoring or 0.0) > HELD:
+        return "episodes wait for their scores; make the scorer faster, or raise scoring.concurrency."
+    return "episodes wait for their agent or tools; make those faster, or raise rollout.groups_per_step so that more run at once."
 
 
 def _dropped(g: Gauges) -> str | None:
@@ -113,3 +127,4 @@ def _pause(g: Gauges) -> str | None:
 
 
 _RULES: tuple[Rule, ...] = (_loss, _agreement, _no_signal, _rejected, _off_policy, _idle, _dropped, _sync, _pause)
+_SPEED = frozenset((_idle, _sync, _pause))

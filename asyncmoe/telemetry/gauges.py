@@ -26,6 +26,15 @@ class Gauges:
     step_seconds: float | None = None
     trainer_idle: float | None = None
     engine_idle: float | None = None
+    trainer_idle_typical: float | None = None
+    """Median over the steps of the idle share of a step: one slow start does not move it."""
+    engine_idle_typical: float | None = None
+    """Idle share of the engines after the first step, which waits for the start of engines."""
+    held: float | None = None
+    """Share of the time after the first step in which episodes were in progress, but no engine had work. At least: work of several
+    engines is taken not to coincide."""
+    held_in_scoring: float | None = None
+    """Of the episodes in progress in that time, the share that waited for a score."""
     sync_seconds: float | None = None
     sync_share: float | None = None
     """Share of the steps' time that the trainer spent waiting for weight sync."""
@@ -54,7 +63,8 @@ def gauge(rl: Sequence[Step], rollout: Sequence[Rollout] = ()) -> Gauges:
     for step in rl:
         ages.update(step.ages or {})
     last = rollout[-1] if rollout else None
-    busy = [share for record in rollout for share in record.engine_utilization.values()]
+    settled = [record for record in rollout if rl and record.time > rl[0].time]
+    held, held_in_scoring = _held(settled)
     return Gauges(
         steps=len(rl),
         reward=mean(step.reward_mean for step in rl),
@@ -63,7 +73,11 @@ def gauge(rl: Sequence[Step], rollout: Sequence[Rollout] = ()) -> Gauges:
         lost_step=next((step.step for step in rl if step.loss is None), None),
         step_seconds=median(step.step_seconds for step in rl),
         trainer_idle=sum_over((step.wait_seconds for step in rl), seconds),
-        engine_idle=1 - statistics.fmean(busy) if busy else None,
+        engine_idle=_engine_idle(rollout),
+        trainer_idle_typical=median(sum_over((step.wait_seconds,), step.step_seconds or 0.0) for step in rl),
+        engine_idle_typical=_engine_idle(settled),
+        held=held,
+        held_in_scoring=held_in_scoring,
         sync_seconds=median(step.sync_seconds for step in updates),
         sync_share=sum_over((step.sync_wait_seconds for step in rl), seconds),
         pause_ms=median(step.pause_ms for step in updates),
@@ -79,6 +93,27 @@ def gauge(rl: Sequence[Step], rollout: Sequence[Rollout] = ()) -> Gauges:
         rejected=ratio(total(last.rejected), last.started) if last else None,
         rejected_most=max(last.rejected, key=lambda reason: last.rejected[reason]) if last and last.rejected else None,
     )
+
+
+def _engine_idle(rollout: Sequence[Rollout]) -> float | None:
+    busy = mean(share for record in rollout for share in record.engine_utilization.values())
+    return None if busy is None else 1 - busy
+
+
+def _held(rollout: Sequence[Rollout]) -> tuple[float | None, float | None]:
+    """Return `Gauges.held` and `Gauges.held_in_scoring`.
+
+    A record says what an engine did since the last record, but whether episodes were in progress at one moment only. Over many records the
+    share of moments with episodes estimates their share of the time; what engines' work exceeds of it is noise.
+    """
+    known_running = [record for record in rollout if record.running is not None and record.engine_utilization]
+    if not known_running:
+        return None, None
+    working = statistics.fmean(min(1.0, sum(record.engine_utilization.values())) for record in known_running)
+    with_episodes = [record for record in known_running if record.running]
+    running = sum(record.running or 0 for record in with_episodes)
+    scored = sum(one.in_flight + one.waiting for record in with_episodes for one in record.scoring.values())
+    return max(0.0, len(with_episodes) / len(known_running) - working), ratio(min(scored, running), running)
 
 
 def total(counts: Mapping[str, int] | int) -> int:

@@ -12,6 +12,7 @@ from types import TracebackType
 from rich.console import Console
 from rich.live import Live
 
+from asyncmoe import installed
 from asyncmoe.config import Config
 from asyncmoe.errors import StorageError
 from asyncmoe.telemetry.follow import Followed, Follower, Sink
@@ -140,6 +141,6 @@ def _sinks(config: Config) -> list[Sink]:
     sinks: list[Sink] = []
     if config.telemetry.prometheus_port is not None:
         sinks.append(Prometheus(config.telemetry.prometheus_port))
-    if config.telemetry.tensorboard:
+    if config.telemetry.tensorboard == "on" or (config.telemetry.tensorboard == "auto" and installed.has("tensorboard")):
         sinks.append(TensorBoard(config.run.dir / "tensorboard"))
     return sinks

@@ -103,10 +103,11 @@ def run(directory: Path, *overrides: str, timeout_s: float = 240.0) -> dict[str,
 
 
 def start(directory: Path, *overrides: str) -> Command:
-    """Start a run of the demo's configuration with `SMALL` sizes in `directory`; beside it lies the model, the demo's own if none does."""
+    """Start a run of the demo's configuration with `SMALL` sizes in `directory`; beside it lies the model, the demo's own if none does. A
+    run whose overrides say how the model is made has it inside `directory`."""
     model = directory.parent / "model"
-    if not model.exists() and not any(override.startswith("model.") for override in overrides):
-        provide(model)
+    if not model.exists():
+        model = directory / "model" if any(override.startswith("model.") for override in overrides) else provide(model)
     return Command("run", "examples/demo.yaml", f"run.dir={directory}", f"model.path={model}", *SMALL, *overrides)
 
 

@@ -166,6 +166,6 @@ def test_a_head_that_does_not_answer_is_named(tmp_path: Path, monkeypatch: pytes
         bound.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{bound.getsockname()[1]}"
         monkeypatch.setenv("RAY_ADDRESS", address)
-        line = refused("run", "examples/demo.yaml", f"run.dir={tmp_path / 'run'}", f"model.path={tmp_path / 'model'}", "launch=ray")
+        line = refused("run", "examples/demo.yaml", f"run.dir={tmp_path / 'run'}", f"model.path={tmp_path / 'run' / 'model'}", "launch=ray")
     assert line.startswith(f"Ray's head at {address}: got no answer (Connection refused), expected one that listens; ray start --head")
     assert not (tmp_path / "run").exists()

@@ -21,7 +21,7 @@ SAMPLING = Sampling(temperature=0.7, max_new_tokens=100, stop=(EOS, IM_END), top
 
 def tokenizer(folder: Path) -> Tokenizer:
     """That of the tiny model."""
-    make._write_tokenizer(folder, 4096)
+    make.write_tokenizer(folder, 4096)
     (folder / "config.json").write_text(f'{{"vocab_size": {make.VOCAB}}}')
     return Tokenizer(folder)
 

@@ -165,7 +165,7 @@ def test_an_installation_for_the_cpu_runs_on_the_cpu_of_a_machine_with_gpus_and_
 
 
 def test_a_machine_without_gpus_is_not_examined(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(preflight, "_DEVICES", tmp_path / "nvidiactl")
+    monkeypatch.setattr(devices, "_DRIVER", tmp_path / "nvidiactl")
     monkeypatch.setattr(preflight, "gather_for", lambda config: pytest.fail("it looked"))
     config, _ = configured("demo.yaml")
     assert preflight.check(config) == ()
@@ -343,7 +343,7 @@ def test_a_run_that_is_refused_has_written_and_started_nothing(monkeypatch: pyte
     monkeypatch.setattr(local.preflight, "check", check)
     monkeypatch.setattr(local, "supervise", lambda *_: pytest.fail("it started"))
     with pytest.raises(UserError) as caught:
-        local.run(configured("demo-gpu.yaml", f"run.dir={tmp_path / 'run'}", f"model.path={tmp_path / 'model'}")[0])
+        local.run(configured("demo-gpu.yaml", f"run.dir={tmp_path / 'run'}", f"model.path={tmp_path / 'run' / 'model'}")[0])
     assert caught.value is refused
     assert [path.name for path in tmp_path.rglob("*")] == ["run", ".lock"]
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
-from asyncmoe.config.model import MadeModel
+from asyncmoe.config.model import MadeModel, ModelSection
 from asyncmoe.errors import ConfigError, DataError
 from asyncmoe.models import family_of, load_hf_config
-from asyncmoe.models.make import VOCAB, make_model
+from asyncmoe.models.make import VOCAB, make_model, to_make
 
 SHAPE = MadeModel(layers=2, hidden=32, heads=4, kv_heads=2, head_dim=8, experts=4, experts_per_token=2, expert_hidden=16, context=512)
 
@@ -116,3 +116,27 @@ def test_nothing_is_left_behind_by_a_failure(tmp_path: Path, monkeypatch: pytest
     with pytest.raises(OSError, match="disk full"):
         make_model(tmp_path / "model", SHAPE, seed=0)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_run_makes_models_in_its_own_places_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = tmp_path / "elsewhere" / "run"
+
+    def asked(path: str | Path, made: MadeModel | None = SHAPE) -> bool:
+        return to_make(ModelSection(path=Path(path), make=made), run)
+
+    assert asked("runs/models/tiny")
+    assert asked(tmp_path / "runs" / "models" / "deep" / "tiny")
+    assert asked(run / "model")
+    assert not asked("typo", made=None)
+    (tmp_path / "mine").mkdir()
+    assert not asked("mine")
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / "models").symlink_to(tmp_path / "large-disk")
+    assert asked("runs/models/tiny"), "the folder of models may lie on another disk"
+    for wrong in ("/nope/model", "Qwen/Qwen3-0.6B", "runs/demo-hf", "runs/models/../../x", run.parent / "model", "runs/modelsx/a"):
+        with pytest.raises(ConfigError) as refused:
+            asked(wrong)
+        assert str(refused.value).startswith(f"model.path: got {wrong}, which does not exist, expected a model directory;")
+        assert "\n" not in str(refused.value)
+    assert not Path("/nope").exists()

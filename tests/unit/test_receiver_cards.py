@@ -55,7 +55,7 @@ def test_two_versions_of_nccl_are_named_with_who_has_them_and_where() -> None:
     assert found == [
         "NCCL: got 2.30.7 (trainer ranks 0-2 on host-a, /venv/libnccl.so.2; engine.1 rank 0 on host-a, /venv/libnccl.so.2) and "
         "2.29.7 (engine.0 ranks 0-1 on host-b, /venv-engine/libnccl.so.2), expected one; install the same torch and nvidia-nccl in both "
-        "environments (make setup GPU=1), or set sync.transport=ipc on one machine"
+        "environments, or set sync.transport=ipc on one machine"
     ]
 
 

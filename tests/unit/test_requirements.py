@@ -84,7 +84,7 @@ def test_the_pins_are_those_sglang_asks_for() -> None:
 def test_one_sglang_is_asked_for_everywhere() -> None:
     said = [line for file in FOLDER.glob("engine-*.txt") for line in file.read_text().splitlines() if line.startswith("sglang")]
     assert set(said) == {"sglang==0.5.23"}
-    assert 'engine = ["sglang==0.5.23"]' in (ROOT / "pyproject.toml").read_text()
+    assert 'engine = ["sglang==0.5.23"' in (ROOT / "pyproject.toml").read_text()
 
 
 def test_torch_is_in_no_other_file() -> None:

@@ -9,13 +9,14 @@ from dataclasses import replace
 from pathlib import Path
 from urllib.request import urlopen
 
+import msgspec
 import pytest
 from rich.console import Console
 from telemetry_runs import START, evaluation, write_run
 
 from asyncmoe.config import Config, parse
 from asyncmoe.errors import ConfigError
-from asyncmoe.telemetry.advice import ALL_WELL, NO_STEP, advise
+from asyncmoe.telemetry.advice import ALL_WELL, FEW_STEPS, NO_STEP, advise
 from asyncmoe.telemetry.follow import Follower
 from asyncmoe.telemetry.format import bar, bars, duration, number, percent
 from asyncmoe.telemetry.gauges import Gauges, gauge
@@ -180,6 +181,7 @@ def test_gauges_by_hand() -> None:
         step_seconds=5,
         trainer_idle=0.5,
         engine_idle=0.25,
+        trainer_idle_typical=(1 / 4 + 4 / 6) / 2,
         sync_seconds=3,
         sync_share=0.1,
         pause_ms=10,
@@ -218,6 +220,54 @@ def test_one_gauge_off_is_one_sentence(changed: dict[str, float], said: str) -> 
     sentences = advise(replace(WELL, **changed))  # type: ignore[arg-type]
     assert len(sentences) == 1
     assert re.search(said, sentences[0])
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"held": 0.6}, "episodes wait for their agent or tools; make those faster, or raise rollout.groups_per_step"),
+        ({"held": 0.6, "held_in_scoring": 0.9}, "episodes wait for their scores; make the scorer faster, or raise scoring.concurrency"),
+        ({"held": 0.1}, "they wait for each other; raise queue.staleness.max_staleness"),
+    ],
+)
+def test_engines_without_work_are_not_told_to_run_ahead_of_slow_episodes(changed: dict[str, float], said: str) -> None:
+    (sentence,) = advise(replace(WELL, trainer_idle=0.7, engine_idle=0.8, **changed))  # type: ignore[arg-type]
+    assert said in sentence
+    assert sentence.startswith("Trainer idle 70 % and engines idle 80 %: ")
+
+
+def test_a_run_that_was_mostly_its_start_gets_no_advice_on_speed() -> None:
+    slow = replace(WELL, trainer_idle=0.7, engine_idle=0.8, sync_share=0.3, sync_seconds=1.5)
+    assert advise(replace(slow, steps=2)) == [FEW_STEPS]
+    assert advise(replace(slow, steps=2, lost_step=1))[0].startswith("The loss of step 1")
+    steps = [Step(step=1, phase="rl", time=60, step_seconds=60, wait_seconds=55, loss=0.0, reward_std=0.3)]
+    steps += [Step(step=n, phase="rl", time=58 + 2 * n, step_seconds=2, wait_seconds=0.2, loss=0.0, reward_std=0.3) for n in range(2, 9)]
+    records = [Rollout(time=second, running=8, engine_utilization={"engine.0": 0.0 if second <= 60 else 0.9}) for second in range(1, 75)]
+    found = gauge(steps, records)
+    assert found.trainer_idle is not None
+    assert found.trainer_idle > 0.7
+    assert found.trainer_idle_typical == pytest.approx(0.1)
+    assert found.engine_idle_typical == pytest.approx(0.1)
+    assert advise(found) == [ALL_WELL]
+
+
+def _seconds(running: int, **more: object) -> list[Rollout]:
+    return [Rollout(time=second, running=running, **more) for second in range(1, 41)]  # type: ignore[arg-type]
+
+
+def test_which_episodes_hold_the_engines_idle() -> None:
+    steps = [Step(step=n, phase="rl", time=4 * n, step_seconds=4, wait_seconds=3, loss=0.0) for n in range(1, 11)]
+    blocking = gauge(steps, _seconds(16, engine_utilization={"engine.0": 0.05, "engine.1": 0.05}))
+    assert blocking.held == pytest.approx(0.9)
+    assert blocking.held_in_scoring == 0
+    assert "their agent or tools" in advise(blocking)[0]
+    judge = gauge(steps, _seconds(16, engine_utilization={"engine.0": 0.1}, scoring={"scorer": Scoring(in_flight=8, waiting=4)}))
+    assert judge.held_in_scoring == pytest.approx(0.75)
+    assert "their scores" in advise(judge)[0]
+    halves = _seconds(16, engine_utilization={"engine.0": 0.5})
+    lockstep = [msgspec.structs.replace(record, running=16 if record.time % 2 else 0) for record in halves]
+    assert gauge(steps, lockstep).held == pytest.approx(0, abs=0.03)
+    assert "max_staleness" in advise(gauge(steps, lockstep))[0]
 
 
 def test_advice_is_quiet_when_all_is_well_and_puts_wrong_results_first() -> None:

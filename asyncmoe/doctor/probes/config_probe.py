@@ -145,17 +145,19 @@ def model(config: Config) -> ModelFacts:
         ImportError: asyncmoe's extension, which layouts need, is missing.
     """
     from asyncmoe import models
+    from asyncmoe.models import make
     from asyncmoe.models.payload import Payload
+    from asyncmoe.plan import budget
     from asyncmoe.reshard.layout import ITEM_BYTES
 
     path = config.model.path
-    if config.model.make is not None and not path.exists():
-        return ModelFacts(str(path), to_make=True)
     try:
-        hf = models.hf_config_of(config)
-        models.check(config, hf)
+        hf, making = budget.hf_of(config), make.to_make(config.model, config.run.dir)
+        models.check(config, hf, cpu_engines=not config.engines.join and devices.none_here())
     except UserError as error:
         return ModelFacts(str(path), trouble=str(error))
+    if making:
+        return ModelFacts(str(path), to_make=True)
     weights = _elements(Payload(hf).tensors().values())
     adapter = config.adapter and _elements(Payload(hf, models.adapter_of(config, hf)).tensors().values())
     return ModelFacts(

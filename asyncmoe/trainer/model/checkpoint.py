@@ -7,13 +7,12 @@ load, megatron-core 0.16 and 0.19).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from asyncmoe import checkpoints, storage
 from asyncmoe.config import Config
-from asyncmoe.errors import DataError, StorageError
+from asyncmoe.errors import StorageError
 from asyncmoe.models import family_of
 from asyncmoe.platform import megatron
 from asyncmoe.platform.megatron import writer
@@ -97,7 +96,7 @@ def load(checkpoint: Path, config: Config, model: Model, optimizer: MegatronOpti
     checkpoints.check_family(checkpoint, family_of(model.hf).name)
     facts = checkpoints.facts(checkpoint)
     if optimizer is not None:
-        _refuse_another_kind(checkpoint, facts, _kind(config, model))
+        checkpoints.check_kind(checkpoint, _kind(config, model))
     state = dist_checkpointing.load(_state(model, optimizer, loading=True), str(checkpoint))
     for chunk, name in zip(model.chunks, _chunk_names(model), strict=True):
         _trained(chunk).load_state_dict(state[name])
@@ -131,26 +130,7 @@ def _chunk_names(model: Model) -> list[str]:
 
 def _kind(config: Config, model: Model) -> dict[str, Any]:
     """Return the settings that the saved names depend on."""
-    trainer = config.trainer
-    kind: dict[str, Any] = {
-        "expert_parallel": trainer.ep > 1,
-        "distributed_optimizer": _distributed(model),
-        "train": config.train,
-    }
-    if config.adapter is not None:
-        kind["lora"] = config.adapter.model_dump(mode="json", include={"rank", "targets", "experts"})
-    return kind
-
-
-def _refuse_another_kind(checkpoint: Path, saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    for key, value in now.items():
-        if saved.get(key) != value:
-            raise DataError(
-                f"{checkpoint.name}: optimizer state",
-                got=f"{key} = {saved.get(key)}",
-                expected=f"{key} = {value}, as the configuration says",
-                hint=f"set trainer.optimizer.distributed to {str(saved.get(key)).lower()}" if key == "distributed_optimizer" else None,
-            )
+    return {**config.checkpoint_kind, "distributed_optimizer": _distributed(model)}
 
 
 def _distributed(model: Model) -> bool:

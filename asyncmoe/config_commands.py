@@ -1,0 +1,52 @@
+"""The commands `asyncmoe config show | schema | validate`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+import yaml
+
+from asyncmoe import config as configuration
+from asyncmoe.config import Config
+
+app = typer.Typer(no_args_is_help=True, help="Show, check and describe configurations; starts nothing.")
+
+ConfigPath = Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML file that describes the run.")]
+Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Keys to override, e.g. run.steps=100.")]
+
+
+@app.command()
+def show(config: ConfigPath, overrides: Overrides = None) -> None:
+    """Print the configuration with every default and override, as YAML that describes the same run."""
+    typer.echo(shown(configuration.load(config, overrides or ())), nl=False)
+
+
+@app.command()
+def schema() -> None:
+    """Print the JSON schema of configurations, with which editors complete and check keys."""
+    typer.echo(json.dumps(json_schema(), indent=1))
+
+
+@app.command()
+def validate(config: ConfigPath, overrides: Overrides = None) -> None:
+    """Check all that can be known before a run starts: keys, sizes, model, data, your own code, the engines' Python, checkpoints.
+
+    Your own modules are imported, as a run would. `asyncmoe doctor CONFIG` checks the machine as well: ports, disk, GPUs.
+    """
+    loaded = configuration.load(config, overrides or ())
+    from asyncmoe.launch.validate import validate as check
+
+    typer.echo(f"{config} is valid: {check(loaded)}")
+
+
+def shown(config: Config) -> str:
+    """Return a configuration as YAML; loading it gives an equal one."""
+    return str(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True, width=120))
+
+
+def json_schema() -> dict[str, object]:
+    """Return the JSON schema of configurations."""
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **Config.model_json_schema()}

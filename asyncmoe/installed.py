@@ -1,0 +1,97 @@
+"""How this asyncmoe was installed, what is installed with it, and how to install what is missing.
+
+Needs nothing but the standard library: it speaks where everything else is absent.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from importlib.util import find_spec
+from pathlib import Path
+
+from asyncmoe.errors import UserError
+
+EXTRAS: Mapping[str, tuple[str, ...]] = {
+    "cli": ("typer", "rich", "pydantic", "pydantic_core", "yaml", "msgspec", "packaging", "zmq"),
+    "train": (
+        *("torch", "megatron", "transformers", "jinja2", "tokenizers", "safetensors"),
+        *("aiohttp", "math_verify", "prometheus_client", "psutil"),
+    ),
+    "report": ("matplotlib",),
+    "tensorboard": ("tensorboard",),
+    "engine": ("sglang",),
+    "ray": ("ray",),
+    "wandb": ("wandb",),
+    "mlflow": ("mlflow",),
+    "trackio": ("trackio",),
+}
+"""Modules that asyncmoe imports, by the extra of pyproject.toml that has them."""
+_LIGHT = ("plan", "simulate", "doctor", "config")
+_ABOVE = Path(__file__).parents[1]
+
+
+def from_checkout() -> bool:
+    """Return whether this package is the one of a checkout, whose environments `make setup` makes; otherwise pip has installed it."""
+    return all((_ABOVE / name).is_file() for name in ("Makefile", "pyproject.toml"))
+
+
+def has(module: str) -> bool:
+    """Return whether a top-level module can be found, without importing it."""
+    return find_spec(module) is not None
+
+
+def fix(extra: str = "train", *, gpu: bool = False, python: Path | str | None = None) -> str:
+    """Return the command that installs what is missing.
+
+    Args:
+        extra: the extra of the package that has it, for pip.
+        gpu: builds for GPUs are missing.
+        python: the interpreter that lacks it; None: this one.
+    """
+    if from_checkout():
+        return "make setup GPU=1" if gpu else "make setup"
+    return f'{python or sys.executable} -m pip install "asyncmoe[{extra}]"'
+
+
+def rebuild(*, gpu: bool = False, archs: str = "") -> str:
+    """Return how to build the extensions again.
+
+    Args:
+        gpu: with CUDA kernels.
+        archs: the architectures of the kernels, as ASYNCMOE_CUDA_ARCHS; "": those of a usual build.
+    """
+    variables = f'ASYNCMOE_CUDA_ARCHS="{archs}" ' if archs else ""
+    if from_checkout():
+        return f"build it again: rm -f .venv/.built*; {variables}make setup{' GPU=1' if gpu else ''}"
+    kernels = "ASYNCMOE_CUDA=1 " if gpu else ""
+    return f"build it again: {variables}{kernels}{sys.executable} -m pip install --force-reinstall --no-deps --no-binary asyncmoe asyncmoe"
+
+
+def rebuild_with_kernels() -> str:
+    """Return how to build the extensions again so that their CUDA kernels are not left out."""
+    return f"{rebuild(gpu=True)}, which {'brings nvcc' if from_checkout() else 'needs nvcc'} and insists on the kernels"
+
+
+def need(module: str, what: str) -> None:
+    """Refuse to begin `what` without a module.
+
+    Raises:
+        UserError: the module is not installed; names the extra that has it.
+    """
+    if not has(module):
+        raise absent(module, what)
+
+
+def absent(module: str, what: str) -> UserError:
+    """Return the error for something that needs a module of `EXTRAS`."""
+    extra = next(name for name, modules in EXTRAS.items() if module in modules)
+    if extra == "cli" and what.split()[-1] not in _LIGHT:
+        extra = "train"
+    return UserError(what, got=f"no module {module}", expected=f"the extra {extra}", hint=f"run: {fix(extra)}")
+
+
+def explained(error: ModuleNotFoundError, what: str) -> UserError | None:
+    """Return the error for an import that failed because an extra is missing; None for any other module."""
+    module = (error.name or "").split(".")[0]
+    return absent(module, what) if any(module in modules for modules in EXTRAS.values()) and not has(module) else None

@@ -1,0 +1,37 @@
+"""Checks a configuration as a run would, without starting or writing anything."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import tempfile
+from pathlib import Path
+
+from asyncmoe.config import Config
+from asyncmoe.launch import local
+from asyncmoe.models import make
+from asyncmoe.rollout import controller
+
+
+def validate(config: Config) -> str:
+    """Check whatever can be known before a run starts: sizes, the model and its files, the engines' Python, checkpoints, and the user's own
+    code, tasks and data, which are imported, read and tried as before a run. Return what the run would be, in one line.
+
+    Raises:
+        UserError: what would stop the run.
+    """
+    local.check(config)
+    with tempfile.TemporaryDirectory(prefix="asyncmoe-validate-") as scratch:
+        asyncio.run(controller.try_parts(_with_tokenizer(config, Path(scratch))))
+    engines = f"{config.engines.count} engine{'s' if config.engines.count > 1 else ''} of {config.engines.tp} rank(s)"
+    return f"{config.run.steps} steps of {config.rollout.batch} trajectories, {config.trainer.ranks} trainer rank(s), {engines}"
+
+
+def _with_tokenizer(config: Config, scratch: Path) -> Config:
+    """Return a configuration whose model has a tokenizer: of a model still to be made, its tokenizer alone is made, in `scratch`."""
+    made = config.model.make
+    if made is None or not make.to_make(config.model, config.run.dir):
+        return config
+    (scratch / "config.json").write_text(json.dumps(make.settings(made)))
+    make.write_tokenizer(scratch, made.context)
+    return config.model_copy(update={"model": config.model.model_copy(update={"path": scratch})})

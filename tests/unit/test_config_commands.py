@@ -1,0 +1,133 @@
+"""asyncmoe config show, schema and validate: round trips, an outside validator of JSON schemas, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import jsonschema
+import pytest
+import yaml
+
+from asyncmoe import config as configuration
+from asyncmoe import config_commands
+from asyncmoe.config import Config
+from asyncmoe.errors import UserError
+from asyncmoe.launch import local
+from asyncmoe.launch.validate import validate
+
+ROOT = Path(__file__).parents[2]
+FILES = [path for path in sorted((ROOT / "examples").rglob("*.yaml")) if path.name != "plant.yaml"]
+examples = pytest.mark.parametrize("path", FILES, ids=[path.stem for path in FILES])
+
+
+@examples
+@pytest.mark.parametrize("overrides", [(), ("trainer.optimizer.lr=1e-7", "run.dir=läufe/my run")], ids=["as-is", "own"])
+def test_what_is_shown_describes_the_same_run(path: Path, overrides: tuple[str, ...], tmp_path: Path) -> None:
+    config = configuration.load(path, overrides)
+    file = tmp_path / "shown.yaml"
+    file.write_text(config_commands.shown(config), encoding="utf-8")
+    again = configuration.load(file)
+    assert again == config
+    assert again.digest == config.digest
+    assert config_commands.shown(again) == file.read_text(encoding="utf-8")
+
+
+def test_modes_and_texts_of_any_kind_survive(tmp_path: Path) -> None:
+    overrides = ["run.mode=sync", "task={kind: jsonl, path: 'on: #\"ü\".jsonl', chat_template: true}"]
+    config = configuration.load(ROOT / "examples" / "gsm8k.yaml", overrides)
+    (tmp_path / "shown.yaml").write_text(config_commands.shown(config), encoding="utf-8")
+    assert configuration.load(tmp_path / "shown.yaml").digest == config.digest
+
+
+@pytest.fixture(scope="module")
+def validator() -> jsonschema.Draft202012Validator:
+    schema = json.loads(json.dumps(config_commands.json_schema()))
+    jsonschema.Draft202012Validator.check_schema(schema)
+    return jsonschema.Draft202012Validator(schema)
+
+
+@examples
+def test_examples_fit_the_schema(path: Path, validator: jsonschema.Draft202012Validator) -> None:
+    assert [error.message for error in validator.iter_errors(yaml.safe_load(path.read_text()))] == []
+    shown = yaml.safe_load(config_commands.shown(configuration.load(path)))
+    assert [error.message for error in validator.iter_errors(shown)] == []
+
+
+@pytest.mark.parametrize(
+    ("change", "word"),
+    [
+        ({"traner": {}}, "traner"),
+        ({"run": {"dir": "r", "steps": "many"}}, "many"),
+        ({"sync": {"method": "post"}}, "post"),
+        ({"run": {}}, "dir"),
+    ],
+)
+def test_an_editor_underlines_what_is_wrong(change: dict[str, object], word: str, validator: jsonschema.Draft202012Validator) -> None:
+    values = {"run": {"dir": "r", "steps": 1}, "model": {"path": "m"}, "task": {"kind": "arithmetic"}}
+    assert not list(validator.iter_errors(values))
+    assert any(word in error.message for error in validator.iter_errors({**values, **change}))
+
+
+def demo(tmp_path: Path, *overrides: str) -> Config:
+    # The engines' Python is tried in test_engine_python.py.
+    places = (f"run.dir={tmp_path / 'run'}", f"model.path={tmp_path / 'run' / 'model'}")
+    return configuration.load(ROOT / "examples" / "demo.yaml", (*places, *overrides))
+
+
+@pytest.fixture
+def no_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local, "check_engine_python", lambda configured: Path("python"))
+
+
+@pytest.mark.usefixtures("no_engine")
+def test_a_valid_configuration_is_described_and_nothing_is_written(tmp_path: Path) -> None:
+    assert validate(demo(tmp_path)) == "100 steps of 128 trajectories, 2 trainer rank(s), 1 engine of 1 rank(s)"
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.usefixtures("no_engine")
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [
+        (("model.path=/nope/model",), "model.path: got /nope/model, which does not exist"),
+        (("model.make.expert_hidden=48",), "moe_intermediate_size of the model: got 48"),
+        (("scoring.scorer=no_such_module:score",), "no_such_module"),
+        (("scoring.scorer=operator:index",), "scoring.scorer: got operator:index"),
+        (("task={kind: jsonl, path: no-such.jsonl}", "warmup.steps=0"), "no-such.jsonl"),
+        (("environment={kind: openai, agent: 'no_such_module:agent'}",), "no_such_module"),
+    ],
+)
+def test_what_would_stop_a_run_is_refused(tmp_path: Path, overrides: tuple[str, ...], told: str) -> None:
+    with pytest.raises(UserError) as refused:
+        validate(demo(tmp_path, *overrides))
+    assert told in str(refused.value)
+    assert "\n" not in str(refused.value)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.usefixtures("no_engine")
+@pytest.mark.parametrize(
+    ("facts", "overrides", "told"),
+    [
+        ({"expert_parallel": False}, (), "expected expert_parallel = True, as the configuration says; set trainer.ep to 1, as when"),
+        ({"expert_parallel": True}, ("trainer.ep=1",), "set trainer.ep above 1, as when the run began, or choose another run.dir"),
+        ({"train": "lora"}, (), "got train = lora, expected train = full"),
+        ({"distributed_optimizer": True}, ("trainer.optimizer.distributed=false",), "set trainer.optimizer.distributed to true"),
+        ({"lora": {"rank": 4}}, ("train=lora",), "lora"),
+    ],
+)
+def test_a_checkpoint_of_another_kind_is_refused_before_anything_starts(
+    tmp_path: Path, facts: dict[str, object], overrides: tuple[str, ...], told: str
+) -> None:
+    config = demo(tmp_path, *overrides)
+    kept = tmp_path / "run" / "checkpoints" / "step-00000003"
+    kept.mkdir(parents=True)
+    (kept / "asyncmoe.json").write_text(json.dumps({"step": 3, "family": "qwen3_moe", **config.checkpoint_kind}))
+    local.check(config)
+    (kept / "asyncmoe.json").write_text(json.dumps({"step": 3, "family": "qwen3_moe", **config.checkpoint_kind, **facts}))
+    with pytest.raises(UserError) as refused:
+        local.check(config)
+    assert str(refused.value).startswith("step-00000003: optimizer state: got ")
+    assert told in str(refused.value)
+    assert "\n" not in str(refused.value)

@@ -1,0 +1,153 @@
+"""What asyncmoe says where a package is missing, and that pyproject.toml declares what the code imports."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from asyncmoe import __main__ as start
+from asyncmoe import installed
+from asyncmoe.errors import UserError
+
+ROOT = Path(__file__).parents[2]
+DISTRIBUTIONS = {"yaml": "pyyaml", "zmq": "pyzmq", "megatron": "megatron-core", "pydantic_core": "pydantic", "jinja2": "transformers"}
+"""Distribution of each module whose name differs; jinja2 is what transformers' chat templates need, and torch requires it."""
+SKINNY = {"mlflow": "mlflow-skinny"}
+NOT_OURS = {"benchmarks", "mpi4py"}
+"""The checkout's own folder, and what only examples of asyncmoe.reshard under mpirun use."""
+
+
+def imported() -> Iterator[str]:
+    """Top-level names of all that the package imports, besides Python's own."""
+    for path in (ROOT / "asyncmoe").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module] if isinstance(node, ast.ImportFrom) and node.module is not None and node.level == 0 else []
+            yield from (name.split(".")[0] for name in names)
+
+
+def extras() -> dict[str, set[str]]:
+    """Normalised names of the distributions of each extra."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    return {name: {re.split(r"[\[<>=]", line)[0].strip().lower().replace("_", "-") for line in lines} for name, lines in project.items()}
+
+
+def test_every_import_is_in_an_extra_that_pyproject_declares() -> None:
+    ours = {module: extra for extra, modules in installed.EXTRAS.items() for module in modules}
+    assert set(imported()) - set(sys.stdlib_module_names) - NOT_OURS - {"asyncmoe", "numpy"} <= set(ours)
+    declared = extras()
+    for module, extra in ours.items():
+        name = DISTRIBUTIONS.get(module, SKINNY.get(module, module)).replace("_", "-")
+        assert name in declared[extra], f"{module} is said to come with {extra}"
+    assert declared["cli"] <= declared["train"], "commands that start nothing work in a trainer's environment"
+
+
+@pytest.fixture
+def from_pip(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(installed, "from_checkout", lambda: False)
+
+
+@pytest.mark.usefixtures("from_pip")
+@pytest.mark.parametrize(
+    ("module", "what", "extra"),
+    [
+        ("typer", "asyncmoe run", "train"),
+        ("typer", "asyncmoe plan", "cli"),
+        ("yaml", "asyncmoe config", "cli"),
+        ("torch", "asyncmoe export", "train"),
+        ("matplotlib", "asyncmoe report", "report"),
+        ("ray", "asyncmoe run", "ray"),
+    ],
+)
+def test_a_missing_module_is_one_line_with_the_extra(monkeypatch: pytest.MonkeyPatch, module: str, what: str, extra: str) -> None:
+    monkeypatch.setattr(installed, "has", lambda name: False)
+    refused = installed.explained(ModuleNotFoundError(name=f"{module}.part"), what)
+    command = f'run: {sys.executable} -m pip install "asyncmoe[{extra}]"'
+    assert str(refused) == f"{what}: got no module {module}, expected the extra {extra}; {command}"
+
+
+def test_a_module_of_the_user_and_one_that_is_there_keep_their_traceback() -> None:
+    assert installed.explained(ModuleNotFoundError(name="my_rewards"), "asyncmoe run") is None
+    assert installed.explained(ModuleNotFoundError(name="torch.no_such"), "asyncmoe run") is None
+    assert installed.explained(ModuleNotFoundError(), "asyncmoe run") is None
+
+
+@pytest.mark.usefixtures("from_pip")
+def test_pip_users_are_not_sent_to_make() -> None:
+    told = [installed.fix(gpu=True), installed.fix("engine", python="/e/bin/python"), installed.rebuild(gpu=True, archs="90")]
+    assert not [text for text in told if "make" in text]
+    assert told[1] == '/e/bin/python -m pip install "asyncmoe[engine]"'
+    assert 'ASYNCMOE_CUDA_ARCHS="90" ASYNCMOE_CUDA=1' in told[2]
+
+
+def test_a_checkout_sends_to_make() -> None:
+    assert (installed.fix(), installed.fix(gpu=True)) == ("make setup", "make setup GPU=1")
+
+
+def test_something_is_refused_that_needs_what_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    installed.need("numpy", "anything")
+    monkeypatch.setattr(installed, "has", lambda name: False)
+    with pytest.raises(UserError, match=r"asyncmoe simulate --plot: got no module matplotlib, expected the extra report"):
+        installed.need("matplotlib", "asyncmoe simulate --plot")
+
+
+def test_help_without_packages_names_every_command() -> None:
+    from typer.main import get_command
+
+    from asyncmoe.cli import app
+
+    assert set(start.COMMANDS) == set(get_command(app).commands)  # type: ignore[attr-defined]
+
+
+def bare(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """The command line in a process that cannot import typer."""
+    program = "import sys; sys.modules['typer'] = None; from asyncmoe import installed; installed.has = lambda name: name != 'typer'; "
+    program += f"sys.argv = ['asyncmoe', *{arguments!r}]; from asyncmoe.__main__ import main; main()"
+    return subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_without_typer_help_and_version_answer_and_commands_are_refused_in_one_line() -> None:
+    asked = bare("--help")
+    assert (asked.returncode, asked.stderr) == (0, "")
+    assert "asyncmoe.reshard" in asked.stdout
+    assert "asyncmoe run " in asked.stdout
+    version = bare("--version")
+    assert (version.returncode, version.stdout.split()[0]) == (0, "asyncmoe")
+    refused = bare("run", "x.yaml")
+    assert (refused.returncode, refused.stdout, refused.stderr.count("\n")) == (2, "", 1)
+    assert refused.stderr.startswith("error: asyncmoe run: got no module typer, expected the extra train; run: ")
+
+
+@pytest.mark.usefixtures("from_pip")
+def test_a_run_ends_well_without_the_package_that_draws(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from asyncmoe.launch import watch
+
+    monkeypatch.setattr(installed, "has", lambda name: name != "matplotlib")
+    watch._report(tmp_path)
+    told = capsys.readouterr().err
+    assert told == (
+        f'report.html: not written without matplotlib; run: {sys.executable} -m pip install "asyncmoe[report]", '
+        f"then asyncmoe report {tmp_path}\n"
+    )
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("wanted", "there", "written"), [("auto", True, 1), ("auto", False, 0), ("off", True, 0), ("on", True, 1)])
+def test_tensorboards_files_are_written_where_it_is_installed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wanted: str, there: bool, written: int
+) -> None:
+    from asyncmoe.config import parse
+    from asyncmoe.telemetry import live
+
+    monkeypatch.setattr(installed, "has", lambda name: there)
+    sections = {"run": {"dir": str(tmp_path), "steps": 1}, "model": {"path": "m"}, "task": {"kind": "arithmetic"}}
+    assert len(live._sinks(parse({**sections, "telemetry": {"tensorboard": wanted}}))) == written

@@ -49,8 +49,8 @@ class NameOrPlugin:
 
     def _check(self, value: str) -> str:
         if value not in self.names and not plugins.is_name(value):
-            known = ", ".join(map(repr, self.names))
-            raise PydanticCustomError("name_or_plugin", f"Input should be {known} or {plugins.FORM}")
+            known = "".join(f"{name!r}, " for name in self.names).removesuffix(", ")
+            raise PydanticCustomError("name_or_plugin", f"Input should be {known}{' or ' if known else ''}{plugins.FORM}")
         return value
 
 

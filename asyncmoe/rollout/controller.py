@@ -31,7 +31,7 @@ from asyncmoe.rollout.evaluation import Evaluator
 from asyncmoe.rollout.producer import Producer, demonstrate
 from asyncmoe.rollout.recorder import Recorder
 from asyncmoe.rollout.scoring import Scorer
-from asyncmoe.rollout.tasks import Task
+from asyncmoe.rollout.tasks import EvaluationQuestions, Task
 from asyncmoe.rollout.tokenizer import Tokenizer
 from asyncmoe.rpc import address, keys
 from asyncmoe.rpc.environment import RendezvousVariables, given
@@ -65,8 +65,8 @@ def run(config: Config, run_dir: Path, memory: Sequence[str] = ()) -> None:
     keys.refuse_another(run_dir)
     at = given()
     tokenizer = Tokenizer(config.model.path, config.model.trust_remote_code)
-    task, environment = tasks.load(config, tokenizer), environments.load(config)
-    evaluated = tasks.load_evaluation(config, tokenizer, task)
+    loaded, environment = tasks.load(config, tokenizer), environments.load(config)
+    task, evaluated = loaded.training, loaded.sets
     scorer = scoring.load(config.scoring, config.task, tokenizer.decode, config.run.seed)
     asyncio.run(_serve(config, run_dir, at, tokenizer, task, evaluated, scorer, environment, memory))
 
@@ -77,7 +77,7 @@ async def _serve(
     at: RendezvousVariables | None,
     tokenizer: Tokenizer,
     task: Task,
-    evaluated: Task,
+    evaluated: Sequence[EvaluationQuestions],
     scorer: Scorer,
     environment: Environment,
     memory: Sequence[str],
@@ -115,7 +115,7 @@ class Controller:
         recorder: Recorder,
         tokenizer: Tokenizer,
         task: Task,
-        evaluated: Task,
+        evaluated: Sequence[EvaluationQuestions],
         scorer: Scorer,
         environment: Environment,
     ) -> None:

@@ -1,7 +1,8 @@
 """Score responses while generation continues.
 
 A scorer is one of
-- a function `f(prompt, response, answer)`: a plain function runs in worker processes, a coroutine function in the controller's event loop;
+- a function `f(prompt, response, answer)`, which may also take `columns`, the example's other columns: a plain function runs in worker
+  processes, a coroutine function in the controller's event loop;
 - a class with `score(sample)`, constructed with `scoring.options`; it runs where a function would and may have a `close()`;
 - an HTTP endpoint that receives each sample by POST.
 It returns a number, or {"reward": number, "steps": [numbers]} (process rewards). A teacher may supply log-probabilities, with or without
@@ -16,7 +17,7 @@ from collections.abc import Mapping
 from functools import partial
 
 from asyncmoe.config.scoring import ScoringSection
-from asyncmoe.config.task import TaskSection
+from asyncmoe.config.task import READ, TaskSection
 from asyncmoe.errors import ConfigError
 from asyncmoe.rollout.scoring import parse_score, plugin, teacher
 from asyncmoe.rollout.scoring.http import HttpJudge
@@ -76,7 +77,7 @@ def stats(scorer: Scorer) -> Mapping[str, Stats]:
 def _scorer(section: ScoringSection, task: TaskSection, decode: Decode, seed: int) -> Scorer | None:
     kind = section.scorer
     if kind == "auto":
-        kind = "exact" if task.kind == "arithmetic" else "math_verify"
+        kind = "math_verify" if task.kind in READ else "exact"
     if kind == "none":
         return None
     if kind == "exact":

@@ -11,6 +11,7 @@ from typing import Any, Protocol, cast
 
 from asyncmoe import plugins
 from asyncmoe.errors import ConfigError, TrajectoryRejected, UserError
+from asyncmoe.plugins import takes
 from asyncmoe.rollout.scoring.types import ERROR, TIMEOUT, Sample, reason_of, said
 
 log = logging.getLogger(__name__)
@@ -57,6 +58,8 @@ class Loaded:
         if self.is_class:
             made = self.make(options)
             return made.score, made
+        if takes(self.found, "columns"):
+            return lambda sample: self.found(sample.prompt, sample.response, sample.answer, columns=sample.columns), None
         return lambda sample: self.found(sample.prompt, sample.response, sample.answer), None
 
 

@@ -73,6 +73,21 @@ def test_the_default_group_is_what_it_says(cuda: bool, backend: str, monkeypatch
     assert made.call_args.args == (backend,)
 
 
+def test_a_mesh_that_is_left_leaves_no_group() -> None:
+    """Torch keeps a group that Megatron only forgets, with its threads."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    for _ in range(2):
+        mesh.start(TrainerSection())
+        with_mesh = threads()
+        mesh.leave()
+        assert threads() < with_mesh - 20
+    mesh.stop()
+
+
+def threads() -> int:
+    return len(list(Path("/proc/self/task").iterdir()))
+
+
 def test_collectives_name_their_group() -> None:
     found = [f"{path.name}:{line}" for path in TRAINER.rglob("*.py") if path.name != "collectives.py" for line in nameless(path)]
     assert not found, "collectives of all ranks belong in asyncmoe/trainer/model/collectives.py"

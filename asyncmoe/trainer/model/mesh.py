@@ -138,10 +138,15 @@ def start(trainer: TrainerSection, seed: int = 0) -> Mesh:
 
 def stop() -> None:
     """Leave Megatron's groups and the process group."""
-    leave()
+    groups.destroy_model_parallel()
     collectives.stop()
 
 
 def leave() -> None:
     """Leave only Megatron's groups; `start` may create others over the same processes."""
+    created = groups._global_process_group_list or ()
     groups.destroy_model_parallel()
+    # Megatron destroys a few of its groups and only forgets the others; torch keeps those, with three threads each over Gloo.
+    for group in created:
+        if group in dist.distributed_c10d._world.pg_map:
+            dist.destroy_process_group(group)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from asyncmoe import config as configuration
 from asyncmoe.errors import AsyncmoeError, UserError
+from asyncmoe.models.hub import with_local_model
 from asyncmoe.process import say
 
 _EXTENSIONS = ("asyncmoe.reshard._C", "asyncmoe.trajectory._C")
@@ -23,7 +24,7 @@ def controller(config: Path, overrides: Sequence[str] = ()) -> None:
     from asyncmoe.launch import gpus, local
     from asyncmoe.rollout import controller
 
-    loaded = configuration.load(config, overrides)
+    loaded = with_local_model(configuration.load(config, overrides))
     if config.resolve() != local.resolved(loaded).resolve():  # otherwise the parent process has prepared it
         local.prepare(loaded)
     controller.run(loaded, loaded.run.dir, () if loaded.engines.join else gpus.engine_arguments(loaded))
@@ -42,7 +43,7 @@ def engine(config: Path, overrides: Sequence[str] = (), name: str | None = None,
     from asyncmoe.launch import gpus
     from asyncmoe.rollout.engines import engine_agent
 
-    loaded = configuration.load(config, overrides)
+    loaded = with_local_model(configuration.load(config, overrides))
     engine_agent.run(loaded, loaded.run.dir, name or engine_agent.default_name(index), index, gpus.engine_arguments(loaded, index))
 
 

@@ -43,28 +43,34 @@ def check_reachable(kind: Literal["model", "dataset"], name: str, key: str) -> N
     except HfHubHTTPError as error:
         # Of a repository that is private or does not exist the hub says the same.
         got = f"{name}, and the hub answered {' '.join(str(error).split())[:200]}"
-        raise DataError(key, got=got, expected=f"a local path, or a {kind} that you may read", hint="check the name, or HF_TOKEN") from error
+        raise DataError(
+            key, got=got, expected=f"a local path, or a {kind} that you may read", hint="check the name, or HF_TOKEN"
+        ) from error
     except Exception as error:
         got = f"{name}: no such path here, and {constants.ENDPOINT} cannot be reached ({' '.join(str(error).split())[:200]})"
         hint = "give a local path, or HF_HUB_OFFLINE=1 to use a copy in the cache"
         raise DataError(key, got=got, expected=f"a local path, or the id of a {kind} and a network", hint=hint) from error
 
 
-def with_local_model(config: Config) -> Config:
+def with_local_model(config: Config, *, download: bool = True) -> Config:
     """Return the configuration with `model.path` as a local directory: an id is downloaded into the hub's cache, or found there.
 
+    Args:
+        download: false: only look into the cache. A trainer rank does, because all ranks of a run must not ask the hub.
+
     Raises:
-        ConfigError, DataError: see `check_reachable`; or the download failed.
+        ConfigError, DataError: see `check_reachable`; or the download failed, or the cache does not have the model.
     """
     path = config.model.path
     if path.exists() or config.model.make is not None or not is_id(path):
         return config
-    check_reachable("model", str(path), "model.path")
+    if download:
+        check_reachable("model", str(path), "model.path")
     from huggingface_hub import snapshot_download
 
     patterns = [*_FILES, *(_CODE if config.model.trust_remote_code else ())]
     try:
-        found = snapshot_download(str(path), allow_patterns=patterns)
+        found = snapshot_download(str(path), allow_patterns=patterns, local_files_only=not download)
     except Exception as error:
         got = f"{path}: {type(error).__name__}: {' '.join(str(error).split())[:300]}"
         raise DataError("model.path", got=got, expected="a model that can be downloaded, or a local directory") from error

@@ -68,8 +68,8 @@ class HttpJudge:
 
     async def call(self, sample: Sample) -> object:
         """See `Judge`. Returns bytes."""
-        told = {"prompt": sample.prompt, "response": sample.response, "answer": sample.answer, "agent": sample.agent}
-        told |= {"columns": sample.columns}
+        told: dict[str, object] = {"prompt": sample.prompt, "response": sample.response, "answer": sample.answer, "agent": sample.agent}
+        told["columns"] = sample.columns
         return await self._poster.post(msgspec.json.encode(told), _ANSWER_BYTES)
 
     async def close(self) -> None:

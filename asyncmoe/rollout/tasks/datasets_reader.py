@@ -85,7 +85,9 @@ def load(source: WeightedSource, key: str, *, streaming: bool) -> Any:
         import datasets
     except ImportError as error:
         hint = "pip install 'asyncmoe[datasets]'; JSONL files need nothing with kind=jsonl"
-        raise ConfigError(f"{key}.kind", got=f"dataset without its package ({error})", expected="`datasets` installed", hint=hint) from error
+        raise ConfigError(
+            f"{key}.kind", got=f"dataset without its package ({error})", expected="`datasets` installed", hint=hint
+        ) from error
     datasets.disable_progress_bars()
     datasets.logging.set_verbosity_error()
     try:
@@ -97,7 +99,9 @@ def load(source: WeightedSource, key: str, *, streaming: bool) -> Any:
     except UserError:
         raise
     except Exception as error:
-        raise DataError(f"{key}.path {path}", got=_reason(error), expected="a data set, subset and split that `datasets` can read") from error
+        raise DataError(
+            f"{key}.path {path}", got=_reason(error), expected="a data set, subset and split that `datasets` can read"
+        ) from error
 
 
 def _local(path: Path, source: WeightedSource, key: str) -> tuple[tuple[str, ...], dict[str, Any]]:
@@ -139,5 +143,3 @@ def _reason(error: BaseException) -> str:
     if cause is not None and str(cause) not in text:
         text += " (" + " ".join(f"{type(cause).__name__}: {cause}".split()) + ")"
     return text[:600]
-
-

@@ -132,5 +132,6 @@ def identity(prompt: str | Sequence[Message] | Sequence[Any]) -> bytes:
     elif is_tokens(prompt):
         said = list(prompt)
     else:
-        said = [" ".join(str(one["content"]).split()) for one in prompt if one["role"] != "system"]
+        messages = cast(Sequence[Message], prompt)
+        said = [" ".join(str(one["content"]).split()) for one in messages if one["role"] != "system"]
     return hashlib.blake2b(json.dumps(said).encode(), digest_size=16).digest()

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence, Sized
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import cast
 
 from asyncmoe.config import Config
 from asyncmoe.config.evaluation import EvaluationSet
 from asyncmoe.config.task import READ, TaskSection, WeightedSource
-from asyncmoe.rollout.tasks import jsonl, own
+from asyncmoe.rollout.tasks import datasets_reader, jsonl, own
 from asyncmoe.rollout.tasks.arithmetic import Arithmetic
-from asyncmoe.rollout.tasks.encode import Encoder
+from asyncmoe.rollout.tasks.encode import Encoder, identity
 from asyncmoe.rollout.tasks.held_out import Share, identities, quotas, split
 from asyncmoe.rollout.tasks.order import EVALUATION, DrawnTask, ListedTask, MixedTask
 from asyncmoe.rollout.tasks.rows import keeps
-from asyncmoe.rollout.tasks.types import Endless, Finite, Task
+from asyncmoe.rollout.tasks.streamed import RowStream, StreamedTask
+from asyncmoe.rollout.tasks.types import Endless, Example, Finite, Task
 from asyncmoe.rollout.tokenizer import Tokenizer
 
 
@@ -45,11 +46,18 @@ class Tasks:
 
 @dataclass(frozen=True)
 class _Part:
-    """A source with its name for messages."""
+    """A source with its name for messages.
 
-    source: Finite | Endless
+    Attributes:
+        trained: indices that training asks; None: all.
+        held: what evaluation asks; None: the source itself.
+    """
+
+    source: Finite | Endless | RowStream
     name: str
     weight: float = 1.0
+    trained: Sequence[int] | None = None
+    held: Sequence[Example] | None = None
 
 
 def load(config: Config, tokenizer: Tokenizer) -> Tasks:
@@ -62,20 +70,22 @@ def load(config: Config, tokenizer: Tokenizer) -> Tasks:
     seed = config.run.seed
     parts = _open(config.task, "task", config.warmup.wrong_share)
     sets = config.evaluation.every_set if config.evaluation.every else {}
-    own_sources = {name: _open(one.task(config.task), _key(name)) for name, one in sets.items() if not one.held_out}
+    of_their_own = {name: _open(one.task(config.task), _key(name)) for name, one in sets.items() if not one.held_out}
     held = max((one.prompts or 0 for one in sets.values() if one.held_out), default=0)
-    shares = _shares(parts, seed, held, sets, own_sources) if sets else None
-    training = _task(config.task, parts, tokenizer, seed, shares)
+    parts = _divided(parts, held, _common(sets, of_their_own), seed)
+    training = _task(config.task, parts, tokenizer, seed)
     training.prompt(0)
     if config.warmup.steps and config.environment.kind == "single_turn":
         training.demonstration(0)
     found = []
     for name, one in sets.items():
-        mine = own_sources.get(name)
-        task = training if mine is None else _task(one.task(config.task), mine, tokenizer, seed)
+        task, count = training, one.prompts or 1
+        if name in of_their_own:
+            task = _task(one.task(config.task), of_their_own[name], tokenizer, seed)
+            source = of_their_own[name][0].source
+            count = min(count, len(source)) if isinstance(source, Sized) else count
         task.prompt(0, EVALUATION)
-        count = one.prompts or 1
-        found.append(EvaluationQuestions(name, task, count if mine is None else min(count, _size(mine[0].source) or count), one))
+        found.append(EvaluationQuestions(name, task, count, one))
     return Tasks(training, tuple(found))
 
 
@@ -83,7 +93,7 @@ def _key(name: str) -> str:
     return f"evaluation.sets.{name}" if name else "evaluation"
 
 
-def _open(section: TaskSection, key: str, wrong_share: float = 0.0) -> list[_Part]:
+def _open(section: TaskSection, key: str, wrong_share: float = 0.0) -> Sequence[_Part]:
     """Open the sources of a task, one for each part of a mixture."""
     if section.kind == "arithmetic":
         return [_Part(Arithmetic(section.operations, section.difficulty, wrong_share), f"{key}.kind arithmetic")]
@@ -94,49 +104,68 @@ def _open(section: TaskSection, key: str, wrong_share: float = 0.0) -> list[_Par
 
 
 def _read(kind: str, source: WeightedSource, key: str) -> _Part:
-    path = cast(Path, source.path)
-    name = f"{key}.path {path}"
-    rows = jsonl.read(path, f"{key}.path", source.columns, keeps(source, key))
-    return _Part(jsonl.JsonlFile(rows), name, source.weight)
+    path, name = cast(Path, source.path), f"{key}.path {source.path}"
+    if source.streaming:
+        return _Part(RowStream(source, key), name, source.weight)
+    if kind == "jsonl" or (path.suffix == ".jsonl" and source.split is None):
+        return _Part(jsonl.JsonlFile(jsonl.read(path, f"{key}.path", source.columns, keeps(source, key))), name, source.weight)
+    return _Part(datasets_reader.read(source, key), name, source.weight)
 
 
-def _shares(
-    parts: Sequence[_Part], seed: int, held: int, sets: dict[str, EvaluationSet], own_sources: dict[str, list[_Part]]
-) -> list[Share] | None:
-    """Return what each source gives to training and evaluation; None if the sources cannot be searched."""
-    sources = [part.source for part in parts]
-    if any(_size(source) is None for source in sources):
-        return None
-    overlap = {
-        name: [one for part in mine if _size(part.source) is not None for one in identities(cast(Finite, part.source))]
-        for name, mine in own_sources.items()
+@dataclass(frozen=True)
+class _Common:
+    """Identities of the questions of the sets that have sources of their own.
+
+    Attributes:
+        left_out: those that training must not ask.
+        refused: those that must not be in its sources, and the set of each.
+    """
+
+    left_out: frozenset[bytes]
+    refused: Mapping[bytes, str]
+
+
+def _common(sets: Mapping[str, EvaluationSet], of_their_own: Mapping[str, Sequence[_Part]]) -> _Common:
+    ids = {
+        name: [one for part in parts if isinstance(part.source, Sized) for one in identities(part.source)]
+        for name, parts in of_their_own.items()
         if sets[name].overlap != "allow"
     }
-    refused = {one: _key(name) for name, ids in overlap.items() if sets[name].overlap == "refuse" for one in ids}
-    left_out = frozenset(one for name, ids in overlap.items() if sets[name].overlap == "leave_out" for one in ids)
-    names, weights = [part.name for part in parts], [part.weight for part in parts]
-    if not (refused or left_out or held):
-        return None
-    return split([cast(Finite, source) for source in sources], names, quotas(held, weights, seed), seed, left_out, refused)
+    left_out = frozenset(one for name, every in ids.items() if sets[name].overlap == "leave_out" for one in every)
+    return _Common(left_out, {one: _key(name) for name, every in ids.items() if sets[name].overlap == "refuse" for one in every})
 
 
-def _task(section: TaskSection, parts: Sequence[_Part], tokenizer: Tokenizer, seed: int, shares: Sequence[Share] | None = None) -> Task:
-    ending = "\n" if section.kind in READ else ""
-    encoder = Encoder(tokenizer, chat=section.chats, system=section.system_prompt, ending=ending)
-    found: list[Task] = []
-    for index, part in enumerate(parts):
-        share = None if shares is None else shares[index]
-        found.append(_numbered(part, encoder, seed, share, f" {index}" if len(parts) > 1 else ""))
+def _divided(parts: Sequence[_Part], held: int, common: _Common, seed: int) -> Sequence[_Part]:
+    """Divide the questions of every part between training and evaluation, `held` of them for evaluation."""
+    if not (held or common.left_out or common.refused):
+        return parts
+    shares = quotas(held, [part.weight for part in parts], seed)
+    heads = {index: part.source.head(shares[index]) for index, part in enumerate(parts) if isinstance(part.source, RowStream)}
+    left_out = common.left_out.union(identity(example.prompt) for head in heads.values() for example in head)
+    finite = {index: part.source for index, part in enumerate(parts) if isinstance(part.source, Sized)}
+    names, counts = [parts[index].name for index in finite], [shares[index] for index in finite]
+    found, banned = split(list(finite.values()), names, counts, seed, left_out, common.refused)
+    by_index = dict(zip(finite, found, strict=True))
+    return [_share(part, by_index.get(index), heads.get(index, ()), banned.union(common.refused)) for index, part in enumerate(parts)]
+
+
+def _share(part: _Part, share: Share | None, head: Sequence[Example], banned: frozenset[bytes]) -> _Part:
+    if isinstance(part.source, RowStream):
+        return replace(part, source=part.source.without(banned), held=head)
+    if isinstance(part.source, Sized) and share is not None:
+        return replace(part, trained=share.trained, held=[part.source[index] for index in share.held])
+    return part
+
+
+def _task(section: TaskSection, parts: Sequence[_Part], tokenizer: Tokenizer, seed: int) -> Task:
+    encoder = Encoder(tokenizer, chat=section.chats, system=section.system_prompt, ending="\n" if section.kind in READ else "")
+    found = [_numbered(part, encoder, seed, f" {index}" if len(parts) > 1 else "") for index, part in enumerate(parts)]
     return found[0] if len(found) == 1 else MixedTask(found, [part.weight for part in parts], seed)
 
 
-def _numbered(part: _Part, encoder: Encoder, seed: int, share: Share | None, order: str) -> Task:
-    if _size(part.source) is None:
-        return DrawnTask(cast(Endless, part.source), encoder, seed, part.name)
-    trained, held = (None, None) if share is None else (share.trained, share.held or None)
-    return ListedTask(cast(Finite, part.source), encoder, seed, part.name, trained=trained, held=held, part=order)
-
-
-def _size(source: Finite | Endless) -> int | None:
-    """Return the number of examples; None without end."""
-    return len(cast(Finite, source)) if hasattr(source, "__len__") else None
+def _numbered(part: _Part, encoder: Encoder, seed: int, order: str) -> Task:
+    if isinstance(part.source, RowStream):
+        return StreamedTask(part.source, encoder, seed, part.name, part.held or (), part=order)
+    if isinstance(part.source, Sized):
+        return ListedTask(part.source, encoder, seed, part.name, trained=part.trained, held=part.held, part=order)
+    return DrawnTask(part.source, encoder, seed, part.name)

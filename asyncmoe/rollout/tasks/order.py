@@ -41,7 +41,7 @@ class ListedTask:
     Args:
         name: of the source, for messages.
         trained: indices that training and warm-up visit; None: all.
-        held: indices that the evaluation visits; None: all.
+        held: what the evaluation asks; None: the source itself.
         part: names the orders of this source among those of a mixture.
     """
 
@@ -53,18 +53,19 @@ class ListedTask:
         name: str,
         *,
         trained: Sequence[int] | None = None,
-        held: Sequence[int] | None = None,
+        held: Sequence[Example] | None = None,
         part: str = "",
     ) -> None:
-        every = range(len(source))
         self._source, self._encoder, self._seed, self._name, self._part = source, encoder, seed, name, part
-        self._trained, self._held = every if trained is None else trained, every if held is None else held
+        self._trained: Sequence[int] = range(len(source)) if trained is None else trained
+        self._held: Finite = source if held is None else held
         self._orders: dict[str, tuple[int, list[int]]] = {}
 
     def prompt(self, group: int, stream: str = "prompt") -> Prompt:
         """See `Task`."""
         index = self._index(stream, group)
-        return self._encoder.prompt(self._source[index], f"{self._name}, example {index}")
+        source = self._held if stream == EVALUATION else self._source
+        return self._encoder.prompt(source[index], f"{self._name}, example {index}")
 
     def demonstration(self, index: int) -> Demonstration:
         """See `Task`."""
@@ -72,7 +73,7 @@ class ListedTask:
         return self._encoder.demonstration(self._source[at], f"{self._name}, example {at}")
 
     def _index(self, stream: str, number: int) -> int:
-        every = self._held if stream == EVALUATION else self._trained
+        every = range(len(self._held)) if stream == EVALUATION else self._trained
         epoch, place = divmod(number, len(every))
         if self._orders.get(stream, (-1,))[0] != epoch:
             order = list(every)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -246,3 +247,14 @@ def test_the_digest_of_a_mixture_depends_on_weights_and_not_on_paths() -> None:
         return config("jsonl", sources=[{"path": path, "weight": weight}]).digest
 
     assert digest("a", 1) == digest("b", 1) != digest("a", 2)
+
+
+def test_without_its_package_a_data_set_is_refused_and_a_jsonl_file_is_not(
+    tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    (tmp_path / "d.parquet").write_text("")
+    with pytest.raises(ConfigError, match=r"task\.kind: got dataset without its package .*pip install 'asyncmoe\[datasets\]'"):
+        tasks.load(config("dataset", path=str(tmp_path / "d.parquet")), tokenizer)
+    path = rows(tmp_path / "d.jsonl", *LEVELS)
+    assert tasks.load(config("dataset", path=str(path), where={"level": "hard"}), tokenizer).training.prompt(0).columns["level"] == "hard"

@@ -116,7 +116,7 @@ def _local(path: Path, source: WeightedSource, key: str) -> tuple[tuple[str, ...
     columns = source.columns or ColumnsSection()
     if builder == "csv":
         # Text as it is written: 007 and True are no number and no truth value.
-        given["dtype"] = {name: "str" for name in (columns.question, columns.answer) if name is not None}
+        given["converters"] = {name: str for name in (columns.question, columns.answer) if name is not None}
     return (builder,), given
 
 

@@ -85,7 +85,7 @@ class RowStream:
     def _examples(self, data: Any) -> Iterator[Example]:
         keep: Keep = self._keep or (lambda where, values: True)
         for row, values in enumerate(data):
-            where = f"{self.name}, streamed row {row}"
+            where = f"{self.name}, row {row} of the shuffled stream"
             if keep(where, values):
                 yield line_of(where, values, self._columns).example
 

@@ -30,7 +30,7 @@ endif
 resolved   = $(if $(filter 1,$(GPU)),$(addprefix -c ,$(wildcard requirements/resolved/$(1)-gpu-$(TAG).txt)))
 emptied    = $(if $(wildcard $(1)-gpu$(OTHER)),--clear )
 
-.PHONY: setup transformer-engine bench-peers demo docs test test-thorough test-unit test-megatron-next sanitize lint clean
+.PHONY: setup transformer-engine bench-peers demo docs test test-thorough test-unit test-integrations test-megatron-next sanitize lint clean
 .DELETE_ON_ERROR:
 
 setup: $(TRAIN)/$(INSTALLED) $(BUILT) $(ENGINE)/$(INSTALLED) $(if $(filter 1,$(GPU)),$(TE))
@@ -66,6 +66,10 @@ test-thorough: setup lint $(TRAIN)/.system
 test-unit: setup lint $(TRAIN)/.system
 	$(TRAIN)/bin/python -m pytest -n 2 --dist loadfile tests/unit
 
+# Test against real packages, each file of tests/integrations in an environment of its own; ONLY="wandb mlflow" runs these two.
+test-integrations: setup
+	$(TRAIN)/bin/python tests/integrations/run.py $(ONLY)
+
 # Test the extension under AddressSanitizer and UndefinedBehaviorSanitizer, in a separate build.
 sanitize: setup
 	PYTHON=$(TRAIN)/bin/python tests/sanitize.sh
@@ -74,7 +78,7 @@ lint: $(BUILT)
 	$(TRAIN)/bin/ruff check .
 	$(TRAIN)/bin/ruff format --check .
 	$(TRAIN)/bin/mypy
-	$(TRAIN)/bin/clang-format --dry-run --Werror csrc/*.h csrc/*.cpp csrc/*.cu csrc/record/*
+	$(TRAIN)/bin/clang-format --dry-run --Werror csrc/*.h csrc/*.cpp csrc/*.cu csrc/trajectory/*
 
 # Run the rank tests on the newest megatron-core, an overlay on the same environment. It declares Python >= 3.12 but runs on 3.11.
 test-megatron-next: setup $(NEXT)/.installed
@@ -103,7 +107,7 @@ else
 endif
 	@touch $@
 
-$(BUILT): $(TRAIN)/$(INSTALLED) pyproject.toml setup.py $(wildcard csrc/* csrc/record/*)
+$(BUILT): $(TRAIN)/$(INSTALLED) pyproject.toml setup.py $(wildcard csrc/* csrc/trajectory/*)
 	$(if $(filter 1,$(GPU)),ASYNCMOE_CUDA=1 )$(TRAIN)/bin/python $(PIP) --no-build-isolation --no-deps --editable .
 	@touch $@
 
@@ -146,4 +150,4 @@ $(NEXT)/.installed: $(TRAIN)/$(INSTALLED)
 	@touch $@
 
 clean:
-	rm -rf $(TRAIN) $(ENGINE) $(NEXT) $(PEERS) build asyncmoe.egg-info asyncmoe/reshard/_C*.so asyncmoe/trajectory/_C*.so
+	rm -rf $(TRAIN) $(ENGINE) $(NEXT) $(PEERS) .venv-integrations build asyncmoe.egg-info asyncmoe/reshard/_C*.so asyncmoe/trajectory/_C*.so

@@ -80,6 +80,6 @@ def extension(name: str, folder: str, depends: list[str]) -> Pybind11Extension:
 
 ParallelCompile(default=0).install()  # 0: on every core
 setup(
-    ext_modules=[extension(RESHARD, "csrc", CUDA_SOURCES), extension("asyncmoe.trajectory._C", "csrc/record", [])],
+    ext_modules=[extension(RESHARD, "csrc", CUDA_SOURCES), extension("asyncmoe.trajectory._C", "csrc/trajectory", [])],
     cmdclass={"build_ext": Build},
 )

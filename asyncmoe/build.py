@@ -18,7 +18,7 @@ import tempfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-FOLDERS = ("csrc", "csrc/record")
+FOLDERS = ("csrc", "csrc/trajectory")
 """Source directories of asyncmoe.reshard._C and asyncmoe.trajectory._C, relative to the checkout."""
 _SUFFIXES = {".h", ".cpp", ".cu"}
 ARCHS = ("90", "100")

@@ -5,6 +5,8 @@ A `UserError` or a subclass is a mistake that the user can fix. An `InvariantBro
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 
 class AsyncmoeError(Exception):
     """Base class of all errors raised on purpose by asyncmoe."""
@@ -30,6 +32,14 @@ class UserError(AsyncmoeError):
         self.what, self.got, self.expected, self.hint = what, got, expected, hint
         line = f"{what}: got {got}, expected {expected}"
         super().__init__(f"{line}; {hint}" if hint else line)
+
+
+def together(errors: Sequence[UserError]) -> UserError:
+    """Return one error that says all of them, a line each. `errors` is not empty."""
+    first, *others = errors
+    if others:
+        first.args = ("\n".join(str(error) for error in errors),)
+    return first
 
 
 class ConfigError(UserError):
@@ -60,6 +70,10 @@ class EngineError(AsyncmoeError):
 
 class WeightSyncError(AsyncmoeError):
     """A weight version could not be published; the engines still serve the previous version, or are fenced."""
+
+
+class ReportedFailure(WeightSyncError):
+    """A failure as the rank reported it on which it happened: the text says where, so nobody adds a place to it."""
 
 
 class OutOfDeviceMemory(UserError):
@@ -106,7 +120,8 @@ class TrajectoryRejected(AsyncmoeError):
 
     def __init__(self, reason: str, detail: str) -> None:
         self.reason = reason
-        super().__init__(f"{reason}: {detail}")
+        # A user's scorer may raise text with half a surrogate pair, which neither a log nor a record can hold.
+        super().__init__(f"{reason}: {detail.encode(errors='replace').decode()}")
 
 
 class Disagreement(AsyncmoeError):

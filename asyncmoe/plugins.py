@@ -1,6 +1,7 @@
 """Load a user's own code by its name, `package.module:name`: scorers, tools, environments, agents, parts of the objective, model families.
 
 Every process that needs a name imports it: from the working directory first, then from `PYTHONPATH` and the installed packages.
+`guarded` turns whatever the code does instead of returning into one error, and ends a wait in it.
 """
 
 from __future__ import annotations
@@ -8,17 +9,32 @@ from __future__ import annotations
 import hashlib
 import importlib
 import inspect
+import os
 import re
+import signal
 import sys
+import sysconfig
+import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from difflib import get_close_matches
 from pathlib import Path
+from types import FrameType, ModuleType
 from typing import Any, cast
 
 from asyncmoe.errors import ConfigError, UserError
 
 FORM = "package.module:name"
 _NAME = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
+IMPORT_S, CALL_S = 120.0, 60.0
+"""Longest import of a module, which may load packages from a cold shared file system; longest trial, which takes a second or less."""
+_AGAIN_S = 1.0
+"""Pause between alarms: code that catches everything is interrupted until it ends."""
+_MOST_NAMED = 8
+_OURS = str(Path(__file__).parent) + os.sep
+_INSTALLED = tuple({sysconfig.get_path(name) + os.sep for name in ("purelib", "platlib")})
+_LIBRARIES = (_OURS, *_INSTALLED, *{sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib")})
 
 
 def is_name(text: str) -> bool:
@@ -26,13 +42,78 @@ def is_name(text: str) -> bool:
     return _NAME.fullmatch(text) is not None
 
 
-def load(target: str, key: str, *, forms: str, wanted: str) -> Any:
+class Failed(Exception):
+    """A user's code did not return. The text says what it did instead, and where; `__cause__` is what it raised."""
+
+
+class _TooLong(BaseException):
+    """Raised in a user's code by the alarm. No Exception, which such code often catches."""
+
+
+@contextmanager
+def guarded(seconds: float) -> Iterator[None]:
+    """Run a user's code in the block; end it after `seconds` if this is the main thread.
+
+    The limit is an alarm (setitimer(2)), because every process of a run imports and tries users' code in its main thread: Python runs the
+    handler there, between two bytecodes or after an interrupted system call, so it ends loops, sleeps, locks and reads, and knows the line.
+    It cannot end native code that never returns to Python. `asyncmoe.doctor.probes.plugin_probe` therefore tries the code first in a
+    process that can be killed. Other threads get no signals: there the block is not limited.
+
+    Raises:
+        Failed: the code raised anything, SystemExit and a KeyboardInterrupt of its own included, or took longer.
+        UserError: raised by the code itself.
+        KeyboardInterrupt: the user pressed Ctrl-C.
+    """
+    late = ""
+    pressed = active = False
+
+    def ring(number: int, frame: FrameType | None) -> None:
+        nonlocal late
+        if active:
+            late = late or place_in([(code.co_filename, line) for code, line in _frames(frame)]) or "no line of its own"
+            raise _TooLong
+
+    def press(number: int, frame: FrameType | None) -> None:
+        nonlocal pressed
+        pressed = True
+        cast(Callable[[int, FrameType | None], object], before[signal.SIGINT])(number, frame)
+
+    before: dict[int, Any] = {}
+    timer = (0.0, 0.0)
+    if threading.current_thread() is threading.main_thread():
+        before = {signal.SIGALRM: signal.signal(signal.SIGALRM, ring)}
+        if callable(signal.getsignal(signal.SIGINT)):
+            before[signal.SIGINT] = signal.signal(signal.SIGINT, press)
+        timer = signal.setitimer(signal.ITIMER_REAL, seconds, _AGAIN_S)
+    error: BaseException | None = None
+    try:
+        active = True
+        yield
+    except BaseException as raised:  # noqa: BLE001  SystemExit would end the process without a word
+        error = raised
+    finally:
+        active = False
+        if before:
+            signal.setitimer(signal.ITIMER_REAL, 0)  # before its handler goes: an alarm without one ends the process
+            for number, handler in before.items():
+                signal.signal(number, handler)
+            signal.setitimer(signal.ITIMER_REAL, *timer)
+    if error is not None and (pressed or isinstance(error, UserError)):
+        raise error
+    if late:
+        raise Failed(f"no result within {seconds:g} s, at {late}") from error
+    if error is not None:
+        raise Failed(told(error) + _at(error)) from error
+
+
+def load(target: str, key: str, *, forms: str, wanted: str, fits: Callable[[object], bool] = callable) -> Any:
     """Import `package.module:name` and return the object of that name.
 
     Args:
         key: the configuration key that names it, for messages.
         forms: the values that the key accepts.
         wanted: the expected object, for example "a function that can be imported".
+        fits: whether an object of the module may be meant by a misspelt name.
 
     Raises:
         ConfigError: the target is not of this form, or cannot be imported.
@@ -42,11 +123,62 @@ def load(target: str, key: str, *, forms: str, wanted: str) -> Any:
     if not module or not name:
         raise ConfigError(key, got=repr(target), expected=forms)
     try:
-        return getattr(importlib.import_module(module), name)
+        # An imported module needs no limit, and layouts ask for their family often.
+        with nullcontext() if module in sys.modules else guarded(IMPORT_S):
+            return getattr(importlib.import_module(module), name)
     except UserError:
         raise
     except Exception as error:
-        raise ConfigError(key, got=f"{target}: {told(error)}", expected=wanted) from error
+        failed = error if isinstance(error, Failed) else Failed(told(error))
+        hint = _import_hint(error.__cause__ if isinstance(error, Failed) else error, module, name, fits)
+        raise ConfigError(key, got=f"{target}: {failed}", expected=wanted, hint=hint) from error
+
+
+def _import_hint(error: BaseException | None, module: str, name: str, fits: Callable[[object], bool]) -> str | None:
+    loaded = sys.modules.get(module)
+    if isinstance(error, AttributeError) and loaded is not None:
+        return _name_hint(loaded, name, fits)
+    if not isinstance(error, ModuleNotFoundError) or error.name is None:
+        return None
+    if module != error.name and not module.startswith(f"{error.name}."):
+        return f"{module} imports {error.name}: install it for {sys.executable}, or add its directory to PYTHONPATH"
+    return _search_hint(module, error.name)
+
+
+def _name_hint(module: ModuleType, name: str, fits: Callable[[object], bool]) -> str:
+    public = {one: value for one, value in vars(module).items() if not one.startswith("_") and fits(value)}
+    if near := nearest(name, public):
+        return f"did you mean {module.__name__}:{near}?"
+    own = [one for one, value in public.items() if getattr(value, "__module__", module.__name__) == module.__name__]
+    return f"it has {', '.join(own[:_MOST_NAMED])}" if own else "it has nothing of this kind"
+
+
+def _search_hint(module: str, missing: str) -> str:
+    """Say where a module was looked for, what was found in its place, and how to make it importable."""
+    here = [Path(entry or Path.cwd()).absolute() for entry in sys.path if not f"{entry}{os.sep}".startswith(_LIBRARIES)]
+    folders = [folder for folder in dict.fromkeys(here) if folder.is_dir()]
+    parent, _, last = missing.rpartition(".")
+    if parent:
+        found = sys.modules.get(parent)
+        places = list(getattr(found, "__path__", ())) or [str(getattr(found, "__file__", "part of Python"))]
+        looked, within = f"{parent} is {', '.join(places)}", places
+    else:
+        named = [f"{folder} (the current directory)" if folder == Path.cwd() else str(folder) for folder in folders]
+        variable = "" if os.environ.get("PYTHONPATH") else ", PYTHONPATH (not set)"
+        looked, within = f"looked in {', '.join(named)}{variable} and the packages of {sys.executable}", [str(one) for one in folders]
+    files = [file.stem for folder in within for file in Path(folder).glob("*.py")]
+    if near := nearest(last, files):
+        meant = ".".join(filter(None, (parent, near)))
+        return f"{looked}; did you mean {meant}?"
+    top = module.partition(".")[0]
+    return f"{looked}; start in the directory that contains {top}{'' if '.' in module else '.py'}, or add it to PYTHONPATH"
+
+
+def nearest(name: str, names: Iterable[str]) -> str | None:
+    """Return the name that a misspelt one most likely means; None if none is near."""
+    known = {one.lower(): one for one in names}
+    near = get_close_matches(name.lower(), known, 1)
+    return known[near[0]] if near else None
 
 
 def load_function(target: str, key: str, *, forms: str) -> Callable[..., object]:
@@ -59,22 +191,44 @@ def load_function(target: str, key: str, *, forms: str) -> Callable[..., object]
 
 def told(error: BaseException) -> str:
     """Return an exception in one line."""
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:1000]}"
+    text = " ".join(str(error).split())[:1000]
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 def place(found: Callable[..., object]) -> str:
     """Return where a function is defined, as "FILE:LINE"; "no source file" if it is not written in Python."""
     code = getattr(inspect.unwrap(found), "__code__", None)
-    return "no source file" if code is None else f"{_short(code.co_filename)}:{code.co_firstlineno}"
+    return "no source file" if code is None else f"{short(code.co_filename)}:{code.co_firstlineno}"
 
 
 def raised_at(error: BaseException) -> str:
-    """Return the line that raised an exception, as "FILE:LINE"."""
-    last = traceback.extract_tb(error.__traceback__)[-1]
-    return f"{_short(last.filename)}:{last.lineno}"
+    """Return the user's line that raised an exception or called what raised it, as "FILE:LINE"; "" if there is none."""
+    if isinstance(error, SyntaxError) and error.filename is not None and Path(error.filename).is_file():
+        return f"{short(error.filename)}:{error.lineno}"
+    return place_in([(frame.filename, frame.lineno or 0) for frame in reversed(traceback.extract_tb(error.__traceback__))])
 
 
-def _short(file: str) -> str:
+def _at(error: BaseException) -> str:
+    where = raised_at(error)
+    return f" at {where}" if where else ""
+
+
+def _frames(frame: FrameType | None) -> Iterator[tuple[Any, int]]:
+    """Yield code and line of a frame and its callers."""
+    while frame is not None:
+        yield frame.f_code, frame.f_lineno
+        frame = frame.f_back
+
+
+def place_in(lines: Sequence[tuple[str, int]]) -> str:
+    """Return the first line, each (file, number), that is the user's: of no library, else of an installed package; "" if there is none."""
+    own = (one for one in lines if not one[0].startswith(("<", *_LIBRARIES)))
+    installed = (one for one in lines if one[0].startswith(_INSTALLED))
+    return next((f"{short(file)}:{line}" for file, line in (*own, *installed)), "")
+
+
+def short(file: str) -> str:
+    """Return a file's path, relative to the working directory if it lies below it."""
     path = Path(file)
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else file
 

@@ -106,6 +106,19 @@ def queue_(
     typer.echo(queue.table(results))
 
 
+@bench.command("samples")
+def samples_(
+    json_path: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the results there too.")] = None,
+    pairs: Annotated[int, typer.Option(help="Runs with and without samples, in turn.", min=10)] = 30,
+) -> None:
+    """What keeping samples (telemetry.samples) costs controller and trainer, in CPU seconds a token."""
+    from benchmarks import samples
+
+    results = samples.run(pairs)
+    _show(results, json_path)
+    typer.echo(samples.table(results))
+
+
 @bench.command("async")
 def async_(
     json_path: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the results there too.")] = None,

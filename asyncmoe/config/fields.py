@@ -37,6 +37,18 @@ Port = Annotated[NonNegative, Field(le=65535)]
 Switch = BeforeValidator(_switch)
 
 
+SAID_ELSEWHERE: Mapping[str, str] = {
+    "grpo_no_std": "dr_grpo",
+    "group_norm": "grpo",
+    "grpo_passk": "pass_at_k",
+    "reinforce": "reinforce_plus_plus",
+    "reinforce++": "reinforce_plus_plus",
+    "reinforce_baseline": "reinforce_plus_plus_baseline",
+    "vanilla": "surrogate",
+}
+"""Names of papers, verl and OpenRLHF (their `adv_estimator`, `advantage_estimator`, `loss_mode`) -> ours."""
+
+
 @dataclass(frozen=True)
 class NameOrPlugin:
     """Marks a text that is one of some `names`, or names a user's own code as `package.module:name`."""
@@ -50,8 +62,17 @@ class NameOrPlugin:
     def _check(self, value: str) -> str:
         if value not in self.names and not plugins.is_name(value):
             known = "".join(f"{name!r}, " for name in self.names).removesuffix(", ")
-            raise PydanticCustomError("name_or_plugin", f"Input should be {known}{' or ' if known else ''}{plugins.FORM}")
+            context = {"meant": meant} if (meant := self._meant(value)) else None
+            message = f"Input should be {known}{' or ' if known else ''}{plugins.FORM}"
+            raise PydanticCustomError("name_or_plugin", message, context)
         return value
+
+    def _meant(self, value: str) -> str | None:
+        elsewhere = SAID_ELSEWHERE.get(value.lower())
+        if near := elsewhere if elsewhere in self.names else plugins.nearest(value, self.names):
+            return near
+        with_colon = ":".join(value.rsplit(".", 1))
+        return with_colon if plugins.is_name(with_colon) else None
 
 
 def check_options(key: str, options: Mapping[str, Any] | None, named: str, target: str) -> None:

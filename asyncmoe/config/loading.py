@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
@@ -12,12 +13,17 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from asyncmoe.config.schema import Config
-from asyncmoe.errors import ConfigError
+from asyncmoe.errors import ConfigError, together
+from asyncmoe.plugins import nearest
 
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
 
 Schema = TypeVar("Schema", bound=BaseModel)
+COMMAND_LINE = "command line"
+"""Place of a key that an override sets, in messages."""
+_MOST_FILES = 40
+"""YAML files of a folder that a message names."""
 
 
 @dataclass(frozen=True)
@@ -26,16 +32,33 @@ class Source:
 
     Attributes:
         name: of the file.
-        lines: line in the file by path of the key; keys of overrides have none.
+        lines: line in the file by path of the key.
+        overrides: what the command line sets, by path of the key.
     """
 
     name: str
     lines: Mapping[tuple[str, ...], int] = field(default_factory=dict)
+    overrides: Mapping[tuple[str, ...], str] = field(default_factory=dict)
 
-    def at(self, key: Sequence[str]) -> str:
-        """Return "FILE:LINE", or the file alone if the key is not in it."""
-        line = self.lines.get(tuple(key))
-        return self.name if line is None else f"{self.name}:{line}"
+    def at(self, key: Sequence[str], message: str = "") -> str:
+        """Return the place of a key: "FILE:LINE", the file alone if the key is not in it, or the command line if an override sets it.
+
+        Args:
+            message: why the value is refused; the overrides of other keys that it names are added to the place.
+        """
+        path = tuple(key)
+        line = self.lines.get(path)
+        for override in self.overrides:
+            within = path[: len(override)] == override
+            if within or (line is None and path and override[: len(path)] == path):
+                return COMMAND_LINE
+        place = self.name if line is None else f"{self.name}:{line}"
+        causes = [text for override, text in self.overrides.items() if _names(message, override)]
+        return f"{place} with {' '.join(causes)}" if causes else place
+
+
+def _names(message: str, key: Sequence[str]) -> bool:
+    return re.search(rf"(?<![\w.]){re.escape('.'.join(key))}(?![\w.])", message) is not None
 
 
 def load(path: Path, overrides: Sequence[str] = ()) -> Config:
@@ -49,16 +72,19 @@ def load_as(schema: type[Schema], path: Path | None, overrides: Sequence[str] = 
     Raises:
         ConfigError: the file is missing or not YAML, or a key, type or value is refused; every refused key has a line.
     """
-    values, lines = ({}, {}) if path is None else _read(path)
+    values, lines = ({}, {}) if path is None else read(path)
+    given = {}
     for override in overrides:
         _override(values, override)
-        lines.pop(tuple(override.partition("=")[0].split(".")), None)
-    return _validated(schema, values, Source(str(path or "command line"), lines))
+        given[tuple(override.partition("=")[0].split("."))] = " ".join(override.split())
+    return _validated(schema, values, Source(str(path or COMMAND_LINE), lines, given))
 
 
-def _read(path: Path) -> tuple[dict[str, Any], dict[tuple[str, ...], int]]:
+def read(path: Path) -> tuple[dict[str, Any], dict[tuple[str, ...], int]]:
     """Return the values of a YAML file, and the line of each key by its path. Raises ConfigError if it is missing or not YAML."""
-    if not path.is_file():
+    if path.is_dir():
+        raise ConfigError(str(path), got="a folder", expected="a YAML configuration", hint=_files_in(path))
+    if not path.exists():
         raise ConfigError(str(path), got="no such file", expected="a YAML configuration")
     try:
         with path.open(encoding="utf-8") as file:
@@ -67,9 +93,18 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[tuple[str, ...], int]]:
             values = yaml.load(file, Loader=_Loader)
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(str(path), got=" ".join(str(error).split()), expected="valid YAML") from error
+    except OSError as error:
+        raise ConfigError(str(path), got=error.strerror, expected="a YAML configuration that can be read") from error
     if not isinstance(values, dict):
         raise ConfigError(str(path), got=type(values).__name__, expected="a mapping of sections")
     return values, dict(_lines(node))
+
+
+def _files_in(folder: Path) -> str | None:
+    """Return a hint that names the YAML files of a folder, or None if there are none."""
+    files = sorted(str(path) for path in folder.iterdir() if path.suffix in (".yaml", ".yml") and path.is_file())
+    more = f" or {len(files) - _MOST_FILES} more" if len(files) > _MOST_FILES else ""
+    return f"give one of {', '.join(files[:_MOST_FILES])}{more}" if files else None
 
 
 def parse(values: dict[str, Any], source: str = "config") -> Config:
@@ -85,10 +120,7 @@ def _validated(schema: type[Schema], values: dict[str, Any], source: Source) -> 
     try:
         return schema.model_validate(values)
     except ValidationError as error:
-        first, *others = _explain(error, source, schema)
-        if others:
-            first.args = ("\n".join(str(one) for one in (first, *others)),)
-        raise first from None
+        raise together(_explain(error, source, schema)) from None
 
 
 def _lines(node: yaml.Node | None, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], int]]:
@@ -147,10 +179,19 @@ def _explained(one: ErrorDetails, source: Source, schema: type[BaseModel]) -> Co
     if one["type"] == "value_error":
         key, _, rest = str(one["ctx"]["error"]).partition(": got ")
         got, _, expected = rest.partition(", expected ")
-        return ConfigError(f"{source.at(key.split('.'))}: {key}", got=got, expected=expected)
+        return ConfigError(f"{source.at(key.split('.'), expected)}: {key}", got=got, expected=expected)
     message = one["msg"]
     expected = message[0].lower() + message[1:].removeprefix("Input should be ") if not message.startswith("Input") else message[16:]
-    return ConfigError(what, got=repr(one["input"]), expected=expected)
+    return ConfigError(what, got=repr(one["input"]), expected=expected, hint=_meant(one))
+
+
+def _meant(one: ErrorDetails) -> str | None:
+    """Return the choice that a misspelt one most likely means, as a hint."""
+    context = one.get("ctx", {})
+    near = context.get("meant")
+    if one["type"] == "literal_error" and isinstance(one["input"], str):
+        near = nearest(one["input"], re.findall(r"'([^']*)'", str(context.get("expected", ""))))
+    return f"did you mean {near}?" if near else None
 
 
 RENAMED: Mapping[str, str] = {
@@ -176,6 +217,12 @@ def _unknown(location: tuple[int | str, ...], what: str, schema: type[BaseModel]
     meant = near or elsewhere[:3]
     hint = f"did you mean {' or '.join(meant)}?" if meant else None
     return ConfigError(what, got="an unknown key", expected=f"one of {', '.join(fields)}", hint=hint)
+
+
+def keys_named(name: str) -> list[str]:
+    """Return the keys of a run's configuration whose path is `name` or ends in it, former ones by their present name."""
+    known = {key: key for key in _keys(Config)} | dict(RENAMED)
+    return list(dict.fromkeys(now for key, now in known.items() if key == name or key.rpartition(".")[2] == name))
 
 
 def _keys(section: type[BaseModel], prefix: str = "") -> Iterator[str]:

@@ -163,6 +163,16 @@ class ObjectiveSection(Section):
     )
     updates_per_batch: Positive = Field(1, description="Optimizer steps per batch; must divide rollout.groups_per_step.")
 
+    @property
+    def own(self) -> dict[str, tuple[str, dict[str, Any] | None]]:
+        """The user's own functions and their options, by the key that names the function."""
+        every = {
+            "objective.advantage": (self.advantage, self.advantage_options),
+            "objective.loss": (self.loss, self.loss_options),
+            "objective.correction.weight": (self.correction.weight, self.correction.weight_options),
+        }
+        return {key: named for key, named in every.items() if is_name(named[0])}
+
     @model_validator(mode="after")
     def _check(self) -> ObjectiveSection:
         weight = self.correction.weight

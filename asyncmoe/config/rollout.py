@@ -67,6 +67,12 @@ class RolloutSection(Section):
         "cancelled. This cuts the tail of response lengths, and biases training towards short responses.",
     )
 
+    max_rejected_share: Share = Field(
+        0.25,
+        description="The run ends if more than this share of the last 128 groups, at least 32, was rejected and not started over, because "
+        "the rest is a biased sample; 1: never.",
+    )
+
     @model_validator(mode="after")
     def _check(self) -> RolloutSection:
         together = self.group_size + self.oversample

@@ -163,6 +163,22 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
+    def _check_profile(self) -> Config:
+        """Refuse steps and ranks that the run does not have: nothing would be profiled."""
+        if (profile := self.telemetry.profile) is None:
+            return self
+        total = self.warmup.steps + self.run.steps
+        if max(profile.steps) > total:
+            raise ValueError(
+                f"telemetry.profile.steps: got {max(profile.steps)}, expected at most warmup.steps + run.steps = {total}; lower it"
+            )
+        if max(profile.ranks) >= self.trainer.ranks:
+            raise ValueError(
+                f"telemetry.profile.ranks: got {max(profile.ranks)}, expected less than trainer.ranks = {self.trainer.ranks}; lower it"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _check_sharing(self) -> Config:
         """Refuse what shared GPUs rule out: NCCL, which refuses two ranks on one GPU, and runs on several machines."""
         if not self.engines.share_gpus:

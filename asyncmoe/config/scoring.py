@@ -52,6 +52,11 @@ class ScoringSection(Section):
         16, description="Consecutive timeouts or failed connections that open the circuit breaker: calls stop, responses wait."
     )
     breaker_cooldown_s: PositiveFloat = Field(10.0, description="Seconds the circuit breaker stays open before one trial call.")
+    try_first: bool = Field(
+        True,
+        description="Score the first prompt's own answer, once, before engines start, by the scorer and by the teacher; the run ends if "
+        "that fails. false: for an endpoint that is ready only later.",
+    )
     on_failure: Literal["drop", "requeue"] = Field(
         "drop",
         description="What happens to a group with a response that cannot be scored. drop: it is rejected. requeue: its prompt is sampled "

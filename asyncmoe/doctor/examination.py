@@ -34,6 +34,7 @@ CHECKS: Mapping[str, Callable[[Machine], Verdict]] = {
     "configuration": run.configuration,
     "ports": run.ports,
     "run-dir": run.run_dir,
+    "own-code": run.own_code,
     "model": run.model,
     "transport": run_on_gpus.transport,
     "megatron-switches": run_on_gpus.megatron_switches,

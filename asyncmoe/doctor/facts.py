@@ -247,6 +247,8 @@ class RunFacts:
         keep_checkpoints: number of checkpoints kept; one more exists while the next is written.
         on_gpus: demands on GPUs if the run used them; None if its sizes do not suit its model, or are unknown.
         disk, model: None if they were not probed, or did not answer in time (`disk_trouble`, `model_trouble`).
+        own: names of the user's own code, by the keys that name it.
+        own_trouble: why some of it cannot be used.
     """
 
     config: str
@@ -264,6 +266,8 @@ class RunFacts:
     model: ModelFacts | None = None
     model_trouble: str | None = None
     on_gpus: OnGpus | None = None
+    own: Mapping[str, str] = field(default_factory=dict)
+    own_trouble: str | None = None
 
     @property
     def several_machines(self) -> bool:

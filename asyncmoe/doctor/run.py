@@ -83,6 +83,18 @@ def model(machine: Machine) -> Verdict:
     return verdict.ok(f"{found.path}: {found.family}, {size(found.weights_bytes or 0)} of weights")
 
 
+def own_code(machine: Machine) -> Verdict:
+    """Check that the user's own parts of the objective and model family pass their trials."""
+    run = _usable(machine)
+    if isinstance(run, Verdict):
+        return run
+    if run.own_trouble is not None:
+        return verdict.error(run.own_trouble, "docs/guides/objective.md and docs/guides/model-family.md say what is expected of it")
+    if not run.own:
+        return verdict.absent("the configuration names no functions or model family of your own")
+    return verdict.ok(", ".join(f"{key} {target}" for key, target in run.own.items()))
+
+
 def _usable(machine: Machine) -> RunFacts | Verdict:
     """Return the run, or the verdict in the absence of a valid one."""
     if machine.run is None:

@@ -19,18 +19,20 @@ from typing import IO, Any
 import yaml
 
 from asyncmoe import checkpoints, models, storage
-from asyncmoe.config import Config
+from asyncmoe.config import Config, transports
+from asyncmoe.doctor.probes import plugin_probe
 from asyncmoe.errors import ConfigError, UserError
 from asyncmoe.launch import preflight
 from asyncmoe.launch.torchrun import TRAINER_ENVIRONMENT as TRAINER_ENVIRONMENT
 from asyncmoe.launch.torchrun import free_port, torchrun
-from asyncmoe.launch.watch import STOP_GRACE_S, Processes, supervise
+from asyncmoe.launch.watch import STOP_GRACE_S, Processes, interruptible, supervise
 from asyncmoe.models.lora import peft
 from asyncmoe.models.lora.adapter import check_rank
 from asyncmoe.models.make import make_model
-from asyncmoe.plugins import is_name
 from asyncmoe.process import Child
 from asyncmoe.rollout.engines import backend
+from asyncmoe.telemetry.loggers import checks as loggers
+from asyncmoe.telemetry.samples import records as samples
 
 
 def run(config: Config) -> dict[str, object]:
@@ -41,19 +43,24 @@ def run(config: Config) -> dict[str, object]:
         AsyncmoeError: a process failed; the message is that process's own.
     """
     with claim(config.run.dir):
-        for line in preflight.check(config):
-            print(f"warning: {line}", file=sys.stderr, flush=True)
-        return supervise(config, partial(_start, config, prepare(config)))
+        with interruptible():
+            plugin_probe.check(config)  # first, because the checks of the machine call a family of the user's own
+            for line in preflight.check(config):
+                print(f"warning: {line}", file=sys.stderr, flush=True)
+            file = prepare(config)
+        return supervise(config, partial(_start, config, file))
 
 
 def prepare(config: Config) -> Path:
     """Check whatever can be checked before a process starts, and return the configuration file that all processes read."""
+    transports.check_entries()
+    loggers.check(config.telemetry)
     if config.model.make is not None and not config.model.path.exists():
         make_model(config.model.path, config.model.make, seed=config.run.seed)
+    plugin_probe.check(config)
     hf = models.hf_config_of(config)
     models.check(config, hf)
     _check_adapter(config, hf)
-    _check_plugins(config)
     newest = checkpoints.newest(config.run.dir)
     if newest is not None:
         checkpoints.check_family(newest, models.family_of(hf).name)
@@ -72,7 +79,8 @@ def prepare(config: Config) -> Path:
             "report.html",
         ):
             (config.run.dir / stale).unlink(missing_ok=True)
-        shutil.rmtree(config.run.dir / "tensorboard", ignore_errors=True)
+        for stale in ("tensorboard", samples.FOLDER, "loggers", "profile"):
+            shutil.rmtree(config.run.dir / stale, ignore_errors=True)
     file = resolved(config)
     temporary = file.with_suffix(".tmp")
     with storage.writing("configuration of the run", file):
@@ -126,19 +134,6 @@ def _check_adapter(config: Config, hf: Mapping[str, Any]) -> None:
     check_rank(kind, kind.rank if limit is None else limit)
     if section.start is not None:
         peft.start_from(section.start, models.family_of(hf).shape_of(hf), kind, str(config.model.path), kind.rank)
-
-
-def _check_plugins(config: Config) -> None:
-    """Load and try the user's own parts of the objective.
-
-    Raises:
-        ConfigError: one cannot be used.
-    """
-    section = config.objective
-    if any(map(is_name, (section.advantage, section.loss, section.correction.weight))):
-        from asyncmoe.trainer import objective  # imports torch, which takes seconds
-
-        objective.load(section)
 
 
 def trainer_command(config: Config, resolved: Path, module: str = "asyncmoe.trainer", *arguments: str) -> list[str]:

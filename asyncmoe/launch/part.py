@@ -9,8 +9,8 @@ from pathlib import Path
 
 from asyncmoe import config as configuration
 from asyncmoe.errors import AsyncmoeError, UserError
-from asyncmoe.models.hub import with_local_model
 from asyncmoe.process import say
+from asyncmoe.telemetry import processes
 
 _EXTENSIONS = ("asyncmoe.reshard._C", "asyncmoe.trajectory._C")
 
@@ -22,11 +22,13 @@ def controller(config: Path, overrides: Sequence[str] = ()) -> None:
         AsyncmoeError: see `asyncmoe.rollout.controller.run`.
     """
     from asyncmoe.launch import gpus, local
+    from asyncmoe.models.hub import with_local_model
     from asyncmoe.rollout import controller
 
     loaded = with_local_model(configuration.load(config, overrides))
     if config.resolve() != local.resolved(loaded).resolve():  # otherwise the parent process has prepared it
         local.prepare(loaded)
+    processes.record(loaded.run.dir, "controller")
     controller.run(loaded, loaded.run.dir, () if loaded.engines.join else gpus.engine_arguments(loaded))
 
 
@@ -41,10 +43,13 @@ def engine(config: Path, overrides: Sequence[str] = (), name: str | None = None,
         AsyncmoeError: see `asyncmoe.rollout.engines.engine_agent.run`.
     """
     from asyncmoe.launch import gpus
+    from asyncmoe.models.hub import with_local_model
     from asyncmoe.rollout.engines import engine_agent
 
     loaded = with_local_model(configuration.load(config, overrides))
-    engine_agent.run(loaded, loaded.run.dir, name or engine_agent.default_name(index), index, gpus.engine_arguments(loaded, index))
+    name = name or engine_agent.default_name(index)
+    processes.record(loaded.run.dir, name)
+    engine_agent.run(loaded, loaded.run.dir, name, index, gpus.engine_arguments(loaded, index))
 
 
 def main(run: Callable[[], object]) -> None:

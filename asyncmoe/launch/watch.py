@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from signal import Signals
@@ -20,6 +20,7 @@ from asyncmoe import checkpoints, storage
 from asyncmoe.config import Config
 from asyncmoe.errors import AsyncmoeError, UserError
 from asyncmoe.process import KILLED
+from asyncmoe.telemetry import processes
 from asyncmoe.telemetry.live import LiveView
 from asyncmoe.telemetry.records import read_steps
 from asyncmoe.telemetry.report import report
@@ -31,8 +32,8 @@ STOP_GRACE_S = 20.0
 _POLL_S = 0.25
 _SETTLE_S, _UNEXPLAINED_S = 1.0, 6.0
 """Seconds to wait after the first failure for the other processes' reasons: the first once a root cause is known, else the second."""
-_INTERRUPTED = 130
-"""Exit status of a command that received SIGINT before it installed its handler."""
+_INTERRUPTED = (-signal.SIGINT, 130)
+"""Exit statuses of a command that received SIGINT before it installed its handler: while Python started, and later."""
 _FOLLOWS = ("waited", "was ended by the controller")
 """Words in the reason of a process that failed because it lost another one."""
 _MAY_FOLLOW_A_CRASH = (*_FOLLOWS, "no engine is left")
@@ -108,20 +109,45 @@ def supervise(config: Config, start: Callable[[ExitStack], Processes]) -> dict[s
     Raises:
         AsyncmoeError: a process failed, or the run was stopped.
     """
+    processes.record(config.run.dir, "supervisor")
     stop = StopOnSignal()
     try:
         with LiveView(config) as view, ExitStack() as ending:
             _watch(start(ending), view, stop)
     finally:
         stop.restore()
-    if stop.count and not read_steps(config.run.dir / METRICS):
-        raise AsyncmoeError("stopped before the first step; the same command starts over")
-    with storage.writing("summary and report of the run", config.run.dir):
-        summary = write_summary(config.run.dir)
-        report(config.run.dir)
     if stop.count:
-        raise AsyncmoeError(f"stopped at a checkpoint; the same command resumes from {checkpoints.newest(config.run.dir)}")
+        raise AsyncmoeError(_stopped(config.run.dir))
+    return _conclude(config.run.dir)
+
+
+def _stopped(run_dir: Path) -> str:
+    """Write summary and report if a step was taken, and return how the same command goes on."""
+    if steps := read_steps(run_dir / METRICS):
+        _conclude(run_dir)
+    if (newest := checkpoints.newest(run_dir)) is not None:
+        return f"stopped at a checkpoint; the same command resumes from {newest}"
+    return f"stopped before the first {'checkpoint' if steps else 'step'}; the same command starts over"
+
+
+def _conclude(run_dir: Path) -> dict[str, object]:
+    with storage.writing("summary and report of the run", run_dir):
+        summary = write_summary(run_dir)
+        report(run_dir)
     return summary
+
+
+@contextmanager
+def interruptible() -> Iterator[None]:
+    """Let Ctrl-C within the block, before a process is started, end the run like a later one: in one line.
+
+    Raises:
+        AsyncmoeError: SIGINT was received.
+    """
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise AsyncmoeError("stopped before the run was started; repeat the command to start it") from None
 
 
 def _watch(processes: Processes, view: LiveView, stop: StopOnSignal) -> None:
@@ -135,7 +161,10 @@ def _watch(processes: Processes, view: LiveView, stop: StopOnSignal) -> None:
                 raise AsyncmoeError("ended at once; progress since the last checkpoint is lost")
             view.say("stopping: saving a checkpoint (Ctrl-C again ends at once)")
             controller.signal(signal.SIGINT)
-        if stop.count and controller.returncode in (0, _INTERRUPTED):  # the trainer has the request, or never joined
+        if stop.count and controller.returncode in _INTERRUPTED:  # no other process has joined it
+            view.refresh()
+            return
+        if stop.count and controller.returncode == 0:  # the trainer has the request, or never joined
             _late(trainers)
             break
         if processes.failed:

@@ -25,7 +25,7 @@ FAMILIES: Mapping[str, Family] = {
 FAMILY = "asyncmoe_family"
 """Key under which a model's configuration in memory names the user's own family. In a file it is refused, because a checkpoint must not
 choose the code that runs."""
-_KEY = "model.family"
+KEY = "model.family"
 
 
 def with_family(hf: Mapping[str, Any], family: str) -> dict[str, Any]:
@@ -54,12 +54,23 @@ def family_of(hf: Mapping[str, Any]) -> Family:
 
 
 def _own(target: str, kind: object) -> Family:
-    found = plugins.load(target, _KEY, forms=f"auto or {plugins.FORM}", wanted="a Family that can be imported")
-    if not isinstance(found, Family):
-        raise ConfigError(_KEY, got=f"{target}, a {type(found).__name__}", expected="an object of asyncmoe.models.Family")
+    found = load_own(target)
     if kind not in (found.name, *found.also):
         expected = f"model_type {' or '.join((found.name, *found.also))} in config.json, for which {target} is"
-        raise ConfigError(_KEY, got=f"{target} for a model of model_type {kind!r}", expected=expected)
+        raise ConfigError(KEY, got=f"{target} for a model of model_type {kind!r}", expected=expected)
+    return found
+
+
+def load_own(target: str) -> Family:
+    """Import the user's own family.
+
+    Raises:
+        ConfigError: it cannot be imported, or is no family.
+    """
+    forms, wanted = f"auto or {plugins.FORM}", "a Family that can be imported"
+    found = plugins.load(target, KEY, forms=forms, wanted=wanted, fits=lambda value: isinstance(value, Family))
+    if not isinstance(found, Family):
+        raise ConfigError(KEY, got=f"{target}, a {type(found).__name__}", expected="an object of asyncmoe.models.Family")
     return found
 
 
@@ -81,13 +92,13 @@ def try_family(hf: Mapping[str, Any]) -> None:
         "attention": lambda: bool(family.megatron_layout(hf, MegatronParallel(), 0, "bfloat16").storages and family.megatron_config(hf)),
         "engine": lambda: bool(family.sglang_layout(hf, EngineParallel(), 0, "bfloat16").storages and family.glued(hf) is not None),
     }
-    for name, step in steps.items():
-        try:
-            right = step()
-        except UserError:
-            raise
-        except Exception as error:
-            got = f"{plugins.told(error)} at {plugins.raised_at(error)} from {name} of {target}"
-            raise ConfigError(_KEY, got=got, expected="a result; it must not raise an exception") from error
-        if not right:
-            raise ConfigError(_KEY, got=f"another type from {name} of {target}", expected="the type that asyncmoe.models.Family documents")
+    name = ""
+    try:
+        with plugins.guarded(plugins.CALL_S):
+            for name, step in steps.items():
+                if not step():
+                    expected = "the type that asyncmoe.models.Family documents"
+                    raise ConfigError(KEY, got=f"another type from {name} of {target}", expected=expected)
+    except plugins.Failed as failed:
+        got, expected = f"{failed} from {name} of {target}", "a result; it must not raise an exception, end the process or wait"
+        raise ConfigError(KEY, got=got, expected=expected) from failed

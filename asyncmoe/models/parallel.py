@@ -69,9 +69,6 @@ class MegatronParallel:
     def ep_rank(self, rank: int) -> int:
         return rank // self.etp % self.ep
 
-    def expert_dp_rank(self, rank: int) -> int:
-        return rank % (self.tp * self.dp) // (self.etp * self.ep)
-
     def place(self, rank: int) -> tuple[int, int, int, int]:
         """Return the coordinates that determine a rank's parameters; ranks with equal coordinates hold equal parameters."""
         return self.tp_rank(rank), self.pp_rank(rank), self.ep_rank(rank), self.etp_rank(rank)

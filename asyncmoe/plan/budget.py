@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,7 +23,6 @@ _TOKENS, _FRACTION = "--max-total-tokens", "--mem-fraction-static"
 _STATIC = ("weights", "adapters", "derived", "KV cache")
 """Parts that SGLang 0.5.23 counts as static: --mem-fraction-static is their share of the memory that is free when an engine starts
 (`_profile_available_bytes` of mem_cache/kv_cache_configurator.py)."""
-_LINE = re.compile(r"^# memory: trainer \S+ GB, engine \S+ GB of (\d+(?:\.\d+)?)( on CPU| together)?$", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -217,23 +215,6 @@ def _communicators(config: Config, cpu: bool, mine: int) -> int:
     if cpu or sync.method != "reshard" or not over_nccl:
         return 0
     return nccl_room.nbytes(sync.nccl_max_ctas, config.engines.count, mine)
-
-
-def stated(text: str, source: str) -> tuple[float, bool]:
-    """Read the budget line of a YAML: the memory of a GPU in GB, and whether the run is for CPUs.
-
-    Raises:
-        ConfigError: there is no such line, or more than one.
-    """
-    found = _LINE.findall(text)
-    if len(found) != 1:
-        raise ConfigError(
-            f"{source}: memory",
-            got=f"{len(found)} lines `# memory: ...`",
-            expected="one like `# memory: trainer 72.8 GB, engine 70 GB of 80`, or `... of 2 on CPU`",
-            hint=f"asyncmoe plan --config {source} prints it",
-        )
-    return float(found[0][0]), found[0][1] == " on CPU"
 
 
 def _conversation(config: Config, hf: Mapping[str, Any]) -> int:

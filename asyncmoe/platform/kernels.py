@@ -33,11 +33,6 @@ class Kernels:
     apex: bool = False
     deep_ep: bool = False
 
-    @property
-    def fused_adam(self) -> bool:
-        """True if Megatron chooses a fused Adam; otherwise it uses torch's."""
-        return bool(self.transformer_engine) or self.apex
-
     def __str__(self) -> str:
         engine = f"Transformer Engine {'.'.join(map(str, self.transformer_engine))}"
         found = ((engine, self.transformer_engine), ("apex", self.apex), ("DeepEP", self.deep_ep))

@@ -16,7 +16,7 @@ Steps after k that an earlier process trained but did not save are trained again
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import msgspec
@@ -47,6 +47,7 @@ class BoundedQueue:
         trained_steps: optimizer steps taken before this queue was created, warm-up included.
         demonstrations: capacity of the warm-up lane; 0: no warm-up.
         recording: data that sampled trajectories must carry.
+        on_stale: called with groups that the staleness rule refuses, whether they are requeued, and the trainer's version.
 
     Raises:
         ConfigError: sizes with which no step could ever be leased, or a staleness rule without its bound.
@@ -66,6 +67,7 @@ class BoundedQueue:
         rule: StalenessRule = "drop",
         downweight: float = 1.0,
         drop_above: int | None = None,
+        on_stale: Callable[[Sequence[Group], bool, int], None] | None = None,
     ) -> None:
         if batch % group_size:
             raise ConfigError("batch", got=batch, expected=f"a multiple of the group size {group_size}")
@@ -75,7 +77,7 @@ class BoundedQueue:
         trained = max(0, trained_steps - base_version) * batch
         self._accounts = Accounts(Ledger(started=trained, trained=trained))
         self._group_size = group_size
-        self._recording = recording
+        self._recording, self._on_stale = recording, on_stale
         self._lanes: dict[Phase, GroupBuffer] = {"rl": GroupBuffer(capacity), "warmup": GroupBuffer(demonstrations)}
         self._version = 0
         self._leases = Leases(trained_steps)
@@ -277,7 +279,7 @@ class BoundedQueue:
     def _grant(self, step: int, terms: LeaseTerms) -> None:
         lane = self._lanes[terms.phase]
         if terms.phase == "rl":
-            self._refuse(lane.drop_older(self.admission.oldest_allowed(terms.version)))
+            self._refuse(lane.drop_older(self.admission.oldest_allowed(terms.version)), terms.version)
         groups = lane.lease(step, terms.count)
         if groups is None:
             return
@@ -290,7 +292,7 @@ class BoundedQueue:
         self._leases = self._leases.decide(step, self._answer(step, terms.phase, items))
         self._changes.wake()
 
-    def _refuse(self, stale: Sequence[Group]) -> None:
+    def _refuse(self, stale: Sequence[Group], version: int) -> None:
         count = sum(map(len, stale))
         if not count:
             return
@@ -299,6 +301,8 @@ class BoundedQueue:
             self._again += [Start(group.number, group.attempt + 1) for group in stale]
         else:
             self._accounts = self._accounts.drop(count, "stale")
+        if self._on_stale is not None:
+            self._on_stale(stale, self.admission.rule == "requeue", version)
         self._changes.wake()
 
     def _count(self, ledger: Ledger) -> None:

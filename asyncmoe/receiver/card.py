@@ -11,7 +11,7 @@ from asyncmoe.config.transports import TRANSPORTS
 from asyncmoe.errors import WaitTimeout
 from asyncmoe.receiver.protocol import Card, Terms
 from asyncmoe.reshard import device_threads
-from asyncmoe.reshard.nccl_transport import origin
+from asyncmoe.reshard.nccl import origin
 
 
 def card_of(device: torch.device, terms: Terms, wanted: int) -> Card | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 
@@ -30,6 +31,7 @@ from asyncmoe.reshard import Exchanger, Plan
 from asyncmoe.reshard.gpu import nothing_to_give
 from asyncmoe.reshard.transport import Watch, nothing_to_watch
 
+log = logging.getLogger(__name__)
 _GRACE_S = 5.0
 
 
@@ -133,8 +135,10 @@ def connect(
         )
         if bound is not None:
             exchanger.bind(*bound)
-    except Exception as error:  # noqa: BLE001  reported to all ranks
+    except Exception as error:  # reported to all ranks
         failure = failing.said(error, terms, store.rank, place)
+        if not isinstance(error, AsyncmoeError):  # of the transport's code, whose line the other ranks' reports do not have
+            log.exception("rank %d cannot make its end of channel %d over %s", store.rank, epoch, terms.transport)
     try:
         _assemble(store, terms, epoch, "make", watch, Arrived(failure), lambda _: {})
     except AsyncmoeError:

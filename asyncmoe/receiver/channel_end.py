@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
+import logging
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import cast
 
-from asyncmoe.config.transports import TRANSPORTS
-from asyncmoe.errors import InvariantBroken
+from asyncmoe import plugins
+from asyncmoe.config.transports import TRANSPORTS, TransportName, wrong_entry
+from asyncmoe.errors import ConfigError, InvariantBroken
 from asyncmoe.receiver.communicators import Communicators
 from asyncmoe.receiver.control_store import Store
 from asyncmoe.receiver.protocol import Agreed, Terms
@@ -17,6 +19,7 @@ from asyncmoe.reshard.nccl_transport import RoutedTransport
 from asyncmoe.reshard.torch_transport import TorchTransport
 from asyncmoe.reshard.transport import TransportEnd
 
+log = logging.getLogger(__name__)
 _GROUP_S = 30.0
 """Timeout of making a process group once all ranks have arrived, during which torch does not detect a dead rank."""
 
@@ -42,10 +45,33 @@ def open_transport(end: ChannelEnd) -> Transport | SharedTransport:
     """Open the transport that the terms name. All ranks of the channel call it.
 
     Raises:
+        ConfigError: the entry of the transport is wrong.
         Exception: whatever its `opened_by` raises.
     """
-    module, _, function = TRANSPORTS[end.terms.transport].opened_by.partition(":")
-    return cast("Transport | SharedTransport", getattr(importlib.import_module(module), function)(end))
+    name = end.terms.transport
+    opened = opener(name)(end)
+    if not isinstance(opened, Transport | SharedTransport):
+        expected = "a Transport or SharedTransport with all its members (asyncmoe/reshard/transport.py)"
+        raise ConfigError("sync.transport", got=f"a {type(opened).__name__} from {TRANSPORTS[name].opened_by}", expected=expected)
+    return opened
+
+
+def opener(name: TransportName) -> Callable[[ChannelEnd], object]:
+    """Return the function that opens a transport.
+
+    Raises:
+        ConfigError: its `opened_by` cannot be imported, or is no function.
+    """
+    target = TRANSPORTS[name].opened_by
+    module, _, function = target.partition(":")
+    try:
+        found = getattr(importlib.import_module(module), function)
+    except Exception as error:
+        log.exception("transport %s", name)  # a rank that only receives the message has no line of it
+        raise wrong_entry(name, plugins.told(error)) from error
+    if not callable(found):
+        raise wrong_entry(name, f"it is a {type(found).__name__}")
+    return cast("Callable[[ChannelEnd], object]", found)
 
 
 def open_gloo(end: ChannelEnd) -> TorchTransport:

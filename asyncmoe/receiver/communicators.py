@@ -16,7 +16,8 @@ import torch
 from asyncmoe.errors import TransferError
 from asyncmoe.receiver.protocol import Agreed, EngineRanks, HeldCommunicator, Terms
 from asyncmoe.reshard.gpu import Gpu
-from asyncmoe.reshard.nccl_transport import Communicator, Route, RoutedTransport, make_unique_id
+from asyncmoe.reshard.nccl import Communicator, make_unique_id
+from asyncmoe.reshard.nccl_transport import Route, RoutedTransport
 from asyncmoe.reshard.transport import Watch, nothing_to_watch
 
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 import torch
 
-from asyncmoe.errors import AsyncmoeError, OutOfDeviceMemory, TransferError, WaitTimeout
+from asyncmoe.errors import AsyncmoeError, OutOfDeviceMemory, ReportedFailure, TransferError, WaitTimeout
 from asyncmoe.receiver import protocol
 from asyncmoe.receiver.protocol import ELSEWHERE, Terms
 
@@ -17,10 +17,12 @@ _OF_A_PEER = ("is gone", "remote process exited or there was a network error", E
 
 
 def said(error: Exception, terms: Terms, rank: int, device: torch.device) -> str:
-    """Describe any error in one line, with the rank that raised it, its host and its device.
+    """Describe any error in one line, with the rank that raised it, its host and its device; a `ReportedFailure` has them already.
 
     The text of `in_words` comes first, because `cause` matches the beginning of a report.
     """
+    if isinstance(error, ReportedFailure):
+        return str(error)
     return f"{in_one_line(error, terms)} ({protocol.names(terms)[rank]} on {where(device)})"
 
 

@@ -23,7 +23,7 @@ from typing import Any, Generic, Literal, TypeVar
 import msgspec
 
 from asyncmoe.config.transports import TransportName
-from asyncmoe.errors import WeightSyncError
+from asyncmoe.errors import ReportedFailure
 
 T = TypeVar("T", bound=msgspec.Struct)
 ChannelStage = Literal["arrive", "make"]
@@ -147,9 +147,9 @@ class Outcome(msgspec.Struct, frozen=True):
     failure: str = ""
 
     def check(self) -> None:
-        """Raise WeightSyncError if the outcome is a failure."""
+        """Raise ReportedFailure, a WeightSyncError, if the outcome is a failure."""
         if self.failure:
-            raise WeightSyncError(self.failure)
+            raise ReportedFailure(self.failure)
 
 
 class Over(msgspec.Struct, frozen=True):

@@ -13,11 +13,12 @@ from dataclasses import dataclass
 import torch
 
 from asyncmoe.config.transports import TRANSPORTS
-from asyncmoe.errors import AsyncmoeError, InvariantBroken, WaitTimeout
+from asyncmoe.errors import AsyncmoeError, InvariantBroken, ReportedFailure, WaitTimeout
 from asyncmoe.process import yield_cores
 from asyncmoe.receiver import channel, command, failing, handshake, protocol, transfer_plan
 from asyncmoe.receiver.card import card_of, wait_idle
 from asyncmoe.receiver.channel import SideStream
+from asyncmoe.receiver.channel_end import opener
 from asyncmoe.receiver.command import FAMILY_VARIABLE, CommitCommand, JoinCommand
 from asyncmoe.receiver.control_store import Store, StoreGone
 from asyncmoe.receiver.protocol import Header, Outcome, Ready, Terms
@@ -130,7 +131,8 @@ class Receiver:
             return
         try:
             whom = f"rank {self._join.rank}" if self._terms is None else protocol.names(self._terms)[self._join.rank]
-            self._store.resign(self._number, f"{why} ({whom} on {failing.where(self._device)})")
+            place = "" if isinstance(error, ReportedFailure) else f" ({whom} on {failing.where(self._device)})"
+            self._store.resign(self._number, f"{why}{place}")
         except AsyncmoeError as gone:
             log.info("could not report the failure: %s", gone)
 
@@ -161,6 +163,7 @@ class Receiver:
         key = protocol.ready(self._join.rank)
         try:
             handshake.check_family(terms, os.environ.get(FAMILY_VARIABLE))
+            opener(terms.transport)
             plan = transfer_plan.route(terms, self._join.rank)
             card = card_of(self._device, terms, self._wanted(terms))
             ready = Ready("", plan.digest, self._target.described(), self._places, self._obstacles, card)

@@ -105,19 +105,6 @@ class RankLayout:
         """Return the same layout for another rank. Planning processes all layouts derived this way only once."""
         return replace(self, rank=rank)
 
-    def only(self, storages: Iterable[str]) -> RankLayout:
-        """Return the part of the layout in the named storages.
-
-        Raises:
-            LayoutError: the rank has no storage of that name.
-        """
-        kept = {}
-        for name in storages:
-            if name not in self.storages:
-                raise LayoutError(f"rank {self.rank}: storage {name}", got="no such storage", expected=_some(self.storages))
-            kept[name] = self.storages[name]
-        return RankLayout(self.rank, kept, tuple(p for p in self.pieces if p.storage in kept))
-
 
 @dataclass(frozen=True, eq=False)
 class Block:
@@ -275,8 +262,3 @@ class LayoutBuilder:
 
 def _joined(outer: Sequence[tuple[str, str]], inner: Sequence[tuple[str, str]]) -> tuple[tuple[str, str], ...]:
     return tuple((a + c, b + d) for a, b in outer for c, d in inner)
-
-
-def _some(names: Iterable[str]) -> str:
-    listed = sorted(names)
-    return f"one of {', '.join(listed[:8])}" + (f", ... ({len(listed)} in all)" if len(listed) > 8 else "")

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import signal
 from collections.abc import Coroutine, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from asyncmoe.config import Config
 from asyncmoe.errors import AsyncmoeError, ProtocolError
 from asyncmoe.process import named
 from asyncmoe.queue.bounded import BoundedQueue
+from asyncmoe.queue.group_buffer import Group
 from asyncmoe.queue.service import QueueService
 from asyncmoe.rollout import scoring, tasks
 from asyncmoe.rollout.engines import adapters, backend
@@ -28,9 +30,11 @@ from asyncmoe.rollout.episodes.environment import Demonstrator, Environment
 from asyncmoe.rollout.episodes.environments.tools import WithTools
 from asyncmoe.rollout.episodes.episode import RolloutContext, Teaching
 from asyncmoe.rollout.evaluation import Evaluator
+from asyncmoe.rollout.pieces import Pieces
 from asyncmoe.rollout.producer import Producer, demonstrate
 from asyncmoe.rollout.recorder import Recorder
-from asyncmoe.rollout.scoring import Scorer
+from asyncmoe.rollout.samples import Samples, samples_of
+from asyncmoe.rollout.scoring import Scorer, trial
 from asyncmoe.rollout.tasks import EvaluationQuestions, Task
 from asyncmoe.rollout.tokenizer import Tokenizer
 from asyncmoe.rpc import address, keys
@@ -57,8 +61,8 @@ def run(config: Config, run_dir: Path, memory: Sequence[str] = ()) -> None:
     time, it acts like SIGTERM. Every process started here has ended when this function returns or raises.
 
     Raises:
-        UserError: the task, scorer, environment, tokenizer, a port, the engines' Python or the rendezvous variables are unusable, or the
-            run has another controller; nothing was started.
+        UserError: the task, an answer, scorer, environment, tokenizer, a port, the engines' Python or the rendezvous variables are
+            unusable, or the run has another controller; nothing was started.
         EngineError: an engine did not start, or none is left.
         AsyncmoeError: any other failure that ended the run early.
     """
@@ -85,6 +89,7 @@ async def _serve(
     engines: list[EngineProcess] = []
     recorder = Recorder(run_dir)
     try:
+        await trial.before_engines(config, tokenizer, task, evaluated, scorer)
         for index in range(0 if config.engines.join else config.engines.count):
             engines.append(backend.start(f"engine.{index}", config, index, run_dir, memory=memory))
         controller = Controller(config, engines, recorder, tokenizer, task, evaluated, scorer, environment)
@@ -100,6 +105,7 @@ async def _serve(
         closing = getattr(environment, "close", None)
         await asyncio.gather(*(engine.stop() for engine in engines), scorer.close(), *([] if closing is None else [closing()]))
         recorder.close()
+        scoring.write_log(scorer, run_dir)
 
 
 class Controller:
@@ -163,6 +169,7 @@ class Controller:
         )
         self._membership = Membership(config, self._pool, self._coordinator.updating)
         self._queue: BoundedQueue | None = None
+        self._samples: Samples | None = None
         self._service: QueueService | None = None
         self._met = asyncio.Event()
         self._over = asyncio.Event()
@@ -200,6 +207,8 @@ class Controller:
         await self._over.wait()
         await _cancel(working)
         self._write_record()
+        if self._samples is not None:
+            self._samples.close()
         why = "" if self._failure is None else f"the run has failed: {self._failure}"
         stopping = () if why else (engine.stop() for engine in self._engines)
         await asyncio.gather(asyncio.sleep(_LAST_WORDS_S), self._membership.end(EngineOrder(finished=not why, why=why)), *stopping)
@@ -248,16 +257,19 @@ class Controller:
         config = self._config
         first = max(0, self._queue.trained_steps - config.warmup.steps) * config.rollout.groups_per_step
         rollout = config.rollout
+        stage = self._stage if self._samples is None else replace(self._stage, opened=self._samples.opened)
         await Producer(
             self._queue,
             self._task,
-            partial(episode.run, self._stage),
+            partial(episode.run, stage),
             rollout.group_size,
             first,
             oversample=rollout.oversample,
             filter_equal=rollout.filter_equal,
             unit=config.queue.admission,
             start_over=config.scoring.start_over,
+            samples=self._samples,
+            max_rejected=rollout.max_rejected_share,
         ).run()
 
     async def _demonstration(self, index: int) -> tuple[Trajectory, ...]:
@@ -275,7 +287,12 @@ class Controller:
         if self._queue is not None:
             names, tools = [member.engine.name for member in self._pool.members], self._stage.environment
             counts = tools.counts if isinstance(tools, WithTools) else {}
+            scoring.write_log(self._scorer, self._config.run.dir)
             self._recorder.write(self._queue.stats(), names, self._pool, scoring.stats(self._scorer), counts)
+
+    def _stale(self, groups: Sequence[Group], requeued: bool, version: int) -> None:
+        if self._samples is not None:
+            self._samples.stale(groups, requeued, version)
 
     async def _published(self, version: int) -> None:
         assert self._queue is not None
@@ -302,10 +319,12 @@ class Controller:
             trained_steps=request.step,
             demonstrations=2 * config.warmup.batch if config.warmup.steps else 0,
             recording=self._recording,
+            on_stale=self._stale,
         )
         service = QueueService(queue, run=config.run.dir.name, config_digest=config.digest)
         reply = await service(request)
         self._queue, self._service = queue, service
+        self._samples = samples_of(config, Pieces(self._tokenizer), request.step)
         self._met.set()
         return reply
 

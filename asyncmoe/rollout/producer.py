@@ -21,9 +21,12 @@ from asyncmoe.config.queue import Unit
 from asyncmoe.errors import AsyncmoeError, TrajectoryRejected
 from asyncmoe.queue.bounded import BoundedQueue
 from asyncmoe.queue.group_state import Gathering, all_equal
+from asyncmoe.queue.rejections import Rejections
 from asyncmoe.queue.start_order import Admit, Line, Start
 from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId
+from asyncmoe.rollout.samples import Samples
 from asyncmoe.rollout.tasks import Prompt, Task
+from asyncmoe.telemetry.samples.records import Fate
 from asyncmoe.trajectory import Trajectory
 
 log = logging.getLogger(__name__)
@@ -33,6 +36,7 @@ Members = tuple[Trajectory, ...]
 Episode = Callable[[Prompt, EpisodeId], Awaitable[Members]]
 _ENGINE = frozenset({"engine_died", "engine_error", "engine_timeout"})
 _ATTEMPTS = 3
+EQUAL = "equal_rewards"
 _HOPELESS = 64
 """Consecutive rejected groups that end the run."""
 _NOTHING_TO_LEARN = 1024
@@ -46,7 +50,9 @@ class _Flight:
     group: Start
     prompt: Prompt
     state: Gathering
+    restarted: bool = False
     tasks: set[asyncio.Task[None]] = field(default_factory=set)
+    places: list[EpisodeId] = field(default_factory=list)
     ended: asyncio.Queue[tuple[EpisodeId, Members | TrajectoryRejected]] = field(default_factory=asyncio.Queue)
 
     async def stop(self) -> None:
@@ -70,6 +76,8 @@ class Producer:
         filter_equal: drop groups whose rewards are all equal, and count them under "equal_rewards".
         unit: unit that the capacity law admits.
         start_over: reasons after which a group is restarted, in addition to engine failures.
+        samples: keeps some groups to be read; None: keeps none.
+        max_rejected: the run ends if more than this share of the groups is rejected and not restarted; see `Rejections`.
     """
 
     def __init__(
@@ -84,19 +92,22 @@ class Producer:
         filter_equal: bool = False,
         unit: Unit = "group",
         start_over: frozenset[str] = frozenset(),
+        samples: Samples | None = None,
+        max_rejected: float = 1.0,
     ) -> None:
         self._queue, self._task, self._episode, self._size = queue, task, episode, group_size
-        self._filter_equal = filter_equal
+        self._filter_equal, self._samples = filter_equal, samples
         self._start_over = _ENGINE | start_over
         self._line = Line(first_group, unit, group_size, oversample)
         self._flights: dict[Start, _Flight] = {}
         self._in_a_row = self._equal_in_a_row = 0
+        self._rejections = Rejections(max_rejected)
 
     async def run(self) -> None:
         """Produce until cancelled.
 
         Raises:
-            AsyncmoeError: no engine is left, or too many consecutive groups are rejected or have equal rewards.
+            AsyncmoeError: no engine is left, too many groups are rejected, or too many consecutive groups have equal rewards.
         """
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -119,6 +130,7 @@ class Producer:
         flight.state = flight.state.admit(admit.count, admit.spare)
         for member in admit.members:
             place = EpisodeId(admit.group.number, member, admit.attempt)
+            flight.places.append(place)
             flight.tasks.add(tasks.create_task(self._member(flight, place)))
 
     async def _member(self, flight: _Flight, place: EpisodeId) -> None:
@@ -126,22 +138,35 @@ class Producer:
             outcome: Members | TrajectoryRejected = await self._episode(flight.prompt, place)
         except TrajectoryRejected as rejected:
             outcome = rejected
+        if self._samples is not None:
+            self._samples.ended(place, outcome)
         flight.ended.put_nowait((place, outcome))
 
     async def _group(self, flight: _Flight) -> None:
         try:
             trajectories = [trajectory for episode in await self._episodes(flight) for trajectory in episode]
             if self._filter_equal and nothing_to_learn(trajectories):
-                self._queue.discarded(self._size, "equal_rewards")
+                self._queue.discarded(self._size, EQUAL)
+                await self._sample(flight, "dropped", EQUAL)
                 self._note_equal()
             else:
                 await self._queue.put_group(trajectories)
+                await self._sample(flight, "queued")
                 self._equal_in_a_row = 0
         except TrajectoryRejected as rejected:
             self._queue.rejected(flight.state.places, rejected.reason, flight.state.spare)
+            await self._sample(flight, "rejected", rejected.reason, str(rejected))
             self._note(rejected)
+            if not flight.restarted:
+                self._note_lost(rejected)
         else:
             self._in_a_row = 0
+            self._rejections = self._rejections.note("")
+
+    async def _sample(self, flight: _Flight, fate: Fate, reason: str = "", detail: str = "") -> None:
+        if self._samples is not None:
+            group, version = flight.group, self._queue.version
+            await self._samples.write(group.number, group.attempt, flight.places, flight.prompt, fate, version, reason, detail)
 
     async def _episodes(self, flight: _Flight) -> list[Members]:
         """Wait until the group is whole; return its episodes in order. Raise TrajectoryRejected if the group fails."""
@@ -175,6 +200,7 @@ class Producer:
             self._queue.rejected(1, rejected.reason)
         else:
             self._line = self._line.forget(group)
+            flight.restarted = worth_it
             if worth_it:
                 self._line = self._line.again(Start(group.number, place.attempt + 1, failures))
             raise rejected
@@ -185,6 +211,13 @@ class Producer:
         if self._in_a_row >= _HOPELESS:
             raise AsyncmoeError(f"the last {_HOPELESS} groups were all rejected, most recently for {rejected}")
         log.warning("a response was rejected for %s", rejected)
+
+    def _note_lost(self, rejected: TrajectoryRejected) -> None:
+        self._rejections = self._rejections.note(rejected.reason)
+        if self._rejections.exceeded:
+            raise AsyncmoeError(
+                f"{self._rejections}, more than rollout.max_rejected_share = {self._rejections.limit:g} allows; most recently: {rejected}"
+            )
 
     def _note_equal(self) -> None:
         self._equal_in_a_row += 1

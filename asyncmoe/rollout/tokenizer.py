@@ -103,6 +103,10 @@ class Tokenizer:
         """Return the text of token ids, without special tokens (such as the end of the sequence)."""
         return str(self._tokenizer.decode(list(tokens), skip_special_tokens=True))
 
+    def decode_all(self, tokens: Sequence[int]) -> str:
+        """Return the text of token ids, special tokens included, as it is: no white space is cleaned up."""
+        return str(self._tokenizer.decode(list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
     def _known(self, tokens: list[int]) -> tuple[int, ...]:
         if tokens and max(tokens) >= self.vocabulary:
             raise DataError("tokenizer", got=f"token {max(tokens)}", expected=f"ids below the model's vocab_size {self.vocabulary}")

@@ -7,7 +7,8 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
-from asyncmoe.config.loading import load_as
+from asyncmoe.config.loading import load_as, read
+from asyncmoe.config.schema import Config
 from asyncmoe.errors import ConfigError, DataError
 from asyncmoe.simulate.compare import Comparison, compare
 from asyncmoe.simulate.plant import MODES, Mode, Plant
@@ -71,7 +72,9 @@ def read_plant(arguments: Sequence[str]) -> Plant:
     """
     _refuse_options(arguments)
     if arguments and "=" not in arguments[0]:
-        return load_as(Plant, Path(arguments[0]), arguments[1:])
+        path = Path(arguments[0])
+        _refuse_run(path)
+        return load_as(Plant, path, arguments[1:])
     return load_as(Plant, None, arguments)
 
 
@@ -101,6 +104,19 @@ def staleness_bounds(text: str | None, sweep: bool) -> tuple[int, ...]:
     if not all(part.isascii() and part.isdigit() and len(part) <= 4 for part in parts):
         raise ConfigError("--staleness", got=repr(text), expected="whole numbers like 1,2,4,8")
     return tuple(sorted({int(part) for part in parts}))
+
+
+def _refuse_run(path: Path) -> None:
+    """Raise ConfigError if the file describes a run: it has the sections that every run needs."""
+    values, _ = read(path)
+    needed = [name for name, field in Config.model_fields.items() if field.is_required()]
+    if values.keys() >= set(needed):
+        raise ConfigError(
+            str(path),
+            got=f"the configuration of a run ({', '.join(needed)})",
+            expected="a plant: how many engines and trainer GPUs there are, and how fast they are",
+            hint="examples/plant.yaml is one, docs/simulate.md lists its keys; asyncmoe plan --config takes the configuration of a run",
+        )
 
 
 def _refuse_options(arguments: Sequence[str]) -> None:

@@ -20,7 +20,6 @@ from asyncmoe.simulate.fleet import StepTime
 Mode = Literal["sync", "one_step_off", "async"]
 MODES: tuple[Mode, ...] = get_args(Mode)
 Landing = Literal["pause", "drain"]
-LANDINGS: tuple[Landing, ...] = get_args(Landing)
 FailureShare = Annotated[Real, Field(ge=0, le=0.9)]
 Spread = Annotated[Real, Field(ge=0, le=5)]
 

@@ -1,4 +1,4 @@
-"""The report's figures: those that metrics declare, and the few that no single metric makes. Each is SVG, or None without data."""
+"""The report's figures: those that metrics declare, and the few that no single metric makes. Each is None without data."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from io import BytesIO
-from typing import Any
+from typing import Any, NamedTuple
 
 import matplotlib
 from matplotlib.figure import Figure
@@ -69,16 +69,19 @@ def titles(section: str) -> list[str]:
     return list(dict.fromkeys(drawn.plot.figure for drawn in _DRAWN if drawn.plot.section == section))
 
 
-def declared_figure(run: RunRecords, title: str) -> str | None:
-    """Draw the declared metrics of the figure with this title."""
+def declared_figures(run: RunRecords, title: str) -> list[Picture | None]:
+    """Draw the declared metrics of the figure with this title: one figure, or one for each key of a mapping."""
     members = [drawn for drawn in _DRAWN if drawn.plot.figure == title]
     first, *_ = members
     if first.plot.bars is not None:
-        return _bars(run, first)
+        return [_bars(run, first)]
     unit = f"{first.metric.unit}, %" if first.metric.is_share else first.metric.unit
     floor = 0 if first.plot.from_zero else None
     x = "minutes of RL" if first.kind is Rollout else "RL step"
-    return _curves(title, unit, [curve for drawn in members for curve in _of_metric(run, drawn)], x=x, floor=floor)
+    curves = [curve for drawn in members for curve in _of_metric(run, drawn)]
+    if first.plot.apart:
+        return [_curves(f"{title} {key}", unit, [("", points, colour)], x=x, floor=floor) for key, points, colour in curves]
+    return [_curves(title, unit, curves, x=x, floor=floor)]
 
 
 def _of_metric(run: RunRecords, drawn: _Drawn) -> list[Curve]:
@@ -91,7 +94,7 @@ def _of_metric(run: RunRecords, drawn: _Drawn) -> list[Curve]:
     return [(key or drawn.plot.curve, points, colours[i % len(colours)]) for i, (key, points) in enumerate(found)]
 
 
-def _bars(run: RunRecords, drawn: _Drawn) -> str | None:
+def _bars(run: RunRecords, drawn: _Drawn) -> Picture | None:
     heights = series.bars(run, drawn.kind, drawn.name, drawn.metric)
     if not heights:
         return None
@@ -105,25 +108,42 @@ def _bars(run: RunRecords, drawn: _Drawn) -> str | None:
             axes.bar_label(patches, labels=labels, fontsize=8, padding=2)
         axes.set_ylim(0, max(1.12 * max(heights.values()), 1e-3))
         axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1, steps=[1, 2, 5, 10]))
-        return svg(figure)
+        return picture(figure)
 
 
-def warmup_loss(run: RunRecords) -> str | None:
+def warmup_loss(run: RunRecords) -> Picture | None:
     """Loss of the supervised warm-up."""
     return _curves("Warm-up loss", "loss", [("", series.warmup_loss(run), PURPLE)], x="warm-up step")
 
 
-def idle(run: RunRecords) -> str | None:
+def idle(run: RunRecords) -> Picture | None:
     """Idle share of trainer and engines in each step."""
     curves = [("trainer", series.trainer_idle(run), BLUE), ("engines", series.engine_idle(run), GREEN)]
     return _curves("Idle", "share of the step, %", curves, floor=0, ceiling=100)
 
 
-def svg(figure: Any) -> str:
-    """Render a figure as SVG text, deterministically, with path coordinates truncated to a hundredth of a point."""
+class Picture(NamedTuple):
+    """A drawn figure: SVG text, and `alt`, what it shows in words."""
+
+    svg: str
+    alt: str
+
+
+def picture(figure: Any) -> Picture:
+    """Render a figure with one pair of axes, deterministically, with path coordinates truncated to a hundredth of a point."""
     file = BytesIO()
     figure.savefig(file, format="svg", metadata={"Date": None})
-    return _PATH.sub(lambda path: _DECIMALS.sub(r"\1", path.group()), file.getvalue().decode())
+    return Picture(_PATH.sub(lambda path: _DECIMALS.sub(r"\1", path.group()), file.getvalue().decode()), _described(figure))
+
+
+def _described(figure: Any) -> str:
+    """Return what the figure's title, axes and legend say."""
+    (axes,) = figure.axes
+    lanes = [label.get_text() for label in axes.get_yticklabels()] if not axes.get_ylabel() else []
+    legends = [legend for legend in (axes.get_legend(), *figure.legends) if legend is not None]
+    told = [text.get_text() for legend in legends for text in legend.get_texts()]
+    shown = f"{axes.get_title(loc='left')}: {axes.get_ylabel() or ', '.join(reversed(lanes))} over {axes.get_xlabel()}"
+    return f"{shown} ({', '.join(told)})" if told else shown
 
 
 def style() -> Any:
@@ -133,7 +153,7 @@ def style() -> Any:
 
 def _curves(
     title: str, unit: str, curves: Sequence[Curve], *, x: str = "RL step", floor: float | None = None, ceiling: float | None = None
-) -> str | None:
+) -> Picture | None:
     curves = [curve for curve in curves if curve[1].y]
     if not curves:
         return None
@@ -147,7 +167,7 @@ def _curves(
             axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1, steps=[1, 2, 5, 10]))
         if len(curves) > 1:
             axes.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=len(curves), borderaxespad=0.2)
-        return svg(figure)
+        return picture(figure)
 
 
 def _limits(axes: Any, curves: Sequence[Curve], floor: float | None, ceiling: float | None) -> None:
@@ -162,7 +182,7 @@ def _limits(axes: Any, curves: Sequence[Curve], floor: float | None, ceiling: fl
 def _axes(title: str, x: str, y: str) -> tuple[Any, Any]:
     figure = Figure(figsize=(5.4, 2.5), layout="constrained")
     axes = figure.add_subplot()
-    axes.set_title(title)
+    axes.set_title(title, parse_math=False)  # a user's name of a metric may contain any character
     axes.set_xlabel(x)
     axes.set_ylabel(y)
     axes.grid(axis="y")

@@ -1,7 +1,8 @@
-"""The live view of a run: on the terminal and, if configured, in TensorBoard and Prometheus."""
+"""The live view of a run: on the terminal and, if configured, in TensorBoard, Prometheus and loggers."""
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from contextlib import ExitStack
 from dataclasses import replace
@@ -14,8 +15,11 @@ from rich.live import Live
 from asyncmoe.config import Config
 from asyncmoe.errors import StorageError
 from asyncmoe.telemetry.follow import Followed, Follower, Sink
+from asyncmoe.telemetry.loggers import checks
+from asyncmoe.telemetry.loggers.supervised import DOWN_S, LoggerProcess
 from asyncmoe.telemetry.prometheus import Prometheus
 from asyncmoe.telemetry.records import sessions
+from asyncmoe.telemetry.rejected import rejected
 from asyncmoe.telemetry.rollout_schema import Evaluation, Rollout
 from asyncmoe.telemetry.schema import Resume, Step
 from asyncmoe.telemetry.screen import RECENT_ROLLOUTS, View, evaluated, line, panel
@@ -40,6 +44,8 @@ class LiveView:
         self._view = View(config.run.dir.name, config.warmup.steps, config.warmup.steps + config.run.steps)
         self._rollout: deque[Rollout] = deque(maxlen=RECENT_ROLLOUTS)
         self._sinks: list[Sink] = []
+        self._loggers: list[LoggerProcess] = []
+        self._unstarted = checks.configured(config.telemetry)
         self._stack = ExitStack()
 
     def __enter__(self) -> LiveView:
@@ -54,11 +60,33 @@ class LiveView:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        gone = rejected(self._view.rollout[-1:])
+        if self._live is None and gone.by_reason:
+            self._print(f"rejected {gone}")
         try:
             self._stack.close()
         except StorageError:
             if error is None:  # else the earlier error propagates
                 raise
+        finally:
+            self._end_loggers(failed=error is not None)
+
+    def _look_after_loggers(self) -> None:
+        while self._unstarted:  # not earlier: until the run's processes start, its directory may still be prepared
+            self._loggers.append(LoggerProcess(self._config, self._unstarted.pop(0)))
+        for logger in self._loggers:
+            if (text := logger.look()) is not None:
+                self.say(text)
+
+    def _end_loggers(self, failed: bool) -> None:
+        """Wait for all loggers together, and say what each lacks."""
+        limit = self._config.telemetry.loggers.finish_timeout_s
+        until = time.monotonic() + (min(limit, DOWN_S) if failed else limit)
+        for logger in self._loggers:
+            logger.ask_to_end()
+        for logger in self._loggers:
+            if (text := logger.end(until)) is not None:
+                self._print(text)
 
     def refresh(self) -> None:
         """Read and show new records.
@@ -70,6 +98,7 @@ class LiveView:
         self._take(new)
         for sink in tuple(self._sinks):
             self._feed(sink, new)
+        self._look_after_loggers()
         if self._live:
             self._live.update(panel(self._view), refresh=True)
             return

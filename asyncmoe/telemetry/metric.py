@@ -31,6 +31,7 @@ class Plot:
         smooth: add the running mean.
         bars: draw a mapping from whole numbers with a bar for each: its mean over the steps, or its share of the total of all steps.
         keys: label of the axis of the bars.
+        apart: draw every key of a mapping, whose units may differ, in a figure of its own, with the key in its title.
     """
 
     section: Section
@@ -41,6 +42,7 @@ class Plot:
     smooth: bool = False
     bars: Literal["mean", "share"] | None = None
     keys: str = ""
+    apart: bool = False
 
 
 @dataclass(frozen=True)

@@ -25,27 +25,39 @@ RENAMED = {"kl_engine": "train_infer_kl", "routing_differs": "routing_mismatch",
 """Former names of fields, and their names now: a run that an older version began is read as one series."""
 
 
+_BLOCK = 1 << 16
+"""Bytes read at a time to find the last line."""
+
+
 class JsonLines:
     """Appends one JSON object per line; a reader sees each record immediately.
 
     Opening the file truncates an incomplete line of a killed writer. Numbers that are not finite are written as null. Each file has one
     writer, whose `write` is thread-safe.
 
+    Args:
+        mode: permissions of a file that is made here; None: those that the process gives its files.
+
     Raises:
         StorageError: the file cannot be opened or written. A record is written completely or not at all.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, mode: int | None = None) -> None:
         self.path, self._lock = path, threading.Lock()
         with writing("records of the run", path):
             path.parent.mkdir(parents=True, exist_ok=True)
             _cut_torn_line(path)
+            if mode is not None:
+                os.close(os.open(path, os.O_WRONLY | os.O_CREAT, mode))
             # Unbuffered: closing a buffered file would retry a failed write.
             self._file = path.open("ab", buffering=0)
 
     def write(self, record: Mapping[str, Any] | Record) -> None:
         """Append a record, either a mapping or a struct of `schema`. NumPy and torch scalars are written as numbers."""
-        line = msgspec.json.encode(record, enc_hook=_number) + b"\n"
+        self.append(msgspec.json.encode(record, enc_hook=_number) + b"\n")
+
+    def append(self, line: bytes) -> None:
+        """Append an encoded record, with its line feed."""
         with self._lock, writing("records of the run", self.path):
             self._append(line)
 
@@ -137,20 +149,11 @@ class Tail:
         return [_convert(self.path, number, values, kind) for number, values in self.numbered()]
 
 
-def read(path: Path) -> list[dict[str, Any]]:
-    """Read all records of a file; a missing file has none. An incomplete last line (killed writer) is ignored.
-
-    Raises:
-        DataError: a complete line is not a JSON object; names file and line.
-    """
-    return Tail(path).poll()
-
-
 def read_spans(path: Path) -> list[Span]:
     """Read all spans of a file, in the order written.
 
     Raises:
-        DataError: see `read`; or a field is missing or has a wrong type.
+        DataError: a complete line is not a JSON object, or a field is missing or has a wrong type; names file and line.
     """
     return Tail(path).poll_as(Span)
 
@@ -249,9 +252,15 @@ def _cut_torn_line(path: Path) -> None:
     if not path.exists():
         return
     with path.open("rb+") as file:
-        torn = len(file.read().rpartition(b"\n")[2])
-        if torn:
-            file.truncate(path.stat().st_size - torn)
+        size = end = file.seek(0, os.SEEK_END)
+        whole = 0
+        while end and not whole:
+            begin = max(0, end - _BLOCK)
+            file.seek(begin)
+            whole = (begin + newline + 1) if (newline := file.read(end - begin).rfind(b"\n")) >= 0 else 0
+            end = begin
+        if whole < size:
+            file.truncate(whole)
 
 
 def _number(value: object) -> object:

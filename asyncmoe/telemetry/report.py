@@ -13,11 +13,12 @@ from asyncmoe.telemetry import figures, timeline
 from asyncmoe.telemetry.advice import advise
 from asyncmoe.telemetry.format import duration, number, percent
 from asyncmoe.telemetry.gauges import gauge
+from asyncmoe.telemetry.rejected import describe, rejected, scored
 from asyncmoe.telemetry.rollout_schema import Evaluation
 from asyncmoe.telemetry.run import RunRecords, load
 from asyncmoe.telemetry.summary import Summary, summary_of
 
-Draw = Callable[[RunRecords], str | None]
+Draw = Callable[[RunRecords], figures.Picture | None]
 
 _SECTIONS: tuple[tuple[str, str, tuple[Draw | str, ...]], ...] = (
     (
@@ -79,13 +80,13 @@ def html(run: RunRecords) -> str:
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">'
         f"<title>{escape(run.name)} · asyncmoe</title><style>{_CSS}</style></head><body>\n"
         f'<h1>{escape(run.name)}</h1>\n<p class="note">{escape(_what_it_was(run, summary))}</p>\n'
-        f"{_advice(run, summary)}{_table(summary)}{sections}</body></html>\n"
+        f"{_advice(run, summary)}{_table(run, summary)}{sections}</body></html>\n"
     )
 
 
-def _drawn(run: RunRecords, section: str, first: Sequence[Draw | str]) -> list[str | None]:
+def _drawn(run: RunRecords, section: str, first: Sequence[Draw | str]) -> list[figures.Picture | None]:
     every = [*first, *(title for title in figures.titles(section) if title not in first)]
-    return [figures.declared_figure(run, draw) if isinstance(draw, str) else draw(run) for draw in every]
+    return [one for draw in every for one in (figures.declared_figures(run, draw) if isinstance(draw, str) else [draw(run)])]
 
 
 def _what_it_was(run: RunRecords, summary: Summary) -> str:
@@ -103,7 +104,7 @@ def _advice(run: RunRecords, summary: Summary) -> str:
     return f'<div class="advice"><ul>{items}</ul></div>\n'
 
 
-def _table(summary: Summary) -> str:
+def _table(run: RunRecords, summary: Summary) -> str:
     diff = summary.max_abs_logprob_diff_same_version
     reward = f"{number(summary.reward_first)} → {number(summary.reward_last)}"
     rows = [
@@ -129,6 +130,9 @@ def _table(summary: Summary) -> str:
     ]
     if summary.evaluation_first is not None and summary.evaluation_last is not None:
         rows.insert(1, _evaluation(summary.evaluation_first, summary.evaluation_last))
+    rows += [(f"Scoring: {name}", number(stage.scored), describe(stage)) for name, stage in scored(run.rollout).items()]
+    if run.rollout:
+        rows.append(("Rejected", percent(summary.rejected_share), f"trajectories: {rejected(run.rollout)}"))
     cells = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
     return f"<h2>Summary</h2>\n<table>{cells}</table>\n"
 
@@ -139,8 +143,8 @@ def _evaluation(first: Evaluation, last: Evaluation) -> tuple[str, str, str]:
     return f"Evaluation {first.name}".strip(), f"{number(first.reward_mean)} → {number(last.reward_mean)}{error}", what
 
 
-def _section(title: str, note: str, drawn: Sequence[str | None]) -> str:
-    images = "".join(_image(title, picture) for picture in drawn if picture is not None)
+def _section(title: str, note: str, drawn: Sequence[figures.Picture | None]) -> str:
+    images = "".join(_image(picture) for picture in drawn if picture is not None)
     body = (
         f'<div class="plots{" wide" if title == "Timeline" else ""}">{images}</div>' if images else '<p class="note">Nothing recorded.</p>'
     )
@@ -148,7 +152,7 @@ def _section(title: str, note: str, drawn: Sequence[str | None]) -> str:
     return f"<h2>{escape(title)}</h2>\n{intro}{body}\n"
 
 
-def _image(title: str, picture: str) -> str:
+def _image(picture: figures.Picture) -> str:
     # Element ids of several inline SVGs would clash; as images, they do not.
-    data = base64.b64encode(picture.encode()).decode()
-    return f'<img alt="{escape(title)}" src="data:image/svg+xml;base64,{data}">'
+    data = base64.b64encode(picture.svg.encode()).decode()
+    return f'<img alt="{escape(picture.alt)}" src="data:image/svg+xml;base64,{data}">'

@@ -19,6 +19,9 @@ class Scoring(msgspec.Struct, frozen=True, kw_only=True):
     retried: Annotated[int, Metric("Retries.")] = 0
     failed: Annotated[Mapping[str, int], Metric("Failed samples by reason.", "samples", key="reason")] = {}
     seconds: Annotated[float, Metric("Total time of the scored and failed samples.", "seconds")] = 0.0
+    wait_seconds: Annotated[
+        float, Metric("The part of `seconds` outside calls: waiting for a slot, for the breaker and in backoff.", "seconds")
+    ] = 0.0
     breaker: Annotated[str, "State of the circuit breaker."] = "closed"
 
 

@@ -156,7 +156,12 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
     ] = None
     plugin_metrics: Annotated[
         Mapping[str, float | None] | None,
-        Metric('Metrics of the user\'s own parts of the objective, by "advantage/NAME", "loss/NAME" or "weight/NAME".', key="name"),
+        Metric(
+            'Metrics of the user\'s own parts of the objective, by "advantage/NAME", "loss/NAME" or "weight/NAME".',
+            "the function's own unit",
+            key="name",
+            plot=Plot("Learning", "Your function's", apart=True),
+        ),
     ] = None
     kl_reference: Annotated[
         float | None,

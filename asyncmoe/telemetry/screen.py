@@ -15,12 +15,14 @@ from asyncmoe.telemetry.advice import advise
 from asyncmoe.telemetry.format import ABSENT, bars, duration, number, percent, quantity
 from asyncmoe.telemetry.gauges import Gauges, gauge, mean
 from asyncmoe.telemetry.metric import Metric, declared
-from asyncmoe.telemetry.rollout_schema import Evaluation, Rollout
+from asyncmoe.telemetry.rejected import describe, rejected, scored
+from asyncmoe.telemetry.rollout_schema import Calls, Evaluation, Rollout, Scoring
 from asyncmoe.telemetry.schema import Step
 
 RECENT_STEPS = 10
 RECENT_ROLLOUTS = 30
 _LABEL = 9
+_MOST_TOOLS = 3
 
 
 @dataclass(frozen=True)
@@ -79,8 +81,10 @@ def panel(view: View) -> RenderableType:
         "age": bars(g.ages),
         "idle": f"trainer {percent(g.trainer_idle)}   engines {percent(g.engine_idle)}",
         "sync": f"{number(g.sync_seconds, 's')} an update   engines paused {number(g.pause_ms, 'ms')}",
+        **_judged(view.rollout),
         "advice": advise(g)[0],
     }
+    rows |= _scoring(view)
     if view.evaluation is not None:
         rows["evaluated"] = evaluated(view.evaluation)
     if view.message:
@@ -89,8 +93,15 @@ def panel(view: View) -> RenderableType:
     grid.add_column(width=_LABEL, style="dim")
     grid.add_column(overflow="fold")
     for label, text in rows.items():
-        grid.add_row(label, Text(text, style="yellow" if label in ("advice", "note") else ""))
+        grid.add_row(label, Text(text, style="yellow" if label in ("advice", "note", "rejected") else ""))
     return Panel(Group(_progress(view), grid), title=Text(heading(view)), title_align="left")
+
+
+def _scoring(view: View) -> dict[str, str]:
+    """Return a row for each scoring stage in use, and one for rejections if there are any."""
+    rows = {name: describe(stage) for name, stage in scored(view.rollout[-1:]).items()}
+    gone = rejected(view.rollout[-1:])
+    return rows | ({"rejected": str(gone)} if gone.by_reason else {})
 
 
 def _learning(view: View) -> list[tuple[Metric, str]]:
@@ -98,6 +109,32 @@ def _learning(view: View) -> list[tuple[Metric, str]]:
     steps = view.recent_rl or view.steps[-1:]
     shown = {name: metric for name, metric in declared(Step).items() if metric.panel}
     return [(metric, quantity(mean([getattr(step, name) for step in steps]), metric.unit)) for name, metric in shown.items()]
+
+
+def _judged(records: Sequence[Rollout]) -> dict[str, str]:
+    """Return the rows of scoring and of tools, of what ended within the recent records; a stage or tool without any is left out."""
+    if not records:
+        return {}
+    last, first = records[-1], records[0]
+    stages, calls = [], []
+    for name, scoring in last.scoring.items():
+        before = first.scoring.get(name, Scoring())
+        samples = _samples(scoring) - _samples(before)
+        if samples > 0:
+            each, waited = (scoring.seconds - before.seconds) / samples, (scoring.wait_seconds - before.wait_seconds) / samples
+            waiting = f", {scoring.waiting} wait" if scoring.waiting else ""
+            stages.append(f"{name} {number(each, 's')} a response, {number(waited, 's')} of it waiting{waiting}")
+    for name, tool in last.tools.items():
+        earlier = first.tools.get(name, Calls())
+        if (ended := tool.calls - earlier.calls) > 0:
+            calls.append((tool.seconds - earlier.seconds, f"{name} {number((tool.seconds - earlier.seconds) / ended, 's')} a call"))
+    longest = [text for _, text in sorted(calls, reverse=True)[:_MOST_TOOLS]]
+    rows = {"scoring": "   ".join(stages), "tools": "   ".join(longest)}
+    return {label: text for label, text in rows.items() if text}
+
+
+def _samples(scoring: Scoring) -> int:
+    return scoring.scored + sum(scoring.failed.values())
 
 
 def _progress(view: View) -> RenderableType:
@@ -129,4 +166,6 @@ def line(view: View, step: Step) -> str:
     """Describe one step in one line of plain text, without missing values."""
     phase = f"warm-up {step.step}/{view.warmup}" if step.phase == "warmup" else f"step {step.step - view.warmup}/{view.total - view.warmup}"
     parts = [(metric.word, quantity(getattr(step, name), metric.unit)) for name, metric in declared(Step).items() if metric.word]
-    return "  ".join([phase, *(f"{word} {text}" for word, text in parts if text != ABSENT)])
+    gone = rejected(view.rollout[-1:])
+    lost = [f"rejected {percent(gone.share)}"] if gone.by_reason else []
+    return "  ".join([phase, *(f"{word} {text}" for word, text in parts if text != ABSENT), *lost])

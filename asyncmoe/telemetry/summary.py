@@ -3,18 +3,32 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from statistics import fmean
 
 import msgspec
 
 from asyncmoe.telemetry.gauges import known, mean, median, ratio, sum_over
+from asyncmoe.telemetry.loggers import state
 from asyncmoe.telemetry.overlap import intersection, length
+from asyncmoe.telemetry.rejected import rejected
 from asyncmoe.telemetry.rollout_schema import Evaluation
 from asyncmoe.telemetry.run import RunRecords, load
 
 ENDS = 5
 """Number of RL steps over which `reward_first` and `reward_last` are averaged."""
+
+
+class Logged(msgspec.Struct, frozen=True, kw_only=True):
+    """What a logger got of a run."""
+
+    url: str
+    """Address of the logger's run; "" without one."""
+    steps: int
+    """The last step it was sent."""
+    problem: str | None
+    """Why it lacks something, in one line; None if it lacks nothing."""
 
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
@@ -56,6 +70,12 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     """Evaluation of the lowest version, of its first set; None without evaluations."""
     evaluation_last: Evaluation | None
     """Evaluation of the highest version, of the same set; None without evaluations."""
+    rejected_share: float | None
+    """Rejected share of the started trajectories, over all starts of the controller; None if none was started."""
+    rejected: dict[str, int] | None
+    """Rejected trajectories by reason, over all starts of the controller; None without rollout records."""
+    loggers: Mapping[str, Logged] | None = None
+    """What W&B, MLflow and Trackio got, by name; None without any."""
 
 
 def summarise(run_dir: Path) -> dict[str, object]:
@@ -64,7 +84,8 @@ def summarise(run_dir: Path) -> dict[str, object]:
     Raises:
         DataError: no step is recorded, or a line is malformed.
     """
-    found: dict[str, object] = msgspec.to_builtins(summary_of(load(run_dir)))
+    summary = msgspec.structs.replace(summary_of(load(run_dir)), loggers=_logged(run_dir))
+    found: dict[str, object] = msgspec.to_builtins(summary)
     return found
 
 
@@ -81,12 +102,18 @@ def write_summary(run_dir: Path) -> dict[str, object]:
     return summary
 
 
+def _logged(run_dir: Path) -> dict[str, Logged] | None:
+    states = {name: state.read(run_dir, name) for name in state.known(run_dir)}
+    return {name: Logged(url=one.url, steps=one.sent.step, problem=one.problem) for name, one in states.items()} or None
+
+
 def summary_of(run: RunRecords) -> Summary:
     """Compute the summary; each field of `Summary` defines its number."""
     rl = run.rl
     wall = length(run.rl_windows)
     rewards = known(step.reward_mean for step in rl)
     updates = [step for step in rl if step.sync_seconds]
+    gone = rejected(run.rollout)
     return Summary(
         steps=len(rl),
         reward_first=fmean(rewards[:ENDS]) if rewards else None,
@@ -104,6 +131,8 @@ def summary_of(run: RunRecords) -> Summary:
         wall_seconds=wall,
         evaluation_first=run.evaluations[0] if run.evaluations else None,
         evaluation_last=next((one for one in reversed(run.evaluations) if one.name == run.evaluations[0].name), None),
+        rejected_share=gone.share,
+        rejected=dict(gone.by_reason) if run.rollout else None,
     )
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from asyncmoe.telemetry.figures import BLUE, FAINT, GREEN, GREY, INK, PURPLE, RED, style, svg
+from asyncmoe.telemetry.figures import BLUE, FAINT, GREEN, GREY, INK, PURPLE, RED, Picture, picture, style
 from asyncmoe.telemetry.format import percent
 from asyncmoe.telemetry.overlap import Cover, Interval, intersection, length, union
 from asyncmoe.telemetry.run import RunRecords
@@ -110,7 +110,7 @@ def _shares(intervals: Sequence[Interval], cells: Sequence[Interval]) -> list[fl
     return [round(cover.within(begin, end) / (end - begin) / _GRAIN) * _GRAIN for begin, end in cells]
 
 
-def recent(run: RunRecords) -> str | None:
+def recent(run: RunRecords) -> Picture | None:
     """Draw the last steps, with the end of each step and the engines' pauses."""
     lines = timeline(run, recent_windows(run))
     if not run.spans or not lines.edges[-1]:
@@ -119,10 +119,10 @@ def recent(run: RunRecords) -> str | None:
         figure, axes = _draw(lines, f"Last {len((run.rl or run.steps)[-10:])} steps")
         _step_ends(axes, lines, run, (run.rl or run.steps)[-10:])
         _legend(figure, lines, pauses=_pauses(axes, lines, run))
-        return svg(figure)
+        return picture(figure)
 
 
-def whole(run: RunRecords) -> str | None:
+def whole(run: RunRecords) -> Picture | None:
     """Draw the whole run, warm-up included."""
     lines = timeline(run, run.windows)
     if not run.spans or not lines.edges[-1]:
@@ -134,7 +134,7 @@ def whole(run: RunRecords) -> str | None:
             _mark(axes, lines, lines.position(run.rl[0].begin), "RL begins")
         for begin, _ in run.windows[1:]:
             _mark(axes, lines, lines.position(begin), "resumed")
-        return svg(figure)
+        return picture(figure)
 
 
 def _draw(lines: Timeline, title: str) -> tuple[Any, Any]:

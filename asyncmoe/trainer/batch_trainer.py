@@ -24,7 +24,9 @@ from asyncmoe.trainer.model.gpt import Model
 from asyncmoe.trainer.model.reference import reference
 from asyncmoe.trainer.model.replay import Replay
 from asyncmoe.trainer.objective import Plugins
-from asyncmoe.trainer.step import StepMetrics, logprobs_only, train_step
+from asyncmoe.trainer.profiling import mark
+from asyncmoe.trainer.samples import TrainerSamples
+from asyncmoe.trainer.step import Differs, StepMetrics, logprobs_only, train_step
 from asyncmoe.trajectory import Trajectory
 
 megatron.prepare()
@@ -44,15 +46,23 @@ class Learner:
         client: fetches trajectories.
         replay: replays recorded experts; None if routing is not kept.
         plugins: the user's own parts of the objective.
+        samples: keeps what training makes of some trajectories.
 
     Raises:
         DataError: the reference policy's checkpoint cannot be read.
     """
 
     def __init__(
-        self, config: Config, model: Model, adam: MegatronOptimizer, client: Client, replay: Replay | None, plugins: Plugins
+        self,
+        config: Config,
+        model: Model,
+        adam: MegatronOptimizer,
+        client: Client,
+        replay: Replay | None,
+        plugins: Plugins,
+        samples: TrainerSamples,
     ) -> None:
-        self._plugins = plugins
+        self._plugins, self._samples = plugins, samples
         self._config, self._model, self._optimizer, self._client, self._replay = config, model, adam, client, replay
         self._mesh = model.mesh
         self._reference = reference(model, config.model.path) if config.objective.kl.coefficient else None
@@ -70,7 +80,8 @@ class Learner:
         updates = batch_client.plan_updates(leased.items, phase, self._config, self._mesh)
         wanted = sorted({i for update in updates for i in batch_client.mine(update, self._mesh)})
         layers = () if self._replay is None else self._replay.layers
-        trajectories = batch_client.fetch(self._client, leased, wanted, layers, masks=self._mesh.last_stage)
+        with mark("fetch"):
+            trajectories = batch_client.fetch(self._client, leased, wanted, layers, masks=self._mesh.last_stage)
         if phase == "warmup":
             return self._warm_up(updates, trajectories, leased, before_update)
         return self._reinforce(updates, trajectories, leased, step, before_update)
@@ -101,14 +112,19 @@ class Learner:
             return batch_client.microbatches(update, trajectories, advantages, config, mesh, routing, before, reference)
 
         before, reference = self._logprobs(updates, microbatches, leased, trajectories, step)
-        metrics = []
+        metrics, sampled = [], self._samples.of(leased.items)
         for i, update in enumerate(updates):
             loss = PolicyLoss(config.objective, config.rollout.temperature, step, progress=i / len(updates), plugins=self._plugins)
             made = microbatches(update, before, reference)
-            found = train_step(self._model, self._optimizer, made, loss, lr, before_update, self._replay)
+            differs: Differs = lambda batch: None  # noqa: E731
+            if sampled is not None:
+                loss, differs = replace(loss, observe=sampled.observer(update.members)), sampled.counter(update.members)
+            found = train_step(self._model, self._optimizer, made, loss, lr, before_update, self._replay, differs)
             metrics.append(replace(found, figures={**found.figures, "plugin_metrics": reported | found.figures["plugin_metrics"]}))
             if not metrics[-1].updated:
                 log.warning("step %d: every token was rejected (%s); no update", step, metrics[-1].figures["rejected_by_rule"])
+        if sampled is not None:
+            self._samples.write(sampled, leased.items, trajectories, step)
         return metrics
 
     def _logprobs(

@@ -33,7 +33,9 @@ from asyncmoe.trainer.lora.files import AdapterFiles
 from asyncmoe.trainer.model import checkpoint, collectives, gpt, mesh, optimizer
 from asyncmoe.trainer.model.replay import Replay
 from asyncmoe.trainer.objective import Plugins
+from asyncmoe.trainer.profiling import Profiler, mark
 from asyncmoe.trainer.records import step_record
+from asyncmoe.trainer.samples import TrainerSamples
 from asyncmoe.trainer.step import StepMetrics
 from asyncmoe.trainer.weight_sync.broadcast import BroadcastPublisher
 from asyncmoe.trainer.weight_sync.expected_checksums import engine_checksums
@@ -93,12 +95,15 @@ class Trainer:
         plugins: Plugins,
     ) -> None:
         self._config, self._mesh, self._model, self._optimizer, self._client = config, place, built, adam, client
-        self._learner = Learner(config, built, adam, client, replay(config, built), plugins)
+        routing = models.kept_routing(config, built.hf)
+        samples = TrainerSamples(config, place, done, 0 if routing is None else len(routing.layers))
+        self._learner = Learner(config, built, adam, client, replay(config, built), plugins, samples)
         self._step = self._saved = done
         self._first = place.rank == 0
         self._total = config.warmup.steps + config.run.steps
         self._sync = sync
         self._waits: list[tuple[float, float]] = []
+        self._profiler = Profiler(config, place.rank)
         self._metrics = JsonLines(config.run.dir / METRICS) if self._first else None
         self._spans = Spans(config.run.dir / TRAINER_SPANS) if self._first else None
 
@@ -116,7 +121,8 @@ class Trainer:
             leased = batch_client.lease(self._client, config, self._step, self._phase, self._sync.check)
             if leased.stop:
                 break
-            self._advance(leased, begin)
+            with self._profiler.step(self._step + 1):
+                self._advance(leased, begin)
         if self._saved != self._step:
             self._save()
         self._sync.settle()
@@ -141,7 +147,7 @@ class Trainer:
         rl_steps = self._step - self._config.warmup.steps
         published: Published | None = None
         if 0 <= rl_steps < self._config.run.steps and rl_steps % self._config.sync.every == 0:
-            with self._waiting_for_sync():
+            with self._waiting_for_sync(), mark("publish"):
                 published = self._sync.settle()
                 self._begin_sync()
         self._record(leased, phase, metrics, published, (begin, got, trained))
@@ -154,7 +160,7 @@ class Trainer:
         self._sync.begin(self._step)
 
     def _before_update(self) -> None:
-        with self._waiting_for_sync():
+        with self._waiting_for_sync(), mark("wait for weight sync"):
             self._sync.wait_sent()
 
     @contextmanager
@@ -168,7 +174,8 @@ class Trainer:
 
     def _save(self) -> None:
         begin = time.perf_counter()
-        path = checkpoint.save(self._config, self._step, self._model, self._optimizer)
+        with mark("save checkpoint"):
+            path = checkpoint.save(self._config, self._step, self._model, self._optimizer)
         self._saved = self._step
         if self._first:
             self._client.ask(Saved(self._step), ANSWER_S)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -11,7 +12,7 @@ import torch
 from asyncmoe.config.objective import ObjectiveSection
 from asyncmoe.trainer import objective
 from asyncmoe.trainer.data.batch import MicroBatch
-from asyncmoe.trainer.objective import NO_PLUGINS, Plugins, Sums
+from asyncmoe.trainer.objective import NO_PLUGINS, Fates, Plugins, Sums
 
 _DENOMINATOR: Mapping[str, tuple[int, ...]] = {"tokens": (), "kept": (), "planned_weight": (), "kept_weight": ()}
 
@@ -48,6 +49,7 @@ class PolicyLoss:
         version: weight version before the batch's first update.
         progress: share of the batch's updates already made.
         plugins: the user's own parts that `section` names.
+        observe: called with each micro-batch and what becomes of its rows.
     """
 
     section: ObjectiveSection
@@ -55,6 +57,7 @@ class PolicyLoss:
     version: int
     progress: float = 0.0
     plugins: Plugins = NO_PLUGINS
+    observe: Callable[[MicroBatch, Fates], None] | None = None
 
     @property
     def sums(self) -> Mapping[str, tuple[int, ...]]:
@@ -99,7 +102,14 @@ class PolicyLoss:
             reference=batch.reference,
         )
         return objective.policy_loss(
-            logprobs, rows, self.section, self.version, progress=self.progress, unmasked=unmasked, plugins=self.plugins
+            logprobs,
+            rows,
+            self.section,
+            self.version,
+            progress=self.progress,
+            unmasked=unmasked,
+            plugins=self.plugins,
+            observe=None if self.observe is None else partial(self.observe, batch),
         )
 
 

@@ -23,6 +23,7 @@ from asyncmoe.trainer.model import collectives
 from asyncmoe.trainer.model.gpt import Model
 from asyncmoe.trainer.model.logprobs import target_logprobs
 from asyncmoe.trainer.model.mesh import Mesh
+from asyncmoe.trainer.profiling import mark
 
 megatron.prepare()
 
@@ -73,6 +74,7 @@ def train_step(
     lr: float,
     before_update: Callable[[], None] = lambda: None,
     replay: Replay | None = None,
+    differs: Differs = lambda batch: None,
 ) -> StepMetrics:
     """Run the forward and backward passes, reduce and clip the gradients, update the parameters. Collective over all ranks.
 
@@ -81,6 +83,7 @@ def train_step(
         lr: learning rate of this step.
         before_update: called when the gradients are complete, before any parameter changes.
         replay: routes micro-batches with recorded experts through these experts.
+        differs: see `Differs`.
 
     Raises:
         ConfigError: a plug-in fails on this rank.
@@ -93,7 +96,10 @@ def train_step(
     optimizer.zero_grad()
     if model.balance is not None:
         model.balance.forget()
-    results, differs = _run(model, microbatches, partial(_loss_of, model.mesh, loss), forward_only=False, replay=replay)
+    with mark("forward and backward"):
+        results, mismatch = _run(
+            model, microbatches, partial(_loss_of, model.mesh, loss), forward_only=False, replay=replay, differs=differs
+        )
     sums = _reduce(model.mesh, results, {**_COMMON, **loss.sums})
     policy = loss if isinstance(loss, PolicyLoss) else None
     if policy is not None:
@@ -114,7 +120,7 @@ def train_step(
         entropy=float(sums["entropy"]) / max(tokens, 1),
         updated=bool(scale),
         figures={} if policy is None else policy.figures(sums),
-        routing_mismatch=differs,
+        routing_mismatch=mismatch,
     )
 
 
@@ -123,7 +129,8 @@ def _update(model: Model, optimizer: MegatronOptimizer, scale: float) -> float:
     if scale != 1.0:
         for chunk in model.ddp:
             chunk.scale_gradients(scale)
-    done, norm, _ = optimizer.step()
+    with mark("optimizer"):
+        done, norm, _ = optimizer.step()
     if not done:
         raise InvariantBroken("the optimizer skipped its step")
     if model.balance is not None:
@@ -145,7 +152,7 @@ def logprobs_only(
     Returns:
         float32[T_i] by trajectory index i, on every rank, aligned with the tokens; the first entry is 0 because nothing precedes its token.
     """
-    with nullcontext() if model.adapter is None else attach.without_dropout(model.chunks):
+    with mark("log-probabilities"), nullcontext() if model.adapter is None else attach.without_dropout(model.chunks):
         results, _ = _run(model, microbatches, partial(_logprobs_of, model.mesh, temperature), forward_only=True, replay=replay)
     starts = np.cumsum([0, *lengths])
     flat = torch.zeros(int(starts[-1]), dtype=torch.float32, device=model.mesh.device)
@@ -162,8 +169,18 @@ Finish = Callable[[MicroBatch, torch.Tensor], tuple[torch.Tensor, torch.Tensor, 
 """(micro-batch, logits [1, T, V / tp]) -> loss, an ignored token count, named results."""
 
 
+Differs = Callable[[MicroBatch], torch.Tensor | None]
+"""Returns, for a micro-batch of T rows, int32[T] to which each of this rank's routers adds 1 for the rows it would have sent elsewhere
+than the engine's; None: not counted by row."""
+
+
 def _run(
-    model: Model, microbatches: Sequence[MicroBatch], finish: Finish, forward_only: bool, replay: Replay | None = None
+    model: Model,
+    microbatches: Sequence[MicroBatch],
+    finish: Finish,
+    forward_only: bool,
+    replay: Replay | None = None,
+    differs: Differs = lambda batch: None,
 ) -> tuple[list[dict[str, torch.Tensor]], dict[int, float]]:
     """Run Megatron's schedule over the micro-batches. Return each micro-batch's results from `finish`, [] except on the last pipeline
     stage, and the result of `Replay.end`, {} without replay."""
@@ -176,7 +193,7 @@ def _run(
         bounds = [] if batch.cu_seqlens is None else batch.cu_seqlens.tolist()
         batch = batch.to(model.mesh.device)
         counting = model.balance.counting(batch) if model.balance is not None and not forward_only else nullcontext()
-        with counting, replay.forward(chunk, batch.experts) if replay is not None else nullcontext():
+        with counting, replay.forward(chunk, batch.experts, differs(batch)) if replay is not None else nullcontext():
             output = ddp(batch.tokens, batch.positions, None, packed_seq_params=_packed(batch, bounds), **kwargs)
         return output, partial(finish, batch)
 

@@ -1,6 +1,6 @@
 """The record of one agent's conversation in an episode: its type, wire format and validity, and the encoded routes and masks in it.
 
-Depends only on `asyncmoe.errors`, NumPy and msgspec; csrc/record packs routes and masks.
+Depends only on `asyncmoe.errors`, NumPy and msgspec; csrc/trajectory packs routes and masks.
 """
 
 from asyncmoe.trajectory.codec import Limits, decode, encode, frames_in, part

@@ -38,7 +38,7 @@ class Masks:
 
 @dataclass(frozen=True)
 class EncodedMasks:
-    """Encoded masks; csrc/record/masks.h defines the format.
+    """Encoded masks; csrc/trajectory/masks.h defines the format.
 
     Attributes:
         rows: number of rows.

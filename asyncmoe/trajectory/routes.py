@@ -51,7 +51,7 @@ class Routes:
         top_k: experts per token in each layer.
         experts: exclusive upper bound of the expert ids.
         digests: for each layer, a CRC-32C of its dimensions, its number and its plane.
-        planes: the planes of all layers, concatenated, `plane_bytes` each; csrc/record/routes.h defines the format.
+        planes: the planes of all layers, concatenated, `plane_bytes` each; csrc/trajectory/routes.h defines the format.
     """
 
     rows: int

@@ -20,9 +20,9 @@ from asyncmoe.models.lora.peft import write_served
 from asyncmoe.models.make import VOCAB
 from asyncmoe.models.shape import Shape
 from asyncmoe.rollout.engines.adapter_slots import ServedBy, TwoSlots, attributed
-from asyncmoe.rollout.engines.sglang.lora import flags, message
+from asyncmoe.rollout.engines.sglang.lora import flags
 from asyncmoe.rollout.engines.sglang.process import SGLangProcess
-from asyncmoe.rollout.engines.types import AdapterMessage, Generation, Sampling
+from asyncmoe.rollout.engines.types import Generation, Sampling
 from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId, Turn, assemble
 from asyncmoe.trajectory import Recording, Routing, decode_routes, validate
 from tests.engine.conftest import settings
@@ -49,8 +49,9 @@ class Rig:
     def kind(self, targets: tuple[str, ...] = ALL, rank: int = 4) -> Kind:
         return Kind(targets, rank, 8.0, self.experts)
 
-    def message(self, adapter: Adapter) -> AdapterMessage:
-        return message(self.m, adapter, self.engine.tp)
+    def write(self, folder: Path, adapter: Adapter) -> Path:
+        folder.mkdir()
+        return write_served(folder, self.m, adapter)
 
     async def generate(self, prompt: tuple[int, ...], adapter: str | None, tokens: int = 16) -> Generation:
         return await self.engine.client.generate(prompt, Sampling(0.8, tokens, ()), "0", 60.0, adapter=adapter)
@@ -87,9 +88,8 @@ def test_log_probabilities_are_those_of_the_merged_weights(rig: Rig, model: Path
         return await asyncio.gather(*(rig.generate(prompt, adapter) for prompt in prompts))
 
     async def use(name: str) -> list[Generation]:
-        folder = tmp_path / name
-        folder.mkdir()
-        await client.load_adapter(name, rig.message(made[name]) if name == "all" else write_served(folder, rig.m, made[name]), 60.0)
+        folder = rig.write(tmp_path / name, made[name])
+        await client.load_adapter(name, folder, 60.0)
         shutil.rmtree(folder)
         # At once with requests that have none.
         with_it, base = await asyncio.gather(ask(name), ask(None))
@@ -109,13 +109,13 @@ def test_log_probabilities_are_those_of_the_merged_weights(rig: Rig, model: Path
             rig.run(ask(name))
 
 
-def test_a_record_under_an_adapter_has_its_version_and_its_routes(rig: Rig, model: Path) -> None:
+def test_a_record_under_an_adapter_has_its_version_and_its_routes(rig: Rig, model: Path, tmp_path: Path) -> None:
     adapter = random_adapter(rig.m, rig.kind(), 4)
     recording, prompt = Recording(Routing(4, (0, 1, 2, 3), 2, 8), vocabulary=VOCAB), (20, 30, 40)
 
     async def use() -> Generation:
         slots = TwoSlots(rig.engine.client, 60.0)
-        await slots.publish(7, rig.message(adapter))
+        await slots.publish(7, rig.write(tmp_path / "7", adapter))
         with slots.use() as serving:
             sampling = Sampling(0.8, 16, (), recording=recording)
             generation = await rig.engine.client.generate(prompt, sampling, "7", 60.0, adapter=serving.adapter)
@@ -132,15 +132,14 @@ def test_a_record_under_an_adapter_has_its_version_and_its_routes(rig: Rig, mode
     assert (with_it != without).any()
 
 
-def test_what_an_engine_cannot_hold_it_refuses_in_its_own_words(rig: Rig) -> None:
-    large = rig.message(random_adapter(rig.m, rig.kind(rank=LIMIT + 1), 1))
-    with pytest.raises(EngineError, match=rf"engine\.0: /load_lora_adapter_from_tensors: .*rank {LIMIT + 1} is incompatible"):
+def test_what_an_engine_cannot_hold_it_refuses_in_its_own_words(rig: Rig, tmp_path: Path) -> None:
+    large = rig.write(tmp_path / "large", random_adapter(rig.m, rig.kind(rank=LIMIT + 1), 1))
+    with pytest.raises(EngineError, match=rf"engine\.0: /load_lora_adapter: .*rank {LIMIT + 1} is incompatible"):
         rig.run(rig.engine.client.load_adapter("large", large, 60.0))
 
 
 def test_twenty_swaps_under_load(rig: Rig, model: Path, tmp_path: Path) -> None:
     made = {version: random_adapter(rig.m, rig.kind(), 100 + version) for version in range(1, SWAPS + 1)}
-    messages = {version: rig.message(adapter) for version, adapter in made.items() if version % 2}
     answers: list[tuple[tuple[int, ...], ServedBy, Generation, bool]] = []
     seconds: list[float] = []
     swaps: list[float] = []
@@ -159,13 +158,9 @@ def test_twenty_swaps_under_load(rig: Rig, model: Path, tmp_path: Path) -> None:
     async def swap(slots: TwoSlots, done: asyncio.Event) -> None:
         for version, adapter in made.items():
             begin = time.perf_counter()
-            if version in messages:
-                await slots.publish(version, messages[version])
-            else:
-                folder = tmp_path / str(version)
-                folder.mkdir()
-                await slots.publish(version, write_served(folder, rig.m, adapter))
-                shutil.rmtree(folder)
+            folder = rig.write(tmp_path / str(version), adapter)
+            await slots.publish(version, folder)
+            shutil.rmtree(folder)
             swaps.append(time.perf_counter() - begin)
             await asyncio.sleep(0.1)
         done.set()

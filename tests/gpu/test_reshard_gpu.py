@@ -26,7 +26,8 @@ from asyncmoe.errors import TransferError  # noqa: E402
 from asyncmoe.models import MegatronParallel, family_of  # noqa: E402
 from asyncmoe.reshard import Box, Exchanger, LayoutBuilder, LocalTransport, Plan, RankLayout, digest, exchange, plan  # noqa: E402
 from asyncmoe.reshard.ipc_transport import IpcTransport  # noqa: E402
-from asyncmoe.reshard.nccl_transport import NcclTransport, make_unique_id  # noqa: E402
+from asyncmoe.reshard.nccl import make_unique_id  # noqa: E402
+from asyncmoe.reshard.nccl_transport import NcclTransport  # noqa: E402
 
 if _C.cuda_device_count() == 0 or not torch.cuda.is_available():
     pytest.skip("no GPU, or no CUDA kernels built", allow_module_level=True)

@@ -16,13 +16,19 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from asyncmoe.config.objective import ObjectiveSection
 from asyncmoe.models import family_of, load_hf_config
+from asyncmoe.queue.group_buffer import describe
+from asyncmoe.telemetry.samples.records import digest_of
 from asyncmoe.trainer import losses, objective, step
 from asyncmoe.trainer.data import batch
-from asyncmoe.trainer.model import gpt, mesh, optimizer
+from asyncmoe.trainer.model import collectives, gpt, mesh, optimizer
 from asyncmoe.trainer.model.replay import Replay
-from asyncmoe.trajectory import decode
+from asyncmoe.trainer.samples import BatchSamples
+from asyncmoe.trajectory import Trajectory, decode
 from tests.ranks import case, parity
+
+KEPT = 10
 
 
 def main(result: Path, path: Path, layouts: list[str]) -> None:
@@ -73,7 +79,7 @@ def kept(path: Path, layout: str, packed: bool) -> dict[str, Any]:
     stepped = step.train_step(built, adam, batches, losses.SupervisedLoss(case.TEMPERATURE), lr=0.0, replay=replay)
     unkept = step.logprobs_only(built, batches, case.LENGTHS, case.TEMPERATURE)
     wanted = job.reference["logprobs"]
-    return {
+    found = {
         "logprobs": max(float(np.abs(logprobs[i] - want).max()) for i, want in enumerate(wanted)),
         "unkept_logprobs": max(float(np.abs(unkept[i] - want).max()) for i, want in enumerate(wanted)),
         "loss": abs(stepped.loss - job.reference["loss"]),
@@ -84,6 +90,35 @@ def kept(path: Path, layout: str, packed: bool) -> dict[str, Any]:
         ),
         "microbatches": len(batches),
     }
+    samples = sampled(built, adam, batches, known, replay, place)  # overwrites the gradients
+    chosen = {i: known[i].loss_mask for i in samples}
+    differ = {i: np.array([0, *job.reference["by_row"][i]]) for i in samples}
+    return found | {
+        "sampled_logprobs": max(float(np.abs(one["logprobs"] - ends(wanted[i][chosen[i]])).max()) for i, one in samples.items()),
+        "sampled_mismatch": max(float(np.abs(one["mismatch"] - ends(differ[i][chosen[i]])).max()) for i, one in samples.items()),
+        "sampled_digests": float(sum(one["digest"] != digest_of(known[i].tokens, known[i].logprobs) for i, one in samples.items())),
+    }
+
+
+def sampled(
+    built: gpt.Model, adam: Any, batches: list[batch.MicroBatch], known: dict[int, Trajectory], replay: Replay, place: mesh.Mesh
+) -> dict[int, dict[str, Any]]:
+    """What samples hold of all trajectories but the second, of the first and last `KEPT` / 2 sampled tokens."""
+    every = tuple(range(len(known)))
+    collected = BatchSamples([describe(t) for t in known.values()], [i for i in every if i != 1], KEPT, place.reports)
+    loss = losses.PolicyLoss(ObjectiveSection(), case.TEMPERATURE, case.VERSION, observe=collected.observer(every))
+    step.train_step(built, adam, batches, loss, lr=0.0, replay=replay, differs=collected.counter(every))
+    flat = collectives.total(collected.values(known)).numpy()
+    found = {}
+    for i, block in collected.blocks.items():
+        values = flat[block.start + 1 : block.end].reshape(-1, block.count)
+        found[i] = {"logprobs": values[0], "mismatch": values[-1], "digest": int(flat[block.start])}
+    return found
+
+
+def ends(values: np.ndarray) -> np.ndarray:
+    """The values of the tokens that samples keep."""
+    return values if len(values) <= KEPT else np.concatenate([values[: KEPT // 2], values[-KEPT // 2 :]])
 
 
 if __name__ == "__main__":

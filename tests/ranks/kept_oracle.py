@@ -24,8 +24,8 @@ def write(path: Path, variant: str) -> None:
     """Write a batch and references under `path`.
 
     The batch's experts are those of a model; hf is the same model with another router, forced to them: kept.msgpack (trajectories with
-    routes and masks), kept.pt (logits, log-probabilities, the loss, the share of tokens whose experts differ, by layer), kept
-    (gradients, as a checkpoint).
+    routes and masks), kept.pt (logits, log-probabilities, the loss, the share of tokens whose experts differ, by layer, and for each
+    token the number of such layers), kept (gradients, as a checkpoint).
     """
     from transformers import AutoModelForCausalLM
 
@@ -48,8 +48,9 @@ def write(path: Path, variant: str) -> None:
     assert routing is not None
     batch = trajectories([chosen.numpy() for chosen in recorded], routing)
     logits, logprobs, differ = [], [], torch.zeros(len(routing.layers), dtype=torch.float64)
-    for trajectory, chosen in zip(batch, recorded, strict=True):
-        with forced(model, chosen, differ):
+    by_row = [torch.zeros(len(t) - 1, dtype=torch.int64) for t in batch]
+    for trajectory, chosen, rows_of_it in zip(batch, recorded, by_row, strict=True):
+        with forced(model, chosen, differ, rows_of_it):
             logits.append(_logits(model, trajectory.tokens[:-1]))
         logprobs.append(over_support(logits[-1], trajectory))
     rows = sum(len(t) - 1 for t in batch)
@@ -65,6 +66,7 @@ def write(path: Path, variant: str) -> None:
         "logprobs": behaviour,
         "loss": loss.item(),
         "differ": (differ / rows).tolist(),
+        "by_row": [counts.tolist() for counts in by_row],
     }
     torch.save(reference, path / "kept.pt")
 
@@ -86,19 +88,22 @@ def routes(model: Any, ids: np.ndarray) -> torch.Tensor:
 
 
 @contextmanager
-def forced(model: Any, chosen: torch.Tensor, differ: torch.Tensor) -> Iterator[None]:
+def forced(model: Any, chosen: torch.Tensor, differ: torch.Tensor, by_row: torch.Tensor) -> Iterator[None]:
     """Every gate gives these experts the weights that it would give them among themselves.
 
     Args:
         chosen: int64[rows, gates, top_k].
         differ: float64[gates]; the rows for which the gate itself would have chosen others are added.
+        by_row: int64[rows]; the gates that would have chosen others are added.
     """
 
     def force(number: int) -> Any:
         def hook(gate: Any, _inputs: Any, out: Any) -> Any:
             logits, _, own = out
             ids = chosen[:, number]
-            differ[number] += (own.sort(1).values != ids.sort(1).values).any(1).sum()
+            others = (own.sort(1).values != ids.sort(1).values).any(1)
+            differ[number] += others.sum()
+            by_row.add_(others)
             return logits, shares(gate, logits.gather(1, ids)), ids
 
         return hook

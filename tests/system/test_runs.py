@@ -6,12 +6,17 @@ import json
 import os
 import signal
 import time
+from collections import Counter
 from pathlib import Path
+from statistics import fmean
 
 import pytest
 
 from asyncmoe import checkpoints
-from tests.system.runs import REPOSITORY, metrics, refused, run, start, wait_for
+from asyncmoe.telemetry.samples.index import index, load
+from asyncmoe.telemetry.samples.records import CLIPPED
+from asyncmoe.telemetry.samples.tokens import TokenView, tokens_of
+from tests.system.runs import REPOSITORY, Command, metrics, refused, run, start, wait_for
 
 pytestmark = pytest.mark.system
 
@@ -19,9 +24,10 @@ pytestmark = pytest.mark.system
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of 4 warm-up and 6 reinforcement-learning steps, checked against the engine's checksums at every update, evaluated at every
-    second."""
+    second; every group is kept as a sample."""
     directory = tmp_path_factory.mktemp("whole") / "run"
-    run(directory, "run.steps=6", "sync.verify_every=1", "evaluation.every=2", "evaluation.prompts=16", "evaluation.temperature=0")
+    evaluated = ("evaluation.every=2", "evaluation.prompts=16", "evaluation.temperature=0")
+    run(directory, "run.steps=6", "sync.verify_every=1", "telemetry.samples.groups=4", *evaluated)
     return directory
 
 
@@ -66,11 +72,41 @@ def test_the_engine_generates_while_the_trainer_trains(finished: Path) -> None:
     assert "Timeline" in (finished / "report.html").read_text()
 
 
+def test_samples_of_all_groups_have_the_figures_of_the_metrics(finished: Path) -> None:
+    found = index(finished)
+    assert found.steps == list(range(5, 11))
+    assert found.notes == []
+    for step in metrics(finished)[4:]:
+        samples = [load(found, entry) for entry in found.entries if entry.step == step["step"]]
+        assert len(samples) == 4
+        members = [(sample, member) for sample in samples for member in sample.group.members]
+        assert [len(sample.trained) for sample in samples] == [4] * 4
+        assert fmean(member.reward for _, member in members) == pytest.approx(step["reward_mean"])
+        every = [one for sample, member in members for one in tokens_of(sample.group, member, sample.trained[member.key])]
+        said = [one for one in every if isinstance(one, TokenView) and one.role == "response"]
+        assert len(said) == sum(step["ages"].values())
+        drift = [one.trainer - one.engine for one in said]
+        assert fmean(map(abs, drift)) == pytest.approx(step["logprob_diff_mean"], abs=2e-5)
+        assert fmean(one.ratio for one in said) == pytest.approx(step["ratio_mean"], abs=2e-5)
+        assert fmean(one.weight for one in said) == pytest.approx(step["correction_mean"], abs=2e-5)
+        assert sum(one.state == CLIPPED for one in said) / len(said) == pytest.approx(step["clip_fraction"])
+        ages = Counter(str(step["step"] - 1 - one.version) for one in said)
+        assert ages == step["ages"]
+        assert all(one.mismatch is not None and 0 <= one.mismatch <= 2 for one in said)
+
+
+def test_samples_are_shown_as_text(finished: Path) -> None:
+    status, out, error = Command("show", str(finished), "--worst", "--limit", "1").finish(60.0)
+    assert status == 0, error
+    group, *responses = out.splitlines()
+    assert group.startswith("group\t")
+    assert len(responses) == 4
+    assert 'text="' in responses[0]
+
+
 def test_a_checkpoint_exports_to_hugging_face(finished: Path, tmp_path: Path) -> None:
     from safetensors.torch import load_file
     from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    from tests.system.runs import Command
 
     out = tmp_path / "hf"
     status, _, error = Command("export", str(finished), str(out)).finish()
@@ -157,7 +193,7 @@ def test_a_reward_that_fails_is_counted_and_never_zero(tmp_path: Path) -> None:
     directory = tmp_path / "run"
     os.environ["PYTHONPATH"] = str(tmp_path)
     try:
-        run(directory, "scoring.scorer=my_rewards:reward", "run.steps=2")
+        run(directory, "scoring.scorer=my_rewards:reward", "run.steps=2", "rollout.max_rejected_share=1", "scoring.try_first=false")
     finally:
         del os.environ["PYTHONPATH"]
     last = json.loads((directory / "rollout.jsonl").read_text().splitlines()[-1])

@@ -52,6 +52,7 @@ RUN = RunFacts(
     disk=DISK,
     model=ModelFacts("/share/model", family="qwen3_moe", parameters=30 * 10**9, weights_bytes=60 * 10**9),
     on_gpus=ON_GPUS,
+    own={"objective.loss": "my_objective:sapo"},
 )
 
 NODE = Machine(

@@ -10,7 +10,7 @@ from pathlib import Path
 from asyncmoe.errors import EngineError
 from asyncmoe.receiver.command import Command, CommitCommand
 from asyncmoe.rollout.engines.engine import EngineHandle
-from asyncmoe.rollout.engines.types import ABORTED, AdapterMessage, EngineLost, Generation, Sampling, VersionSpan
+from asyncmoe.rollout.engines.types import ABORTED, EngineLost, Generation, Sampling, VersionSpan
 
 
 class FakeEngine:
@@ -109,7 +109,7 @@ class FakeEngine:
         await self._called()
         return ({"weight": str(self.version)},)
 
-    async def load_adapter(self, name: str, adapter: Path | AdapterMessage, timeout_s: float) -> None:
+    async def load_adapter(self, name: str, folder: Path, timeout_s: float) -> None:
         await self._called()
         self.adapters.add(name)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -64,6 +65,18 @@ class Class:
 
 def raises(given: Any) -> Any:
     raise ZeroDivisionError("no\nmean")
+
+
+def tempered(rows: PolicyRows, *, tau: float, **others: float) -> torch.Tensor:
+    return rows.logprobs * tau
+
+
+def waits(given: Any) -> Any:
+    time.sleep(60)
+
+
+def exits(given: Any) -> Any:
+    raise SystemExit(3)
 
 
 def none(given: Any) -> None: ...

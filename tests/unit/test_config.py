@@ -263,8 +263,10 @@ def test_overrides_are_yaml_and_reach_any_depth(tmp_path: Path) -> None:
         ("=3", "override: got '=3', expected key.path=value"),
         ("run.steps.more=1", "override run.steps.more: got steps is not a section, expected a section"),
         ("run.steps=[1", "override run.steps: got '[1', expected a YAML value"),
-        ("run.stps=1", "run.stps: got an unknown key, expected one of dir, steps"),
-        ("run.steps=", "run.steps: got None, expected a valid integer"),
+        ("run.stps=1", "command line: run.stps: got an unknown key, expected one of dir, steps"),
+        ("run.steps=", "command line: run.steps: got None, expected a valid integer"),
+        ("run={dir: x, steps: 0}", "command line: run.steps: got 0, expected greater than 0"),
+        ("rung.steps=1", "command line: rung: got an unknown key"),
     ],
 )
 def test_a_bad_override_is_one_line(tmp_path: Path, override: str, line: str) -> None:
@@ -294,6 +296,20 @@ def test_a_bad_file_is_one_line_that_names_it(tmp_path: Path, text: bytes, expec
     assert expected in str(caught.value)
     assert str(file) in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_a_folder_is_refused_with_the_files_in_it(tmp_path: Path) -> None:
+    hint = re.escape("expected a YAML configuration")
+    with pytest.raises(ConfigError, match=rf"got a folder, {hint}$"):
+        load(tmp_path)
+    for name in ("b.yaml", "a.yml", "notes.md"):
+        (tmp_path / name).touch()
+    with pytest.raises(ConfigError, match=rf"got a folder, {hint}; give one of {tmp_path}/a\.yml, {tmp_path}/b\.yaml$"):
+        load(tmp_path)
+    for number in range(100):
+        (tmp_path / f"c{number}.yaml").touch()
+    with pytest.raises(ConfigError, match=r" or 62 more$"):
+        load(tmp_path)
 
 
 def test_no_file(tmp_path: Path) -> None:
@@ -354,13 +370,23 @@ def test_all_mistakes_of_a_file_are_named_at_once_with_their_lines(tmp_path: Pat
     with pytest.raises(ConfigError) as caught:
         load(file, ["trainer.tpp=2", "run.steps=0", "trainer.lr=1e-3"])
     lines = str(caught.value).split("\n")
-    by_key = {line.partition(": got ")[0].removeprefix(f"{file}").lstrip(":").lstrip("0123456789").lstrip(": "): line for line in lines}
+    by_key = {line.partition(": got ")[0].rpartition(": ")[2]: line for line in lines}
     assert set(by_key) == {"rolout", "trainer.tpp", "run.steps", "trainer.lr"}
     assert by_key["rolout"].startswith(f"{file}:{len(text.splitlines())}: rolout: got an unknown key")
     assert by_key["rolout"].endswith("did you mean rollout?")
-    assert by_key["trainer.tpp"].startswith(f"{file}: trainer.tpp: "), "a key of the command line has no line"
+    assert by_key["trainer.tpp"].startswith("command line: trainer.tpp: ")
+    assert by_key["run.steps"].startswith("command line: run.steps: "), "the override is wrong, not the line of the file"
     assert by_key["trainer.tpp"].endswith("did you mean trainer.tp?")
     assert "did you mean trainer.optimizer.lr" in by_key["trainer.lr"]
+
+
+def test_an_override_that_spoils_a_key_of_the_file_is_named_beside_it(tmp_path: Path) -> None:
+    file = good_file(tmp_path)
+    line = len(file.read_text().splitlines()) + 1
+    file.write_text(file.read_text() + "objective: {updates_per_batch: 2}\n")
+    with pytest.raises(ConfigError) as caught:
+        load(file, ["rollout.groups_per_step=3", "rollout.group_size=4"])
+    assert str(caught.value).startswith(f"{file}:{line} with rollout.groups_per_step=3: objective.updates_per_batch: got 2, expected ")
 
 
 def test_a_value_of_a_file_is_named_with_its_line(tmp_path: Path) -> None:

@@ -39,11 +39,13 @@ from asyncmoe.rollout.scoring import Exact, Sample
 from asyncmoe.rollout.tasks import Prompt
 from asyncmoe.rollout.tokenizer import Tokenizer
 from asyncmoe.trainer import objective
+from asyncmoe.trainer.model import collectives
 from asyncmoe.trainer.objective import PolicyRows
 from asyncmoe.trajectory import Trajectory
 from tests.unit import doc_pages, openai_policy
+from tests.unit.sampled_run import SampledRun
 
-GUIDES = ("reward", "environment", "objective", "model-family")
+GUIDES = ("reward", "environment", "objective", "model-family", "samples")
 QUESTION, ANSWER = "12+7=", "19"
 
 
@@ -60,7 +62,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         for name, text in doc_pages.files(doc_pages.read(f"guides/{guide}.md")).items():
             (tmp_path / name).write_text(text)
             names.append(name.removesuffix(".py"))
-    assert len(names) == len(set(names)) == 9
+    assert len(names) == len(set(names)) == 10
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(tmp_path), str(doc_pages.ROOT))))
@@ -93,6 +95,15 @@ def test_rewards_are_those_of_the_page(here: Path) -> None:
             assert score.reward == pytest.approx(float(reward), abs=1e-4), (target, response)
             told = [] if score.rewards is None else score.rewards[~np.isnan(score.rewards)].tolist()
             assert told == [float(step) for step in steps.split()], (target, response)
+
+
+def test_samples_are_read_as_the_page_says(here: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import read_samples  # type: ignore[import-not-found]  # a file of the guide
+
+    monkeypatch.setattr(collectives, "total", lambda tensor: tensor)
+    run = SampledRun(tmp_path / "run")
+    run.train(run.group(0, ["19", "7"]), 4, drift=0.1, proximal_drift=0.4)
+    assert list(read_samples.clipped(tmp_path / "run")) == [("g0.e1.a0.t0", "7"), ("g0.e1.a0.t0", "<eos>")]
 
 
 def test_a_judge_behind_http_is_whole(here: Path) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from doctor_machines import DISK, GPUS, LAPTOP, LINKS, NODE, SOURCES, but
+from doctor_machines import DISK, GPUS, LAPTOP, LINKS, NODE, RUN, SOURCES, but
 from rich.console import Console
 
 import asyncmoe
@@ -70,7 +70,7 @@ def test_a_laptop_is_fine_without_what_it_does_not_have() -> None:
         "transport",
         "megatron-switches",
     ]
-    without_config = ["configuration", "ports", "run-dir", "model"]
+    without_config = ["configuration", "ports", "run-dir", "own-code", "model"]
     assert states == dict.fromkeys(CHECKS, "ok") | dict.fromkeys(missing + without_config, "not here")
     assert all("GPU" in line(LAPTOP, name).found for name in ("driver", "cuda", "gpus", "nvlink", "nccl", "placement"))
 
@@ -344,6 +344,9 @@ CASES: list[Case] = [
     ("model", NODE, {"run__model__trouble": "model_type in config.json: got 'gpt2'"}, "error", "gpt2", "model.path"),
     ("model", NODE, {"run__model__to_make": True}, "ok", "will be made", ""),
     ("model", NODE, {"run__model__path": "/share/model"}, "ok", "qwen3_moe, 60 GB of weights", ""),
+    ("own-code", NODE, {"run__own_trouble": "objective.loss: got SystemExit: 3"}, "error", "got SystemExit: 3", "docs/guides/objective.md"),
+    ("own-code", replace(NODE, run=replace(RUN, own={})), {}, "not here", "names no functions", ""),
+    ("own-code", NODE, {"run__network": "hostname"}, "ok", "objective.loss my_objective:sapo", ""),
 ]
 
 
@@ -382,4 +385,4 @@ def test_a_configuration_that_is_wrong_is_a_line_among_others() -> None:
     assert wrong.startswith("error     configuration       ")
     assert "run.stepz: got an unknown key" in wrong
     assert lines[lines.index(wrong) + 1].strip().startswith("-> correct what is named")
-    assert lines[-1] == "laptop: ok: 14, warning: 0, error: 1, not here: 15"
+    assert lines[-1] == "laptop: ok: 14, warning: 0, error: 1, not here: 16"

@@ -15,6 +15,7 @@ import pytest
 
 import asyncmoe
 from asyncmoe import config as configuration
+from asyncmoe.doctor.facts import RunFacts
 from asyncmoe.doctor.probes import config_probe, machine
 
 ROOT = Path(asyncmoe.__file__).resolve().parent.parent
@@ -115,6 +116,19 @@ def test_files_of_a_model_that_are_missing_or_cut_short(tmp_path: Path) -> None:
 
 
 DEMO = ROOT / "examples" / "demo.yaml"
+
+
+def test_code_of_ones_own_is_tried_and_a_bad_family_is_not_called_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "ends_all.py").write_text("import os\nos._exit(4)\n")
+    values = {"run": {"dir": "run", "steps": 1}, "task": {"kind": "arithmetic"}, "model": {"path": "none", "family": "ends_all:F"}}
+    run = config_probe.with_files(RunFacts("x"), configuration.parse(values))
+    assert run.own == {"model.family": "ends_all:F"}
+    said = "model.family: got ends_all:F: the process that tried it ended with status 4, expected code that returns, and does not end the"
+    assert run.own_trouble == f"{said} process"
+    assert run.model is not None
+    assert run.model.trouble == "it cannot be looked at with model.family ends_all:F: see the line own-code"
 
 
 def test_what_a_configuration_asks(tmp_path: Path) -> None:

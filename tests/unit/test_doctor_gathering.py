@@ -250,16 +250,16 @@ def test_a_python_that_is_none() -> None:
 
 @pytest.mark.skipif(shutil.which("gcc") is None, reason="no gcc to build the stand-in with")
 def test_nccl_is_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from asyncmoe.reshard import nccl_transport
+    from asyncmoe.reshard import nccl
 
     library = tmp_path / "libnccl.so.2"
     subprocess.run(["gcc", "-shared", "-fPIC", "-o", library, Path(__file__).with_name("fake_nccl.c")], check=True, timeout=60)
-    monkeypatch.setattr(nccl_transport, "find_nccl", lambda: str(library))
+    monkeypatch.setattr(nccl, "find_nccl", lambda: str(library))
     found = python_probe.nccl()
     assert found is not None
     assert found["library"] == str(library)
     assert isinstance(found["version"], int)
-    monkeypatch.setattr(nccl_transport, "find_nccl", lambda: str(tmp_path / "none.so"))
+    monkeypatch.setattr(nccl, "find_nccl", lambda: str(tmp_path / "none.so"))
     missing = python_probe.nccl()
     assert missing is not None
     assert missing["version"] is None
@@ -279,13 +279,13 @@ def test_requirements_are_those_of_pyproject(tmp_path: Path) -> None:
 
 def test_sources_that_change_are_other_sources(tmp_path: Path) -> None:
     assert build.source_digests(tmp_path) == ()
-    (tmp_path / "csrc/record").mkdir(parents=True)
+    (tmp_path / "csrc/trajectory").mkdir(parents=True)
     (tmp_path / "csrc/plan.cpp").write_text("int a;")
-    (tmp_path / "csrc/record/bits.h").write_text("int b;")
+    (tmp_path / "csrc/trajectory/bits.h").write_text("int b;")
     before = build.source_digests(tmp_path)
     (tmp_path / "csrc/notes.txt").write_text("no source")
     assert build.source_digests(tmp_path) == before
-    (tmp_path / "csrc/record/bits.h").write_text("int c;")
+    (tmp_path / "csrc/trajectory/bits.h").write_text("int c;")
     after = build.source_digests(tmp_path)
     assert (after[0] == before[0], after[1] == before[1]) == (True, False)
     (tmp_path / "csrc/plan.cpp").rename(tmp_path / "csrc/plain.cpp")

@@ -355,4 +355,3 @@ def test_a_shared_gpu_holds_both_by_the_planner() -> None:
     assert found.engine.fits(15.5)
     assert not found.fits
     assert found.line == "# memory: trainer 0.603 GB, engine 14.3 GB of 15.5 together"
-    assert budget.stated(found.line, "a.yaml") == (15.5, False)

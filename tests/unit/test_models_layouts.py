@@ -194,10 +194,12 @@ print("RESULT" + json.dumps(out))
     assert done.returncode == 0, done.stderr[-2000:]
     groups = json.loads(done.stdout.split("RESULT", 1)[1])
     for grid, listed in zip(grids, groups, strict=True):
-        places = (grid.tp_rank, grid.dp_rank, grid.pp_rank, grid.etp_rank, grid.ep_rank, grid.expert_dp_rank)
-        for place, members in zip(places, listed, strict=True):
+        *divided, replicas = listed
+        for place, members in zip((grid.tp_rank, grid.dp_rank, grid.pp_rank, grid.etp_rank, grid.ep_rank), divided, strict=True):
             for group in members:
                 assert [place(rank) for rank in group] == list(range(len(group))), (grid, place.__name__, group)
+        for group in replicas:
+            assert len({(grid.etp_rank(rank), grid.ep_rank(rank), grid.pp_rank(rank)) for rank in group}) == 1, (grid, group)
 
 
 STAGES = [

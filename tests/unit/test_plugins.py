@@ -3,8 +3,15 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
-from collections.abc import Callable
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +23,7 @@ from asyncmoe import checkpoints, models, plugins
 from asyncmoe.config import Config, parse
 from asyncmoe.config.model import MadeModel
 from asyncmoe.config.objective import ObjectiveSection
+from asyncmoe.doctor.probes import plugin_probe
 from asyncmoe.errors import AsyncmoeError, ConfigError, DataError, InvariantBroken, ProtocolError, UserError
 from asyncmoe.launch import local
 from asyncmoe.models import EngineParallel, families, make, qwen3_moe
@@ -33,6 +41,7 @@ from tests.unit.model_cases import MODELS
 
 HF = MODELS["qwen3_moe"]
 OWN = "tests.unit.plugin_functions"
+IMPORT_S, CALL_S = plugins.IMPORT_S, plugins.CALL_S
 FILE = "tests/unit/plugin_functions.py"
 
 
@@ -163,6 +172,9 @@ BAD: list[tuple[str, str, str]] = [
     (LOSS, f"{OWN}:Class", "a class, expected a plain function"),
     (LOSS, f"{OWN}:coroutine", "a coroutine function, expected a plain function"),
     (LOSS, f"{OWN}:no_argument", r"the signature \(\) -> 'None' from .*no_argument.*expected one that takes \(rows\)"),
+    (LOSS, f"{OWN}:exits", rf"SystemExit: 3 at {FILE}:\d+ from {OWN}:exits .*expected a result"),
+    (LOSS, f"{OWN}:missing", "; it has "),
+    (LOSS, f"{OWN}:nome", f"; did you mean {OWN}:none\\?"),
     (LOSS, f"{OWN}:raises", rf"ZeroDivisionError: no mean at {FILE}:\d+ from {OWN}:raises \({FILE}:\d+\), expected a result"),
     (LOSS, f"{OWN}:none", r"NoneType 'None' from .*none.*expected a tensor of float32, \[16\], on cpu: a number for each row"),
     (LOSS, f"{OWN}:scalar", r"a tensor of float32, \[\], on cpu from .*expected a tensor of float32, \[16\]"),
@@ -210,12 +222,23 @@ def test_an_unfit_function_is_refused_with_its_name_file_and_line(key: str, targ
         assert re.search(rf"\({FILE}:\d+\)", line)
 
 
-def test_the_guide_shows_messages_of_the_code() -> None:
+def test_the_guide_shows_messages_of_the_code(monkeypatch: pytest.MonkeyPatch) -> None:
     said = []
     for key, target, _ in BAD:
         with pytest.raises(ConfigError) as caught:
             objective.load(section_with(key, target))
         said.append(str(caught.value))
+    monkeypatch.setattr(plugins, "CALL_S", 0.05)
+    for names in (
+        {"loss": f"{OWN}:waits"},
+        {"loss": f"{OWN}:ppo", "loss_options": {"lwo": 1}},
+        {"loss": f"{OWN}:tempered"},
+    ):
+        with pytest.raises(ConfigError) as caught:
+            own(**names)
+        said.append(str(caught.value))
+    limits = f"longer than {IMPORT_S:g} s or a trial longer than {CALL_S:g} s"
+    assert limits in doc_pages.read("guides/objective.md").replace("\n", " ")
     (block,) = doc_pages.blocks(doc_pages.read("guides/objective.md"), "message")
     for message in block.text.splitlines():
         pattern = ".*".join(re.escape(part.strip()) for part in message.split("…"))
@@ -223,10 +246,138 @@ def test_the_guide_shows_messages_of_the_code() -> None:
 
 
 def test_options_that_no_function_takes() -> None:
-    with pytest.raises(ConfigError, match=r"the signature .*expected one that takes \(rows, width=\.\.\.\); see objective\.loss_options"):
-        own(loss=f"{OWN}:ppo", loss_options={"width": 1})
-    with pytest.raises(ConfigError, match=r"objective\.correction\.weight_options"):
+    for options, said in (
+        (
+            {"lwo": 1},
+            rf"objective\.loss_options: got lwo, which {OWN}:ppo \({FILE}:\d+\) does not take, expected low or high; did you mean low\?",
+        ),
+        ({"low": 0.1, "width": 1, "w": 2}, r"objective\.loss_options: got width, w, which .* does not take, expected low or high$"),
+        ({"rows": 1}, r"objective\.loss_options: got rows, which .* does not take"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            own(loss=f"{OWN}:ppo", loss_options=options)
+    with pytest.raises(ConfigError, match=r"objective\.correction\.weight_options: got width, .*expected ages$"):
         own(correction={"weight": f"{OWN}:young", "weight_options": {"width": 1}})
+    with pytest.raises(ConfigError, match=r"objective\.loss_options: got no tau, expected what .*tempered .* takes without a default"):
+        own(loss=f"{OWN}:tempered")
+    own(loss=f"{OWN}:tempered", loss_options={"tau": 2.0, "anything": 1})
+    with pytest.raises(ConfigError, match=r"objective\.advantage_options: got x, .*expected no options"):
+        own(advantage=f"{OWN}:centred", advantage_options={"x": 1})
+
+
+def test_every_unfit_function_is_said_at_once() -> None:
+    with pytest.raises(ConfigError) as caught:
+        own(loss=f"{OWN}:raises", advantage="no.such:f", correction={"weight": f"{OWN}:truncated"})
+    assert [line.partition(":")[0] for line in str(caught.value).splitlines()] == [ADVANTAGE, LOSS]
+
+
+def test_a_name_that_is_not_found_has_a_hint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend("")
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    (tmp_path / "my_goal.py").write_text("import os\ndef plain(rows): ...\nclass Kind: ...\n_hidden = print\nNUMBER = 3\n")
+    (tmp_path / "my_other.py").write_text("def f(rows): ...\nimport no_such_package\n")
+    (tmp_path / "my_typo.py").write_text("def f(rows):\n  return (\n")
+    for target, said in (
+        ("my_gaol:plain", rf"'my_gaol', expected .*; looked in .*{tmp_path} \(the current directory\).*, PYTHONPATH \(not set\) and "),
+        ("my_gaol:plain", rf" and the packages of {sys.executable}; did you mean my_goal\?"),
+        ("zzzz:plain", r"; start in the directory that contains zzzz\.py, or add it to PYTHONPATH$"),
+        ("my_goal.deep:f", rf"; my_goal is {tmp_path}/my_goal\.py; start in the directory that contains my_goal"),
+        ("json.tol:f", r"; json is .*/json; did you mean json\.tool\?"),
+        ("my_goal:Plian", r"has no attribute 'Plian', .*; did you mean my_goal:plain\?"),
+        ("my_goal:zzz", r"; it has plain, Kind$"),
+        ("my_other:f", r"No module named 'no_such_package' at my_other\.py:2, .*; my_other imports no_such_package: install it for "),
+        ("my_typo:f", r"SyntaxError: .* at my_typo\.py:2"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            plugins.load_function(target, "a.key", forms="")
+    for name in ("my_goal", "my_other", "my_typo"):
+        sys.modules.pop(name, None)
+
+
+# ---------------------------------------------------------------- code that does not return
+
+
+@pytest.fixture
+def ctrl_c() -> Iterator[None]:
+    """SIGINT as Python handles it; a shell starts processes in the background with SIGINT ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("ctrl_c")
+def test_what_a_user_s_code_raises_is_its_failure_but_for_ctrl_c() -> None:
+    for error, said in ((SystemExit(3), "SystemExit: 3"), (KeyboardInterrupt(), "KeyboardInterrupt"), (StopIteration(), "StopIteration")):
+        with pytest.raises(plugins.Failed, match=rf"^{said} at tests/unit/test_plugins\.py:\d+$"), plugins.guarded(9.0):
+            raise error
+    with pytest.raises(KeyboardInterrupt), plugins.guarded(9.0):
+        signal.raise_signal(signal.SIGINT)
+    with pytest.raises(ConfigError, match="mine"), plugins.guarded(9.0):
+        raise ConfigError("mine", got=1, expected=2)
+
+
+def test_a_wait_of_a_user_s_code_ends_and_the_alarm_is_as_before() -> None:
+    def stubborn() -> None:
+        try:
+            threading.Event().wait(60)
+        except BaseException:  # noqa: BLE001  as such code does
+            return
+
+    before = signal.getsignal(signal.SIGALRM)
+    for code in (stubborn, lambda: time.sleep(60), lambda: subprocess.run(["sleep", "60"], check=False)):
+        began = time.monotonic()
+        with pytest.raises(plugins.Failed, match=r"^no result within 0\.05 s, at tests/unit/test_plugins\.py:\d+$"), plugins.guarded(0.05):
+            code()
+        assert time.monotonic() - began < 30
+    assert signal.getsignal(signal.SIGALRM) is before
+    assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
+
+
+def test_code_in_another_thread_has_no_limit_but_cannot_end_the_process() -> None:
+    def work() -> str:
+        try:
+            with plugins.guarded(9.0):
+                sys.exit("bye")
+        except plugins.Failed as failed:
+            return str(failed)
+
+    with ThreadPoolExecutor(1) as threads:
+        assert threads.submit(work).result(30).startswith("SystemExit: bye at ")
+
+
+STUBBORN = """
+import sys, threading, time
+print("noise on standard output")
+threading.Thread(target=time.sleep, args=(600,)).start()  # the interpreter's own end would wait for it
+
+def exits(rows): sys.exit(3)
+def catches(rows):
+    while True:
+        try:
+            while True: time.sleep(0.01)
+        except BaseException: pass
+"""
+
+
+def test_whatever_the_code_does_the_launcher_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(doc_pages.ROOT))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(plugins, "IMPORT_S", 2.0)
+    monkeypatch.setattr(plugins, "CALL_S", 0.5)
+    monkeypatch.setattr(plugin_probe, "_GRACE_S", 0.5)
+    (tmp_path / "ends.py").write_text("import os\nos._exit(0)\n")
+    (tmp_path / "stubborn.py").write_text(STUBBORN)
+    config = prepared(tmp_path, family="ends:F", loss="stubborn:catches", correction={"weight": "stubborn:exits"})
+    with caplog.at_level(logging.INFO), pytest.raises(ConfigError) as caught:
+        plugin_probe.check(config)
+    assert "trying objective.loss stubborn:catches: at most 2 s for its import, 0.5 s for its trial" in caplog.text
+    family, loss, weight = str(caught.value).splitlines()
+    assert family.startswith("model.family: got ends:F: the process that tried it ended with status 0, expected code that returns")
+    assert re.match(r"objective\.loss: got stubborn:catches: it did not end in time, at stubborn\.py:(9|10|11|12), expected code", loss)
+    assert re.search(r"got SystemExit: 3 at stubborn\.py:6 from stubborn:exits \(stubborn\.py:6\), expected a result", weight)
 
 
 GOOD: dict[str, Any] = {"run": {"dir": "runs/x", "steps": 1}, "model": {"path": "m"}, "task": {"kind": "arithmetic"}}
@@ -237,6 +388,11 @@ GOOD: dict[str, Any] = {"run": {"dir": "runs/x", "steps": 1}, "model": {"path": 
     [
         ({"loss": "gspo"}, "objective.loss: got 'gspo', expected 'surrogate' or package.module:name"),
         ({"loss": "a:b:c"}, "objective.loss: got 'a:b:c'"),
+        ({"advantage": "grpo_no_std"}, "'reinforce_plus_plus_baseline' or package.module:name; did you mean dr_grpo?"),
+        ({"advantage": "Dr-GRPO"}, "; did you mean dr_grpo?"),
+        ({"correction": {"weight": "tokens"}}, "; did you mean token?"),
+        ({"loss": "my.objective.sapo"}, "'surrogate' or package.module:name; did you mean my.objective:sapo?"),
+        ({"clip": "cipso"}, "objective.clip: got 'cipso', expected 'ppo', 'cispo', 'dppo_tv', 'ipo' or 'none'; did you mean cispo?"),
         ({"loss": "m:f", "clip": "cispo"}, "objective.clip: got cispo, expected ppo, its default, because objective.loss is m:f"),
         ({"loss": "m:f", "dual_clip": 3}, "objective.dual_clip: got 3.0, expected null, its default"),
         ({"loss_options": {"a": 1}}, "objective.loss_options: got {'a': 1}, expected null because objective.loss is surrogate"),

@@ -11,6 +11,7 @@ import pytest
 
 from asyncmoe.errors import AsyncmoeError, EngineError, TrajectoryRejected
 from asyncmoe.queue.bounded import BoundedQueue
+from asyncmoe.queue.rejections import MINIMUM, WINDOW, Rejections
 from asyncmoe.rollout.engines.types import Generation, VersionSpan
 from asyncmoe.rollout.episodes import episode
 from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId, Turn, assemble
@@ -62,12 +63,14 @@ def produce(
     made: BoundedQueue | None = None,
     first: int = 0,
     start_over: frozenset[str] = frozenset(),
+    max_rejected: float = 1.0,
 ) -> None:
     """Run `body` beside a producer."""
 
     async def run() -> None:
         held = made or queue()
-        producing = asyncio.create_task(Producer(held, Numbers(), alone(play), GROUP, first, start_over=start_over).run())
+        made_by = Producer(held, Numbers(), alone(play), GROUP, first, start_over=start_over, max_rejected=max_rejected)
+        producing = asyncio.create_task(made_by.run())
         following = asyncio.create_task(body(held))
         await asyncio.wait({producing, following}, return_when=asyncio.FIRST_COMPLETED)
         for task in (producing, following):
@@ -236,3 +239,53 @@ def test_only_a_prefix_of_the_first_tokens_version_is_trusted() -> None:
 def test_a_version_that_is_not_ours_is_rejected() -> None:
     with pytest.raises(TrajectoryRejected, match=r"bad_version.*default"):
         assembled(4, ("default", 0, 3))
+
+
+async def enough(held: BoundedQueue) -> None:
+    await until(lambda: held.stats().depth == 64 * GROUP)
+
+
+def one_in_three_fails(reason: str) -> Play:
+    async def play(prompt: Prompt, place: EpisodeId) -> Trajectory:
+        if place.group % 3 == 0 and place.attempt == 0:
+            raise TrajectoryRejected(reason, "KeyError: 'x'")
+        return respond(prompt, place)
+
+    return play
+
+
+def test_more_rejected_groups_than_allowed_end_the_run_with_the_reason() -> None:
+    wanted = (
+        r"^\d+ of the last 3\d groups were rejected \(scorer_error \d+\), more than rollout\.max_rejected_share = 0\.25 allows; "
+        r"most recently: scorer_error: KeyError: 'x'$"
+    )
+    with pytest.raises(AsyncmoeError, match=wanted):
+        produce(one_in_three_fails("scorer_error"), enough, queue(31, 64 * GROUP), max_rejected=0.25)
+
+
+def test_as_many_rejected_groups_as_allowed_do_not() -> None:
+    produce(one_in_three_fails("scorer_error"), enough, queue(31, 64 * GROUP), max_rejected=0.5)
+
+
+def test_groups_that_are_started_over_do_not_count_as_rejected() -> None:
+    produce(one_in_three_fails("engine_died"), enough, queue(31, 64 * GROUP), max_rejected=0.0)
+
+
+def test_only_the_last_groups_count() -> None:
+    state = Rejections(0.5)
+    for _ in range(WINDOW):
+        state = state.note("scorer_nan")
+    assert state.exceeded
+    for _ in range(WINDOW // 2):
+        assert state.exceeded
+        state = state.note("")
+    assert not state.exceeded
+    assert str(state) == f"{WINDOW // 2} of the last {WINDOW} groups were rejected (scorer_nan {WINDOW // 2})"
+
+
+def test_a_few_groups_say_nothing() -> None:
+    state = Rejections(0.0)
+    for _ in range(MINIMUM - 1):
+        state = state.note("scorer_nan")
+    assert not state.exceeded
+    assert state.note("").exceeded

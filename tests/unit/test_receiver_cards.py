@@ -20,7 +20,7 @@ from asyncmoe.receiver import handshake
 from asyncmoe.receiver.card import card_of
 from asyncmoe.receiver.cards import unfit
 from asyncmoe.receiver.protocol import Card, EngineRanks, Ready, Terms
-from asyncmoe.reshard.nccl_transport import Origin, origin
+from asyncmoe.reshard.nccl import Origin, origin
 from asyncmoe.trainer.weight_sync import rendezvous
 
 H100 = Card(

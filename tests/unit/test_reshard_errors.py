@@ -335,11 +335,3 @@ def test_buckets() -> None:
     assert [bucket.nbytes for bucket in buckets(layout, 10, {"a", "d", "e"})] == [16, 100, 12]
     with pytest.raises(LayoutError, match="bucket_bytes"):
         buckets(layout, 0)
-
-
-def test_part_of_a_layout() -> None:
-    part = whole().only(["sb"])
-    assert list(part.storages) == ["sb"]
-    assert [piece.tensor for piece in part.pieces] == ["b"]
-    with pytest.raises(LayoutError, match="sx"):
-        whole().only(["sx"])

@@ -19,7 +19,8 @@ from reshard_gpu_fakes import FakeGpu, bytes_of
 import asyncmoe.reshard._C as _C
 from asyncmoe.errors import InvariantBroken, TransferError, UserError, WaitTimeout
 from asyncmoe.reshard import Box, Exchanger, LayoutBuilder, Transport, plan
-from asyncmoe.reshard.nccl_transport import NcclTransport, Origin, make_unique_id, origin
+from asyncmoe.reshard.nccl import Origin, make_unique_id, origin
+from asyncmoe.reshard.nccl_transport import NcclTransport
 from asyncmoe.reshard.transport import Lane, MessageLink
 
 pytestmark = pytest.mark.skipif(shutil.which("gcc") is None, reason="no gcc to build the stand-in with")

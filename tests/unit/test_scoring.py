@@ -156,8 +156,9 @@ def test_math_verify_knows_equal_numbers() -> None:
     assert score_all("math_verify", [*EIGHTEEN], answer="18") == [*EIGHTEEN.values()]
 
 
-def test_math_verify_refuses_what_it_cannot_compare() -> None:
-    assert score_all("math_verify", ["18"], answer="no number at all") == ["scorer_error"]
+def test_math_verify_compares_words_and_refuses_a_reference_without_content() -> None:
+    assert score_all("math_verify", ["18", "No number at all."], answer="no number at all") == [0.0, 1.0]
+    assert score_all("math_verify", ["18"], answer=r"\text{}") == ["scorer_error"]
 
 
 @pytest.mark.parametrize(

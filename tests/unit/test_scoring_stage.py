@@ -60,6 +60,17 @@ def takes(seconds: float) -> Judge:
     return Judge(answer)
 
 
+def test_waiting_is_counted_apart_from_calls() -> None:
+    """Two samples, one slot, calls of 2 s: the second waits for 2 s."""
+    made = stage(takes(2.0), concurrency=1)
+
+    async def body() -> None:
+        await asyncio.gather(outcome(made), outcome(made))
+
+    run(body())
+    assert (made.stats().seconds, made.stats().wait_seconds) == (pytest.approx(6.0), pytest.approx(2.0))
+
+
 def fails(*reasons: str | None, seconds: float = 0.0) -> Judge:
     """For each call a reason or None; the last for all others."""
 
@@ -137,6 +148,7 @@ def test_what_may_pass_is_tried_again_after_a_pause_that_doubles(reason: str) ->
     assert 1.0 <= second <= 3.0
     assert (made.stats().retried, made.stats().scored, made.stats().failed) == (2, 1, {})
     assert made.stats().seconds == pytest.approx(judge.begun[2])
+    assert made.stats().wait_seconds == pytest.approx(judge.begun[2]), "the calls took no time"
 
 
 def test_pauses_are_the_same_for_the_same_seed() -> None:

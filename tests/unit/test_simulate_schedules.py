@@ -15,7 +15,7 @@ from asyncmoe.cli import app
 from asyncmoe.errors import ConfigError, InvariantBroken
 from asyncmoe.queue.admission import Admission
 from asyncmoe.simulate import command
-from asyncmoe.simulate.plant import LANDINGS, MODES, Mode, Plant
+from asyncmoe.simulate.plant import MODES, Mode, Plant
 from asyncmoe.simulate.simulation import simulate
 from asyncmoe.simulate.trace import SimulatedRun
 from asyncmoe.simulate.workload import parse
@@ -32,7 +32,7 @@ plants = st.fixed_dictionaries(
         "trainer.step_s": st.sampled_from([0.5, 10.0, 60.0]),
         "sync.seconds": st.sampled_from([0.0, 3.0, 40.0]),
         "sync.pause_s": st.sampled_from([0.0, 1.0]),
-        "sync.landing": st.sampled_from(LANDINGS),
+        "sync.landing": st.sampled_from(("pause", "drain")),
         "scoring.seconds": st.sampled_from([0.0, 0.5, 5.0]),
         "scoring.sigma": st.sampled_from([0.0, 1.5]),
         "scoring.concurrency": st.sampled_from([None, 1, 8]),
@@ -212,8 +212,15 @@ def test_the_example_is_a_plant_and_all_its_wrong_keys_are_named_with_their_line
     assert re.findall(r"wrong\.yaml(?::\d+)?: [\w.]+", str(refused.value)) == [
         "wrong.yaml:4: workload",
         "wrong.yaml:11: engines.count",
-        "wrong.yaml: sync.pause",
     ]
+    assert re.findall(r"command line: [\w.]+", str(refused.value)) == ["command line: sync.pause"]
+
+
+def test_the_configuration_of_a_run_is_no_plant() -> None:
+    with pytest.raises(ConfigError) as refused:
+        invoke(str(Path(__file__).parents[2] / "examples" / "demo.yaml"))
+    assert "got the configuration of a run (run, model, task), expected a plant: " in str(refused.value)
+    assert "\n" not in str(refused.value)
 
 
 def test_every_former_option_is_refused_with_a_key_that_exists() -> None:

@@ -22,7 +22,7 @@ from asyncmoe.launch import watch
 from asyncmoe.models.make import make_model
 from asyncmoe.process import Child, named, say
 from asyncmoe.rpc import keys
-from asyncmoe.telemetry.records import JsonLines, read
+from asyncmoe.telemetry.records import JsonLines, Tail
 from tests.disks import mounted
 
 NODE = socket.gethostname()
@@ -112,7 +112,7 @@ def test_a_record_is_written_whole_or_not_at_all_and_closing_is_quiet(disk: Path
     (disk / "filler").unlink()
     lines.write({"c": 3})
     lines.close()
-    assert read(disk / "x.jsonl") == [{"a": 1}, {"c": 3}]
+    assert Tail(disk / "x.jsonl").poll() == [{"a": 1}, {"c": 3}]
 
 
 def test_the_rendezvous_file_is_whole_or_not_there(disk: Path) -> None:

@@ -89,12 +89,20 @@ def test_jsonl_reads_gsm8k(tmp_path: Path, tokenizer: Tokenizer) -> None:
         {"question": "How much?", "answer": "#### 1,234"},
         {"question": "Which?", "answer": "42", "level": "easy"},
     )
-    assert [row.reference for row in read(path)] == ["18", "1234", "42"]
+    assert [row.reference for row in read(path)] == ["18", "1,234", "42"]
     task = jsonl(tokenizer, path, chat_template=False, seed=0)
     first = task.prompt(0)
     assert tokenizer.decode(first.tokens) == first.text + "\n"
     shown = tokenizer.decode(task.demonstration(0).tokens)
     assert any(shown == f"{row.question}\n{row.solution}" for row in read(path))
+
+
+def test_an_answer_keeps_every_comma(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    answers = ["Paris, France", "f(1,2)==3", "(3, 4)", "1,234"]
+    path = lines(tmp_path / "d.jsonl", *({"question": f"q{i}", "answer": f"so\n#### {answer}"} for i, answer in enumerate(answers)))
+    task = jsonl(tokenizer, path, chat_template=False, seed=0)
+    assert sorted(task.prompt(group).answer for group in range(4)) == sorted(answers)
+    assert [(gold.where, gold.answer) for gold in task.golds()] == [(f"{path} line {n}", answer) for n, answer in enumerate(answers, 1)]
 
 
 def test_jsonl_asks_every_line_before_any_twice(tmp_path: Path, tokenizer: Tokenizer) -> None:

@@ -84,7 +84,7 @@ def test_its_warm_up_imitates_the_answer(tokenizer: Tokenizer) -> None:
     ("name", "options", "said"),
     [
         ("Missing", {}, r"task\.kind: got .*Missing: AttributeError"),
-        ("Capitals", {"size": 3}, r"task\.kind: got .*TypeError: .*'size' .*expected a class that can be made with task\.options"),
+        ("Capitals", {"size": 3}, r"task\.kind: got .*TypeError: .*'size'.*expected a class that can be made with task\.options"),
         ("Unfinished", {}, r"OSError: no such database at tests/unit/task_sources\.py:\d+"),
         ("Neither", {}, r"task\.kind: got .*Neither, which has neither, expected a class with `draw"),
         ("Both", {}, r"task\.kind: got .*Both, which has both"),

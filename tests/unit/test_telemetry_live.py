@@ -55,13 +55,16 @@ def test_without_a_terminal_each_new_step_is_one_line(tmp_path: Path) -> None:
         view.refresh()
         view.refresh()
         view.say("[bold] stopping")
+        started = [r for r in Follower(tmp_path).poll() if isinstance(r, Rollout)][-1].started
     lines = out.getvalue().splitlines()
     assert [text.split("  ")[0] for text in lines] == [
         "step 2/10",
         "step 3/10",
         "evaluated version 3",
         "[bold] stopping",
+        f"rejected {percent(1 / started)} of {started} started (scorer_timeout 1)",
     ]
+    assert lines[1].endswith(f"rejected {percent(1 / started)}")
     assert "reward" in lines[0]
     assert lines[2] == "evaluated version 3   reward 0.21 ± 0.05   25 % failed"
 
@@ -110,6 +113,22 @@ def test_panel_fits_80_columns_and_says_everything(tmp_path: Path) -> None:
     ):
         assert piece in text
     assert " left" in text
+
+
+def test_panel_shows_what_scoring_and_tools_take() -> None:
+    first = Rollout(time=1.0, scoring={"scorer": Scoring(scored=10, seconds=90.0)}, tools={"add": Calls(calls=5, seconds=50.0)})
+    scorer = Scoring(scored=13, failed={"scorer_timeout": 1}, seconds=98.0, wait_seconds=2.0, waiting=7)
+    tools = {"add": Calls(calls=7, seconds=51.0), "idle": Calls()}
+    last = Rollout(time=2.0, scoring={"scorer": scorer}, tools=tools)
+    console, out = _console(terminal=False)
+    console.print(panel(replace(View("demo", 2, 12), rollout=[first, last])))
+    assert "scorer 2 s a response, 0.5 s of it waiting, 7 wait" in out.getvalue()
+    assert "add 0.5 s a call" in out.getvalue()
+    assert "idle" not in out.getvalue().replace("trainer idle", "").split("advice")[0].split("tools ")[1]
+    started_over = Rollout(time=3.0, scoring={"scorer": Scoring(scored=2, seconds=1.0)})
+    console, out = _console(terminal=False)
+    console.print(panel(replace(View("demo", 2, 12), rollout=[last, started_over])))
+    assert "a response" not in out.getvalue()
 
 
 def test_heading_and_remaining_time(tmp_path: Path) -> None:
@@ -313,3 +332,17 @@ def test_the_view_feeds_tensorboard_with_new_records_only(tmp_path: Path) -> Non
         view.refresh()
     assert [step for step, _ in _scalars(tmp_path / "tensorboard", "rl/loss")] == [4, 5]
     assert _scalars(tmp_path / "tensorboard", "rollout/queue_depth")
+
+
+def test_scoring_and_rejections_are_rows_of_the_panel() -> None:
+    judge = Scoring(
+        in_flight=3, waiting=2, scored=1204, retried=5, failed={"scorer_error": 6, "scorer_nan": 2}, seconds=121.2, breaker="open"
+    )
+    lost = Rollout(time=1, started=200, rejected={"a": 1, "b": 40, "c": 8, "d": 2}, scoring={"scorer": judge, "teacher": Scoring(scored=7)})
+    console, out = _console(terminal=False, width=200)
+    console.print(panel(View("demo", 2, 12, rollout=[lost])))
+    text = out.getvalue()
+    assert "1,204 scored in 0.1 s each   8 failed (scorer_error 6, scorer_nan 2)   5 retried" in text
+    assert "5 retried   3 in flight   2 waiting   breaker open" in text
+    assert "7 scored" in text
+    assert re.search(r"rejected +26 % of 200 started \(b 40, c 8, d 2, \.\.\.\)", text)

@@ -11,7 +11,7 @@ import pytest
 from telemetry_runs import write_run
 
 from asyncmoe.errors import DataError
-from asyncmoe.telemetry.records import RENAMED, JsonLines, Spans, Tail, read, read_sessions, read_spans, read_steps
+from asyncmoe.telemetry.records import RENAMED, JsonLines, Spans, Tail, read_sessions, read_spans, read_steps
 from asyncmoe.telemetry.run import load
 from asyncmoe.telemetry.schema import METRICS, ROLLOUT, Resume, Span, Step
 from asyncmoe.telemetry.summary import summarise
@@ -37,12 +37,12 @@ def test_numpy_scalars_int_keys_and_non_finite_numbers(tmp_path: Path) -> None:
 def test_a_record_can_be_read_before_the_writer_is_closed(tmp_path: Path) -> None:
     lines = JsonLines(tmp_path / "new" / "x.jsonl")
     lines.write({"a": 1})
-    assert read(lines.path) == [{"a": 1}]
+    assert Tail(lines.path).poll() == [{"a": 1}]
     lines.close()
 
 
 def test_no_file_is_no_records(tmp_path: Path) -> None:
-    assert read(tmp_path / "absent.jsonl") == []
+    assert Tail(tmp_path / "absent.jsonl").poll() == []
 
 
 def test_torn_last_line_is_ignored_and_cut_by_the_next_writer(tmp_path: Path) -> None:
@@ -58,7 +58,7 @@ def test_torn_last_line_is_ignored_and_cut_by_the_next_writer(tmp_path: Path) ->
 def test_a_line_that_is_only_torn(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b'{"st')
-    assert read(path) == []
+    assert Tail(path).poll() == []
     _steps(path, 1)
     assert [step.step for step in read_steps(path)] == [1]
 

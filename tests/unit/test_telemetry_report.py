@@ -18,8 +18,9 @@ from telemetry_runs import START, write_run
 from asyncmoe.errors import DataError
 from asyncmoe.telemetry.records import JsonLines
 from asyncmoe.telemetry.report import html, report
+from asyncmoe.telemetry.rollout_schema import Rollout, Scoring
 from asyncmoe.telemetry.run import RunRecords, load
-from asyncmoe.telemetry.schema import METRICS, Span, Step
+from asyncmoe.telemetry.schema import METRICS, ROLLOUT, Span, Step
 from asyncmoe.telemetry.series import MOST_POINTS, Series
 from asyncmoe.telemetry.timeline import merge_equal, timeline
 
@@ -85,6 +86,25 @@ def test_a_whole_run_has_every_plot(tmp_path: Path) -> None:
     assert {"trainer", "engine 0", "engine 1", "both at once", "step 40", "generate", "paused"} <= recent
     assert {"RL begins", "resumed"} <= whole
     assert any(re.fullmatch(r"Whole run: during \S+ % of the RL training time an engine generates", text) for text in whole)
+
+
+def test_metrics_of_ones_own_functions_are_drawn_each_on_its_own_scale(tmp_path: Path) -> None:
+    with JsonLines(tmp_path / METRICS) as metrics:
+        for step in range(1, 5):
+            own = {"loss/gate $x_{": 0.5 / step, "advantage/deviation": None if step == 2 else 1e6 * step}
+            metrics.write(Step(step=step, phase="rl", time=START + step, step_seconds=1.0, loss=0.1, plugin_metrics=own))
+    drawn = [_texts(picture) for picture in _images(_sections(report(tmp_path).read_text())["Learning"])]
+    titles = ["Your function's advantage/deviation", "Your function's loss/gate $x_{"]
+    assert [sum(title in texts for texts in drawn) for title in titles] == [1, 1]
+    assert not any(set(titles) <= texts for texts in drawn)
+
+
+def test_the_words_for_an_image_say_what_it_shows(tmp_path: Path) -> None:
+    write_run(tmp_path, rl=30)
+    shown = re.findall(r'<img alt="([^"]*)"', report(tmp_path).read_text())
+    assert len(set(shown)) == len(shown)
+    assert "Idle: share of the step, % over RL step (trainer, engines)" in shown
+    assert any(re.match(r"Last 10 steps: .*: trainer, engine 0, engine 1, both at once over seconds \(train, ", text) for text in shown)
 
 
 def test_only_warmup(tmp_path: Path) -> None:
@@ -164,3 +184,16 @@ def test_long_curves_are_thinned_without_bias(points: int, seed: int) -> None:
     sizes = [min(size, points - size * i) for i in range(len(thin.y))]
     assert sum(y * n for y, n in zip(thin.y, sizes, strict=True)) == pytest.approx(sum(y for _, y in values))
     assert len(thin.smooth().y) == len(thin.y)
+
+
+def test_scoring_and_rejections_are_rows_over_all_starts(tmp_path: Path) -> None:
+    write_run(tmp_path, warmup=1, rl=1)
+    with JsonLines(tmp_path / ROLLOUT) as rollout:
+        for started in (100, 40):
+            judge = Scoring(scored=started, seconds=started / 2, failed={"scorer_<nan>": 10}, retried=1)
+            rollout.write(Rollout(time=START, started=started, rejected={"scorer_<nan>": 14}, scoring={"scorer": judge}))
+    summary = _sections(html(load(tmp_path)))["Summary"]
+    assert (
+        "<td>Scoring: scorer</td><td>140</td><td>140 scored in 0.44 s each   20 failed (scorer_&lt;nan&gt; 20)   2 retried</td>" in summary
+    )
+    assert "<td>Rejected</td><td>20 %</td><td>trajectories: 20 % of 140 started (scorer_&lt;nan&gt; 28)</td>" in summary

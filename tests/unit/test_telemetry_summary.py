@@ -11,7 +11,8 @@ from telemetry_runs import evaluation, write_run
 
 from asyncmoe.errors import DataError
 from asyncmoe.telemetry.records import JsonLines, Spans, read_evaluations
-from asyncmoe.telemetry.schema import CONTROLLER_SPANS, EVALUATION, METRICS, TRAINER_SPANS, Resume, Step
+from asyncmoe.telemetry.rollout_schema import Rollout
+from asyncmoe.telemetry.schema import CONTROLLER_SPANS, EVALUATION, METRICS, ROLLOUT, TRAINER_SPANS, Resume, Step
 from asyncmoe.telemetry.summary import summarise, write_summary
 
 
@@ -39,6 +40,15 @@ def run_dir(tmp_path: Path) -> Path:
     with JsonLines(tmp_path / EVALUATION) as evaluations:
         for version, reward in ((1, 0.1), (3, 0.2), (5, 0.9), (3, 0.3), (4, 0.4)):  # the run was resumed from version 3
             evaluations.write(evaluation(version, reward))
+    with JsonLines(tmp_path / ROLLOUT) as rollout:  # the controller was started three times
+        for started, gone in (
+            (50, {}),
+            (90, {"scorer_nan": 4}),
+            (40, {"scorer_nan": 1}),
+            (50, {"scorer_nan": 2, "scorer_error": 8}),
+            (10, {}),
+        ):
+            rollout.write(Rollout(time=10, started=started, rejected=gone))
     with Spans(tmp_path / TRAINER_SPANS) as spans:
         spans.add("trainer.0", "train", 1, 9)  # warm-up
         spans.add("trainer.0", "train", 12, 18)
@@ -75,6 +85,9 @@ def test_every_number(run_dir: Path) -> None:
         "wall_seconds": wall,
         "evaluation_first": msgspec.to_builtins(evaluation(1, 0.1)),
         "evaluation_last": msgspec.to_builtins(evaluation(4, 0.4)),
+        "loggers": None,
+        "rejected_share": pytest.approx((4 + 10) / (90 + 50 + 10)),
+        "rejected": {"scorer_error": 8, "scorer_nan": 6},
     }
 
 
@@ -105,7 +118,7 @@ def test_without_spans_only_what_needs_them_is_null(run_dir: Path) -> None:
     (run_dir / TRAINER_SPANS).unlink()
     (run_dir / CONTROLLER_SPANS).unlink()
     summary = summarise(run_dir)
-    assert {key for key, value in summary.items() if value is None} == {"engine_idle_share", "overlap_share"}
+    assert {key for key, value in summary.items() if value is None} == {"engine_idle_share", "overlap_share", "loggers"}
 
 
 def test_never_compared_logprobs_are_null(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import inspect
 import os
 import re
 import secrets
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -17,11 +18,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from asyncmoe.config import transports
 from asyncmoe.config.transports import TRANSPORTS, TransportEntry, transport_for
-from asyncmoe.errors import AsyncmoeError, ConfigError
-from asyncmoe.receiver import channel, control_store
+from asyncmoe.errors import AsyncmoeError, ConfigError, ReportedFailure
+from asyncmoe.receiver import channel, control_store, failing
+from asyncmoe.receiver.channel_end import opener
 from asyncmoe.receiver.control_store import Store
 from asyncmoe.receiver.protocol import EngineRanks, Terms
 from asyncmoe.reshard import Box, Exchanger, LayoutBuilder, Plan, plan
@@ -67,6 +70,71 @@ def test_auto_always_serves_and_each_is_refused_just_where_it_cannot() -> None:
 @pytest.mark.parametrize(("words", "said"), [(["a"], "a"), (["a", "b"], "a or b"), (["a", "b", "c"], "a, b or c")])
 def test_choices_in_words(words: list[str], said: str) -> None:
     assert transports.either(words) == said
+
+
+def test_an_entry_that_names_no_function_is_refused_before_anything_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    transports.check_entries()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "my_transport.py").write_text("raise RuntimeError('imported')\ndef open_mine(end): ...\n")
+    (tmp_path / "my_typo.py").write_text("\ndef open_mine(:\n")
+    for opened_by, said in (
+        ("my_transport.open_mine", "it has not the form package.module:name, expected a function that can be imported"),
+        ("no_such_module:f", "there is no module no_such_module,"),
+        ("no.such:f", "No module named 'no',"),
+        ("my_typo:open_mine", r"my_typo\.py:2: invalid syntax"),
+        ("my_transport:open_min", r"my_transport\.py has no function open_min, .*; did you mean my_transport:open_mine\?"),
+    ):
+        monkeypatch.setitem(TRANSPORTS, "mine", TransportEntry("nothing", opened_by, gpu=False))
+        with pytest.raises(ConfigError, match=rf"^sync\.transport: got mine, whose opened_by in .* is {re.escape(opened_by)}: .*{said}"):
+            transports.check_entries()
+    monkeypatch.setitem(TRANSPORTS, "mine", TransportEntry("nothing", "my_transport:open_mine", gpu=False))
+    transports.check_entries()
+    with pytest.raises(ConfigError, match=r"is my_transport:open_mine: RuntimeError: imported, expected a function"):
+        opener("mine")
+
+
+OPENERS = """
+def raises(end):
+    raise OSError("no device of mine")
+
+def nothing(end): ...
+"""
+
+
+def test_what_opening_raised_is_said_once_with_one_place_and_its_traceback_is_logged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "bad_opener.py").write_text(OPENERS)
+    place = rf"\(trainer rank 0 on {re.escape(socket.gethostname())}, cpu\)"
+    for function, said, logged in (
+        ("raises", f"OSError: no device of mine {place}", 'bad_opener.py", line 3, in raises'),
+        ("nothing", f"sync.transport: got a NoneType from bad_opener:nothing, expected a Transport or SharedTransport .* {place}", ""),
+    ):
+        monkeypatch.setitem(TRANSPORTS, "mine", TransportEntry("nothing", f"bad_opener:{function}", gpu=False))
+        terms, stores = meeting("mine")
+
+        def failure(rank: int, terms: Terms = terms, stores: list[Store] = stores) -> Exception:
+            with pytest.raises(ReportedFailure) as caught:
+                channel.connect(stores[rank], terms, one_to_two(), 1)
+            return caught.value
+
+        with ThreadPoolExecutor(3) as threads:
+            for rank, error in enumerate(threads.map(failure, range(3))):
+                again = failing.said(error, terms, rank, torch.device("cpu"))  # as a rank reports it that met it
+                assert re.fullmatch(said, again), again
+        assert logged in caplog.text
+        caplog.clear()
+
+
+def meeting(transport: str) -> tuple[Terms, list[Store]]:
+    """The terms and stores of a trainer rank and two engine ranks in this process."""
+    engines = (EngineRanks("A", 2, 1, 1),)
+    terms = Terms({}, None, {}, engines, "float32", "float32", transport, secrets.token_hex(8), True, 1 << 8, 10.0)
+    listener = control_store.listen("127.0.0.1")
+    port = listener.getsockname()[1]
+    stores = [Store("test", 0, "127.0.0.1", port, 5.0, listener), *(Store("test", rank, "127.0.0.1", port, 5.0) for rank in (1, 2))]
+    return terms, stores
 
 
 # ---------------------------------------------------------------- the guide
@@ -241,10 +309,7 @@ def test_a_channel_opens_what_the_terms_name(tmp_path: Path, monkeypatch: pytest
     monkeypatch.syspath_prepend(str(tmp_path))
     entry = eval("{" + doc_pages.files(PAGE)[TABLE] + "}", {"TransportEntry": TransportEntry})["unix"]
     monkeypatch.setitem(TRANSPORTS, "unix", replace(entry, opened_by="unix_transport:open_unix"))
-    terms = Terms({}, None, {}, (EngineRanks("A", 2, 1, 1),), "float32", "float32", "unix", secrets.token_hex(8), True, 1 << 8, 10.0)
-    listener = control_store.listen("127.0.0.1")
-    port = listener.getsockname()[1]
-    stores = [Store("test", 0, "127.0.0.1", port, 5.0, listener), *(Store("test", rank, "127.0.0.1", port, 5.0) for rank in (1, 2))]
+    terms, stores = meeting("unix")
     values = np.arange(128, dtype=np.int32).reshape(8, 16)
     got = {rank: {"w": np.zeros((4, 16), np.int32)} for rank in (1, 2)}
 

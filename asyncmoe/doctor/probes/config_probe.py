@@ -14,7 +14,7 @@ from asyncmoe import config as configuration
 from asyncmoe.config import Config, devices
 from asyncmoe.config.transports import TRANSPORTS, TransportName, resolved, transport_for
 from asyncmoe.doctor.facts import Disk, ModelFacts, OnGpus, RunFacts
-from asyncmoe.doctor.probes import machine
+from asyncmoe.doctor.probes import machine, plugin_probe
 from asyncmoe.doctor.probes.timeouts import Later
 from asyncmoe.errors import ConfigError, UserError, WaitTimeout
 from asyncmoe.rpc import address
@@ -72,15 +72,28 @@ def _ports(config: Config) -> list[tuple[str, str, int]]:
 def with_files(run: RunFacts, config: Config) -> RunFacts:
     """Add the facts about the run directory and the model, and the sizes that follow from the model."""
     found_disk, disk_trouble = _answer(lambda: _disk(config), "run.dir")
+    run = replace(run, disk=found_disk, disk_trouble=disk_trouble, own=plugin_probe.named(config), own_trouble=_own_trouble(config))
+    if run.own_trouble is not None and plugin_probe.FAMILY in run.own:  # its code may not return here either
+        what = f"it cannot be looked at with {plugin_probe.FAMILY} {run.own[plugin_probe.FAMILY]}: see the line own-code"
+        return replace(run, model=ModelFacts(str(config.model.path), trouble=what))
     found_model, model_trouble = _answer(lambda: model(config), "model.path")
     asked_of_gpus, _ = _answer(lambda: _on_gpus(config), "model.path")
-    run = replace(run, disk=found_disk, disk_trouble=disk_trouble, model=found_model, model_trouble=model_trouble, on_gpus=asked_of_gpus)
+    run = replace(run, model=found_model, model_trouble=model_trouble, on_gpus=asked_of_gpus)
     if found_model is None or found_model.parameters is None or found_model.weights_bytes is None:
         return run
     item = 2 if config.trainer.dtype == "bfloat16" else 4
     over_shm = config.sync.method == "reshard" and TRANSPORTS[resolved(config.sync.transport, gpu=False)].in_shm
     under_way = 2 * min(config.trainer.ranks * config.sync.bucket_bytes, config.engines.count * found_model.weights_bytes)
     return replace(run, checkpoint_bytes=found_model.parameters * (item + _OPTIMIZER_BYTES), shm_bytes=under_way if over_shm else 0)
+
+
+def _own_trouble(config: Config) -> str | None:
+    """Try the user's own code; return what is wrong with it."""
+    try:
+        plugin_probe.check(config)
+    except UserError as error:
+        return str(error)
+    return None
 
 
 def _on_gpus(config: Config) -> OnGpus | None:

@@ -86,10 +86,10 @@ def extension() -> dict[str, Any]:
 def nccl() -> dict[str, Any] | None:
     """Open libnccl in the transport's way, and return its version."""
     try:
-        reshard, transport = (importlib.import_module(f"asyncmoe.reshard.{part}") for part in ("_C", "nccl_transport"))
+        reshard, nccl = (importlib.import_module(f"asyncmoe.reshard.{part}") for part in ("_C", "nccl"))
     except ImportError:
         return None
-    library = transport.find_nccl()
+    library = nccl.find_nccl()
     try:
         return {"library": library, "version": reshard.nccl_origin(library)[0]}
     except RuntimeError as error:

@@ -18,6 +18,7 @@ from asyncmoe.launch.slurm.allocation import Allocation
 from asyncmoe.launch.slurm.command import Stop
 from asyncmoe.launch.slurm.parts import Part
 from asyncmoe.models.hub import with_local_model
+from asyncmoe.telemetry import processes
 from asyncmoe.telemetry.live import LiveView
 
 _POLL_S = 0.25
@@ -76,12 +77,13 @@ def _describe(where: Allocation, placed: steps.Placement, config: Config, newest
 def _supervise(where: Allocation, config: Config, planned: Sequence[steps.JobStep], stop: Stop) -> AsyncmoeError | None:
     """Start and supervise all steps; return the root cause of a failure, or None if all ended well or on request."""
     started: list[Part] = []
-    try:
-        with LiveView(config) as view:
+    processes.record(config.run.dir, "supervisor")
+    with LiveView(config) as view:  # ends last: loggers are sent the last records
+        try:
             parts.start(planned, started)
             return _watch(where, {part.step.name: part for part in started}, view, stop)
-    finally:
-        parts.end_all(started)
+        finally:
+            parts.end_all(started)
 
 
 def _watch(where: Allocation, started: Mapping[str, Part], view: LiveView, stop: Stop) -> AsyncmoeError | None:

@@ -1,14 +1,14 @@
-"""Layouts of an adapter's halves on the engines' side: in the tensors that SGLang loads, and in its adapter memory.
+"""Layout of an adapter's halves in an engine's adapter memory.
 
 Source: sglang 0.5.23 (lora/mem_pool.py, lora/layers.py, lora/lora.py).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from asyncmoe.config.lora import ATTENTION
-from asyncmoe.models.lora.adapter import OUTER, Kind, Place, pairs, places, served_name, served_shapes, served_targets, sizes
+from asyncmoe.models.lora.adapter import OUTER, Kind, Place, places, served_targets, sizes
 from asyncmoe.models.parallel import EngineParallel
 from asyncmoe.models.shape import Shape
 from asyncmoe.models.shards import shard, span
@@ -24,17 +24,6 @@ _STACKS = {
     "down_proj": ("down_proj",),
 }
 """SGLang's modules and the linear layers that each stacks."""
-
-
-def served_layout(m: Shape, kind: Kind, dtype: str) -> RankLayout:
-    """Return the layout of the tensors of `adapter.served`, as rank 0."""
-    builder = LayoutBuilder(0, dtype)
-    layer: dict[bool, RankLayout] = {}
-    for dense, run in m.runs(range(m.layers)):
-        if dense not in layer:
-            layer[dense] = _served_layer(m, kind, dense, dtype)
-        builder.repeat(layer[dense], [(f"layers.{i}.", served_name(i, "")) for i in run])
-    return builder.build()
 
 
 def memory_layout(m: Shape, kind: Kind, parallel: EngineParallel, rank: int, dtype: str) -> RankLayout:
@@ -56,23 +45,6 @@ def memory_layout(m: Shape, kind: Kind, parallel: EngineParallel, rank: int, dty
         if dense not in layer:
             layer[dense] = _memory_layer(_Slot(m, kind, parallel, rank), dense, dtype)
         builder.repeat(layer[dense], [(f"layers.{i}.", f"layers.{i}.") for i in run])
-    return builder.build()
-
-
-def _served_layer(m: Shape, kind: Kind, dense: bool, dtype: str) -> RankLayout:
-    """Return the layout of one layer; halves and tensors are named within the layer."""
-    one = replace(m, layers=1, dense_layers=frozenset({0} if dense else ()))
-    parts: dict[str, dict[str, tuple[str, Box, tuple[int, ...]]]] = {}
-    for pair in pairs(one, kind):
-        for half, name, shape in (("a", pair.a, (kind.rank, pair.inputs)), ("b", pair.b, (pair.outputs, kind.rank))):
-            shared = kind.experts == "shared_outer" and OUTER.get(pair.target) == half
-            stack = () if pair.expert is None else (0 if shared else pair.expert,)
-            held = parts.setdefault(served_name(0, pair.target, half, pair.place), {})
-            held[name] = (name.removeprefix("layers.0."), whole(shape), (*stack, 0, 0))
-    builder = LayoutBuilder(0, dtype)
-    for name, size in served_shapes(one, kind).items():
-        nothing = {PADDING: (PADDING, whole(size), (0,) * len(size))}
-        builder.place(name.removeprefix(served_name(0, "")), size, parts.get(name, nothing).values())
     return builder.build()
 
 

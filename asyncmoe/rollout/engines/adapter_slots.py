@@ -20,7 +20,7 @@ from pathlib import Path
 from asyncmoe.errors import EngineError, WaitTimeout, WeightSyncError
 from asyncmoe.rollout.engines.adapters import BASE, SLOTS
 from asyncmoe.rollout.engines.engine import AdapterHost
-from asyncmoe.rollout.engines.types import AdapterMessage, Generation, VersionSpan
+from asyncmoe.rollout.engines.types import Generation, VersionSpan
 
 
 class StillInUse(WaitTimeout):
@@ -89,12 +89,12 @@ class TwoSlots:
             if not slot.users:
                 slot.free.set()
 
-    async def publish(self, version: int, adapter: Path | AdapterMessage) -> None:
+    async def publish(self, version: int, folder: Path) -> None:
         """Switch new requests to a version; returns when the switch is done.
 
         Args:
             version: higher than every earlier version; or 0 as the first, if training starts from an adapter.
-            adapter: from `peft.write_served` or `sglang.lora.message`; as for `AdapterHost.load_adapter`.
+            folder: as for `AdapterHost.load_adapter`.
 
         Raises:
             WeightSyncError: the version is out of order. New requests still use the previous version.
@@ -108,7 +108,7 @@ class TwoSlots:
                 raise WeightSyncError(f"{self._server.name}: got adapter version {version}, expected {expected}")
             slot = await self._vacated()
             serving = ServedBy(version, f"v{version}")
-            await self._server.load_adapter(f"v{version}", adapter, self._timeout_s)
+            await self._server.load_adapter(f"v{version}", folder, self._timeout_s)
             slot.serving = self._serving = serving
             self._current = slot
 

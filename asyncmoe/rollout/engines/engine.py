@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Protocol
 
 from asyncmoe.receiver.command import Command
-from asyncmoe.rollout.engines.types import AdapterMessage, Generation, Sampling
+from asyncmoe.rollout.engines.types import Generation, Sampling
 
 
 class AdapterHost(Protocol):
@@ -32,13 +32,13 @@ class AdapterHost(Protocol):
 
     name: str
 
-    async def load_adapter(self, name: str, adapter: Path | AdapterMessage, timeout_s: float) -> None:
+    async def load_adapter(self, name: str, folder: Path, timeout_s: float) -> None:
         """Load an adapter on every rank, for requests that name it; returns when such requests are accepted.
 
         Args:
             name: a name that no loaded adapter has.
-            adapter: a folder that the engine can also read, as `asyncmoe.models.lora.peft.write_served` writes it; or the adapter itself.
-                The folder's files must not change, and are best deleted once loaded.
+            folder: the adapter as `asyncmoe.models.lora.peft.write_served` writes it, in a folder that the engine can also read. Its files
+                must not change, and are best deleted once loaded.
         """
         ...
 

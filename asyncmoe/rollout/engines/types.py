@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import msgspec
 
@@ -74,16 +73,3 @@ class Generation:
     cached_tokens: int
     routes: str | None = None
     masks: Sequence[Sequence[int]] | None = None
-
-
-@dataclass(frozen=True)
-class AdapterMessage:
-    """An adapter in the form engines receive it (`asyncmoe.rollout.engines.sglang.lora.message`).
-
-    Attributes:
-        config: result of `asyncmoe.models.lora.adapter.served_config`.
-        tensors: one entry per tensor-parallel rank, each with all tensors.
-    """
-
-    config: Mapping[str, Any]
-    tensors: tuple[str, ...]

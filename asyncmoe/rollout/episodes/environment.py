@@ -27,8 +27,12 @@ from asyncmoe.rollout.engines.types import Sampling
 from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId, Turn
 from asyncmoe.rollout.tasks import Prompt
 from asyncmoe.rollout.tokenizer import Tokenizer
+from asyncmoe.telemetry.samples.records import ToolCall
 
 ERROR, TIMEOUT, TOO_LONG = "environment_error", "environment_timeout", "episode_too_long"
+
+_NOTED = 2000
+"""Characters noted of a tool's argument and of its answer."""
 
 Rewards = float | Mapping[str, float] | None
 """One reward for all agents; or rewards by agent name; or None: the configured scorer scores every agent."""
@@ -82,6 +86,8 @@ class Agent:
         turns: tokens given and sampled so far, as the engines answered.
         responses: its responses so far, decoded.
         credits: {index of a sampled token: reward} of the steps that the environment rewarded.
+        calls: tool calls that the environment made for it, for readers of samples.
+        why: what the scorer says about its reward, for readers of samples.
         failure: its first failure, or None.
     """
 
@@ -90,6 +96,8 @@ class Agent:
         self.turns: list[Turn] = []
         self.responses: list[Response] = []
         self.credits: dict[int, float] = {}
+        self.calls: list[ToolCall] = []
+        self.why = ""
         self._tokenizer, self._sampling, self._bounds, self._speak = tokenizer, sampling, bounds, speak
         self._given: list[int] = []
         self._speaking = False
@@ -99,6 +107,11 @@ class Agent:
     def tokens(self) -> tuple[int, ...]:
         """All tokens of the conversation, given and sampled."""
         return (*(token for turn in self.turns for token in (*turn.given, *turn.generation.tokens)), *self._given)
+
+    @property
+    def unanswered(self) -> tuple[int, ...]:
+        """Tokens given since its last response."""
+        return tuple(self._given)
 
     @property
     def sampled(self) -> tuple[bool, ...]:
@@ -116,6 +129,11 @@ class Agent:
         if self._speaking:
             raise self._failed(ERROR, "see() while a response is in progress")
         self._given += self._tokenizer.encode(what) if isinstance(what, str) else what
+
+    def note_call(self, name: str | None, argument: str, observation: str, seconds: float) -> None:
+        """Note a tool call for readers of samples (docs/guides/samples.md); `name`: None if it was no valid call."""
+        texts = [text[:_NOTED].encode("utf-8", "replace").decode() for text in (argument, observation)]
+        self.calls.append(ToolCall(name=name, argument=texts[0], observation=texts[1], seconds=round(seconds, 4)))
 
     def credit(self, reward: float) -> None:
         """Reward the agent's last step, which is its last response (`objective.process`)."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from random import Random
@@ -43,6 +43,7 @@ class RolloutContext:
         timeout_s: limit on the environment's run time, generation included.
         seed: seed of the run; together with `stream` and the episode's place, it seeds the environment's own random draws.
         stream: namespace of group numbers; the same number in two streams means two different prompts.
+        opened: called with every episode that begins.
     """
 
     pool: Pool
@@ -55,6 +56,7 @@ class RolloutContext:
     interruption: Interruption = "in_place"
     seed: int = 0
     stream: str = "episode"
+    opened: Callable[[Episode], None] | None = None
 
 
 async def run(stage: RolloutContext, prompt: Prompt, place: EpisodeId) -> tuple[Trajectory, ...]:
@@ -76,6 +78,8 @@ async def run(stage: RolloutContext, prompt: Prompt, place: EpisodeId) -> tuple[
 
     random = Random(f"{stage.seed} {stage.stream} {place.group} {place.episode} {place.attempt}")
     made = Episode(prompt, place, stage.tokenizer, random, stage.sampling, stage.bounds, speak)
+    if stage.opened is not None:
+        stage.opened(made)
     rewards = await _play(stage.environment, made, stage.timeout_s)
     agents = made.spoke
     if not agents:
@@ -87,7 +91,7 @@ async def run(stage: RolloutContext, prompt: Prompt, place: EpisodeId) -> tuple[
     record = partial(assemble, place=place, recording=stage.sampling.recording, seconds=seconds)
     trajectories = []
     for agent, score in zip(agents, worth, strict=True):
-        credited = step_rewards(agent.turns, agent.credits)
+        credited, agent.why = step_rewards(agent.turns, agent.credits), score.why
         made_of = partial(record, agent.turns, reward=score.reward, agent=agent.number, teacher=score.teacher)
         trajectories.append(await asyncio.to_thread(made_of, rewards=score.rewards if credited is None else credited))
     return tuple(trajectories)

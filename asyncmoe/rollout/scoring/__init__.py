@@ -15,6 +15,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from functools import partial
+from pathlib import Path
 
 from asyncmoe.config.scoring import ScoringSection
 from asyncmoe.config.task import READ, TaskSection
@@ -27,7 +28,21 @@ from asyncmoe.rollout.scoring.teacher import Taught
 from asyncmoe.rollout.scoring.types import Judge, Sample, Score, Scorer, Teaches
 from asyncmoe.rollout.scoring.workers import InWorkers
 
-__all__ = ["Exact", "Sample", "Score", "Scorer", "Stats", "Taught", "Teaches", "load", "stats", "untaught"]
+__all__ = [
+    "Exact",
+    "Sample",
+    "Score",
+    "Scorer",
+    "Stats",
+    "Taught",
+    "Teaches",
+    "load",
+    "scorer_kind",
+    "stages",
+    "stats",
+    "untaught",
+    "write_log",
+]
 
 MATH_VERIFY = "asyncmoe.rollout.scoring.mathematics:score"
 _AT_ONCE = 64
@@ -70,14 +85,34 @@ def untaught(scorer: Scorer) -> Scorer:
 
 def stats(scorer: Scorer) -> Mapping[str, Stats]:
     """Return the statistics of each stage of `scorer`, by name: "scorer", "teacher"."""
+    return {name: stage.stats() for name, stage in stages(scorer).items()}
+
+
+def stages(scorer: Scorer) -> Mapping[str, LimitedScorer]:
+    """Return the stages of `scorer` that may fail, by name: "scorer", "teacher"."""
     parts = {"scorer": scorer.scorer, "teacher": scorer.teacher} if isinstance(scorer, Taught) else {"scorer": scorer}
-    return {name: part.stats() for name, part in parts.items() if isinstance(part, LimitedScorer)}
+    return {name: part for name, part in parts.items() if isinstance(part, LimitedScorer)}
+
+
+def write_log(scorer: Scorer, run_dir: Path) -> None:
+    """Write what the user's scorer raised to `asyncmoe.rollout.scoring.tracebacks.LOG`, if it raised anything since the last call.
+
+    Raises:
+        StorageError: it cannot be written.
+    """
+    for stage in stages(scorer).values():
+        stage.tracebacks.write(run_dir)
+
+
+def scorer_kind(section: ScoringSection, task: TaskSection) -> str:
+    """Return `scoring.scorer`, with auto resolved."""
+    if section.scorer == "auto":
+        return "math_verify" if task.kind in READ else "exact"
+    return section.scorer
 
 
 def _scorer(section: ScoringSection, task: TaskSection, decode: Decode, seed: int) -> Scorer | None:
-    kind = section.scorer
-    if kind == "auto":
-        kind = "math_verify" if task.kind in READ else "exact"
+    kind = scorer_kind(section, task)
     if kind == "none":
         return None
     if kind == "exact":
@@ -102,7 +137,7 @@ def _judge(section: ScoringSection, kind: str) -> Judge:
         )
     if found.awaits:
         ask, made = found.ask(section.options)
-        return plugin.AsyncScorer(ask, made, section.timeout_s)
+        return plugin.AsyncScorer(ask, found.function, made, section.timeout_s)
     return InWorkers(target, section.options, found.is_class, section.timeout_s, section.concurrency or _WORKERS)
 
 

@@ -18,6 +18,7 @@ from typing import Literal
 
 from asyncmoe.errors import TrajectoryRejected
 from asyncmoe.rollout.scoring.parse_score import Read
+from asyncmoe.rollout.scoring.tracebacks import ScorerRaised, Tracebacks
 from asyncmoe.rollout.scoring.types import OUT_OF_ORDER, PASSING, TIMEOUT, UNAVAILABLE, Judge, Sample, Score
 
 log = logging.getLogger(__name__)
@@ -110,6 +111,7 @@ class Stats:
         failed: samples without a score, by reason; cancelled samples excluded.
         seconds: total time that scored and failed samples spent in this stage.
         breaker: state of the circuit breaker.
+        wait_seconds: the part of `seconds` outside calls: waiting for a slot, for the breaker and in backoff.
     """
 
     in_flight: int
@@ -119,14 +121,16 @@ class Stats:
     failed: Mapping[str, int]
     seconds: float
     breaker: State
+    wait_seconds: float = 0.0
 
 
 @dataclass
 class _Progress:
-    """Progress of one sample. `last`: the failure of its previous attempt."""
+    """Progress of one sample. `last`: the failure of its previous attempt; `called`: seconds in calls so far."""
 
     doing: Literal["turn", "call", "pause"] = "turn"
     last: TrajectoryRejected | None = None
+    called: float = 0.0
 
 
 def backoff(base_s: float, attempt: int, draw: float) -> float:
@@ -142,6 +146,9 @@ class LimitedScorer:
         judge: computes the answers; enforces the timeout of a single call itself.
         read: converts an answer to a score.
         seed: seed of the backoff jitter.
+
+    Attributes:
+        tracebacks: what the user's scorer raised.
     """
 
     def __init__(self, name: str, judge: Judge, read: Read, limits: ScoringLimits, seed: int = 0) -> None:
@@ -152,8 +159,9 @@ class LimitedScorer:
         self._changed = asyncio.Event()
         self._here = self._in_flight = self._scored = self._retried = 0
         self._failed: Counter[str] = Counter()
-        self._seconds = 0.0
+        self._seconds = self._wait_seconds = 0.0
         self._last_outage = ""
+        self.tracebacks = Tracebacks()
 
     async def score(self, sample: Sample) -> Score:
         """See `Scorer`."""
@@ -167,13 +175,25 @@ class LimitedScorer:
                 raise self._late(progress) from error
         except TrajectoryRejected as rejected:
             self._failed[rejected.reason] += 1
-            self._seconds += _now() - begin
+            self._took(begin, progress)
             raise
         finally:
             self._here -= 1
         self._scored += 1
-        self._seconds += _now() - begin
+        self._took(begin, progress)
         return score
+
+    async def attempt(self, sample: Sample) -> Score:
+        """Score a sample by a single call, without retries, breaker and counts; only the judge's own timeout limits it.
+
+        Raises:
+            TrajectoryRejected: as `Scorer.score`.
+        """
+        try:
+            return self._read(await self._judge.call(sample), sample)
+        except ScorerRaised as error:
+            self.tracebacks.note(error.raised)
+            raise
 
     async def close(self) -> None:
         """See `Scorer`."""
@@ -183,13 +203,21 @@ class LimitedScorer:
         """See `Stats`."""
         waiting = self._here - self._in_flight
         failed = dict(self._failed)
-        return Stats(self._in_flight, waiting, self._scored, self._retried, failed, self._seconds, self._breaker.state)
+        counts = (self._in_flight, waiting, self._scored, self._retried, failed)
+        return Stats(*counts, self._seconds, self._breaker.state, self._wait_seconds)
+
+    def _took(self, begin: float, progress: _Progress) -> None:
+        seconds = _now() - begin
+        self._seconds += seconds
+        self._wait_seconds += max(0.0, seconds - progress.called)
 
     async def _attempts(self, sample: Sample, progress: _Progress, deadline: float) -> Score:
         for attempt in count():
             try:
                 return self._read(await self._call(sample, progress), sample)
             except TrajectoryRejected as rejected:
+                if isinstance(rejected, ScorerRaised):
+                    self.tracebacks.note(rejected.raised)
                 delay = backoff(self._limits.backoff_s, attempt, self._random.random())
                 if rejected.reason not in PASSING or attempt >= self._limits.retries or _now() + delay >= deadline:
                     raise
@@ -205,6 +233,7 @@ class LimitedScorer:
             progress.doing = "call"
             outcome: Outcome = "abandoned"
             self._in_flight += 1
+            begin = _now()
             try:
                 answer = await self._judge.call(sample)
                 outcome = "answered"
@@ -214,6 +243,7 @@ class LimitedScorer:
                 raise
             finally:
                 self._in_flight -= 1
+                progress.called += _now() - begin
                 self._ended(period, outcome)
         return answer
 

@@ -1,6 +1,6 @@
-"""Parse a scorer's answer: a number, or a reward with step scores.
+"""Parse a scorer's answer: a number, or a reward with step scores and a reason.
 
-    0.5    {"reward": 0.5}    {"reward": 0.5, "steps": [0.2, 0.9]}    an object with these as attributes
+    0.5    {"reward": 0.5}    {"reward": 0.5, "steps": [0.2, 0.9], "why": "a wrong sign"}    an object with these as attributes
 
 Any other answer is rejected, including an unknown key: a misspelt "steps" would silently lose the step scores.
 
@@ -26,29 +26,34 @@ Decode = Callable[[Sequence[int]], str]
 Read = Callable[[object, Sample], Score]
 """The raw answer for a sample to its score; raises as `read`."""
 _SHOWN = 200
+_WHY = 2000
+"""Characters kept of a reason."""
 
 
 def plain(value: object) -> dict[str, Any]:
-    """Normalize an answer to {"reward": number} or {"reward": number, "steps": [numbers]}. Accepts NumPy and torch numbers.
+    """Normalize an answer to {"reward": number}, with "steps" (numbers) and "why" (text) if it has them. Accepts NumPy and torch numbers.
 
     Raises:
         TrajectoryRejected: "scorer_garbage": the answer is invalid.
     """
     if isinstance(value, Mapping):
-        unknown = [key for key in value if key not in ("reward", "steps")]
+        unknown = [key for key in value if key not in ("reward", "steps", "why")]
         if unknown or "reward" not in value:
-            raise _garbage(f"the keys {[*value]}", '"reward" and optionally "steps"')
-        reward, steps = value["reward"], value.get("steps")
+            raise _garbage(f"the keys {[*value]}", '"reward" and optionally "steps" and "why"')
+        reward, steps, why = value["reward"], value.get("steps"), value.get("why")
     elif hasattr(value, "reward"):
-        reward, steps = value.reward, getattr(value, "steps", None)
+        reward, steps, why = value.reward, getattr(value, "steps", None), getattr(value, "why", None)
     else:
-        reward, steps = value, None
+        reward, steps, why = value, None, None
+    if why is not None and not isinstance(why, str):
+        raise _garbage(f"why of type {type(why).__name__}", "a text")
+    said = {} if why is None else {"why": why[:_WHY]}
     if steps is None:
-        return {"reward": _number(reward)}
+        return {"reward": _number(reward), **said}
     listed = steps.tolist() if hasattr(steps, "tolist") else steps
     if not isinstance(listed, Sequence) or isinstance(listed, str | bytes):
         raise _garbage(f"steps of type {type(steps).__name__}", "a list of numbers")
-    return {"reward": _number(reward), "steps": [_number(step) for step in listed]}
+    return {"reward": _number(reward), "steps": [_number(step) for step in listed], **said}
 
 
 def read(value: object, sample: Sample, separator: str | None, decode: Decode) -> Score:
@@ -59,13 +64,13 @@ def read(value: object, sample: Sample, separator: str | None, decode: Decode) -
             steps; "scorer_nan": a score is not finite.
     """
     answer = plain(value)
-    reward, steps = _finite(answer["reward"]), answer.get("steps")
+    reward, steps, why = _finite(answer["reward"]), answer.get("steps"), answer.get("why", "")
     if steps is None:
-        return Score(reward)
+        return Score(reward, why=why)
     at = ends(sample.tokens, sample.sampled, separator, decode)
     if len(steps) != len(at):
         raise _garbage(f"scores of {len(steps)} steps", f"{len(at)}, the steps of this sample (scoring.step_separator {separator!r})")
-    return Score(reward, rewards=placed([_finite(step) for step in steps], at, len(sample.tokens)))
+    return Score(reward, rewards=placed([_finite(step) for step in steps], at, len(sample.tokens)), why=why)
 
 
 def read_json(body: object, sample: Sample, separator: str | None, decode: Decode) -> Score:

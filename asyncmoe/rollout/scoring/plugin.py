@@ -12,6 +12,7 @@ from typing import Any, Protocol, cast
 from asyncmoe import plugins
 from asyncmoe.errors import ConfigError, TrajectoryRejected, UserError
 from asyncmoe.plugins import takes
+from asyncmoe.rollout.scoring.tracebacks import ScorerRaised, raised_by
 from asyncmoe.rollout.scoring.types import ERROR, TIMEOUT, Sample, reason_of, said
 
 log = logging.getLogger(__name__)
@@ -38,6 +39,11 @@ class Loaded:
     @property
     def is_class(self) -> bool:
         return inspect.isclass(self.found)
+
+    @property
+    def function(self) -> Callable[..., Any]:
+        """The function itself, or the class's method `score`."""
+        return cast(Any, self.found).score if inspect.isclass(self.found) else self.found
 
     def make(self, options: Mapping[str, object]) -> HasScore:
         """Construct the class.
@@ -94,15 +100,16 @@ class AsyncScorer:
 
     Args:
         ask: the coroutine function, called with a sample.
+        function: the user's function or method, for messages.
         made: the object that owns it, if any; `close` closes it.
         timeout_s: limit for one call.
     """
 
     width: int | None = None
 
-    def __init__(self, ask: Callable[[Sample], object], made: object | None, timeout_s: float) -> None:
+    def __init__(self, ask: Callable[[Sample], object], function: Callable[..., Any], made: object | None, timeout_s: float) -> None:
         self._ask = cast(Callable[[Sample], Awaitable[object]], ask)
-        self._made, self._timeout_s = made, timeout_s
+        self._function, self._made, self._timeout_s = function, made, timeout_s
 
     async def call(self, sample: Sample) -> object:
         """See `Judge`."""
@@ -116,7 +123,7 @@ class AsyncScorer:
             # The user's function may also raise TimeoutError.
             if deadline.expired():
                 raise TrajectoryRejected(TIMEOUT, f"the scorer took longer than {self._timeout_s:g} s") from error
-            raise TrajectoryRejected(reason_of(error, ERROR), said(error)) from error
+            raise ScorerRaised(reason_of(error, ERROR), raised_by(error, self._function)) from error
 
     async def close(self) -> None:
         """See `Judge`. Only logs an error of the object's own `close`: the run is over, and its result stands."""

@@ -50,11 +50,13 @@ class Score:
         reward: reward of the whole sample; finite.
         rewards: float32[T]; the score of each step at its last token, NaN elsewhere. None: steps were not scored.
         teacher: float32[T]; the teacher's log-probability, in nats, of each sampled token, 0 elsewhere. None: no teacher.
+        why: what the scorer says about it, for readers of samples.
     """
 
     reward: float
     rewards: np.ndarray | None = None
     teacher: np.ndarray | None = None
+    why: str = ""
 
 
 class Scorer(Protocol):

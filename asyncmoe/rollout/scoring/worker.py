@@ -2,7 +2,8 @@
 
 First input line: {"target": "package.module:name", "options": {...}}; then one sample per line. First output line, once the target is
 loaded: {"ready": true} or {"unusable": text}; then, per sample, {"value": ...} with the result of
-`asyncmoe.rollout.scoring.parse_score.plain`, or {"failed": reason, "detail": text}. The target's prints go to standard error. When standard
+`asyncmoe.rollout.scoring.parse_score.plain`, or {"failed": reason, "detail": text}, or, if the target raised, {"failed": reason,
+"raised": fields of `asyncmoe.rollout.scoring.tracebacks.Raised`}. The target's prints go to standard error. When standard
 input ends, the worker closes the target's object.
 """
 
@@ -13,13 +14,15 @@ import json
 import os
 import sys
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import TextIO
 
 from asyncmoe.errors import TrajectoryRejected, UserError
 from asyncmoe.process import die_with_parent
 from asyncmoe.rollout.scoring import plugin
 from asyncmoe.rollout.scoring.parse_score import plain
-from asyncmoe.rollout.scoring.types import ERROR, SHOWN, Sample, reason_of, said
+from asyncmoe.rollout.scoring.tracebacks import raised_by
+from asyncmoe.rollout.scoring.types import ERROR, SHOWN, Sample, reason_of
 
 
 def main() -> None:
@@ -29,23 +32,24 @@ def main() -> None:
     os.dup2(2, 1)
     wanted = json.loads(sys.stdin.readline())
     try:
-        ask, made = plugin.find(wanted["target"]).ask(wanted["options"])
+        found = plugin.find(wanted["target"])
+        ask, made = found.ask(wanted["options"])
     except UserError as error:
         _say(answers, {"unusable": str(error)})
         return
     _say(answers, {"ready": True})
     for line in sys.stdin:
-        _say(answers, _answer(ask, Sample(**json.loads(line))))
+        _say(answers, _answer(found, ask, Sample(**json.loads(line))))
     asyncio.run(plugin.close(made))
 
 
-def _answer(ask: Callable[[Sample], object], sample: Sample) -> dict[str, object]:
+def _answer(found: plugin.Loaded, ask: Callable[[Sample], object], sample: Sample) -> dict[str, object]:
     try:
         return {"value": plain(ask(sample))}
     except TrajectoryRejected as rejected:
         return {"failed": rejected.reason, "detail": str(rejected).removeprefix(f"{rejected.reason}: ")[:SHOWN]}
     except Exception as error:  # noqa: BLE001  the controller receives every error of user code
-        return {"failed": reason_of(error, ERROR), "detail": said(error)}
+        return {"failed": reason_of(error, ERROR), "raised": asdict(raised_by(error, found.function))}
 
 
 def _say(answers: TextIO, what: dict[str, object]) -> None:

@@ -13,6 +13,7 @@ from contextlib import suppress
 from typing import Any, cast
 
 from asyncmoe.errors import AsyncmoeError, ConfigError, TrajectoryRejected, WaitTimeout
+from asyncmoe.rollout.scoring.tracebacks import Raised, ScorerRaised
 from asyncmoe.rollout.scoring.types import ERROR, GARBAGE, TIMEOUT, Sample
 
 _START_S = 60.0
@@ -103,6 +104,8 @@ class _Worker:
             # A late answer would be taken for the answer to the next sample.
             await self.end()
             raise
+        if "raised" in answer:
+            raise ScorerRaised(answer["failed"], Raised(**answer["raised"]))
         if "failed" in answer:
             raise TrajectoryRejected(answer["failed"], answer["detail"])
         return answer["value"]

@@ -15,7 +15,7 @@ from asyncmoe.errors import ConfigError, DataError, UserError
 from asyncmoe.models import hub
 from asyncmoe.rollout.tasks.jsonl import line_of
 from asyncmoe.rollout.tasks.rows import Keep, keeps, none_left
-from asyncmoe.rollout.tasks.types import Example
+from asyncmoe.rollout.tasks.types import Example, Gold
 
 BUILDERS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet", ".arrow": "arrow"}
 """`datasets`' builder by the suffix of a file."""
@@ -43,6 +43,13 @@ class Rows:
     def __getitem__(self, index: int) -> Example:
         row = self._kept[index]
         return line_of(f"{self._name} row {row}", self._data[row], self._columns).example
+
+    def golds(self) -> Iterator[Gold]:
+        """See `HasGolds`."""
+        for row in self._kept:
+            line = line_of(f"{self._name} row {row}", self._data[row], self._columns)
+            if line.reference:
+                yield Gold(line.where, line.reference)
 
     def _checked(self, keep: Keep | None) -> Iterator[int]:
         for row, values in enumerate(self._data):

@@ -12,7 +12,7 @@ from asyncmoe.config.task import ColumnsSection
 from asyncmoe.errors import DataError
 from asyncmoe.rollout.tasks.encode import check_columns, check_prompt
 from asyncmoe.rollout.tasks.rows import Keep, none_left
-from asyncmoe.rollout.tasks.types import Example, Message
+from asyncmoe.rollout.tasks.types import Example, Gold, Message
 
 MARK = "####"
 """Separates the reasoning from the reference answer."""
@@ -30,9 +30,11 @@ class JsonLine:
     solution: str
     """The whole "answer": reasoning and reference."""
     reference: str
-    """The text after the last `MARK`, or the whole "answer" without a mark; thousands separators removed, as in GSM8K's own scorer."""
+    """The text after the last `MARK`, or the whole "answer" without a mark, as written: scorers decide what a comma means."""
     columns: Mapping[str, Any] = field(default_factory=dict)
     """The other columns."""
+    where: str = ""
+    """File and line, for messages."""
 
     @property
     def example(self) -> Example:
@@ -55,6 +57,10 @@ class JsonlFile:
 
     def __getitem__(self, index: int) -> Example:
         return self._rows[index].example
+
+    def golds(self) -> Iterator[Gold]:
+        """See `HasGolds`."""
+        return (Gold(row.where, row.reference) for row in self._rows if row.reference)
 
 
 def read(path: Path, key: str = "task.path", columns: ColumnsSection | None = None, keep: Keep | None = None) -> list[JsonLine]:
@@ -121,10 +127,10 @@ def line_of(where: str, values: Mapping[str, Any], columns: ColumnsSection) -> J
     question = _value(where, values, columns.question)
     check_prompt(question, f"{where}, {columns.question}")
     answer = "" if columns.answer is None else _answer(where, values, columns.answer)
-    reference = answer.rpartition(MARK)[2].strip().replace(",", "")
+    reference = answer.rpartition(MARK)[2].strip()
     if not reference and columns.answer is not None:
         raise DataError(f"{where}, {columns.answer}", got=f"nothing after {MARK}", expected="the reference answer")
-    return JsonLine(question, answer, reference, _others(where, values, columns))
+    return JsonLine(question, answer, reference, _others(where, values, columns), where)
 
 
 def _value(where: str, values: Mapping[str, Any], name: str) -> Any:

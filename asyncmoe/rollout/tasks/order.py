@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import chain
 from random import Random
 
 from asyncmoe.rollout.tasks.encode import Encoder
-from asyncmoe.rollout.tasks.types import Demonstration, Endless, Example, Finite, Prompt, Task
+from asyncmoe.rollout.tasks.types import Demonstration, Endless, Example, Finite, Gold, HasGolds, Prompt, Task
 
 EVALUATION = "evaluation"
 """Stream of the evaluation questions."""
@@ -72,6 +73,13 @@ class ListedTask:
         at = self._index("demonstration", index)
         return self._encoder.demonstration(self._source[at], f"{self._name}, example {at}")
 
+    def golds(self) -> Iterable[Gold]:
+        """See `HasGolds`."""
+        if isinstance(self._source, HasGolds):
+            return self._source.golds()
+        named = ((f"{self._name}, example {index}", self._source[index].answer) for index in range(len(self._source)))
+        return (Gold(where, answer) for where, answer in named if answer)
+
     def _index(self, stream: str, number: int) -> int:
         every = range(len(self._held)) if stream == EVALUATION else self._trained
         epoch, place = divmod(number, len(every))
@@ -100,6 +108,10 @@ class MixedTask:
         """See `Task`."""
         part, number = self._draws.at("demonstration", index)
         return self._tasks[part].demonstration(number)
+
+    def golds(self) -> Iterable[Gold]:
+        """See `HasGolds`; of the tasks that know theirs."""
+        return chain.from_iterable(task.golds() for task in self._tasks if isinstance(task, HasGolds))
 
 
 class MixedDraws:

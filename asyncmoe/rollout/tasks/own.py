@@ -12,6 +12,8 @@ from asyncmoe.rollout.tasks.encode import check
 from asyncmoe.rollout.tasks.types import Endless, Example, Finite
 
 T = TypeVar("T")
+_MAKE_S = 600.0
+"""Limit for the constructor, which may read files."""
 FORMS = "arithmetic, jsonl, dataset or package.module:Class"
 _WANTED = "a class with `draw(self, random)`, or with `__len__(self)` and `__getitem__(self, index)` (docs/guides/task.md)"
 
@@ -30,17 +32,20 @@ def load(target: str, options: Mapping[str, object], key: str) -> Finite | Endle
     """
     found = plugins.load(target, f"{key}.kind", forms=FORMS, wanted="a class that can be imported")
     try:
-        made = found(**options)
-    except UserError:
-        raise
-    except Exception as error:
-        got = f"{target}: {plugins.told(error)} at {plugins.raised_at(error)}"
-        raise ConfigError(f"{key}.kind", got=got, expected=f"a class that can be made with {key}.options") from error
+        with plugins.guarded(_MAKE_S):
+            made = found(**options)
+    except plugins.Failed as failed:
+        expected = f"a class that can be made with {key}.options"
+        raise ConfigError(f"{key}.kind", got=f"{target}: {failed}", expected=expected) from failed
     endless, finite = callable(getattr(made, "draw", None)), hasattr(made, "__len__") and hasattr(made, "__getitem__")
     if endless == finite:
         raise ConfigError(f"{key}.kind", got=f"{target}, which has {'both' if finite else 'neither'}", expected=_WANTED)
     name = f"{key}.kind {target}"
-    return _endless(made, name) if endless else _finite(made, name)
+    try:
+        with plugins.guarded(plugins.CALL_S):
+            return _endless(made, name) if endless else _finite(made, name)
+    except plugins.Failed as failed:
+        raise DataError(name, got=str(failed), expected="examples") from failed
 
 
 class _Listed:

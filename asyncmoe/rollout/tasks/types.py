@@ -9,10 +9,10 @@ Either way prompt n is the same in every run with the same seed, so a resumed ru
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from random import Random
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 Message = Mapping[str, Any]
 """One message of a conversation: "role", "content", and any other key that the chat template knows."""
@@ -81,6 +81,23 @@ class Demonstration:
 
     tokens: tuple[int, ...]
     loss_mask: tuple[bool, ...]
+
+
+@dataclass(frozen=True)
+class Gold:
+    """A reference answer of a task. `where` names its file and line, for messages."""
+
+    where: str
+    answer: str
+
+
+@runtime_checkable
+class HasGolds(Protocol):
+    """A task or source whose reference answers are known before the run, so that they can be checked before engines start."""
+
+    def golds(self) -> Iterable[Gold]:
+        """Return the reference answers of all questions that have one, in the order of the file."""
+        ...
 
 
 class Task(Protocol):

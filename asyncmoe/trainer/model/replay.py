@@ -40,20 +40,23 @@ class RecordedRouter(RouterReplay):  # type: ignore[misc]
         self._now: Experts | None = None
         self._later: deque[Experts] = deque()
         self._differ: list[torch.Tensor] = []
+        self._by_row: torch.Tensor | None = None
 
-    def forward(self, experts: Experts, recomputed: bool) -> None:
+    def forward(self, experts: Experts, recomputed: bool, by_row: torch.Tensor | None = None) -> None:
         """Set the experts of the next forward pass.
 
         Args:
             recomputed: the backward pass will recompute this forward pass.
+            by_row: int32[rows]; 1 is added for rows for which the live router would have chosen other experts.
         """
+        self._by_row = by_row
         self._now, self.router_replay_action = experts, RouterReplayAction.REPLAY_FORWARD
         if recomputed:
             self._later.append(experts)
 
     def backward(self) -> None:
         """End the forward pass: later requests come from a backward pass."""
-        self._now, self.router_replay_action = None, RouterReplayAction.REPLAY_BACKWARD
+        self._now, self._by_row, self.router_replay_action = None, None, RouterReplayAction.REPLAY_BACKWARD
 
     def end(self) -> torch.Tensor:
         """End the step and reset.
@@ -72,7 +75,7 @@ class RecordedRouter(RouterReplay):  # type: ignore[misc]
 
     def forget(self) -> None:
         """Discard experts and counts; route live."""
-        self._now, self.router_replay_action = None, None
+        self._now, self._by_row, self.router_replay_action = None, None, None
         self._later.clear()
         self._differ.clear()
 
@@ -106,6 +109,8 @@ class RecordedRouter(RouterReplay):  # type: ignore[misc]
 
     def _count(self, live: torch.Tensor, chosen: torch.Tensor, known: torch.Tensor) -> None:
         differs = (live.sort(1).values != chosen.sort(1).values).any(1) & known
+        if self._by_row is not None:
+            self._by_row += differs
         self._differ.append(torch.stack([differs.sum(), known.sum()]))
 
 
@@ -145,11 +150,12 @@ class Replay:
         return Routing(r.all_layers, self.layers, r.top_k, r.experts)
 
     @contextmanager
-    def forward(self, chunk: int, experts: Experts | None) -> Iterator[None]:
+    def forward(self, chunk: int, experts: Experts | None, by_row: torch.Tensor | None = None) -> Iterator[None]:
         """Replay experts during the forward pass of a micro-batch through a chunk.
 
         Args:
             experts: experts of this rank's rows of the micro-batch, before tensor-parallel ranks split the rows; None: route live.
+            by_row: int32[rows of the micro-batch]; each router adds 1 for rows it would have sent elsewhere. None: not counted by row.
         """
         routers = self._routers[chunk]
         if experts is None:
@@ -158,9 +164,10 @@ class Replay:
             yield
             return
         size = experts.known.shape[0] // self._parts
-        mine = experts.take(slice(self._part * size, (self._part + 1) * size))
+        part = slice(self._part * size, (self._part + 1) * size)
+        mine = experts.take(part)
         for router in routers:
-            router.forward(mine, self._recompute and torch.is_grad_enabled())
+            router.forward(mine, self._recompute and torch.is_grad_enabled(), None if by_row is None else by_row[part])
         yield
         for router in routers:
             router.backward()

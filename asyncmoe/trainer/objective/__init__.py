@@ -11,7 +11,9 @@ rows are distributed over micro-batches and ranks. A user's own advantage, loss 
 
 from asyncmoe.trainer.objective.advantages import group_advantages
 from asyncmoe.trainer.objective.aggregation import scale, token_weights
+from asyncmoe.trainer.objective.correction import RULES
 from asyncmoe.trainer.objective.distill import distill_advantages
+from asyncmoe.trainer.objective.fates import Fates
 from asyncmoe.trainer.objective.loss import policy_loss, supervised_loss
 from asyncmoe.trainer.objective.metrics import AGES, SUMS, metrics
 from asyncmoe.trainer.objective.plugin import NO_PLUGINS, Plugins, Responses
@@ -22,7 +24,9 @@ from asyncmoe.trainer.objective.trial import load
 __all__ = [
     "AGES",
     "NO_PLUGINS",
+    "RULES",
     "SUMS",
+    "Fates",
     "Plugins",
     "PolicyRows",
     "Responses",

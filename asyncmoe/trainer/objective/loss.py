@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -11,6 +12,7 @@ from asyncmoe.errors import InvariantBroken
 from asyncmoe.trainer.objective.aggregation import kept_weights
 from asyncmoe.trainer.objective.clip import surrogate
 from asyncmoe.trainer.objective.correction import correct
+from asyncmoe.trainer.objective.fates import Fates
 from asyncmoe.trainer.objective.kl import penalty
 from asyncmoe.trainer.objective.metrics import measure
 from asyncmoe.trainer.objective.plugin import NO_PLUGINS, Plugins
@@ -28,6 +30,7 @@ def policy_loss(
     progress: float = 0.0,
     unmasked: torch.Tensor | None = None,
     plugins: Plugins = NO_PLUGINS,
+    observe: Callable[[Fates], None] | None = None,
 ) -> tuple[torch.Tensor, Sums]:
     """Compute a micro-batch's share of the configured objective.
 
@@ -47,6 +50,7 @@ def policy_loss(
         progress: share of the batch's updates already made; only `loglinear` uses it.
         unmasked: float32[T] with gradient: log pi over the whole vocabulary, like `rows.reference`; None: use `logprobs`.
         plugins: the user's own parts that `section` names.
+        observe: called with what becomes of each row.
 
     Returns:
         The loss, a float32 scalar, and the sums that `metrics.SUMS` and the plug-ins declare.
@@ -77,6 +81,8 @@ def policy_loss(
         if own is not None:
             kept = kept & (own != 0)
         weights = kept_weights(rows, kept, section.aggregation, section.correction.denominator)
+        if observe is not None:
+            observe(Fates(new.detach(), old, correction.weight, kept, cut, correction.capped, correction.rejected))
         sums = measure(new, compared, rows, kept, correction, cut, weights, version) | added
     loss = (torch.where(kept, value * correction.weight, 0.0) * weights).sum()
     if rows.reference is not None and section.kl.coefficient:

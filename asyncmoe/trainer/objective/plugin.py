@@ -90,8 +90,9 @@ class Plugin:
             answer = self.function(given, **self.options)
         except UserError:
             raise
-        except Exception as error:
-            got = f"{plugins.told(error)} at {plugins.raised_at(error)}"
+        except (Exception, SystemExit) as error:
+            where = plugins.raised_at(error)
+            got = f"{plugins.told(error)} at {where}" if where else plugins.told(error)
             raise self.refused(got, "a result; it must not raise an exception") from error
         if isinstance(answer, tuple) and len(answer) == 2 and isinstance(answer[1], Mapping):
             return answer

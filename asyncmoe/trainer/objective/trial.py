@@ -7,6 +7,7 @@ how sequences are distributed over micro-batches and ranks.
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -16,11 +17,12 @@ import torch
 
 from asyncmoe import plugins
 from asyncmoe.config.objective import ObjectiveSection
-from asyncmoe.errors import ConfigError
+from asyncmoe.errors import ConfigError, UserError, together
 from asyncmoe.trainer.objective import plugin
 from asyncmoe.trainer.objective.plugin import Plugin, Plugins, Responses
 from asyncmoe.trainer.objective.rows import PolicyRows, segments
 
+log = logging.getLogger(__name__)
 _VERSION = 7
 _CLAMP = "clamp ratios, for example with asyncmoe.trainer.objective.exp"
 _PURE = "a pure function: equal results for equal inputs, without random numbers or state"
@@ -30,39 +32,69 @@ def load(section: ObjectiveSection) -> Plugins:
     """Load and try the functions that a configuration names.
 
     Raises:
-        ConfigError: a function cannot be imported or called, or failed its trial; names the function, its file and line.
+        ConfigError: a function cannot be imported or called, or failed its trial; names each such function, its file and line.
+        UserError: raised by a function itself.
     """
-    found = Plugins(
-        advantage=_find(plugin.ADVANTAGE, section.advantage, section.advantage_options or {}),
-        loss=_find(plugin.LOSS, section.loss, section.loss_options or {}),
-        weight=_find(plugin.WEIGHT, section.correction.weight, section.correction.weight_options or {}),
-    )
-    if found.advantage is not None:
-        try_advantage(found.advantage)
-    return Plugins(found.advantage, *(None if one is None else try_rows(one) for one in (found.loss, found.weight)))
+    made: dict[str, Plugin | None] = {}
+    refused: list[UserError] = []
+    for key in section.own:
+        try:
+            made[key] = try_one(section, key)
+        except UserError as error:
+            refused.append(error)
+    if refused:
+        raise together(refused)
+    return Plugins(made.get(plugin.ADVANTAGE), made.get(plugin.LOSS), made.get(plugin.WEIGHT))
 
 
-def _find(key: str, target: str, options: Mapping[str, Any]) -> Plugin | None:
-    if not plugins.is_name(target):
-        return None
+def try_one(section: ObjectiveSection, key: str) -> Plugin:
+    """Load and try the function that a key of the configuration names. Raises as `load`."""
+    target, options = section.own[key]
+    log.info("trying %s %s", key, target)
+    found = _find(key, target, options or {})
+    try:
+        with plugins.guarded(plugins.CALL_S):
+            return try_advantage(found) if key == plugin.ADVANTAGE else try_rows(found)
+    except plugins.Failed as failed:
+        raise found.refused(str(failed), "a result; it must not raise an exception, end the process or wait") from failed
+
+
+def _find(key: str, target: str, options: Mapping[str, Any]) -> Plugin:
     function = plugins.load_function(target, key, forms=plugins.FORM)
     made = Plugin(key, target, function, options)
     if inspect.isclass(function) or inspect.iscoroutinefunction(function):
         kind = "a class" if inspect.isclass(function) else "a coroutine function"
         raise ConfigError(key, got=f"{target}, {kind}", expected="a plain function")
     try:
-        inspect.signature(function).bind(None, **options)
-    except TypeError as error:
-        given = ", ".join(("responses" if key == plugin.ADVANTAGE else "rows", *(f"{name}=..." for name in options)))
-        expected = f"one that takes ({given})"
-        raise made.refused(f"the signature {inspect.signature(function)}", expected, f"see {made.options_key}") from error
+        signature = inspect.signature(function)
     except ValueError:  # a function that is not written in Python may have no signature
-        pass
+        return made
+    _check_options(made, signature)
+    try:
+        signature.bind(None, **options)
+    except TypeError as error:
+        given = "responses" if key == plugin.ADVANTAGE else "rows"
+        expected = f"one that takes ({given}) and options by name"
+        raise made.refused(f"the signature {signature}", expected) from error
     return made
 
 
-def try_advantage(tried: Plugin) -> None:
-    """Try an advantage estimator on groups of different sizes, lengths and rewards.
+def _check_options(made: Plugin, signature: inspect.Signature) -> None:
+    """Refuse options that the function does not take, and the absence of those it needs."""
+    others = list(signature.parameters.values())[1:]
+    by_name = {one.name: one for one in others if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)}
+    free = any(one.kind == one.VAR_KEYWORD for one in others)
+    if unknown := [name for name in made.options if name not in by_name and not free]:
+        near = plugins.nearest(unknown[0], by_name)
+        got = f"{', '.join(unknown)}, which {made.where} does not take"
+        hint = f"did you mean {near}?" if near else None
+        raise ConfigError(made.options_key, got=got, expected=" or ".join(by_name) or "no options", hint=hint)
+    if missing := [name for name, one in by_name.items() if one.default is one.empty and name not in made.options]:
+        raise ConfigError(made.options_key, got=f"no {' and no '.join(missing)}", expected=f"what {made.where} takes without a default")
+
+
+def try_advantage(tried: Plugin) -> Plugin:
+    """Try an advantage estimator on groups of different sizes, lengths and rewards. Return it.
 
     Raises:
         ConfigError: it failed.
@@ -72,6 +104,7 @@ def try_advantage(tried: Plugin) -> None:
     again, metrics_again = tried.of_responses(_responses())
     if not np.array_equal(value, again) or metrics != metrics_again:
         raise tried.refused("different advantages for equal responses", _PURE)
+    return tried
 
 
 def try_rows(tried: Plugin) -> Plugin:

@@ -36,6 +36,7 @@ from asyncmoe.models import engine_dtype
 from asyncmoe.process import yield_cores
 from asyncmoe.receiver import failing
 from asyncmoe.receiver.channel import SideStream
+from asyncmoe.receiver.channel_end import opener
 from asyncmoe.reshard import device_threads
 from asyncmoe.rpc.client import Client
 from asyncmoe.trainer.lora.snapshot import Snapshot
@@ -251,7 +252,7 @@ class ReshardPublisher:
 
 
 def _check(config: Config, model: Model) -> None:
-    transport_for(config.sync.transport, model.mesh.backend == "nccl", shared=config.engines.share_gpus)
+    opener(transport_for(config.sync.transport, model.mesh.backend == "nccl", shared=config.engines.share_gpus))
     ours, theirs = str(model.dtype).removeprefix("torch."), engine_dtype(model.hf, config.engines)
     if theirs not in (ours, "bfloat16"):
         hint = f"set engines.dtype={ours} or sync.method=broadcast"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import aiohttp
 import msgspec
@@ -13,7 +12,7 @@ from asyncmoe.errors import EngineError
 from asyncmoe.rollout.engines.sglang.connection import Acknowledged
 from asyncmoe.rollout.engines.sglang.generation import Generated, request_body, response
 from asyncmoe.rollout.engines.sglang.weights import WeightEndpoints
-from asyncmoe.rollout.engines.types import AdapterMessage, Generation, Sampling
+from asyncmoe.rollout.engines.types import Generation, Sampling
 
 
 class _ServerInfo(msgspec.Struct):
@@ -53,18 +52,14 @@ class SGLangClient(WeightEndpoints):
     async def abort(self) -> None:
         await self._send("/abort_request", {"rid": "", "abort_all": True}, self._timeout_s)
 
-    async def load_adapter(self, name: str, adapter: Path | AdapterMessage, timeout_s: float, pinned: bool = False) -> None:
+    async def load_adapter(self, name: str, folder: Path, timeout_s: float, pinned: bool = False) -> None:
         """SGLang generates nothing meanwhile. It silently reloads a folder for a request that names the adapter after `unload_adapter`.
 
         Args:
             pinned: once used, the adapter keeps its place in adapter memory, whichever other adapters are requested.
         """
-        named: dict[str, Any] = {"lora_name": name, "pinned": pinned}
-        if isinstance(adapter, Path):
-            await self._post("/load_lora_adapter", {**named, "lora_path": str(adapter)}, Acknowledged, timeout_s)
-            return
-        body = {**named, "config_dict": dict(adapter.config), "serialized_named_tensors": list(adapter.tensors)}
-        await self._post("/load_lora_adapter_from_tensors", body, Acknowledged, timeout_s)
+        body = {"lora_name": name, "lora_path": str(folder), "pinned": pinned}
+        await self._post("/load_lora_adapter", body, Acknowledged, timeout_s)
 
     async def unload_adapter(self, name: str, timeout_s: float) -> None:
         """SGLang answers, and loads another adapter, only when no request that names this one is left."""

@@ -1,26 +1,19 @@
-"""Adapters in the forms that SGLang accepts: server arguments, files and messages."""
+"""Adapters in the forms that SGLang accepts: server arguments and files."""
 
 from __future__ import annotations
 
-import base64
-import io
-import pickle
-from collections import OrderedDict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
-
-import numpy as np
 
 from asyncmoe.errors import UserError
 from asyncmoe.models.lora import peft
-from asyncmoe.models.lora.adapter import DTYPES, Adapter, Kind, check_rank, served, served_config, served_shapes, served_targets
+from asyncmoe.models.lora.adapter import Kind, check_rank, served_config, served_shapes, served_targets
 from asyncmoe.models.shape import Shape
 from asyncmoe.rollout.engines.adapters import NAME, SLOTS
 from asyncmoe.rollout.engines.sglang.client import SGLangClient
-from asyncmoe.rollout.engines.types import AdapterMessage, Sampling
+from asyncmoe.rollout.engines.types import Sampling
 
 _IN_MEMORY = Path("/dev/shm")
 _LIMIT = "--max-lora-rank"
@@ -85,57 +78,3 @@ def blank(folder: Path, m: Shape, kind: Kind, dtype: str) -> Path:
     """Write an adapter of zeros as `peft.write_served` does; its file takes no disk space, whatever its size. Returns `folder`."""
     peft.write_blank(folder, served_config(kind), dtype, served_shapes(m, kind))
     return folder
-
-
-def message(m: Shape, adapter: Adapter, ranks: int) -> AdapterMessage:
-    """Return an adapter as a message, which engines on any machine accept.
-
-    Args:
-        ranks: number of tensor-parallel ranks of the engine; each receives the whole adapter.
-
-    Raises:
-        UserError: see `Adapter.check`.
-    """
-    return AdapterMessage(served_config(adapter.kind), (payload(served(m, adapter), adapter.dtype),) * ranks)
-
-
-def payload(tensors: Mapping[str, np.ndarray], dtype: str) -> str:
-    """Serialize tensors for one rank of an engine: torch's pickle of {name: tensor}, in base64.
-
-    All tensors are views of one storage, so the engine reads one block of bytes instead of one per tensor.
-
-    Args:
-        tensors: result of `asyncmoe.models.lora.adapter.served`.
-        dtype: their dtype, a key of `asyncmoe.models.lora.adapter.DTYPES`.
-    """
-    import torch
-
-    flat = torch.from_numpy(np.concatenate([np.ascontiguousarray(value, DTYPES[dtype]).ravel() for value in tensors.values()]))
-    typed: Any = torch.storage.TypedStorage
-    storage = typed(wrap_storage=flat.untyped_storage(), dtype=getattr(torch, dtype), _internal=True)
-    parts, offset = {}, 0
-    for name, value in tensors.items():
-        strides = tuple(int(np.prod(value.shape[axis + 1 :])) for axis in range(value.ndim))
-        parts[name] = _Part((storage, offset, value.shape, strides, False, OrderedDict()))
-        offset += value.size
-    written = io.BytesIO()
-    _Pickler(written, protocol=4).dump(parts)
-    return base64.b64encode(written.getbuffer()).decode()
-
-
-@dataclass(frozen=True)
-class _Part:
-    """A tensor, as the arguments of `torch._utils._rebuild_tensor_v2`."""
-
-    arguments: tuple[Any, ...]
-
-
-class _Pickler(pickle.Pickler):
-    """Pickles a `_Part` as the tensor it represents."""
-
-    def reducer_override(self, value: Any) -> Any:
-        if not isinstance(value, _Part):
-            return NotImplemented
-        from torch._utils import _rebuild_tensor_v2
-
-        return _rebuild_tensor_v2, value.arguments

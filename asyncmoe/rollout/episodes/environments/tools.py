@@ -11,6 +11,7 @@ hangs, crashes or floods ends the episode with that reason.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -55,7 +56,7 @@ class WithTools:
             calls = find(response.text, self._style)
             if not calls or response.finish == "length":
                 return response
-            observations = await asyncio.gather(*(self._observe(call) for call in calls))
+            observations = await asyncio.gather(*(self._noted(agent, call) for call in calls))
             agent.see(tokenizer.between(observations) if self._chat else "".join(f"{line}\n" for line in observations))
 
     @property
@@ -66,6 +67,18 @@ class WithTools:
     async def close(self) -> None:
         """End everything the tools started."""
         await asyncio.gather(*(runner.close() for runner in self.runners.values()))
+
+    async def _noted(self, agent: Agent, call: Call | Malformed) -> str:
+        """Return the observation, and note the call."""
+        begin = time.perf_counter()
+        name, argument = (None, "") if isinstance(call, Malformed) else (call.name or next(iter(self.runners)), call.argument)
+        try:
+            observation = await self._observe(call)
+        except TrajectoryRejected as rejected:
+            agent.note_call(name, argument, str(rejected), time.perf_counter() - begin)
+            raise
+        agent.note_call(name, argument, observation, time.perf_counter() - begin)
+        return observation
 
     async def _observe(self, call: Call | Malformed) -> str:
         if isinstance(call, Malformed):

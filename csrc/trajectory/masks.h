@@ -9,7 +9,7 @@
 #include <cstdint>
 #include <vector>
 
-namespace asyncmoe::record {
+namespace asyncmoe::trajectory {
 
 struct Masks {
     std::vector<int32_t> offsets;  // rows + 1
@@ -23,4 +23,4 @@ std::vector<uint8_t> encode_masks(const int32_t* offsets, int64_t rows, const in
 // fixed multiple of `size`.
 Masks decode_masks(const uint8_t* bytes, int64_t size, int64_t rows, int64_t count, int64_t vocabulary);
 
-}  // namespace asyncmoe::record
+}  // namespace asyncmoe::trajectory

@@ -8,7 +8,7 @@
 #include <cstdint>
 #include <cstring>
 
-namespace asyncmoe::record {
+namespace asyncmoe::trajectory {
 
 static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "streams are little-endian words in memory");
 
@@ -59,4 +59,4 @@ inline void unpack_group(const uint8_t* from, int64_t left, int bits, uint64_t l
     lanes[1] = spread(second & low_bits(half), bits);
 }
 
-}  // namespace asyncmoe::record
+}  // namespace asyncmoe::trajectory

@@ -3,7 +3,7 @@
 #include <array>
 #include <cstring>
 
-namespace asyncmoe::record {
+namespace asyncmoe::trajectory {
 
 namespace {
 
@@ -65,4 +65,4 @@ bool decode_base64(const char* text, int64_t size, uint8_t* bytes) {
     return (wrong & kNone) == 0;
 }
 
-}  // namespace asyncmoe::record
+}  // namespace asyncmoe::trajectory

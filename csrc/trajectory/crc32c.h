@@ -4,7 +4,7 @@
 #include <cstddef>
 #include <cstdint>
 
-namespace asyncmoe::record {
+namespace asyncmoe::trajectory {
 
 // Extends `crc`, the CRC of the preceding data (0 if there is none), by `size` bytes.
 uint32_t crc32c(const uint8_t* bytes, size_t size, uint32_t crc);
@@ -12,4 +12,4 @@ uint32_t crc32c(const uint8_t* bytes, size_t size, uint32_t crc);
 // The same result by tables alone, for a processor without the instruction.
 uint32_t crc32c_by_table(const uint8_t* bytes, size_t size, uint32_t crc);
 
-}  // namespace asyncmoe::record
+}  // namespace asyncmoe::trajectory

@@ -11,7 +11,7 @@
 #include <sys/auxv.h>
 #endif
 
-namespace asyncmoe::record {
+namespace asyncmoe::trajectory {
 
 namespace {
 
@@ -94,4 +94,4 @@ uint32_t crc32c(const uint8_t* bytes, size_t size, uint32_t crc) {
     return fast ? by_instruction(bytes, size, crc) : crc32c_by_table(bytes, size, crc);
 }
 
-}  // namespace asyncmoe::record
+}  // namespace asyncmoe::trajectory

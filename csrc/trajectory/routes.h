@@ -7,7 +7,7 @@
 
 #include <cstdint>
 
-namespace asyncmoe::record {
+namespace asyncmoe::trajectory {
 
 constexpr int64_t kMaxTopK = 256;
 
@@ -33,4 +33,4 @@ int64_t pack_routes(const int32_t* routes, const RouteShape& shape, int64_t all_
 template <typename Id>
 int64_t unpack_routes(const uint8_t* planes, const RouteShape& shape, int64_t count, Id* ids);
 
-}  // namespace asyncmoe::record
+}  // namespace asyncmoe::trajectory

@@ -18,10 +18,10 @@ using Int32Array = py::array_t<int32_t, py::array::c_style>;
 using Int64Array = py::array_t<int64_t, py::array::c_style>;
 using Bytes = py::array_t<uint8_t, py::array::c_style>;
 
-asyncmoe::record::RouteShape shape_of(int64_t rows, int64_t top_k, int64_t experts) {
+asyncmoe::trajectory::RouteShape shape_of(int64_t rows, int64_t top_k, int64_t experts) {
     int bits = 1;
     while (int64_t{1} << bits < experts) ++bits;
-    if (rows < 0 || rows > INT32_MAX || top_k < 1 || top_k > asyncmoe::record::kMaxTopK || experts < 1 || bits > 16)
+    if (rows < 0 || rows > INT32_MAX || top_k < 1 || top_k > asyncmoe::trajectory::kMaxTopK || experts < 1 || bits > 16)
         throw std::invalid_argument("routes: got " + std::to_string(rows) + " rows, top " + std::to_string(top_k) +
                                     " of " + std::to_string(experts) +
                                     " experts, expected fewer than 2^31 rows, top 1 to 256 of 1 to 65536 experts");
@@ -43,19 +43,20 @@ py::tuple pack_routes(const Int32Array& routes, const Int64Array& layers, int64_
     int64_t bad;
     {
         py::gil_scoped_release released;
-        bad = asyncmoe::record::pack_routes(routes.data(), shape, routes.shape(1), layers.data(), layers.size(), to);
+        bad =
+            asyncmoe::trajectory::pack_routes(routes.data(), shape, routes.shape(1), layers.data(), layers.size(), to);
     }
     return py::make_tuple(planes, bad);
 }
 
 template <typename Id>
-py::tuple unpack_as(const Bytes& planes, const asyncmoe::record::RouteShape& shape, int64_t count) {
+py::tuple unpack_as(const Bytes& planes, const asyncmoe::trajectory::RouteShape& shape, int64_t count) {
     py::array_t<Id> ids({count, shape.rows, shape.top_k});
     Id* to = ids.mutable_data();
     int64_t bad;
     {
         py::gil_scoped_release released;
-        bad = asyncmoe::record::unpack_routes(planes.data(), shape, count, to);
+        bad = asyncmoe::trajectory::unpack_routes(planes.data(), shape, count, to);
     }
     return py::make_tuple(ids, bad);
 }
@@ -93,7 +94,7 @@ Bytes encode_masks(const Int32Array& offsets, const Int32Array& ids, int64_t voc
         if (offsets.data()[i] < offsets.data()[i - 1])
             throw std::invalid_argument("offsets: got " + std::to_string(offsets.data()[i]) + " after " +
                                         std::to_string(offsets.data()[i - 1]) + ", expected offsets that do not fall");
-    const auto bytes = asyncmoe::record::encode_masks(offsets.data(), offsets.size() - 1, ids.data(), vocabulary);
+    const auto bytes = asyncmoe::trajectory::encode_masks(offsets.data(), offsets.size() - 1, ids.data(), vocabulary);
     return Bytes(static_cast<py::ssize_t>(bytes.size()), bytes.data());
 }
 
@@ -102,14 +103,14 @@ py::tuple decode_masks(const Bytes& bytes, int64_t rows, int64_t count, int64_t 
     if (rows < 0 || rows >= INT32_MAX || count < 0 || count > INT32_MAX)
         throw std::invalid_argument("masks: got " + std::to_string(rows) + " rows and " + std::to_string(count) +
                                     " ids, expected fewer than 2^31 of each");
-    const auto masks = asyncmoe::record::decode_masks(bytes.data(), bytes.size(), rows, count, vocabulary);
+    const auto masks = asyncmoe::trajectory::decode_masks(bytes.data(), bytes.size(), rows, count, vocabulary);
     return py::make_tuple(Int32Array(static_cast<py::ssize_t>(masks.offsets.size()), masks.offsets.data()),
                           Int32Array(static_cast<py::ssize_t>(masks.ids.size()), masks.ids.data()));
 }
 
 Bytes decode_base64(std::string_view text) {
     const auto size = static_cast<int64_t>(text.size());
-    const int64_t count = asyncmoe::record::base64_bytes(text.data(), size);
+    const int64_t count = asyncmoe::trajectory::base64_bytes(text.data(), size);
     if (count < 0)
         throw std::invalid_argument("Base64: got " + std::to_string(size) + " characters, expected a multiple of 4");
     Bytes bytes(count);
@@ -117,7 +118,7 @@ Bytes decode_base64(std::string_view text) {
     bool right;
     {
         py::gil_scoped_release released;
-        right = asyncmoe::record::decode_base64(text.data(), size, to);
+        right = asyncmoe::trajectory::decode_base64(text.data(), size, to);
     }
     if (!right)
         throw std::invalid_argument(
@@ -144,8 +145,9 @@ uint32_t crc_of(const py::buffer& buffer, uint32_t before) {
 
 PYBIND11_MODULE(_C, module) {
     module.attr("SOURCES") = ASYNCMOE_SOURCES;
-    module.def("crc32c", &crc_of<asyncmoe::record::crc32c>, py::arg("buffer"), py::arg("before") = 0);
-    module.def("crc32c_by_table", &crc_of<asyncmoe::record::crc32c_by_table>, py::arg("buffer"), py::arg("before") = 0);
+    module.def("crc32c", &crc_of<asyncmoe::trajectory::crc32c>, py::arg("buffer"), py::arg("before") = 0);
+    module.def("crc32c_by_table", &crc_of<asyncmoe::trajectory::crc32c_by_table>, py::arg("buffer"),
+               py::arg("before") = 0);
     module.def("decode_base64", &decode_base64, py::arg("text"));
     module.def("pack_routes", &pack_routes, py::arg("routes").noconvert(), py::arg("layers"), py::arg("experts"));
     module.def("unpack_routes", &unpack_routes, py::arg("planes").noconvert(), py::arg("rows"), py::arg("top_k"),

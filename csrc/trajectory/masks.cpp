@@ -4,7 +4,7 @@
 #include <stdexcept>
 #include <string>
 
-namespace asyncmoe::record {
+namespace asyncmoe::trajectory {
 
 namespace {
 
@@ -156,4 +156,4 @@ Masks decode_masks(const uint8_t* bytes, int64_t size, int64_t rows, int64_t cou
     return masks;
 }
 
-}  // namespace asyncmoe::record
+}  // namespace asyncmoe::trajectory

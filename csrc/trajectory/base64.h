@@ -3,7 +3,7 @@
 
 #include <cstdint>
 
-namespace asyncmoe::record {
+namespace asyncmoe::trajectory {
 
 // Number of bytes that `size` characters encode, or -1 if they are not whole groups of four.
 int64_t base64_bytes(const char* text, int64_t size);
@@ -12,4 +12,4 @@ int64_t base64_bytes(const char* text, int64_t size);
 // padding is not at the end, or bits after the last byte are set.
 bool decode_base64(const char* text, int64_t size, uint8_t* bytes);
 
-}  // namespace asyncmoe::record
+}  // namespace asyncmoe::trajectory

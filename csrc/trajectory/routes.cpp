@@ -6,7 +6,7 @@
 
 #include "bits.h"
 
-namespace asyncmoe::record {
+namespace asyncmoe::trajectory {
 
 namespace {
 
@@ -155,4 +155,4 @@ int64_t unpack_routes(const uint8_t* planes, const RouteShape& shape, int64_t co
 template int64_t unpack_routes(const uint8_t*, const RouteShape&, int64_t, uint8_t*);
 template int64_t unpack_routes(const uint8_t*, const RouteShape&, int64_t, uint16_t*);
 
-}  // namespace asyncmoe::record
+}  // namespace asyncmoe::trajectory

@@ -1,0 +1,198 @@
+"""What is checked before engines start: that the scorer scores, and that reference answers equal themselves."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from asyncmoe.config import Config
+from asyncmoe.errors import ConfigError, DataError, TrajectoryRejected
+from asyncmoe.rollout import scoring
+from asyncmoe.rollout.scoring.gather_or_cancel import together
+from asyncmoe.rollout.scoring.limits import LimitedScorer
+from asyncmoe.rollout.scoring.tracebacks import ScorerRaised
+from asyncmoe.rollout.scoring.types import OUT_OF_ORDER, UNAVAILABLE, Judge, Sample, Scorer
+from asyncmoe.rollout.scoring.workers import InWorkers
+from asyncmoe.rollout.tasks import EvaluationQuestions, Gold, HasGolds, Task
+from asyncmoe.rollout.tokenizer import Tokenizer
+
+log = logging.getLogger(__name__)
+SELF_SCORE = "asyncmoe.rollout.scoring.mathematics:self_score"
+_WORKERS = min(4, os.cpu_count() or 1)
+_SCORED = ("single_turn", "tools")
+"""Kinds of environments that leave the reward to the scorer."""
+_CHECK_S = 60.0
+"""Limit for the check of one file's answers."""
+_SHOWN = 5
+_SHOWN_CHARS = 60
+
+
+async def before_engines(
+    config: Config, tokenizer: Tokenizer, task: Task, evaluated: Sequence[EvaluationQuestions], scorer: Scorer
+) -> None:
+    """Check the reference answers, and try the scorer and the teacher with the first prompt.
+
+    An environment of the user's own may give the rewards itself; then `scoring.scorer: auto` is not checked.
+
+    Raises:
+        DataError: an answer does not equal itself.
+        ConfigError: scorer or teacher does not return a score.
+    """
+    section = config.scoring
+    kind = scoring.scorer_kind(section, config.task)
+    asked = section.scorer != "auto" or config.environment.kind in _SCORED
+    if asked and kind == "math_verify":
+        own_sets = {f"evaluation.sets.{one.name}" if one.name else "evaluation.path": one.task for one in evaluated if one.task is not task}
+        for key, source in {"task.path": task, **own_sets}.items():
+            if isinstance(source, HasGolds):
+                report(await check_golds(source.golds(), section.timeout_s, _CHECK_S), source.golds(), key)
+    if not section.try_first:
+        return
+    prompt = task.prompt(0)
+    response = tokenizer.encode(prompt.answer) or (tokenizer.eos,)
+    sampled = (False,) * len(prompt.tokens) + (True,) * len(response)
+    stages = {name: stage for name, stage in scoring.stages(scorer).items() if asked or name == "teacher"}
+    await try_once(
+        stages, Sample(prompt.text, prompt.answer, prompt.answer, (*prompt.tokens, *response), sampled, columns=prompt.columns), kind
+    )
+
+
+async def try_once(stages: Mapping[str, LimitedScorer], sample: Sample, target: str) -> None:
+    """Ask each stage for the score of one sample, once.
+
+    Args:
+        stages: see `asyncmoe.rollout.scoring.stages`.
+        sample: the first prompt, with its own answer for a response.
+        target: the configured scorer, for messages.
+
+    Raises:
+        ConfigError: a stage did not return a score.
+    """
+    for name, stage in stages.items():
+        try:
+            await stage.attempt(sample)
+        except TrajectoryRejected as rejected:
+            raise _refused(name, target, rejected) from rejected
+
+
+def _refused(stage: str, target: str, rejected: TrajectoryRejected) -> ConfigError:
+    key = "scoring.teacher.url" if stage == "teacher" else "scoring.scorer"
+    detail = str(rejected).removeprefix(f"{rejected.reason}: ")
+    hint = None
+    if isinstance(rejected, ScorerRaised):
+        hint = "its traceback is in logs/scoring.log of the run directory"
+    if rejected.reason in OUT_OF_ORDER:
+        limit = "scoring.teacher.timeout_s" if stage == "teacher" else "scoring.timeout_s"
+        wait = "start it first" if rejected.reason == UNAVAILABLE else f"raise {limit}"
+        hint = f"{wait}, or set scoring.try_first=false if it is ready only later"
+    whose = "the teacher" if stage == "teacher" else target
+    did = ", which raised" if isinstance(rejected, ScorerRaised) else ", which failed:"
+    return ConfigError(key, got=f"{whose}{did} {detail}", expected="a score of the first prompt's own answer", hint=hint)
+
+
+@dataclass(frozen=True)
+class Checked:
+    """The result of a check of reference answers.
+
+    Attributes:
+        wrong: the references that do not equal themselves, each with what is wrong.
+        as_text: references that only the same text equals.
+        left: number of distinct references that there was no time for.
+    """
+
+    wrong: Sequence[tuple[Gold, str]] = ()
+    as_text: Sequence[Gold] = ()
+    left: int = 0
+
+
+@dataclass
+class _Check:
+    """A check in progress."""
+
+    waiting: list[Gold]
+    wrong: list[tuple[Gold, str]] = field(default_factory=list)
+    as_text: list[Gold] = field(default_factory=list)
+    done: int = 0
+
+    async def work(self, judge: Judge) -> None:
+        while self.waiting:
+            await self._one(judge, self.waiting.pop())
+            self.done += 1
+
+    async def _one(self, judge: Judge, gold: Gold) -> None:
+        try:
+            answer = await judge.call(Sample("", gold.answer, gold.answer))
+        except TrajectoryRejected as rejected:
+            what = rejected.raised.said if isinstance(rejected, ScorerRaised) else str(rejected)
+            self.wrong.append((gold, what))
+            return
+        worth = answer["reward"] if isinstance(answer, Mapping) else None
+        if worth == 0.5:
+            self.as_text.append(gold)
+        elif worth != 1.0:
+            self.wrong.append((gold, "it does not equal itself"))
+
+
+async def check_golds(golds: Iterable[Gold], timeout_s: float, limit_s: float) -> Checked:
+    """Score each distinct reference answer against itself by math-verify, in worker processes.
+
+    Args:
+        timeout_s: limit for one reference.
+        limit_s: limit for all; what it leaves is not checked.
+
+    Raises:
+        AsyncmoeError: a worker process does not start.
+    """
+    distinct: dict[str, Gold] = {}
+    for gold in golds:
+        distinct.setdefault(gold.answer, gold)
+    order = list(distinct.values())
+    check = _Check(order[::-1])
+    judge = InWorkers(SELF_SCORE, {}, False, timeout_s, _WORKERS)
+    try:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(limit_s):
+                await together([check.work(judge) for _ in range(_WORKERS)])
+    finally:
+        await judge.close()
+    places = {gold: place for place, gold in enumerate(order)}
+    wrong = sorted(check.wrong, key=lambda found: places[found[0]])
+    return Checked(wrong, sorted(check.as_text, key=places.__getitem__), len(order) - check.done)
+
+
+def report(checked: Checked, golds: Iterable[Gold], key: str) -> None:
+    """Refuse a file whose references do not equal themselves, and log what else a user should know.
+
+    Raises:
+        DataError: names the first wrong references with file and line, and counts all lines.
+    """
+    if checked.as_text:
+        told = _list([(gold, "") for gold in checked.as_text])
+        log.warning("%s: math-verify reads no expression in some answers, so only the same text equals them: %s", key, told)
+    if checked.left:
+        log.warning("%s: no time to check %d distinct answers; one that is unusable rejects its group", key, checked.left)
+    if not checked.wrong:
+        return
+    answers = {gold.answer for gold, _ in checked.wrong}
+    lines = Counter(gold.answer in answers for gold in golds)[True]
+    raise DataError(
+        key,
+        got=f"{lines} unusable answer{'s' if lines > 1 else ''}: {_list(checked.wrong)}",
+        expected="answers that equal themselves by math_verify",
+        hint="correct these lines, or name another scoring.scorer",
+    )
+
+
+def _list(found: Sequence[tuple[Gold, str]]) -> str:
+    parts = [f"{gold.where} {_short(gold.answer)!r}" + (f" ({why})" if why else "") for gold, why in found[:_SHOWN]]
+    more = len(found) - _SHOWN
+    return ", ".join(parts) + (f", and {more} more" if more > 0 else "")
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= _SHOWN_CHARS else text[:_SHOWN_CHARS] + "..."

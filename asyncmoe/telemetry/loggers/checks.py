@@ -1,0 +1,45 @@
+"""What a logger needs and can be known before anything starts."""
+
+from __future__ import annotations
+
+import os
+from importlib.util import find_spec
+from pathlib import Path
+
+from asyncmoe.config.telemetry import TelemetrySection
+from asyncmoe.errors import ConfigError
+from asyncmoe.telemetry.loggers.backend import NAMES
+
+
+def configured(section: TelemetrySection) -> list[str]:
+    """Return the names of the configured loggers."""
+    return [name for name in NAMES if getattr(section, name) is not None]
+
+
+def check(section: TelemetrySection) -> None:
+    """Refuse a logger whose package or credentials are missing.
+
+    Raises:
+        ConfigError: names the logger and what to install or set.
+    """
+    for name in configured(section):
+        if find_spec(name) is None:
+            hint = f"pip install 'asyncmoe[{name}]'"
+            raise ConfigError(f"telemetry.{name}", got=f"no package {name} in this environment", expected="it installed", hint=hint)
+    if section.wandb is not None and (section.wandb.mode or os.environ.get("WANDB_MODE", "online")) == "online" and not _wandb_key():
+        hint = "run `wandb login`, set WANDB_API_KEY, or set telemetry.wandb.mode=offline"
+        raise ConfigError("telemetry.wandb", got="no API key of Weights & Biases", expected="one in its own place", hint=hint)
+    if section.mlflow is not None and section.mlflow.uri is None and not os.environ.get("MLFLOW_TRACKING_URI"):
+        hint = "set telemetry.mlflow.uri=http://HOST:PORT"
+        raise ConfigError("telemetry.mlflow.uri", got="null, and no MLFLOW_TRACKING_URI", expected="one of them", hint=hint)
+    if section.trackio is not None and section.trackio.server_url is not None and not os.environ.get("TRACKIO_WRITE_TOKEN"):
+        hint = "set it to the token that the server printed"
+        raise ConfigError("telemetry.trackio.server_url", got="no TRACKIO_WRITE_TOKEN", expected="the server's write token", hint=hint)
+
+
+def _wandb_key() -> bool:
+    """True if there may be a key where W&B looks: its variables, or the file that `wandb login` writes."""
+    if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
+        return True
+    named = os.environ.get("NETRC")
+    return any(path.is_file() for path in ([Path(named)] if named else [Path.home() / ".netrc", Path.home() / "_netrc"]))

@@ -1,0 +1,109 @@
+"""Records as points: figures with names and a step, as every logger takes them."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+
+import msgspec
+
+from asyncmoe.telemetry.follow import Followed
+from asyncmoe.telemetry.metric import Number, numbers
+from asyncmoe.telemetry.records import sessions
+from asyncmoe.telemetry.rollout_schema import Evaluation, Rollout
+from asyncmoe.telemetry.schema import Resume, Step
+
+
+@dataclass(frozen=True)
+class Point:
+    """Figures of one step.
+
+    Attributes:
+        step: the trainer's step; of an evaluation, the evaluated version.
+        time: Unix seconds.
+        values: figures by name. A step's names are the fields of metrics.jsonl ("loss", "ages/0"); those of the newest rollout record by
+            then begin with "rollout/". An evaluation's begin with "evaluation/".
+        evaluation: None for a step; else the name of the evaluation, "" if it has none.
+    """
+
+    step: int
+    time: float
+    values: Mapping[str, float]
+    evaluation: str | None = None
+
+
+class Sent(msgspec.Struct, frozen=True):
+    """What a logger has been sent: the last step, the last version of each evaluation by its name, and the number of points."""
+
+    step: int = 0
+    versions: dict[str, int] = {}
+    points: int = 0
+
+    def has(self, point: Point) -> bool:
+        """True if the point, or a later one of its kind, was sent."""
+        last = self.step if point.evaluation is None else self.versions.get(point.evaluation, -1)
+        return point.step <= last
+
+    def plus(self, point: Point) -> Sent:
+        """What has been sent once this point is sent too."""
+        if point.evaluation is None:
+            return Sent(point.step, self.versions, self.points + 1)
+        return Sent(self.step, {**self.versions, point.evaluation: point.step}, self.points + 1)
+
+
+class Points:
+    """Turns records, in the order of `Follower.poll`, into points that are not sent yet.
+
+    A step is sent once: after a resume from an earlier checkpoint, the repeated steps are skipped, because no logger can take a figure
+    back. metrics.jsonl has both.
+    """
+
+    def __init__(self, sent: Sent) -> None:
+        self._taken = sent
+        self._rollout: deque[Rollout] = deque()
+        self._newest: Rollout | None = None
+
+    def take(self, records: Sequence[Followed]) -> list[Point]:
+        """Return the points of new records, by time."""
+        self._rollout.extend(record for record in records if isinstance(record, Rollout))
+        steps = chain.from_iterable(sessions(record for record in records if isinstance(record, Step | Resume)))
+        evaluations = [record for record in records if isinstance(record, Evaluation)]
+        found = []
+        for point in sorted(chain(map(self._step, steps), map(_evaluation, evaluations)), key=lambda one: one.time):
+            if not self._taken.has(point):
+                self._taken = self._taken.plus(point)
+                found.append(point)
+        return found
+
+    def _step(self, record: Step) -> Point:
+        while self._rollout and self._rollout[0].time <= record.time:
+            self._newest = self._rollout.popleft()
+        values = _named("", numbers(record))
+        if self._newest is not None:
+            values |= _named("rollout/", numbers(self._newest))
+        return Point(record.step, record.time, values)
+
+
+def batches(points: Sequence[Point], most: int) -> Iterator[list[Point]]:
+    """Split points into batches of at most `most` figures; a larger point is a batch of its own."""
+    batch: list[Point] = []
+    for point in points:
+        if batch and sum(len(one.values) for one in (*batch, point)) > most:
+            yield batch
+            batch = []
+        batch.append(point)
+    if batch:
+        yield batch
+
+
+def _evaluation(record: Evaluation) -> Point:
+    # A text of an evaluation names the set of questions; each set is a series of its own.
+    name = "/".join(value for value in msgspec.structs.astuple(record) if isinstance(value, str))
+    prefix = f"evaluation/{name}/" if name else "evaluation/"
+    return Point(record.version, record.time, _named(prefix, numbers(record)), name)
+
+
+def _named(prefix: str, found: Iterator[Number]) -> dict[str, float]:
+    return {f"{prefix}{one.name}" if one.key is None else f"{prefix}{one.name}/{one.key}": one.value for one in found}

@@ -1,0 +1,84 @@
+"""Which processes a run has: each that a launcher starts writes run.dir/processes/ROLE.json; its children follow from it."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+from pathlib import Path
+
+import msgspec
+
+from asyncmoe.errors import DataError
+from asyncmoe.storage import writing
+
+FOLDER = "processes"
+_BOOT = Path("/proc/sys/kernel/random/boot_id")
+
+
+class Recorded(msgspec.Struct, frozen=True):
+    """A process of a run. Pid, boot and start name one process for all time; a pid alone is used again."""
+
+    role: str
+    """Its name in the run: "supervisor", "trainer.3"."""
+    host: str
+    boot: str
+    """The kernel's id of the host's present boot."""
+    pid: int
+    started: int
+    """Clock ticks from boot to the start of the process: field 22 of /proc/PID/stat (proc(5))."""
+
+
+def record(run_dir: Path, role: str) -> None:
+    """Record this process; replaces an earlier process of the same role.
+
+    Raises:
+        StorageError: the file cannot be written.
+    """
+    pid = os.getpid()
+    ours = Recorded(role, socket.gethostname(), _boot(), pid, started(pid) or 0)
+    path = run_dir / FOLDER / f"{re.sub(r'[^0-9A-Za-z._-]', '_', role)}.json"
+    with writing("processes of the run", path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part = path.with_suffix(f".{pid}.part")
+        part.write_bytes(msgspec.json.encode(ours) + b"\n")
+        part.replace(path)
+
+
+def read(run_dir: Path) -> list[Recorded]:
+    """Return what the processes of a run recorded, by role.
+
+    Raises:
+        DataError: a file is damaged.
+    """
+    return [_read(path) for path in sorted((run_dir / FOLDER).glob("*.json"))]
+
+
+def is_here(process: Recorded) -> bool:
+    """True if the process was started on this host since its last boot."""
+    return (process.host, process.boot) == (socket.gethostname(), _boot())
+
+
+def runs(process: Recorded) -> bool:
+    """True if the process, which must be of this host, still runs."""
+    return is_here(process) and started(process.pid) == process.started
+
+
+def started(pid: int) -> int | None:
+    """Return when a process of this host started, in clock ticks since boot; None if there is none."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    return int(text.rpartition(")")[2].split()[19])  # the name before ")" may hold blanks
+
+
+def _boot() -> str:
+    return _BOOT.read_text().strip()
+
+
+def _read(path: Path) -> Recorded:
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Recorded)
+    except msgspec.DecodeError as error:
+        raise DataError(str(path), got=str(error), expected="a recorded process", hint="delete it") from error

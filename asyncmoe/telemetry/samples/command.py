@@ -1,0 +1,64 @@
+"""`asyncmoe show`."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal, cast, get_args
+
+from rich.console import Console
+
+from asyncmoe.errors import UserError
+from asyncmoe.telemetry.samples import plain, terminal
+from asyncmoe.telemetry.samples.colours import COLOURS, Colour
+from asyncmoe.telemetry.samples.index import Entry, Index, Outcome, index, load
+from asyncmoe.telemetry.samples.select import SampleQuery, select, summary
+from asyncmoe.telemetry.samples.visible import visible
+
+Form = Literal["terminal", "plain", "json"]
+
+
+def colour_of(name: str) -> Colour:
+    """Return a way to colour tokens. Raises UserError if there is none of that name."""
+    if name not in COLOURS:
+        raise UserError("--colour", got=name, expected=f"one of {', '.join(COLOURS)}")
+    return name
+
+
+def outcome_of(name: str | None) -> Outcome | None:
+    """Return what became of a group. Raises UserError if there is none of that name."""
+    if name is not None and name not in get_args(Outcome):
+        raise UserError("--outcome", got=name, expected=f"one of {', '.join(get_args(Outcome))}")
+    return cast("Outcome | None", name)
+
+
+def show(run_dir: Path, wanted: SampleQuery, form: Form, colour: Colour, tokens: int) -> None:
+    """Print samples of a run to standard output, and what a reader should know about them to standard error.
+
+    Raises:
+        DataError: the run has no samples, or none as wanted.
+    """
+    found = index(run_dir)
+    chosen = select(found, wanted)
+    console = Console(highlight=False, markup=False, emoji=False)
+    for note in found.notes:
+        print(f"note: {visible(note)}", file=sys.stderr)
+    try:
+        _print(found, chosen, form, colour, tokens, console)
+    except BrokenPipeError:  # the reader has what it wants, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _print(found: Index, chosen: Sequence[Entry], form: Form, colour: Colour, tokens: int, console: Console) -> None:
+    if form == "terminal":
+        console.print(f"{found.run_dir} · {summary(found)}", style="bold")
+    for entry in chosen:
+        sample = load(found, entry)
+        if form == "terminal":
+            terminal.show(sample, console, colour, tokens)
+        else:
+            print("\n".join(plain.lines(sample)) if form == "plain" else plain.as_json(sample))
+    if form == "terminal" and len(chosen) < len(found.entries):
+        console.print(f"{len(chosen)} of {len(found.entries)} groups; asyncmoe show --help tells how to choose others", style="dim")

@@ -1,0 +1,209 @@
+"""The records of sampled trajectories, one JSON object per line.
+
+samples/rollout.jsonl  Begin once per start of the controller, SampledGroup, Stale; written by the controller
+samples/trainer.jsonl  Begin once per start of the trainer, Trained; written by trainer rank 0
+
+The last line of a file that reached its bound is Full. A trajectory's halves have the same key and digest: a key names a trajectory within
+one start of a run, the digest of what the engine reported tells starts apart. Log-probabilities are natural, rounded to 5 decimals.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+import msgspec
+import numpy as np
+
+FOLDER, ROLLOUT_SAMPLES, TRAINER_SAMPLES = "samples", "rollout.jsonl", "trainer.jsonl"
+FORMAT = 1
+"""Number of this format; a reader refuses a higher one."""
+
+Role = Literal["prompt", "response", "observation"]
+Fate = Literal["queued", "dropped", "rejected"]
+Value = float | None
+"""A number; None if it was not finite, which JSON cannot say."""
+
+TRAINED, CLIPPED, CAPPED, NO_WEIGHT = ".", "c", "w", "p"
+REJECTED: Mapping[str, str] = {
+    "b": "token_band",
+    "s": "sequence_band",
+    "g": "geometric_band",
+    "v": "veto",
+    "o": "opsm",
+    "a": "max_age",
+    NO_WEIGHT: "a weight of 0",
+}
+"""Letters of `Trained.states` for tokens that are not trained on, and the rule of objective.correction that rejects them."""
+
+
+class SampleRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="record", omit_defaults=True):
+    """Base of all records."""
+
+    time: float
+    """Unix seconds."""
+
+
+class Begin(SampleRecord, frozen=True, kw_only=True, tag="begin"):
+    """The process begins after `step` optimizer steps. Records of later steps before this line belong to steps that were trained again."""
+
+    format: int
+    step: int
+
+
+class Stretch(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Consecutive tokens; of too many, the middle is left out.
+
+    Attributes:
+        tokens: ids of the kept tokens.
+        pieces: their texts, which together are the text; empty for all but the last token of a character that is spread over several.
+        left_out: number of tokens left out.
+        after: number of kept tokens before those.
+    """
+
+    tokens: Sequence[int] = ()
+    pieces: Sequence[str] = ()
+    left_out: int = 0
+    after: int = 0
+
+    @property
+    def size(self) -> int:
+        """Number of tokens, kept or not."""
+        return len(self.tokens) + self.left_out
+
+
+class ToolCall(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A call of a tool, in the order of the calls. `name`: None for a call that is no valid call."""
+
+    name: str | None
+    argument: str
+    observation: str
+    seconds: float
+
+
+class SampledMember(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One agent's part in an episode: T tokens, S of them sampled.
+
+    Attributes:
+        key: name of the trajectory.
+        name: the agent's name in its environment.
+        shared: it begins with the group's prompt, whose tokens are not repeated in `rest`.
+        rest: its tokens, without the shared ones.
+        roles: (role, number) of consecutive tokens, T in all, shared ones and those left out included.
+        logprobs: the engine's log-probability of each kept sampled token.
+        versions: (weight version, number) of consecutive sampled tokens, S in all.
+        finish: why its last response ended: "stop" or "length"; "" without a response.
+        reward: None if it was not scored.
+        rewards: (index of a step's last token, reward of the step).
+        teacher: the teacher's log-probability of each kept sampled token.
+        seconds: duration of each stage, by name.
+        digest: see `digest_of`; None if it is no whole trajectory.
+        why: what the scorer says about the reward.
+        failure: why it was rejected, or "cancelled": its group had failed or was complete.
+    """
+
+    key: str
+    episode: int
+    agent: int = 0
+    attempt: int = 0
+    name: str = ""
+    shared: bool = False
+    rest: Stretch = Stretch()
+    roles: Sequence[tuple[Role, int]] = ()
+    logprobs: Sequence[Value] = ()
+    versions: Sequence[tuple[int, int]] = ()
+    finish: str = ""
+    reward: float | None = None
+    rewards: Sequence[tuple[int, float]] = []
+    teacher: Sequence[Value] = []
+    calls: Sequence[ToolCall] = ()
+    seconds: Mapping[str, float] = {}
+    digest: int | None = None
+    why: str = ""
+    failure: str = ""
+
+
+class SampledGroup(SampleRecord, frozen=True, kw_only=True, tag="group"):
+    """All responses to one prompt, written when the group was complete or had failed.
+
+    Attributes:
+        group: number of its prompt.
+        attempt: number of times it was started before.
+        fate: "queued" groups wait for the trainer; a `Trained` or `Stale` record says what became of them.
+        reason, detail: why it was dropped or rejected: the name it is counted under, and a sentence.
+        version: weight version that the engines served.
+        question, answer: the task's text and reference answer.
+        prompt: tokens that the members share.
+    """
+
+    group: int
+    attempt: int = 0
+    fate: Fate
+    reason: str = ""
+    detail: str = ""
+    version: int
+    question: str
+    answer: str
+    prompt: Stretch = Stretch()
+    members: Sequence[SampledMember] = ()
+
+
+class Stale(SampleRecord, frozen=True, kw_only=True, tag="stale"):
+    """A queued group left the queue untrained, because its oldest token was of `oldest` when the trainer had `version`."""
+
+    group: int
+    attempt: int = 0
+    fate: Literal["dropped", "requeued"]
+    reason: str
+    version: int
+    oldest: int
+
+
+class Trained(SampleRecord, frozen=True, kw_only=True, tag="trained"):
+    """What the trainer made of a trajectory; values of sampled tokens in order, of which `kept` of the first and last are there.
+
+    Attributes:
+        step: as in `telemetry.schema.Step`.
+        version: weight version before the step.
+        sampled: number of sampled tokens of the trajectory.
+        logprobs: the trainer's log-probability when it trained on the token.
+        proximal: that of the policy in the denominator of the clipped ratio; empty if it is the same.
+        advantages: one number if it is the same for all.
+        weights: importance weights of objective.correction; one number if they are the same for all.
+        states: a letter for each token: `TRAINED`; `CLIPPED`: the clip acts on it; `CAPPED`: trained with a capped weight; or `REJECTED`.
+        mismatch: number of layers whose router would have sent the token elsewhere than the engine's; empty if routing is not kept.
+        layers: number of layers with experts.
+        group_weight: factor on the group's weight for its age.
+    """
+
+    step: int
+    version: int
+    key: str
+    digest: int
+    sampled: int
+    logprobs: Sequence[Value]
+    proximal: Sequence[Value] = []
+    advantages: float | Sequence[Value]
+    weights: float | Sequence[Value] = 1.0
+    states: str
+    mismatch: Sequence[int] = []
+    layers: int = 0
+    group_weight: float = 1.0
+
+
+class Full(SampleRecord, frozen=True, kw_only=True, tag="full"):
+    """The folder has reached telemetry.samples.max_bytes, which was `bound`; nothing follows."""
+
+    bound: int
+
+
+def digest_of(tokens: np.ndarray, logprobs: np.ndarray) -> int:
+    """Return the CRC-32 of a trajectory's tokens (int32[T]) and the engine's log-probabilities (float32[T])."""
+    return zlib.crc32(np.ascontiguousarray(logprobs).tobytes(), zlib.crc32(np.ascontiguousarray(tokens).tobytes()))
+
+
+def rounded(values: np.ndarray) -> list[float]:
+    """Return numbers as they are written; those that are not finite are written as null."""
+    found: list[float] = np.round(np.asarray(values, np.float64), 5).tolist()
+    return found

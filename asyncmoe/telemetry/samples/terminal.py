@@ -1,0 +1,161 @@
+"""Samples on a terminal: a group's prompt, its responses beside each other where they fit, each token coloured."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import fmean
+
+from rich.console import Console, Group, RenderableType
+from rich.panel import Panel
+from rich.style import Style
+from rich.table import Table
+from rich.text import Text
+
+from asyncmoe.telemetry.format import number, percent
+from asyncmoe.telemetry.samples.choice import kept
+from asyncmoe.telemetry.samples.colours import GIVEN, LEGENDS, Colour, style_of, version_legend
+from asyncmoe.telemetry.samples.index import GroupSample
+from asyncmoe.telemetry.samples.plain import advantage, state_words, trained_share
+from asyncmoe.telemetry.samples.records import SampledMember, Trained
+from asyncmoe.telemetry.samples.tokens import Gap, TokenView, tokens_of
+from asyncmoe.telemetry.samples.visible import visible
+
+_BORDERS = {"trained": "green", "queued": "blue", "dropped": "yellow", "requeued": "yellow", "lost": "yellow", "rejected": "red"}
+_LEAST_WIDTH, _MOST_LINES = 38, 12
+"""Columns of a response beside others, at least; lines that it may fill there."""
+
+
+def show(sample: GroupSample, console: Console, colour: Colour, tokens: int) -> None:
+    """Print a group.
+
+    Args:
+        tokens: shown of a prompt and of a response; of more, the middle is left out. 0: all.
+    """
+    group = sample.group
+    every = [tokens_of(group, member, sample.trained.get(member.key)) for member in group.members]
+    versions = sorted({token.version for one in every for token in one if isinstance(token, TokenView) and token.version is not None})
+    console.print(_title(sample))
+    prompts = [_prompt(one) for one in every if _prompt(one)]
+    if prompts:
+        body = _text(_shortened(prompts[0], tokens), colour, versions, 0)
+        console.print(Panel(body, title="prompt", title_align="left", border_style="dim"))
+    if group.answer:
+        console.print(Text.assemble(("answer ", "bold"), visible(group.answer)))
+    panels = [
+        _response(member, one, sample.trained.get(member.key), colour, versions, tokens)
+        for member, one in zip(group.members, every, strict=True)
+    ]
+    console.print(_beside(panels, every, tokens, console.width))
+    console.print(_legend(colour, versions))
+
+
+def _title(sample: GroupSample) -> Text:
+    entry, group = sample.entry, sample.group
+    title = Text.assemble(("group ", "bold"), (str(group.group), "bold"), f" · {entry.outcome}", style=_BORDERS[entry.outcome])
+    title.append(f" in step {entry.step}" if entry.step is not None else "")
+    title.append(f" · attempt {group.attempt}" if group.attempt else "")
+    title.append(f" · {entry.reason}" if entry.reason else "")
+    title.append(f" · mean reward {number(entry.reward)}" if entry.reward is not None else "")
+    if group.detail:
+        title.append(f"\n{visible(group.detail)}", style="default")
+    return title
+
+
+def _prompt(tokens: Sequence[TokenView | Gap]) -> list[TokenView | Gap]:
+    """Return the tokens before the first response."""
+    first = next((i for i, one in enumerate(tokens) if one.role != "prompt"), len(tokens))
+    return list(tokens[:first])
+
+
+def _response(
+    member: SampledMember, tokens: Sequence[TokenView | Gap], trained: Trained | None, colour: Colour, versions: Sequence[int], most: int
+) -> Panel:
+    said = list(tokens[len(_prompt(tokens)) :])
+    parts: list[RenderableType] = [_text(_shortened(said, most), colour, versions, 0 if trained is None else trained.layers)]
+    for call in member.calls:
+        named = call.name or "not a valid call"
+        line = Text.assemble(("⚙ ", "bold"), visible(f"{named}({call.argument}) → {call.observation}"), f" ({call.seconds:.2f} s)")
+        parts.append(line)
+    for at, reward in member.rewards:
+        parts.append(Text(f"step that ends at token {at}: reward {number(reward)}", style="dim"))
+    if member.why:
+        parts.append(Text.assemble(("why ", "bold"), visible(member.why)))
+    if member.failure:
+        parts.append(Text(visible(member.failure), style="red"))
+    parts.append(Text(_figures(member, said, trained), style="dim"))
+    return Panel(
+        Group(*parts),
+        title=Text(_name(member)),
+        title_align="left",
+        border_style="red" if member.failure else "default",
+    )
+
+
+def _name(member: SampledMember) -> str:
+    reward = "no reward" if member.reward is None else f"reward {number(member.reward)}"
+    agent = "" if member.name in ("", "policy") else f" {visible(member.name)}"
+    again = f" attempt {member.attempt}" if member.attempt else ""
+    return f"response {member.episode}{agent}{again} · {reward}"
+
+
+def _figures(member: SampledMember, said: Sequence[TokenView | Gap], trained: Trained | None) -> str:
+    sampled = [one for one in said if isinstance(one, TokenView) and one.role == "response"]
+    count = sum(size for role, size in member.roles if role == "response")
+    parts = [f"{count} tokens" if count != 1 else "1 token", *([member.finish] if member.finish else [])]
+    if trained is None:
+        return " · ".join(parts)
+    parts.append(f"advantage {number(advantage(trained))}")
+    differences = [abs(one.trainer - one.engine) for one in sampled if one.trainer is not None and one.engine is not None]
+    if differences:
+        parts.append(f"|trainer - engine| {number(fmean(differences))}, most {number(max(differences))}")
+    if (share := trained_share(trained)) < 1:
+        reasons = sorted({state_words(state) for state in trained.states if state_words(state).startswith("rejected")})
+        parts.append(f"{percent(share)} trained, others {', '.join(reasons)}")
+    if trained.states.count("c"):
+        parts.append(f"{trained.states.count('c')} clipped")
+    differs = sum(1 for one in sampled if one.mismatch)
+    if trained.mismatch:
+        parts.append(f"{differs} routed otherwise")
+    return " · ".join(parts)
+
+
+def _shortened(tokens: list[TokenView | Gap], most: int) -> list[TokenView | Gap]:
+    if not most or len(tokens) <= most:
+        return tokens
+    head, tail = kept(len(tokens), most)
+    cut = tokens[head : len(tokens) - tail]
+    count = sum(one.count if isinstance(one, Gap) else 1 for one in cut)
+    return [*tokens[:head], Gap(cut[0].place, count, cut[0].role), *tokens[len(tokens) - tail :]]
+
+
+def _text(tokens: Sequence[TokenView | Gap], colour: Colour, versions: Sequence[int], layers: int) -> Text:
+    text = Text(overflow="fold")
+    for one in tokens:
+        if isinstance(one, Gap):
+            text.append(f" … {one.count} tokens … ", style="reverse dim")
+        else:
+            text.append(visible(one.piece).replace("\n", "↵\n"), style=style_of(one, colour, versions, layers))
+    return text
+
+
+def _beside(panels: list[Panel], every: Sequence[Sequence[TokenView | Gap]], most: int, width: int) -> RenderableType:
+    """Lay panels out beside each other if they are short, else one below the other."""
+    longest = max((sum(len(one.piece) for one in tokens if isinstance(one, TokenView)) for tokens in every), default=0)
+    longest = min(longest, 8 * most) if most else longest
+    across = next((n for n in (4, 3, 2) if width // n >= _LEAST_WIDTH and longest <= (width // n - 4) * _MOST_LINES), 1)
+    if across == 1 or len(panels) == 1:
+        return Group(*panels)
+    grid = Table.grid(expand=True)
+    for _ in range(across):
+        grid.add_column(ratio=1)
+    for first in range(0, len(panels), across):
+        grid.add_row(*panels[first : first + across])
+    return grid
+
+
+def _legend(colour: Colour, versions: Sequence[int]) -> Text:
+    legend = Text(LEGENDS[colour], style=GIVEN)
+    if colour == "version":
+        for name, style in version_legend(versions):
+            legend.append(f" {name}", style=Style(dim=False) + style)
+    return legend

@@ -1,0 +1,27 @@
+"""Makes model output harmless for a terminal: no control character or escape sequence reaches it."""
+
+from __future__ import annotations
+
+import re
+
+_HARMFUL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb\ud800-\udfff]")
+"""C0 and C1 controls except tab and line feed, marks that change the direction of text or have no width, line separators, surrogates."""
+_PICTURES = 0x2400
+_DELETE = 0x7F
+
+
+def visible(text: str) -> str:
+    """Return `text` with a visible sign for each harmful character; a tab is a sign, a line feed stays."""
+    return _HARMFUL.sub(_sign, text).replace("\t", "␉")
+
+
+def escaped(text: str) -> str:
+    """Return JSON text in which harmful characters, which JSON permits in strings, are escaped; it decodes to the same value."""
+    return _HARMFUL.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
+
+
+def _sign(found: re.Match[str]) -> str:
+    code = ord(found[0])
+    if code == _DELETE:
+        return "␡"
+    return chr(_PICTURES + code) if code < 0x20 else f"⟨{code:04X}⟩"

@@ -1,0 +1,92 @@
+"""Mistakes in the arguments of the `asyncmoe` command, in the form of all other errors: one line with got, expected and a hint."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable
+from difflib import get_close_matches
+from typing import Any
+
+import typer
+
+from asyncmoe.errors import AsyncmoeError, UserError
+
+_click: Any = sys.modules[typer.BadParameter.__module__]
+"""The module of click's errors: click's own, or that of the copy which newer releases of typer bring."""
+_INTERRUPTED = 130
+"""Exit status that a shell gives a command ended by SIGINT; typer returns it for Ctrl-C."""
+_EXTRA = re.compile(r"Got unexpected extra argument\S* \((.*)\)\.?", re.DOTALL)
+_COMMAND = re.compile(r"No such command '(.*?)'")
+
+
+def invoke(app: typer.Typer) -> None:
+    """Run the command that the process's arguments name.
+
+    Raises:
+        UserError: arguments that no command takes.
+        AsyncmoeError: see the command; or it was interrupted.
+        SystemExit: the command chose another status than 0.
+    """
+    run: Callable[..., object] = app
+    try:
+        status = run(prog_name="asyncmoe", standalone_mode=False)  # in standalone mode typer frames an error over several lines
+    except _click.UsageError as error:
+        if type(error).__name__ == "NoArgsIsHelpError":
+            typer.echo(error.ctx.get_help())
+            sys.exit(error.exit_code)
+        raise user_error(error) from None
+    if status == _INTERRUPTED:
+        interrupted = AsyncmoeError("interrupted")
+        interrupted.exit_code = _INTERRUPTED
+        raise interrupted
+    if isinstance(status, int) and status:
+        sys.exit(status)
+
+
+def user_error(error: Any) -> UserError:
+    """Translate a `click.UsageError`."""
+    at = error.ctx.command_path if error.ctx else "asyncmoe"
+    see = f"see {at} --help"
+    if isinstance(error, _click.NoSuchOption):
+        return _unknown_option(error, at)
+    if isinstance(error, _click.BadOptionUsage):
+        got, expected = ("no value", "one after it") if "requires" in error.message else ("a value", "none")
+        return UserError(f"{at}: {error.option_name}", got=got, expected=expected, hint=see)
+    if isinstance(error, _click.MissingParameter) and error.param is not None:
+        what = getattr(error.param, "help", None) or "it"
+        return UserError(at, got=f"no {_named(error.param)}", expected=what.rstrip("."), hint=see)
+    if isinstance(error, _click.BadParameter) and error.param is not None:
+        _, pydantics, told = error.message.rstrip(".").rpartition("Input should be ")
+        got, wanted = ("an unusable value", told) if pydantics else (told, "another value")
+        return UserError(f"{at}: {_named(error.param)}", got=got, expected=wanted, hint=see)
+    if (extra := _EXTRA.fullmatch(error.message)) is not None:
+        takes_config = any("--config" in one.opts for one in error.ctx.command.params)
+        hint = f"the YAML file of a run is given as {at} --config FILE" if takes_config else see
+        return UserError(at, got=extra[1], expected="options only" if takes_config else "no further arguments", hint=hint)
+    if (unknown := _COMMAND.match(error.message)) is not None:
+        commands = list(error.ctx.command.commands)
+        near = get_close_matches(unknown[1], commands, 1)
+        meant = f"did you mean {at} {near[0]}?" if near else None
+        return UserError(at, got=f"an unknown command {unknown[1]}", expected=f"one of {', '.join(commands)}", hint=meant)
+    message = error.format_message().rstrip(".")
+    return UserError(at, got=message[0].lower() + message[1:], expected="other arguments", hint=see)
+
+
+def _unknown_option(error: Any, at: str) -> UserError:
+    parameters = error.ctx.command.params
+    options = [*(one.opts[0] for one in parameters if one.opts[0].startswith("-")), "--help"]
+    takes_keys = any("KEY=VALUE" in (one.metavar or "") for one in parameters)
+    meant = list(error.possibilities or ())
+    if not meant and takes_keys:
+        from asyncmoe.config import loading  # imports pydantic, which takes a second
+
+        meant = [f"{key}=VALUE" for key in loading.keys_named(error.option_name.lstrip("-").replace("-", "_"))]
+    expected = f"{'KEY=VALUE or ' if takes_keys else ''}{'one of ' if options[1:] else ''}{', '.join(options)}"
+    hint = f"did you mean {' or '.join(meant[:3])}?" if meant else None
+    return UserError(at, got=f"an unknown option {error.option_name}", expected=expected, hint=hint)
+
+
+def _named(parameter: Any) -> str:
+    """Return the user's name of a parameter: the option, or the metavar of an argument."""
+    return str(parameter.opts[0] if parameter.opts[0].startswith("-") else parameter.metavar or parameter.name)

@@ -1,0 +1,62 @@
+"""A run's folder with records for a logger, and the figures that the logger must have of it."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from asyncmoe.config import Config, parse
+from asyncmoe.telemetry.metric import numbers
+from asyncmoe.telemetry.records import read_evaluations, read_steps
+from asyncmoe.telemetry.schema import EVALUATION, METRICS
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
+from telemetry_runs import write_run
+
+__all__ = ["config_of", "figures", "recorded", "write_run"]
+
+
+def config_of(run_dir: Path, **telemetry: Any) -> Config:
+    """The configuration of a run of 2 + 8 steps, also written into its folder."""
+    made = parse(
+        {
+            "run": {"dir": str(run_dir), "steps": 8},
+            "model": {"path": "unused"},
+            "task": {"kind": "arithmetic"},
+            "warmup": {"steps": 2},
+            "telemetry": telemetry,
+        }
+    )
+    run_dir.mkdir(parents=True, exist_ok=True)
+    (run_dir / "config.yaml").write_text(yaml.safe_dump(made.model_dump(mode="json")))
+    return made
+
+
+def recorded(run_dir: Path) -> Path:
+    """The folder of a real run where ASYNCMOE_RUN names one, else of a made-up one."""
+    if (real := os.environ.get("ASYNCMOE_RUN")) is None:
+        write_run(run_dir, warmup=2, rl=8)
+        return run_dir
+    run_dir.mkdir(parents=True, exist_ok=True)
+    for name in (METRICS, EVALUATION, "rollout.jsonl"):
+        if (Path(real) / name).exists():
+            (run_dir / name).write_bytes((Path(real) / name).read_bytes())
+    return run_dir
+
+
+def figures(run_dir: Path) -> dict[tuple[str, int], float]:
+    """Every figure of metrics.jsonl and evaluation.jsonl, by its name and step."""
+    found = {}
+    for step in read_steps(run_dir / METRICS):
+        found |= {(_name(one), step.step): one.value for one in numbers(step)}
+    for evaluation in read_evaluations(run_dir / EVALUATION):
+        found |= {(f"evaluation/{_name(one)}", evaluation.version): one.value for one in numbers(evaluation)}
+    return found
+
+
+def _name(one: Any) -> str:
+    return one.name if one.key is None else f"{one.name}/{one.key}"

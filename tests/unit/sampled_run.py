@@ -1,0 +1,166 @@
+"""A run directory with samples, written by the real controller's and trainer's writers around a scripted engine."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+import yaml
+
+from asyncmoe.config import Config, parse
+from asyncmoe.config.objective import ObjectiveSection
+from asyncmoe.queue.group_buffer import describe
+from asyncmoe.rollout.engines.pool import PooledGeneration
+from asyncmoe.rollout.engines.types import Generation, Sampling, VersionSpan
+from asyncmoe.rollout.episodes import episode
+from asyncmoe.rollout.episodes.environment import Bounds, Environment
+from asyncmoe.rollout.episodes.environments.single_turn import SingleTurn
+from asyncmoe.rollout.episodes.episode import RolloutContext
+from asyncmoe.rollout.pieces import Pieces
+from asyncmoe.rollout.samples import Samples, samples_of
+from asyncmoe.rollout.tasks import Prompt
+from asyncmoe.rollout.tokenizer import Tokenizer
+from asyncmoe.rpc.messages import Item
+from asyncmoe.trainer.data import batch
+from asyncmoe.trainer.data.batch import BatchGrid, MicroBatch
+from asyncmoe.trainer.losses import PolicyLoss
+from asyncmoe.trainer.samples import TrainerSamples
+from asyncmoe.trajectory import Trajectory
+from tests.unit import openai_policy
+
+SIZE, GROUPS = 2, 4
+
+
+def config_of(run_dir: Path, **samples: Any) -> Config:
+    """A configuration whose steps have four groups of two, all of them kept."""
+    return parse(
+        {
+            "run": {"dir": str(run_dir), "steps": 9, "seed": 3},
+            "model": {"path": str(run_dir)},
+            "task": {"kind": "arithmetic"},
+            "rollout": {"groups_per_step": GROUPS, "group_size": SIZE},
+            "telemetry": {"samples": {"groups": GROUPS, **samples}},
+        }
+    )
+
+
+@dataclass
+class Scripted:
+    """A pool that says some texts in turn; the first half of a response is of version 3, the rest of version 4."""
+
+    tokenizer: Tokenizer
+    texts: list[str]
+    lost_tokens: int = 0
+    recomputed_tokens: int = 0
+    told: list[tuple[int, ...]] = field(default_factory=list)
+
+    async def generate(self, tokens: Sequence[int], sampling: Sampling, routed: int = 0, **_: object) -> PooledGeneration:
+        self.told.append(tuple(tokens))
+        said = (*self.tokenizer.encode(self.texts.pop(0)), self.tokenizer.eos)
+        half = len(said) // 2
+        logprobs = tuple(-0.01 * (i + 1) for i in range(len(said)))
+        spans = tuple(span for span in (VersionSpan("3", 0, half), VersionSpan("4", half, len(said))) if span.end > span.start)
+        return PooledGeneration(Generation(said, logprobs, spans, "stop", 0), 3)
+
+
+class SampledRun:
+    """Plays groups, and trains on them, as controller and trainer do."""
+
+    def __init__(self, run_dir: Path, environment: Environment | None = None, scorer: Any = None, step: int = 0, **samples: Any) -> None:
+        from asyncmoe.rollout.scoring import Exact
+
+        run_dir.mkdir(parents=True, exist_ok=True)
+        self.config = config_of(run_dir, **samples)
+        (run_dir / "config.yaml").write_text(yaml.safe_dump(self.config.model_dump(mode="json")))
+        (model := run_dir.parent / "model").mkdir(exist_ok=True)
+        self.tokenizer = openai_policy.tokenizer(model)
+        self.pool = Scripted(self.tokenizer, [])
+        made = samples_of(self.config, Pieces(self.tokenizer), step)
+        assert made is not None
+        self.samples: Samples = made
+        bounds = Bounds(8, 4096, 4)
+        stage = RolloutContext(
+            self.pool,  # type: ignore[arg-type]
+            Sampling(1.0, 4096, (self.tokenizer.eos,)),
+            self.tokenizer,
+            scorer or Exact(),
+            environment or SingleTurn(),
+            bounds,
+            5.0,
+        )
+        self.stage = replace(stage, opened=self.samples.opened)
+        self.play = partial(episode.run, self.stage)
+        mesh: Any = SimpleNamespace(rank=0, reports=True)
+        self.trainer = TrainerSamples(self.config, mesh, step, layers=2)
+
+    def prompt(self, text: str = "12+7=", answer: str = "19") -> Prompt:
+        return Prompt(text, self.tokenizer.encode(text), answer)
+
+    def group(self, number: int, texts: list[str], prompt: Prompt | None = None, *, write: bool = True) -> list[Trajectory]:
+        """Play a whole group and note it as queued."""
+        from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId
+
+        asked = prompt or self.prompt()
+        places = [EpisodeId(number, i, 0) for i in range(SIZE)]
+
+        async def played() -> list[Trajectory]:
+            found: list[Trajectory] = []
+            self.pool.texts += texts
+            for place in places:
+                outcome = await self.play(asked, place)
+                self.samples.ended(place, outcome)
+                found += outcome
+            if write:
+                await self.samples.write(number, 0, places, asked, "queued", 4, "")
+            return found
+
+        return asyncio.run(played())
+
+    def train(
+        self, trajectories: Sequence[Trajectory], version: int, drift: float = 0.1, parts: int = 1, proximal_drift: float | None = None
+    ) -> list[Item]:
+        """Train on whole groups as one update of `parts` micro-batches.
+
+        The trainer's log-probabilities are the engine's plus `drift`, those before the batch's first update plus `proximal_drift`.
+        """
+        items = [describe(t) for t in trajectories]
+        collected = self.trainer.of(items)
+        assert collected is not None
+        members = tuple(range(len(items)))
+        section = ObjectiveSection(clip_high=0.05, correction={"token_band": (0.5, 2.0)})  # type: ignore[arg-type]
+        loss = PolicyLoss(section, 1.0, version, observe=collected.observer(members))
+        for part in np.array_split(np.array(members), parts):
+            self._micro(loss, collected, members, trajectories, [int(i) for i in part], drift, proximal_drift)
+        self.trainer.write(collected, items, dict(enumerate(trajectories)), version)
+        return items
+
+    def _micro(
+        self,
+        loss: PolicyLoss,
+        collected: Any,
+        members: Any,
+        trajectories: Any,
+        indices: list[int],
+        drift: float,
+        before: float | None = None,
+    ) -> None:
+        made: MicroBatch = batch.pack(
+            dict(enumerate(trajectories)),
+            indices,
+            advantages={i: np.float32(1.0 - 2.0 * (i % 2)) for i in indices},
+            weights=[0.1] * len(trajectories),
+            grid=BatchGrid(),
+            packed=True,
+            proximal=None if before is None else {i: trajectories[i].logprobs + np.float32(before) for i in indices},
+        )
+        new = (made.behaviour + drift).requires_grad_()
+        if (counter := collected.counter(members)(made)) is not None:
+            counter += torch.arange(made.rows, dtype=torch.int32) % 3
+        loss(new, made, None)

@@ -1,0 +1,234 @@
+"""`asyncmoe show`: what it chooses, how it prints it, and that nothing a model says reaches a terminal raw."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Sequence
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+from tokenizers import Tokenizer as Rust
+from tokenizers import decoders, models
+from typer.testing import CliRunner
+
+from asyncmoe import cli
+from asyncmoe.errors import DataError, UserError
+from asyncmoe.rollout.pieces import BROKEN, Pieces
+from asyncmoe.telemetry.samples import command, terminal
+from asyncmoe.telemetry.samples.colours import COLOURS, Colour
+from asyncmoe.telemetry.samples.index import index, load
+from asyncmoe.telemetry.samples.select import SampleQuery, select, summary
+from asyncmoe.telemetry.samples.visible import escaped, visible
+from asyncmoe.trainer.model import collectives
+from tests.unit.sampled_run import SampledRun
+
+NASTY = "\x1b]0;owned\x07 \x1b[31mred\x1b[0m \x9b2J \r\b \u202egnp\u202c \x00\x7f [bold]x[/] :smile: \u200b"
+
+
+@pytest.fixture(autouse=True)
+def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(collectives, "total", lambda tensor: tensor)
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    """Three steps of one group each; rewards 0.5, 0 and 1."""
+    run = SampledRun(tmp_path / "run")
+    for n, texts in enumerate((["19", "x"], ["1", "2"], ["19", "19"])):
+        run.train(run.group(n, texts), 4 + n)
+    return tmp_path / "run"
+
+
+def shown(run_dir: Path, colour: Colour = "version", width: int = 100, tokens: int = 400, **console: Any) -> str:
+    out = StringIO()
+    found = index(run_dir)
+    for entry in found.entries:
+        terminal.show(load(found, entry), Console(file=out, width=width, markup=False, emoji=False, **console), colour, tokens)
+    return out.getvalue()
+
+
+def printed(*arguments: str) -> list[str]:
+    """What the command prints to a pipe."""
+    result = CliRunner().invoke(cli.app, ["show", *arguments])
+    if result.exception is not None:
+        raise result.exception
+    return result.stdout.splitlines()
+
+
+# ---------------------------------------------------------------- choosing
+
+
+def test_without_conditions_the_newest_step_is_shown(run_dir: Path) -> None:
+    found = index(run_dir)
+    assert [entry.step for entry in select(found, SampleQuery())] == [7]
+    assert summary(found) == "3 groups: 3 trained (steps 5 to 7)"
+
+
+def test_conditions_and_orders(run_dir: Path) -> None:
+    found = index(run_dir)
+    assert [entry.group for entry in select(found, SampleQuery(order="worst"))] == [1, 0, 2]
+    assert [entry.group for entry in select(found, SampleQuery(order="best", limit=1))] == [2]
+    assert [entry.group for entry in select(found, SampleQuery(step=6))] == [1]
+    assert [entry.group for entry in select(found, SampleQuery(version=4, limit=2))] == [2, 1]
+    assert [entry.group for entry in select(found, SampleQuery(group=0, outcome="trained"))] == [0]
+    with pytest.raises(DataError, match=r"no group in step 9 that was rejected, expected 3 groups: 3 trained \(steps 5 to 7\)"):
+        select(found, SampleQuery(step=9, outcome="rejected"))
+
+
+# ---------------------------------------------------------------- printing
+
+
+@pytest.mark.parametrize("colour", COLOURS)
+def test_colours_differ_where_tokens_do(tmp_path: Path, colour: Colour) -> None:
+    run = SampledRun(tmp_path / "run")
+    run.train(run.group(0, ["ab" * 60, "19"]), 4, drift=-0.6)
+    text = shown(tmp_path / "run", colour, force_terminal=True, color_system="truecolor")
+    styles = {match[1] for match in re.finditer(r"\x1b\[([\d;]+)m[ab]+\x1b", text)}
+    assert len(styles) >= (1 if colour in ("ratio", "mask") else 2), styles
+    assert "".join(re.findall(r"(?<=m)[ab]+(?=\x1b)", text)).startswith("abab")
+
+
+def test_responses_stand_beside_each_other_if_they_fit(run_dir: Path, tmp_path: Path) -> None:
+    assert re.search(r"response 0 .*response 1", shown(run_dir, width=120))
+    assert not re.search(r"response 0 .*response 1", shown(run_dir, width=60))
+    run = SampledRun(tmp_path / "long")
+    run.group(0, ["x" * 3000, "19"])
+    assert not re.search(r"response 0 .*response 1", shown(tmp_path / "long", width=120))
+    assert "… 2601 tokens …" in shown(tmp_path / "long", width=120).replace("\n", "")
+    assert shown(tmp_path / "long", tokens=0).count("x") == 3000
+
+
+def test_nothing_of_the_models_is_a_control_character(tmp_path: Path) -> None:
+    run = SampledRun(tmp_path / "run")
+    run.group(0, [NASTY, "line\nline"], run.prompt(NASTY, NASTY))
+    for text in (shown(tmp_path / "run"), "\n".join(printed(str(tmp_path / "run"), "--plain"))):
+        assert not re.search("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u200b]", text)
+    assert "␛]0;owned␇" in shown(tmp_path / "run")
+    assert "[bold]x[/] :smile:" in shown(tmp_path / "run")
+    (line,) = printed(str(tmp_path / "run"), "--json")
+    assert not re.search("[\x00-\x1f\x7f-\x9f\u202a-\u202e\u200b]", line)
+    assert "".join(json.loads(line)["members"][0]["tokens"]["piece"]).endswith(f"{NASTY}<eos>")
+    assert json.loads(line)["question"] == NASTY
+
+
+def test_signs_and_escapes_are_exact() -> None:
+    assert visible("a\tb\nc\x1b\x7f\x9b") == "a␉b\nc␛␡⟨009B⟩"
+    for text in (NASTY, "漢é🙂", "\ud800"):
+        assert json.loads(escaped(json.dumps(text, ensure_ascii=False))) == text
+
+
+def test_a_pipe_gets_fields_that_programs_can_read(run_dir: Path) -> None:
+    group, *responses = (line.split("\t") for line in printed(str(run_dir), "--step", "5"))
+    assert group[0] == "group"
+    fields = {name: json.loads(value) for name, _, value in (field.partition("=") for field in group[1:])}
+    assert fields == {
+        "group": 0,
+        "attempt": 0,
+        "outcome": "trained",
+        "step": 5,
+        "version": 4,
+        "reward": 0.5,
+        "question": "12+7=",
+        "answer": "19",
+    }
+    said = [{name: json.loads(value) for name, _, value in (field.partition("=") for field in line[1:])} for line in responses]
+    assert [(one["text"], one["reward"], one["advantage"], one["tokens"]) for one in said] == [
+        ("19<eos>", 1.0, 1.0, 3),
+        ("x<eos>", 0.0, -1.0, 2),
+    ]
+
+
+def test_json_has_every_token(run_dir: Path) -> None:
+    (line,) = printed(str(run_dir), "--step", "5", "--json")
+    (first, _) = json.loads(line)["members"]
+    assert (first["key"], first["agent"], first["attempt"], first["layers"]) == ("g0.e0.a0.t0", 0, 0, 2)
+    columns = first["tokens"]
+    assert {len(column) for column in columns.values()} == {8}
+    assert columns["state"] == [""] * 5 + ["."] * 3
+    assert columns["trainer"][5:] == pytest.approx([0.09, 0.08, 0.07])
+
+
+def test_mistakes_are_one_line(run_dir: Path) -> None:
+    for arguments, said in (
+        ((str(run_dir), "--colour", "pink"), "--colour: got pink, expected one of version, logprob, ratio, mask, mismatch"),
+        ((str(run_dir), "--outcome", "eaten"), "--outcome: got eaten, expected one of trained"),
+        ((str(run_dir), "--worst", "--best"), "got --worst and --best, expected one of them"),
+        ((str(run_dir), "--plain", "--json"), "got --plain and --json"),
+        ((str(run_dir / "no"),), "got no such directory"),
+    ):
+        with pytest.raises(UserError, match=re.escape(said)):
+            printed(*arguments)
+
+
+def test_a_reader_that_leaves_is_no_error(run_dir: Path) -> None:
+    code = f"from asyncmoe.cli import app; app(['show', {str(run_dir)!r}, '--worst', '--json'] , standalone_mode=False)"
+    process = subprocess.Popen([sys.executable, "-c", f"import sys\n{code}"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    process.stdout.close()
+    assert process.stderr is not None
+    assert process.stderr.read() == ""
+    assert process.wait(60) == 0
+
+
+def test_help_teaches() -> None:
+    text = CliRunner().invoke(cli.app, ["show", "--help"]).stdout
+    for word in ("--worst", "--colour", "telemetry.samples", "weight version", "asyncmoe show runs/demo"):
+        assert word in text
+
+
+def test_notes_go_beside_the_output(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (run_dir / "samples" / "trainer.jsonl").unlink()
+    command.show(run_dir, SampleQuery(), "json", "version", 0)
+    out, error = capsys.readouterr()
+    assert all(json.loads(line) for line in out.splitlines())
+    assert error.startswith("note: samples/trainer.jsonl is missing")
+
+
+# ---------------------------------------------------------------- pieces
+
+
+class Backend:
+    def __init__(self, rust: Rust) -> None:
+        self.rust, self.decoded = rust, 0
+
+    def encode(self, text: str) -> tuple[int, ...]:
+        return tuple(self.rust.encode(text).ids)
+
+    def decode_all(self, tokens: Sequence[int]) -> str:
+        self.decoded += 1
+        return str(self.rust.decode(list(tokens), skip_special_tokens=False))
+
+
+def sentencepiece() -> Rust:
+    """Llama's kind: a blank is part of the next token and is stripped from the beginning of a text; other bytes are tokens."""
+    words = ["a", "b", "▁", "▁a", "▁b", *(f"<0x{byte:02X}>" for byte in range(256))]
+    rust = Rust(models.BPE({word: i for i, word in enumerate(words)}, [("▁", "a"), ("▁", "b")], byte_fallback=True))
+    rust.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    return rust
+
+
+def test_pieces_of_a_tokenizer_that_strips_blanks_make_its_text() -> None:
+    backend = Backend(sentencepiece())
+    text = "▁a▁b▁aé漢🙂▁b"
+    ids = backend.encode(text)
+    pieces = asyncio.run(Pieces(backend).of(ids))
+    assert "".join(pieces) == " a b aé漢🙂 b"
+    assert len(pieces) == len(ids)
+    assert pieces.count("🙂") == 1
+
+
+def test_bytes_that_are_no_text_stay_broken_and_cost_little() -> None:
+    backend = Backend(sentencepiece())
+    ids = [5 + byte for byte in (0xE6, 0xFF, 0x41, 0xC3, 0xA9)] * 2000
+    made = Pieces(backend)
+    pieces = asyncio.run(made.of(ids))
+    assert len(pieces) == len(ids)
+    assert pieces[:5] == [BROKEN, BROKEN, "A", "", "é"]
+    assert backend.decoded < 100

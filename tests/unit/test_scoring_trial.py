@@ -1,0 +1,163 @@
+"""Before engines start: the scorer is tried on the first prompt, and reference answers are checked against themselves."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from asyncmoe.config import Config, parse
+from asyncmoe.errors import ConfigError, DataError, UserError
+from asyncmoe.rollout import controller, scoring
+from asyncmoe.rollout.scoring import trial
+from asyncmoe.rollout.scoring.tracebacks import LOG
+from asyncmoe.rollout.tasks import Gold, Prompt
+from asyncmoe.rollout.tasks.jsonl import read
+from asyncmoe.rollout.tasks.order import ListedTask
+from tests.prompts import jsonl
+
+GSM8K = Path(__file__).parents[3] / "shared" / "data" / "gsm8k"
+
+
+class Characters:
+    """A tokenizer with a token for each character."""
+
+    eos = 0
+
+    def encode(self, text: str) -> tuple[int, ...]:
+        return tuple(map(ord, text))
+
+    def decode(self, tokens: tuple[int, ...]) -> str:
+        return "".join(map(chr, tokens))
+
+
+class Sums:
+    """A task without golds."""
+
+    def prompt(self, group: int, stream: str = "prompt") -> Prompt:
+        return Prompt("12+7=", (1, 2), "19")
+
+
+class Started(Exception):
+    """An engine would start now."""
+
+
+@pytest.fixture(autouse=True)
+def importable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+    monkeypatch.chdir(Path(__file__).parents[2])
+
+
+def config(run_dir: Path, kind: str = "arithmetic", more: dict[str, Any] | None = None, **section: Any) -> Config:
+    task = {"kind": kind, **({"path": "unused.jsonl"} if kind == "jsonl" else {})}
+    values = {"run": {"dir": str(run_dir), "steps": 1}, "model": {"path": "unused"}, "task": task, "scoring": {"concurrency": 1, **section}}
+    return parse(values | (more or {}))
+
+
+def serve(monkeypatch: pytest.MonkeyPatch, run_dir: Path, made: Config, task: Any = None) -> None:
+    """Serve a run up to the start of the first engine. Raise `Started` if it comes so far."""
+
+    def start(*_: object, **__: object) -> None:
+        raise Started
+
+    async def run() -> None:
+        scorer = scoring.load(made.scoring, made.task, Characters().decode)
+        asked = task or Sums()
+        await controller._serve(made, run_dir, None, Characters(), asked, (), scorer, SimpleNamespace(), ())  # type: ignore[arg-type]
+
+    monkeypatch.setattr(controller.backend, "start", start)
+    run_dir.mkdir(exist_ok=True)
+    asyncio.run(run())
+
+
+def test_a_scorer_that_scores_lets_engines_start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    with pytest.raises(Started):
+        serve(monkeypatch, tmp_path, config(tmp_path, scorer="tests.unit.scorers:slowly"))
+    with pytest.raises(Started):
+        serve(monkeypatch, tmp_path, config(tmp_path, scorer="exact"))
+    assert not (tmp_path / LOG).exists()
+
+
+def test_a_scorer_that_raises_ends_the_run_before_an_engine_starts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    wanted = (
+        r"^scoring\.scorer: got tests\.unit\.scorers:moody, which raised ValueError: odd answers are not scored "
+        r"\(tests/unit/scorers\.py:\d+\), expected a score of the first prompt's own answer; its traceback is in logs/scoring\.log"
+    )
+    with pytest.raises(ConfigError, match=wanted):
+        serve(monkeypatch, tmp_path, config(tmp_path, scorer="tests.unit.scorers:moody"))
+    assert "in moody" in (tmp_path / LOG).read_text()
+    with pytest.raises(Started):
+        serve(monkeypatch, tmp_path, config(tmp_path, scorer="tests.unit.scorers:moody", try_first=False))
+
+
+def test_an_answer_that_is_no_score_ends_the_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"^scoring\.scorer: got builtins:print, which failed: .*expected a score of the first prompt's"):
+        serve(monkeypatch, tmp_path, config(tmp_path, scorer="builtins:print"))
+
+
+def test_an_endpoint_that_is_not_there_names_the_switch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"start it first, or set scoring\.try_first=false if it is ready only later$"):
+        serve(monkeypatch, tmp_path, config(tmp_path, scorer="http://127.0.0.1:9/score"))
+
+
+def test_a_slow_scorer_names_its_limit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"took longer than 0\.05 s.*raise scoring\.timeout_s"):
+        serve(monkeypatch, tmp_path, config(tmp_path, scorer="tests.unit.scorers:slowly", timeout_s=0.05))
+
+
+def questions(path: Path, *answers: str) -> ListedTask:
+    path.write_text("".join(json.dumps({"question": "q", "answer": f"so\n#### {answer}"}) + "\n" for answer in answers))
+    return jsonl(Characters(), path, chat_template=False, seed=0)  # type: ignore[arg-type]
+
+
+def test_answers_that_do_not_equal_themselves_are_named_with_their_lines(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    task = questions(tmp_path / "d.jsonl", "18", r"\text{}", "(3, 4)", "$$", r"\text{}", "1,234", "no solution")
+    with pytest.raises(DataError) as error:
+        serve(monkeypatch, tmp_path, config(tmp_path, "jsonl"), task)
+    said = str(error.value)
+    assert said.startswith("task.path: got 3 unusable answers: ")
+    assert f"{tmp_path / 'd.jsonl'} line 2 '\\\\text{{}}' (ValueError: the reference" in said
+    assert f"{tmp_path / 'd.jsonl'} line 4 '$$' (" in said
+    assert said.endswith("expected answers that equal themselves by math_verify; correct these lines, or name another scoring.scorer")
+    assert "\n" not in said
+
+
+def test_another_scorer_reads_answers_as_it_likes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    with pytest.raises(Started):
+        serve(monkeypatch, tmp_path, config(tmp_path, "jsonl", scorer="exact"), questions(tmp_path / "d.jsonl", "$$"))
+
+
+def test_answers_that_only_the_same_text_equals_are_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    golds = [Gold("a line 1", "2:45 p.m."), Gold("a line 2", "5")]
+    with caplog.at_level(logging.WARNING):
+        trial.report(asyncio.run(trial.check_golds(golds, 20.0, 60.0)), golds, "task.path")
+    assert [record.message for record in caplog.records] == [
+        "task.path: math-verify reads no expression in some answers, so only the same text equals them: a line 1 '2:45 p.m.'"
+    ]
+
+
+def test_a_check_without_time_says_what_is_left(caplog: pytest.LogCaptureFixture) -> None:
+    golds = [Gold(f"a line {number}", str(number)) for number in range(1000)]
+    with caplog.at_level(logging.WARNING):
+        trial.report(asyncio.run(trial.check_golds(golds, 20.0, 0.05)), golds, "task.path")
+    assert "no time to check 1000 distinct answers" in caplog.text
+
+
+def test_many_wrong_answers_and_long_ones_stay_one_short_line() -> None:
+    wrong = [(Gold(f"a line {number}", "x" * 10_000), "why") for number in range(100)]
+    with pytest.raises(UserError) as error:
+        trial.report(trial.Checked(wrong), [gold for gold, _ in wrong], "task.path")
+    assert "100 unusable answers" in str(error.value)
+    assert "and 95 more" in str(error.value)
+    assert len(str(error.value)) < 1000
+
+
+@pytest.mark.skipif(not GSM8K.is_dir(), reason="GSM8K's files are not beside this checkout")
+def test_every_answer_of_gsm8k_equals_itself() -> None:
+    golds = [Gold(row.where, row.reference) for name in ("train", "test") for row in read(GSM8K / f"{name}.jsonl")]
+    assert asyncio.run(trial.check_golds(golds, 20.0, 120.0)) == trial.Checked([], [], 0)

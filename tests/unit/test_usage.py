@@ -1,0 +1,90 @@
+"""Arguments that no command takes are one line, like every other mistake."""
+
+from __future__ import annotations
+
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+import typer
+
+from asyncmoe import cli, usage
+from asyncmoe.errors import AsyncmoeError, UserError
+
+ROOT = Path(__file__).parents[2]
+
+
+def invoke(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
+    monkeypatch.setattr(sys, "argv", ["asyncmoe", *arguments])
+    usage.invoke(cli.app)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (
+            ["run", "--eta", "2", "a.yaml"],
+            "asyncmoe run: got an unknown option --eta, expected KEY=VALUE or --help; did you mean queue.staleness.max_staleness=VALUE?",
+        ),
+        (
+            ["run", "a.yaml", "--run.steps=3"],
+            "got an unknown option --run.steps, expected KEY=VALUE or --help; did you mean run.steps=",
+        ),
+        (["run", "a.yaml", "--größe"], "asyncmoe run: got an unknown option --größe, expected KEY=VALUE or --help"),
+        (["rollout", "--top-k", "3"], "did you mean rollout.top_k=VALUE or evaluation.top_k=VALUE?"),
+        (["export", "a", "b", "--adaptor"], "expected one of --adapter, --float8, --help; did you mean --adapter?"),
+        (
+            ["plan", "examples/demo.yaml", "run.steps=1"],
+            "asyncmoe plan: got examples/demo.yaml run.steps=1, expected options only; the YAML file of a run is given as asyncmoe plan "
+            "--config FILE",
+        ),
+        (["report", "a", "b"], "asyncmoe report: got b, expected no further arguments; see asyncmoe report --help"),
+        (["run"], "asyncmoe run: got no CONFIG, expected YAML file that describes the run; see asyncmoe run --help"),
+        (["plan", "--gpu-gb", "much"], "asyncmoe plan: --gpu-gb: got "),
+        (["plan", "--json"], "--json: got no value, expected one after it"),
+        (["doctor", "--json=x"], "--json: got a value, expected none"),
+        (["rum", "a.yaml"], "asyncmoe: got an unknown command rum, expected one of run, rollout, "),
+        (["bench", "--x"], "asyncmoe bench: got an unknown option --x"),
+    ],
+)
+def test_a_mistake_is_one_line(monkeypatch: pytest.MonkeyPatch, arguments: list[str], line: str) -> None:
+    with pytest.raises(UserError) as caught:
+        invoke(monkeypatch, *arguments)
+    assert line in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert caught.value.exit_code == 2
+
+
+def test_without_a_command_there_is_help(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        invoke(monkeypatch)
+    assert ended.value.code == 2
+    assert "make-model" in capsys.readouterr().out
+
+
+def test_the_version_is_the_packages(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    invoke(monkeypatch, "--version")
+    declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    assert capsys.readouterr().out == f"asyncmoe {declared}\n"
+
+
+def test_a_command_chooses_its_status_and_ctrl_c_is_said_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    app = typer.Typer()
+
+    @app.command()
+    def work(status: int) -> None:
+        if status < 0:
+            raise KeyboardInterrupt
+        raise typer.Exit(status)
+
+    monkeypatch.setattr(sys, "argv", ["x", "0"])
+    usage.invoke(app)
+    monkeypatch.setattr(sys, "argv", ["x", "3"])
+    with pytest.raises(SystemExit) as ended:
+        usage.invoke(app)
+    assert ended.value.code == 3
+    monkeypatch.setattr(sys, "argv", ["x", "--", "-1"])
+    with pytest.raises(AsyncmoeError, match=r"^interrupted$") as caught:
+        usage.invoke(app)
+    assert caught.value.exit_code == 130

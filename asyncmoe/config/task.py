@@ -111,7 +111,8 @@ class TaskSection(SourceSection):
         for name, allowed in self._allowed().items():
             value = getattr(self, name)
             if value not in (None, (), {}) and not allowed:
-                raise ValueError(f"task.{name}: got {value}, expected none because task.kind is {self.kind}; leave it out")
+                got = value if isinstance(value, str | dict | bool | Path) else "a value"
+                raise ValueError(f"task.{name}: got {got}, expected none because task.kind is {self.kind}; leave it out")
         if self.kind == "jsonl" and any(one.subset or one.split or one.streaming for one in self.mixture):
             raise ValueError(
                 "task.kind: got jsonl, expected dataset because a subset, a split or streaming is given; change it, or leave them out"

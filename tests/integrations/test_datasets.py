@@ -1,31 +1,31 @@
-"""Data sets of Hugging Face's `datasets`: files, saved ones, streams, and the line for each mistake.
-
-Skipped without the package. To run them beside the other packages: pip install --target SITE datasets, and SITE in PYTHONPATH.
-"""
+"""Data sets of Hugging Face's `datasets`: files, saved ones, streams, and the line for each mistake."""
 
 from __future__ import annotations
 
 import json
 import re
 import time
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-datasets: Any = pytest.importorskip("datasets", reason="the package `datasets` is not installed")
+if find_spec("datasets") is None:
+    pytest.skip("run: make test-integrations ONLY=datasets", allow_module_level=True)
 
-import pyarrow  # noqa: E402
-from pyarrow import csv, parquet  # noqa: E402
+import datasets
+import pyarrow
+from pyarrow import csv, parquet
 
-from asyncmoe.config import Config, parse  # noqa: E402
-from asyncmoe.config.model import MadeModel  # noqa: E402
-from asyncmoe.errors import DataError  # noqa: E402
-from asyncmoe.models.make import make_model  # noqa: E402
-from asyncmoe.rollout import tasks  # noqa: E402
-from asyncmoe.rollout.tasks import streamed  # noqa: E402
-from asyncmoe.rollout.tasks.order import EVALUATION  # noqa: E402
-from asyncmoe.rollout.tokenizer import Tokenizer  # noqa: E402
+from asyncmoe.config import Config, parse
+from asyncmoe.config.model import MadeModel
+from asyncmoe.errors import DataError
+from asyncmoe.models.make import make_model
+from asyncmoe.rollout import tasks
+from asyncmoe.rollout.tasks import streamed
+from asyncmoe.rollout.tasks.order import EVALUATION
+from asyncmoe.rollout.tokenizer import Tokenizer
 
 ROWS = [{"question": f"q{n}", "answer": str(n), "level": ("easy", "hard")[n % 2], "tests": [n, n + 1]} for n in range(20)]
 

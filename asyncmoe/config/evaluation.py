@@ -19,8 +19,9 @@ _MIN_P = Annotated[Real, Field(ge=0, lt=1)]
 
 
 class EvaluationSet(SourceSection):
-    """Named sets of questions, each evaluated and recorded by itself. A set without a source asks questions held out from the task; a set
-    with a subset or split but no path reads the task's path. Keys without a value are those of `evaluation`."""
+    """A mapping: sets of questions by name, each with these keys, evaluated and recorded by itself. A set without a source asks questions
+    held out from the task; a set with a subset or split but no path reads the task's path. Keys without a value are those of
+    `evaluation`."""
 
     kind: Kind | None = Field(
         None, description="As task.kind, for the set; null: dataset if the task is one or a subset or split is given, else jsonl."

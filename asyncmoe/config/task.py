@@ -63,7 +63,7 @@ class SourceSection(Section):
 
 
 class WeightedSource(SourceSection):
-    """A source of a mixture. Keys without a value are those of `task`."""
+    """A list: the sources of a mixture, each with these keys. Keys without a value are those of `task`."""
 
     weight: PositiveFloat = Field(1.0, description="Share of the prompts from this source, relative to the weights of the others.")
 

@@ -58,7 +58,9 @@ def run(config: ConfigPath, overrides: Overrides = None) -> None:
     loaded = configuration.load(config, overrides or ())  # before the imports below, which need the compiled extension
     from asyncmoe.launch import local
     from asyncmoe.launch.ray import driver
+    from asyncmoe.models.hub import with_local_model
 
+    loaded = with_local_model(loaded)
     summary = driver.run(loaded) if loaded.launch == "ray" else local.run(loaded)
     Console().print_json(data=summary)
 

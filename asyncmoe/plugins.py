@@ -233,6 +233,14 @@ def short(file: str) -> str:
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else file
 
 
+def takes(function: Callable[..., object], name: str) -> bool:
+    """Return whether a function has a parameter of this name."""
+    try:
+        return name in inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        return False  # built in, without a signature
+
+
 def source_digest(target: str) -> str:
     """Return the SHA-256 in hex of the file of a loaded target's module; "" if it has no file."""
     file = getattr(sys.modules.get(target.partition(":")[0]), "__file__", None)

@@ -27,6 +27,8 @@ from asyncmoe.rollout.episodes.episode import RolloutContext
 from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId
 from asyncmoe.rollout.scoring import Exact
 from asyncmoe.rollout.tasks.arithmetic import Arithmetic
+from asyncmoe.rollout.tasks.encode import Encoder
+from asyncmoe.rollout.tasks.order import DrawnTask
 from asyncmoe.rollout.tokenizer import Tokenizer
 from asyncmoe.telemetry.overlap import intersection, length
 from asyncmoe.telemetry.run import RunRecords, load
@@ -101,7 +103,7 @@ async def _rate(engine: EngineProcess, config: Config, drawn: Drawn, slots: int)
     pool = _Timed([engine], slots, _TIMEOUT_S, lambda *_: None)
     recording = models.recording(config, models.load_hf_config(config.model.path))
     stage = RolloutContext(pool, Sampling(1.0, MOST_TOKENS, (), recording=recording), tokenizer, Exact(), drawn, timeout_s=_TIMEOUT_S)
-    task, places = Arithmetic(tokenizer, ("+",), 1, seed=0), iter(range(1 << 30))
+    task, places = DrawnTask(Arithmetic(("+",), 1), Encoder(tokenizer, chat=False), 0, "arithmetic"), iter(range(1 << 30))
 
     async def play() -> None:
         while True:

@@ -228,7 +228,7 @@ class _Rig:
         sampling = Sampling(1.0, most, (self._tokenizer.eos,), recording=recording)
         stage: Any = RolloutContext(pool, sampling, self._tokenizer, scoring.Exact())  # type: ignore[arg-type]
         stage = stage if samples is None else replace(stage, opened=samples.opened)
-        task = tasks.load(config, self._tokenizer)
+        task = tasks.load(config, self._tokenizer).training
         producer = Producer(queue, task, partial(episode.run, stage), config.rollout.group_size, samples=samples)
         kept = TrainerSamples(config, self._mesh, 0, 0 if recording.routing is None else len(recording.routing.layers))
         client: Any = _Local(queue)

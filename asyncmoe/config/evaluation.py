@@ -3,11 +3,65 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from asyncmoe.config.fields import NonNegative, NonNegativeFloat, Positive, Real, Section, Share
+from asyncmoe.config.task import READ, Kind, SourceSection, TaskSection
+
+Overlap = Literal["refuse", "leave_out", "allow"]
+_SAMPLED = ("prompts", "samples", "temperature", "top_p", "top_k", "min_p", "max_new_tokens", "overlap")
+_OVERLAP = (
+    "What happens to training questions that the evaluation asks too. refuse: the run does not start; leave_out: training does not ask "
+)
+_MIN_P = Annotated[Real, Field(ge=0, lt=1)]
+
+
+class EvaluationSet(SourceSection):
+    """A mapping: sets of questions by name, each with these keys, evaluated and recorded by itself. A set without a source asks questions
+    held out from the task; a set with a subset or split but no path reads the task's path. Keys without a value are those of
+    `evaluation`."""
+
+    kind: Kind | None = Field(
+        None, description="As task.kind, for the set; null: dataset if the task is one or a subset or split is given, else jsonl."
+    )
+    options: dict[str, Any] = Field({}, description="Keyword arguments of your own class.")
+    prompts: Positive | None = Field(None, description="Maximum questions.")
+    samples: Positive | None = Field(None, description="Episodes per question: the largest k of pass@k.")
+    temperature: NonNegativeFloat | None = Field(None, description="Sampling temperature; 0: always the most probable token.")
+    top_p: Share | None = Field(None, description="As rollout.top_p.")
+    top_k: Positive | None = Field(None, description="As rollout.top_k.")
+    min_p: _MIN_P | None = Field(None, description="As rollout.min_p.")
+    max_new_tokens: Positive | None = Field(None, description="Maximum tokens of a response.")
+    overlap: Overlap | None = Field(None, description="As evaluation.overlap.")
+
+    @property
+    def held_out(self) -> bool:
+        """True if the set has no source of its own."""
+        return self.kind is None and self.path is None and self.subset is None and self.split is None
+
+    def task(self, training: TaskSection) -> TaskSection:
+        """Return the set's own source as a task. Raises ValueError if it is no valid one."""
+        if self.kind is not None:
+            kind = self.kind
+        else:
+            kind = "dataset" if training.kind == "dataset" or self.subset is not None or self.split is not None else "jsonl"
+        same = self.path is None
+        return TaskSection(
+            kind=kind,
+            options=self.options,
+            path=training.path if same and kind in READ else self.path,
+            subset=training.subset if same and self.subset is None and kind == "dataset" else self.subset,
+            split=training.split if same and self.split is None and kind == "dataset" else self.split,
+            where=self.where,
+            filter=self.filter,
+            columns=self.columns or (training.columns if kind in READ else None),
+            operations=training.operations,
+            difficulty=training.difficulty,
+            chat_template=training.chat_template,
+            system_prompt=None if kind == "arithmetic" else training.system_prompt,
+        )
 
 
 class EvaluationSection(Section):
@@ -18,20 +72,51 @@ class EvaluationSection(Section):
         description="Versions between evaluations; 0: never. The version at the end of the warm-up is the first one evaluated. An "
         "evaluation that still runs when the trainer finishes is abandoned.",
     )
-    prompts: Positive = Field(64, description="Questions of an evaluation, the same ones each time.")
-    samples: Positive = Field(1, description="Episodes per question; more give a less noisy mean.")
+    prompts: Positive = Field(64, description="Maximum questions of an evaluation, the same ones each time.")
+    samples: Positive = Field(1, description="Episodes per question; more give a less noisy mean, and pass@k for k up to their number.")
     path: Path | None = Field(
         None,
-        description="File of evaluation questions, in the format of task.path. null: questions of the task, drawn separately from the "
-        "training questions; for a jsonl task these are lines of the training file.",
+        description="Source of evaluation questions, in the format of task.path. null: questions held out from the task, which training "
+        "never asks; of a task without end (arithmetic) they are drawn separately, and may coincide with training questions.",
     )
+    sets: dict[str, EvaluationSet] = Field({})
+    overlap: Overlap = Field(
+        "refuse",
+        description=_OVERLAP + "them; allow: training asks them. White space and system messages do not count. A stream and an endless "
+        "task cannot be searched before a run: refuse is leave_out for the one, and allow for the other.",
+    )
+    pass_reward: Real = Field(1.0, description="Reward from which an episode passes, for pass@k.")
     temperature: NonNegativeFloat | None = Field(
         None, description="Sampling temperature; 0: always the most probable token; null: rollout.temperature."
     )
     top_p: Share | None = Field(None, description="As rollout.top_p, for evaluation; null: rollout.top_p.")
     top_k: Positive | None = Field(None, description="As rollout.top_k, for evaluation; null: rollout.top_k.")
-    min_p: Annotated[Real, Field(ge=0, lt=1)] | None = Field(None, description="As rollout.min_p, for evaluation; null: rollout.min_p.")
+    min_p: _MIN_P | None = Field(None, description="As rollout.min_p, for evaluation; null: rollout.min_p.")
     max_new_tokens: Positive | None = Field(None, description="Maximum tokens of a response; null: rollout.max_new_tokens.")
     max_concurrent: Positive | None = Field(
         None, description="Evaluation episodes in flight, as a part of rollout.max_concurrent; null: an eighth of it."
     )
+
+    @property
+    def every_set(self) -> dict[str, EvaluationSet]:
+        """The sets by name, with their defaults filled in; one without a name if there are no `sets`."""
+        given = {name: getattr(self, name) for name in _SAMPLED}
+        sets = self.sets or {"": EvaluationSet(path=self.path)}
+        return {
+            name: one.model_copy(update={key: value for key, value in given.items() if getattr(one, key) is None})
+            for name, one in sets.items()
+        }
+
+    @model_validator(mode="after")
+    def _check(self) -> EvaluationSection:
+        if self.sets and self.path is not None:
+            raise ValueError(f"evaluation.path: got {self.path}, expected null because there are evaluation.sets; make it one of them")
+        for name, one in self.sets.items():
+            key = f"evaluation.sets.{name}"
+            if not name.replace("-", "_").replace(".", "_").isidentifier() and not name.isalnum():
+                raise ValueError(f"evaluation.sets: got the name {name!r}, expected letters, digits, '_', '-' and '.'")
+            if one.streaming:
+                raise ValueError(f"{key}.streaming: got true, expected false because an evaluation asks the same questions each time")
+            if one.held_out and (one.where or one.filter or one.columns or one.options):
+                raise ValueError(f"{key}.path: got nothing, expected the set's own source because it has keys that belong to one")
+        return self

@@ -61,9 +61,10 @@ class NameOrPlugin:
 
     def _check(self, value: str) -> str:
         if value not in self.names and not plugins.is_name(value):
-            known = ", ".join(map(repr, self.names))
+            known = "".join(f"{name!r}, " for name in self.names).removesuffix(", ")
             context = {"meant": meant} if (meant := self._meant(value)) else None
-            raise PydanticCustomError("name_or_plugin", f"Input should be {known} or {plugins.FORM}", context)
+            message = f"Input should be {known}{' or ' if known else ''}{plugins.FORM}"
+            raise PydanticCustomError("name_or_plugin", message, context)
         return value
 
     def _meant(self, value: str) -> str | None:

@@ -265,6 +265,8 @@ def _keys(section: type[BaseModel], prefix: str = "") -> Iterator[str]:
 
 def _section_at(section: type[BaseModel], location: tuple[int | str, ...]) -> type[BaseModel]:
     for part in location:
+        if part not in section.model_fields:
+            continue  # the place in a list, or the name in a mapping, of a section that the part before it led to
         annotation = section.model_fields[str(part)].annotation
         options = [annotation, *getattr(annotation, "__args__", ())]
         section = next(o for o in options if isinstance(o, type) and issubclass(o, BaseModel))

@@ -27,7 +27,10 @@ class MadeModel(Section):
 class ModelSection(Section):
     """The Hugging Face checkpoint that training starts from."""
 
-    path: Path = Field(description="Directory with config.json, safetensors files and a tokenizer.")
+    path: Path = Field(
+        description="Directory with config.json, safetensors files and a tokenizer; or the id of a model on the Hugging Face hub "
+        "(org/name), which is downloaded into the hub's cache before anything starts."
+    )
     family: Annotated[str, NameOrPlugin(("auto",))] = Field(
         "auto",
         description="Model family. auto: by model_type in config.json; or your own `Family` object (docs/guides/model-family.md).",

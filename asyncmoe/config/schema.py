@@ -8,8 +8,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationError, model_validator
 
+from asyncmoe import plugins
 from asyncmoe.config.cluster import ClusterSection
 from asyncmoe.config.engines import EngineSection
 from asyncmoe.config.environment import EnvironmentSection
@@ -24,7 +25,7 @@ from asyncmoe.config.rollout import RolloutSection
 from asyncmoe.config.run import RunSection
 from asyncmoe.config.scoring import ScoringSection
 from asyncmoe.config.sync import SyncSection
-from asyncmoe.config.task import TaskSection
+from asyncmoe.config.task import READ, TaskSection
 from asyncmoe.config.telemetry import TelemetrySection
 from asyncmoe.config.trainer import TrainerSection
 from asyncmoe.config.transports import choices, shareable, unshared
@@ -113,6 +114,26 @@ class Config(Section):
             )
         if self.engines.tp % self.engines.ep:
             raise ValueError(f"engines.ep: got {self.engines.ep}, expected a divisor of engines.tp = {self.engines.tp}")
+        return self
+
+    @model_validator(mode="after")
+    def _check_task(self) -> Config:
+        """Refuse evaluation sets that cannot be read, and a task of one's own without a scorer."""
+        if plugins.is_name(self.task.kind) and self.scoring.scorer == "auto" and self.environment.kind in ("single_turn", "tools"):
+            raise ValueError(
+                f"scoring.scorer: got auto, expected a scorer by name because task.kind is {self.task.kind}, of whose answers nothing is "
+                "known; name exact, math_verify or your own"
+            )
+        for name, one in self.evaluation.every_set.items():
+            if one.held_out:
+                continue
+            key = f"evaluation.sets.{name}" if name else "evaluation"
+            if one.path is None and self.task.sources and one.kind in (None, *READ):
+                raise ValueError(f"{key}.path: got nothing, expected the set's path because the task has several sources")
+            try:
+                one.task(self.task)
+            except ValidationError as error:
+                raise ValueError(str(error.errors()[0]["ctx"]["error"]).replace("task.", f"{key}.")) from None
         return self
 
     @model_validator(mode="after")
@@ -222,9 +243,14 @@ _IMPLIED: Mapping[str, Mapping[tuple[str, ...], Any]] = {
 
 
 def _without_paths(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return nested values without the paths."""
-    kept = {key: _without_paths(value) if isinstance(value, dict) else value for key, value in values.items()}
-    return {key: value for key, value in kept.items() if not isinstance(value, Path)}
+    """Return nested values without the paths; sections in lists too."""
+    return {key: _without_path(value) for key, value in values.items() if not isinstance(value, Path)}
+
+
+def _without_path(value: Any) -> Any:
+    if isinstance(value, dict):
+        return _without_paths(value)
+    return [_without_path(one) for one in value if not isinstance(one, Path)] if isinstance(value, list | tuple) else value
 
 
 def _imply(section: Any, path: Sequence[str], implied: Any, key: str, mode: str) -> Any:

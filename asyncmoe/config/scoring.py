@@ -30,7 +30,7 @@ class ScoringSection(Section):
 
     scorer: str = Field(
         "auto",
-        description="auto (exact for arithmetic, math_verify for jsonl), exact, math_verify, your own function as "
+        description="auto (math_verify for jsonl and dataset, exact for arithmetic), exact, math_verify, your own function as "
         "package.module:function, your own class as package.module:Class, an endpoint as http://host:port/path, or none: learn from the "
         "teacher only.",
     )

@@ -1,32 +1,134 @@
-"""The task that prompts come from."""
+"""The task that prompts come from: its kind, its sources, and the columns of their rows."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
+from pydantic_core import PydanticCustomError
 
-from asyncmoe.config.fields import Positive, Section
+from asyncmoe import plugins
+from asyncmoe.config.fields import NameOrPlugin, Positive, PositiveFloat, Section
+
+KINDS = ("arithmetic", "jsonl", "dataset")
+READ = ("jsonl", "dataset")
+"""Kinds that read rows from files or data sets."""
+Kind = Annotated[str, NameOrPlugin(KINDS)]
+_OF_ROWS = ("path", "subset", "split", "where", "filter", "streaming", "columns")
 
 
-class TaskSection(Section):
+def _plain(where: dict[str, Any]) -> dict[str, Any]:
+    for name, value in where.items():
+        for one in value if isinstance(value, list) else [value]:
+            if not isinstance(one, str | int | float | bool | None):
+                raise PydanticCustomError("where", f"Input should be a text, a number or a list of these for {name}")
+        if value == []:
+            raise PydanticCustomError("where", f"Input should be at least one value for {name}")
+    return where
+
+
+class ColumnsSection(Section):
+    """Names of the columns of a row."""
+
+    question: str = Field("question", description="The question: text, or a list of messages with role and content.")
+    answer: str | None = Field(
+        "answer", description="The answer: text or a number; what follows the last #### is the reference. null: there is none."
+    )
+    keep: tuple[str, ...] | None = Field(
+        None, description="Other columns that scorers and environments receive; null: all. Their values must fit into JSON."
+    )
+
+
+class SourceSection(Section):
+    """Where the rows of jsonl and dataset are."""
+
+    path: Path | None = Field(
+        None,
+        description="jsonl: a file with a JSON object per line. dataset: a file (.jsonl, .json, .csv, .parquet), a directory that "
+        "`datasets` saved, or the id of a data set on the Hugging Face hub.",
+    )
+    subset: str | None = Field(None, description="dataset: configuration of a data set on the hub, for example main.")
+    split: str | None = Field(None, description="dataset: split, for example test; null: train.")
+    where: Annotated[dict[str, Any], AfterValidator(_plain)] | None = Field(
+        None, description="Rows to keep, as {column: value}; a list of values means any of them."
+    )
+    filter: Annotated[str, NameOrPlugin(())] | None = Field(
+        None, description="Rows to keep: your own function of a row that returns true or false, as package.module:function."
+    )
+    streaming: bool | None = Field(
+        None, description="dataset: read rows as they are needed, shuffled within a window, instead of downloading all first; null: false."
+    )
+    columns: ColumnsSection | None = None
+
+
+class WeightedSource(SourceSection):
+    """A list: the sources of a mixture, each with these keys. Keys without a value are those of `task`."""
+
+    weight: PositiveFloat = Field(1.0, description="Share of the prompts from this source, relative to the weights of the others.")
+
+
+class TaskSection(SourceSection):
     """Source of the questions and their reference answers."""
 
-    kind: Literal["arithmetic", "jsonl"] = Field(
-        description="arithmetic: random calculations, without end; jsonl: the questions of a file (`path`)."
+    kind: Kind = Field(
+        description="arithmetic: random calculations, without end; jsonl: the questions of a file (`path`); dataset: the same with "
+        "Hugging Face's `datasets`; or your own class (docs/guides/task.md)."
     )
+    options: dict[str, Any] = Field({}, description="Keyword arguments of your own class.")
     operations: tuple[Literal["+", "-", "*"], ...] = Field(("+",), description="arithmetic: operators to draw from.")
     difficulty: Positive = Field(1, description="arithmetic: decimal digits of each operand.")
-    path: Path | None = Field(None, description='jsonl: file with one {"question": ..., "answer": ...} per line, as in GSM8K.')
+    sources: tuple[WeightedSource, ...] = Field(())
     chat_template: bool = Field(
-        True, description="jsonl: apply the tokenizer's chat template to the question; false for a base model without one."
+        True,
+        description="Apply the tokenizer's chat template to questions that are text; false for a base model without one. Not for "
+        "arithmetic.",
     )
+    system_prompt: str | None = Field(None, description="System message before every conversation that has none.")
+
+    @property
+    def chats(self) -> bool:
+        """True if questions become conversations."""
+        return self.kind != "arithmetic" and self.chat_template
+
+    @property
+    def mixture(self) -> tuple[WeightedSource, ...]:
+        """The sources with their defaults filled in; one source if there are no `sources`."""
+        given = {name: getattr(self, name) for name in _OF_ROWS}
+        if not self.sources:
+            return (WeightedSource(**given),)
+        return tuple(
+            one.model_copy(update={name: value for name, value in given.items() if getattr(one, name) is None}) for one in self.sources
+        )
 
     @model_validator(mode="after")
     def _check(self) -> TaskSection:
-        if self.kind == "jsonl" and self.path is None:
-            raise ValueError("task.path: got nothing, expected the path of a JSONL file because task.kind is jsonl")
+        if self.kind in READ and any(one.path is None for one in self.mixture):
+            key = "task.sources" if self.sources else "task.path"
+            raise ValueError(f"{key}: got nothing, expected the path of a {_WANTED[self.kind]} because task.kind is {self.kind}")
         if not self.operations:
             raise ValueError("task.operations: got an empty list, expected at least one of + - *")
+        for name, allowed in self._allowed().items():
+            value = getattr(self, name)
+            if value not in (None, (), {}) and not allowed:
+                got = value if isinstance(value, str | dict | bool | Path) else "a value"
+                raise ValueError(f"task.{name}: got {got}, expected none because task.kind is {self.kind}; leave it out")
+        if self.kind == "jsonl" and any(one.subset or one.split or one.streaming for one in self.mixture):
+            raise ValueError(
+                "task.kind: got jsonl, expected dataset because a subset, a split or streaming is given; change it, or leave them out"
+            )
+        if self.system_prompt is not None and not self.chats:
+            raise ValueError(
+                f"task.system_prompt: got {self.system_prompt!r}, expected null because task.chat_template is false; set that to true, "
+                "or write the text into the questions"
+            )
         return self
+
+    def _allowed(self) -> dict[str, bool]:
+        """Return, for each key that only some kinds have, whether this kind has it."""
+        rows, own = self.kind in READ, plugins.is_name(self.kind)
+        # A path beside another kind is harmless, and lets an override of the kind alone try a configuration.
+        return {**dict.fromkeys(("sources", *_OF_ROWS[1:]), rows), "options": own, "system_prompt": self.kind != "arithmetic"}
+
+
+_WANTED = {"jsonl": "JSONL file", "dataset": "data set"}

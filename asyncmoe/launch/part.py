@@ -23,9 +23,10 @@ def controller(config: Path, overrides: Sequence[str] = ()) -> None:
     """
     from asyncmoe import config as configuration
     from asyncmoe.launch import gpus, local
+    from asyncmoe.models.hub import with_local_model
     from asyncmoe.rollout import controller
 
-    loaded = configuration.load(config, overrides)
+    loaded = with_local_model(configuration.load(config, overrides))
     if config.resolve() != local.resolved(loaded).resolve():  # otherwise the parent process has prepared it
         local.prepare(loaded)
     processes.record(loaded.run.dir, "controller")
@@ -46,10 +47,11 @@ def engine(config: Path, overrides: Sequence[str] = (), name: str | None = None,
     from asyncmoe import models
     from asyncmoe.config import devices
     from asyncmoe.launch import gpus
+    from asyncmoe.models.hub import with_local_model
     from asyncmoe.rollout.engines import engine_agent
     from asyncmoe.rollout.engines.engine_python import check_engine_python
 
-    loaded = configuration.load(config, overrides)
+    loaded = with_local_model(configuration.load(config, overrides))
     check_engine_python(loaded.engines.python)
     models.check(loaded, models.hf_config_of(loaded), cpu_engines=devices.none_here())
     name = name or engine_agent.default_name(index)

@@ -13,6 +13,7 @@ from asyncmoe.errors import ConfigError, DataError, LayoutError
 from asyncmoe.models import checks
 from asyncmoe.models.families import FAMILIES, FAMILY, family_of, try_family, with_family
 from asyncmoe.models.family import Family
+from asyncmoe.models.hub import is_id
 from asyncmoe.models.lora import halves
 from asyncmoe.models.lora.adapter import Kind, kind_of
 from asyncmoe.models.parallel import EngineParallel, MegatronParallel
@@ -48,9 +49,9 @@ def load_hf_config(path: Path) -> dict[str, Any]:
     """
     file = path if path.is_file() else path / "config.json"
     if not file.is_file():
-        raise DataError(
-            str(path), got="no config.json" if path.is_dir() else "no such directory", expected="a Hugging Face model directory"
-        )
+        found = "no config.json" if path.is_dir() else "no such directory"
+        hint = "asyncmoe run downloads a model of this id from the hub" if is_id(path) else None
+        raise DataError(str(path), got=found, expected="a Hugging Face model directory", hint=hint)
     try:
         values = json.loads(file.read_text())
     except (json.JSONDecodeError, UnicodeDecodeError) as error:

@@ -35,7 +35,7 @@ from asyncmoe.rollout.producer import Producer, demonstrate
 from asyncmoe.rollout.recorder import Recorder
 from asyncmoe.rollout.samples import Samples, samples_of
 from asyncmoe.rollout.scoring import Scorer, trial
-from asyncmoe.rollout.tasks import Task
+from asyncmoe.rollout.tasks import EvaluationQuestions, Task
 from asyncmoe.rollout.tokenizer import Tokenizer
 from asyncmoe.rpc import address, keys
 from asyncmoe.rpc.environment import RendezvousVariables, given
@@ -78,8 +78,8 @@ def load_parts(config: Config) -> tuple[Tokenizer, Task, Task, Scorer, Environme
         UserError: one of them is unusable.
     """
     tokenizer = Tokenizer(config.model.path, config.model.trust_remote_code)
-    task, environment = tasks.load(config, tokenizer), environments.load(config)
-    evaluated = tasks.load_evaluation(config, tokenizer, task)
+    loaded, environment = tasks.load(config, tokenizer), environments.load(config)
+    task, evaluated = loaded.training, loaded.sets
     scorer = scoring.load(config.scoring, config.task, tokenizer.decode, config.run.seed)
     return tokenizer, task, evaluated, scorer, environment
 
@@ -109,7 +109,7 @@ async def _serve(
     at: RendezvousVariables | None,
     tokenizer: Tokenizer,
     task: Task,
-    evaluated: Task,
+    evaluated: Sequence[EvaluationQuestions],
     scorer: Scorer,
     environment: Environment,
     memory: Sequence[str],
@@ -148,7 +148,7 @@ class Controller:
         recorder: Recorder,
         tokenizer: Tokenizer,
         task: Task,
-        evaluated: Task,
+        evaluated: Sequence[EvaluationQuestions],
         scorer: Scorer,
         environment: Environment,
     ) -> None:

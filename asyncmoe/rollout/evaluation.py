@@ -2,7 +2,7 @@
 
 An evaluation of version v begins when every engine serves v, and nothing waits for it: if later versions land before it has ended, they
 answer the remaining questions, and its record shows the range of versions. It uses a small share of the places at the engines, and does
-not appear in the queue or its counts.
+not appear in the queue or its counts. The sets of `evaluation.sets` follow one another, and each has its own record.
 """
 
 from __future__ import annotations
@@ -11,25 +11,26 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import product
-from math import sqrt
+from math import comb, sqrt
 from statistics import fmean, stdev
 
 from asyncmoe.config import Config
+from asyncmoe.config.evaluation import EvaluationSet
 from asyncmoe.errors import TrajectoryRejected
 from asyncmoe.rollout import scoring
 from asyncmoe.rollout.engines.types import Sampling
 from asyncmoe.rollout.episodes import episode
 from asyncmoe.rollout.episodes.episode import RolloutContext
 from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId
-from asyncmoe.rollout.tasks import Task
+from asyncmoe.rollout.tasks import EvaluationQuestions
+from asyncmoe.rollout.tasks.order import EVALUATION as STREAM
 from asyncmoe.telemetry.rollout_schema import Evaluation
 from asyncmoe.trajectory import NOTHING, Trajectory
 
 log = logging.getLogger(__name__)
-STREAM = "evaluation"
 _SHARE = 8
 """Evaluation uses 1/`_SHARE` of the places at the engines, unless `evaluation.max_concurrent` is set."""
 
@@ -45,17 +46,20 @@ class Evaluator:
 
     Args:
         stage: training's rollout context; evaluation has its own sampling.
+        sets: evaluated in this order.
         record: called with the result of each evaluation.
     """
 
-    def __init__(self, config: Config, stage: RolloutContext, task: Task, record: Callable[[Evaluation], None]) -> None:
+    def __init__(
+        self, config: Config, stage: RolloutContext, sets: Sequence[EvaluationQuestions], record: Callable[[Evaluation], None]
+    ) -> None:
         section = config.evaluation
         self.skipped = 0
         self._first, self._every = config.warmup.steps, section.every
-        self._prompts, self._samples = section.prompts, section.samples
+        self._pass_reward = section.pass_reward
         self._concurrent = section.max_concurrent or -(-config.rollout.max_concurrent // _SHARE)
-        self._stage = replace(stage, sampling=sampling(config, stage.sampling), stream=STREAM, scorer=scoring.untaught(stage.scorer))
-        self._task, self._record = task, record
+        self._stage = replace(stage, scorer=scoring.untaught(stage.scorer))
+        self._sets, self._record = sets, record
         self._due: asyncio.Queue[int] = asyncio.Queue()
         self._busy = False
 
@@ -78,28 +82,34 @@ class Evaluator:
         """
         while True:
             version = await self._due.get()
-            self._record(await self._evaluate(version))
+            for one in self._sets:
+                self._record(await self._evaluate(version, one))
             self._busy = False
 
-    async def _evaluate(self, version: int) -> Evaluation:
-        begin = time.perf_counter()
-        places = iter([EpisodeId(group, member, 0) for group, member in product(range(self._prompts), range(self._samples))])
+    async def _evaluate(self, version: int, asked: EvaluationQuestions) -> Evaluation:
+        begin, samples = time.perf_counter(), asked.section.samples or 1
+        # A stream of its own: places of two sets must not share conversations or random draws.
+        stage = replace(self._stage, sampling=sampling(asked.section, self._stage.sampling), stream=f"{STREAM} {asked.name}".strip())
+        places = iter([EpisodeId(group, member, 0) for group, member in product(range(asked.count), range(samples))])
         outcomes: list[tuple[int, Outcome]] = []
         try:
             async with asyncio.TaskGroup() as tasks:
                 for _ in range(self._concurrent):
-                    tasks.create_task(self._work(places, outcomes))
+                    tasks.create_task(self._work(stage, asked, places, outcomes))
         except BaseExceptionGroup as failed:
             first = failed.exceptions[0]
         else:
-            return measure(version, outcomes, time.perf_counter() - begin, self.skipped)
+            seconds = time.perf_counter() - begin
+            return measure(version, outcomes, seconds, self.skipped, name=asked.name, samples=samples, pass_reward=self._pass_reward)
         # Raise outside the handler, so that the exception keeps its own cause and context.
         raise first
 
-    async def _work(self, places: Iterator[EpisodeId], outcomes: list[tuple[int, Outcome]]) -> None:
+    async def _work(
+        self, stage: RolloutContext, asked: EvaluationQuestions, places: Iterator[EpisodeId], outcomes: list[tuple[int, Outcome]]
+    ) -> None:
         for place in places:
             try:
-                outcome: Outcome = await episode.run(self._stage, self._task.prompt(place.group, STREAM), place)
+                outcome: Outcome = await episode.run(stage, asked.task.prompt(place.group, STREAM), place)
             except TrajectoryRejected as rejected:
                 outcome = rejected
             outcomes.append((place.group, outcome))
@@ -110,9 +120,8 @@ def due(version: int, first: int, every: int) -> bool:
     return every > 0 and version >= first and (version - first) % every == 0
 
 
-def sampling(config: Config, training: Sampling) -> Sampling:
-    """Return evaluation's sampling: training's, except for the settings of its section. It records no sampling data."""
-    section = config.evaluation
+def sampling(section: EvaluationSet, training: Sampling) -> Sampling:
+    """Return a set's sampling: training's, except for the settings of its section. It records no sampling data."""
     greedy = section.temperature == 0
     return replace(
         training,
@@ -126,13 +135,44 @@ def sampling(config: Config, training: Sampling) -> Sampling:
     )
 
 
-def measure(version: int, outcomes: Sequence[tuple[int, Outcome]], seconds: float, skipped: int) -> Evaluation:
+def pass_at(rewards: Sequence[Sequence[float]], samples: int, threshold: float) -> Mapping[str, float]:
+    """Return pass@k for k = 1, 2, 4 ... and `samples`: the chance that one of k episodes passes, mean over questions.
+
+    For a question with n episodes, of which c pass, the unbiased estimate is 1 - C(n - c, k) / C(n, k) (Chen et al. 2021, "Evaluating
+    Large Language Models Trained on Code", equation 1). Questions with fewer than k rewards are left out; a k without questions is too.
+
+    Args:
+        rewards: the rewards of each question's episodes.
+        samples: episodes per question; the largest k.
+        threshold: reward from which an episode passes.
+    """
+    counts = [(len(of_question), sum(reward >= threshold for reward in of_question)) for of_question in rewards]
+    found = {}
+    for k in sorted({*(1 << bit for bit in range(samples.bit_length())), samples}):
+        chances = [1 - comb(n - c, k) / comb(n, k) for n, c in counts if n >= k]
+        if chances:
+            found[str(k)] = fmean(chances)
+    return found
+
+
+def measure(
+    version: int,
+    outcomes: Sequence[tuple[int, Outcome]],
+    seconds: float,
+    skipped: int,
+    *,
+    name: str = "",
+    samples: int = 1,
+    pass_reward: float = 1.0,
+) -> Evaluation:
     """Summarize an evaluation.
 
     An episode's reward is the mean over its agents. Failed episodes have no reward: they are counted, but excluded from every mean.
 
     Args:
         outcomes: (question number, outcome) of every episode.
+        name: of the set.
+        samples, pass_reward: see `pass_at`.
     """
     rewards: dict[int, list[float]] = {}
     lengths: list[int] = []
@@ -150,6 +190,9 @@ def measure(version: int, outcomes: Sequence[tuple[int, Outcome]], seconds: floa
     return Evaluation(
         time=time.time(),
         version=version,
+        name=name,
+        samples=samples,
+        pass_at=pass_at(list(rewards.values()), samples, pass_reward),
         questions=len({question for question, _ in outcomes}),
         episodes=len(outcomes),
         reward_mean=fmean(means) if means else None,

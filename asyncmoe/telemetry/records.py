@@ -168,15 +168,20 @@ def read_rollout(path: Path) -> list[Rollout]:
 
 
 def read_evaluations(path: Path) -> list[Evaluation]:
-    """Read the valid records of evaluation.jsonl, by ascending version. A record supersedes earlier records of the same or a later version.
+    """Read the valid records of evaluation.jsonl, by ascending version. A record supersedes earlier records of its set and version, and of
+    later versions.
 
     Raises:
         DataError: see `read_spans`.
     """
     found: list[Evaluation] = []
     for record in Tail(path).poll_as(Evaluation):
-        found = [*(earlier for earlier in found if earlier.version < record.version), record]
+        found = [*(earlier for earlier in found if not _superseded(earlier, record)), record]
     return found
+
+
+def _superseded(earlier: Evaluation, by: Evaluation) -> bool:
+    return earlier.version > by.version or (earlier.version == by.version and earlier.name == by.name)
 
 
 def read_sessions(path: Path) -> list[list[Step]]:

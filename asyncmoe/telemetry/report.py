@@ -140,7 +140,7 @@ def _table(run: RunRecords, summary: Summary) -> str:
 def _evaluation(first: Evaluation, last: Evaluation) -> tuple[str, str, str]:
     error = "" if last.reward_stderr is None else f" ± {number(last.reward_stderr)}"
     what = f"mean reward of versions {first.version} and {last.version}; {last.episodes} episodes, {percent(last.failed_share)} failed"
-    return "Evaluation", f"{number(first.reward_mean)} → {number(last.reward_mean)}{error}", what
+    return f"Evaluation {first.name}".strip(), f"{number(first.reward_mean)} → {number(last.reward_mean)}{error}", what
 
 
 def _section(title: str, note: str, drawn: Sequence[figures.Picture | None]) -> str:

@@ -83,7 +83,7 @@ class Rollout(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
-    """One evaluation: the same questions to one version.
+    """One evaluation of one set: the same questions to one version.
 
     None: every episode failed; for `reward_stderr`, also if fewer than two questions have answers.
     """
@@ -94,7 +94,9 @@ class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
     version_max: Annotated[
         int | None, Metric("Newest version that sampled a token; later than `version` if weights were updated during the evaluation.")
     ] = None
+    name: Annotated[str, "Name of the set in `evaluation.sets`; empty without sets."] = ""
     questions: Annotated[int, Metric("Questions.")]
+    samples: Annotated[int, Metric("Episodes per question, failed ones included: the k of mean@k, which is `reward_mean`.")] = 1
     episodes: Annotated[int, Metric("Episodes.")]
     reward_mean: Annotated[
         float | None,
@@ -105,6 +107,14 @@ class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
         ),
     ] = None
     reward_stderr: Annotated[float | None, Metric("Standard error of `reward_mean`, over questions.", "reward")] = None
+    pass_at: Annotated[
+        Mapping[str, float],
+        Metric(
+            "pass@k: chance that one of k episodes passes (evaluation.pass_reward), unbiased, mean over questions with k rewards.",
+            "share of questions",
+            key="k",
+        ),
+    ] = {}
     failed: Annotated[Mapping[str, int], Metric("Episodes without a reward, by reason.", "episodes", key="reason")] = {}
     failed_share: Annotated[float, Metric("Failed share of the episodes.", "share of episodes")] = 0.0
     response_tokens_mean: Annotated[float | None, Metric("Mean number of sampled tokens per successful episode.", "tokens")] = None

@@ -153,10 +153,13 @@ def _progress(view: View) -> RenderableType:
 
 
 def evaluated(record: Evaluation) -> str:
-    """Describe an evaluation: "version 20   reward 0.43 ± 0.05   25 % failed"; omits failures if there are none."""
+    """Describe an evaluation: "version 20   math   reward 0.43 ± 0.05   pass@4 0.7   25 % failed"; omits a name, pass@k and failures that
+    are not there."""
     error = "" if record.reward_stderr is None else f" ± {number(record.reward_stderr)}"
     failed = [f"{percent(record.failed_share)} failed"] if record.failed_share else []
-    return "   ".join([f"version {record.version}", f"reward {number(record.reward_mean)}{error}", *failed])
+    passed = [f"pass@{record.samples} {number(share)}" for k, share in record.pass_at.items() if k == str(record.samples) != "1"]
+    named = [record.name] if record.name else []
+    return "   ".join([f"version {record.version}", *named, f"reward {number(record.reward_mean)}{error}", *passed, *failed])
 
 
 def line(view: View, step: Step) -> str:

@@ -63,7 +63,12 @@ def placed(run: RunRecords, kind: type[Drawn]) -> Sequence[tuple[float, Drawn]]:
 
 
 def curves(run: RunRecords, kind: type[Drawn], name: str, metric: Metric) -> list[tuple[str, Series]]:
-    """Return the curve of a metric; for a mapping, each key and its curve. Shares are in per cent; a missing key of shares is 0."""
+    """Return the curve of a metric; for a mapping, each key and its curve; for evaluations, each set and its curve, if sets have names.
+
+    Shares are in per cent; a missing key of shares is 0.
+    """
+    if kind is Evaluation and not metric.key:
+        return _of_sets(run, name, metric)
     values = [(x, getattr(record, name)) for x, record in placed(run, kind)]
     if not metric.key:
         return [("", Series.of([(x, _scaled(value, metric)) for x, value in values]))]
@@ -71,6 +76,14 @@ def curves(run: RunRecords, kind: type[Drawn], name: str, metric: Metric) -> lis
     known = [(x, value) for x, value in values if value is not None]
     keys = sorted({key for _, value in known for key in value}, key=_order)
     return [(str(key), Series.of([(x, _scaled(value.get(key, absent), metric)) for x, value in known])) for key in keys]
+
+
+def _of_sets(run: RunRecords, name: str, metric: Metric) -> list[tuple[str, Series]]:
+    points: dict[str, list[tuple[float, float | None]]] = {}
+    for x, record in placed(run, Evaluation):
+        assert isinstance(record, Evaluation)
+        points.setdefault(record.name, []).append((x, _scaled(getattr(record, name), metric)))
+    return [(set_name, Series.of(points[set_name])) for set_name in sorted(points)] or [("", Series.of([]))]
 
 
 def bars(run: RunRecords, kind: type[Drawn], name: str, metric: Metric) -> dict[int, float]:

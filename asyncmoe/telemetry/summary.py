@@ -67,9 +67,9 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     wall_seconds: float
     """Length of RL time in seconds."""
     evaluation_first: Evaluation | None
-    """Evaluation of the lowest version; None without evaluations."""
+    """Evaluation of the lowest version, of its first set; None without evaluations."""
     evaluation_last: Evaluation | None
-    """Evaluation of the highest version; None without evaluations."""
+    """Evaluation of the highest version, of the same set; None without evaluations."""
     rejected_share: float | None
     """Rejected share of the started trajectories, over all starts of the controller; None if none was started."""
     rejected: dict[str, int] | None
@@ -130,7 +130,7 @@ def summary_of(run: RunRecords) -> Summary:
         overlap_share=overlap_share(run),
         wall_seconds=wall,
         evaluation_first=run.evaluations[0] if run.evaluations else None,
-        evaluation_last=run.evaluations[-1] if run.evaluations else None,
+        evaluation_last=next((one for one in reversed(run.evaluations) if one.name == run.evaluations[0].name), None),
         rejected_share=gone.share,
         rejected=dict(gone.by_reason) if run.rollout else None,
     )

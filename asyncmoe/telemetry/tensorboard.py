@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 class TensorBoard:
     """Writes each number of a step as `<phase>/<field>[/<key>]` and of a rollout record as `rollout/...`, both at the trainer's step,
-    and of an evaluation as `evaluation/...`, at the evaluated version.
+    and of an evaluation as `evaluation/[<set>/]...`, at the evaluated version.
 
     If steps are repeated after a resume, it marks the superseded events as purged, so that TensorBoard drops them.
     """
@@ -84,7 +84,8 @@ class TensorBoard:
             return
         for record in self._evaluations:
             for number in numbers(record):
-                self._writer.add_scalar(_tag("evaluation", number), number.value, record.version, walltime=record.time)
+                group = f"evaluation/{record.name}" if record.name else "evaluation"
+                self._writer.add_scalar(_tag(group, number), number.value, record.version, walltime=record.time)
         self._evaluations.clear()
 
     def _writer_from(self, step: int) -> SummaryWriter:

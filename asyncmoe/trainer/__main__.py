@@ -9,6 +9,7 @@ from pathlib import Path
 
 from asyncmoe import config as configuration
 from asyncmoe.errors import AsyncmoeError
+from asyncmoe.models.hub import with_local_model
 from asyncmoe.platform import megatron
 from asyncmoe.process import die_with_parent, leave, named, say
 from asyncmoe.telemetry import processes
@@ -22,7 +23,7 @@ def main() -> None:
     logging.basicConfig(format=f"%(asctime)s rank {rank} %(name)s: %(message)s", level=logging.INFO)
     try:
         with named(f"trainer.{rank}"):
-            config = configuration.load(Path(sys.argv[1]), sys.argv[2:])
+            config = with_local_model(configuration.load(Path(sys.argv[1]), sys.argv[2:]), download=False)
             processes.record(config.run.dir, f"trainer.{rank}")
             connections.in_order(config.trainer, os.environ)  # before `prepare`, which queries CUDA devices
             megatron.prepare()

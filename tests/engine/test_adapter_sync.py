@@ -24,7 +24,6 @@ from asyncmoe.rollout.engines.types import Sampling
 from asyncmoe.rollout.episodes import episode
 from asyncmoe.rollout.episodes.episode import RolloutContext
 from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId
-from asyncmoe.rollout.tasks.arithmetic import Arithmetic
 from asyncmoe.rollout.tokenizer import Tokenizer
 from asyncmoe.rpc import keys
 from asyncmoe.rpc.messages import Reply, Request, WeightsCommit
@@ -33,6 +32,7 @@ from asyncmoe.trajectory import Recording, Trajectory, decode_routes, encode, va
 from tests import families
 from tests.engine.conftest import Rig, make, settings
 from tests.engine.oracle import Merged, gaps, routes
+from tests.prompts import arithmetic
 from tests.ranks import launch
 from tests.unit.adapters import random_adapter
 
@@ -70,7 +70,7 @@ class Dock:
 
     async def sampled(self, version: int) -> list[Trajectory]:
         config = self.rig.config.rollout
-        task, scorer = Arithmetic(self.tokenizer, ("+",), 2, seed=version), scoring.Exact()
+        task, scorer = arithmetic(self.tokenizer, ("+",), 2, seed=version), scoring.Exact()
 
         async def one(group: int) -> Trajectory:
             sampling = Sampling(config.temperature, 10 + 5 * (group % 4), (self.tokenizer.eos,), recording=self.recording)

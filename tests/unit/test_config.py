@@ -73,7 +73,7 @@ def test_defaults_are_valid_and_frozen() -> None:
         ("trainer.optimizer.betas", [0.9, 1.0], "1.0", "less than 1"),
         ("trainer.optimizer.betas", [0.9], "nothing", "a value"),
         ("trainer.dtype", "float16", "'float16'", "'float32', 'bfloat16' or 'auto'"),
-        ("task.kind", "gsm8k", "'gsm8k'", "'arithmetic' or 'jsonl'"),
+        ("task.kind", "gsm8k", "'gsm8k'", "'arithmetic', 'jsonl', 'dataset' or package.module:name"),
         ("task.operations", ["/"], "'/'", "'+', '-' or '*'"),
         ("task.operations", [], "an empty list", "at least one of"),
         ("task.kind", "jsonl", "nothing", "the path of a JSONL file"),

@@ -29,6 +29,8 @@ from asyncmoe.simulate.command import read_plant
 from asyncmoe.simulate.plant import Plant
 from tests.unit.doc_pages import PAGES, ROOT, blocks, prose, read, spans, tables
 
+BY_NAME = {"evaluation.sets"}
+"""Mappings from names to sections."""
 USAGE: Any = typer.BadParameter.__base__
 COMING: set[str] = set()
 """Commands, keys and folders that docs/cluster.md names and that are built beside it."""
@@ -110,7 +112,11 @@ def accepts(key: str, value: Any, schema: type[BaseModel] = Config) -> None:
 def leaves(values: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
     for name, value in values.items():
         full = f"{path}.{name}" if path else name
-        if isinstance(value, dict) and full not in keys() and not coming(full):
+        inner = list(value.values()) if full in BY_NAME else value
+        if isinstance(inner, list) and full in sections():
+            for section in inner:
+                yield from leaves(section, full)
+        elif isinstance(value, dict) and full not in keys() and not coming(full):
             yield from leaves(value, full)
         else:
             yield full, value

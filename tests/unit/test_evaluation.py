@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from asyncmoe.config import Config, parse
+from asyncmoe.config.evaluation import EvaluationSet
 from asyncmoe.config.model import MadeModel
 from asyncmoe.errors import ConfigError, DataError, EngineError, TrajectoryRejected
 from asyncmoe.models.make import make_model
@@ -36,6 +37,11 @@ def config(**evaluation: object) -> Config:
         "warmup": {"steps": WARMUP},
     }
     return parse({**values, "rollout": {"max_concurrent": 24}, "evaluation": {"every": 2, "prompts": 6, "samples": 2, **evaluation}})
+
+
+def only(made: Config) -> EvaluationSet:
+    (found,) = made.evaluation.every_set.values()
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -86,10 +92,11 @@ class Setup:
         made = config(**evaluation)
         self.engines = Engines(tokenizer)
         self.found: list[Evaluation] = []
-        self.task = tasks.load(made, tokenizer)
+        loaded = tasks.load(made, tokenizer)
+        self.task = loaded.training
         pool: Any = self.engines
         stage = RolloutContext(pool, Sampling(1.0, 8, (tokenizer.eos,), recording=Recording(masks=True)), tokenizer, Exact())
-        self.evaluator = Evaluator(made, stage, tasks.load_evaluation(made, tokenizer, self.task), self.found.append)
+        self.evaluator = Evaluator(made, stage, loaded.sets, self.found.append)
         self.running = asyncio.create_task(self.evaluator.run())
 
     async def evaluate(self, version: int) -> Evaluation:
@@ -224,10 +231,10 @@ def test_an_evaluation_that_failed_altogether_has_no_reward() -> None:
 
 def test_it_samples_as_training_does_unless_told_otherwise() -> None:
     training = Sampling(0.7, 16, (2,), top_p=0.9, top_k=50, min_p=0.1, recording=Recording(masks=True))
-    assert sampling(config(), training) == Sampling(0.7, 16, (2,), top_p=0.9, top_k=50, min_p=0.1, recording=NOTHING)
+    assert sampling(only(config()), training) == Sampling(0.7, 16, (2,), top_p=0.9, top_k=50, min_p=0.1, recording=NOTHING)
     own = config(temperature=0.2, top_p=1, top_k=7, min_p=0, max_new_tokens=99)
-    assert sampling(own, training) == Sampling(0.2, 99, (2,), top_p=1, top_k=7, min_p=0)
-    greedy = sampling(config(temperature=0), training)
+    assert sampling(only(own), training) == Sampling(0.2, 99, (2,), top_p=1, top_k=7, min_p=0)
+    greedy = sampling(only(config(temperature=0)), training)
     assert (greedy.temperature, greedy.top_k) == (1.0, 1)
 
 
@@ -248,5 +255,5 @@ def test_questions_of_its_own(tokenizer: Tokenizer, tmp_path: Path) -> None:
 
     made = config(path=str(tmp_path / "missing.jsonl"))
     with pytest.raises(DataError, match=r"evaluation\.path .*missing\.jsonl"):
-        tasks.load_evaluation(made, tokenizer, tasks.load(made, tokenizer))
+        tasks.load(made, tokenizer)
     asyncio.run(run())

@@ -18,7 +18,7 @@ from asyncmoe.rollout import scoring
 from asyncmoe.rollout.scoring import Sample, Score, Taught, Teaches
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-SAMPLE = Sample("1+1=", "2", "2", (10, 11, 12, 10, 13), (False, True, True, False, True), "solver")
+SAMPLE = Sample("1+1=", "2", "2", (10, 11, 12, 10, 13), (False, True, True, False, True), "solver", {"level": 3})
 
 
 def served(handler: Handler, values: dict[str, Any], calls: int = 1, sample: Sample = SAMPLE) -> list[Score | str]:
@@ -69,7 +69,7 @@ def test_it_is_posted_the_sample_and_answers_with_its_score() -> None:
 
     (score,) = served(handler, JUDGE)
     assert isinstance(score, Score)
-    assert seen == [("/judge", {"prompt": "1+1=", "response": "2", "answer": "2", "agent": "solver"})]
+    assert seen == [("/judge", {"prompt": "1+1=", "response": "2", "answer": "2", "agent": "solver", "columns": {"level": 3}})]
     assert (score.reward, score.teacher) == (0.5, None)
     assert score.rewards is not None
     np.testing.assert_array_equal(score.rewards, np.array([np.nan, np.nan, 1, np.nan, -0.25], np.float32))

@@ -17,7 +17,9 @@ from asyncmoe.rollout import controller, scoring
 from asyncmoe.rollout.scoring import trial
 from asyncmoe.rollout.scoring.tracebacks import LOG
 from asyncmoe.rollout.tasks import Gold, Prompt
-from asyncmoe.rollout.tasks.jsonl import JsonlTask, read
+from asyncmoe.rollout.tasks.jsonl import read
+from asyncmoe.rollout.tasks.order import ListedTask
+from tests.prompts import jsonl
 
 GSM8K = Path(__file__).parents[3] / "shared" / "data" / "gsm8k"
 
@@ -66,7 +68,7 @@ def serve(monkeypatch: pytest.MonkeyPatch, run_dir: Path, made: Config, task: An
     async def run() -> None:
         scorer = scoring.load(made.scoring, made.task, Characters().decode)
         asked = task or Sums()
-        await controller._serve(made, run_dir, None, Characters(), asked, asked, scorer, SimpleNamespace(), ())  # type: ignore[arg-type]
+        await controller._serve(made, run_dir, None, Characters(), asked, (), scorer, SimpleNamespace(), ())  # type: ignore[arg-type]
 
     monkeypatch.setattr(controller.backend, "start", start)
     run_dir.mkdir(exist_ok=True)
@@ -108,9 +110,9 @@ def test_a_slow_scorer_names_its_limit(monkeypatch: pytest.MonkeyPatch, tmp_path
         serve(monkeypatch, tmp_path, config(tmp_path, scorer="tests.unit.scorers:slowly", timeout_s=0.05))
 
 
-def questions(path: Path, *answers: str) -> JsonlTask:
+def questions(path: Path, *answers: str) -> ListedTask:
     path.write_text("".join(json.dumps({"question": "q", "answer": f"so\n#### {answer}"}) + "\n" for answer in answers))
-    return JsonlTask(Characters(), path, chat_template=False, seed=0)  # type: ignore[arg-type]
+    return jsonl(Characters(), path, chat_template=False, seed=0)  # type: ignore[arg-type]
 
 
 def test_answers_that_do_not_equal_themselves_are_named_with_their_lines(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -14,9 +14,9 @@ import pytest
 from asyncmoe.config.model import MadeModel
 from asyncmoe.errors import DataError
 from asyncmoe.models.make import make_model
-from asyncmoe.rollout.tasks.arithmetic import Arithmetic
-from asyncmoe.rollout.tasks.jsonl import JsonlTask, read
+from asyncmoe.rollout.tasks.jsonl import read
 from asyncmoe.rollout.tokenizer import Tokenizer
+from tests.prompts import arithmetic, jsonl
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +37,7 @@ def evaluate(text: str) -> int:
 
 
 def test_arithmetic_is_right_and_within_its_difficulty(tokenizer: Tokenizer) -> None:
-    task = Arithmetic(tokenizer, ("+", "-", "*"), 2, seed=5)
+    task = arithmetic(tokenizer, ("+", "-", "*"), 2, seed=5)
     prompts = [task.prompt(group) for group in range(300)]
     assert all(prompt.answer == str(evaluate(prompt.text)) for prompt in prompts)
     operands = {int(number) for prompt in prompts for number in re.findall(r"\d+", prompt.text)}
@@ -48,7 +48,7 @@ def test_arithmetic_is_right_and_within_its_difficulty(tokenizer: Tokenizer) -> 
 
 
 def test_arithmetic_depends_on_seed_and_number_only(tokenizer: Tokenizer) -> None:
-    first, again, other = (Arithmetic(tokenizer, ("+",), 3, seed) for seed in (1, 1, 2))
+    first, again, other = (arithmetic(tokenizer, ("+",), 3, seed) for seed in (1, 1, 2))
     expected = [first.prompt(group) for group in range(20)]
     assert [again.prompt(group) for group in reversed(range(20))][::-1] == expected
     assert [other.prompt(group) for group in range(20)] != expected
@@ -56,7 +56,7 @@ def test_arithmetic_depends_on_seed_and_number_only(tokenizer: Tokenizer) -> Non
 
 
 def test_a_demonstration_is_a_question_its_answer_and_the_end(tokenizer: Tokenizer) -> None:
-    task = Arithmetic(tokenizer, ("-",), 1, seed=0)
+    task = arithmetic(tokenizer, ("-",), 1, seed=0)
     for index in range(50):
         shown = task.demonstration(index)
         question = [t for t, sampled in zip(shown.tokens, shown.loss_mask, strict=True) if not sampled]
@@ -67,7 +67,7 @@ def test_a_demonstration_is_a_question_its_answer_and_the_end(tokenizer: Tokeniz
 
 
 def test_the_wrong_share_of_demonstrations_misses_by_a_digit(tokenizer: Tokenizer) -> None:
-    task = Arithmetic(tokenizer, ("+", "-"), 2, seed=0, wrong_share=0.3)
+    task = arithmetic(tokenizer, ("+", "-"), 2, seed=0, wrong_share=0.3)
     wrong = 0
     for index in range(1000):
         question, _, answer = tokenizer.decode(task.demonstration(index).tokens).partition("=")
@@ -90,7 +90,7 @@ def test_jsonl_reads_gsm8k(tmp_path: Path, tokenizer: Tokenizer) -> None:
         {"question": "Which?", "answer": "42", "level": "easy"},
     )
     assert [row.reference for row in read(path)] == ["18", "1,234", "42"]
-    task = JsonlTask(tokenizer, path, chat_template=False, seed=0)
+    task = jsonl(tokenizer, path, chat_template=False, seed=0)
     first = task.prompt(0)
     assert tokenizer.decode(first.tokens) == first.text + "\n"
     shown = tokenizer.decode(task.demonstration(0).tokens)
@@ -100,14 +100,14 @@ def test_jsonl_reads_gsm8k(tmp_path: Path, tokenizer: Tokenizer) -> None:
 def test_an_answer_keeps_every_comma(tmp_path: Path, tokenizer: Tokenizer) -> None:
     answers = ["Paris, France", "f(1,2)==3", "(3, 4)", "1,234"]
     path = lines(tmp_path / "d.jsonl", *({"question": f"q{i}", "answer": f"so\n#### {answer}"} for i, answer in enumerate(answers)))
-    task = JsonlTask(tokenizer, path, chat_template=False, seed=0)
+    task = jsonl(tokenizer, path, chat_template=False, seed=0)
     assert sorted(task.prompt(group).answer for group in range(4)) == sorted(answers)
     assert [(gold.where, gold.answer) for gold in task.golds()] == [(f"{path} line {n}", answer) for n, answer in enumerate(answers, 1)]
 
 
 def test_jsonl_asks_every_line_before_any_twice(tmp_path: Path, tokenizer: Tokenizer) -> None:
     path = lines(tmp_path / "d.jsonl", *({"question": f"q{i}", "answer": str(i)} for i in range(20)))
-    task = JsonlTask(tokenizer, path, chat_template=False, seed=3)
+    task = jsonl(tokenizer, path, chat_template=False, seed=3)
     first, second = ([task.prompt(group).answer for group in range(start, start + 20)] for start in (0, 20))
     assert sorted(first, key=int) == sorted(second, key=int) == [str(i) for i in range(20)]
     assert first != second
@@ -116,7 +116,7 @@ def test_jsonl_asks_every_line_before_any_twice(tmp_path: Path, tokenizer: Token
 
 def test_jsonl_uses_the_chat_template(tmp_path: Path, tokenizer: Tokenizer) -> None:
     path = lines(tmp_path / "d.jsonl", {"question": "How many?", "answer": "#### 18"})
-    tokens = JsonlTask(tokenizer, path, chat_template=True, seed=0).prompt(0).tokens
+    tokens = jsonl(tokenizer, path, chat_template=True, seed=0).prompt(0).tokens
     assert tokenizer.decode(tokens) == "user\nHow many?\nassistant\n"
     assert len(tokens) == len("<user\nHow many?>\n<assistant\n")  # each mark between < > is one token
 

@@ -17,6 +17,7 @@ from asyncmoe.launch.slurm import allocation, control, outcome, parts, steps
 from asyncmoe.launch.slurm.allocation import Allocation
 from asyncmoe.launch.slurm.command import Stop
 from asyncmoe.launch.slurm.parts import Part
+from asyncmoe.models.hub import with_local_model
 from asyncmoe.telemetry import processes
 from asyncmoe.telemetry.live import LiveView
 
@@ -47,7 +48,7 @@ def run(path: Path, overrides: Sequence[str], stop: Stop) -> None:
     """
     where = allocation.read(os.environ, control.hostnames)
     config = configuration.load(path, overrides)
-    config = configuration.load(path, [*overrides, *steps.implied(where, config)])
+    config = with_local_model(configuration.load(path, [*overrides, *steps.implied(where, config)]))
     placed = steps.place(where, config)
     if (gpus := os.environ.get("SLURM_GPUS_ON_NODE", "")).isdecimal():
         steps.check_gpus(placed, config, int(gpus))

@@ -125,7 +125,7 @@ async def _worth(rewards: Rewards, agents: list[Agent], prompt: Prompt, scorer: 
 def _sample(agent: Agent, prompt: Prompt) -> Sample:
     size = sum(map(len, agent.turns))
     said = agent.responses[-1].text
-    return Sample(prompt.text, said, prompt.answer, agent.tokens[:size], agent.sampled[:size], agent.name)
+    return Sample(prompt.text, said, prompt.answer, agent.tokens[:size], agent.sampled[:size], agent.name, prompt.columns)
 
 
 def _given(rewards: float | Mapping[str, float], agents: list[Agent]) -> list[float]:

@@ -1,7 +1,8 @@
 """Score responses while generation continues.
 
 A scorer is one of
-- a function `f(prompt, response, answer)`: a plain function runs in worker processes, a coroutine function in the controller's event loop;
+- a function `f(prompt, response, answer)`, which may also take `columns`, the example's other columns: a plain function runs in worker
+  processes, a coroutine function in the controller's event loop;
 - a class with `score(sample)`, constructed with `scoring.options`; it runs where a function would and may have a `close()`;
 - an HTTP endpoint that receives each sample by POST.
 It returns a number, or {"reward": number, "steps": [numbers]} (process rewards). A teacher may supply log-probabilities, with or without
@@ -17,7 +18,7 @@ from functools import partial
 from pathlib import Path
 
 from asyncmoe.config.scoring import ScoringSection
-from asyncmoe.config.task import TaskSection
+from asyncmoe.config.task import READ, TaskSection
 from asyncmoe.errors import ConfigError
 from asyncmoe.rollout.scoring import parse_score, plugin, teacher
 from asyncmoe.rollout.scoring.http import HttpJudge
@@ -106,7 +107,7 @@ def write_log(scorer: Scorer, run_dir: Path) -> None:
 def scorer_kind(section: ScoringSection, task: TaskSection) -> str:
     """Return `scoring.scorer`, with auto resolved."""
     if section.scorer == "auto":
-        return "exact" if task.kind == "arithmetic" else "math_verify"
+        return "math_verify" if task.kind in READ else "exact"
     return section.scorer
 
 

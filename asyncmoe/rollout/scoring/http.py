@@ -59,7 +59,7 @@ class Poster:
 
 
 class HttpJudge:
-    """See `Judge`. Posts {"prompt", "response", "answer", "agent"}; `parse_score.read_json` parses the answer."""
+    """See `Judge`. Posts {"prompt", "response", "answer", "agent", "columns"}; `parse_score.read_json` parses the answer."""
 
     width: int | None = None
 
@@ -68,7 +68,8 @@ class HttpJudge:
 
     async def call(self, sample: Sample) -> object:
         """See `Judge`. Returns bytes."""
-        told = {"prompt": sample.prompt, "response": sample.response, "answer": sample.answer, "agent": sample.agent}
+        told: dict[str, object] = {"prompt": sample.prompt, "response": sample.response, "answer": sample.answer, "agent": sample.agent}
+        told["columns"] = sample.columns
         return await self._poster.post(msgspec.json.encode(told), _ANSWER_BYTES)
 
     async def close(self) -> None:

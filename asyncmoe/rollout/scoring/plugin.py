@@ -11,6 +11,7 @@ from typing import Any, Protocol, cast
 
 from asyncmoe import plugins
 from asyncmoe.errors import ConfigError, TrajectoryRejected, UserError
+from asyncmoe.plugins import takes
 from asyncmoe.rollout.scoring.tracebacks import ScorerRaised, raised_by
 from asyncmoe.rollout.scoring.types import ERROR, TIMEOUT, Sample, reason_of, said
 
@@ -63,6 +64,8 @@ class Loaded:
         if self.is_class:
             made = self.make(options)
             return made.score, made
+        if takes(self.found, "columns"):
+            return lambda sample: self.found(sample.prompt, sample.response, sample.answer, columns=sample.columns), None
         return lambda sample: self.found(sample.prompt, sample.response, sample.answer), None
 
 

@@ -18,7 +18,7 @@ from asyncmoe.rollout.scoring.limits import LimitedScorer
 from asyncmoe.rollout.scoring.tracebacks import ScorerRaised
 from asyncmoe.rollout.scoring.types import OUT_OF_ORDER, UNAVAILABLE, Judge, Sample, Scorer
 from asyncmoe.rollout.scoring.workers import InWorkers
-from asyncmoe.rollout.tasks import Gold, HasGolds, Task
+from asyncmoe.rollout.tasks import EvaluationQuestions, Gold, HasGolds, Task
 from asyncmoe.rollout.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
@@ -32,7 +32,9 @@ _SHOWN = 5
 _SHOWN_CHARS = 60
 
 
-async def before_engines(config: Config, tokenizer: Tokenizer, task: Task, evaluated: Task, scorer: Scorer) -> None:
+async def before_engines(
+    config: Config, tokenizer: Tokenizer, task: Task, evaluated: Sequence[EvaluationQuestions], scorer: Scorer
+) -> None:
     """Check the reference answers, and try the scorer and the teacher with the first prompt.
 
     An environment of the user's own may give the rewards itself; then `scoring.scorer: auto` is not checked.
@@ -45,8 +47,9 @@ async def before_engines(config: Config, tokenizer: Tokenizer, task: Task, evalu
     kind = scoring.scorer_kind(section, config.task)
     asked = section.scorer != "auto" or config.environment.kind in _SCORED
     if asked and kind == "math_verify":
-        for key, source in (("task.path", task), ("evaluation.path", evaluated)):
-            if isinstance(source, HasGolds) and (source is task) == (key == "task.path"):
+        own_sets = {f"evaluation.sets.{one.name}" if one.name else "evaluation.path": one.task for one in evaluated if one.task is not task}
+        for key, source in {"task.path": task, **own_sets}.items():
+            if isinstance(source, HasGolds):
                 report(await check_golds(source.golds(), section.timeout_s, _CHECK_S), source.golds(), key)
     if not section.try_first:
         return
@@ -54,7 +57,9 @@ async def before_engines(config: Config, tokenizer: Tokenizer, task: Task, evalu
     response = tokenizer.encode(prompt.answer) or (tokenizer.eos,)
     sampled = (False,) * len(prompt.tokens) + (True,) * len(response)
     stages = {name: stage for name, stage in scoring.stages(scorer).items() if asked or name == "teacher"}
-    await try_once(stages, Sample(prompt.text, prompt.answer, prompt.answer, (*prompt.tokens, *response), sampled), kind)
+    await try_once(
+        stages, Sample(prompt.text, prompt.answer, prompt.answer, (*prompt.tokens, *response), sampled, columns=prompt.columns), kind
+    )
 
 
 async def try_once(stages: Mapping[str, LimitedScorer], sample: Sample, target: str) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -29,6 +30,7 @@ class Sample:
         tokens: all tokens of the conversation, sampled or not.
         sampled: for each token, whether the policy sampled it.
         agent: the agent's name in the environment.
+        columns: the example's other columns.
     """
 
     prompt: str
@@ -37,6 +39,7 @@ class Sample:
     tokens: tuple[int, ...] = ()
     sampled: tuple[bool, ...] = ()
     agent: str = "policy"
+    columns: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, eq=False)

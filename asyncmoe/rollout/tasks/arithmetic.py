@@ -6,41 +6,29 @@ import operator
 from collections.abc import Sequence
 from random import Random
 
-from asyncmoe.rollout.tasks.types import Demonstration, Prompt, demonstrate
-from asyncmoe.rollout.tokenizer import Tokenizer
+from asyncmoe.rollout.tasks.types import Example
 
 _OPERATIONS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
 
 
 class Arithmetic:
-    """Two operands, each uniform over the numbers with at most `difficulty` decimal digits, and one of `operations`.
+    """Two operands, each uniform over the numbers with at most `difficulty` decimal digits, and one of `operations`. See `Endless`.
 
     Args:
-        wrong_share: fraction of demonstrations, 0 to 1, with a wrong last digit in the answer.
+        wrong_share: fraction of solutions, 0 to 1, with a wrong last digit.
     """
 
-    def __init__(self, tokenizer: Tokenizer, operations: Sequence[str], difficulty: int, seed: int, wrong_share: float = 0.0) -> None:
-        self._tokenizer, self._operations, self._below = tokenizer, tuple(operations), 10**difficulty
-        self._seed, self._wrong_share = seed, wrong_share
+    def __init__(self, operations: Sequence[str], difficulty: int, wrong_share: float = 0.0) -> None:
+        self._operations, self._below, self._wrong_share = tuple(operations), 10**difficulty, wrong_share
 
-    def prompt(self, group: int, stream: str = "prompt") -> Prompt:
-        """Return the question of group `group`."""
-        question, answer = self._draw(Random(f"{self._seed} {stream} {group}"))
-        return Prompt(question, self._tokenizer.encode(question), str(answer))
-
-    def demonstration(self, index: int) -> Demonstration:
-        """Return a question and its answer, drawn independently of the prompts."""
-        random = Random(f"{self._seed} demonstration {index}")
-        question, answer = self._draw(random)
-        if random.random() < self._wrong_share:
-            answer = _miss(answer, random)
-        solution = (*self._tokenizer.encode(str(answer)), self._tokenizer.eos)
-        return demonstrate(self._tokenizer.encode(question), solution)
-
-    def _draw(self, random: Random) -> tuple[str, int]:
+    def draw(self, random: Random) -> Example:
+        """Return a question; its answer is right, its solution perhaps not."""
         left, right = random.randrange(self._below), random.randrange(self._below)
         sign = random.choice(self._operations)
-        return f"{left}{sign}{right}=", _OPERATIONS[sign](left, right)
+        answer = solution = _OPERATIONS[sign](left, right)
+        if random.random() < self._wrong_share:
+            solution = _miss(answer, random)
+        return Example(f"{left}{sign}{right}=", str(answer), solution=str(solution))
 
 
 def _miss(answer: int, random: Random) -> int:

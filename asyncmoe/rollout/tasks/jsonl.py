@@ -1,110 +1,158 @@
-"""Questions from a file in GSM8K's format: one {"question": ..., "answer": "reasoning #### 42"} per line."""
+"""Questions from a file in GSM8K's format: one {"question": ..., "answer": "reasoning #### 42"} per line, and any other columns."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from random import Random
+from typing import Any
 
+from asyncmoe.config.task import ColumnsSection
 from asyncmoe.errors import DataError
-from asyncmoe.rollout.tasks.types import Demonstration, Gold, Prompt, demonstrate
-from asyncmoe.rollout.tokenizer import Tokenizer
+from asyncmoe.rollout.tasks.encode import check_columns, check_prompt
+from asyncmoe.rollout.tasks.rows import Keep, none_left
+from asyncmoe.rollout.tasks.types import Example, Gold, Message
 
 MARK = "####"
 """Separates the reasoning from the reference answer."""
+MAX_LINE_BYTES = 16 << 20
+MAX_FILE_BYTES = 2 << 30
+"""A file is read into memory whole."""
 
 
 @dataclass(frozen=True)
 class JsonLine:
     """One line of the file."""
 
-    question: str
+    question: str | Sequence[Message]
+    """Text, or the messages of a conversation."""
     solution: str
     """The whole "answer": reasoning and reference."""
     reference: str
     """The text after the last `MARK`, or the whole "answer" without a mark, as written: scorers decide what a comma means."""
+    columns: Mapping[str, Any] = field(default_factory=dict)
+    """The other columns."""
     where: str = ""
     """File and line, for messages."""
 
+    @property
+    def example(self) -> Example:
+        """The line as an example."""
+        return Example(self.question, self.reference, self.columns, self.solution or None)
 
-class JsonlTask:
-    """The lines of a file; each epoch visits every line once, in its own order drawn from the seed.
+
+class JsonlFile:
+    """The lines of a file. See `Finite`.
 
     Args:
-        chat_template: apply the tokenizer's chat template to the question; otherwise append a line break.
-        key: configuration key that names the file.
-
-    Raises:
-        DataError: see `read`; or the tokenizer has no chat template.
+        rows: see `read`.
     """
 
-    def __init__(self, tokenizer: Tokenizer, path: Path, chat_template: bool, seed: int, key: str = "task.path") -> None:
-        self._tokenizer, self._chat, self._seed = tokenizer, chat_template, seed
-        self._rows = read(path, key)
-        self._orders: dict[str, tuple[int, list[int]]] = {}
-        # Fail now, not mid-run, if the tokenizer has no chat template.
-        self._tokens(self._rows[0].question)
+    def __init__(self, rows: Sequence[JsonLine]) -> None:
+        self._rows = rows
 
-    def prompt(self, group: int, stream: str = "prompt") -> Prompt:
-        """Return the question of group `group`."""
-        row = self._row(stream, group)
-        return Prompt(row.question, self._tokens(row.question), row.reference)
+    def __len__(self) -> int:
+        return len(self._rows)
 
-    def demonstration(self, index: int) -> Demonstration:
-        """Return a question and its whole solution."""
-        row = self._row("demonstration", index)
-        solution = (*self._tokenizer.encode(row.solution), self._tokenizer.eos)
-        return demonstrate(self._tokens(row.question), solution)
+    def __getitem__(self, index: int) -> Example:
+        return self._rows[index].example
 
     def golds(self) -> Iterator[Gold]:
         """See `HasGolds`."""
-        return (Gold(row.where, row.reference) for row in self._rows)
-
-    def _tokens(self, question: str) -> tuple[int, ...]:
-        return self._tokenizer.chat(question) if self._chat else self._tokenizer.encode(question + "\n")
-
-    def _row(self, stream: str, index: int) -> JsonLine:
-        epoch, place = divmod(index, len(self._rows))
-        if self._orders.get(stream, (-1,))[0] != epoch:
-            order = list(range(len(self._rows)))
-            Random(f"{self._seed} {stream} {epoch}").shuffle(order)
-            self._orders[stream] = epoch, order
-        return self._rows[self._orders[stream][1][place]]
+        return (Gold(row.where, row.reference) for row in self._rows if row.reference)
 
 
-def read(path: Path, key: str = "task.path") -> list[JsonLine]:
+def read(path: Path, key: str = "task.path", columns: ColumnsSection | None = None, keep: Keep | None = None) -> list[JsonLine]:
     """Read all lines of a file; blank lines are skipped.
 
+    Args:
+        key: configuration key that names the file.
+        columns: names of the columns.
+        keep: which lines to keep.
+
     Raises:
-        DataError: no such file, no lines, or a line that is not {"question": text, "answer": text}; names file and line.
+        DataError: no such file, no lines, too large a line or file, or a line without the columns; names file and line.
     """
-    try:
-        # Not splitlines: JSON text may contain other line separators than "\n".
-        lines = path.read_text(encoding="utf-8").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{key} {path}", got=str(error), expected="a JSONL file in UTF-8") from error
-    rows = [_row(path, number, line) for number, line in enumerate(lines, 1) if line.strip()]
+    rows, skipped = [], 0
+    for where, values in values_of(path, key):
+        if keep is None or keep(where, values):
+            rows.append(line_of(where, values, columns or ColumnsSection()))
+        else:
+            skipped += 1
     if not rows:
-        raise DataError(f"{key} {path}", got="no lines", expected='at least one {"question": ..., "answer": ...}')
+        raise none_left(f"{key} {path}", skipped)
     return rows
 
 
-def _row(path: Path, number: int, line: str) -> JsonLine:
+def values_of(path: Path, key: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yield "FILE line N" and the object of every line that is not blank. Raises as `read`."""
+    try:
+        # Binary: in text, JSON may contain other line separators than "\n".
+        with path.open("rb") as file:
+            if (size := path.stat().st_size) > MAX_FILE_BYTES:
+                hint = "use task.kind=dataset with a parquet file, which is not read into memory, or task.streaming=true"
+                raise DataError(f"{key} {path}", got=f"{size} bytes", expected=f"at most {MAX_FILE_BYTES}", hint=hint)
+            number = 0
+            while raw := file.readline(MAX_LINE_BYTES + 1):
+                number += 1
+                if len(raw) > MAX_LINE_BYTES:
+                    raise DataError(f"{path} line {number}", got=f"more than {MAX_LINE_BYTES} bytes", expected="a shorter line")
+                if raw.strip():
+                    yield f"{path} line {number}", _object(path, number, raw)
+    except OSError as error:
+        raise DataError(f"{key} {path}", got=str(error), expected="a JSONL file in UTF-8") from error
+
+
+def _object(path: Path, number: int, raw: bytes) -> Mapping[str, Any]:
     where = f"{path} line {number}"
     try:
-        values = json.loads(line)
-    except json.JSONDecodeError as error:
+        values = json.loads(raw.decode())
+    except (ValueError, RecursionError) as error:
         raise DataError(where, got=f"invalid JSON ({error})", expected='{"question": ..., "answer": ...}') from error
     if not isinstance(values, dict):
         raise DataError(where, got=type(values).__name__, expected="an object with question and answer")
-    for name in ("question", "answer"):
-        value = values.get(name)
-        if not isinstance(value, str) or not value.strip():
-            got = "nothing" if name not in values else repr(value)
-            raise DataError(f"{where}, {name}", got=got, expected="non-empty text")
-    reference = values["answer"].rpartition(MARK)[2].strip()
-    if not reference:
-        raise DataError(f"{where}, answer", got=f"nothing after {MARK}", expected="the reference answer")
-    return JsonLine(values["question"], values["answer"], reference, where)
+    return values
+
+
+def line_of(where: str, values: Mapping[str, Any], columns: ColumnsSection) -> JsonLine:
+    """Return a row of a file or data set as a question.
+
+    Args:
+        where: the row, for messages.
+
+    Raises:
+        DataError: the question is neither text nor messages, the answer no text or number, or a column is missing; names row and column.
+    """
+    question = _value(where, values, columns.question)
+    check_prompt(question, f"{where}, {columns.question}")
+    answer = "" if columns.answer is None else _answer(where, values, columns.answer)
+    reference = answer.rpartition(MARK)[2].strip()
+    if not reference and columns.answer is not None:
+        raise DataError(f"{where}, {columns.answer}", got=f"nothing after {MARK}", expected="the reference answer")
+    return JsonLine(question, answer, reference, _others(where, values, columns), where)
+
+
+def _value(where: str, values: Mapping[str, Any], name: str) -> Any:
+    if name in values:
+        return values[name]
+    hint = f"its columns are {', '.join(map(str, values))}"[:300] + "; name yours in task.columns" if values else None
+    raise DataError(f"{where}, {name}", got="nothing", expected="a column of this name", hint=hint)
+
+
+def _answer(where: str, values: Mapping[str, Any], name: str) -> str:
+    value = _value(where, values, name)
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return str(value)
+    if not isinstance(value, str) or not value.strip():
+        raise DataError(f"{where}, {name}", got=repr(value)[:100], expected="non-empty text or a number")
+    return value
+
+
+def _others(where: str, values: Mapping[str, Any], columns: ColumnsSection) -> Mapping[str, Any]:
+    if columns.keep is None:
+        found = {name: value for name, value in values.items() if name not in (columns.question, columns.answer)}
+    else:
+        found = {name: _value(where, values, name) for name in columns.keep}
+    check_columns(found, where)
+    return found

@@ -1,19 +1,78 @@
-"""Questions of a task."""
+"""Questions of a task: what a source of questions provides, and what the rest of the run receives.
+
+A source is a task's content and knows no tokenizer. It is one of
+- `Finite`: it has a length, and an example for each index; the run visits all examples once in an epoch, in an order drawn from the seed;
+- `Endless`: it draws an example from a random generator, which the run seeds with `run.seed` and the number of the prompt.
+
+Either way prompt n is the same in every run with the same seed, so a resumed run needs only the number of its next prompt.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from random import Random
+from typing import Any, Protocol, runtime_checkable
+
+Message = Mapping[str, Any]
+"""One message of a conversation: "role", "content", and any other key that the chat template knows."""
+
+
+@dataclass(frozen=True)
+class Example:
+    """One question as a source states it.
+
+    Attributes:
+        prompt: text, which becomes the user's message if `task.chat_template` is true; or messages, for the chat template; or token ids,
+            which the policy sees unchanged.
+        answer: reference answer, for scorers and environments.
+        columns: anything else that scorers and environments need; values that JSON can hold.
+        solution: text that a warm-up imitates; None: the answer.
+    """
+
+    prompt: str | Sequence[Message] | Sequence[int]
+    answer: str = ""
+    columns: Mapping[str, Any] = field(default_factory=dict)
+    solution: str | None = None
+
+
+class Finite(Protocol):
+    """A source with a length. It must return equal examples for equal indices, in every process and every run."""
+
+    def __len__(self) -> int:
+        """Return the number of examples; at least 1, and the same during the whole run."""
+        ...
+
+    def __getitem__(self, index: int) -> Example:
+        """Return the example of an index, 0 <= index < len. Must not wait: all episodes share the event loop it runs in."""
+        ...
+
+
+class Endless(Protocol):
+    """A source without end."""
+
+    def draw(self, random: Random) -> Example:
+        """Return an example that depends on the draws from `random` only. Must not wait."""
+        ...
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """One question. The engine receives `tokens`, the scorer `text`; `answer` is the reference."""
+    """One question. The engine receives `tokens`.
+
+    Attributes:
+        text: the question as text: the last message of a conversation; without the chat template.
+        tokens: the whole prompt, chat template included.
+        answer: the reference answer.
+        columns: the example's other columns.
+        messages: the conversation, with the system prompt; empty if the prompt is no conversation.
+    """
 
     text: str
     tokens: tuple[int, ...]
     answer: str
+    columns: Mapping[str, Any] = field(default_factory=dict)
+    messages: tuple[Message, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -34,22 +93,26 @@ class Gold:
 
 @runtime_checkable
 class HasGolds(Protocol):
-    """A task whose reference answers are known before the run, so that they can be checked before engines start."""
+    """A task or source whose reference answers are known before the run, so that they can be checked before engines start."""
 
     def golds(self) -> Iterable[Gold]:
-        """Return the reference answers of all questions, in the order of the file."""
+        """Return the reference answers of all questions that have one, in the order of the file."""
         ...
 
 
 class Task(Protocol):
-    """An endless source of questions."""
+    """An endless sequence of prompts for each stream, in tokens."""
 
     def prompt(self, group: int, stream: str = "prompt") -> Prompt:
-        """Return the question of all members of group `group`. Each stream has its own questions for the same numbers."""
+        """Return the question of all members of group `group`. Each stream has its own questions for the same numbers.
+
+        Raises:
+            DataError: the example cannot be used, or the user's own source raised.
+        """
         ...
 
     def demonstration(self, index: int) -> Demonstration:
-        """Return the `index`-th solved question."""
+        """Return the `index`-th solved question. Raises as `prompt`."""
         ...
 
 

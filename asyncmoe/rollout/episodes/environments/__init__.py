@@ -31,7 +31,7 @@ def load(config: Config) -> Environment:
     if section.kind == "single_turn":
         return SingleTurn()
     if section.kind == "tools":
-        made: Environment = WithTools(section.tools.names, section.tools.style, _chats(config), section.tools.options)
+        made: Environment = WithTools(section.tools.names, section.tools.style, config.task.chats, section.tools.options)
     elif section.kind == "openai":
         assert section.agent is not None
         made = OpenAIEnvironment(section.agent, timeout_s=section.timeout_s)
@@ -45,10 +45,6 @@ def load(config: Config) -> Environment:
             hint="write one, or start from a model that needs no warm-up",
         )
     return made
-
-
-def _chats(config: Config) -> bool:
-    return config.task.kind == "jsonl" and config.task.chat_template
 
 
 def _own(target: str, options: dict[str, object]) -> Environment:

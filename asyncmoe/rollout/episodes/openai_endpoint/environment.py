@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from typing import cast
 
 from asyncmoe import plugins
@@ -18,8 +19,9 @@ class OpenAIEnvironment:
     """Runs a user's agent, every episode with an endpoint of its own.
 
     The agent is `async def agent(base_url: str, api_key: str, prompt: str, answer: str) -> float | None`, or the same without `async`. It
-    returns the episode's reward, or None if the configured scorer scores the episode. It runs in a thread of its own, so it may block. It
-    sends requests with `openai.AsyncOpenAI(base_url=base_url, api_key=api_key)` or any other client; every model name means the policy.
+    may also take `columns`, the example's other columns. It returns the episode's reward, or None if the configured scorer scores the
+    episode. It runs in a thread of its own, so it may block. It sends requests with `openai.AsyncOpenAI(base_url=base_url,
+    api_key=api_key)` or any other client; every model name means the policy.
 
     Args:
         agent: `package.module:function`.
@@ -31,6 +33,7 @@ class OpenAIEnvironment:
 
     def __init__(self, agent: str, *, timeout_s: float = 600.0, limits: ClientLimits | None = None) -> None:
         self._function = plugins.load_function(agent, "environment.agent", forms="package.module:function")
+        self._takes_columns = plugins.takes(self._function, "columns")
         self._timeout_s = timeout_s
         self._endpoint, self._threads = OpenAIEndpoint(limits), Threads()
 
@@ -46,7 +49,9 @@ class OpenAIEnvironment:
         deadline = asyncio.timeout(self._timeout_s)
         try:
             async with deadline:
-                reward = await self._threads.call(self._function, url, session.key, episode.prompt.text, episode.prompt.answer)
+                asked = episode.prompt
+                function = partial(self._function, columns=asked.columns) if self._takes_columns else self._function
+                reward = await self._threads.call(function, url, session.key, asked.text, asked.answer)
         except Exception as error:
             if deadline.expired():
                 raise TrajectoryRejected(TIMEOUT, f"the agent took longer than {self._timeout_s:g} s") from error

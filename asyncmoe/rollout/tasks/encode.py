@@ -1,0 +1,137 @@
+"""Examples to tokens: system prompt, chat template, and the checks that need the tokenizer."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+from asyncmoe.errors import DataError
+from asyncmoe.rollout.tasks.types import Demonstration, Example, Message, Prompt, demonstrate
+from asyncmoe.rollout.tokenizer import Tokenizer
+
+MAX_COLUMN_BYTES = 16 << 20
+"""Maximum size of an example's columns as JSON: every sample of the group carries them to its scorer."""
+
+
+class Encoder:
+    """Turns examples into prompts and demonstrations.
+
+    Args:
+        chat: apply the tokenizer's chat template to a prompt of text; a prompt of messages always needs it.
+        system: message put before every conversation that does not begin with a system message.
+        ending: text after a prompt of text if `chat` is false.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, *, chat: bool, system: str | None = None, ending: str = "") -> None:
+        self._tokenizer, self._chat, self._system, self._ending = tokenizer, chat, system, ending
+
+    def prompt(self, example: Example, where: str) -> Prompt:
+        """Return the prompt of an example.
+
+        Args:
+            where: name of the example, for messages.
+
+        Raises:
+            DataError: see `check`; or the tokenizer has no chat template, the template cannot render the messages, or a token is outside
+                the vocabulary.
+        """
+        check(example, where)
+        if is_tokens(example.prompt):
+            tokens = tuple(cast(Sequence[int], example.prompt))
+            outside = [token for token in tokens if not 0 <= token < self._tokenizer.vocabulary]
+            if outside:
+                raise DataError(f"{where}, prompt", got=f"token {outside[0]}", expected=f"ids below {self._tokenizer.vocabulary}")
+            return Prompt(self._tokenizer.decode(tokens), tokens, example.answer, example.columns)
+        if isinstance(example.prompt, str) and not self._chat:
+            text = example.prompt
+            return Prompt(text, self._tokenizer.encode(text + self._ending), example.answer, example.columns)
+        messages = self._messages(example.prompt)
+        tokens = self._tokenizer.encode(self._tokenizer.render(messages))
+        return Prompt(str(messages[-1]["content"]), tokens, example.answer, example.columns, messages)
+
+    def demonstration(self, example: Example, where: str) -> Demonstration:
+        """Return the example with its solution, which the end-of-sequence token ends. Raises as `prompt`, or if there is no solution."""
+        solution = example.answer if example.solution is None else example.solution
+        if not solution:
+            raise DataError(where, got="neither solution nor answer", expected="a solution, because warmup.steps is above 0")
+        return demonstrate(self.prompt(example, where).tokens, (*self._tokenizer.encode(solution), self._tokenizer.eos))
+
+    def _messages(self, prompt: str | Sequence[Message] | Sequence[int]) -> tuple[Message, ...]:
+        said = ({"role": "user", "content": prompt},) if isinstance(prompt, str) else tuple(cast(Sequence[Message], prompt))
+        if self._system is None or said[0]["role"] == "system":
+            return said
+        return ({"role": "system", "content": self._system}, *said)
+
+
+def is_tokens(prompt: object) -> bool:
+    """Return whether a prompt is a sequence of token ids."""
+    return isinstance(prompt, Sequence) and not isinstance(prompt, str) and bool(prompt) and isinstance(prompt[0], int)
+
+
+def check(example: object, where: str) -> None:
+    """Check an example without a tokenizer.
+
+    Raises:
+        DataError: not an `Example`; an empty prompt, or one that is neither text nor messages nor token ids; an answer or a solution that
+            is no text; columns that JSON cannot hold, or too many bytes of them.
+    """
+    if not isinstance(example, Example):
+        raise DataError(where, got=f"{type(example).__name__} {str(example)[:100]!r}", expected="an asyncmoe.rollout.tasks.Example")
+    check_prompt(example.prompt, f"{where}, prompt")
+    if not isinstance(example.answer, str):
+        raise DataError(f"{where}, answer", got=repr(example.answer)[:100], expected="text")
+    if not isinstance(example.solution, str | None):
+        raise DataError(f"{where}, solution", got=repr(example.solution)[:100], expected="text or None")
+    check_columns(example.columns, where)
+
+
+def check_prompt(prompt: object, where: str) -> None:
+    """Refuse a prompt that is neither non-blank text, nor messages, nor token ids; raises DataError."""
+    expected = 'text, messages ([{"role": ..., "content": ...}, ...]) or token ids'
+    if isinstance(prompt, str) and prompt.strip():
+        return
+    if not isinstance(prompt, Sequence) or isinstance(prompt, str) or not prompt:
+        raise DataError(where, got=repr(prompt)[:100], expected=f"{expected}, not empty")
+    if all(isinstance(one, int) and not isinstance(one, bool) for one in prompt):
+        return
+    for one in prompt:
+        if not (isinstance(one, Mapping) and isinstance(one.get("role"), str) and _said(one)):
+            raise DataError(where, got=repr(one)[:100], expected=expected)
+    if prompt[-1]["role"] == "assistant" or not prompt[-1]["content"].strip():
+        got = "an empty last message" if prompt[-1]["role"] != "assistant" else "a last message of the assistant"
+        raise DataError(where, got=got, expected="a last message that asks the assistant something")
+
+
+def _said(message: Message) -> bool:
+    content = message.get("content")
+    return isinstance(content, str) or (content is None and message["role"] == "assistant")  # which may only call tools
+
+
+def check_columns(columns: object, where: str) -> None:
+    """Refuse columns that JSON cannot hold, and more than `MAX_COLUMN_BYTES` of them; raises DataError."""
+    if not isinstance(columns, Mapping):
+        raise DataError(f"{where}, columns", got=type(columns).__name__, expected="a mapping from names to values")
+    size = 0
+    for name, value in columns.items():
+        try:
+            size += len(json.dumps({str(name): value}))
+        except (TypeError, ValueError, RecursionError) as error:
+            hint = "leave it out of task.columns.keep, or convert it"
+            raise DataError(f"{where}, column {name}", got=f"{type(value).__name__} ({error})", expected="JSON", hint=hint) from error
+    if size > MAX_COLUMN_BYTES:
+        hint = "name the columns that rewards need in task.columns.keep"
+        raise DataError(f"{where}, columns", got=f"{size} bytes as JSON", expected=f"at most {MAX_COLUMN_BYTES}", hint=hint)
+
+
+def identity(prompt: str | Sequence[Message] | Sequence[Any]) -> bytes:
+    """Return a digest that two prompts share if they ask the same: white space and system messages do not count."""
+    if isinstance(prompt, str):
+        said: object = [" ".join(prompt.split())]
+    elif is_tokens(prompt):
+        said = list(prompt)
+    else:
+        messages = cast(Sequence[Message], prompt)
+        said = [" ".join(str(one["content"]).split()) for one in messages if one["role"] != "system"]
+    return hashlib.blake2b(json.dumps(said).encode(), digest_size=16).digest()

@@ -1,0 +1,171 @@
+"""The tasks of a run: the training task and the evaluation sets that the configuration names, read, checked and tried."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence, Sized
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import cast
+
+from asyncmoe.config import Config
+from asyncmoe.config.evaluation import EvaluationSet
+from asyncmoe.config.task import READ, TaskSection, WeightedSource
+from asyncmoe.rollout.tasks import datasets_reader, jsonl, own
+from asyncmoe.rollout.tasks.arithmetic import Arithmetic
+from asyncmoe.rollout.tasks.encode import Encoder, identity
+from asyncmoe.rollout.tasks.held_out import Share, identities, quotas, split
+from asyncmoe.rollout.tasks.order import EVALUATION, DrawnTask, ListedTask, MixedTask
+from asyncmoe.rollout.tasks.rows import keeps
+from asyncmoe.rollout.tasks.streamed import RowStream, StreamedTask
+from asyncmoe.rollout.tasks.types import Endless, Example, Finite, Task
+from asyncmoe.rollout.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class EvaluationQuestions:
+    """An evaluation set. Its questions are the prompts 0 to `count` - 1 of `task` in the stream `EVALUATION`.
+
+    Attributes:
+        name: "" if the configuration has no `evaluation.sets`.
+        section: samples and sampling.
+    """
+
+    name: str
+    task: Task
+    count: int
+    section: EvaluationSet
+
+
+@dataclass(frozen=True)
+class Tasks:
+    """All tasks of a run; `sets` is empty without evaluation."""
+
+    training: Task
+    sets: tuple[EvaluationQuestions, ...] = ()
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A source with its name for messages.
+
+    Attributes:
+        trained: indices that training asks; None: all.
+        held: what evaluation asks; None: the source itself.
+    """
+
+    source: Finite | Endless | RowStream
+    name: str
+    weight: float = 1.0
+    trained: Sequence[int] | None = None
+    held: Sequence[Example] | None = None
+
+
+def load(config: Config, tokenizer: Tokenizer) -> Tasks:
+    """Read the training task and, unless `evaluation.every` is 0, the evaluation sets, and try the first prompt of each.
+
+    Raises:
+        ConfigError: a class or function of the user's cannot be loaded, or a package is missing.
+        DataError: a source is unusable, too small, or has questions of an evaluation set; names file and line, or row, and column.
+    """
+    seed = config.run.seed
+    parts = _open(config.task, "task", config.warmup.wrong_share)
+    sets = config.evaluation.every_set if config.evaluation.every else {}
+    of_their_own = {name: _open(one.task(config.task), _key(name)) for name, one in sets.items() if not one.held_out}
+    held = max((one.prompts or 0 for one in sets.values() if one.held_out), default=0)
+    parts = _divided(parts, held, _common(sets, of_their_own), seed)
+    training = _task(config.task, parts, tokenizer, seed)
+    training.prompt(0)
+    if config.warmup.steps and config.environment.kind == "single_turn":
+        training.demonstration(0)
+    found = []
+    for name, one in sets.items():
+        task, count = training, one.prompts or 1
+        if name in of_their_own:
+            task = _task(one.task(config.task), of_their_own[name], tokenizer, seed)
+            source = of_their_own[name][0].source
+            count = min(count, len(source)) if isinstance(source, Sized) else count
+        task.prompt(0, EVALUATION)
+        found.append(EvaluationQuestions(name, task, count, one))
+    return Tasks(training, tuple(found))
+
+
+def _key(name: str) -> str:
+    return f"evaluation.sets.{name}" if name else "evaluation"
+
+
+def _open(section: TaskSection, key: str, wrong_share: float = 0.0) -> Sequence[_Part]:
+    """Open the sources of a task, one for each part of a mixture."""
+    if section.kind == "arithmetic":
+        return [_Part(Arithmetic(section.operations, section.difficulty, wrong_share), f"{key}.kind arithmetic")]
+    if section.kind not in READ:
+        return [_Part(own.load(section.kind, section.options, key), f"{key}.kind {section.kind}")]
+    keys = [f"{key}.sources.{index}" for index in range(len(section.sources))] or [key]
+    return [_read(section.kind, source, at) for source, at in zip(section.mixture, keys, strict=True)]
+
+
+def _read(kind: str, source: WeightedSource, key: str) -> _Part:
+    path, name = cast(Path, source.path), f"{key}.path {source.path}"
+    if source.streaming:
+        return _Part(RowStream(source, key), name, source.weight)
+    if kind == "jsonl" or (path.suffix == ".jsonl" and source.split is None):
+        return _Part(jsonl.JsonlFile(jsonl.read(path, f"{key}.path", source.columns, keeps(source, key))), name, source.weight)
+    return _Part(datasets_reader.read(source, key), name, source.weight)
+
+
+@dataclass(frozen=True)
+class _Common:
+    """Identities of the questions of the sets that have sources of their own.
+
+    Attributes:
+        left_out: those that training must not ask.
+        refused: those that must not be in its sources, and the set of each.
+    """
+
+    left_out: frozenset[bytes]
+    refused: Mapping[bytes, str]
+
+
+def _common(sets: Mapping[str, EvaluationSet], of_their_own: Mapping[str, Sequence[_Part]]) -> _Common:
+    ids = {
+        name: [one for part in parts if isinstance(part.source, Sized) for one in identities(part.source)]
+        for name, parts in of_their_own.items()
+        if sets[name].overlap != "allow"
+    }
+    left_out = frozenset(one for name, every in ids.items() if sets[name].overlap == "leave_out" for one in every)
+    return _Common(left_out, {one: _key(name) for name, every in ids.items() if sets[name].overlap == "refuse" for one in every})
+
+
+def _divided(parts: Sequence[_Part], held: int, common: _Common, seed: int) -> Sequence[_Part]:
+    """Divide the questions of every part between training and evaluation, `held` of them for evaluation."""
+    if not (held or common.left_out or common.refused):
+        return parts
+    shares = quotas(held, [part.weight for part in parts], seed)
+    heads = {index: part.source.head(shares[index]) for index, part in enumerate(parts) if isinstance(part.source, RowStream)}
+    left_out = common.left_out.union(identity(example.prompt) for head in heads.values() for example in head)
+    finite = {index: part.source for index, part in enumerate(parts) if isinstance(part.source, Sized)}
+    names, counts = [parts[index].name for index in finite], [shares[index] for index in finite]
+    found, banned = split(list(finite.values()), names, counts, seed, left_out, common.refused)
+    by_index = dict(zip(finite, found, strict=True))
+    return [_share(part, by_index.get(index), heads.get(index, ()), banned.union(common.refused)) for index, part in enumerate(parts)]
+
+
+def _share(part: _Part, share: Share | None, head: Sequence[Example], banned: frozenset[bytes]) -> _Part:
+    if isinstance(part.source, RowStream):
+        return replace(part, source=part.source.without(banned), held=head)
+    if isinstance(part.source, Sized) and share is not None:
+        return replace(part, trained=share.trained, held=[part.source[index] for index in share.held])
+    return part
+
+
+def _task(section: TaskSection, parts: Sequence[_Part], tokenizer: Tokenizer, seed: int) -> Task:
+    encoder = Encoder(tokenizer, chat=section.chats, system=section.system_prompt, ending="\n" if section.kind in READ else "")
+    found = [_numbered(part, encoder, seed, f" {index}" if len(parts) > 1 else "") for index, part in enumerate(parts)]
+    return found[0] if len(found) == 1 else MixedTask(found, [part.weight for part in parts], seed)
+
+
+def _numbered(part: _Part, encoder: Encoder, seed: int, order: str) -> Task:
+    if isinstance(part.source, RowStream):
+        return StreamedTask(part.source, encoder, seed, part.name, part.held or (), part=order)
+    if isinstance(part.source, Sized):
+        return ListedTask(part.source, encoder, seed, part.name, trained=part.trained, held=part.held, part=order)
+    return DrawnTask(part.source, encoder, seed, part.name)

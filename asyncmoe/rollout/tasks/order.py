@@ -1,0 +1,143 @@
+"""Which example a prompt number asks: of an endless source, of a finite one, and of a mixture of sources."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import chain
+from random import Random
+
+from asyncmoe.rollout.tasks.encode import Encoder
+from asyncmoe.rollout.tasks.types import Demonstration, Endless, Example, Finite, Gold, HasGolds, Prompt, Task
+
+EVALUATION = "evaluation"
+"""Stream of the evaluation questions."""
+_BLOCK = 1024
+
+
+class DrawnTask:
+    """An endless source: prompt n of a stream is drawn with a generator seeded by the run's seed, the stream and n. See `Task`.
+
+    Args:
+        name: of the source, for messages.
+    """
+
+    def __init__(self, source: Endless, encoder: Encoder, seed: int, name: str) -> None:
+        self._source, self._encoder, self._seed, self._name = source, encoder, seed, name
+
+    def prompt(self, group: int, stream: str = "prompt") -> Prompt:
+        """See `Task`."""
+        return self._encoder.prompt(self._draw(group, stream), f"{self._name}, {stream} {group}")
+
+    def demonstration(self, index: int) -> Demonstration:
+        """See `Task`."""
+        return self._encoder.demonstration(self._draw(index, "demonstration"), f"{self._name}, demonstration {index}")
+
+    def _draw(self, number: int, stream: str) -> Example:
+        return self._source.draw(Random(f"{self._seed} {stream} {number}"))
+
+
+class ListedTask:
+    """A finite source; each epoch visits every example once, in its own order drawn from the seed and the stream. See `Task`.
+
+    Args:
+        name: of the source, for messages.
+        trained: indices that training and warm-up visit; None: all.
+        held: what the evaluation asks; None: the source itself.
+        part: names the orders of this source among those of a mixture.
+    """
+
+    def __init__(
+        self,
+        source: Finite,
+        encoder: Encoder,
+        seed: int,
+        name: str,
+        *,
+        trained: Sequence[int] | None = None,
+        held: Sequence[Example] | None = None,
+        part: str = "",
+    ) -> None:
+        self._source, self._encoder, self._seed, self._name, self._part = source, encoder, seed, name, part
+        self._trained: Sequence[int] = range(len(source)) if trained is None else trained
+        self._held: Finite = source if held is None else held
+        self._orders: dict[str, tuple[int, list[int]]] = {}
+
+    def prompt(self, group: int, stream: str = "prompt") -> Prompt:
+        """See `Task`."""
+        index = self._index(stream, group)
+        source = self._held if stream == EVALUATION else self._source
+        return self._encoder.prompt(source[index], f"{self._name}, example {index}")
+
+    def demonstration(self, index: int) -> Demonstration:
+        """See `Task`."""
+        at = self._index("demonstration", index)
+        return self._encoder.demonstration(self._source[at], f"{self._name}, example {at}")
+
+    def golds(self) -> Iterable[Gold]:
+        """See `HasGolds`."""
+        if isinstance(self._source, HasGolds):
+            return self._source.golds()
+        named = ((f"{self._name}, example {index}", self._source[index].answer) for index in range(len(self._source)))
+        return (Gold(where, answer) for where, answer in named if answer)
+
+    def _index(self, stream: str, number: int) -> int:
+        every = range(len(self._held)) if stream == EVALUATION else self._trained
+        epoch, place = divmod(number, len(every))
+        if self._orders.get(stream, (-1,))[0] != epoch:
+            order = list(every)
+            Random(f"{self._seed} {stream} {epoch}{self._part}").shuffle(order)
+            self._orders[stream] = epoch, order
+        return self._orders[stream][1][place]
+
+
+class MixedTask:
+    """Several tasks: for each prompt one of them is drawn by the weights, with a generator seeded by the seed and the stream. See `Task`.
+
+    The n-th prompt taken from a task is that task's prompt n, so no task skips or repeats an example because of the others.
+    """
+
+    def __init__(self, tasks: Sequence[Task], weights: Sequence[float], seed: int) -> None:
+        self._tasks, self._draws = tasks, MixedDraws(weights, seed)
+
+    def prompt(self, group: int, stream: str = "prompt") -> Prompt:
+        """See `Task`."""
+        part, number = self._draws.at(stream, group)
+        return self._tasks[part].prompt(number, stream)
+
+    def demonstration(self, index: int) -> Demonstration:
+        """See `Task`."""
+        part, number = self._draws.at("demonstration", index)
+        return self._tasks[part].demonstration(number)
+
+    def golds(self) -> Iterable[Gold]:
+        """See `HasGolds`; of the tasks that know theirs."""
+        return chain.from_iterable(task.golds() for task in self._tasks if isinstance(task, HasGolds))
+
+
+class MixedDraws:
+    """Which task of a mixture each number takes, in blocks of `_BLOCK` numbers, so that a resumed run finds its place quickly."""
+
+    def __init__(self, weights: Sequence[float], seed: int) -> None:
+        self._weights, self._seed = weights, seed
+        self._before: dict[str, list[tuple[int, ...]]] = {}
+        self._last: dict[str, tuple[int, list[int]]] = {}
+
+    def at(self, stream: str, number: int) -> tuple[int, int]:
+        """Return the task of a number, and how many earlier numbers of the stream took the same task."""
+        block, place = divmod(number, _BLOCK)
+        before = self._before.setdefault(stream, [(0,) * len(self._weights)])
+        while len(before) <= block:
+            before.append(_counted(before[-1], self._block(stream, len(before) - 1)))
+        if self._last.get(stream, (-1,))[0] != block:
+            self._last[stream] = block, self._block(stream, block)
+        drawn = self._last[stream][1]
+        part = drawn[place]
+        return part, before[block][part] + drawn[:place].count(part)
+
+    def _block(self, stream: str, block: int) -> list[int]:
+        random = Random(f"{self._seed} {stream} mixture {block}")
+        return random.choices(range(len(self._weights)), self._weights, k=_BLOCK)
+
+
+def _counted(before: tuple[int, ...], drawn: list[int]) -> tuple[int, ...]:
+    return tuple(count + drawn.count(part) for part, count in enumerate(before))

@@ -1,0 +1,105 @@
+"""A user's own source of questions: loaded by name, and tried before a run starts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from random import Random
+from typing import TypeVar
+
+from asyncmoe import plugins
+from asyncmoe.errors import ConfigError, DataError, UserError
+from asyncmoe.rollout.tasks.encode import check
+from asyncmoe.rollout.tasks.types import Endless, Example, Finite
+
+T = TypeVar("T")
+_MAKE_S = 600.0
+"""Limit for the constructor, which may read files."""
+FORMS = "arithmetic, jsonl, dataset or package.module:Class"
+_WANTED = "a class with `draw(self, random)`, or with `__len__(self)` and `__getitem__(self, index)` (docs/guides/task.md)"
+
+
+def load(target: str, options: Mapping[str, object], key: str) -> Finite | Endless:
+    """Make the source `package.module:Class`, and try it.
+
+    The source that is returned names the user's file and line in the DataError of whatever its code raises.
+
+    Args:
+        key: section that names the class, for messages.
+
+    Raises:
+        ConfigError: the class cannot be imported or made, or is no source.
+        DataError: it raises, it is empty, or its first or last example is none or differs when it is asked for again.
+    """
+    found = plugins.load(target, f"{key}.kind", forms=FORMS, wanted="a class that can be imported")
+    try:
+        with plugins.guarded(_MAKE_S):
+            made = found(**options)
+    except plugins.Failed as failed:
+        expected = f"a class that can be made with {key}.options"
+        raise ConfigError(f"{key}.kind", got=f"{target}: {failed}", expected=expected) from failed
+    endless, finite = callable(getattr(made, "draw", None)), hasattr(made, "__len__") and hasattr(made, "__getitem__")
+    if endless == finite:
+        raise ConfigError(f"{key}.kind", got=f"{target}, which has {'both' if finite else 'neither'}", expected=_WANTED)
+    name = f"{key}.kind {target}"
+    try:
+        with plugins.guarded(plugins.CALL_S):
+            return _endless(made, name) if endless else _finite(made, name)
+    except plugins.Failed as failed:
+        raise DataError(name, got=str(failed), expected="examples") from failed
+
+
+class _Listed:
+    def __init__(self, source: Finite, name: str, size: int) -> None:
+        self._source, self._name, self._size = source, name, size
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __getitem__(self, index: int) -> Example:
+        return _guarded(lambda: self._source[index], f"{self._name}, example {index}")
+
+
+class _Drawn:
+    def __init__(self, source: Endless, name: str) -> None:
+        self._source, self._name = source, name
+
+    def draw(self, random: Random) -> Example:
+        return _guarded(lambda: self._source.draw(random), f"{self._name}, draw")
+
+
+def _finite(source: Finite, name: str) -> Finite:
+    size = _called(lambda: len(source), f"{name}, __len__")
+    if not size:
+        raise DataError(name, got="no examples", expected="at least one")
+    listed = _Listed(source, name, size)
+    for index in (0, size - 1):
+        if listed[index] != listed[index]:
+            raise _differs(f"{name}, example {index}", "return equal examples for equal indices")
+    return listed
+
+
+def _endless(source: Endless, name: str) -> Endless:
+    drawn = _Drawn(source, name)
+    if drawn.draw(Random("trial")) != drawn.draw(Random("trial")):
+        raise _differs(f"{name}, draw", "draw from the argument `random` only")
+    return drawn
+
+
+def _differs(what: str, hint: str) -> DataError:
+    return DataError(what, got="another example when asked again", expected="the same, so that a run can resume", hint=hint)
+
+
+def _guarded(ask: Callable[[], Example], where: str) -> Example:
+    example = _called(ask, where)
+    check(example, where)
+    return example
+
+
+def _called(ask: Callable[[], T], where: str) -> T:
+    try:
+        return ask()
+    except UserError:
+        raise
+    except Exception as error:
+        got = f"{plugins.told(error)} at {plugins.raised_at(error)}"
+        raise DataError(where, got=got, expected="a value, not an exception") from error

@@ -1,0 +1,243 @@
+"""Data sets of Hugging Face's `datasets`: files, saved ones, streams, and the line for each mistake."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+if find_spec("datasets") is None:
+    pytest.skip("run: make test-integrations ONLY=datasets", allow_module_level=True)
+
+import datasets
+import pyarrow
+from pyarrow import csv, parquet
+
+from asyncmoe.config import Config, parse
+from asyncmoe.config.model import MadeModel
+from asyncmoe.errors import DataError
+from asyncmoe.models.make import make_model
+from asyncmoe.rollout import tasks
+from asyncmoe.rollout.tasks import streamed
+from asyncmoe.rollout.tasks.order import EVALUATION
+from asyncmoe.rollout.tokenizer import Tokenizer
+
+ROWS = [{"question": f"q{n}", "answer": str(n), "level": ("easy", "hard")[n % 2], "tests": [n, n + 1]} for n in range(20)]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    path: Path = tmp_path_factory.mktemp("datasets") / "tiny"
+    make_model(path, MadeModel(layers=1, hidden=32, experts=2), seed=0)
+    return Tokenizer(path)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cache(tmp_path_factory: pytest.TempPathFactory) -> None:
+    datasets.config.HF_DATASETS_CACHE = str(tmp_path_factory.mktemp("cache"))
+    datasets.config.SLEEP_TIME_ON_THREADS_SHUTDOWN = 0.05  # `datasets` waits so long at the end of every streamed parquet file
+
+
+def config(path: Path | str, evaluation: dict[str, object] | None = None, **task: object) -> Config:
+    return parse(
+        {
+            "run": {"dir": "run", "steps": 1},
+            "model": {"path": "model"},
+            "task": {"kind": "dataset", "path": str(path), "chat_template": False, **task},
+            "evaluation": {"every": 1, **evaluation} if evaluation else {},
+        }
+    )
+
+
+def written(path: Path, rows: list[dict[str, Any]] = ROWS) -> Path:
+    table = pyarrow.Table.from_pylist(rows)
+    if path.suffix == ".parquet":
+        parquet.write_table(table, path)
+    elif path.suffix == ".csv":
+        csv.write_csv(table.drop_columns("tests"), path)
+    elif path.suffix == ".json":
+        path.write_text(json.dumps(rows))
+    elif path.suffix == ".jsonl":
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    else:
+        parquet.write_table(table, path.with_suffix(".parquet"))
+        data = datasets.load_dataset("parquet", data_files=str(path.with_suffix(".parquet")), split="train")
+        datasets.DatasetDict({"train": data, "test": data.select(range(3))}).save_to_disk(str(path))
+    return path
+
+
+@pytest.mark.parametrize("name", ["d.parquet", "d.csv", "d.json", "d.jsonl", "saved"])
+@pytest.mark.parametrize("streaming", [False, True])
+def test_every_format_gives_the_same_rows(tmp_path: Path, tokenizer: Tokenizer, name: str, streaming: bool) -> None:
+    made = config(written(tmp_path / name), where={"level": "hard"}, streaming=streaming)
+    task = tasks.load(made, tokenizer).training
+    prompts = [task.prompt(n) for n in range(20)]
+    assert sorted(prompt.text for prompt in prompts[:10]) == sorted(f"q{n}" for n in range(1, 20, 2))
+    for prompt in prompts:
+        tests = {} if name == "d.csv" else {"tests": [int(prompt.answer), int(prompt.answer) + 1]}
+        assert prompt.columns == {"level": "hard", **tests}
+        assert prompt.text == f"q{prompt.answer}"
+    again = tasks.load(made, tokenizer).training
+    assert [again.prompt(n) for n in (13, 2, 19)] == [prompts[n] for n in (13, 2, 19)]
+
+
+def test_an_answer_of_a_csv_file_is_the_text_in_it(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    path = tmp_path / "d.csv"
+    path.write_text("question,answer,n\nq1,007,1\nq2,True,2\nq3,1e5,3\n")
+    task = tasks.load(config(path), tokenizer).training
+    assert {task.prompt(n).answer for n in range(3)} == {"007", "True", "1e5"}
+    assert {task.prompt(n).columns["n"] for n in range(3)} == {1, 2, 3}
+
+
+def test_splits_of_a_saved_data_set(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    path = written(tmp_path / "saved")
+    task = tasks.load(config(path, split="test"), tokenizer).training
+    assert {task.prompt(n).text for n in range(6)} == {"q0", "q1", "q2"}
+    with pytest.raises(DataError, match=r"task\.split: got validation, expected one of train, test, which .*saved has"):
+        tasks.load(config(path, split="validation"), tokenizer)
+
+
+def test_an_evaluation_set_is_another_split(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    path = written(tmp_path / "saved")
+    sets = {"sets": {"test": {"split": "test"}}}
+    with pytest.raises(DataError, match=r"got 3 question\(s\) that evaluation\.sets\.test asks too"):
+        tasks.load(config(path, sets), tokenizer)
+    loaded = tasks.load(config(path, {**sets, "overlap": "leave_out"}), tokenizer)
+    (one,) = loaded.sets
+    assert {one.task.prompt(n, EVALUATION).text for n in range(one.count)} == {"q0", "q1", "q2"}
+    assert {loaded.training.prompt(n).text for n in range(60)} == {f"q{n}" for n in range(3, 20)}
+
+
+@pytest.mark.parametrize("other", [{}, {"path": True}])
+def test_a_stream_never_asks_an_evaluation_question(tmp_path: Path, tokenizer: Tokenizer, other: dict[str, object]) -> None:
+    path = written(tmp_path / "d.parquet", [*ROWS, *ROWS])
+    evaluation: dict[str, object] = {"prompts": 5}
+    if other:
+        evaluation["path"] = str(written(tmp_path / "test.jsonl", ROWS[:5]))
+    loaded = tasks.load(config(path, evaluation, streaming=True), tokenizer)
+    (one,) = loaded.sets
+    assert {one.task.prompt(n, EVALUATION).text for n in range(one.count)} == {f"q{n}" for n in range(5)}
+    assert {loaded.training.prompt(n).text for n in range(90)} == {f"q{n}" for n in range(5, 20)}
+
+
+def test_a_stream_goes_back_and_on(tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streamed, "REMEMBERED", 4)
+    monkeypatch.setattr(streamed, "AHEAD", 2)
+    monkeypatch.setattr(streamed, "WINDOW", 5)
+    task = tasks.load(config(written(tmp_path / "d.parquet"), streaming=True), tokenizer).training
+    asked = [task.prompt(n).text for n in range(60)]
+    assert all(len(set(asked[epoch : epoch + 20])) == 20 for epoch in (0, 20, 40))
+    assert asked[:20] != asked[20:40]
+    assert [task.prompt(n).text for n in (57, 3, 41, 0)] == [asked[n] for n in (57, 3, 41, 0)]
+
+
+def test_a_mixture_of_a_stream_and_a_file(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    first, second = written(tmp_path / "a.parquet"), tmp_path / "b.jsonl"
+    second.write_text("".join(json.dumps({"question": f"x{n}", "answer": 1}) + "\n" for n in range(30)))
+    sources = [{"path": str(first), "streaming": True}, {"path": str(second), "weight": 2}]
+    loaded = tasks.load(config("none", {"prompts": 12}, sources=sources), tokenizer)
+    training = [loaded.training.prompt(n).text for n in range(300)]
+    held = {loaded.sets[0].task.prompt(n, EVALUATION).text for n in range(12)}
+    assert len(held) == 12
+    assert not held & set(training)
+    assert held | set(training) == {f"q{n}" for n in range(20)} | {f"x{n}" for n in range(30)}
+    assert 160 < sum(text[0] == "x" for text in training) < 240
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize(
+    ("rows", "keys", "said"),
+    [
+        (
+            [{"problem": "q", "answer": "1"}],
+            {},
+            r"row 0, question: got nothing, .*its columns are problem, answer; name yours in task\.columns",
+        ),
+        ([{"question": "q", "answer": "1"}, {"question": None, "answer": "2"}], {}, r"row 1, question: got None, expected text"),
+        ([{"question": "q", "answer": "1"}, {"question": "q", "answer": None}], {}, r"row 1, answer: got None, expected non-empty text"),
+        ([{"question": "q", "answer": True}], {}, r"row 0, answer: got True"),
+        ([{"question": "q", "answer": "1", "image": b"\xff"}], {}, r"row 0, column image: got bytes .*leave it out of task\.columns\.keep"),
+        ([{"question": "q", "answer": "1"}], {"where": {"answer": "2"}}, r"d\.parquet: got no row left of \d+"),
+        (
+            [{"question": "q", "answer": "1"}],
+            {"filter": "tests.unit.task_sources:easy"},
+            r"row 0: got .*KeyError: 'level' at tests/unit/task",
+        ),
+    ],
+)
+def test_rows_that_cannot_be_used_are_named(
+    tmp_path: Path, tokenizer: Tokenizer, rows: list[dict[str, Any]], keys: dict[str, Any], said: str, streaming: bool
+) -> None:
+    made = config(written(tmp_path / "d.parquet", rows), streaming=streaming, **keys)
+
+    def asked() -> None:
+        task = tasks.load(made, tokenizer).training
+        for n in range(len(rows)):
+            task.prompt(n)
+
+    with pytest.raises(DataError) as caught:
+        asked()
+    # A shuffled stream numbers rows in its own order.
+    pattern = re.sub(r"row \d", r"row \\d( of the shuffled stream)?", said)
+    assert re.search(pattern, str(caught.value)), str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_columns_that_nothing_reads_may_be_anything(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    path = written(tmp_path / "d.parquet", [{"question": "q", "answer": "1", "image": b"\xff", "n": 3}])
+    task = tasks.load(config(path, columns={"keep": ["n"]}), tokenizer).training
+    assert task.prompt(0).columns == {"n": 3}
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("d.parquet", b"no parquet", r"task\.path .*d\.parquet: got ArrowInvalid: "),
+        ("d.parquet", b"", r"d\.parquet: got an empty file"),
+        ("d.csv", b"question,answer\n", r"got no lines|SchemaInferenceError|got .*"),
+        ("d.json", b"[{", r"d\.json: got "),
+        ("d.txt", b"x", r"d\.txt: got the suffix '\.txt', expected \.jsonl, \.json, \.csv"),
+        (None, None, r"none\.parquet: got no such file or directory"),
+    ],
+)
+def test_files_that_cannot_be_read_are_named(
+    tmp_path: Path, tokenizer: Tokenizer, name: str | None, content: bytes | None, said: str
+) -> None:
+    path = tmp_path / (name or "none.parquet")
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(DataError) as caught:
+        tasks.load(config(path), tokenizer)
+    assert re.search(said, str(caught.value)), str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_split_that_does_not_exist_is_named(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    with pytest.raises(DataError, match=r"task\.path .*d\.parquet: got ValueError: Unknown split \"test\"\. Should be one of \['train'\]"):
+        tasks.load(config(written(tmp_path / "d.parquet"), split="test"), tokenizer)
+
+
+def test_an_id_on_the_hub_without_a_network_is_refused_at_once(
+    tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from huggingface_hub import constants
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    begin = time.monotonic()
+    with pytest.raises(DataError, match=r"task\.path: got org/data: no such path here, and http://127\.0\.0\.1:9 cannot be reached"):
+        tasks.load(config("org/data"), tokenizer)
+    assert time.monotonic() - begin < 15
+
+
+def test_a_stream_that_stalls_is_refused(tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streamed, "ROW_S", 0.2)
+    monkeypatch.setattr(streamed.RowStream, "epochs", lambda self, seed: iter(lambda: time.sleep(1), 1))
+    with pytest.raises(DataError, match=r"got no row within 0\.2 s"):
+        tasks.load(config(written(tmp_path / "d.parquet"), streaming=True), tokenizer)

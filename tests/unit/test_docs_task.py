@@ -1,0 +1,85 @@
+"""docs/guides/task.md does what it says."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+
+from asyncmoe.config import Config, parse
+from asyncmoe.rollout import tasks
+from asyncmoe.rollout.tasks.order import EVALUATION
+from asyncmoe.rollout.tokenizer import Tokenizer
+from tests.unit import doc_pages, openai_policy
+
+PAGE = doc_pages.read("guides/task.md")
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return openai_policy.tokenizer(tmp_path_factory.mktemp("task"))
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A user's directory with the page's file, and data in which the page's row is the first."""
+    (file,) = doc_pages.files(PAGE).items()
+    (tmp_path / file[0]).write_text(file[1])
+    (row,) = [line for line in PAGE.split("\n") if line.startswith('{"question"')]
+    levels = ("easy", "medium", "hard")
+    for name in ("train", "more", "hard"):
+        others = [json.dumps({"question": f"{name} {n}?", "answer": n, "level": levels[n % 3]}) for n in range(9)]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join([row] * (name == "train") + others))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield tmp_path
+    sys.modules.pop("my_tasks", None)
+
+
+def config(index: int, **more: object) -> Config:
+    block = yaml.safe_load(doc_pages.blocks(PAGE, "yaml")[index].text)
+    values = {"run": {"dir": "run", "steps": 1}, "model": {"path": "model"}, "scoring": {"scorer": "exact"}}
+    return parse({**values, "task": {"kind": "jsonl", "path": "train.jsonl"}, **block, **more})
+
+
+def test_a_row_becomes_a_conversation_with_its_columns(here: Path, tokenizer: Tokenizer) -> None:
+    task = tasks.load(config(0), tokenizer).training
+    (prompt,) = [one for one in map(task.prompt, range(10)) if "pen" in one.text]
+    assert tokenizer.decode(prompt.tokens).startswith("system\nAnswer with one number.\nuser\nA pen costs 3")
+    assert (prompt.answer, prompt.columns) == ("15", {"level": "easy"})
+
+
+def test_rows_are_filtered_and_mixed(here: Path, tokenizer: Tokenizer) -> None:
+    task = tasks.load(config(1), tokenizer).training
+    assert {task.prompt(n).columns["level"] for n in range(14)} == {"easy", "medium"}
+    mixed = tasks.load(config(2), tokenizer).training
+    texts = {mixed.prompt(n).text for n in range(100)}
+    assert {text for text in texts if text.startswith("more")} == {"more 2?", "more 5?", "more 8?"}
+    assert len(texts) == 13
+
+
+def test_evaluation_sets(here: Path, tokenizer: Tokenizer) -> None:
+    loaded = tasks.load(config(3), tokenizer)
+    assert {one.name: (one.count, one.section.samples) for one in loaded.sets} == {
+        "held_out": (2, 1),
+        "hard": (9, 8),
+        "capitals": (4, 2),
+    }
+    held = {loaded.sets[0].task.prompt(n, EVALUATION).text for n in range(2)}
+    assert not held & {loaded.training.prompt(n).text for n in range(40)}
+
+
+def test_the_classes(here: Path, tokenizer: Tokenizer) -> None:
+    capitals = tasks.load(config(0, task={"kind": "my_tasks:Capitals"}), tokenizer).training
+    assert {capitals.prompt(n).columns["country"] for n in range(4)} == {"France", "Japan", "Peru", "Chad"}
+    powers = tasks.load(config(0, task={"kind": "my_tasks:Powers", "options": {"most": 5}}), tokenizer).training
+    for n in range(20):
+        prompt = powers.prompt(n)
+        base, exponent = (int(word.rstrip("?")) for word in prompt.text.split() if word.rstrip("?").isdigit())
+        assert (prompt.answer, prompt.columns) == (str(base**exponent), {"base": base})
+        assert base <= 5
+    assert " = " in tokenizer.decode(powers.demonstration(0).tokens)

@@ -1,0 +1,260 @@
+"""A user's own tasks: what they may provide, where it arrives, and the line for each mistake before anything starts."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncmoe.config import Config, parse
+from asyncmoe.config.model import MadeModel
+from asyncmoe.config.scoring import ScoringSection
+from asyncmoe.config.task import TaskSection
+from asyncmoe.errors import ConfigError, DataError
+from asyncmoe.models.make import make_model
+from asyncmoe.rollout import scoring, tasks
+from asyncmoe.rollout.scoring import Sample
+from asyncmoe.rollout.tokenizer import Tokenizer
+
+HERE = "tests.unit.task_sources"
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    path: Path = tmp_path_factory.mktemp("own") / "tiny"
+    make_model(path, MadeModel(layers=1, hidden=32, experts=2), seed=0)
+    return Tokenizer(path)
+
+
+def config(kind: str, scorer: str = "exact", seed: int = 0, evaluation: dict[str, object] | None = None, **task: object) -> Config:
+    return parse(
+        {
+            "run": {"dir": "run", "steps": 1, "seed": seed},
+            "model": {"path": "model"},
+            "task": {"kind": kind, **task},
+            "scoring": {"scorer": scorer},
+            "evaluation": evaluation or {},
+        }
+    )
+
+
+def own(name: str, **values: Any) -> Config:
+    return config(f"{HERE}:{name}", **values)
+
+
+def test_a_finite_task_asks_every_example_in_an_epoch_and_depends_on_the_seed(tokenizer: Tokenizer) -> None:
+    task = tasks.load(own("Capitals"), tokenizer).training
+    prompts = [task.prompt(n) for n in range(12)]
+    assert sorted(prompt.columns["index"] for prompt in prompts[:6]) == list(range(6))
+    assert sorted(prompt.columns["index"] for prompt in prompts[6:]) == list(range(6))
+    again = tasks.load(own("Capitals"), tokenizer).training
+    assert again.prompt(7) == prompts[7], "a resumed run begins anywhere"
+    other = tasks.load(own("Capitals", seed=1), tokenizer).training
+    assert [other.prompt(n) for n in range(12)] != prompts
+
+
+def test_a_prompt_is_text_or_messages_or_tokens(tokenizer: Tokenizer) -> None:
+    text = tasks.load(own("Capitals", system_prompt="Be brief."), tokenizer).training.prompt(0)
+    assert tokenizer.decode(text.tokens) == f"system\nBe brief.\nuser\n{text.text}\nassistant\n"
+    assert text.messages == ({"role": "system", "content": "Be brief."}, {"role": "user", "content": text.text})
+    bare = tasks.load(own("Capitals", chat_template=False), tokenizer).training.prompt(0)
+    assert tokenizer.decode(bare.tokens) == bare.text == text.text
+    said = tasks.load(own("Capitals", options={"form": "messages"}), tokenizer).training.prompt(0)
+    assert tokenizer.decode(said.tokens) == f"user\nHi\nassistant\nYes?\nuser\n{text.text}\nassistant\n"
+    assert (said.text, said.columns) == (text.text, text.columns)
+    tokens = tasks.load(own("Doubles"), tokenizer).training.prompt(3)
+    assert tokens.tokens == (10 + tokens.columns["number"] % 7, 11, 12)
+    assert tokens.text == tokenizer.decode(tokens.tokens)
+    assert tokens.answer == str(2 * tokens.columns["number"])
+
+
+def test_its_warm_up_imitates_the_answer(tokenizer: Tokenizer) -> None:
+    shown = tasks.load(own("Capitals", chat_template=False), tokenizer).training.demonstration(0)
+    said = [token for token, mine in zip(shown.tokens, shown.loss_mask, strict=True) if mine]
+    assert said[-1] == tokenizer.eos
+    assert tokenizer.decode(said) in ("Paris", "Tokyo", "Lima", "N'Djamena", "Suva", "Muscat")
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "said"),
+    [
+        ("Missing", {}, r"task\.kind: got .*Missing: AttributeError"),
+        ("Capitals", {"size": 3}, r"task\.kind: got .*TypeError: .*'size'.*expected a class that can be made with task\.options"),
+        ("Unfinished", {}, r"OSError: no such database at tests/unit/task_sources\.py:\d+"),
+        ("Neither", {}, r"task\.kind: got .*Neither, which has neither, expected a class with `draw"),
+        ("Both", {}, r"task\.kind: got .*Both, which has both"),
+        ("CITIES", {}, r"task\.kind: got .*TypeError: 'tuple' object is not callable"),
+        ("Empty", {}, r"Empty: got no examples, expected at least one"),
+        ("Lottery", {}, r"Lottery, draw: got another example when asked again, expected the same, .*draw from the argument `random` only"),
+        ("Wrong", {"form": "blank"}, r"Wrong, example 5, prompt: got ' '"),
+        ("Wrong", {"form": "number"}, r"Wrong, example 5, answer: got 3, expected text"),
+        ("Wrong", {"form": "column"}, r"Wrong, example 5, column when: got set .*expected JSON"),
+        ("Wrong", {"form": "assistant"}, r"Wrong, example 5, prompt: got a last message of the assistant"),
+        ("Wrong", {"form": "role"}, r"Wrong, example 5, prompt: got \{'content': 'I say'\}, expected text, messages"),
+        ("Wrong", {"form": "mixed"}, r"Wrong, example 5, prompt: got 1, expected text, messages"),
+        ("Wrong", {"form": "new"}, r"Wrong, example 5: got KeyError: 'new' at tests/unit/task_sources\.py:\d+"),
+    ],
+)
+def test_a_task_that_cannot_be_used_is_refused_in_one_line(tokenizer: Tokenizer, name: str, options: dict[str, object], said: str) -> None:
+    with pytest.raises((ConfigError, DataError)) as caught:
+        tasks.load(own(name, options=options), tokenizer)
+    assert re.search(said, str(caught.value)), str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("how", "said"), [("raises", r"KeyError: 'missing' at tests/unit/task_sources\.py:\d+"), ("says", "got str 'a text'")]
+)
+def test_a_task_that_breaks_later_names_its_line(tokenizer: Tokenizer, how: str, said: str) -> None:
+    with pytest.raises(DataError, match=said):
+        tasks.load(own("Breaks", options={"how": how}), tokenizer)  # the trial is the first two draws, the first prompt the third
+
+
+def test_a_task_of_ones_own_needs_a_scorer_by_name() -> None:
+    with pytest.raises(ConfigError, match=r"scoring\.scorer: got auto, expected a scorer by name"):
+        own("Capitals", scorer="auto")
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"kind": "arithmetic", "system_prompt": "x"}, r"task\.system_prompt: got x, expected none because task\.kind is arithmetic"),
+        ({"kind": "jsonl", "path": "x", "options": {"a": 1}}, r"task\.options: got \{'a': 1\}, expected none because task\.kind is jsonl"),
+        ({"kind": f"{HERE}:Capitals", "where": {"a": 1}}, r"task\.where: got .* expected none because task\.kind is tests"),
+        ({"kind": "jsonl", "path": "x", "split": "test"}, r"task\.kind: got jsonl, expected dataset because a subset, a split"),
+        ({"kind": "jsonl", "path": "x", "chat_template": False, "system_prompt": "x"}, r"task\.system_prompt: got 'x', expected null"),
+        ({"kind": "jsonl", "sources": [{"weight": 1}]}, r"task\.sources: got nothing, expected the path of a JSONL file"),
+        ({"kind": "jsonl", "sources": [{"path": "x", "weight": 0}]}, r"task\.sources\.0\.weight: got 0, expected greater than 0"),
+        ({"kind": "jsonl", "sources": [{"path": "x", "weight": -1}]}, r"task\.sources\.0\.weight: got -1, expected greater than 0"),
+        ({"kind": "jsonl", "sources": [{"path": "x", "wieght": 1}]}, r"task\.sources\.0\.wieght: got an unknown key, expected one of path"),
+        (
+            {"kind": "jsonl", "path": "x", "where": {"a": {"b": 1}}},
+            r"task\.where: got .*expected a text, a number or a list of these for a",
+        ),
+        ({"kind": "jsonl", "path": "x", "filter": "easy"}, r"task\.filter: got 'easy', expected package\.module:name"),
+    ],
+)
+def test_keys_that_do_not_go_together_are_refused(values: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said) as caught:
+        config(**values)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("scorer", "reward"), [("scored", 5.0), ("awaited", 5.0), ("Scores", 4.0)])
+def test_columns_reach_a_scorer(scorer: str, reward: float) -> None:
+    async def run() -> float:
+        made = scoring.load(
+            ScoringSection(scorer=f"{HERE}:{scorer}", concurrency=1, timeout_s=30), TaskSection(kind="arithmetic"), lambda tokens: ""
+        )
+        try:
+            return (await made.score(Sample("q", "Suva", "Suva", columns={"index": 4}))).reward
+        finally:
+            await made.close()
+
+    assert asyncio.run(run()) == reward
+
+
+def rows(path: Path, *values: object) -> Path:
+    path.write_text("".join(json.dumps(value) + "\n" for value in values))
+    return path
+
+
+LEVELS = [{"question": f"q{n}", "answer": n, "level": ("easy", "hard")[n % 2], "n": n} for n in range(10)]
+
+
+def test_columns_of_a_file_are_carried_and_renamed(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    path = rows(tmp_path / "d.jsonl", {"problem": [{"role": "user", "content": "q"}], "tests": ["a()", {"b": None}], "id": 7})
+    made = config("jsonl", path=str(path), columns={"question": "problem", "answer": None})
+    assert tasks.load(made, tokenizer).training.prompt(0).columns == {"tests": ["a()", {"b": None}], "id": 7}
+    made = config("jsonl", path=str(path), columns={"question": "problem", "answer": "id", "keep": ["tests"]})
+    prompt = tasks.load(made, tokenizer).training.prompt(0)
+    assert (prompt.text, prompt.answer, prompt.columns) == ("q", "7", {"tests": ["a()", {"b": None}]})
+
+
+def test_rows_are_kept_by_value_and_by_function(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    path = str(rows(tmp_path / "d.jsonl", *LEVELS))
+
+    def left(**keys: object) -> list[str]:
+        task = tasks.load(config("jsonl", path=path, **keys), tokenizer).training
+        answers = [task.prompt(n).answer for n in range(20)]
+        return sorted(set(answers), key=int)
+
+    assert left(where={"level": "easy"}) == ["0", "2", "4", "6", "8"]
+    assert left(where={"n": [1, 2, 3], "level": "hard"}) == ["1", "3"]
+    assert left(filter=f"{HERE}:easy", where={"n": [0, 1, 2]}) == ["0", "2"]
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ({"where": {"level": "grim"}}, r"task\.path .*d\.jsonl: got no row left of 10, expected at least one"),
+        ({"where": {"n": True}}, "got no row left of 10"),
+        ({"where": {"lvl": "easy"}}, r"d\.jsonl line 1, lvl: got nothing, expected the column of task\.where; columns: question, answer"),
+        ({"filter": f"{HERE}:none"}, "got no row left of 10"),
+        ({"filter": f"{HERE}:maybe"}, r"task\.filter, .*d\.jsonl line 1: got .*maybe: 'easy', expected true or false"),
+        ({"filter": f"{HERE}:fails"}, r"task\.filter, .*d\.jsonl line 1: got .*KeyError: 'difficulty' at tests/unit/task_sources\.py:\d+"),
+        ({"filter": f"{HERE}:nothing"}, r"task\.filter: got .*AttributeError"),
+        (
+            {"columns": {"question": "problem"}},
+            r"line 1, problem: got nothing, .*its columns are question, answer, level, n; name yours in",
+        ),
+        ({"columns": {"keep": ["tests"]}}, r"line 1, tests: got nothing, expected a column"),
+    ],
+)
+def test_rows_that_cannot_be_used_name_file_line_and_column(tmp_path: Path, tokenizer: Tokenizer, keys: dict[str, Any], said: str) -> None:
+    path = rows(tmp_path / "d.jsonl", *LEVELS)
+    with pytest.raises((ConfigError, DataError)) as caught:
+        tasks.load(config("jsonl", path=str(path), **keys), tokenizer)
+    assert re.search(said, str(caught.value)), str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_huge_line_and_a_deep_one_are_named(tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "d.jsonl"
+    path.write_text('{"question": "q", "answer": "1"}\n' + "[" * 100_000 + "\n")
+    with pytest.raises(DataError, match=r"line 2: got invalid JSON"):
+        tasks.load(config("jsonl", path=str(path)), tokenizer)
+    monkeypatch.setattr("asyncmoe.rollout.tasks.jsonl.MAX_LINE_BYTES", 1000)
+    with pytest.raises(DataError, match=r"line 2: got more than 1000 bytes"):
+        tasks.load(config("jsonl", path=str(path)), tokenizer)
+    monkeypatch.setattr("asyncmoe.rollout.tasks.jsonl.MAX_FILE_BYTES", 1000)
+    with pytest.raises(DataError, match=r"got 100034 bytes, expected at most 1000; use task\.kind=dataset"):
+        tasks.load(config("jsonl", path=str(path)), tokenizer)
+
+
+def test_a_mixture_keeps_its_weights_and_every_source_its_epochs(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    first = rows(tmp_path / "a.jsonl", *({"question": f"a{n}", "answer": "1"} for n in range(10)))
+    second = rows(tmp_path / "b.jsonl", *({"question": f"b{n}", "answer": "1"} for n in range(7)))
+    sources = [{"path": str(first), "weight": 3}, {"path": str(second)}]
+    task = tasks.load(config("jsonl", sources=sources, chat_template=False), tokenizer).training
+    asked = [task.prompt(n).text for n in range(3000)]
+    share = sum(text[0] == "a" for text in asked) / 3000
+    assert abs(share - 0.75) < 4 * (0.75 * 0.25 / 3000) ** 0.5
+    of_a, of_b = ([text for text in asked if text[0] == which] for which in "ab")
+    assert all(len(set(of_a[i : i + 10])) == 10 for i in range(0, len(of_a) - 9, 10))
+    assert all(len(set(of_b[i : i + 7])) == 7 for i in range(0, len(of_b) - 6, 7))
+    resumed = tasks.load(config("jsonl", sources=sources, chat_template=False), tokenizer).training
+    assert [resumed.prompt(n).text for n in (2999, 1500, 0)] == [asked[n] for n in (2999, 1500, 0)]
+
+
+def test_the_digest_of_a_mixture_depends_on_weights_and_not_on_paths() -> None:
+    def digest(path: str, weight: float) -> str:
+        return config("jsonl", sources=[{"path": path, "weight": weight}]).digest
+
+    assert digest("a", 1) == digest("b", 1) != digest("a", 2)
+
+
+def test_without_its_package_a_data_set_is_refused_and_a_jsonl_file_is_not(
+    tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    (tmp_path / "d.parquet").write_text("")
+    with pytest.raises(ConfigError, match=r"task\.kind: got dataset without its package .*pip install 'asyncmoe\[datasets\]'"):
+        tasks.load(config("dataset", path=str(tmp_path / "d.parquet")), tokenizer)
+    path = rows(tmp_path / "d.jsonl", *LEVELS)
+    assert tasks.load(config("dataset", path=str(path), where={"level": "hard"}), tokenizer).training.prompt(0).columns["level"] == "hard"

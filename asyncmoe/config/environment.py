@@ -23,7 +23,9 @@ class ToolsSection(Section):
         "[name: argument], for models so small that every token counts.",
     )
     options: dict[str, dict[str, Any]] = Field(
-        {}, description="Limits by tool name: timeout_s, concurrency and characters of the answer; python has limits of its own besides."
+        {},
+        description="Limits by tool name (of your own function: its name or package.module:function): timeout_s, concurrency and "
+        "characters of the answer; python has limits of its own besides.",
     )
 
 
@@ -33,10 +35,15 @@ class EnvironmentSection(Section):
     kind: str = Field(
         "single_turn",
         description="single_turn: one response to the prompt; tools: several turns with tool calls between them; openai: your own agent, "
-        "which calls an OpenAI-compatible endpoint; or your own class as package.module:Class.",
+        "which calls an endpoint compatible with OpenAI's or Anthropic's; or your own class as package.module:Class.",
     )
     options: dict[str, Any] = Field({}, description="Keyword arguments of your own class.")
     agent: str | None = Field(None, description="For kind openai: the agent, as package.module:function.")
+    on_conflict: Literal["run", "refuse"] = Field(
+        "run",
+        description="For kind openai: a request that asks for other sampling than the run's, such as another temperature, a seed or a JSON "
+        "schema. run: the run's own sampling is used, and the answer's header asyncmoe-overridden names the parameter; refuse: error 400.",
+    )
     tools: ToolsSection = ToolsSection()
     max_turns: Positive = Field(8, description="Maximum responses of an agent in an episode; an episode with more is rejected.")
     max_agents: Positive = Field(8, description="Maximum agents in an episode; the conversation of each becomes a trajectory.")

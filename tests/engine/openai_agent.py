@@ -16,3 +16,23 @@ def two_questions(base_url: str, api_key: str, prompt: str, answer: str) -> floa
     assert first.usage is not None
     assert second.usage is not None
     return float(first.usage.completion_tokens * 100 + second.usage.completion_tokens)
+
+
+LETTERS = "abcdefghijklmnopqrstuvwxyz"
+
+
+def streamed_and_stopped(base_url: str, api_key: str, prompt: str, answer: str) -> float:
+    """Reads the first answer while it is sampled, ends it with one of some letters, and goes on; the reward counts its pieces as well."""
+    import openai
+
+    with openai.OpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:
+        messages: list[dict[str, str]] = [{"role": "user", "content": prompt}]
+        stops, options = list(LETTERS), {"include_usage": True}
+        asked = {"model": "any", "messages": messages, "max_tokens": 12, "temperature": 0.0}
+        parts = list(client.chat.completions.create(**asked, stream=True, stop=stops, stream_options=options))  # type: ignore[call-overload]
+        said = "".join(part.choices[0].delta.content or "" for part in parts if part.choices)
+        assert not set(said) & set(LETTERS)
+        messages += [{"role": "assistant", "content": said}, {"role": "user", "content": "and again?"}]
+        second = client.chat.completions.create(model="any", messages=messages, max_tokens=9)  # type: ignore[arg-type]
+    assert second.usage is not None
+    return float(parts[-1].usage.completion_tokens * 100 + second.usage.completion_tokens)

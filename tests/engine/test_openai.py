@@ -19,15 +19,17 @@ from asyncmoe.rollout.tasks import Prompt
 from asyncmoe.rollout.tokenizer import Tokenizer
 from asyncmoe.trajectory import Recording, Routing, Trajectory, decode_masks, decode_routes, validate
 from tests.engine.conftest import Rig
+from tests.engine.openai_agent import LETTERS
 from tests.engine.oracle import Oracle
 
 pytestmark = pytest.mark.engine
 
 
-def test_an_agent_written_for_openai_is_recorded_unchanged(untouched: Rig, model: Path, tokenizer: Tokenizer) -> None:
+@pytest.mark.parametrize("agent", ["two_questions", "streamed_and_stopped"])
+def test_an_agent_written_for_openai_is_recorded_unchanged(untouched: Rig, model: Path, tokenizer: Tokenizer, agent: str) -> None:
     recording = Recording(Routing(4, (0, 1, 2, 3), 2, 8), masks=True, vocabulary=tokenizer.vocabulary)
     sampling = Sampling(0.7, 16, (tokenizer.eos,), top_p=0.9, top_k=40, recording=recording)
-    agents = OpenAIEnvironment("tests.engine.openai_agent:two_questions")
+    agents = OpenAIEnvironment(f"tests.engine.openai_agent:{agent}")
     stage = RolloutContext(untouched.pool, sampling, tokenizer, scoring.Exact(), agents)
 
     async def play() -> list[tuple[Trajectory, ...]]:
@@ -37,7 +39,7 @@ def test_an_agent_written_for_openai_is_recorded_unchanged(untouched: Rig, model
         finally:
             await agents.close()
 
-    oracle = Oracle(model)
+    oracle, stopped = Oracle(model), 0
     for made in untouched.run(play()):
         (record,) = made
         validate(record, recording)
@@ -49,6 +51,10 @@ def test_an_agent_written_for_openai_is_recorded_unchanged(untouched: Rig, model
         assert lengths[1] <= 9
         text = tokenizer.decode(record.tokens[first:].tolist())
         assert "and again?" in text
+        if agent == "streamed_and_stopped":
+            *earlier, last = (set(tokenizer.decode([token])) & set(LETTERS) for token in record.tokens[int(sampled[0]) : first].tolist())
+            assert not any(earlier)
+            stopped += bool(last)
         # Both answers were sampled from what precedes them, so the first one's tokens stand as they were sampled.
         logprobs, experts = forward(oracle, record)
         assert record.routes is not None
@@ -58,6 +64,7 @@ def test_an_agent_written_for_openai_is_recorded_unchanged(untouched: Rig, model
         for t in sampled.tolist():
             support = logprobs[t - 1, masks.ids[masks.offsets[t] : masks.offsets[t + 1]].tolist()]
             assert abs(record.logprobs[t] - float(logprobs[t - 1, record.tokens[t]] - support.logsumexp(0))) < 1e-4
+    assert agent == "two_questions" or stopped > 0
 
 
 def forward(oracle: Oracle, record: Trajectory) -> tuple[torch.Tensor, np.ndarray]:

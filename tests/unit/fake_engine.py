@@ -10,7 +10,7 @@ from pathlib import Path
 from asyncmoe.errors import EngineError
 from asyncmoe.receiver.command import Command, CommitCommand
 from asyncmoe.rollout.engines.engine import EngineHandle
-from asyncmoe.rollout.engines.types import ABORTED, EngineLost, Generation, Sampling, VersionSpan
+from asyncmoe.rollout.engines.types import ABORTED, EngineLost, Generation, Listener, Sampling, VersionSpan
 
 
 class FakeEngine:
@@ -41,7 +41,14 @@ class FakeEngine:
         pass
 
     async def generate(
-        self, tokens: Sequence[int], sampling: Sampling, salt: str, timeout_s: float, routed: int = 0, adapter: str | None = None
+        self,
+        tokens: Sequence[int],
+        sampling: Sampling,
+        salt: str,
+        timeout_s: float,
+        routed: int = 0,
+        adapter: str | None = None,
+        listener: Listener | None = None,
     ) -> Generation:
         if adapter is not None and adapter not in self.adapters:
             raise EngineError(f"{self.name}: no adapter {adapter}")
@@ -54,6 +61,8 @@ class FakeEngine:
             if not self.paused:
                 self._check(not self.partial, "sampled with part of a version")
                 versions.append(self.version)
+                if listener is not None and listener.kept is None:
+                    listener.hear([len(tokens) + len(versions) - 1])
         made = tuple(range(len(tokens), len(tokens) + len(versions)))
         finish = "length" if len(versions) == sampling.max_new_tokens else ABORTED
         return Generation(made, (-1.0,) * len(made), _spans(versions), finish, 0)

@@ -14,6 +14,7 @@ from tests.unit.openai_policy import Policy
 keys: list[str] = []
 policies: list[Policy] = []
 released = threading.Event()
+statuses: list[int] = []
 
 
 async def two_turns(base_url: str, api_key: str, prompt: str, answer: str) -> float:
@@ -85,6 +86,16 @@ async def leaves_one_under_way(base_url: str, api_key: str, prompt: str, answer:
         while not policies or not policies[0].hanging:
             await asyncio.sleep(0.01)
     return 0.5
+
+
+async def asks_for_another_temperature(base_url: str, api_key: str, prompt: str, answer: str) -> float:
+    async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
+        create = client.chat.completions.with_raw_response.create
+        try:
+            statuses.append((await create(model="m", messages=[{"role": "user", "content": prompt}], temperature=0.0)).status_code)
+        except openai.APIStatusError as error:
+            statuses.append(error.status_code)
+    return 0.0
 
 
 not_a_function = 3

@@ -9,7 +9,7 @@ from pathlib import Path
 from random import Random
 
 from asyncmoe.models import make
-from asyncmoe.rollout.engines.types import Generation, Sampling, VersionSpan
+from asyncmoe.rollout.engines.types import Generation, Listener, Sampling, VersionSpan
 from asyncmoe.rollout.episodes.environment import Agent, Bounds, Episode
 from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId, Turn
 from asyncmoe.rollout.tasks import Prompt
@@ -40,9 +40,16 @@ class Policy:
     hanging: int = 0
     cancelled: int = 0
 
-    async def speak(self, agent: Agent, given: tuple[int, ...], sampling: Sampling) -> list[Turn]:
+    async def speak(self, agent: Agent, given: tuple[int, ...], sampling: Sampling, listener: Listener | None) -> list[Turn]:
         said = self.say((*agent.tokens, *given))[: sampling.max_new_tokens]
         await asyncio.sleep(0)
+        for token in said if listener is not None else ():
+            assert listener is not None
+            if listener.hear([token]):
+                break
+            await asyncio.sleep(0)
+        kept = listener.kept if listener is not None else None
+        said = said[:kept]
         if not said:
             self.hanging += 1
             try:
@@ -51,7 +58,7 @@ class Policy:
                 self.cancelled += 1
                 raise
         self.asked.append((agent.name, given, said))
-        finish = "stop" if said[-1] in sampling.stop else "length"
+        finish = "stop" if said[-1] in sampling.stop or kept is not None else "length"
         return [Turn(given, Generation(said, (-0.5,) * len(said), (VersionSpan("0", 0, len(said)),), finish, 0), 0)]
 
     def episode(self, known: Tokenizer, bounds: Bounds | None = None) -> Episode:

@@ -18,7 +18,7 @@ from asyncmoe.models.make import make_model
 from asyncmoe.rollout import tasks
 from asyncmoe.rollout.engines.pool import PooledGeneration
 from asyncmoe.rollout.engines.scheduling import ScheduledRequest
-from asyncmoe.rollout.engines.types import Generation, Sampling, VersionSpan
+from asyncmoe.rollout.engines.types import Generation, Listener, Sampling, VersionSpan
 from asyncmoe.rollout.episodes.episode import RolloutContext
 from asyncmoe.rollout.evaluation import Evaluator, due, measure, sampling
 from asyncmoe.rollout.scoring import Exact
@@ -65,7 +65,9 @@ class Engines:
         self.go = asyncio.Event()
         self.go.set()
 
-    async def generate(self, tokens: Sequence[int], sampling: Sampling, routed: int = 0, *, request: ScheduledRequest) -> PooledGeneration:
+    async def generate(
+        self, tokens: Sequence[int], sampling: Sampling, routed: int = 0, *, request: ScheduledRequest, listener: Listener | None
+    ) -> PooledGeneration:
         number = len(self.asked)
         self.asked.append(self.tokenizer.decode(tokens))
         self.requests.append(request)

@@ -15,7 +15,7 @@ from asyncmoe.models import kept_routing
 from asyncmoe.rollout.engines.interruption import respond
 from asyncmoe.rollout.engines.pool import PooledGeneration
 from asyncmoe.rollout.engines.scheduling import ScheduledRequest
-from asyncmoe.rollout.engines.types import ABORTED, Generation, Sampling, VersionSpan
+from asyncmoe.rollout.engines.types import ABORTED, Generation, Listener, Sampling, VersionSpan
 from asyncmoe.rollout.episodes.trajectory_builder import Turn
 
 HF = {
@@ -41,12 +41,16 @@ class Scripted:
         self.requests: list[ScheduledRequest] = []
         self.lost_tokens = self.recomputed_tokens = 0
 
-    async def generate(self, tokens: Sequence[int], sampling: Sampling, routed: int = 0, *, request: ScheduledRequest) -> PooledGeneration:
+    async def generate(
+        self, tokens: Sequence[int], sampling: Sampling, routed: int = 0, *, request: ScheduledRequest, listener: Listener | None
+    ) -> PooledGeneration:
         self.requests.append(request)
         self.asked.append((tuple(tokens), sampling.max_new_tokens, routed))
         count, finish = self.answers.pop(0)
         version = len(self.asked)
         made = tuple(range(100 * version, 100 * version + count))
+        if listener is not None:
+            listener.hear(made)
         return PooledGeneration(Generation(made, (-1.0,) * count, (VersionSpan(str(version), 0, count),), finish, 0), version)
 
 

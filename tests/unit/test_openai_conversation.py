@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 
 from asyncmoe.models.make import VOCAB
 from asyncmoe.rollout.episodes.environment import Bounds
+from asyncmoe.rollout.episodes.openai_endpoint.chat import Chat
 from asyncmoe.rollout.episodes.openai_endpoint.conversation import PolicyRequest, answered, begin, extend
-from asyncmoe.rollout.episodes.openai_endpoint.protocol import Completion, RequestRefused, chunks, completion, parse
+from asyncmoe.rollout.episodes.openai_endpoint.request import Completion, CompletionRequest, OnConflict, RequestRefused
 from asyncmoe.rollout.episodes.openai_endpoint.session import Session
 from asyncmoe.rollout.tokenizer import Tokenizer
 from tests.unit import openai_policy
@@ -30,15 +31,19 @@ def request(messages: list[dict[str, Any]], **fields: object) -> bytes:
     return json.dumps({"model": "m", "messages": messages, **fields}).encode()
 
 
+def parse(body: bytes, on_conflict: OnConflict = "refuse") -> CompletionRequest:
+    return Chat().parse(body, SAMPLING, on_conflict)
+
+
 def user(text: str) -> dict[str, Any]:
     return {"role": "user", "content": text}
 
 
 async def ask(session: Session, messages: list[dict[str, Any]], **fields: object) -> tuple[dict[str, Any], Completion]:
     """The message a client gets."""
-    asked = session.parse(request(messages, **fields))
+    asked = session.parse(session.chat, request(messages, **fields))
     answer = await session.answer(asked)
-    return json.loads(json.dumps(completion(asked, answer)))["choices"][0]["message"], answer
+    return json.loads(json.dumps(session.chat.whole(asked, [answer])))["choices"][0]["message"], answer
 
 
 def rest(known: Tokenizer, messages: list[dict[str, Any]], ended: int | None) -> tuple[int, ...]:
@@ -220,16 +225,33 @@ def test_tools_reach_the_template(known: Tokenizer) -> None:
         ({"temperature": True}, "temperature"),
         ({"top_p": 1.0}, "top_p"),
         ({"top_k": 5}, "top_k"),
-        ({"n": 2}, "n"),
+        ({"temperature": "hot"}, "temperature"),
+        ({"n": 17}, "n"),
+        ({"n": 0}, "n"),
         ({"n": True}, "n"),
-        ({"stop": "\n"}, "stop"),
-        ({"stop": ["\n"]}, "stop"),
+        ({"n": 2, "stream": True}, "n"),
+        ({"stop": ""}, "stop"),
+        ({"stop": [7]}, "stop"),
+        ({"stop": ["a"] * 33}, "stop"),
+        ({"stop": "a" * 1001}, "stop"),
         ({"seed": 1}, "seed"),
-        ({"logprobs": True}, "logprobs"),
+        ({"logprobs": 1}, "logprobs"),
+        ({"logprobs": True, "top_logprobs": 3}, "top_logprobs"),
         ({"frequency_penalty": 0.1}, "frequency_penalty"),
+        ({"logit_bias": {"7": 1}}, "logit_bias"),
+        ({"logit_bias": 7}, "logit_bias"),
         ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"response_format": {"type": "poem"}}, "response_format"),
+        ({"response_format": "json"}, "response_format"),
         ({"tool_choice": "required"}, "tool_choice"),
+        ({"tool_choice": "any"}, "tool_choice"),
+        ({"parallel_tool_calls": "no"}, "parallel_tool_calls"),
+        ({"stream_options": []}, "stream_options"),
+        ({"reasoning_effort": "low"}, "reasoning_effort"),
+        ({"modalities": ["audio"]}, "modalities"),
+        ({"functions": [{"name": "f"}]}, "functions"),
         ({"max_tokens": 0}, "max_completion_tokens"),
+        ({"max_tokens": 1.5}, "max_tokens"),
         ({"max_completion_tokens": 1.5}, "max_completion_tokens"),
         ({"stream": "yes"}, "stream"),
         ({"model": 3}, "model"),
@@ -254,7 +276,7 @@ def test_tools_reach_the_template(known: Tokenizer) -> None:
 def test_what_is_refused_is_named(fields: dict[str, Any], named: str) -> None:
     body = json.dumps({"model": "m", "messages": [user("hi")], **fields}).encode()
     with pytest.raises(RequestRefused) as refused:
-        parse(body, SAMPLING)
+        parse(body)
     assert (refused.value.status, refused.value.parameter) == (400, named)
 
 
@@ -273,7 +295,7 @@ def test_what_is_refused_is_named(fields: dict[str, Any], named: str) -> None:
 )
 def test_garbage_is_refused(body: bytes) -> None:
     with pytest.raises(RequestRefused) as refused:
-        parse(body, SAMPLING)
+        parse(body)
     assert refused.value.status == 400
 
 
@@ -283,7 +305,7 @@ def test_garbage_is_refused(body: bytes) -> None:
 def test_any_messages_are_taken_or_refused(messages: object) -> None:
     for shaped in (messages, [messages], [{"role": "assistant", "content": messages}], [{"role": "assistant", "tool_calls": [messages]}]):
         try:
-            parse(json.dumps({"messages": shaped, "tools": messages}).encode(), SAMPLING)
+            parse(json.dumps({"messages": shaped, "tools": messages}).encode())
         except RequestRefused as refused:
             assert refused.status == 400  # noqa: PT017  either is right
 
@@ -300,11 +322,11 @@ def test_what_changes_nothing_is_taken() -> None:
         "presence_penalty": 0.0,
         "user": "me",
     }
-    asked = parse(request([user("hi")], max_tokens=5, max_completion_tokens=7, stream_options={"include_usage": True}, **fields), SAMPLING)
+    asked = parse(request([user("hi")], max_tokens=5, max_completion_tokens=7, stream_options={"include_usage": True}, **fields))
     assert (asked.most, asked.stream, asked.usage) == (5, False, True)
     parts = [{"type": "text", "text": "h"}, {"type": "text", "text": "i"}]
     message = {"role": "user", "content": parts, "refusal": None, "annotations": []}
-    assert parse(request([message]), SAMPLING).asked.messages == ({"role": "user", "content": "hi"},)
+    assert parse(request([message])).asked.messages == ({"role": "user", "content": "hi"},)
 
 
 def test_an_answer_may_be_cut_by_the_client(known: Tokenizer) -> None:
@@ -396,10 +418,123 @@ def test_a_cancelled_request_is_repeated_or_left_for_another_conversation(known:
     assert [agent.name for agent in episode.spoke] == ["policy", "policy/2"]
 
 
-def test_a_stream_tells_what_an_answer_tells() -> None:
-    asked = parse(request([user("hi")], stream=True), SAMPLING)
-    events = [*chunks(asked, Completion({"role": "assistant", "content": "é\n"}, "stop", 3, 2))]
-    assert events[-1] == b"data: [DONE]\n\n"
-    told = [json.loads(event.removeprefix(b"data: ")) for event in events[:-1]]
-    assert [part["choices"][0]["delta"].get("content") for part in told] == ["é\n", None]
-    assert told[-1]["choices"][0]["finish_reason"] == "stop"
+CONFLICTS: dict[str, object] = {
+    "temperature": 0,
+    "top_p": 0.5,
+    "top_k": 3,
+    "min_p": 0.1,
+    "seed": 7,
+    "frequency_penalty": 1,
+    "presence_penalty": 1,
+    "repetition_penalty": 2,
+    "logit_bias": {"7": 1},
+    "top_logprobs": 2,
+    "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {}}},
+    "tool_choice": "required",
+    "reasoning_effort": "low",
+}
+
+
+def test_the_runs_sampling_wins_and_the_parameters_are_named() -> None:
+    asked = parse(request([user("hi")], **CONFLICTS), "run")
+    assert set(asked.overridden) == set(CONFLICTS)
+    for name, value in CONFLICTS.items():
+        with pytest.raises(RequestRefused, match=r"on_conflict to run") as refused:
+            parse(request([user("hi")], **{name: value}), "refuse")
+        assert refused.value.parameter == name
+    strict = {"type": "function", "function": {"name": "f", "strict": True}}
+    assert parse(request([user("hi")], tools=[strict]), "run").overridden == ("tools.strict",)
+
+
+@pytest.mark.parametrize("fields", [{"surprise": 1}, {"temperature": "hot"}, {"modalities": ["audio"]}, {"functions": [{}]}, {"n": 17}])
+def test_what_would_change_the_question_or_cannot_be_understood_is_refused_in_both(fields: dict[str, Any]) -> None:
+    with pytest.raises(RequestRefused):
+        parse(request([user("hi")], **fields), "run")
+
+
+def test_a_stop_text_is_kept_for_training_and_taken_from_the_client(known: Tokenizer) -> None:
+    policy = Policy(openai_policy.text(known, "one;two"))
+
+    async def run() -> None:
+        session = Session(policy.episode(known))
+        first = [user("a")]
+        message, answer = await ask(session, first, stop=[";", "never"])
+        assert (message["content"], answer.finish, answer.stopped_by, answer.sampled_tokens) == ("one", "stop", ";", 4)
+        await ask(session, [*first, message, user("b")])
+
+    asyncio.run(run())
+    assert policy.asked[0] == ("policy", known.encode(known.render([user("a")])), known.encode("one;"))
+    # The conversation goes on from what was sampled, stop text included.
+    assert policy.asked[1][:2] == ("policy", rest(known, [user("b")], None))
+
+
+TWO_CALLS = 'a <tool_call>{"name":"f","arguments":{"x":1.0}}</tool_call> <tool_call>{"name":"f","arguments":{}}</tool_call> b'
+
+
+def test_a_response_with_one_call_ends_with_it(known: Tokenizer) -> None:
+    policy = talk(known, [user("a")], words=TWO_CALLS, tools=[TOOL], parallel_tool_calls=False)
+    assert known.decode(policy.asked[0][2]) == TWO_CALLS.partition(' <tool_call>{"name":"f","arguments":{}}')[0]
+    assert known.decode(talk(known, [user("a")], words=TWO_CALLS, tools=[TOOL]).asked[0][2]) == TWO_CALLS[:100]
+
+
+@pytest.mark.parametrize("arguments", ['{"x": 1}', '{"x":1.0}', ' {"x" : 1e0} '])
+def test_arguments_that_a_client_writes_anew_are_the_same_arguments(known: Tokenizer, arguments: str) -> None:
+    policy = Policy(openai_policy.text(known, TWO_CALLS))
+
+    async def run() -> None:
+        session = Session(policy.episode(known))
+        message, _ = await ask(session, [user("a")], tools=[TOOL])
+        message["tool_calls"][0]["function"]["arguments"] = arguments
+        await ask(session, [user("a"), message, {"role": "tool", "content": "2"}], tools=[TOOL])
+        message["tool_calls"][0]["function"]["arguments"] = '{"x": true}'
+        await ask(session, [user("a"), message, {"role": "tool", "content": "2"}], tools=[TOOL])
+
+    asyncio.run(run())
+    assert names(policy) == ["policy", "policy", "policy/2"]
+
+
+def test_several_choices_are_several_conversations_and_each_can_go_on(known: Tokenizer) -> None:
+    words = iter(["one", "two", "three", "more"])
+    policy = Policy(lambda seen: (*known.encode(next(words)), IM_END))
+
+    async def run() -> None:
+        session = Session(policy.episode(known))
+        asked = session.parse(session.chat, request([user("a")], n=3, logprobs=True))
+        made = session.chat.whole(asked, await session.answers(asked))
+        assert sorted(choice["message"]["content"] for choice in made["choices"]) == ["one", "three", "two"]
+        second = next(choice for choice in made["choices"] if choice["message"]["content"] == "two")
+        assert [one["token"] for one in second["logprobs"]["content"]][-1] == ""
+        assert {one["logprob"] for one in second["logprobs"]["content"]} == {-0.5}
+        await ask(session, [user("a"), second["message"], user("b")])
+
+    asyncio.run(run())
+    assert names(policy) == ["policy", "policy/2", "policy/3", "policy/2"]
+
+
+PIECE = st.sampled_from(["a", " ", "\n", "<tool_call>", "</tool_call>", '{"name":"f","arguments":{"x":1}}', "<", "<tool", ";", "é"])
+
+
+@settings(max_examples=150)
+@given(st.lists(PIECE, max_size=12), st.booleans(), st.sampled_from([(), (";",), ("; ", "a<")]))
+def test_what_is_streamed_is_what_is_answered(known: Tokenizer, pieces: list[str], calls: bool, stops: tuple[str, ...]) -> None:
+    fields: dict[str, Any] = {"stop": list(stops)} | ({"tools": [TOOL]} if calls else {})
+    said = (*known.encode("".join(pieces)), IM_END)
+
+    async def once(told: list[str] | None) -> Completion:
+        session = Session(Policy(lambda seen: said).episode(known))
+        asked = session.parse(session.chat, request([user("a")], **fields))
+        return await session.answer(asked, None if told is None else told.append)
+
+    told: list[str] = []
+    streamed, whole = asyncio.run(once(told)), asyncio.run(once(None))
+    assert "".join(told) == streamed.text == whole.text
+    assert [(call.name, call.arguments) for call in streamed.calls] == [(call.name, call.arguments) for call in whole.calls]
+    assert (streamed.finish, streamed.stopped_by) == (whole.finish, whole.stopped_by)
+
+
+@pytest.mark.parametrize("call", ["NaN", '"\\ud800"', "Infinity", "1e999"])
+def test_a_call_that_is_not_json_is_text(known: Tokenizer, call: str) -> None:
+    words = f'<tool_call>{{"name":"f","arguments":{{"x":{call}}}}}</tool_call>'
+    policy = Policy(openai_policy.text(known, words))
+    message, _ = asyncio.run(ask(Session(policy.episode(known)), [user("a")], tools=[TOOL]))
+    assert message == {"role": "assistant", "content": words}

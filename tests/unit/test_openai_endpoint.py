@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import logging
 import socket
+import sys
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -11,10 +14,14 @@ import aiohttp
 import openai
 import pytest
 
+from asyncmoe.config import parse
 from asyncmoe.errors import ConfigError, TrajectoryRejected, UserError
+from asyncmoe.launch import part
+from asyncmoe.rollout.episodes import environments
 from asyncmoe.rollout.episodes.environment import Bounds, Episode
 from asyncmoe.rollout.episodes.openai_endpoint import threads
 from asyncmoe.rollout.episodes.openai_endpoint.environment import OpenAIEnvironment
+from asyncmoe.rollout.episodes.openai_endpoint.request import OnConflict
 from asyncmoe.rollout.episodes.openai_endpoint.server import ClientLimits, OpenAIEndpoint
 from asyncmoe.rollout.episodes.openai_endpoint.session import Session
 from asyncmoe.rollout.tokenizer import Tokenizer
@@ -32,13 +39,17 @@ def known(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 
 def served(
-    policy: Policy, known: Tokenizer, client: Callable[[str, Session], Awaitable[None]], limits: ClientLimits | None = None
+    policy: Policy,
+    known: Tokenizer,
+    client: Callable[[str, Session], Awaitable[None]],
+    limits: ClientLimits | None = None,
+    on_conflict: OnConflict = "run",
 ) -> Episode:
     """Let `client` speak to an episode by its URL."""
     episode = policy.episode(known)
 
     async def run() -> None:
-        endpoint = OpenAIEndpoint(limits)
+        endpoint = OpenAIEndpoint(limits, on_conflict)
         try:
             session, url = await endpoint.open(episode)
             async with asyncio.timeout(60):
@@ -108,7 +119,7 @@ def test_errors_reach_openais_client_as_its_own_and_are_not_repeated(known: Toke
             raise TrajectoryRejected("engine_failed", "it died")
 
     policy = Failing(lambda seen: ())
-    episode = served(policy, known, client)
+    episode = served(policy, known, client, on_conflict="refuse")
     with pytest.raises(TrajectoryRejected, match="engine_failed"):
         _ = episode.spoke
 
@@ -290,7 +301,252 @@ def test_agents_that_never_end_stop_the_run(known: Tokenizer, monkeypatch: pytes
     asyncio.run(run())
 
 
+@pytest.mark.parametrize(("given", "status"), [({}, 200), ({"on_conflict": "run"}, 200), ({"on_conflict": "refuse"}, 400)])
+def test_the_configuration_says_who_wins(known: Tokenizer, given: dict[str, str], status: int) -> None:
+    openai_agents.statuses.clear()
+    section = {"kind": "openai", "agent": f"{AGENTS}:asks_for_another_temperature", **given}
+    config = parse({"run": {"dir": "r", "steps": 1}, "model": {"path": "m"}, "task": {"kind": "arithmetic"}, "environment": section})
+    environment = environments.load(config)
+
+    async def run() -> None:
+        await environment.run(says(known).episode(known))
+        await environment.close()  # type: ignore[attr-defined]
+
+    asyncio.run(run())
+    assert openai_agents.statuses == [status]
+
+
 @pytest.mark.parametrize("agent", ["nothing", "tests.unit.openai_agents:nobody", "no.such:module", f"{AGENTS}:not_a_function"])
 def test_an_agent_that_does_not_exist(agent: str) -> None:
     with pytest.raises(ConfigError, match=r"environment\.agent"):
         OpenAIEnvironment(agent)
+
+
+def test_openais_client_is_told_what_was_overridden_and_gets_text_as_it_is_sampled(
+    known: Tokenizer, caplog: pytest.LogCaptureFixture
+) -> None:
+    policy = says(known, "hello; world")
+
+    async def client(url: str, session: Session) -> None:
+        async with openai.AsyncOpenAI(base_url=url, api_key=session.key) as client:
+            create = client.chat.completions.with_raw_response.create
+            for _ in range(3):
+                raw = await create(model="m", messages=MESSAGES, temperature=0.0, seed=3, logprobs=True, stop=";", n=2)
+            assert raw.headers["asyncmoe-overridden"] == "temperature, seed"
+            told = raw.parse()
+            assert [choice.message.content for choice in told.choices] == ["hello", "hello"]
+            logprobs = told.choices[1].logprobs
+            assert logprobs is not None
+            assert "".join(one.token for one in logprobs.content or []) == "hello;"
+            assert "asyncmoe-overridden" not in (await create(model="m", messages=MESSAGES, temperature=0.7)).headers
+            stream = await client.chat.completions.create(model="m", messages=MESSAGES, stream=True)
+            texts = [part.choices[0].delta.content async for part in stream]
+            assert "".join(text or "" for text in texts) == "hello; world"
+            assert len([text for text in texts if text]) == len(known.encode("hello; world"))
+
+    with caplog.at_level("WARNING"):
+        served(policy, known, client)
+    assert [record.getMessage() for record in caplog.records if "an agent sets" in record.getMessage()] == [
+        "an agent sets temperature, seed: the run's own sampling is used instead, and no later request is logged (environment.on_conflict)"
+    ]
+
+
+def test_an_agents_requests_do_not_fill_the_log(
+    known: Tokenizer, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    loggers = [logging.getLogger(name) for name in ("httpx", "httpx2")]
+
+    async def client(url: str, session: Session) -> None:
+        async with openai.AsyncOpenAI(base_url=url, api_key=session.key) as client:
+            await client.chat.completions.create(model="m", messages=MESSAGES)
+
+    try:
+        with caplog.at_level(logging.INFO):
+            served(says(known), known, client)
+            assert any(record.getMessage().startswith("HTTP Request") for record in caplog.records)
+            caplog.clear()
+            part.main(lambda: served(says(known), known, client))
+            assert not [record for record in caplog.records if record.getMessage().startswith("HTTP Request")]
+    finally:
+        for logger in loggers:
+            logger.setLevel(logging.NOTSET)
+
+
+def test_a_client_that_leaves_a_stream_ends_its_request_to_the_engine(known: Tokenizer) -> None:
+    class Slow(Policy):
+        async def speak(self, agent: Any, given: Any, sampling: Any, listener: Any) -> list[Any]:
+            listener.hear(known.encode("hello"))
+            return await super().speak(agent, given, sampling, None)
+
+    policy = Slow(lambda seen: ())
+
+    async def client(url: str, session: Session) -> None:
+        async with openai.AsyncOpenAI(base_url=url, api_key=session.key) as client:
+            stream = await client.chat.completions.create(model="m", messages=MESSAGES, stream=True)
+            async for piece in stream:
+                if piece.choices[0].delta.content:
+                    break
+            await stream.close()
+        while not policy.cancelled:
+            await asyncio.sleep(0.01)
+
+    served(policy, known, client)
+
+
+def test_a_stream_that_fails_says_so_in_the_stream(known: Tokenizer) -> None:
+    class Dies(Policy):
+        async def speak(self, agent: Any, given: Any, sampling: Any, listener: Any) -> list[Any]:
+            listener.hear(known.encode("hel"))
+            await asyncio.sleep(0)
+            raise TrajectoryRejected("engine_died", "it died")
+
+    async def client(url: str, session: Session) -> None:
+        async with openai.AsyncOpenAI(base_url=url, api_key=session.key) as client:
+            stream = await client.chat.completions.create(model="m", messages=MESSAGES, stream=True)
+            texts: list[str] = []
+            with pytest.raises(openai.APIError, match="it died"):
+                texts.extend([texts.append(part.choices[0].delta.content or "") or "" async for part in stream])
+            assert "".join(texts) == "hel"
+            failing = await client.responses.create(model="m", input="a", stream=True)
+            events = [event async for event in failing]
+            assert (events[-1].type, events[-1].response.error.message) == ("response.failed", "engine_died: it died")  # type: ignore[union-attr]
+
+    served(Dies(lambda seen: ()), known, client)
+
+
+FUNCTION: Any = {"type": "function", "name": "f", "parameters": {"type": "object"}, "strict": True}
+
+
+def test_openais_client_speaks_the_responses_api(known: Tokenizer) -> None:
+    policy = says(known, 'so <tool_call>{"name": "f", "arguments": {"x": 1.0, "é": "ü"}}</tool_call>')
+
+    async def client(url: str, session: Session) -> None:
+        async with openai.AsyncOpenAI(base_url=url, api_key=session.key) as client:
+            raw = await client.responses.with_raw_response.create(model="m", input="a", instructions="be", tools=[FUNCTION], temperature=0)
+            assert raw.headers["asyncmoe-overridden"] == "tools.strict, temperature"
+            told = raw.parse()
+            _, call = told.output
+            assert (told.output_text, told.temperature, told.status) == ("so", 0.7, "completed")
+            assert call.type == "function_call"
+            assert (call.name, call.arguments) == ("f", '{"x": 1.0, "é": "ü"}')
+            answer = {"type": "function_call_output", "call_id": call.call_id, "output": "2"}
+            history: Any = [{"role": "user", "content": "a"}, *told.output, answer]
+            second = await client.responses.create(model="m", input=history, instructions="be", tools=[FUNCTION])
+            third = await client.responses.create(
+                model="m", input=[{"role": "user", "content": "b"}], previous_response_id=second.id, instructions="be", tools=[FUNCTION]
+            )
+            assert third.usage is not None
+            assert third.usage.input_tokens > second.usage.total_tokens  # type: ignore[union-attr]
+            stream = await client.responses.create(
+                model="m", input="c", previous_response_id=third.id, instructions="be", tools=[FUNCTION], stream=True
+            )
+            kinds, numbers, text = [], [], ""
+            async for event in stream:
+                kinds.append(event.type)
+                numbers.append(event.sequence_number)
+                text += event.delta if event.type == "response.output_text.delta" else ""
+                last = event
+            assert numbers == list(range(len(kinds)))
+            assert text == "so"
+            assert kinds[:4] == [f"response.{k}" for k in ("created", "in_progress", "output_item.added", "content_part.added")]
+            assert kinds.count("response.output_item.done") == 2
+            assert last.type == "response.completed"
+            assert [item.type for item in last.response.output] == ["message", "function_call"]
+            cut = await client.responses.create(model="m", input="z", max_output_tokens=1)
+            assert (cut.status, cut.incomplete_details and cut.incomplete_details.reason) == ("incomplete", "max_output_tokens")
+            with pytest.raises(openai.NotFoundError, match="no response"):
+                await client.responses.create(model="m", input="z", previous_response_id="resp_0")
+
+    served(policy, known, client)
+    assert [name for name, _, _ in policy.asked] == ["policy"] * 4 + ["policy/2"]
+    assert policy.asked[1][1] == known.encode("\n<|im_start|>tool\n2<|im_end|>\n<|im_start|>assistant\n")
+    assert policy.asked[2][1] == known.encode("\n<|im_start|>user\nb<|im_end|>\n<|im_start|>assistant\n")
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "named"),
+    [
+        ("responses", {"input": []}, "input"),
+        ("responses", {"input": 3}, "input"),
+        ("responses", {"input": [3]}, "input[0]"),
+        ("responses", {"input": [{"type": "item_reference", "id": "x"}]}, "input[0]"),
+        ("responses", {"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content"),
+        ("responses", {"input": [{"role": "user", "content": "a", "secret": 1}]}, "input[0].secret"),
+        ("responses", {"input": [{"type": "function_call", "call_id": "x", "name": "f"}]}, "input[0].arguments"),
+        ("responses", {"input": [{"type": "function_call_output", "output": "x"}]}, "input[0].call_id"),
+        ("responses", {"tools": [{"type": "web_search"}]}, "tools[0]"),
+        ("responses", {"tools": [{"type": "function", "name": 3}]}, "tools[0]"),
+        ("responses", {"background": True}, "background"),
+        ("responses", {"conversation": "c"}, "conversation"),
+        ("responses", {"text": {"format": {"type": "poem"}}}, "text.format"),
+        ("responses", {"text": {"surprise": 1}}, "text.surprise"),
+        ("responses", {"include": "x"}, "include"),
+        ("responses", {"max_output_tokens": 0}, "max_output_tokens"),
+        ("responses", {"reasoning": 3}, "reasoning"),
+        ("messages", {"messages": []}, "messages"),
+        ("messages", {"messages": [{"role": "robot", "content": "a"}]}, "messages[0]"),
+        ("messages", {"messages": [{"role": "user", "content": 3}]}, "messages[0].content"),
+        ("messages", {"messages": [{"role": "user", "content": [3]}]}, "messages[0].content"),
+        ("messages", {"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages[0].content"),
+        ("messages", {"messages": [{"role": "assistant", "content": "I"}]}, "messages must end"),
+        ("messages", {"messages": [{"role": "assistant", "content": [{"type": "tool_use", "id": "x", "name": "f"}]}]}, "messages[0]"),
+        ("messages", {"messages": [{"role": "assistant", "content": [{"type": "thinking", "thinking": "x"}]}]}, "messages[0]"),
+        ("messages", {"system": 3}, "system"),
+        ("messages", {"stop_sequences": [""]}, "stop_sequences"),
+        ("messages", {"tools": [{"type": "web_search_20250305", "name": "x"}]}, "tools[0]"),
+        ("messages", {"tools": [{"name": "f", "input_schema": {}, "defer_loading": True}]}, "tools[0].defer_loading"),
+        ("messages", {"tool_choice": {"type": "all"}}, "tool_choice"),
+        ("messages", {"tool_choice": "any"}, "tool_choice"),
+        ("messages", {"mcp_servers": []}, "mcp_servers"),
+        ("messages", {"max_tokens": True}, "max_tokens"),
+    ],
+)
+def test_what_the_other_apis_refuse_is_named(known: Tokenizer, path: str, fields: dict[str, Any], named: str) -> None:
+    right = {"responses": {"input": "a"}, "messages": {"messages": MESSAGES}}[path]
+
+    async def client(url: str, session: Session) -> None:
+        async with post(url, session, json.dumps({**right, **fields}).encode(), path=path) as reply:
+            told = await reply.json()
+            assert (reply.status, told["error"]["message"].startswith(named)) == (400, True), told
+            assert told.get("type") == ("error" if path == "messages" else None)
+
+    served(says(known), known, client)
+
+
+def test_anthropics_api_calls_tools_streams_and_counts(known: Tokenizer) -> None:
+    """With its own client: tests/integrations/test_clients.py."""
+    policy = says(known, 'so <tool_call>{"name": "f", "arguments": {"x": 1.0}}</tool_call>')
+    tool = {"name": "f", "input_schema": {"type": "object"}}
+
+    async def client(url: str, session: Session) -> None:
+        async def send(path: str, **fields: Any) -> Any:
+            body = json.dumps({"model": "m", "max_tokens": 90, "tools": [tool], **fields})
+            async with aiohttp.request("POST", f"{url}/{path}", data=body, headers={"x-api-key": session.key}) as reply:
+                assert reply.status == 200, await reply.text()
+                return await reply.text()
+
+        told = json.loads(await send("messages", messages=MESSAGES, system="be"))
+        assert told["content"][0] == {"type": "text", "text": "so"}
+        assert (told["content"][1]["input"], told["stop_reason"]) == ({"x": 1.0}, "tool_use")
+        result = {"type": "tool_result", "tool_use_id": told["content"][1]["id"], "content": [{"type": "text", "text": "2"}]}
+        # JavaScript writes 1.0 as 1.
+        told["content"][1]["input"] = {"x": 1}
+        messages = [*MESSAGES, {"role": "assistant", "content": told["content"]}, {"role": "user", "content": [result]}]
+        lines = (await send("v1/messages", messages=messages, system="be", stream=True)).split("\n\n")[:-1]
+        events = [json.loads(line.split("\n")[1].removeprefix("data: ")) for line in lines]
+        assert [line.split("\n")[0].removeprefix("event: ") for line in lines] == [event["type"] for event in events]
+        deltas = [event["delta"] for event in events if event["type"] == "content_block_delta"]
+        assert "".join(delta.get("text", "") for delta in deltas) == "so"
+        assert deltas[-1] == {"type": "input_json_delta", "partial_json": '{"x": 1.0}'}
+        assert [event["type"] for event in events][-2:] == ["message_delta", "message_stop"]
+        counted = json.loads(await send("messages/count_tokens", messages=MESSAGES, system="be"))
+        assert counted == {"input_tokens": len(policy.asked[0][1])}
+        asked: Any = {"messages": [{"role": "user", "content": "z"}], "stop_sequences": ["o"], "tools": []}
+        stopped = json.loads(await send("messages", **asked))
+        assert (stopped["content"], stopped["stop_reason"]) == ([{"type": "text", "text": "s"}], "stop_sequence")
+        assert stopped["stop_sequence"] == "o"
+
+    served(policy, known, client)
+    assert [name for name, _, _ in policy.asked] == ["policy", "policy", "policy/2"]
+    assert policy.asked[1][1] == known.encode("\n<|im_start|>tool\n2<|im_end|>\n<|im_start|>assistant\n")

@@ -217,7 +217,7 @@ class Client:
         self.answers: asyncio.Queue[tuple[int, str] | EngineLost] = asyncio.Queue()
 
     async def generate(
-        self, tokens: Sequence[int], sampling: Sampling, salt: str, timeout_s: float, routed: int, adapter: str | None
+        self, tokens: Sequence[int], sampling: Sampling, salt: str, timeout_s: float, routed: int, adapter: str | None, listener: None
     ) -> Generation:
         self.asked.append(tuple(tokens))
         answer = await self.answers.get()

@@ -267,6 +267,15 @@ def test_a_cancelled_call_frees_its_place() -> None:
     assert asyncio.run(run()).counts.calls == 1
 
 
+SHOUT = "tests.unit.tool_functions:shout"
+
+
+@pytest.mark.parametrize("key", ["shout", SHOUT])
+def test_options_of_a_function_are_named_by_the_tool_or_by_the_function(key: str) -> None:
+    (runner,) = tools.load([SHOUT], {key: {"characters": 7}}).values()
+    assert (runner.name, runner._limits.characters) == ("shout", 7)
+
+
 @pytest.mark.parametrize(
     ("names", "options", "match"),
     [
@@ -274,7 +283,11 @@ def test_a_cancelled_call_frees_its_place() -> None:
         (["tests.unit.tool_functions:nothing"], {}, "nothing"),
         (["tests.unit.tool_functions:NUMBER"], {}, "a int, expected a function"),
         (["calculator", "calculator"], {}, "two tools named calculator"),
-        (["calculator"], {"python": {}}, "python"),
+        (["calculator"], {"python": {}}, "python: got no such tool, expected calculator"),
+        (["calculator"], {"calculater": {}}, "did you mean calculator"),
+        ([SHOUT], {"shuot": {}}, f"expected shout or {SHOUT}; did you mean shout"),
+        ([SHOUT], {"shout": {}, SHOUT: {}}, "options of a tool once"),
+        ([SHOUT], {"shout": {"timeout": 3}}, "options.shout: got timeout.*did you mean timeout_s"),
         (["calculator"], {"calculator": {"wall_s": 3}}, "wall_s"),
         (["calculator"], {"calculator": {"timeout_s": -1}}, "positive number"),
         (["calculator"], {"calculator": {"concurrency": 1.5}}, "positive whole number"),

@@ -10,13 +10,53 @@ Masks: `meta_info.output_token_sampling_mask`, a list of ids for every token of 
 
 from __future__ import annotations
 
+import base64
+import binascii
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import chain
 
 import numpy as np
 
 from asyncmoe.errors import TrajectoryRejected
+from asyncmoe.rollout.engines.types import Generation, VersionSpan
 from asyncmoe.trajectory import Masks, Routing, decode_base64, token_outside
+
+
+def cut(generation: Generation, keep: int, before: int) -> Generation:
+    """Return a response that ends with its token number `keep`, as if no token had been sampled after that one.
+
+    A token depends only on the tokens before it, so the kept tokens have the distribution and the log-probabilities of a response that
+    ends by this rule.
+
+    Args:
+        keep: at least 1, at most the response's tokens.
+        before: number of prompt tokens whose routes the answer contains.
+    """
+    size = len(generation.tokens)
+    if keep == size:
+        return replace(generation, finish="stop")
+    spans = tuple(VersionSpan(span.version, span.start, min(span.end, keep)) for span in generation.spans if span.start < keep)
+    masks = None if generation.masks is None else generation.masks[:keep]
+    routes = None if generation.routes is None else _first_rows(generation.routes, before + keep - 1, before + size - 1)
+    return replace(
+        generation,
+        tokens=generation.tokens[:keep],
+        logprobs=generation.logprobs[:keep],
+        spans=spans,
+        finish="stop",
+        masks=masks,
+        routes=routes,
+    )
+
+
+def _first_rows(text: str, keep: int, rows: int) -> str:
+    """Return the first of `rows` equal rows in base64; text that does not hold them is returned unchanged, and rejected later."""
+    try:
+        raw = base64.b64decode(text, validate=True)
+    except (binascii.Error, ValueError):
+        return text
+    return text if len(raw) % rows else base64.b64encode(raw[: len(raw) // rows * keep]).decode()
 
 
 def routed_experts(text: str | None, routing: Routing, *, tokens: int, routed: int, key: str) -> np.ndarray:

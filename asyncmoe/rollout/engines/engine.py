@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Protocol
 
 from asyncmoe.receiver.command import Command
-from asyncmoe.rollout.engines.types import Generation, Sampling
+from asyncmoe.rollout.engines.types import Generation, Listener, Sampling
 
 
 class AdapterHost(Protocol):
@@ -74,7 +74,14 @@ class Engine(AdapterHost, Protocol):
     # Generation
 
     async def generate(
-        self, tokens: Sequence[int], sampling: Sampling, salt: str, timeout_s: float, routed: int = 0, adapter: str | None = None
+        self,
+        tokens: Sequence[int],
+        sampling: Sampling,
+        salt: str,
+        timeout_s: float,
+        routed: int = 0,
+        adapter: str | None = None,
+        listener: Listener | None = None,
     ) -> Generation:
         """Sample one response to a prompt of token ids.
 
@@ -83,6 +90,8 @@ class Engine(AdapterHost, Protocol):
             salt: cached prefixes are shared only between requests with the same salt.
             routed: number of leading tokens whose routes are omitted, because earlier turns have them; 0 without recorded routes.
             adapter: name of a loaded adapter; None: the model without an adapter.
+            listener: hears every token once and in order, before this call returns. Once it ends the response, it hears no more, and the
+                engine ends the request soon; tokens sampled until then are part of the result, which `decode.cut` shortens.
 
         Raises:
             EngineLost: the connection failed.

@@ -18,9 +18,10 @@ from dataclasses import replace
 
 from asyncmoe.config.rollout import Interruption
 from asyncmoe.errors import TrajectoryRejected
+from asyncmoe.rollout.engines.decode import cut
 from asyncmoe.rollout.engines.pool import Pool
 from asyncmoe.rollout.engines.scheduling import UNKNOWN, ScheduledRequest
-from asyncmoe.rollout.engines.types import ABORTED, Sampling
+from asyncmoe.rollout.engines.types import ABORTED, Listener, Sampling
 from asyncmoe.rollout.episodes.trajectory_builder import Turn, routed_tokens
 
 
@@ -31,6 +32,7 @@ async def respond(
     sampling: Sampling,
     interruption: Interruption,
     request: ScheduledRequest = UNKNOWN,
+    listener: Listener | None = None,
 ) -> list[Turn]:
     """Generate one whole response, in as many requests as interruptions split it into.
 
@@ -38,6 +40,7 @@ async def respond(
         given: tokens before the response that no earlier turn has.
         before: the earlier turns.
         request: scheduling information of the first request.
+        listener: hears the response; tokens after the one with which it ends the response are dropped.
 
     Returns:
         The turns of the response, the first with `given`; later turns have no given tokens.
@@ -47,16 +50,24 @@ async def respond(
     """
     prefix = [token for turn in before for token in (*turn.given, *turn.generation.tokens)]
     made: list[Turn] = []
+    if listener is not None:
+        listener.live = interruption != "abort_retry"
     front, room = given, sampling.max_new_tokens
     while True:
         sampled = [token for turn in made for token in (*turn.given, *turn.generation.tokens)]
         asked, known = (*prefix, *sampled, *front), routed_tokens([*before, *made])
-        answer = await pool.generate(asked, replace(sampling, max_new_tokens=room), known, request=request)
+        answer = await pool.generate(asked, replace(sampling, max_new_tokens=room), known, request=request, listener=listener)
+        if listener is not None and listener.kept is not None:
+            keep = listener.kept - (sampling.max_new_tokens - room)
+            pool.lost_tokens += len(answer.generation.tokens) - keep
+            return [*made, Turn(front, cut(answer.generation, keep, len(asked) - known), answer.salt)]
         tokens = len(answer.generation.tokens)
         if answer.generation.finish != ABORTED:
             return [*made, Turn(front, answer.generation, answer.salt)]
         if interruption == "abort_retry":
             pool.lost_tokens += tokens
+            if listener is not None:
+                listener.forget()
         elif interruption == "abort_resume":
             if tokens:
                 made.append(Turn(front, answer.generation, answer.salt))

@@ -26,7 +26,7 @@ from asyncmoe.rollout.engines.adapter_slots import ServedBy, TwoSlots, attribute
 from asyncmoe.rollout.engines.engine import EngineHandle
 from asyncmoe.rollout.engines.gate import Gate
 from asyncmoe.rollout.engines.scheduling import UNKNOWN, Homes, Lengths, ScheduledRequest, Waiting, choose
-from asyncmoe.rollout.engines.types import ABORTED, EngineLost, Generation, Sampling
+from asyncmoe.rollout.engines.types import ABORTED, EngineLost, Generation, Listener, Sampling
 
 log = logging.getLogger(__name__)
 _WATCH_S = 0.5
@@ -126,12 +126,17 @@ class Pool:
         return min((member.version for member in self.serving), default=0)
 
     async def generate(
-        self, tokens: Sequence[int], sampling: Sampling, routed: int = 0, request: ScheduledRequest = UNKNOWN
+        self,
+        tokens: Sequence[int],
+        sampling: Sampling,
+        routed: int = 0,
+        request: ScheduledRequest = UNKNOWN,
+        listener: Listener | None = None,
     ) -> PooledGeneration:
         """Generate one response.
 
         Args:
-            routed: as for `Engine.generate`.
+            routed, listener: as for `Engine.generate`.
             request: decides when the prompt is sent, and to which engine.
 
         Raises:
@@ -141,7 +146,7 @@ class Pool:
         async with self._gate.place(request):
             await self._some()
             member = self._choose(request)
-            answer = await self._ask(member, tokens, sampling, routed)
+            answer = await self._ask(member, tokens, sampling, routed, listener)
         self._homes.note(request.conversation, member.engine.name)
         if answer.generation.finish != ABORTED:
             self._lengths.note(request.prompt, request.sampled + len(answer.generation.tokens))
@@ -227,12 +232,15 @@ class Pool:
                 raise TrajectoryRejected("engine_timeout", f"no engine received a version within {self._timeout_s:g} s")
             await asyncio.sleep(_WATCH_S)
 
-    async def _ask(self, member: Member, tokens: Sequence[int], sampling: Sampling, routed: int) -> PooledGeneration:
+    async def _ask(
+        self, member: Member, tokens: Sequence[int], sampling: Sampling, routed: int, listener: Listener | None
+    ) -> PooledGeneration:
         self._enter(member)
         try:
             with member.serving() as serving:
                 salt = serving.version
-                generation = await member.engine.client.generate(tokens, sampling, str(salt), self._timeout_s, routed, serving.adapter)
+                client = member.engine.client
+                generation = await client.generate(tokens, sampling, str(salt), self._timeout_s, routed, serving.adapter, listener)
             if member.slots is not None:
                 generation = attributed(generation, serving)
         except EngineLost as error:

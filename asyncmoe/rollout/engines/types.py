@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import msgspec
 
@@ -73,3 +74,25 @@ class Generation:
     cached_tokens: int
     routes: str | None = None
     masks: Sequence[Sequence[int]] | None = None
+
+
+class Listener(Protocol):
+    """Hears a response while it is sampled, and may end it.
+
+    Attributes:
+        every: tokens sampled between two calls of `hear`; an engine may take it as a hint.
+        kept: number of tokens after which it ended the response; None: it did not.
+        live: False if tokens heard may still be taken back by `forget`.
+    """
+
+    every: int
+    kept: int | None
+    live: bool
+
+    def hear(self, tokens: Sequence[int]) -> bool:
+        """Take the next sampled tokens of the response; return True if it ends with one of them, which sets `kept`."""
+        ...
+
+    def forget(self) -> None:
+        """Forget all tokens: the response begins again."""
+        ...

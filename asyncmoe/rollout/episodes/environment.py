@@ -23,7 +23,8 @@ from random import Random
 from typing import Protocol, runtime_checkable
 
 from asyncmoe.errors import TrajectoryRejected
-from asyncmoe.rollout.engines.types import Sampling
+from asyncmoe.rollout.engines.types import Listener, Sampling
+from asyncmoe.rollout.episodes.listening import Listening, wrong_stop
 from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId, Turn
 from asyncmoe.rollout.tasks import Prompt
 from asyncmoe.rollout.tokenizer import Tokenizer
@@ -57,11 +58,20 @@ class Demonstrator(Protocol):
 
 @dataclass(frozen=True)
 class Response:
-    """An agent's response. `finish`: "stop", or "length" if `max_new_tokens` ended it."""
+    """An agent's response.
+
+    Attributes:
+        text: the tokens decoded, including a stop text.
+        finish: "stop", or "length" if `max_new_tokens` ended it.
+        logprobs: natural log-probability of each token, as in `Generation`.
+        stopped_by: the stop text that ended it, or None.
+    """
 
     text: str
     tokens: tuple[int, ...]
     finish: str
+    logprobs: tuple[float, ...] = ()
+    stopped_by: str | None = None
 
 
 @dataclass(frozen=True)
@@ -73,8 +83,8 @@ class Bounds:
     agents: int = 8
 
 
-Speak = Callable[["Agent", tuple[int, ...], Sampling], Awaitable[list[Turn]]]
-"""(agent, tokens given since its last response, sampling) -> the turns of one response."""
+Speak = Callable[["Agent", tuple[int, ...], Sampling, Listener | None], Awaitable[list[Turn]]]
+"""(agent, tokens given since its last response, sampling, listener) -> the turns of one response."""
 
 
 class Agent:
@@ -141,21 +151,32 @@ class Agent:
             raise self._failed(ERROR, "credit: got no response to reward, expected to be called right after one")
         self.credits[len(self.tokens) - 1] = float(reward)
 
-    async def respond(self, *, max_new_tokens: int | None = None, stop: Sequence[int] | None = None) -> Response:
+    async def respond(
+        self,
+        *,
+        max_new_tokens: int | None = None,
+        stop: Sequence[int | str] | str | None = None,
+        told: Callable[[str], None] | None = None,
+    ) -> Response:
         """Sample a response to everything the agent has seen.
 
         Args:
             max_new_tokens: at most `rollout.max_new_tokens`, which is the default.
-            stop: token ids that end the response, instead of the end-of-sequence token.
+            stop: whole numbers are token ids that end the response instead of the end-of-sequence token; an empty sequence: only its length
+                ends it. Texts end it besides: the token that completes a text is the response's last, so all its tokens were sampled and
+                are trained on, and text after the stop text within that token remains.
+            told: called with the response's text, piece by piece, while it is sampled; never if `rollout.interruption` is abort_retry.
 
         Raises:
             TrajectoryRejected: the episode cannot continue: it is too long, an engine failed, or a token is outside the vocabulary. An
                 environment need not catch this; the episode ends with this reason in any case.
         """
-        sampling = self._sampled_as(max_new_tokens, stop)
+        ids, texts = self._stops(stop)
+        sampling = self._sampled_as(max_new_tokens, ids)
+        listening = Listening(self._tokenizer, texts, told) if texts or told is not None else None
         given, self._speaking = tuple(self._given), True
         try:
-            made = await self._speak(self, given, sampling)
+            made = await self._speak(self, given, sampling, listening)
         except TrajectoryRejected as rejected:
             self.failure = self.failure or rejected
             raise
@@ -164,13 +185,28 @@ class Agent:
         self.turns += made
         self._given = []
         tokens = tuple(token for turn in made for token in turn.generation.tokens)
-        self.responses.append(Response(self._tokenizer.decode(tokens), tokens, made[-1].generation.finish))
+        logprobs = tuple(value for turn in made for value in turn.generation.logprobs)
+        stopped_by = None if listening is None else listening.stopped_by
+        self.responses.append(Response(self._tokenizer.decode(tokens), tokens, made[-1].generation.finish, logprobs, stopped_by))
         return self.responses[-1]
 
     def rest(self) -> None:
         """End the agent's part in the episode; it fails if a response is still in progress."""
         if self._speaking:
             self._failed(ERROR, "the environment ended while a response was in progress")
+
+    def _stops(self, stop: Sequence[int | str] | str | None) -> tuple[tuple[int, ...] | None, tuple[str, ...]]:
+        """Return the token ids that end a response, None for the run's, and the texts; the text of a special token is its id."""
+        if stop is None:
+            return None, ()
+        stop = (stop,) if isinstance(stop, str) else stop
+        if (why := wrong_stop(stop, self._tokenizer.vocabulary)) is not None:
+            raise self._failed(ERROR, f"respond: got stop {why}")
+        ids, texts = [one for one in stop if not isinstance(one, str)], [one for one in stop if isinstance(one, str)]
+        encoded = {text: self._tokenizer.encode(text) for text in texts}
+        special = {text: tokens for text, tokens in encoded.items() if len(tokens) == 1 and not self._tokenizer.decode(tokens)}
+        given = ids if ids or not stop else self._sampling.stop
+        return (*given, *(token for (token,) in special.values())), tuple(text for text in texts if text not in special)
 
     def _sampled_as(self, max_new_tokens: int | None, stop: Sequence[int] | None) -> Sampling:
         if self._speaking:

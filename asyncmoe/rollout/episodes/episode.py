@@ -21,7 +21,7 @@ from asyncmoe.errors import AsyncmoeError, TrajectoryRejected
 from asyncmoe.rollout.engines.interruption import respond
 from asyncmoe.rollout.engines.pool import Pool
 from asyncmoe.rollout.engines.scheduling import ScheduledRequest
-from asyncmoe.rollout.engines.types import Generation, Sampling
+from asyncmoe.rollout.engines.types import Generation, Listener, Sampling
 from asyncmoe.rollout.episodes import environment
 from asyncmoe.rollout.episodes.environment import Agent, Bounds, Demonstrator, Environment, Episode, Rewards
 from asyncmoe.rollout.episodes.environments.single_turn import SingleTurn
@@ -71,10 +71,10 @@ async def run(stage: RolloutContext, prompt: Prompt, place: EpisodeId) -> tuple[
     """
     begin = time.perf_counter()
 
-    async def speak(agent: Agent, given: tuple[int, ...], sampling: Sampling) -> list[Turn]:
+    async def speak(agent: Agent, given: tuple[int, ...], sampling: Sampling, listener: Listener | None) -> list[Turn]:
         prompt, running = f"{stage.stream} {place.group}", any(other.turns for other in made.agents.values())
         request = ScheduledRequest(prompt, continues=running, conversation=f"{stage.stream} {place.key(agent.number)}")
-        return await respond(stage.pool, given, agent.turns, sampling, stage.interruption, request)
+        return await respond(stage.pool, given, agent.turns, sampling, stage.interruption, request, listener)
 
     random = Random(f"{stage.seed} {stage.stream} {place.group} {place.episode} {place.attempt}")
     made = Episode(prompt, place, stage.tokenizer, random, stage.sampling, stage.bounds, speak)
@@ -168,7 +168,7 @@ class Teaching:
             TrajectoryRejected: see `run`.
         """
 
-        async def speak(agent: Agent, given: tuple[int, ...], sampling: Sampling) -> list[Turn]:
+        async def speak(agent: Agent, given: tuple[int, ...], sampling: Sampling, listener: Listener | None) -> list[Turn]:
             said = (*self._tokenizer.encode(self._teacher.demonstrate(agent, made)), self._stop)
             return [Turn(given, Generation(said, (0.0,) * len(said), (), "stop", 0), NOT_SAMPLED)]
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Sequence
+from contextlib import aclosing
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import msgspec
@@ -11,8 +14,9 @@ import msgspec
 from asyncmoe.errors import EngineError
 from asyncmoe.rollout.engines.sglang.connection import Acknowledged
 from asyncmoe.rollout.engines.sglang.generation import Generated, request_body, response
+from asyncmoe.rollout.engines.sglang.streaming import Part, Parts, events
 from asyncmoe.rollout.engines.sglang.weights import WeightEndpoints
-from asyncmoe.rollout.engines.types import Generation, Sampling
+from asyncmoe.rollout.engines.types import Generation, Listener, Sampling
 
 
 class _ServerInfo(msgspec.Struct):
@@ -44,10 +48,44 @@ class SGLangClient(WeightEndpoints):
         return self._device
 
     async def generate(
-        self, tokens: Sequence[int], sampling: Sampling, salt: str, timeout_s: float, routed: int = 0, adapter: str | None = None
+        self,
+        tokens: Sequence[int],
+        sampling: Sampling,
+        salt: str,
+        timeout_s: float,
+        routed: int = 0,
+        adapter: str | None = None,
+        listener: Listener | None = None,
     ) -> Generation:
         body = request_body(tokens, sampling, salt, routed, adapter)
-        return response(self.name, await self._post("/generate", body, Generated, timeout_s), sampling.recording)
+        if listener is None:
+            whole = await self._post("/generate", body, Generated, timeout_s)
+        else:
+            whole = await self._heard(body, listener, timeout_s)
+        return response(self.name, whole, sampling.recording)
+
+    async def _heard(self, body: dict[str, Any], listener: Listener, timeout_s: float) -> Generated:
+        """Generate a response in parts, which the listener hears; if it ends the response, abort the request.
+
+        SGLang's own stop texts need a tokenizer in the engine, and find a text only among as many last tokens as its own tokens.
+        """
+        rid = uuid.uuid4().hex
+        sampled = {**body["sampling_params"], "stream_interval": listener.every}
+        parts, buffer, ended = Parts(self.name), bytearray(), False
+        async with aclosing(self._stream("/generate", {**body, "rid": rid, "stream": True, "sampling_params": sampled}, timeout_s)) as data:
+            async for piece in data:
+                buffer += piece
+                for event in events(buffer):
+                    if event == b"[DONE]":
+                        continue
+                    try:
+                        tokens = parts.add(msgspec.json.decode(event, type=Part))
+                    except msgspec.DecodeError as error:
+                        raise EngineError(f"{self.name}: /generate: unexpected part of an answer: {error}") from error
+                    if not ended and tokens and listener.hear(tokens):
+                        ended = True
+                        await self._send("/abort_request", {"rid": rid, "abort_all": False}, self._timeout_s)
+        return parts.whole()
 
     async def abort(self) -> None:
         await self._send("/abort_request", {"rid": "", "abort_all": True}, self._timeout_s)

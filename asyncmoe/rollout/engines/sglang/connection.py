@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import AsyncGenerator, Mapping
 from typing import Any, TypeVar
 
 import aiohttp
@@ -66,6 +66,20 @@ class SGLangConnection:
         if status != 200:
             raise EngineError(f"{self.name}: {path}: {_message(text)}")
         return text
+
+    async def _stream(self, path: str, body: Mapping[str, Any], seconds: float) -> AsyncGenerator[bytes]:
+        """POST a body; yield the answer's body as it arrives. Leaving early closes the connection, which cancels the request."""
+        try:
+            data, headers, timeout = msgspec.json.encode(body), {"Content-Type": "application/json"}, aiohttp.ClientTimeout(seconds)
+            async with self._session.post(self.url + path, data=data, headers=headers, timeout=timeout) as reply:
+                if reply.status != 200:
+                    raise EngineError(f"{self.name}: {path}: {_message(await reply.read())}")
+                async for piece in reply.content.iter_any():
+                    yield piece
+        except TimeoutError as error:
+            raise WaitTimeout(self.name, path, seconds) from error
+        except aiohttp.ClientError as error:
+            raise EngineLost(f"{self.name}: {path}: {error or type(error).__name__}") from error
 
 
 def _message(text: bytes) -> str:

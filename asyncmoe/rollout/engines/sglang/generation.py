@@ -12,14 +12,18 @@ from asyncmoe.rollout.engines.types import ABORTED, Generation, Sampling, Versio
 from asyncmoe.trajectory import Recording
 
 
-class _Finish(msgspec.Struct, frozen=True):
+class Finish(msgspec.Struct, frozen=True):
+    """Why a response ended."""
+
     type: Literal["stop", "length", "abort"]
     message: str | None = None
     status_code: int | None = None
 
 
-class _Meta(msgspec.Struct, frozen=True):
-    finish_reason: _Finish
+class Meta(msgspec.Struct, frozen=True):
+    """Everything about a response but its tokens."""
+
+    finish_reason: Finish
     output_token_logprobs: list[tuple[float | None, int, str | None]]
     weight_versions: list[VersionSpan]
     cached_tokens: int = 0
@@ -32,7 +36,7 @@ class Generated(msgspec.Struct, frozen=True):
     """The answer of `/generate`."""
 
     output_ids: list[int]
-    meta_info: _Meta
+    meta_info: Meta
 
 
 def request_body(tokens: Sequence[int], sampling: Sampling, salt: str, routed: int, adapter: str | None) -> dict[str, Any]:

@@ -131,6 +131,7 @@ def command(
     """Return the command line of engine `index`; on a CPU, `asyncmoe.platform.sglang` adds the arguments that only a CPU needs.
 
     - The tokenizer is not loaded: requests and responses are token ids.
+    - A streamed response has every token once (`streaming.py`).
     - Version "0" is the checkpoint's weights.
     - Shared-expert fusion is off on every device, because weights are sent unfused; on a GPU, SGLang would otherwise turn the shared
       experts of some models into one more routed expert.
@@ -156,7 +157,13 @@ def command(
         flags["base-gpu-id"] = devices.first_gpu(config, address.several(config.cluster.network)) + index * section.tp
     if section.max_total_tokens is not None:
         flags["max-total-tokens"] = section.max_total_tokens
-    switches = ["--skip-tokenizer-init", "--disable-shared-experts-fusion", "--custom-weight-loader", LOADER]
+    switches = [
+        "--skip-tokenizer-init",
+        "--incremental-streaming-output",
+        "--disable-shared-experts-fusion",
+        "--custom-weight-loader",
+        LOADER,
+    ]
     if config.model.trust_remote_code:
         switches.append("--trust-remote-code")
     if keeps_routing:

@@ -34,7 +34,7 @@ def load(config: Config) -> Environment:
         made: Environment = WithTools(section.tools.names, section.tools.style, config.task.chats, section.tools.options)
     elif section.kind == "openai":
         assert section.agent is not None
-        made = OpenAIEnvironment(section.agent, timeout_s=section.timeout_s)
+        made = OpenAIEnvironment(section.agent, timeout_s=section.timeout_s, on_conflict=section.on_conflict)
     else:
         made = _own(section.kind, section.options)
     if config.warmup.steps and not isinstance(made, Demonstrator):

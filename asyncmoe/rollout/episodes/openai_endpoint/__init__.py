@@ -1,1 +1,1 @@
-"""An OpenAI-compatible endpoint for each episode, so that an agent written for that API is trained unchanged."""
+"""An endpoint for each episode with the APIs of OpenAI and Anthropic, so that an agent written for them is trained unchanged."""

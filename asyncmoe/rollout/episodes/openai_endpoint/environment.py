@@ -1,4 +1,4 @@
-"""Episodes driven by an agent that speaks OpenAI's chat completions API."""
+"""Episodes driven by an agent that speaks OpenAI's chat completions or Responses API, or Anthropic's Messages API."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import cast
 from asyncmoe import plugins
 from asyncmoe.errors import TrajectoryRejected
 from asyncmoe.rollout.episodes.environment import Episode, Rewards
+from asyncmoe.rollout.episodes.openai_endpoint.request import OnConflict
 from asyncmoe.rollout.episodes.openai_endpoint.server import ClientLimits, OpenAIEndpoint
 from asyncmoe.rollout.episodes.openai_endpoint.threads import Threads
 
@@ -26,16 +27,19 @@ class OpenAIEnvironment:
     Args:
         agent: `package.module:function`.
         timeout_s: maximum run time of the agent, in seconds.
+        on_conflict: as `environment.on_conflict`.
 
     Raises:
         ConfigError: no such function.
     """
 
-    def __init__(self, agent: str, *, timeout_s: float = 600.0, limits: ClientLimits | None = None) -> None:
+    def __init__(
+        self, agent: str, *, timeout_s: float = 600.0, limits: ClientLimits | None = None, on_conflict: OnConflict = "run"
+    ) -> None:
         self._function = plugins.load_function(agent, "environment.agent", forms="package.module:function")
         self._takes_columns = plugins.takes(self._function, "columns")
         self._timeout_s = timeout_s
-        self._endpoint, self._threads = OpenAIEndpoint(limits), Threads()
+        self._endpoint, self._threads = OpenAIEndpoint(limits, on_conflict), Threads()
 
     async def run(self, episode: Episode) -> Rewards:
         """See `Environment`.

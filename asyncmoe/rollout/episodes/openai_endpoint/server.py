@@ -4,16 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import logging
 import secrets
 from collections.abc import Awaitable, Callable
+from contextlib import aclosing
 from dataclasses import dataclass
+from operator import attrgetter
 
 from aiohttp import web
 
 from asyncmoe.rollout.episodes.environment import Episode
-from asyncmoe.rollout.episodes.openai_endpoint import protocol
-from asyncmoe.rollout.episodes.openai_endpoint.protocol import RequestRefused
+from asyncmoe.rollout.episodes.openai_endpoint import chat
+from asyncmoe.rollout.episodes.openai_endpoint.messages import Messages
+from asyncmoe.rollout.episodes.openai_endpoint.request import Api, Completion, CompletionRequest, OnConflict, RequestRefused
 from asyncmoe.rollout.episodes.openai_endpoint.session import Session
+
+log = logging.getLogger(__name__)
+OVERRIDDEN = "asyncmoe-overridden"
+"""Header of an answer that names the parameters of the request that the run's own sampling overrides."""
 
 _HOST = "127.0.0.1"
 _BODY_S = 30.0
@@ -37,8 +45,9 @@ class ClientLimits:
 class OpenAIEndpoint:
     """One server for all episodes; each has a URL and an API key of its own. The server starts with the first episode."""
 
-    def __init__(self, limits: ClientLimits | None = None) -> None:
-        self._limits = limits or ClientLimits()
+    def __init__(self, limits: ClientLimits | None = None, on_conflict: OnConflict = "run") -> None:
+        self._limits, self._on_conflict = limits or ClientLimits(), on_conflict
+        self._told: set[str] = set()
         self._sessions: dict[str, Session] = {}
         self._starting = asyncio.Lock()
         self._runner: web.AppRunner | None = None
@@ -48,12 +57,12 @@ class OpenAIEndpoint:
         """Open an endpoint for an episode.
 
         Returns:
-            The episode's session, and its base URL for OpenAI's clients.
+            The episode's session, and its base URL for clients of OpenAI; clients of Anthropic may use it too.
         """
         async with self._starting:
             if self._runner is None:
                 await self._start()
-        session = Session(episode)
+        session = Session(episode, self._on_conflict)
         self._sessions[session.name] = session
         return session, f"http://{_HOST}:{self._port}/{session.name}/v1"
 
@@ -71,7 +80,12 @@ class OpenAIEndpoint:
 
     async def _start(self) -> None:
         app = web.Application(client_max_size=self._limits.body_bytes, middlewares=[_tell])
-        app.router.add_post("/{name}/v1/chat/completions", self._completions)
+        app.router.add_post("/{name}/v1/chat/completions", self._answering(attrgetter("chat")))
+        app.router.add_post("/{name}/v1/responses", self._answering(attrgetter("responses")))
+        # Anthropic's clients add "v1" to their base URL.
+        for version in ("v1", "v1/v1"):
+            app.router.add_post(f"/{{name}}/{version}/messages", self._answering(attrgetter("messages")))
+            app.router.add_post(f"/{{name}}/{version}/messages/count_tokens", self._count)
         app.router.add_get("/{name}/v1/models", self._models)
         # If a client disconnects, its handler is cancelled, and with it the request to the engine.
         runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=_SHUTDOWN_S)
@@ -81,25 +95,33 @@ class OpenAIEndpoint:
 
     async def _models(self, request: web.Request) -> web.StreamResponse:
         self._session(request)
-        return web.json_response(protocol.models())
+        return web.json_response(chat.models())
 
-    async def _completions(self, request: web.Request) -> web.StreamResponse:
+    async def _count(self, request: web.Request) -> web.StreamResponse:
         session = self._session(request)
-        try:
-            async with asyncio.timeout(_BODY_S):
-                body = await request.read()
-        except TimeoutError as error:
-            raise RequestRefused(408, f"the body did not arrive within {_BODY_S:g} s") from error
-        asked = session.parse(body)
-        answer = await session.answer(asked)
-        if not asked.stream:
-            return web.json_response(protocol.completion(asked, answer))
-        response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
-        await response.prepare(request)
-        for chunk in protocol.chunks(asked, answer):
-            await response.write(chunk)
-        await response.write_eof()
-        return response
+        return web.json_response({"input_tokens": session.count(session.parse(session.messages, await _body(request)))})
+
+    def _answering(self, api_of: Callable[[Session], Api]) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
+        """Return the handler of requests of one API."""
+
+        async def handle(request: web.Request) -> web.StreamResponse:
+            session = self._session(request)
+            api = api_of(session)
+            asked = session.parse(api, await _body(request))
+            self._tell_overridden(asked)
+            headers = {OVERRIDDEN: ", ".join(asked.overridden)} if asked.overridden else {}
+            if asked.stream:
+                return await _stream(request, session, api, asked, headers)
+            return web.json_response(api.whole(asked, await session.answers(asked)), headers=headers)
+
+        return handle
+
+    def _tell_overridden(self, asked: CompletionRequest) -> None:
+        """Log each overridden parameter once in a run."""
+        if new := [name for name in asked.overridden if name not in self._told]:
+            self._told.update(new)
+            names, key = ", ".join(new), "environment.on_conflict"
+            log.warning("an agent sets %s: the run's own sampling is used instead, and no later request is logged (%s)", names, key)
 
     def _session(self, request: web.Request) -> Session:
         """Return the session that a request is for.
@@ -108,8 +130,8 @@ class OpenAIEndpoint:
             RequestRefused: 401: no such episode, or the wrong key. 429: too many requests.
         """
         session = self._sessions.get(request.match_info["name"])
-        expected = f"Bearer {session.key if session else _NOBODY}"
-        given = request.headers.get("Authorization", "")
+        expected = session.key if session else _NOBODY
+        given = request.headers.get("Authorization", "").removeprefix("Bearer ") or request.headers.get("x-api-key", "")
         if not hmac.compare_digest(given.encode(errors="surrogateescape"), expected.encode()) or session is None:
             raise RequestRefused(401, "no such episode, or the wrong key", code="invalid_api_key")
         session.requests += 1
@@ -120,11 +142,42 @@ class OpenAIEndpoint:
 
 @web.middleware
 async def _tell(request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]) -> web.StreamResponse:
-    """Return errors in OpenAI's form, marked as not retryable: its clients would retry some, but every retry fails the same way."""
+    """Return errors in the form of the client's API, marked as not retryable: clients would retry some, but every retry fails as well."""
     try:
         return await handler(request)
     except RequestRefused as error:
         refused = error
     except web.HTTPException as error:
         refused = RequestRefused(error.status, error.text or error.reason)
-    return web.json_response(refused.body(), status=refused.status, headers={"x-should-retry": "false"})
+    # Errors of paths that no API has are in OpenAI's form.
+    api: Api = Messages() if request.path.rstrip("/").endswith(("/messages", "/count_tokens")) else chat.Chat()
+    return web.json_response(api.error(refused), status=refused.status, headers={"x-should-retry": "false"})
+
+
+async def _body(request: web.Request) -> bytes:
+    try:
+        async with asyncio.timeout(_BODY_S):
+            return await request.read()
+    except TimeoutError as error:
+        raise RequestRefused(408, f"the body did not arrive within {_BODY_S:g} s") from error
+
+
+async def _stream(
+    request: web.Request, session: Session, api: Api, asked: CompletionRequest, headers: dict[str, str]
+) -> web.StreamResponse:
+    """Answer with server-sent events. The status waits for the first of them, so that a request that fails at once fails as any other."""
+    response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache", **headers})
+    writer = api.stream(asked)
+    async with aclosing(session.spoken(asked)) as parts:
+        try:
+            async for part in parts:
+                if not response.prepared:
+                    await response.prepare(request)
+                    await response.write(writer.begin())
+                await response.write(writer.end(part) if isinstance(part, Completion) else writer.text(part))
+        except RequestRefused as refused:
+            if not response.prepared:
+                raise
+            await response.write(writer.failed(refused))
+    await response.write_eof()
+    return response

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass
 
 from asyncmoe.errors import DataError, TrajectoryRejected
-from asyncmoe.rollout.episodes.environment import Agent, Episode
-from asyncmoe.rollout.episodes.openai_endpoint import conversation, protocol
+from asyncmoe.rollout.episodes.environment import Agent, Episode, Response
+from asyncmoe.rollout.episodes.openai_endpoint import answers, conversation
+from asyncmoe.rollout.episodes.openai_endpoint.answers import Speech
+from asyncmoe.rollout.episodes.openai_endpoint.chat import Chat
 from asyncmoe.rollout.episodes.openai_endpoint.conversation import Conversation, NewContent
-from asyncmoe.rollout.episodes.openai_endpoint.protocol import Completion, CompletionRequest, RequestRefused
+from asyncmoe.rollout.episodes.openai_endpoint.messages import Messages
+from asyncmoe.rollout.episodes.openai_endpoint.request import MODEL, Api, Completion, CompletionRequest, OnConflict, RequestRefused
+from asyncmoe.rollout.episodes.openai_endpoint.responses import Responses
+from asyncmoe.rollout.episodes.tools.calls import CLOSE
 
 
 @dataclass(eq=False)
@@ -44,29 +50,68 @@ class Session:
         name: its name in the URL.
         key: its API key.
         requests: number of requests so far.
+        chat, responses, messages: the APIs it speaks.
     """
 
-    def __init__(self, episode: Episode) -> None:
+    def __init__(self, episode: Episode, on_conflict: OnConflict = "run") -> None:
         self.name, self.key = secrets.token_hex(8), secrets.token_urlsafe(32)
         self.requests = 0
-        self._episode = episode
+        self.chat, self.responses, self.messages = Chat(), Responses(), Messages()
+        self._episode, self._on_conflict = episode, on_conflict
         self._lines: list[_Line] = []
         self._answering: set[asyncio.Task[Completion]] = set()
         self._over = False
 
-    def parse(self, body: bytes) -> CompletionRequest:
-        """See `protocol.parse`."""
-        return protocol.parse(body, self._episode.sampling)
+    def parse(self, api: Api, body: bytes) -> CompletionRequest:
+        """See `Api.parse`."""
+        return api.parse(body, self._episode.sampling, self._on_conflict)
 
-    async def answer(self, request: CompletionRequest) -> Completion:
+    def count(self, request: CompletionRequest) -> int:
+        """Return the number of tokens of a request as the beginning of a conversation.
+
+        Raises:
+            RequestRefused: 400: the chat template cannot render the messages.
+        """
+        try:
+            return len(conversation.begin(request.asked, self._episode.tokenizer).tokens)
+        except DataError as error:
+            raise _unrendered(error) from error
+
+    async def answers(self, request: CompletionRequest) -> list[Completion]:
+        """Return as many responses as a request asks for; each of them continues in a conversation of its own. Raises as `answer`."""
+        asking = [asyncio.create_task(self.answer(request)) for _ in range(request.choices)]
+        try:
+            return await asyncio.gather(*asking)
+        finally:
+            for one in asking:
+                one.cancel()
+            await asyncio.gather(*asking, return_exceptions=True)
+
+    async def spoken(self, request: CompletionRequest) -> AsyncGenerator[str | Completion]:
+        """Yield the pieces of a response's text while it is sampled, then the whole response. Raises as `answer`."""
+        pieces: asyncio.Queue[str | None] = asyncio.Queue()
+        answering = asyncio.create_task(self.answer(request, pieces.put_nowait))
+        answering.add_done_callback(lambda _: pieces.put_nowait(None))
+        try:
+            while (piece := await pieces.get()) is not None:
+                yield piece
+            yield await answering
+        finally:
+            answering.cancel()
+            await asyncio.gather(answering, return_exceptions=True)
+
+    async def answer(self, request: CompletionRequest, told: Callable[[str], None] | None = None) -> Completion:
         """Return the policy's response to a request.
+
+        Args:
+            told: called with each piece of the response's text.
 
         Raises:
             RequestRefused: 400: the chat template cannot render the messages. 503: the episode cannot continue, or is over.
         """
         if self._over:
             raise _over()
-        answering = asyncio.create_task(self._answer(request))
+        answering = asyncio.create_task(self._answer(request, told))
         self._answering.add(answering)
         answering.add_done_callback(self._answering.discard)
         try:
@@ -84,8 +129,9 @@ class Session:
             answering.cancel()
         await asyncio.gather(*ending, return_exceptions=True)
 
-    async def _answer(self, request: CompletionRequest) -> Completion:
-        tokenizer = self._episode.tokenizer
+    async def _answer(self, request: CompletionRequest, told: Callable[[str], None] | None) -> Completion:
+        speech = None if told is None else Speech(told, request.calls, request.stops)
+        stops = (*request.stops, CLOSE) if request.one_call else request.stops
         try:
             line, given = self._place(request)
             line.busy = True
@@ -94,18 +140,33 @@ class Session:
                     line.agent.see(given.tokens)
                     line.seen = given.tokens
                 seen = len(line.agent.tokens)
-                response = await line.agent.respond(max_new_tokens=request.most)
+                response = await line.agent.respond(
+                    max_new_tokens=request.most, stop=stops or None, told=None if speech is None else speech.hear
+                )
             finally:
                 line.busy = False
         except TrajectoryRejected as rejected:
             raise RequestRefused(503, str(rejected), code=rejected.reason) from rejected
         except DataError as error:
-            raise RequestRefused(400, str(error), parameter="messages", code="unsupported_or_invalid") from error
-        message = protocol.message_of(response.text, request.calls)
+            raise _unrendered(error) from error
+        answer = self._completion(request, response, seen, speech)
         line.seen = None
-        line.known = conversation.answered(given, message, response.tokens, response.finish, tokenizer)
-        finish = "tool_calls" if "tool_calls" in message else response.finish
-        return Completion(message, finish, seen, len(response.tokens))
+        line.known = conversation.answered(given, answer.message, response.tokens, response.finish, self._episode.tokenizer)
+        return answer
+
+    def _completion(self, request: CompletionRequest, response: Response, seen: int, speech: Speech | None) -> Completion:
+        stopped_by = response.stopped_by if response.stopped_by in request.stops else None
+        text, calls = answers.split(answers.before(response.text, stopped_by), request.calls)
+        if speech is not None:
+            # A tokenizer may decode a whole text otherwise than its pieces; the client has the pieces.
+            text = text if text.startswith(speech.said) else speech.said
+            speech.say(text[len(speech.said) :])
+        logprobs: tuple[tuple[str, float], ...] = ()
+        if request.logprobs:
+            decode = self._episode.tokenizer.decode
+            logprobs = tuple((decode([token]), value) for token, value in zip(response.tokens, response.logprobs, strict=True))
+        finish = "tool_calls" if calls else response.finish
+        return Completion(text, calls, finish, seen, len(response.tokens), stopped_by, logprobs)
 
     def _place(self, request: CompletionRequest) -> tuple[_Line, NewContent]:
         """Return the longest conversation that a request continues, or a new conversation, and the request's new content."""
@@ -120,10 +181,14 @@ class Session:
             if line.known is None and line.takes(given):
                 return line, given
         number = len(self._lines) + 1
-        line = _Line(self._episode.agent(protocol.MODEL if number == 1 else f"{protocol.MODEL}/{number}"))
+        line = _Line(self._episode.agent(MODEL if number == 1 else f"{MODEL}/{number}"))
         self._lines.append(line)
         return line, given
 
 
 def _over() -> RequestRefused:
     return RequestRefused(503, "the episode is over", code="episode_over")
+
+
+def _unrendered(error: DataError) -> RequestRefused:
+    return RequestRefused(400, str(error), parameter="messages", code="unsupported_or_invalid")

@@ -20,7 +20,7 @@ MAX_CALLS = 16
 MAX_CHARACTERS = 65536
 """Maximum length of one call's arguments."""
 
-_OPEN, _CLOSE = "<tool_call>", "</tool_call>"
+OPEN, CLOSE = "<tool_call>", "</tool_call>"
 _NAMED = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)[ \t]*:(.*)", re.DOTALL)
 
 
@@ -54,7 +54,7 @@ class Malformed:
 def find(text: str, style: Style) -> tuple[Call | Malformed, ...]:
     """Return the calls in a response in order, at most `MAX_CALLS`, in time linear in the response's length."""
     found: list[Call | Malformed] = []
-    begin, end = (_OPEN, _CLOSE) if style == "hermes" else ("[", "]")
+    begin, end = (OPEN, CLOSE) if style == "hermes" else ("[", "]")
     start = text.find(begin)
     while start >= 0 and len(found) < MAX_CALLS:
         stop = text.find(end, start + len(begin))
@@ -80,7 +80,9 @@ def _brackets(inner: str, start: int, end: int) -> Call | Malformed:
 
 def _hermes(inner: str, start: int, end: int) -> Call | Malformed:
     try:
-        call = json.loads(inner)
+        call = json.loads(inner, parse_constant=_no_number)
+        # Valid JSON that no client can be told: a lone surrogate, and a number too large to be finite.
+        json.dumps(call, ensure_ascii=False, allow_nan=False).encode()
     except (ValueError, RecursionError) as error:
         return Malformed(start, end, f"error: a call that is not valid JSON: {error}")
     if not isinstance(call, dict) or not isinstance(call.get("name"), str) or not isinstance(call.get("arguments"), dict):
@@ -89,3 +91,7 @@ def _hermes(inner: str, start: int, end: int) -> Call | Malformed:
     values = list(call["arguments"].values())
     argument = values[0] if len(values) == 1 and isinstance(values[0], str) else arguments
     return Call(start, end, call["name"], argument, arguments)
+
+
+def _no_number(text: str) -> float:
+    raise ValueError(f"{text} is not a number in JSON")

@@ -41,7 +41,7 @@ def load(target: str) -> Tool:
 
 def find(target: str) -> Callable[..., object]:
     """Import `package.module:function`. Raises as `asyncmoe.plugins.load_function`."""
-    return plugins.load_function(target, "tools", forms="calculator, python or package.module:function")
+    return plugins.load_function(target, "environment.tools.names", forms="calculator, python or package.module:function")
 
 
 class AsyncFunction:

@@ -1,0 +1,90 @@
+"""The text of a response while it is sampled, and the texts that end it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from asyncmoe.rollout.tokenizer import Tokenizer
+
+MAX_STOPS, MAX_STOP_CHARACTERS = 32, 1000
+_EVERY = 4
+"""Tokens between two looks for a stop text if nobody reads along: at most so many are sampled in vain, and at a quarter of the cost."""
+_WINDOW = 64
+_INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
+
+
+class Listening:
+    """Follows a response: a `Listener`.
+
+    Args:
+        stops: texts, the first of which to appear ends the response. The token that completes it is the response's last.
+        told: called with each piece of text.
+
+    Attributes:
+        stopped_by: the text that ended the response, or None.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str] = (), told: Callable[[str], None] | None = None) -> None:
+        self.every = 1 if told is not None else _EVERY
+        self.kept: int | None = None
+        self.live = True
+        self.stopped_by: str | None = None
+        self._tokenizer, self._stops, self._told = tokenizer, tuple(stops), told
+        self._longest = max(map(len, self._stops), default=0)
+        self.forget()
+
+    def hear(self, tokens: Sequence[int]) -> bool:
+        """See `Listener`."""
+        # A stop text can end inside any of the tokens; without stop texts, they need not be told apart.
+        for heard in [[token] for token in tokens] if self._stops else [list(tokens)]:
+            self._tokens += heard
+            piece = self._piece()
+            if self._told is not None and self.live and piece:
+                self._told(piece)
+            if self._ends(piece):
+                self.kept = len(self._tokens)
+                return True
+        return False
+
+    def forget(self) -> None:
+        """See `Listener`."""
+        self._tokens: list[int] = []
+        self._begin = self._read = 0
+        self._tail = ""
+
+    def _piece(self) -> str:
+        """Return the text that the last tokens add. A character whose bytes are not complete waits for the next token.
+
+        Some tokenizers decode a token differently after others, so the text is decoded from a few tokens back.
+        """
+        before = self._tokenizer.decode(self._tokens[self._begin : self._read])
+        text = self._tokenizer.decode(self._tokens[self._begin :])
+        if text.endswith(_INCOMPLETE) and len(self._tokens) - self._read < _WINDOW:
+            return ""
+        self._begin, self._read = self._read, len(self._tokens)
+        return text[len(before) :]
+
+    def _ends(self, piece: str) -> bool:
+        if not self._stops or not piece:
+            return False
+        text = self._tail + piece
+        self._tail = text[-(self._longest - 1) :] if self._longest > 1 else ""
+        found = [(at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
+        if found:
+            self.stopped_by = min(found)[1]
+        return bool(found)
+
+
+def wrong_stop(stop: object, vocabulary: int) -> str | None:
+    """Return what is wrong with the stops of a response, or None; right are token ids and texts."""
+    if not isinstance(stop, list | tuple):
+        return f"{stop!r:.100}, expected token ids and texts"
+    if len(stop) > MAX_STOPS:
+        return f"{len(stop)} of them, expected at most {MAX_STOPS}"
+    for one in stop:
+        if isinstance(one, str):
+            if not 0 < len(one) <= MAX_STOP_CHARACTERS:
+                return f"a text of {len(one)} characters, expected 1 to {MAX_STOP_CHARACTERS}"
+        elif isinstance(one, bool) or not isinstance(one, int) or not 0 <= one < vocabulary:
+            return f"{one!r:.100}, expected a token id below {vocabulary} or a text"
+    return None

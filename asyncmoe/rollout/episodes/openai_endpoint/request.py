@@ -1,0 +1,186 @@
+"""A request for a completion and its answer, whichever API the client speaks, and the interface of an API."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+from asyncmoe.rollout.engines.types import Sampling
+from asyncmoe.rollout.episodes.openai_endpoint.conversation import Message, PolicyRequest
+
+OnConflict = Literal["run", "refuse"]
+MODEL = "policy"
+
+
+class RequestRefused(Exception):
+    """A request that is answered with an error."""
+
+    def __init__(self, status: int, message: str, *, code: str | None = None, parameter: str | None = None) -> None:
+        self.status, self.code, self.parameter = status, code, parameter
+        super().__init__(message)
+
+    def body(self) -> dict[str, Any]:
+        """Return the body of the answer in OpenAI's form."""
+        kind = "invalid_request_error" if self.status < 500 else "server_error"
+        return {"error": {"message": str(self), "type": kind, "param": self.parameter, "code": self.code}}
+
+
+def wrong(parameter: str, message: str) -> RequestRefused:
+    """Return the refusal of a parameter."""
+    return RequestRefused(400, f"{parameter} {message}", parameter=parameter, code="unsupported_or_invalid")
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """A call as the client gets it; `arguments` is JSON text."""
+
+    id: str
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True)
+class CompletionRequest:
+    """A request for a completion.
+
+    Attributes:
+        model: the client's name for the model; every name means the policy.
+        most: maximum tokens of the response; None: the run's maximum.
+        stream: True if the answer is streamed.
+        usage: True if a stream ends with token counts.
+        calls: True if the response is searched for tool calls.
+        one_call: True if the response ends with its first tool call.
+        stops: texts that end the response; the client gets the text before them.
+        choices: number of responses.
+        logprobs: True if the client gets the log-probability of every token.
+        overridden: parameters that the run's own sampling overrides.
+        fields: the request as it came, for APIs that repeat it.
+        history: messages without those that a later request must repeat; the Responses API's.
+    """
+
+    model: str
+    asked: PolicyRequest
+    most: int | None = None
+    stream: bool = False
+    usage: bool = False
+    calls: bool = False
+    one_call: bool = False
+    stops: tuple[str, ...] = ()
+    choices: int = 1
+    logprobs: bool = False
+    overridden: tuple[str, ...] = ()
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    history: tuple[Message, ...] = ()
+
+
+@dataclass(frozen=True)
+class Completion:
+    """The policy's response, as the client receives it.
+
+    Attributes:
+        text: without tool calls and stop text.
+        finish: "stop", "length" or "tool_calls".
+        prompt_tokens, sampled_tokens: counts.
+        stopped_by: the client's stop text that ended it, or None.
+        logprobs: (text, natural log-probability) of every sampled token if the request asks for them.
+    """
+
+    text: str
+    calls: tuple[ToolCall, ...]
+    finish: str
+    prompt_tokens: int
+    sampled_tokens: int
+    stopped_by: str | None = None
+    logprobs: tuple[tuple[str, float], ...] = ()
+
+    @property
+    def message(self) -> Message:
+        """The answer in the normal form of messages, for comparison when a later request contains it."""
+        return assistant(self.text, [{"id": call.id, "name": call.name, "arguments": call.arguments} for call in self.calls])
+
+
+def assistant(text: str, calls: Sequence[Mapping[str, str]]) -> Message:
+    """Return the policy's message in normal form. Arguments are compared as JSON values, because clients write them anew."""
+    message: dict[str, Any] = {"role": "assistant", "content": text}
+    if calls:
+        message["tool_calls"] = [{**call, "arguments": canonical(call["arguments"])} for call in calls]
+    return message
+
+
+def canonical(arguments: str) -> str:
+    """Return one text for all JSON texts of the same value, 1.0 and 1 included; any other text as it is."""
+    try:
+        value = json.loads(arguments, parse_float=_number)
+    except (ValueError, RecursionError):
+        return arguments
+    return json.dumps(value, sort_keys=True, ensure_ascii=False)
+
+
+def _number(text: str) -> float | int:
+    value = float(text)
+    return int(value) if value.is_integer() and abs(value) < 2**53 else value
+
+
+def for_template(message: Message) -> Message:
+    """Return a message in the form chat templates accept: call arguments are objects."""
+    if "tool_calls" not in message:
+        return message
+    calls = []
+    for call in message["tool_calls"]:
+        try:
+            arguments = json.loads(call["arguments"])
+        except (ValueError, RecursionError):
+            arguments = call["arguments"]
+        calls.append({"id": call["id"], "type": "function", "function": {"name": call["name"], "arguments": arguments}})
+    return {**message, "tool_calls": calls}
+
+
+def policy_request(messages: Sequence[Message], tools: Sequence[Message]) -> PolicyRequest:
+    """Return the part of a request that the policy sees."""
+    return PolicyRequest(tuple(messages), tuple(map(for_template, messages)), tuple(tools))
+
+
+class Stream(Protocol):
+    """Writes one answer as server-sent events."""
+
+    def begin(self) -> bytes:
+        """Return the events before the first text."""
+        ...
+
+    def text(self, piece: str) -> bytes:
+        """Return the events of a piece of text."""
+        ...
+
+    def end(self, answer: Completion) -> bytes:
+        """Return the events after the last text."""
+        ...
+
+    def failed(self, refused: RequestRefused) -> bytes:
+        """Return the events of an answer that cannot be completed."""
+        ...
+
+
+class Api(Protocol):
+    """An API that clients speak: its requests and its answers."""
+
+    def parse(self, body: bytes, sampling: Sampling, on_conflict: OnConflict) -> CompletionRequest:
+        """Parse a request.
+
+        Raises:
+            RequestRefused: it cannot be answered.
+        """
+        ...
+
+    def whole(self, request: CompletionRequest, answers: Sequence[Completion]) -> dict[str, Any]:
+        """Return the answer to a request without `stream`."""
+        ...
+
+    def stream(self, request: CompletionRequest) -> Stream:
+        """Return the writer of an answer to a request with `stream`."""
+        ...
+
+    def error(self, refused: RequestRefused) -> dict[str, Any]:
+        """Return the body of an error."""
+        ...

@@ -71,7 +71,7 @@ def run(config: Config, run_dir: Path, memory: Sequence[str] = ()) -> None:
     asyncio.run(_serve(config, run_dir, at, *load_parts(config), memory))
 
 
-def load_parts(config: Config) -> tuple[Tokenizer, Task, Task, Scorer, Environment]:
+def load_parts(config: Config) -> tuple[Tokenizer, Task, Sequence[EvaluationQuestions], Scorer, Environment]:
     """Load what a configuration names besides engines: the tokenizer, the tasks of training and evaluation, the scorer, the environment.
 
     Raises:

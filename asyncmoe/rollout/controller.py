@@ -24,6 +24,7 @@ from asyncmoe.rollout.engines.engine import EngineProcess
 from asyncmoe.rollout.engines.membership import Membership, MembershipRequest
 from asyncmoe.rollout.engines.pool import Pool
 from asyncmoe.rollout.engines.types import Sampling
+from asyncmoe.rollout.engines.weight_updates import turns
 from asyncmoe.rollout.engines.weight_updates.coordinator import WeightsRequest, WeightUpdateCoordinator
 from asyncmoe.rollout.episodes import environments, episode
 from asyncmoe.rollout.episodes.environment import Demonstrator, Environment
@@ -206,6 +207,7 @@ class Controller:
     async def answer(self, request: Request) -> Reply | tuple[Reply, list[Buffer]]:
         """Answer one request of the trainer or of an engine on another machine."""
         if isinstance(request, WeightsRequest):
+            turns.check(request, self._pool.version, None if self._queue is None else self._queue.trained_steps)
             return await self._coordinator.handle(request)
         if isinstance(request, MembershipRequest):
             return await self._membership.handle(request)

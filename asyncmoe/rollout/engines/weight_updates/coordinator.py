@@ -11,7 +11,7 @@ from asyncmoe.errors import AsyncmoeError, WaitTimeout, WeightSyncError
 from asyncmoe.rollout.engines.pool import Member, Pool
 from asyncmoe.rollout.engines.types import EngineLost
 from asyncmoe.rollout.engines.weight_updates import adapter_files, broadcast, reshard
-from asyncmoe.rollout.engines.weight_updates.driver import UpdateDriver, raise_first
+from asyncmoe.rollout.engines.weight_updates.driver import Failures, UpdateDriver, raise_first
 from asyncmoe.rpc.messages import (
     Committed,
     Done,
@@ -110,9 +110,8 @@ class WeightUpdateCoordinator:
             case WeightsBucket():
                 await self._expecting_next(broadcast.load(self.driver, request))
             case WeightsAdapter():
-                engines = await adapter_files.publish(self.driver, request)
-                await self._published(request.version)
-                return Committed(request.version, (0.0,) * engines)
+                serving, failed = await adapter_files.publish(self.driver, request)
+                return await self._publish(request.version, (0.0,) * serving, failed)
             case WeightsCommit():
                 self._listen(False)
                 return await self._commit(request)
@@ -159,15 +158,27 @@ class WeightUpdateCoordinator:
 
         failed += await self.driver.fencing(update, resume)
         self.driver.close(update)
+        return await self._publish(update.version, tuple(1e3 * seconds for seconds in pauses), failed)
+
+    async def _publish(self, version: int, pause_ms: tuple[float, ...], failed: Failures) -> Committed:
+        """Publish a version that some engines serve now, and report engines that refused it.
+
+        Args:
+            pause_ms: pauses of the engines that serve it.
+
+        Raises:
+            WeightSyncError: an engine refused it, or none is left.
+        """
         # First, because the engines that resumed sample the version, whatever is wrong with the others.
-        if pauses:
-            await self._published(update.version)
+        if pause_ms:
+            await self._published(version)
         # An engine whose process has ended is fenced and serves nothing; the others have the version.
-        raise_first([(m, error) for m, error in failed if not isinstance(error, EngineLost)], f"publishing version {update.version}")
-        if not pauses:
-            why = update.members[0].fenced if update.members else "all have left"
-            raise WeightSyncError(f"publishing version {update.version}: no engine is left; {why}")
-        return Committed(update.version, tuple(1e3 * seconds for seconds in pauses))
+        raise_first([(m, error) for m, error in failed if not isinstance(error, EngineLost)], f"publishing version {version}")
+        if not pause_ms:
+            gone = [member.fenced for member in self._pool.members if member.fenced is not None]
+            why = gone[-1] if gone else "all have left"
+            raise WeightSyncError(f"publishing version {version}: no engine is left; {why}")
+        return Committed(version, pause_ms)
 
     async def _abort(self, request: WeightsAbort) -> None:
         update = self.driver.current

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -21,8 +21,10 @@ from asyncmoe.queue.service import QueueService
 from asyncmoe.rollout import scoring, tasks
 from asyncmoe.rollout.engines import adapters, backend
 from asyncmoe.rollout.engines.engine import EngineProcess
+from asyncmoe.rollout.engines.liveness import Liveness
 from asyncmoe.rollout.engines.membership import Membership, MembershipRequest
 from asyncmoe.rollout.engines.pool import Pool
+from asyncmoe.rollout.engines.restarts import Restarts
 from asyncmoe.rollout.engines.types import Sampling
 from asyncmoe.rollout.engines.weight_updates import turns
 from asyncmoe.rollout.engines.weight_updates.coordinator import WeightsRequest, WeightUpdateCoordinator
@@ -115,13 +117,17 @@ async def _serve(
     environment: Environment,
     memory: Sequence[str],
 ) -> None:
+    def start(index: int, attempt: int) -> EngineProcess:
+        seed = index + attempt * config.engines.count  # a restarted engine must not draw the samples of its start again
+        return backend.start(f"engine.{index}", config, index, run_dir, memory=memory, seed=seed)
+
     engines: list[EngineProcess] = []
     recorder = Recorder(run_dir)
     try:
         await trial.before_engines(config, tokenizer, task, evaluated, scorer)
         for index in range(0 if config.engines.join else config.engines.count):
-            engines.append(backend.start(f"engine.{index}", config, index, run_dir, memory=memory))
-        controller = Controller(config, engines, recorder, tokenizer, task, evaluated, scorer, environment)
+            engines.append(start(index, 0))
+        controller = Controller(config, engines, start, recorder, tokenizer, task, evaluated, scorer, environment)
         host = address.reachable(config.cluster.network)
         async with Server(controller.answer, host=host, port=config.cluster.port, given=at) as server:
             rendezvous = await server.start()
@@ -145,7 +151,8 @@ class Controller:
     def __init__(
         self,
         config: Config,
-        engines: Sequence[EngineProcess],
+        engines: list[EngineProcess],
+        start: Callable[[int, int], EngineProcess],
         recorder: Recorder,
         tokenizer: Tokenizer,
         task: Task,
@@ -153,7 +160,7 @@ class Controller:
         scorer: Scorer,
         environment: Environment,
     ) -> None:
-        self._config, self._engines, self._recorder = config, engines, recorder
+        self._config, self._engines, self._start, self._recorder = config, engines, start, recorder
         self._tokenizer, self._task, self._scorer = tokenizer, task, scorer
         rollout = config.rollout
         self._recording = models.recording(config, models.hf_config_of(config))
@@ -230,7 +237,7 @@ class Controller:
         loop.add_signal_handler(signal.SIGINT, self._interrupt)
         loop.add_signal_handler(signal.SIGTERM, self._over.set)
         serving = asyncio.create_task(self._guard(server.serve()))
-        engines = (self._start_engines(), self._watch_engines(), self._evaluator.run())
+        engines = (self._start_engines(), self._watch_engines(), self._keep_engines(), self._evaluator.run())
         work = (*engines, self._demonstrate(), self._produce(), self._record())
         working = [asyncio.create_task(self._guard(part)) for part in work]
         await self._over.wait()
@@ -272,6 +279,12 @@ class Controller:
         # Before the start, `wait_ready` watches the engines and reports the reason for a failed start better.
         await self._coordinator.wait_started()
         await self._pool.watch()
+
+    async def _keep_engines(self) -> None:
+        await self._coordinator.wait_started()
+        alive = Liveness(self._pool, self._config.engines.hang_timeout_s, self._coordinator.paused)
+        again = Restarts(self._pool, self._engines, self._config.engines.restarts, self._start)
+        await asyncio.gather(alive.run(), again.run())
 
     async def _demonstrate(self) -> None:
         await self._met.wait()

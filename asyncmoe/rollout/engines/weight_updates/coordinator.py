@@ -87,6 +87,10 @@ class WeightUpdateCoordinator:
         """Return True if an open update goes to this engine."""
         return self.driver.current is not None and member in self.driver.current.members
 
+    def paused(self, member: Member) -> bool:
+        """Return True if this engine is paused for an open update."""
+        return self.driver.current is not None and member.engine.name in self.driver.current.paused
+
     async def handle(self, request: WeightsRequest) -> Engines | Committed | Done:
         """Answer one request.
 

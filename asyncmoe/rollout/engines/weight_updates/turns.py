@@ -1,4 +1,4 @@
-"""Whether a sender's request comes in turn. Every rank holds the run's key, so a faulty one could otherwise end or mislead the controller."""
+"""Whether a sender's request comes in turn. Every rank holds the run's key, so a faulty rank could otherwise mislead the controller."""
 
 from __future__ import annotations
 

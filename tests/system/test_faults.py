@@ -17,16 +17,16 @@ pytestmark = [pytest.mark.system, pytest.mark.thorough]
 STEPS = 400
 
 
-def server(command: Command, log: Path) -> psutil.Process:
-    """The process of engine.0, whose port its log names."""
-    (port,) = {word for line in log.read_text().splitlines() for word in line.split("port=")[1:2] for word in [word.split(",")[0]]}
+def server(command: Command) -> psutil.Process:
+    """The process of engine.0, which has the run's own seed, 0."""
     for process in psutil.process_iter():
         try:
-            if command.mark in process.environ().get(MARK, "") and "--port" in process.cmdline() and port in process.cmdline():
-                return process
+            words = process.cmdline() if command.mark == process.environ().get(MARK) else []
         except psutil.Error:
             continue
-    raise AssertionError(f"no server on port {port}")
+        if ["--random-seed", "0"] in [words[at : at + 2] for at in range(len(words))]:
+            return process
+    raise AssertionError("engine.0 does not run")
 
 
 @pytest.mark.parametrize("how", ["killed", "hung"])
@@ -41,7 +41,7 @@ def test_an_engine_that_is_lost_is_replaced_and_the_run_goes_on(tmp_path: Path, 
 
     try:
         assert wait_for(lambda: any(s["phase"] == "rl" for s in metrics(directory)), 240)
-        lost = server(command, directory / "logs" / "engine-0.log")
+        lost = server(command)
         if how == "killed":
             lost.kill()
         else:

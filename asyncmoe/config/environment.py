@@ -47,6 +47,10 @@ class EnvironmentSection(Section):
     tools: ToolsSection = ToolsSection()
     max_turns: Positive = Field(8, description="Maximum responses of an agent in an episode; an episode with more is rejected.")
     max_agents: Positive = Field(8, description="Maximum agents in an episode; the conversation of each becomes a trajectory.")
+    max_paths: Positive = Field(
+        32,
+        description="Maximum paths of an agent's tree of turns, where its history is forked, edited or cut; each becomes a trajectory.",
+    )
     max_tokens: Positive | None = Field(None, description="Maximum tokens of an agent's conversation; null: the model's context length.")
     timeout_s: PositiveFloat = Field(600.0, description="Seconds an episode may take before scoring; a slower one is rejected.")
 

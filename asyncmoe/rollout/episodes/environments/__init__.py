@@ -18,7 +18,7 @@ def bounds(config: Config) -> Bounds:
     section = config.environment
     positions = models.load_hf_config(config.model.path).get("max_position_embeddings")
     tokens = [limit for limit in (section.max_tokens, positions) if limit is not None]
-    return Bounds(section.max_turns, min(tokens, default=1 << 20), section.max_agents)
+    return Bounds(section.max_turns, min(tokens, default=1 << 20), section.max_agents, section.max_paths)
 
 
 def load(config: Config) -> Environment:

@@ -12,11 +12,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from asyncmoe.config import Config
-from asyncmoe.config.objective import Aggregation
 from asyncmoe.errors import WaitTimeout
 from asyncmoe.rpc.client import Client
 from asyncmoe.rpc.messages import Fetch, Fetched, Item, Lease, Leased, Phase
-from asyncmoe.trainer import objective
 from asyncmoe.trainer.data import batch, trees
 from asyncmoe.trainer.data.batch import MicroBatch, Schedule
 from asyncmoe.trainer.model.mesh import Mesh
@@ -51,20 +49,10 @@ def plan_updates(items: Sequence[Item], phase: Phase, config: Config, mesh: Mesh
         Update(
             tuple(part),
             batch.schedule([items[i].tokens for i in part], mesh.dp, trainer.tokens_per_microbatch, trainer.pack, mesh.grid),
-            token_weights([items[i] for i in part], aggregation, config.rollout.max_new_tokens),
+            trees.token_weights([items[i] for i in part], aggregation, config.rollout.max_new_tokens),
         )
         for part in parts
     ]
-
-
-def token_weights(items: Sequence[Item], aggregation: Aggregation, max_new_tokens: int) -> np.ndarray:
-    """Return the loss weight of a sampled token of each trajectory: float64[n]. All paths of a tree are one sequence, because each of its
-    tokens is trained once (`objective.token_weights`)."""
-    tree = trees.numbers(items)
-    first = [paths[0] for paths in trees.members(tree)]
-    sampled = trees.totals([item.sampled for item in items], tree).astype(int).tolist()
-    weights = objective.token_weights(sampled, aggregation, [items[i].group for i in first], max_new_tokens)
-    return np.asarray(weights[tree] * np.array([item.weight for item in items]))
 
 
 def microbatches(

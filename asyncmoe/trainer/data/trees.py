@@ -10,8 +10,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from asyncmoe.config.objective import Aggregation
 from asyncmoe.errors import InvariantBroken
 from asyncmoe.rpc.messages import Item
+from asyncmoe.trainer import objective
 
 
 def numbers(items: Sequence[Item]) -> list[int]:
@@ -31,6 +33,16 @@ def members(tree: Sequence[int]) -> list[list[int]]:
 def totals(values: Sequence[float], tree: Sequence[int]) -> np.ndarray:
     """Return the sum of `values` [n] over the paths of each tree: float64[trees]."""
     return np.bincount(np.asarray(tree, np.int64), np.asarray(values, np.float64))
+
+
+def token_weights(items: Sequence[Item], aggregation: Aggregation, max_new_tokens: int) -> np.ndarray:
+    """Return the loss weight of a sampled token of each trajectory: float64[n]. All paths of a tree are one sequence, because each of its
+    tokens is trained once (`objective.token_weights`)."""
+    tree = numbers(items)
+    groups = [items[paths[0]].group for paths in members(tree)]
+    sampled = totals([item.sampled for item in items], tree).astype(int).tolist()
+    weights = objective.token_weights(sampled, aggregation, groups, max_new_tokens)
+    return np.asarray(weights[tree] * np.array([item.weight for item in items]))
 
 
 def shared(paths: Sequence[Item]) -> np.ndarray:

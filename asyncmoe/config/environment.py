@@ -22,6 +22,11 @@ class ToolsSection(Section):
         description="Syntax of a call in a response. hermes: <tool_call> around a JSON object with name and arguments; brackets: "
         "[name: argument], for models so small that every token counts.",
     )
+    schemas: bool | None = Field(
+        None,
+        description="Give the tools' schemas to the chat template, which describes them to the policy. null: if style is hermes and the "
+        "task has chat prompts.",
+    )
     options: dict[str, dict[str, Any]] = Field(
         {},
         description="Limits by tool name (of your own function: its name or package.module:function): timeout_s, concurrency and "

@@ -1,0 +1,113 @@
+"""Tools of typed parameters, and their schemas in the chat template."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from pathlib import Path
+
+import pytest
+
+from asyncmoe.errors import ConfigError
+from asyncmoe.rollout.episodes import tools
+from asyncmoe.rollout.episodes.environments.tools import WithTools
+from asyncmoe.rollout.episodes.tools.runner import Runner
+from asyncmoe.rollout.episodes.tools.tool import ToolError
+from asyncmoe.rollout.tasks import Prompt
+from asyncmoe.rollout.tokenizer import Tokenizer
+from tests.unit import openai_policy
+
+FUNCTIONS = "tests.unit.tool_functions"
+TEMPLATE = "{% for tool in tools or [] %}{{ tool.function | tojson }}{% endfor %}{% for m in messages %}{{ m.content }}{% endfor %}"
+
+
+@pytest.fixture(scope="module")
+def known(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return openai_policy.tokenizer(tmp_path_factory.mktemp("tokenizer"))
+
+
+def tool(name: str) -> Runner:
+    (runner,) = tools.load([f"{FUNCTIONS}:{name}"]).values()
+    return runner
+
+
+def test_a_signature_and_a_docstring_become_a_schema() -> None:
+    flight = tool("find_flight")
+    assert flight.description == "Finds a flight."
+    assert flight.parameters == {
+        "type": "object",
+        "additionalProperties": False,
+        "required": ["origin", "day"],
+        "properties": {
+            "origin": {"type": "string", "description": "the airport it leaves, by its code."},
+            "day": {"type": "integer", "description": "of the year"},
+            "copy": {"anyOf": [{"type": "array", "items": {"type": "string"}}, {"type": "null"}], "default": None},
+            "cabin": {"type": "string", "enum": ["economy", "first"], "default": "economy"},
+        },
+    }
+    assert tool("shout").parameters == {
+        "type": "object",
+        "properties": {"argument": {"type": "string", "description": ""}},
+        "required": ["argument"],
+    }
+
+
+def test_calls_are_checked_and_converted_where_the_function_runs() -> None:
+    async def run() -> None:
+        flight = tool("find_flight")
+        try:
+            assert await flight.call('{"origin": "é", "day": 3, "copy": ["a"]}') == "'é' 4 ['a'] economy"
+            assert await flight.call('{"origin": "B", "day": "4", "cabin": "first"}') == "'B' 5 None first"
+            for wrong, said in (
+                ('{"origin": "B"}', "day: Field required"),
+                ('{"origin": "B", "day": 1.5}', "day: "),
+                ('{"origin": "B", "day": 1, "cabin": "third"}', "cabin: "),
+                ('{"origin": "B", "day": 1, "_x": 2}', "_x: Extra inputs"),
+                ("Berlin", "arguments: Invalid JSON"),
+                ("[" * 10000, "arguments: "),
+            ):
+                with pytest.raises(ToolError, match=said) as refused:
+                    await flight.call(wrong)
+                assert refused.value.reason == "tool_error"
+        finally:
+            await flight.close()
+        assert await tool("find_flight_later").call('{"origin": "B"}') == "B 7"
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("name", ["anything", "mystery"])
+def test_parameters_that_no_call_can_give_are_refused_at_the_start(name: str) -> None:
+    with pytest.raises(ConfigError, match=r"environment\.tools\.names.*" + name):
+        tool(name)
+
+
+def test_the_template_describes_the_tools(known: Tokenizer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    name = f"{FUNCTIONS}:find_flight"
+    plain = Prompt("a", known.encode("a"), "")
+    chat = Prompt("a", known.chat("a"), "", messages=({"role": "user", "content": "a"},))
+    with caplog.at_level(logging.WARNING):
+        ignoring = WithTools([name])
+        assert [ignoring.asked(one, known) for one in (chat, chat, plain)] == [chat.tokens, chat.tokens, plain.tokens]
+    assert [record.message for record in caplog.records if "leaves tools out" in record.message] != []
+    assert len(caplog.records) == 1
+    with pytest.raises(ConfigError, match=r"environment\.tools\.schemas"):
+        WithTools([name], schemas=True).described(known)
+    monkeypatch.setattr(known._tokenizer, "chat_template", TEMPLATE)
+    text = known.decode(WithTools([name]).asked(chat, known))
+    assert '"origin"' in text
+    assert text.endswith("a")
+    assert WithTools([name]).asked(plain, known) == plain.tokens
+    assert WithTools([name], schemas=False).asked(chat, known) == chat.tokens
+    assert WithTools([name], "brackets").asked(chat, known) == chat.tokens
+
+
+def test_a_call_of_several_arguments_reaches_the_function(known: Tokenizer, tmp_path: Path) -> None:
+    from tests.unit.test_environment_tools import parts, play
+
+    call = '<tool_call>{"name": "find_flight", "arguments": {"origin": "B", "day": 1}}</tool_call>'
+    wrong = '<tool_call>{"name": "find_flight", "arguments": {"origin": "B"}}</tool_call>'
+    made = play(WithTools([f"{FUNCTIONS}:find_flight"]), known, call, wrong, "42")
+    given = [text for sampled, text in parts(made, known) if not sampled]
+    assert "'B' 2 None economy" in given[1]
+    assert "error: day: Field required" in given[2]

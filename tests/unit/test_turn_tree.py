@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from random import Random
 
@@ -15,10 +15,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncmoe.config.objective import ObjectiveSection
+from asyncmoe.errors import InvariantBroken, TrajectoryRejected
 from asyncmoe.queue.group_buffer import describe, pack
 from asyncmoe.rollout.engines.types import Sampling
 from asyncmoe.rollout.episodes import episode
-from asyncmoe.rollout.episodes.environment import Bounds, Environment
+from asyncmoe.rollout.episodes.environment import Bounds, Environment, Episode
 from asyncmoe.rollout.episodes.episode import RolloutContext
 from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId
 from asyncmoe.rollout.scoring import Exact
@@ -144,6 +145,16 @@ def naive(model: Model, groups: Sequence[Sequence[Played]], process: float, aggr
     return loss
 
 
+@pytest.fixture(scope="module")
+def _one_thread() -> Iterator[None]:
+    """Tensors this small gain nothing from more."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("_one_thread")
 @settings(max_examples=8, deadline=None)
 @given(
     st.integers(0, 1 << 30),
@@ -177,3 +188,54 @@ def with_logprobs(t: Trajectory, model: Model) -> Trajectory:
     with torch.no_grad():
         made = np.concatenate([[0.0], model(torch.from_numpy(t.tokens).long()).numpy()])
     return replace(t, logprobs=np.where(t.loss_mask, made, 0).astype(np.float32))
+
+
+class Credits:
+    """Rewards a shared response as the latest one of a path that another continues, or of a path that shares it."""
+
+    def __init__(self, of_fork: bool) -> None:
+        self.of_fork = of_fork
+
+    async def run(self, episode: Episode) -> float:
+        agent = episode.agent()
+        agent.see([5, 6])
+        await agent.respond()
+        forks = [episode.fork(agent), episode.fork(agent)]
+        (forks[1] if self.of_fork else agent).credit(3.0)
+        for fork in forks:
+            fork.see([7])
+            await fork.respond()
+        return 1.0
+
+
+@pytest.mark.parametrize("of_fork", [True, False])
+def test_the_reward_of_a_shared_step_is_never_lost(known: Tokenizer, of_fork: bool) -> None:
+    made, requests = play(known, Credits(of_fork), EpisodeId(0, 0, 0), 0)
+    check_requests(made, requests)
+    first, second = made
+    assert (first.branch, second.branch, second.parent) == (1, 2, 1)
+    assert first.rewards is not None
+    assert second.rewards is not None
+    assert first.rewards[second.forked - 1] == 3.0
+    assert [int((~np.isnan(t.rewards)).sum()) for t in made if t.rewards is not None] == [1, 0]
+
+
+class Misused:
+    async def run(self, episode: Episode) -> float:
+        episode.fork(episode.agent(), 1)
+        return 1.0
+
+
+def test_a_fork_after_more_responses_than_there_are_is_refused(known: Tokenizer) -> None:
+    with pytest.raises(TrajectoryRejected, match=r"environment_error.*got 1 responses, expected at most its 0"):
+        play(known, Misused(), EpisodeId(0, 0, 0), 0)
+
+
+def test_a_trajectory_that_trains_what_its_parent_trains_is_rejected(known: Tokenizer) -> None:
+    made, _ = play(known, Credits(True), EpisodeId(0, 0, 0), 0)
+    for wrong in ({"loss_mask": made[0].loss_mask, "versions": made[0].versions}, {"forked": 10**6}, {"parent": 5}):
+        with pytest.raises(TrajectoryRejected, match=r"bad_fork|length_mismatch"):
+            validate(replace(made[1], **wrong))  # type: ignore[arg-type]
+    orphan = [describe(made[1])]
+    with pytest.raises(InvariantBroken, match="does not come before it"):
+        trees.shared(orphan)

@@ -163,8 +163,6 @@ class Agent:
         made = Agent(name, self.number, self._tokenizer, self._sampling, self._bounds, self._speak, self.tree, branch)
         made._ends, made.responses = self._ends[:responses], self.responses[:responses]
         made.turns = self.turns[: made._ends[-1]] if responses else []
-        size = sum(map(len, made.turns))
-        made.credits = {at: reward for at, reward in self.credits.items() if at < size}
         return made
 
     def see(self, what: str | Sequence[int]) -> None:

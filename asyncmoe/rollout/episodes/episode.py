@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from random import Random
@@ -92,7 +92,7 @@ async def run(stage: RolloutContext, prompt: Prompt, place: EpisodeId) -> tuple[
     record = partial(assemble, place=place, recording=stage.sampling.recording, seconds=seconds)
     trajectories = []
     for agent, path, score in zip(agents, _places(agents), worth, strict=True):
-        credited, agent.why = step_rewards(agent.turns, agent.credits), score.why
+        credited, agent.why = step_rewards(agent.turns, _credits(agent, made.agents.values())), score.why
         made_of = partial(record, agent.turns, reward=score.reward, path=path, teacher=score.teacher)
         trajectories.append(await asyncio.to_thread(made_of, rewards=score.rewards if credited is None else credited))
     return tuple(trajectories)
@@ -118,6 +118,15 @@ def _places(agents: Sequence[Agent]) -> list[PlaceInTree]:
         parent = agents[fork.parent].branch if fork.turns else 0
         found.append(PlaceInTree(agent.number, agent.branch, parent, fork.turns))
     return found
+
+
+def _credits(path: Agent, agents: Iterable[Agent]) -> dict[int, float]:
+    """Return the rewards of a path's steps: a shared response may have been rewarded as another path's latest one."""
+    found: dict[int, float] = {}
+    for agent in agents:
+        size = sum(map(len, agent.turns[: turn_tree.common(agent.turns, path.turns)]))
+        found |= {at: reward for at, reward in agent.credits.items() if at < size}
+    return found | path.credits
 
 
 async def _worth(rewards: Rewards, agents: list[Agent], prompt: Prompt, scorer: Scorer, steps: bool) -> list[Score]:

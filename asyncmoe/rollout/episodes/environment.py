@@ -21,10 +21,10 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
 from random import Random
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from asyncmoe.errors import TrajectoryRejected
-from asyncmoe.rollout.engines.types import Listener, Sampling
+from asyncmoe.rollout.engines.types import Listener, ParsedCall, Sampling
 from asyncmoe.rollout.episodes import turn_tree
 from asyncmoe.rollout.episodes.listening import Listening, wrong_stop
 from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId, Turn
@@ -93,6 +93,10 @@ Speak = Callable[["Agent", tuple[int, ...], Sampling, Listener | None], Awaitabl
 """(agent, tokens given since its last response, sampling, listener) -> the turns of one response."""
 
 
+Parse = Callable[[str, str, Sequence[Mapping[str, Any]]], Awaitable[Sequence[ParsedCall]]]
+"""(text, parser, schemas of the tools) -> the tool calls in a response, as an engine's parser reads them."""
+
+
 class Agent:
     """One conversation of the policy, or one path of a conversation that was forked (`Episode.fork`); becomes one trajectory.
 
@@ -108,6 +112,7 @@ class Agent:
         calls: tool calls that the environment made for it, for readers of samples.
         why: what the scorer says about its reward, for readers of samples.
         spoke_last: greater the later its last response ended; -1 before the first.
+        parse: the engines' parsers of tool calls; None without engines.
         failure: its first failure, or None.
     """
 
@@ -133,6 +138,7 @@ class Agent:
         self._tokenizer, self._sampling, self._bounds, self._speak = tokenizer, sampling, bounds, speak
         self._given: list[int] = []
         self._speaking = False
+        self.parse: Parse | None = None
         self.failure: TrajectoryRejected | None = None
 
     @property
@@ -161,6 +167,7 @@ class Agent:
         if not 0 <= responses <= len(self.responses):
             raise self._failed(ERROR, f"fork: got {responses} responses, expected at most its {len(self.responses)}")
         made = Agent(name, self.number, self._tokenizer, self._sampling, self._bounds, self._speak, self.tree, branch)
+        made.parse = self.parse
         made._ends, made.responses = self._ends[:responses], self.responses[:responses]
         made.turns = self.turns[: made._ends[-1]] if responses else []
         return made
@@ -282,6 +289,7 @@ class Episode:
     speak: Speak
     agents: dict[str, Agent] = field(default_factory=dict)
     failure: TrajectoryRejected | None = None
+    parse: Parse | None = None
 
     def agent(self, name: str = "policy") -> Agent:
         """Return the agent of this name, created on the first call."""
@@ -290,6 +298,7 @@ class Episode:
             if number >= self.bounds.agents:
                 raise self._failed(f"more than environment.max_agents = {self.bounds.agents} agents")
             self.agents[name] = Agent(name, number, self.tokenizer, self.sampling, self.bounds, self.speak)
+            self.agents[name].parse = self.parse
         return self.agents[name]
 
     def fork(self, agent: Agent, responses: int | None = None, name: str | None = None) -> Agent:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from random import Random
+from typing import Any
 
 import numpy as np
 
@@ -21,7 +22,7 @@ from asyncmoe.errors import AsyncmoeError, TrajectoryRejected
 from asyncmoe.rollout.engines.interruption import respond
 from asyncmoe.rollout.engines.pool import Pool
 from asyncmoe.rollout.engines.scheduling import ScheduledRequest
-from asyncmoe.rollout.engines.types import Generation, Listener, Sampling
+from asyncmoe.rollout.engines.types import Generation, Listener, ParsedCall, Sampling
 from asyncmoe.rollout.episodes import environment, turn_tree
 from asyncmoe.rollout.episodes.environment import Agent, Bounds, Demonstrator, Environment, Episode, Rewards
 from asyncmoe.rollout.episodes.environments.single_turn import SingleTurn
@@ -77,8 +78,11 @@ async def run(stage: RolloutContext, prompt: Prompt, place: EpisodeId) -> tuple[
         request = ScheduledRequest(prompt, continues=running, conversation=f"{stage.stream} {place.key(agent.number)}")
         return await respond(stage.pool, given, agent.turns, sampling, stage.interruption, request, listener)
 
+    async def parse(text: str, parser: str, tools: Sequence[Mapping[str, Any]]) -> Sequence[ParsedCall]:
+        return await stage.pool.parse_calls(text, parser, tools)
+
     random = Random(f"{stage.seed} {stage.stream} {place.group} {place.episode} {place.attempt}")
-    made = Episode(prompt, place, stage.tokenizer, random, stage.sampling, stage.bounds, speak)
+    made = Episode(prompt, place, stage.tokenizer, random, stage.sampling, stage.bounds, speak, parse=parse)
     if stage.opened is not None:
         stage.opened(made)
     rewards = await _play(stage.environment, made, stage.timeout_s)

@@ -18,8 +18,9 @@ from typing import Any
 
 from asyncmoe.errors import ConfigError, TrajectoryRejected
 from asyncmoe.rollout.episodes import tools
+from asyncmoe.rollout.episodes.environment import ERROR as CALLS_ERROR
 from asyncmoe.rollout.episodes.environment import Agent, Episode, Response
-from asyncmoe.rollout.episodes.tools.calls import Call, Malformed, Style, find
+from asyncmoe.rollout.episodes.tools.calls import STYLES, Call, Malformed, find, parsed
 from asyncmoe.rollout.episodes.tools.runner import Counts, Runner
 from asyncmoe.rollout.episodes.tools.tool import ERROR, ToolError, schema
 from asyncmoe.rollout.tasks import Prompt
@@ -33,7 +34,7 @@ class WithTools:
 
     Args:
         names, options: as for `asyncmoe.rollout.episodes.tools.load`.
-        style: syntax of a tool call in a response.
+        style: as environment.tools.style.
         chat: if true, observations are messages of the tokenizer's chat template; else each is a line.
         schemas: as environment.tools.schemas.
 
@@ -44,7 +45,7 @@ class WithTools:
     def __init__(
         self,
         names: Sequence[str],
-        style: Style = "hermes",
+        style: str = "hermes",
         chat: bool = True,
         options: Mapping[str, Mapping[str, Any]] | None = None,
         schemas: bool | None = None,
@@ -73,7 +74,7 @@ class WithTools:
         """
         if self._schemas is None:
             self._schemas = ()
-            if self._wanted or (self._wanted is None and self._chat and self._style == "hermes"):
+            if self._wanted or (self._wanted is None and self._chat and self._style != "brackets"):
                 self._schemas = self._in_template(tokenizer)
         return self._schemas
 
@@ -91,11 +92,20 @@ class WithTools:
         """Alternate responses and tool answers; return the first response that calls no tool or reaches its length limit."""
         while True:
             response = await agent.respond()
-            calls = find(response.text, self._style)
+            calls = await self._calls(agent, response, tokenizer)
             if not calls or response.finish == "length":
                 return response
             observations = await asyncio.gather(*(self._noted(agent, call) for call in calls))
             agent.see(tokenizer.between(observations) if self._chat else "".join(f"{line}\n" for line in observations))
+
+    async def _calls(self, agent: Agent, response: Response, tokenizer: Tokenizer) -> Sequence[Call | Malformed]:
+        if (own := STYLES.get(self._style)) is not None:
+            return find(response.text, own)
+        if agent.parse is None:
+            raise TrajectoryRejected(CALLS_ERROR, f"environment.tools.style={self._style} needs an engine, and there is none")
+        ended = response.finish == "stop" and not tokenizer.decode(response.tokens[-1:])
+        text = tokenizer.decode_all(response.tokens[:-1] if ended else response.tokens)
+        return parsed(await agent.parse(text, self._style, tuple(map(schema, self.runners.values()))))
 
     @property
     def counts(self) -> dict[str, Counts]:

@@ -18,7 +18,8 @@ from asyncmoe.trajectory import Buffer, Trajectory, encode
 class Group:
     """Episodes that are leased, dropped and released together, encoded once on arrival.
 
-    An episode has one trajectory of each agent that spoke. Counts here and in the queue are of episodes.
+    An episode has one trajectory of each agent that spoke, or one of each path of the agent's tree. Counts here and in the queue are of
+    episodes.
     """
 
     arrival: int
@@ -66,6 +67,9 @@ def describe(t: Trajectory) -> Item:
         step_mean=mean,
         step_squares=squares,
         teacher_gap=None if t.teacher is None else float((t.logprobs.astype(np.float64) - t.teacher)[t.loss_mask].sum()),
+        branch=t.branch,
+        parent=t.parent,
+        forked=t.forked,
     )
 
 

@@ -78,7 +78,7 @@ def load_parts(config: Config) -> tuple[Tokenizer, Task, Sequence[EvaluationQues
         UserError: one of them is unusable.
     """
     tokenizer = Tokenizer(config.model.path, config.model.trust_remote_code)
-    loaded, environment = tasks.load(config, tokenizer), environments.load(config)
+    loaded, environment = tasks.load(config, tokenizer), environments.load(config, tokenizer)
     task, evaluated = loaded.training, loaded.sets
     scorer = scoring.load(config.scoring, config.task, tokenizer.decode, config.run.seed)
     return tokenizer, task, evaluated, scorer, environment

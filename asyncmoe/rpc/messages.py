@@ -217,6 +217,10 @@ class Item(Message, frozen=True):
     """Sum of squared deviations of the steps' rewards from `step_mean`."""
     teacher_gap: float | None = None
     """Sum over sampled tokens of (engine's - teacher's) log-probability, in nats; None without a teacher."""
+    branch: int = 0
+    """As in `Trajectory`, like the next two."""
+    parent: int = 0
+    forked: int = 0
 
 
 class Welcome(Message, frozen=True):

@@ -13,6 +13,7 @@ from asyncmoe.errors import InvariantBroken
 from asyncmoe.rpc.messages import Leased, Phase
 from asyncmoe.telemetry.metric import declared
 from asyncmoe.telemetry.schema import Step
+from asyncmoe.trainer.data import trees
 from asyncmoe.trainer.data.credit import credit_figures
 
 if TYPE_CHECKING:  # both import Megatron
@@ -44,6 +45,7 @@ def step_record(
     begin, got, trained = times
     end = time.time()
     items, last = leased.items, updates[-1]
+    tree = trees.numbers(items)
     rows, tokens = sum(u.rows for u in updates), sum(u.tokens for u in updates)
     common = Step(
         step=step,
@@ -62,7 +64,7 @@ def step_record(
         entropy=sum(u.entropy for u in updates) / len(updates),
         tokens=rows,
         tokens_per_s=rows / (end - begin),
-        response_tokens_mean=tokens / len(items),
+        response_tokens_mean=tokens / len(set(tree)),
         queue_depth=leased.queue_depth,
         dropped=leased.dropped,
         **combined([update.figures for update in updates]),
@@ -70,7 +72,7 @@ def step_record(
     if phase == "warmup":
         return common
     ages = common.ages or {}
-    rewards = np.array([item.reward for item in items])
+    rewards = trees.totals([item.reward for item in items], tree) / np.bincount(tree)
     return msgspec.structs.replace(
         common,
         reward_mean=float(rewards.mean()),

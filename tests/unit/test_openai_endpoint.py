@@ -248,7 +248,7 @@ def test_why_an_agents_requests_failed_is_told(known: Tokenizer) -> None:
 
 def test_an_agent_that_swallows_errors_has_no_say_in_whether_the_episode_failed(known: Tokenizer) -> None:
     policy = says(known)
-    episode = policy.episode(known, Bounds(turns=1, tokens=1000, agents=1))
+    episode = policy.episode(known, Bounds(turns=1, tokens=1000, agents=1, paths=1))
     environment = OpenAIEnvironment(f"{AGENTS}:swallows")
 
     async def run() -> Any:

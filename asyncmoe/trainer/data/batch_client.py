@@ -15,8 +15,7 @@ from asyncmoe.config import Config
 from asyncmoe.errors import WaitTimeout
 from asyncmoe.rpc.client import Client
 from asyncmoe.rpc.messages import Fetch, Fetched, Item, Lease, Leased, Phase
-from asyncmoe.trainer import objective
-from asyncmoe.trainer.data import batch
+from asyncmoe.trainer.data import batch, trees
 from asyncmoe.trainer.data.batch import MicroBatch, Schedule
 from asyncmoe.trainer.model.mesh import Mesh
 from asyncmoe.trajectory import Routing, Trajectory, decode, frames_in
@@ -50,10 +49,7 @@ def plan_updates(items: Sequence[Item], phase: Phase, config: Config, mesh: Mesh
         Update(
             tuple(part),
             batch.schedule([items[i].tokens for i in part], mesh.dp, trainer.tokens_per_microbatch, trainer.pack, mesh.grid),
-            objective.token_weights(
-                [items[i].sampled for i in part], aggregation, [items[i].group for i in part], config.rollout.max_new_tokens
-            )
-            * np.array([items[i].weight for i in part]),
+            trees.token_weights([items[i] for i in part], aggregation, config.rollout.max_new_tokens),
         )
         for part in parts
     ]

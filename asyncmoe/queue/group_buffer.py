@@ -66,6 +66,7 @@ def describe(t: Trajectory) -> Item:
         step_mean=mean,
         step_squares=squares,
         teacher_gap=None if t.teacher is None else float((t.logprobs.astype(np.float64) - t.teacher)[t.loss_mask].sum()),
+        truncated=t.finish == "length",
     )
 
 

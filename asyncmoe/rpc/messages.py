@@ -217,6 +217,8 @@ class Item(Message, frozen=True):
     """Sum of squared deviations of the steps' rewards from `step_mean`."""
     teacher_gap: float | None = None
     """Sum over sampled tokens of (engine's - teacher's) log-probability, in nats; None without a teacher."""
+    truncated: bool = False
+    """Its last response ended at a limit of tokens."""
 
 
 class Welcome(Message, frozen=True):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import json
 import re
 import runpy
@@ -18,8 +17,9 @@ import pytest
 import torch
 
 from asyncmoe.errors import InvariantBroken
-from asyncmoe.telemetry import metric, report
+from asyncmoe.telemetry import metric
 from asyncmoe.telemetry.metric import Metric, declared
+from asyncmoe.telemetry.report import run_page
 from asyncmoe.telemetry.rollout_schema import Calls, Evaluation, Rollout, Scoring
 from asyncmoe.telemetry.schema import Step
 from asyncmoe.trainer import objective
@@ -42,12 +42,9 @@ def test_a_declaration_alone_brings_a_metric_to_every_reader(tmp_path: Path) -> 
     assert "# HELP asyncmoe_step_surprise Mean surprise." in shown["prometheus"]
     assert "asyncmoe_step_surprise 3.5" in shown["prometheus"]
     assert 'asyncmoe_rollout_stalls{engine="engine.0"} 3.0' in shown["prometheus"]
-    drawn = [base64.b64decode(data).decode() for data in re.findall(r'base64,([^"]*)"', shown["report"])]
-    assert [sum(f"<!-- {text} -->" in picture for picture in drawn) for text in ("Surprise", "nats a token", "Stalls of engines")] == [
-        1,
-        1,
-        1,
-    ]
+    drawn = {figure["title"]: figure for section in shown["report"]["sections"] for figure in section["figures"]}
+    assert (drawn["Surprise"]["y"], drawn["Surprise"]["curves"][0]["y"]) == ("nats a token", [1.5, 2.5, 3.5])
+    assert [curve["name"] for curve in drawn["Stalls of engines"]["curves"]] == ["engine.0"]
 
 
 def test_every_number_of_a_record_is_declared_and_described() -> None:
@@ -79,9 +76,8 @@ def test_declarations_make_sense(kind: type[msgspec.Struct]) -> None:
         assert found.source is None or kind is Rollout, f"{name}: only rollout records are copied"
         if found.plot is not None:
             assert found.unit, f"{name}: the axis of a figure needs a unit"
-            assert found.plot.section in [title for title, _, _ in report._SECTIONS]
+            assert found.plot.section in run_page.SECTIONS
             assert found.plot.bars is None or "Mapping[int" in str(hints[name]), f"{name}: bars are for mappings from whole numbers"
-            assert not (found.plot.smooth and found.key), f"{name}: a running mean is for plain numbers"
 
 
 def test_metrics_that_share_a_figure_agree_on_it() -> None:
@@ -89,9 +85,9 @@ def test_metrics_that_share_a_figure_agree_on_it() -> None:
     for title, group in groupby(sorted(plots, key=lambda drawn: drawn[0].figure), key=lambda drawn: drawn[0].figure):
         members = list(group)
         assert len({(plot.section, plot.from_zero, found.unit, kind) for plot, found, kind in members}) == 1, title
-        assert len(members) == 1 or all(plot.curve and not plot.bars and not plot.smooth for plot, _, _ in members), title
+        assert len(members) == 1 or all(plot.curve and not plot.bars for plot, _, _ in members), title
     titles = {plot.figure for plot, _, _ in plots}
-    assert [first for _, _, firsts in report._SECTIONS for first in firsts if isinstance(first, str) and first not in titles] == []
+    assert [first for firsts in run_page.FIRST.values() for first in firsts if first not in titles] == []
 
 
 def test_figures_of_the_objective_are_recorded() -> None:

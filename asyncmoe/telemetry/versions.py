@@ -30,7 +30,7 @@ class Started(msgspec.Struct, frozen=True):
 def record(run_dir: Path, engine_python: Path | str | None) -> None:
     """Append the versions of this start of a run. Raises StorageError if they cannot be written."""
     with JsonLines(run_dir / VERSIONS) as lines:
-        lines.write(Started(time.time(), versions(engine_python)))
+        lines.write({"time": time.time(), "versions": versions(engine_python)})
 
 
 def read(run_dir: Path) -> list[Started]:

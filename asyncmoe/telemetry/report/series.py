@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import fmean
+from typing import Any
 
 from asyncmoe.telemetry.metric import Metric
 from asyncmoe.telemetry.overlap import Cover
@@ -106,7 +107,9 @@ def curves_of(values: Values, metric: Metric) -> list[tuple[str, Series]]:
     if not metric.key:
         return [("", Series.of([(x, _scaled(value, metric)) for x, value in values if not isinstance(value, Mapping)]))]
     absent = 0.0 if metric.is_share else None
-    known = [(x, value if isinstance(value, Mapping) else {"": value}) for x, value in values if value is not None]
+    known: list[tuple[float, Mapping[Any, float | None]]] = [
+        (x, value if isinstance(value, Mapping) else {"": value}) for x, value in values if value is not None
+    ]
     keys = sorted({key for _, value in known for key in value}, key=_order)
     return [(str(key), Series.of([(x, _scaled(value.get(key, absent), metric)) for x, value in known])) for key in keys]
 

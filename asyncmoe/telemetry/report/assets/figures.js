@@ -1,6 +1,6 @@
 "use strict";
 
-const CONFIG = { displaylogo: false, responsive: true, modeBarButtonsToRemove: ["lasso2d", "select2d", "autoScale2d"] };
+const CONFIG = { displaylogo: false, responsive: true, modeBarButtons: [["zoom2d", "pan2d", "zoomIn2d", "zoomOut2d", "resetScale2d"], ["toImage"]] };
 const FONT = { family: 'system-ui, "DejaVu Sans", sans-serif', size: 11, color: "#30363d" };
 const GRID = "#eef1f4";
 
@@ -67,8 +67,9 @@ function bars(parts, names) {
 
 function heat([[, figure]]) {
   const unit = figure.unit.endsWith("%") ? " %" : "";
+  const most = figure.values.flat().reduce((found, value) => Math.max(found, value), 0) || 1;
   const trace = {
-    type: "heatmap", x: figure.columns, y: figure.keys, z: figure.values, zmin: 0, hoverongaps: false, xgap: figure.columns.length <= 60 ? 1 : 0, ygap: 1,
+    type: "heatmap", x: figure.columns, y: figure.keys, z: figure.values, zmin: 0, zmax: most, hoverongaps: false, xgap: figure.columns.length <= 60 ? 1 : 0, ygap: 1,
     colorscale: [[0, "#f7fafc"], [0.25, "#b9dcef"], [0.6, "#3d93c4"], [1, "#08306b"]],
     colorbar: { thickness: 9, outlinewidth: 0, ticksuffix: unit, tickfont: { size: 10 } },
     hovertemplate: `${figure.x} %{x}<br>${figure.y} %{y}: %{z:.3~g}${unit}<extra></extra>`,

@@ -27,7 +27,8 @@ function timeline(figure) {
   });
   const ticks = { tickvals: figure.lanes.map((_, i) => row(i) + LANE / 2), ticktext: figure.lanes.map((lane) => lane.name), range: [-0.1, count + 0.25] };
   const label = figure.more ? `${figure.unit}; ${figure.more} more engines are not drawn` : figure.unit;
-  return [traces, layout(130 + 36 * count, {
+  return [traces, layout(146 + 36 * count, {
+    margin: { l: 8, r: 10, t: 36, b: 8 },
     hovermode: "x", hoverdistance: 30, shapes: shapes(figure, count, row), annotations: annotations(figure, count),
     legend: { orientation: "h", x: 0, y: -0.28, yanchor: "top" }, xaxis: axis(label, { range: [0, figure.end], showgrid: false }),
     yaxis: axis("", { ...ticks, showgrid: false, fixedrange: true, ticks: "" }),

@@ -13,6 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import yaml
 
@@ -30,8 +31,9 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
 from report_pages import NASTY, write_samples
 from telemetry_runs import write_run
 
-from asyncmoe.telemetry.records import JsonLines
+from asyncmoe.telemetry.records import JsonLines, read_rollout
 from asyncmoe.telemetry.report import command
+from asyncmoe.telemetry.schema import ROLLOUT
 from asyncmoe.telemetry.versions import VERSIONS
 
 FLAGS = (
@@ -60,6 +62,8 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     for number, name in enumerate(("first", "second")):
         write_run(folder / name, warmup=20, rl=60 - 20 * number, wait=0.4 + number)
         write_samples(folder / name, 6)
+        with JsonLines(folder / name / ROLLOUT) as rollout:
+            rollout.write(msgspec.structs.replace(read_rollout(rollout.path)[-1], rejected={"scorer_<b>": 1, "a&amp;b": 2}))
         config = {"run": {"seed": number, "dir": name}, "rollout": {"group_size": 8}}
         (folder / name / "config.yaml").write_text(yaml.safe_dump(config))
         with JsonLines(folder / name / VERSIONS) as lines:
@@ -147,7 +151,7 @@ def test_the_report_shows_every_figure_and_says_what_is_under_the_pointer(browse
     assert _picture(browser, "report", tmp_path).stat().st_size > 50_000
     browser.find_element(By.CSS_SELECTOR, "details > summary").click()
     assert "rollout: started" in browser.find_element(By.CSS_SELECTOR, "details").text
-    _card(browser, "rollout: accepted")
+    assert {"scorer_<b>", "a&amp;b"} <= set(_card(browser, "rollout: rejected").text.splitlines())
     _silent(browser)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import os
 import re
 import stat
 from itertools import islice, pairwise
@@ -143,6 +144,12 @@ def test_several_runs_are_one_page(tmp_path: Path) -> None:
     assert not (tmp_path / "a/run" / "report.html").exists()
 
 
+def test_a_run_may_have_any_name(tmp_path: Path) -> None:
+    name = os.fsdecode(b"\xff\x1b[31m<b>")
+    write_run(tmp_path / name, warmup=1, rl=1)
+    assert data_of(command.report(tmp_path / name))[0]["name"] == "⟨DCFF⟩␛[31m<b>"
+
+
 def test_runs_that_one_page_cannot_show_are_refused(tmp_path: Path) -> None:
     write_run(tmp_path / "run", warmup=1, rl=1)
     (tmp_path / "link").symlink_to("run")
@@ -188,4 +195,7 @@ def test_secrets_of_the_configuration_are_hidden(tmp_path: Path) -> None:
     assert secret.replace("-", "") not in json.dumps(found)
     assert found["scoring.teacher.url"] == "http://(hidden)@host:80/x?(hidden)"
     assert (found["rollout.max_new_tokens"], found["telemetry.samples.max_tokens"], found["scoring.options.keys"]) == ("7", "8192", "3")
+    (tmp_path / "config.yaml").write_text('a: "\\ud83d\\e[31m"\n"b\\0": [{}, []]\n')
+    assert json.dumps(settings(tmp_path), ensure_ascii=False).encode()
+    assert settings(tmp_path)["a"] == "⟨D83D⟩␛[31m"
     assert found["task.options.tokens"] == "[(hidden), plain]"

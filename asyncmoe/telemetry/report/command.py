@@ -47,7 +47,7 @@ def write(run_dirs: Sequence[Path], target: Path, *, samples: bool = True) -> Pa
     for number, (run_dir, name) in enumerate(zip(run_dirs, chosen, strict=True)):
         page = run_page(run_dir, name, _NOT_ASKED)
         if samples:
-            listed, packed = embedded(run_dir)
+            listed, packed = embedded(run_dir, len(run_dirs))
             page = replace(page, samples=listed)
             groups |= {(number, place): data for place, data in packed.items()}
             private = private or bool(packed)

@@ -20,6 +20,7 @@ from asyncmoe.telemetry.report.timeline import TimelineFigure, timelines
 from asyncmoe.telemetry.run import RunRecords, load
 from asyncmoe.telemetry.samples.index import Index, index
 from asyncmoe.telemetry.samples.index import load as load_sample
+from asyncmoe.telemetry.samples.visible import visible
 from asyncmoe.telemetry.summary import summary_of
 from asyncmoe.telemetry.versions import read as read_versions
 
@@ -112,11 +113,9 @@ def run_page(run_dir: Path, name: str, samples: SampleList) -> RunPage:
 def names(run_dirs: Sequence[Path]) -> list[str]:
     """Return a name for each run, as short as tells them apart."""
     paths = [path.resolve() for path in run_dirs]
-    for depth in range(1, max(len(path.parts) for path in paths) + 1):
-        found = ["/".join(path.parts[-depth:]).lstrip("/") for path in paths]
-        if len(set(found)) == len(found):
-            return found
-    return [path.name for path in paths]
+    depths = range(1, max(len(path.parts) for path in paths) + 1)
+    tried = [[visible("/".join(path.parts[-depth:]).lstrip("/")) for path in paths] for depth in depths]
+    return next((found for found in tried if len(set(found)) == len(found)), tried[-1])
 
 
 def kept_groups(run_dir: Path) -> Index | str:
@@ -124,23 +123,27 @@ def kept_groups(run_dir: Path) -> Index | str:
     try:
         return index(run_dir)
     except DataError as error:
-        return str(error)
+        return visible(str(error))
     except PermissionError:
-        return f"samples of {run_dir}: only their owner can read them"
+        return visible(f"samples of {run_dir}: only their owner can read them")
 
 
-def embedded(run_dir: Path) -> tuple[SampleList, dict[int, bytes]]:
-    """Choose the groups that a file has, within its bounds, and return their list and each one encoded (`page.pack`), by its place."""
+def embedded(run_dir: Path, runs: int = 1) -> tuple[SampleList, dict[int, bytes]]:
+    """Choose the groups that a file has, within its bounds, and return their list and each one encoded (`page.pack`), by its place.
+
+    Args:
+        runs: number of the runs that share the bytes.
+    """
     found = kept_groups(run_dir)
     if isinstance(found, str):
         return SampleList((), 0, (found,)), {}
     packed: dict[int, bytes] = {}
-    notes, room = list(found.notes), MOST_GROUP_BYTES
+    notes, room = list(found.notes), MOST_GROUP_BYTES // runs
     for place in islice(by_interest(len(found.entries)), MOST_GROUPS):
         try:
             data = pack(encoded_group(found, place, MOST_TOKENS))
         except DataError as error:
-            notes.append(f"a group is left out: {error}")
+            notes.append(visible(f"a group is left out: {error}"))
             continue
         if len(data) > room:
             break

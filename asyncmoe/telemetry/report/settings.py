@@ -12,6 +12,7 @@ import msgspec
 import yaml
 
 from asyncmoe.errors import DataError
+from asyncmoe.telemetry.samples.visible import visible
 
 CONFIG = "config.yaml"
 HIDDEN = "(hidden)"
@@ -49,7 +50,7 @@ def _flat(value: Any, path: str) -> Iterator[tuple[str, str]]:
         for number, inner in enumerate(value):
             yield from _flat(inner, f"{path}[{number}]")
     else:
-        yield path, _shown(path, value)
+        yield visible(path), visible(_shown(path, value))
 
 
 def _shown(path: str, value: Any) -> str:

@@ -17,6 +17,7 @@ from asyncmoe.telemetry.report.run_page import RunPage, SampleList, encoded_grou
 from asyncmoe.telemetry.report.sample_groups import heads
 from asyncmoe.telemetry.samples.index import Index
 from asyncmoe.telemetry.samples.records import FOLDER, ROLLOUT_SAMPLES, TRAINER_SAMPLES
+from asyncmoe.telemetry.samples.visible import visible
 from asyncmoe.telemetry.schema import CONTROLLER_SPANS, EVALUATION, METRICS, ROLLOUT, TRAINER_SPANS
 
 LISTED = 500
@@ -88,7 +89,7 @@ class WatchedRuns:
         try:
             return run_page(run_dir, name, listed)
         except (DataError, OSError) as error:
-            return replace(RunPage(name), waiting=str(error), samples=listed)
+            return replace(RunPage(name), waiting=visible(str(error)), samples=listed)
 
     def _listed(self, number: int) -> SampleList:
         found = kept_groups(self._dirs[number])

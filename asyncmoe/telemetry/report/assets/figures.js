@@ -2,7 +2,7 @@
 
 const CONFIG = { displaylogo: false, responsive: true, modeBarButtons: [["zoom2d", "pan2d", "zoomIn2d", "zoomOut2d", "resetScale2d"], ["toImage"]] };
 const FONT = { family: 'system-ui, "DejaVu Sans", sans-serif', size: 11, color: "#30363d" };
-const GRID = "#eef1f4";
+const GRID = "#eef1f4", LEAST_FOR_MEAN = 16;
 
 /* The mean over a window of about a twentieth of the curve, which shrinks at both ends. */
 function runningMean(values) {
@@ -24,15 +24,19 @@ function layout(height, more) {
 const axis = (text, more = {}) =>
   ({ title: text ? { text, standoff: 4 } : undefined, automargin: true, gridcolor: GRID, exponentformat: "e", zeroline: false, linecolor: "#c9ced6", ...more });
 
+/* A text for Plotly, which takes some tags for markup. */
+const plain = (text) => text.replaceAll("&", "&amp;").replaceAll("<", "&lt;");
+
 /* A figure of curves, of one run or overlaid: `parts` are [number of the run, figure]. */
 function lines(parts, names, smooth) {
   const traces = [], several = names.length > 1;
+  const jagged = new Set(parts.flatMap(([, figure]) => figure.curves.filter((curve) => curve.jagged).map((curve) => curve.name)));
   for (const [run, figure] of parts) {
     figure.curves.forEach((curve, number) => {
-      const name = [several ? names[run] : "", curve.name].filter(Boolean).join(" · ");
+      const name = plain([several ? names[run] : "", curve.name].filter(Boolean).join(" · "));
       const colour = several ? RUN_COLOURS[run % RUN_COLOURS.length] : COLOURS[curve.colour];
       const dash = several ? DASHES[number % DASHES.length] : "solid", few = curve.x.length <= 30;
-      const mean = smooth && curve.jagged;
+      const mean = smooth && jagged.has(curve.name) && curve.y.length >= LEAST_FOR_MEAN;
       const common = { x: curve.x, type: "scatter", hovertemplate: "%{y:.4~g}", legendgroup: `${run} ${number}` };
       traces.push({
         ...common, y: curve.y, mode: few ? "lines+markers" : "lines", name: name || "each", opacity: mean ? 0.3 : 1,
@@ -56,7 +60,7 @@ const isNamed = (parts, several) => several || parts[0][1].curves.length > 1;
 function bars(parts, names) {
   const several = names.length > 1, first = parts[0][1];
   const traces = parts.map(([run, figure]) => ({
-    type: "bar", x: figure.keys, y: figure.heights, name: names[run], hovertemplate: "%{y:.4~g}",
+    type: "bar", x: figure.keys, y: figure.heights, name: plain(names[run]), hovertemplate: "%{y:.4~g}",
     marker: { color: several ? RUN_COLOURS[run % RUN_COLOURS.length] : COLOURS[figure.colour] }, showlegend: several,
     ...(figure.keys.length <= 12 && !several ? { text: figure.heights.map((height) => short(height)), textposition: "outside", cliponaxis: false } : {}),
   }));

@@ -119,7 +119,7 @@ def test_connections_are_bounded(server: ReportServer, monkeypatch: pytest.Monke
 
 
 def test_what_cannot_be_served_is_refused_in_one_line(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"RUN: got .*/none, which is no directory, expected the run\.dir of a run"):
+    with pytest.raises(UserError, match=r"asyncmoe report RUN: got .*/none, which is no directory, expected the run\.dir of a run"):
         ReportServer([tmp_path / "none"])
     with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(UserError, match=r"--port: got \d+: Address already in use"):
         ReportServer([tmp_path], taken.getsockname()[1])

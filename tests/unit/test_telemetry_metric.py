@@ -8,8 +8,10 @@ import runpy
 import subprocess
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, get_args, get_origin, get_type_hints
 
 import msgspec
@@ -17,13 +19,15 @@ import pytest
 import torch
 
 from asyncmoe.errors import InvariantBroken
+from asyncmoe.queue.group_buffer import describe
 from asyncmoe.telemetry import metric
 from asyncmoe.telemetry.metric import Metric, declared
 from asyncmoe.telemetry.report import run_page
 from asyncmoe.telemetry.rollout_schema import Calls, Evaluation, Rollout, Scoring
 from asyncmoe.telemetry.schema import Step
 from asyncmoe.trainer import objective
-from asyncmoe.trainer.records import combined
+from asyncmoe.trainer.records import combined, step_record
+from tests.unit import kept_trajectory
 
 ROOT = Path(__file__).parents[2]
 KINDS: tuple[type[msgspec.Struct], ...] = (Step, Rollout, Evaluation, Scoring, Calls)
@@ -94,6 +98,17 @@ def test_figures_of_the_objective_are_recorded() -> None:
     sums = {name: torch.zeros(shape, dtype=torch.float64) for name, shape in objective.SUMS.items()}
     figures = objective.metrics(sums)
     assert set(combined([figures, figures])) == set(figures) <= set(declared(Step))
+
+
+def test_lengths_and_truncation_of_a_batch_are_recorded() -> None:
+    """Sampled tokens of trajectory n: n - 2 of n; the first of four ended at its limit."""
+    made = [kept_trajectory.trajectory(length, length)[0] for length in (3, 4, 6, 10)]
+    items = [describe(replace(one, finish="length" if number == 0 else "stop")) for number, one in enumerate(made)]
+    update = SimpleNamespace(loss=0.5, grad_norm=1.0, lr=0.1, rows=23, tokens=15, entropy=0.1, routing_mismatch={}, figures={})
+    leased = SimpleNamespace(items=items, queue_depth=1, dropped={})
+    record = step_record(1, leased, "rl", [update], None, 0.0, (0.0, 1.0, 2.0))  # type: ignore[arg-type, list-item]
+    assert record.truncated_fraction == 0.25
+    assert record.response_tokens_quantiles == pytest.approx({"0.1": 1.3, "0.5": 3.0, "0.9": 6.8, "1.0": 8.0})  # linear, by hand
 
 
 def test_figures_of_several_updates_become_one() -> None:

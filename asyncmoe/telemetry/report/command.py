@@ -71,6 +71,8 @@ def check(run_dirs: Sequence[Path]) -> None:
         raise UserError("asyncmoe report", got=f"{len(run_dirs)} runs", expected=f"at most {MOST_RUNS} in a page")
     seen: dict[Path, Path] = {}
     for path in run_dirs:
+        if not path.is_dir():
+            raise UserError("asyncmoe report RUN", got=f"{path}, which is no directory", expected="the run.dir of a run")
         if (first := seen.setdefault(path.resolve(), path)) is not path:
             raise UserError("asyncmoe report", got=f"{first} and {path}, which are the same run", expected="runs that differ")
 

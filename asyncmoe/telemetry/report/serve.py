@@ -48,9 +48,6 @@ class ReportServer(socketserver.ThreadingTCPServer):
 
     def __init__(self, run_dirs: Sequence[Path], port: int = 0, *, samples: bool = True) -> None:
         check(run_dirs)
-        for run_dir in run_dirs:
-            if not run_dir.is_dir():
-                raise UserError("RUN", got=f"{run_dir}, which is no directory", expected="the run.dir of a run")
         self.token = secrets.token_urlsafe(24)
         self.watched = WatchedRuns(run_dirs, samples)
         self.page = html(", ".join(names(run_dirs)), None, {}).encode()

@@ -43,7 +43,8 @@ def write(run_dirs: Sequence[Path], target: Path, *, samples: bool = True) -> Pa
         got = f"{target}, which is a directory" if target.is_dir() else f"{target}, in a directory that does not exist"
         raise UserError("asyncmoe report --out", got=got, expected="a file in a directory that exists")
     chosen = names(run_dirs)
-    pages, groups, private = [], {}, False
+    pages, private = [], False
+    groups: dict[tuple[int, int], bytes] = {}
     for number, (run_dir, name) in enumerate(zip(run_dirs, chosen, strict=True)):
         page = run_page(run_dir, name, _NOT_ASKED)
         if samples:

@@ -24,20 +24,27 @@ class Samples {
     this.body.addEventListener("mouseleave", () => { document.getElementById("tip").hidden = true; });
   }
 
+  /* The live page calls this often: what has not changed is left alone, so that no open menu closes. */
   update(runs) {
+    const stamp = JSON.stringify(runs.map((run) => [run.name, run.samples]));
+    if (stamp === this.stamp) return;
+    this.stamp = stamp;
     this.runs = runs;
     this.ofRun.replaceChildren(...runs.map((run, number) => el("option", { value: number }, run.name)));
     this.ofRun.value = this.run;
     this.ofRun.hidden = runs.length < 2;
     const outcomes = [...new Set(runs.flatMap((run) => run.samples.heads.map((head) => head.outcome)))].sort();
     const kept = this.outcome.value;
-    this.outcome.replaceChildren(el("option", { value: "" }, "every outcome"), ...outcomes.map((name) => el("option", { value: name }, name)));
-    this.outcome.value = outcomes.includes(kept) ? kept : "";
+    if (this.outcomes !== outcomes.join()) {
+      this.outcome.replaceChildren(el("option", { value: "" }, "every outcome"), ...outcomes.map((name) => el("option", { value: name }, name)));
+      this.outcome.value = outcomes.includes(kept) ? kept : "";
+      this.outcomes = outcomes.join();
+    }
     this.list();
   }
 
   choose(run) {
-    Object.assign(this, { run, chosen: null, group: null });
+    Object.assign(this, { run, chosen: null, group: null, shown: "" });
     this.list();
   }
 
@@ -50,7 +57,9 @@ class Samples {
       ...notes.map((note) => el("p", {}, note)));
     this.entries.hidden = !wanted.length;
     this.entries.replaceChildren(...wanted.slice(0, MOST_LISTED).map((head) => this.entry(head)));
-    if (!wanted.some((head) => head.place === this.chosen)) wanted.length ? this.open(wanted[0].place) : this.body.replaceChildren();
+    const head = wanted.find(({ place }) => place === this.chosen) || wanted[0];
+    if (!head) this.body.replaceChildren();
+    else if (JSON.stringify(head) !== this.shown) this.open(head.place);
   }
 
   entry(head) {
@@ -68,6 +77,7 @@ class Samples {
       const group = await this.load(this.run, place);
       if (wanted !== this.wanted) return;
       this.group = prepared(group);
+      this.shown = JSON.stringify(group.head);
       this.show();
     } catch (error) {
       if (wanted === this.wanted) this.body.replaceChildren(el("p", { className: "problem" }, `the group cannot be shown: ${error.message}`));

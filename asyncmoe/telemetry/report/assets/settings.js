@@ -12,6 +12,9 @@ class Settings {
   }
 
   update(runs) {
+    const stamp = JSON.stringify(runs.map((run) => [run.name, run.settings, run.versions, run.changed]));
+    if (stamp === this.stamp) return;
+    this.stamp = stamp;
     if (this.runs === null) this.differing.checked = runs.length > 1;
     this.runs = runs;
     this.only.hidden = runs.length < 2;

@@ -41,7 +41,9 @@ class Learning(msgspec.Struct, frozen=True, kw_only=True):
     grad_norm: Annotated[
         float | None, Metric("Gradient norm before clipping.", "norm", plot=Plot("Learning", "Gradient norm", colour="purple"))
     ] = None
-    lr: Annotated[float | None, Metric("Learning rate.", "a step", plot=Plot("Learning", "Learning rate", colour="grey"))] = None
+    lr: Annotated[
+        float | None, Metric("Learning rate.", "a step", plot=Plot("Learning", "Learning rate", colour="grey", from_zero=True))
+    ] = None
     entropy: Annotated[
         float | None,
         Metric(

@@ -50,9 +50,18 @@ function lines(parts, names, smooth) {
   }
   const first = parts[0][1], shown = traces.filter((trace) => trace.showlegend).length;
   const rows = Math.ceil(shown / 3);
-  const yaxis = axis("", first.ceiling !== null ? { range: [first.floor - 2, first.ceiling + 2] } : first.floor !== null ? { rangemode: "tozero" } : {});
+  const yaxis = axis("", rangeOf(parts.map(([, figure]) => figure)));
   const legend = { orientation: "h", x: 0, y: -0.24, yanchor: "top", font: { size: 10.5 }, tracegroupgap: 0 };
   return [traces, layout(248 + 18 * Math.min(rows, 12), { hovermode: "x unified", showlegend: shown > 0, legend, xaxis: axis(first.x), yaxis })];
+}
+
+/* The y axis of figures: as they say; around a value that never changes; else as Plotly chooses. */
+function rangeOf(figures) {
+  const { floor, ceiling } = figures[0];
+  if (ceiling !== null) return { range: [floor - 2, ceiling + 2] };
+  if (floor !== null) return { rangemode: "tozero" };
+  const values = new Set(figures.flatMap((figure) => figure.curves.flatMap((curve) => curve.y))), [only] = values;
+  return values.size === 1 && only !== 0 ? { range: [only - Math.abs(only) / 2, only + Math.abs(only) / 2] } : {};
 }
 
 const isNamed = (parts, several) => several || parts[0][1].curves.length > 1;

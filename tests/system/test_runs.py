@@ -72,7 +72,7 @@ def test_engine_and_trainer_agree_at_the_same_version(finished: Path) -> None:
 def test_the_engine_generates_while_the_trainer_trains(finished: Path) -> None:
     assert json.loads((finished / "summary.json").read_text())["overlap_share"] > 0
     (page,) = data_of(finished / "report.html")
-    assert [figure["title"].split(":")[0] for figure in page["timelines"]] == ["Last 10 steps", "Whole run"]
+    assert [figure["title"].split(":")[0] for figure in page["timelines"]] == ["Last 6 steps", "Whole run"]
     assert {"python", "torch", "megatron-core", "sglang"} <= set(page["versions"])
 
 

@@ -222,12 +222,17 @@ def test_runs_are_compared(browser: Chrome, pages: dict[str, Path], tmp_path: Pa
 
 def test_the_live_page_follows_a_run_and_keeps_the_zoom(browser: Chrome, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    end = write_run(run, warmup=2, rl=10)
+    run.mkdir()
     serving = subprocess.Popen([sys.executable, "-m", "asyncmoe", "report", "--serve", str(run)], stdout=subprocess.PIPE, text=True)
     try:
         assert serving.stdout is not None
         _open(browser, serving.stdout.readline().strip())
-        assert "10 RL steps" in browser.find_element(By.ID, "what").text
+        assert "got no step" in browser.find_element(By.CSS_SELECTOR, "#report .problem").text
+        end = write_run(run, warmup=2, rl=10)
+        _until(browser, lambda _: "10 RL steps" in browser.find_element(By.ID, "what").text)
+        heads = [one.text for one in browser.find_elements(By.CSS_SELECTOR, "#report h2, #report summary")]
+        assert (heads[:2], heads[-1].split(" (")[0]) == (["Summary", "Timeline"], "Everything else that is recorded")
+        assert browser.find_elements(By.CSS_SELECTOR, "#report > .plots:first-of-type .nothing") == []
         plot = _card(browser, "Gradient norm").find_element(By.CSS_SELECTOR, ".plot")
         area = plot.find_element(By.CSS_SELECTOR, ".nsewdrag")
         ActionChains(browser).move_to_element_with_offset(area, -60, 0).click_and_hold().move_by_offset(80, 2).release().perform()

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from report_pages import figures_of
 from telemetry_runs import START, evaluation, write_run
@@ -95,7 +95,8 @@ def test_ages_and_layers_are_heat_maps_over_the_steps(tmp_path: Path) -> None:
     assert (routing_map["keys"], routing_map["values"]) == ([0, 1, 2, 3], [[50], [None], [None], [25]])
 
 
-@given(st.integers(1, 2000), st.integers(1, 400), st.integers(0, 9))
+@settings(max_examples=25)
+@given(st.integers(1, 1200), st.integers(1, 400), st.integers(0, 9))
 def test_heat_maps_are_bounded_and_keep_shares(steps: int, highest: int, seed: int) -> None:
     draw = random.Random(seed)
     rl = [Step(step=n, phase="rl", time=float(n), ages={draw.randrange(highest): 3, 0: 1}) for n in range(1, steps + 1)]

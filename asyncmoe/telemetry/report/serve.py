@@ -45,6 +45,7 @@ class ReportServer(socketserver.ThreadingTCPServer):
 
     daemon_threads = True
     allow_reuse_address = True
+    request_queue_size = _MOST_CONNECTIONS
 
     def __init__(self, run_dirs: Sequence[Path], port: int = 0, *, samples: bool = True) -> None:
         check(run_dirs)

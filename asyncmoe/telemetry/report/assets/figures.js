@@ -116,6 +116,7 @@ class Cards {
       const node = el("div", { className: wide ? "card wide" : "card", data: { key } }, heading, plot);
       card = { node, plot, heading, stamp: null, drawn: null, visible: false };
       this.cards.set(key, card);
+      container.querySelector(":scope > .nothing")?.remove();
       container.append(node);
       this.observer.observe(node);
     }

@@ -71,8 +71,8 @@ class Report {
     if (!this.rest) {
       const summary = el("summary"), plots = el("div", { className: "plots" });
       this.rest = { node: el("details", {}, summary, plots), summary, plots };
-      this.root.append(this.rest.node);
     }
+    if (this.root.lastChild !== this.rest.node) this.root.append(this.rest.node);
     this.rest.summary.textContent = `${parts[0].title} (${count} figures)`;
     this.figures(this.rest.plots, parts[0].title, parts, names);
   }
@@ -98,7 +98,6 @@ class Report {
       this.cards.put(container, key, { title, unit: unit || y, about }, () => DRAW[kind](figures, names, smooth), this.round);
     }
     if (!found.size) this.nothing(container);
-    else container.querySelector(":scope > .nothing")?.remove();
   }
 
   nothing(container) {

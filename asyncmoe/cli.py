@@ -264,7 +264,7 @@ def simulate_command(
 
 @app.command()
 def report(
-    run_dirs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run directories, of finished or running runs.")],
+    run_dirs: Annotated[list[Path], typer.Argument(metavar="RUN", help="Run directories, of finished or running runs.")],
     out: Annotated[
         Path | None, typer.Option(metavar="FILE", help="File to write; default: report.html of the run, or comparison.html of the first.")
     ] = None,

@@ -103,7 +103,7 @@ class Lane:
 
 @dataclass(frozen=True)
 class Mark:
-    """A line across all lanes at `x`, with a text that begins or, centred, ends there. `begin`: where a step began; None: no step."""
+    """A line across all lanes at `x`, with a text above it; for the end of a step, the text is between `begin` and `x`."""
 
     x: float
     text: str

@@ -18,7 +18,7 @@ EXTRAS: Mapping[str, tuple[str, ...]] = {
         *("torch", "megatron", "transformers", "jinja2", "tokenizers", "safetensors"),
         *("aiohttp", "math_verify", "latex2sympy2_extended", "sympy", "huggingface_hub", "prometheus_client", "psutil"),
     ),
-    "report": ("matplotlib",),
+    "report": ("plotly", "matplotlib"),
     "tensorboard": ("tensorboard",),
     "engine": ("sglang",),
     "ray": ("ray",),

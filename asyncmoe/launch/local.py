@@ -32,7 +32,8 @@ from asyncmoe.models.make import make_model, to_make
 from asyncmoe.plan import budget
 from asyncmoe.process import Child
 from asyncmoe.rollout.engines import backend
-from asyncmoe.rollout.engines.engine_python import check_engine_python
+from asyncmoe.rollout.engines.engine_python import check_engine_python, engine_python
+from asyncmoe.telemetry import versions
 from asyncmoe.telemetry.loggers import checks as loggers
 from asyncmoe.telemetry.samples import records as samples
 
@@ -96,6 +97,7 @@ def prepare(config: Config) -> Path:
             "spans-controller.jsonl",
             "summary.json",
             "report.html",
+            versions.VERSIONS,
         ):
             (config.run.dir / stale).unlink(missing_ok=True)
         for stale in ("tensorboard", samples.FOLDER, "loggers", "profile"):
@@ -106,7 +108,16 @@ def prepare(config: Config) -> Path:
         config.run.dir.mkdir(parents=True, exist_ok=True)
         temporary.write_text(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
         temporary.replace(file)
+        versions.record(config.run.dir, _engine_python(config))
     return file
+
+
+def _engine_python(config: Config) -> Path | None:
+    """Return the engines' Python; None if it is not on this machine, as where engines join."""
+    try:
+        return engine_python(config.engines.python)
+    except UserError:
+        return None
 
 
 def resolved(config: Config) -> Path:

@@ -7,7 +7,6 @@ checkpoint. A second Ctrl-C ends all processes at once.
 from __future__ import annotations
 
 import signal
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -17,13 +16,14 @@ from signal import Signals
 from types import FrameType
 from typing import Protocol
 
-from asyncmoe import checkpoints, installed, storage
+from asyncmoe import checkpoints, storage
 from asyncmoe.config import Config
 from asyncmoe.errors import AsyncmoeError, UserError
 from asyncmoe.process import KILLED
 from asyncmoe.telemetry import processes
 from asyncmoe.telemetry.live import LiveView
 from asyncmoe.telemetry.records import read_steps
+from asyncmoe.telemetry.report import command
 from asyncmoe.telemetry.schema import METRICS
 from asyncmoe.telemetry.summary import write_summary
 
@@ -133,20 +133,8 @@ def _stopped(run_dir: Path) -> str:
 def _conclude(run_dir: Path) -> dict[str, object]:
     with storage.writing("summary and report of the run", run_dir):
         summary = write_summary(run_dir)
-        _report(run_dir)
+        command.write_or_explain(run_dir)
     return summary
-
-
-def _report(run_dir: Path) -> None:
-    """Write the report, or say how to get it where the package that draws is not installed: the run itself needs none of it."""
-    if not installed.has("matplotlib"):
-        print(
-            f"report.html: not written without matplotlib; run: {installed.fix('report')}, then asyncmoe report {run_dir}", file=sys.stderr
-        )
-        return
-    from asyncmoe.telemetry.report import report
-
-    report(run_dir)
 
 
 @contextmanager

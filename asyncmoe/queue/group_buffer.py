@@ -70,6 +70,7 @@ def describe(t: Trajectory) -> Item:
         branch=t.branch,
         parent=t.parent,
         forked=t.forked,
+        truncated=t.finish == "length",
     )
 
 

@@ -221,6 +221,8 @@ class Item(Message, frozen=True):
     """As in `Trajectory`, like the next two."""
     parent: int = 0
     forked: int = 0
+    truncated: bool = False
+    """Its last response ended at a limit of tokens."""
 
 
 class Welcome(Message, frozen=True):

@@ -20,6 +20,9 @@ if TYPE_CHECKING:  # both import Megatron
     from asyncmoe.trainer.step import StepMetrics
     from asyncmoe.trainer.weight_sync.publisher import Published
 
+_LENGTHS = (0.1, 0.5, 0.9, 1.0)
+"""Quantiles of the responses' lengths that are recorded."""
+
 
 def step_record(
     step: int,
@@ -73,10 +76,13 @@ def step_record(
         return common
     ages = common.ages or {}
     rewards = trees.totals([item.reward for item in items], tree) / np.bincount(tree)
+    lengths = np.quantile(trees.totals([item.sampled for item in items], tree), _LENGTHS)
     return msgspec.structs.replace(
         common,
         reward_mean=float(rewards.mean()),
         reward_std=float(rewards.std()),
+        response_tokens_quantiles={str(share): float(length) for share, length in zip(_LENGTHS, lengths, strict=True)},
+        truncated_fraction=sum(item.truncated for item in items) / len(items),
         routing_mismatch=_mean_by_key([u.routing_mismatch for u in updates]) or None,
         staleness_max=max(ages, default=None),
         staleness_mean=sum(age * count for age, count in ages.items()) / max(tokens, 1),

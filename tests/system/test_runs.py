@@ -17,6 +17,7 @@ from asyncmoe.telemetry.samples.index import index, load
 from asyncmoe.telemetry.samples.records import CLIPPED
 from asyncmoe.telemetry.samples.tokens import TokenView, tokens_of
 from tests.system.runs import REPOSITORY, Command, metrics, refused, run, start, wait_for
+from tests.unit.report_pages import data_of, figures_of
 
 pytestmark = pytest.mark.system
 
@@ -52,7 +53,8 @@ def test_versions_are_evaluated_while_training_goes_on(finished: Path) -> None:
         assert 0 <= found["reward_mean"] <= 1
         assert found["version"] <= found["version_min"] <= found["version_max"] <= 10
     assert any(first["time"] < step["time"] < last["time"] for step in steps if step["phase"] == "rl")
-    assert "Evaluation" in (finished / "report.html").read_text()
+    (page,) = data_of(finished / "report.html")
+    assert "Evaluation" in figures_of(page)["Learning"]
 
 
 def test_every_token_is_counted_by_its_age(finished: Path) -> None:
@@ -69,7 +71,9 @@ def test_engine_and_trainer_agree_at_the_same_version(finished: Path) -> None:
 
 def test_the_engine_generates_while_the_trainer_trains(finished: Path) -> None:
     assert json.loads((finished / "summary.json").read_text())["overlap_share"] > 0
-    assert "Timeline" in (finished / "report.html").read_text()
+    (page,) = data_of(finished / "report.html")
+    assert [figure["title"].split(":")[0] for figure in page["timelines"]] == ["Last 6 steps", "Whole run"]
+    assert {"python", "torch", "megatron-core", "sglang"} <= set(page["versions"])
 
 
 def test_samples_of_all_groups_have_the_figures_of_the_metrics(finished: Path) -> None:

@@ -62,7 +62,7 @@ def from_pip(monkeypatch: pytest.MonkeyPatch) -> None:
         ("typer", "asyncmoe plan", "cli"),
         ("yaml", "asyncmoe config", "cli"),
         ("torch", "asyncmoe export", "train"),
-        ("matplotlib", "asyncmoe report", "report"),
+        ("plotly", "asyncmoe report", "report"),
         ("ray", "asyncmoe run", "ray"),
     ],
 )
@@ -129,13 +129,13 @@ def test_without_typer_help_and_version_answer_and_commands_are_refused_in_one_l
 def test_a_run_ends_well_without_the_package_that_draws(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from asyncmoe.launch import watch
+    from asyncmoe.telemetry.report import command
 
-    monkeypatch.setattr(installed, "has", lambda name: name != "matplotlib")
-    watch._report(tmp_path)
+    monkeypatch.setattr(installed, "has", lambda name: name != "plotly")
+    assert command.write_or_explain(tmp_path) is None
     told = capsys.readouterr().err
     assert told == (
-        f'report.html: not written without matplotlib; run: {sys.executable} -m pip install "asyncmoe[report]", '
+        f'report.html: not written without plotly; run: {sys.executable} -m pip install "asyncmoe[report]", '
         f"then asyncmoe report {tmp_path}\n"
     )
     assert list(tmp_path.iterdir()) == []

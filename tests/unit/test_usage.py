@@ -39,7 +39,8 @@ def invoke(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
             "asyncmoe plan: got examples/demo.yaml run.steps=1, expected options only; the YAML file of a run is given as asyncmoe plan "
             "--config FILE",
         ),
-        (["report", "a", "b"], "asyncmoe report: got b, expected no further arguments; see asyncmoe report --help"),
+        (["stacks", "a", "b"], "asyncmoe stacks: got b, expected no further arguments; see asyncmoe stacks --help"),
+        (["report", "a", "b"], "asyncmoe report RUN: got a, which is no directory, expected the run.dir of a run"),
         (["run"], "asyncmoe run: got no CONFIG, expected YAML file that describes the run; see asyncmoe run --help"),
         (["plan", "--gpu-gb", "much"], "asyncmoe plan: --gpu-gb: got "),
         (["plan", "--json"], "--json: got no value, expected one after it"),

@@ -13,7 +13,7 @@ from asyncmoe.errors import AsyncmoeError, UserError
 from asyncmoe.launch.slurm import control
 from asyncmoe.launch.slurm.allocation import Allocation
 from asyncmoe.launch.slurm.command import Stop
-from asyncmoe.telemetry.report import report
+from asyncmoe.telemetry.report import command
 from asyncmoe.telemetry.summary import write_summary
 
 Action = Literal["requeue", "fail"]
@@ -48,8 +48,8 @@ def conclude(where: Allocation, config: Config, before: Path | None, cause: Asyn
     else:
         with storage.writing("summary and report of the run", config.run.dir):
             write_summary(config.run.dir)
-            report(config.run.dir)
-        _say(f"finished; the report is {config.run.dir / 'report.html'}")
+            written = command.write_or_explain(config.run.dir)
+        _say("finished" if written is None else f"finished; the report is {written}")
 
 
 def _stopped(where: Allocation, before: Path | None, newest: Path | None, stop: Stop) -> None:

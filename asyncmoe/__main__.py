@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import sys
-from importlib.metadata import PackageNotFoundError, version
 
-from asyncmoe import installed
+from asyncmoe import installed, interrupts
 from asyncmoe.errors import UserError
 
 COMMANDS = {
@@ -30,7 +29,8 @@ COMMANDS = {
 def main() -> None:
     """Run the command line."""
     try:
-        from asyncmoe import cli
+        with interrupts.leaving(interrupts.NOTHING_BEGUN):
+            from asyncmoe import cli
     except ModuleNotFoundError as error:
         if installed.explained(error, "asyncmoe") is None:
             raise
@@ -71,6 +71,8 @@ def _help() -> str:
 
 
 def _version() -> str:
+    from importlib.metadata import PackageNotFoundError, version  # slow
+
     try:
         return version("asyncmoe")
     except PackageNotFoundError:

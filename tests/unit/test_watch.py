@@ -120,3 +120,19 @@ def test_ctrl_c_during_the_checks(configured: Config, monkeypatch: pytest.Monkey
     with pytest.raises(Interrupted, match=r"^stopped before the run was started; repeat the command to start it$"):
         local.run(configured)
     assert [path.name for path in configured.run.dir.iterdir()] == [".lock"]
+
+
+def test_a_finished_run_names_what_it_wrote(configured: Config) -> None:
+    run_dir = configured.run.dir
+    assert watch.written(configured) == []
+    path = checkpoint(run_dir)
+    for folder, file in (("samples", "rollout.jsonl"), ("profile", "step-3-rank-0.trace.json.gz"), (".", "report.html")):
+        (run_dir / folder).mkdir(exist_ok=True)
+        (run_dir / folder / file).touch()
+    profiled = config.load(ROOT / "examples" / "demo.yaml", [f"run.dir={run_dir}", "telemetry.profile.steps=[3]"])
+    assert watch.written(profiled) == [
+        f"report: {run_dir / 'report.html'}",
+        f"samples: asyncmoe show {run_dir}",
+        f"profile: {run_dir / 'profile'} has step-3-rank-0.trace.json.gz",
+        f"checkpoint: {path}; asyncmoe export {run_dir} OUT writes a model of it",
+    ]

@@ -17,7 +17,8 @@ def run(config: ConfigPath, overrides: Overrides = None) -> None:
     """
     from asyncmoe import config as configuration
 
-    loaded = configuration.load(config, overrides or ())  # before the imports below, which need the compiled extension
+    with interrupts.stopping(interrupts.NO_RUN_YET):
+        loaded = configuration.load(config, overrides or ())  # before the imports below, which need the compiled extension
     with interrupts.leaving(interrupts.NO_RUN_YET):
         from rich.console import Console
 

@@ -266,7 +266,7 @@ class StopOnSignal:
     """Counts SIGINT and SIGTERM, so that neither raises at an arbitrary point of the program before the user insists.
 
     Attributes:
-        count: signals so far. The third raises KeyboardInterrupt: what waits after the second is not waited for.
+        count: signals so far. From the third on each raises KeyboardInterrupt, which ends a wait for processes that do not end.
         number: the first signal.
     """
 

@@ -77,7 +77,7 @@ def stops(configured: Config, tmp_path: Path, controls: str, trains: str, *signa
         children = []
         for name, script in (("controller", controls), ("trainer", trains)):
             children.append(Child(name, ["sh", "-c", script], tmp_path / f"{name}.log"))
-            ending.callback(children[-1].end, 5.0)
+            ending.callback(children[-1].end, 1.0)
         while any("ready" not in child.log.read_text() for child in children):
             time.sleep(0.01)
         for number in signals:

@@ -118,7 +118,8 @@ def wanted(one: ErrorDetails) -> str:
         return f"at least {least} item{'s' if least > 1 else ''}"
     if (bound := _BOUNDS.get(one["type"])) is not None:
         name, words = bound
-        return f"a number{words} {one['ctx'][name]:g}"
+        limit = one["ctx"][name]
+        return f"a number{words} {limit if isinstance(limit, int) else format(limit, 'g')}"
     return message[0].lower() + message[1:].removeprefix("Input should be ") if not message.startswith("Input") else message[16:]
 
 
@@ -169,14 +170,12 @@ def _hint(path: tuple[str, ...], fields: Sequence[str], schema: type[BaseModel],
         value: of the unknown key; the keys in an unknown section are looked up too.
     """
     *section, name = path
-    if schema is Config:
-        if name in KEYS:
-            return f"did you mean {KEYS[name]}?"
-        if known := {".".join(one): KEYS[one[-1]] for one in _leaves(value, path) if one[-1] in KEYS}:
-            return "; ".join(f"{one} is {key} here" for one, key in list(known.items())[:_MOST_NAMED])
+    known = {one: KEYS[one[-1]] for one in _leaves(value, path) if one[-1] in KEYS} if schema is Config else {}
+    if known and path not in known:
+        return "; ".join(f"{'.'.join(one)} is {key} here" for one, key in list(known.items())[:_MOST_NAMED])
     near = [".".join((*section, one)) for one in get_close_matches(name, fields, 1)]
     elsewhere = [key for key in _keys(schema) if key.rpartition(".")[2] == name]
-    meant = near or elsewhere[:3]
+    meant = list(dict.fromkeys([*near, *known.values()])) or elsewhere[:3]
     return f"did you mean {' or '.join(meant)}?" if meant else None
 
 

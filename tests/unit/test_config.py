@@ -271,6 +271,7 @@ def test_overrides_are_yaml_and_reach_any_depth(tmp_path: Path) -> None:
         ("rollout.n=8", "got an unknown key, expected one of groups_per_step, "),
         ("rollout.n=8", "; did you mean rollout.group_size?"),
         ("trainer.learning_rate=1", "; did you mean trainer.optimizer.lr?"),
+        ("trainer.optimizer.beta=1", "; did you mean trainer.optimizer.betas or objective.kl.coefficient?"),
         ("algorithm.adv_estimator=grpo", "; algorithm.adv_estimator is objective.advantage here"),
         ("actor={ppo: {clip_ratio: 1, mu: 2}, eps_clip: 3}", "; actor.ppo.clip_ratio is objective.clip_low here; actor.eps_clip is "),
         ("telemetry.profile.memory=true", "command line: telemetry.profile.steps: got nothing, expected a value"),

@@ -10,7 +10,7 @@ from pathlib import Path
 from asyncmoe.config import Config
 from asyncmoe.launch import local
 from asyncmoe.models import make
-from asyncmoe.rollout import controller
+from asyncmoe.rollout import parts
 
 
 def validate(config: Config) -> str:
@@ -22,7 +22,7 @@ def validate(config: Config) -> str:
     """
     local.check(config)
     with tempfile.TemporaryDirectory(prefix="asyncmoe-validate-") as scratch:
-        asyncio.run(controller.try_parts(_with_tokenizer(config, Path(scratch))))
+        asyncio.run(parts.load_and_check(_with_tokenizer(config, Path(scratch))))
     engines = f"{config.engines.count} engine{'s' if config.engines.count > 1 else ''} of {config.engines.tp} rank(s)"
     return f"{config.run.steps} steps of {config.rollout.batch} trajectories, {config.trainer.ranks} trainer rank(s), {engines}"
 

@@ -14,6 +14,7 @@ import pytest
 from asyncmoe.config import Config, parse
 from asyncmoe.errors import ConfigError, DataError, UserError
 from asyncmoe.rollout import controller, scoring
+from asyncmoe.rollout.parts import RolloutParts
 from asyncmoe.rollout.scoring import trial
 from asyncmoe.rollout.scoring.tracebacks import LOG
 from asyncmoe.rollout.tasks import Gold, Prompt
@@ -68,7 +69,8 @@ def serve(monkeypatch: pytest.MonkeyPatch, run_dir: Path, made: Config, task: An
     async def run() -> None:
         scorer = scoring.load(made.scoring, made.task, Characters().decode)
         asked = task or Sums()
-        await controller._serve(made, run_dir, None, Characters(), asked, (), scorer, SimpleNamespace(), ())  # type: ignore[arg-type]
+        loaded = RolloutParts(Characters(), asked, (), scorer, SimpleNamespace())  # type: ignore[arg-type]
+        await controller._serve(made, run_dir, None, loaded, ())
 
     monkeypatch.setattr(controller.backend, "start", start)
     run_dir.mkdir(exist_ok=True)

@@ -9,7 +9,7 @@ import msgspec
 
 from asyncmoe import checkpoints, storage
 from asyncmoe.config import Config
-from asyncmoe.errors import AsyncmoeError, UserError
+from asyncmoe.errors import AsyncmoeError, Interrupted, UserError
 from asyncmoe.launch.slurm import control
 from asyncmoe.launch.slurm.allocation import Allocation
 from asyncmoe.launch.slurm.command import Stop
@@ -56,7 +56,7 @@ def _stopped(where: Allocation, before: Path | None, newest: Path | None, stop: 
     at = "no checkpoint" if newest is None else newest.name
     if not stop.requeue:
         then = "starts over" if newest is None else "resumes from there"
-        raise AsyncmoeError(f"stopped at {at}; the same command {then}")
+        raise Interrupted(f"stopped at {at}; the same command {then}")
     if newest == before:
         hint = "raise sbatch --time, or lower SECONDS, the time before that limit, in --signal=B:USR1@SECONDS"
         raise AsyncmoeError(f"job {where.name} made no step before its time limit, at {at}; a requeue would repeat this; {hint}")

@@ -118,6 +118,14 @@ def lease(client: Client, config: Config, step: int, phase: Phase, check: Callab
             raise WaitTimeout("the engines", f"{count} episodes for step {step}", config.queue.lease_timeout_s)
 
 
+def stopping(client: Client, config: Config, step: int, phase: Phase) -> bool:
+    """Return whether the run is to stop before step `step`; waits for nothing. The same answer on every rank."""
+    count = config.rollout.batch if phase == "rl" else config.warmup.batch
+    reply = client.ask(Lease(step, phase, count, version=step, wait_s=0.0), ANSWER_S)[0]
+    assert isinstance(reply, Leased)
+    return reply.stop
+
+
 def fetch(
     client: Client, leased: Leased, wanted: Sequence[int], layers: tuple[int, ...] | None = None, masks: bool = True
 ) -> dict[int, Trajectory]:

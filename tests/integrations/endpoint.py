@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from random import Random
 
 from asyncmoe.rollout.episodes.environment import Bounds, Episode
 from asyncmoe.rollout.episodes.openai_endpoint.request import OnConflict
 from asyncmoe.rollout.episodes.openai_endpoint.server import OpenAIEndpoint
+from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId
+from asyncmoe.rollout.tasks import Prompt
 from asyncmoe.rollout.tokenizer import Tokenizer
-from tests.unit.openai_policy import IM_END, Policy
+from tests.unit.openai_policy import IM_END, SAMPLING, Policy
+
+BOUNDS = Bounds(turns=64, tokens=1 << 22, agents=16)
+MAX_NEW_TOKENS = 4000
 
 Client = Callable[[str, str], Awaitable[None]]
 """Gets a base URL and a key."""
@@ -24,7 +31,9 @@ def served(
     timeout_s: float = 60,
 ) -> Episode:
     """Let a client speak to an episode; return the episode."""
-    episode = policy.episode(known, bounds)
+    sampling = replace(SAMPLING, max_new_tokens=MAX_NEW_TOKENS)
+    prompt = Prompt("1+1=", known.encode("1+1="), "2")
+    episode = Episode(prompt, EpisodeId(0, 0, 0), known, Random(0), sampling, bounds or BOUNDS, policy.speak)
 
     async def run() -> None:
         endpoint = OpenAIEndpoint(on_conflict=on_conflict)

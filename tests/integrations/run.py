@@ -7,8 +7,8 @@
 `test_NAME.py` needs `NAME.txt`, pip's requirements, beside it. They are installed into `.venv-integrations/NAME`, anew when the file
 changes. A line `# packages of: trainer` (the default), `engine` or `none` says whose installed packages the tests see as well: those of
 `.venv`, those of `.venv-engine`, or only pytest. Packages of NAME.txt come before them. A line `# npm: PACKAGE@VERSION ...` names packages
-of npm, whose programs lie in `node_modules/.bin` of the environment; without npm on this machine, tests that need them are skipped. asyncmoe
-is this checkout, by PYTHONPATH, and the tests start in its root. `tests/conftest.py` is not read. Exits with 1 if a file fails.
+of npm, whose programs lie in `node_modules/.bin` of the environment; without npm on this machine, tests that need them are skipped.
+asyncmoe is this checkout, by PYTHONPATH, and the tests start in its root. `tests/conftest.py` is not read. Exits with 1 if a file fails.
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import platform
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
@@ -19,7 +20,7 @@ import pytest
 
 from asyncmoe.rollout.tokenizer import Tokenizer
 from tests.integrations.endpoint import call, served
-from tests.integrations.traffic import Counts, Recorder, Script, as_record
+from tests.integrations.traffic import Counts, Exchange, Recorder, Script, as_record
 from tests.unit import openai_policy
 
 PROGRAMS = Path(sys.prefix) / "node_modules"
@@ -45,16 +46,41 @@ class Agent:
     environment: Mapping[str, str]
     shell: str
     argument: str
+    another: str
+    """A call of another tool of its own."""
+    refused: str = ""
+    """What the endpoint refuses; the client then does without."""
 
 
 _CODEX = (
-    *("exec", "--skip-git-repo-check", "--sandbox", "danger-full-access", "--model", "policy", "--disable", "multi_agent"),
+    *("exec", "--skip-git-repo-check", "--sandbox", "danger-full-access", "--model", "policy"),
     *("-c", 'web_search="disabled"', "-c", 'model_provider="ours"'),
     *("-c", 'model_providers.ours={{name="ours", base_url="{url}", env_key="KEY", wire_api="responses"}}'),
 )
+_CLAUDE = ("--model", "policy", "--allowedTools", "Bash,Glob")
 _QWEN = ("--auth-type", "openai", "--yolo")
 AGENTS = (
-    Agent("@openai/codex", "codex", (*_CODEX, "do it"), (*_CODEX, "resume", "--last", "again"), {"KEY": "{key}"}, "exec_command", "cmd"),
+    Agent(
+        "@openai/codex",
+        "codex",
+        (*_CODEX, "do it"),
+        (*_CODEX, "resume", "--last", "again"),
+        {"KEY": "{key}"},
+        "exec_command",
+        "cmd",
+        call("multi_agent_v1__close_agent", '{"target": "nobody"}'),
+    ),
+    Agent(
+        "@anthropic-ai/claude-code",
+        "claude",
+        (*_CLAUDE, "-p", "do it"),
+        (*_CLAUDE, "--continue", "-p", "again"),
+        {"ANTHROPIC_BASE_URL": "{url}", "ANTHROPIC_API_KEY": "{key}", "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1"},
+        "Bash",
+        "command",
+        call("Glob", '{"pattern": "*.txt"}'),
+        "defer_loading is not supported",
+    ),
     Agent(
         "@qwen-code/qwen-code",
         "qwen",
@@ -63,22 +89,25 @@ AGENTS = (
         {"OPENAI_BASE_URL": "{url}", "OPENAI_API_KEY": "{key}", "OPENAI_MODEL": "policy"},
         "run_shell_command",
         "command",
+        call("list_directory", '{"path": "/proc/sys"}'),
     ),
 )
 
 
 def steps(agent: Agent) -> list[str]:
-    """What the policy says: calls alone and together, with odd JSON, wrong arguments, unknown tools and broken calls, and much white space."""
+    """What the policy says: calls alone and together, odd JSON, wrong arguments, unknown tools, broken calls, much white space."""
 
     def shell(command: str, **more: object) -> str:
         return call(agent.shell, json.dumps({**more, agent.argument: command}, ensure_ascii=False))
 
-    odd = f'<tool_call>\n {{"arguments": {{"{agent.argument}" :"echo \\u00e9 \\ud83d\\ude00 \\"q\\" \\\\ /"}}, "name":"{agent.shell}"}}\n</tool_call>'
+    odd = """{"arguments": {"ARGUMENT" :"echo \\u00e9 \\ud83d\\ude00 \\"q\\" \\\\ /"}, "name":"SHELL"}"""
+    odd = f"<tool_call>\n {odd.replace('ARGUMENT', agent.argument).replace('SHELL', agent.shell)}\n</tool_call>"
     return [
         "let me look " + shell("echo one > one.txt; ls"),
         "two at once " + shell("cat one.txt") + "\n" + shell("echo 'é 漢字 \"quoted\" \\ 🦙'"),
         "   spaced  \n\n\ttext \n " + odd,
         "wrong arguments " + call(agent.shell, '{"nothing": 1.0, "other": [1e3, 2.50, null]}'),
+        "another tool " + agent.another,
         "no such tool " + call("no_such_tool", "{}"),
         "<tool_call>{broken</tool_call> and then " + shell("echo three >> one.txt"),
         "without text before: " + shell("printf '%2000s' x"),
@@ -114,7 +143,7 @@ async def ran(program: Path, arguments: Sequence[str], environment: Mapping[str,
     return told.decode(errors="replace")
 
 
-def worked(agent: Agent, known: Tokenizer, folder: Path) -> tuple[Counts, Recorder, list[str]]:
+def worked(agent: Agent, known: Tokenizer, folder: Path) -> tuple[Counts, list[str], list[Exchange]]:
     """Let a client do its task and go on with it."""
     script = Script(known, steps(agent))
     told: list[str] = []
@@ -126,27 +155,28 @@ def worked(agent: Agent, known: Tokenizer, folder: Path) -> tuple[Counts, Record
         work.mkdir()
         async with Recorder(url) as recorder:
             recorders.append(recorder)
-            filled = {name: value.format(url=recorder.url, key=key, folder=work) for name, value in agent.environment.items()}
+            filled = {name: value.format(url=recorder.url, key=key) for name, value in agent.environment.items()}
             environment = {"PATH": os.environ["PATH"], "HOME": str(home), "NO_COLOR": "1", **filled}
             for arguments in (agent.first, agent.again):
                 given = [argument.format(url=recorder.url, folder=work) for argument in arguments]
                 told.append(await ran(PROGRAMS / ".bin" / agent.program, given, environment, work))
 
     episode = served(script.policy, known, client, timeout_s=2 * CLIENT_S + 30)
-    return recorders[0].counts(script.policy, episode, known), recorders[0], told
+    return recorders[0].counts(script.policy, episode, known), told, recorders[0].exchanges
 
 
 @pytest.mark.parametrize("agent", AGENTS, ids=lambda agent: agent.program)
 def test_a_coding_agents_conversation_is_one_trajectory(agent: Agent, known: Tokenizer, tmp_path: Path) -> None:
     if not (PROGRAMS / ".bin" / agent.program).exists() or shutil.which("node") is None:
         pytest.skip("needs npm: make test-integrations ONLY=coding")
-    counts, recorder, told = worked(agent, known, tmp_path)
+    counts, told, _ = worked(agent, known, tmp_path)
     version = json.loads((PROGRAMS / agent.package / "package.json").read_text())["version"]
     record(agent.package, version, counts)
     assert "all done" in told[1], told
-    assert not counts.errors, counts
+    assert all(agent.refused and agent.refused in error for error in counts.errors), counts
     assert (tmp_path / "work" / "one.txt").read_text() == "one\nthree\n"
     assert counts.responses >= len(steps(agent))
+    assert counts.conversations == counts.responses - counts.continuing
     assert (counts.false_forks, counts.retokenised, counts.lost_tokens) == (0, 0, 0), counts
 
 
@@ -155,7 +185,7 @@ def record(package: str, version: str, counts: Counts) -> None:
     if (name := os.environ.get("ASYNCMOE_COUNTS")) is None:
         return
     path = Path(name)
-    known = json.loads(path.read_text()) if path.exists() else {"clients": {}}
-    known["date"] = date.today().isoformat()
+    known = json.loads(path.read_text()) if path.exists() else {"date": "", "machine": "", "clients": {}}
+    known |= {"date": date.today().isoformat(), "machine": f"{os.cpu_count()} cores, {platform.machine()}, {platform.system()}"}
     known["clients"][package] = {"version": version, **as_record(counts)}
     path.write_text(json.dumps(known, indent=2) + "\n")

@@ -90,9 +90,8 @@ def test_an_empty_response_is_scored_as_the_policys_own(known: Tokenizer) -> Non
 
 
 def test_a_rollout_that_fails_says_why(known: Tokenizer) -> None:
-    with pytest.raises(RuntimeError, match=r"doubling, example 0: .*environment\.on_conflict"):
-
-        async def client(url: str, key: str) -> None:
+    async def client(url: str, key: str) -> None:
+        with pytest.raises(RuntimeError, match=r"doubling, example 0: .*environment\.on_conflict"):
             await adapter.rollout(url, key, "", "", adapter.Examples(ENVIRONMENT)[0].columns)
 
-        served(in_turn(known, "it is 42"), known, client, on_conflict="refuse")
+    served(in_turn(known, "it is 42"), known, client, on_conflict="refuse")

@@ -19,7 +19,7 @@ from asyncmoe.rollout.episodes.environment import Episode
 from asyncmoe.rollout.tokenizer import Tokenizer
 from tests.unit.openai_policy import IM_END, Policy
 
-_VOLATILE = frozenset({"status", "annotations", "logprobs", "cache_control", "phase", "refusal", "index", "internal_chat_message_metadata_passthrough"})
+_VOLATILE = frozenset({"status", "annotations", "logprobs", "cache_control", "phase", "refusal", "index"})
 _HOP = frozenset({"host", "content-length", "transfer-encoding", "content-encoding", "connection"})
 _NUMBER = re.compile(r"#(\d+) ")
 
@@ -51,7 +51,8 @@ class Counts:
         responses, tokens: of the policy.
         continuing: requests that only extend an answered one.
         false_forks: those of them that were not answered in its conversation.
-        retokenised: responses whose text was given to the policy again as text.
+        retokenised: responses whose text they gave to the policy again as text.
+        rewritten: responses that the client sent again in a conversation whose beginning it had changed.
         lost_tokens: sampled tokens that no trajectory has.
         conversations: trajectories.
     """
@@ -63,6 +64,7 @@ class Counts:
     continuing: int = 0
     false_forks: int = 0
     retokenised: int = 0
+    rewritten: int = 0
     lost_tokens: int = 0
     conversations: int = 0
     calls: int = 0
@@ -126,7 +128,7 @@ class Recorder:
     def counts(self, policy: Policy, episode: Episode, known: Tokenizer) -> Counts:
         """Count. Every response of the policy begins with its number, see `Script`."""
         by_number = {_number(known.decode(said)): name for name, _, said in policy.asked}
-        given = [known.decode(tokens) for _, tokens, _ in policy.asked]
+        given = {_number(known.decode(said)): set(_NUMBER.findall(known.decode(tokens))) for _, tokens, said in policy.asked}
         sampled = sum(len(said) for _, _, said in policy.asked)
         kept = sum(sum(agent.sampled) for agent in episode.agents.values())
         made = Counts(
@@ -134,7 +136,6 @@ class Recorder:
             refused=sum(one.status >= 400 for one in self.exchanges),
             responses=len(policy.asked),
             tokens=sampled,
-            retokenised=len({number for text in given for number in _NUMBER.findall(text)}),
             lost_tokens=sampled - kept,
             conversations=len(episode.agents),
             calls=sum("arguments" in told or "tool_use" in told for one in self.exchanges for told in one.told),
@@ -144,9 +145,12 @@ class Recorder:
         for one in self.exchanges:
             earlier = max((other for other in answered if _continues(one, other)), key=lambda other: len(other.asked), default=None)
             if one.number is not None:
-                if earlier is not None:
+                if earlier is None:
+                    made.rewritten += len(given[one.number])
+                else:
                     made.continuing += 1
                     made.false_forks += by_number[one.number] != by_number[earlier.number]
+                    made.retokenised += len(given[one.number])
                 answered.append(one)
         return made
 
@@ -169,7 +173,8 @@ def _number(text: str) -> int:
 
 def _exchange(path: str, status: int, body: bytes, told: bytes) -> Exchange:
     request = json.loads(body)
-    asked = [_plain(item) for item in _listed(request.get("input", request.get("messages")))]
+    first = [{"system": request[name]} for name in ("system", "instructions") if request.get(name)]
+    asked = [_plain(item) for item in (*first, *_listed(request.get("input", request.get("messages"))))]
     if status >= 400:
         return Exchange(path, status, asked, [], None, f"{status} {told.decode()[:300]}")
     items = _answer(path, [json.loads(line) for line in _data(told)])
@@ -195,7 +200,7 @@ def _answer(path: str, events: list[Any]) -> list[Any]:
         return list(events[-1].get("response", events[-1])["output"])
     if path.endswith("chat/completions"):
         return [events[0]["choices"][0]["message"] if "message" in events[0]["choices"][0] else _chat(events)]
-    raise AssertionError(path)
+    return [_message(events)]
 
 
 def _chat(events: list[Any]) -> dict[str, Any]:
@@ -203,6 +208,23 @@ def _chat(events: list[Any]) -> dict[str, Any]:
     text = "".join(delta.get("content") or "" for delta in deltas)
     calls = [call for delta in deltas for call in delta.get("tool_calls", ())]
     return {"role": "assistant", "content": text or None, **({"tool_calls": calls} if calls else {})}
+
+
+def _message(events: list[Any]) -> dict[str, Any]:
+    if "content" in events[0]:
+        return {"role": "assistant", "content": events[0]["content"]}
+    blocks: list[Any] = []
+    for event in events:
+        if event["type"] == "content_block_start":
+            blocks.append({**event["content_block"], "input": ""})
+        elif event["type"] == "content_block_delta" and event["delta"]["type"] == "text_delta":
+            blocks[-1]["text"] += event["delta"]["text"]
+        elif event["type"] == "content_block_delta":
+            blocks[-1]["input"] += event["delta"]["partial_json"]
+    for block in blocks:
+        if block["type"] == "tool_use":
+            block["input"] = json.loads(block["input"], parse_float=_float)
+    return {"role": "assistant", "content": blocks}
 
 
 def _plain(item: Any) -> str:

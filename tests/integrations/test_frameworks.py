@@ -1,0 +1,139 @@
+"""Agent frameworks with their defaults: the OpenAI Agents SDK and LangGraph. make test-integrations ONLY=frameworks
+
+Each agent below is what a user writes for `environment.agent`, and asks for no more than a base URL and a key.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from asyncmoe.rollout.episodes.environment import Episode
+from asyncmoe.rollout.tokenizer import Tokenizer
+from tests.integrations.endpoint import call, in_turn, one_conversation, served
+from tests.unit import openai_policy
+from tests.unit.openai_policy import Policy
+
+WHY = "make test-integrations ONLY=frameworks installs it"
+agents = pytest.importorskip("agents", reason=WHY)
+pytest.importorskip("langchain", reason=WHY)
+
+
+@pytest.fixture(scope="module")
+def known(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return openai_policy.tokenizer(tmp_path_factory.mktemp("tokenizer"))
+
+
+def double(x: int) -> str:
+    """Twice x."""
+    return str(2 * x)
+
+
+def played(policy: Policy, known: Tokenizer, agent: Any) -> tuple[float, Episode]:
+    rewards = []
+
+    async def client(url: str, key: str) -> None:
+        rewards.append(await agent(url, key, "twice 21?", "42"))
+
+    episode = served(policy, known, client)
+    return rewards[0], episode
+
+
+async def agents_sdk(base_url: str, api_key: str, prompt: str, answer: str) -> float:
+    """The Agents SDK with its defaults: the Responses API, and tracing turned off because there is no such server."""
+    import openai
+    from agents import Agent, Runner, function_tool, set_default_openai_client, set_tracing_disabled
+
+    set_default_openai_client(openai.AsyncOpenAI(base_url=base_url, api_key=api_key), use_for_tracing=False)
+    set_tracing_disabled(True)
+    agent = Agent(name="solver", instructions="be brief", tools=[function_tool(double)])
+    result = await Runner.run(agent, prompt)
+    return float(result.final_output.split()[-1] == answer)
+
+
+async def hand_off(base_url: str, api_key: str, prompt: str, answer: str) -> float:
+    """Two agents, the first of which hands over to the second. A provider belongs to this episode; a default client, to the process."""
+    import openai
+    from agents import Agent, OpenAIProvider, RunConfig, Runner, function_tool
+
+    async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
+        calculator = Agent(name="calculator", instructions="use the tool", tools=[function_tool(double)])
+        clerk = Agent(name="clerk", instructions="send everybody on", handoffs=[calculator])
+        run = RunConfig(model_provider=OpenAIProvider(openai_client=client), tracing_disabled=True)
+        result = await Runner.run(clerk, prompt, run_config=run)
+        return float(result.last_agent.name == "calculator" and result.final_output.split()[-1] == answer)
+
+
+async def langgraph(base_url: str, api_key: str, prompt: str, answer: str) -> float:
+    """LangGraph's ready-made agent with OpenAI's client."""
+    from langchain.agents import create_agent
+    from langchain_openai import ChatOpenAI
+
+    agent = create_agent(ChatOpenAI(model="policy", base_url=base_url, api_key=api_key), tools=[double], system_prompt="be brief")
+    state = await agent.ainvoke({"messages": [("user", prompt)]})
+    return float(state["messages"][-1].text.split()[-1] == answer)
+
+
+async def langgraph_prebuilt(base_url: str, api_key: str, prompt: str, answer: str) -> float:
+    """The same by its older name, streamed."""
+    from langchain_openai import ChatOpenAI
+    from langgraph.prebuilt import create_react_agent
+
+    agent = create_react_agent(ChatOpenAI(model="policy", base_url=base_url, api_key=api_key), tools=[double])
+    pieces = [part[0].text async for part in agent.astream({"messages": [("user", prompt)]}, stream_mode="messages")]
+    assert len(pieces) > 5
+    return float("".join(pieces).split()[-1] == answer)
+
+
+async def langgraph_anthropic(base_url: str, api_key: str, prompt: str, answer: str) -> float:
+    """LangGraph's agent with Anthropic's client."""
+    from langchain.agents import create_agent
+    from langchain_anthropic import ChatAnthropic
+
+    model = ChatAnthropic(model="policy", base_url=base_url, api_key=api_key, max_tokens=100)
+    state = await create_agent(model, tools=[double], system_prompt="be brief").ainvoke({"messages": [("user", prompt)]})
+    return float(state["messages"][-1].text.split()[-1] == answer)
+
+
+async def langgraph_responses(base_url: str, api_key: str, prompt: str, answer: str) -> float:
+    """LangGraph's agent with the Responses API."""
+    from langchain.agents import create_agent
+    from langchain_openai import ChatOpenAI
+
+    model = ChatOpenAI(model="policy", base_url=base_url, api_key=api_key, use_responses_api=True)
+    state = await create_agent(model, tools=[double], system_prompt="be brief").ainvoke({"messages": [("user", prompt)]})
+    return float(state["messages"][-1].text.split()[-1] == answer)
+
+
+@pytest.mark.filterwarnings("ignore:create_react_agent")
+@pytest.mark.parametrize("agent", [agents_sdk, langgraph, langgraph_prebuilt, langgraph_anthropic, langgraph_responses])
+def test_an_agent_with_a_tool_is_one_trajectory(known: Tokenizer, agent: Any) -> None:
+    policy = in_turn(known, "let me see " + call("double", '{"x": 21}'), "it is 42")
+    reward, episode = played(policy, known, agent)
+    assert reward == 1
+    assert len(policy.asked) == 2
+    one_conversation(policy, known)
+    assert sum(sum(agent.sampled) for agent in episode.agents.values()) == sum(len(said) for _, _, said in policy.asked)
+
+
+def test_a_hand_off_begins_another_conversation(known: Tokenizer) -> None:
+    """The second agent has instructions of its own: another prompt, so nothing sampled before can be reused."""
+    policy = in_turn(known, call("transfer_to_calculator", "{}"), call("double", '{"x": 21}'), "it is 42")
+    reward, episode = played(policy, known, hand_off)
+    assert reward == 1
+    assert [name for name, _, _ in policy.asked] == ["policy", "policy/2", "policy/2"]
+    assert list(episode.agents) == ["policy", "policy/2"]
+
+
+def test_agents_of_one_process_at_once(known: Tokenizer) -> None:
+    """Episodes run at once in one process: what each got is its own policy's."""
+
+    def reward(n: int) -> float:
+        return played(in_turn(known, f"it is {n}"), known, langgraph)[0]
+
+    async def run() -> list[float]:
+        return await asyncio.gather(asyncio.to_thread(reward, 42), asyncio.to_thread(reward, 43))
+
+    assert asyncio.run(run()) == [1, 0]

@@ -15,13 +15,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from asyncmoe.rollout.tokenizer import Tokenizer
 from tests.integrations.endpoint import call, served
 from tests.integrations.traffic import Counts, Exchange, Recorder, Script, as_record
-from tests.unit import openai_policy
+from tests.unit import doc_pages, openai_policy
 
 PROGRAMS = Path(sys.prefix) / "node_modules"
 CLIENT_S = 120
@@ -180,12 +181,30 @@ def test_a_coding_agents_conversation_is_one_trajectory(agent: Agent, known: Tok
     assert (counts.false_forks, counts.retokenised, counts.lost_tokens) == (0, 0, 0), counts
 
 
+def test_the_coding_agent_of_the_page_is_rewarded(known: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not (PROGRAMS / ".bin" / "codex").exists():
+        pytest.skip("needs npm: make test-integrations ONLY=coding")
+    monkeypatch.setenv("PATH", f"{PROGRAMS / '.bin'}{os.pathsep}{os.environ['PATH']}")
+    page: dict[str, Any] = {}
+    exec(doc_pages.files(doc_pages.read("guides/agents.md"))["my_coder.py"], page)
+    script = Script(known, [call("exec_command", '{"cmd": "echo 42 > answer.txt"}'), "done"])
+    rewards: list[float] = []
+
+    async def client(url: str, key: str) -> None:
+        rewards.append(await page["codex"](url, key, "Write the answer into answer.txt.", "42"))
+
+    served(script.policy, known, client, timeout_s=CLIENT_S)
+    assert rewards == [1.0]
+    assert {name for name, _, _ in script.policy.asked} == {"policy"}
+
+
 def record(package: str, version: str, counts: Counts) -> None:
     """Add counts to the file of `ASYNCMOE_COUNTS`."""
     if (name := os.environ.get("ASYNCMOE_COUNTS")) is None:
         return
     path = Path(name)
-    known = json.loads(path.read_text()) if path.exists() else {"date": "", "machine": "", "clients": {}}
-    known |= {"date": date.today().isoformat(), "machine": f"{os.cpu_count()} cores, {platform.machine()}, {platform.system()}"}
-    known["clients"][package] = {"version": version, **as_record(counts)}
+    before = json.loads(path.read_text())["cases"] if path.exists() else []
+    machine = f"{os.cpu_count()} cores, {platform.machine()}, {platform.system()}"
+    cases = [*(one for one in before if one["client"] != package), {"client": package, "version": version, **as_record(counts)}]
+    known = {"date": date.today().isoformat(), "machine": machine, "cases": cases}
     path.write_text(json.dumps(known, indent=2) + "\n")

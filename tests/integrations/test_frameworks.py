@@ -1,6 +1,6 @@
 """Agent frameworks with their defaults: the OpenAI Agents SDK and LangGraph. make test-integrations ONLY=frameworks
 
-Each agent below is what a user writes for `environment.agent`, and asks for no more than a base URL and a key.
+Each agent is what a user writes for `environment.agent`; two of them are those of docs/guides/agents.md.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import pytest
 from asyncmoe.rollout.episodes.environment import Episode
 from asyncmoe.rollout.tokenizer import Tokenizer
 from tests.integrations.endpoint import call, in_turn, one_conversation, served
-from tests.unit import openai_policy
+from tests.unit import doc_pages, openai_policy
 from tests.unit.openai_policy import Policy
 
 WHY = "make test-integrations ONLY=frameworks installs it"
@@ -26,9 +26,9 @@ def known(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     return openai_policy.tokenizer(tmp_path_factory.mktemp("tokenizer"))
 
 
-def double(x: int) -> str:
-    """Twice x."""
-    return str(2 * x)
+PAGE: dict[str, Any] = {}
+exec(doc_pages.files(doc_pages.read("guides/agents.md"))["my_agents.py"], PAGE)
+double, solve, graph = PAGE["double"], PAGE["solve"], PAGE["graph"]
 
 
 def played(policy: Policy, known: Tokenizer, agent: Any) -> tuple[float, Episode]:
@@ -41,15 +41,14 @@ def played(policy: Policy, known: Tokenizer, agent: Any) -> tuple[float, Episode
     return rewards[0], episode
 
 
-async def agents_sdk(base_url: str, api_key: str, prompt: str, answer: str) -> float:
-    """The Agents SDK with its defaults: the Responses API, and tracing turned off because there is no such server."""
+async def default_client(base_url: str, api_key: str, prompt: str, answer: str) -> float:
+    """The Agents SDK with its defaults and one client of the process."""
     import openai
     from agents import Agent, Runner, function_tool, set_default_openai_client, set_tracing_disabled
 
     set_default_openai_client(openai.AsyncOpenAI(base_url=base_url, api_key=api_key), use_for_tracing=False)
     set_tracing_disabled(True)
-    agent = Agent(name="solver", instructions="be brief", tools=[function_tool(double)])
-    result = await Runner.run(agent, prompt)
+    result = await Runner.run(Agent(name="solver", instructions="be brief", tools=[function_tool(double)]), prompt)
     return float(result.final_output.split()[-1] == answer)
 
 
@@ -64,16 +63,6 @@ async def hand_off(base_url: str, api_key: str, prompt: str, answer: str) -> flo
         run = RunConfig(model_provider=OpenAIProvider(openai_client=client), tracing_disabled=True)
         result = await Runner.run(clerk, prompt, run_config=run)
         return float(result.last_agent.name == "calculator" and result.final_output.split()[-1] == answer)
-
-
-async def langgraph(base_url: str, api_key: str, prompt: str, answer: str) -> float:
-    """LangGraph's ready-made agent with OpenAI's client."""
-    from langchain.agents import create_agent
-    from langchain_openai import ChatOpenAI
-
-    agent = create_agent(ChatOpenAI(model="policy", base_url=base_url, api_key=api_key), tools=[double], system_prompt="be brief")
-    state = await agent.ainvoke({"messages": [("user", prompt)]})
-    return float(state["messages"][-1].text.split()[-1] == answer)
 
 
 async def langgraph_prebuilt(base_url: str, api_key: str, prompt: str, answer: str) -> float:
@@ -108,7 +97,7 @@ async def langgraph_responses(base_url: str, api_key: str, prompt: str, answer: 
 
 
 @pytest.mark.filterwarnings("ignore:create_react_agent")
-@pytest.mark.parametrize("agent", [agents_sdk, langgraph, langgraph_prebuilt, langgraph_anthropic, langgraph_responses])
+@pytest.mark.parametrize("agent", [solve, default_client, graph, langgraph_prebuilt, langgraph_anthropic, langgraph_responses])
 def test_an_agent_with_a_tool_is_one_trajectory(known: Tokenizer, agent: Any) -> None:
     policy = in_turn(known, "let me see " + call("double", '{"x": 21}'), "it is 42")
     reward, episode = played(policy, known, agent)
@@ -131,7 +120,7 @@ def test_agents_of_one_process_at_once(known: Tokenizer) -> None:
     """Episodes run at once in one process: what each got is its own policy's."""
 
     def reward(n: int) -> float:
-        return played(in_turn(known, f"it is {n}"), known, langgraph)[0]
+        return played(in_turn(known, f"it is {n}"), known, graph)[0]
 
     async def run() -> list[float]:
         return await asyncio.gather(asyncio.to_thread(reward, 42), asyncio.to_thread(reward, 43))

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, get_origin
 
 import yaml
 from pydantic import BaseModel, ValidationError
@@ -255,9 +255,11 @@ def keys_named(name: str) -> list[str]:
 
 
 def _keys(section: type[BaseModel], prefix: str = "") -> Iterator[str]:
-    """Yield the path of every key of the schema."""
+    """Yield the path of every key of the schema but those of sections in a list or mapping, whose paths depend on the file."""
     for name, one in section.model_fields.items():
         yield prefix + name
+        if get_origin(one.annotation) in (list, tuple, dict):
+            continue
         for option in (one.annotation, *getattr(one.annotation, "__args__", ())):
             if isinstance(option, type) and issubclass(option, BaseModel):
                 yield from _keys(option, f"{prefix}{name}.")

@@ -6,7 +6,7 @@ import asyncio
 from contextlib import suppress
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
@@ -118,6 +118,7 @@ def requests(kind: str, version: int, wrong: bool) -> list[WeightsRequest]:
     failures=st.lists(FAILURES, min_size=1, max_size=3),
     how=st.sampled_from(["in_place", "retract", "abort_resume", "abort_retry"]),
 )
+@example(kinds=[("reshard", False)], failures=[[], [None, None, EngineError]], how="in_place").via("one of two engines refuses to swap")
 def test_whatever_fails_no_engine_serves_part_of_a_version(
     kinds: list[tuple[str, bool]], failures: list[list[type[EngineError] | None]], how: Interruption
 ) -> None:

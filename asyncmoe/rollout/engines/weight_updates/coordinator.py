@@ -159,12 +159,14 @@ class WeightUpdateCoordinator:
 
         failed += await self.driver.fencing(update, resume)
         self.driver.close(update)
+        # First, because the engines that resumed sample the version, whatever is wrong with the others.
+        if pauses:
+            await self._published(update.version)
         # An engine whose process has ended is fenced and serves nothing; the others have the version.
         raise_first([(m, error) for m, error in failed if not isinstance(error, EngineLost)], f"publishing version {update.version}")
         if not pauses:
             why = update.members[0].fenced if update.members else "all have left"
             raise WeightSyncError(f"publishing version {update.version}: no engine is left; {why}")
-        await self._published(update.version)
         return Committed(update.version, tuple(1e3 * seconds for seconds in pauses))
 
     async def _abort(self, request: WeightsAbort) -> None:

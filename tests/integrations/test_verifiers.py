@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -60,8 +61,8 @@ def test_examples_are_a_task(known: Tokenizer) -> None:
     ("options", "said"),
     [
         ({"arguments": {"group": True}}, "got rewards of whole groups"),
-        ({"split": "test"}, "split: got 'test', expected train or eval"),
-        ({"limit": 9}, "limit: got 9, expected at most 3"),
+        ({"split": "test"}, "the option split: got 'test', expected train or eval"),
+        ({"limit": 9}, "the option limit: got 9, expected at most 3"),
         ({"environment": "no_such_environment"}, "no_such_environment"),
         ({"arguments": {"counts": 3}}, "counts"),
     ],
@@ -95,3 +96,18 @@ def test_a_rollout_that_fails_says_why(known: Tokenizer) -> None:
             await adapter.rollout(url, key, "", "", adapter.Examples(ENVIRONMENT)[0].columns)
 
     served(in_turn(known, "it is 42"), known, client, on_conflict="refuse")
+
+
+def test_a_rollout_that_is_cancelled_ends_its_request(known: Tokenizer) -> None:
+    policy = Policy(lambda seen: ())
+
+    async def client(url: str, key: str) -> None:
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(adapter.rollout(url, key, "", "", adapter.Examples(ENVIRONMENT)[0].columns), 3)
+        for _ in range(50):
+            await asyncio.sleep(0.1)
+            if policy.cancelled:
+                break
+
+    served(policy, known, client)
+    assert (policy.hanging, policy.cancelled) == (1, 1)

@@ -13,14 +13,17 @@ from __future__ import annotations
 import asyncio
 import functools
 import json
+import sys
 import threading
 from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
+from asyncmoe import installed
 from asyncmoe.errors import UserError
 from asyncmoe.rollout.tasks import Example
 
 _MODEL = "policy"
+_STARTING = threading.Lock()
 
 
 class Examples:
@@ -42,7 +45,7 @@ class Examples:
         self._columns = {"environment": environment, "arguments": dict(arguments or {}), "split": split, "limit": limit}
         self._source = _source(self._columns)
         if limit is not None and limit > len(self._source):
-            raise UserError("limit", got=limit, expected=f"at most {len(self._source)}, the number of examples of {environment}")
+            raise UserError("the option limit", got=limit, expected=f"at most {len(self._source)}, the number of examples of {environment}")
 
     def __len__(self) -> int:
         limit: int | None = self._columns["limit"]
@@ -84,23 +87,31 @@ def _source(columns: Mapping[str, Any]) -> _Source:
 
 @functools.cache
 def _made(environment: str, arguments: str, split: str, limit: int | None) -> _Source:
+    if not installed.has("verifiers"):
+        expected = f"it in the environment of {sys.executable}"
+        raise UserError("the package verifiers", got="none", expected=expected, hint="pip install 'asyncmoe[verifiers]'")
     import verifiers
 
     if split not in ("train", "eval"):
-        raise UserError("split", got=repr(split), expected="train or eval")
+        raise UserError("the option split", got=repr(split), expected="train or eval")
     if hasattr(verifiers, "load_environment"):
         return _Environment(verifiers.load_environment(environment, **json.loads(arguments)), environment, split)
     if split != "train":
-        raise UserError("split", got=repr(split), expected="train: a taskset of verifiers.v1 has one set of tasks")
+        raise UserError("the option split", got=repr(split), expected="train: a taskset of verifiers.v1 has one set of tasks")
     return _Taskset(environment, json.loads(arguments), limit)
 
 
 @functools.cache
-def _loop() -> asyncio.AbstractEventLoop:
-    """Return the event loop of all rollouts, in a thread of its own: environments share locks and clients among their rollouts."""
+def _started() -> asyncio.AbstractEventLoop:
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, name="verifiers", daemon=True).start()
     return loop
+
+
+def _loop() -> asyncio.AbstractEventLoop:
+    """Return the event loop of all rollouts, in a thread of its own: environments share locks and clients among their rollouts."""
+    with _STARTING:
+        return _started()
 
 
 class _Environment:
@@ -149,7 +160,7 @@ class _Taskset:
         self._name, self._config = name, resolve_env_config({**arguments, "taskset": taskset})
         tasks = self._load().taskset
         if limit is None and not tasks.bounded:
-            raise UserError("limit", got="none", expected=f"the number of tasks to take, because {name} has no end")
+            raise UserError("the option limit", got="none", expected=f"the number of tasks to take, because {name} has no end")
         self._tasks = list(tasks if limit is None else tasks.take(limit))
 
     def __len__(self) -> int:

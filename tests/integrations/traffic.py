@@ -55,6 +55,7 @@ class Counts:
         rewritten: responses that the client sent again in a conversation whose beginning it had changed.
         lost_tokens: sampled tokens that no trajectory has.
         conversations: trajectories.
+        calls: answers with tool calls; of the Responses API, calls.
     """
 
     requests: int = 0

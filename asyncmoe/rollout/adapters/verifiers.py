@@ -42,14 +42,14 @@ class Examples:
     def __init__(
         self, environment: str, arguments: Mapping[str, Any] | None = None, split: str = "train", limit: int | None = None
     ) -> None:
+        self._limit = limit
         self._columns = {"environment": environment, "arguments": dict(arguments or {}), "split": split, "limit": limit}
         self._source = _source(self._columns)
         if limit is not None and limit > len(self._source):
             raise UserError("the option limit", got=limit, expected=f"at most {len(self._source)}, the number of examples of {environment}")
 
     def __len__(self) -> int:
-        limit: int | None = self._columns["limit"]
-        return len(self._source) if limit is None else limit
+        return len(self._source) if self._limit is None else self._limit
 
     def __getitem__(self, index: int) -> Example:
         prompt, answer = self._source.example(index)
@@ -198,10 +198,10 @@ def _messages(prompt: object, name: str) -> list[Mapping[str, str]]:
     """Return a prompt's messages, for records; the environment itself asks the policy. Parts that are no text are named by their type."""
     given: Iterable[Any] = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt if isinstance(prompt, list) else []
     plain = [one if isinstance(one, dict) else one.model_dump() for one in given]
-    made = [{"role": str(one["role"]), "content": _text(one.get("content"))} for one in plain]
+    made: list[Mapping[str, str]] = [{"role": str(one["role"]), "content": _text(one.get("content"))} for one in plain]
     return made or [{"role": "user", "content": name}]
 
 
 def _text(content: object) -> str:
-    parts = content if isinstance(content, list) else [content or ""]
+    parts: list[Any] = content if isinstance(content, list) else [content or ""]
     return "".join(part if isinstance(part, str) else str(part.get("text", f"[{part.get('type')}]")) for part in parts)

@@ -211,8 +211,8 @@ def _output(request: CompletionRequest, answer: Completion, item: str) -> list[d
         part = {"type": "output_text", "text": answer.text, "annotations": [], "logprobs": logprobs}
         made.append({"id": item, "type": "message", "role": "assistant", "status": status, "content": [part]})
     for call in answer.calls:
-        item = {"id": f"fc_{secrets.token_hex(12)}", "type": "function_call", "status": "completed", "call_id": call.id}
-        made.append({**item, **client_name(request.fields.get("tools"), call.name), "arguments": call.arguments})
+        begun = {"id": f"fc_{secrets.token_hex(12)}", "type": "function_call", "status": "completed", "call_id": call.id}
+        made.append({**begun, **client_name(request.fields.get("tools"), call.name), "arguments": call.arguments})
     return made
 
 

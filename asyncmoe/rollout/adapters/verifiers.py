@@ -128,7 +128,7 @@ class _Environment:
 
     def example(self, index: int) -> tuple[Sequence[Mapping[str, str]], str]:
         row = self._rows[index]
-        return _messages(row["prompt"], f"{self._name} {index}"), str(row.get("answer") or "")
+        return _messages(row["prompt"], f"{self._name} {index}"), _answer(row.get("answer"))
 
     async def rollout(self, index: int, base_url: str, api_key: str) -> float:
         from openai import AsyncOpenAI
@@ -170,7 +170,7 @@ class _Taskset:
         data = self._tasks[index].data
         system = [{"role": "system", "content": data.system_prompt}] if data.system_prompt else []
         named = data.description or data.name or f"{self._name} {index}"
-        return [*system, *_messages(data.prompt or named, named)], str(getattr(data, "answer", None) or "")
+        return [*system, *_messages(data.prompt or named, named)], _answer(getattr(data, "answer", None))
 
     async def rollout(self, index: int, base_url: str, api_key: str) -> float:
         from verifiers.v1 import EvalClientConfig, ModelContext
@@ -202,6 +202,10 @@ def _messages(prompt: object, name: str) -> list[Mapping[str, str]]:
     return made or [{"role": "user", "content": name}]
 
 
+def _answer(answer: object) -> str:
+    return "" if answer is None else str(answer)
+
+
 def _text(content: object) -> str:
-    parts: list[Any] = content if isinstance(content, list) else [content or ""]
+    parts: list[Any] = content if isinstance(content, list) else ["" if content is None else content]
     return "".join(part if isinstance(part, str) else str(part.get("text", f"[{part.get('type')}]")) for part in parts)

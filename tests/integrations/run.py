@@ -6,8 +6,9 @@
 
 `test_NAME.py` needs `NAME.txt`, pip's requirements, beside it. They are installed into `.venv-integrations/NAME`, anew when the file
 changes. A line `# packages of: trainer` (the default), `engine` or `none` says whose installed packages the tests see as well: those of
-`.venv`, those of `.venv-engine`, or only pytest. Packages of NAME.txt come before them. asyncmoe is this checkout, by PYTHONPATH, and the
-tests start in its root. `tests/conftest.py` is not read. Exits with 1 if a file fails.
+`.venv`, those of `.venv-engine`, or only pytest. Packages of NAME.txt come before them. A line `# npm: PACKAGE@VERSION ...` names packages
+of npm, whose programs lie in `node_modules/.bin` of the environment; without npm on this machine, tests that need them are skipped.
+asyncmoe is this checkout, by PYTHONPATH, and the tests start in its root. `tests/conftest.py` is not read. Exits with 1 if a file fails.
 """
 
 from __future__ import annotations
@@ -40,6 +41,8 @@ class Case:
     """A key of SHARED."""
     requirements: str
     """The text of NAME.txt."""
+    npm: tuple[str, ...] = ()
+    """Packages of npm."""
 
     @property
     def environment(self) -> Path:
@@ -65,7 +68,8 @@ def _case(path: Path, name: str) -> Case:
     said = re.findall(r"^# packages of: *(.*?) *$", text, re.MULTILINE) or ["trainer"]
     if len(said) > 1 or said[0] not in SHARED:
         sys.exit(f"{path}: got packages of {' and of '.join(said)}, expected one of {', '.join(SHARED)}")
-    return Case(name, said[0], text)
+    npm = [package for line in re.findall(r"^# npm: *(.*)$", text, re.MULTILINE) for package in line.split()]
+    return Case(name, said[0], text, tuple(npm))
 
 
 def prepare(case: Case) -> Path:
@@ -85,6 +89,11 @@ def prepare(case: Case) -> Path:
         _call(*pip, "pytest")
     if any(line.strip() and not line.lstrip().startswith("#") for line in case.requirements.splitlines()):
         _call(*pip, "-r", str(FOLDER / f"{case.name}.txt"))
+    npm = shutil.which("npm")
+    if case.npm and npm is None:
+        print(f"{case.name}: no npm here: tests with {', '.join(case.npm)} are skipped", flush=True)
+    elif case.npm:
+        _call(str(npm), "install", "--silent", "--no-audit", "--no-fund", "--prefix", str(case.environment), *case.npm)
     stamp.write_text(digest)
     return python
 

@@ -134,8 +134,10 @@ class OpenAIEndpoint:
         """
         session = self._sessions.get(request.match_info["name"])
         expected = session.key if session else _NOBODY
-        given = request.headers.get("Authorization", "").removeprefix("Bearer ") or request.headers.get("x-api-key", "")
-        if not hmac.compare_digest(given.encode(errors="surrogateescape"), expected.encode()) or session is None:
+        # Some clients send a key of their own in one header and what they were configured with in the other.
+        given = (request.headers.get("Authorization", "").removeprefix("Bearer "), request.headers.get("x-api-key", ""))
+        known = [hmac.compare_digest(key.encode(errors="surrogateescape"), expected.encode()) for key in given]
+        if not any(known) or session is None:
             raise RequestRefused(401, "no such episode, or the wrong key", code="invalid_api_key")
         session.requests += 1
         if session.requests > self._limits.requests:

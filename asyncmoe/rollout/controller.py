@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from asyncmoe import models
+from asyncmoe import checkpoints, models
 from asyncmoe.config import Config
 from asyncmoe.errors import AsyncmoeError, ProtocolError
 from asyncmoe.process import named
@@ -35,11 +35,11 @@ from asyncmoe.rollout.producer import Producer, demonstrate
 from asyncmoe.rollout.recorder import Recorder
 from asyncmoe.rollout.samples import Samples, samples_of
 from asyncmoe.rollout.scoring import Scorer, trial
-from asyncmoe.rollout.tasks import EvaluationQuestions, Task
+from asyncmoe.rollout.tasks import Curriculum, EvaluationQuestions, Task, curriculum_file
 from asyncmoe.rollout.tokenizer import Tokenizer
 from asyncmoe.rpc import address, keys
 from asyncmoe.rpc.environment import RendezvousVariables, given
-from asyncmoe.rpc.messages import EngineOrder, Hello, Reply, Request
+from asyncmoe.rpc.messages import Done, EngineOrder, Hello, Reply, Request, Saving
 from asyncmoe.rpc.peers import check, facts
 from asyncmoe.rpc.server import Server
 from asyncmoe.trajectory import Buffer, Trajectory
@@ -80,6 +80,8 @@ def load_parts(config: Config) -> tuple[Tokenizer, Task, Sequence[EvaluationQues
     tokenizer = Tokenizer(config.model.path, config.model.trust_remote_code)
     loaded, environment = tasks.load(config, tokenizer), environments.load(config)
     task, evaluated = loaded.training, loaded.sets
+    if isinstance(task, Curriculum):
+        curriculum_file.resume(task, config.run.dir)
     scorer = scoring.load(config.scoring, config.task, tokenizer.decode, config.run.seed)
     return tokenizer, task, evaluated, scorer, environment
 
@@ -154,6 +156,7 @@ class Controller:
     ) -> None:
         self._config, self._engines, self._recorder = config, engines, recorder
         self._tokenizer, self._task, self._scorer = tokenizer, task, scorer
+        self._curriculum = task if isinstance(task, Curriculum) else None
         rollout = config.rollout
         self._recording = models.recording(config, models.hf_config_of(config))
         self._sampling = Sampling(
@@ -213,6 +216,8 @@ class Controller:
             check(facts("controller"), request.facts, self._config.cluster.max_clock_skew_s)
         if self._service is None:
             return await self._meet(request)
+        if isinstance(request, Saving):
+            return await self._save(request.step)
         reply = await self._service(request)
         if self._service.finished.done():
             self._over.set()
@@ -304,6 +309,13 @@ class Controller:
             return (episode.demonstration(index, self._task.demonstration(index)),)
         return await self._teaching.episode(index, self._task.prompt(index, "demonstration"))
 
+    async def _save(self, step: int) -> Reply:
+        """Write the controller's part of a checkpoint, which is whole but for it."""
+        if self._curriculum is None:
+            raise ProtocolError(f"Saving: step {step} has no part of the controller, because task.curriculum is off")
+        await asyncio.to_thread(curriculum_file.write, self._curriculum.state(), checkpoints.temporary(self._config.run.dir, step))
+        return Done()
+
     async def _record(self) -> None:
         while True:
             await asyncio.sleep(_RECORD_S)
@@ -315,9 +327,16 @@ class Controller:
             names, tools = [member.engine.name for member in self._pool.members], self._stage.environment
             counts = tools.counts if isinstance(tools, WithTools) else {}
             scoring.write_log(self._scorer, self._config.run.dir)
-            self._recorder.write(self._queue.stats(), names, self._pool, scoring.stats(self._scorer), counts)
+            self._recorder.write(self._queue.stats(), names, self._pool, scoring.stats(self._scorer), counts, self._curriculum)
+
+    def _trained(self, groups: Sequence[Group]) -> None:
+        if self._curriculum is not None:
+            for group in groups:
+                self._curriculum.closed(group.number)
 
     def _stale(self, groups: Sequence[Group], requeued: bool, version: int) -> None:
+        if not requeued:
+            self._trained(groups)
         if self._samples is not None:
             self._samples.stale(groups, requeued, version)
 
@@ -347,6 +366,7 @@ class Controller:
             demonstrations=2 * config.warmup.batch if config.warmup.steps else 0,
             recording=self._recording,
             on_stale=self._stale,
+            on_trained=self._trained,
         )
         service = QueueService(queue, run=config.run.dir.name, config_digest=config.digest)
         reply = await service(request)

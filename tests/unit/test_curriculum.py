@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from random import Random
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,16 +20,18 @@ from hypothesis import strategies as st
 from asyncmoe import checkpoints
 from asyncmoe.config import parse
 from asyncmoe.config.curriculum import CurriculumSection
-from asyncmoe.errors import ConfigError, DataError, InvariantBroken, TrajectoryRejected
+from asyncmoe.errors import ConfigError, DataError, InvariantBroken, ProtocolError, TrajectoryRejected
 from asyncmoe.queue.bounded import BoundedQueue
 from asyncmoe.queue.group_buffer import Group
 from asyncmoe.rollout import tasks
+from asyncmoe.rollout.controller import Controller
 from asyncmoe.rollout.engines.types import Generation, VersionSpan
 from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId, Turn, assemble
 from asyncmoe.rollout.producer import Producer
 from asyncmoe.rollout.tasks import Curriculum, Example, Prompt, curriculum_file
 from asyncmoe.rollout.tasks.curriculum import chance
 from asyncmoe.rollout.tasks.order import EVALUATION, ListedTask, MixedTask
+from asyncmoe.rpc.messages import Done
 from asyncmoe.trajectory import Recording, Trajectory
 from tests.unit import openai_policy
 
@@ -303,6 +306,22 @@ def test_the_difficulty_of_other_prompts_is_refused(tmp_path: Path, other: Curri
     saved(tmp_path, curriculum())
     with pytest.raises(DataError, match=r"got the difficulty of other prompts, expected that of the task's; .* delete .* anew"):
         curriculum_file.resume(other, tmp_path)
+
+
+def test_the_controller_writes_its_part_before_the_checkpoint_is_whole(tmp_path: Path) -> None:
+    drawn = curriculum()
+    drawn.draw(0)
+    checkpoints.start(tmp_path, 7)
+    served = SimpleNamespace(_curriculum=drawn, _config=SimpleNamespace(run=SimpleNamespace(dir=tmp_path)))
+    assert asyncio.run(Controller._save(served, 7)) == Done()  # type: ignore[arg-type]
+    assert checkpoints.newest(tmp_path) is None
+    path = checkpoints.finish(tmp_path, 7, {"step": 7}, keep=1)
+    found = curriculum_file.read(path, drawn.sources, drawn.sizes)
+    assert found is not None
+    assert [group for group, _, _ in found.open] == [0]
+    served._curriculum = None
+    with pytest.raises(ProtocolError, match=r"step 7 has no part of the controller, because task\.curriculum is off"):
+        asyncio.run(Controller._save(served, 7))  # type: ignore[arg-type]
 
 
 # ---------------------------------------------------------------- the producer

@@ -148,11 +148,11 @@ class GroupBuffer:
             insort(self._queued, group, key=lambda g: g.order)
         return sum(map(len, groups))
 
-    def commit(self, step: int) -> int:
-        """Delete the groups of a lease. Returns their number of episodes."""
+    def commit(self, step: int) -> tuple[Group, ...]:
+        """Delete and return the groups of a lease."""
         groups = self._leased.pop(step)
         self._forget(groups)
-        return sum(map(len, groups))
+        return groups
 
     def frames(self, step: int) -> dict[str, list[Buffer]]:
         """Return the encoded trajectories of a lease, by key."""

@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from asyncmoe import models
+from asyncmoe import checkpoints, models
 from asyncmoe.config import Config
 from asyncmoe.errors import AsyncmoeError, Interrupted, ProtocolError
 from asyncmoe.process import named
@@ -33,9 +33,10 @@ from asyncmoe.rollout.pieces import Pieces
 from asyncmoe.rollout.producer import Producer, demonstrate
 from asyncmoe.rollout.recorder import Recorder
 from asyncmoe.rollout.samples import Samples, samples_of
+from asyncmoe.rollout.tasks import Curriculum, curriculum_file
 from asyncmoe.rpc import address, keys
 from asyncmoe.rpc.environment import RendezvousVariables, given
-from asyncmoe.rpc.messages import EngineOrder, Hello, Reply, Request
+from asyncmoe.rpc.messages import Done, EngineOrder, Hello, Reply, Request, Saving
 from asyncmoe.rpc.peers import check, facts
 from asyncmoe.rpc.server import Server
 from asyncmoe.trajectory import Buffer, Trajectory
@@ -112,6 +113,7 @@ class Controller:
         self._config, self._engines, self._recorder = config, engines, recorder
         self._tokenizer, self._task, self._scorer = loaded.tokenizer, loaded.task, loaded.scorer
         tokenizer, environment = loaded.tokenizer, loaded.environment
+        self._curriculum = loaded.task if isinstance(loaded.task, Curriculum) else None
         self._recording = models.recording(config, models.hf_config_of(config))
         self._pool = parts.pool_of(config, engines, recorder.generated)
         self._stage = parts.context_of(config, loaded, self._pool, self._recording)
@@ -141,6 +143,8 @@ class Controller:
             check(facts("controller"), request.facts, self._config.cluster.max_clock_skew_s)
         if self._service is None:
             return await self._meet(request)
+        if isinstance(request, Saving):
+            return await self._save(request.step)
         reply = await self._service(request)
         if self._service.finished.done():
             self._over.set()
@@ -232,6 +236,13 @@ class Controller:
             return (episode.demonstration(index, self._task.demonstration(index)),)
         return await self._teaching.episode(index, self._task.prompt(index, "demonstration"))
 
+    async def _save(self, step: int) -> Reply:
+        """Write the controller's part of a checkpoint, which is whole but for it."""
+        if self._curriculum is None:
+            raise ProtocolError(f"Saving: step {step} has no part of the controller, because task.curriculum is off")
+        await asyncio.to_thread(curriculum_file.write, self._curriculum.state(), checkpoints.temporary(self._config.run.dir, step))
+        return Done()
+
     async def _record(self) -> None:
         while True:
             await asyncio.sleep(_RECORD_S)
@@ -243,9 +254,16 @@ class Controller:
             names, tools = [member.engine.name for member in self._pool.members], self._stage.environment
             counts = tools.counts if isinstance(tools, WithTools) else {}
             scoring.write_log(self._scorer, self._config.run.dir)
-            self._recorder.write(self._queue.stats(), names, self._pool, scoring.stats(self._scorer), counts)
+            self._recorder.write(self._queue.stats(), names, self._pool, scoring.stats(self._scorer), counts, self._curriculum)
+
+    def _trained(self, groups: Sequence[Group]) -> None:
+        if self._curriculum is not None:
+            for group in groups:
+                self._curriculum.closed(group.number)
 
     def _stale(self, groups: Sequence[Group], requeued: bool, version: int) -> None:
+        if not requeued:
+            self._trained(groups)
         if self._samples is not None:
             self._samples.stale(groups, requeued, version)
 
@@ -262,7 +280,7 @@ class Controller:
         if not isinstance(request, Hello):
             raise ProtocolError(f"{type(request).__name__}: got it before any Hello, expected Hello first")
         config = self._config
-        queue = parts.queue_of(config, self._recording, request.step, self._stale)
+        queue = parts.queue_of(config, self._recording, request.step, self._stale, self._trained)
         service = QueueService(queue, run=config.run.dir.name, config_digest=config.digest)
         reply = await service(request)
         self._queue, self._service = queue, service

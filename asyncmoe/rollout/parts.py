@@ -18,7 +18,7 @@ from asyncmoe.rollout.episodes import environments
 from asyncmoe.rollout.episodes.environment import Environment
 from asyncmoe.rollout.episodes.episode import RolloutContext
 from asyncmoe.rollout.scoring import Scorer, trial
-from asyncmoe.rollout.tasks import EvaluationQuestions, Task
+from asyncmoe.rollout.tasks import Curriculum, EvaluationQuestions, Task, curriculum_file
 from asyncmoe.rollout.tokenizer import Tokenizer
 from asyncmoe.trajectory.recording import Recording
 
@@ -55,6 +55,8 @@ def load(config: Config) -> RolloutParts:
     """
     tokenizer = Tokenizer(config.model.path, config.model.trust_remote_code)
     loaded, environment = tasks.load(config, tokenizer), environments.load(config, tokenizer)
+    if isinstance(loaded.training, Curriculum):
+        curriculum_file.resume(loaded.training, config.run.dir)
     scorer = scoring.load(config.scoring, config.task, tokenizer.decode, config.run.seed)
     return RolloutParts(tokenizer, loaded.training, loaded.sets, scorer, environment)
 
@@ -113,9 +115,13 @@ def context_of(config: Config, parts: RolloutParts, pool: Pool, recording: Recor
 
 
 def queue_of(
-    config: Config, recording: Recording, trained_steps: int, on_stale: Callable[[Sequence[Group], bool, int], None]
+    config: Config,
+    recording: Recording,
+    trained_steps: int,
+    on_stale: Callable[[Sequence[Group], bool, int], None],
+    on_trained: Callable[[Sequence[Group]], None],
 ) -> BoundedQueue:
-    """Return the queue of a trainer that has taken `trained_steps` steps. `on_stale` is called as `BoundedQueue` says."""
+    """Return the queue of a trainer that has taken `trained_steps` steps. `on_stale` and `on_trained` are called as `BoundedQueue` says."""
     staleness = config.queue.staleness
     return BoundedQueue(
         capacity=config.queue_capacity,
@@ -130,4 +136,5 @@ def queue_of(
         demonstrations=2 * config.warmup.batch if config.warmup.steps else 0,
         recording=recording,
         on_stale=on_stale,
+        on_trained=on_trained,
     )

@@ -65,6 +65,12 @@ class Commit(Message, frozen=True):
     step: int
 
 
+class Saving(Message, frozen=True):
+    """A checkpoint of every step up to and including `step` is complete but for the controller's part, which it writes now."""
+
+    step: int
+
+
 class Saved(Message, frozen=True):
     """A checkpoint covers every step up to and including `step`."""
 
@@ -305,6 +311,7 @@ Request = (
     | Lease
     | Fetch
     | Commit
+    | Saving
     | Saved
     | Goodbye
     | WeightsJoin

@@ -20,7 +20,7 @@ from asyncmoe.errors import ConfigError, RunStopping, WeightSyncError
 from asyncmoe.platform import kernels
 from asyncmoe.rpc import keys
 from asyncmoe.rpc.client import Client
-from asyncmoe.rpc.messages import Commit, Goodbye, Hello, Leased, Phase, Saved
+from asyncmoe.rpc.messages import Commit, Goodbye, Hello, Leased, Phase, Saved, Saving
 from asyncmoe.rpc.peers import facts
 from asyncmoe.telemetry.records import JsonLines, Spans
 from asyncmoe.telemetry.schema import METRICS, TRAINER_SPANS, Resume
@@ -200,11 +200,15 @@ class Trainer:
     def _save(self) -> None:
         begin = time.perf_counter()
         with mark("save checkpoint"):
-            path = checkpoint.save(self._config, self._step, self._model, self._optimizer)
+            path = checkpoint.save(self._config, self._step, self._model, self._optimizer, self._controllers_part)
         self._saved = self._step
         if self._first:
             self._client.ask(Saved(self._step), ANSWER_S)
             log.info("saved %s in %.1f s", path, time.perf_counter() - begin)
+
+    def _controllers_part(self) -> None:
+        if self._config.task.curriculum.enabled:
+            self._client.ask(Saving(self._step), ANSWER_S)
 
     def _span(self, what: str, begin: float, end: float) -> None:
         if self._spans is not None:

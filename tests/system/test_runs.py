@@ -10,9 +10,11 @@ from collections import Counter
 from pathlib import Path
 from statistics import fmean
 
+import numpy as np
 import pytest
 
 from asyncmoe import checkpoints
+from asyncmoe.rollout.tasks import curriculum_file
 from asyncmoe.telemetry.samples.index import index, load
 from asyncmoe.telemetry.samples.records import CLIPPED
 from asyncmoe.telemetry.samples.tokens import TokenView, tokens_of
@@ -153,8 +155,13 @@ def test_a_killed_run_goes_on_exactly_where_its_checkpoint_is(tmp_path: Path) ->
 
 
 def test_ctrl_c_leaves_a_run_that_resumes(tmp_path: Path) -> None:
+    """With a curriculum, whose state the checkpoint has."""
     directory = tmp_path / "run"
-    command = start(directory, "run.steps=200")
+    rows = [json.dumps({"question": f"{a}+{b}=", "answer": str(a + b)}) for a in range(6) for b in range(4)]
+    (tmp_path / "sums.jsonl").write_text("\n".join(rows))
+    task = ("task.kind=jsonl", f"task.path={tmp_path / 'sums.jsonl'}", "task.chat_template=false", "scoring.scorer=exact")
+    task = (*task, "task.curriculum.enabled=true")
+    command = start(directory, "run.steps=200", *task)
     assert wait_for(lambda: any(s["phase"] == "rl" for s in metrics(directory)), 120)
     os.kill(command.process.pid, signal.SIGINT)
     status, _, error = command.finish(90)
@@ -164,7 +171,15 @@ def test_ctrl_c_leaves_a_run_that_resumes(tmp_path: Path) -> None:
     assert command.gone(), command.alive()
     stopped = metrics(directory)[-1]["step"]
     assert checkpoints.newest(directory) == checkpoints.directory(directory, stopped)
-    summary = run(directory, f"run.steps={stopped - 4 + 2}")
+    with np.load(checkpoints.directory(directory, stopped) / curriculum_file.FILE) as arrays:
+        told, known = json.loads(arrays["told"].tobytes()), int((arrays["last0"] > 0).sum())
+    assert told["next"] >= 4 * (stopped - 4)
+    assert known > 0
+    summary = run(directory, f"run.steps={stopped - 4 + 2}", *task)
+    records = [json.loads(line) for line in (directory / "rollout.jsonl").read_text().splitlines()]
+    (again,) = [n for n, record in enumerate(records) if n and record["started"] < records[n - 1]["started"]]
+    assert records[again]["prompts_measured"] >= known
+    assert sum(records[-1]["prompts_by_passed"].values()) == pytest.approx(1)
     assert summary["steps"] == stopped - 4 + 2
     assert [s["step"] for s in metrics(directory)][-3:] == [stopped, stopped + 1, stopped + 2]
     assert "in use" not in error

@@ -441,26 +441,32 @@ def prepared(tmp_path: Path, **objective_keys: Any) -> Config:
     )
 
 
-def test_a_run_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+def test_a_run_is_refused_before_anything_is_written(tmp_path: Path, thorough: bool) -> None:
+    """Each refusal takes a process; without --thorough only one of the objective's and one of the family's."""
     for config, said in (
         (prepared(tmp_path, loss=f"{OWN}:raises"), r"objective\.loss: got ZeroDivisionError"),
-        (
-            prepared(tmp_path, family=f"{OWN}:BROKEN"),
-            r"model\.family: got KeyError: 'no_such_key' at .*plugin_functions.py:\d+ from router",
-        ),
-        (prepared(tmp_path, family=f"{OWN}:WRONG_TYPE"), r"model\.family: got another type from shape_of of "),
-        (prepared(tmp_path, family=f"{OWN}:NUMBER"), r"model\.family: got .*NUMBER, an integer, expected an object of asyncmoe"),
-        (prepared(tmp_path, family="no.such:F"), r"model\.family: got no\.such:F: ModuleNotFoundError"),
-        (
-            prepared(tmp_path, family=f"{OWN}:OTHER"),
-            r"model\.family: .* for a model of model_type 'qwen3_moe', expected model_type other or",
-        ),
+        *((prepared(tmp_path, family=family), said) for family, said in UNFIT_FAMILIES[: None if thorough else 1]),
     ):
         with pytest.raises(UserError, match=said) as caught:
             local.prepare(config)
         assert "\n" not in str(caught.value)
         assert not config.run.dir.exists()
     local.prepare(prepared(tmp_path, family=f"{OWN}:SAME", loss=f"{OWN}:ppo", advantage=f"{OWN}:centred"))
+
+
+UNFIT_FAMILIES = [
+    (f"{OWN}:BROKEN", r"model\.family: got KeyError: 'no_such_key' at .*plugin_functions.py:\d+ from router"),
+    (f"{OWN}:WRONG_TYPE", r"model\.family: got another type from shape_of of "),
+    (f"{OWN}:NUMBER", r"model\.family: got .*NUMBER, an integer, expected an object of asyncmoe\.models\.Family"),
+    ("no.such:F", r"model\.family: got no\.such:F: ModuleNotFoundError"),
+    (f"{OWN}:OTHER", r"model\.family: .* for a model of model_type 'qwen3_moe', expected model_type other or"),
+]
+
+
+@pytest.mark.parametrize(("family", "said"), UNFIT_FAMILIES)
+def test_an_unfit_family_is_refused_where_it_is_tried(family: str, said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        families.try_family(families.with_family(make.settings(MadeModel()), family))
 
 
 def test_every_process_finds_the_family_of_the_configuration(tmp_path: Path) -> None:

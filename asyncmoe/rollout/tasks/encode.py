@@ -80,9 +80,9 @@ def check(example: object, where: str) -> None:
     if not isinstance(example, Example):
         raise DataError(where, got=f"{type(example).__name__} {str(example)[:100]!r}", expected="an asyncmoe.rollout.tasks.Example")
     check_prompt(example.prompt, f"{where}, prompt")
-    if not isinstance(example.answer, str):
+    if not isinstance(example.answer, str) or not encodes(example.answer):
         raise DataError(f"{where}, answer", got=repr(example.answer)[:100], expected="text")
-    if not isinstance(example.solution, str | None):
+    if example.solution is not None and not (isinstance(example.solution, str) and encodes(example.solution)):
         raise DataError(f"{where}, solution", got=repr(example.solution)[:100], expected="text or None")
     check_columns(example.columns, where)
 
@@ -90,7 +90,7 @@ def check(example: object, where: str) -> None:
 def check_prompt(prompt: object, where: str) -> None:
     """Refuse a prompt that is neither non-blank text, nor messages, nor token ids; raises DataError."""
     expected = 'text, messages ([{"role": ..., "content": ...}, ...]) or token ids'
-    if isinstance(prompt, str) and prompt.strip():
+    if isinstance(prompt, str) and prompt.strip() and encodes(prompt):
         return
     if not isinstance(prompt, Sequence) or isinstance(prompt, str) or not prompt:
         raise DataError(where, got=repr(prompt)[:100], expected=f"{expected}, not empty")
@@ -104,9 +104,19 @@ def check_prompt(prompt: object, where: str) -> None:
         raise DataError(where, got=got, expected="a last message that asks the assistant something")
 
 
+def encodes(text: str) -> bool:
+    """Return whether UTF-8 can hold a text: JSON may name half a character, such as "\\ud83d"."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def _said(message: Message) -> bool:
     content = message.get("content")
-    return isinstance(content, str) or (content is None and message["role"] == "assistant")  # which may only call tools
+    only_calls = content is None and message["role"] == "assistant"
+    return only_calls or (isinstance(content, str) and encodes(content))
 
 
 def check_columns(columns: object, where: str) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import codecs
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,7 +12,7 @@ from typing import Any
 
 from asyncmoe.config.task import ColumnsSection
 from asyncmoe.errors import DataError
-from asyncmoe.rollout.tasks.encode import check_columns, check_prompt
+from asyncmoe.rollout.tasks.encode import check_columns, check_prompt, encodes
 from asyncmoe.rollout.tasks.rows import Keep, none_left
 from asyncmoe.rollout.tasks.types import Example, Gold, Message
 
@@ -96,6 +98,8 @@ def values_of(path: Path, key: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
             number = 0
             while raw := file.readline(MAX_LINE_BYTES + 1):
                 number += 1
+                if number == 1:
+                    raw = raw.removeprefix(codecs.BOM_UTF8)  # which editors on Windows write
                 if len(raw) > MAX_LINE_BYTES:
                     raise DataError(f"{path} line {number}", got=f"more than {MAX_LINE_BYTES} bytes", expected="a shorter line")
                 if raw.strip():
@@ -142,9 +146,9 @@ def _value(where: str, values: Mapping[str, Any], name: str) -> Any:
 
 def _answer(where: str, values: Mapping[str, Any], name: str) -> str:
     value = _value(where, values, name)
-    if isinstance(value, int | float) and not isinstance(value, bool):
+    if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):  # NaN: a table's empty cell
         return str(value)
-    if not isinstance(value, str) or not value.strip():
+    if not isinstance(value, str) or not value.strip() or not encodes(value):
         raise DataError(f"{where}, {name}", got=repr(value)[:100], expected="non-empty text or a number")
     return value
 

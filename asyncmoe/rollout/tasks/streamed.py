@@ -80,7 +80,7 @@ class RowStream:
                     yielded = True
                     yield example
             if not yielded:
-                raise none_left(self.name, 1)
+                raise none_left(self.name, None)
 
     def _examples(self, data: Any) -> Iterator[Example]:
         keep: Keep = self._keep or (lambda where, values: True)

@@ -27,16 +27,24 @@ COMMANDS = {
 """What --help says of each command where typer is not installed."""
 
 
+INTERRUPTED = 130
+"""The exit status that a shell gives a command ended by SIGINT."""
+
+
 def main() -> None:
-    """Run the command line."""
+    """Run the command line. Ctrl-C while it is still being imported ends it as Ctrl-C does later: in one line, with `INTERRUPTED`."""
     try:
-        from asyncmoe import cli
-    except ModuleNotFoundError as error:
-        if installed.explained(error, "asyncmoe") is None:
-            raise
-        _without_packages(error, sys.argv[1:])
-    else:
-        cli.main()
+        try:
+            from asyncmoe import cli
+        except ModuleNotFoundError as error:
+            if installed.explained(error, "asyncmoe") is None:
+                raise
+            _without_packages(error, sys.argv[1:])
+        else:
+            cli.main()
+    except KeyboardInterrupt:
+        print("error: interrupted", file=sys.stderr)
+        sys.exit(INTERRUPTED)
 
 
 def _without_packages(error: ModuleNotFoundError, arguments: list[str]) -> None:

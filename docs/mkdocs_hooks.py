@@ -33,8 +33,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     seen = set(waiting)
     while waiting:
         source = waiting.pop()
-        for path in {_target(source, link) for link, _ in _LINK.findall(_text(source))} - seen - {None}:
-            assert path is not None
+        links = _LINK.findall(_text(source)) if source.endswith(".md") else []
+        for path in {target for link, _ in links if (target := _target(source, link)) is not None} - seen:
             seen.add(path)
             if not path.startswith("docs/"):
                 waiting.append(path)
@@ -48,6 +48,8 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     if here == API:
         return _MODULE.sub(lambda match: f"| [`{match[1]}`]({_of_module(match[1])}) |", markdown)
     source = here.removeprefix("files/") if here.startswith("files/") else f"docs/{here}"
+    if here.startswith("files/") and not (ROOT / source).is_file():
+        return markdown  # of a folder, or of a file that is no page: shown as code
 
     def led(match: re.Match[str]) -> str:
         path = _target(source, match[1])

@@ -86,7 +86,7 @@ def test_what_the_page_says_is_printed(reader: Reader) -> None:
 def test_the_worst_responses_are_shown_with_the_reasons_of_the_reward(reader: Reader) -> None:
     shown = reader.said["asyncmoe show runs/tutorial --worst --limit 1"]
     assert re.search(r"\d off|no number", shown)
-    group = json.loads((reader.here / "best.json").read_text())
+    group = json.loads((reader.here / "group.json").read_text())
     assert len(group["members"]) == 8
     assert (reader.here / "runs/tutorial/report.html").stat().st_size > 10_000
 

@@ -24,7 +24,7 @@ COMMANDS = {line: block for block in PAGE if block.word == "sh" for line in bloc
 
 
 class Reader:
-    """Who follows the page in a directory.
+    """A reader that follows the page in a directory.
 
     Attributes:
         said: standard output of each command.
@@ -96,16 +96,16 @@ def test_the_worst_responses_are_shown_with_the_reasons_of_the_reward(reader: Re
 
 def test_the_second_run_goes_on_where_the_first_ended(reader: Reader) -> None:
     steps = metrics(reader.here / "runs/tutorial")
-    assert [step["step"] for step in steps] == list(range(1, 46))
-    assert [step["phase"] for step in steps] == ["warmup"] * 25 + ["rl"] * 20
-    assert checkpoints.newest(reader.here / "runs/tutorial") == checkpoints.directory(reader.here / "runs/tutorial", 45)
+    assert [step["step"] for step in steps] == list(range(1, 81))
+    assert [step["phase"] for step in steps] == ["warmup"] * 60 + ["rl"] * 20
+    assert checkpoints.newest(reader.here / "runs/tutorial") == checkpoints.directory(reader.here / "runs/tutorial", 80)
 
 
 def test_test_questions_were_asked_and_never_trained(reader: Reader) -> None:
     lines = reader.said["python evaluations.py"].splitlines()
     assert lines
     assert all(re.fullmatch(r"version \d+: reward [01]\.\d\d over 20 questions", line) for line in lines)
-    assert lines[0].startswith("version 25:"), "the first version measured is that of the warm-up's end"
+    assert lines[0].startswith("version 60:"), "the first version measured is that of the warm-up's end"
 
 
 def test_transformers_loads_what_was_trained(reader: Reader) -> None:

@@ -40,7 +40,7 @@ class Case:
     packages_of: str
     """A key of SHARED."""
     requirements: str
-    """The text of NAME.txt."""
+    """The text of NAME.txt, and of the files that its lines `-r FILE` name."""
     npm: tuple[str, ...] = ()
     """Packages of npm."""
 
@@ -65,6 +65,7 @@ def _case(path: Path, name: str) -> Case:
     if not path.exists():
         sys.exit(f"{path}: got none, expected the requirements of test_{name}.py (an empty file: no further packages)")
     text = path.read_text()
+    text += "".join((path.parent / name).read_text() for name in re.findall(r"^-r (\S+)$", text, re.MULTILINE))
     said = re.findall(r"^# packages of: *(.*?) *$", text, re.MULTILINE) or ["trainer"]
     if len(said) > 1 or said[0] not in SHARED:
         sys.exit(f"{path}: got packages of {' and of '.join(said)}, expected one of {', '.join(SHARED)}")

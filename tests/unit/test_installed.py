@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
 import subprocess
 import sys
@@ -17,8 +18,11 @@ from asyncmoe import installed
 from asyncmoe.errors import UserError
 
 ROOT = Path(__file__).parents[2]
-DISTRIBUTIONS = {"yaml": "pyyaml", "zmq": "pyzmq", "megatron": "megatron-core", "pydantic_core": "pydantic", "jinja2": "transformers"}
-"""Distribution of each module whose name differs; jinja2 is what transformers' chat templates need, and torch requires it."""
+DISTRIBUTIONS = {
+    **{"yaml": "pyyaml", "zmq": "pyzmq", "megatron": "megatron-core", "pydantic_core": "pydantic"},
+    **{"jinja2": "transformers", "huggingface_hub": "transformers", "sympy": "math-verify", "latex2sympy2_extended": "math-verify"},
+}
+"""Distribution of each module whose name differs, or that another distribution brings."""
 SKINNY = {"mlflow": "mlflow-skinny"}
 NOT_OURS = {"benchmarks", "mpi4py"}
 """The checkout's own folder, and what only examples of asyncmoe.reshard under mpirun use."""
@@ -123,6 +127,15 @@ def test_without_typer_help_and_version_answer_and_commands_are_refused_in_one_l
     refused = bare("run", "x.yaml")
     assert (refused.returncode, refused.stdout, refused.stderr.count("\n")) == (2, "", 1)
     assert refused.stderr.startswith("error: asyncmoe run: got no module typer, expected the extra train; run: ")
+
+
+def test_ctrl_c_while_the_command_line_is_imported_is_no_traceback(tmp_path: Path) -> None:
+    """The signal comes from inside of an import, where a user's would land."""
+    (tmp_path / "typer.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
+    command = [sys.executable, "-m", "asyncmoe", "run", "x.yaml"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "stopped before the command began; repeat it\n")
 
 
 @pytest.mark.usefixtures("from_pip")

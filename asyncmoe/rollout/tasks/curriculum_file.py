@@ -42,7 +42,7 @@ def write(state: CurriculumState, directory: Path) -> None:
     arrays["told"] = np.frombuffer(json.dumps(told).encode(), np.uint8)
     path = directory / FILE
     with storage.writing("the curriculum's part of a checkpoint", path), path.open("wb") as file:
-        np.savez(file, **arrays)
+        np.savez(file, **arrays)  # type: ignore[arg-type]  # mypy takes an array for allow_pickle
         file.flush()
         os.fsync(file.fileno())
 

@@ -54,9 +54,10 @@ docs: setup
 	$(TRAIN)/bin/python docs/generate.py
 	$(TRAIN)/bin/python docs/generate_metrics.py
 
-# The documentation with a reference of the Python API, as a site in build/site; a broken link or a name that is not there fails.
+# The documentation with a reference of the Python API, as a site in build/site; a broken link or a name that is not there fails
+# (with --quiet it would not: MkDocs counts the warnings that it shows).
 docs-site: $(SITE)/.installed
-	NO_MKDOCS_2_WARNING=1 $(SITE)/bin/mkdocs build --quiet
+	NO_MKDOCS_2_WARNING=1 $(SITE)/bin/mkdocs build
 	@echo "open build/site/index.html"
 
 # Unit tests take one core each. Other tests start many processes; system tests run two at a time, because they wait more than they compute.

@@ -26,6 +26,7 @@ EXTRAS: Mapping[str, tuple[str, ...]] = {
     "wandb": ("wandb",),
     "mlflow": ("mlflow",),
     "trackio": ("trackio",),
+    "mcp": ("mcp", "mcp_types", "httpx2", "anyio"),
 }
 """Modules that asyncmoe imports, by the extra of pyproject.toml that has them."""
 _LIGHT = ("plan", "simulate", "doctor", "config")

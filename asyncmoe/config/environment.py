@@ -7,6 +7,8 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 from asyncmoe.config.fields import Positive, PositiveFloat, Section
+from asyncmoe.config.mcp import McpServer
+from asyncmoe.config.sandbox import SandboxSection
 
 CallStyle = Literal["hermes", "brackets"]
 
@@ -27,6 +29,19 @@ class ToolsSection(Section):
         description="Limits by tool name (of your own function: its name or package.module:function): timeout_s, concurrency and "
         "characters of the answer; python has limits of its own besides.",
     )
+    mcp: dict[str, McpServer] = Field({})
+    mcp_sessions: Positive = Field(
+        64,
+        description="Maximum sessions with MCP servers at once, over all episodes; a command's session is a process. Further episodes wait "
+        "with their first call.",
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> ToolsSection:
+        for name in self.mcp:
+            if not name.replace("-", "_").isidentifier():
+                raise ValueError(f"environment.tools.mcp: got the name {name!r}, expected letters, digits, '_' and '-'")
+        return self
 
 
 class EnvironmentSection(Section):
@@ -45,6 +60,7 @@ class EnvironmentSection(Section):
         "schema. run: the run's own sampling is used, and the answer's header asyncmoe-overridden names the parameter; refuse: error 400.",
     )
     tools: ToolsSection = ToolsSection()
+    sandbox: SandboxSection = SandboxSection()
     max_turns: Positive = Field(8, description="Maximum responses of an agent in an episode; an episode with more is rejected.")
     max_agents: Positive = Field(8, description="Maximum agents in an episode; the conversation of each becomes a trajectory.")
     max_tokens: Positive | None = Field(None, description="Maximum tokens of an agent's conversation; null: the model's context length.")
@@ -52,10 +68,10 @@ class EnvironmentSection(Section):
 
     @model_validator(mode="after")
     def _check(self) -> EnvironmentSection:
-        if self.kind == "tools" and not self.tools.names:
+        if self.kind == "tools" and not self.tools.names and not self.tools.mcp:
             raise ValueError(
-                "environment.tools.names: got nothing, expected at least one tool because environment.kind is tools; name one, or set "
-                "environment.kind to single_turn"
+                "environment.tools.names: got nothing, expected at least one tool because environment.kind is tools; name one, name a "
+                "server in environment.tools.mcp, or set environment.kind to single_turn"
             )
         if self.kind == "openai" and self.agent is None:
             raise ValueError(

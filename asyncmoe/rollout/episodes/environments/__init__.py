@@ -31,7 +31,10 @@ def load(config: Config) -> Environment:
     if section.kind == "single_turn":
         return SingleTurn()
     if section.kind == "tools":
-        made: Environment = WithTools(section.tools.names, section.tools.style, config.task.chats, section.tools.options)
+        given = section.tools
+        made: Environment = WithTools(
+            given.names, given.style, config.task.chats, given.options, given.mcp, given.mcp_sessions, section.sandbox
+        )
     elif section.kind == "openai":
         assert section.agent is not None
         made = OpenAIEnvironment(section.agent, timeout_s=section.timeout_s, on_conflict=section.on_conflict)

@@ -13,14 +13,19 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from typing import Any
 
+from asyncmoe.config.mcp import McpServer
+from asyncmoe.config.sandbox import SandboxSection
 from asyncmoe.errors import TrajectoryRejected
 from asyncmoe.rollout.episodes import tools
 from asyncmoe.rollout.episodes.environment import Agent, Episode, Response
 from asyncmoe.rollout.episodes.tools.calls import Call, Malformed, Style, find
+from asyncmoe.rollout.episodes.tools.mcp import McpTools, merged
 from asyncmoe.rollout.episodes.tools.runner import Counts, Runner
 from asyncmoe.rollout.episodes.tools.tool import ERROR, ToolError
+from asyncmoe.rollout.scoring.gather_or_cancel import together
 from asyncmoe.rollout.tokenizer import Tokenizer
 
 
@@ -28,18 +33,27 @@ class WithTools:
     """An environment with tools; see the module.
 
     Args:
-        names, options: as for `asyncmoe.rollout.episodes.tools.load`.
+        names, options, sandbox: as for `asyncmoe.rollout.episodes.tools.load`.
         style: syntax of a tool call in a response.
         chat: if true, observations are messages of the tokenizer's chat template; else each is a line.
+        mcp, sessions: as for `asyncmoe.rollout.episodes.tools.mcp.McpTools`.
 
     Attributes:
         runners: the tools by name; a call without a name goes to the first.
     """
 
     def __init__(
-        self, names: Sequence[str], style: Style = "hermes", chat: bool = True, options: Mapping[str, Mapping[str, Any]] | None = None
+        self,
+        names: Sequence[str],
+        style: Style = "hermes",
+        chat: bool = True,
+        options: Mapping[str, Mapping[str, Any]] | None = None,
+        mcp: Mapping[str, McpServer | Mapping[str, Any]] | None = None,
+        sessions: int = 64,
+        sandbox: SandboxSection | None = None,
     ) -> None:
-        self.runners: dict[str, Runner] = tools.load(names, options)
+        self._mcp = McpTools(mcp or {}, sessions)
+        self.runners: dict[str, Runner] = merged(tools.load(names, options, sandbox), self._mcp.runners, style)
         self._style, self._chat = style, chat
 
     async def run(self, episode: Episode) -> float | None:
@@ -51,13 +65,18 @@ class WithTools:
 
     async def converse(self, agent: Agent, tokenizer: Tokenizer) -> Response:
         """Alternate responses and tool answers; return the first response that calls no tool or reaches its length limit."""
-        while True:
-            response = await agent.respond()
-            calls = find(response.text, self._style)
-            if not calls or response.finish == "length":
-                return response
-            observations = await asyncio.gather(*(self._noted(agent, call) for call in calls))
-            agent.see(tokenizer.between(observations) if self._chat else "".join(f"{line}\n" for line in observations))
+        async with self.sessions():
+            while True:
+                response = await agent.respond()
+                calls = find(response.text, self._style)
+                if not calls or response.finish == "length":
+                    return response
+                observations = await together([self._noted(agent, call) for call in calls])
+                agent.see(tokenizer.between(observations) if self._chat else "".join(f"{line}\n" for line in observations))
+
+    def sessions(self) -> AbstractAsyncContextManager[None]:
+        """Keep sessions with MCP servers open until the end of the block; for an episode of several conversations."""
+        return self._mcp.episode()
 
     @property
     def counts(self) -> dict[str, Counts]:
@@ -66,7 +85,7 @@ class WithTools:
 
     async def close(self) -> None:
         """End everything the tools started."""
-        await asyncio.gather(*(runner.close() for runner in self.runners.values()))
+        await asyncio.gather(self._mcp.close(), *(runner.close() for runner in self.runners.values()))
 
     async def _noted(self, agent: Agent, call: Call | Malformed) -> str:
         """Return the observation, and note the call."""
@@ -87,7 +106,7 @@ class WithTools:
         if runner is None:
             return f"error: no tool named {call.name}; there are {', '.join(self.runners)}"
         try:
-            return await runner.call(call.argument)
+            return await runner.call(call.arguments if runner.name in self._mcp.runners else call.argument)
         except ToolError as error:
             if error.reason == ERROR:
                 return error.detail

@@ -73,6 +73,16 @@ class EnvironmentSection(Section):
                 "environment.tools.names: got nothing, expected at least one tool because environment.kind is tools; name one, name a "
                 "server in environment.tools.mcp, or set environment.kind to single_turn"
             )
+        if self.kind != "tools" and self.tools.mcp:
+            raise ValueError(
+                f"environment.tools.mcp: got servers, expected none because environment.kind is {self.kind}; set environment.kind to "
+                "tools, or pass the servers to your own class: WithTools(mcp=...)"
+            )
+        if self.sandbox != SandboxSection() and (self.kind != "tools" or "python" not in self.tools.names):
+            raise ValueError(
+                f"environment.sandbox: got the backend {self.sandbox.backend}, expected no keys because environment.kind tools with "
+                "python in environment.tools.names alone uses them; your own class passes the keys to WithTools(sandbox=...)"
+            )
         if self.kind == "openai" and self.agent is None:
             raise ValueError(
                 "environment.agent: got nothing, expected package.module:function because environment.kind is openai; give the agent"

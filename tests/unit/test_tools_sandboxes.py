@@ -368,17 +368,8 @@ def test_a_program_is_posted_again_only_if_none_has_begun(monkeypatch: pytest.Mo
     served(then, handler)
     assert len(seen) == 4
     assert len(broken) == 1
-    assert seen[-1] == {
-        "program": "x",
-        "limits": {
-            "wall_s": LIMITS.wall_s,
-            "cpu_s": 5.0,
-            "memory_bytes": 2**29,
-            "file_bytes": 2**24,
-            "open_files": 64,
-            "output_bytes": 16384,
-        },
-    }
+    limits = {"wall_s": LIMITS.wall_s, "cpu_s": 5.0, "memory_bytes": 2**29, "file_bytes": 2**24, "open_files": 64, "output_bytes": 16384}
+    assert seen[-1] == {"program": "x", "limits": limits}
 
 
 def test_a_server_that_is_not_there_hangs_or_redirects(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -50,10 +50,11 @@ class WithTools:
         options: Mapping[str, Mapping[str, Any]] | None = None,
         mcp: Mapping[str, McpServer | Mapping[str, Any]] | None = None,
         sessions: int = 64,
-        sandbox: SandboxSection | None = None,
+        sandbox: SandboxSection | Mapping[str, Any] | None = None,
     ) -> None:
+        placed = sandbox if sandbox is None else SandboxSection.model_validate(sandbox)
         self._mcp = McpTools(mcp or {}, sessions)
-        self.runners: dict[str, Runner] = merged(tools.load(names, options, sandbox), self._mcp.runners, style)
+        self.runners: dict[str, Runner] = merged(tools.load(names, options, placed), self._mcp.runners, style)
         self._style, self._chat = style, chat
 
     async def run(self, episode: Episode) -> float | None:

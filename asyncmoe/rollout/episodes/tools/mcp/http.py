@@ -16,7 +16,7 @@ _JSON, _EVENTS = "application/json", "text/event-stream"
 _TOO_MUCH = f"more than {MAX_BYTES} bytes in one answer"
 
 
-class Noted(httpx2.AsyncBaseTransport):
+class Noted(httpx2.AsyncBaseTransport):  # type: ignore[misc]  # the package may be absent
     """Sends requests by `inner`, and bounds and notes what comes back.
 
     Attributes:
@@ -66,7 +66,7 @@ class Noted(httpx2.AsyncBaseTransport):
             raise httpx2.RemoteProtocolError("an encoded answer")
 
 
-class _Bounded(httpx2.AsyncByteStream):
+class _Bounded(httpx2.AsyncByteStream):  # type: ignore[misc]
     def __init__(self, inner: httpx2.AsyncByteStream, note: Callable[[str, str], None]) -> None:
         self._inner, self._note = inner, note
 

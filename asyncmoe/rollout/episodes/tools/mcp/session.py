@@ -260,10 +260,10 @@ def text_of(result: types.CallToolResult) -> str:
 
 def _shown(block: types.ContentBlock) -> str:
     if isinstance(block, types.TextContent):
-        return block.text
+        return str(block.text)
     if isinstance(block, types.EmbeddedResource):
         inner = block.resource
-        return inner.text if isinstance(inner, types.TextResourceContents) else f"[{inner.mime_type or 'binary'}: {inner.uri}]"
+        return str(inner.text) if isinstance(inner, types.TextResourceContents) else f"[{inner.mime_type or 'binary'}: {inner.uri}]"
     if isinstance(block, types.ResourceLink):
         return f"[{block.name}: {block.uri}]"
     return f"[{block.mime_type}, {len(block.data) * 3 // 4} bytes]"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -32,6 +33,7 @@ from tests.unit.test_environment_tools import play as play_episode
 pytest.importorskip("mcp", reason="make test-integrations ONLY=mcp installs mcp")
 ROGUE = str(Path(__file__).with_name("rogue_mcp.py"))
 BIN = Path(sys.executable).parent
+EVERYTHING = "@modelcontextprotocol/server-everything@2026.8.31"
 
 
 tokenizer = episodes.tokenizer
@@ -102,6 +104,30 @@ def test_a_published_server_answers_in_a_session(tmp_path: Path) -> None:
     tools = play(servers, then)
     counts = tools.runners["get_current_time"].counts
     assert (counts.calls, dict(counts.failures)) == (3, {"tool_error": 2})
+
+
+def test_the_reference_server_with_every_feature(tmp_path: Path) -> None:
+    """MCP's own server for tests of clients, of another SDK and language."""
+    if shutil.which("npm") is None:
+        pytest.skip("no npm")
+    command = ["npm", "install", "--silent", "--no-fund", "--no-audit", "--prefix", str(tmp_path), EVERYTHING]
+    if subprocess.run(command, timeout=300, check=False, stdin=subprocess.DEVNULL).returncode:
+        pytest.skip(f"npm cannot install {EVERYTHING}")
+    program = str(tmp_path / "node_modules" / ".bin" / "mcp-server-everything")
+
+    async def then(runners: dict[str, Runner]) -> None:
+        assert await runners["echo"].call('{"message": "hé"}') == "Echo: hé"
+        assert await runners["get-sum"].call('{"a": 2, "b": 40}') == "The sum of 2 and 40 is 42."
+        assert (await told(runners["get-sum"], '{"a": "x"}')).startswith("tool_error: MCP error -32602: Input validation error")
+        assert "[image/png, 4035 bytes]" in await runners["get-tiny-image"].call("{}")
+        assert '"humidity":82' in await runners["get-structured-content"].call('{"location": "New York"}')
+        assert "[Blob Resource 1: demo://resource/dynamic/blob/1]" in await runners["get-resource-links"].call("{}")
+        slow = runners["trigger-long-running-operation"]
+        assert (await slow.call('{"duration": 1, "steps": 3}')).startswith("Long running operation completed")
+        assert (await told(slow, '{"duration": 60, "steps": 3}')).endswith("took longer than 5 s")
+
+    tools = play({"every": McpServer(command=program, timeout_s=5.0)}, then)
+    assert dict(tools.runners["trigger-long-running-operation"].counts.failures) == {"tool_timeout": 1}
 
 
 def test_a_session_lasts_an_episode() -> None:

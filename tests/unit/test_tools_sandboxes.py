@@ -194,11 +194,12 @@ def test_a_container_is_asked_for_exactly_this(docker: Path, runtime: str) -> No
     assert name.startswith(f"asyncmoe-{os.uname().nodename}-{os.getpid()}-tool-")
     assert name != probed[probed.index("--name") + 1]
     memory = str(512 * 2**20 + 16 * 2**20 + 64 * 2**20)
+    inodes = "" if runtime == "podman" else ",nr_inodes=4096"
     expected = [
         *("run", "--rm", "--interactive", "--name", name, "--pull", "never", "--log-driver", "none", "--network", "none", "--ipc", "none"),
         *("--read-only", "--cap-drop", "ALL", "--security-opt", "no-new-privileges", "--user", "65534:65534", "--pids-limit", "256"),
         *("--cpus", "1", "--memory", memory, "--memory-swap", memory),
-        *("--tmpfs", "/work:rw,nosuid,nodev,noexec,size=16777216,nr_inodes=4096,mode=1777", "--workdir", "/work"),
+        *("--tmpfs", f"/asyncmoe:rw,nosuid,nodev,noexec,size=16777216,mode=1777{inodes}", "--workdir", "/asyncmoe"),
         *(["--read-only-tmpfs=false"] if runtime == "podman" else []),
         *("--entrypoint", "python3", "python:3.12-slim", "-I", "-S", "-c", guarded.GUARD.read_text()),
     ]
@@ -218,6 +219,45 @@ def test_a_container_whose_command_was_killed_is_removed(docker: Path) -> None:
     _, called, removed = asked(docker)
     assert removed == ["rm", "--force", called[called.index("--name") + 1]]
     assert gone()
+
+
+@OWN
+def test_a_container_whose_daemon_hangs_costs_its_call(docker: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(guarded, "_GRACE_S", 1.0)
+    monkeypatch.setattr(container.Container, "more_s", 0.5)
+    section = SandboxSection(backend="container", image="i")
+
+    async def call() -> None:
+        python = python_tool(replace(LIMITS, wall_s=0.5), section)
+        docker.with_name("docker").write_text("#!/bin/sh\n[ $1 = rm ] || exec sleep 60\n")
+        with pytest.raises(ToolError, match="tool_crash: error: the sandbox failed: docker did not answer within 2 s"):
+            await python.call("1")
+        await python.close()
+
+    asyncio.run(call())
+
+
+REAL = os.environ.get("ASYNCMOE_TEST_CONTAINER", "")
+CONTAINED = {
+    "print(6 * 7)": "42\n",
+    "open('/new', 'w')": "Read-only file system",
+    "open('/tmp/new', 'w')": "Error",
+    "open('new', 'w')\nimport os\nprint(os.getuid(), os.getppid(), sorted(os.listdir('.')))": "65534 1 ['main.py', 'new']",
+    "import socket\nsocket.socket()": "PermissionError",
+    "import os\nos.fork()": "PermissionError",
+    "open('/proc/1/mem', 'r+b')": "PermissionError",
+    "while True: pass": "tool_timeout: error: the program took more than 1 s of CPU time",
+    "while True: print('x')": "[cut at 16384 bytes]",
+    "x = bytearray(10**10)": "MemoryError",
+}
+
+
+@pytest.mark.skipif(not REAL, reason="no container runtime: ASYNCMOE_TEST_CONTAINER='podman python:3.12-slim' names one and an image")
+@pytest.mark.parametrize("code", CONTAINED)
+def test_a_real_container(code: str) -> None:
+    runtime, image = REAL.split()
+    section = SandboxSection.model_validate({"backend": "container", "image": image, "runtime": runtime})
+    assert CONTAINED[code] in run(code, section, replace(LIMITS, cpu_s=1.0))
 
 
 def test_a_container_that_cannot_start_is_refused(docker: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from asyncmoe.errors import ConfigError
+from asyncmoe.errors import AsyncmoeError, ConfigError, WaitTimeout
 from asyncmoe.rollout.episodes.tools import seccomp
 from asyncmoe.rollout.episodes.tools.sandbox import PythonLimits
 from asyncmoe.rollout.episodes.tools.sandboxes.guarded import GUARD, settings
@@ -32,6 +32,7 @@ class Bubblewrap:
     """
 
     environment: Mapping[str, str] = {}
+    more_s = 0.0
 
     def __init__(self, limits: PythonLimits) -> None:
         self._limits, self._filter = limits, seccomp.program().hex()
@@ -72,6 +73,10 @@ class Bubblewrap:
 
     async def removed(self, directory: str) -> None:
         """See `Launcher`. The processes end with bwrap, and its file systems with them."""
+
+    def late(self, seconds: float) -> AsyncmoeError:
+        """See `Launcher`."""
+        return WaitTimeout("the guard of the python tool", "end", seconds)
 
     def refused(self, got: str) -> ConfigError:
         """See `Launcher`."""

@@ -15,13 +15,15 @@ from contextlib import suppress
 from pathlib import PurePath
 
 from asyncmoe.config.sandbox import SandboxSection
-from asyncmoe.errors import ConfigError
+from asyncmoe.errors import AsyncmoeError, ConfigError
 from asyncmoe.rollout.episodes.tools import seccomp
 from asyncmoe.rollout.episodes.tools.sandbox import PythonLimits
 from asyncmoe.rollout.episodes.tools.sandboxes.guarded import GUARD, settings
+from asyncmoe.rollout.episodes.tools.tool import CRASH, ToolError
 
 KEY = "environment.sandbox.backend"
-_INSIDE = "/work"
+_INSIDE = "/asyncmoe"
+"""No image has it; otherwise the directory in memory would get the mode of the image's."""
 _USER = "65534:65534"
 _PIDS = 256
 """Processes and threads; a second wall behind the filter, under which there is one process."""
@@ -36,6 +38,8 @@ class Container:
     Raises:
         ConfigError: there is no such runtime.
     """
+
+    more_s = 60.0
 
     def __init__(self, limits: PythonLimits, section: SandboxSection) -> None:
         self._limits, self._section, self._filter = limits, section, seccomp.program().hex()
@@ -57,12 +61,15 @@ class Container:
         given["program"] = ["/usr/bin/env", *given["program"]] if "/" not in section.python else given["program"]
         given["environment"]["PATH"] = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
         memory = str(limits.memory_bytes + limits.file_bytes + _GUARD_BYTES)
+        # podman refuses nr_inodes, and would make /tmp and others writable, in memory without a limit.
+        podman = section.runtime == "podman"
+        files = f"rw,nosuid,nodev,noexec,size={limits.file_bytes},mode=1777" + ("" if podman else ",nr_inodes=4096")
         confined = [
             *("--rm", "--interactive", "--name", _name(directory), "--pull", "never", "--log-driver", "none"),
             *("--network", "none", "--ipc", "none", "--read-only", "--cap-drop", "ALL", "--security-opt", "no-new-privileges"),
             *("--user", _USER, "--pids-limit", str(_PIDS), "--cpus", "1", "--memory", memory, "--memory-swap", memory),
-            *("--tmpfs", f"{_INSIDE}:rw,nosuid,nodev,noexec,size={limits.file_bytes},nr_inodes=4096,mode=1777", "--workdir", _INSIDE),
-            *(["--read-only-tmpfs=false"] if section.runtime == "podman" else []),
+            *("--tmpfs", f"{_INSIDE}:{files}", "--workdir", _INSIDE),
+            *(["--read-only-tmpfs=false"] if podman else []),
         ]
         guard = ["-I", "-S", "-c", self._guard, json.dumps(given)]
         return [self._runtime, "run", *confined, "--entrypoint", section.python, section.image, *guard]
@@ -84,6 +91,10 @@ class Container:
             with suppress(ProcessLookupError):
                 process.kill()
             await process.wait()
+
+    def late(self, seconds: float) -> AsyncmoeError:
+        """See `Launcher`. The daemon is not ours."""
+        return ToolError(CRASH, f"error: the sandbox failed: {self._section.runtime} did not answer within {seconds:g} s")
 
     def refused(self, got: str) -> ConfigError:
         """See `Launcher`."""

@@ -19,7 +19,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
-from asyncmoe.errors import ConfigError, WaitTimeout
+from asyncmoe.errors import AsyncmoeError, ConfigError, WaitTimeout
 from asyncmoe.rollout.episodes.tools.sandbox import Ended, PythonLimits
 from asyncmoe.rollout.episodes.tools.tool import CRASH, ToolError
 
@@ -36,6 +36,8 @@ class Launcher(Protocol):
 
     environment: Mapping[str, str]
     """All variables of the command."""
+    more_s: float
+    """Seconds that its start may take beyond the guard's."""
 
     def command(self, directory: str) -> list[str]:
         """Return the command; `directory` is its working directory, unique and empty."""
@@ -47,6 +49,10 @@ class Launcher(Protocol):
 
     async def removed(self, directory: str) -> None:
         """Remove what may be left after the command was killed."""
+        ...
+
+    def late(self, seconds: float) -> AsyncmoeError:
+        """Return the error for a command that has not ended within `seconds`, though the program's time was over."""
         ...
 
     def refused(self, got: str) -> ConfigError:
@@ -83,11 +89,11 @@ class Guarded:
                     capture_output=True,
                     cwd=directory,
                     env=dict(self._launcher.environment),
-                    timeout=_PROBE_S,
+                    timeout=_PROBE_S + self._launcher.more_s,
                     check=False,
                 )
             except subprocess.TimeoutExpired as error:
-                raise WaitTimeout("the guard of the python tool", "end a first program", _PROBE_S) from error
+                raise self._launcher.refused(f"nothing within {error.timeout:g} s") from error
             except OSError as error:
                 raise self._launcher.refused(f"{error.filename}: {error.strerror}") from error
         if done.stdout != b"ready\n":
@@ -106,7 +112,7 @@ class Guarded:
             start_new_session=True,
         )
         handle, report = _handle(process), None
-        seconds = self._limits.wall_s + _GRACE_S
+        seconds = self._limits.wall_s + _GRACE_S + self._launcher.more_s
         try:
             async with asyncio.timeout(seconds):
                 output, flooded = await self._output(process, code)
@@ -115,7 +121,7 @@ class Guarded:
                 assert process.stderr is not None
                 report = (await process.stderr.read(_MIB)).decode(errors="replace")
         except TimeoutError as error:
-            raise WaitTimeout("the guard of the python tool", "end", seconds) from error
+            raise self._launcher.late(seconds) from error
         finally:
             await self._end(process, handle, directory, killed=report is None)
         return self._ended(_reported(report), self._text(output, directory))

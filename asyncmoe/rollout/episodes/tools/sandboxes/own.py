@@ -31,7 +31,7 @@ import os
 import sys
 from collections.abc import Mapping
 
-from asyncmoe.errors import ConfigError
+from asyncmoe.errors import AsyncmoeError, ConfigError, WaitTimeout
 from asyncmoe.rollout.episodes.tools import seccomp
 from asyncmoe.rollout.episodes.tools.sandbox import PythonLimits
 from asyncmoe.rollout.episodes.tools.sandboxes.guarded import GUARD, settings
@@ -43,6 +43,7 @@ class Own:
     """The guard alone, with namespaces of its own. See `Launcher`."""
 
     environment: Mapping[str, str] = {}
+    more_s = 0.0
 
     def __init__(self, limits: PythonLimits) -> None:
         self._limits, self._filter = limits, seccomp.program().hex()
@@ -66,6 +67,10 @@ class Own:
 
     async def removed(self, directory: str) -> None:
         """See `Launcher`. Nothing is left."""
+
+    def late(self, seconds: float) -> AsyncmoeError:
+        """See `Launcher`."""
+        return WaitTimeout("the guard of the python tool", "end", seconds)
 
     def refused(self, got: str) -> ConfigError:
         """See `Launcher`."""

@@ -38,9 +38,12 @@ class ToolsSection(Section):
 
     @model_validator(mode="after")
     def _check(self) -> ToolsSection:
-        for name in self.mcp:
+        for name, server in self.mcp.items():
             if not name.replace("-", "_").isidentifier():
                 raise ValueError(f"environment.tools.mcp: got the name {name!r}, expected letters, digits, '_' and '-'")
+            if (problem := server.problem()) is not None:
+                key, got, expected = problem
+                raise ValueError(f"environment.tools.mcp.{name}.{key}: got {got}, expected {expected}")
         return self
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from urllib.parse import urlsplit
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from asyncmoe.config.fields import Positive, PositiveFloat, Section
 
@@ -33,30 +33,38 @@ class McpServer(Section):
     timeout_s: PositiveFloat = Field(30.0, description="Seconds of one call; a slower one rejects its episode.")
     characters: Positive = Field(16384, description="Maximum characters of one answer; a longer one rejects its episode.")
 
-    @model_validator(mode="after")
-    def _check(self) -> McpServer:
+    def problem(self) -> tuple[str, str, str] | None:
+        """Return the key that does not fit the others, what it got and what is expected; None if all fit."""
         if (self.command is None) == (self.url is None):
-            got = "neither" if self.command is None else "both"
-            raise ValueError(f"command, url: got {got}, expected one of the two: command for a program, url for a server that runs")
-        if self.url is not None:
-            self._check_url(self.url)
-        elif not self.command:
-            raise ValueError("command: got nothing, expected a program")
-        if self.command is not None and self.token_env is not None:
-            raise ValueError(f"token_env: got {self.token_env}, expected null because a command has no bearer token; use env_from")
-        for name in (*self.env, *self.env_from, *([] if self.token_env is None else [self.token_env])):
-            if not _VARIABLE.fullmatch(name):
-                raise ValueError(f"env: got {name!r}, expected the name of an environment variable")
-        if any("\0" in text for text in (self.command or "", self.cwd or "", *self.args, *self.env.values())):
-            raise ValueError("command: got a zero byte, expected text without one")
-        return self
+            got = "neither it nor url" if self.url is None else "both it and url"
+            return "command", got, "one of them: a program, or a server that runs"
+        wrong = self._wrong_command() if self.url is None else self._wrong_url(self.url)
+        if wrong is not None:
+            return wrong
+        tokens = () if self.token_env is None else (self.token_env,)
+        for key, names in (("env", self.env), ("env_from", self.env_from), ("token_env", tokens)):
+            for name in names:
+                if not _VARIABLE.fullmatch(name):
+                    return key, repr(name), "the name of an environment variable"
+        return None
 
-    def _check_url(self, url: str) -> None:
+    def _wrong_command(self) -> tuple[str, str, str] | None:
+        if not self.command:
+            return "command", "nothing", "a program"
+        if self.token_env is not None:
+            return "token_env", self.token_env, "null because a command has no bearer token; use env_from"
+        for key, texts in (("command", [self.command]), ("args", self.args), ("env", self.env.values()), ("cwd", [self.cwd or ""])):
+            if any("\0" in text for text in texts):
+                return key, "a zero byte", "text without one"
+        return None
+
+    def _wrong_url(self, url: str) -> tuple[str, str, str] | None:
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ValueError(f"url: got {url!r}, expected http://... or https://...")
+            return "url", repr(url), "http://... or https://..."
         if parts.username is not None or parts.password is not None:
-            raise ValueError("url: got one with a user's name or password, expected none; put the token into a variable: token_env")
-        given = [name for name, value in (("args", self.args), ("env", self.env), ("env_from", self.env_from), ("cwd", self.cwd)) if value]
-        if given:
-            raise ValueError(f"{given[0]}: got a value, expected none because the server is a url; it belongs to a command")
+            return "url", "one with a user's name or password", "none; put the token into a variable: token_env"
+        for key, value in (("args", self.args), ("env", self.env), ("env_from", self.env_from), ("cwd", self.cwd)):
+            if value:
+                return key, "a value", "none because the server is a url; it belongs to a command"
+        return None

@@ -12,9 +12,8 @@ from typing import Any
 import pytest
 
 from asyncmoe import installed
-from asyncmoe.config.environment import EnvironmentSection
-from asyncmoe.config.mcp import McpServer
-from asyncmoe.errors import ConfigError, UserError
+from asyncmoe.config.environment import EnvironmentSection, ToolsSection
+from asyncmoe.errors import ConfigError
 from asyncmoe.rollout.episodes.tools.mcp import McpTools, merged
 from asyncmoe.rollout.episodes.tools.mcp import process as servers
 from asyncmoe.rollout.episodes.tools.mcp.process import ServerProcess
@@ -38,8 +37,8 @@ class Named:
 @pytest.mark.parametrize(
     ("given", "match"),
     [
-        ({}, "got neither, expected one of the two"),
-        ({"command": "x", "url": "http://x"}, "got both"),
+        ({}, r"environment\.tools\.mcp\.s\.command: got neither it nor url, expected one of them"),
+        ({"command": "x", "url": "http://x"}, "command: got both it and url"),
         ({"command": ""}, "command: got nothing"),
         ({"command": "x\0"}, "zero byte"),
         ({"command": "x", "token_env": "T"}, "use env_from"),
@@ -54,7 +53,7 @@ class Named:
 )
 def test_what_a_server_s_keys_refuse(given: dict[str, Any], match: str) -> None:
     with pytest.raises(ValueError, match=match):
-        McpServer.model_validate(given)
+        ToolsSection.model_validate({"mcp": {"s": given}})
 
 
 def test_a_server_is_enough_for_the_environment_of_tools() -> None:
@@ -73,6 +72,7 @@ def test_a_server_is_enough_for_the_environment_of_tools() -> None:
 @pytest.mark.parametrize(
     ("given", "match"),
     [
+        ({"command": "sh", "url": "http://x"}, r"mcp\.s\.command: got both it and url"),
         ({"command": "/nowhere/server"}, r"mcp\.s\.command: got /nowhere/server, expected a program.*install it"),
         ({"command": "no-such-server"}, r"mcp\.s\.command: got no-such-server"),
         ({"command": "./README.md"}, r"mcp\.s\.command: got \./README\.md"),
@@ -89,8 +89,7 @@ def test_what_cannot_be_reached_is_refused(given: dict[str, Any], match: str) ->
 
 def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(installed, "has", lambda module: False)
-    monkeypatch.setattr(installed, "from_checkout", lambda: False)
-    with pytest.raises(UserError, match=r"environment\.tools\.mcp: got no module mcp, expected the extra mcp; run: .*asyncmoe\[mcp\]"):
+    with pytest.raises(ConfigError, match=r"environment\.tools\.mcp: got no package mcp, expected the extra mcp; .*asyncmoe\[mcp\]"):
         McpTools({"s": {"command": "sh"}})
 
 

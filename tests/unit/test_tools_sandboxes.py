@@ -262,7 +262,9 @@ def test_a_real_container(code: str) -> None:
 
 def test_a_container_that_cannot_start_is_refused(docker: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     section = SandboxSection(backend="container", image="i")
-    docker.with_name("docker").write_text("#!/bin/sh\necho 'Cannot connect to the Docker daemon' >&2\nexit 125\n")
+    docker.with_name("docker").write_text(
+        "#!/bin/sh\necho 'Cannot connect to the Docker daemon' >&2\necho \"Run 'docker --help'\" >&2\nexit 125\n"
+    )
     with pytest.raises(ConfigError, match=r"docker with i, which says: Cannot connect to the Docker daemon, expected.*docker pull i"):
         python_tool(LIMITS, section)
     monkeypatch.setattr(container.shutil, "which", lambda name: None)

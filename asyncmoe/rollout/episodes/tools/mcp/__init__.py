@@ -48,8 +48,7 @@ class McpTools:
         runners: the tools, by the names that a model uses.
 
     Raises:
-        ConfigError: a server cannot be started, does not answer, or offers no tool that can be called.
-        UserError: the package `mcp` is not installed.
+        ConfigError: a server cannot be started, does not answer, or offers no tool that can be called; or the package `mcp` is missing.
     """
 
     def __init__(self, servers: Mapping[str, McpServer | Mapping[str, Any]], sessions: int = 64) -> None:
@@ -62,7 +61,9 @@ class McpTools:
             raise ConfigError("environment.tools.mcp_sessions", got=sessions, expected=f"at least {len(servers)}, a session of each server")
         checked = {name: one if isinstance(one, McpServer) else McpServer.model_validate(one) for name, one in servers.items()}
         reached = [resolve(name, section) for name, section in checked.items()]
-        installed.need("mcp", KEY)
+        if not installed.has("mcp"):
+            hint = "run: pip install 'asyncmoe[mcp]', in a checkout pip install 'mcp>=2'"
+            raise ConfigError(KEY, got="no package mcp", expected="the extra mcp", hint=hint)
         from asyncmoe.rollout.episodes.tools.mcp.listing import listed
 
         for name in _NOISY:

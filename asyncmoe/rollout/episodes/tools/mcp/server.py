@@ -37,9 +37,12 @@ def resolve(name: str, section: McpServer) -> Server:
     """Return how to reach a server.
 
     Raises:
-        ConfigError: its command, directory or a variable does not exist.
+        ConfigError: its keys do not fit each other, or its command, directory or a variable does not exist.
     """
     key = f"{KEY}.{name}"
+    if (problem := section.problem()) is not None:
+        wrong, got, expected = problem
+        raise ConfigError(f"{key}.{wrong}", got=got, expected=expected)
     wanted = (*section.env_from, *([] if section.token_env is None else [section.token_env]))
     if missing := [variable for variable in wanted if variable not in os.environ]:
         which = "token_env" if missing == [section.token_env] else "env_from"

@@ -29,6 +29,8 @@ _PROBE_S = 30.0
 _GRACE_S = 10.0
 """Seconds for the guard to start and to end, in addition to the program's own time."""
 _MIB = 2**20
+_ADVICE = ("Run '", "See '")
+"""How docker ends what it says."""
 
 
 class Launcher(Protocol):
@@ -97,8 +99,9 @@ class Guarded:
             except OSError as error:
                 raise self._launcher.refused(f"{error.filename}: {error.strerror}") from error
         if done.stdout != b"ready\n":
-            lines = (done.stdout + done.stderr).decode(errors="replace").strip().splitlines() or ["nothing"]
-            raise self._launcher.refused(lines[-1])
+            lines = (done.stdout + done.stderr).decode(errors="replace").strip().splitlines()
+            told = [line.strip() for line in lines if line.strip() and not line.startswith(_ADVICE)] or ["nothing"]
+            raise self._launcher.refused(told[-1])
 
     async def _run(self, code: bytes, directory: str) -> Ended:
         pipe = asyncio.subprocess.PIPE

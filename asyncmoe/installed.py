@@ -27,6 +27,7 @@ EXTRAS: Mapping[str, tuple[str, ...]] = {
     "mlflow": ("mlflow",),
     "trackio": ("trackio",),
     "verifiers": ("verifiers", "openai"),
+    "mcp": ("mcp", "mcp_types", "httpx2", "anyio"),
 }
 """Modules that asyncmoe imports, by the extra of pyproject.toml that has them."""
 _LIGHT = ("plan", "simulate", "doctor", "config")

@@ -8,6 +8,8 @@ from typing import Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from asyncmoe.config.fields import Positive, PositiveFloat, Section
+from asyncmoe.config.mcp import McpServer
+from asyncmoe.config.sandbox import SandboxSection
 from asyncmoe.config.tool_parsers import SGLANG_PARSERS
 
 _OWN_STYLES = ("hermes", "brackets")
@@ -35,6 +37,22 @@ class ToolsSection(Section):
         description="Limits by tool name (of your own function: its name or package.module:function): timeout_s, concurrency and "
         "characters of the answer; python has limits of its own besides.",
     )
+    mcp: dict[str, McpServer] = Field({})
+    mcp_sessions: Positive = Field(
+        64,
+        description="Maximum sessions with MCP servers at once, over all episodes; a command's session is a process. Further episodes wait "
+        "with their first call.",
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> ToolsSection:
+        for name, server in self.mcp.items():
+            if not name.replace("-", "_").isidentifier():
+                raise ValueError(f"environment.tools.mcp: got the name {name!r}, expected letters, digits, '_' and '-'")
+            if (problem := server.problem()) is not None:
+                key, got, expected = problem
+                raise ValueError(f"environment.tools.mcp.{name}.{key}: got {got}, expected {expected}")
+        return self
 
     @field_validator("style")
     @classmethod
@@ -63,6 +81,7 @@ class EnvironmentSection(Section):
         "schema. run: the run's own sampling is used, and the answer's header asyncmoe-overridden names the parameter; refuse: error 400.",
     )
     tools: ToolsSection = ToolsSection()
+    sandbox: SandboxSection = SandboxSection()
     max_turns: Positive = Field(8, description="Maximum responses of an agent in an episode; an episode with more is rejected.")
     max_agents: Positive = Field(8, description="Maximum agents in an episode; the conversation of each becomes a trajectory.")
     max_paths: Positive = Field(
@@ -74,10 +93,20 @@ class EnvironmentSection(Section):
 
     @model_validator(mode="after")
     def _check(self) -> EnvironmentSection:
-        if self.kind == "tools" and not self.tools.names:
+        if self.kind == "tools" and not self.tools.names and not self.tools.mcp:
             raise ValueError(
-                "environment.tools.names: got nothing, expected at least one tool because environment.kind is tools; name one, or set "
-                "environment.kind to single_turn"
+                "environment.tools.names: got nothing, expected at least one tool because environment.kind is tools; name one, name a "
+                "server in environment.tools.mcp, or set environment.kind to single_turn"
+            )
+        if self.kind != "tools" and self.tools.mcp:
+            raise ValueError(
+                f"environment.tools.mcp: got servers, expected none because environment.kind is {self.kind}; set environment.kind to "
+                "tools, or pass the servers to your own class: WithTools(mcp=...)"
+            )
+        if self.sandbox != SandboxSection() and (self.kind != "tools" or "python" not in self.tools.names):
+            raise ValueError(
+                f"environment.sandbox: got the backend {self.sandbox.backend}, expected no keys because environment.kind tools with "
+                "python in environment.tools.names alone uses them; your own class passes the keys to WithTools(sandbox=...)"
             )
         if self.kind == "openai" and self.tools.style != "hermes":
             raise ValueError(

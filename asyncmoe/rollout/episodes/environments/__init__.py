@@ -33,8 +33,17 @@ def load(config: Config, tokenizer: Tokenizer | None = None) -> Environment:
     if section.kind == "single_turn":
         return SingleTurn()
     if section.kind == "tools":
-        tools = section.tools
-        with_tools = WithTools(tools.names, tools.style, config.task.chats, tools.options, schemas=tools.schemas)
+        given = section.tools
+        with_tools = WithTools(
+            given.names,
+            given.style,
+            config.task.chats,
+            given.options,
+            schemas=given.schemas,
+            mcp=given.mcp,
+            sessions=given.mcp_sessions,
+            sandbox=section.sandbox,
+        )
         if tokenizer is not None:
             with_tools.described(tokenizer)
         made: Environment = with_tools

@@ -14,15 +14,20 @@ import asyncio
 import logging
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from typing import Any
 
+from asyncmoe.config.mcp import McpServer
+from asyncmoe.config.sandbox import SandboxSection
 from asyncmoe.errors import ConfigError, TrajectoryRejected
 from asyncmoe.rollout.episodes import tools
 from asyncmoe.rollout.episodes.environment import ERROR as CALLS_ERROR
 from asyncmoe.rollout.episodes.environment import Agent, Episode, Response
 from asyncmoe.rollout.episodes.tools.calls import STYLES, Call, Malformed, find, parsed
+from asyncmoe.rollout.episodes.tools.mcp import McpTools, merged
 from asyncmoe.rollout.episodes.tools.runner import Counts, Runner
 from asyncmoe.rollout.episodes.tools.tool import ERROR, ToolError, schema
+from asyncmoe.rollout.scoring.gather_or_cancel import together
 from asyncmoe.rollout.tasks import Prompt
 from asyncmoe.rollout.tokenizer import Tokenizer
 
@@ -33,10 +38,11 @@ class WithTools:
     """An environment with tools; see the module.
 
     Args:
-        names, options: as for `asyncmoe.rollout.episodes.tools.load`.
+        names, options, sandbox: as for `asyncmoe.rollout.episodes.tools.load`.
         style: as environment.tools.style.
         chat: if true, observations are messages of the tokenizer's chat template; else each is a line.
         schemas: as environment.tools.schemas.
+        mcp, sessions: as for `asyncmoe.rollout.episodes.tools.mcp.McpTools`.
 
     Attributes:
         runners: the tools by name; a call without a name goes to the first.
@@ -49,8 +55,13 @@ class WithTools:
         chat: bool = True,
         options: Mapping[str, Mapping[str, Any]] | None = None,
         schemas: bool | None = None,
+        mcp: Mapping[str, McpServer | Mapping[str, Any]] | None = None,
+        sessions: int = 64,
+        sandbox: SandboxSection | Mapping[str, Any] | None = None,
     ) -> None:
-        self.runners: dict[str, Runner] = tools.load(names, options)
+        placed = sandbox if sandbox is None else SandboxSection.model_validate(sandbox)
+        self._mcp = McpTools(mcp or {}, sessions)
+        self.runners: dict[str, Runner] = merged(tools.load(names, options, placed), self._mcp.runners, style)
         self._style, self._chat, self._wanted = style, chat, schemas
         self._schemas: tuple[Mapping[str, Any], ...] | None = None
 
@@ -90,13 +101,18 @@ class WithTools:
 
     async def converse(self, agent: Agent, tokenizer: Tokenizer) -> Response:
         """Alternate responses and tool answers; return the first response that calls no tool or reaches its length limit."""
-        while True:
-            response = await agent.respond()
-            calls = await self._calls(agent, response, tokenizer)
-            if not calls or response.finish == "length":
-                return response
-            observations = await asyncio.gather(*(self._noted(agent, call) for call in calls))
-            agent.see(tokenizer.between(observations) if self._chat else "".join(f"{line}\n" for line in observations))
+        async with self.sessions():
+            while True:
+                response = await agent.respond()
+                calls = await self._calls(agent, response, tokenizer)
+                if not calls or response.finish == "length":
+                    return response
+                observations = await together([self._noted(agent, call) for call in calls])
+                agent.see(tokenizer.between(observations) if self._chat else "".join(f"{line}\n" for line in observations))
+
+    def sessions(self) -> AbstractAsyncContextManager[None]:
+        """Keep sessions with MCP servers open until the end of the block; for an episode of several conversations."""
+        return self._mcp.episode()
 
     async def _calls(self, agent: Agent, response: Response, tokenizer: Tokenizer) -> Sequence[Call | Malformed]:
         if (own := STYLES.get(self._style)) is not None:
@@ -114,7 +130,7 @@ class WithTools:
 
     async def close(self) -> None:
         """End everything the tools started."""
-        await asyncio.gather(*(runner.close() for runner in self.runners.values()))
+        await asyncio.gather(self._mcp.close(), *(runner.close() for runner in self.runners.values()))
 
     async def _noted(self, agent: Agent, call: Call | Malformed) -> str:
         """Return the observation, and note the call."""
@@ -135,7 +151,7 @@ class WithTools:
         if runner is None:
             return f"error: no tool named {call.name}; there are {', '.join(self.runners)}"
         try:
-            return await runner.call(call.arguments if runner.takes_json else call.argument)
+            return await runner.call(call.arguments if runner.takes_json or runner.name in self._mcp.runners else call.argument)
         except ToolError as error:
             if error.reason == ERROR:
                 return error.detail

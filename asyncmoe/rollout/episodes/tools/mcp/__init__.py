@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING, Any
 from asyncmoe import installed
 from asyncmoe.config.mcp import McpServer
 from asyncmoe.errors import ConfigError
-from asyncmoe.rollout.episodes.tools.calls import Style
 from asyncmoe.rollout.episodes.tools.mcp.server import KEY, Server, resolve
 from asyncmoe.rollout.episodes.tools.runner import Runner, ToolLimits
 from asyncmoe.rollout.episodes.tools.tool import CRASH, ERROR, ToolError

@@ -136,7 +136,7 @@ def test_several_runs_are_one_page(tmp_path: Path) -> None:
     done = CliRunner().invoke(cli.app, ["report", str(tmp_path / "a/run"), str(tmp_path / "b/run")])
     assert done.exit_code == 0, done.output
     path = tmp_path / "a/run" / "comparison.html"
-    assert done.output.strip().replace("\n", "") == str(path)
+    assert done.stdout.strip().replace("\n", "") == str(path)
     runs = data_of(path)
     assert [run["name"] for run in runs] == ["a/run", "b/run"]
     assert runs[1]["settings"] == {"run.seed": "5", "run.dir": "b/run", "list[0]": "1", "list[1].x": "null"}

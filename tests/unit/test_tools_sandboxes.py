@@ -224,7 +224,7 @@ def test_a_container_whose_command_was_killed_is_removed(docker: Path) -> None:
 @OWN
 def test_a_container_whose_daemon_hangs_costs_its_call(docker: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(guarded, "_GRACE_S", 1.0)
-    monkeypatch.setattr(container.Container, "more_s", 0.5)
+    monkeypatch.setattr(container.ContainerSandbox, "more_s", 0.5)
     section = SandboxSection(backend="container", image="i")
 
     async def call() -> None:

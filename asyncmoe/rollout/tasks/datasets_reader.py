@@ -23,7 +23,7 @@ _SAVED = ("dataset_info.json", "dataset_dict.json")
 """Files of a directory that `Dataset.save_to_disk` or `DatasetDict.save_to_disk` wrote."""
 
 
-class Rows:
+class DatasetRows:
     """The kept rows of a data set in whole. See `Finite`.
 
     Args:
@@ -59,7 +59,7 @@ class Rows:
                 yield row
 
 
-def read(source: WeightedSource, key: str) -> Rows:
+def read(source: WeightedSource, key: str) -> DatasetRows:
     """Read and check a data set in whole.
 
     Args:
@@ -72,7 +72,7 @@ def read(source: WeightedSource, key: str) -> Rows:
     """
     data = load(source, key, streaming=False)
     columns = source.columns or ColumnsSection()
-    return Rows(only(data, columns, source), f"{key}.path {source.path}", columns, keeps(source, key))
+    return DatasetRows(only(data, columns, source), f"{key}.path {source.path}", columns, keeps(source, key))
 
 
 def only(data: Any, columns: ColumnsSection, source: WeightedSource) -> Any:

@@ -56,7 +56,7 @@ class Tokens:
 
 
 @dataclass(frozen=True)
-class Call:
+class ShownCall:
     """A call of a tool."""
 
     name: str
@@ -66,7 +66,7 @@ class Call:
 
 
 @dataclass(frozen=True)
-class Response:
+class ShownResponse:
     """An agent's part in an episode. prompt: its own, if it is not the group's; layers: those with experts, for the routing mismatch."""
 
     episode: int
@@ -80,7 +80,7 @@ class Response:
     sampled: int
     why: str
     failure: str
-    calls: Sequence[Call]
+    calls: Sequence[ShownCall]
     layers: int
     tokens: Tokens
 
@@ -94,7 +94,7 @@ class GroupPage:
     answer: str
     detail: str
     prompt: str
-    responses: Sequence[Response]
+    responses: Sequence[ShownResponse]
     rules: dict[str, str]
 
 
@@ -134,10 +134,10 @@ def _head(place: int, entry: Entry) -> Head:
     return Head(place, entry.group, entry.attempt, entry.outcome, reason, entry.step, versions, _short(entry.reward), entry.members)
 
 
-def _response(sample: GroupSample, member: SampledMember, tokens: list[TokenView | Gap], prompt: str | None, most: int) -> Response:
+def _response(sample: GroupSample, member: SampledMember, tokens: list[TokenView | Gap], prompt: str | None, most: int) -> ShownResponse:
     trained = sample.trained.get(member.key)
     said = shortened(tokens[len(_prompt(tokens)) :], most)
-    return Response(
+    return ShownResponse(
         episode=member.episode,
         attempt=member.attempt,
         agent=_clean(member.name),
@@ -150,7 +150,8 @@ def _response(sample: GroupSample, member: SampledMember, tokens: list[TokenView
         why=_clean(member.why),
         failure=_clean(member.failure),
         calls=[
-            Call(_clean(one.name or "not a valid call"), _clean(one.argument), _clean(one.observation), one.seconds) for one in member.calls
+            ShownCall(_clean(one.name or "not a valid call"), _clean(one.argument), _clean(one.observation), one.seconds)
+            for one in member.calls
         ],
         layers=0 if trained is None else trained.layers,
         tokens=_tokens(said),

@@ -48,7 +48,7 @@ class Series:
 
 
 @dataclass(frozen=True)
-class Grid:
+class HeatMap:
     """A heat map: a value for each row (a key, or the first key of several) and each column (ascending x); None: not measured."""
 
     x: Sequence[float]
@@ -137,7 +137,7 @@ def bars(run: RunRecords, kind: type[Drawn], name: str, metric: Metric) -> dict[
     return {key: _scaled(fmean(found[key]), metric) or 0.0 for key in sorted(found)}
 
 
-def grid(run: RunRecords, kind: type[Drawn], name: str, metric: Metric) -> Grid:
+def grid(run: RunRecords, kind: type[Drawn], name: str, metric: Metric) -> HeatMap:
     """Return the heat map of a mapping from whole numbers: its values over the steps, or their shares of a step's total, in per cent.
 
     Of more than `MOST_POINTS` steps, neighbours are averaged; of more than `MOST_ROWS` keys, neighbours are added (shares) or averaged.
@@ -147,14 +147,14 @@ def grid(run: RunRecords, kind: type[Drawn], name: str, metric: Metric) -> Grid:
     if share:
         known = [(x, _shares(value)) for x, value in known if sum(value.values()) > 0]
     if not known:
-        return Grid([], [], [])
+        return HeatMap([], [], [])
     keys = _row_keys(min(min(value) for _, value in known), max(max(value) for _, value in known))
     height = keys[1] - keys[0] if len(keys) > 1 else 1
     columns = [(x, [_cell(value, range(key, key + height), share, metric) for key in keys]) for x, value in known]
     size = -(-len(columns) // MOST_POINTS)
     chunks = [columns[i : i + size] for i in range(0, len(columns), size)]
     values = [[_mean([cells[row] for _, cells in chunk]) for chunk in chunks] for row in range(len(keys))]
-    return Grid([fmean(x for x, _ in chunk) for chunk in chunks], keys, values)
+    return HeatMap([fmean(x for x, _ in chunk) for chunk in chunks], keys, values)
 
 
 def _shares(counts: Mapping[int, float]) -> dict[int, float]:

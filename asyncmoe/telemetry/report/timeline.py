@@ -94,7 +94,7 @@ def _shares(intervals: Sequence[Interval], cells: Sequence[Interval]) -> list[fl
 
 
 @dataclass(frozen=True)
-class Lane:
+class DrawnLane:
     """A lane as it is drawn. `parts`: for each part, its share of each column in sixteenths."""
 
     name: str
@@ -124,7 +124,7 @@ class TimelineFigure:
     unit: str
     middles: Sequence[float]
     end: float
-    lanes: Sequence[Lane]
+    lanes: Sequence[DrawnLane]
     marks: Sequence[Mark]
     pauses: Sequence[tuple[int, float, float]]
     more: int
@@ -156,7 +156,7 @@ def _figure(lines: Timeline, title: str, marks: Sequence[Mark], pauses: Sequence
     overlap = "" if lines.overlap is None else f": during {percent(lines.overlap)} of the RL training time an engine generates"
     middles = [round((begin + end) / 2 / scale, 4) for begin, end in pairwise(lines.edges)]
     lanes = [
-        Lane(
+        DrawnLane(
             "both at once" if lane.name == BOTH else lane.name, {part: [round(_GRAIN * s) for s in lane.parts[part]] for part in lane.parts}
         )
         for lane in lines.lanes

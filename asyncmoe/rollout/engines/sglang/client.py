@@ -14,7 +14,7 @@ import msgspec
 from asyncmoe.errors import EngineError
 from asyncmoe.rollout.engines.sglang.connection import Acknowledged
 from asyncmoe.rollout.engines.sglang.generation import Generated, request_body, response
-from asyncmoe.rollout.engines.sglang.streaming import Part, Parts, events
+from asyncmoe.rollout.engines.sglang.streaming import Parts, StreamPart, events
 from asyncmoe.rollout.engines.sglang.weights import WeightEndpoints
 from asyncmoe.rollout.engines.types import Generation, Listener, ParsedCall, Sampling
 
@@ -85,7 +85,7 @@ class SGLangClient(WeightEndpoints):
                     if event == b"[DONE]":
                         continue
                     try:
-                        tokens = parts.add(msgspec.json.decode(event, type=Part))
+                        tokens = parts.add(msgspec.json.decode(event, type=StreamPart))
                     except msgspec.DecodeError as error:
                         raise EngineError(f"{self.name}: /generate: unexpected part of an answer: {error}") from error
                     if not ended and tokens and listener.hear(tokens):

@@ -33,7 +33,7 @@ def wrong(parameter: str, message: str) -> RequestRefused:
 
 
 @dataclass(frozen=True)
-class ToolCall:
+class AnswerCall:
     """A call as the client gets it; `arguments` is JSON text."""
 
     id: str
@@ -89,7 +89,7 @@ class Completion:
     """
 
     text: str
-    calls: tuple[ToolCall, ...]
+    calls: tuple[AnswerCall, ...]
     finish: str
     prompt_tokens: int
     sampled_tokens: int

@@ -40,7 +40,7 @@ _REMEMBERED = 32
 _LOGPROBS = "message.output_text.logprobs"
 
 
-class Responses:
+class ResponsesApi:
     """The API for one episode: it remembers the episode's last answers for `previous_response_id`."""
 
     def __init__(self) -> None:
@@ -125,7 +125,7 @@ class Responses:
 class ResponsesStream:
     """Writes one answer as server-sent events."""
 
-    def __init__(self, api: Responses, request: CompletionRequest) -> None:
+    def __init__(self, api: ResponsesApi, request: CompletionRequest) -> None:
         self._api, self._request, self._head = api, request, _head(request)
         self._item = f"msg_{secrets.token_hex(12)}"
         self._number = 0

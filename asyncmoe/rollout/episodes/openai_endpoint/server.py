@@ -15,7 +15,7 @@ from aiohttp import web
 
 from asyncmoe.rollout.episodes.environment import Episode
 from asyncmoe.rollout.episodes.openai_endpoint import chat
-from asyncmoe.rollout.episodes.openai_endpoint.messages import Messages
+from asyncmoe.rollout.episodes.openai_endpoint.messages import MessagesApi
 from asyncmoe.rollout.episodes.openai_endpoint.request import Api, Completion, CompletionRequest, OnConflict, RequestRefused
 from asyncmoe.rollout.episodes.openai_endpoint.session import Session
 
@@ -155,7 +155,7 @@ async def _tell(request: web.Request, handler: Callable[[web.Request], Awaitable
     except web.HTTPException as error:
         refused = RequestRefused(error.status, error.text or error.reason)
     # Errors of paths that no API has are in OpenAI's form.
-    api: Api = Messages() if request.path.rstrip("/").endswith(("/messages", "/count_tokens")) else chat.Chat()
+    api: Api = MessagesApi() if request.path.rstrip("/").endswith(("/messages", "/count_tokens")) else chat.ChatApi()
     return web.json_response(api.error(refused), status=refused.status, headers={"x-should-retry": "false"})
 
 

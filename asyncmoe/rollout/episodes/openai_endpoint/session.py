@@ -11,11 +11,11 @@ from asyncmoe.errors import DataError, TrajectoryRejected
 from asyncmoe.rollout.episodes.environment import Agent, Episode, Response
 from asyncmoe.rollout.episodes.openai_endpoint import answers, conversation
 from asyncmoe.rollout.episodes.openai_endpoint.answers import Speech
-from asyncmoe.rollout.episodes.openai_endpoint.chat import Chat
+from asyncmoe.rollout.episodes.openai_endpoint.chat import ChatApi
 from asyncmoe.rollout.episodes.openai_endpoint.conversation import Conversation, Message, NewContent
-from asyncmoe.rollout.episodes.openai_endpoint.messages import Messages
+from asyncmoe.rollout.episodes.openai_endpoint.messages import MessagesApi
 from asyncmoe.rollout.episodes.openai_endpoint.request import MODEL, Api, Completion, CompletionRequest, OnConflict, RequestRefused
-from asyncmoe.rollout.episodes.openai_endpoint.responses import Responses
+from asyncmoe.rollout.episodes.openai_endpoint.responses import ResponsesApi
 from asyncmoe.rollout.episodes.tools.calls import CLOSE
 
 
@@ -60,7 +60,7 @@ class Session:
     def __init__(self, episode: Episode, on_conflict: OnConflict = "run") -> None:
         self.name, self.key = secrets.token_hex(8), secrets.token_urlsafe(32)
         self.requests = 0
-        self.chat, self.responses, self.messages = Chat(), Responses(), Messages()
+        self.chat, self.responses, self.messages = ChatApi(), ResponsesApi(), MessagesApi()
         self._episode, self._on_conflict = episode, on_conflict
         self._lines: list[_Line] = []
         self._answering: set[asyncio.Task[Completion]] = set()

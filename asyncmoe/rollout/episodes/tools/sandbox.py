@@ -38,7 +38,7 @@ class PythonLimits:
 
 
 @dataclass(frozen=True)
-class Ended:
+class ProgramEnded:
     """How a program ended.
 
     Attributes:
@@ -57,7 +57,7 @@ class Ended:
 class Sandbox(Protocol):
     """A place where programs run under `PythonLimits`, each by itself. Programs run concurrently."""
 
-    async def run(self, program: bytes) -> Ended:
+    async def run(self, program: bytes) -> ProgramEnded:
         """Run a program. If cancelled, end it.
 
         Raises:

@@ -23,13 +23,13 @@ from typing import TYPE_CHECKING, Any
 from asyncmoe import installed
 from asyncmoe.config.mcp import McpServer
 from asyncmoe.errors import ConfigError
-from asyncmoe.rollout.episodes.tools.mcp.server import KEY, Server, resolve
+from asyncmoe.rollout.episodes.tools.mcp.server import KEY, McpToolServer, resolve
 from asyncmoe.rollout.episodes.tools.runner import Runner, ToolLimits
 from asyncmoe.rollout.episodes.tools.tool import CRASH, ERROR, ToolError
 
 if TYPE_CHECKING:
     from asyncmoe.rollout.episodes.tools.mcp.listing import Listed
-    from asyncmoe.rollout.episodes.tools.mcp.session import Session
+    from asyncmoe.rollout.episodes.tools.mcp.session import McpSession
 
 log = logging.getLogger(__name__)
 _NOISY = ("mcp", "client", "httpx2", "httpcore2")
@@ -97,7 +97,7 @@ class McpTools:
         if not ending.cancelled() and (error := ending.exception()) is not None:
             log.error("a session with an MCP server did not end: %s", error)
 
-    def _add(self, server: Server, tools: Sequence[Listed], sessions: int) -> None:
+    def _add(self, server: McpToolServer, tools: Sequence[Listed], sessions: int) -> None:
         section = server.section
         for tool in tools:
             limits = ToolLimits(section.timeout_s, sessions, section.characters)
@@ -114,12 +114,12 @@ class _Sessions:
     def __init__(self, turns: asyncio.Semaphore) -> None:
         self._turns = turns
         self._lock = asyncio.Lock()
-        self._open: dict[str, Session | ToolError] = {}
+        self._open: dict[str, McpSession | ToolError] = {}
         self._mine = self._closed = False
 
-    async def of(self, server: Server) -> Session:
+    async def of(self, server: McpToolServer) -> McpSession:
         """Return the session with a server, begun if there is none. Raises ToolError if it cannot begin, now or earlier."""
-        from asyncmoe.rollout.episodes.tools.mcp.session import Session
+        from asyncmoe.rollout.episodes.tools.mcp.session import McpSession
 
         async with self._lock:
             if not self._mine:
@@ -130,7 +130,7 @@ class _Sessions:
             if self._closed:
                 raise ToolError(CRASH, f"error: the episode has ended, and its session with the MCP server {server.name}")
             if server.name not in self._open:
-                session = Session(server)
+                session = McpSession(server)
                 self._open[server.name] = session
                 try:
                     await session.open()
@@ -142,7 +142,7 @@ class _Sessions:
                 raise found
             return found
 
-    def begun(self, server: Server) -> Session:
+    def begun(self, server: McpToolServer) -> McpSession:
         """Return the session with a server, which `of` has begun."""
         found = self._open[server.name]
         assert not isinstance(found, ToolError)
@@ -162,7 +162,7 @@ class _Sessions:
 class _McpTool:
     """See `Tool`; `call` takes the arguments as a JSON object. `current` has the sessions of the running episode."""
 
-    def __init__(self, server: Server, tool: Listed, current: ContextVar[_Sessions | None]) -> None:
+    def __init__(self, server: McpToolServer, tool: Listed, current: ContextVar[_Sessions | None]) -> None:
         self.name, self.description, self.parameters = f"{server.section.prefix}{tool.name}", tool.description, tool.parameters
         self._server, self._name, self._current = server, tool.name, current
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from asyncmoe.errors import ConfigError
-from asyncmoe.rollout.episodes.tools.mcp.server import KEY, Server
-from asyncmoe.rollout.episodes.tools.mcp.session import Session
+from asyncmoe.rollout.episodes.tools.mcp.server import KEY, McpToolServer
+from asyncmoe.rollout.episodes.tools.mcp.session import McpSession
 from asyncmoe.rollout.episodes.tools.tool import ERROR, ToolError
 
 _SCHEMA_BYTES = 65536
@@ -27,20 +27,20 @@ class Listed:
     parameters: Mapping[str, Any]
 
 
-def listed(servers: Sequence[Server]) -> list[tuple[Server, list[Listed]]]:
+def listed(servers: Sequence[McpToolServer]) -> list[tuple[McpToolServer, list[Listed]]]:
     """Return the servers, each with how its sessions begin, and their tools.
 
     In a thread with a loop of its own, because the caller may be inside one or outside.
     """
 
-    async def every() -> list[tuple[Server, list[Listed]]]:
+    async def every() -> list[tuple[McpToolServer, list[Listed]]]:
         return list(await asyncio.gather(*(_ask(server) for server in servers)))
 
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(asyncio.run, every()).result()
 
 
-async def _ask(server: Server) -> tuple[Server, list[Listed]]:
+async def _ask(server: McpToolServer) -> tuple[McpToolServer, list[Listed]]:
     try:
         return server, _offered(server, await _tools(server))
     except ToolError as error:
@@ -53,8 +53,8 @@ async def _ask(server: Server) -> tuple[Server, list[Listed]]:
         raise _unusable(server, error) from error
 
 
-async def _tools(server: Server) -> list[Any]:
-    session = Session(server)
+async def _tools(server: McpToolServer) -> list[Any]:
+    session = McpSession(server)
     try:
         await session.open()
         return await session.tools()
@@ -62,12 +62,12 @@ async def _tools(server: Server) -> list[Any]:
         await session.close()
 
 
-def _unusable(server: Server, error: ToolError) -> ConfigError:
+def _unusable(server: McpToolServer, error: ToolError) -> ConfigError:
     told = " ".join(error.detail.removeprefix("error: ").removeprefix(f"the MCP server {server.name}: ").split())
     return ConfigError(f"{KEY}.{server.name}", got=told, expected="an MCP server that lists its tools")
 
 
-def _offered(server: Server, tools: Sequence[Any]) -> list[Listed]:
+def _offered(server: McpToolServer, tools: Sequence[Any]) -> list[Listed]:
     """Return the tools that the configuration chooses, checked."""
     key, section = f"{KEY}.{server.name}", server.section
     known = [str(tool.name) for tool in tools]

@@ -15,7 +15,7 @@ _INHERITED = ("HOME", "LANG", "PATH", "USER")
 
 
 @dataclass(frozen=True)
-class Server:
+class McpToolServer:
     """How to reach a server.
 
     Attributes:
@@ -33,7 +33,7 @@ class Server:
     mode: str = "legacy"
 
 
-def resolve(name: str, section: McpServer) -> Server:
+def resolve(name: str, section: McpServer) -> McpToolServer:
     """Return how to reach a server.
 
     Raises:
@@ -55,7 +55,7 @@ def resolve(name: str, section: McpServer) -> Server:
         raise ConfigError(
             f"{key}.command", got=section.command, expected="a program that can be executed", hint="install it, or give its path"
         )
-    return Server(name, section, environment, token)
+    return McpToolServer(name, section, environment, token)
 
 
 def _program(section: McpServer, environment: Mapping[str, str]) -> str | None:

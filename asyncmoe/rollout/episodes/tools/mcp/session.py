@@ -20,7 +20,7 @@ from mcp.shared.message import SessionMessage
 from asyncmoe.errors import WaitTimeout
 from asyncmoe.rollout.episodes.tools.mcp.http import Noted
 from asyncmoe.rollout.episodes.tools.mcp.process import MAX_BYTES, ServerProcess
-from asyncmoe.rollout.episodes.tools.mcp.server import Server
+from asyncmoe.rollout.episodes.tools.mcp.server import McpToolServer
 from asyncmoe.rollout.episodes.tools.tool import CRASH, ERROR, FLOOD, TIMEOUT, ToolError
 
 _PAGES = 100
@@ -29,10 +29,10 @@ _LEAVE_S, _CLOSE_S = 5.0, 30.0
 _T = TypeVar("_T")
 
 
-class Session:
+class McpSession:
     """One session. `open`, then `tools` and `call`, then `close`, which may be called from any task and at any time."""
 
-    def __init__(self, server: Server) -> None:
+    def __init__(self, server: McpToolServer) -> None:
         self._server = server
         self._connection: _Process | _Http = _Http(server) if server.section.url is not None else _Process(server)
         self._closing = asyncio.Event()
@@ -160,7 +160,7 @@ class Session:
 class _Process:
     """A connection over the standard streams of a command."""
 
-    def __init__(self, server: Server) -> None:
+    def __init__(self, server: McpToolServer) -> None:
         section = server.section
         assert section.command is not None
         self._process = ServerProcess(server.name, (section.command, *section.args), server.environment, section.cwd)
@@ -218,7 +218,7 @@ class _Process:
 class _Http:
     """A connection over streamable HTTP."""
 
-    def __init__(self, server: Server) -> None:
+    def __init__(self, server: McpToolServer) -> None:
         self._server = server
         self._noted = Noted(httpx2.AsyncHTTPTransport())
 

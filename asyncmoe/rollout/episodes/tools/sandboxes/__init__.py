@@ -17,10 +17,10 @@ def python_tool(limits: PythonLimits, section: SandboxSection | None = None) -> 
 
 def _sandbox(limits: PythonLimits, section: SandboxSection) -> Sandbox:
     from asyncmoe.rollout.episodes.tools.sandboxes.bubblewrap import Bubblewrap
-    from asyncmoe.rollout.episodes.tools.sandboxes.container import Container
+    from asyncmoe.rollout.episodes.tools.sandboxes.container import ContainerSandbox
     from asyncmoe.rollout.episodes.tools.sandboxes.guarded import Guarded
     from asyncmoe.rollout.episodes.tools.sandboxes.own import Own
-    from asyncmoe.rollout.episodes.tools.sandboxes.remote import Remote
+    from asyncmoe.rollout.episodes.tools.sandboxes.remote import RemoteSandbox
 
     match section.backend:
         case "asyncmoe":
@@ -28,6 +28,6 @@ def _sandbox(limits: PythonLimits, section: SandboxSection) -> Sandbox:
         case "bubblewrap":
             return Guarded(limits, Bubblewrap(limits))
         case "container":
-            return Guarded(limits, Container(limits, section))
+            return Guarded(limits, ContainerSandbox(limits, section))
         case "http":
-            return Remote(limits, section)
+            return RemoteSandbox(limits, section)

@@ -32,7 +32,7 @@ _GUARD_BYTES = 64 * 2**20
 _REMOVE_S = 20.0
 
 
-class Container:
+class ContainerSandbox:
     """See `Launcher`.
 
     Raises:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from asyncmoe.errors import AsyncmoeError, ConfigError, WaitTimeout
-from asyncmoe.rollout.episodes.tools.sandbox import Ended, PythonLimits
+from asyncmoe.rollout.episodes.tools.sandbox import ProgramEnded, PythonLimits
 from asyncmoe.rollout.episodes.tools.tool import CRASH, ToolError
 
 GUARD = Path(__file__).parents[1] / "guard.py"
@@ -69,7 +69,7 @@ class Guarded:
         self._limits, self._launcher = limits, launcher
         self._ending: set[asyncio.Task[None]] = set()
 
-    async def run(self, program: bytes) -> Ended:
+    async def run(self, program: bytes) -> ProgramEnded:
         """See `Sandbox`."""
         directory = tempfile.mkdtemp(prefix="tool-")
         try:
@@ -103,7 +103,7 @@ class Guarded:
             told = [line.strip() for line in lines if line.strip() and not line.startswith(_ADVICE)] or ["nothing"]
             raise self._launcher.refused(told[-1])
 
-    async def _run(self, code: bytes, directory: str) -> Ended:
+    async def _run(self, code: bytes, directory: str) -> ProgramEnded:
         pipe = asyncio.subprocess.PIPE
         process = await asyncio.create_subprocess_exec(
             *self._launcher.command(directory),
@@ -120,7 +120,7 @@ class Guarded:
             async with asyncio.timeout(seconds):
                 output, flooded = await self._output(process, code)
                 if flooded:
-                    return Ended(self._text(output, directory), flooded=True)
+                    return ProgramEnded(self._text(output, directory), flooded=True)
                 assert process.stderr is not None
                 report = (await process.stderr.read(_MIB)).decode(errors="replace")
         except TimeoutError as error:
@@ -143,13 +143,13 @@ class Guarded:
             output += chunk
         return bytes(output[: self._limits.output_bytes]), len(output) > self._limits.output_bytes
 
-    def _ended(self, reported: dict[str, Any], text: str) -> Ended:
+    def _ended(self, reported: dict[str, Any], text: str) -> ProgramEnded:
         status = reported["status"]
         if reported["timeout"]:
-            return Ended(text, status=status, timeout="wall")
+            return ProgramEnded(text, status=status, timeout="wall")
         # Process 1 of a namespace ignores SIGXCPU and is killed a second later; the limit and the report count CPU time differently.
         cpu = status == -signal.SIGXCPU or (status == -signal.SIGKILL and reported["cpu_s"] > 0.8 * self._limits.cpu_s)
-        return Ended(text, status=status, timeout="cpu" if cpu else None)
+        return ProgramEnded(text, status=status, timeout="cpu" if cpu else None)
 
     def _text(self, output: bytes, directory: str) -> str:
         """Return the output without the name of the directory, which may differ in every run."""

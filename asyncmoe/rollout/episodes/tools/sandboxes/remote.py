@@ -15,7 +15,7 @@ import msgspec
 
 from asyncmoe.config.sandbox import SandboxSection
 from asyncmoe.errors import ConfigError
-from asyncmoe.rollout.episodes.tools.sandbox import Ended, PythonLimits
+from asyncmoe.rollout.episodes.tools.sandbox import ProgramEnded, PythonLimits
 from asyncmoe.rollout.episodes.tools.tool import CRASH, ToolError
 
 _GRACE_S = 10.0
@@ -49,7 +49,7 @@ class _Later(Exception):
         super().__init__(why)
 
 
-class Remote:
+class RemoteSandbox:
     """See `Sandbox`.
 
     Raises:
@@ -68,7 +68,7 @@ class Remote:
             self._headers["Authorization"] = f"Bearer {token}"
         self._session: aiohttp.ClientSession | None = None
 
-    async def run(self, program: bytes) -> Ended:
+    async def run(self, program: bytes) -> ProgramEnded:
         """See `Sandbox`."""
         body = msgspec.json.encode({"program": program.decode(errors="replace"), "limits": _told(self._limits)})
         for attempt in range(self._retries + 1):
@@ -84,7 +84,7 @@ class Remote:
     def probe(self) -> None:
         """See `Sandbox`."""
 
-        async def first() -> Ended:
+        async def first() -> ProgramEnded:
             try:
                 return await self.run(b"print('ready')")
             finally:
@@ -105,7 +105,7 @@ class Remote:
             await self._session.close()
             self._session = None
 
-    async def _posted(self, body: bytes) -> Ended:
+    async def _posted(self, body: bytes) -> ProgramEnded:
         if self._session is None:
             self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, force_close=True), auto_decompress=False)
         seconds = self._limits.wall_s + _GRACE_S
@@ -124,7 +124,7 @@ class Remote:
             raise _Later(f"status {reply.status}", _seconds(reply.headers.get("Retry-After")))
         return self._read(reply.status, text, most)
 
-    def _read(self, status: int, text: bytes, most: int) -> Ended:
+    def _read(self, status: int, text: bytes, most: int) -> ProgramEnded:
         if status != 200:
             shown = " ".join(text[:_SHOWN].decode(errors="replace").split())
             raise ToolError(CRASH, f"error: the sandbox {self._url}: status {status}{f': {shown}' if shown else ''}")
@@ -137,14 +137,14 @@ class Remote:
         output = answer.output.encode(errors="replace")
         cut = output[: self._limits.output_bytes].decode(errors="replace")
         if answer.flooded or len(output) > self._limits.output_bytes:
-            return Ended(cut, flooded=True)
+            return ProgramEnded(cut, flooded=True)
         match answer.timeout:
             case None:
-                return Ended(cut, status=answer.status)
+                return ProgramEnded(cut, status=answer.status)
             case "wall":
-                return Ended(cut, status=answer.status, timeout="wall")
+                return ProgramEnded(cut, status=answer.status, timeout="wall")
             case "cpu":
-                return Ended(cut, status=answer.status, timeout="cpu")
+                return ProgramEnded(cut, status=answer.status, timeout="cpu")
         raise ToolError(CRASH, f"error: the sandbox {self._url}: got timeout {answer.timeout[:_SHOWN]!r}, expected wall, cpu or null")
 
 

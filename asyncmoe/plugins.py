@@ -26,7 +26,7 @@ from typing import Any, cast
 from asyncmoe.errors import ConfigError, UserError
 
 FORM = "package.module:name"
-_NAME = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
+NAME = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 IMPORT_S, CALL_S = 120.0, 60.0
 """Longest import of a module, which may load packages from a cold shared file system; longest trial, which takes a second or less."""
 _AGAIN_S = 1.0
@@ -39,7 +39,7 @@ _LIBRARIES = (_OURS, *_INSTALLED, *{sysconfig.get_path(name) + os.sep for name i
 
 def is_name(text: str) -> bool:
     """Return whether a text has the form `package.module:name`."""
-    return _NAME.fullmatch(text) is not None
+    return NAME.fullmatch(text) is not None
 
 
 class Failed(Exception):

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 Schema = TypeVar("Schema", bound=BaseModel)
 COMMAND_LINE = "command line"
 """Place of a key that an override sets, in messages."""
+_TOO_DEEP = "sections or lists nested too deeply"
 _MOST_FILES = 40
 """YAML files of a folder that a message names."""
 
@@ -96,6 +97,8 @@ def read(path: Path) -> tuple[dict[str, Any], dict[tuple[str, ...], int]]:
             values = yaml.load(file, Loader=_Loader)
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(str(path), got=" ".join(str(error).split()), expected="valid YAML") from error
+    except RecursionError as error:
+        raise ConfigError(str(path), got=_TOO_DEEP, expected="valid YAML") from error
     except OSError as error:
         raise ConfigError(str(path), got=error.strerror, expected="a YAML configuration that can be read") from error
     if not isinstance(values, dict):
@@ -146,11 +149,24 @@ def _override(values: dict[str, Any], override: str) -> None:
     try:
         values[last] = yaml.load(text, Loader=_Loader)
     except yaml.YAMLError as error:
-        raise ConfigError(f"{COMMAND_LINE}: {path}", got=repr(text), expected="a YAML value") from error
+        why = f" ({error.problem})" if isinstance(error, yaml.constructor.ConstructorError) else ""
+        raise ConfigError(f"{COMMAND_LINE}: {path}", got=f"{text!r}{why}", expected="a YAML value") from error
+    except RecursionError as error:
+        raise ConfigError(f"{COMMAND_LINE}: {path}", got=_TOO_DEEP, expected="a YAML value") from error
 
 
 class _Loader(yaml.SafeLoader):
-    """SafeLoader that refuses duplicate keys; YAML would silently keep the last."""
+    """SafeLoader that refuses duplicate keys, of which YAML would silently keep the last, and joins surrogate pairs."""
+
+    def construct_scalar(self, node: yaml.ScalarNode) -> Any:
+        value = super().construct_scalar(node)
+        if not isinstance(value, str) or value.isascii():
+            return value
+        try:
+            # JSON writes an emoji as a surrogate pair, which YAML reads as two characters.
+            return value.encode("utf-16", "surrogatepass").decode("utf-16")
+        except UnicodeDecodeError as error:
+            raise yaml.constructor.ConstructorError(None, None, f"half a surrogate pair in {value!a}", node.start_mark) from error
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[str] = set()
@@ -210,7 +226,10 @@ def _explained(one: ErrorDetails, source: Source, schema: type[BaseModel]) -> Co
     if one["type"] == "too_short":
         least = one["ctx"]["min_length"]
         return ConfigError(what, got=repr(one["input"]), expected=f"at least {least} item{'s' if least > 1 else ''}")
-    expected = message[0].lower() + message[1:].removeprefix("Input should be ") if not message.startswith("Input") else message[16:]
+    if one["type"] == "path_type":
+        return ConfigError(what, got=repr(one["input"]), expected="a path, which is text")
+    expected = message.removeprefix("Input should be ")
+    expected = expected if expected != message else message[:1].lower() + message[1:]
     return ConfigError(what, got=repr(one["input"]), expected=expected, hint=_meant(one))
 
 

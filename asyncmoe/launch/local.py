@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import os
 import shutil
 import sys
+import tempfile
 from collections.abc import Mapping
 from contextlib import ExitStack
 from functools import partial
@@ -59,6 +61,7 @@ def check(config: Config) -> None:
     Raises:
         UserError: the configuration, the model, the engines' Python, the user's own parts or the run directory cannot be used.
     """
+    check_place(config.run.dir)
     transports.check_entries()
     loggers.check(config.telemetry)
     if config.telemetry.tensorboard == "on":
@@ -114,12 +117,31 @@ def resolved(config: Config) -> Path:
     return config.run.dir / "config.yaml"
 
 
+def check_place(directory: Path) -> None:
+    """Refuse a run directory that cannot be made or written to; what is written to try it is removed.
+
+    Raises:
+        ConfigError: names the part of the path that is a file, or the operating system's reason.
+    """
+    place = next(one for one in (directory, *directory.absolute().parents) if os.path.lexists(one))
+    if not place.is_dir():
+        got = str(directory) if place == directory else f"{directory} below {place}"
+        raise ConfigError("run.dir", got=f"{got}, which is no directory", expected="a directory, or a path where one can be made")
+    try:
+        Path(tempfile.mkdtemp(prefix=".asyncmoe-", dir=place)).rmdir()
+    except OSError as error:
+        got = f"{directory}, and {place} cannot be written to ({error.strerror})"
+        raise ConfigError("run.dir", got=got, expected="a directory that can be written to") from error
+
+
 def claim(directory: Path) -> IO[str]:
     """Create a run directory and lock it against other launchers until the returned file is closed.
 
     Raises:
+        ConfigError: see `check_place`.
         UserError: another launcher holds the lock.
     """
+    check_place(directory)
     with storage.writing("run directory", directory):
         directory.mkdir(parents=True, exist_ok=True)
         lock = (directory / ".lock").open("w")

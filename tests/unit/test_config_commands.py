@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -137,6 +139,35 @@ def test_what_would_stop_a_run_is_refused(tmp_path: Path, overrides: tuple[str, 
     assert told in str(refused.value)
     assert "\n" not in str(refused.value)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.usefixtures("no_engine")
+@pytest.mark.parametrize(
+    ("path", "told"),
+    [
+        ("taken", "taken, which is no directory, expected a directory"),
+        ("taken/run", "run below {tmp}/taken, which is no directory"),
+        ("/proc/foo", "/proc cannot be written to"),
+    ],
+)
+def test_a_run_directory_that_cannot_be_made_is_refused(tmp_path: Path, path: str, told: str) -> None:
+    (tmp_path / "taken").write_text("")
+    config = demo(tmp_path, f"run.dir={tmp_path / path}")
+    for refuses in (local.check, lambda one: local.claim(one.run.dir)):
+        with pytest.raises(UserError, match=r"run\.dir: got") as refused:
+            refuses(config)
+        assert told.format(tmp=tmp_path) in str(refused.value)
+        assert "\n" not in str(refused.value)
+    assert [one.name for one in tmp_path.iterdir()] == ["taken"]
+
+
+def test_an_output_that_cannot_be_written_is_one_line() -> None:
+    command = [sys.executable, "-m", "asyncmoe", "config", "schema"]
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(command, cwd=ROOT, stdout=full, stderr=subprocess.PIPE, timeout=60)
+    assert done.returncode == 2
+    assert b"cannot write /dev/stdout" in done.stderr
+    assert b"Traceback" not in done.stderr
 
 
 @pytest.mark.usefixtures("no_engine")

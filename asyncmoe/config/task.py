@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -45,7 +46,7 @@ class SourceSection(Section):
 
     path: Path | None = Field(
         None,
-        description="jsonl: a file with a JSON object per line. dataset: a file (.jsonl, .json, .csv, .parquet), a directory that "
+        description="jsonl: a file with a JSON object per line. dataset: a file (.jsonl, .json, .csv, .parquet, .arrow), a directory that "
         "`datasets` saved, or the id of a data set on the Hugging Face hub.",
     )
     subset: str | None = Field(None, description="dataset: configuration of a data set on the hub, for example main.")
@@ -106,6 +107,8 @@ class TaskSection(SourceSection):
         if self.kind in READ and any(one.path is None for one in self.mixture):
             key = "task.sources" if self.sources else "task.path"
             raise ValueError(f"{key}: got nothing, expected the path of a {_WANTED[self.kind]} because task.kind is {self.kind}")
+        if math.isinf(sum(one.weight for one in self.sources)):
+            raise ValueError("task.sources: got weights whose sum is no finite number, expected smaller ones; only their ratios count")
         if not self.operations:
             raise ValueError("task.operations: got an empty list, expected at least one of + - *")
         for name, allowed in self._allowed().items():

@@ -89,6 +89,10 @@ def test_its_warm_up_imitates_the_answer(tokenizer: Tokenizer) -> None:
         ("Neither", {}, r"task\.kind: got .*Neither, which has neither, expected a class with `draw"),
         ("Both", {}, r"task\.kind: got .*Both, which has both"),
         ("CITIES", {}, r"task\.kind: got .*TypeError: 'tuple' object is not callable"),
+        ("Sized", {"size": -1}, r"Sized, __len__: got -1, expected a whole number of examples"),
+        ("Sized", {"size": "3"}, r"Sized, __len__: got '3', expected a whole number of examples"),
+        ("Wrong", {"form": "nan"}, r"Wrong, example 5, column level: got float \(NaN or Infinity"),
+        ("Wrong", {"form": "half"}, r"Wrong, example 5, prompt: got half a surrogate pair, '\\ud83d'"),
         ("Empty", {}, r"Empty: got no examples, expected at least one"),
         ("Lottery", {}, r"Lottery, draw: got another example when asked again, expected the same, .*draw from the argument `random` only"),
         ("Wrong", {"form": "blank"}, r"Wrong, example 5, prompt: got ' '"),
@@ -186,6 +190,7 @@ def test_rows_are_kept_by_value_and_by_function(tmp_path: Path, tokenizer: Token
 
     assert left(where={"level": "easy"}) == ["0", "2", "4", "6", "8"]
     assert left(where={"n": [1, 2, 3], "level": "hard"}) == ["1", "3"]
+    assert left(filter=f"{HERE}:compared") == ["0", "2", "4", "6", "8"], "numpy's booleans are booleans"
     assert left(filter=f"{HERE}:easy", where={"n": [0, 1, 2]}) == ["0", "2"]
 
 
@@ -197,6 +202,14 @@ def test_rows_are_kept_by_value_and_by_function(tmp_path: Path, tokenizer: Token
         ({"where": {"lvl": "easy"}}, r"d\.jsonl line 1, lvl: got nothing, expected the column of task\.where; columns: question, answer"),
         ({"filter": f"{HERE}:none"}, "got no row left of 10"),
         ({"filter": f"{HERE}:maybe"}, r"task\.filter, .*d\.jsonl line 1: got .*maybe: 'easy', expected true or false"),
+        (
+            {"filter": f"{HERE}:leaves"},
+            r"task\.filter, .*line 1: got .*:leaves: SystemExit: 3 at tests/unit/task_sources\.py:\d+, expected",
+        ),
+        (
+            {"filter": f"{HERE}:two"},
+            r"task\.filter, .*line 1: got .*:two: TypeError: .*missing 1 required.*'other', expected true or false",
+        ),
         ({"filter": f"{HERE}:fails"}, r"task\.filter, .*d\.jsonl line 1: got .*KeyError: 'difficulty' at tests/unit/task_sources\.py:\d+"),
         ({"filter": f"{HERE}:nothing"}, r"task\.filter: got .*AttributeError"),
         (

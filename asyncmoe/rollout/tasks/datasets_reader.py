@@ -5,6 +5,7 @@ A data set in whole is memory-mapped: only the indices of the kept rows are in m
 
 from __future__ import annotations
 
+import json
 from array import array
 from collections.abc import Iterator
 from pathlib import Path
@@ -106,15 +107,25 @@ def load(source: WeightedSource, key: str, *, streaming: bool) -> Any:
     except UserError:
         raise
     except Exception as error:
+        if _without_rows(error, path):
+            raise none_left(f"{key}.path {path}", 0) from error
         raise DataError(
             f"{key}.path {path}", got=_reason(error), expected="a data set, subset and split that `datasets` can read"
         ) from error
 
 
+def _without_rows(error: Exception, path: Path) -> bool:
+    """Return whether `datasets` failed because there are no rows, which it says in words of its own."""
+    if isinstance(error, ValueError):
+        return "corresponds to no data" in str(error)
+    states = (*path.glob("state.json"), *path.glob("*/state.json"))
+    return isinstance(error, IndexError) and any(json.loads(file.read_text()).get("_data_files") == [] for file in states)
+
+
 def _local(path: Path, source: WeightedSource, key: str) -> tuple[tuple[str, ...], dict[str, Any]]:
     if path.is_dir():
         return (str(path),), {}
-    builder = BUILDERS.get(path.suffix)
+    builder = BUILDERS.get(path.suffix.lower())
     if builder is None:
         raise DataError(f"{key}.path {path}", got=f"the suffix {path.suffix!r}", expected=", ".join(BUILDERS))
     if path.stat().st_size == 0:

@@ -107,7 +107,7 @@ def _read(kind: str, source: WeightedSource, key: str) -> _Part:
     path, name = cast(Path, source.path), f"{key}.path {source.path}"
     if source.streaming:
         return _Part(RowStream(source, key), name, source.weight)
-    if kind == "jsonl" or (path.suffix == ".jsonl" and source.split is None):
+    if kind == "jsonl" or (path.suffix.lower() == ".jsonl" and source.split is None):
         return _Part(jsonl.JsonlFile(jsonl.read(path, f"{key}.path", source.columns, keeps(source, key))), name, source.weight)
     return _Part(datasets_reader.read(source, key), name, source.weight)
 

@@ -47,6 +47,7 @@ class EvaluationSet(SourceSection):
         else:
             kind = "dataset" if training.kind == "dataset" or self.subset is not None or self.split is not None else "jsonl"
         same = self.path is None
+        drawn: dict[str, Any] = training.model_dump(include={"operations", "difficulty"}) if kind == "arithmetic" else {}
         return TaskSection(
             kind=kind,
             options=self.options,
@@ -56,8 +57,7 @@ class EvaluationSet(SourceSection):
             where=self.where,
             filter=self.filter,
             columns=self.columns or (training.columns if kind in READ else None),
-            operations=training.operations,
-            difficulty=training.difficulty,
+            **drawn,
             chat_template=training.chat_template,
             system_prompt=None if kind == "arithmetic" else training.system_prompt,
         )

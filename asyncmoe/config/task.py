@@ -109,6 +109,12 @@ class TaskSection(SourceSection):
             raise ValueError(f"{key}: got nothing, expected the path of a {_WANTED[self.kind]} because task.kind is {self.kind}")
         if math.isinf(sum(one.weight for one in self.sources)):
             raise ValueError("task.sources: got weights whose sum is no finite number, expected smaller ones; only their ratios count")
+        if self.kind != "arithmetic":
+            for name in ("operations", "difficulty"):
+                if getattr(self, name) != type(self).model_fields[name].default:  # `asyncmoe config show` writes the defaults out
+                    raise ValueError(
+                        f"task.{name}: got {_said(getattr(self, name))}, expected none because task.kind is {self.kind}; leave it out"
+                    )
         if not self.operations:
             raise ValueError("task.operations: got an empty list, expected at least one of + - *")
         for name, allowed in self._allowed().items():
@@ -132,6 +138,10 @@ class TaskSection(SourceSection):
         rows, own = self.kind in READ, plugins.is_name(self.kind)
         # A path beside another kind is harmless, and lets an override of the kind alone try a configuration.
         return {**dict.fromkeys(("sources", *_OF_ROWS[1:]), rows), "options": own, "system_prompt": self.kind != "arithmetic"}
+
+
+def _said(value: object) -> str:
+    return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
 _WANTED = {"jsonl": "JSONL file", "dataset": "data set"}

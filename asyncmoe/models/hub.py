@@ -42,7 +42,7 @@ def check_reachable(kind: Literal["model", "dataset"], name: str, key: str) -> N
         HfApi().repo_info(name, repo_type=kind, timeout=_TIMEOUT_S)
     except HfHubHTTPError as error:
         # Of a repository that is private or does not exist the hub says the same.
-        got = f"{name}, and the hub answered {' '.join(str(error).split())[:200]}"
+        got = f"{name}: no such path here, and as an id the hub answered {' '.join(str(error).split())[:200]}"
         raise DataError(
             key, got=got, expected=f"a local path, or a {kind} that you may read", hint="check the name, or HF_TOKEN"
         ) from error

@@ -276,6 +276,8 @@ def test_overrides_are_yaml_and_reach_any_depth(tmp_path: Path) -> None:
         (r'task.system_prompt="hi \ud83d"', "half a surrogate pair"),
         ("run.dir=" + "[" * 3000, "command line: run.dir: got sections or lists nested too deeply"),
         ("task.sources=[{weight: 1e308}, {weight: 1e308}]", "task.sources: got weights whose sum is no finite number"),
+        ("task={kind: jsonl, path: a.jsonl, difficulty: 2}", "task.difficulty: got 2, expected none because task.kind is jsonl"),
+        ("task={kind: jsonl, path: a.jsonl, operations: ['-']}", "task.operations: got -, expected none because task.kind is jsonl"),
         ("telemetry.profile.steps=[0]", "command line: telemetry.profile.steps.0: got 0, expected greater than 0"),
     ],
 )

@@ -119,6 +119,18 @@ def test_a_task_that_breaks_later_names_its_line(tokenizer: Tokenizer, how: str,
         tasks.load(own("Breaks", options={"how": how}), tokenizer)  # the trial is the first two draws, the first prompt the third
 
 
+def test_a_prompt_that_leaves_no_room_for_a_response_is_refused(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    path = rows(tmp_path / "d.jsonl", {"question": "1 + " * 3000, "answer": "1"})
+    line = r"d\.jsonl line 1, prompt: got \d+ tokens, expected fewer than the 2048 of the model's context"
+    with pytest.raises(DataError, match=line):
+        tasks.load(config("jsonl", path=str(path)), tokenizer)
+    few = config("jsonl", path=str(rows(path, {"question": "1 + 1 = ", "answer": "2"})))
+    tasks.load(few, tokenizer)
+    few = few.model_copy(update={"environment": few.environment.model_copy(update={"max_tokens": 4})})
+    with pytest.raises(DataError, match=r"expected fewer than the 4 of environment\.max_tokens, with room for a response"):
+        tasks.load(few, tokenizer)
+
+
 def test_a_task_of_ones_own_needs_a_scorer_by_name() -> None:
     with pytest.raises(ConfigError, match=r"scoring\.scorer: got auto, expected a scorer by name"):
         own("Capitals", scorer="auto")

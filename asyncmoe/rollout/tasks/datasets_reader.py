@@ -45,6 +45,10 @@ class Rows:
         row = self._kept[index]
         return line_of(f"{self._name} row {row}", self._data[row], self._columns).example
 
+    def where(self, index: int) -> str:
+        """See `Placed`."""
+        return f"{self._name} row {self._kept[index]}"
+
     def golds(self) -> Iterator[Gold]:
         """See `HasGolds`."""
         for row in self._kept:

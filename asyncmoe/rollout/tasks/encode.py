@@ -43,15 +43,15 @@ class Encoder:
             outside = [token for token in tokens if not 0 <= token < self._tokenizer.vocabulary]
             if outside:
                 raise DataError(f"{where}, prompt", got=f"token {outside[0]}", expected=f"ids below {self._tokenizer.vocabulary}")
-            return Prompt(self._tokenizer.decode(tokens), tokens, example.answer, example.columns)
+            return Prompt(self._tokenizer.decode(tokens), tokens, example.answer, example.columns, where=where)
         if isinstance(example.prompt, str) and not self._chat:
             text = example.prompt
-            return Prompt(text, self._tokenizer.encode(text + self._ending), example.answer, example.columns)
+            return Prompt(text, self._tokenizer.encode(text + self._ending), example.answer, example.columns, where=where)
         messages = self._messages(example.prompt)
         rendered = self._tokenizer.render(messages)
         check_text(rendered, f"{where}, prompt")  # a call of a tool is text too
         tokens = self._tokenizer.encode(rendered)
-        return Prompt(str(messages[-1]["content"]), tokens, example.answer, example.columns, messages)
+        return Prompt(str(messages[-1]["content"]), tokens, example.answer, example.columns, messages, where)
 
     def demonstration(self, example: Example, where: str) -> Demonstration:
         """Return the example with its solution, which the end-of-sequence token ends. Raises as `prompt`, or if there is no solution."""

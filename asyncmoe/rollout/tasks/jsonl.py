@@ -60,6 +60,10 @@ class JsonlFile:
     def __getitem__(self, index: int) -> Example:
         return self._rows[index].example
 
+    def where(self, index: int) -> str:
+        """See `Placed`."""
+        return self._rows[index].where
+
     def golds(self) -> Iterator[Gold]:
         """See `HasGolds`."""
         return (Gold(row.where, row.reference) for row in self._rows if row.reference)

@@ -7,7 +7,7 @@ from itertools import chain
 from random import Random
 
 from asyncmoe.rollout.tasks.encode import Encoder
-from asyncmoe.rollout.tasks.types import Demonstration, Endless, Example, Finite, Gold, HasGolds, Prompt, Task
+from asyncmoe.rollout.tasks.types import Demonstration, Endless, Example, Finite, Gold, HasGolds, Placed, Prompt, Task
 
 EVALUATION = "evaluation"
 """Stream of the evaluation questions."""
@@ -66,12 +66,12 @@ class ListedTask:
         """See `Task`."""
         index = self._index(stream, group)
         source = self._held if stream == EVALUATION else self._source
-        return self._encoder.prompt(source[index], f"{self._name}, example {index}")
+        return self._encoder.prompt(source[index], self._where(source, index))
 
     def demonstration(self, index: int) -> Demonstration:
         """See `Task`."""
         at = self._index("demonstration", index)
-        return self._encoder.demonstration(self._source[at], f"{self._name}, example {at}")
+        return self._encoder.demonstration(self._source[at], self._where(self._source, at))
 
     def golds(self) -> Iterable[Gold]:
         """See `HasGolds`."""
@@ -79,6 +79,9 @@ class ListedTask:
             return self._source.golds()
         named = ((f"{self._name}, example {index}", self._source[index].answer) for index in range(len(self._source)))
         return (Gold(where, answer) for where, answer in named if answer)
+
+    def _where(self, source: Finite, index: int) -> str:
+        return source.where(index) if isinstance(source, Placed) else f"{self._name}, example {index}"
 
     def _index(self, stream: str, number: int) -> int:
         every = range(len(self._held)) if stream == EVALUATION else self._trained

@@ -158,7 +158,7 @@ def _override(values: dict[str, Any], override: str) -> None:
 class _Loader(yaml.SafeLoader):
     """SafeLoader that refuses duplicate keys, of which YAML would silently keep the last, and joins surrogate pairs."""
 
-    def construct_scalar(self, node: yaml.ScalarNode) -> Any:
+    def construct_scalar(self, node: yaml.ScalarNode | yaml.MappingNode) -> Any:
         value = super().construct_scalar(node)
         if not isinstance(value, str) or value.isascii():
             return value

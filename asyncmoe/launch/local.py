@@ -118,27 +118,26 @@ def resolved(config: Config) -> Path:
 
 
 def check_place(directory: Path) -> None:
-    """Refuse a run directory that cannot be made or written to; what is written to try it is removed.
+    """Refuse a run directory that cannot be made or written to; the folder that is made to try it is removed.
 
     Raises:
-        ConfigError: names the part of the path that is a file, or the operating system's reason.
+        ConfigError: it cannot be made, as below /proc, or below a link that leads nowhere.
+        StorageError: see `asyncmoe.storage.writing`; a file is among its parts, or it is not for this user to write.
     """
     place = next(one for one in (directory, *directory.absolute().parents) if os.path.lexists(one))
-    if not place.is_dir():
-        got = str(directory) if place == directory else f"{directory} below {place}"
-        raise ConfigError("run.dir", got=f"{got}, which is no directory", expected="a directory, or a path where one can be made")
-    try:
-        Path(tempfile.mkdtemp(prefix=".asyncmoe-", dir=place)).rmdir()
-    except OSError as error:
-        got = f"{directory}, and {place} cannot be written to ({error.strerror})"
-        raise ConfigError("run.dir", got=got, expected="a directory that can be written to") from error
+    with storage.writing("run directory", directory):
+        try:
+            Path(tempfile.mkdtemp(prefix=".asyncmoe-", dir=place)).rmdir()
+        except FileNotFoundError as error:
+            got = f"{directory}, and in {place} nothing can be made ({error.strerror})"
+            raise ConfigError("run.dir", got=got, expected="a directory that can be written to") from error
 
 
 def claim(directory: Path) -> IO[str]:
     """Create a run directory and lock it against other launchers until the returned file is closed.
 
     Raises:
-        ConfigError: see `check_place`.
+        ConfigError, StorageError: see `check_place`.
         UserError: another launcher holds the lock.
     """
     check_place(directory)

@@ -143,7 +143,7 @@ def _local(path: Path, source: WeightedSource, key: str) -> tuple[tuple[str, ...
 
 
 def _on_hub(path: Path, key: str) -> tuple[tuple[str, ...], dict[str, Any]]:
-    if not hub.is_id(path) or path.suffix in BUILDERS:
+    if not hub.is_id(path) or path.suffix.lower() in BUILDERS:
         raise DataError(f"{key}.path {path}", got="no such file or directory", expected="one that exists, or org/name on the hub")
     hub.check_reachable("dataset", str(path), f"{key}.path")
     return (str(path),), {}

@@ -18,7 +18,7 @@ EXTRAS: Mapping[str, tuple[str, ...]] = {
         *("torch", "megatron", "transformers", "jinja2", "tokenizers", "safetensors"),
         *("aiohttp", "math_verify", "latex2sympy2_extended", "sympy", "huggingface_hub", "prometheus_client", "psutil"),
     ),
-    "report": ("matplotlib",),
+    "report": ("plotly", "matplotlib"),
     "tensorboard": ("tensorboard",),
     "engine": ("sglang",),
     "ray": ("ray",),
@@ -26,6 +26,8 @@ EXTRAS: Mapping[str, tuple[str, ...]] = {
     "wandb": ("wandb",),
     "mlflow": ("mlflow",),
     "trackio": ("trackio",),
+    "verifiers": ("verifiers", "openai"),
+    "mcp": ("mcp", "mcp_types", "httpx2", "anyio"),
 }
 """Modules that asyncmoe imports, by the extra of pyproject.toml that has them."""
 _LIGHT = ("plan", "simulate", "doctor", "config")

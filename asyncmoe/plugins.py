@@ -23,7 +23,7 @@ from pathlib import Path
 from types import FrameType, ModuleType
 from typing import Any, cast
 
-from asyncmoe.errors import ConfigError, UserError
+from asyncmoe.errors import ConfigError, UserError, an
 
 FORM = "package.module:name"
 NAME = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
@@ -185,7 +185,7 @@ def load_function(target: str, key: str, *, forms: str) -> Callable[..., object]
     """Load a function or another object that can be called. Raises as `load`, and if it cannot be called."""
     function = load(target, key, forms=forms, wanted="a function that can be imported")
     if not callable(function):
-        raise ConfigError(key, got=f"{target}, a {type(function).__name__}", expected="a function")
+        raise ConfigError(key, got=f"{target}, {an(type(function).__name__)}", expected="a function")
     return cast(Callable[..., object], function)
 
 

@@ -11,6 +11,7 @@ from pydantic_core import CoreSchema, PydanticCustomError
 from pydantic_core.core_schema import no_info_after_validator_function
 
 from asyncmoe import plugins
+from asyncmoe.config.elsewhere import VALUES
 
 
 def _not_bool(value: Any) -> Any:
@@ -39,18 +40,6 @@ Port = Annotated[int, Field(ge=0, le=65535), NUMBER]
 Switch = BeforeValidator(_switch)
 
 
-SAID_ELSEWHERE: Mapping[str, str] = {
-    "grpo_no_std": "dr_grpo",
-    "group_norm": "grpo",
-    "grpo_passk": "pass_at_k",
-    "reinforce": "reinforce_plus_plus",
-    "reinforce++": "reinforce_plus_plus",
-    "reinforce_baseline": "reinforce_plus_plus_baseline",
-    "vanilla": "surrogate",
-}
-"""Names of papers, verl and OpenRLHF (their `adv_estimator`, `advantage_estimator`, `loss_mode`) -> ours."""
-
-
 @dataclass(frozen=True)
 class NameOrPlugin:
     """Marks a text that is one of some `names`, or names a user's own code as `package.module:name`."""
@@ -75,9 +64,11 @@ class NameOrPlugin:
         return value
 
     def _meant(self, value: str) -> str | None:
-        elsewhere = SAID_ELSEWHERE.get(value.lower())
+        elsewhere = VALUES.get(value.lower())
         if near := elsewhere if elsewhere in self.names else plugins.nearest(value, self.names):
             return near
+        if plugins.is_name(f"{value}name"):
+            return f"{value}NAME"
         with_colon = ":".join(value.rsplit(".", 1))
         return with_colon if plugins.is_name(with_colon) else None
 

@@ -75,7 +75,7 @@ def test_every_import_of_the_gpu_tests_is_carried_or_the_machines() -> None:
     ]
     there = manifest.ASSUMED | manifest.OPTIONAL
     # Reached through functions that the bundle does not call: the report, and TensorBoard.
-    reports = {"matplotlib", "tensorboard"}
+    reports = {"matplotlib", "plotly", "tensorboard"}
     found = reached(starts)
     missing = {name: str(file.relative_to(ROOT)) for name, file in found.items() if name not in there | reports}
     missing = {name: file for name, file in missing.items() if manifest.distribution(name) not in manifest.WHEELS}

@@ -145,8 +145,8 @@ def test_a_task_of_ones_own_needs_a_scorer_by_name() -> None:
         ({"kind": "jsonl", "path": "x", "split": "test"}, r"task\.kind: got jsonl, expected dataset because a subset, a split"),
         ({"kind": "jsonl", "path": "x", "chat_template": False, "system_prompt": "x"}, r"task\.system_prompt: got 'x', expected null"),
         ({"kind": "jsonl", "sources": [{"weight": 1}]}, r"task\.sources: got nothing, expected the path of a JSONL file"),
-        ({"kind": "jsonl", "sources": [{"path": "x", "weight": 0}]}, r"task\.sources\.0\.weight: got 0, expected greater than 0"),
-        ({"kind": "jsonl", "sources": [{"path": "x", "weight": -1}]}, r"task\.sources\.0\.weight: got -1, expected greater than 0"),
+        ({"kind": "jsonl", "sources": [{"path": "x", "weight": 0}]}, r"task\.sources\.0\.weight: got 0, expected a number above 0"),
+        ({"kind": "jsonl", "sources": [{"path": "x", "weight": -1}]}, r"task\.sources\.0\.weight: got -1, expected a number above 0"),
         ({"kind": "jsonl", "sources": [{"path": "x", "wieght": 1}]}, r"task\.sources\.0\.wieght: got an unknown key, expected one of path"),
         (
             {"kind": "jsonl", "path": "x", "where": {"a": {"b": 1}}},
@@ -211,6 +211,10 @@ def test_rows_are_kept_by_value_and_by_function(tmp_path: Path, tokenizer: Token
     [
         ({"where": {"level": "grim"}}, r"task\.path .*d\.jsonl: got no row left of 10, expected at least one"),
         ({"where": {"n": True}}, "got no row left of 10"),
+        (
+            {"where": {"n": "3"}},
+            r"d\.jsonl line 4, n: got the number 3, expected the text '3' of task\.where; give both values in task\.where",
+        ),
         ({"where": {"lvl": "easy"}}, r"d\.jsonl line 1, lvl: got nothing, expected the column of task\.where; columns: question, answer"),
         ({"filter": f"{HERE}:none"}, "got no row left of 10"),
         ({"filter": f"{HERE}:maybe"}, r"task\.filter, .*d\.jsonl line 1: got .*maybe: 'easy', expected true or false"),
@@ -237,6 +241,35 @@ def test_rows_that_cannot_be_used_name_file_line_and_column(tmp_path: Path, toke
         tasks.load(config("jsonl", path=str(path), **keys), tokenizer)
     assert re.search(said, str(caught.value)), str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ('{"answer": "1"}', "question: got nothing, expected a column of this name; its columns are answer"),
+        ('{"question": "q"}', "answer: got nothing, expected a column of this name"),
+        ('{"question": 5, "answer": "1"}', "question: got 5, expected text, messages"),
+        ('{"question": "q", "answer": ["1"]}', r"answer: got \['1'\], expected non-empty text or a number"),
+        ('{"question": "q", "answer": NaN}', r"got invalid JSON \(NaN is no number in JSON\)"),
+        ('{"question": "q", "answer": 1e999}', "answer: got inf, expected non-empty text or a number"),
+        (r'{"question": "half \ud83d", "answer": "1"}', r"question: got half a surrogate pair, '\\ud83d'"),
+        (r'{"question": [{"role": "user", "content": "\ud83d"}], "answer": "1"}', "question: got half a surrogate pair"),
+        (r'{"question": "q", "answer": "\ud83d"}', r"answer: got half a surrogate pair, '\\ud83d'"),
+        ("[1]", "got list, expected an object"),
+    ],
+)
+def test_a_row_of_another_type_is_one_line_that_names_it(tmp_path: Path, tokenizer: Tokenizer, line: str, said: str) -> None:
+    path = tmp_path / "d.jsonl"
+    path.write_text('{"question": "q", "answer": "1"}\n' + line + "\n")
+    with pytest.raises(DataError, match=rf"^{re.escape(str(path))} line 2(, |: ){said}") as caught:
+        tasks.load(config("jsonl", path=str(path)), tokenizer)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_file_of_windows_is_read(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    path = tmp_path / "d.jsonl"
+    path.write_bytes(b'\xef\xbb\xbf{"question": "q", "answer": "1"}\r\n')
+    assert tasks.load(config("jsonl", path=str(path)), tokenizer).training.prompt(0).text == "q"
 
 
 def test_a_huge_line_and_a_deep_one_are_named(tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:

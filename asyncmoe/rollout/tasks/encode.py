@@ -120,7 +120,8 @@ def check_text(text: str, where: str) -> None:
 
 def _said(message: Message) -> bool:
     content = message.get("content")
-    return isinstance(content, str) or (content is None and message["role"] == "assistant")  # which may only call tools
+    only_calls = content is None and message["role"] == "assistant"
+    return only_calls or isinstance(content, str)
 
 
 def check_columns(columns: object, where: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 import math
 from collections import Counter
@@ -102,6 +103,8 @@ def values_of(path: Path, key: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
             number = 0
             while raw := file.readline(MAX_LINE_BYTES + 1):
                 number += 1
+                if number == 1:
+                    raw = raw.removeprefix(codecs.BOM_UTF8)  # which editors on Windows write
                 if len(raw) > MAX_LINE_BYTES:
                     raise DataError(f"{path} line {number}", got=f"more than {MAX_LINE_BYTES} bytes", expected="a shorter line")
                 if raw.strip():
@@ -160,7 +163,7 @@ def _value(where: str, values: Mapping[str, Any], name: str) -> Any:
 
 def _answer(where: str, values: Mapping[str, Any], name: str) -> str:
     value = _value(where, values, name)
-    if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
+    if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):  # NaN: a table's empty cell
         return str(value)
     if not isinstance(value, str) or not value.strip():
         raise DataError(f"{where}, {name}", got=repr(value)[:100], expected="non-empty text or a number")

@@ -85,6 +85,7 @@ class Completion:
         prompt_tokens, sampled_tokens: counts.
         stopped_by: the client's stop text that ended it, or None.
         logprobs: (text, natural log-probability) of every sampled token if the request asks for them.
+        path: name of the path of the tree of turns that the answer belongs to.
     """
 
     text: str
@@ -94,6 +95,7 @@ class Completion:
     sampled_tokens: int
     stopped_by: str | None = None
     logprobs: tuple[tuple[str, float], ...] = ()
+    path: str = ""
 
     @property
     def message(self) -> Message:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from difflib import get_close_matches
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from asyncmoe.config.fields import Positive, PositiveFloat, Section
+from asyncmoe.config.fields import NameOrPlugin, Positive, PositiveFloat, Section
 from asyncmoe.config.mcp import McpServer
 from asyncmoe.config.sandbox import SandboxSection
 from asyncmoe.config.tool_parsers import SGLANG_PARSERS
@@ -68,7 +68,7 @@ class ToolsSection(Section):
 class EnvironmentSection(Section):
     """What happens in an episode between prompt and reward: turns, tool calls, several agents."""
 
-    kind: str = Field(
+    kind: Annotated[str, NameOrPlugin(("single_turn", "tools", "openai"))] = Field(
         "single_turn",
         description="single_turn: one response to the prompt; tools: several turns with tool calls between them; openai: your own agent, "
         "which calls an endpoint compatible with OpenAI's or Anthropic's; or your own class as package.module:Class.",

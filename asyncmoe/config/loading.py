@@ -14,6 +14,7 @@ from asyncmoe.config.schema import Config
 from asyncmoe.errors import ConfigError, together
 
 Schema = TypeVar("Schema", bound=BaseModel)
+_TOO_DEEP = "sections or lists nested too deeply"
 _MOST_FILES = 40
 """YAML files of a folder that a message names."""
 
@@ -65,6 +66,8 @@ def read(path: Path) -> tuple[dict[str, Any], dict[tuple[str, ...], int]]:
             values = yaml.load(file, Loader=_Loader)
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(str(path), got=" ".join(str(error).split()), expected="valid YAML") from error
+    except RecursionError as error:
+        raise ConfigError(str(path), got=_TOO_DEEP, expected="valid YAML") from error
     except OSError as error:
         raise ConfigError(str(path), got=error.strerror, expected="a YAML configuration that can be read") from error
     if not isinstance(values, dict):
@@ -116,11 +119,24 @@ def _override(values: dict[str, Any], override: str) -> None:
         value = yaml.load(text, Loader=_Loader)
         values[last] = text if text.endswith(":") and isinstance(value, dict) else value  # a name in the making, not a mapping
     except yaml.YAMLError as error:
-        raise ConfigError(f"{COMMAND_LINE}: {path}", got=repr(text), expected="a YAML value") from error
+        why = f" ({error.problem})" if isinstance(error, yaml.constructor.ConstructorError) else ""
+        raise ConfigError(f"{COMMAND_LINE}: {path}", got=f"{text!r}{why}", expected="a YAML value") from error
+    except RecursionError as error:
+        raise ConfigError(f"{COMMAND_LINE}: {path}", got=_TOO_DEEP, expected="a YAML value") from error
 
 
 class _Loader(yaml.SafeLoader):
-    """SafeLoader that refuses duplicate keys; YAML would silently keep the last."""
+    """SafeLoader that refuses duplicate keys, of which YAML would silently keep the last, and joins surrogate pairs."""
+
+    def construct_scalar(self, node: yaml.ScalarNode | yaml.MappingNode) -> Any:
+        value = super().construct_scalar(node)
+        if not isinstance(value, str) or value.isascii():
+            return value
+        try:
+            # JSON writes an emoji as a surrogate pair, which YAML reads as two characters.
+            return value.encode("utf-16", "surrogatepass").decode("utf-16")
+        except UnicodeDecodeError as error:
+            raise yaml.constructor.ConstructorError(None, None, f"half a surrogate pair in {value!a}", node.start_mark) from error
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[str] = set()

@@ -120,7 +120,10 @@ def wanted(one: ErrorDetails) -> str:
         name, words = bound
         limit = one["ctx"][name]
         return f"a number{words} {limit if isinstance(limit, int) else format(limit, 'g')}"
-    return message[0].lower() + message[1:].removeprefix("Input should be ") if not message.startswith("Input") else message[16:]
+    if one["type"] == "path_type":
+        return "a path, which is text"
+    expected = message.removeprefix("Input should be ")
+    return expected if expected != message else message[:1].lower() + message[1:]
 
 
 _BOUNDS: Mapping[str, tuple[str, str]] = {

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import os
 import shutil
 import sys
+import tempfile
 from collections.abc import Mapping
 from contextlib import ExitStack
 from functools import partial
@@ -62,6 +64,7 @@ def check(config: Config) -> None:
     Raises:
         UserError: the configuration, the model, the engines' Python, the user's own parts or the run directory cannot be used.
     """
+    check_place(config.run.dir)
     transports.check_entries()
     loggers.check(config.telemetry)
     if config.telemetry.tensorboard == "on":
@@ -151,12 +154,30 @@ def resolved(config: Config) -> Path:
     return config.run.dir / "config.yaml"
 
 
+def check_place(directory: Path) -> None:
+    """Refuse a run directory that cannot be made or written to; the folder that is made to try it is removed.
+
+    Raises:
+        ConfigError: it cannot be made, as below /proc, or below a link that leads nowhere.
+        StorageError: see `asyncmoe.storage.writing`; a file is among its parts, or it is not for this user to write.
+    """
+    place = next(one for one in (directory, *directory.absolute().parents) if os.path.lexists(one))
+    with storage.writing("run directory", directory):
+        try:
+            Path(tempfile.mkdtemp(prefix=".asyncmoe-", dir=place)).rmdir()
+        except FileNotFoundError as error:
+            got = f"{directory}, and in {place} nothing can be made ({error.strerror})"
+            raise ConfigError("run.dir", got=got, expected="a directory that can be written to") from error
+
+
 def claim(directory: Path) -> IO[str]:
     """Create a run directory and lock it against other launchers until the returned file is closed.
 
     Raises:
+        ConfigError, StorageError: see `check_place`.
         UserError: another launcher holds the lock.
     """
+    check_place(directory)
     with storage.writing("run directory", directory):
         directory.mkdir(parents=True, exist_ok=True)
         lock = (directory / ".lock").open("w")

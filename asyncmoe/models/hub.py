@@ -53,7 +53,7 @@ def _asked(kind: Literal["model", "dataset"], name: str, key: str) -> Any:
         return HfApi().repo_info(name, repo_type=kind, timeout=_TIMEOUT_S, files_metadata=kind == "model")
     except HfHubHTTPError as error:
         # Of a repository that is private or does not exist the hub says the same.
-        got = f"{name}, and the hub answered {' '.join(str(error).split())[:200]}"
+        got = f"{name}: no such path here, and as an id the hub answered {' '.join(str(error).split())[:200]}"
         raise DataError(
             key, got=got, expected=f"a local path, or a {kind} that you may read", hint="check the name, or HF_TOKEN"
         ) from error

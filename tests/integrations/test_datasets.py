@@ -204,7 +204,7 @@ def test_columns_that_nothing_reads_may_be_anything(tmp_path: Path, tokenizer: T
     [
         ("d.parquet", b"no parquet", r"task\.path .*d\.parquet: got ArrowInvalid: "),
         ("d.parquet", b"", r"d\.parquet: got an empty file"),
-        ("d.csv", b"question,answer\n", r"got no lines|SchemaInferenceError|got .*"),
+        ("d.csv", b"question,answer\n", "got no rows, expected at least one"),
         ("d.json", b"[{", r"d\.json: got "),
         ("d.txt", b"x", r"d\.txt: got the suffix '\.txt', expected \.jsonl, \.json, \.csv"),
         (None, None, r"none\.parquet: got no such file or directory"),
@@ -220,6 +220,20 @@ def test_files_that_cannot_be_read_are_named(
         tasks.load(config(path), tokenizer)
     assert re.search(said, str(caught.value)), str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_a_saved_data_set_without_rows_and_a_stream_without_a_kept_row_are_refused(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    datasets.Dataset.from_dict({"question": [], "answer": []}).save_to_disk(str(tmp_path / "empty"))
+    with pytest.raises(DataError, match="empty: got no rows, expected at least one"):
+        tasks.load(config(tmp_path / "empty"), tokenizer)
+    path = written(tmp_path / "d.parquet")
+    with pytest.raises(DataError, match="got no row left of 20"):
+        tasks.load(config(path, streaming=True, where={"level": "grim"}), tokenizer)
+
+
+def test_a_suffix_may_be_written_in_capitals(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    (tmp_path / "d.CSV").write_bytes(b"question,answer\nq,1\n")
+    assert tasks.load(config(tmp_path / "d.CSV"), tokenizer).training.prompt(0).answer == "1"
 
 
 def test_a_split_that_does_not_exist_is_named(tmp_path: Path, tokenizer: Tokenizer) -> None:

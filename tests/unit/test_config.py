@@ -277,6 +277,14 @@ def test_overrides_are_yaml_and_reach_any_depth(tmp_path: Path) -> None:
         ("telemetry.profile.memory=true", "command line: telemetry.profile.steps: got nothing, expected a value"),
         ("telemetry.profile.steps=3", "command line: telemetry.profile.steps: got 3, expected a list"),
         ("telemetry.profile.steps=[]", "command line: telemetry.profile.steps: got [], expected at least 1 item"),
+        ("run.dir=", "command line: run.dir: got None, expected a path, which is text"),
+        ("run.dir=2026-11-23", "command line: run.dir: got datetime.date(2026, 11, 23), expected a path"),
+        ("run.dir={a: b}", "command line: run.dir: got {'a': 'b'}, expected a path"),
+        (r'task.system_prompt="hi \ud83d"', "half a surrogate pair"),
+        ("run.dir=" + "[" * 3000, "command line: run.dir: got sections or lists nested too deeply"),
+        ("task.sources=[{weight: 1e308}, {weight: 1e308}]", "task.sources: got weights whose sum is no finite number"),
+        ("task={kind: jsonl, path: a.jsonl, difficulty: 2}", "task.difficulty: got 2, expected none because task.kind is jsonl"),
+        ("task={kind: jsonl, path: a.jsonl, operations: ['-']}", "task.operations: got -, expected none because task.kind is jsonl"),
         ("telemetry.profile.steps=[0]", "command line: telemetry.profile.steps.0: got 0, expected a number above 0"),
     ],
 )
@@ -287,6 +295,11 @@ def test_a_bad_override_is_one_line(tmp_path: Path, override: str, line: str) ->
     assert "\n" not in str(caught.value)
 
 
+def test_an_emoji_as_json_writes_it_is_one_character(tmp_path: Path) -> None:
+    file = good_file(tmp_path)
+    assert str(load(file, [r'run.dir="hi \ud83d\ude00"']).run.dir) == "hi \U0001f600"
+
+
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
@@ -295,6 +308,8 @@ def test_a_bad_override_is_one_line(tmp_path: Path, override: str, line: str) ->
         (b"run: !!python/object/apply:os.system [ls]", "expected valid YAML"),
         (b"run: {steps: 1}\nrun: {steps: 2}\n", "key 'run' is given twice"),
         (b"run: {steps: 1, steps: 2}\n", "key 'steps' is given twice"),
+        (rb'a: "hi \ude00"', "half a surrogate pair in 'hi \\ude00'"),
+        (b"a: " + b"[" * 3000 + b"]" * 3000, "got sections or lists nested too deeply, expected valid YAML"),
         (b"", "got NoneType, expected a mapping"),
         (b"- a\n", "got list, expected a mapping"),
     ],

@@ -99,7 +99,8 @@ def refusing(empty: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]
 
 def test_a_repository_that_is_not_there_is_named(refusing: list[str]) -> None:
     with pytest.raises(
-        DataError, match=r"task\.path: got org/data, and the hub answered .*a dataset that you may read; check the name"
+        DataError,
+        match=r"task\.path: got org/data: no such path here, and as an id the hub answered .*a dataset that you may read; check the name",
     ) as caught:
         hub.check_reachable("dataset", "org/data", "task.path")
     assert refusing == ["/api/datasets/org/data"]

@@ -90,13 +90,29 @@ def test_a_scorer_that_scores_lets_engines_start(monkeypatch: pytest.MonkeyPatch
 def test_a_scorer_that_raises_ends_the_run_before_an_engine_starts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     wanted = (
         r"^scoring\.scorer: got tests\.unit\.scorers:moody, which raised ValueError: odd answers are not scored "
-        r"\(tests/unit/scorers\.py:\d+\), expected a score of the first prompt's own answer; its traceback is in logs/scoring\.log"
+        r"\(tests/unit/scorers\.py:\d+\), expected a score of the first prompt's own answer; "
+        r"a run writes its traceback to logs/scoring\.log"
     )
     with pytest.raises(ConfigError, match=wanted):
         serve(monkeypatch, tmp_path, config(tmp_path, scorer="tests.unit.scorers:moody"))
     assert "in moody" in (tmp_path / LOG).read_text()
     with pytest.raises(Started):
         serve(monkeypatch, tmp_path, config(tmp_path, scorer="tests.unit.scorers:moody", try_first=False))
+
+
+def test_exact_without_answers_ends_the_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    unanswered = SimpleNamespace(prompt=lambda group: Prompt("q", (1, 2), ""))
+    for try_first in (True, False):
+        with pytest.raises(ConfigError, match=r"^scoring\.scorer: got exact, and the first prompt has no answer, expected answers"):
+            serve(monkeypatch, tmp_path, config(tmp_path, scorer="exact", try_first=try_first), unanswered)
+
+
+def test_evaluation_sets_that_nothing_asks_are_said(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with pytest.raises(Started), caplog.at_level(logging.WARNING):
+        serve(monkeypatch, tmp_path, config(tmp_path, more={"evaluation": {"sets": {"a": {"path": "a.jsonl"}}}}, scorer="exact"))
+    assert "evaluation.sets: none of them is asked, because evaluation.every is 0" in caplog.text
 
 
 def test_an_answer_that_is_no_score_ends_the_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

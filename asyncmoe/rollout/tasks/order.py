@@ -7,7 +7,7 @@ from itertools import chain
 from random import Random
 
 from asyncmoe.rollout.tasks.encode import Encoder
-from asyncmoe.rollout.tasks.types import Demonstration, Endless, Example, Finite, Gold, HasGolds, Prompt, Task
+from asyncmoe.rollout.tasks.types import Demonstration, Endless, Example, Finite, Gold, HasGolds, Placed, Prompt, Task
 
 EVALUATION = "evaluation"
 """Stream of the evaluation questions."""
@@ -66,7 +66,7 @@ class ListedTask:
         """See `Task`."""
         index = self.index(stream, group)
         source = self._held if stream == EVALUATION else self._source
-        return self._encoder.prompt(source[index], f"{self._name}, example {index}")
+        return self._encoder.prompt(source[index], self._where(source, index))
 
     @property
     def source(self) -> Finite:
@@ -80,12 +80,12 @@ class ListedTask:
 
     def asking(self, index: int) -> Prompt:
         """Return the prompt of the source's example `index`. Raises as `prompt`."""
-        return self._encoder.prompt(self._source[index], f"{self._name}, example {index}")
+        return self._encoder.prompt(self._source[index], self._where(self._source, index))
 
     def demonstration(self, index: int) -> Demonstration:
         """See `Task`."""
         at = self.index("demonstration", index)
-        return self._encoder.demonstration(self._source[at], f"{self._name}, example {at}")
+        return self._encoder.demonstration(self._source[at], self._where(self._source, at))
 
     def golds(self) -> Iterable[Gold]:
         """See `HasGolds`."""
@@ -93,6 +93,9 @@ class ListedTask:
             return self._source.golds()
         named = ((f"{self._name}, example {index}", self._source[index].answer) for index in range(len(self._source)))
         return (Gold(where, answer) for where, answer in named if answer)
+
+    def _where(self, source: Finite, index: int) -> str:
+        return source.where(index) if isinstance(source, Placed) else f"{self._name}, example {index}"
 
     def index(self, stream: str, number: int) -> int:
         """Return the index that a number of a stream asks: of the source, or for `EVALUATION` of the held-out examples."""

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
+
 from asyncmoe import plugins
 from asyncmoe.config.task import SourceSection
-from asyncmoe.errors import DataError
+from asyncmoe.errors import DataError, UserError
 
 Row = Mapping[str, Any]
 Keep = Callable[[str, Row], bool]
@@ -51,17 +53,23 @@ def _one_of(row: Row, column: str, values: list[Any], name: str, key: str) -> bo
 def _asked(function: Callable[..., object], target: str, row: Row, name: str, key: str) -> bool:
     try:
         found = function(row)
-    except Exception as error:
-        got = f"{target}: {plugins.told(error)} at {plugins.raised_at(error)}"
-        raise DataError(f"{key}.filter, {name}", got=got, expected="true or false") from error
+    except UserError:
+        raise
+    except (Exception, SystemExit) as error:  # SystemExit would end the process without a word
+        raise DataError(f"{key}.filter, {name}", got=f"{target}: {plugins.told_at(error)}", expected="true or false") from error
+    if isinstance(found, np.bool_):
+        return bool(found)
     if not isinstance(found, bool):
         raise DataError(f"{key}.filter, {name}", got=f"{target}: {found!r}"[:200], expected="true or false")
     return found
 
 
-def none_left(where: str, rows: int | None) -> DataError:
-    """Return the error for a source of which no row is kept; `rows`: how many there were, None if nobody counted them."""
-    if rows is None or rows:
-        got = "no row left" + ("" if rows is None else f" of {rows}")
-        return DataError(where, got=got, expected="at least one row that where and filter keep")
-    return DataError(where, got="no lines", expected='at least one {"question": ..., "answer": ...}')
+def none_left(where: str, rows: int) -> DataError:
+    """Return the error for a source of which no row is kept.
+
+    Args:
+        rows: number of rows that were read.
+    """
+    if rows:
+        return DataError(where, got=f"no row left of {rows}", expected="at least one row that where and filter keep")
+    return DataError(where, got="no rows", expected='at least one {"question": ..., "answer": ...}')

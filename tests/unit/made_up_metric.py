@@ -51,7 +51,9 @@ def write(run_dir: Path) -> None:
     def update(surprise: float | None) -> SimpleNamespace:
         return SimpleNamespace(**measured, figures={"surprise": surprise, "ages": {0: 4}})
 
-    item = SimpleNamespace(reward=1.0, steps=0, step_mean=0.0, teacher_gap=None, sampled=4, truncated=False)
+    item = SimpleNamespace(
+        group=0, episode=0, agent=0, branch=0, reward=1.0, steps=0, step_mean=0.0, teacher_gap=None, sampled=4, truncated=False
+    )
     leased = SimpleNamespace(items=[item], queue_depth=1, dropped={})
     recorder = Recorder(run_dir)
     with JsonLines(run_dir / METRICS) as metrics:

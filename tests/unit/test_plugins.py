@@ -495,6 +495,7 @@ def test_a_checkpoint_must_not_choose_the_code_that_runs(tmp_path: Path) -> None
 
 def test_a_checkpoint_of_another_family_is_refused(tmp_path: Path) -> None:
     config = prepared(tmp_path)
+    config = config.model_copy(update={"run": config.run.model_copy(update={"steps": 3})})
     for family, refused in (({}, False), ({"family": "qwen3_moe"}, False), ({"family": "my_moe"}, True)):
         path = checkpoints.directory(config.run.dir, 3)
         path.mkdir(parents=True, exist_ok=True)
@@ -521,7 +522,7 @@ def test_one_loader_refuses_every_kind_of_name() -> None:
         lambda: plugins.load_function("json:__name__", "a.key", forms="some forms"),
     ]
     for call, said in zip(
-        calls, ("a.key: got 'nothing', expected some forms", "a.key: got json:__name__, a str, expected a function"), strict=True
+        calls, ("a.key: got 'nothing', expected some forms", "a.key: got json:__name__, a string, expected a function"), strict=True
     ):
         with pytest.raises(AsyncmoeError, match=re.escape(said)):
             call()

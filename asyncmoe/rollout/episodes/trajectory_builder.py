@@ -114,7 +114,6 @@ def assemble(
             `sampling_masks`.
     """
     key, forked = place.key(path.agent, path.branch), sum(map(len, turns[: path.shared]))
-    own = np.arange(sum(map(len, turns))) >= forked
     versions = [_versions(turn, key) for turn in turns]
     salts = {turn.salt for turn in turns} | {int(v[len(turn.given)]) for turn, v in zip(turns, versions, strict=True)}
     return Trajectory(
@@ -127,18 +126,23 @@ def assemble(
         forked=forked,
         attempt=place.attempt,
         tokens=np.array([token for turn in turns for token in (*turn.given, *turn.generation.tokens)], dtype=np.int32),
-        loss_mask=np.concatenate([np.arange(len(turn)) >= len(turn.given) for turn in turns]) & own,
-        logprobs=np.where(own, _logprobs(turns), np.float32(0)),
-        versions=np.where(own, np.concatenate(versions), np.int32(NOT_SAMPLED)),
+        loss_mask=_without(np.concatenate([np.arange(len(turn)) >= len(turn.given) for turn in turns]), forked, False),
+        logprobs=_without(_logprobs(turns), forked, 0.0),
+        versions=_without(np.concatenate(versions), forked, NOT_SAMPLED),
         reward=reward,
         finish=turns[-1].generation.finish,
         prefix_version=salts.pop() if len(salts) == 1 else NOT_SAMPLED,
         seconds=seconds,
         routes=_routes(turns, recording, key),
         masks=_masks(turns, recording, key, path.shared),
-        rewards=None if rewards is None else np.where(own, rewards, np.float32(np.nan)),
-        teacher=None if teacher is None else np.where(own, teacher, np.float32(0)),
+        rewards=None if rewards is None else _without(rewards, forked, np.nan),
+        teacher=None if teacher is None else _without(teacher, forked, 0.0),
     )
+
+
+def _without(values: np.ndarray, forked: int, blank: float) -> np.ndarray:
+    """Return `values` with its first `forked` ones blank. An answer may have too few values, which the queue refuses."""
+    return np.concatenate([np.full(min(forked, len(values)), blank, values.dtype), values[forked:]])
 
 
 def _logprobs(turns: Sequence[Turn]) -> np.ndarray:
